@@ -1,0 +1,1 @@
+"""Search techniques and planners, one a module, all behind one ask/tell interface."""

@@ -1,0 +1,170 @@
+"""The tunable settings, the space they are drawn from, and how they expand to a plan."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sirtaki.comm.layout import GradientLayout
+from sirtaki.comm.plan import Algorithm, CommPlan, TransportKind, Unit
+from sirtaki.errors import PlanError
+
+KIB = 1024
+MIB = 1024 * KIB
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """An explicit unit of a fusion plan: it ends before element `stop` and begins where the last one ended."""
+
+    stop: int
+    stream: int = 0
+    threads: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Knobs:
+    """One setting of everything that is tuned; hashable, JSON both ways.
+
+    Attributes:
+        unit_bytes: size of a unit where cuts are uniform.
+        streams: how many communicators run at the same time.
+        threads: GPU threads for each unit (LIBRA's r; CTAs are threads / 512), None = the transport's default.
+        algorithm: flat or hierarchical.
+        transport: what carries the units.
+        cuts: explicit units (they fit one layout only), or None for uniform ones.
+    """
+
+    unit_bytes: int
+    streams: int
+    transport: TransportKind
+    algorithm: Algorithm = Algorithm.FLAT
+    threads: int | None = None
+    cuts: tuple[Cut, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.unit_bytes < 1:
+            raise PlanError(f"unit_bytes must be positive, not {self.unit_bytes}")
+        if self.streams < 1:
+            raise PlanError(f"streams must be at least 1, not {self.streams}")
+        if self.threads is not None and self.threads < 1:
+            raise PlanError(f"threads must be at least 1, not {self.threads}")
+
+    def to_plan(self, layout: GradientLayout) -> CommPlan:
+        """The units of `layout` under these knobs.
+
+        Uniform cuts are `unit_bytes` long, take the streams in turn, and the last one is shorter.
+
+        Raises:
+            PlanError: explicit cuts do not fit the layout.
+        """
+        units: list[Unit] = []
+        if self.cuts is None:
+            step = max(1, self.unit_bytes // layout.itemsize_bytes)
+            bounds = [(start, min(start + step, layout.numel)) for start in range(0, layout.numel, step)]
+            for index, (start, stop) in enumerate(bounds):
+                stream = index % self.streams
+                units.append(
+                    Unit(start=start, stop=stop, stream=stream, threads=self.threads, algorithm=self.algorithm)
+                )
+        else:
+            start = 0
+            for cut in self.cuts:
+                units.append(
+                    Unit(
+                        start=start,
+                        stop=cut.stop,
+                        stream=cut.stream,
+                        threads=cut.threads or self.threads,
+                        algorithm=self.algorithm,
+                    )
+                )
+                start = cut.stop
+        return CommPlan(numel=layout.numel, units=tuple(units), streams=self.streams, transport=self.transport)
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-ready dict; `from_json` is its inverse."""
+        return {
+            "unit_bytes": self.unit_bytes,
+            "streams": self.streams,
+            "threads": self.threads,
+            "algorithm": self.algorithm.value,
+            "transport": self.transport.value,
+            "cuts": None if self.cuts is None else [[cut.stop, cut.stream, cut.threads] for cut in self.cuts],
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> "Knobs":
+        """The knobs that `to_json` described.
+
+        Raises:
+            PlanError: a field is missing or has a value that cannot be meant.
+        """
+        try:
+            cuts = data["cuts"]
+            return cls(
+                unit_bytes=int(data["unit_bytes"]),
+                streams=int(data["streams"]),
+                threads=None if data["threads"] is None else int(data["threads"]),
+                algorithm=Algorithm(data["algorithm"]),
+                transport=TransportKind(data["transport"]),
+                cuts=None
+                if cuts is None
+                else tuple(Cut(stop=stop, stream=stream, threads=threads) for stop, stream, threads in cuts),
+            )
+        except (KeyError, TypeError, ValueError) as err:
+            raise PlanError(f"these are not knobs: {err!r} in {dict(data)!r}") from err
+
+    def describe(self) -> str:
+        """The knobs in a few words, for logs: `shared_memory flat, 4 MiB units, 2 streams`."""
+        cut = f"{len(self.cuts)} planned units" if self.cuts is not None else f"{format_bytes(self.unit_bytes)} units"
+        threads = "" if self.threads is None else f", {self.threads} threads"
+        plural = "" if self.streams == 1 else "s"
+        return f"{self.transport.value} {self.algorithm.value}, {cut}, {self.streams} stream{plural}{threads}"
+
+
+def format_bytes(count: int) -> str:
+    """`262144` → `256 KiB`, `1500000` → `1.4 MiB`."""
+    for unit, size in (("GiB", 1024 * MIB), ("MiB", MIB), ("KiB", KIB)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count} B"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnobSpace:
+    """What may be chosen: the transports' capabilities, less what the user has fixed.
+
+    Attributes:
+        unit_bytes: smallest and largest unit; equal where the user fixed it.
+        streams: permitted counts, ascending.
+        threads: permitted allowances, ascending; `(None,)` where the transport has none.
+        routes: permitted pairs of transport and algorithm, the default one first.
+    """
+
+    routes: tuple[tuple[TransportKind, Algorithm], ...]
+    unit_bytes: tuple[int, int] = (64 * KIB, 256 * MIB)
+    streams: tuple[int, ...] = (1, 2, 3, 4, 6, 8, 12, 16, 24)
+    threads: tuple[int | None, ...] = (None,)
+
+    def __post_init__(self) -> None:
+        low, high = self.unit_bytes
+        if not 1 <= low <= high:
+            raise PlanError(f"unit_bytes must be an ascending pair of positive sizes, not {self.unit_bytes}")
+        if not (self.routes and self.streams and self.threads):
+            raise PlanError("a knob space needs at least one route, stream count and thread allowance")
+        if list(self.streams) != sorted(set(self.streams)) or self.streams[0] < 1:
+            raise PlanError(f"stream counts must be positive and ascending: {self.streams}")
+
+    def __contains__(self, knobs: Knobs) -> bool:
+        return (
+            self.unit_bytes[0] <= knobs.unit_bytes <= self.unit_bytes[1]
+            and knobs.streams in self.streams
+            and (knobs.threads in self.threads or knobs.cuts is not None)
+            and (knobs.transport, knobs.algorithm) in self.routes
+        )
+
+    @property
+    def unit_bytes_log2(self) -> tuple[float, float]:
+        """Bounds of `unit_bytes` on the scale on which it is searched."""
+        return math.log2(self.unit_bytes[0]), math.log2(self.unit_bytes[1])

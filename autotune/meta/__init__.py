@@ -1,0 +1,1 @@
+"""The bandit over the arms, and the warm-up session."""

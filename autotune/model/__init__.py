@@ -1,0 +1,1 @@
+"""Analytical models: fits of measured times, and the simulator of one iteration."""

@@ -1,0 +1,109 @@
+"""What is sent: the units of a flat buffer, each with its stream, thread allowance and algorithm.
+
+A module of its own because it is the one type that `autotune` builds and `comm` executes. A plan holds its
+invariants by construction: each element lies in exactly one unit, in order, on a stream that exists.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from enum import Enum
+from typing import Any
+
+from sirtaki.errors import PlanError
+
+
+class Algorithm(Enum):
+    """How one unit is reduced over all ranks."""
+
+    FLAT = "flat"  # all ranks alike
+    HIERARCHICAL = "hierarchical"  # inside the node first, then across nodes (AIACC's "tree")
+
+
+class TransportKind(Enum):
+    """What carries a unit between ranks (between nodes, where the algorithm is hierarchical)."""
+
+    SHARED_MEMORY = "shared_memory"
+    GLOO = "gloo"
+    MPI = "mpi"
+    NCCL = "nccl"
+    STAGED = "staged"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unit:
+    """One all-reduce: elements `[start, stop)` of the flat buffer.
+
+    Attributes:
+        stream: index of the communicator that carries it.
+        threads: GPU threads (LIBRA's r), None = the transport's default.
+        algorithm: flat or hierarchical.
+    """
+
+    start: int
+    stop: int
+    stream: int = 0
+    threads: int | None = None
+    algorithm: Algorithm = Algorithm.FLAT
+
+    @property
+    def numel(self) -> int:
+        """Elements in this unit."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommPlan:
+    """All units of one flat buffer in the order in which they are issued.
+
+    Raises:
+        PlanError: units overlap, leave a gap, are empty or name a stream that does not exist.
+    """
+
+    numel: int
+    units: tuple[Unit, ...]
+    streams: int
+    transport: TransportKind
+
+    def __post_init__(self) -> None:
+        if self.streams < 1:
+            raise PlanError(f"a plan needs at least one stream, not {self.streams}")
+        position = 0
+        for index, unit in enumerate(self.units):
+            if unit.start != position or unit.stop <= unit.start:
+                raise PlanError(
+                    f"unit {index} covers [{unit.start}, {unit.stop}) but element {position} is next: "
+                    "units must cover each element once, in order, and not be empty"
+                )
+            if not 0 <= unit.stream < self.streams:
+                raise PlanError(f"unit {index} is on stream {unit.stream} of a plan with {self.streams} streams")
+            if unit.threads is not None and unit.threads < 1:
+                raise PlanError(f"unit {index} has {unit.threads} threads")
+            position = unit.stop
+        if position != self.numel:
+            raise PlanError(f"the units end at element {position} of {self.numel}")
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-ready dict; `from_json` is its inverse."""
+        return {
+            "numel": self.numel,
+            "streams": self.streams,
+            "transport": self.transport.value,
+            "units": [{**asdict(unit), "algorithm": unit.algorithm.value} for unit in self.units],
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> "CommPlan":
+        """The plan that `to_json` described."""
+        return cls(
+            numel=data["numel"],
+            streams=data["streams"],
+            transport=TransportKind(data["transport"]),
+            units=tuple(Unit(**{**unit, "algorithm": Algorithm(unit["algorithm"])}) for unit in data["units"]),
+        )
+
+    def fingerprint(self) -> str:
+        """A digest that is equal on two ranks exactly if their plans are."""
+        text = json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()[:16]

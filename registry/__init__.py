@@ -1,0 +1,1 @@
+"""Remembers winners. Knows graphs and stores, nothing of communication or tuning."""

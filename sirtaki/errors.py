@@ -1,0 +1,58 @@
+"""Every error that Sirtaki raises on purpose, in one tree.
+
+SirtakiError
+├── ConfigError          (ValueError)    a setting or option that cannot be meant
+├── NotInitializedError  (ValueError)    an operation before `init()`
+├── PlanError            (ValueError)    knobs or a plan that do not fit the gradients
+├── CommError            (RuntimeError)  communication failed; `hvd.HorovodInternalError` is this class
+│   ├── MismatchError                    ranks disagree about an operation
+│   ├── PeerLostError                    a rank died, left or raised
+│   └── StallError                       a rank did not come within the stall time
+├── TuningError          (RuntimeError)  an arm, model or trial that cannot be used
+├── RegistryError        (RuntimeError)  a store that cannot be read or written
+└── LaunchError          (RuntimeError)  ranks could not be started
+"""
+
+
+class SirtakiError(Exception):
+    """Base of all errors of this package."""
+
+
+class ConfigError(SirtakiError, ValueError):
+    """A setting or option has a value that cannot be meant; the message says what is accepted."""
+
+
+class NotInitializedError(SirtakiError, ValueError):
+    """An operation was called before `init()` or after `shutdown()`."""
+
+
+class PlanError(SirtakiError, ValueError):
+    """Knobs or a plan do not fit the gradients or the transport."""
+
+
+class CommError(SirtakiError, RuntimeError):
+    """Communication between the ranks failed."""
+
+
+class MismatchError(CommError):
+    """Ranks submitted operations of one name that differ in kind, shape, dtype, root or factors."""
+
+
+class PeerLostError(CommError):
+    """A rank died, left the job or raised an exception while others still needed it."""
+
+
+class StallError(CommError):
+    """A rank did not take part in an operation within the stall time."""
+
+
+class TuningError(SirtakiError, RuntimeError):
+    """A search technique, a model or a trial cannot be used; the message says why."""
+
+
+class RegistryError(SirtakiError, RuntimeError):
+    """The registry cannot be read or written."""
+
+
+class LaunchError(SirtakiError, RuntimeError):
+    """The ranks of a job could not be started."""
