@@ -1,0 +1,1 @@
+"""`sirtaki …`: the command line."""

@@ -1,0 +1,1 @@
+"""`sirtakirun`: starts the ranks of a job."""

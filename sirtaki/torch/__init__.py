@@ -1,0 +1,1 @@
+"""Horovod's PyTorch API over `comm`, `autotune` and `registry`: `import sirtaki.torch as hvd`."""
