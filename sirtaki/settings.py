@@ -1,0 +1,268 @@
+"""What a user may set from outside: environment variables → one frozen `Settings`.
+
+The only module that reads environment variables, so that whoever looks for a switch looks here. Sirtaki's own
+names win over Horovod's, an explicit argument in the script wins over both (`dataclasses.replace`). A value that
+cannot be meant is refused at once; a Horovod variable that has no meaning here is accepted with a note.
+"""
+
+import difflib
+import logging
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from sirtaki.comm.plan import Algorithm, TransportKind
+from sirtaki.errors import ConfigError
+
+SMALLEST_UNIT_BYTES = 64 * 1024
+REGISTRY_OFF = "off"
+TIMELINE_DYNAMIC = "DYNAMIC"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """All settings of one process; None = not set, so free to be tuned or chosen.
+
+    Attributes:
+        tune: search for better knobs in the first iterations; off = the defaults and what is fixed below.
+        warmup_iterations: training iterations in which trials may run.
+        unit_bytes: fixes the size of a unit.
+        streams: fixes how many communicators run at the same time.
+        threads: fixes the GPU threads (CPU: reduction threads) of a unit.
+        transport: fixes what carries the units.
+        algorithm: fixes flat or hierarchical reduction.
+        local_size: pretend that this many consecutive ranks share a node, to try hierarchies on one machine.
+        gloo_interface: network interface, or several with commas, that Gloo connects through.
+        stall_check: watch for ranks that do not come.
+        stall_warning_s: seconds after which missing ranks are named in a warning.
+        stall_shutdown_s: seconds after which missing ranks are an error, None = never.
+        trial_log: file for one machine-readable line a trial.
+        registry: where winners are remembered: a database URL, a file, or "off"; None = the user's cache directory.
+        seed: of every random choice the tuner makes.
+        check_nan: name the rank, parameter and iteration that first bring a NaN or an infinity.
+        timeline: file for a Chrome trace; "DYNAMIC" = none yet, but `start_timeline` may open one.
+        timeline_mark_cycles: mark the negotiation rounds in the trace.
+        log_level: level of the `sirtaki` logger, as in `logging`.
+        log_time: log lines begin with the time.
+        dynamic_process_sets: process sets may be added and removed after `init()`.
+        notes: one line for each variable that was accepted but has no effect here.
+    """
+
+    tune: bool = True
+    warmup_iterations: int = 100
+    unit_bytes: int | None = None
+    streams: int | None = None
+    threads: int | None = None
+    transport: TransportKind | None = None
+    algorithm: Algorithm | None = None
+    local_size: int | None = None
+    gloo_interface: str | None = None
+    stall_check: bool = True
+    stall_warning_s: float = 60.0
+    stall_shutdown_s: float | None = 600.0
+    trial_log: str | None = None
+    registry: str | None = None
+    seed: int = 0
+    check_nan: bool = False
+    timeline: str | None = None
+    timeline_mark_cycles: bool = False
+    log_level: int = logging.INFO
+    log_time: bool = True
+    dynamic_process_sets: bool = False
+    notes: tuple[str, ...] = ()
+
+    @classmethod
+    def from_environ(cls, environ: Mapping[str, str] | None = None) -> "Settings":
+        """The settings in `environ` (default: this process's); an empty value counts as not set.
+
+        Raises:
+            ConfigError: a value cannot be meant, or a `SIRTAKI_…` variable does not exist.
+        """
+        environ = os.environ if environ is None else environ
+        present = {name: value.strip() for name, value in environ.items() if value.strip()}
+        _refuse_unknown(present)
+        values = {
+            variable.field: variable.read(present[variable.name]) for variable in VARIABLES if variable.name in present
+        }
+        notes = tuple(f"{name} has no effect here: {why}" for name, why in WITHOUT_EFFECT.items() if name in present)
+        return cls(**values, notes=notes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variable:
+    """An environment variable that sets one field of `Settings`.
+
+    Attributes:
+        parse: its text → the field's value, ValueError if it cannot be meant.
+        accepts: what `parse` takes, for messages and documents.
+    """
+
+    name: str
+    field: str
+    parse: Callable[[str], Any]  # Any: the type of the field that it sets
+    accepts: str
+
+    def read(self, text: str) -> Any:  # Any: as `parse`
+        """The field's value.
+
+        Raises:
+            ConfigError: naming the variable, what was found and what is accepted.
+        """
+        try:
+            return self.parse(text)
+        except ValueError as err:
+            raise ConfigError(f"{self.name}={text!r} cannot be meant; accepted: {self.accepts}") from err
+
+
+def _one_of(choices: Mapping[str, Any]) -> Callable[[str], Any]:
+    def parse(text: str) -> Any:
+        if text.lower() not in choices:
+            raise ValueError(text)
+        return choices[text.lower()]
+
+    return parse
+
+
+def _integer(least: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        if (value := int(text)) < least:
+            raise ValueError(text)
+        return value
+
+    return parse
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise ValueError(text)
+    return value
+
+
+def _seconds_or_never(text: str) -> float | None:
+    return _seconds(text) if float(text) != 0 else None
+
+
+def _size(text: str) -> int:
+    """`262144`, `256 KiB`, `1.5MiB` → bytes."""
+    number, scale = text.lower(), 1
+    for suffix, factor in (("kib", 1024), ("mib", 1024**2), ("gib", 1024**3)):
+        if number.endswith(suffix):
+            number, scale = number.removesuffix(suffix), factor
+    value = float(number) * scale
+    if value < 1 or not value.is_integer():
+        raise ValueError(text)
+    return int(value)
+
+
+def _fusion_threshold(text: str) -> int:
+    """Horovod's 0 means "do not fuse"; the smallest unit comes nearest."""
+    return _integer(0)(text) or SMALLEST_UNIT_BYTES
+
+
+_FLAGS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+_LEVELS = {
+    "trace": logging.DEBUG,
+    "debug": logging.DEBUG,
+    "info": logging.INFO,
+    "warning": logging.WARNING,
+    "error": logging.ERROR,
+    "fatal": logging.CRITICAL,
+}
+
+# Parser and what it accepts, for each kind of value.
+_FLAG = {"parse": _one_of(_FLAGS), "accepts": "1 or 0 (true, false, yes, no, on, off)"}
+_NOT_FLAG = {**_FLAG, "parse": _one_of({text: not value for text, value in _FLAGS.items()})}
+_COUNT = {"parse": _integer(1), "accepts": "a whole number from 1"}
+_FROM_ZERO = {"parse": _integer(0), "accepts": "a whole number from 0"}
+_SIZE = {"parse": _size, "accepts": "bytes, or with a unit such as 256 KiB or 4 MiB"}
+_SECONDS = {"parse": _seconds, "accepts": "seconds above 0"}
+_LIMIT = {"parse": _seconds_or_never, "accepts": "seconds above 0, or 0 for never"}
+_TEXT = {"parse": str, "accepts": "any text"}
+
+
+def _enum(kind: type[Enum]) -> dict[str, Any]:
+    return {"parse": _one_of({member.value: member for member in kind}), "accepts": ", ".join(m.value for m in kind)}
+
+
+def _variable(name: str, field: str, kind: Mapping[str, Any]) -> Variable:
+    return Variable(name=name, field=field, **kind)
+
+
+# Of several variables for one field the last one that is set wins, so Sirtaki's own name comes last.
+VARIABLES: tuple[Variable, ...] = (
+    _variable("HOROVOD_AUTOTUNE", "tune", _FLAG),
+    _variable("SIRTAKI_TUNE", "tune", _FLAG),
+    _variable("SIRTAKI_WARMUP_ITERATIONS", "warmup_iterations", _FROM_ZERO),
+    _variable(
+        "HOROVOD_FUSION_THRESHOLD",
+        "unit_bytes",
+        {"parse": _fusion_threshold, "accepts": "bytes, or 0 for the smallest units"},
+    ),
+    _variable("SIRTAKI_UNIT_BYTES", "unit_bytes", _SIZE),
+    _variable("HOROVOD_NUM_NCCL_STREAMS", "streams", _COUNT),
+    _variable("SIRTAKI_STREAMS", "streams", _COUNT),
+    _variable("SIRTAKI_THREADS", "threads", _COUNT),
+    _variable("SIRTAKI_TRANSPORT", "transport", _enum(TransportKind)),
+    _variable(
+        "HOROVOD_HIERARCHICAL_ALLREDUCE",
+        "algorithm",
+        {
+            **_FLAG,
+            "parse": _one_of({t: Algorithm.HIERARCHICAL if on else Algorithm.FLAT for t, on in _FLAGS.items()}),
+        },
+    ),
+    _variable("SIRTAKI_ALGORITHM", "algorithm", _enum(Algorithm)),
+    _variable("SIRTAKI_LOCAL_SIZE", "local_size", _COUNT),
+    _variable("GLOO_SOCKET_IFNAME", "gloo_interface", _TEXT),
+    _variable("HOROVOD_GLOO_IFACE", "gloo_interface", _TEXT),
+    _variable("SIRTAKI_GLOO_IFACE", "gloo_interface", _TEXT),
+    _variable("HOROVOD_STALL_CHECK_DISABLE", "stall_check", _NOT_FLAG),
+    _variable("SIRTAKI_STALL_CHECK", "stall_check", _FLAG),
+    _variable("HOROVOD_STALL_CHECK_TIME_SECONDS", "stall_warning_s", _SECONDS),
+    _variable("SIRTAKI_STALL_WARNING_S", "stall_warning_s", _SECONDS),
+    _variable("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "stall_shutdown_s", _LIMIT),
+    _variable("SIRTAKI_STALL_SHUTDOWN_S", "stall_shutdown_s", _LIMIT),
+    _variable("HOROVOD_AUTOTUNE_LOG", "trial_log", _TEXT),
+    _variable("SIRTAKI_TRIAL_LOG", "trial_log", _TEXT),
+    _variable("SIRTAKI_REGISTRY", "registry", _TEXT),
+    _variable("SIRTAKI_SEED", "seed", _FROM_ZERO),
+    _variable("SIRTAKI_CHECK_NAN", "check_nan", _FLAG),
+    _variable("HOROVOD_TIMELINE", "timeline", _TEXT),
+    _variable("SIRTAKI_TIMELINE", "timeline", _TEXT),
+    _variable("HOROVOD_TIMELINE_MARK_CYCLES", "timeline_mark_cycles", _FLAG),
+    _variable("HOROVOD_LOG_LEVEL", "log_level", {"parse": _one_of(_LEVELS), "accepts": ", ".join(_LEVELS)}),
+    _variable("SIRTAKI_LOG_LEVEL", "log_level", {"parse": _one_of(_LEVELS), "accepts": ", ".join(_LEVELS)}),
+    _variable("HOROVOD_LOG_HIDE_TIME", "log_time", _NOT_FLAG),
+    _variable("HOROVOD_DYNAMIC_PROCESS_SETS", "dynamic_process_sets", _FLAG),
+)
+
+# Horovod's variables that a script may set without harm, and why nothing follows from them.
+WITHOUT_EFFECT: Mapping[str, str] = {
+    "HOROVOD_CYCLE_TIME": "units leave as soon as they are ready, there is no cycle",
+    "HOROVOD_CACHE_CAPACITY": "the schedule replaces the response cache",
+    "HOROVOD_HIERARCHICAL_ALLGATHER": "an all-gather has one algorithm",
+    "HOROVOD_TORUS_ALLREDUCE": "use SIRTAKI_ALGORITHM",
+    "HOROVOD_AUTOTUNE_WARMUP_SAMPLES": "use SIRTAKI_WARMUP_ITERATIONS",
+    "HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE": "the noise decides how long a trial runs",
+    "HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES": "use SIRTAKI_WARMUP_ITERATIONS",
+    "HOROVOD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE": "the noise is measured",
+    "HOROVOD_THREAD_AFFINITY": "use the launcher's --binding-args",
+    "HOROVOD_GLOO_TIMEOUT_SECONDS": "use SIRTAKI_STALL_SHUTDOWN_S",
+    "HOROVOD_CPU_OPERATIONS": "transports are tuned; use SIRTAKI_TRANSPORT to fix one",
+    "HOROVOD_CONTROLLER": "MPI is the control plane",
+    "HOROVOD_MPI_THREADS_DISABLE": "the thread level is what the MPI library offers",
+    "HOROVOD_ELASTIC_TIMEOUT": "elastic training is not there yet",
+}
+
+
+def _refuse_unknown(present: Mapping[str, str]) -> None:
+    """A misspelt switch must not be overlooked; names below `SIRTAKI_TEST_` are the tests' own."""
+    known = [variable.name for variable in VARIABLES]
+    for name in present:
+        if name.startswith("SIRTAKI_") and not name.startswith("SIRTAKI_TEST_") and name not in known:
+            ours = [candidate for candidate in known if candidate.startswith("SIRTAKI_")]
+            near = difflib.get_close_matches(name, ours, n=1, cutoff=0)[0]
+            raise ConfigError(f"{name} is not a setting; the nearest one is {near} (all: {', '.join(ours)})")
