@@ -1,0 +1,66 @@
+"""Which address of this host the other hosts can reach: what process groups over TCP must be told.
+
+A module of its own because a host's name often resolves to loopback, or not at all, in containers and clouds.
+"""
+
+import fcntl
+import socket
+import struct
+from collections.abc import Sequence
+
+from sirtaki.errors import CommError, ConfigError
+
+SIOCGIFADDR = 0x8915
+LOOPBACK = "127.0.0.1"
+CONNECT_TIMEOUT_S = 3.0
+
+
+def interface_addresses() -> dict[str, str]:
+    """IPv4 address of every interface that has one, by name."""
+    found = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            try:
+                answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, request)
+            except OSError:
+                continue  # this interface has no IPv4 address
+            found[name] = socket.inet_ntoa(answer[20:24])
+    return found
+
+
+def own_addresses(interface: str | None) -> list[str]:
+    """Addresses to offer to other hosts, the likeliest first.
+
+    Raises:
+        ConfigError: `interface` (one name, or several separated by commas) names none that has an address.
+    """
+    known = interface_addresses()
+    if interface:
+        names = interface.split(",")
+        chosen = [known[name] for name in names if name in known]
+        if not chosen:
+            raise ConfigError(f"no interface {interface!r} with an IPv4 address on this host; there are {known}")
+        return chosen
+    # Bridges of container engines come last: other hosts have the same ones.
+    outside = [(name.startswith(("docker", "br-", "virbr")), address) for name, address in known.items()]
+    return [address for _, address in sorted(outside, key=lambda item: item[0]) if not address.startswith("127.")]
+
+
+def reach(candidates: Sequence[str], port: int) -> tuple[str, str]:
+    """The first candidate that answers at `port`, and the address of this host as that one sees it.
+
+    Raises:
+        CommError: none answers.
+    """
+    tried = []
+    for candidate in candidates:
+        try:
+            with socket.create_connection((candidate, port), timeout=CONNECT_TIMEOUT_S) as connection:
+                return candidate, connection.getsockname()[0]
+        except OSError as err:
+            tried.append(f"{candidate}:{port} ({err})")
+    raise CommError(
+        f"rank 0 cannot be reached at {', '.join(tried) or 'any address'}; "
+        "name the interface that joins the hosts in SIRTAKI_GLOO_IFACE"
+    )

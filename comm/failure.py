@@ -1,0 +1,58 @@
+"""The one place where a rank learns that the job is lost, and the one way to wait without waiting for ever.
+
+A module of its own because every wait of every transport looks here: a failure found by one thread (a peer died,
+the watchdog gave up) must end the waits of all the others.
+"""
+
+import os
+import time
+from collections.abc import Callable
+
+from sirtaki.errors import CommError
+
+SPIN_S = 300e-6
+"""How long a wait yields the processor before it starts to sleep: about ten rounds of four ranks on two cores."""
+
+LONGEST_SLEEP_S = 1e-3
+"""Sleeping longer would delay the answer noticeably, sleeping shorter costs processor time."""
+
+
+class FailureBoard:
+    """Holds the first failure of this rank's job; threads write and read it without locks."""
+
+    def __init__(self) -> None:
+        self._error: CommError | None = None
+
+    def report(self, error: CommError) -> None:
+        """Keeps `error` unless an earlier one is there."""
+        if self._error is None:
+            self._error = error
+
+    @property
+    def error(self) -> CommError | None:
+        """The first failure, None while all is well."""
+        return self._error
+
+    def check(self) -> None:
+        """Raises the failure, if there is one."""
+        if self._error is not None:
+            # A fresh exception each time: one object raised from several threads would mix their tracebacks.
+            raise type(self._error)(*self._error.args)
+
+
+def poll_until(test: Callable[[], bool], *, failures: FailureBoard) -> None:
+    """Returns once `test()` is true: yields at first, then sleeps, longer and longer up to a millisecond.
+
+    Raises:
+        CommError: the job failed meanwhile.
+    """
+    give_up_spinning = time.perf_counter() + SPIN_S
+    while time.perf_counter() < give_up_spinning:
+        if test():
+            return
+        os.sched_yield()
+    sleep_s = 20e-6
+    while not test():
+        failures.check()
+        time.sleep(sleep_s)
+        sleep_s = min(2 * sleep_s, LONGEST_SLEEP_S)

@@ -1,0 +1,122 @@
+"""What every transport must do, written once; run by `tests/ranks/transports.py` on every rank of a job."""
+
+import random
+
+import torch
+
+from sirtaki.comm.control import ControlPlane
+from sirtaki.comm.fabric import Fabric, Route
+from sirtaki.comm.plan import CommPlan, Unit
+from sirtaki.comm.transport import ReduceOp, Work
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64)
+SIZES = (0, 1, 7, 1021, 32769)
+TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 4e-2, torch.float32: 1e-6, torch.float64: 1e-14}
+
+
+def values(rank: int, numel: int, dtype: torch.dtype, salt: int = 0) -> torch.Tensor:
+    """What `rank` contributes: every rank can compute every other's."""
+    generator = torch.Generator().manual_seed(1000 * salt + rank)
+    if dtype.is_floating_point:
+        return torch.rand(numel, generator=generator, dtype=torch.float64).add_(0.5).to(dtype)
+    return torch.randint(1, 5, (numel,), generator=generator, dtype=dtype)
+
+
+def expected(size: int, numel: int, dtype: torch.dtype, op: ReduceOp, scale: float, salt: int = 0) -> torch.Tensor:
+    """The plain reduction in float64 (int64 for integers)."""
+    wide = torch.float64 if dtype.is_floating_point else torch.int64
+    parts = torch.stack([values(rank, numel, dtype, salt).to(wide) for rank in range(size)])
+    result = {
+        ReduceOp.SUM: lambda: parts.sum(0),
+        ReduceOp.PRODUCT: lambda: parts.prod(0),
+        ReduceOp.MIN: lambda: parts.amin(0),
+        ReduceOp.MAX: lambda: parts.amax(0),
+    }[op]()
+    return result * scale if scale != 1.0 else result
+
+
+def finish(work: Work) -> None:
+    while not work.wait(timeout_s=20.0):
+        raise AssertionError("the reduction did not end within 20 s")
+
+
+def assert_close(found: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype, size: int) -> None:
+    if dtype.is_floating_point:
+        tolerance = TOLERANCE[dtype] * size
+        torch.testing.assert_close(found.double(), wanted, rtol=tolerance, atol=tolerance)
+    else:
+        assert torch.equal(found.long(), wanted)
+
+
+def reduces_every_dtype_size_and_operation(control: ControlPlane, fabric: Fabric, route: Route) -> None:
+    for dtype in DTYPES:
+        for numel in SIZES:
+            buffer = fabric.allocate(numel, dtype)
+            for salt, op in enumerate(ReduceOp):
+                scale = 1.0 / control.size if op is ReduceOp.SUM and dtype.is_floating_point else 1.0
+                buffer.tensor.copy_(values(control.rank, numel, dtype, salt))
+                finish(fabric.all_reduce(buffer, 0, numel, route=route, stream=0, op=op, scale=scale))
+                assert_close(
+                    buffer.tensor, expected(control.size, numel, dtype, op, scale, salt), dtype, control.size
+                )
+
+
+def touches_nothing_outside_the_range(control: ControlPlane, fabric: Fabric, route: Route) -> None:
+    buffer = fabric.allocate(1000, torch.float32)
+    buffer.tensor.fill_(float(control.rank))
+    finish(fabric.all_reduce(buffer, 333, 667, route=route, stream=0))
+    total = float(sum(range(control.size)))
+    assert torch.all(buffer.tensor[333:667] == total)
+    assert torch.all(buffer.tensor[:333] == control.rank)
+    assert torch.all(buffer.tensor[667:] == control.rank)
+
+
+def reduces_twenty_five_megabytes(control: ControlPlane, fabric: Fabric, route: Route) -> None:
+    numel = 25 * 1024 * 1024 // 4
+    buffer = fabric.allocate(numel, torch.float32)
+    buffer.tensor.copy_(values(control.rank, numel, torch.float32))
+    finish(fabric.all_reduce(buffer, 0, numel, route=route, stream=0))
+    assert_close(
+        buffer.tensor, expected(control.size, numel, torch.float32, ReduceOp.SUM, 1.0), torch.float32, control.size
+    )
+
+
+def keeps_many_units_on_many_streams_apart(control: ControlPlane, fabric: Fabric, route: Route) -> None:
+    """Units of random sizes on random streams, waited for in an order that differs between ranks."""
+    streams = min(4, fabric.max_streams())
+    for repetition in range(5):
+        shared = random.Random(repetition)
+        cuts = sorted({0, 200_000, *(shared.randrange(200_000) for _ in range(60))})
+        buffer = fabric.allocate(200_000, torch.float32)
+        buffer.tensor.copy_(values(control.rank, 200_000, torch.float32, repetition))
+        works = [
+            fabric.all_reduce(buffer, start, stop, route=route, stream=shared.randrange(streams))
+            for start, stop in zip(cuts, cuts[1:], strict=False)
+        ]
+        random.Random(control.rank).shuffle(works)
+        for work in works:
+            finish(work)
+        wanted = expected(control.size, 200_000, torch.float32, ReduceOp.SUM, 1.0, repetition)
+        assert_close(buffer.tensor, wanted, torch.float32, control.size)
+
+
+def opens_the_streams_of_a_plan(fabric: Fabric, route: Route) -> None:
+    transport, algorithm = route
+    streams = min(4, fabric.max_streams())
+    fabric.open_plan(
+        CommPlan(
+            numel=streams,
+            streams=streams,
+            transport=transport,
+            units=tuple(Unit(start=i, stop=i + 1, stream=i, algorithm=algorithm) for i in range(streams)),
+        )
+    )
+
+
+def check_route(control: ControlPlane, fabric: Fabric, route: Route) -> None:
+    """Collective: the whole suite over one route."""
+    opens_the_streams_of_a_plan(fabric, route)
+    reduces_every_dtype_size_and_operation(control, fabric, route)
+    touches_nothing_outside_the_range(control, fabric, route)
+    reduces_twenty_five_megabytes(control, fabric, route)
+    keeps_many_units_on_many_streams_apart(control, fabric, route)

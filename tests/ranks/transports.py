@@ -1,0 +1,20 @@
+"""Runs the conformance suite over every route of this job. Started by test_transports.py with several ranks."""
+
+import os
+import time
+
+from conformance.transport import check_route
+
+from sirtaki.comm.control import ControlPlane, load_mpi
+from sirtaki.comm.fabric import Fabric
+
+local_size = os.environ.get("TEST_LOCAL_SIZE")
+control = ControlPlane(load_mpi().COMM_WORLD, local_size=int(local_size) if local_size else None)
+fabric = Fabric(control, timeout_s=30.0)
+for route in fabric.routes:
+    begin = time.perf_counter()
+    check_route(control, fabric, route)
+    if control.rank == 0:
+        print(f"ok {route[0].value} {route[1].value} {time.perf_counter() - begin:.1f} s", flush=True)
+fabric.close()
+control.close()
