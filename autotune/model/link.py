@@ -1,0 +1,93 @@
+"""What an all-reduce costs: start-up time, and throughput as a function of how many run at the same time.
+
+A module of its own because planners, fits, simulator and cluster descriptions all speak of the network through this
+one record. It generalises the α-β model (ASC-WFBP eq. 3) and the two-way contention factor γ (eq. 9) to n ways.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sirtaki.errors import TuningError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkModel:
+    """Cost of all-reduces on one route.
+
+    Attributes:
+        alpha_s: start-up time of one all-reduce; it takes no throughput from others (ASC-WFBP eq. 9).
+        throughput: the concurrency curve G(n), `(max_streams,)`: gradient bytes all-reduced per second in total
+            while n = 1, 2, … streams are active. Each of them moves at G(n) / n. Beyond its end it is constant.
+        residual: relative error (root mean square) of the fit it came from; 0.0 for a description.
+
+    Raises:
+        TuningError: the start-up time is negative, or a throughput is not positive.
+    """
+
+    alpha_s: float
+    throughput: tuple[float, ...]
+    residual: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.alpha_s) and self.alpha_s >= 0):
+            raise TuningError(f"alpha_s must be finite and not negative, not {self.alpha_s}")
+        if not self.throughput or not all(math.isfinite(rate) and rate > 0 for rate in self.throughput):
+            raise TuningError(f"throughput must be positive for each number of streams: {self.throughput}")
+
+    @classmethod
+    def two_way(cls, *, alpha_s: float, beta_s_per_byte: float, gamma: float) -> "LinkModel":
+        """ASC-WFBP's link: two all-reduces at a time, each γ times slower than one alone (eq. 3 and 9)."""
+        return cls(alpha_s=alpha_s, throughput=(1 / beta_s_per_byte, 2 / (gamma * beta_s_per_byte)))
+
+    @property
+    def beta_s_per_byte(self) -> float:
+        """Transmission time of one byte while nothing else runs (ASC-WFBP's b)."""
+        return 1 / self.throughput[0]
+
+    @property
+    def gamma(self) -> float:
+        """How much slower each of two simultaneous all-reduces is than one alone (ASC-WFBP's γ)."""
+        return 2 * self.throughput[0] / self.total_bytes_per_s(2)
+
+    def total_bytes_per_s(self, active: int) -> float:
+        """G(n), for n ≥ 1."""
+        return self.throughput[min(active, len(self.throughput)) - 1]
+
+    def alone_s(self, unit_bytes: float) -> float:
+        """Time of one all-reduce while nothing else runs (ASC-WFBP eq. 3)."""
+        return self.alpha_s + unit_bytes / self.throughput[0]
+
+    def rescaled(self, *, from_ranks: int, to_ranks: int) -> "LinkModel":
+        """The same link under a ring of another size: a ∝ N − 1 and ĉ ∝ (N − 1) / N (LIBRA eq. 4).
+
+        Raises:
+            TuningError: a ring has fewer than two ranks.
+        """
+        if min(from_ranks, to_ranks) < 2:
+            raise TuningError(f"a ring has at least two ranks: cannot go from {from_ranks} to {to_ranks}")
+        hops = (to_ranks - 1) / (from_ranks - 1)
+        volume = hops * from_ranks / to_ranks
+        return LinkModel(
+            alpha_s=self.alpha_s * hops,
+            throughput=tuple(rate / volume for rate in self.throughput),
+            residual=self.residual,
+        )
+
+    def differs_from(self, other: "LinkModel") -> bool:
+        """Whether a parameter moved by more than either fit's own error, so that plans should be made anew."""
+        tolerance = max(self.residual, other.residual, 0.01)
+        width = max(len(self.throughput), len(other.throughput))
+        pairs = [(self.alpha_s, other.alpha_s)]
+        pairs += [(self.total_bytes_per_s(n), other.total_bytes_per_s(n)) for n in range(1, width + 1)]
+        return any(abs(mine - theirs) > tolerance * max(mine, theirs) for mine, theirs in pairs)
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-ready dict; `from_json` is its inverse."""
+        return {"alpha_s": self.alpha_s, "throughput": list(self.throughput), "residual": self.residual}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> "LinkModel":
+        """The link that `to_json` described."""
+        return cls(alpha_s=data["alpha_s"], throughput=tuple(data["throughput"]), residual=data["residual"])

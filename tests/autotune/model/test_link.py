@@ -1,0 +1,64 @@
+import math
+
+import pytest
+
+from sirtaki.autotune.model.cluster import Cluster
+from sirtaki.autotune.model.link import LinkModel
+from sirtaki.errors import TuningError
+
+
+def test_two_way_links_have_the_papers_parameters():
+    link = LinkModel.two_way(alpha_s=1.4e-3, beta_s_per_byte=1.7e-9, gamma=1.5)
+    assert link.beta_s_per_byte == pytest.approx(1.7e-9)
+    assert link.gamma == pytest.approx(1.5)
+    assert link.alone_s(1e6) == pytest.approx(1.4e-3 + 1.7e-3)
+    assert link.total_bytes_per_s(5) == link.total_bytes_per_s(2)
+
+
+def test_a_ring_of_another_size_follows_eq_4_as_a_described_cluster_does():
+    def ring(ranks):
+        return Cluster(name="", ranks=ranks, hop_s=2e-5, link_bytes_per_s=1e9, flow_bytes_per_s=3e8).link()
+
+    rescaled = ring(8).rescaled(from_ranks=8, to_ranks=64)
+    assert rescaled.alpha_s == pytest.approx(ring(64).alpha_s)
+    assert rescaled.throughput == pytest.approx(ring(64).throughput)
+
+
+def test_a_model_differs_only_beyond_its_own_residual():
+    link = LinkModel(alpha_s=1e-3, throughput=(1e8, 2e8), residual=0.05)
+    nearly = LinkModel(alpha_s=1.03e-3, throughput=(1e8, 1.97e8))
+    assert not link.differs_from(nearly)
+    assert link.differs_from(LinkModel(alpha_s=1e-3, throughput=(1e8, 1.5e8)))
+    assert link.differs_from(LinkModel(alpha_s=2e-3, throughput=(1e8, 2e8)))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"alpha_s": -1.0, "throughput": (1.0,)},
+        {"alpha_s": math.nan, "throughput": (1.0,)},
+        {"alpha_s": 1.0, "throughput": ()},
+        {"alpha_s": 1.0, "throughput": (1.0, 0.0)},
+        {"alpha_s": 1.0, "throughput": (math.inf,)},
+    ],
+)
+def test_links_that_cannot_be_are_refused(fields):
+    with pytest.raises(TuningError):
+        LinkModel(**fields)
+
+
+@pytest.mark.parametrize("changes", [{"ranks": 1}, {"flow_bytes_per_s": 2e9}, {"hop_s": -1.0}, {"crowding": 1.0}])
+def test_clusters_that_cannot_be_are_refused(changes):
+    fields = {"name": "", "ranks": 8, "hop_s": 1e-5, "link_bytes_per_s": 1e9, "flow_bytes_per_s": 5e8}
+    with pytest.raises(TuningError):
+        Cluster(**{**fields, **changes})
+
+
+def test_a_ring_of_one_rank_has_no_correction():
+    with pytest.raises(TuningError, match="at least two"):
+        LinkModel(alpha_s=1.0, throughput=(1.0,)).rescaled(from_ranks=1, to_ranks=4)
+
+
+def test_json_keeps_the_link():
+    link = LinkModel(alpha_s=1e-3, throughput=(1e8, 2e8), residual=0.05)
+    assert LinkModel.from_json(link.to_json()) == link
