@@ -1,1 +1,4 @@
-"""Remembers winners. Knows graphs and stores, nothing of communication or tuning."""
+"""Remembers winners. Knows graphs and stores, nothing of communication or tuning.
+
+May import `sirtaki.errors` only. Knobs and trials travel through it as JSON; the caller turns them into its own types.
+"""

@@ -1,0 +1,230 @@
+"""The cluster as the registry sees it: which ranks share a host and a device, and how fast the links between them are.
+
+A module of its own because a job describes its cluster once, before anything is known about its model. Host names
+are dropped on the way in: two clusters built alike are the same cluster.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sirtaki.errors import RegistryError
+
+from .digest import canonical_json, digest
+from .graph import MAX_LABEL_CHARS, Graph, Node
+
+MAX_RANKS = 65_536
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkClass:
+    """Speed of a link in powers of two, so that noise between two measurements rarely changes it.
+
+    Attributes:
+        bandwidth_log2: log2 of bytes a second, rounded; None = unknown.
+        latency_log2: log2 of nanoseconds, rounded; None = unknown.
+    """
+
+    bandwidth_log2: int | None = None
+    latency_log2: int | None = None
+
+    @classmethod
+    def of(cls, *, bandwidth_bytes_per_s: float | None = None, latency_s: float | None = None) -> "LinkClass":
+        """The class of a measured or nominal speed.
+
+        Raises:
+            RegistryError: a speed is not positive and finite.
+        """
+        for value in (bandwidth_bytes_per_s, latency_s):
+            if value is not None and not (0 < value < math.inf):
+                raise RegistryError(f"bandwidth and latency must be positive and finite, not {value}")
+        return cls(
+            bandwidth_log2=None if bandwidth_bytes_per_s is None else round(math.log2(bandwidth_bytes_per_s)),
+            latency_log2=None if latency_s is None else round(math.log2(latency_s * 1e9)),
+        )
+
+    def __str__(self) -> str:
+        bandwidth = "?" if self.bandwidth_log2 is None else f"2^{self.bandwidth_log2} B/s"
+        latency = "?" if self.latency_log2 is None else f"2^{self.latency_log2} ns"
+        return f"{bandwidth}, {latency}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where one rank runs.
+
+    Attributes:
+        host: number of its host, from 0 in the order in which hosts appear.
+        device: kind of its device, such as "cpu" or "NVIDIA H100".
+        device_index: which one on that host; ranks with equal numbers share it. None = not shared.
+    """
+
+    host: int
+    device: str = "cpu"
+    device_index: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Topology:
+    """Ranks grouped by host and device.
+
+    Attributes:
+        places: `(world_size,)`, by rank.
+        host_kinds: kind of each host, such as an instance type, `(n_hosts,)`; empty texts where unknown.
+        local_link: between ranks of one host.
+        network_link: between hosts.
+
+    Raises:
+        RegistryError: no ranks, too many, or host numbers that do not match `host_kinds`.
+    """
+
+    places: tuple[Place, ...]
+    host_kinds: tuple[str, ...]
+    local_link: LinkClass = LinkClass()
+    network_link: LinkClass = LinkClass()
+
+    def __post_init__(self) -> None:
+        if not 1 <= len(self.places) <= MAX_RANKS:
+            raise RegistryError(f"a topology has 1 to {MAX_RANKS} ranks, not {len(self.places)}")
+        if {place.host for place in self.places} != set(range(len(self.host_kinds))):
+            raise RegistryError(f"hosts must be numbered from 0 to {len(self.host_kinds) - 1} and each have a rank")
+
+    @classmethod
+    def from_ranks(
+        cls,
+        host_names: Sequence[str],
+        *,
+        devices: Sequence[str] | None = None,
+        device_indices: Sequence[int | None] | None = None,
+        host_kinds: Mapping[str, str] | None = None,
+        local_link: LinkClass = LinkClass(),
+        network_link: LinkClass = LinkClass(),
+    ) -> "Topology":
+        """The topology of ranks on named hosts; all sequences are `(world_size,)`, by rank. Names are not kept."""
+        numbers: dict[str, int] = {}
+        for name in host_names:
+            numbers.setdefault(name, len(numbers))
+        devices = devices or ["cpu"] * len(host_names)
+        device_indices = device_indices or [None] * len(host_names)
+        return cls(
+            places=tuple(
+                Place(host=numbers[name], device=device, device_index=index)
+                for name, device, index in zip(host_names, devices, device_indices, strict=True)
+            ),
+            host_kinds=tuple((host_kinds or {}).get(name, "") for name in numbers),
+            local_link=local_link,
+            network_link=network_link,
+        )
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return len(self.places)
+
+    @property
+    def n_hosts(self) -> int:
+        """Number of hosts."""
+        return len(self.host_kinds)
+
+    def _hosts(self) -> list[str]:
+        """One text a host: its kind, and how many ranks share each of its devices."""
+        devices: list[Counter[tuple[str, int]]] = [Counter() for _ in self.host_kinds]
+        for rank, place in enumerate(self.places):
+            alone = -1 - rank  # a device of its own
+            index = alone if place.device_index is None else place.device_index
+            devices[place.host][(place.device, index)] += 1
+        texts = []
+        for kind, counted in zip(self.host_kinds, devices, strict=True):
+            shares = Counter((device, ranks) for (device, _), ranks in counted.items())
+            texts.append(canonical_json([kind, sorted([*share, count] for share, count in shares.items())]))
+        return texts
+
+    def fingerprint(self) -> str:
+        """A digest of grouping, kinds and classes; host names, their order and that of ranks do not count."""
+        return digest(str(self.local_link), str(self.network_link), *sorted(self._hosts()))[:32]
+
+    def host_graph(self) -> Graph:
+        """The coarse graph that clusters are compared by: a node a host, all joined to the network's one node."""
+        ranks = Counter(place.host for place in self.places)
+        hosts = [
+            Node(kind="host", detail=f"{text} {self.local_link}", size=ranks[index])
+            for index, text in enumerate(self._hosts())
+        ]
+        return Graph(
+            nodes=(*hosts, Node(kind="network")),
+            edges=tuple((index, len(hosts), str(self.network_link)) for index in range(len(hosts))),
+            directed=False,
+        )
+
+    def rank_graph(self) -> Graph:
+        """The fine graph, for pictures: ranks joined to their hosts, hosts to the network."""
+        count = self.world_size
+        ranks = [Node(kind="rank", detail=place.device) for place in self.places]
+        hosts = [Node(kind="host", detail=kind) for kind in self.host_kinds]
+        network = count + self.n_hosts
+        return Graph(
+            nodes=(*ranks, *hosts, Node(kind="network")),
+            edges=(
+                *((rank, count + place.host, str(self.local_link)) for rank, place in enumerate(self.places)),
+                *((count + host, network, str(self.network_link)) for host in range(self.n_hosts)),
+            ),
+            directed=False,
+        )
+
+    def describe(self) -> str:
+        """The cluster in a few words: `8 ranks on 2 hosts`."""
+        ranks = f"{self.world_size} rank" + ("" if self.world_size == 1 else "s")
+        return f"{ranks} on {self.n_hosts} host" + ("" if self.n_hosts == 1 else "s")
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-ready dict; `from_json` is its inverse."""
+        return {
+            "places": [[place.host, place.device, place.device_index] for place in self.places],
+            "host_kinds": list(self.host_kinds),
+            "local_link": [self.local_link.bandwidth_log2, self.local_link.latency_log2],
+            "network_link": [self.network_link.bandwidth_log2, self.network_link.latency_log2],
+        }
+
+    @classmethod
+    def from_json(cls, data: object) -> "Topology":
+        """The topology that `to_json` described.
+
+        Raises:
+            RegistryError: a field is missing, has the wrong type or is too large; the message names it.
+        """
+        fields = {"places", "host_kinds", "local_link", "network_link"}
+        if not isinstance(data, Mapping) or set(data) != fields:
+            raise RegistryError(f"a topology needs exactly the fields {', '.join(sorted(fields))}")
+        places, host_kinds = data["places"], data["host_kinds"]
+        if not isinstance(places, list) or not isinstance(host_kinds, list):
+            raise RegistryError("places and host_kinds must be lists")
+        if not all(isinstance(kind, str) and len(kind) <= MAX_LABEL_CHARS for kind in host_kinds):
+            raise RegistryError(f"host_kinds must be texts of at most {MAX_LABEL_CHARS} characters")
+        return cls(
+            places=tuple(_place_from_json(rank, item) for rank, item in enumerate(places[: MAX_RANKS + 1])),
+            host_kinds=tuple(host_kinds),
+            local_link=_link_from_json("local_link", data["local_link"]),
+            network_link=_link_from_json("network_link", data["network_link"]),
+        )
+
+
+def _place_from_json(rank: int, item: object) -> Place:
+    if not isinstance(item, list) or len(item) != 3:
+        raise RegistryError(f"place of rank {rank} must be a list of host, device and device_index")
+    host, device, index = item
+    if type(host) is not int or not isinstance(device, str) or len(device) > MAX_LABEL_CHARS:
+        raise RegistryError(f"place of rank {rank} needs a host's number and a device's kind, not {item!r:.80}")
+    if index is not None and (type(index) is not int or not 0 <= index < MAX_RANKS):
+        raise RegistryError(f"device_index of rank {rank} must be null or a number from 0, not {index!r:.80}")
+    return Place(host=host, device=device, device_index=index)
+
+
+def _link_from_json(name: str, item: object) -> LinkClass:
+    if not isinstance(item, list) or len(item) != 2:
+        raise RegistryError(f"{name} must be a list of bandwidth_log2 and latency_log2")
+    for value in item:
+        if value is not None and (type(value) is not int or not -64 <= value <= 64):
+            raise RegistryError(f"{name} must hold nulls or whole numbers from -64 to 64, not {value!r:.80}")
+    return LinkClass(bandwidth_log2=item[0], latency_log2=item[1])
