@@ -1,0 +1,184 @@
+import math
+
+import numpy as np
+import pytest
+
+from sirtaki.autotune.knobs import KIB, MIB, Knobs
+from sirtaki.autotune.model.contention import ContentionModel, RateCurve
+from sirtaki.autotune.model.fits import (
+    ComputeSample,
+    LinkProbe,
+    TransmissionSample,
+    calibrate_link,
+    fit_contention,
+    fit_link,
+)
+from sirtaki.autotune.model.link import LinkModel
+from sirtaki.autotune.model.profile import Profile
+from sirtaki.autotune.model.simulator import Simulator
+from sirtaki.autotune.trial import Trial, TrialStatus
+from sirtaki.comm.layout import GradientLayout
+from sirtaki.comm.plan import TransportKind
+from sirtaki.errors import TuningError
+
+LINK = LinkModel(alpha_s=1.4e-3, throughput=(5e8, 8e8, 9e8, 9e8))
+
+
+def probes_of(link, *, noise=0.0, streams=(1, 2, 4), repeats=1, seed=0):
+    rng = np.random.default_rng(seed)
+    return [
+        LinkProbe(
+            unit_bytes=size,
+            streams=n,
+            seconds=(link.alpha_s + n * size / link.total_bytes_per_s(n)) * math.exp(noise * rng.standard_normal()),
+        )
+        for n in streams
+        for size in (64 * KIB, 512 * KIB, 4 * MIB)
+        for _ in range(repeats)
+    ]
+
+
+def test_exact_probes_give_the_link_back():
+    fitted = fit_link(probes_of(LINK))
+    assert fitted.alpha_s == pytest.approx(LINK.alpha_s)
+    assert fitted.throughput[0] == pytest.approx(5e8)
+    assert fitted.throughput[1] == pytest.approx(8e8)
+    assert fitted.throughput[2] == pytest.approx(8.5e8)  # three streams were not measured: between two and four
+    assert fitted.residual < 1e-6
+
+
+def test_noisy_probes_give_nearly_the_link_and_a_residual_of_the_noise():
+    fitted = fit_link(probes_of(LINK, noise=0.1, repeats=9))
+    assert fitted.alpha_s == pytest.approx(LINK.alpha_s, rel=0.15)
+    assert fitted.throughput[0] == pytest.approx(5e8, rel=0.15)
+    assert 0.005 < fitted.residual < 0.1
+
+
+def test_one_outlier_among_three_repeats_does_not_matter():
+    probes = probes_of(LINK, repeats=3)
+    spoiled = [LinkProbe(unit_bytes=probes[0].unit_bytes, streams=1, seconds=5.0), *probes[1:]]
+    assert fit_link(spoiled).alpha_s == pytest.approx(LINK.alpha_s)
+
+
+def test_one_size_is_too_little():
+    with pytest.raises(TuningError, match="at least two sizes"):
+        fit_link([LinkProbe(unit_bytes=1000, streams=n, seconds=1.0) for n in (1, 2)])
+
+
+def test_times_that_do_not_grow_with_the_size_are_refused():
+    with pytest.raises(TuningError, match="do not take longer"):
+        fit_link([LinkProbe(unit_bytes=size, streams=1, seconds=1 / size) for size in (10, 100, 1000)])
+
+
+def test_times_that_no_line_describes_are_refused_with_the_worst_probe():
+    seconds = {1000: 1.0, 2000: 0.05, 4000: 3.0, 8000: 0.5}
+    with pytest.raises(TuningError, match=r"misses the probes by \d+%.*bytes on 1 stream"):
+        fit_link([LinkProbe(unit_bytes=size, streams=1, seconds=s) for size, s in seconds.items()])
+
+
+@pytest.mark.parametrize("fields", [{"seconds": 0.0}, {"seconds": -1.0}, {"seconds": math.nan}, {"unit_bytes": 0}])
+def test_probes_that_cannot_be_are_refused(fields):
+    with pytest.raises(TuningError, match="positive"):
+        LinkProbe(**{"unit_bytes": 1, "streams": 1, "seconds": 1.0, **fields})
+
+
+CONTENTION = ContentionModel(
+    alpha_1=0.98,
+    alpha_2=1.2e-4,
+    overlapped=RateCurve(gamma_1=2.5e9, gamma_2=2.3e9, gamma_3=0.02),
+    alone=RateCurve(gamma_1=3.0e9, gamma_2=2.6e9, gamma_3=0.03),
+)
+THREADS = (128, 256, 512, 1024, 2048, 4096)
+
+
+def samples_of(model, *, noise=0.0, alpha_s=1e-4, seed=0):
+    rng = np.random.default_rng(seed)
+
+    def noisy(seconds):
+        return seconds * math.exp(noise * rng.standard_normal())
+
+    compute = [
+        ComputeSample(alone_s=0.02, seconds=noisy(model.overlapped_compute_s(0.02, r)), threads=r) for r in THREADS
+    ]
+    transmissions = [
+        TransmissionSample(
+            unit_bytes=size,
+            seconds=noisy(alpha_s + curve.seconds(size, r)),
+            threads=r,
+            overlapped=curve is model.overlapped,
+        )
+        for size in (MIB, 32 * MIB)
+        for r in THREADS
+        for curve in (model.overlapped, model.alone)
+    ]
+    return compute, transmissions
+
+
+@pytest.mark.parametrize(("noise", "tolerance"), [(0.0, 1e-3), (0.03, 0.1)])
+def test_overlap_samples_give_libras_functions_back(noise, tolerance):
+    compute, transmissions = samples_of(CONTENTION, noise=noise)
+    fitted = fit_contention(compute, transmissions, alpha_s=1e-4)
+    for r in THREADS:
+        assert fitted.compute_speed(r) == pytest.approx(CONTENTION.compute_speed(r), rel=tolerance)
+        assert fitted.overlapped.bytes_per_s(r) == pytest.approx(CONTENTION.overlapped.bytes_per_s(r), rel=tolerance)
+        assert fitted.alone.bytes_per_s(r) == pytest.approx(CONTENTION.alone.bytes_per_s(r), rel=tolerance)
+    assert fitted.residual < max(2 * noise, 1e-3)
+
+
+def test_one_thread_count_is_too_little():
+    compute, transmissions = samples_of(CONTENTION)
+    with pytest.raises(TuningError, match="computation with at least two thread counts"):
+        fit_contention(compute[:1], transmissions, alpha_s=0.0)
+    with pytest.raises(TuningError, match="transmission alone"):
+        fit_contention(compute, [sample for sample in transmissions if sample.overlapped], alpha_s=0.0)
+
+
+def test_samples_without_any_pattern_are_refused():
+    compute, transmissions = samples_of(CONTENTION, noise=1.5)
+    with pytest.raises(TuningError, match=r"LIBRA's . misses the samples"):
+        fit_contention(compute, transmissions, alpha_s=1e-4)
+
+
+LAYOUT = GradientLayout(sizes=(200_000,) * 40)
+PROFILE = Profile.from_durations([1e-3] * 40)
+
+
+def trials_on(link, *, noise=0.0, seed=0):
+    rng = np.random.default_rng(seed)
+    simulator = Simulator(layout=LAYOUT, profile=PROFILE, link=link)
+    trials = []
+    for unit_bytes in (256 * KIB, MIB, 4 * MIB):
+        for streams in (1, 2, 4):
+            knobs = Knobs(unit_bytes=unit_bytes, streams=streams, transport=TransportKind.GLOO)
+            span_s = simulator.run_knobs(knobs).span_s * math.exp(noise * rng.standard_normal())
+            trials.append(Trial(arm="grid", knobs=knobs, iterations=1, span_s=span_s))
+    return trials
+
+
+@pytest.mark.parametrize(("noise", "tolerance"), [(0.0, 0.02), (0.03, 0.15)])
+def test_a_wrong_link_is_corrected_by_trials(noise, tolerance):
+    shape = [0.6 * 2 ** (n / 3) for n in range(4)]  # from 0.6 times the true G(1) to 1.2 times the true G(4)
+    rates = tuple(rate * factor for rate, factor in zip(LINK.throughput, shape, strict=True))
+    wrong = LinkModel(alpha_s=3e-3, throughput=rates)
+    fitted = calibrate_link(wrong, layout=LAYOUT, profile=PROFILE, trials=trials_on(LINK, noise=noise))
+    assert fitted.alpha_s == pytest.approx(LINK.alpha_s, rel=tolerance)
+    assert fitted.throughput[0] == pytest.approx(LINK.throughput[0], rel=tolerance)
+    assert fitted.throughput[3] == pytest.approx(LINK.throughput[3], rel=tolerance)
+
+
+def test_failed_trials_correct_nothing():
+    trials = [
+        Trial(arm="grid", knobs=t.knobs, iterations=1, span_s=math.inf, status=TrialStatus.FAILED)
+        for t in trials_on(LINK)
+    ]
+    with pytest.raises(TuningError, match="four completed trials"):
+        calibrate_link(LINK, layout=LAYOUT, profile=PROFILE, trials=trials)
+
+
+def test_trials_that_no_link_explains_are_refused():
+    trials = [
+        Trial(arm="grid", knobs=trial.knobs, iterations=1, span_s=10.0 ** (index % 3 - 1))
+        for index, trial in enumerate(trials_on(LINK))
+    ]
+    with pytest.raises(TuningError, match="misses the trials"):
+        calibrate_link(LINK, layout=LAYOUT, profile=PROFILE, trials=trials)
