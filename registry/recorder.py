@@ -1,13 +1,14 @@
 """Takes the model's graph during the first training forward pass, without the user's help and without harming him.
 
 A global module hook sees which call is the outermost; a hook on that module then sees its output, which leads to the
-whole graph. Inside the call no global hook is left: `torch.compile` would trace it, and compile again without it.
+whole graph. Inside the call no global hook is left, and neither hook may be traced: else `torch.compile` would compile
+the model once with and once without it.
 A module of its own because what hooks may do to somebody's training wants more care than reading the graph does.
 """
 
 import logging
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -73,7 +74,7 @@ class ModelGraphRecorder:
         return self._name
 
     def _watch(self) -> None:
-        self._handles = [torch_module.register_module_forward_pre_hook(self._before)]
+        self._handles = [torch_module.register_module_forward_pre_hook(_untraced(self._before))]
 
     def _remove_hooks(self) -> None:
         for handle in self._handles:
@@ -81,11 +82,9 @@ class ModelGraphRecorder:
         self._handles = []
 
     def _before(self, module: torch.nn.Module, inputs: object) -> None:
-        if torch.compiler.is_compiling():
-            return
         try:
             self._remove_hooks()
-            self._handles = [module.register_forward_hook(self._after, always_call=True)]
+            self._handles = [module.register_forward_hook(_untraced(self._after), always_call=True)]
         except Exception:
             self._give_up(module)
 
@@ -111,6 +110,11 @@ class ModelGraphRecorder:
             self.stop()
         else:
             self._watch()
+
+
+def _untraced(hook: Callable[..., None]) -> Callable[..., None]:
+    untraced: Callable[..., None] = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
+    return untraced
 
 
 def _name_of(module: torch.nn.Module) -> str:

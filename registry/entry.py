@@ -1,0 +1,226 @@
+"""What is remembered of one tuned job, and the key under which it is found again.
+
+A module of its own because it is the one type that the caller fills in, the store keeps and the command line shows.
+"""
+
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from sirtaki.errors import RegistryError
+
+from .digest import canonical_json, digest
+from .graph import Graph
+from .topology import Topology
+
+# An entry that a newer one cannot beat still gives way to it after this time: networks and drivers change.
+STALE_AFTER_S = 90 * 24 * 3600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EntryKey:
+    """What must be equal for a job's settings to be used as they are.
+
+    Attributes:
+        model: fingerprint of the model graph.
+        topology: fingerprint of the topology.
+        world_size: number of ranks.
+        dtype: name of the element type as it travels.
+        device: "cpu" or "cuda".
+        versions: library versions that matter, as pairs sorted by name.
+    """
+
+    model: str
+    topology: str
+    world_size: int
+    dtype: str
+    device: str
+    versions: tuple[tuple[str, str], ...] = ()
+
+    def digest(self) -> str:
+        """A digest that is equal exactly for equal keys."""
+        return digest("key", canonical_json(self.to_json()))[:32]
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-ready dict."""
+        return {
+            "model": self.model,
+            "topology": self.topology,
+            "world_size": self.world_size,
+            "dtype": self.dtype,
+            "device": self.device,
+            "versions": dict(self.versions),
+        }
+
+
+def make_key(
+    model: Graph, topology: Topology, *, dtype: str, device: str, versions: Mapping[str, str] | None = None
+) -> EntryKey:
+    """The key of a job of this model on this cluster."""
+    return EntryKey(
+        model=model.fingerprint(),
+        topology=topology.fingerprint(),
+        world_size=topology.world_size,
+        dtype=dtype,
+        device=device,
+        versions=tuple(sorted((versions or {}).items())),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkModel:
+    """What the job measured of the link that its units travel on; lets settings be scaled to another cluster.
+
+    Attributes:
+        latency_s: α, the fixed cost of one all-reduce.
+        bandwidth_bytes_per_s: 1/β, gradient bytes reduced a second with one stream.
+        concurrency: G(n)/G(1), total throughput with n = 1, 2, … streams active over that with one; may be empty.
+    """
+
+    latency_s: float
+    bandwidth_bytes_per_s: float
+    concurrency: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        for value in (self.latency_s, self.bandwidth_bytes_per_s, *self.concurrency):
+            if not 0 < value < math.inf:
+                raise RegistryError(f"latency, bandwidth and concurrency must be positive and finite, not {value}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Provenance:
+    """Where an entry comes from.
+
+    Attributes:
+        created_s: seconds since the epoch.
+        model_name: class name of the model, for people; empty if unknown.
+        host_kinds: kinds of the hosts, each once, sorted.
+        versions: versions of everything that took part, sorted by name; more than the key's.
+    """
+
+    created_s: float = field(default_factory=time.time)
+    model_name: str = ""
+    host_kinds: tuple[str, ...] = ()
+    versions: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """The winner of one job's warm-up.
+
+    Attributes:
+        key: where it is found again.
+        model: the model's graph; its fingerprint is `key.model`.
+        topology: the cluster; its fingerprint is `key.topology`.
+        layout: `layout_fingerprint` of the gradient layout that explicit cuts fit, empty if unknown.
+        knobs: the best knobs, as `Knobs.to_json` gives them.
+        best_span_s: their span.
+        default_span_s: the untuned default's span in the same job.
+        noise_s: noise of these spans.
+        n_trials: trials that ran, those of cut-short jobs before included.
+        arm: the arm that proposed the best knobs.
+        complete: False if the job ended before its warm-up; the next job goes on from `trials`.
+        trials: finished trials as JSON: arm, knobs, iterations, span_s (null where it failed), noise_s, status,
+            was_best. May be empty.
+        link: the link as measured, if it was.
+    """
+
+    key: EntryKey
+    model: Graph
+    topology: Topology
+    knobs: Mapping[str, Any]
+    best_span_s: float
+    default_span_s: float
+    noise_s: float = 0.0
+    n_trials: int = 0
+    arm: str = ""
+    complete: bool = True
+    layout: str = ""
+    trials: tuple[Mapping[str, Any], ...] = ()
+    link: LinkModel | None = None
+    provenance: Provenance = field(default_factory=Provenance)
+
+    def __post_init__(self) -> None:
+        for name in ("best_span_s", "default_span_s"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise RegistryError(f"{name} must be positive and finite, not {getattr(self, name)}")
+        if not 0 <= self.noise_s < math.inf:
+            raise RegistryError(f"noise_s must not be negative or infinite: {self.noise_s}")
+
+    @cached_property
+    def id(self) -> str:
+        """The key's digest; what people call the entry by (its first characters suffice)."""
+        return self.key.digest()
+
+    @property
+    def speedup(self) -> float:
+        """How many times faster than the untuned default; comparable between jobs, as both are of one job."""
+        return self.default_span_s / self.best_span_s
+
+    @property
+    def relative_noise(self) -> float:
+        """Noise as a fraction of the best span."""
+        return self.noise_s / self.best_span_s
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-ready dict; `entry_schema.entry_from_json` is its inverse."""
+        return {
+            **self.body_to_json(),
+            "model": self.model.to_json(),
+            "topology": self.topology.to_json(),
+        }
+
+    def body_to_json(self) -> dict[str, Any]:
+        """All but the two graphs, which a store keeps once for all entries that share them."""
+        link = self.link
+        return {
+            "key": self.key.to_json(),
+            "layout": self.layout,
+            "knobs": dict(self.knobs),
+            "best_span_s": self.best_span_s,
+            "default_span_s": self.default_span_s,
+            "noise_s": self.noise_s,
+            "n_trials": self.n_trials,
+            "arm": self.arm,
+            "complete": self.complete,
+            "trials": [dict(trial) for trial in self.trials],
+            "link": None
+            if link is None
+            else {
+                "latency_s": link.latency_s,
+                "bandwidth_bytes_per_s": link.bandwidth_bytes_per_s,
+                "concurrency": list(link.concurrency),
+            },
+            "provenance": {
+                "created_s": self.provenance.created_s,
+                "model_name": self.provenance.model_name,
+                "host_kinds": list(self.provenance.host_kinds),
+                "versions": dict(self.provenance.versions),
+            },
+        }
+
+    def describe(self) -> str:
+        """The job in a few words: `ResNet on 8 ranks on 2 hosts`."""
+        name = self.provenance.model_name or f"model {self.key.model[:8]}"
+        return f"{name} on {self.topology.describe()}"
+
+
+def supersedes(new: Entry, old: Entry) -> bool:
+    """Whether `new` takes the place of `old` under the same key.
+
+    A complete entry replaces an incomplete one, never the other way. Of two incomplete ones the longer search wins
+    (a job that goes on holds the earlier job's trials). Of two complete ones the newer wins, unless it is worse by
+    more than the noise and the older is not stale yet.
+    """
+    if new.complete != old.complete:
+        return new.complete
+    if not new.complete and new.n_trials != old.n_trials:
+        return new.n_trials > old.n_trials
+    age_s = new.provenance.created_s - old.provenance.created_s
+    if age_s > STALE_AFTER_S:
+        return True
+    is_worse = new.speedup * (1 + new.relative_noise + old.relative_noise) < old.speedup
+    return not is_worse and age_s >= 0
