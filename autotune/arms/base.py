@@ -1,7 +1,7 @@
 """The one interface of search techniques, planners and the bandit itself."""
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from ..trial import Proposal, Trial
 
@@ -18,3 +18,17 @@ class Arm(Protocol):
     def tell(self, trials: Sequence[Trial]) -> None:
         """Learns from finished trials, whoever asked for them; proposes nothing."""
         ...
+
+
+@runtime_checkable
+class Forecaster(Protocol):
+    """An arm with a surrogate can say what is left to gain; the session stops early where that is noise."""
+
+    def expected_improvement(self) -> float | None:
+        """Largest share of the best span that an untried setting is expected to save; None = cannot say yet."""
+        ...
+
+
+def expected_improvement(arm: Arm) -> float | None:
+    """What the arm expects to be left to gain; None where it cannot say."""
+    return arm.expected_improvement() if isinstance(arm, Forecaster) else None

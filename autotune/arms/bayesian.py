@@ -1,0 +1,167 @@
+"""Bayesian optimisation: a Gaussian process over the lattice, expected improvement found exactly.
+
+scikit-optimize gives the Gaussian process and the acquisition. Its `Optimizer` is not used: it looks for the
+best acquisition among random points of a continuous space, while the lattice has some hundred settings, which can
+all be looked at and whose known ones can be left out (docs/decisions/0010).
+"""
+
+import math
+import warnings
+from collections.abc import Sequence
+from itertools import islice
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from sirtaki.errors import TuningError
+
+from ..knobs import Knobs, KnobSpace
+from ..lattice import FloatArray, KnobLattice
+from ..trial import Proposal, Trial, TrialStatus
+
+MAX_FITTED_TRIALS = 60  # the fit is cubic in this; 60 take some 20 ms
+MAX_CANDIDATES = 2000
+
+
+class _Belief(NamedTuple):
+    """What the surrogate expects of the settings nobody has tried; logarithms of seconds."""
+
+    candidates: list[int]  # indices into the lattice
+    improvement: FloatArray  # expected improvement over the best setting, (n_candidates,)
+
+
+class BayesianArm:
+    """Proposes the settings with the largest expected improvement; learns from every arm's trials.
+
+    The first proposals, while fewer than `n_initial` settings are known, are random. Spans are fitted as
+    logarithms, since noise and gains are shares of the span. The bar to improve on is the fitted mean at the best
+    setting and not the luckiest measurement.
+
+    Raises:
+        TuningError: scikit-optimize cannot be imported.
+    """
+
+    def __init__(
+        self,
+        space: KnobSpace,
+        *,
+        rng: np.random.Generator,
+        name: str = "bayesian",
+        n_initial: int = 4,
+    ) -> None:
+        self.name = name
+        self._skopt = _import_skopt()
+        self._lattice = KnobLattice(space)
+        self._design = rng.permutation(len(self._lattice)).tolist()
+        self._seed = int(rng.integers(2**31))
+        self._n_initial = n_initial
+        self._known: dict[Knobs, Trial] = {}  # the latest trial of a setting holds all its measurements
+        self._belief: _Belief | None = None
+
+    def ask(self, n: int = 1) -> Sequence[Proposal]:
+        """Up to `n` settings not yet measured, the most promising first."""
+        if len(self._finite()) < self._n_initial:
+            fresh = (self._lattice.points[i] for i in self._design if self._lattice.points[i] not in self._known)
+            return [Proposal(arm=self.name, knobs=knobs, reason="initial design") for knobs in islice(fresh, n)]
+        belief = self._believe()
+        order = np.argsort(-belief.improvement, kind="stable")[:n]
+        return [
+            Proposal(
+                arm=self.name,
+                knobs=self._lattice.points[belief.candidates[i]],
+                reason=f"expected improvement {100 * belief.improvement[i]:.2g} %",
+            )
+            for i in order
+        ]
+
+    def tell(self, trials: Sequence[Trial]) -> None:
+        """Takes the trials in; explicit cuts have no place on the lattice and are skipped."""
+        for trial in trials:
+            if self._lattice.index_of(trial.knobs) is not None:
+                self._known[trial.knobs] = trial
+                self._belief = None
+
+    def expected_improvement(self) -> float | None:
+        """Largest share of the best span that an untried setting is expected to save; None = too early to say."""
+        if len(self._finite()) < 2 * self._n_initial:
+            return None
+        improvement = self._believe().improvement
+        return float(improvement.max()) if len(improvement) else 0.0
+
+    def _finite(self) -> list[Trial]:
+        return [trial for trial in self._known.values() if math.isfinite(trial.span_s)]
+
+    def _believe(self) -> _Belief:
+        """Fits the surrogate; kept until the next `tell`, so asking twice gives the same answer."""
+        if self._belief is None:
+            model, y_best = self._fit()
+            candidates = [i for i, knobs in enumerate(self._lattice.points) if knobs not in self._known]
+            if len(candidates) > MAX_CANDIDATES:
+                draw = np.random.default_rng(self._seed + len(self._known))
+                candidates = sorted(draw.choice(candidates, MAX_CANDIDATES, replace=False).tolist())
+            improvement = np.empty(0)
+            if candidates:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # as in _fit
+                    improvement = self._skopt.gaussian_ei(
+                        self._lattice.coordinates[candidates], model, y_opt=y_best, xi=0.0
+                    )
+            self._belief = _Belief(candidates, np.maximum(improvement, 0.0))
+        return self._belief
+
+    def _fit(self) -> tuple[Any, float]:  # Any: scikit-optimize has no types
+        """The fitted process, and its mean at the best measured setting."""
+        trials = sorted(self._finite(), key=lambda trial: trial.span_s)[:MAX_FITTED_TRIALS]
+        worst = math.log(trials[-1].span_s)
+        x: list[FloatArray] = []
+        y: list[float] = []
+        for trial in trials:
+            x.append(self._place(trial))
+            y.append(math.log(trial.span_s))
+        for trial in self._known.values():
+            if trial.status is TrialStatus.FAILED and len(x) < MAX_FITTED_TRIALS:
+                x.append(self._place(trial))
+                y.append(worst)  # as bad as the worst that ran: keeps away without bending the fit
+        x_ND, y_N = np.array(x), np.array(y)
+        skopt = self._skopt
+        model = skopt.GaussianProcessRegressor(
+            kernel=skopt.ConstantKernel(1.0, (0.05, 20.0))
+            * skopt.Matern(length_scale=np.full(x_ND.shape[1], 0.5), length_scale_bounds=(0.15, 5.0), nu=2.5),
+            noise="gaussian",
+            normalize_y=True,
+            n_restarts_optimizer=0,  # one fit from one start, to stay between two iterations
+            random_state=self._seed,
+        )
+        with warnings.catch_warnings():
+            # A length scale at its bound and an L-BFGS that stops early are usual with ten points, and harmless.
+            warnings.simplefilter("ignore")
+            model.fit(x_ND, y_N)
+            mean_N = model.predict(x_ND[: len(trials)])
+        return model, float(mean_N.min())
+
+    def _place(self, trial: Trial) -> FloatArray:
+        place = self._lattice.place(trial.knobs)
+        assert place is not None, "tell() keeps only what lies on the lattice"
+        return place
+
+
+class _Skopt(NamedTuple):
+    """What is used of scikit-optimize; Any because it has no types."""
+
+    GaussianProcessRegressor: Any
+    ConstantKernel: Any
+    Matern: Any
+    gaussian_ei: Any
+
+
+def _import_skopt() -> _Skopt:
+    """Imported when an arm is built: it takes two seconds, which must not fall on `import sirtaki`."""
+    try:
+        from skopt.acquisition import gaussian_ei
+        from skopt.learning import GaussianProcessRegressor
+        from skopt.learning.gaussian_process.kernels import ConstantKernel, Matern
+    except ImportError as err:
+        raise TuningError(
+            "the bayesian arm needs scikit-optimize: pip install scikit-optimize, or leave the arm out"
+        ) from err
+    return _Skopt(GaussianProcessRegressor, ConstantKernel, Matern, gaussian_ei)

@@ -1,0 +1,86 @@
+"""The finite set of knobs that the search techniques choose from, and their coordinates in the unit cube.
+
+A module of its own because every search technique needs the same three things: a finite list of settings (so
+that a duplicate is recognised and the best acquisition is found exactly), a distance between them (so that a
+surrogate can interpolate), and the nearest setting to a point (so that continuous proposals can be run).
+"""
+
+from itertools import product
+
+import numpy as np
+import numpy.typing as npt
+
+from .knobs import KIB, Knobs, KnobSpace
+
+FloatArray = npt.NDArray[np.float64]
+
+
+class KnobLattice:
+    """All knobs of a space with uniform cuts, unit sizes `steps_per_octave` to a doubling.
+
+    Attributes:
+        points: the settings, `(n_points,)`.
+        coordinates: their places in the unit cube, `(n_points, n_dimensions)`: unit size (log scale), streams and
+            threads (by rank in the list of permitted values) where there is a choice, then one column a route
+            where there are several.
+        shape: number of values on each axis: unit sizes, streams, threads, routes.
+    """
+
+    def __init__(self, space: KnobSpace, *, steps_per_octave: int = 2) -> None:
+        self.space = space
+        self.unit_bytes = _log_spaced(*space.unit_bytes, steps_per_octave)
+        self.shape = (len(self.unit_bytes), len(space.streams), len(space.threads), len(space.routes))
+        indices = tuple(product(*(range(length) for length in self.shape)))
+        self.points: tuple[Knobs, ...] = tuple(self.at(index) for index in indices)
+        self.coordinates: FloatArray = np.array([self._place(index) for index in indices])
+
+    def __len__(self) -> int:
+        return len(self.points)
+
+    def at(self, index: tuple[int, ...]) -> Knobs:
+        """The knobs at one index of each axis."""
+        unit, streams, threads, route = index
+        transport, algorithm = self.space.routes[route]
+        return Knobs(
+            unit_bytes=self.unit_bytes[unit],
+            streams=self.space.streams[streams],
+            threads=self.space.threads[threads],
+            transport=transport,
+            algorithm=algorithm,
+        )
+
+    def index_of(self, knobs: Knobs) -> tuple[int, ...] | None:
+        """Index of the nearest setting; None where the knobs have explicit cuts or lie outside the space."""
+        if knobs.cuts is not None or knobs not in self.space:
+            return None
+        distances = [abs(np.log(value / knobs.unit_bytes)) for value in self.unit_bytes]
+        return (
+            int(np.argmin(distances)),
+            self.space.streams.index(knobs.streams),
+            self.space.threads.index(knobs.threads),
+            self.space.routes.index((knobs.transport, knobs.algorithm)),
+        )
+
+    def place(self, knobs: Knobs) -> FloatArray | None:
+        """Coordinates of the nearest setting, `(n_dimensions,)`, or None as in `index_of`."""
+        index = self.index_of(knobs)
+        return None if index is None else np.array(self._place(index))
+
+    def snap(self, cube: FloatArray) -> Knobs:
+        """The knobs at a point of the unit cube with one column an axis (fixed axes too), `(4,)`."""
+        index = (min(int(u * length), length - 1) for u, length in zip(cube, self.shape, strict=True))
+        return self.at(tuple(index))
+
+    def _place(self, index: tuple[int, ...]) -> list[float]:
+        scaled = [i / (length - 1) for i, length in zip(index[:3], self.shape[:3], strict=True) if length > 1]
+        routes = self.shape[3]
+        return scaled + ([float(index[3] == route) for route in range(routes)] if routes > 1 else [])
+
+
+def _log_spaced(low: int, high: int, steps_per_octave: int) -> tuple[int, ...]:
+    """From `low` to `high`, both included, in equal steps on the log scale; whole KiB where there is room."""
+    n_steps = max(1, round(np.log2(high / low) * steps_per_octave))
+    values = np.geomspace(low, high, n_steps + 1)
+    grain = KIB if low >= 16 * KIB else 1
+    inner = {min(high, max(low, round(value / grain) * grain)) for value in values}
+    return tuple(sorted({low, high, *inner}))

@@ -1,0 +1,88 @@
+"""Several arms behind the interface of one: the bandit decides whose proposal is measured next.
+
+A module of its own because the session shall hold one arm and have no special case for many.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from itertools import zip_longest
+from typing import TypeVar
+
+import numpy as np
+
+from ..arms.base import Arm, expected_improvement
+from ..trial import Proposal, Trial
+from .auc_bandit import AUCBandit
+
+logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+
+class BanditArm:
+    """Asks its arms in the order of their scores and tells every trial to all of them.
+
+    An arm with nothing to propose is passed over and its turn is not counted. Credit goes to the arm that
+    `Trial.arm` names; trials of others (the default, the registry's) teach the arms and earn nobody anything. An
+    arm that raises is left out from then on: a fault in a search technique must not stop a training job.
+
+    Args:
+        arms: with different names.
+        rng: breaks ties between equal scores.
+        window: uses that the bandit remembers (see `window_for`).
+        exploration: C of the AUC formula.
+    """
+
+    def __init__(
+        self,
+        arms: Sequence[Arm],
+        *,
+        rng: np.random.Generator,
+        window: int,
+        exploration: float = 0.2,
+        name: str = "bandit",
+    ) -> None:
+        self.name = name
+        self.bandit = AUCBandit([arm.name for arm in arms], window=window, exploration=exploration)
+        self._arms = {arm.name: arm for arm in arms}
+        self._rng = rng
+
+    def ask(self, n: int = 1) -> Sequence[Proposal]:
+        """One proposal of each of the best-scored arms in turn, `n` in all, fewer if all arms run dry."""
+        ranking = self.bandit.ranking(self._rng)
+        if n == 1:
+            return next((proposals for name in ranking if (proposals := self._ask_arm(name, 1))), [])
+        rounds = zip_longest(*(self._ask_arm(name, n) for name in ranking))
+        return [proposal for turn in rounds for proposal in turn if proposal is not None][:n]
+
+    def tell(self, trials: Sequence[Trial]) -> None:
+        """Credits the arms that asked, then lets all arms learn."""
+        for trial in trials:
+            if trial.arm in self.bandit.arms:
+                self.bandit.push(trial.arm, was_best=trial.was_best)
+        for name in list(self._arms):
+            self._try(name, lambda arm: arm.tell(trials), None)
+
+    def expected_improvement(self) -> float | None:
+        """The largest that any arm still expects; None if no arm can say."""
+        expected = [self._try(name, expected_improvement, None) for name in list(self._arms)]
+        return max((value for value in expected if value is not None), default=None)
+
+    @property
+    def leader(self) -> str:
+        """The arm with the most credit, ties to the one given first."""
+        return max(self.bandit.arms, key=self.bandit.auc)
+
+    def _ask_arm(self, name: str, n: int) -> Sequence[Proposal]:
+        return self._try(name, lambda arm: arm.ask(n), ())
+
+    def _try(self, name: str, call: Callable[[Arm], _T], otherwise: _T) -> _T:
+        """What the arm answers, or `otherwise` if it has failed, now or before."""
+        if name not in self._arms:
+            return otherwise
+        try:
+            return call(self._arms[name])
+        except Exception:
+            logger.warning("the search technique %r failed and is left out from now on", name, exc_info=True)
+            del self._arms[name]
+            return otherwise

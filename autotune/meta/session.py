@@ -1,0 +1,419 @@
+"""The warm-up: which knobs the job's first iterations run, and which it keeps (DESIGN § 9).
+
+The session is pure: no process group, file, thread, clock or sleep. It lives on one rank, says what to run
+(`assignment`), takes the measured spans (`record`), and that rank tells the others. Its course is written down as one
+generator, `_warm_up`, that yields assignments and is sent their spans, so it reads in the order in which it happens:
+
+    default → trials → finalists again → guard against the default → done
+
+A trial is a race: it is measured once, given up if it is clearly slower than the best, and measured more often the
+closer it comes. More measurements of what runs already cost no settling iteration. Since the fastest of many noisy
+measurements is fast by luck too, the finalists are measured again before one of them meets the default.
+"""
+
+import logging
+from collections.abc import Callable, Generator, Hashable, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+
+import numpy as np
+
+from sirtaki.errors import TuningError
+
+from ..arms.base import Arm, expected_improvement
+from ..knobs import Knobs, KnobSpace
+from ..trial import Proposal, Trial, TrialStatus
+from .ledger import Ledger, Setting
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_ARM = "default"  # whose trial the untuned default is
+REGISTRY_ARM = "registry"  # whose trials remembered settings are
+VERIFY_ARM = "verify"  # whose trials repeated measurements are
+
+CLEAR = 2.0  # standard errors between two settings that are told apart
+WORTHWHILE = 0.01  # the share of the span that must be in reach to go on searching
+MAX_RETRIES = 8  # proposals in a row that need not be run, until the arm is taken to have run dry
+MAX_VERIFY_ROUNDS = 3
+MAX_GUARD_ROUNDS = 4
+
+
+class Purpose(Enum):
+    """Why an assignment is run."""
+
+    DEFAULT = "default"
+    TRIAL = "trial"
+    VERIFY = "verify"
+    GUARD_WINNER = "guard_winner"
+    GUARD_DEFAULT = "guard_default"
+    FINAL = "final"  # the warm-up is over: run these from now on
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assignment:
+    """What to run now.
+
+    Attributes:
+        knobs: the setting.
+        settle_iterations: iterations to run first and not to measure; 0 where the knobs are running already.
+        measured_iterations: iterations to measure then; 0 once the warm-up is over.
+        arm: who proposed it.
+        purpose: why it is run.
+    """
+
+    knobs: Knobs
+    settle_iterations: int
+    measured_iterations: int
+    arm: str
+    purpose: Purpose
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionResult:
+    """What the warm-up found, or has found so far.
+
+    Attributes:
+        knobs: the setting to keep.
+        default_span_s: median span of the untuned default; infinite if not measured yet.
+        best_span_s: median span of `knobs`.
+        noise_s: standard deviation of one measured span of `knobs`.
+        arm: who proposed `knobs`.
+        n_trials: settings that were measured, the default among them.
+        iterations_used: training iterations spent, settling ones included.
+        reason: why it ended so, in words.
+        tuned: `knobs` are not the untuned default.
+    """
+
+    knobs: Knobs
+    default_span_s: float
+    best_span_s: float
+    noise_s: float
+    arm: str
+    n_trials: int
+    iterations_used: int
+    reason: str
+    tuned: bool
+
+
+_Script = Generator[Assignment, Sequence[float], None]
+
+
+class WarmupSession:
+    """Spends a budget of iterations on finding the best knobs.
+
+    Args:
+        space: proposals outside it are refused.
+        default: the untuned setting, measured first; what stays if nothing beats it.
+        arm: proposes; told every trial.
+        rng: the order in which finalists are run.
+        budget_iterations: training iterations in all, settling and guard included.
+        settle_iterations: iterations after a change of knobs that are not measured.
+        measured_iterations: measured iterations of a trial that is not given up early.
+        exact: the registry's setting for this very job: run at once, and kept if it beats the default.
+        seeds: settings of similar jobs; the first proposals.
+        history: an earlier, unfinished session's `trials`; counted into the budget.
+        identity: knobs with equal identity are the same setting and not run twice.
+    """
+
+    def __init__(
+        self,
+        *,
+        space: KnobSpace,
+        default: Knobs,
+        arm: Arm,
+        rng: np.random.Generator,
+        budget_iterations: int = 100,
+        settle_iterations: int = 1,
+        measured_iterations: int = 2,
+        exact: Knobs | None = None,
+        seeds: Sequence[Knobs] = (),
+        history: Sequence[Trial] = (),
+        identity: Callable[[Knobs], Hashable] = lambda knobs: knobs,
+    ) -> None:
+        if settle_iterations < 0 or measured_iterations < 1:
+            raise TuningError(
+                f"a trial needs at least one measured and no negative number of settling iterations, "
+                f"not {measured_iterations} and {settle_iterations}"
+            )
+        self._space = space
+        self._default = default
+        self._arm = arm
+        self._rng = rng
+        self._budget = budget_iterations
+        self._settle = settle_iterations
+        self._measured = measured_iterations
+        self._exact = exact
+        self._seeds = [Proposal(arm=REGISTRY_ARM, knobs=knobs, reason="a similar job's") for knobs in seeds]
+        self._history = tuple(history)
+        self._identity = identity
+        run = settle_iterations + measured_iterations
+        self._finalists = 3 if budget_iterations >= 60 else 2
+        self._guard_cost = 2 * run
+        self._reserve = self._guard_cost + self._finalists * run
+        self._patience = max(8, budget_iterations // (2 * run))
+
+        self._ledger = Ledger(identity=identity)
+        self._trials: list[Trial] = []
+        self._spent = 0
+        self._running: Knobs | None = None
+        self._since_best = 0
+        self._incumbent: Setting | None = None  # the last new best, at first the default
+        self._outcome: tuple[Knobs, str] | None = None
+        self._script = self._warm_up()
+        self._assignment = next(self._script)
+
+    @property
+    def assignment(self) -> Assignment:
+        """What to run now; after the end, the kept knobs with nothing to measure."""
+        return self._assignment
+
+    @property
+    def done(self) -> bool:
+        """The warm-up is over."""
+        return self._outcome is not None
+
+    @property
+    def trials(self) -> tuple[Trial, ...]:
+        """Every finished trial, in order, the default's among them; another session's `history`."""
+        return tuple(self._trials)
+
+    def record(self, spans_s: Sequence[float]) -> None:
+        """Takes the measured spans of the present assignment and goes on to the next.
+
+        Args:
+            spans_s: seconds, one for each measured iteration, the smallest over the ranks; infinite where the knobs
+                could not be run.
+
+        Raises:
+            TuningError: there is nothing to record.
+        """
+        if self.done:
+            raise TuningError("the warm-up is over: there is no assignment to record spans for")
+        if not spans_s:
+            raise TuningError("an assignment's measured spans must not be empty; record [math.inf] for a failed one")
+        now = self._assignment
+        self._spent += now.settle_iterations + len(spans_s)
+        self._running = now.knobs
+        try:
+            self._assignment = self._script.send(spans_s)
+        except StopIteration:
+            result = self.result
+            self._assignment = Assignment(
+                knobs=result.knobs, settle_iterations=0, measured_iterations=0, arm=result.arm, purpose=Purpose.FINAL
+            )
+            logger.info("warm-up over after %d iterations: %s", self._spent, result.reason)
+
+    @property
+    def result(self) -> SessionResult:
+        """What was found; before the end, the best so far if it beats the default by more than the noise."""
+        knobs, reason = self._outcome or (self._best_so_far(), "the warm-up was cut short")
+        setting = self._setting(knobs)
+        return SessionResult(
+            knobs=knobs,
+            default_span_s=self._setting(self._default).span_s,
+            best_span_s=setting.span_s,
+            noise_s=self._ledger.noise * setting.span_s,
+            arm=setting.arm,
+            n_trials=len(self._ledger),
+            iterations_used=self._spent,
+            reason=reason,
+            tuned=knobs != self._default,
+        )
+
+    def progress(self) -> str:
+        """One line: iteration, best so far against the default, who found it, what runs now."""
+        result = self.result
+        change = ""
+        if 0.0 < result.default_span_s < float("inf"):
+            change = (
+                f"best {1e3 * result.best_span_s:.3g} ms against {1e3 * result.default_span_s:.3g} ms by default "
+                f"({100 * (result.best_span_s / result.default_span_s - 1):+.0f} %), {result.arm} leads; "
+            )
+        now = self._assignment
+        return f"warm-up {self._spent}/{self._budget}: {change}{now.purpose.value} {now.knobs.describe()}"
+
+    # The course of events.
+
+    def _warm_up(self) -> _Script:
+        exact = self._exact if self._exact is not None and self._accepts(self._exact) else None
+        if exact is not None and not self._same(exact, self._default):
+            won = yield from self._guard(exact, arm=REGISTRY_ARM)
+            self._finish_trial(Proposal(arm=DEFAULT_ARM, knobs=self._default))
+            self._finish_trial(Proposal(arm=REGISTRY_ARM, knobs=exact))
+            if won:
+                return self._end(exact, "the registry's setting for this job, checked against the default")
+        else:
+            yield from self._run(self._default, arm=DEFAULT_ARM, purpose=Purpose.DEFAULT, measured=self._measured)
+            self._finish_trial(Proposal(arm=DEFAULT_ARM, knobs=self._default))
+            if exact is not None:
+                return self._end(self._default, "the registry knows the default as the best for this job")
+        self._recall()
+        why = yield from self._search()
+        winner = yield from self._verify()
+        if self._same(winner.knobs, self._default):
+            return self._end(self._default, f"nothing beat the default; {why}")
+        if (yield from self._guard(winner.knobs, arm=winner.arm)):
+            return self._end(winner.knobs, f"beat the default in alternating iterations; {why}")
+        return self._end(self._default, f"the best trial did not beat the default when measured again; {why}")
+
+    def _search(self) -> Generator[Assignment, Sequence[float], str]:
+        """Runs trials until the budget, the patience or the proposals end; says which."""
+        while True:
+            if self._left() < self._settle + 1:
+                return f"budget of {self._budget} iterations used"
+            if self._since_best >= self._patience:
+                expected = expected_improvement(self._arm)
+                if expected is None or expected < WORTHWHILE:
+                    return f"no new best in {self._since_best} trials"
+            proposal = self._next_proposal()
+            if proposal is None:
+                return "nothing left to propose"
+            yield from self._race(proposal)
+            self._finish_trial(proposal)
+
+    def _race(self, proposal: Proposal) -> _Script:
+        """Measures a proposal as often as it takes to tell it from the best."""
+        wanted = proposal.iterations or self._measured
+        rival = next((best for best in self._ledger.ranked() if not self._same(best.knobs, proposal.knobs)), None)
+        while True:
+            yield from self._run(proposal.knobs, arm=proposal.arm, purpose=Purpose.TRIAL, measured=1)
+            setting = self._setting(proposal.knobs)
+            enough = len(setting.spans_s) >= wanted
+            lead = self._ledger.lead(setting, rival) if rival else 0.0
+            hopeless = setting.failed or lead < -CLEAR
+            undecided = rival is not None and 0.0 <= lead <= CLEAR and len(setting.spans_s) < 2 * wanted
+            if hopeless or (enough and not undecided) or self._left() < 1:
+                return
+
+    def _verify(self) -> Generator[Assignment, Sequence[float], Setting]:
+        """Measures the settings that may be the best in turns until one is clear or the budget calls for the guard."""
+        for _ in range(MAX_VERIFY_ROUNDS):
+            ranked = self._ledger.ranked()
+            if not ranked:
+                break
+            rivals = [setting for setting in ranked[: self._finalists] if self._ledger.lead(ranked[0], setting) < CLEAR]
+            cost = len(rivals) * (self._settle + self._measured)
+            if len(rivals) == 1 or self._spent + cost + self._guard_cost > self._budget:
+                break
+            for i in self._rng.permutation(len(rivals)).tolist():
+                rival = rivals[i]
+                yield from self._run(rival.knobs, arm=rival.arm, purpose=Purpose.VERIFY, measured=self._measured)
+                self._finish_trial(Proposal(arm=VERIFY_ARM, knobs=rival.knobs))
+        return next(iter(self._ledger.ranked()), self._setting(self._default))
+
+    def _guard(self, winner: Knobs, *, arm: str) -> Generator[Assignment, Sequence[float], bool]:
+        """Alternates winner and default; True if the winner is faster. What was measured before does not count."""
+        ledger = Ledger(identity=self._identity)  # of the duel alone: the trials' spans were chosen for their luck
+        lead = 0.0
+        for turn in range(MAX_GUARD_ROUNDS):
+            if turn > 0 and (abs(lead) > CLEAR or self._spent + self._guard_cost > self._budget):
+                break
+            pair: list[Setting] = []
+            for knobs, who, purpose in (
+                (winner, arm, Purpose.GUARD_WINNER),
+                (self._default, DEFAULT_ARM, Purpose.GUARD_DEFAULT),
+            ):
+                spans_s = yield from self._run(knobs, arm=who, purpose=purpose, measured=self._measured)
+                pair.append(ledger.add(knobs, arm=who, spans_s=spans_s))
+            lead = ledger.lead(*pair)
+        return lead > 0.0
+
+    def _run(
+        self, knobs: Knobs, *, arm: str, purpose: Purpose, measured: int
+    ) -> Generator[Assignment, Sequence[float], Sequence[float]]:
+        settle = 0 if self._running == knobs else self._settle
+        spans_s = yield Assignment(
+            knobs=knobs, settle_iterations=settle, measured_iterations=measured, arm=arm, purpose=purpose
+        )
+        self._ledger.add(knobs, arm=arm, spans_s=spans_s)
+        return spans_s
+
+    # Book-keeping.
+
+    def _next_proposal(self) -> Proposal | None:
+        """The next proposal that is worth running; the arm is told at once what is known of the others."""
+        for _ in range(MAX_RETRIES):
+            asked = [self._seeds.pop(0)] if self._seeds else self._arm.ask(1)
+            if not asked:
+                return None
+            proposal = asked[0]
+            if not self._accepts(proposal.knobs):
+                self._tell(
+                    Trial(
+                        arm=proposal.arm,
+                        knobs=proposal.knobs,
+                        iterations=0,
+                        span_s=float("inf"),
+                        status=TrialStatus.FAILED,
+                    )
+                )
+                continue
+            known = self._ledger.find(proposal.knobs)
+            more = known is not None and not known.failed and (proposal.iterations or 0) > len(known.spans_s)
+            if known is None or more:
+                return proposal
+            self._tell(
+                known.as_trial(arm=proposal.arm, knobs=proposal.knobs, status=TrialStatus.COMPLETE, was_best=False)
+            )
+        return None
+
+    def _accepts(self, knobs: Knobs) -> bool:
+        if knobs in self._space:
+            return True
+        logger.warning("refused knobs outside the permitted space: %s", knobs.describe())
+        return False
+
+    def _finish_trial(self, proposal: Proposal) -> None:
+        """Closes the books on a setting that has run, and tells the arm."""
+        setting = self._setting(proposal.knobs)
+        was_best = self._ledger.lead(setting, self._incumbent or setting) > 1.0
+        if was_best or self._incumbent is None:
+            self._incumbent = setting
+        wanted = proposal.iterations or self._measured
+        status = TrialStatus.COMPLETE if len(setting.spans_s) >= wanted else TrialStatus.PRUNED
+        trial = setting.as_trial(arm=proposal.arm, knobs=proposal.knobs, status=status, was_best=was_best)
+        self._since_best = 0 if was_best else self._since_best + 1
+        self._trials.append(trial)
+        self._tell(trial)
+        logger.info(
+            "%s: %s: %.4g ms%s", trial.arm, trial.knobs.describe(), 1e3 * trial.span_s, ", new best" if was_best else ""
+        )
+
+    def _tell(self, trial: Trial) -> None:
+        self._arm.tell([trial])
+
+    def _recall(self) -> None:
+        """Takes in an earlier session's trials, scaled by what the default took then and takes now."""
+        before = [trial.span_s for trial in self._history if self._same(trial.knobs, self._default)]
+        scale = self._setting(self._default).span_s / before[-1] if before else 1.0
+        latest = {self._identity(trial.knobs): trial for trial in self._history}  # holds all its measurements
+        for trial in latest.values():
+            if trial.knobs not in self._space or self._same(trial.knobs, self._default):
+                continue
+            scaled = replace(trial, span_s=trial.span_s * scale, noise_s=trial.noise_s * scale)
+            spans_s = [scaled.span_s] * max(1, min(trial.iterations, self._measured))
+            self._ledger.add(trial.knobs, arm=trial.arm, spans_s=spans_s, repeats=False)
+            self._trials.append(scaled)
+            self._spent += trial.iterations + self._settle
+            self._tell(scaled)
+        self._spent = min(self._spent, max(self._budget - self._reserve, self._settle + self._measured))
+
+    def _setting(self, knobs: Knobs) -> Setting:
+        """What was measured of these knobs, perhaps nothing."""
+        return self._ledger.find(knobs) or Setting(knobs=knobs, arm=DEFAULT_ARM)
+
+    def _best_so_far(self) -> Knobs:
+        ranked = self._ledger.ranked()
+        if ranked and self._ledger.lead(ranked[0], self._setting(self._default)) > 1.0:
+            return ranked[0].knobs
+        return self._default
+
+    def _left(self) -> int:
+        """Iterations that trials may still use."""
+        return self._budget - self._reserve - self._spent
+
+    def _same(self, first: Knobs, second: Knobs) -> bool:
+        return self._identity(first) == self._identity(second)
+
+    def _end(self, knobs: Knobs, reason: str) -> None:
+        self._outcome = knobs, reason
