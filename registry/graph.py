@@ -199,8 +199,10 @@ def _node_from_json(index: int, item: object) -> Node:
     if not isinstance(item, list) or len(item) != 3:
         raise RegistryError(f"node {index} must be a list of kind, detail and size")
     kind, detail, size = item
-    if not (_is_label(kind) and _is_label(detail)):
-        raise RegistryError(f"kind and detail of node {index} must be texts of at most {MAX_LABEL_CHARS} characters")
+    if not (is_label(kind) and is_label(detail)):
+        raise RegistryError(
+            f"kind and detail of node {index} must be printable texts of at most {MAX_LABEL_CHARS} characters"
+        )
     if type(size) is not int or not 0 <= size < 2**63:
         raise RegistryError(f"size of node {index} must be a whole number from 0, not {size!r:.80}")
     return Node(kind=kind, detail=detail, size=size)
@@ -210,10 +212,11 @@ def _edge_from_json(index: int, item: object) -> tuple[int, int, str]:
     if not isinstance(item, list) or len(item) != 3:
         raise RegistryError(f"edge {index} must be a list of source, target and label")
     source, target, label = item
-    if type(source) is not int or type(target) is not int or not _is_label(label):
+    if type(source) is not int or type(target) is not int or not is_label(label):
         raise RegistryError(f"edge {index} must be two node numbers and a text, not {item!r:.80}")
     return source, target, label
 
 
-def _is_label(value: object) -> bool:
-    return isinstance(value, str) and len(value) <= MAX_LABEL_CHARS
+def is_label(value: object) -> bool:
+    """Whether a value can be a node's or edge's label: printable text of a limited length."""
+    return isinstance(value, str) and len(value) <= MAX_LABEL_CHARS and value.isprintable()

@@ -13,7 +13,7 @@ from typing import Any
 from sirtaki.errors import RegistryError
 
 from .digest import canonical_json, digest
-from .graph import MAX_LABEL_CHARS, Graph, Node
+from .graph import MAX_LABEL_CHARS, Graph, Node, is_label
 
 MAX_RANKS = 65_536
 
@@ -200,8 +200,8 @@ class Topology:
         places, host_kinds = data["places"], data["host_kinds"]
         if not isinstance(places, list) or not isinstance(host_kinds, list):
             raise RegistryError("places and host_kinds must be lists")
-        if not all(isinstance(kind, str) and len(kind) <= MAX_LABEL_CHARS for kind in host_kinds):
-            raise RegistryError(f"host_kinds must be texts of at most {MAX_LABEL_CHARS} characters")
+        if not all(map(is_label, host_kinds)):
+            raise RegistryError(f"host_kinds must be printable texts of at most {MAX_LABEL_CHARS} characters")
         return cls(
             places=tuple(_place_from_json(rank, item) for rank, item in enumerate(places[: MAX_RANKS + 1])),
             host_kinds=tuple(host_kinds),
@@ -214,7 +214,7 @@ def _place_from_json(rank: int, item: object) -> Place:
     if not isinstance(item, list) or len(item) != 3:
         raise RegistryError(f"place of rank {rank} must be a list of host, device and device_index")
     host, device, index = item
-    if type(host) is not int or not isinstance(device, str) or len(device) > MAX_LABEL_CHARS:
+    if type(host) is not int or not is_label(device):
         raise RegistryError(f"place of rank {rank} needs a host's number and a device's kind, not {item!r:.80}")
     if index is not None and (type(index) is not int or not 0 <= index < MAX_RANKS):
         raise RegistryError(f"device_index of rank {rank} must be null or a number from 0, not {index!r:.80}")

@@ -1,0 +1,234 @@
+"""Checks an entry that comes from elsewhere, field by field: types, ranges, sizes, and nothing unknown.
+
+A module of its own because an import is data from strangers: this is the border, and all behind it may trust an entry.
+Nothing here is executed or looked up by name; nesting is as deep as the schema and no deeper.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from sirtaki.errors import RegistryError
+
+from .entry import Entry, EntryKey, LinkModel, Provenance
+from .graph import Graph
+from .topology import MAX_RANKS, Topology
+
+_T = TypeVar("_T")
+
+MAX_TRIALS = 10_000
+MAX_CUTS = 100_000
+MAX_TEXT_CHARS = 1_000
+
+_ALGORITHMS = ("flat", "hierarchical")
+_TRANSPORTS = ("shared_memory", "gloo", "mpi", "nccl", "staged")
+_STATUSES = ("complete", "pruned", "failed")
+_BODY_FIELDS = (
+    *("key", "layout", "knobs", "best_span_s", "default_span_s", "noise_s", "n_trials"),
+    *("arm", "complete", "trials", "link", "provenance"),
+)
+
+
+def entry_from_json(data: object) -> Entry:
+    """The entry that `Entry.to_json` described.
+
+    Raises:
+        RegistryError: a field is missing, unknown or has a value that cannot be meant; the message names it.
+    """
+    fields = _fields("entry", data, (*_BODY_FIELDS, "model", "topology"))
+    entry = body_from_json(
+        {name: fields[name] for name in _BODY_FIELDS},
+        model=_named("model", Graph.from_json, fields["model"]),
+        topology=_named("topology", Topology.from_json, fields["topology"]),
+    )
+    if entry.model.fingerprint() != entry.key.model:
+        raise RegistryError("key.model: is not the fingerprint of the model's graph")
+    if entry.topology.fingerprint() != entry.key.topology:
+        raise RegistryError("key.topology: is not the fingerprint of the topology")
+    if entry.topology.world_size != entry.key.world_size:
+        raise RegistryError(f"key.world_size: {entry.key.world_size}, but the topology has {entry.topology.world_size}")
+    return entry
+
+
+def body_from_json(data: object, *, model: Graph, topology: Topology) -> Entry:
+    """The entry that `Entry.body_to_json` described, of this model and topology.
+
+    Raises:
+        RegistryError: as in `entry_from_json`.
+    """
+    fields = _fields("entry", data, _BODY_FIELDS)
+    return Entry(
+        key=_key(fields["key"]),
+        model=model,
+        topology=topology,
+        layout=_text("layout", fields["layout"]),
+        knobs=checked_knobs("knobs", fields["knobs"]),
+        best_span_s=_number("best_span_s", fields["best_span_s"], low=1e-9),
+        default_span_s=_number("default_span_s", fields["default_span_s"], low=1e-9),
+        noise_s=_number("noise_s", fields["noise_s"]),
+        n_trials=_whole("n_trials", fields["n_trials"], high=10**9),
+        arm=_text("arm", fields["arm"]),
+        complete=_flag("complete", fields["complete"]),
+        trials=tuple(
+            _trial(f"trials[{index}]", item) for index, item in enumerate(_list("trials", fields["trials"], MAX_TRIALS))
+        ),
+        link=None if fields["link"] is None else _link(fields["link"]),
+        provenance=_provenance(fields["provenance"]),
+    )
+
+
+def checked_knobs(path: str, data: object) -> dict[str, Any]:
+    """A copy of knobs as `Knobs.to_json` gives them, `path` being their name in messages.
+
+    Raises:
+        RegistryError: as in `entry_from_json`.
+    """
+    fields = _fields(path, data, ("unit_bytes", "streams", "threads", "algorithm", "transport", "cuts"))
+    streams = _whole(f"{path}.streams", fields["streams"], low=1, high=1024)
+    return {
+        "unit_bytes": _whole(f"{path}.unit_bytes", fields["unit_bytes"], low=1, high=2**40),
+        "streams": streams,
+        "threads": _threads(f"{path}.threads", fields["threads"]),
+        "algorithm": _choice(f"{path}.algorithm", fields["algorithm"], _ALGORITHMS),
+        "transport": _choice(f"{path}.transport", fields["transport"], _TRANSPORTS),
+        "cuts": None if fields["cuts"] is None else _cuts(f"{path}.cuts", fields["cuts"], streams),
+    }
+
+
+def _cuts(path: str, data: object, streams: int) -> list[list[int | None]]:
+    cuts: list[list[int | None]] = []
+    end = 0
+    for index, item in enumerate(_list(path, data, MAX_CUTS)):
+        here = f"{path}[{index}]"
+        if len(_list(here, item, 3)) != 3:
+            raise RegistryError(f"{here}: must be a list of stop, stream and threads")
+        stop = _whole(f"{here}.stop", item[0], low=end + 1, high=2**48)
+        stream = _whole(f"{here}.stream", item[1], high=streams - 1)
+        cuts.append([stop, stream, _threads(f"{here}.threads", item[2])])
+        end = stop
+    return cuts
+
+
+def _trial(path: str, data: object) -> dict[str, Any]:
+    fields = _fields(path, data, ("arm", "knobs", "iterations", "span_s", "noise_s", "status", "was_best"))
+    span_s = fields["span_s"]
+    return {
+        "arm": _text(f"{path}.arm", fields["arm"]),
+        "knobs": checked_knobs(f"{path}.knobs", fields["knobs"]),
+        "iterations": _whole(f"{path}.iterations", fields["iterations"], high=10**9),
+        "span_s": None if span_s is None else _number(f"{path}.span_s", span_s),
+        "noise_s": _number(f"{path}.noise_s", fields["noise_s"]),
+        "status": _choice(f"{path}.status", fields["status"], _STATUSES),
+        "was_best": _flag(f"{path}.was_best", fields["was_best"]),
+    }
+
+
+def _key(data: object) -> EntryKey:
+    fields = _fields("key", data, ("model", "topology", "world_size", "dtype", "device", "versions"))
+    return EntryKey(
+        model=_text("key.model", fields["model"]),
+        topology=_text("key.topology", fields["topology"]),
+        world_size=_whole("key.world_size", fields["world_size"], low=1, high=MAX_RANKS),
+        dtype=_text("key.dtype", fields["dtype"]),
+        device=_text("key.device", fields["device"]),
+        versions=_versions("key.versions", fields["versions"]),
+    )
+
+
+def _link(data: object) -> LinkModel:
+    fields = _fields("link", data, ("latency_s", "bandwidth_bytes_per_s", "concurrency"))
+    return LinkModel(
+        latency_s=_number("link.latency_s", fields["latency_s"], low=1e-12),
+        bandwidth_bytes_per_s=_number("link.bandwidth_bytes_per_s", fields["bandwidth_bytes_per_s"], low=1e-3),
+        concurrency=tuple(
+            _number(f"link.concurrency[{index}]", item, low=1e-9)
+            for index, item in enumerate(_list("link.concurrency", fields["concurrency"], 1024))
+        ),
+    )
+
+
+def _provenance(data: object) -> Provenance:
+    fields = _fields("provenance", data, ("created_s", "model_name", "host_kinds", "versions"))
+    return Provenance(
+        created_s=_number("provenance.created_s", fields["created_s"], high=1e11),
+        model_name=_text("provenance.model_name", fields["model_name"]),
+        host_kinds=tuple(
+            _text(f"provenance.host_kinds[{index}]", item)
+            for index, item in enumerate(_list("provenance.host_kinds", fields["host_kinds"], MAX_RANKS))
+        ),
+        versions=_versions("provenance.versions", fields["versions"]),
+    )
+
+
+def _versions(path: str, data: object) -> tuple[tuple[str, str], ...]:
+    if not isinstance(data, Mapping) or len(data) > 100:
+        raise RegistryError(f"{path}: must be an object of at most 100 names and versions, not {_shown(data)}")
+    return tuple(sorted((_text(f"{path} (a name)", name), _text(f"{path}.{name}", data[name])) for name in data))
+
+
+def _fields(path: str, data: object, names: Sequence[str]) -> Mapping[str, Any]:
+    if not isinstance(data, Mapping):
+        raise RegistryError(f"{path}: must be an object, not {_shown(data)}")
+    missing = [name for name in names if name not in data]
+    if missing:
+        raise RegistryError(f"{path}: lacks {', '.join(missing)}")
+    unknown = [name for name in data if name not in names]
+    if unknown:
+        raise RegistryError(f"{path}: has the unknown field {_shown(unknown[0])}")
+    return data
+
+
+def _list(path: str, data: object, most: int) -> list[Any]:
+    if not isinstance(data, list) or len(data) > most:
+        raise RegistryError(f"{path}: must be a list of at most {most}, not {_shown(data)}")
+    return data
+
+
+def _whole(path: str, value: object, *, low: int = 0, high: int) -> int:
+    if type(value) is not int or not low <= value <= high:  # True is no number here
+        raise RegistryError(f"{path}: must be a whole number from {low} to {high}, not {_shown(value)}")
+    return value
+
+
+def _number(path: str, value: object, *, low: float = 0.0, high: float = 1e18) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:  # NaN is neither
+        raise RegistryError(f"{path}: must be a number from {low:g} to {high:g}, not {_shown(value)}")
+    return float(value)
+
+
+def _threads(path: str, value: object) -> int | None:
+    return None if value is None else _whole(path, value, low=1, high=2**20)
+
+
+def _flag(path: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise RegistryError(f"{path}: must be true or false, not {_shown(value)}")
+    return value
+
+
+def _text(path: str, value: object) -> str:
+    # Unprintable characters could play tricks on a terminal, and some databases refuse them.
+    if not isinstance(value, str) or len(value) > MAX_TEXT_CHARS or not value.isprintable():
+        raise RegistryError(
+            f"{path}: must be printable text of at most {MAX_TEXT_CHARS} characters, not {_shown(value)}"
+        )
+    return value
+
+
+def _choice(path: str, value: object, choices: Sequence[str]) -> str:
+    if value not in choices:
+        raise RegistryError(f"{path}: must be one of {', '.join(choices)}, not {_shown(value)}")
+    return str(value)
+
+
+def _named(path: str, parse: Callable[[object], _T], data: object) -> _T:
+    try:
+        return parse(data)
+    except RegistryError as err:
+        raise RegistryError(f"{path}: {err}") from err
+
+
+def _shown(value: object) -> str:
+    """A value in a message, cut short: it may be megabytes, and may hold control characters."""
+    if isinstance(value, list | Mapping):
+        return f"{type(value).__name__} of {len(value)}"
+    return ascii(value)[:80]

@@ -1,0 +1,383 @@
+"""The store on SQLAlchemy: a SQLite file of one user, or a database server that deployments share.
+
+A module of its own because it is the only one that needs SQLAlchemy's presence; `store.open_store` imports it.
+"""
+
+import json
+import logging
+import time
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import Connection, Engine, NullPool, Table, create_engine, delete, insert, make_url, select, update
+from sqlalchemy.exc import DatabaseError, IntegrityError, OperationalError, SQLAlchemyError
+
+from sirtaki.errors import RegistryError
+
+from .digest import canonical_json
+from .entry import Entry, EntryKey, supersedes
+from .entry_schema import body_from_json
+from .graph import Graph
+from .schema import check_version, distances, entries, migrate, models, topologies, version_of
+from .signature import SIGNATURE_VERSION, Signatures, from_bytes, signature, to_bytes
+from .sqlite_file import sqlite_engine
+from .store import CorruptStoreError, EntrySummary
+from .topology import Topology
+
+logger = logging.getLogger(__name__)
+
+# Two jobs may insert the same key or graph at the same moment; the one that loses tries again and then updates.
+_ATTEMPTS = 5
+
+_CONNECT_TIMEOUT_S = 10
+
+# A graph of stated maximum size has less than this many bytes as JSON; more is an attempt to fill our memory.
+_MAX_GRAPH_BYTES = 1 << 27
+
+_SUMMARY = [entries.c[name] for name in EntrySummary.__dataclass_fields__]
+
+
+class SqlStore:
+    """`store.Store` on any database that SQLAlchemy knows."""
+
+    def __init__(self, url_or_path: str, *, read_only: bool = False) -> None:
+        self.read_only = read_only
+        self._path = None if "://" in url_or_path else Path(url_or_path)
+        try:
+            url = make_url(url_or_path) if self._path is None else None
+        except SQLAlchemyError as err:
+            raise RegistryError(f"{url_or_path!r} is not a URL that SQLAlchemy understands: {err}") from err
+        if url is not None and url.get_backend_name() == "sqlite":
+            if url.database in (None, "", ":memory:"):
+                raise RegistryError("a registry in memory would forget everything: name a file")
+            self._path = Path(url.database)
+        self.name = str(self._path) if url is None else url.render_as_string(hide_password=True)
+        if self._path is not None:
+            self._engine = self._open_file(self._path)
+        else:
+            assert url is not None
+            with self._translated():
+                connect_args = {"connect_timeout": _CONNECT_TIMEOUT_S} if url.get_backend_name() == "postgresql" else {}
+                self._engine = create_engine(url, poolclass=NullPool, connect_args=connect_args)
+                self._prepare(self._engine)
+
+    def _open_file(self, path: Path) -> Engine:
+        if not self.read_only:
+            try:
+                with self._translated():
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    engine = sqlite_engine(path, read_only=False)
+                    self._prepare(engine)
+                    return engine
+            except CorruptStoreError:
+                raise
+            except RegistryError as err:
+                if not (isinstance(err.__cause__, OperationalError) and path.is_file()) or "locked" in str(err):
+                    raise
+                logger.info("%s; it is opened for reading only", err)
+                self.read_only = True
+        with self._translated():
+            engine = sqlite_engine(path, read_only=True)
+            self._prepare(engine)
+            return engine
+
+    def _prepare(self, engine: Engine) -> None:
+        """Brings tables up to date, or checks that they can be read as they are."""
+        with engine.connect().execution_options(writes=not self.read_only) as connection, connection.begin():
+            if self.read_only:
+                version = version_of(connection)
+                check_version(version)
+                if version == 0:
+                    raise RegistryError(f"there is no registry in {self.name}")
+            else:
+                migrate(connection)
+
+    def lookup(self, key: EntryKey) -> Entry | None:
+        """See `Store.lookup`."""
+        with self._reading() as connection:
+            return next(_load(connection, [key.digest()]), None)
+
+    def save(self, entry: Entry) -> bool:
+        """See `Store.save`."""
+        body = entry.body_to_json()
+        body_from_json(body, model=entry.model, topology=entry.topology)  # what cannot be read must not be written
+        model = {
+            "fingerprint": entry.key.model,
+            "body": _compressed(entry.model.to_json()),
+            "signature": to_bytes(signature(entry.model)),
+            "signature_version": SIGNATURE_VERSION,
+        }
+        topology = {"fingerprint": entry.key.topology, "body": _compressed(entry.topology.to_json())}
+        row = _row(entry, canonical_json(body))
+        for _ in range(_ATTEMPTS):
+            try:
+                return self._save(entry, row, model, topology)
+            except RegistryError as err:
+                if not isinstance(err.__cause__, IntegrityError):
+                    raise
+        raise RegistryError(f"{self.name} is written by so many others that entry {entry.id} could not be kept")
+
+    def _save(
+        self, entry: Entry, row: Mapping[str, Any], model: Mapping[str, Any], topology: Mapping[str, Any]
+    ) -> bool:
+        mine = entries.c.id == entry.id
+        with self._writing() as connection:
+            is_there = connection.execute(select(entries.c.id).where(mine).with_for_update()).first() is not None
+            if is_there and not _is_superseded(connection, entry):
+                return False
+            _insert_absent(connection, models, model)
+            _insert_absent(connection, topologies, topology)
+            connection.execute(update(entries).where(mine).values(row) if is_there else insert(entries).values(row))
+            return True
+
+    def summaries(self) -> list[EntrySummary]:
+        """See `Store.summaries`."""
+        with self._reading() as connection:
+            rows = connection.execute(select(*_SUMMARY).order_by(entries.c.created_s.desc(), entries.c.id))
+            return [EntrySummary(**row._mapping) for row in rows]
+
+    def get(self, id_prefix: str) -> Entry:
+        """See `Store.get`."""
+        with self._reading() as connection:
+            return next(_load(connection, [_find(connection, id_prefix)]))
+
+    def entries(self) -> Iterator[Entry]:
+        """See `Store.entries`. One that cannot be read is left out with a warning."""
+        for summary in self.summaries():
+            try:
+                with self._reading() as connection:
+                    yield from _load(connection, [summary.id])
+            except RegistryError as err:
+                logger.warning("entry %s is left out: %s", summary.id, err)
+
+    def forget(self, id_prefix: str) -> str:
+        """See `Store.forget`."""
+        with self._writing() as connection:
+            found = _find(connection, id_prefix)
+            connection.execute(delete(entries).where(entries.c.id == found))
+            _delete_orphans(connection)
+            return found
+
+    def prune(self, *, older_than_s: float | None = None, keep: int | None = None) -> int:
+        """See `Store.prune`."""
+        with self._writing() as connection:
+            gone = 0
+            if older_than_s is not None:
+                gone += connection.execute(
+                    delete(entries).where(entries.c.created_s < time.time() - older_than_s)
+                ).rowcount
+            if keep is not None:
+                newest = select(entries.c.id).order_by(entries.c.created_s.desc(), entries.c.id)
+                surplus = list(connection.execute(newest.offset(keep).limit(2**31)).scalars())
+                for start in range(0, len(surplus), 500):
+                    gone += connection.execute(
+                        delete(entries).where(entries.c.id.in_(surplus[start : start + 500]))
+                    ).rowcount
+            _delete_orphans(connection)
+            return gone
+
+    def signatures(self) -> tuple[Sequence[str], Signatures]:
+        """See `Store.signatures`."""
+        with self._reading() as connection:
+            columns = select(models.c.fingerprint, models.c.signature).order_by(models.c.fingerprint)
+            rows = connection.execute(columns.where(models.c.signature_version == SIGNATURE_VERSION)).all()
+            names, blobs = [row[0] for row in rows], [row[1] for row in rows]
+            others = connection.execute(
+                select(models.c.fingerprint, models.c.body).where(models.c.signature_version != SIGNATURE_VERSION)
+            )
+            for name, body in others:
+                names.append(name)
+                blobs.append(to_bytes(signature(Graph.from_json(_expanded(body)))))
+            return names, from_bytes(blobs)
+
+    def models(self, fingerprints: Sequence[str]) -> Mapping[str, Graph]:
+        """See `Store.models`."""
+        with self._reading() as connection:
+            return {name: Graph.from_json(data) for name, data in _bodies(connection, models, fingerprints)}
+
+    def topologies(self, fingerprints: Sequence[str]) -> Mapping[str, Topology]:
+        """See `Store.topologies`."""
+        with self._reading() as connection:
+            return {name: Topology.from_json(data) for name, data in _bodies(connection, topologies, fingerprints)}
+
+    def distances(self, fingerprint: str) -> Mapping[str, float]:
+        """See `Store.distances`."""
+        with self._reading() as connection:
+            pairs = select(distances.c.low, distances.c.high, distances.c.distance)
+            found = {}
+            for mine, other in ((distances.c.low, 1), (distances.c.high, 0)):
+                for row in connection.execute(pairs.where(mine == fingerprint)):
+                    found[row[other]] = row[2]
+            return found
+
+    def save_distances(self, fingerprint: str, by_other: Mapping[str, float]) -> None:
+        """See `Store.save_distances`."""
+        if self.read_only or not by_other:
+            return
+        rows = [
+            {"low": min(fingerprint, other), "high": max(fingerprint, other), "distance": distance}
+            for other, distance in sorted(by_other.items())
+        ]
+        try:
+            with self._writing() as connection:
+                for row in rows:
+                    same_pair = (distances.c.low == row["low"], distances.c.high == row["high"])
+                    connection.execute(delete(distances).where(*same_pair))
+                connection.execute(insert(distances), rows)
+        except RegistryError as err:
+            if not isinstance(err.__cause__, IntegrityError):  # another process has just kept the same
+                raise
+
+    def close(self) -> None:
+        """See `Store.close`."""
+        self._engine.dispose()
+
+    @contextmanager
+    def _reading(self) -> Iterator[Connection]:
+        with self._translated(), self._engine.connect() as connection, connection.begin():
+            yield connection
+
+    @contextmanager
+    def _writing(self) -> Iterator[Connection]:
+        if self.read_only:
+            raise RegistryError(f"{self.name} cannot be written: name another registry in SIRTAKI_REGISTRY")
+        with (
+            self._translated(),
+            self._engine.connect().execution_options(writes=True) as connection,
+            connection.begin(),
+        ):
+            yield connection
+
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
+        """Turns every error of the database and below into a RegistryError that says what to do."""
+        try:
+            yield
+        except ImportError as err:
+            raise RegistryError(f"{self.name} needs a driver that is not installed: {err}") from err
+        except OperationalError as err:
+            if "locked" in str(err.orig):
+                advice = "another process holds it; if none is running, look for one that hangs"
+            else:
+                advice = "check that it exists and may be read and written, or name another one in SIRTAKI_REGISTRY"
+            raise RegistryError(f"the registry {self.name} cannot be used ({_one_line(err.orig)}): {advice}") from err
+        except DatabaseError as err:
+            if self._path is not None and not isinstance(err, IntegrityError):
+                raise CorruptStoreError(
+                    f"{self.name} is not a registry or is damaged ({err.orig})", self._path
+                ) from err
+            raise RegistryError(f"the registry {self.name} refused a statement ({_one_line(err.orig)})") from err
+        except (SQLAlchemyError, OSError) as err:
+            raise RegistryError(
+                f"the registry {self.name} cannot be used ({err}): name another one in SIRTAKI_REGISTRY"
+            ) from err
+
+
+def _one_line(err: object) -> str:
+    return " ".join(str(err).split())
+
+
+def _row(entry: Entry, body: str) -> dict[str, Any]:
+    key = entry.key
+    return {
+        "id": entry.id,
+        "model": key.model,
+        "topology": key.topology,
+        "world_size": key.world_size,
+        "dtype": key.dtype,
+        "device": key.device,
+        "complete": entry.complete,
+        "created_s": entry.provenance.created_s,
+        "best_span_s": entry.best_span_s,
+        "default_span_s": entry.default_span_s,
+        "n_trials": entry.n_trials,
+        "arm": entry.arm,
+        "model_name": entry.provenance.model_name,
+        "body": body,
+    }
+
+
+def _load(connection: Connection, ids: Sequence[str]) -> Iterator[Entry]:
+    """The entries of these ids with their graphs."""
+    rows = connection.execute(
+        select(entries.c.body, models.c.body, topologies.c.body)
+        .join(models, models.c.fingerprint == entries.c.model)
+        .join(topologies, topologies.c.fingerprint == entries.c.topology)
+        .where(entries.c.id.in_(ids))
+    )
+    for body, model, topology in rows:
+        yield body_from_json(
+            _parsed(body),
+            model=Graph.from_json(_expanded(model)),
+            topology=Topology.from_json(_expanded(topology)),
+        )
+
+
+def _is_superseded(connection: Connection, entry: Entry) -> bool:
+    try:
+        old = next(_load(connection, [entry.id]), None)
+    except RegistryError as err:
+        logger.warning("entry %s cannot be read and is replaced: %s", entry.id, err)
+        return True
+    return old is None or supersedes(entry, old)
+
+
+def _find(connection: Connection, id_prefix: str) -> str:
+    """The one id that begins like this."""
+    found = list(
+        connection.execute(
+            select(entries.c.id).where(entries.c.id.startswith(id_prefix, autoescape=True)).limit(3)
+        ).scalars()
+    )
+    if len(found) != 1 or not id_prefix:
+        what = "several entries have ids that begin" if found else "no entry has an id that begins"
+        raise RegistryError(f"{what} with {id_prefix!r}: see `sirtaki registry list`")
+    return str(found[0])
+
+
+def _insert_absent(connection: Connection, table: Table, row: Mapping[str, Any]) -> None:
+    same = table.c.fingerprint == row["fingerprint"]
+    if connection.execute(select(table.c.fingerprint).where(same)).first() is None:
+        connection.execute(insert(table).values(row))
+
+
+def _delete_orphans(connection: Connection) -> None:
+    """Graphs that no entry uses, and distances of graphs that are gone."""
+    used = select(entries.c.model).where(entries.c.model == models.c.fingerprint)
+    connection.execute(delete(models).where(~used.exists()))
+    used = select(entries.c.topology).where(entries.c.topology == topologies.c.fingerprint)
+    connection.execute(delete(topologies).where(~used.exists()))
+    for column in (distances.c.low, distances.c.high):
+        connection.execute(delete(distances).where(column.not_in(select(models.c.fingerprint))))
+
+
+def _bodies(connection: Connection, table: Table, fingerprints: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    for start in range(0, len(fingerprints), 500):  # databases limit the number of parameters
+        some = fingerprints[start : start + 500]
+        for row in connection.execute(select(table.c.fingerprint, table.c.body).where(table.c.fingerprint.in_(some))):
+            yield row[0], _expanded(row[1])
+
+
+def _compressed(data: object) -> bytes:
+    return zlib.compress(canonical_json(data).encode())
+
+
+def _expanded(body: bytes) -> Any:
+    try:
+        inflate = zlib.decompressobj()
+        text = inflate.decompress(body, _MAX_GRAPH_BYTES)
+        if inflate.unconsumed_tail:
+            raise RegistryError(f"a stored graph has more than {_MAX_GRAPH_BYTES} bytes")
+    except zlib.error as err:
+        raise RegistryError(f"a stored graph is damaged: {err}") from err
+    return _parsed(text)
+
+
+def _parsed(text: str | bytes) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as err:
+        raise RegistryError(f"a stored entry is damaged: {err!r:.200}") from err
