@@ -1,0 +1,129 @@
+"""What all planners share: an arm that asks once for each route, and again when the model has moved.
+
+A module of its own so that a planner is nothing but its rule: which gradients travel together, on which streams.
+"""
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from statistics import median
+
+from sirtaki.comm.layout import GradientLayout
+from sirtaki.errors import TuningError
+
+from ..knobs import KIB, Cut, Knobs, KnobSpace
+from ..model.planning import PlanningModel, Route
+from ..trial import Proposal, Trial
+
+logger = logging.getLogger(__name__)
+
+MIN_SLICE_BYTES = 64 * KIB
+
+
+class Planner(ABC):
+    """An arm with a model instead of a search.
+
+    It proposes nothing while it has no model, where the user has fixed the unit size (explicit units would overrule
+    that), and for a layout without elements. The plan that the simulator likes best comes first.
+    """
+
+    name: str
+
+    def __init__(self, *, space: KnobSpace, model: PlanningModel | None = None) -> None:
+        self.space = space
+        self._model: PlanningModel | None = None
+        self._to_ask: list[Proposal] | None = []
+        if model is not None:
+            self.update_model(model)
+
+    @abstractmethod
+    def cuts(self, model: PlanningModel, route: Route) -> tuple[Cut, ...]:
+        """The units that this planner would use on that route.
+
+        Raises:
+            TuningError: it cannot plan with this model.
+        """
+
+    def update_model(self, model: PlanningModel) -> None:
+        """Takes over a new model; plans anew if it differs from the last by more than its own error."""
+        if self._model is None or model.differs_from(self._model):
+            self._model = model
+            self._to_ask = None
+
+    def ask(self, n: int = 1) -> Sequence[Proposal]:
+        """Up to `n` plans, one for each route, the most promising first; each is proposed once."""
+        if self._to_ask is None:
+            self._to_ask = self._plan()
+        asked, self._to_ask = self._to_ask[:n], self._to_ask[n:]
+        return asked
+
+    def tell(self, trials: Sequence[Trial]) -> None:
+        """Drops plans that another arm has had measured already."""
+        if self._to_ask:
+            tried = {trial.knobs for trial in trials}
+            self._to_ask = [proposal for proposal in self._to_ask if proposal.knobs not in tried]
+
+    def _plan(self) -> list[Proposal]:
+        model = self._model
+        if model is None or model.layout.numel == 0 or self.space.unit_bytes[0] == self.space.unit_bytes[1]:
+            return []
+        plans: list[tuple[float, Proposal]] = []
+        for route in (route for route in self.space.routes if route in model.links):
+            try:
+                knobs = self._knobs(model.layout, route, self.cuts(model, route))
+            except TuningError as err:
+                logger.info("%s has no plan for %s: %s", self.name, route[0].value, err)
+                continue
+            span_s = model.simulator(route).run_knobs(knobs).span_s
+            reason = f"{len(knobs.cuts or ())} units, {span_s * 1e3:.3g} ms expected"
+            plans.append((span_s, Proposal(arm=self.name, knobs=knobs, reason=reason)))
+        return [proposal for _, proposal in sorted(plans, key=lambda plan: plan[0])]
+
+    def _knobs(self, layout: GradientLayout, route: Route, cuts: tuple[Cut, ...]) -> Knobs:
+        used = 1 + max(cut.stream for cut in cuts)
+        streams = next((n for n in self.space.streams if n >= used), None)
+        if streams is None:
+            raise TuningError(f"the plan needs {used} streams, {self.space.streams[-1]} are permitted")
+        starts = [0, *(cut.stop for cut in cuts)]
+        typical = median(cut.stop - start for start, cut in zip(starts, cuts, strict=False)) * layout.itemsize_bytes
+        low, high = self.space.unit_bytes
+        return Knobs(
+            unit_bytes=min(max(int(typical), low), high),
+            streams=streams,
+            transport=route[0],
+            algorithm=route[1],
+            cuts=cuts,
+        )
+
+
+def cuts_for_groups(
+    layout: GradientLayout,
+    group_ends: Sequence[int],
+    *,
+    streams: int,
+    slices: int | Sequence[int] = 1,
+    threads: Sequence[int | None] | None = None,
+) -> tuple[Cut, ...]:
+    """Explicit units for groups of consecutive gradients, on the streams in turn.
+
+    Args:
+        layout: where the gradients lie.
+        group_ends: index behind the last gradient of each group, ascending; the last is the number of gradients.
+        streams: how many are used.
+        slices: how many equal units a group is cut into (for all, or `(n_groups,)`), fewer where a slice would
+            be smaller than `MIN_SLICE_BYTES`.
+        threads: of each group's units, `(n_groups,)`.
+    """
+    cuts: list[Cut] = []
+    start = 0
+    for index, end in enumerate(group_ends):
+        stop = layout.offsets[end]
+        wanted = slices if isinstance(slices, int) else slices[index]
+        count = max(1, min(wanted, (stop - start) * layout.itemsize_bytes // MIN_SLICE_BYTES))
+        for part in range(count if stop > start else 0):  # a group of empty gradients has nothing to send
+            cut_stop = start + (stop - start) * (part + 1) // count
+            cuts.append(
+                Cut(stop=cut_stop, stream=len(cuts) % streams, threads=None if threads is None else threads[index])
+            )
+        start = stop
+    return tuple(cuts)

@@ -1,0 +1,39 @@
+"""The best plan of a small layout by trying them all: what planners and searches are measured against."""
+
+from itertools import product
+
+from sirtaki.autotune.knobs import Cut, Knobs
+from sirtaki.autotune.model.simulator import Simulator
+
+
+def all_group_ends(n_gradients):
+    """Every way to divide gradients into groups of consecutive ones, as the ends of the groups."""
+    for inner in product((False, True), repeat=n_gradients - 1):
+        yield [*(i + 1 for i, cut in enumerate(inner) if cut), n_gradients]
+
+
+def all_stream_choices(n_units, streams):
+    """Every assignment of units to streams, up to the streams' names."""
+
+    def extend(chosen, used):
+        if len(chosen) == n_units:
+            yield tuple(chosen)
+            return
+        for stream in range(min(used + 1, streams)):
+            yield from extend([*chosen, stream], max(used, stream + 1))
+
+    return extend([], 0)
+
+
+def best_span_s(model, route, *, streams):
+    """Shortest span over all plans whose units end where gradients end."""
+    simulator: Simulator = model.simulator(route)
+    offsets = model.layout.offsets
+    best = float("inf")
+    for ends in all_group_ends(len(model.layout.sizes)):
+        stops = sorted({offsets[end] for end in ends} - {0})
+        for choice in all_stream_choices(len(stops), streams):
+            cuts = tuple(Cut(stop=stop, stream=stream) for stop, stream in zip(stops, choice, strict=True))
+            knobs = Knobs(unit_bytes=1, streams=streams, transport=route[0], algorithm=route[1], cuts=cuts)
+            best = min(best, simulator.run_knobs(knobs).span_s)
+    return best
