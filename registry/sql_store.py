@@ -5,6 +5,7 @@ A module of its own because it is the only one that needs SQLAlchemy's presence;
 
 import json
 import logging
+import sqlite3
 import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -265,7 +266,7 @@ class SqlStore:
                 advice = "check that it exists and may be read and written, or name another one in SIRTAKI_REGISTRY"
             raise RegistryError(f"the registry {self.name} cannot be used ({_one_line(err.orig)}): {advice}") from err
         except DatabaseError as err:
-            if self._path is not None and not isinstance(err, IntegrityError):
+            if self._path is not None and type(err.orig) is sqlite3.DatabaseError:  # its subclasses are other things
                 raise CorruptStoreError(
                     f"{self.name} is not a registry or is damaged ({err.orig})", self._path
                 ) from err

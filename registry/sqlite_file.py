@@ -13,7 +13,7 @@ from urllib.parse import quote
 from sqlalchemy import Connection, Engine, NullPool, create_engine, event
 
 # Write transactions take milliseconds; with dozens of jobs starting together the last may wait for seconds.
-_BUSY_TIMEOUT_S = 30.0
+_BUSY_TIMEOUT_S = 15.0
 
 _NETWORK_FILE_SYSTEMS = ("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "afs", "fuse", "9p", "glusterfs")
 

@@ -1,0 +1,204 @@
+"""What every registry store must do, whatever database is behind it."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from sirtaki.errors import RegistryError
+from sirtaki.registry.entry import STALE_AFTER_S, Entry, LinkModel, Provenance, make_key
+from sirtaki.registry.graph import Graph
+from sirtaki.registry.model_graph import chain_graph
+from sirtaki.registry.signature import WIDTH, signature
+from sirtaki.registry.store import Store
+from sirtaki.registry.topology import Topology
+
+KNOBS = {
+    "unit_bytes": 1 << 20,
+    "streams": 4,
+    "threads": None,
+    "algorithm": "flat",
+    "transport": "gloo",
+    "cuts": [[10, 0, None], [25, 3, 512]],
+}
+TRIAL = {
+    "arm": "grid",
+    "knobs": KNOBS,
+    "iterations": 2,
+    "span_s": None,
+    "noise_s": 0.0,
+    "status": "failed",
+    "was_best": False,
+}
+
+
+def make_entry(
+    *,
+    model: Graph | None = None,
+    ranks: int = 4,
+    best_span_s: float = 0.5,
+    default_span_s: float = 1.0,
+    n_trials: int = 20,
+    complete: bool = True,
+    created_s: float = 1.7e9,
+) -> Entry:
+    """An entry with every field filled."""
+    model = model or chain_graph([100, 20, 3])
+    topology = Topology.from_ranks([f"host{rank // 2}" for rank in range(ranks)])
+    return Entry(
+        key=make_key(model, topology, dtype="float32", device="cpu", versions={"sirtaki": "0.1"}),
+        model=model,
+        topology=topology,
+        knobs=KNOBS,
+        best_span_s=best_span_s,
+        default_span_s=default_span_s,
+        noise_s=0.01,
+        n_trials=n_trials,
+        arm="grid",
+        complete=complete,
+        layout="ab" * 16,
+        trials=(TRIAL,),
+        link=LinkModel(latency_s=1e-4, bandwidth_bytes_per_s=1e8, concurrency=(1.0, 1.9)),
+        provenance=Provenance(
+            created_s=created_s, model_name="Réseau", host_kinds=("", "c5"), versions=(("torch", "2.13"),)
+        ),
+    )
+
+
+def finds_what_was_saved(store: Store) -> None:
+    entry = make_entry()
+    assert store.lookup(entry.key) is None
+    assert store.save(entry)
+    assert store.lookup(entry.key) == entry
+    assert store.get(entry.id[:6]) == entry
+    assert list(store.entries()) == [entry]
+
+
+def keeps_keys_apart(store: Store) -> None:
+    entry = make_entry()
+    store.save(entry)
+    for key in (
+        replace(entry.key, world_size=8),
+        replace(entry.key, dtype="float16"),
+        replace(entry.key, device="cuda"),
+        replace(entry.key, versions=(("sirtaki", "0.2"),)),
+        make_entry(ranks=6).key,
+        make_entry(model=chain_graph([100, 20, 4])).key,
+    ):
+        assert store.lookup(key) is None
+
+
+def a_worse_entry_does_not_replace_a_better_one(store: Store) -> None:
+    better, worse = make_entry(best_span_s=0.5), make_entry(best_span_s=0.8, created_s=1.7e9 + 1)
+    assert store.save(better)
+    assert not store.save(worse)
+    assert store.lookup(better.key) == better
+
+
+def a_stale_entry_gives_way_to_a_worse_one(store: Store) -> None:
+    old, new = make_entry(), make_entry(best_span_s=0.8, created_s=1.7e9 + STALE_AFTER_S + 1)
+    store.save(old)
+    assert store.save(new)
+    assert store.lookup(old.key) == new
+    assert len(store.summaries()) == 1
+
+
+def an_incomplete_entry_never_replaces_a_complete_one(store: Store) -> None:
+    complete = make_entry(best_span_s=0.9)
+    incomplete = make_entry(best_span_s=0.1, complete=False, created_s=1.8e9)
+    assert store.save(incomplete)
+    assert store.save(complete)
+    assert not store.save(incomplete)
+    assert store.lookup(complete.key) == complete
+
+
+def lists_newest_first(store: Store) -> None:
+    for number in range(3):
+        store.save(make_entry(model=chain_graph([number + 1]), created_s=1.7e9 + number))
+    summaries = store.summaries()
+    assert [summary.created_s for summary in summaries] == [1.7e9 + 2, 1.7e9 + 1, 1.7e9]
+    assert summaries[0].model_name == "Réseau"
+    assert summaries[0].complete is True
+
+
+def an_ambiguous_or_unknown_id_is_refused(store: Store) -> None:
+    for number in range(17):  # two of them share the first of 16 digits
+        store.save(make_entry(model=chain_graph([number + 1])))
+    ids = sorted(summary.id for summary in store.summaries())
+    shared = next(a[0] for a, b in pairwise(ids) if a[0] == b[0])
+    for prefix, message in (
+        (shared, "several"),
+        ("zz", "no entry"),
+        ("%", "no entry"),
+        ("", "several"),
+    ):
+        with pytest.raises(RegistryError, match=message):
+            store.get(prefix)
+        with pytest.raises(RegistryError, match=message):
+            store.forget(prefix)
+    assert len(store.summaries()) == 17
+
+
+def forgetting_removes_what_only_that_entry_used(store: Store) -> None:
+    kept, gone = make_entry(), make_entry(model=chain_graph([7, 7]))
+    store.save(kept)
+    store.save(gone)
+    store.save_distances(kept.key.model, {gone.key.model: 0.5})
+    assert store.forget(gone.id) == gone.id
+    assert store.lookup(kept.key) == kept
+    assert store.signatures()[0] == [kept.key.model]
+    assert store.models([kept.key.model, gone.key.model]) == {kept.key.model: kept.model}
+    assert store.topologies([kept.key.topology]) == {kept.key.topology: kept.topology}
+    assert store.distances(kept.key.model) == {}
+
+
+def prunes_by_age_and_by_count(store: Store) -> None:
+    for number in range(6):
+        store.save(make_entry(model=chain_graph([number + 1]), created_s=4e9 + number))
+    store.save(make_entry(model=chain_graph([99]), created_s=1.0))
+    assert store.prune(older_than_s=3600.0) == 1
+    assert store.prune(keep=4) == 2
+    assert [summary.created_s for summary in store.summaries()] == [4e9 + 5, 4e9 + 4, 4e9 + 3, 4e9 + 2]
+    assert store.prune(keep=0) == 4
+    assert store.summaries() == []
+    assert store.signatures()[1].shape == (0, WIDTH)
+
+
+def keeps_signatures_beside_graphs(store: Store) -> None:
+    entry = make_entry()
+    store.save(entry)
+    names, signatures = store.signatures()
+    assert names == [entry.key.model]
+    assert (signatures[0] == signature(entry.model)).all()
+
+
+def keeps_distances_in_both_directions(store: Store) -> None:
+    first, second = make_entry(), make_entry(model=chain_graph([1]))
+    store.save_distances(first.key.model, {second.key.model: 0.25})
+    store.save_distances(second.key.model, {first.key.model: 0.5})
+    assert store.distances(first.key.model) == {second.key.model: 0.5}
+    assert store.distances(second.key.model) == {first.key.model: 0.5}
+
+
+def refuses_what_it_could_not_read_again(store: Store) -> None:
+    entry = make_entry()
+    with pytest.raises(RegistryError, match="streams"):
+        store.save(replace(entry, knobs={**KNOBS, "streams": "four"}))
+    assert store.summaries() == []
+
+
+CHECKS: tuple[Callable[[Store], None], ...] = (
+    finds_what_was_saved,
+    keeps_keys_apart,
+    a_worse_entry_does_not_replace_a_better_one,
+    a_stale_entry_gives_way_to_a_worse_one,
+    an_incomplete_entry_never_replaces_a_complete_one,
+    lists_newest_first,
+    an_ambiguous_or_unknown_id_is_refused,
+    forgetting_removes_what_only_that_entry_used,
+    prunes_by_age_and_by_count,
+    keeps_signatures_beside_graphs,
+    keeps_distances_in_both_directions,
+    refuses_what_it_could_not_read_again,
+)

@@ -1,0 +1,98 @@
+import logging
+import sqlite3
+from pathlib import Path
+
+import pytest
+from conformance.store import make_entry
+
+from sirtaki.registry import sqlite_file
+from sirtaki.registry.store import SafeStore, default_path, open_store
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_a_sound_store_is_used_without_a_word(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store, entry = SafeStore(str(tmp_path / "r.db")), make_entry()
+    assert store.is_open
+    assert store.lookup(entry.key) is None
+    assert store.save(entry)
+    assert store.lookup(entry.key) == entry
+    store.close()
+    store.close()
+    assert store.lookup(entry.key) is None
+    assert warnings_of(caplog) == []
+
+
+def test_garbage_is_put_aside_and_a_new_registry_begins(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "r.db"
+    for number, garbage in enumerate([b"first" * 500, b"second" * 500], start=1):
+        path.write_bytes(garbage)
+        store = SafeStore(str(path))
+        assert store.save(make_entry())
+        assert store.lookup(make_entry().key) == make_entry()
+        assert (tmp_path / f"r.db.broken-{number}").read_bytes() == garbage
+        assert len(warnings_of(caplog)) == number
+        store.close()
+
+
+def test_a_new_registry_is_not_put_aside_in_place_of_the_damaged_one(tmp_path: Path) -> None:
+    from sirtaki.registry.broken_file import set_aside
+
+    path = tmp_path / "r.db"
+    open_store(str(path)).save(make_entry())
+    set_aside(path)  # another job has replaced the damaged file meanwhile
+    assert open_store(str(path)).lookup(make_entry().key) == make_entry()
+
+
+def test_an_unwritable_place_is_one_warning_and_an_empty_store(caplog: pytest.LogCaptureFixture) -> None:
+    store = SafeStore("/dev/null/r.db")
+    assert not store.is_open
+    assert store.lookup(make_entry().key) is None
+    assert not store.save(make_entry())
+    (warning,) = warnings_of(caplog)
+    assert "training goes on" in warning
+    assert "SIRTAKI_REGISTRY" in warning
+
+
+def test_a_locked_file_is_one_warning_and_nothing_is_lost(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sqlite_file, "_BUSY_TIMEOUT_S", 0.05)
+    path, entry = tmp_path / "r.db", make_entry()
+    store = SafeStore(str(path))
+    assert store.save(entry)
+    lock = sqlite3.connect(path)
+    lock.execute("BEGIN EXCLUSIVE")
+    assert not store.save(make_entry(best_span_s=0.1))
+    assert not SafeStore(str(path)).save(make_entry(best_span_s=0.1))
+    assert "locked" in warnings_of(caplog)[0]
+    assert store.lookup(entry.key) == entry  # readers are not locked out
+    lock.rollback()
+    lock.close()
+    assert store.save(make_entry(best_span_s=0.1))
+
+
+def test_a_table_torn_out_in_the_middle_is_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "r.db"
+    store = SafeStore(str(path))
+    connection = sqlite3.connect(path)
+    connection.execute("DROP TABLE entries")
+    connection.close()
+    for _ in range(3):
+        assert store.lookup(make_entry().key) is None
+        assert not store.save(make_entry())
+    assert len(warnings_of(caplog)) == 1
+
+
+def test_an_unreachable_server_gives_way_to_the_local_registry(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    store = SafeStore("postgresql+psycopg://user:secret@127.0.0.1:1/db")
+    assert store.save(make_entry())
+    assert open_store(str(default_path())).lookup(make_entry().key) == make_entry()
+    (warning,) = warnings_of(caplog)
+    assert "secret" not in warning
+    assert "sirtaki registry export" in warning
