@@ -1,7 +1,12 @@
 """What an arm proposes and what comes back: the two records that pass through every arm."""
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
+
+from sirtaki.errors import PlanError, TuningError
 
 from .knobs import Knobs
 
@@ -52,3 +57,41 @@ class Trial:
     noise_s: float = 0.0
     status: TrialStatus = TrialStatus.COMPLETE
     was_best: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-ready dict; an infinite span is None, since JSON knows no infinity. `from_json` is its inverse."""
+        return {
+            "arm": self.arm,
+            "knobs": self.knobs.to_json(),
+            "iterations": self.iterations,
+            "span_s": self.span_s if math.isfinite(self.span_s) else None,
+            "noise_s": self.noise_s,
+            "status": self.status.value,
+            "was_best": self.was_best,
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> "Trial":
+        """The trial that `to_json` described.
+
+        Raises:
+            TuningError: a field is missing or has a value that cannot be meant.
+        """
+        try:
+            trial = cls(
+                arm=str(data["arm"]),
+                knobs=Knobs.from_json(data["knobs"]),
+                iterations=int(data["iterations"]),
+                span_s=math.inf if data["span_s"] is None else float(data["span_s"]),
+                noise_s=float(data["noise_s"]),
+                status=TrialStatus(data["status"]),
+                was_best=bool(data["was_best"]),
+            )
+        except (KeyError, TypeError, ValueError, OverflowError, PlanError) as err:
+            raise TuningError(f"this is not a trial: {err!r}") from err
+        if not (trial.span_s > 0.0 and 0.0 <= trial.noise_s < math.inf and trial.iterations >= 0):
+            raise TuningError(
+                f"a trial's span must be positive, its noise finite and its iterations not negative, "
+                f"not {trial.span_s}, {trial.noise_s} and {trial.iterations}"
+            )
+        return trial

@@ -1,0 +1,31 @@
+"""Every search technique, and the bandit over some of them, passes the arms' conformance suite."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from conformance.arm import ARM_CHECKS, MakeArm
+
+from sirtaki.autotune.arms.base import Arm
+from sirtaki.autotune.arms.bayesian import BayesianArm
+from sirtaki.autotune.arms.grid import GridArm
+from sirtaki.autotune.knobs import KnobSpace
+from sirtaki.autotune.meta.bandit_arm import BanditArm
+
+
+def grid(space: KnobSpace, rng: np.random.Generator) -> Arm:
+    return GridArm(space)
+
+
+def bayesian(space: KnobSpace, rng: np.random.Generator) -> Arm:
+    return BayesianArm(space, rng=rng)
+
+
+def bandit(space: KnobSpace, rng: np.random.Generator) -> Arm:
+    return BanditArm([GridArm(space), BayesianArm(space, rng=rng)], rng=rng, window=6)
+
+
+@pytest.mark.parametrize("check", ARM_CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("make", [grid, bayesian, bandit], ids=lambda make: make.__name__)
+def test_search_technique(check: Callable[[MakeArm], None], make: MakeArm) -> None:
+    check(make)

@@ -1,0 +1,96 @@
+"""A plan holds its invariants by construction, and its fingerprint tells plans apart."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sirtaki.comm.plan import Algorithm, CommPlan, TransportKind, Unit
+from sirtaki.errors import PlanError
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> CommPlan:
+    streams = draw(st.integers(1, 8))
+    stops = sorted(draw(st.sets(st.integers(1, 10_000), max_size=12)))
+    units = tuple(
+        Unit(
+            start=start,
+            stop=stop,
+            stream=draw(st.integers(0, streams - 1)),
+            threads=draw(st.none() | st.integers(1, 4096)),
+            algorithm=draw(st.sampled_from(Algorithm)),
+        )
+        for start, stop in zip([0, *stops], stops, strict=False)
+    )
+    numel = stops[-1] if stops else 0
+    return CommPlan(numel=numel, units=units, streams=streams, transport=draw(st.sampled_from(TransportKind)))
+
+
+def plan(*bounds: tuple[int, int], numel: int = 10, streams: int = 1, stream: int = 0) -> CommPlan:
+    units = tuple(Unit(start=start, stop=stop, stream=stream) for start, stop in bounds)
+    return CommPlan(numel=numel, units=units, streams=streams, transport=TransportKind.GLOO)
+
+
+@given(plan=plans())
+def test_every_element_lies_in_exactly_one_unit(plan: CommPlan) -> None:
+    assert [element for unit in plan.units for element in range(unit.start, unit.stop)] == list(range(plan.numel))
+    assert sum(unit.numel for unit in plan.units) == plan.numel
+
+
+@given(plan=plans())
+def test_a_plan_survives_json_with_its_fingerprint(plan: CommPlan) -> None:
+    again = CommPlan.from_json(json.loads(json.dumps(plan.to_json())))
+    assert again == plan
+    assert again.fingerprint() == plan.fingerprint()
+
+
+@given(first=plans(), second=plans())
+def test_fingerprints_are_equal_exactly_if_plans_are(first: CommPlan, second: CommPlan) -> None:
+    assert (first == second) == (first.fingerprint() == second.fingerprint())
+
+
+@given(drawn=plans(), data=st.data())
+def test_a_change_to_any_unit_changes_the_fingerprint(drawn: CommPlan, data: st.DataObject) -> None:
+    if not drawn.units:
+        return
+    index = data.draw(st.integers(0, len(drawn.units) - 1))
+    changed = replace(drawn.units[index], threads=(drawn.units[index].threads or 0) + 1)
+    units = (*drawn.units[:index], changed, *drawn.units[index + 1 :])
+    assert replace(drawn, units=units).fingerprint() != drawn.fingerprint()
+
+
+@pytest.mark.parametrize(
+    "bounds",
+    [
+        ((0, 4), (3, 10)),  # overlap
+        ((0, 4), (5, 10)),  # gap
+        ((0, 4), (4, 4), (4, 10)),  # empty unit
+        ((4, 10), (0, 4)),  # out of order
+        ((1, 10),),  # starts late
+        ((0, 9),),  # ends early
+        ((0, 11),),  # ends late
+        (),  # nothing at all
+    ],
+)
+def test_units_that_do_not_cover_each_element_once_are_refused(bounds: tuple[tuple[int, int], ...]) -> None:
+    with pytest.raises(PlanError):
+        plan(*bounds)
+
+
+@pytest.mark.parametrize("stream", [-1, 2, 7])
+def test_a_stream_that_does_not_exist_is_refused(stream: int) -> None:
+    with pytest.raises(PlanError, match=f"stream {stream}"):
+        plan((0, 10), streams=2, stream=stream)
+
+
+def test_a_plan_needs_a_stream() -> None:
+    with pytest.raises(PlanError, match="at least one stream"):
+        plan(numel=0, streams=0)
+
+
+def test_a_unit_needs_a_thread_if_it_names_threads() -> None:
+    with pytest.raises(PlanError, match="0 threads"):
+        CommPlan(numel=1, units=(Unit(start=0, stop=1, threads=0),), streams=1, transport=TransportKind.NCCL)
