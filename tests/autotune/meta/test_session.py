@@ -1,0 +1,424 @@
+"""The warm-up session against emulated jobs: what it runs, what it keeps, and how it spends its budget."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sirtaki.autotune.arms.base import Arm
+from sirtaki.autotune.arms.grid import GridArm
+from sirtaki.autotune.knobs import MIB, Knobs, KnobSpace
+from sirtaki.autotune.meta.session import (
+    DEFAULT_ARM,
+    REGISTRY_ARM,
+    VERIFY_ARM,
+    Assignment,
+    Purpose,
+    SessionResult,
+    WarmupSession,
+)
+from sirtaki.autotune.trial import Proposal, Trial, TrialStatus
+from sirtaki.comm.plan import Algorithm, TransportKind
+from sirtaki.errors import TuningError
+
+SPACE = KnobSpace(
+    routes=((TransportKind.GLOO, Algorithm.FLAT),), unit_bytes=(MIB, 64 * MIB), streams=(1, 2, 3, 4, 6, 8)
+)
+DEFAULT = Knobs(unit_bytes=32 * MIB, streams=1, transport=TransportKind.GLOO)
+BEST = Knobs(unit_bytes=4 * MIB, streams=4, transport=TransportKind.GLOO)
+OUTSIDE = Knobs(unit_bytes=4 * MIB, streams=4, transport=TransportKind.MPI)
+
+
+def landscape(knobs: Knobs) -> float:
+    """Seconds; least at BEST, 2.3 times that at DEFAULT."""
+    return 0.1 * (1.0 + 0.1 * math.log2(knobs.unit_bytes / (4 * MIB)) ** 2 + 0.1 * math.log2(knobs.streams / 4) ** 2)
+
+
+class Job:
+    """Runs a session to its end (or for some records) as the training loop does, and keeps a log."""
+
+    def __init__(
+        self,
+        session: WarmupSession,
+        *,
+        span_of: Callable[[Knobs], float] = landscape,
+        noise: float = 0.0,
+        seed: int = 0,
+    ) -> None:
+        self.session = session
+        self.assignments: list[Assignment] = []
+        self._span_of = span_of
+        self._noise = noise
+        self._rng = np.random.default_rng(seed)
+
+    def run(self, records: int = 10_000) -> "Job":
+        for _ in range(records):
+            if self.session.done:
+                break
+            now = self.session.assignment
+            self.assignments.append(now)
+            noise = np.exp(self._noise * self._rng.standard_normal(now.measured_iterations))
+            self.session.record([self._span_of(now.knobs) * factor for factor in noise.tolist()])
+        return self
+
+    @property
+    def result(self) -> SessionResult:
+        return self.session.result
+
+    @property
+    def iterations(self) -> int:
+        return sum(now.settle_iterations + now.measured_iterations for now in self.assignments)
+
+    def run_for(self, purpose: Purpose) -> list[Knobs]:
+        return [now.knobs for now in self.assignments if now.purpose is purpose]
+
+
+class ListArm:
+    """Proposes given knobs in turn, whatever it is told, and remembers that."""
+
+    name = "list"
+
+    def __init__(self, *proposals: Knobs | Proposal) -> None:
+        self._left = [p if isinstance(p, Proposal) else Proposal(arm=self.name, knobs=p) for p in proposals]
+        self.told: list[Trial] = []
+        self.asked = 0
+
+    def ask(self, n: int = 1) -> Sequence[Proposal]:
+        self.asked += 1
+        now, self._left = self._left[:n], self._left[n:]
+        return now
+
+    def tell(self, trials: Sequence[Trial]) -> None:
+        self.told.extend(trials)
+
+
+class Sure(ListArm):
+    """Expects a given share to be left to gain."""
+
+    def __init__(self, expected: float, *proposals: Knobs) -> None:
+        super().__init__(*proposals)
+        self._expected = expected
+
+    def expected_improvement(self) -> float | None:
+        return self._expected
+
+
+def session(arm: Arm | None = None, **options: object) -> WarmupSession:
+    arguments = {"space": SPACE, "default": DEFAULT, "arm": arm or GridArm(SPACE), "rng": np.random.default_rng(0)}
+    return WarmupSession(**{**arguments, **options})  # type: ignore[arg-type]
+
+
+def streams(count: int) -> Knobs:
+    return replace(DEFAULT, streams=count)
+
+
+# The usual course.
+
+
+def test_the_default_is_measured_first_and_settles_first() -> None:
+    first = session().assignment
+    assert (first.knobs, first.purpose, first.arm) == (DEFAULT, Purpose.DEFAULT, DEFAULT_ARM)
+    assert (first.settle_iterations, first.measured_iterations) == (1, 2)
+
+
+def test_the_best_setting_is_found_and_kept_after_beating_the_default() -> None:
+    job = Job(session(ListArm(streams(2), BEST, streams(8)))).run()
+    assert job.result.knobs == BEST
+    assert job.result.tuned
+    assert job.result.arm == "list"
+    assert job.result.best_span_s == pytest.approx(landscape(BEST))
+    assert job.result.default_span_s == pytest.approx(landscape(DEFAULT))
+    assert "beat the default" in job.result.reason
+    assert job.run_for(Purpose.GUARD_WINNER)[0] == BEST
+    assert job.run_for(Purpose.GUARD_DEFAULT)[0] == DEFAULT
+
+
+def test_after_the_end_the_kept_knobs_are_assigned_with_nothing_to_measure() -> None:
+    job = Job(session(ListArm(BEST))).run()
+    final = job.session.assignment
+    assert (final.knobs, final.purpose, final.measured_iterations) == (BEST, Purpose.FINAL, 0)
+    with pytest.raises(TuningError, match="over"):
+        job.session.record([1.0])
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    budget=st.integers(0, 120),
+    settle=st.integers(0, 3),
+    measured=st.integers(1, 4),
+    noise=st.sampled_from([0.0, 0.03, 0.3]),
+    seed=st.integers(0, 99),
+)
+def test_the_budget_is_kept_and_the_books_agree(
+    budget: int, settle: int, measured: int, noise: float, seed: int
+) -> None:
+    warm_up = session(budget_iterations=budget, settle_iterations=settle, measured_iterations=measured)
+    job = Job(warm_up, noise=noise, seed=seed).run()
+    smallest = 3 * (settle + measured)  # the default, and one round of the guard
+    assert job.session.done
+    assert job.iterations == job.result.iterations_used <= max(budget, smallest)
+    assert job.result.n_trials == len({now.knobs for now in job.assignments})
+
+
+def test_knobs_that_run_already_need_no_settling() -> None:
+    job = Job(session(GridArm(SPACE)), noise=0.05).run()
+    previous = None
+    for now in job.assignments:
+        assert now.settle_iterations == (0 if now.knobs == previous else 1)
+        previous = now.knobs
+
+
+def test_the_same_seed_gives_the_same_course() -> None:
+    courses = [Job(session(GridArm(SPACE)), noise=0.1, seed=5).run().assignments for _ in range(2)]
+    assert courses[0] == courses[1]
+
+
+# Trials.
+
+
+def test_a_clearly_worse_setting_is_given_up_after_one_measurement() -> None:
+    worse = streams(1)
+    slow = replace(worse, unit_bytes=64 * MIB)
+    job = Job(session(ListArm(BEST, slow))).run()
+    assert len(job.run_for(Purpose.TRIAL)) == 2 + 1
+    pruned = next(trial for trial in job.session.trials if trial.knobs == slow)
+    assert (pruned.status, pruned.iterations) == (TrialStatus.PRUNED, 1)
+
+
+def test_a_setting_close_to_the_best_is_measured_more_often() -> None:
+    near = replace(BEST, unit_bytes=5 * MIB)
+    ties = {BEST: 0.1, near: 0.0999, DEFAULT: 0.2}
+    job = Job(session(ListArm(BEST, near)), span_of=ties.__getitem__).run()
+    assert job.run_for(Purpose.TRIAL).count(BEST) == 2
+    assert job.run_for(Purpose.TRIAL).count(near) == 4
+
+
+def test_only_a_lead_beyond_the_noise_is_a_new_best() -> None:
+    spans = {DEFAULT: 0.2, BEST: 0.1, streams(2): 0.0995, streams(3): 0.0990, streams(4): 0.07}
+    arm = ListArm(*(knobs for knobs in spans if knobs != DEFAULT))
+    Job(session(arm), span_of=spans.__getitem__).run()
+    bests = {trial.knobs for trial in arm.told if trial.was_best}
+    assert bests == {BEST, streams(4)}
+
+
+def test_the_arm_is_told_the_default_and_every_trial() -> None:
+    arm = ListArm(streams(2), BEST)
+    job = Job(session(arm)).run()
+    assert [(trial.arm, trial.knobs) for trial in arm.told][:3] == [
+        (DEFAULT_ARM, DEFAULT),
+        ("list", streams(2)),
+        ("list", BEST),
+    ]
+    assert list(job.session.trials) == arm.told
+
+
+def test_a_duplicate_is_not_run_again_but_told_with_what_is_known() -> None:
+    arm = ListArm(BEST, BEST, DEFAULT, streams(2))
+    job = Job(session(arm)).run()
+    assert job.run_for(Purpose.TRIAL) == [BEST, BEST, streams(2)]  # BEST twice for its two measured iterations
+    told = [trial for trial in arm.told if trial.arm == "list"]
+    assert [trial.knobs for trial in told] == [BEST, BEST, DEFAULT, streams(2)]
+    assert told[1].span_s == told[0].span_s
+    assert not told[1].was_best
+
+
+def test_an_arm_that_only_repeats_itself_ends_the_search() -> None:
+    arm = ListArm(*[BEST] * 100)
+    job = Job(session(arm)).run()
+    assert "nothing left to propose" in job.result.reason
+    assert arm.asked < 15
+
+
+def test_settings_with_the_same_identity_are_not_run_twice() -> None:
+    arm = ListArm(streams(2), streams(3), streams(4))
+    job = Job(session(arm, identity=lambda knobs: min(knobs.streams, 2))).run()
+    assert set(job.run_for(Purpose.TRIAL)) == {streams(2)}
+
+
+def test_an_arm_may_ask_for_more_iterations_of_what_it_knows() -> None:
+    arm = ListArm(BEST, Proposal(arm="list", knobs=BEST, iterations=5), Proposal(arm="list", knobs=BEST, iterations=4))
+    job = Job(session(arm)).run()
+    assert job.run_for(Purpose.TRIAL).count(BEST) == 5
+    assert [trial.iterations for trial in arm.told if trial.arm == "list"] == [2, 5, 5]
+
+
+def test_a_proposal_outside_the_space_is_refused_and_told_as_failed(caplog: pytest.LogCaptureFixture) -> None:
+    arm = ListArm(OUTSIDE, BEST)
+    job = Job(session(arm)).run()
+    assert OUTSIDE not in [now.knobs for now in job.assignments]
+    assert arm.told[1].knobs == OUTSIDE
+    assert arm.told[1].status is TrialStatus.FAILED
+    assert "refused knobs outside" in caplog.text
+    assert job.result.knobs == BEST
+
+
+@pytest.mark.parametrize("span_s", [math.inf, math.nan, -1.0])
+def test_a_setting_that_cannot_be_run_is_a_failed_trial_and_never_kept(span_s: float) -> None:
+    arm = ListArm(streams(8), BEST)
+    job = Job(session(arm), span_of=lambda knobs: span_s if knobs == streams(8) else landscape(knobs)).run()
+    failed = next(trial for trial in arm.told if trial.knobs == streams(8))
+    assert (failed.status, failed.span_s, failed.was_best) == (TrialStatus.FAILED, math.inf, False)
+    assert job.run_for(Purpose.TRIAL).count(streams(8)) == 1
+    assert job.result.knobs == BEST
+
+
+def test_if_even_the_default_fails_what_runs_is_kept() -> None:
+    job = Job(session(ListArm(BEST)), span_of=lambda knobs: math.inf if knobs == DEFAULT else 0.1).run()
+    assert job.result.knobs == BEST
+
+
+def test_if_nothing_runs_the_default_stays() -> None:
+    job = Job(session(ListArm(BEST, streams(2))), span_of=lambda knobs: math.inf).run()
+    assert job.result.knobs == DEFAULT
+    assert not job.result.tuned
+
+
+# The end of the search.
+
+
+def test_the_search_stops_early_when_nothing_beats_the_best_and_the_model_expects_nothing() -> None:
+    ladder = [replace(DEFAULT, unit_bytes=MIB + i) for i in range(200)]
+    flat = {DEFAULT: 0.2, **dict.fromkeys(ladder, 0.1)}
+    bored = Job(session(Sure(0.0, *ladder), budget_iterations=300), span_of=flat.__getitem__).run()
+    hopeful = Job(session(Sure(0.5, *ladder), budget_iterations=300), span_of=flat.__getitem__).run()
+    assert "no new best" in bored.result.reason
+    assert bored.result.n_trials < hopeful.result.n_trials
+    assert "budget of 300 iterations used" in hopeful.result.reason
+
+
+def test_close_finalists_are_measured_again_and_the_lucky_one_loses() -> None:
+    """Two settings; the truly slower one was lucky in its trial."""
+    lucky, good = streams(2), BEST
+    spans = {lucky: iter([0.095, 0.096, *[0.108] * 50]), good: iter([0.1] * 50), DEFAULT: iter([0.2] * 50)}
+    job = Job(session(ListArm(lucky, good)), span_of=lambda knobs: next(spans[knobs])).run()
+    assert lucky in job.run_for(Purpose.VERIFY)
+    assert job.result.knobs == good
+    assert any(trial.arm == VERIFY_ARM for trial in job.session.trials)
+
+
+def test_a_winner_that_loses_to_the_default_in_alternation_is_not_kept() -> None:
+    def shifting(knobs: Knobs) -> float:
+        guarding = job.session.assignment.purpose in (Purpose.GUARD_WINNER, Purpose.GUARD_DEFAULT)
+        return {DEFAULT: 0.1, BEST: 0.2 if guarding else 0.05}[knobs]
+
+    job = Job(session(ListArm(BEST)), span_of=shifting)
+    job.run()
+    assert job.result.knobs == DEFAULT
+    assert not job.result.tuned
+    assert "did not beat the default" in job.result.reason
+
+
+@pytest.mark.parametrize("noise", [0.03, 0.1])
+def test_the_kept_setting_is_not_slower_than_the_default_beyond_the_noise(noise: float) -> None:
+    """A landscape where nothing beats the default: only luck can look better."""
+    for seed in range(30):
+        job = Job(session(GridArm(SPACE)), span_of=lambda knobs: 1.0 / landscape(BEST), noise=noise, seed=seed).run()
+        assert job.result.best_span_s <= job.result.default_span_s * (1.0 + 2.0 * noise)
+    slower = {seed: Job(session(GridArm(SPACE), default=BEST), noise=noise, seed=seed).run() for seed in range(30)}
+    assert all(landscape(job.result.knobs) <= landscape(BEST) * (1.0 + noise) for job in slower.values())
+
+
+def test_a_budget_too_small_for_a_trial_keeps_the_default() -> None:
+    job = Job(session(GridArm(SPACE), budget_iterations=5)).run()
+    assert job.result.knobs == DEFAULT
+    assert job.run_for(Purpose.TRIAL) == []
+
+
+# What is remembered.
+
+
+def test_the_registrys_setting_runs_at_once_and_ends_the_warm_up_if_it_beats_the_default() -> None:
+    arm = ListArm(streams(2))
+    warm_up = session(arm, exact=BEST)
+    assert warm_up.assignment.knobs == BEST
+    assert warm_up.assignment.arm == REGISTRY_ARM
+    job = Job(warm_up).run()
+    assert job.result.knobs == BEST
+    assert job.result.arm == REGISTRY_ARM
+    assert job.result.iterations_used <= 12
+    assert arm.asked == 0
+    assert "registry" in job.result.reason
+
+
+def test_a_registrys_setting_that_loses_is_followed_by_the_usual_search() -> None:
+    slow = replace(DEFAULT, unit_bytes=64 * MIB)
+    job = Job(session(ListArm(BEST), exact=slow)).run()
+    assert job.assignments[0].knobs == slow
+    assert job.result.knobs == BEST
+    assert job.result.default_span_s == pytest.approx(landscape(DEFAULT))
+
+
+def test_a_registry_that_knows_the_default_as_best_ends_the_warm_up() -> None:
+    job = Job(session(exact=DEFAULT)).run()
+    assert job.result.knobs == DEFAULT
+    assert job.result.iterations_used == 3
+
+
+def test_a_registrys_setting_outside_the_space_is_not_run() -> None:
+    job = Job(session(ListArm(BEST), exact=OUTSIDE)).run()
+    assert OUTSIDE not in [now.knobs for now in job.assignments]
+    assert job.result.knobs == BEST
+
+
+def test_seeds_are_tried_before_the_arm_is_asked() -> None:
+    arm = ListArm(streams(8))
+    job = Job(session(arm, seeds=[streams(2), OUTSIDE, BEST])).run()
+    order = list(dict.fromkeys(job.run_for(Purpose.TRIAL)))
+    assert order == [streams(2), BEST, streams(8)]
+    assert job.result.arm == REGISTRY_ARM
+
+
+def test_cut_short_the_best_so_far_is_known_at_any_moment() -> None:
+    job = Job(session(ListArm(streams(2), BEST, streams(8))))
+    assert job.result.knobs == DEFAULT
+    assert math.isinf(job.result.default_span_s)
+    job.run(5)
+    assert not job.session.done
+    assert job.result.knobs == BEST
+    assert job.result.reason == "the warm-up was cut short"
+
+
+def test_a_job_cut_short_goes_on_where_it_was() -> None:
+    first = Job(session(ListArm(streams(2), BEST))).run(5)
+    arm = ListArm(BEST, streams(8))
+    told = [Trial.from_json(trial.to_json()) for trial in first.session.trials]
+    second = Job(session(arm, history=told), span_of=lambda knobs: 3.0 * landscape(knobs)).run()
+    assert second.run_for(Purpose.TRIAL) == [streams(8)]  # BEST is known and not run again
+    assert second.result.knobs == BEST
+    recalled = next(trial for trial in arm.told if trial.knobs == BEST)
+    assert recalled.span_s == pytest.approx(3.0 * landscape(BEST))  # scaled by what the default takes now
+    assert second.result.iterations_used > second.iterations
+
+
+def test_a_history_that_used_the_budget_leaves_the_guard() -> None:
+    history = [Trial(arm="list", knobs=BEST, iterations=500, span_s=0.01)]
+    job = Job(session(ListArm(streams(2)), history=history)).run()
+    assert job.run_for(Purpose.TRIAL) == []
+    assert job.run_for(Purpose.GUARD_WINNER)[0] == BEST
+
+
+# Small things.
+
+
+def test_the_progress_line_says_where_the_warm_up_is() -> None:
+    job = Job(session(ListArm(streams(2), BEST, streams(8))))
+    assert job.session.progress() == "warm-up 0/100: default gloo flat, 32 MiB units, 1 stream"
+    job.run(5)
+    line = job.session.progress()
+    assert "/100: best 100 ms against" in line
+    assert "list leads" in line
+
+
+def test_an_empty_measurement_is_refused() -> None:
+    with pytest.raises(TuningError, match="must not be empty"):
+        session().record([])
+
+
+@pytest.mark.parametrize("options", [{"settle_iterations": -1}, {"measured_iterations": 0}])
+def test_an_impossible_trial_length_is_refused(options: dict[str, int]) -> None:
+    with pytest.raises(TuningError, match="measured"):
+        session(**options)
