@@ -22,7 +22,7 @@ from .failure import FailureBoard, poll_until
 
 if TYPE_CHECKING:
     from mpi4py import MPI
-    from torch.distributed import TCPStore
+    from torch._C._distributed_c10d import TCPStore
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,9 @@ def load_mpi() -> Any:
     if not MPI.Is_initialized():
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
-        raise CommError("MPI was initialised without MPI_THREAD_MULTIPLE; initialise it with that, or let Sirtaki do it")
+        raise CommError(
+            "MPI was initialised without MPI_THREAD_MULTIPLE; initialise it with that, or let Sirtaki do it"
+        )
     return MPI
 
 
@@ -78,13 +80,13 @@ class ControlPlane:
             interface: network interface to offer to other hosts, None = find one.
             failures: shared with an enclosing control plane, None = a new one.
         """
-        MPI = load_mpi()
+        mpi = load_mpi()
         self.failures = failures or FailureBoard()
         self._interface = interface
         self._comm = comm.Dup()
         self.rank, self.size = self._comm.rank, self._comm.size
         if local_size is None:
-            self.node = self._comm.Split_type(MPI.COMM_TYPE_SHARED, key=self.rank)
+            self.node = self._comm.Split_type(mpi.COMM_TYPE_SHARED, key=self.rank)
         else:
             if self.size % local_size:
                 raise ConfigError(f"SIRTAKI_LOCAL_SIZE={local_size} does not divide the {self.size} ranks")
@@ -138,7 +140,7 @@ class ControlPlane:
         return self._store, self._own_address
 
     def _open_store(self) -> tuple[TCPStore, str]:
-        from torch.distributed import TCPStore
+        from torch._C._distributed_c10d import TCPStore
 
         timeout = datetime.timedelta(seconds=300)
         one_host = len(set(self.hosts)) == 1
@@ -166,9 +168,7 @@ class ControlPlane:
         gathered = np.empty(int(lengths.sum()), dtype=np.uint8)
         self._wait(self._comm.Iallgatherv(data, [gathered, lengths.tolist()]))
         ends = np.cumsum(lengths)
-        return [
-            pickle.loads(gathered[end - length : end].tobytes()) for end, length in zip(ends, lengths, strict=True)
-        ]
+        return [pickle.loads(gathered[end - length : end].tobytes()) for end, length in zip(ends, lengths, strict=True)]
 
     def broadcast(self, value: Any, root: int = 0) -> Any:
         """Collective: the root's picklable value, on every rank."""

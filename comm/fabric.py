@@ -83,7 +83,9 @@ class Fabric:
                 )
             transport = self._transport(route)
             if plan.streams > transport.max_streams:
-                raise PlanError(f"{plan.transport.value} has at most {transport.max_streams} streams, not {plan.streams}")
+                raise PlanError(
+                    f"{plan.transport.value} has at most {transport.max_streams} streams, not {plan.streams}"
+                )
             transport.open_streams(plan.streams)
 
     def _transport(self, route: Route) -> Transport:

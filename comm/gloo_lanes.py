@@ -11,7 +11,7 @@ import datetime
 from collections.abc import Callable
 
 import torch
-from torch.distributed import PrefixStore, ProcessGroupGloo, Store
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 from torch.distributed import ReduceOp as TorchOp
 
 from sirtaki.errors import CommError
@@ -80,7 +80,8 @@ class GlooLanes:
             store: where the ranks find each other.
             prefix: gives a fresh key prefix at each call, the same on all ranks.
             address: of this host, as the other ranks reach it.
-            rank, size: of this process among those that take part.
+            rank: of this process among those that take part.
+            size: how many take part.
             timeout_s: after this long a reduction that does not get on fails.
         """
         self._store, self._prefix, self._address = store, prefix, address
@@ -95,7 +96,7 @@ class GlooLanes:
             CommError: the ranks cannot connect to each other.
         """
         while len(self._groups) < count:
-            options = ProcessGroupGloo._Options()
+            options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch's stub lacks it
             options._threads = 1
             options._timeout = datetime.timedelta(seconds=RENDEZVOUS_TIMEOUT_S)
             # A device of its own gives each stream its own I/O thread.
@@ -108,14 +109,12 @@ class GlooLanes:
             group._set_default_timeout(self._timeout)
             self._groups.append(group)
 
-    def all_reduce(
-        self, buffer: FlatBuffer, start: int, stop: int, *, stream: int, op: ReduceOp, scale: float
-    ) -> Work:
+    def all_reduce(self, buffer: FlatBuffer, start: int, stop: int, *, stream: int, op: ReduceOp, scale: float) -> Work:
         """See `Transport`."""
         unit = buffer.tensor[start:stop]
         if unit.numel() == 0:
             return NOTHING_TO_DO
-        work = self._groups[stream].allreduce([unit], TORCH_OPS[op])
+        work = self._groups[stream].allreduce([unit], TORCH_OPS[op])  # type: ignore[attr-defined]  # as above
         return _GlooWork(work, unit, scale, f"elements [{start}, {stop}) on stream {stream}")
 
     def close(self) -> None:

@@ -94,9 +94,7 @@ class MpiLanes:
         while (task := tasks.get()) is not None:
             task()
 
-    def all_reduce(
-        self, buffer: FlatBuffer, start: int, stop: int, *, stream: int, op: ReduceOp, scale: float
-    ) -> Work:
+    def all_reduce(self, buffer: FlatBuffer, start: int, stop: int, *, stream: int, op: ReduceOp, scale: float) -> Work:
         """See `Transport`."""
         unit = buffer.tensor[start:stop]
         if unit.numel() == 0:

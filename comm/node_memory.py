@@ -6,6 +6,7 @@ left behind, a killed rank leaks nothing, and the size of /dev/shm does not matt
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import select
@@ -128,10 +129,9 @@ class Doorbell:
 
     @staticmethod
     def _ring(outbox: int) -> None:
-        try:
+        # Pending wake-ups suffice; a peer that is gone is noticed by its process descriptor.
+        with contextlib.suppress(BlockingIOError, BrokenPipeError):
             os.write(outbox, b"\0")
-        except (BlockingIOError, BrokenPipeError):
-            pass  # pending wake-ups suffice; a peer that is gone is noticed by its process descriptor
 
     def listen(self, timeout_s: float) -> list[int]:
         """Blocks until somebody rings or dies, at most `timeout_s`.

@@ -236,9 +236,7 @@ class SharedMemory:
         while len(self._streams) < count:
             self._streams.append(_Stream(self._control, len(self._streams), self._across))
 
-    def all_reduce(
-        self, buffer: FlatBuffer, start: int, stop: int, *, stream: int, op: ReduceOp, scale: float
-    ) -> Work:
+    def all_reduce(self, buffer: FlatBuffer, start: int, stop: int, *, stream: int, op: ReduceOp, scale: float) -> Work:
         """See `Transport`; the buffer must be a shared one."""
         if start == stop:
             return NOTHING_TO_DO

@@ -58,12 +58,10 @@ class Transport(Protocol):
         """Collective: makes streams `[0, count)` usable; those that are open stay open."""
         ...
 
-    def all_reduce(
-        self, buffer: FlatBuffer, start: int, stop: int, *, stream: int, op: ReduceOp, scale: float
-    ) -> Work:
+    def all_reduce(self, buffer: FlatBuffer, start: int, stop: int, *, stream: int, op: ReduceOp, scale: float) -> Work:
         """Reduces elements `[start, stop)` of `buffer` over all ranks in place, then multiplies them by `scale`.
 
-        The range may be empty. `scale` other than 1.0 needs a floating dtype. The buffer must not be touched in that range until the work is done.
+        The range may be empty; it must not be touched until the work is done.
         """
         ...
 

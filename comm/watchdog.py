@@ -1,0 +1,205 @@
+"""Names the ranks that others wait for, and ends waits that would never end.
+
+A thread of its own with a communicator of its own, because the main thread is the one that hangs. It sends nothing
+while nobody waits too long: it looks for messages a few times a second, and asks the other ranks where they are only
+once a wait on this rank has passed the stall time.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from sirtaki.errors import CommError, PeerLostError, StallError
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from .failure import FailureBoard
+
+logger = logging.getLogger(__name__)
+
+TICK_S = 0.25
+ANSWER_S = 3.0
+"""How long the others have to say where they are."""
+
+LEAVE_GRACE_S = 10.0
+"""How long a wait may last once a rank that is waited for has ended its script."""
+
+ASK, ANSWER, LOST, LEAVING = range(1, 5)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wait:
+    """Something this rank waits for.
+
+    Attributes:
+        what: in words, equal on ranks that wait for the same thing.
+        since_s: `time.monotonic()` when it began.
+    """
+
+    what: str
+    since_s: float
+
+
+class Watchdog:
+    """Watches the waits of this rank and answers the questions of other ranks' watchdogs."""
+
+    def __init__(
+        self,
+        comm: MPI.Comm,
+        failures: FailureBoard,
+        *,
+        warning_s: float,
+        shutdown_s: float | None,
+    ) -> None:
+        """Starts the thread if there are other ranks; `comm` is its own.
+
+        Args:
+            comm: a duplicate that nobody else uses.
+            failures: where a stall that has lasted too long, or a lost rank, is reported.
+            warning_s: a wait longer than this is a warning.
+            shutdown_s: a wait longer than this is an error on all ranks; None = never.
+        """
+        self._comm, self._failures = comm, failures
+        self._warning_s, self._shutdown_s = warning_s, shutdown_s
+        self._waits: list[Callable[[], Wait | None]] = []
+        self._progress: list[Callable[[], str]] = []
+        self._left: dict[int, float] = {}
+        self._answers: dict[int, str] = {}
+        self._sending: list[MPI.Request] = []
+        self._warned: set[tuple[str, float]] = set()
+        self._leaving = threading.Event()
+        self._closing = threading.Event()
+        self._main_thread = threading.main_thread().ident
+        self._thread = threading.Thread(target=self._run, name="sirtaki-watchdog", daemon=True)
+        if comm.size > 1:
+            self._thread.start()
+
+    def watch(self, wait: Callable[[], Wait | None], progress: Callable[[], str]) -> None:
+        """From now on looks at `wait()` and tells other ranks that ask `progress()`; the thread calls both."""
+        self._waits.append(wait)
+        self._progress.append(progress)
+
+    def forget(self, wait: Callable[[], Wait | None], progress: Callable[[], str]) -> None:
+        """Undoes `watch`."""
+        self._waits.remove(wait)
+        self._progress.remove(progress)
+
+    def describe(self) -> str:
+        """Where this rank is, in words, for the others' messages."""
+        doing = [f"waits for {wait.what}" for wait in self._present_waits()] or [f"runs {self._location()}"]
+        return "; ".join([*doing, *filter(None, (progress() for progress in self._progress))])
+
+    def _present_waits(self) -> list[Wait]:
+        return [wait for source in self._waits if (wait := source()) is not None]
+
+    def _location(self) -> str:
+        """The user's line that the main thread is at."""
+        frame = sys._current_frames().get(self._main_thread or 0)
+        here = os.sep + "torch" + os.sep
+        while frame is not None and frame.f_back is not None:
+            name = frame.f_code.co_filename
+            if here not in name and "sirtaki" not in name and "importlib" not in name:
+                break
+            frame = frame.f_back
+        if frame is None:
+            return "unknown code"
+        return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+    def _run(self) -> None:
+        while not self._closing.wait(TICK_S):
+            self._sending = [request for request in self._sending if not request.Test()]
+            self._read_messages()
+            self._look_for_stalls()
+
+    def _read_messages(self) -> None:
+        from mpi4py import MPI
+
+        status = MPI.Status()
+        while self._comm.iprobe(status=status):
+            source, tag = status.source, status.tag
+            text = self._comm.recv(source=source, tag=tag)
+            if tag == ASK:
+                self._send(source, ANSWER, self.describe())
+            elif tag == ANSWER:
+                self._answers[source] = text
+            elif tag == LEAVING:
+                self._left.setdefault(source, time.monotonic())
+            else:
+                kind, message = text
+                self._failures.report(kind(message))
+
+    def _send(self, rank: int, tag: int, message: Any) -> None:
+        self._sending.append(self._comm.isend(message, dest=rank, tag=tag))
+
+    def _send_all(self, tag: int, message: Any) -> None:
+        for rank in range(self._comm.size):
+            if rank != self._comm.rank:
+                self._send(rank, tag, message)
+
+    def _look_for_stalls(self) -> None:
+        if self._failures.error is not None:
+            return
+        now = time.monotonic()
+        for wait in self._present_waits():
+            waited_s = now - wait.since_s
+            gone = [rank for rank, when in self._left.items() if now - max(when, wait.since_s) > LEAVE_GRACE_S]
+            if gone:
+                self._fail(
+                    PeerLostError,
+                    f"rank {self._comm.rank} waits for {wait.what}, but rank {gone[0]} has ended its script; "
+                    "all ranks must run the same number of steps (or call join())",
+                )
+            elif self._shutdown_s is not None and waited_s > self._shutdown_s:
+                self._fail(StallError, self._report(wait, waited_s))
+            elif waited_s > self._warning_s and (wait.what, wait.since_s) not in self._warned:
+                self._warned.add((wait.what, wait.since_s))
+                logger.warning("%s", self._report(wait, waited_s))
+
+    def _report(self, wait: Wait, waited_s: float) -> str:
+        """Asks all ranks where they are and puts the answers into words."""
+        self._answers = {}
+        self._send_all(ASK, None)
+        deadline = time.monotonic() + ANSWER_S
+        while len(self._answers) < self._comm.size - 1 and time.monotonic() < deadline:
+            time.sleep(0.02)
+            self._read_messages()
+        lines = [f"rank {self._comm.rank} has waited {waited_s:.0f} s for {wait.what}"]
+        for rank in range(self._comm.size):
+            answer = self._answers.get(rank, "does not answer: it is gone, or its process is stopped")
+            if rank != self._comm.rank and not answer.startswith(f"waits for {wait.what}"):
+                lines.append(f"  missing: rank {rank} {answer}")
+        return "\n".join(lines)
+
+    def _fail(self, kind: type[CommError], message: str) -> None:
+        self._failures.report(kind(message))
+        self._send_all(LOST, (kind, message))
+
+    def leave(self, timeout_s: float) -> bool:
+        """Tells the others that this rank needs them no more, and waits for the same from them.
+
+        Returns:
+            True if all ranks have left within `timeout_s`.
+        """
+        if self._comm.size == 1 or self._leaving.is_set():
+            return True
+        self._leaving.set()
+        self._send_all(LEAVING, None)
+        deadline = time.monotonic() + timeout_s
+        while len(self._left) < self._comm.size - 1 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return len(self._left) == self._comm.size - 1
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._closing.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout=2.0)
+        self._sending.clear()

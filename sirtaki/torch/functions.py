@@ -1,0 +1,115 @@
+"""Making all ranks start alike: broadcasts of parameters, optimizer state and Python objects."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .mpi_ops import broadcast_, broadcast_async_, rank, synchronize
+
+NamedTensors = Mapping[str, Any] | Iterable[tuple[str, Any]]
+
+
+def broadcast_parameters(params: NamedTensors, root_rank: int) -> None:
+    """Collective: overwrites tensors on every rank with the root's.
+
+    Args:
+        params: a `state_dict()` or `named_parameters()`; entries that are None or no tensors are left alone.
+        root_rank: whose values are kept.
+
+    Raises:
+        ValueError: `params` is something else.
+    """
+    if isinstance(params, Mapping):
+        named = sorted(params.items())
+    elif isinstance(params, Iterable) and not isinstance(params, str | torch.Tensor):
+        named = list(params)
+        if not all(isinstance(item, tuple) and len(item) == 2 for item in named):
+            raise ValueError(f"invalid params of type: {type(params)}; give a state_dict() or named_parameters()")
+    else:
+        raise ValueError(f"invalid params of type: {type(params)}; give a state_dict() or named_parameters()")
+    handles = [
+        broadcast_async_(tensor.data if isinstance(tensor, torch.nn.Parameter) else tensor, root_rank, str(name))
+        for name, tensor in named
+        if isinstance(tensor, torch.Tensor)
+    ]
+    for handle in handles:
+        synchronize(handle)
+
+
+def broadcast_object(obj: Any = None, root_rank: int = 0, name: str | None = None) -> Any:  # Any: whatever pickles
+    """Collective: the root's picklable object, on every rank."""
+    data = torch.empty(0, dtype=torch.uint8)
+    if rank() == root_rank:
+        data = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
+    length = broadcast_(torch.tensor([data.numel()]), root_rank, None if name is None else f"{name}.length")
+    if rank() != root_rank:
+        data = torch.empty(int(length), dtype=torch.uint8)
+    broadcast_(data, root_rank, None if name is None else f"{name}.data")
+    return obj if rank() == root_rank else pickle.loads(data.numpy().tobytes())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _TensorSlot:
+    """Stands for a tensor in a state that travels without its tensors."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device_type: str
+
+
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer, root_rank: int, model: torch.nn.Module | None = None
+) -> None:
+    """Collective: the root's optimizer state and options, on every rank.
+
+    Args:
+        optimizer: any optimizer whose `state_dict()` can be loaded again.
+        root_rank: whose state is kept.
+        model: accepted for Horovod's sake.
+
+    Raises:
+        ValueError: the optimizer is LBFGS, whose state holds the history of one rank's data.
+    """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError("cannot broadcast torch.optim.LBFGS state")
+    tensors: list[torch.Tensor] = []
+    state = broadcast_object(_take_tensors(optimizer.state_dict(), tensors), root_rank, "optimizer_state")
+    if rank() != root_rank:
+        tensors = []
+        state = _make_tensors(state, tensors)
+    handles = [
+        broadcast_async_(tensor, root_rank, f"optimizer_state.{number}") for number, tensor in enumerate(tensors)
+    ]
+    for handle in handles:
+        synchronize(handle)
+    if rank() != root_rank:
+        optimizer.load_state_dict(state)
+
+
+def _take_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """`value` with its tensors moved to `tensors` and slots in their places."""
+    if isinstance(value, torch.Tensor):
+        tensors.append(value)
+        return _TensorSlot(shape=tuple(value.shape), dtype=value.dtype, device_type=value.device.type)
+    return _map_children(value, lambda child: _take_tensors(child, tensors))
+
+
+def _make_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """`value` with an empty tensor in the place of each slot; they are added to `tensors` in the same order."""
+    if isinstance(value, _TensorSlot):
+        tensors.append(torch.empty(value.shape, dtype=value.dtype, device=value.device_type))
+        return tensors[-1]
+    return _map_children(value, lambda child: _make_tensors(child, tensors))
+
+
+def _map_children(value: Any, function: Callable[[Any], Any]) -> Any:
+    if isinstance(value, dict):
+        return {key: function(child) for key, child in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(function(child) for child in value)
+    return value

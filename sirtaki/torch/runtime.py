@@ -1,0 +1,230 @@
+"""What `init()` sets up and `shutdown()` takes down, and how a rank that fails ends the job.
+
+A module of its own because everything else of the façade asks it for the state of this process: there is one
+runtime at a time, and none before `init()`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from sirtaki.comm.collectives import perform
+from sirtaki.comm.control import ControlPlane, load_mpi
+from sirtaki.comm.eager import EagerEngine
+from sirtaki.comm.watchdog import Watchdog
+from sirtaki.errors import ConfigError, NotInitializedError
+from sirtaki.settings import Settings
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+logger = logging.getLogger(__name__)
+
+NEVER_S = 7 * 24 * 3600.0
+"""What "no time limit" means to libraries that need a number."""
+
+SHUTDOWN_S = 30.0
+"""How long `shutdown()` waits for the other ranks to call it, too."""
+
+EXIT_S = 5.0
+"""The same at the end of a script; a rank that ends early must not hold up the news of it."""
+
+
+class Runtime:
+    """The state of one initialised process."""
+
+    def __init__(self, settings: Settings, comm: MPI.Comm) -> None:
+        """Collective over `comm`."""
+        self.settings = settings
+        self.control = ControlPlane(comm, local_size=settings.local_size, interface=settings.gloo_interface)
+        _start_logging(settings, self.control.rank)
+        shutdown_s = settings.stall_shutdown_s if settings.stall_check else None
+        self.timeout_s = shutdown_s or NEVER_S
+        self.watchdog = Watchdog(
+            self.control.duplicate(),
+            self.control.failures,
+            warning_s=settings.stall_warning_s if settings.stall_check else NEVER_S,
+            shutdown_s=shutdown_s,
+        )
+        self.engine = EagerEngine(self.control.comm, self.control.failures, perform)
+        self.watchdog.watch(self.engine.oldest_wait, self.engine.progress)
+        self.unnamed = 0
+        self.closers: list[Any] = []  # optimizers' `_close` methods
+
+    def close(self, timeout_s: float) -> bool:
+        """Collective: waits until all ranks are here, then ends all threads and frees all communicators.
+
+        Returns:
+            False if other ranks did not come within `timeout_s`; nothing of MPI is freed then.
+        """
+        everybody = self.control.failures.error is None and self.watchdog.leave(timeout_s)
+        for close in reversed(self.closers):
+            close()
+        self.closers.clear()
+        if everybody:
+            self.engine.close()
+            self.watchdog.close()
+            self.control.close()
+        return everybody
+
+
+class _RankFormatter(logging.Formatter):
+    """`[12:30:01 sirtaki 0] message`: the rank stands in every line, once."""
+
+    def __init__(self, rank: int, *, with_time: bool) -> None:
+        super().__init__(f"[{'%(asctime)s ' if with_time else ''}sirtaki {rank}] %(message)s", datefmt="%H:%M:%S")
+
+
+def _start_logging(settings: Settings, rank: int) -> None:
+    """Rank 0 tells what is decided, the others only what is wrong; a handler of the user's own stays alone."""
+    root = logging.getLogger("sirtaki")
+    for handler in [handler for handler in root.handlers if isinstance(handler.formatter, _RankFormatter)]:
+        root.removeHandler(handler)
+    if not root.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(_RankFormatter(rank, with_time=settings.log_time))
+        root.addHandler(handler)
+        root.propagate = False
+    root.setLevel(settings.log_level if rank == 0 else max(settings.log_level, logging.WARNING))
+    if rank == 0:
+        for note in settings.notes:
+            logger.info("%s", note)
+
+
+_runtime: Runtime | None = None
+_exit_code: int | None = None
+_hooks_installed = False
+
+
+def current() -> Runtime:
+    """The runtime of this process.
+
+    Raises:
+        NotInitializedError: `init()` has not been called.
+    """
+    if _runtime is None:
+        raise NotInitializedError("Horovod has not been initialized; use hvd.init().")
+    return _runtime
+
+
+def is_initialized() -> bool:
+    """Whether `init()` has been called, and `shutdown()` not since."""
+    return _runtime is not None
+
+
+def init(comm: Sequence[int] | MPI.Comm | None = None) -> None:
+    """Collective: starts Sirtaki on all ranks; harmless if it has been started.
+
+    Args:
+        comm: None = all ranks that the launcher started; an mpi4py communicator; or a list of ranks, which only
+            those ranks call with.
+
+    Raises:
+        ConfigError: an environment variable cannot be meant, or this rank is not in `comm`.
+        CommError: there is no usable MPI library.
+    """
+    global _runtime
+    if _runtime is not None:
+        return
+    settings = Settings.from_environ()
+    _runtime = Runtime(settings, _communicator(comm))
+    control = _runtime.control
+    # Scripts read these, as under horovodrun.
+    for name, value in (
+        ("RANK", control.rank),
+        ("SIZE", control.size),
+        ("LOCAL_RANK", control.local_rank),
+        ("LOCAL_SIZE", control.local_size),
+        ("CROSS_RANK", control.cross_rank),
+        ("CROSS_SIZE", control.cross_size),
+        ("HOSTNAME", control.hosts[control.rank]),
+    ):
+        os.environ[f"HOROVOD_{name}"] = str(value)
+    _install_exit_hooks()
+
+
+def _communicator(comm: Sequence[int] | MPI.Comm | None) -> MPI.Comm:
+    mpi = load_mpi()
+    if comm is None:
+        return mpi.COMM_WORLD
+    if isinstance(comm, mpi.Comm):
+        return comm
+    ranks = list(comm)
+    if not ranks:
+        return mpi.COMM_WORLD
+    if mpi.COMM_WORLD.rank not in ranks:
+        raise ConfigError(f"rank {mpi.COMM_WORLD.rank} called init(comm={ranks}), which does not name it")
+    return mpi.COMM_WORLD.Create_group(mpi.COMM_WORLD.group.Incl(ranks))
+
+
+def shutdown() -> None:
+    """Collective: ends Sirtaki on all ranks; `init()` may be called again. Harmless if it was not started."""
+    global _runtime
+    if _runtime is None:
+        return
+    runtime, _runtime = _runtime, None
+    if not runtime.close(SHUTDOWN_S):
+        logger.warning("shutdown: other ranks did not call it within %.0f s", SHUTDOWN_S)
+
+
+# ── the end of the process ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def _install_exit_hooks() -> None:
+    """A rank that fails must end the job: mpiexec ends the others only if it hears of it."""
+    global _hooks_installed
+    if _hooks_installed:
+        return
+    _hooks_installed = True
+    previous_hook, previous_exit = sys.excepthook, sys.exit
+
+    def on_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        previous_hook(kind, error, trace)
+        if _runtime is not None and _runtime.control.size > 1:
+            _abort(f"raised {kind.__name__}: {error}", code=1)
+
+    def on_exit(status: Any = None) -> NoReturn:  # Any: as sys.exit
+        global _exit_code
+        _exit_code = status if isinstance(status, int) else int(status is not None)
+        previous_exit(status)
+
+    sys.excepthook, sys.exit = on_exception, on_exit
+    atexit.register(_at_exit)
+
+
+def _abort(reason: str, *, code: int) -> NoReturn:
+    """Ends the job on all ranks at once, saying who and where."""
+    assert _runtime is not None
+    progress = _runtime.watchdog.describe()
+    print(f"sirtaki: rank {_runtime.control.rank} {reason} ({progress}); the job ends", file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    load_mpi().COMM_WORLD.Abort(code)
+    os._exit(code)  # not reached unless Abort is broken
+
+
+def _at_exit() -> None:
+    """A rank whose script has ended: waits for the others a little, and does not hide a failure from mpiexec."""
+    global _runtime
+    if _runtime is None or _runtime.control.size == 1:
+        return
+    failed = _runtime.control.failures.error
+    if failed is not None:
+        _abort(f"ends after {failed}", code=_exit_code or 1)
+    everybody = _runtime.close(EXIT_S)
+    if not everybody and _exit_code:
+        print(
+            f"sirtaki: rank {_runtime.control.rank} has ended with exit code {_exit_code} while others are at work; "
+            "the job ends",
+            file=sys.stderr,
+        )
+        # Without MPI_Finalize, so that mpiexec sees a failure and ends the other ranks.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(_exit_code)
+    _runtime = None

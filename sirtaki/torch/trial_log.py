@@ -1,0 +1,73 @@
+"""One JSON object a line for everything that the warm-up ran: for `sirtaki report`, and for people who grep."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO
+
+from sirtaki.autotune.meta.session import Assignment, SessionResult
+
+logger = logging.getLogger(__name__)
+
+
+class TrialLog:
+    """Appends to a file; if it cannot be written, that is a warning and training goes on."""
+
+    def __init__(self, path: str | None) -> None:
+        self._file: IO[str] | None = None
+        if path is not None:
+            try:
+                self._file = Path(path).open("a", encoding="utf-8")
+            except OSError as err:
+                logger.warning("the trial log cannot be written: %s", err)
+
+    def ran(self, assignment: Assignment, spans_s: Sequence[float], *, iteration: int, best_span_s: float) -> None:
+        """An assignment has run until `iteration`."""
+        self._write(
+            {
+                "event": "trial",
+                "iteration": iteration,
+                "arm": assignment.arm,
+                "purpose": assignment.purpose.value,
+                "knobs": assignment.knobs.to_json(),
+                "spans_s": [span if math.isfinite(span) else None for span in spans_s],
+                "best_span_s": best_span_s if math.isfinite(best_span_s) else None,
+            }
+        )
+
+    def ended(self, result: SessionResult, *, iteration: int) -> None:
+        """The warm-up is over."""
+        self._write(
+            {
+                "event": "result",
+                "iteration": iteration,
+                "arm": result.arm,
+                "knobs": result.knobs.to_json(),
+                "default_span_s": result.default_span_s,
+                "best_span_s": result.best_span_s,
+                "noise_s": result.noise_s,
+                "n_trials": result.n_trials,
+                "reason": result.reason,
+                "tuned": result.tuned,
+            }
+        )
+
+    def _write(self, record: dict[str, object]) -> None:
+        if self._file is None:
+            return
+        try:
+            self._file.write(json.dumps(record) + "\n")
+            self._file.flush()
+        except OSError as err:
+            logger.warning("the trial log cannot be written any more: %s", err)
+            self._file = None
+
+    def close(self) -> None:
+        """Closes the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None

@@ -1,0 +1,304 @@
+"""A synchroniser that tunes itself: where `comm`, `autotune` and `registry` meet.
+
+Every rank runs the same iterations; rank 0 holds the warm-up session and decides, from spans of which all ranks have
+taken the minimum, and the others do what it broadcasts. After the warm-up nothing of this costs anything.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from sirtaki.autotune.arms.base import Arm
+from sirtaki.autotune.arms.bayesian import BayesianArm
+from sirtaki.autotune.arms.grid import GridArm
+from sirtaki.autotune.knobs import KIB, MIB, Knobs, KnobSpace
+from sirtaki.autotune.meta.auc_bandit import window_for
+from sirtaki.autotune.meta.bandit_arm import BanditArm
+from sirtaki.autotune.meta.session import Assignment, Purpose, SessionResult, WarmupSession
+from sirtaki.comm.fabric import Fabric
+from sirtaki.comm.layout import GradientLayout
+from sirtaki.comm.plan import CommPlan
+from sirtaki.comm.synchroniser import IterationReport, Reduction, Synchroniser
+from sirtaki.errors import ConfigError, PlanError
+from sirtaki.settings import Settings
+
+from .job_memory import JobMemory, Recollection
+from .trial_log import TrialLog
+
+if TYPE_CHECKING:
+    from .runtime import Runtime
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_UNIT_BYTES = 4 * MIB
+DEFAULT_STREAMS_ONE_NODE = 1
+DEFAULT_STREAMS = 4
+"""Between nodes one flow may be capped; four fill most links and cost little on those that one fills."""
+
+STREAM_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24)
+SMALLEST_UNIT_BYTES = 64 * KIB
+LARGEST_UNIT_BYTES = 256 * MIB
+PROGRESS_EVERY_S = 5.0
+TRIAL_ITERATIONS = 3  # settling and measured, for the bandit's window
+
+
+def knob_space(fabric: Fabric, settings: Settings, total_bytes: int) -> KnobSpace:
+    """What may be tuned here: what the fabric can do, less what the user has fixed.
+
+    Raises:
+        ConfigError: the user has fixed something that this job cannot do.
+    """
+    routes = tuple(
+        (kind, algorithm)
+        for kind, algorithm in fabric.routes
+        if settings.transport in (None, kind) and settings.algorithm in (None, algorithm)
+    )
+    if not routes:
+        possible = ", ".join(f"{kind.value} {algorithm.value}" for kind, algorithm in fabric.routes)
+        raise ConfigError(f"the transport and algorithm asked for are not possible here; possible: {possible}")
+    limit = fabric.max_streams()
+    if settings.streams is not None and settings.streams > limit:
+        raise ConfigError(f"SIRTAKI_STREAMS={settings.streams} is more than the {limit} streams possible here")
+    largest = min(LARGEST_UNIT_BYTES, max(SMALLEST_UNIT_BYTES, 1 << (total_bytes - 1).bit_length()))
+    return KnobSpace(
+        routes=routes,
+        unit_bytes=(settings.unit_bytes,) * 2 if settings.unit_bytes else (SMALLEST_UNIT_BYTES, largest),
+        streams=(settings.streams,) if settings.streams else tuple(n for n in STREAM_COUNTS if n <= limit),
+    )
+
+
+def default_knobs(space: KnobSpace, *, one_node: bool) -> Knobs:
+    """What runs untuned: the best guess that lies in the space."""
+    low, high = space.unit_bytes
+    streams = DEFAULT_STREAMS_ONE_NODE if one_node else DEFAULT_STREAMS
+    transport, algorithm = space.routes[0]
+    return Knobs(
+        unit_bytes=min(max(DEFAULT_UNIT_BYTES, low), high),
+        streams=max((n for n in space.streams if n <= streams), default=space.streams[0]),
+        transport=transport,
+        algorithm=algorithm,
+        threads=space.threads[0],
+    )
+
+
+def plans_for(knobs: Knobs, layouts: Sequence[GradientLayout]) -> list[CommPlan]:
+    """One plan a layout; explicit cuts belong to the first, the others are cut uniformly."""
+    return [
+        (knobs if number == 0 else replace(knobs, cuts=None)).to_plan(layout) for number, layout in enumerate(layouts)
+    ]
+
+
+class TunedSynchroniser:
+    """Reduces gradients, and in the first iterations finds out how."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        params: Sequence[torch.Tensor],
+        names: Sequence[str],
+        *,
+        reduction: Reduction,
+        arms: Sequence[Arm] | None,
+    ) -> None:
+        """Collective.
+
+        Args:
+            runtime: of this process.
+            params: parameters whose gradients are reduced, the same on all ranks.
+            names: of the parameters.
+            reduction: what is done to every gradient.
+            arms: search techniques, None = the usual ones.
+        """
+        self.runtime = runtime
+        settings, control = runtime.settings, runtime.control
+        self._fabric = Fabric(control, timeout_s=runtime.timeout_s)
+        total_bytes = sum(param.numel() * reduction.travels_as(param.dtype).itemsize for param in params)
+        self._space = knob_space(self._fabric, settings, total_bytes)
+        self._knobs = self._default = default_knobs(self._space, one_node=control.one_node)
+        self._sync = Synchroniser(
+            params,
+            names,
+            control=control,
+            fabric=self._fabric,
+            reduction=reduction,
+            default_plan=lambda layout: replace(self._default, cuts=None).to_plan(layout),
+        )
+        self.ready = self._sync.ready
+        self._arms = arms
+        self._decides = control.rank == 0
+        self._tuning = settings.tune and settings.warmup_iterations > 0
+        self._assignment: Assignment | None = None
+        self._settling = 0
+        self._spans_s: list[float] = []
+        self._memory: JobMemory | None = None
+        self._session: WarmupSession | None = None
+        if self._decides and self._tuning:
+            # Nodes simulated by a setting count as hosts, so that their results are not taken for one node's.
+            nodes = [str(rank // control.local_size) for rank in range(control.size)]
+            hosts = [f"{host}/{node}" for host, node in zip(control.hosts, nodes, strict=True)]
+            self._memory = JobMemory(settings, params, hosts if settings.local_size else control.hosts)
+            self._log = TrialLog(settings.trial_log)
+        self._told_s = -math.inf
+
+    @property
+    def iteration(self) -> int:
+        """Iterations finished so far."""
+        return self._sync.iteration
+
+    @property
+    def pending(self) -> bool:
+        """Gradients are being reduced."""
+        return self._sync.pending
+
+    @property
+    def knobs(self) -> Knobs:
+        """What runs now."""
+        return self._knobs
+
+    @property
+    def tuning(self) -> bool:
+        """The warm-up is not over."""
+        return self._tuning
+
+    def missing_names(self) -> list[str]:
+        """Parameters whose gradients have not come in this iteration."""
+        return self._sync.missing_names()
+
+    def finish(self) -> None:
+        """Collective: blocks until all gradients are reduced, and decides what the next iteration runs."""
+        report = self._sync.finish()
+        if report.learned:
+            self._after_learning()
+        elif self._assignment is not None and not report.ready_s:
+            self._after_iteration(report)
+
+    # ── the warm-up ──────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _after_learning(self) -> None:
+        """Collective: the order is known. The first time, the warm-up begins; later, its present knobs go on."""
+        if self._tuning and self._assignment is None:
+            if self._decides:
+                self._begin_session()
+            self._next_assignment()
+        elif self._knobs != self._default:
+            self._apply(self._knobs)
+
+    def _begin_session(self) -> None:
+        assert self._memory is not None
+        settings = self.runtime.settings
+        recollection = self._memory.recall(self._sync.layouts[0])
+        if recollection.words:
+            logger.info("%s", recollection.words)
+        self._session = self._make_session(settings, recollection)
+
+    def _make_session(self, settings: Settings, recollection: Recollection) -> WarmupSession:
+        rng = np.random.default_rng(settings.seed)
+        layouts = self._sync.layouts
+
+        def identity(knobs: Knobs) -> Hashable:
+            return tuple(plan.fingerprint() for plan in plans_for(knobs, layouts))
+
+        arms = self._arms or [GridArm(self._space), BayesianArm(self._space, rng=rng)]
+        window = window_for(settings.warmup_iterations // TRIAL_ITERATIONS, len(arms))
+        return WarmupSession(
+            space=self._space,
+            default=self._default,
+            arm=BanditArm(arms, rng=rng, window=window),
+            rng=rng,
+            budget_iterations=settings.warmup_iterations,
+            exact=recollection.exact,
+            history=recollection.history,
+            identity=identity,
+        )
+
+    def _after_iteration(self, report: IterationReport) -> None:
+        """Collective: counts this iteration for the present assignment, and takes the next one if it is complete."""
+        if self._settling > 0:
+            self._settling -= 1
+            return
+        assert self._assignment is not None
+        # The last rank to arrive sets the pace; the others' spans hold its lateness.
+        span_s = self.runtime.control.minimum(np.array([report.span_s]))
+        self._spans_s.append(float(span_s[0]))
+        if len(self._spans_s) >= self._assignment.measured_iterations:
+            self._record(self._spans_s)
+            self._next_assignment()
+
+    def _record(self, spans_s: list[float]) -> None:
+        """On the deciding rank: tells the session what the present assignment has measured."""
+        if self._session is None or self._assignment is None:
+            return
+        assignment = self._assignment
+        self._session.record(spans_s)
+        self._log.ran(assignment, spans_s, iteration=self._sync.iteration, best_span_s=self._session.result.best_span_s)
+        if time.monotonic() - self._told_s > PROGRESS_EVERY_S:
+            self._told_s = time.monotonic()
+            logger.info("%s", self._session.progress())
+
+    def _next_assignment(self) -> None:
+        """Collective: the deciding rank's next assignment, on all ranks; ends the warm-up if it is the last."""
+        control = self.runtime.control
+        while True:
+            now: Assignment = control.broadcast(self._session.assignment if self._session else None)
+            self._assignment, self._settling, self._spans_s = now, now.settle_iterations, []
+            try:
+                self._apply(now.knobs)
+            except PlanError as err:  # the same on all ranks, as all have the same plan
+                logger.info("%s cannot be run: %s", now.knobs.describe(), err)
+                self._record([math.inf])
+                continue
+            break
+        if now.purpose is Purpose.FINAL:
+            self._end()
+
+    def _apply(self, knobs: Knobs) -> None:
+        """Collective."""
+        self._sync.set_plans(plans_for(knobs, self._sync.layouts))
+        self._knobs = knobs
+
+    def _end(self) -> None:
+        self._tuning, self._assignment = False, None
+        if self._session is not None:
+            assert self._memory is not None
+            result = self._session.result
+            stored = self._memory.keep(result, self._session.trials, complete=True)
+            logger.info("%s%s", describe_result(result), "; stored in the registry" if stored else "")
+            self._log.ended(result, iteration=self._sync.iteration)
+            self._log.close()
+            self._session = None
+
+    def close(self) -> None:
+        """Ends all threads. What an unfinished warm-up has found is stored, so that the next job goes on from it."""
+        if self._session is not None and self._memory is not None:
+            result = self._session.result
+            if self._memory.keep(result, self._session.trials, complete=False):
+                logger.info(
+                    "the job ends before its warm-up: best so far %s; stored in the registry, the next job goes on",
+                    describe_result(result),
+                )
+            self._log.close()
+        self._sync.close()
+        self._fabric.close()
+
+
+def describe_result(result: SessionResult) -> str:
+    """What the warm-up has found, in one line."""
+    found = f"{result.knobs.describe()}, found by {result.arm}" if result.tuned else "the default"
+    spans = ""
+    if math.isfinite(result.default_span_s) and result.default_span_s > 0:
+        change = 100 * (result.best_span_s / result.default_span_s - 1)
+        spans = (
+            f"{1e3 * result.best_span_s:.3g} ms to synchronise against {1e3 * result.default_span_s:.3g} ms by default "
+            f"({change:+.0f} %), "
+        )
+    return (
+        f"tuned in {result.iterations_used} iterations and {result.n_trials} trials: {spans}{found} ({result.reason})"
+    )
