@@ -248,9 +248,7 @@ def allreduce(
 ) -> torch.Tensor:
     """Collective: `tensor` reduced over all ranks, differentiable; the input is not changed."""
     compressed, context = compression.compress(tensor)
-    result: torch.Tensor = _AllReduce.apply(  # type: ignore[no-untyped-call]  # torch's decorator
-        compressed, name, reduction(op, average), prescale_factor, postscale_factor
-    )
+    result: torch.Tensor = _AllReduce.apply(compressed, name, reduction(op, average), prescale_factor, postscale_factor)
     return compression.decompress(result, context)
 
 
@@ -305,7 +303,7 @@ class _Broadcast(torch.autograd.Function):
 
 def broadcast(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> torch.Tensor:
     """Collective: the root's tensor on every rank, differentiable; the input is not changed."""
-    result: torch.Tensor = _Broadcast.apply(tensor, root_rank, name)  # type: ignore[no-untyped-call]
+    result: torch.Tensor = _Broadcast.apply(tensor, root_rank, name)
     return result
 
 

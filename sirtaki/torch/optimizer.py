@@ -58,7 +58,8 @@ class _Distributed(torch.optim.Optimizer):
         )
         self._sync = TunedSynchroniser(current, [param for _, param in named], names, reduction=reduction, arms=arms)
         for index, (_, param) in enumerate(named):
-            param.register_post_accumulate_grad_hook(self._make_hook(index, self._sync, sparse_as_dense))
+            hook = self._make_hook(index, self._sync, sparse_as_dense)
+            param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]  # torch's
         current.watchdog.watch(self._present_wait, self._progress)
         current.closers.append(self._close)
 
@@ -110,7 +111,7 @@ class _Distributed(torch.optim.Optimizer):
         finally:
             self._should_synchronize = True
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]  # Any: as torch
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # Any: as torch
         """Collective: synchronises (unless skipped) and updates the parameters.
 
         With a closure, gradients are synchronised after each call of it.
@@ -127,7 +128,7 @@ class _Distributed(torch.optim.Optimizer):
                 )
             self.synchronize()
         self._synchronized = False
-        return super().step(closure)  # type: ignore[safe-super]  # the wrapped optimizer's
+        return super().step(closure)
 
     def _synchronised(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         decides_by_loss = isinstance(self, torch.optim.LBFGS)

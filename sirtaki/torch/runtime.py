@@ -150,17 +150,14 @@ def init(comm: Sequence[int] | MPI.Comm | None = None) -> None:
 
 
 def _communicator(comm: Sequence[int] | MPI.Comm | None) -> MPI.Comm:
-    mpi = load_mpi()
-    if comm is None:
-        return mpi.COMM_WORLD
-    if isinstance(comm, mpi.Comm):
+    world: MPI.Intracomm = load_mpi().COMM_WORLD
+    if not comm:
+        return world
+    if not isinstance(comm, Sequence):
         return comm
-    ranks = list(comm)
-    if not ranks:
-        return mpi.COMM_WORLD
-    if mpi.COMM_WORLD.rank not in ranks:
-        raise ConfigError(f"rank {mpi.COMM_WORLD.rank} called init(comm={ranks}), which does not name it")
-    return mpi.COMM_WORLD.Create_group(mpi.COMM_WORLD.group.Incl(ranks))
+    if world.rank not in comm:
+        raise ConfigError(f"rank {world.rank} called init(comm={list(comm)}), which does not name it")
+    return world.Create_group(world.group.Incl(list(comm)))
 
 
 def shutdown() -> None:

@@ -21,7 +21,7 @@ class TrialLog:
         self._file: IO[str] | None = None
         if path is not None:
             try:
-                self._file = Path(path).open("a", encoding="utf-8")
+                self._file = Path(path).open("a", encoding="utf-8")  # noqa: SIM115  # stays open for the whole warm-up
             except OSError as err:
                 logger.warning("the trial log cannot be written: %s", err)
 
