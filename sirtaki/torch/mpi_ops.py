@@ -220,7 +220,7 @@ class _AllReduce(torch.autograd.Function):
     """The gradient of an all-reduce is an all-reduce with the same operation and factors."""
 
     @staticmethod
-    def forward(  # type: ignore[override]  # torch declares *args
+    def forward(
         ctx: Any, tensor: torch.Tensor, name: str | None, op: int, prescale_factor: float, postscale_factor: float
     ) -> torch.Tensor:
         ctx.arguments = (op, prescale_factor, postscale_factor)
@@ -248,7 +248,7 @@ def allreduce(
 ) -> torch.Tensor:
     """Collective: `tensor` reduced over all ranks, differentiable; the input is not changed."""
     compressed, context = compression.compress(tensor)
-    result: torch.Tensor = _AllReduce.apply(compressed, name, reduction(op, average), prescale_factor, postscale_factor)
+    result: torch.Tensor = _AllReduce.apply(  # type: ignore[no-untyped-call]  # torch's decoratorcompressed, name, reduction(op, average), prescale_factor, postscale_factor)
     return compression.decompress(result, context)
 
 
@@ -290,7 +290,7 @@ class _Broadcast(torch.autograd.Function):
     """The gradient of a broadcast is an averaging all-reduce on the root and zeros elsewhere."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, root_rank: int, name: str | None) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, tensor: torch.Tensor, root_rank: int, name: str | None) -> torch.Tensor:
         ctx.root_rank = root_rank
         result: torch.Tensor = synchronize(broadcast_async(tensor, root_rank, name))
         return result
@@ -303,7 +303,7 @@ class _Broadcast(torch.autograd.Function):
 
 def broadcast(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> torch.Tensor:
     """Collective: the root's tensor on every rank, differentiable; the input is not changed."""
-    result: torch.Tensor = _Broadcast.apply(tensor, root_rank, name)
+    result: torch.Tensor = _Broadcast.apply(tensor, root_rank, name)  # type: ignore[no-untyped-call]
     return result
 
 
