@@ -248,7 +248,9 @@ def allreduce(
 ) -> torch.Tensor:
     """Collective: `tensor` reduced over all ranks, differentiable; the input is not changed."""
     compressed, context = compression.compress(tensor)
-    result: torch.Tensor = _AllReduce.apply(  # type: ignore[no-untyped-call]  # torch's decoratorcompressed, name, reduction(op, average), prescale_factor, postscale_factor)
+    result: torch.Tensor = _AllReduce.apply(  # type: ignore[no-untyped-call]  # torch's decorator
+        compressed, name, reduction(op, average), prescale_factor, postscale_factor
+    )
     return compression.decompress(result, context)
 
 
