@@ -212,15 +212,17 @@ def supersedes(new: Entry, old: Entry) -> bool:
     """Whether `new` takes the place of `old` under the same key.
 
     A complete entry replaces an incomplete one, never the other way. Of two incomplete ones the longer search wins
-    (a job that goes on holds the earlier job's trials). Of two complete ones the newer wins, unless it is worse by
-    more than the noise and the older is not stale yet.
+    (a job that goes on holds the earlier job's trials). Otherwise the better wins if it is better by more than the
+    noise, else the newer; if there are months between them always the newer.
     """
     if new.complete != old.complete:
         return new.complete
     if not new.complete and new.n_trials != old.n_trials:
         return new.n_trials > old.n_trials
     age_s = new.provenance.created_s - old.provenance.created_s
-    if age_s > STALE_AFTER_S:
-        return True
-    is_worse = new.speedup * (1 + new.relative_noise + old.relative_noise) < old.speedup
-    return not is_worse and age_s >= 0
+    if abs(age_s) > STALE_AFTER_S:
+        return age_s > 0
+    noise = 1 + new.relative_noise + old.relative_noise
+    if new.speedup > old.speedup * noise or old.speedup > new.speedup * noise:
+        return new.speedup > old.speedup
+    return age_s >= 0

@@ -1,0 +1,95 @@
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sirtaki.errors import RegistryError
+from sirtaki.registry.topology import LinkClass, Topology
+
+HOSTS = st.lists(st.sampled_from("abcd"), min_size=1, max_size=12)
+
+
+@given(HOSTS, st.data())
+def test_json_comes_back_as_the_same_topology(hosts: list[str], data: st.DataObject) -> None:
+    topology = Topology.from_ranks(
+        hosts,
+        devices=data.draw(st.lists(st.sampled_from(["cpu", "H100"]), min_size=len(hosts), max_size=len(hosts))),
+        device_indices=data.draw(st.lists(st.sampled_from([None, 0, 1]), min_size=len(hosts), max_size=len(hosts))),
+        host_kinds={"a": "c5.large"},
+        network_link=LinkClass.of(bandwidth_bytes_per_s=1.25e9, latency_s=5e-5),
+    )
+    assert Topology.from_json(json.loads(json.dumps(topology.to_json()))) == topology
+
+
+@given(HOSTS, st.permutations("abcd"), st.randoms())
+def test_the_fingerprint_knows_no_names_and_no_order(hosts: list[str], names: list[str], random: Any) -> None:
+    renamed = [names["abcd".index(host)] + ".example" for host in hosts]
+    random.shuffle(renamed)
+    assert Topology.from_ranks(renamed).fingerprint() == Topology.from_ranks(hosts).fingerprint()
+
+
+BASE = Topology.from_ranks(
+    ["a", "a", "b", "b"], devices=["H100"] * 4, device_indices=[0, 1, 0, 1], host_kinds={"a": "x", "b": "x"}
+)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        Topology.from_ranks(["a", "a", "a", "b"], devices=["H100"] * 4, device_indices=[0, 1, 2, 0]),
+        replace(BASE, host_kinds=("x", "y")),
+        replace(BASE, network_link=LinkClass(bandwidth_log2=30)),
+        replace(BASE, local_link=LinkClass(latency_log2=10)),
+        replace(BASE, places=(BASE.places[0], *BASE.places[:3])),
+        Topology.from_ranks(
+            ["a", "a", "b", "b"], devices=["H100"] * 4, device_indices=[0, 0, 0, 1], host_kinds={"a": "x", "b": "x"}
+        ),
+        Topology.from_ranks(
+            ["a", "a", "b", "b"], devices=["A100"] * 4, device_indices=[0, 1, 0, 1], host_kinds={"a": "x", "b": "x"}
+        ),
+    ],
+    ids=["grouping", "host kind", "bandwidth", "latency", "more ranks a host", "shared device", "device"],
+)
+def test_the_fingerprint_changes_with_what_matters(other: Topology) -> None:
+    assert other.fingerprint() != BASE.fingerprint()
+
+
+def test_its_graphs_join_ranks_hosts_and_network() -> None:
+    fine, coarse = BASE.rank_graph(), BASE.host_graph()
+    assert [node.kind for node in fine.nodes] == ["rank"] * 4 + ["host"] * 2 + ["network"]
+    assert len(fine.edges) == 6
+    assert [(node.kind, node.size) for node in coarse.nodes] == [("host", 2), ("host", 2), ("network", 0)]
+    assert [edge[:2] for edge in coarse.edges] == [(0, 2), (1, 2)]
+    assert BASE.describe() == "4 ranks on 2 hosts"
+    assert Topology.from_ranks(["a"]).describe() == "1 rank on 1 host"
+
+
+def test_measurements_that_differ_little_fall_into_one_class() -> None:
+    assert LinkClass.of(bandwidth_bytes_per_s=1.00e9) == LinkClass.of(bandwidth_bytes_per_s=1.05e9)
+    assert LinkClass.of(bandwidth_bytes_per_s=1.00e9) != LinkClass.of(bandwidth_bytes_per_s=4.00e9)
+    assert LinkClass.of() == LinkClass()
+    for speed in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(RegistryError):
+            LinkClass.of(bandwidth_bytes_per_s=speed)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"places": []}, "1 to"),
+        ({"places": [[0, "cpu", None], [2, "cpu", None]]}, "numbered"),
+        ({"places": [[0, "cpu"]]}, "rank 0"),
+        ({"places": [[True, "cpu", None]]}, "rank 0"),
+        ({"places": [[0, "cpu", -1]]}, "device_index of rank 0"),
+        ({"host_kinds": [1]}, "host_kinds"),
+        ({"local_link": [1e9, None]}, "local_link"),
+        ({"network_link": None}, "network_link"),
+        ({"extra": 1}, "fields"),
+    ],
+)
+def test_json_that_is_no_topology_is_refused_with_the_part_named(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(RegistryError, match=message):
+        Topology.from_json({**Topology.from_ranks(["a"]).to_json(), **change})
