@@ -9,6 +9,8 @@ from conformance.arm import ARM_CHECKS, MakeArm
 from sirtaki.autotune.arms.base import Arm
 from sirtaki.autotune.arms.bayesian import BayesianArm
 from sirtaki.autotune.arms.grid import GridArm
+from sirtaki.autotune.arms.hyperband import HyperbandArm
+from sirtaki.autotune.arms.pbt import PBTArm
 from sirtaki.autotune.knobs import KnobSpace
 from sirtaki.autotune.meta.bandit_arm import BanditArm
 
@@ -21,11 +23,19 @@ def bayesian(space: KnobSpace, rng: np.random.Generator) -> Arm:
     return BayesianArm(space, rng=rng)
 
 
+def pbt(space: KnobSpace, rng: np.random.Generator) -> Arm:
+    return PBTArm(space, rng=rng)
+
+
+def hyperband(space: KnobSpace, rng: np.random.Generator) -> Arm:
+    return HyperbandArm(space, rng=rng)
+
+
 def bandit(space: KnobSpace, rng: np.random.Generator) -> Arm:
     return BanditArm([GridArm(space), BayesianArm(space, rng=rng)], rng=rng, window=6)
 
 
 @pytest.mark.parametrize("check", ARM_CHECKS, ids=lambda check: check.__name__)
-@pytest.mark.parametrize("make", [grid, bayesian, bandit], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("make", [grid, bayesian, pbt, hyperband, bandit], ids=lambda make: make.__name__)
 def test_search_technique(check: Callable[[MakeArm], None], make: MakeArm) -> None:
     check(make)

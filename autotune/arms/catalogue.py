@@ -1,0 +1,77 @@
+"""The search techniques by name: our own, and those that other packages bring by entry point.
+
+A module of its own because names are what users write (`arms=["bayesian", "mine"]`) and what packages can add: an
+entry point in the group `sirtaki.arms` is a callable like `make(space, rng)` that returns an `Arm`. Each technique
+is imported when it is built. Planners are not here: they need a model of the job, not a name alone.
+"""
+
+import logging
+from collections.abc import Callable, Mapping
+from importlib.metadata import entry_points
+from typing import cast
+
+import numpy as np
+
+from sirtaki.errors import TuningError
+
+from ..knobs import KnobSpace
+from .base import Arm
+
+logger = logging.getLogger(__name__)
+
+ENTRY_POINT_GROUP = "sirtaki.arms"
+
+MakeArm = Callable[[KnobSpace, np.random.Generator], Arm]
+
+
+def _grid(space: KnobSpace, rng: np.random.Generator) -> Arm:
+    from .grid import GridArm
+
+    return GridArm(space)
+
+
+def _pbt(space: KnobSpace, rng: np.random.Generator) -> Arm:
+    from .pbt import PBTArm
+
+    return PBTArm(space, rng=rng)
+
+
+def _bayesian(space: KnobSpace, rng: np.random.Generator) -> Arm:
+    from .bayesian import BayesianArm
+
+    return BayesianArm(space, rng=rng)
+
+
+def _hyperband(space: KnobSpace, rng: np.random.Generator) -> Arm:
+    from .hyperband import HyperbandArm
+
+    return HyperbandArm(space, rng=rng)
+
+
+OUR_ARMS: Mapping[str, MakeArm] = {"grid": _grid, "pbt": _pbt, "bayesian": _bayesian, "hyperband": _hyperband}
+
+
+def third_party_arms() -> dict[str, Callable[[], MakeArm]]:
+    """Names and loaders of the arms that installed packages bring; nothing of theirs is imported yet."""
+    return {point.name: point.load for point in entry_points(group=ENTRY_POINT_GROUP) if point.name not in OUR_ARMS}
+
+
+def make_arm(name: str, *, space: KnobSpace, rng: np.random.Generator) -> Arm:
+    """Builds one arm.
+
+    Raises:
+        TuningError: there is no arm of that name, or it cannot be built; the message says why.
+    """
+    if name in OUR_ARMS:
+        return OUR_ARMS[name](space, rng)
+    loaders = third_party_arms()
+    if name not in loaders:
+        raise TuningError(f"there is no search technique {name!r}; there are {', '.join([*OUR_ARMS, *loaders])}")
+    try:
+        arm: object = loaders[name]()(space, rng)
+    except Exception as err:  # somebody else's code may raise anything
+        raise TuningError(f"the search technique {name!r} could not be built: {err!r}") from err
+    missing = [part for part in ("name", "ask", "tell") if not hasattr(arm, part)]
+    if missing:
+        raise TuningError(f"the search technique {name!r} is no arm: it has no {', '.join(missing)}")
+    return cast(Arm, arm)

@@ -1,0 +1,59 @@
+"""Builds the bandit over all arms of a job: search techniques by name, planners, and arms given by the user.
+
+A module of its own because arms do not know the meta-solver, and the session does not know names.
+"""
+
+import logging
+from collections.abc import Sequence
+
+import numpy as np
+
+from sirtaki.errors import TuningError
+
+from ..arms.base import Arm
+from ..arms.catalogue import OUR_ARMS, make_arm, third_party_arms
+from ..knobs import KnobSpace
+from .auc_bandit import window_for
+from .bandit_arm import BanditArm
+
+logger = logging.getLogger(__name__)
+
+ITERATIONS_PER_TRIAL = 3  # a settling and two measured ones
+
+
+def default_arms(
+    *,
+    space: KnobSpace,
+    rng: np.random.Generator,
+    budget_iterations: int = 100,
+    names: Sequence[str] | None = None,
+    planners: Sequence[Arm] = (),
+    exploration: float = 0.2,
+) -> BanditArm:
+    """The bandit over the named search techniques and the given planners.
+
+    A technique that cannot be built is left out with a warning, unless the caller named it.
+
+    Args:
+        space: what may be chosen.
+        rng: split among the arms, so that one arm's draws do not depend on another's.
+        budget_iterations: of the warm-up; the bandit's window scales with it.
+        names: search techniques; None = all of ours and all that installed packages bring.
+        planners: arms that are there already, with names of their own.
+        exploration: C of the AUC formula.
+
+    Raises:
+        TuningError: a named technique is unknown or cannot be built, or no arm is left.
+    """
+    wanted = [*OUR_ARMS, *third_party_arms()] if names is None else list(names)
+    arms: list[Arm] = list(planners)
+    ties, *generators = rng.spawn(1 + len(wanted))
+    for name, generator in zip(wanted, generators, strict=True):
+        try:
+            arms.append(make_arm(name, space=space, rng=generator))
+        except TuningError as err:
+            if names is not None:
+                raise
+            logger.warning("%s; it is left out", err)
+    window = window_for(budget_iterations // ITERATIONS_PER_TRIAL, len(arms))
+    return BanditArm(arms, rng=ties, window=window, exploration=exploration)

@@ -1,0 +1,81 @@
+"""The surrogate learns from every arm's trials, heads for the optimum, and says what is left to gain."""
+
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from conformance.arm import GPU, PLANNED, WIDE, converse, span_of, trial_of
+
+from sirtaki.autotune.arms.bayesian import BayesianArm
+from sirtaki.autotune.arms.grid import GridArm
+from sirtaki.autotune.knobs import KnobSpace
+from sirtaki.autotune.lattice import KnobLattice
+from sirtaki.autotune.trial import Proposal
+
+
+@pytest.fixture
+def arm() -> BayesianArm:
+    return BayesianArm(WIDE, rng=np.random.default_rng(0))
+
+
+def optimum(space: KnobSpace) -> float:
+    return min(map(span_of, KnobLattice(space).points))
+
+
+def test_it_finds_the_best_of_hundreds_of_settings_in_a_few_dozen_trials(arm: BayesianArm) -> None:
+    spans = [span_of(proposal.knobs) for proposal in converse(arm, 30)]
+    assert len(KnobLattice(WIDE)) > 600
+    assert min(spans) <= 1.03 * optimum(WIDE)
+
+
+def test_it_starts_from_what_other_arms_have_measured(arm: BayesianArm) -> None:
+    arm.tell([trial_of(proposal) for proposal in GridArm(WIDE).ask(25)])
+    (first,) = arm.ask()
+    assert "expected improvement" in first.reason
+    assert span_of(first.knobs) <= 1.5 * optimum(WIDE)
+
+
+def test_it_proposes_nothing_that_is_known(arm: BayesianArm) -> None:
+    proposals = converse(arm, 20)
+    assert len({proposal.knobs for proposal in proposals}) == len(proposals)
+
+
+def test_asking_twice_gives_the_same_answer(arm: BayesianArm) -> None:
+    converse(arm, 8)
+    assert arm.ask(3) == arm.ask(3)
+
+
+def test_explicit_cuts_are_skipped(arm: BayesianArm) -> None:
+    converse(arm, 8)
+    before = arm.ask(3)
+    arm.tell([trial_of(Proposal(arm="planner", knobs=PLANNED), 1e-6)])
+    assert arm.ask(3) == before
+
+
+def test_the_hope_for_more_shrinks_with_what_is_known() -> None:
+    arm = BayesianArm(GPU, rng=np.random.default_rng(0))
+    assert arm.expected_improvement() is None
+    converse(arm, 8)
+    early = arm.expected_improvement()
+    converse(arm, 40)
+    late = arm.expected_improvement()
+    assert early is not None
+    assert late is not None
+    assert late < early
+    assert late < 0.01
+
+
+def test_a_proposal_is_ready_between_two_iterations(arm: BayesianArm) -> None:
+    """Many trials, a wide space: below 100 ms on an idle core; half a second bounds it on a busy one."""
+    arm.tell([trial_of(proposal) for proposal in GridArm(WIDE).ask(100)])
+    begin = time.perf_counter()
+    arm.ask()
+    assert time.perf_counter() - begin < 0.5
+
+
+def test_importing_the_arms_imports_neither_scikit_optimize_nor_optuna() -> None:
+    modules = "sirtaki.autotune.arms.bayesian, sirtaki.autotune.arms.hyperband, sirtaki.autotune.meta.ensemble"
+    code = f"import sys, {modules}; print({{'skopt', 'sklearn', 'optuna'}} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "set()\n"
