@@ -14,7 +14,7 @@ from enum import Enum
 from sirtaki.comm.layout import GradientLayout
 from sirtaki.errors import TuningError
 
-from ..knobs import Cut, Knobs
+from ..knobs import Cut
 from ..model.link import LinkModel
 from ..model.planning import PlanningModel, Route
 from .mg_wfbp import merge_gradients, merge_optimally
@@ -109,9 +109,7 @@ class AscWfbpN(Planner):
         simulator = model.simulator(route)
 
         def cost(cuts: tuple[Cut, ...]) -> tuple[float, int]:
-            streams = 1 + max(cut.stream for cut in cuts)
-            knobs = Knobs(unit_bytes=1, streams=streams, transport=route[0], algorithm=route[1], cuts=cuts)
-            return round(simulator.run_knobs(knobs).span_s, 6), len(cuts)
+            return round(simulator.run_cuts(cuts).span_s, 6), len(cuts)
 
         return min(set(self._candidates(model, model.links[route])), key=cost)
 

@@ -15,14 +15,15 @@ would need w seconds alone ends when that clock has gone w further, whatever sta
 import math
 from bisect import bisect_left
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
 from sirtaki.comm.layout import GradientLayout
-from sirtaki.comm.plan import CommPlan
+from sirtaki.comm.plan import CommPlan, TransportKind
 from sirtaki.errors import TuningError
 
-from ..knobs import Knobs
+from ..knobs import Cut, Knobs
 from .contention import ContentionModel
 from .link import LinkModel
 from .profile import Profile
@@ -67,6 +68,9 @@ class Timeline:
 class Simulator:
     """Replays plans of one layout on one link.
 
+    Attributes:
+        issuable_s: when each gradient and all before it are ready without communication, `(n_gradients,)`.
+
     Raises:
         TuningError: profile and layout are of different models.
     """
@@ -84,11 +88,17 @@ class Simulator:
         self.profile = profile
         self.link = link
         self.contention = contention
-        self._issuable_s = profile.issuable_s
+        self.issuable_s = profile.issuable_s
 
     def run_knobs(self, knobs: Knobs) -> Timeline:
         """The timeline of what these knobs expand to."""
         return self.run(knobs.to_plan(self.layout))
+
+    def run_cuts(self, cuts: Sequence[Cut]) -> Timeline:
+        """The timeline of explicit units on as many streams as they use."""
+        streams = 1 + max((cut.stream for cut in cuts), default=0)
+        transport = TransportKind.GLOO  # any: the link says what it costs
+        return self.run_knobs(Knobs(unit_bytes=1, streams=streams, transport=transport, cuts=tuple(cuts)))
 
     def run(self, plan: CommPlan) -> Timeline:
         """The timeline of `plan`.
@@ -99,7 +109,7 @@ class Simulator:
         if plan.numel != self.layout.numel:
             raise TuningError(f"a plan of {plan.numel} elements for a layout of {self.layout.numel}")
         offsets = self.layout.offsets
-        needed_s = [self._issuable_s[bisect_left(offsets, unit.stop) - 1] for unit in plan.units]
+        needed_s = [self.issuable_s[bisect_left(offsets, unit.stop) - 1] for unit in plan.units]
         works_s, residual_factors, threads = self._transmissions(plan)
         alone = self.link.throughput[0]
         times = _replay(

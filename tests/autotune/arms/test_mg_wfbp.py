@@ -5,7 +5,6 @@ from hypothesis import strategies as st
 
 from sirtaki.autotune.arms.mg_wfbp import merge_gradients, merge_optimally
 from sirtaki.autotune.arms.planner import cuts_for_groups
-from sirtaki.autotune.knobs import Knobs
 from sirtaki.autotune.model.link import LinkModel
 from sirtaki.autotune.model.planning import PlanningModel
 from sirtaki.autotune.model.profile import Profile
@@ -90,5 +89,5 @@ def test_the_optimum_agrees_with_the_simulator_and_the_oracle(case):
         links={ROUTE: LinkModel(alpha_s=alpha_s, throughput=(1 / beta,))},
     )
     ends = merge_optimally(model.profile.issuable_s, sizes, alpha_s=alpha_s, beta_s_per_byte=beta)
-    knobs = Knobs(unit_bytes=1, streams=1, transport=ROUTE[0], cuts=cuts_for_groups(model.layout, ends, streams=1))
-    assert model.simulator(ROUTE).run_knobs(knobs).span_s == pytest.approx(best_span_s(model, ROUTE, streams=1))
+    cuts = cuts_for_groups(model.layout, ends, streams=1)
+    assert model.simulator(ROUTE).run_cuts(cuts).span_s == pytest.approx(best_span_s(model, ROUTE, streams=1))
