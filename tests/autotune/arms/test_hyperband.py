@@ -34,7 +34,7 @@ def test_iterations_double_from_one_up_to_the_most() -> None:
 def test_some_settings_end_early_and_the_promoted_are_the_better_ones() -> None:
     asked = course(hyperband(), 120)
     finished = [span_of(knobs) for knobs, resources in asked.items() if resources[-1] == 4]
-    dropped = [span_of(knobs) for knobs, resources in asked.items() if resources[-1] == 1]
+    dropped = [span_of(knobs) for knobs, resources in asked.items() if resources[-1] < 4]
     assert len(dropped) >= 10
     assert np.median(finished) < np.median(dropped)
 
