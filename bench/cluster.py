@@ -1,0 +1,371 @@
+"""A cluster on one machine: nodes with host names of their own, a link rate each, and a cap on every single flow.
+
+A module of its own because benchmarks and tests use the same cluster. Clouds cap a TCP flow far below the link
+(AWS: 5-10 of 25-100 Gbit/s); that is what this one imitates, at rates that two cores can carry.
+
+    node k: network, UTS, IPC and mount namespaces, host name sirtaki-n<k>, address 10.77.0.<k+1>, a /dev/shm of its own
+    eth0 of node k ── veth ── port k of a bridge in a namespace that holds nothing else
+
+Upwards (eth0) an HTB class shapes the link and one child class per hashed pair of TCP ports caps a flow; downwards
+(the bridge's port) HTB shapes the link only. Segments without payload have a class of their own, as acknowledgements
+that queue behind bulk data would throttle the opposite direction. Nothing exists outside the namespaces, and these
+live inside one PID namespace whose first process dies with ours: leaving, Ctrl-C and a crash all end in the kernel
+taking everything away, so there is nothing to find or to clean up later.
+"""
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+SETUP_TIMEOUT_S = 30.0
+FLOW_CLASS_BITS = 12  # 4096 classes: created in a moment, and eight flows rarely share one (0.7 %)
+FIRST_FLOW_CLASS = 0x100
+ACK_CLASS = 0x2
+OTHER_CLASS = 0x3
+
+
+class LabError(RuntimeError):
+    """The emulated cluster could not be built, or a job in it failed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterShape:
+    """What the cluster looks like.
+
+    Attributes:
+        nodes: how many.
+        link_bits_per_s: rate of each node's link, upwards and downwards alike.
+        flow_bits_per_s: most that one TCP connection gets in one direction.
+    """
+
+    nodes: int = 4
+    link_bits_per_s: int = 400_000_000
+    flow_bits_per_s: int = 100_000_000
+
+
+def why_unavailable() -> str | None:
+    """Why this machine cannot emulate a cluster, or None if it can."""
+    if sys.platform != "linux":
+        return "network namespaces need Linux"
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    missing = [tool for tool in ("ip", "tc", "unshare", "nsenter", "setpriv") if shutil.which(tool) is None]
+    return f"not installed: {', '.join(missing)} (packages iproute2 and util-linux)" if missing else None
+
+
+class NetLab:
+    """An emulated cluster; a context manager that builds it on entry and takes it away on exit.
+
+    Raises:
+        LabError: this machine cannot do it, or a command of the setup failed; the message says which.
+    """
+
+    def __init__(self, shape: ClusterShape = ClusterShape()) -> None:  # noqa: B008  frozen
+        self.shape = shape
+        self._switch: subprocess.Popen[str] | None = None
+        self._directory: Path | None = None
+        self._node_pids: list[int] = []  # as seen inside the lab's PID namespace
+        self._init_pid = 0  # as seen from outside
+
+    def address(self, node: int) -> str:
+        """The IPv4 address of a node."""
+        return f"10.77.0.{node + 1}"
+
+    def hostname(self, node: int) -> str:
+        """The host name of a node, resolvable on all of them."""
+        return f"sirtaki-n{node}"
+
+    def __enter__(self) -> "NetLab":
+        reason = why_unavailable()
+        if reason is not None:
+            raise LabError(f"no emulated cluster on this machine: {reason}")
+        self._directory = Path(tempfile.mkdtemp(prefix="sirtaki-lab-"))
+        try:
+            self._start_namespaces(self._directory)
+            self._shape_links()
+            self._write_agent(self._directory)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End every process in the lab, and with them the namespaces; harmless when called twice."""
+        if self._switch is not None:
+            self._switch.kill()  # its child, the namespace's first process, follows, and all others with it
+            self._switch.wait()
+            self._switch = None
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
+            self._directory = None
+
+    def popen(
+        self, node: int, argv: Sequence[str], *, env: Mapping[str, str] | None = None, **options: object
+    ) -> "subprocess.Popen[str]":
+        """Start a program on a node, in the present working directory; it dies with the lab or with this process.
+
+        Args:
+            node: index of the node.
+            argv: program and arguments.
+            env: added to this process's environment.
+            options: handed on to `subprocess.Popen`.
+        """
+        inner = ["setpriv", "--pdeathsig", "KILL", "env", f"--chdir={os.getcwd()}", *argv]
+        command = ["setpriv", "--pdeathsig", "KILL", *self._enter(), *self._enter_node(node), *inner]
+        environment = {**os.environ, **(env or {})}
+        return subprocess.Popen(command, env=environment, text=True, **options)  # type: ignore[call-overload,no-any-return]
+
+    def run_ranks(
+        self,
+        argv: Sequence[str],
+        *,
+        ranks_per_node: int = 1,
+        env: Mapping[str, str] | None = None,
+        timeout_s: float = 600.0,
+        mpi_options: Sequence[str] = (),
+    ) -> str:
+        """Run an MPI job over all nodes and return what it printed on standard output.
+
+        Args:
+            argv: the program of each rank.
+            ranks_per_node: consecutive ranks that share a node.
+            env: added to the environment of every rank.
+            timeout_s: after this the job is killed.
+            mpi_options: further options of Open MPI's mpiexec.
+
+        Raises:
+            LabError: a rank failed or the time was up; the message holds the end of what the job said.
+        """
+        assert self._directory is not None, "run_ranks() belongs inside the with block"
+        hosts = ",".join(f"{self.address(node)}:{ranks_per_node}" for node in range(self.shape.nodes))
+        mpiexec = [shutil.which("mpiexec") or "mpiexec", "--allow-run-as-root", "--bind-to", "none"]
+        network = ["--mca", "btl_tcp_if_include", "eth0", "--prtemca", "prte_if_include", "eth0"]
+        agent = [
+            "--prtemca",
+            "plm_ssh_agent",
+            str(self._directory / "agent"),
+            "--prtemca",
+            "plm_ssh_no_tree_spawn",
+            "1",
+        ]
+        passed = [option for name in sorted(env or {}) for option in ("-x", name)]
+        ranks = str(ranks_per_node * self.shape.nodes)
+        command = [*mpiexec, *network, *agent, *mpi_options, "--host", hosts, "-np", ranks, *passed, *argv]
+        job = self.popen(0, command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL)
+        try:
+            output, errors = job.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired as err:
+            job.kill()
+            output, errors = job.communicate()
+            raise LabError(f"the job took longer than {timeout_s:g} s: {(output + errors)[-2000:]}") from err
+        except BaseException:
+            job.kill()
+            raise
+        if job.returncode != 0:
+            raise LabError(f"the job ended with status {job.returncode}: {(output + errors)[-4000:]}")
+        return str(output)
+
+    def _start_namespaces(self, directory: Path) -> None:
+        """Start the switch's and the nodes' namespaces, connected but not shaped yet."""
+        hosts = "".join(f"{self.address(node)} {self.hostname(node)}\n" for node in range(self.shape.nodes))
+        (directory / "hosts").write_text("127.0.0.1 localhost\n" + hosts)
+        (directory / "setup").write_text(_setup_script(directory, [self.hostname(n) for n in range(self.shape.nodes)]))
+        namespaces = ["--net", "--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc"]
+        self._switch = subprocess.Popen(
+            ["setpriv", "--pdeathsig", "KILL", "unshare", *namespaces, "sh", str(directory / "setup")],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # Ctrl-C is for us to handle, not for the lab
+        )
+        deadline = time.monotonic() + SETUP_TIMEOUT_S
+        while not (directory / "ready").exists():
+            if self._switch.poll() is not None or time.monotonic() > deadline:
+                self._switch.kill()
+                _, errors = self._switch.communicate()
+                raise LabError(f"the namespaces could not be set up: {errors.strip()[-1000:]}")
+            time.sleep(0.02)
+        children = Path(f"/proc/{self._switch.pid}/task/{self._switch.pid}/children").read_text().split()
+        self._init_pid = int(children[0])
+        self._node_pids = [int((directory / f"pid{node}").read_text()) for node in range(self.shape.nodes)]
+
+    def _shape_links(self) -> None:
+        for node in range(self.shape.nodes):
+            self._tc(self._enter_node(node), _uplink(self.shape))
+            self._tc([], _downlink(self.shape, f"port{node}"))
+
+    def _tc(self, enter_node: Sequence[str], commands: str) -> None:
+        program = ["tc", "-batch", "-"]
+        done = subprocess.run([*self._enter(), *enter_node, *program], input=commands, text=True, capture_output=True)
+        if done.returncode != 0:
+            raise LabError(f"tc refused the link's shape: {done.stderr.strip()[-1000:]}")
+
+    def _write_agent(self, directory: Path) -> None:
+        """What Open MPI's launcher runs instead of ssh: `agent <host> <command …>`, from inside the lab."""
+        cases = "".join(
+            f"{self.address(node)}|{self.hostname(node)}) node={pid};;\n" for node, pid in enumerate(self._node_pids)
+        )
+        enter = f"nsenter --target $node --net --mount --uts --ipc --wdns={shlex.quote(os.getcwd())}"
+        agent = directory / "agent"
+        agent.write_text(
+            f'#!/bin/sh\ncase $1 in\n{cases}*) echo "no node $1" >&2; exit 1;;\nesac\nshift\nexec {enter} sh -c "$*"\n'
+        )
+        agent.chmod(0o755)
+
+    def _enter(self) -> list[str]:
+        """A prefix that runs a command beside the bridge."""
+        return ["nsenter", "--target", str(self._init_pid), "--net", "--mount", "--uts", "--ipc", "--pid"]
+
+    def _enter_node(self, node: int) -> list[str]:
+        """A prefix that, after `_enter`, runs a command on a node."""
+        return ["nsenter", "--target", str(self._node_pids[node]), "--net", "--mount", "--uts", "--ipc"]
+
+
+def _setup_script(directory: Path, hostnames: Sequence[str]) -> str:
+    """The shell program of the lab's first process: it makes the nodes, joins them, and then only waits."""
+    place = shlex.quote(str(directory))
+    nodes = "".join(
+        f"""
+unshare --net --uts --ipc --mount sh -eu -c '
+  hostname {name}; mount -t tmpfs tmpfs /dev/shm; mount --bind {place}/hosts /etc/hosts
+  echo $$ > {place}/new{node}; mv {place}/new{node} {place}/pid{node}; exec sleep infinity' &
+"""
+        for node, name in enumerate(hostnames)
+    )
+    joins = "".join(
+        f"""
+tries=0
+until [ -e {place}/pid{node} ]; do tries=$((tries+1)); [ $tries -lt 500 ]; sleep 0.02; done
+pid=$(cat {place}/pid{node})
+ip link add port{node} type veth peer name eth0 netns $pid
+ip link set port{node} master bridge up
+nsenter --target $pid --net sh -eu -c '
+  ip link set lo up; ip address add 10.77.0.{node + 1}/16 dev eth0; ip link set eth0 up
+  sysctl -qw net.ipv4.tcp_congestion_control=cubic || true'
+"""
+        for node in range(len(hostnames))
+    )
+    bridge = "ip link set lo up\nip link add bridge type bridge forward_delay 0\nip link set bridge up\n"
+    return f"set -eu\n{bridge}{nodes}{joins}\necho > {place}/ready\nexec sleep infinity\n"
+
+
+def _link_classes(device: str, shape: ClusterShape) -> str:
+    """The classes that both directions have: the link, acknowledgements, and what is not TCP."""
+    link = shape.link_bits_per_s
+    return (
+        f"qdisc add dev {device} root handle 1: htb default {OTHER_CLASS:x}\n"
+        f"class add dev {device} parent 1: classid 1:1 htb rate {link}bit burst 64k cburst 64k\n"
+        f"class add dev {device} parent 1:1 classid 1:{ACK_CLASS:x} htb rate {link // 20}bit ceil {link}bit prio 0\n"
+        f"class add dev {device} parent 1:1 classid 1:{OTHER_CLASS:x} htb rate {link // 20}bit ceil {link}bit "
+        f"burst 64k cburst 64k prio 1\n"
+    )
+
+
+def _uplink(shape: ClusterShape) -> str:
+    """`tc` commands for a node's own interface: the link's rate, and under it the cap for each flow.
+
+    A flow class is guaranteed next to nothing and borrows from the link up to its ceiling: HTB serves guarantees even
+    where their sum exceeds the link.
+    """
+    classes = "".join(
+        f"class add dev eth0 parent 1:1 classid 1:{FIRST_FLOW_CLASS + index:x} htb rate 8kbit "
+        f"ceil {shape.flow_bits_per_s}bit burst 64k cburst 64k quantum 16000 prio 1\n"
+        for index in range(1 << FLOW_CLASS_BITS)
+    )
+    return _link_classes("eth0", shape) + classes + _filter("eth0", flow_classifier(flows=True))
+
+
+def _downlink(shape: ClusterShape, port: str) -> str:
+    """`tc` commands for a bridge's port: the link's rate."""
+    return _link_classes(port, shape) + _filter(port, flow_classifier(flows=False))
+
+
+def _filter(device: str, bytecode: str) -> str:
+    return f'filter add dev {device} parent 1: protocol all prio 1 bpf bytecode "{bytecode}"\n'
+
+
+_OPCODES = {
+    "load half": 0x28,
+    "load byte": 0x30,
+    "load half at x": 0x48,
+    "load byte at x": 0x50,
+    "x = ip header length": 0xB1,
+    "x = m": 0x61,
+    "m = a": 0x02,
+    "a &= k": 0x54,
+    "a >>= k": 0x74,
+    "a *= k": 0x24,
+    "a += k": 0x04,
+    "a -= x": 0x1C,
+    "a ^= x": 0xAC,
+    "if a == k": 0x15,
+    "if a != k": 0x15,
+    "return k": 0x06,
+    "return a": 0x16,
+}
+
+
+def flow_classifier(*, flows: bool) -> str:
+    """Classic BPF, as `tc filter … bpf bytecode` takes it: from a frame to its HTB class.
+
+    Acknowledgements go to theirs, TCP segments with payload to one of the flow classes by a hash of both ports (one
+    port alone would join all connections of a listening socket), everything else to the default class.
+
+    Args:
+        flows: tell flows apart; else segments with payload go to the default class too.
+    """
+    ethernet, frame_type, protocol, total_length = 14, 12, 23, 16
+    major = 1 << 16
+    by_ports: list[tuple[str, int, str]] = [
+        ("x = ip header length", ethernet, ""),
+        ("load half at x", ethernet, ""),  # source port
+        ("a *= k", 0x9E3779B1, ""),
+        ("m = a", 0, ""),
+        ("load half at x", ethernet + 2, ""),  # destination port
+        ("x = m", 0, ""),
+        ("a ^= x", 0, ""),
+        ("a *= k", 0x85EBCA6B, ""),
+        ("a >>= k", 32 - FLOW_CLASS_BITS, ""),
+        ("a += k", major + FIRST_FLOW_CLASS, ""),
+        ("return a", 0, ""),
+    ]
+    program = [
+        ("load half", frame_type, ""),
+        ("if a != k", 0x0800, "default"),
+        ("load byte", protocol, ""),
+        ("if a != k", 6, "default"),
+        ("x = ip header length", ethernet, ""),
+        ("load byte at x", ethernet + 12, ""),  # upper half: TCP header length in words
+        ("a &= k", 0xF0, ""),
+        ("a >>= k", 2, ""),
+        ("m = a", 0, ""),
+        ("load half", total_length, ""),
+        ("a -= x", 0, ""),
+        ("x = m", 0, ""),
+        ("a -= x", 0, ""),
+        ("if a == k", 0, "acknowledgement"),
+        *(by_ports if flows else []),
+        ("return k", 0, "default:"),  # no match
+        ("return k", major + ACK_CLASS, "acknowledgement:"),
+    ]
+    places = {label[:-1]: index for index, (_, _, label) in enumerate(program) if label.endswith(":")}
+    lines = []
+    for index, (operation, constant, label) in enumerate(program):
+        distance = places[label] - index - 1 if operation.startswith("if") else 0
+        jumps = (distance, 0) if operation == "if a == k" else (0, distance)
+        lines.append(f"{_OPCODES[operation]} {jumps[0]} {jumps[1]} {constant}")
+    return f"{len(lines)}," + ",".join(lines)

