@@ -170,7 +170,7 @@ def _bypass_shape_only(operations: dict[int, _Operation]) -> None:
 
 def _collapse_chains(operations: dict[int, _Operation]) -> None:
     """An operation without parameters joins the one before it if each is the other's only neighbour there."""
-    for number in list(operations):
+    for number in reversed(list(operations)):  # from the inputs on, so that a run grows at its end
         operation = operations[number]
         if operation.shapes or len(operation.sources) != 1:
             continue
