@@ -71,6 +71,7 @@ class Watchdog:
         self._warning_s, self._shutdown_s = warning_s, shutdown_s
         self._waits: list[Callable[[], Wait | None]] = []
         self._progress: list[Callable[[], str]] = []
+        self._leave_grace_s = min(LEAVE_GRACE_S, shutdown_s or LEAVE_GRACE_S)
         self._left: dict[int, float] = {}
         self._answers: dict[int, str] = {}
         self._sending: list[MPI.Request] = []
@@ -95,7 +96,11 @@ class Watchdog:
     def describe(self) -> str:
         """Where this rank is, in words, for the others' messages."""
         doing = [f"waits for {wait.what}" for wait in self._present_waits()] or [f"runs {self._location()}"]
-        return "; ".join([*doing, *filter(None, (progress() for progress in self._progress))])
+        return "; ".join([*doing, *self.progress()])
+
+    def progress(self) -> list[str]:
+        """How far this rank is, in words; empty if nothing is under way."""
+        return [text for progress in self._progress if (text := progress())]
 
     def _present_waits(self) -> list[Wait]:
         return [wait for source in self._waits if (wait := source()) is not None]
@@ -150,7 +155,7 @@ class Watchdog:
         now = time.monotonic()
         for wait in self._present_waits():
             waited_s = now - wait.since_s
-            gone = [rank for rank, when in self._left.items() if now - max(when, wait.since_s) > LEAVE_GRACE_S]
+            gone = [rank for rank, when in self._left.items() if now - max(when, wait.since_s) > self._leave_grace_s]
             if gone:
                 self._fail(
                     PeerLostError,
@@ -173,7 +178,8 @@ class Watchdog:
             self._read_messages()
         lines = [f"rank {self._comm.rank} has waited {waited_s:.0f} s for {wait.what}"]
         for rank in range(self._comm.size):
-            answer = self._answers.get(rank, "does not answer: it is gone, or its process is stopped")
+            silent = "has ended its script" if rank in self._left else "does not answer: it is gone or stopped"
+            answer = self._answers.get(rank, silent)
             if rank != self._comm.rank and not answer.startswith(f"waits for {wait.what}"):
                 lines.append(f"  missing: rank {rank} {answer}")
         return "\n".join(lines)

@@ -198,8 +198,8 @@ def _install_exit_hooks() -> None:
 def _abort(reason: str, *, code: int) -> NoReturn:
     """Ends the job on all ranks at once, saying who and where."""
     assert _runtime is not None
-    progress = _runtime.watchdog.describe()
-    print(f"sirtaki: rank {_runtime.control.rank} {reason} ({progress}); the job ends", file=sys.stderr, flush=True)
+    where = "".join(f"; it {text}" for text in _runtime.watchdog.progress())
+    print(f"sirtaki: rank {_runtime.control.rank} {reason}{where}; the job ends", file=sys.stderr, flush=True)
     sys.stdout.flush()
     load_mpi().COMM_WORLD.Abort(code)
     os._exit(code)  # not reached unless Abort is broken
