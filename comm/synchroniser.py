@@ -57,6 +57,11 @@ class HasGrad(Protocol):
         ...
 
 
+def dense_strides(param: HasGrad) -> tuple[int, ...]:
+    """The strides of a parameter's gradient: the parameter's own, without holes."""
+    return torch.empty_like(param, device="meta").stride()  # type: ignore[arg-type]  # a tensor in truth
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reduction:
     """What happens to every gradient: `postscale * op over ranks of (prescale * gradient)`.
@@ -100,10 +105,10 @@ class _Group:
         self, indices: list[int], params: Sequence[HasGrad], layout: GradientLayout, buffer: FlatBuffer
     ) -> None:
         self.indices, self.layout, self.buffer = indices, layout, buffer
-        offsets = layout.offsets
+        # A gradient has its parameter's strides (torch's layout contract, on which fused optimizers rely).
         self.views = [
-            buffer.tensor[offsets[position] : offsets[position + 1]].view(params[index].shape)
-            for position, index in enumerate(indices)
+            buffer.tensor.as_strided(params[index].shape, dense_strides(params[index]), offset)
+            for index, offset in zip(indices, layout.offsets, strict=False)
         ]
 
 
@@ -173,6 +178,10 @@ class Synchroniser:
     def layouts(self) -> tuple[GradientLayout, ...]:
         """The present layouts, one a dtype; the first has one more element, the vote."""
         return tuple(group.layout for group in self._groups)
+
+    def in_layout_order(self, values: Sequence[float]) -> list[float]:
+        """Values by parameter index, as reports give them, in the order of the first layout, the vote left out."""
+        return [values[index] for index in self._groups[0].indices]
 
     def _lay_out(self, order: list[int]) -> None:
         """Collective: new flat buffers in the given order of parameters; gradients that are there move along."""
@@ -310,7 +319,8 @@ class Synchroniser:
                 targets.append(view)
                 sources.append(gradient)
         if targets:
-            torch._foreach_copy_(targets, sources)
+            with torch.no_grad():  # gradients made with create_graph=True have a graph, the reduced ones have none
+                torch._foreach_copy_(targets, sources)
         adopts = self._adopts
         for index in fresh:
             if adopts[index]:
@@ -407,6 +417,7 @@ class Synchroniser:
         arrived = set(self._arrived)
         return [name for index, name in enumerate(self._names) if index not in arrived]
 
+    @torch.no_grad()
     def finish(self) -> IterationReport:
         """Collective: the backward pass has ended; blocks until every gradient is reduced.
 
@@ -486,7 +497,9 @@ class Synchroniser:
             self._next_vote = self.iteration + 2 * (self.iteration - self._learn_from + 50)
             return True
         relearn = float(self._vote) > 0.0
-        if self._arrived != self._order:
+        if self._arrived == self._order:
+            self._disorder = 0
+        else:
             self._watch_order(n_arrived)
         self._reset()
         if relearn:

@@ -1,0 +1,97 @@
+"""Training on several ranks must equal training in one process; written once for all programs for ranks."""
+
+import copy
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import sirtaki.torch as hvd
+
+Loss = Callable[[torch.nn.Module, int, int], torch.Tensor]
+"""(model, rank, iteration) → what that rank minimises in that iteration."""
+
+Step = Callable[[torch.optim.Optimizer, Callable[[], torch.Tensor]], None]
+"""(optimizer, loss) → one training step in a user's manner."""
+
+MakeOptimizer = Callable[[torch.nn.Module], torch.optim.Optimizer]
+
+
+def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def plain_step(optimizer: torch.optim.Optimizer, loss: Callable[[], torch.Tensor]) -> None:
+    optimizer.zero_grad()
+    loss().backward()
+    optimizer.step()
+
+
+def batch(rank: int, iteration: int, *shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    """This rank's share of the joined batch: every rank can compute every other's."""
+    generator = torch.Generator().manual_seed(7919 * iteration + rank)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def joined(loss: Loss, model: torch.nn.Module, iteration: int, *, op: int = hvd.Average) -> torch.Tensor:
+    """The loss of the joined batch in one process."""
+    total = sum((loss(model, rank, iteration) for rank in range(hvd.size())), torch.zeros(()))
+    return total / hvd.size() if op == hvd.Average else total
+
+
+def assert_same_training(
+    model: torch.nn.Module,
+    loss: Loss,
+    *,
+    steps: int = 6,
+    make_optimizer: MakeOptimizer = sgd,
+    step: Step = plain_step,
+    reference_step: Step | None = None,
+    tolerance: float = 1e-12,
+    seed: int = 1,
+    **options: Any,
+) -> torch.optim.Optimizer:
+    """Collective: trains `model` on all ranks and a copy of it alone, and compares the parameters after each step.
+
+    Returns:
+        The distributed optimizer.
+    """
+    alone = copy.deepcopy(model)
+    reference = make_optimizer(alone)
+    named = [(name, param) for name, param in model.named_parameters()]
+    optimizer = hvd.DistributedOptimizer(make_optimizer(model), named_parameters=named, **options)
+    op = options.get("op", hvd.Average)
+    for iteration in range(steps):
+        torch.manual_seed(seed)
+        step(optimizer, lambda now=iteration: loss(model, hvd.rank(), now))
+        torch.manual_seed(seed)
+        (reference_step or step)(reference, lambda now=iteration: joined(loss, alone, now, op=op))
+        assert_same_parameters(model, alone, tolerance, f"after step {iteration}")
+    return optimizer
+
+
+def assert_same_parameters(
+    model: torch.nn.Module, alone: torch.nn.Module, tolerance: float, when: str = ""
+) -> None:
+    wanted = dict(alone.named_parameters())
+    for name, param in model.named_parameters():
+        close = {"rtol": tolerance, "atol": tolerance}
+        torch.testing.assert_close(param, wanted[name], **close, msg=lambda text, n=name: f"{n} {when}: {text}")
+
+
+def assert_equal_on_all_ranks(model: torch.nn.Module) -> None:
+    """Collective."""
+    for name, param in model.named_parameters():
+        root = hvd.broadcast(param.detach(), 0, name=f"compared.{name}")
+        assert torch.equal(root, param), f"{name} differs between ranks"
+
+
+def run_cases(cases: list[Callable[[], None]], only: str = "") -> None:
+    """Collective: runs the cases one after the other; each prints a line, so that a failure is easy to find."""
+    for case in cases:
+        if only in case.__name__:
+            begin_s = time.perf_counter()
+            case()
+            if hvd.rank() == 0:
+                print(f"ok {case.__name__} {time.perf_counter() - begin_s:.1f} s", flush=True)
