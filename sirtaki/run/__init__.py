@@ -1,1 +1,5 @@
-"""`sirtakirun`: starts the ranks of a job."""
+"""`sirtakirun`: starts the ranks of a job. `run` does it from Python."""
+
+from .function import run
+
+__all__ = ["run"]

@@ -1,0 +1,59 @@
+"""What this process may use of its machine: cores and memory after affinity masks and cgroup limits.
+
+A module of its own because `os.cpu_count()` tells of the host, while a container's share is what ranks divide.
+"""
+
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+_CGROUPS = Path("/sys/fs/cgroup")
+_OWN_CGROUPS = Path("/proc/self/cgroup")
+
+
+def usable_cores() -> int:
+    """Cores that this process may keep busy at the same time, at least 1."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = cpu_quota()
+    return allowed if quota is None else max(1, min(allowed, math.ceil(quota)))
+
+
+def cpu_quota() -> float | None:
+    """The tightest cgroup CPU limit in cores, None = no limit."""
+    limits = []
+    for folder in _cgroup_folders("cpu"):
+        quota, _, period = _read(folder / "cpu.max").partition(" ")  # version 2
+        quota = quota or _read(folder / "cpu.cfs_quota_us")  # version 1: -1 = no limit
+        period = period or _read(folder / "cpu.cfs_period_us")
+        if quota.isdecimal() and period.isdecimal():
+            limits.append(int(quota) / int(period))
+    return min(limits, default=None)
+
+
+def memory_limit_bytes() -> int | None:
+    """The tightest cgroup memory limit, None = no limit."""
+    limits = []
+    for folder in _cgroup_folders("memory"):
+        text = _read(folder / "memory.max") or _read(folder / "memory.limit_in_bytes")
+        if text.isdecimal() and int(text) < 2**60:  # version 1 writes a number near 2^63 for "no limit"
+            limits.append(int(text))
+    return min(limits, default=None)
+
+
+def _cgroup_folders(controller: str) -> Iterator[Path]:
+    """This process's cgroup and those above it, as `/proc/self/cgroup` names them (`id:controllers:path`)."""
+    for line in _read(_OWN_CGROUPS).splitlines():
+        _, controllers, path = line.split(":", 2)
+        root = _CGROUPS / controllers if controllers else _CGROUPS
+        if not controllers or controller in controllers.split(","):
+            folder = root / path.lstrip("/")
+            # Inside a container the path may be the host's; the mount then shows the own cgroup as its root.
+            yield from (parent for parent in (folder, *folder.parents) if parent.is_relative_to(root))
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""

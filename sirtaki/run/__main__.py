@@ -1,0 +1,38 @@
+"""`sirtakirun` and `python -m sirtaki.run`."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from sirtaki.errors import ConfigError, LaunchError
+
+from .config_file import arguments_from_file
+from .launch import launch
+from .options import option_names, parse
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the launcher.
+
+    Returns:
+        0; the failing rank's exit code; 2 for options that cannot be meant; 1 where ranks could not be started;
+        128 + the signal that ended the launcher.
+    """
+    arguments = sys.argv[1:] if arguments is None else arguments
+    try:
+        options = parse(arguments)
+        if options.check_build:
+            return subprocess.call([sys.executable, "-m", "sirtaki.cli", "doctor"])
+        if options.config_file:
+            from_file = arguments_from_file(Path(options.config_file), option_names())
+            options = parse([*from_file, *arguments])
+        return launch(options)
+    except (ConfigError, LaunchError) as err:
+        print(f"sirtakirun: {err}", file=sys.stderr)
+        return 2 if isinstance(err, ConfigError) else 1
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,117 @@
+"""`run`: calls a function on every rank of a job of its own, as `horovod.run` does."""
+
+import importlib
+import pickle
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from sirtaki.errors import ConfigError, LaunchError
+
+from .launch import launch
+from .options import parse
+
+_CALL = "call.pickle"
+
+
+def run(
+    func: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    num_proc: int = 1,
+    min_num_proc: int | None = None,
+    max_num_proc: int | None = None,
+    slots: int | None = None,
+    reset_limit: int | None = None,
+    cooldown_range: tuple[int, int] | None = None,
+    hosts: str | None = None,
+    hostfile: str | None = None,
+    host_discovery_script: str | None = None,
+    start_timeout: float | None = None,
+    ssh_port: int | None = None,
+    ssh_identity_file: str | None = None,
+    disable_cache: bool | None = None,
+    output_filename: str | None = None,
+    verbose: bool | None = None,
+    use_gloo: bool | None = None,
+    use_mpi: bool | None = None,
+    mpi_args: str | None = None,
+    network_interface: str | None = None,
+    network_interfaces: str | None = None,
+    executable: str | None = None,
+    np: int | None = None,
+    min_np: int | None = None,
+    max_np: int | None = None,
+) -> list[Any]:
+    """Calls `func(*args, **kwargs)` on every rank; blocks until all have returned.
+
+    Function, arguments and results travel as pickles (cloudpickle's where it is installed, which takes lambdas and
+    functions of `__main__`) through a temporary folder: with ranks on other hosts, TMPDIR must lie on a file system
+    that they share. Names, order and defaults of the arguments are `horovod.run`'s; `disable_cache`, `use_gloo` and
+    `use_mpi` have no effect, the elastic ones are refused.
+
+    Returns:
+        The results, by rank.
+
+    Raises:
+        ConfigError: arguments that cannot be meant.
+        LaunchError: the ranks could not be started, or one failed; its traceback is in the output.
+    """
+    del disable_cache, use_gloo, use_mpi
+    elastic = (min_num_proc, max_num_proc, slots, reset_limit, cooldown_range, host_discovery_script, min_np, max_np)
+    if any(value is not None for value in elastic):
+        raise ConfigError("elastic training is not there yet; give num_proc (and hosts) only")
+    ranks = np or num_proc
+    options = {
+        "-np": ranks,
+        "--hosts": hosts,
+        "--hostfile": hostfile,
+        "--start-timeout": start_timeout,
+        "--ssh-port": ssh_port,
+        "--ssh-identity-file": ssh_identity_file,
+        "--output-filename": output_filename,
+        "--network-interfaces": network_interfaces or network_interface,
+    }
+    words = [word for name, value in options.items() if value is not None for word in (name, str(value))]
+    words += ["--verbose"] if verbose else []
+    words += [f"--mpi-args={mpi_args}"] if mpi_args else []
+    with tempfile.TemporaryDirectory(prefix="sirtaki-run-") as folder:
+        Path(folder, _CALL).write_bytes(_pickler().dumps((func, tuple(args), dict(kwargs or {}))))
+        command = [executable or sys.executable, "-m", "sirtaki.run.function", folder]
+        exit_code = launch(parse([*words, "--", *command]))
+        if exit_code != 0:
+            raise LaunchError(f"a rank failed with exit code {exit_code}; its traceback is in the output above")
+        return [_result(folder, rank) for rank in range(ranks)]
+
+
+def _result(folder: str, rank: int) -> Any:  # Any: what the user's function returned
+    try:
+        return pickle.loads(Path(folder, f"result.{rank}").read_bytes())
+    except OSError as err:
+        raise LaunchError(
+            f"there is no result of rank {rank} in {folder}; with ranks on other hosts set TMPDIR to a folder "
+            "that all of them share"
+        ) from err
+
+
+def _pickler() -> ModuleType:
+    try:
+        return importlib.import_module("cloudpickle")
+    except ImportError:
+        return pickle
+
+
+def _call(folder: str) -> None:
+    """On a rank: calls the function and leaves its result."""
+    from mpi4py import MPI  # here, since the launching side must not load MPI
+
+    func, args, kwargs = pickle.loads(Path(folder, _CALL).read_bytes())
+    result = func(*args, **kwargs)
+    Path(folder, f"result.{MPI.COMM_WORLD.Get_rank()}").write_bytes(_pickler().dumps(result))
+
+
+if __name__ == "__main__":
+    _call(sys.argv[1])

@@ -1,0 +1,141 @@
+"""Starts a job from parsed options: hosts, ranks, environment, command line, supervision."""
+
+import argparse
+import os
+import shlex
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from sirtaki.errors import ConfigError
+from sirtaki.machine import usable_cores
+from sirtaki.mpi_library import Launcher, MpiLibrary, find_mpi_library, find_mpiexec
+from sirtaki.settings import Settings
+
+from .hosts import Host, parse_hosts, read_hostfile, slurm_hosts
+from .mpi_command import Job, carried_variables, mpiexec_command, ssh_variables
+from .output import OutputOptions, output_folder
+from .rank_command import RankCommand, rank_command
+from .supervisor import Supervisor
+
+SHIM = Path(__file__).parent / "shim"
+"""The folder that gives `import horovod` when it comes first on PYTHONPATH."""
+
+# What an outer MPI job leaves in the environment; mpiexec would believe to be one of its ranks.
+_OUTER_JOB = ("PMIX_", "PMI_", "OMPI_COMM_WORLD", "OMPI_UNIVERSE", "PRTE_LAUNCHED", "HYDI_", "MPI_LOCAL")
+_OUTER_RANK = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "HOSTNAME")
+
+
+def launch(options: argparse.Namespace) -> int:
+    """Runs the job that `options` (of `parse`) describe to its end.
+
+    Returns:
+        The exit code for the launcher.
+
+    Raises:
+        ConfigError: options that cannot be meant; nothing was started.
+        LaunchError: the ranks could not be started.
+    """
+    exported = _exported(options.exported, os.environ)
+    environ = _rank_environ(os.environ, {**options.rank_variables, **exported})
+    for note in (*options.notes, *Settings.from_environ(environ).notes):
+        _say(note)
+    hosts = _hosts(options, environ)
+    ranks = _ranks(options.ranks, hosts)
+    here = all(host.is_local for host in hosts)
+    command = rank_command(options.command, as_horovod=options.as_horovod, check_files=here)
+    library = find_mpi_library(command.python)
+    mpiexec = find_mpiexec(library)
+    if options.as_horovod:
+        environ["PYTHONPATH"] = os.pathsep.join([str(SHIM), *filter(None, [environ.get("PYTHONPATH")])])
+        beside = f"; the installed Horovod {library.horovod} is set aside" if library.horovod else ""
+        _say(f"`import horovod` gives Sirtaki{beside}")
+    local_ranks = min(ranks, hosts[0].slots) if hosts else ranks
+    environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // local_ranks)))
+    if options.interfaces:
+        environ.update(dict.fromkeys(("SIRTAKI_GLOO_IFACE", "NCCL_SOCKET_IFNAME"), options.interfaces))
+    job = _job(options, ranks=ranks, hosts=hosts, command=command, exported=exported, environ=environ)
+    words = mpiexec_command(job, mpiexec, library)
+    if options.verbose:
+        _describe(library, environ, hosts, words)
+    output = OutputOptions(
+        hydra=library.launcher is Launcher.HYDRA,
+        prefix=options.prefix and ranks > 1,
+        timestamps=options.timestamps,
+        folder=output_folder(options.output_filename) if options.output_filename else None,
+    )
+    supervisor = Supervisor(ranks=ranks, start_timeout_s=options.start_timeout, output=output)
+    return supervisor.run(words, {**environ, **ssh_variables(job)})
+
+
+def _job(
+    options: argparse.Namespace,
+    *,
+    ranks: int,
+    hosts: tuple[Host, ...],
+    command: RankCommand,
+    exported: Mapping[str, str],
+    environ: Mapping[str, str],
+) -> Job:
+    here = all(host.is_local for host in hosts)
+    port = ("-p", str(options.ssh_port)) if options.ssh_port else ()
+    identity = ("-i", options.ssh_identity_file) if options.ssh_identity_file else ()
+    local_ranks = min(ranks, hosts[0].slots) if hosts else ranks
+    return Job(
+        ranks=ranks,
+        hosts=() if here else hosts,
+        command=command.words,
+        exported={} if here else {**carried_variables(environ), **exported},
+        oversubscribed=local_ranks > usable_cores(),
+        as_root=os.geteuid() == 0,
+        binding=tuple(shlex.split(options.binding_args)),
+        extra=tuple(shlex.split(options.mpi_args)),
+        interfaces=tuple(filter(None, options.interfaces.split(","))),
+        tcp=options.tcp,
+        ssh=(*port, *identity),
+    )
+
+
+def _exported(words: list[str], environ: Mapping[str, str]) -> dict[str, str]:
+    """`-x NAME=value` as it is, `-x NAME` with the launcher's value."""
+    found = {}
+    for word in words:
+        name, given, value = word.partition("=")
+        if not name or (not given and name not in environ):
+            raise ConfigError(f"-x {word}: {name or 'the variable'} is not set; write -x NAME=value or set it first")
+        found[name] = value if given else environ[name]
+    return found
+
+
+def _rank_environ(environ: Mapping[str, str], added: Mapping[str, str]) -> dict[str, str]:
+    outer = {f"HOROVOD_{name}" for name in _OUTER_RANK}
+    kept = {name: value for name, value in environ.items() if not name.startswith(_OUTER_JOB) and name not in outer}
+    return {**kept, **added}
+
+
+def _hosts(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[Host, ...]:
+    if options.hosts:
+        return parse_hosts(options.hosts)
+    if options.hostfile:
+        return read_hostfile(Path(options.hostfile))
+    return slurm_hosts(environ)
+
+
+def _ranks(wanted: int | None, hosts: tuple[Host, ...]) -> int:
+    slots = sum(host.slots for host in hosts)
+    if wanted is None and not hosts:
+        raise ConfigError("how many ranks? Give -np N, or hosts with slots (-H, --hostfile, a Slurm allocation)")
+    if wanted is not None and hosts and wanted > slots:
+        raise ConfigError(f"-np {wanted}, but the hosts have {slots} slots; name more hosts or slots, or fewer ranks")
+    return slots if wanted is None else wanted
+
+
+def _describe(library: MpiLibrary, environ: Mapping[str, str], hosts: tuple[Host, ...], words: list[str]) -> None:
+    _say(f"MPI library: {library.describe()}, mpi4py {library.mpi4py}")
+    _say(f"hosts: {', '.join(f'{host.name} ({host.slots} slots)' for host in hosts) or 'this one'}")
+    _say(f"OMP_NUM_THREADS={environ['OMP_NUM_THREADS']}, {usable_cores()} cores here")
+    _say(f"starts: {shlex.join(words)}")
+
+
+def _say(line: str) -> None:
+    print(f"sirtakirun: {line}", file=sys.stderr, flush=True)

@@ -1,0 +1,209 @@
+"""The command line of `sirtakirun`: its own options and horovodrun's.
+
+Horovod's options that set something here become the environment variable of the ranks that says the same; those
+without a meaning are accepted with a note, so that a launch script need not change; those that ask for what is not
+there (elastic training) are refused.
+"""
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sirtaki
+from sirtaki.settings import SMALLEST_UNIT_BYTES, WITHOUT_EFFECT
+
+START_TIMEOUT_S = 60.0
+
+_ELASTIC = "elastic training is not there yet; start with a fixed -np"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSetting:
+    """An option that becomes an environment variable of the ranks.
+
+    Attributes:
+        flags: as written on the command line.
+        variable: what it sets, or a variable of Horovod's that has no effect.
+        help: one line.
+        constant: the value of an option without argument, None = the option takes one.
+        convert: the argument → the variable's text; ValueError if it cannot be meant.
+    """
+
+    flags: tuple[str, ...]
+    variable: str
+    help: str = ""
+    constant: str | None = None
+    convert: Callable[[str], str] = str
+
+
+def _unit_bytes(megabytes: str) -> str:
+    """Horovod's 0 means "do not fuse"; the smallest unit comes nearest."""
+    if (size := float(megabytes)) < 0:
+        raise ValueError(megabytes)
+    return str(int(size * 2**20) or SMALLEST_UNIT_BYTES)
+
+
+def _without_effect(flag: str, variable: str, constant: str | None = None) -> RankSetting:
+    return RankSetting(flags=(flag,), variable=variable, help="no effect here", constant=constant)
+
+
+RANK_SETTINGS: tuple[RankSetting, ...] = (
+    RankSetting(flags=("--autotune",), variable="SIRTAKI_TUNE", constant="1", help="tune (the default)"),
+    RankSetting(flags=("--no-autotune",), variable="SIRTAKI_TUNE", constant="0", help="do not tune"),
+    RankSetting(flags=("--autotune-log-file",), variable="SIRTAKI_TRIAL_LOG", help="a line for each trial"),
+    RankSetting(
+        flags=("--fusion-threshold-mb",), variable="SIRTAKI_UNIT_BYTES", convert=_unit_bytes, help="fixes the unit size"
+    ),
+    RankSetting(flags=("--num-nccl-streams",), variable="SIRTAKI_STREAMS", help="fixes the number of streams"),
+    RankSetting(flags=("--hierarchical-allreduce",), variable="SIRTAKI_ALGORITHM", constant="hierarchical"),
+    RankSetting(flags=("--no-hierarchical-allreduce",), variable="SIRTAKI_ALGORITHM", constant="flat"),
+    RankSetting(flags=("--timeline-filename",), variable="SIRTAKI_TIMELINE", help="Chrome trace of all ranks"),
+    RankSetting(flags=("--timeline-mark-cycles",), variable="HOROVOD_TIMELINE_MARK_CYCLES", constant="1"),
+    RankSetting(flags=("--no-stall-check",), variable="SIRTAKI_STALL_CHECK", constant="0"),
+    RankSetting(flags=("--stall-check-warning-time-seconds",), variable="SIRTAKI_STALL_WARNING_S"),
+    RankSetting(flags=("--stall-check-shutdown-time-seconds",), variable="SIRTAKI_STALL_SHUTDOWN_S"),
+    RankSetting(flags=("--log-level",), variable="SIRTAKI_LOG_LEVEL", help="trace, debug, info, warning, error, fatal"),
+    RankSetting(flags=("--log-without-timestamp",), variable="HOROVOD_LOG_HIDE_TIME", constant="1"),
+    _without_effect("--cycle-time-ms", "HOROVOD_CYCLE_TIME"),
+    _without_effect("--cache-capacity", "HOROVOD_CACHE_CAPACITY"),
+    _without_effect("--hierarchical-allgather", "HOROVOD_HIERARCHICAL_ALLGATHER", "1"),
+    _without_effect("--no-hierarchical-allgather", "HOROVOD_HIERARCHICAL_ALLGATHER", "0"),
+    _without_effect("--torus-allreduce", "HOROVOD_TORUS_ALLREDUCE", "1"),
+    _without_effect("--no-torus-allreduce", "HOROVOD_TORUS_ALLREDUCE", "0"),
+    _without_effect("--autotune-warmup-samples", "HOROVOD_AUTOTUNE_WARMUP_SAMPLES"),
+    _without_effect("--autotune-steps-per-sample", "HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE"),
+    _without_effect("--autotune-bayes-opt-max-samples", "HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES"),
+    _without_effect("--autotune-gaussian-process-noise", "HOROVOD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE"),
+    _without_effect("--mpi-threads-disable", "HOROVOD_MPI_THREADS_DISABLE", "1"),
+    _without_effect("--thread-affinity", "HOROVOD_THREAD_AFFINITY"),
+    _without_effect("--gloo-timeout-seconds", "HOROVOD_GLOO_TIMEOUT_SECONDS"),
+    _without_effect("--gloo", "HOROVOD_CONTROLLER", "gloo"),
+)
+
+# Options that are refused: flags, number of arguments, why.
+REFUSED: tuple[tuple[tuple[str, ...], int, str], ...] = (
+    (("--min-np", "--min-num-proc"), 1, _ELASTIC),
+    (("--max-np", "--max-num-proc"), 1, _ELASTIC),
+    (("--slots-per-host",), 1, _ELASTIC),
+    (("--elastic-timeout",), 1, _ELASTIC),
+    (("--reset-limit",), 1, _ELASTIC),
+    (("--blacklist-cooldown-range",), 2, _ELASTIC),
+    (("--host-discovery-script",), 1, _ELASTIC),
+    (("--jsrun",), 0, "LSF's jsrun is not supported; give the hosts with -H or --hostfile"),
+)
+
+
+class _SetForRanks(argparse.Action):
+    """Notes a variable of the ranks, or that the option has no effect."""
+
+    def __init__(self, *args: Any, setting: RankSetting, **kwargs: Any) -> None:  # Any: argparse's own arguments
+        kwargs["nargs"] = 0 if setting.constant is not None else None
+        super().__init__(*args, **kwargs)
+        self.setting = setting
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        variable = self.setting.variable
+        if variable in WITHOUT_EFFECT:
+            namespace.notes.append(f"{option} has no effect here: {WITHOUT_EFFECT[variable]}")
+            return
+        try:
+            text = self.setting.constant if self.setting.constant is not None else self.setting.convert(values)
+        except ValueError:
+            parser.error(f"{option} {values}: not a value that can be meant")
+        namespace.rank_variables[variable] = text
+
+
+class _Refuse(argparse.Action):
+    """Ends with the reason why an option is not there."""
+
+    def __init__(self, *args: Any, why: str, **kwargs: Any) -> None:  # Any: argparse's own arguments
+        super().__init__(*args, **kwargs)
+        self.why = why
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        parser.error(f"{option}: {self.why}")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser; `parse` adds what argparse cannot say."""
+    parser = argparse.ArgumentParser(
+        prog="sirtakirun",
+        usage="sirtakirun [options] -np N python train.py …",
+        description="Starts a script on N ranks with the mpiexec that belongs to this Python's MPI library.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("-v", "--version", action="version", version=f"sirtakirun {sirtaki.__version__}")
+    add("-cb", "--check-build", action="store_true", help="say what is available here (as `sirtaki doctor`) and end")
+    add("-np", "--num-proc", dest="ranks", type=_positive, metavar="N", help="number of ranks")
+    add("-H", "--hosts", metavar="LIST", help="host1:slots,host2:slots")
+    add("-hostfile", "--hostfile", metavar="FILE", help="one host a line: name slots=4")
+    add("-x", action="append", default=[], dest="exported", metavar="VAR[=VALUE]", help="variable for all ranks")
+    add("--as-horovod", action="store_true", help="`import horovod` gives Sirtaki in the ranks")
+    add("--verbose", action="store_true", help="say what is started and with what")
+    add("--config-file", metavar="FILE", help="options from a YAML, TOML or JSON file; the command line wins")
+    add("--start-timeout", type=_seconds, default=START_TIMEOUT_S, metavar="S", help="seconds for all ranks to start")
+    add("--network-interfaces", "--network-interface", dest="interfaces", default="", metavar="LIST", help="eth0,eth1")
+    add("--tcp", action="store_true", help="only TCP between hosts")
+    add("-p", "--ssh-port", type=_positive, metavar="PORT")
+    add("-i", "--ssh-identity-file", metavar="FILE")
+    add("--mpi-args", default="", metavar="ARGS", help="further arguments for mpiexec, in one quoted word")
+    add("--binding-args", default="", metavar="ARGS", help="mpiexec arguments that place and bind ranks")
+    add("--output-filename", metavar="FOLDER", help="also write FOLDER/rank.N/stdout and stderr")
+    add("-prefix-timestamp", "--prefix-output-with-timestamp", dest="timestamps", action="store_true")
+    add("--no-prefix", dest="prefix", action="store_false", help="output lines do not begin with the rank")
+    add("--disable-cache", action="store_true", help="no effect here: nothing is cached")
+    add("--mpi", action="store_true", help="the only way there is")
+    settings = parser.add_argument_group("settings of the ranks (also environment variables)")
+    for setting in RANK_SETTINGS:
+        settings.add_argument(
+            *setting.flags, action=_SetForRanks, setting=setting, dest=argparse.SUPPRESS, help=setting.help,
+            metavar="VALUE",
+        )  # fmt: skip
+    for flags, arguments, why in REFUSED:
+        parser.add_argument(
+            *flags, action=_Refuse, nargs=arguments, why=why, dest=argparse.SUPPRESS, help=argparse.SUPPRESS
+        )
+    parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    return parser
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """The options, with `rank_variables` (name → text), `notes` (lines) and `command` (words) besides."""
+    parser = build_parser()
+    start = argparse.Namespace(rank_variables={}, notes=[])
+    options = parser.parse_args(arguments, namespace=start)
+    if options.command[:1] == ["--"]:
+        del options.command[0]
+    if options.hosts and options.hostfile:
+        parser.error("-H and --hostfile both say where to run; give one")
+    if options.disable_cache:
+        options.notes.append("--disable-cache has no effect here: nothing is cached")
+    return options
+
+
+def option_names() -> Mapping[str, bool]:
+    """Long options without dashes → whether they take an argument; for the configuration file."""
+    return {
+        flag.removeprefix("--"): action.nargs != 0
+        for action in build_parser()._actions
+        for flag in action.option_strings
+        if flag.startswith("--")
+    }
+
+
+def _positive(text: str) -> int:
+    if (value := int(text)) < 1:
+        raise ValueError(text)
+    return value
+
+
+def _seconds(text: str) -> float:
+    if not 0 < (value := float(text)) < float("inf"):
+        raise ValueError(text)
+    return value

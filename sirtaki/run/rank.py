@@ -1,0 +1,167 @@
+"""Runs a user's script as one rank: `python -m sirtaki.run.rank [--as-horovod] script.py …`.
+
+A plain `mpiexec python script.py` hangs when one rank raises: its interpreter waits in MPI_Finalize for the others,
+which wait for it. Here a rank that fails says so to the launcher and leaves without MPI_Finalize.
+"""
+
+import argparse
+import atexit
+import importlib
+import io
+import os
+import runpy
+import signal
+import socket
+import sys
+import threading
+import time
+import types
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from .rank_channel import Event, Message
+
+EXIT_GRACE_S = 3.0
+"""How long a failed rank's exit handlers may take; they must not wait for ranks that wait for this one."""
+
+_ORPHAN_POLL_S = 2.0
+
+# Where the launchers write a rank's place: Open MPI, Hydra (MPICH, Intel MPI), PMIx, Slurm.
+_PLACES = {
+    "RANK": ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID"),
+    "SIZE": ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS"),
+    "LOCAL_RANK": ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID"),
+    "LOCAL_SIZE": ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"),
+}
+
+
+def main() -> None:
+    """Runs what the command line names; the exit code is the script's."""
+    parser = argparse.ArgumentParser(prog="sirtaki.run.rank", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--as-horovod", action="store_true", help="`import horovod` gives Sirtaki")
+    parser.add_argument("--exec", action="store_true", help="the command is a program, not Python")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="script.py …, -m module … or -c code …")
+    options = parser.parse_args()
+    command = options.command[1:] if options.command[:1] == ["--"] else options.command
+    _set_horovod_variables()
+    if options.exec:
+        _tell(Event.HANDED_OVER)
+        os.execvp(command[0], command)
+    _tell(Event.STARTED)
+    threading.Thread(target=_end_with_parent, args=[os.getppid()], name="orphan-watch", daemon=True).start()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # Whole lines: else those of several ranks are mixed at the borders of buffers, or of words.
+            stream.reconfigure(line_buffering=True, write_through=False)
+    if options.as_horovod:
+        importlib.import_module("horovod")  # the shim, before a folder of that name beside the script is seen
+    try:
+        run_python(command)
+    except SystemExit as stop:
+        _end(_exit_code(stop), reason=f"exit code {_exit_code(stop)}")
+    except KeyboardInterrupt:
+        _end(130, reason="KeyboardInterrupt")
+    except BaseException as err:
+        trace = err.__traceback__
+        while trace is not None and trace.tb_frame.f_code.co_filename in {__file__, runpy.__file__}:
+            trace = trace.tb_next  # a user's traceback begins in the user's script
+        sys.excepthook(type(err), err.with_traceback(trace), trace)
+        _end(1, reason=f"{type(err).__name__}: {err}".splitlines()[0])
+    _tell(Event.FINISHED)
+
+
+def run_python(command: Sequence[str]) -> None:
+    """Runs `script.py args`, `-m module args` or `-c code args` as the interpreter itself would."""
+    match command:
+        case ["-m", module, *_]:
+            sys.argv = list(command[1:])
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+        case ["-c", code, *_]:
+            sys.argv = ["-c", *command[2:]]
+            sys.path[0] = ""
+            _execute(code, "<string>", main_file=None)
+        case [script, *_] if Path(script).is_dir():
+            sys.argv = list(command)
+            del sys.path[0]
+            runpy.run_path(script, run_name="__main__")
+        case [script, *_]:
+            sys.argv = list(command)
+            sys.path[0] = str(Path(script).resolve().parent)
+            _execute(Path(script).read_bytes(), script, main_file=script)
+
+
+def _execute(code: str | bytes, name: str, *, main_file: str | None) -> None:
+    """Runs code as a `__main__` that stays, for what pickles or looks at it later (multiprocessing does)."""
+    module = types.ModuleType("__main__")
+    module.__builtins__ = __builtins__  # type: ignore[attr-defined]  # as in an interpreter's own __main__
+    if main_file is not None:
+        module.__file__ = main_file
+    sys.modules["__main__"] = module
+    exec(compile(code, name, "exec"), module.__dict__)
+
+
+def _exit_code(stop: SystemExit) -> int:
+    match stop.code:
+        case None:
+            return 0
+        case int(code):
+            return code & 0xFF
+        case message:
+            print(message, file=sys.stderr)
+            return 1
+
+
+def _end(exit_code: int, *, reason: str) -> None:
+    """Leaves the job; returns only where the script has ended well."""
+    if exit_code != 0:
+        print(f"sirtakirun: {_name()} failed ({reason}); all ranks are ended", file=sys.stderr)
+        _tell(Event.FAILED, exit_code)
+        _leave(exit_code)
+
+
+def _leave(exit_code: int) -> NoReturn:
+    """Ends this process with its exit handlers but without MPI_Finalize."""
+    give_up = threading.Timer(EXIT_GRACE_S, os._exit, args=[exit_code])
+    give_up.daemon = True
+    give_up.start()
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(exit_code)
+
+
+def _end_with_parent(parent: int) -> None:
+    """Ends this process once its parent, mpiexec's local daemon, is gone: a killed launcher leaves nothing behind."""
+    while os.getppid() == parent:
+        time.sleep(_ORPHAN_POLL_S)
+    if os.getpgrp() == os.getpid():  # so it is under mpiexec
+        os.killpg(0, signal.SIGKILL)  # at once, with its own children: what it waits for will not come
+
+
+def _place(name: str) -> int | None:
+    return next((int(os.environ[key]) for key in _PLACES[name] if os.environ.get(key, "").isdecimal()), None)
+
+
+def _name() -> str:
+    return f"rank {_place('RANK') or 0} on {socket.gethostname()}"
+
+
+def _set_horovod_variables() -> None:
+    """Scripts may read their rank before `init()`, as under horovodrun; `init()` sets the rest."""
+    for name in _PLACES:
+        value = _place(name)
+        if value is not None:
+            os.environ[f"HOROVOD_{name}"] = str(value)
+
+
+def _tell(event: Event, exit_code: int = 0) -> None:
+    message = Message(
+        event=event, rank=_place("RANK") or 0, pid=os.getpid(), host=socket.gethostname(), exit_code=exit_code
+    )
+    sys.stderr.flush()
+    os.write(2, message.encode().encode())  # one write, so no other thread's text comes between
+
+
+if __name__ == "__main__":
+    main()

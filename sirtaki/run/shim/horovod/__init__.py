@@ -1,0 +1,19 @@
+"""`import horovod` under `sirtakirun --as-horovod`: Sirtaki under Horovod's name."""
+
+from collections.abc import Callable
+from typing import Any
+
+from sirtaki.run.as_horovod import install
+
+__version__ = "0.28.1"  # scripts compare it: the release whose API Sirtaki speaks
+
+install()
+
+
+def __getattr__(name: str) -> Callable[..., Any]:
+    """`horovod.run`, loaded when asked for."""
+    if name == "run":
+        from sirtaki.run import run
+
+        return run
+    raise AttributeError(f"module 'horovod' has no attribute {name!r}")

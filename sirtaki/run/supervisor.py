@@ -1,0 +1,229 @@
+"""Holds a running mpiexec: starts it, hears its ranks, and sees to it that all of them end.
+
+A module of its own because mpiexec alone does not keep that promise: Open MPI 5.0's may stop for ever when a rank
+dies while another one connects, and Hydra waits for ranks that wait for one that has left.
+"""
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import IO
+
+from sirtaki.errors import LaunchError
+
+from .output import OutputOptions, RankOutput
+from .rank_channel import Event, Message
+
+FAILURE_GRACE_S = 3.0
+"""After a rank has failed the others may say what they missed, and mpiexec may end them itself."""
+
+VANISHED_GRACE_S = 10.0
+"""After a rank's process is gone without a word (killed), mpiexec may notice and end the others."""
+
+TERMINATE_GRACE_S = 3.0
+"""Between asking ranks to end and killing them."""
+
+_POLL_S = 1.0
+"""How often to look for what announces itself by no event: vanished ranks, limits, a killed mpiexec."""
+
+
+class Supervisor:
+    """One job from start to end; used once.
+
+    Attributes:
+        ranks: how many must start.
+        start_timeout_s: within which they must.
+    """
+
+    def __init__(self, *, ranks: int, start_timeout_s: float, output: OutputOptions) -> None:
+        self.ranks = ranks
+        self.start_timeout_s = start_timeout_s
+        self._output = output
+        self._lock = threading.Lock()
+        self._started: dict[int, Message] = {}
+        self._ended: set[int] = set()
+        self._failure: Message | None = None
+        self._signal: int | None = None
+        self._changed = threading.Event()
+        self._open_streams = 0
+
+    def run(self, command: Sequence[str], environ: Mapping[str, str]) -> int:
+        """Runs `command` (an mpiexec) to its end; no process of the job is left.
+
+        Returns:
+            0, the exit code of the rank that failed first, or 128 + the signal that ended the launcher.
+
+        Raises:
+            LaunchError: mpiexec cannot be run, or ranks did not start in time.
+        """
+        with self._signals():
+            try:
+                mpiexec = subprocess.Popen(
+                    command,
+                    env=dict(environ),
+                    stdin=subprocess.DEVNULL if sys.stdin is None or sys.stdin.isatty() else None,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    start_new_session=True,  # a terminal's Ctrl-C comes to us alone; and the session is ours to end
+                    preexec_fn=_end_with_parent() if sys.platform == "linux" else None,
+                )
+            except OSError as err:
+                raise LaunchError(f"{command[0]} could not be run: {err}") from err
+            pumps = self._start_pumps(mpiexec)
+            try:
+                self._wait(mpiexec)
+            finally:
+                self._end_all(mpiexec)
+            for pump in pumps:
+                pump.join(timeout=TERMINATE_GRACE_S)
+        if self._signal is not None:
+            return 128 + self._signal
+        if self._failure is not None:
+            return self._failure.exit_code
+        return _exit_code(mpiexec.returncode)
+
+    def _start_pumps(self, mpiexec: subprocess.Popen[bytes]) -> list[threading.Thread]:
+        pumps = []
+        for name, stream, console in (
+            ("stdout", mpiexec.stdout, sys.stdout),
+            ("stderr", mpiexec.stderr, sys.stderr),
+        ):
+            assert stream is not None  # both are pipes
+            self._open_streams += 1
+            output = RankOutput(name, console=console, on_message=self._hear, options=self._output)
+            pumps.append(threading.Thread(target=self._pump, args=[output, stream], name=f"pump-{name}", daemon=True))
+            pumps[-1].start()
+        return pumps
+
+    def _pump(self, output: RankOutput, stream: IO[bytes]) -> None:
+        output.pump(stream)
+        self._open_streams -= 1
+        self._changed.set()
+
+    def _hear(self, message: Message) -> None:
+        with self._lock:
+            match message.event:
+                case Event.STARTED:
+                    self._started[message.rank] = message
+                case Event.HANDED_OVER:
+                    self._started[message.rank] = message
+                    self._ended.add(message.rank)
+                case Event.FINISHED:
+                    self._ended.add(message.rank)
+                case Event.FAILED:
+                    self._ended.add(message.rank)
+                    self._failure = self._failure or message
+        self._changed.set()
+
+    def _wait(self, mpiexec: subprocess.Popen[bytes]) -> None:
+        """Returns when mpiexec has ended or must be ended."""
+        started_at = time.monotonic()
+        give_up_at: float | None = None
+        while mpiexec.poll() is None and self._signal is None:
+            now = time.monotonic()
+            with self._lock:
+                missing = sorted(set(range(self.ranks)) - set(self._started))
+                failed = self._failure is not None
+                vanished = [rank for rank in self._started if rank not in self._ended and self._has_vanished(rank)]
+            if missing and not failed and now > started_at + self.start_timeout_s:
+                raise LaunchError(
+                    f"ranks {', '.join(map(str, missing))} of {self.ranks} did not start within "
+                    f"{self.start_timeout_s:g} s; check that their hosts can be reached by ssh without a password "
+                    "and have the same Python environment, or allow more with --start-timeout"
+                )
+            if give_up_at is None and (failed or vanished):
+                give_up_at = now + (FAILURE_GRACE_S if failed else VANISHED_GRACE_S)
+            if give_up_at is not None and now > give_up_at:
+                if not failed:
+                    self._report_vanished(vanished[0])
+                return
+            self._changed.wait(_POLL_S if self._open_streams else _POLL_S / 20)
+            self._changed.clear()
+
+    def _has_vanished(self, rank: int) -> bool:
+        message = self._started[rank]
+        return message.host == socket.gethostname() and not _is_alive(message.pid)
+
+    def _report_vanished(self, rank: int) -> None:
+        print(f"sirtakirun: rank {rank} was killed; all ranks are ended", file=sys.stderr)
+        self._failure = Message(
+            event=Event.FAILED, rank=rank, pid=0, host=self._started[rank].host, exit_code=128 + signal.SIGKILL
+        )
+
+    def _end_all(self, mpiexec: subprocess.Popen[bytes]) -> None:
+        """Asks mpiexec to end its ranks, on whatever host; then kills what is left on this one."""
+        if mpiexec.poll() is None:
+            mpiexec.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                mpiexec.wait(timeout=TERMINATE_GRACE_S)
+        mpiexec.kill()
+        mpiexec.wait()
+        with self._lock:
+            own = {message.pid for message in self._started.values() if message.host == socket.gethostname()}
+        for pid in _members(sessions={mpiexec.pid, *own}):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        """Ctrl-C, SIGTERM and SIGHUP end the job; outside the main thread Python permits no handlers."""
+
+        def remember(number: int, frame: FrameType | None) -> None:
+            del frame
+            self._signal = number
+            self._changed.set()
+
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        previous = {
+            number: signal.signal(number, remember) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        }
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+
+def _end_with_parent() -> Callable[[], None]:
+    """For the child, before it becomes mpiexec: killed when the launcher is, after which its ranks end themselves."""
+    libc = ctypes.CDLL(None)  # looked up before the fork, after which no lock may be taken
+    pr_set_pdeathsig = 1
+
+    def set_signal() -> None:
+        libc.prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+    return set_signal
+
+
+def _exit_code(returncode: int) -> int:
+    return returncode if returncode >= 0 else 128 - returncode
+
+
+def _is_alive(pid: int) -> bool:
+    """Whether the process runs; a zombie, which a stuck mpiexec does not bury, is dead."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return not Path("/proc/self").exists()  # without /proc nothing can be known
+    return state not in {"Z", "X"}
+
+
+def _members(sessions: set[int]) -> list[int]:
+    """Processes of this machine that belong to one of `sessions`; Hydra gives each rank a session of its own."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, ValueError):
+            if os.getsid(int(folder.name)) in sessions:
+                found.append(int(folder.name))
+    return found
