@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from sirtaki.autotune.arms.asc_wfbp import AscWfbp, AscWfbpN
 from sirtaki.autotune.arms.base import Arm
-from sirtaki.autotune.arms.bayesian import BayesianArm
-from sirtaki.autotune.arms.grid import GridArm
+from sirtaki.autotune.arms.mg_wfbp import MgWfbp
 from sirtaki.autotune.knobs import KIB, MIB, Knobs, KnobSpace
 from sirtaki.autotune.meta.auc_bandit import window_for
 from sirtaki.autotune.meta.bandit_arm import BanditArm
+from sirtaki.autotune.meta.ensemble import default_arms
 from sirtaki.autotune.meta.session import Assignment, Purpose, SessionResult, WarmupSession
 from sirtaki.comm.fabric import Fabric
 from sirtaki.comm.layout import GradientLayout
@@ -31,6 +32,7 @@ from sirtaki.errors import ConfigError, PlanError
 from sirtaki.settings import Settings
 
 from .job_memory import JobMemory, Recollection
+from .probes import planning_model, probe_routes
 from .trial_log import TrialLog
 
 if TYPE_CHECKING:
@@ -47,6 +49,9 @@ STREAM_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24)
 SMALLEST_UNIT_BYTES = 64 * KIB
 LARGEST_UNIT_BYTES = 256 * MIB
 PROGRESS_EVERY_S = 5.0
+PROBE_S = 0.5
+"""What probing for the planners may take, besides twice the backward pass."""
+
 TRIAL_ITERATIONS = 3  # settling and measured, for the bandit's window
 
 
@@ -176,43 +181,68 @@ class TunedSynchroniser:
         """Collective: blocks until all gradients are reduced, and decides what the next iteration runs."""
         report = self._sync.finish()
         if report.learned:
-            self._after_learning()
+            self._after_learning(report)
         elif self._assignment is not None and not report.ready_s:
             self._after_iteration(report)
 
     # ── the warm-up ──────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _after_learning(self) -> None:
+    def _after_learning(self, report: IterationReport) -> None:
         """Collective: the order is known. The first time, the warm-up begins; later, its present knobs go on."""
         if self._tuning and self._assignment is None:
+            recollection = self._recall()
+            arm = self._make_arm(report, probe=recollection.exact is None)
             if self._decides:
-                self._begin_session()
+                self._session = self._make_session(arm, recollection)
             self._next_assignment()
         elif self._knobs != self._default:
             self._apply(self._knobs)
 
-    def _begin_session(self) -> None:
-        assert self._memory is not None
-        settings = self.runtime.settings
-        recollection = self._memory.recall(self._sync.layouts[0])
-        if recollection.words:
+    def _recall(self) -> Recollection:
+        """Collective: what an earlier job has left."""
+        recollection = self._memory.recall(self._sync.layouts[0]) if self._memory is not None else None
+        if recollection is not None and recollection.words:
             logger.info("%s", recollection.words)
-        self._session = self._make_session(settings, recollection)
+        known: Recollection = self.runtime.control.broadcast(recollection)
+        return known
 
-    def _make_session(self, settings: Settings, recollection: Recollection) -> WarmupSession:
+    def _make_arm(self, report: IterationReport, *, probe: bool) -> Arm | None:
+        """Collective: the bandit on the deciding rank, None on the others; `probe` = measure for the planners."""
+        settings, layouts = self.runtime.settings, self._sync.layouts
+        planners: list[Arm] = []
+        # Planners plan one flat buffer; of several, each would have to know what the others do.
+        if probe and self._arms is None and len(layouts) == 1:
+            probes = probe_routes(
+                self.runtime.control,
+                self._fabric,
+                self._space.routes,
+                max_streams=self._space.streams[-1],
+                budget_s=PROBE_S + 2 * report.backward_s,
+            )
+            ready_s = [*self._sync.in_layout_order(report.ready_s), report.backward_s]  # the vote is there at the end
+            if self._decides and (model := planning_model(layouts[0], ready_s, report.backward_s, probes)) is not None:
+                planners = [kind(space=self._space, model=model) for kind in (AscWfbpN, AscWfbp, MgWfbp)]
+        if not self._decides:
+            return None
         rng = np.random.default_rng(settings.seed)
+        if self._arms is not None:
+            window = window_for(settings.warmup_iterations // TRIAL_ITERATIONS, len(self._arms))
+            return BanditArm(self._arms, rng=rng, window=window)
+        return default_arms(space=self._space, rng=rng, budget_iterations=settings.warmup_iterations, planners=planners)
+
+    def _make_session(self, arm: Arm | None, recollection: Recollection) -> WarmupSession:
+        assert arm is not None
         layouts = self._sync.layouts
 
         def identity(knobs: Knobs) -> Hashable:
             return tuple(plan.fingerprint() for plan in plans_for(knobs, layouts))
 
-        arms = self._arms or [GridArm(self._space), BayesianArm(self._space, rng=rng)]
-        window = window_for(settings.warmup_iterations // TRIAL_ITERATIONS, len(arms))
+        settings = self.runtime.settings
         return WarmupSession(
             space=self._space,
             default=self._default,
-            arm=BanditArm(arms, rng=rng, window=window),
-            rng=rng,
+            arm=arm,
+            rng=np.random.default_rng(settings.seed),
             budget_iterations=settings.warmup_iterations,
             exact=recollection.exact,
             history=recollection.history,

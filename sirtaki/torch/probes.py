@@ -1,0 +1,119 @@
+"""Measures what all-reduces cost on each route, before the first trial: what the analytical planners plan with.
+
+A module of its own because it is the one place where `autotune`'s models are filled from real transfers.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from sirtaki.autotune.knobs import KIB, MIB
+from sirtaki.autotune.model.fits import LinkProbe, fit_link
+from sirtaki.autotune.model.link import LinkModel
+from sirtaki.autotune.model.planning import PlanningModel
+from sirtaki.autotune.model.profile import Profile
+from sirtaki.comm.layout import GradientLayout
+from sirtaki.comm.plan import CommPlan, Unit
+from sirtaki.errors import TuningError
+
+if TYPE_CHECKING:
+    from sirtaki.comm.control import ControlPlane
+    from sirtaki.comm.fabric import Fabric, Route
+    from sirtaki.comm.transport import FlatBuffer
+
+logger = logging.getLogger(__name__)
+
+SHAPES = ((64 * KIB, 1), (MIB, 1), (256 * KIB, 1), (MIB, 2), (MIB, 4), (MIB, 8), (MIB, 16))
+"""Bytes of a unit, and how many are sent at once on as many streams; what a small budget should know comes first."""
+
+REPETITIONS = 2
+
+
+def probe_routes(
+    control: ControlPlane, fabric: Fabric, routes: Sequence[Route], *, max_streams: int, budget_s: float
+) -> dict[Route, list[LinkProbe]]:
+    """Collective: times a few all-reduces on each route, the first ones first, for about `budget_s` in all.
+
+    Args:
+        control: the ranks.
+        fabric: carries the units.
+        routes: to measure, the most important first.
+        max_streams: no more are opened.
+        budget_s: no probe begins after that; the slowest rank's clock counts, so all ranks stop together.
+    """
+    buffer = fabric.allocate(max_streams * MIB // 4, torch.float32)
+    found: dict[Route, list[LinkProbe]] = {}
+    spent_s = 0.0
+    for route in routes:
+        found[route] = []
+        for unit_bytes, streams in SHAPES:
+            if streams > max_streams or spent_s > budget_s:
+                continue
+            plan = _probe_plan(route, unit_bytes, streams)
+            fabric.open_plan(plan)
+            _run(control, fabric, plan, buffer)  # opens connections and touches memory
+            for _ in range(REPETITIONS):
+                seconds = _run(control, fabric, plan, buffer)
+                found[route].append(LinkProbe(unit_bytes=unit_bytes, streams=streams, seconds=seconds))
+                spent_s += seconds
+    return found
+
+
+def _probe_plan(route: Route, unit_bytes: int, streams: int) -> CommPlan:
+    transport, algorithm = route
+    numel = unit_bytes // 4
+    units = tuple(
+        Unit(start=stream * numel, stop=(stream + 1) * numel, stream=stream, algorithm=algorithm)
+        for stream in range(streams)
+    )
+    return CommPlan(numel=streams * numel, units=units, streams=streams, transport=transport)
+
+
+def _run(control: ControlPlane, fabric: Fabric, plan: CommPlan, buffer: FlatBuffer) -> float:
+    """Collective: seconds until all units of the plan are reduced, on the slowest rank."""
+    control.barrier()
+    begin_s = time.perf_counter()
+    works = [
+        fabric.all_reduce(
+            buffer, unit.start, unit.stop, route=(plan.transport, unit.algorithm), stream=unit.stream, scale=0.0
+        )
+        for unit in plan.units
+    ]
+    for work in works:
+        while not work.wait(timeout_s=1.0):
+            control.failures.check()
+    return -float(control.minimum(np.array([begin_s - time.perf_counter()]))[0])
+
+
+def planning_model(
+    layout: GradientLayout, ready_s: Sequence[float], compute_s: float, probes: dict[Route, list[LinkProbe]]
+) -> PlanningModel | None:
+    """What the planners need to know, or None if no route could be fitted; says why in the log.
+
+    Args:
+        layout: gradients in the order in which they become ready.
+        ready_s: when each did, `(n_gradients,)`, in the layout's order.
+        compute_s: when the backward pass ended.
+        probes: of each route.
+    """
+    links: dict[Route, LinkModel] = {}
+    for route, measured in probes.items():
+        name = f"{route[0].value} {route[1].value}"
+        try:
+            links[route] = link = fit_link(measured)
+        except TuningError as err:
+            logger.info("no plans for %s: %s", name, err)
+            continue
+        curve = " ".join(f"{rate / 1e6:.4g}" for rate in link.throughput)
+        logger.debug("%s: α = %.3g ms, G = %s MB/s", name, 1e3 * link.alpha_s, curve)
+    if not links or not all(math.isfinite(moment) for moment in ready_s):
+        return None
+    profile = Profile(ready_s=tuple(ready_s), compute_s=max(compute_s, *ready_s))
+    return PlanningModel(layout=layout, profile=profile, links=links)
