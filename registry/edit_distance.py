@@ -27,9 +27,12 @@ Floats = npt.NDArray[np.float64]
 NODE_COST = 1.0
 EDGE_COST = 0.5
 
-# Relabelling within a kind: a fixed part and a part for each doubling in size, up to the price of another kind.
+# Relabelling within a kind: a fixed part and a part for each doubling in size, up to a limit. To another kind: more,
+# but less than a deletion and an insertion.
 DETAIL_COST = 0.25
 DOUBLING_COST = 0.125
+SAME_KIND_LIMIT = 1.0
+OTHER_KIND_COST = 1.5
 
 # The optimal assignment takes time with the cube of this; beyond it alike nodes are paired in their order.
 MAX_ASSIGNED = 160
@@ -40,9 +43,9 @@ def node_cost(first: Node, second: Node) -> float:
     if first == second:
         return 0.0
     if first.kind != second.kind:
-        return NODE_COST
+        return OTHER_KIND_COST
     doublings = abs(math.log2((1 + first.size) / (1 + second.size)))
-    return min(NODE_COST, DETAIL_COST + DOUBLING_COST * doublings)
+    return min(SAME_KIND_LIMIT, DETAIL_COST + DOUBLING_COST * doublings)
 
 
 def mass(graph: Graph) -> float:
@@ -73,15 +76,20 @@ def histogram_bounds(query: Signatures, others: Signatures) -> Floats:
         others: signatures, `(n, WIDTH)`.
 
     Returns:
-        `(n,)`, costs. Of the pairs of nodes, at least as many as the larger graph has, no more can be free than there
-        are labels in common, and no more can be cheap than there are kinds in common.
+        `(n,)`, costs. No more nodes can stay as they are than there are labels in common, no more can keep their kind
+        than there are kinds in common, and all others change their kind, are deleted or are inserted.
     """
     common = np.minimum(others[:, 2:], query[2:])
-    same_kind = common[:, :KIND_BINS].sum(axis=1)
-    same_label = np.minimum(common[:, KIND_BINS:].sum(axis=1), same_kind)
-    nodes = np.maximum(others[:, 0], query[0])
-    edges = np.abs(others[:, 1] - query[1])
-    bounds: Floats = NODE_COST * (nodes - same_kind) + DETAIL_COST * (same_kind - same_label) + EDGE_COST * edges
+    same_kind = common[:, :KIND_BINS].sum(axis=1, dtype=np.int64)
+    same_label = np.minimum(common[:, KIND_BINS:].sum(axis=1, dtype=np.int64), same_kind)
+    n_nodes, n_edges = others[:, 0].astype(np.int64), others[:, 1].astype(np.int64)
+    other_kind = np.minimum(n_nodes, int(query[0])) - same_kind
+    bounds: Floats = (
+        DETAIL_COST * (same_kind - same_label)
+        + OTHER_KIND_COST * other_kind
+        + NODE_COST * np.abs(n_nodes - int(query[0]))
+        + EDGE_COST * np.abs(n_edges - int(query[1]))
+    )
     return bounds
 
 
@@ -89,10 +97,14 @@ def label_bound(first: Graph, second: Graph) -> float:
     """The same for two graphs at hand, with edge labels and without bins: tighter."""
     same_label = _in_common(first.nodes, second.nodes)
     same_kind = _in_common([node.kind for node in first.nodes], [node.kind for node in second.nodes])
-    nodes = max(len(first.nodes), len(second.nodes))
-    edges = max(len(first.edges), len(second.edges))
     same_edge = _in_common([edge[2] for edge in first.edges], [edge[2] for edge in second.edges])
-    return NODE_COST * (nodes - same_kind) + DETAIL_COST * (same_kind - same_label) + EDGE_COST * (edges - same_edge)
+    n_nodes = sorted((len(first.nodes), len(second.nodes)))
+    return (
+        DETAIL_COST * (same_kind - same_label)
+        + OTHER_KIND_COST * (n_nodes[0] - same_kind)
+        + NODE_COST * (n_nodes[1] - n_nodes[0])
+        + EDGE_COST * (max(len(first.edges), len(second.edges)) - same_edge)
+    )
 
 
 def _in_common(first: Sequence[Hashable], second: Sequence[Hashable]) -> int:
@@ -133,7 +145,12 @@ def upper_bound(first: Graph, second: Graph) -> float:
 
 
 def _sort_key(graph: Graph) -> tuple[object, ...]:
-    return len(graph.nodes), len(graph.edges), [str(node) for node in graph.nodes], graph.edges
+    return (
+        len(graph.nodes),
+        len(graph.edges),
+        [(node.kind, node.detail, node.size) for node in graph.nodes],
+        graph.edges,
+    )
 
 
 def assignment_cost(first: Graph, second: Graph, partners: Sequence[int]) -> float:
@@ -162,8 +179,10 @@ def match_nodes(first: Graph, second: Graph) -> list[int]:
     """
     partners = [-1] * len(first.nodes)
     free = set(range(len(second.nodes)))
-    for classes in (_in_context, _by_label):
-        _pair_in_order(classes(first), classes(second), partners, free)
+    labels = _numbers((first, second))
+    label_N, label_M = ([labels[node] for node in graph.nodes] for graph in (first, second))
+    _pair_in_order(_contexts(first, label_N), _contexts(second, label_M), partners, free)
+    _pair_in_order(label_N, label_M, partners, free)
     left = [index for index, partner in enumerate(partners) if partner < 0]
     right = sorted(free)
     if left and right and max(len(left), len(right)) <= MAX_ASSIGNED:
@@ -172,25 +191,24 @@ def match_nodes(first: Graph, second: Graph) -> list[int]:
             if costs.pair_NM[row, column] < costs.delete_N[row] + costs.insert_M[column]:
                 partners[left[row]] = right[column]
     elif left and right:
-        _pair_in_order(_by_kind(first), _by_kind(second), partners, free)
-        _pair_in_order([""] * len(first.nodes), [""] * len(second.nodes), partners, free)
+        _pair_in_order([node.kind for node in first.nodes], [node.kind for node in second.nodes], partners, free)
     return partners
 
 
-def _in_context(graph: Graph) -> list[Hashable]:
-    around: list[list[tuple[str, Node]]] = [[] for _ in graph.nodes]
-    for source, target, label in graph.edges:
-        around[source].append((">" + label, graph.nodes[target]))
-        around[target].append(("<" + label if graph.directed else ">" + label, graph.nodes[source]))
-    return [(node, frozenset(Counter(near).items())) for node, near in zip(graph.nodes, around, strict=True)]
+def _numbers(graphs: Sequence[Graph]) -> dict[Node, int]:
+    return {node: number for number, node in enumerate(dict.fromkeys(node for graph in graphs for node in graph.nodes))}
 
 
-def _by_label(graph: Graph) -> list[Hashable]:
-    return list(graph.nodes)
-
-
-def _by_kind(graph: Graph) -> list[Hashable]:
-    return [node.kind for node in graph.nodes]
+def _contexts(graph: Graph, labels: Sequence[int]) -> list[Hashable]:
+    """For each node its label, and the labels of its neighbours with how they are joined to it."""
+    incoming: list[list[tuple[int, str]]] = [[] for _ in labels]
+    outgoing: list[list[tuple[int, str]]] = [[] for _ in labels] if graph.directed else incoming
+    for source, target, name in graph.edges:
+        incoming[target].append((labels[source], name))
+        outgoing[source].append((labels[target], name))
+    return [
+        (label, tuple(sorted(incoming[index])), tuple(sorted(outgoing[index]))) for index, label in enumerate(labels)
+    ]
 
 
 def _pair_in_order(first: Sequence[Hashable], second: Sequence[Hashable], partners: list[int], free: set[int]) -> None:
@@ -209,12 +227,12 @@ def _local_costs(first: Graph, left: Sequence[int], second: Graph, right: Sequen
     ends_N, ends_M = _edge_ends(first, left, labels), _edge_ends(second, right, labels)
     some, others = [first.nodes[index] for index in left], [second.nodes[index] for index in right]
     kind = {name: number for number, name in enumerate({node.kind for node in (*some, *others)})}
-    label = {node: number for number, node in enumerate({*some, *others})}
+    label = _numbers((first, second))
     kind_N, kind_M = (np.array([kind[node.kind] for node in side], dtype=np.int64) for side in (some, others))
     label_N, label_M = (np.array([label[node] for node in side], dtype=np.int64) for side in (some, others))
     size_N, size_M = (np.log2([1.0 + node.size for node in side]) for side in (some, others))
-    pair_NM = np.minimum(NODE_COST, DETAIL_COST + DOUBLING_COST * np.abs(size_N[:, None] - size_M))
-    pair_NM = np.where(kind_N[:, None] == kind_M, pair_NM, NODE_COST)
+    pair_NM = np.minimum(SAME_KIND_LIMIT, DETAIL_COST + DOUBLING_COST * np.abs(size_N[:, None] - size_M))
+    pair_NM = np.where(kind_N[:, None] == kind_M, pair_NM, OTHER_KIND_COST)
     pair_NM = np.where(label_N[:, None] == label_M, 0.0, pair_NM)
     for ends_of_N, ends_of_M in zip(ends_N, ends_M, strict=True):  # incoming, outgoing
         most = np.maximum(ends_of_N.sum(axis=1)[:, None], ends_of_M.sum(axis=1))

@@ -38,14 +38,22 @@ models = Table(
     metadata,
     Column("fingerprint", String(64), primary_key=True),
     Column("body", LargeBinary, nullable=False),
-    Column("signature", LargeBinary, nullable=False),
-    Column("signature_version", Integer, nullable=False),
+)
+
+# Apart from the graphs, since all of them are read at every lookup of similar entries.
+signatures = Table(
+    "signatures",
+    metadata,
+    Column("fingerprint", ForeignKey(models.c.fingerprint, ondelete="CASCADE"), primary_key=True),
+    Column("version", Integer, nullable=False),
+    Column("body", LargeBinary, nullable=False),
 )
 
 topologies = Table(
     "topologies",
     metadata,
     Column("fingerprint", String(64), primary_key=True),
+    Column("shape", Text, nullable=False),
     Column("body", LargeBinary, nullable=False),
 )
 
@@ -81,7 +89,7 @@ distances = Table(
 
 
 def _create_entries(connection: Connection) -> None:
-    metadata.create_all(connection, tables=[versions, models, topologies, entries])
+    metadata.create_all(connection, tables=[versions, models, signatures, topologies, entries])
     connection.execute(insert(versions).values(version=0))
 
 

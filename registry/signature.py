@@ -13,10 +13,10 @@ import numpy.typing as npt
 from .digest import digest
 from .graph import Graph
 
-Signatures = npt.NDArray[np.int32]
+Signatures = npt.NDArray[np.uint16]  # no graph has more nodes or edges than that holds
 
-KIND_BINS = 64
-LABEL_BINS = 256
+KIND_BINS = 32
+LABEL_BINS = 128
 WIDTH = 2 + KIND_BINS + LABEL_BINS
 
 # Raise it when the bins change: stored signatures of another version are made anew.
@@ -30,7 +30,7 @@ def _bin(label: str, bins: int) -> int:
 
 def signature(graph: Graph) -> Signatures:
     """`(WIDTH,)`: number of nodes, number of edges, nodes by kind, nodes by kind and detail."""
-    counts = np.zeros(WIDTH, dtype=np.int32)
+    counts = np.zeros(WIDTH, dtype=np.uint16)
     counts[0], counts[1] = len(graph.nodes), len(graph.edges)
     for node in graph.nodes:
         counts[2 + _bin(node.kind, KIND_BINS)] += 1
@@ -40,9 +40,9 @@ def signature(graph: Graph) -> Signatures:
 
 def to_bytes(counts: Signatures) -> bytes:
     """For a database; little-endian on every machine."""
-    return counts.astype("<i4").tobytes()
+    return counts.astype("<u2").tobytes()
 
 
 def from_bytes(blobs: Sequence[bytes]) -> Signatures:
     """`(len(blobs), WIDTH)` from what `to_bytes` made."""
-    return np.frombuffer(b"".join(blobs), dtype="<i4").reshape(len(blobs), WIDTH)
+    return np.frombuffer(b"".join(blobs), dtype="<u2").reshape(len(blobs), WIDTH)

@@ -22,11 +22,11 @@ from .digest import canonical_json
 from .entry import Entry, EntryKey, supersedes
 from .entry_schema import body_from_json
 from .graph import Graph
-from .schema import check_version, distances, entries, migrate, models, topologies, version_of
+from .schema import check_version, distances, entries, migrate, models, signatures, topologies, version_of
 from .signature import SIGNATURE_VERSION, Signatures, from_bytes, signature, to_bytes
 from .sqlite_file import sqlite_engine
-from .store import CorruptStoreError, EntrySummary
-from .topology import Topology
+from .store import Candidate, CorruptStoreError, EntrySummary
+from .topology import ClusterShape, Topology
 
 logger = logging.getLogger(__name__)
 
@@ -103,36 +103,20 @@ class SqlStore:
 
     def save(self, entry: Entry) -> bool:
         """See `Store.save`."""
-        body = entry.body_to_json()
-        body_from_json(body, model=entry.model, topology=entry.topology)  # what cannot be read must not be written
-        model = {
-            "fingerprint": entry.key.model,
-            "body": _compressed(entry.model.to_json()),
-            "signature": to_bytes(signature(entry.model)),
-            "signature_version": SIGNATURE_VERSION,
-        }
-        topology = {"fingerprint": entry.key.topology, "body": _compressed(entry.topology.to_json())}
-        row = _row(entry, canonical_json(body))
+        return self.save_all([entry]) == 1
+
+    def save_all(self, new: Sequence[Entry]) -> int:
+        """See `Store.save_all`."""
+        for entry in new:  # what cannot be read must not be written
+            body_from_json(entry.body_to_json(), model=entry.model, topology=entry.topology)
         for _ in range(_ATTEMPTS):
             try:
-                return self._save(entry, row, model, topology)
+                with self._writing() as connection:
+                    return sum(_save(connection, entry) for entry in new)
             except RegistryError as err:
                 if not isinstance(err.__cause__, IntegrityError):
                     raise
-        raise RegistryError(f"{self.name} is written by so many others that entry {entry.id} could not be kept")
-
-    def _save(
-        self, entry: Entry, row: Mapping[str, Any], model: Mapping[str, Any], topology: Mapping[str, Any]
-    ) -> bool:
-        mine = entries.c.id == entry.id
-        with self._writing() as connection:
-            is_there = connection.execute(select(entries.c.id).where(mine).with_for_update()).first() is not None
-            if is_there and not _is_superseded(connection, entry):
-                return False
-            _insert_absent(connection, models, model)
-            _insert_absent(connection, topologies, topology)
-            connection.execute(update(entries).where(mine).values(row) if is_there else insert(entries).values(row))
-            return True
+        raise RegistryError(f"{self.name} is written by so many others at once that nothing could be kept")
 
     def summaries(self) -> list[EntrySummary]:
         """See `Store.summaries`."""
@@ -180,16 +164,21 @@ class SqlStore:
             _delete_orphans(connection)
             return gone
 
+    def candidates(self, device: str) -> Sequence[Candidate]:
+        """See `Store.candidates`."""
+        columns = [entries.c[name] for name in Candidate._fields]
+        with self._reading() as connection:
+            rows = connection.execute(select(*columns).where(entries.c.device == device)).all()
+        return [Candidate(*row) for row in rows]
+
     def signatures(self) -> tuple[Sequence[str], Signatures]:
         """See `Store.signatures`."""
+        sound = signatures.c.version == SIGNATURE_VERSION
         with self._reading() as connection:
-            columns = select(models.c.fingerprint, models.c.signature).order_by(models.c.fingerprint)
-            rows = connection.execute(columns.where(models.c.signature_version == SIGNATURE_VERSION)).all()
+            rows = connection.execute(select(signatures.c.fingerprint, signatures.c.body).where(sound)).all()
             names, blobs = [row[0] for row in rows], [row[1] for row in rows]
-            others = connection.execute(
-                select(models.c.fingerprint, models.c.body).where(models.c.signature_version != SIGNATURE_VERSION)
-            )
-            for name, body in others:
+            outdated = connection.execute(select(models).join(signatures).where(~sound))
+            for name, body in outdated:
                 names.append(name)
                 blobs.append(to_bytes(signature(Graph.from_json(_expanded(body)))))
             return names, from_bytes(blobs)
@@ -203,6 +192,12 @@ class SqlStore:
         """See `Store.topologies`."""
         with self._reading() as connection:
             return {name: Topology.from_json(data) for name, data in _bodies(connection, topologies, fingerprints)}
+
+    def shapes(self) -> Mapping[str, ClusterShape]:
+        """See `Store.shapes`."""
+        with self._reading() as connection:
+            rows = connection.execute(select(topologies.c.fingerprint, topologies.c.shape)).all()
+        return {name: ClusterShape.from_json(_parsed(shape)) for name, shape in rows}
 
     def distances(self, fingerprint: str) -> Mapping[str, float]:
         """See `Store.distances`."""
@@ -281,24 +276,36 @@ def _one_line(err: object) -> str:
     return " ".join(str(err).split())
 
 
-def _row(entry: Entry, body: str) -> dict[str, Any]:
-    key = entry.key
-    return {
-        "id": entry.id,
-        "model": key.model,
-        "topology": key.topology,
-        "world_size": key.world_size,
-        "dtype": key.dtype,
-        "device": key.device,
-        "complete": entry.complete,
+def _save(connection: Connection, entry: Entry) -> bool:
+    mine = entries.c.id == entry.id
+    is_there = connection.execute(select(entries.c.id).where(mine).with_for_update()).first() is not None
+    if is_there and not _is_superseded(connection, entry):
+        return False
+    if not _has_graph(connection, models, entry.key.model):
+        body = _compressed(entry.model.to_json())
+        connection.execute(insert(models).values(fingerprint=entry.key.model, body=body))
+        mark = {"version": SIGNATURE_VERSION, "body": to_bytes(signature(entry.model))}
+        connection.execute(insert(signatures).values(fingerprint=entry.key.model, **mark))
+    if not _has_graph(connection, topologies, entry.key.topology):
+        cluster = {"shape": canonical_json(entry.topology.shape().to_json())}
+        cluster_body = _compressed(entry.topology.to_json())
+        connection.execute(insert(topologies).values(fingerprint=entry.key.topology, body=cluster_body, **cluster))
+    row = {
+        **{name: getattr(entry.key, name) for name in ("model", "topology", "world_size", "dtype", "device")},
+        **{
+            name: getattr(entry, name)
+            for name in ("id", "complete", "best_span_s", "default_span_s", "n_trials", "arm")
+        },
         "created_s": entry.provenance.created_s,
-        "best_span_s": entry.best_span_s,
-        "default_span_s": entry.default_span_s,
-        "n_trials": entry.n_trials,
-        "arm": entry.arm,
         "model_name": entry.provenance.model_name,
-        "body": body,
+        "body": canonical_json(entry.body_to_json()),
     }
+    connection.execute(update(entries).where(mine).values(row) if is_there else insert(entries).values(row))
+    return True
+
+
+def _has_graph(connection: Connection, table: Table, fingerprint: str) -> bool:
+    return connection.execute(select(table.c.fingerprint).where(table.c.fingerprint == fingerprint)).first() is not None
 
 
 def _load(connection: Connection, ids: Sequence[str]) -> Iterator[Entry]:
@@ -337,12 +344,6 @@ def _find(connection: Connection, id_prefix: str) -> str:
         what = "several entries have ids that begin" if found else "no entry has an id that begins"
         raise RegistryError(f"{what} with {id_prefix!r}: see `sirtaki registry list`")
     return str(found[0])
-
-
-def _insert_absent(connection: Connection, table: Table, row: Mapping[str, Any]) -> None:
-    same = table.c.fingerprint == row["fingerprint"]
-    if connection.execute(select(table.c.fingerprint).where(same)).first() is None:
-        connection.execute(insert(table).values(row))
 
 
 def _delete_orphans(connection: Connection) -> None:

@@ -8,14 +8,14 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 from sirtaki.errors import RegistryError
 
 from .entry import Entry, EntryKey
 from .graph import Graph
 from .signature import Signatures
-from .topology import Topology
+from .topology import ClusterShape, Topology
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +49,16 @@ class EntrySummary:
     model_name: str
 
 
+class Candidate(NamedTuple):
+    """The little that is read of every entry when the nearest is looked for; a tuple, since there are thousands."""
+
+    id: str
+    model: str
+    topology: str
+    dtype: str
+    complete: bool
+
+
 class Store(Protocol):
     """Keeps one entry a key. Every method raises RegistryError if the store cannot be read or written."""
 
@@ -58,6 +68,10 @@ class Store(Protocol):
 
     def save(self, entry: Entry) -> bool:
         """Keeps the entry, unless the one there is better (`entry.supersedes`); False if so. Atomic."""
+        ...
+
+    def save_all(self, new: Sequence[Entry]) -> int:
+        """Saves all or, if anything goes wrong, none; how many were kept."""
         ...
 
     def summaries(self) -> list[EntrySummary]:
@@ -80,6 +94,10 @@ class Store(Protocol):
         """Removes entries of more than this age, and all but the `keep` newest; how many went."""
         ...
 
+    def candidates(self, device: str) -> Sequence[Candidate]:
+        """All entries of this kind of device, in any order."""
+        ...
+
     def signatures(self) -> tuple[Sequence[str], Signatures]:
         """Fingerprints and signatures, `(n_models, WIDTH)`, of all model graphs that entries use."""
         ...
@@ -90,6 +108,10 @@ class Store(Protocol):
 
     def topologies(self, fingerprints: Sequence[str]) -> Mapping[str, Topology]:
         """These topologies; those that are not there are left out."""
+        ...
+
+    def shapes(self) -> Mapping[str, ClusterShape]:
+        """Shapes of all clusters that entries use, by the topology's fingerprint."""
         ...
 
     def distances(self, fingerprint: str) -> Mapping[str, float]:

@@ -66,6 +66,29 @@ class Place:
     device_index: int | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterShape:
+    """A cluster without its ranks: what is needed to compare it with thousands of others.
+
+    Attributes:
+        hosts: what a host is like, its number of ranks, and how many such hosts there are; sorted.
+        network: class of the link between hosts.
+    """
+
+    hosts: tuple[tuple[str, int, int], ...]
+    network: str
+
+    def to_json(self) -> list[Any]:
+        """A JSON-ready list; `ClusterShape.from_json` is its inverse."""
+        return [[list(host) for host in self.hosts], self.network]
+
+    @classmethod
+    def from_json(cls, data: Any) -> "ClusterShape":
+        """The shape that `to_json` described; only for what this module wrote."""
+        hosts, network = data
+        return cls(hosts=tuple((detail, ranks, count) for detail, ranks, count in hosts), network=network)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Topology:
     """Ranks grouped by host and device.
@@ -145,16 +168,24 @@ class Topology:
         """A digest of grouping, kinds and classes; host names, their order and that of ranks do not count."""
         return digest(str(self.local_link), str(self.network_link), *sorted(self._hosts()))[:32]
 
+    def shape(self) -> ClusterShape:
+        """Hosts of a kind taken together."""
+        ranks = Counter(place.host for place in self.places)
+        hosts = Counter((f"{text} {self.local_link}", ranks[index]) for index, text in enumerate(self._hosts()))
+        return ClusterShape(
+            hosts=tuple(sorted((detail, size, count) for (detail, size), count in hosts.items())),
+            network=str(self.network_link),
+        )
+
     def host_graph(self) -> Graph:
         """The coarse graph that clusters are compared by: a node a host, all joined to the network's one node."""
-        ranks = Counter(place.host for place in self.places)
+        shape = self.shape()
         hosts = [
-            Node(kind="host", detail=f"{text} {self.local_link}", size=ranks[index])
-            for index, text in enumerate(self._hosts())
+            Node(kind="host", detail=detail, size=ranks) for detail, ranks, count in shape.hosts for _ in range(count)
         ]
         return Graph(
             nodes=(*hosts, Node(kind="network")),
-            edges=tuple((index, len(hosts), str(self.network_link)) for index in range(len(hosts))),
+            edges=tuple((index, len(hosts), shape.network) for index in range(len(hosts))),
             directed=False,
         )
 

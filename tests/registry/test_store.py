@@ -219,7 +219,7 @@ def test_signatures_of_another_version_are_made_anew(path: Path) -> None:
     store.save(make_entry())
     before = store.signatures()
     connection = sqlite3.connect(path)
-    connection.execute("UPDATE models SET signature_version = 0, signature = x'00'")
+    connection.execute("UPDATE signatures SET version = 0, body = x'00'")
     connection.commit()
     connection.close()
     after = store.signatures()

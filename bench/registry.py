@@ -1,0 +1,200 @@
+"""How fast the registry answers: the nearest of 10 000 entries, an exact key, a model's graph; and what it takes up.
+
+    python bench/registry.py [--quick] [--json PATH] [--check]
+
+The models are synthetic but built as real ones are: stages of repeated blocks with branches, from 50 to 1000 nodes, no
+two alike. Every query is a model that is not in the store; "stranger" shares no block with any that is.
+"""
+
+import argparse
+import json
+import platform
+import random
+import resource
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from sirtaki import __version__
+from sirtaki.registry.digest import digest
+from sirtaki.registry.entry import Entry, EntryKey, Provenance
+from sirtaki.registry.graph import Graph, Node
+from sirtaki.registry.similarity import Match, nearest
+from sirtaki.registry.store import Store, open_store
+from sirtaki.registry.topology import Topology
+
+LOOKUP_BAR_S = 0.2
+SEED = 7
+
+KNOBS = {"unit_bytes": 1 << 22, "streams": 4, "threads": None, "algorithm": "flat", "transport": "gloo", "cuts": None}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """Nodes of one block and where its branch leaves; widths double from stage to stage."""
+
+    kinds: tuple[str, ...]
+    branch: int
+    kernel: int
+
+
+FAMILIES = (
+    Family(kinds=("Convolution", "NativeBatchNorm") * 3 + ("Add",), branch=6, kernel=9),
+    Family(kinds=("Convolution", "NativeBatchNorm") * 2 + ("Add",), branch=4, kernel=9),
+    Family(kinds=("NativeLayerNorm", "Mm", "Bmm", "SafeSoftmax", "Bmm", "Addmm", "Add"), branch=6, kernel=1),
+    Family(kinds=("Convolution", "NativeBatchNorm", "Cat"), branch=2, kernel=1),
+)
+STRANGER = Family(kinds=("Fft", "Einsum", "Scan", "Gate", "Mix"), branch=3, kernel=3)
+
+
+def block_model(family: Family, depths: tuple[int, ...], width: int) -> Graph:
+    """Stages of `depths` blocks; each block's last node also takes what the block began with."""
+    nodes = [Node(kind="Stem", detail=str(width), size=width)]
+    edges = []
+    for stage, depth in enumerate(depths):
+        channels = width << stage
+        for _ in range(depth):
+            start = len(nodes) - 1
+            for kind in family.kinds:
+                edges.append((len(nodes) - 1, len(nodes), ""))
+                nodes.append(Node(kind=kind, detail=f"{channels}x{family.kernel}", size=channels**2 * family.kernel))
+            edges.append((start, start + 1 + family.branch, ""))
+    return Graph(nodes=tuple(nodes), edges=tuple(set(edges)))
+
+
+def random_model(rng: random.Random, families: tuple[Family, ...] = FAMILIES) -> Graph:
+    """50 to 1000 nodes."""
+    while True:
+        depths = tuple(rng.randrange(1, 48) for _ in range(rng.randrange(2, 5)))
+        family = rng.choice(families)
+        if 50 <= 1 + sum(depths) * len(family.kinds) <= 1000:
+            return block_model(family, depths, rng.choice((16, 24, 32, 48, 64, 96, 128)))
+
+
+def random_topology(rng: random.Random) -> Topology:
+    per_host = rng.choice((1, 2, 4, 8))
+    hosts = rng.randrange(1, 17)
+    kind = rng.choice(("c5", "p3", ""))
+    names = [f"host{rank // per_host}" for rank in range(hosts * per_host)]
+    return Topology.from_ranks(names, host_kinds=dict.fromkeys(names, kind))
+
+
+def random_entry(rng: random.Random, number: int) -> Entry:
+    model, topology = random_model(rng), random_topology(rng)
+    key = EntryKey(
+        model=digest(str(number))[:32],  # a made-up fingerprint: it is only compared
+        topology=topology.fingerprint(),
+        world_size=topology.world_size,
+        dtype="float32",
+        device="cpu",
+    )
+    return Entry(
+        key=key,
+        model=model,
+        topology=topology,
+        knobs=KNOBS,
+        best_span_s=0.5,
+        default_span_s=1.0,
+        provenance=Provenance(created_s=1.7e9 + number),
+    )
+
+
+def fill(store: Store, n_entries: int, rng: random.Random) -> None:
+    entries = (random_entry(rng, number) for number in range(n_entries))
+    while some := list(islice(entries, 500)):
+        store.save_all(some)
+
+
+def timed(action: Callable[[], Any], repeats: int) -> tuple[list[float], Any]:
+    took_s, result = [], None
+    for _ in range(repeats):
+        start_s = time.perf_counter()
+        result = action()
+        took_s.append(time.perf_counter() - start_s)
+    return took_s, result
+
+
+def measure(n_entries: int, repeats: int) -> dict[str, Any]:
+    rng = random.Random(SEED)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "registry.db"
+        store = open_store(str(path))
+        fill(store, n_entries, rng)
+        queries = {f"sibling {number}": random_model(rng) for number in range(repeats)}
+        queries["largest"] = block_model(FAMILIES[0], (40, 50, 40, 12), 40)
+        queries["smallest"] = block_model(FAMILIES[2], (4, 4), 64)
+        queries["stranger"] = random_model(rng, (STRANGER,))
+        topology = Topology.from_ranks([f"h{rank // 4}" for rank in range(12)])
+        lookups = []
+        for name, model in queries.items():
+
+            def find(model: Graph = model) -> list[Match]:
+                return nearest(store, model, topology, dtype="float32", device="cpu", k=5)
+
+            (first_s,), matches = timed(find, 1)  # nothing is kept of this model yet
+            again_s, _ = timed(find, 3)
+            lookups.append(
+                {
+                    "query": name,
+                    "nodes": len(model.nodes),
+                    "first_s": first_s,
+                    "again_s": statistics.median(again_s),
+                    "found": len(matches),
+                    "nearest": matches[0].distance if matches else None,
+                }
+            )
+        some = store.get(store.summaries()[0].id)
+        exact_s, _ = timed(lambda: store.lookup(some.key), 20)
+        return {
+            "entries": n_entries,
+            "lookups": lookups,
+            "lookup_first_s": statistics.median([lookup["first_s"] for lookup in lookups]),
+            "lookup_first_worst_s": max(lookup["first_s"] for lookup in lookups),
+            "lookup_again_worst_s": max(lookup["again_s"] for lookup in lookups),
+            "exact_s": statistics.median(exact_s),
+            "file_bytes": sum(file.stat().st_size for file in Path(folder).iterdir()),
+            "process_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser.add_argument("--quick", action="store_true", help="a tenth of the entries")
+    parser.add_argument("--json", type=Path, metavar="PATH")
+    parser.add_argument("--check", action="store_true", help=f"fail above {LOOKUP_BAR_S} s a lookup")
+    args = parser.parse_args()
+    figures = measure(1_000 if args.quick else 10_000, 2 if args.quick else 8)
+    print(f"{figures['entries']} entries, {figures['file_bytes'] / 2**20:.1f} MiB on disk, "
+          f"process peak {figures['process_peak_bytes'] / 2**20:.0f} MiB")  # fmt: skip
+    print(f"{'query':<12}{'nodes':>7}{'first ms':>10}{'again ms':>10}{'nearest':>9}")
+    for lookup in figures["lookups"]:
+        nearest_text = "–" if lookup["nearest"] is None else f"{lookup['nearest']:.3f}"
+        print(f"{lookup['query']:<12}{lookup['nodes']:>7}{1e3 * lookup['first_s']:>10.1f}"
+              f"{1e3 * lookup['again_s']:>10.1f}{nearest_text:>9}")  # fmt: skip
+    print(f"exact key: {1e3 * figures['exact_s']:.2f} ms")
+    if args.json:
+        about = {
+            "bench": "registry",
+            "version": __version__,
+            "python": platform.python_version(),
+            "machine": platform.machine(),
+            "seed": SEED,
+            "units": "seconds and bytes",
+            "bars": {"lookup_first_worst_s": LOOKUP_BAR_S},
+        }
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps({**about, **figures}, indent=1) + "\n")
+    if args.check and figures["lookup_first_worst_s"] > LOOKUP_BAR_S:
+        print(f"lookup_first_worst_s is {figures['lookup_first_worst_s']:.3f} s, the bar {LOOKUP_BAR_S} s")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
