@@ -9,7 +9,11 @@ import sys
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
+
+SHIM = Path(__file__).parent / "shim"
+"""The folder that gives `import horovod` when it comes first on PYTHONPATH."""
 
 # Packages of the shim itself.
 _OWN = ("horovod.common", "horovod.runner")

@@ -1,20 +1,16 @@
 """`run`: calls a function on every rank of a job of its own, as `horovod.run` does."""
 
-import importlib
-import pickle
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from sirtaki.errors import ConfigError, LaunchError
 
+from .call_folder import leave_call, take_result
 from .launch import launch
 from .options import parse
-
-_CALL = "call.pickle"
 
 
 def run(
@@ -79,39 +75,9 @@ def run(
     words += ["--verbose"] if verbose else []
     words += [f"--mpi-args={mpi_args}"] if mpi_args else []
     with tempfile.TemporaryDirectory(prefix="sirtaki-run-") as folder:
-        Path(folder, _CALL).write_bytes(_pickler().dumps((func, tuple(args), dict(kwargs or {}))))
-        command = [executable or sys.executable, "-m", "sirtaki.run.function", folder]
+        leave_call(Path(folder), func, args, kwargs or {})
+        command = [executable or sys.executable, "-m", "sirtaki.run.call", folder]
         exit_code = launch(parse([*words, "--", *command]))
         if exit_code != 0:
             raise LaunchError(f"a rank failed with exit code {exit_code}; its traceback is in the output above")
-        return [_result(folder, rank) for rank in range(ranks)]
-
-
-def _result(folder: str, rank: int) -> Any:  # Any: what the user's function returned
-    try:
-        return pickle.loads(Path(folder, f"result.{rank}").read_bytes())
-    except OSError as err:
-        raise LaunchError(
-            f"there is no result of rank {rank} in {folder}; with ranks on other hosts set TMPDIR to a folder "
-            "that all of them share"
-        ) from err
-
-
-def _pickler() -> ModuleType:
-    try:
-        return importlib.import_module("cloudpickle")
-    except ImportError:
-        return pickle
-
-
-def _call(folder: str) -> None:
-    """On a rank: calls the function and leaves its result."""
-    from mpi4py import MPI  # here, since the launching side must not load MPI
-
-    func, args, kwargs = pickle.loads(Path(folder, _CALL).read_bytes())
-    result = func(*args, **kwargs)
-    Path(folder, f"result.{MPI.COMM_WORLD.Get_rank()}").write_bytes(_pickler().dumps(result))
-
-
-if __name__ == "__main__":
-    _call(sys.argv[1])
+        return [take_result(Path(folder), rank) for rank in range(ranks)]

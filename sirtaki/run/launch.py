@@ -12,14 +12,12 @@ from sirtaki.machine import usable_cores
 from sirtaki.mpi_library import Launcher, MpiLibrary, find_mpi_library, find_mpiexec
 from sirtaki.settings import Settings
 
+from .as_horovod import SHIM
 from .hosts import Host, parse_hosts, read_hostfile, slurm_hosts
 from .mpi_command import Job, carried_variables, mpiexec_command, ssh_variables
 from .output import OutputOptions, output_folder
 from .rank_command import RankCommand, rank_command
 from .supervisor import Supervisor
-
-SHIM = Path(__file__).parent / "shim"
-"""The folder that gives `import horovod` when it comes first on PYTHONPATH."""
 
 # What an outer MPI job leaves in the environment; mpiexec would believe to be one of its ranks.
 _OUTER_JOB = ("PMIX_", "PMI_", "OMPI_COMM_WORLD", "OMPI_UNIVERSE", "PRTE_LAUNCHED", "HYDI_", "MPI_LOCAL")

@@ -6,6 +6,8 @@ there (elastic training) are refused.
 """
 
 import argparse
+import contextlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -198,12 +200,13 @@ def option_names() -> Mapping[str, bool]:
 
 
 def _positive(text: str) -> int:
-    if (value := int(text)) < 1:
-        raise ValueError(text)
-    return value
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1")
+    return int(text)
 
 
 def _seconds(text: str) -> float:
-    if not 0 < (value := float(text)) < float("inf"):
-        raise ValueError(text)
-    return value
+    with contextlib.suppress(ValueError):
+        if 0 < (value := float(text)) < math.inf:
+            return value
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")

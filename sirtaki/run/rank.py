@@ -20,12 +20,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from .as_horovod import SHIM
 from .rank_channel import Event, Message
 
 EXIT_GRACE_S = 3.0
 """How long a failed rank's exit handlers may take; they must not wait for ranks that wait for this one."""
 
 _ORPHAN_POLL_S = 2.0
+_FROZEN_RUNPY = "<frozen runpy>"  # in tracebacks, where the interpreter has it built in
 
 # Where the launchers write a rank's place: Open MPI, Hydra (MPICH, Intel MPI), PMIx, Slurm.
 _PLACES = {
@@ -55,7 +57,7 @@ def main() -> None:
             # Whole lines: else those of several ranks are mixed at the borders of buffers, or of words.
             stream.reconfigure(line_buffering=True, write_through=False)
     if options.as_horovod:
-        importlib.import_module("horovod")  # the shim, before a folder of that name beside the script is seen
+        _import_shim()
     try:
         run_python(command)
     except SystemExit as stop:
@@ -64,11 +66,18 @@ def main() -> None:
         _end(130, reason="KeyboardInterrupt")
     except BaseException as err:
         trace = err.__traceback__
-        while trace is not None and trace.tb_frame.f_code.co_filename in {__file__, runpy.__file__}:
+        while trace is not None and trace.tb_frame.f_code.co_filename in {__file__, runpy.__file__, _FROZEN_RUNPY}:
             trace = trace.tb_next  # a user's traceback begins in the user's script
         sys.excepthook(type(err), err.with_traceback(trace), trace)
         _end(1, reason=f"{type(err).__name__}: {err}".splitlines()[0])
     _tell(Event.FINISHED)
+
+
+def _import_shim() -> None:
+    """Makes our `horovod` the one, also where a folder of that name lies beside the script."""
+    sys.path.insert(0, str(SHIM))
+    importlib.import_module("horovod")
+    sys.path.remove(str(SHIM))  # it stays on PYTHONPATH, hence behind, for the processes that the script starts
 
 
 def run_python(command: Sequence[str]) -> None:
