@@ -7,9 +7,10 @@ parameters only as things that have a `.grad`.
 on iterations are *scheduled*: the flat buffers are laid out in the agreed order, and units are issued in that order
 as soon as their gradients are in, straight from the hook, without a control message.
 
-A fixed order costs time if gradients begin to come in another one. Each rank therefore votes, with one element at the
-end of the first flat buffer that is reduced along with the gradients, and if anyone asks for it all ranks learn anew
-in the next iteration.
+A fixed order costs time if gradients begin to come in another one. Each rank therefore votes, with elements at the
+end of the first flat buffer that are reduced along with the gradients: if anyone asks for it all ranks learn anew in
+the next iteration. In the same way a rank says that it has data of its own, so that those without (see `finish`) know
+when they are all alone.
 """
 
 from __future__ import annotations
@@ -39,6 +40,10 @@ logger = logging.getLogger(__name__)
 
 LEARNING_ITERATIONS = 2
 """The first iteration runs with cold caches; its order is kept only if the second one cannot be had."""
+
+VOTES = 2
+RELEARN, ALIVE = range(VOTES)
+"""What the elements at the end of the first flat buffer ask for, or say."""
 
 WAIT_SLICE_S = 1.0
 """How often a wait for other ranks looks whether the job has failed."""
@@ -90,12 +95,14 @@ class IterationReport:
         ready_s: when each gradient became ready after the first, by parameter index, `(n_gradients,)`; only
             learning iterations record it.
         learned: the order was learned (again) in this iteration: layouts may be new, and plans the default again.
+        alive: some rank has taken part with data of its own.
     """
 
     span_s: float
     backward_s: float
     ready_s: tuple[float, ...] = ()
     learned: bool = False
+    alive: bool = True
 
 
 class _Group:
@@ -169,6 +176,7 @@ class Synchroniser:
         self._ready: Callable[[int], None] = self._ready_learning
         self._groups: list[_Group] = []
         self._disorder, self._ballot = 0, 0.0
+        self._joined = False
         self._next_vote = 0
         self._lay_out(list(range(len(self._params)))[::-1])
 
@@ -176,11 +184,11 @@ class Synchroniser:
 
     @property
     def layouts(self) -> tuple[GradientLayout, ...]:
-        """The present layouts, one a dtype; the first has one more element, the vote."""
+        """The present layouts, one a dtype; the first has more elements, the votes."""
         return tuple(group.layout for group in self._groups)
 
     def in_layout_order(self, values: Sequence[float]) -> list[float]:
-        """Values by parameter index, as reports give them, in the order of the first layout, the vote left out."""
+        """Values by parameter index, as reports give them, in the order of the first layout, the votes left out."""
         return [values[index] for index in self._groups[0].indices]
 
     def _lay_out(self, order: list[int]) -> None:
@@ -192,12 +200,12 @@ class Synchroniser:
         kept = {index: view for group in self._groups for index, view in zip(group.indices, group.views, strict=True)}
         self._groups = []
         for (wire, _), indices in by_dtype.items():
-            vote = () if self._groups else (1,)
+            votes = () if self._groups else (VOTES,)
             layout = GradientLayout(
-                sizes=(*(self._params[index].numel() for index in indices), *vote),
+                sizes=(*(self._params[index].numel() for index in indices), *votes),
                 itemsize_bytes=wire.itemsize,
                 dtype=str(wire).removeprefix("torch."),
-                names=(*(self._names[index] for index in indices), *("sirtaki.vote" for _ in vote)),
+                names=(*(self._names[index] for index in indices), *("sirtaki.votes" for _ in votes)),
             )
             group = _Group(indices, self._params, layout, self._fabric.allocate(layout.numel, wire))
             for index, view in zip(indices, group.views, strict=True):
@@ -212,7 +220,7 @@ class Synchroniser:
             for index, view in zip(group.indices, group.views, strict=True):
                 self._views[index] = view
         self._adopts = [param.dtype == view.dtype for param, view in zip(self._params, self._views, strict=True)]
-        self._vote = self._groups[0].buffer.tensor[-1:]
+        self._votes = self._groups[0].buffer.tensor[-VOTES:]
         self._install([self._default_plan(group.layout) for group in self._groups])
 
     def set_plans(self, plans: Sequence[CommPlan]) -> None:
@@ -275,7 +283,7 @@ class Synchroniser:
         """Ready for the next backward pass."""
         # The last entry is never zero: `ready` need not ask whether there is a next unit.
         self._missing = [*(len(unit.members) for unit in self._units), 1]
-        self._vote.fill_(self._ballot)
+        self._votes[RELEARN], self._votes[ALIVE] = self._ballot, 1.0
         self._next_unit = 0
         self._arrived: list[int] = []
         self._copied = 0
@@ -408,6 +416,11 @@ class Synchroniser:
     # ── the end of an iteration ──────────────────────────────────────────────────────────────────────────────────
 
     @property
+    def learning(self) -> bool:
+        """The present iteration is a learning one; the same on all ranks."""
+        return self._learning
+
+    @property
     def pending(self) -> bool:
         """Some gradient of this iteration is ready and `finish` has not been called."""
         return bool(self._arrived)
@@ -418,13 +431,21 @@ class Synchroniser:
         return [name for index, name in enumerate(self._names) if index not in arrived]
 
     @torch.no_grad()
-    def finish(self) -> IterationReport:
+    def finish(self, *, joined: bool = False) -> IterationReport:
         """Collective: the backward pass has ended; blocks until every gradient is reduced.
+
+        Args:
+            joined: this rank has no data any more and takes part with zeros, for the others' sake.
 
         Raises:
             CommError: a reduction failed, or the job did; gradients are undefined then.
         """
         finish_called_s = time.perf_counter()
+        self._joined = joined and not self._arrived
+        if self._joined:
+            self._votes[ALIVE] = 0.0
+            for param in self._params:
+                param.grad = None
         if not self._arrived:
             self._first_ready_s = finish_called_s
             if self._learning:
@@ -445,10 +466,17 @@ class Synchroniser:
             span_s=end_s - self._first_ready_s,
             backward_s=finish_called_s - self._first_ready_s,
             ready_s=tuple(self._ready_times_s) if self._learning else (),
+            alive=self._is_anyone_alive(),
             learned=self._turn_over(n_arrived),
         )
         self.iteration += 1
         return report
+
+    def _is_anyone_alive(self) -> bool:
+        """Collective: some rank has data of its own. Learning iterations reduce no votes."""
+        if self._learning:
+            return bool(self._control.total(np.array([0.0 if self._joined else 1.0]))[0] > 0.0)
+        return float(self._votes[ALIVE]) > 0.0
 
     def _complete_missing(self) -> None:
         """Gradients that did not come: those there are count as they are, the others as zeros, as in Horovod."""
@@ -496,7 +524,7 @@ class Synchroniser:
             # Each new learning doubles the time to the next one: an order that never settles is not chased.
             self._next_vote = self.iteration + 2 * (self.iteration - self._learn_from + 50)
             return True
-        relearn = float(self._vote) > 0.0
+        relearn = float(self._votes[RELEARN]) > 0.0
         if self._arrived == self._order:
             self._disorder = 0
         else:

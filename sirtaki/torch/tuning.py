@@ -177,13 +177,26 @@ class TunedSynchroniser:
         """Parameters whose gradients have not come in this iteration."""
         return self._sync.missing_names()
 
-    def finish(self) -> None:
-        """Collective: blocks until all gradients are reduced, and decides what the next iteration runs."""
-        report = self._sync.finish()
+    @property
+    def learning(self) -> bool:
+        """The order of the gradients is being learned in this iteration; the same on all ranks."""
+        return self._sync.learning
+
+    def finish(self, *, joined: bool = False) -> bool:
+        """Collective: blocks until all gradients are reduced, and decides what the next iteration runs.
+
+        Args:
+            joined: this rank has no data any more and takes part with zeros.
+
+        Returns:
+            Some rank still has data; the same on all ranks.
+        """
+        report = self._sync.finish(joined=joined)
         if report.learned:
             self._after_learning(report)
         elif self._assignment is not None and not report.ready_s:
             self._after_iteration(report)
+        return report.alive
 
     # ── the warm-up ──────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -219,7 +232,7 @@ class TunedSynchroniser:
                 max_streams=self._space.streams[-1],
                 budget_s=PROBE_S + 2 * report.backward_s,
             )
-            ready_s = [*self._sync.in_layout_order(report.ready_s), report.backward_s]  # the vote is there at the end
+            ready_s = [*self._sync.in_layout_order(report.ready_s), report.backward_s]  # the votes are there at the end
             if self._decides and (model := planning_model(layouts[0], ready_s, report.backward_s, probes)) is not None:
                 planners = [kind(space=self._space, model=model) for kind in (AscWfbpN, AscWfbp, MgWfbp)]
         if not self._decides:
