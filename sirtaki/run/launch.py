@@ -48,7 +48,7 @@ def launch(options: argparse.Namespace) -> int:
         environ["PYTHONPATH"] = os.pathsep.join([str(SHIM), *filter(None, [environ.get("PYTHONPATH")])])
         beside = f"; the installed Horovod {library.horovod} is set aside" if library.horovod else ""
         _say(f"`import horovod` gives Sirtaki{beside}")
-    local_ranks = min(ranks, hosts[0].slots) if hosts else ranks
+    local_ranks = _most_local_ranks(ranks, hosts)
     environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // local_ranks)))
     if options.interfaces:
         environ.update(dict.fromkeys(("SIRTAKI_GLOO_IFACE", "NCCL_SOCKET_IFNAME"), options.interfaces))
@@ -78,13 +78,12 @@ def _job(
     here = all(host.is_local for host in hosts)
     port = ("-p", str(options.ssh_port)) if options.ssh_port else ()
     identity = ("-i", options.ssh_identity_file) if options.ssh_identity_file else ()
-    local_ranks = min(ranks, hosts[0].slots) if hosts else ranks
     return Job(
         ranks=ranks,
         hosts=() if here else hosts,
         command=command.words,
-        exported={} if here else {**carried_variables(environ), **exported},
-        oversubscribed=local_ranks > usable_cores(),
+        exported=() if here else tuple(dict.fromkeys([*carried_variables(environ), *exported])),
+        oversubscribed=_most_local_ranks(ranks, hosts) > usable_cores(),
         as_root=os.geteuid() == 0,
         binding=tuple(shlex.split(options.binding_args)),
         extra=tuple(shlex.split(options.mpi_args)),
@@ -126,6 +125,11 @@ def _ranks(wanted: int | None, hosts: tuple[Host, ...]) -> int:
     if wanted is not None and hosts and wanted > slots:
         raise ConfigError(f"-np {wanted}, but the hosts have {slots} slots; name more hosts or slots, or fewer ranks")
     return slots if wanted is None else wanted
+
+
+def _most_local_ranks(ranks: int, hosts: tuple[Host, ...]) -> int:
+    """How many ranks the fullest host may get; other hosts are taken to have as many cores as this one."""
+    return max((min(ranks, host.slots) for host in hosts), default=ranks)
 
 
 def _describe(library: MpiLibrary, environ: Mapping[str, str], hosts: tuple[Host, ...], words: list[str]) -> None:

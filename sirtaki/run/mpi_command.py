@@ -24,7 +24,8 @@ class Job:
         ranks: how many.
         hosts: where, with slots; empty = here.
         command: what each rank runs.
-        exported: variables that every rank gets, whatever its host.
+        exported: names of variables that ranks on other hosts get too, with mpiexec's own values (which thus show
+            in no list of processes).
         oversubscribed: more ranks than cores on a host; ranks that wait then give way.
         as_root: the launching user is root.
         binding: arguments that place and bind ranks, in mpiexec's words; empty = no binding.
@@ -37,7 +38,7 @@ class Job:
     ranks: int
     hosts: tuple[Host, ...]
     command: tuple[str, ...]
-    exported: Mapping[str, str]
+    exported: tuple[str, ...]
     oversubscribed: bool
     as_root: bool = False
     binding: tuple[str, ...] = ()
@@ -64,9 +65,9 @@ def ssh_variables(job: Job) -> dict[str, str]:
     return dict.fromkeys(names, shlex.join(job.ssh)) if job.ssh else {}
 
 
-def carried_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """The part of `environ` that ranks on other hosts need."""
-    return {name: value for name, value in environ.items() if name in _CARRIED or name.startswith(_CARRIED_PREFIXES)}
+def carried_variables(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Names of those variables in `environ` that ranks on other hosts need."""
+    return tuple(name for name in environ if name in _CARRIED or name.startswith(_CARRIED_PREFIXES))
 
 
 def _open_mpi(job: Job, library: MpiLibrary) -> list[str]:
@@ -89,14 +90,14 @@ def _open_mpi(job: Job, library: MpiLibrary) -> list[str]:
         names = ",".join(job.interfaces)
         words += ["--mca", "btl_tcp_if_include", names]
         words += [runtime, "prte_if_include" if has_prrte else "oob_tcp_if_include", names]
-    for name, value in job.exported.items():
-        words += ["-x", f"{name}={value}"]
+    for name in job.exported:
+        words += ["-x", name]
     return words
 
 
 def _hydra(job: Job, library: MpiLibrary) -> list[str]:
     del library  # Hydra's words have not changed over the versions
-    words = ["-np", str(job.ranks), "-prepend-rank"]
+    words = ["-np", str(job.ranks), "-prepend-rank"]  # the environment travels whole, without being named
     if job.hosts:
         words += ["-hosts", _host_list(job.hosts)]
     words += job.binding
@@ -104,8 +105,6 @@ def _hydra(job: Job, library: MpiLibrary) -> list[str]:
         words += ["-iface", job.interfaces[0]]
     if job.tcp:
         words += ["-genv", "FI_PROVIDER", "tcp", "-genv", "UCX_TLS", "tcp,sm,self"]
-    for name, value in job.exported.items():
-        words += ["-genv", name, value]
     return words
 
 
