@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
+from ..knobs import Knobs
 from ..trial import Proposal, Trial
 
 
@@ -32,3 +33,17 @@ class Forecaster(Protocol):
 def expected_improvement(arm: Arm) -> float | None:
     """What the arm expects to be left to gain; None where it cannot say."""
     return arm.expected_improvement() if isinstance(arm, Forecaster) else None
+
+
+@runtime_checkable
+class Surrogate(Protocol):
+    """An arm that has an opinion of what a measured setting truly takes, from its neighbours' measurements too."""
+
+    def expected_span_s(self, knobs: Knobs) -> float | None:
+        """The span that the arm believes in; None = no opinion."""
+        ...
+
+
+def expected_span_s(arm: Arm, knobs: Knobs) -> float | None:
+    """What the arm believes that these knobs take; None where it has no opinion."""
+    return arm.expected_span_s(knobs) if isinstance(arm, Surrogate) else None

@@ -28,6 +28,7 @@ class _Belief(NamedTuple):
 
     candidates: list[int]  # indices into the lattice
     improvement: FloatArray  # expected improvement over the best setting, (n_candidates,)
+    believed_s: dict[Knobs, float]  # seconds that the measured settings truly take
 
 
 class BayesianArm:
@@ -88,13 +89,20 @@ class BayesianArm:
         improvement = self._believe().improvement
         return float(improvement.max()) if len(improvement) else 0.0
 
+    def expected_span_s(self, knobs: Knobs) -> float | None:
+        """What a measured setting truly takes by the surrogate; None for others, and while it is too early to say."""
+        if len(self._finite()) < 2 * self._n_initial:
+            return None
+        return self._believe().believed_s.get(knobs)
+
     def _finite(self) -> list[Trial]:
         return [trial for trial in self._known.values() if math.isfinite(trial.span_s)]
 
     def _believe(self) -> _Belief:
         """Fits the surrogate; kept until the next `tell`, so asking twice gives the same answer."""
         if self._belief is None:
-            model, y_best = self._fit()
+            model, believed_s = self._fit()
+            y_best = math.log(min(believed_s.values()))
             candidates = [i for i, knobs in enumerate(self._lattice.points) if knobs not in self._known]
             if len(candidates) > MAX_CANDIDATES:
                 draw = np.random.default_rng(self._seed + len(self._known))
@@ -106,11 +114,11 @@ class BayesianArm:
                     improvement = self._skopt.gaussian_ei(
                         self._lattice.coordinates[candidates], model, y_opt=y_best, xi=0.0
                     )
-            self._belief = _Belief(candidates, np.maximum(improvement, 0.0))
+            self._belief = _Belief(candidates, np.maximum(improvement, 0.0), believed_s)
         return self._belief
 
-    def _fit(self) -> tuple[Any, float]:  # Any: scikit-optimize has no types
-        """The fitted process, and its mean at the best measured setting."""
+    def _fit(self) -> tuple[Any, dict[Knobs, float]]:  # Any: scikit-optimize has no types
+        """The fitted process, and its mean at the measured settings in seconds."""
         trials = sorted(self._finite(), key=lambda trial: trial.span_s)[:MAX_FITTED_TRIALS]
         worst = math.log(trials[-1].span_s)
         x: list[FloatArray] = []
@@ -137,7 +145,7 @@ class BayesianArm:
             warnings.simplefilter("ignore")
             model.fit(x_ND, y_N)
             mean_N = model.predict(x_ND[: len(trials)])
-        return model, float(mean_N.min())
+        return model, {trial.knobs: math.exp(mean) for trial, mean in zip(trials, mean_N.tolist(), strict=True)}
 
     def _place(self, trial: Trial) -> FloatArray:
         place = self._lattice.place(trial.knobs)

@@ -12,10 +12,18 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 
 import numpy as np
 
 from sirtaki.errors import TuningError
+
+
+class Opening(Enum):
+    """Who goes first among the arms that have no use in the window."""
+
+    RANDOM = "random"  # the formula as printed: equal scores, so a matter of luck
+    AS_GIVEN = "as_given"  # in the order of the arms: the most promising first (docs/decisions/0012)
 
 
 @dataclass(slots=True)
@@ -94,7 +102,9 @@ class AUCBandit:
             return math.inf
         return self.auc(arm) + self.exploration * math.sqrt(2.0 * math.log2(len(self._history)) / uses)
 
-    def ranking(self, rng: np.random.Generator) -> list[str]:
-        """All arms, the highest score first; `rng` orders equal ones."""
+    def ranking(self, rng: np.random.Generator, *, opening: Opening = Opening.RANDOM) -> list[str]:
+        """All arms, the highest score first; `rng` orders equal ones, `opening` those without a use."""
         lots = dict(zip(self._uses, rng.permutation(len(self._uses)).tolist(), strict=True))
+        if opening is Opening.AS_GIVEN:
+            lots.update({arm: place for place, arm in enumerate(self._uses) if self.uses(arm) == 0})
         return sorted(self._uses, key=lambda arm: (-self.score(arm), lots[arm]))

@@ -10,9 +10,10 @@ from typing import TypeVar
 
 import numpy as np
 
-from ..arms.base import Arm, expected_improvement
+from ..arms.base import Arm, expected_improvement, expected_span_s
+from ..knobs import Knobs
 from ..trial import Proposal, Trial
-from .auc_bandit import AUCBandit
+from .auc_bandit import AUCBandit, Opening
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +32,7 @@ class BanditArm:
         rng: breaks ties between equal scores.
         window: uses that the bandit remembers (see `window_for`).
         exploration: C of the AUC formula.
+        opening: order of the arms' first turns.
     """
 
     def __init__(
@@ -40,16 +42,18 @@ class BanditArm:
         rng: np.random.Generator,
         window: int,
         exploration: float = 0.2,
+        opening: Opening = Opening.RANDOM,
         name: str = "bandit",
     ) -> None:
         self.name = name
         self.bandit = AUCBandit([arm.name for arm in arms], window=window, exploration=exploration)
         self._arms = {arm.name: arm for arm in arms}
         self._rng = rng
+        self._opening = opening
 
     def ask(self, n: int = 1) -> Sequence[Proposal]:
         """One proposal of each of the best-scored arms in turn, `n` in all, fewer if all arms run dry."""
-        ranking = self.bandit.ranking(self._rng)
+        ranking = self.bandit.ranking(self._rng, opening=self._opening)
         if n == 1:
             return next((proposals for name in ranking if (proposals := self._ask_arm(name, 1))), [])
         rounds = zip_longest(*(self._ask_arm(name, n) for name in ranking))
@@ -67,6 +71,11 @@ class BanditArm:
         """The largest that any arm still expects; None if no arm can say."""
         expected = [self._try(name, expected_improvement, None) for name in list(self._arms)]
         return max((value for value in expected if value is not None), default=None)
+
+    def expected_span_s(self, knobs: Knobs) -> float | None:
+        """What the first arm with an opinion believes."""
+        beliefs = (self._try(name, lambda arm: expected_span_s(arm, knobs), None) for name in list(self._arms))
+        return next((belief for belief in beliefs if belief is not None), None)
 
     @property
     def leader(self) -> str:

@@ -13,7 +13,7 @@ from sirtaki.errors import TuningError
 from ..arms.base import Arm
 from ..arms.catalogue import OUR_ARMS, make_arm, third_party_arms
 from ..knobs import KnobSpace
-from .auc_bandit import window_for
+from .auc_bandit import Opening, window_for
 from .bandit_arm import BanditArm
 
 logger = logging.getLogger(__name__)
@@ -29,6 +29,7 @@ def default_arms(
     names: Sequence[str] | None = None,
     planners: Sequence[Arm] = (),
     exploration: float = 0.2,
+    opening: Opening = Opening.AS_GIVEN,
 ) -> BanditArm:
     """The bandit over the named search techniques and the given planners.
 
@@ -39,8 +40,9 @@ def default_arms(
         rng: split among the arms, so that one arm's draws do not depend on another's.
         budget_iterations: of the warm-up; the bandit's window scales with it.
         names: search techniques; None = all of ours and all that installed packages bring.
-        planners: arms that are there already, with names of their own.
+        planners: arms that are there already, with names of their own; the best first.
         exploration: C of the AUC formula.
+        opening: order of the arms' first turns: planners as given, then the techniques, or random as printed.
 
     Raises:
         TuningError: a named technique is unknown or cannot be built, or no arm is left.
@@ -56,4 +58,4 @@ def default_arms(
                 raise
             logger.warning("%s; it is left out", err)
     window = window_for(budget_iterations // ITERATIONS_PER_TRIAL, len(arms))
-    return BanditArm(arms, rng=ties, window=window, exploration=exploration)
+    return BanditArm(arms, rng=ties, window=window, exploration=exploration, opening=opening)

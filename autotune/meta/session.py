@@ -4,23 +4,26 @@ The session is pure: no process group, file, thread, clock or sleep. It lives on
 (`assignment`), takes the measured spans (`record`), and that rank tells the others. Its course is written down as one
 generator, `_warm_up`, that yields assignments and is sent their spans, so it reads in the order in which it happens:
 
-    default → trials → finalists again → guard against the default → done
+    default → trials → finals against each other and the default → done
 
 A trial is a race: it is measured once, given up if it is clearly slower than the best, and measured more often the
-closer it comes. More measurements of what runs already cost no settling iteration. Since the fastest of many noisy
-measurements is fast by luck too, the finalists are measured again before one of them meets the default.
+closer it comes. More measurements of what runs already cost no settling iteration. The fastest of many noisy
+measurements is fast by luck too. So a share of the budget that grows with the noise is kept for the finals, where the
+fastest settings and those that the arms' surrogate believes in run in turns with the default. Each round halves the
+field; what remains is kept if it beats the default in what was measured in the finals alone (docs/decisions/0011).
 """
 
 import logging
 from collections.abc import Callable, Generator, Hashable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from itertools import zip_longest
 
 import numpy as np
 
 from sirtaki.errors import TuningError
 
-from ..arms.base import Arm, expected_improvement
+from ..arms.base import Arm, expected_improvement, expected_span_s
 from ..knobs import Knobs, KnobSpace
 from ..trial import Proposal, Trial, TrialStatus
 from .ledger import Ledger, Setting
@@ -32,10 +35,14 @@ REGISTRY_ARM = "registry"  # whose trials remembered settings are
 VERIFY_ARM = "verify"  # whose trials repeated measurements are
 
 CLEAR = 2.0  # standard errors between two settings that are told apart
+HOPELESS = 3.0  # standard errors behind the fastest at which a setting has no place in the finals
 WORTHWHILE = 0.01  # the share of the span that must be in reach to go on searching
 MAX_RETRIES = 8  # proposals in a row that need not be run, until the arm is taken to have run dry
-MAX_VERIFY_ROUNDS = 3
-MAX_GUARD_ROUNDS = 4
+MAX_ROUNDS = 8  # of the finals
+MAX_EXACT_ROUNDS = 3  # that a remembered setting gets to beat the default
+RESERVE_PER_NOISE = 4.5  # share of the budget kept for the finals over the noise, within the bounds below
+MIN_RESERVE, MAX_RESERVE = 0.15, 0.45
+NOISY = 0.05  # from this noise on, a turn in the finals is twice as long
 
 
 class Purpose(Enum):
@@ -147,10 +154,9 @@ class WarmupSession:
         self._history = tuple(history)
         self._identity = identity
         run = settle_iterations + measured_iterations
-        self._finalists = 3 if budget_iterations >= 60 else 2
-        self._guard_cost = 2 * run
-        self._reserve = self._guard_cost + self._finalists * run
-        self._patience = max(8, budget_iterations // (2 * run))
+        self._n_finalists = 4 if budget_iterations >= 60 else 2
+        self._duel_cost = 2 * run
+        self._patience = max(8, budget_iterations // (3 * run))
 
         self._ledger = Ledger(identity=identity)
         self._trials: list[Trial] = []
@@ -237,10 +243,9 @@ class WarmupSession:
     def _warm_up(self) -> _Script:
         exact = self._exact if self._exact is not None and self._accepts(self._exact) else None
         if exact is not None and not self._same(exact, self._default):
-            won = yield from self._guard(exact, arm=REGISTRY_ARM)
+            kept = yield from self._finals([exact], arm=REGISTRY_ARM, max_rounds=MAX_EXACT_ROUNDS)
             self._finish_trial(Proposal(arm=DEFAULT_ARM, knobs=self._default))
-            self._finish_trial(Proposal(arm=REGISTRY_ARM, knobs=exact))
-            if won:
+            if kept is not None:
                 return self._end(exact, "the registry's setting for this job, checked against the default")
         else:
             yield from self._run(self._default, arm=DEFAULT_ARM, purpose=Purpose.DEFAULT, measured=self._measured)
@@ -249,12 +254,13 @@ class WarmupSession:
                 return self._end(self._default, "the registry knows the default as the best for this job")
         self._recall()
         why = yield from self._search()
-        winner = yield from self._verify()
-        if self._same(winner.knobs, self._default):
-            return self._end(self._default, f"nothing beat the default; {why}")
-        if (yield from self._guard(winner.knobs, arm=winner.arm)):
-            return self._end(winner.knobs, f"beat the default in alternating iterations; {why}")
-        return self._end(self._default, f"the best trial did not beat the default when measured again; {why}")
+        finalists = self._finalists()
+        if not finalists:
+            return self._end(self._default, f"nothing came near the default; {why}")
+        kept = yield from self._finals(finalists, max_rounds=MAX_ROUNDS)
+        if kept is None:
+            return self._end(self._default, f"no finalist beat the default; {why}")
+        return self._end(kept, f"beat the default in alternating iterations; {why}")
 
     def _search(self) -> Generator[Assignment, Sequence[float], str]:
         """Runs trials until the budget, the patience or the proposals end; says which."""
@@ -285,38 +291,52 @@ class WarmupSession:
             if hopeless or (enough and not undecided) or self._left() < 1:
                 return
 
-    def _verify(self) -> Generator[Assignment, Sequence[float], Setting]:
-        """Measures the settings that may be the best in turns until one is clear or the budget calls for the guard."""
-        for _ in range(MAX_VERIFY_ROUNDS):
-            ranked = self._ledger.ranked()
-            if not ranked:
-                break
-            rivals = [setting for setting in ranked[: self._finalists] if self._ledger.lead(ranked[0], setting) < CLEAR]
-            cost = len(rivals) * (self._settle + self._measured)
-            if len(rivals) == 1 or self._spent + cost + self._guard_cost > self._budget:
-                break
-            for i in self._rng.permutation(len(rivals)).tolist():
-                rival = rivals[i]
-                yield from self._run(rival.knobs, arm=rival.arm, purpose=Purpose.VERIFY, measured=self._measured)
-                self._finish_trial(Proposal(arm=VERIFY_ARM, knobs=rival.knobs))
-        return next(iter(self._ledger.ranked()), self._setting(self._default))
+    def _finalists(self) -> list[Knobs]:
+        """The fastest settings and those with the best surrogate's estimate, in turns, but none that is hopeless."""
+        ranked = self._ledger.ranked()
+        rivals = [
+            setting.knobs
+            for setting in ranked
+            if not self._same(setting.knobs, self._default) and self._ledger.lead(setting, ranked[0]) > -HOPELESS
+        ]
+        beliefs = {rival: expected_span_s(self._arm, rival) for rival in rivals}
+        believed = sorted((belief, place) for place, belief in enumerate(beliefs.values()) if belief is not None)
+        in_turns = zip_longest(rivals, (rivals[place] for _, place in believed))
+        field = list(dict.fromkeys(knobs for pair in in_turns for knobs in pair if knobs is not None))
+        affordable = (self._budget - self._spent) // self._turn_cost() - 1  # beside the default
+        return field[: max(1, min(self._n_finalists, affordable))]
 
-    def _guard(self, winner: Knobs, *, arm: str) -> Generator[Assignment, Sequence[float], bool]:
-        """Alternates winner and default; True if the winner is faster. What was measured before does not count."""
-        ledger = Ledger(identity=self._identity)  # of the duel alone: the trials' spans were chosen for their luck
-        lead = 0.0
-        for turn in range(MAX_GUARD_ROUNDS):
-            if turn > 0 and (abs(lead) > CLEAR or self._spent + self._guard_cost > self._budget):
+    def _finals(
+        self, finalists: list[Knobs], *, arm: str | None = None, max_rounds: int
+    ) -> Generator[Assignment, Sequence[float], Knobs | None]:
+        """Rounds of all finalists and the default in random order; the one that is kept, None = the default stays.
+
+        After each round the slower half leaves, by all that was measured of it. The duel with the default counts what
+        is measured here alone, since the finalists got here by luck too; it pauses while it is clear.
+        """
+        duel = Ledger(identity=self._identity)
+        field = [*finalists, self._default]
+        for number in range(max_rounds):
+            measured = self._turn_iterations()
+            turns = self._rng.permutation(len(field)).tolist()
+            for i in turns if number else sorted(turns, key=bool):  # at first the favourite: it may be kept for good
+                knobs = field[i]
+                purpose, who = Purpose.GUARD_DEFAULT, DEFAULT_ARM
+                if knobs != self._default:
+                    purpose = Purpose.GUARD_WINNER if len(finalists) == 1 else Purpose.VERIFY
+                    who = arm or self._setting(knobs).arm
+                spans_s = yield from self._run(knobs, arm=who, purpose=purpose, measured=measured)
+                duel.add(knobs, arm=who, spans_s=spans_s)
+            for knobs in finalists:
+                self._finish_trial(Proposal(arm=arm or VERIFY_ARM, knobs=knobs))
+            finalists = sorted(finalists, key=lambda knobs: self._setting(knobs).span_s)[: (len(finalists) + 1) // 2]
+            best = self._setting(finalists[0])
+            finalists = [knobs for knobs in finalists if self._ledger.lead(self._setting(knobs), best) > -CLEAR]
+            lead = duel.lead(duel[best.knobs], duel[self._default])
+            field = finalists + ([self._default] if abs(lead) < CLEAR else [])
+            if len(field) == 1 or lead <= -CLEAR or self._spent + len(field) * self._turn_cost() > self._budget:
                 break
-            pair: list[Setting] = []
-            for knobs, who, purpose in (
-                (winner, arm, Purpose.GUARD_WINNER),
-                (self._default, DEFAULT_ARM, Purpose.GUARD_DEFAULT),
-            ):
-                spans_s = yield from self._run(knobs, arm=who, purpose=purpose, measured=self._measured)
-                pair.append(ledger.add(knobs, arm=who, spans_s=spans_s))
-            lead = ledger.lead(*pair)
-        return lead > 0.0
+        return best.knobs if lead > 0.0 else None
 
     def _run(
         self, knobs: Knobs, *, arm: str, purpose: Purpose, measured: int
@@ -396,7 +416,7 @@ class WarmupSession:
             self._trials.append(scaled)
             self._spent += trial.iterations + self._settle
             self._tell(scaled)
-        self._spent = min(self._spent, max(self._budget - self._reserve, self._settle + self._measured))
+        self._spent = min(self._spent, max(self._budget - 2 * self._duel_cost, self._settle + self._measured))
 
     def _setting(self, knobs: Knobs) -> Setting:
         """What was measured of these knobs, perhaps nothing."""
@@ -409,8 +429,16 @@ class WarmupSession:
         return self._default
 
     def _left(self) -> int:
-        """Iterations that trials may still use."""
-        return self._budget - self._reserve - self._spent
+        """Iterations that trials may still use; the others are kept for the finals, the more the noisier it is."""
+        share = min(max(RESERVE_PER_NOISE * self._ledger.noise, MIN_RESERVE), MAX_RESERVE)
+        return self._budget - max(self._duel_cost, round(share * self._budget)) - self._spent
+
+    def _turn_cost(self) -> int:
+        return self._settle + self._turn_iterations()
+
+    def _turn_iterations(self) -> int:
+        """Measured iterations of one turn in the finals."""
+        return self._measured * (2 if self._ledger.noise > NOISY else 1)
 
     def _same(self, first: Knobs, second: Knobs) -> bool:
         return self._identity(first) == self._identity(second)

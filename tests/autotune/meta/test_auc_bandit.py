@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sirtaki.autotune.meta.auc_bandit import AUCBandit, window_for
+from sirtaki.autotune.meta.auc_bandit import AUCBandit, Opening, window_for
 from sirtaki.errors import TuningError
 
 ARMS = ("grid", "pbt", "bayesian", "hyperband")
@@ -113,3 +113,14 @@ def test_arms_without_a_name_of_their_own_are_refused(arms: tuple[str, ...]) -> 
 def test_an_empty_window_is_refused() -> None:
     with pytest.raises(TuningError, match="at least one use"):
         AUCBandit(ARMS, window=0)
+
+
+def test_the_arms_can_open_in_the_order_given_and_score_decides_afterwards() -> None:
+    bandit = AUCBandit(ARMS, window=10)
+    rng = np.random.default_rng(0)
+    opened = []
+    for _ in ARMS:
+        opened.append(bandit.ranking(rng, opening=Opening.AS_GIVEN)[0])
+        bandit.push(opened[-1], was_best=opened[-1] == "bayesian")
+    assert opened == list(ARMS)
+    assert bandit.ranking(rng, opening=Opening.AS_GIVEN)[0] == "bayesian"

@@ -309,7 +309,7 @@ def test_a_winner_that_loses_to_the_default_in_alternation_is_not_kept() -> None
     job.run()
     assert job.result.knobs == DEFAULT
     assert not job.result.tuned
-    assert "did not beat the default" in job.result.reason
+    assert "no finalist beat the default" in job.result.reason
 
 
 @pytest.mark.parametrize("noise", [0.03, 0.1])
