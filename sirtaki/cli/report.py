@@ -1,0 +1,206 @@
+"""Turns a log of trials into one self-contained page: what was tried, by whom, what it gained, what was chosen.
+
+A module of its own because it is the one place where tuning meets people who look at it afterwards. No scripts, no
+files beside the page; plots are inline SVG.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
+from itertools import cycle
+from pathlib import Path
+
+from sirtaki.autotune.knobs import Knobs
+from sirtaki.autotune.meta.auc_bandit import AUCBandit, window_for
+from sirtaki.autotune.model.simulator import Simulator
+
+from .svg import Plot
+from .trial_log import Measurement, TrialLog, read_log
+
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8a6d00", "#7b3294", "#a6761d", "#1b7837")
+DEFAULT_COLOR, BEST_COLOR, COMPUTE_COLOR = "#888888", "#c00000", "#c8ccd0"
+
+STYLE = """
+body { font: 15px/1.45 system-ui, sans-serif; max-width: 900px; margin: 2em auto; padding: 0 1em; color: #222; }
+h1 { font-size: 1.5em; } h2 { font-size: 1.15em; margin-top: 2em; }
+svg { width: 100%; height: auto; font-size: 11px; fill: #444; }
+.grid { stroke: #e4e4e4; } .axis { stroke: #666; }
+table { border-collapse: collapse; } td, th { padding: .2em .8em .2em 0; text-align: left; }
+td.number { text-align: right; font-variant-numeric: tabular-nums; }
+.swatch { display: inline-block; width: .8em; height: .8em; margin-right: .35em; border-radius: 2px; }
+.legend span { margin-right: 1.1em; white-space: nowrap; }
+"""
+
+
+def write_report(log_path: Path, html_path: Path) -> None:
+    """Reads a log and writes the page.
+
+    Raises:
+        ConfigError: the log cannot be read or is no log of trials.
+        OSError: the page cannot be written.
+    """
+    html_path.write_text(render(read_log(log_path)), encoding="utf-8")
+
+
+def render(log: TrialLog) -> str:
+    """The page."""
+    arms = list(dict.fromkeys(trial.arm for trial in log.measurements))
+    colors = dict(zip(arms, cycle(COLORS), strict=False))
+    sections = [
+        _summary(log),
+        "<h2>Trials</h2>",
+        _legend({**colors, "best so far": BEST_COLOR, "untuned default": DEFAULT_COLOR}),
+        _trials_plot(log, colors),
+        "<h2>Share of the trials</h2>",
+        _shares_plot(log.measurements, colors),
+        "<h2>Credit of each arm (AUC)</h2>",
+        _credit_plot(log.measurements, colors),
+        "<h2>Fastest settings</h2>",
+        _table(log.measurements, colors),
+        *_timelines(log),
+    ]
+    head = f'<meta charset="utf-8"><title>Sirtaki: tuning report</title><style>{STYLE}</style>'
+    body = "\n".join(["<h1>Tuning report</h1>", *sections])
+    return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n{body}\n</body></html>\n'
+
+
+def _summary(log: TrialLog) -> str:
+    kept = log.outcome
+    words = (
+        f"{len(log.measurements)} measurements in {_last_iteration(log.measurements)} training iterations. Kept: "
+        f"<b>{escape(kept.knobs.describe())}</b>, proposed by {escape(kept.arm)}, {_ms(kept.span_s)} an iteration"
+    )
+    if kept.default_span_s is not None:
+        gain = kept.default_span_s / kept.span_s
+        words += f"; the untuned default took {_ms(kept.default_span_s)}, <b>{gain:.2f} times</b> as long"
+    reason = f" {escape(kept.reason)}." if kept.reason else ""
+    return f"<p>{words}.{reason} Times run from the first ready gradient to the last reduced one.</p>"
+
+
+def _trials_plot(log: TrialLog, colors: Mapping[str, str]) -> str:
+    measured = [trial for trial in log.measurements if trial.succeeded]
+    slowest_s = max(trial.span_s for trial in measured)
+    last = _last_iteration(log.measurements)
+    plot = Plot(x=(0, last), y=(0, 1.05e3 * slowest_s), x_label="training iteration", y_label="span, ms")
+    if log.default is not None:
+        level = 1e3 * log.default.span_s
+        plot.line([(0, level), (last, level)], color=DEFAULT_COLOR, dashed=True)
+    plot.steps(list(_best_so_far(measured)), color=BEST_COLOR)
+    for trial in log.measurements:
+        title = f"{trial.arm}, {trial.knobs.describe()}"
+        if trial.succeeded:
+            title = f"{_ms(trial.span_s)}: {title}"
+            color = colors[trial.arm]
+            plot.dot(trial.iteration, 1e3 * trial.span_s, color=color, title=title, large=trial.was_best)
+        else:
+            plot.cross(trial.iteration, color=colors[trial.arm], title=f"failed: {title}")
+    return plot.render()
+
+
+def _best_so_far(measured: Sequence[Measurement]) -> Iterator[tuple[float, float]]:
+    """Iteration and span of each new best; the session's word counts, not luck."""
+    first = measured[0]
+    yield first.iteration, 1e3 * first.span_s
+    for trial in measured[1:]:
+        if trial.was_best:
+            yield trial.iteration, 1e3 * trial.span_s
+
+
+def _searching(trials: Sequence[Measurement]) -> list[Measurement]:
+    """Trials that arms proposed; without any such, all."""
+    return [trial for trial in trials if trial.purpose == "trial"] or list(trials)
+
+
+def _shares_plot(trials: Sequence[Measurement], colors: Mapping[str, str]) -> str:
+    plot = Plot(
+        x=(0, _last_iteration(trials)), y=(0, 100), x_label="training iteration", y_label="share, %", height=200
+    )
+    counts: Counter[str] = Counter()
+    searching = _searching(trials)
+    ends = [*(trial.iteration for trial in searching[1:]), _last_iteration(trials)]
+    for total, (trial, end) in enumerate(zip(searching, ends, strict=True), start=1):
+        counts[trial.arm] += 1
+        below = 0.0
+        for arm, color in colors.items():
+            share = 100 * counts[arm] / total
+            if share:
+                title = f"{arm}: {counts[arm]} of {total}"
+                plot.box((trial.iteration, end), (below, below + share), color=color, title=title)
+            below += share
+    return plot.render()
+
+
+def _credit_plot(trials: Sequence[Measurement], colors: Mapping[str, str]) -> str:
+    """The textbook bandit's credit, worked out from the log with the default window."""
+    searching = _searching(trials)
+    arms = list(dict.fromkeys(trial.arm for trial in searching))
+    bandit = AUCBandit(arms, window=window_for(len(searching), len(arms)))
+    curves: dict[str, list[tuple[float, float]]] = {arm: [] for arm in arms}
+    for trial in searching:
+        bandit.push(trial.arm, was_best=trial.was_best)
+        for arm in arms:
+            curves[arm].append((trial.iteration, bandit.auc(arm)))
+    plot = Plot(x=(0, _last_iteration(trials)), y=(0, 1), x_label="training iteration", y_label="AUC", height=200)
+    for arm, points in curves.items():
+        plot.line(points, color=colors[arm])
+    return plot.render()
+
+
+def _table(trials: Sequence[Measurement], colors: Mapping[str, str], *, rows: int = 10) -> str:
+    shortest = sorted((trial for trial in trials if trial.succeeded), key=lambda trial: trial.span_s)
+    unique = list({trial.knobs: trial for trial in reversed(shortest)}.values())[::-1]
+    cells = "".join(
+        f'<tr><td class="number">{_ms(trial.span_s)}</td><td>{escape(trial.knobs.describe())}</td>'
+        f"<td>{_swatch(colors[trial.arm])}{escape(trial.arm)}</td>"
+        f'<td class="number">{trial.iteration}</td></tr>'
+        for trial in sorted(unique, key=lambda trial: trial.span_s)[:rows]
+    )
+    return f"<table><tr><th>Span</th><th>Setting</th><th>Arm</th><th>Iteration</th></tr>{cells}</table>"
+
+
+def _timelines(log: TrialLog) -> Iterator[str]:
+    """Default and winner as the simulator sees them, if the log has the job's model."""
+    if log.simulator is None:
+        return
+    shown = {"kept": log.outcome.knobs}
+    if log.default is not None:
+        shown = {"untuned default": log.default.knobs, **shown}
+    end_ms = max(1e3 * log.simulator.run_knobs(knobs).end_s for knobs in shown.values())
+    yield "<h2>One iteration, simulated from the profile</h2>"
+    for name, knobs in shown.items():
+        yield f"<p>{name}: {escape(knobs.describe())}</p>"
+        yield _timeline_plot(log.simulator, knobs, end_ms=end_ms)
+
+
+def _timeline_plot(simulator: Simulator, knobs: Knobs, *, end_ms: float) -> str:
+    plan = knobs.to_plan(simulator.layout)
+    timeline = simulator.run(plan)
+    lanes = plan.streams + 1
+    plot = Plot(x=(0, end_ms), y=(0, lanes), x_label="ms", y_label="", height=60 + 22 * lanes)
+    plot.box((0, 1e3 * timeline.compute_end_s), (lanes - 0.9, lanes - 0.1), color=COMPUTE_COLOR, title="backward pass")
+    itemsize = simulator.layout.itemsize_bytes
+    for index, unit in enumerate(plan.units):
+        start_ms, stop_ms = 1e3 * timeline.start_s[index], 1e3 * timeline.stop_s[index]
+        lane = lanes - 2 - unit.stream
+        title = f"unit {index}: {unit.numel * itemsize} bytes, {start_ms:.2f} to {stop_ms:.2f} ms"
+        color = COLORS[0] if index % 2 else COLORS[5]
+        plot.box((start_ms, stop_ms), (lane + 0.1, lane + 0.9), color=color, title=title)
+    ticks = [(lanes - 0.5, "compute"), *((lanes - 1.5 - s, f"stream {s}") for s in range(plan.streams))]
+    return plot.render(y_ticks=ticks)
+
+
+def _legend(colors: Mapping[str, str]) -> str:
+    entries = (f"<span>{_swatch(color)}{escape(name)}</span>" for name, color in colors.items())
+    return f'<p class="legend">{"".join(entries)}</p>'
+
+
+def _swatch(color: str) -> str:
+    return f'<span class="swatch" style="background:{color}"></span>'
+
+
+def _last_iteration(trials: Sequence[Measurement]) -> int:
+    return max(trial.iteration for trial in trials)
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g} ms"

@@ -1,0 +1,178 @@
+"""Reads the log of trials that a tuned job writes: JSON lines, one object each.
+
+A module of its own because the log is data from elsewhere: whatever is wrong with it is found here, with its line.
+
+A line with `knobs` and `spans_s` (or one `span_s`) is a measurement, one with `"event": "result"` the end of a
+warm-up. A line `{"event": "model", "layout": {"sizes", "itemsize_bytes"}, "profile", "link"}` lets the report show
+timelines. Other lines are skipped, so that the log may grow. Jobs append to the same file; the last one counts.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from sirtaki.autotune.knobs import Knobs
+from sirtaki.autotune.model.link import LinkModel
+from sirtaki.autotune.model.profile import Profile
+from sirtaki.autotune.model.simulator import Simulator
+from sirtaki.comm.layout import GradientLayout
+from sirtaki.errors import ConfigError, SirtakiError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """One assignment that ran.
+
+    Attributes:
+        iteration: training iteration at which it ended.
+        arm: who proposed it.
+        purpose: "default", "trial", "verify", …
+        knobs: the setting.
+        span_s: median of its spans; infinite where it failed.
+        was_best: it became the best so far.
+    """
+
+    iteration: int
+    arm: str
+    purpose: str
+    knobs: Knobs
+    span_s: float
+    was_best: bool
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether there is a span to show."""
+        return math.isfinite(self.span_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What the warm-up kept, or the best so far where it did not end."""
+
+    knobs: Knobs
+    arm: str
+    span_s: float
+    default_span_s: float | None
+    reason: str
+
+
+@dataclass(slots=True, kw_only=True)
+class TrialLog:
+    """Everything in a log that the report uses.
+
+    Attributes:
+        measurements: of the last job, in their order.
+        result: how its warm-up ended, None if it did not.
+        simulator: its model, None if the log has none.
+    """
+
+    measurements: list[Measurement] = field(default_factory=list)
+    result: Outcome | None = None
+    simulator: Simulator | None = None
+
+    @property
+    def default(self) -> Measurement | None:
+        """The first measurement of the untuned setting."""
+        return next((m for m in self.measurements if m.purpose == "default" and m.succeeded), None)
+
+    @property
+    def outcome(self) -> Outcome:
+        """The result, or without one the last new best."""
+        if self.result is not None:
+            return self.result
+        succeeded = [m for m in self.measurements if m.succeeded]
+        winners = [m for m in succeeded if m.was_best] or [min(succeeded, key=lambda m: m.span_s)]
+        return Outcome(
+            knobs=winners[-1].knobs,
+            arm=winners[-1].arm,
+            span_s=winners[-1].span_s,
+            default_span_s=self.default.span_s if self.default else None,
+            reason="the warm-up had not ended when the log did",
+        )
+
+
+def read_log(path: Path) -> TrialLog:
+    """The last job's log in `path`.
+
+    Raises:
+        ConfigError: it cannot be read, a line cannot be understood, or nothing was measured.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as err:
+        raise ConfigError(f"the log {path} cannot be read: {err}") from err
+    log = TrialLog()
+    best_s = math.inf
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            data = json.loads(line)
+            if not isinstance(data, dict):
+                raise TypeError(f"a JSON {type(data).__name__} where an object was expected")
+            if _begins_another_job(log, data):
+                log, best_s = TrialLog(), math.inf
+            best_s = _take_in(log, data, best_s)
+        except (KeyError, TypeError, ValueError, OverflowError, SirtakiError) as err:
+            raise ConfigError(f"line {number} of {path} is not part of a log of trials: {err!r}") from err
+    if not any(m.succeeded for m in log.measurements):
+        raise ConfigError(f"the log {path} has no measured trial; was it written by a job that was tuned?")
+    return log
+
+
+def _begins_another_job(log: TrialLog, data: Mapping[str, Any]) -> bool:
+    """A job's log ends with its result; one that was cut short is followed by an earlier iteration."""
+    if log.result is not None:
+        return "knobs" in data or data.get("event") == "model"
+    return bool(log.measurements and "knobs" in data and int(data["iteration"]) < log.measurements[-1].iteration)
+
+
+def _take_in(log: TrialLog, data: Mapping[str, Any], best_s: float) -> float:
+    """Adds one line; the best span after it."""
+    if data.get("event") == "result":
+        default_span_s = data.get("default_span_s")
+        log.result = Outcome(
+            knobs=Knobs.from_json(data["knobs"]),
+            arm=str(data["arm"]),
+            span_s=_positive(data["best_span_s"]),
+            default_span_s=None if default_span_s is None else _positive(default_span_s),
+            reason=str(data.get("reason", "")),
+        )
+    elif data.get("event") == "model":
+        log.simulator = _simulator(data)
+    elif "knobs" in data:
+        spans_s = [_positive(span) for span in data.get("spans_s", [data.get("span_s")]) if span is not None]
+        best_after_s = data.get("best_span_s")
+        after_s = best_s if best_after_s is None else _positive(best_after_s)
+        log.measurements.append(
+            Measurement(
+                iteration=int(data["iteration"]),
+                arm=str(data["arm"]),
+                purpose=str(data.get("purpose", "trial")),
+                knobs=Knobs.from_json(data["knobs"]),
+                span_s=median(spans_s) if spans_s else math.inf,
+                was_best=bool(data.get("was_best", after_s < best_s)),
+            )
+        )
+        return min(best_s, after_s)
+    return best_s
+
+
+def _positive(value: Any) -> float:  # Any: whatever JSON had there
+    seconds = float(value)
+    if not seconds > 0:
+        raise ValueError(f"a time of {seconds} s")
+    return seconds
+
+
+def _simulator(data: Mapping[str, Any]) -> Simulator:
+    layout = data["layout"]
+    return Simulator(
+        layout=GradientLayout(sizes=tuple(layout["sizes"]), itemsize_bytes=layout["itemsize_bytes"]),
+        profile=Profile.from_json(data["profile"]),
+        link=LinkModel.from_json(data["link"]),
+    )

@@ -1,0 +1,184 @@
+import json
+import re
+from html.parser import HTMLParser
+from xml.etree import ElementTree
+
+import pytest
+
+from sirtaki.autotune.knobs import KIB, Cut, Knobs
+from sirtaki.autotune.model.link import LinkModel
+from sirtaki.autotune.model.profile import Profile
+from sirtaki.cli.report import render, write_report
+from sirtaki.cli.svg import nice_ticks
+from sirtaki.cli.trial_log import read_log
+from sirtaki.comm.plan import TransportKind
+from sirtaki.errors import ConfigError
+
+
+def knobs(unit_kib=1024, streams=1, cuts=None):
+    return Knobs(unit_bytes=unit_kib * KIB, streams=streams, transport=TransportKind.GLOO, cuts=cuts)
+
+
+def trial(iteration, arm, setting, span_s, best_s, purpose="trial"):
+    return {
+        "event": "trial",
+        "iteration": iteration,
+        "arm": arm,
+        "purpose": purpose,
+        "knobs": setting.to_json(),
+        "spans_s": [span_s, span_s],
+        "best_span_s": best_s,
+    }
+
+
+RESULT = {
+    "event": "result",
+    "iteration": 20,
+    "arm": "grid",
+    "knobs": knobs(512, 4).to_json(),
+    "default_span_s": 0.2,
+    "best_span_s": 0.1,
+    "noise_s": 0.001,
+    "n_trials": 4,
+    "reason": "the budget was used up",
+    "tuned": True,
+}
+MODEL = {
+    "event": "model",
+    "layout": {"sizes": [100_000, 200_000], "itemsize_bytes": 4},
+    "profile": Profile.from_durations([0.01, 0.02]).to_json(),
+    "link": LinkModel(alpha_s=1e-3, throughput=(1e8, 2e8)).to_json(),
+}
+JOB = [
+    trial(3, "default", knobs(25 * 1024), 0.2, 0.2, "default"),
+    trial(6, "grid", knobs(512, 4), 0.1, 0.1),
+    trial(9, "pbt", knobs(64, 8), 0.3, 0.1),
+    trial(12, "<b>bold</b>", knobs(64, 2), None, 0.1),
+    RESULT,
+]
+
+
+@pytest.fixture
+def log_of(tmp_path):
+    def write(*records):
+        path = tmp_path / "trials.jsonl"
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+        return path
+
+    return write
+
+
+def svgs(page):
+    return [ElementTree.fromstring(svg) for svg in re.findall(r"<svg.*?</svg>", page, flags=re.DOTALL)]
+
+
+def test_the_page_says_what_was_kept_and_what_it_gained(log_of):
+    page = render(read_log(log_of(*JOB)))
+    assert "512 KiB units, 4 streams" in page
+    assert "<b>2.00 times</b> as long" in page
+    assert "the budget was used up" in page
+
+
+def test_every_measurement_is_a_mark_with_its_setting(log_of):
+    first, *_ = svgs(render(read_log(log_of(*JOB))))
+    titles = [element.text for element in first.iter() if element.tag.endswith("title")]
+    assert len(titles) == 4
+    assert titles[1] == "100 ms: grid, gloo flat, 512 KiB units, 4 streams"
+    assert titles[3].startswith("failed: ")
+
+
+def test_the_page_needs_no_other_file_and_runs_nothing(log_of):
+    page = render(read_log(log_of(MODEL, *JOB)))
+    assert "<script" not in page
+    assert not re.search(r'(src|href)="', page)
+
+
+def test_names_from_the_log_are_shown_and_not_obeyed(log_of):
+    page = render(read_log(log_of(*JOB)))
+    assert "&lt;b&gt;bold&lt;/b&gt;" in page
+    assert "<b>bold" not in page
+
+
+def test_tags_are_closed_and_the_plots_are_well_formed(log_of):
+    class Balance(HTMLParser):
+        def __init__(self):
+            super().__init__()
+            self.open = []
+
+        def handle_starttag(self, tag, attrs):
+            if tag != "meta":
+                self.open.append(tag)
+
+        def handle_endtag(self, tag):
+            assert self.open.pop() == tag
+
+    page = render(read_log(log_of(*JOB)))
+    balance = Balance()
+    balance.feed(page)
+    assert balance.open == []
+    assert len(svgs(page)) == 3
+
+
+def test_with_the_jobs_model_the_default_and_the_winner_are_drawn_as_timelines(log_of):
+    planned = knobs(512, 2, cuts=(Cut(stop=100_000), Cut(stop=300_000, stream=1)))
+    records = [MODEL, JOB[0], trial(6, "mg_wfbp", planned, 0.1, 0.1)]
+    plots = svgs(render(read_log(log_of(*records))))
+    assert len(plots) == 5
+    boxes = [element for element in plots[4].iter() if element.tag.endswith("rect")]
+    assert len(boxes) == 1 + 2  # the backward pass and two units
+
+
+def test_a_job_that_was_cut_short_shows_its_best_so_far(log_of):
+    outcome = read_log(log_of(*JOB[:3])).outcome
+    assert (outcome.arm, outcome.span_s, outcome.default_span_s) == ("grid", 0.1, 0.2)
+
+
+def test_of_several_jobs_in_a_file_the_last_counts(log_of):
+    second = [trial(2, "default", knobs(64), 0.5, 0.5, "default")]
+    assert len(read_log(log_of(*JOB, *second)).measurements) == 1
+    assert len(read_log(log_of(*JOB[:3], *second)).measurements) == 1
+
+
+def test_lines_of_another_kind_are_skipped(log_of):
+    assert len(read_log(log_of({"event": "weather"}, *JOB, {"event": "sunset"})).measurements) == 4
+
+
+def test_a_plain_record_with_one_span_is_read_too(log_of):
+    record = {"iteration": 1, "arm": "a", "purpose": "trial", "knobs": knobs().to_json(), "span_s": 0.5, "noise_s": 0.0}
+    (measurement,) = read_log(log_of({**record, "was_best": True, "status": "complete"})).measurements
+    assert (measurement.span_s, measurement.was_best) == (0.5, True)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "no measured trial"),
+        ("nonsense\n", "line 1"),
+        ("[1]\n", "an object was expected"),
+        ('{"knobs": {}, "iteration": 1}\n', "line 1"),
+        (json.dumps(trial(3, "x", knobs(), -1.0, None)) + "\n", "a time of -1.0 s"),
+        (json.dumps(trial(3, "x", knobs(), None, None)) + "\n", "no measured trial"),
+    ],
+)
+def test_what_is_no_log_is_refused_with_the_line(tmp_path, text, message):
+    path = tmp_path / "trials.jsonl"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        read_log(path)
+
+
+def test_a_missing_log_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="cannot be read"):
+        write_report(tmp_path / "nowhere", tmp_path / "page.html")
+
+
+def test_the_page_is_written(log_of, tmp_path):
+    write_report(log_of(*JOB), tmp_path / "page.html")
+    assert (tmp_path / "page.html").read_text().startswith("<!doctype html>")
+
+
+@pytest.mark.parametrize(("low", "high"), [(0, 1), (0, 97.3), (0, 1e-4), (3, 3), (0, 100)])
+def test_ticks_are_few_round_and_inside(low, high):
+    ticks = nice_ticks(low, high)
+    assert 1 <= len(ticks) <= 7
+    assert all(low <= tick <= high + 1e-9 for tick in ticks)
