@@ -56,9 +56,7 @@ def reduces_every_dtype_size_and_operation(control: ControlPlane, fabric: Fabric
                 scale = 1.0 / control.size if op is ReduceOp.SUM and dtype.is_floating_point else 1.0
                 buffer.tensor.copy_(values(control.rank, numel, dtype, salt))
                 finish(fabric.all_reduce(buffer, 0, numel, route=route, stream=0, op=op, scale=scale))
-                assert_close(
-                    buffer.tensor, expected(control.size, numel, dtype, op, scale, salt), dtype, control.size
-                )
+                assert_close(buffer.tensor, expected(control.size, numel, dtype, op, scale, salt), dtype, control.size)
 
 
 def touches_nothing_outside_the_range(control: ControlPlane, fabric: Fabric, route: Route) -> None:

@@ -1,0 +1,15 @@
+"""Gradients are reduced right, whatever the order in which they come."""
+
+import pytest
+from conftest import RunRanks
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_gradients_equal_the_mean_in_any_order_and_under_any_plan(run_ranks: RunRanks, ranks: int) -> None:
+    output = run_ranks("synchroniser.py", ranks, 20, timeout_s=100).stdout
+    assert output.count("ok ") == ranks
+
+
+@pytest.mark.slow
+def test_a_thousand_iterations_in_random_orders_stay_right(run_ranks: RunRanks) -> None:
+    assert run_ranks("synchroniser.py", 3, 1000, timeout_s=600).stdout.count("ok ") == 3

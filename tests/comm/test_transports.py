@@ -1,0 +1,35 @@
+"""Every route of a job passes the conformance suite, on one node and on simulated ones."""
+
+import pytest
+from conftest import RunRanks
+
+ONE_NODE = ["shared_memory flat", "mpi flat", "gloo flat"]
+SEVERAL_NODES = ["gloo hierarchical", "gloo flat", "mpi flat", "mpi hierarchical"]
+
+
+def passed(output: str) -> list[str]:
+    return [line.removeprefix("ok ").rsplit(" ", 2)[0] for line in output.splitlines() if line.startswith("ok ")]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_every_route_of_one_node_reduces_right(run_ranks: RunRanks, ranks: int) -> None:
+    assert passed(run_ranks("transports.py", ranks).stdout) == ONE_NODE
+
+
+def test_a_single_rank_has_routes_that_work_too(run_ranks: RunRanks) -> None:
+    assert passed(run_ranks("transports.py", 1).stdout) == ["mpi flat", "gloo flat"]
+
+
+def test_every_route_between_simulated_nodes_reduces_right(run_ranks: RunRanks) -> None:
+    assert passed(run_ranks("transports.py", 4, env={"TEST_LOCAL_SIZE": "2"}).stdout) == SEVERAL_NODES
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [5, 6])
+def test_more_ranks_than_cores_reduce_right(run_ranks: RunRanks, ranks: int) -> None:
+    assert passed(run_ranks("transports.py", ranks, timeout_s=110).stdout) == ONE_NODE
+
+
+@pytest.mark.slow
+def test_three_nodes_of_two_reduce_right(run_ranks: RunRanks) -> None:
+    assert passed(run_ranks("transports.py", 6, env={"TEST_LOCAL_SIZE": "2"}, timeout_s=110).stdout) == SEVERAL_NODES

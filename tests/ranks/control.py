@@ -1,0 +1,48 @@
+"""What the ranks agree on over the control plane. Started by test_control.py."""
+
+import sys
+
+import numpy as np
+import pytest
+
+from sirtaki.comm.control import ControlPlane, load_mpi
+from sirtaki.errors import ConfigError, MismatchError
+
+local_size = int(sys.argv[1]) if sys.argv[1] != "all" else None
+control = ControlPlane(load_mpi().COMM_WORLD, local_size=local_size)
+rank, size = control.rank, control.size
+local = local_size or size
+
+assert (control.local_rank, control.local_size) == (rank % local, local)
+assert (control.cross_rank, control.cross_size) == (rank // local, size // local)
+assert control.local_sizes == [local] * size
+assert control.node_ranks == list(range(rank // local * local, (rank // local + 1) * local))
+assert control.is_homogeneous
+assert control.one_node == (local == size)
+
+assert control.all_gather("x" * rank) == ["x" * other for other in range(size)]
+for root in range(size):
+    assert control.broadcast({"from": rank} if rank == root else None, root) == {"from": root}
+assert control.minimum(np.array([rank, -rank], dtype=float)).tolist() == [0.0, 1.0 - size]
+assert control.total(np.array([1.0, rank])).tolist() == [size, size * (size - 1) / 2]
+
+control.require_equal("same", "the plan")
+if size > 1:
+    with pytest.raises(MismatchError, match=f"the plan.*rank {size - 1} has odd"):
+        control.require_equal("odd" if rank == size - 1 else "same", "the plan")
+
+store, address = control.store()
+store.set(f"rank{rank}", str(rank))
+assert [store.get(f"rank{other}").decode() for other in range(size)] == [str(other) for other in range(size)]
+assert address == "127.0.0.1"
+prefixes = [control.next_prefix() for _ in range(3)]
+assert len(set(prefixes)) == 3
+assert control.all_gather(prefixes) == [prefixes] * size
+control.barrier()
+control.close()
+
+# A node size that does not divide the ranks is refused by all of them.
+if size > 1:
+    with pytest.raises(ConfigError, match="SIRTAKI_LOCAL_SIZE"):
+        ControlPlane(load_mpi().COMM_WORLD, local_size=size + 1)
+print(f"ok {rank}")
