@@ -115,7 +115,7 @@ for dtypes in (DTYPES, MIXED):
 
     # Plans that differ between ranks are refused on all of them, and the old ones go on.
     if size > 1:
-        odd = Knobs(unit_bytes=1000 + rank, streams=1, transport=fabric.routes[0][0])
+        odd = Knobs(unit_bytes=1000 + 64 * rank, streams=1, transport=fabric.routes[0][0])
         with pytest.raises(MismatchError, match="the plan"):
             sync.set_plans([odd.to_plan(layout) for layout in sync.layouts])
         run_iteration(sync, params, fixed)
