@@ -4,6 +4,7 @@ A module of its own because it is the one place where tuning meets people who lo
 files beside the page; plots are inline SVG.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
@@ -12,12 +13,13 @@ from pathlib import Path
 
 from sirtaki.autotune.knobs import Knobs
 from sirtaki.autotune.meta.auc_bandit import AUCBandit, window_for
+from sirtaki.autotune.meta.session import DEFAULT_ARM
 from sirtaki.autotune.model.simulator import Simulator
 
 from .svg import Plot
 from .trial_log import Measurement, TrialLog, read_log
 
-COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8a6d00", "#7b3294", "#a6761d", "#1b7837")
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7b3294", "#8a6d00", "#1b7837", "#444444")
 DEFAULT_COLOR, BEST_COLOR, COMPUTE_COLOR = "#888888", "#c00000", "#c8ccd0"
 
 STYLE = """
@@ -44,12 +46,12 @@ def write_report(log_path: Path, html_path: Path) -> None:
 
 def render(log: TrialLog) -> str:
     """The page."""
-    arms = list(dict.fromkeys(trial.arm for trial in log.measurements))
-    colors = dict(zip(arms, cycle(COLORS), strict=False))
+    arms = dict.fromkeys(trial.arm for trial in log.measurements if trial.arm != DEFAULT_ARM)
+    colors = {DEFAULT_ARM: DEFAULT_COLOR, **dict(zip(arms, cycle(COLORS), strict=False))}
     sections = [
         _summary(log),
         "<h2>Trials</h2>",
-        _legend({**colors, "best so far": BEST_COLOR, "untuned default": DEFAULT_COLOR}),
+        _legend({**colors, "best so far": BEST_COLOR}),
         _trials_plot(log, colors),
         "<h2>Share of the trials</h2>",
         _shares_plot(log.measurements, colors),
@@ -79,11 +81,11 @@ def _summary(log: TrialLog) -> str:
 
 def _trials_plot(log: TrialLog, colors: Mapping[str, str]) -> str:
     measured = [trial for trial in log.measurements if trial.succeeded]
-    slowest_s = max(trial.span_s for trial in measured)
+    low, high = (_log_ms(edge(trial.span_s for trial in measured)) for edge in (min, max))
     last = _last_iteration(log.measurements)
-    plot = Plot(x=(0, last), y=(0, 1.05e3 * slowest_s), x_label="training iteration", y_label="span, ms")
+    plot = Plot(x=(0, last), y=(low - 0.05, high + 0.05), x_label="training iteration", y_label="span, ms (log)")
     if log.default is not None:
-        level = 1e3 * log.default.span_s
+        level = _log_ms(log.default.span_s)
         plot.line([(0, level), (last, level)], color=DEFAULT_COLOR, dashed=True)
     plot.steps(list(_best_so_far(measured)), color=BEST_COLOR)
     for trial in log.measurements:
@@ -91,19 +93,22 @@ def _trials_plot(log: TrialLog, colors: Mapping[str, str]) -> str:
         if trial.succeeded:
             title = f"{_ms(trial.span_s)}: {title}"
             color = colors[trial.arm]
-            plot.dot(trial.iteration, 1e3 * trial.span_s, color=color, title=title, large=trial.was_best)
+            plot.dot(trial.iteration, _log_ms(trial.span_s), color=color, title=title, large=trial.was_best)
         else:
             plot.cross(trial.iteration, color=colors[trial.arm], title=f"failed: {title}")
-    return plot.render()
+    ticks_ms = [m * 10.0**e for e in range(math.floor(low), math.ceil(high) + 1) for m in (1, 1.5, 2, 3, 5, 7)]
+    return plot.render(
+        y_ticks=[(math.log10(tick), f"{tick:g}") for tick in ticks_ms if low - 0.05 <= math.log10(tick) <= high + 0.05]
+    )
 
 
 def _best_so_far(measured: Sequence[Measurement]) -> Iterator[tuple[float, float]]:
-    """Iteration and span of each new best; the session's word counts, not luck."""
+    """Iteration and logarithm of the span of each new best; the session's word counts, not luck."""
     first = measured[0]
-    yield first.iteration, 1e3 * first.span_s
+    yield first.iteration, _log_ms(first.span_s)
     for trial in measured[1:]:
         if trial.was_best:
-            yield trial.iteration, 1e3 * trial.span_s
+            yield trial.iteration, _log_ms(trial.span_s)
 
 
 def _searching(trials: Sequence[Measurement]) -> list[Measurement]:
@@ -200,6 +205,10 @@ def _swatch(color: str) -> str:
 
 def _last_iteration(trials: Sequence[Measurement]) -> int:
     return max(trial.iteration for trial in trials)
+
+
+def _log_ms(seconds: float) -> float:
+    return math.log10(1e3 * seconds)
 
 
 def _ms(seconds: float) -> str:
