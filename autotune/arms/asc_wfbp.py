@@ -9,6 +9,7 @@ other message still runs, which eq. (13) presupposes, and after merging "layer l
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from enum import Enum
 
 from sirtaki.comm.layout import GradientLayout
@@ -99,7 +100,8 @@ class AscWfbpN(Planner):
     n streams are divided into n / s lanes of s. A group of merged gradients is cut into s slices that fill a lane
     side by side, so it pays one start-up; groups take the lanes in turn, so that the start-up of one hides behind the
     transmission of another. To the merging rule all lanes together are one link of rate G(n) whose start-up is hidden
-    to some part; which part, n and s the simulator picks. MG-WFBP's and the two-way plan compete too.
+    to some part; which part, n and s the simulator picks. MG-WFBP's and the two-way plan compete too. With a contention
+    model the winner is tried with each permitted thread count, one for all units.
     """
 
     name = "asc_wfbp_n"
@@ -111,7 +113,10 @@ class AscWfbpN(Planner):
         def cost(cuts: tuple[Cut, ...]) -> tuple[float, int]:
             return round(simulator.run_cuts(cuts).span_s, 6), len(cuts)
 
-        return min(set(self._candidates(model, model.links[route])), key=cost)
+        best = min(set(self._candidates(model, model.links[route])), key=cost)
+        if model.contention is None:
+            return best
+        return min((tuple(replace(cut, threads=r) for cut in best) for r in self.space.threads), key=cost)
 
     def _candidates(self, model: PlanningModel, link: LinkModel) -> Iterator[tuple[Cut, ...]]:
         layout, ready_s = model.layout, model.profile.issuable_s

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from sirtaki.autotune.arms.asc_wfbp import AscWfbp, AscWfbpN, LayerType, layer_types
 from sirtaki.autotune.arms.mg_wfbp import MgWfbp
 from sirtaki.autotune.knobs import KnobSpace
+from sirtaki.autotune.model.contention import ContentionModel, RateCurve
 from sirtaki.autotune.model.link import LinkModel
 from sirtaki.autotune.model.planning import PlanningModel
 from sirtaki.autotune.model.profile import Profile
@@ -113,3 +114,20 @@ def test_where_the_links_latency_is_all_everything_is_merged():
     (proposal,) = AscWfbpN(space=KnobSpace(routes=(ROUTE,)), model=model).ask()
     assert len(proposal.knobs.cuts) == 1
     assert span_s(AscWfbpN(space=KnobSpace(routes=(ROUTE,)), model=model), model) == pytest.approx(1.00009, rel=1e-3)
+
+
+def test_with_contention_the_threads_are_chosen_too():
+    rate = RateCurve(gamma_1=1e9, gamma_2=9e8, gamma_3=0.02)
+    threads = (128, 512, 2048)
+    space = KnobSpace(routes=(ROUTE,), streams=(1, 2), threads=threads)
+    chosen = {}
+    for compute_s in (0.001, 0.5):  # communication decides, or computation
+        model = PlanningModel(
+            layout=GradientLayout(sizes=(1_000_000,) * 10),
+            profile=Profile.from_durations([compute_s] * 10),
+            links={ROUTE: LinkModel(alpha_s=1e-3, throughput=(5e8,))},
+            contention=ContentionModel(alpha_1=1.0, alpha_2=2e-4, overlapped=rate, alone=rate),
+        )
+        (proposal,) = AscWfbpN(space=space, model=model).ask()
+        (chosen[compute_s],) = {cut.threads for cut in proposal.knobs.cuts}
+    assert chosen[0.5] < chosen[0.001]
