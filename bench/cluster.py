@@ -68,7 +68,7 @@ class NetLab:
         LabError: this machine cannot do it, or a command of the setup failed; the message says which.
     """
 
-    def __init__(self, shape: ClusterShape = ClusterShape()) -> None:  # noqa: B008  frozen
+    def __init__(self, shape: ClusterShape = ClusterShape()) -> None:
         self.shape = shape
         self._switch: subprocess.Popen[str] | None = None
         self._directory: Path | None = None

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import TCPStore
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -134,8 +135,8 @@ def join_gloo(comm: MPI.Comm, *, address: str = "127.0.0.1") -> None:
     timeout = datetime.timedelta(seconds=300)
     store = None
     if comm.rank == 0:
-        store = dist.TCPStore("0.0.0.0", 0, comm.size, is_master=True, timeout=timeout, wait_for_workers=False)
+        store = TCPStore("0.0.0.0", 0, comm.size, is_master=True, timeout=timeout, wait_for_workers=False)
     port = comm.bcast(store.port if store else None)
     if store is None:
-        store = dist.TCPStore(address, port, comm.size, is_master=False, timeout=timeout)
+        store = TCPStore(address, port, comm.size, is_master=False, timeout=timeout)
     dist.init_process_group("gloo", store=store, rank=comm.rank, world_size=comm.size, timeout=timeout)

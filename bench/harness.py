@@ -7,6 +7,7 @@ function that measures and gets an exit status: 0, or 1 where `--check` was give
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -124,11 +125,9 @@ class Report:
 def machine() -> dict[str, Any]:
     """What of this machine bears on speed; no names."""
     model = platform.processor() or "unknown"
-    try:
+    with contextlib.suppress(OSError):  # not Linux
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), model)
-    except OSError:
-        pass  # not Linux
     control = Path("/proc/sys/net/ipv4/tcp_congestion_control")
     return {
         "cpu": model,
@@ -149,19 +148,15 @@ def versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     git = ["git", "-C", str(REPOSITORY), "describe", "--always", "--dirty"]
-    try:
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):  # not a checkout
         found["commit"] = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        pass  # not a checkout
     return found
 
 
 # ── measuring ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def alternate(
-    contenders: Mapping[str, Callable[[], float]], rounds: int, *, seed: int = 0
-) -> dict[str, list[float]]:
+def alternate(contenders: Mapping[str, Callable[[], float]], rounds: int, *, seed: int = 0) -> dict[str, list[float]]:
     """Measures every contender once a round, so that drift of the machine meets all of them alike.
 
     The order is turned by one each round, so that no contender always follows the same other one.
@@ -187,6 +182,12 @@ def alternate(
 
 RESULT_MARK = "BENCH-RESULT "
 RANK_ENV = {"OMP_NUM_THREADS": "1", "SIRTAKI_REGISTRY": "off", "SIRTAKI_LOG_LEVEL": "warning"}
+
+
+def rank_env() -> dict[str, str]:
+    """What the ranks of a benchmark get besides the environment: nothing remembered, unless the user says so."""
+    given = {name: value for name, value in os.environ.items() if name.startswith("SIRTAKI_")}
+    return {**RANK_ENV, **given}
 
 
 def rank_argv(module: str, options: Mapping[str, Any]) -> list[str]:
@@ -219,7 +220,11 @@ def take_result(output: str) -> Any:
 
 
 def run_ranks(
-    module: str, ranks: int, options: Mapping[str, Any], *, timeout_s: float = 900.0, env: Mapping[str, str] | None = None
+    module: str,
+    ranks: int,
+    options: Mapping[str, Any],
+    *,
+    timeout_s: float = 900.0,
 ) -> Any:
     """Runs `module` on `ranks` ranks of this host and returns the result that its rank 0 gave.
 
@@ -229,7 +234,7 @@ def run_ranks(
     mpiexec = Path(sys.executable).with_name("mpiexec")
     launcher = [str(mpiexec) if mpiexec.exists() else "mpiexec", "--allow-run-as-root", "--bind-to", "none"]
     command = [*launcher, "--map-by", ":OVERSUBSCRIBE", "-np", str(ranks), *rank_argv(module, options)]
-    environment = {**os.environ, **RANK_ENV, **(env or {})}
+    environment = {**os.environ, **rank_env()}
     try:
         done = subprocess.run(
             command, cwd=REPOSITORY, env=environment, text=True, stdout=subprocess.PIPE, timeout=timeout_s

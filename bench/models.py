@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ class _Layer(torch.autograd.Function):
         return activation.view_as(activation)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]  # Any: torch leaves it open
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # Any: torch leaves it open
         owner, index = ctx.owner, ctx.index
         owner.sleeper.sleep(owner.durations_s[index])
         parameter = owner.layers[index]
@@ -71,6 +72,7 @@ class EmulatedModel(nn.Module):
         self.sleeper = _Sleeper()
 
     def forward(self, activation: torch.Tensor) -> torch.Tensor:
+        """Sleeps, and returns its input, through every layer."""
         self.sleeper.sleep(self.forward_s)
         for index, parameter in enumerate(self.layers):
             activation = _Layer.apply(activation, parameter, self, index)  # type: ignore[no-untyped-call]
@@ -86,7 +88,7 @@ def emulated_resnet50(*, rank: int, compute_s: float, scale: float = 1.0) -> tup
 def mlp(widths: Sequence[int], *, rank: int, batch: int, seed: int = 0) -> tuple[nn.Module, torch.Tensor]:
     """A perceptron with its input."""
     torch.manual_seed(seed)
-    pairs = list(zip(widths, widths[1:], strict=False))
+    pairs = list(pairwise(widths))
     layers = [layer for before, after in pairs for layer in (nn.Linear(before, after), nn.ReLU())]
     generator = torch.Generator().manual_seed(seed + 1 + rank)
     return nn.Sequential(*layers[:-1]), torch.randn(batch, widths[0], generator=generator)
@@ -106,7 +108,7 @@ def small_conv(*, rank: int, seed: int = 0) -> tuple[nn.Module, torch.Tensor]:
     channels = [3, 32, 64, 128]
     blocks = [
         layer
-        for before, after in zip(channels, channels[1:], strict=False)
+        for before, after in pairwise(channels)
         for layer in (nn.Conv2d(before, after, 3, padding=1), nn.GroupNorm(8, after), nn.ReLU(), nn.MaxPool2d(2))
     ]
     model = nn.Sequential(*blocks, nn.Flatten(), nn.Linear(128 * 16, 512), nn.ReLU(), nn.Linear(512, 10))

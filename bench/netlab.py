@@ -27,7 +27,6 @@ import torch
 from bench.cluster import ClusterShape, NetLab, why_unavailable
 from bench.contenders import Contender, Ddp, Sirtaki, join_gloo
 from bench.harness import (
-    RANK_ENV,
     Bar,
     Report,
     Spread,
@@ -36,6 +35,7 @@ from bench.harness import (
     give_result,
     parser,
     rank_argv,
+    rank_env,
     rank_options,
     ratios,
     take_result,
@@ -53,9 +53,7 @@ CASES = {
 COMPUTE_S = 0.15
 FLOWS = 16
 AS_IT_COMES = "ddp"
-BY_HAND = {
-    f"ddp, {devices} × {bucket_mb} MB": (devices, bucket_mb) for devices in (4, 8) for bucket_mb in (25, 8)
-}
+BY_HAND = {f"ddp, {devices} × {bucket_mb} MB": (devices, bucket_mb) for devices in (4, 8) for bucket_mb in (25, 8)}
 
 
 def payload_bytes_per_s(comm: Any, *, flows: int = FLOWS, duration_s: float = 2.0) -> float:
@@ -92,8 +90,9 @@ def payload_bytes_per_s(comm: Any, *, flows: int = FLOWS, duration_s: float = 2.
 
 def on_rank(options: Mapping[str, Any]) -> None:
     """What each rank does: measures the link, builds the contenders, lets them alternate, gives the result."""
-    import sirtaki.torch as hvd
     from mpi4py import MPI
+
+    import sirtaki.torch as hvd
 
     torch.set_num_threads(1)
     comm = MPI.COMM_WORLD
@@ -152,7 +151,7 @@ def measure(report: Report, case: str, options: dict[str, Any]) -> None:
     shape = CASES[case]
     with NetLab(shape) as lab:
         options = {**options, "master": lab.address(0), "by_hand": case == "capped"}
-        output = lab.run_ranks(rank_argv("bench.netlab", options), env={**RANK_ENV, **options.pop("env")})
+        output = lab.run_ranks(rank_argv("bench.netlab", options), env={**rank_env(), **options.pop("env")})
     result = take_result(output)
     samples = result["samples"]
     traffic = 2 * (shape.nodes - 1) / shape.nodes * result["gradient_bytes"]

@@ -71,8 +71,9 @@ def slowest(samples: Mapping[str, list[float]], comm: Any) -> dict[str, list[flo
 
 def on_rank(options: Mapping[str, Any]) -> None:
     """What each rank does: builds the contenders, lets them alternate, gives the result."""
-    import sirtaki.torch as hvd
     from mpi4py import MPI
+
+    import sirtaki.torch as hvd
 
     torch.set_num_threads(1)
     comm = MPI.COMM_WORLD

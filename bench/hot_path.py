@@ -1,0 +1,241 @@
+"""What synchronising costs besides moving bytes: per gradient, per negotiation round, and when nothing happens.
+
+    python -m bench.hot_path [--quick] [--check] [--json PATH]
+
+*Per gradient*: processor time of the training thread (so waiting and other threads do not count) in the backward pass
+and the synchronisation, less that of the same backward pass alone, by the number of gradients; tiny gradients, so that
+bytes do not count either. DDP is the yardstick. *Round*: one bit-vector all-reduce of the negotiation from a thread of
+its own. *Idle*: processor time of a rank that has trained and now rests, and bytes that leave its node.
+
+Bars: ≤ 5 µs a gradient, ≤ 200 µs a round at 4 ranks on one host, nothing sent when idle.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from bench.cluster import ClusterShape, NetLab, why_unavailable
+from bench.contenders import Contender, Ddp, Sirtaki, join_gloo
+from bench.harness import (
+    Bar,
+    Report,
+    Spread,
+    alternate,
+    finish,
+    give_result,
+    parser,
+    rank_argv,
+    rank_env,
+    rank_options,
+    run_ranks,
+    take_result,
+)
+from bench.models import EmulatedModel
+from bench.step import slowest
+from bench.workloads import workload
+
+ROUND_BITS = 161
+IDLE_NODES = 2
+IDLE_BYTES_PER_S = 100.0
+"""Address resolution and the launcher's own connections may say a word now and then."""
+
+
+def tiny_model() -> tuple[EmulatedModel, torch.Tensor]:
+    """ResNet-50's 161 gradients, each a thousandth of its size, in no time."""
+    return EmulatedModel(workload("resnet50").scaled(0.001), compute_s=0.0, gradient_value=1.0), torch.zeros(
+        1, requires_grad=True
+    )
+
+
+def thread_time_of(contender: Contender, steps: int) -> tuple[float, float]:
+    """Collective: processor seconds of this thread a step, (in the backward pass, in the synchronisation after it)."""
+    backward_s = synchronise_s = 0.0
+    for _ in range(steps):
+        loss = contender.forward(contender.batch).sum()
+        begin_s = time.thread_time()
+        loss.backward()
+        middle_s = time.thread_time()
+        synchronize = getattr(contender.optimizer, "synchronize", None)
+        if synchronize is not None:
+            synchronize()
+        synchronise_s += time.thread_time() - middle_s
+        backward_s += middle_s - begin_s
+        contender.optimizer.zero_grad()
+    return backward_s / steps, synchronise_s / steps
+
+
+def cost_per_gradient(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Collective: microseconds a gradient by contender, all samples."""
+    model, _ = tiny_model()
+    gradients = len(model.layers)
+    contenders = {"alone": Contender(tiny_model), "ddp": Ddp(tiny_model), "sirtaki": Sirtaki(tiny_model, tune=False)}
+    parts: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
+
+    def sample(name: str) -> Callable[[], float]:
+        def take() -> float:
+            thread_time_of(contenders[name], 2)
+            parts[name].append(thread_time_of(contenders[name], options["steps"]))
+            return sum(parts[name][-1])
+
+        return take
+
+    for contender in contenders.values():
+        thread_time_of(contender, 5)
+    alternate({name: sample(name) for name in contenders}, options["rounds"], seed=options["seed"])
+    alone_s = Spread.of([backward for backward, _ in parts["alone"]]).median
+
+    def microseconds(seconds: float) -> float:
+        return 1e6 * seconds / gradients
+
+    return {
+        "gradients": gradients,
+        "alone_us": [microseconds(backward) for backward, _ in parts["alone"]],
+        "contenders": {
+            name: {
+                "hooks_us": [microseconds(backward - alone_s) for backward, _ in parts[name]],
+                "all_us": [microseconds(backward + rest - alone_s) for backward, rest in parts[name]],
+            }
+            for name in ("ddp", "sirtaki")
+        },
+    }
+
+
+def round_latency(comm: Any, options: Mapping[str, Any]) -> list[float]:
+    """Collective: seconds of a negotiation round, a sample being the mean of a few in a row, on the slowest rank."""
+    from sirtaki.comm.failure import FailureBoard
+    from sirtaki.comm.negotiation import agree
+
+    own, board, samples = comm.Dup(), FailureBoard(), []
+    bits = np.ones(ROUND_BITS, dtype=np.bool_)
+
+    def rounds() -> None:
+        for _ in range(options["rounds"]):
+            agree(bits, comm=own, failures=board)
+            begin_s = time.perf_counter()
+            for _ in range(50):
+                agree(bits, comm=own, failures=board)
+            samples.append((time.perf_counter() - begin_s) / 50)
+
+    thread = threading.Thread(target=rounds)
+    thread.start()
+    thread.join()
+    return slowest({"round": samples}, comm)["round"]
+
+
+def idle_cost(comm: Any, duration_s: float) -> dict[str, float]:
+    """Collective: processor seconds a second of a resting rank, and bytes a second that leave its node."""
+    comm.Barrier()
+    time.sleep(1.0)
+    sent_bytes, begin_s, processor_s = bytes_sent(), time.perf_counter(), time.process_time()
+    time.sleep(duration_s)
+    elapsed_s = time.perf_counter() - begin_s
+    share, rate = (time.process_time() - processor_s) / elapsed_s, (bytes_sent() - sent_bytes) / elapsed_s
+    return {"processor_share": max(comm.allgather(share)), "sent_bytes_per_s": max(comm.allgather(rate))}
+
+
+def bytes_sent() -> int:
+    """What has left this network namespace through eth0 so far; 0 where there is none."""
+    for line in Path("/proc/net/dev").read_text().splitlines():
+        device, _, counters = line.partition(":")
+        if device.strip() == "eth0":
+            return int(counters.split()[8])
+    return 0
+
+
+def on_rank(options: Mapping[str, Any]) -> None:
+    """What each rank does: the part that it was started for."""
+    from mpi4py import MPI
+
+    import sirtaki.torch as hvd
+
+    torch.set_num_threads(1)
+    comm = MPI.COMM_WORLD
+    result: Any
+    if options["part"] == "round":
+        result = round_latency(comm, options)
+    else:
+        hvd.init()
+        if options["part"] == "gradient":
+            join_gloo(comm)
+            result = cost_per_gradient(options)
+            torch.distributed.destroy_process_group()
+        else:
+            contender = Sirtaki(tiny_model, tune=False)
+            for _ in range(5):
+                contender.step()
+            result = idle_cost(comm, options["duration_s"])
+        comm.Barrier()
+        hvd.shutdown()
+    if comm.rank == 0:
+        give_result(result)
+
+
+def measure_gradients(report: Report, args: Any) -> None:
+    """Adds the cost per gradient."""
+    options = {"part": "gradient", "rounds": args.rounds, "steps": 20, "seed": args.seed}
+    result = run_ranks("bench.hot_path", 2, options)
+    for name, samples in result["contenders"].items():
+        for part, title in (("hooks_us", "backward pass"), ("all_us", "backward pass and synchronisation")):
+            report.rows.append(
+                {"what": f"{name}: {title}, per gradient", "figure": Spread.of(samples[part]), "unit": "µs"}
+            )
+    report.rows.append(
+        {"what": "the backward pass alone, per gradient", "figure": Spread.of(result["alone_us"]), "unit": "µs"}
+    )
+    ours = Spread.of(result["contenders"]["sirtaki"]["all_us"]).median
+    report.bars.append(Bar(claim="hook and bookkeeping per gradient", value=ours, limit=5.0, unit="µs "))
+
+
+def measure_rounds(report: Report, args: Any) -> None:
+    """Adds the latency of a negotiation round."""
+    for ranks in (2, 4):
+        times_s = run_ranks("bench.hot_path", ranks, {"part": "round", "rounds": args.rounds})
+        spread = Spread.of([1e6 * one for one in times_s])
+        report.rows.append({"what": f"negotiation round, {ranks} ranks on one host", "figure": spread, "unit": "µs"})
+    report.bars.append(Bar(claim="negotiation round, 4 ranks", value=spread.median, limit=200.0, unit="µs "))
+
+
+def measure_idle(report: Report, args: Any) -> None:
+    """Adds what a resting job costs, on two emulated nodes where this machine can do that."""
+    options = {"part": "idle", "duration_s": 3.0 if args.quick else 10.0}
+    if (reason := why_unavailable()) is not None:
+        report.notes.append(f"no traffic of an idle job was measured: {reason}")
+        return
+    with NetLab(ClusterShape(nodes=IDLE_NODES)) as lab:
+        result = take_result(lab.run_ranks(rank_argv("bench.hot_path", options), env=rank_env(), ranks_per_node=2))
+    report.rows += [
+        {"what": "idle rank: share of a processor", "figure": 100 * result["processor_share"], "unit": "%"},
+        {"what": "idle node: sent", "figure": result["sent_bytes_per_s"], "unit": "bytes/s"},
+    ]
+    report.bars.append(
+        Bar(claim="bytes sent when idle", value=result["sent_bytes_per_s"], limit=IDLE_BYTES_PER_S, unit="bytes/s ")
+    )
+
+
+def main() -> int:
+    """Runs all three parts."""
+    flags = parser(__doc__.split("\n")[0])
+    flags.add_argument("--rounds", type=int)
+    args = flags.parse_args()
+    args.rounds = args.rounds or (7 if args.quick else 21)
+    report = Report(name="hot_path")
+    measure_gradients(report, args)
+    measure_rounds(report, args)
+    measure_idle(report, args)
+    return finish(report, args)
+
+
+if __name__ == "__main__":
+    given = rank_options()
+    if given is not None:
+        on_rank(given)
+    else:
+        sys.exit(main())
