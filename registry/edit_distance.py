@@ -148,7 +148,7 @@ def _sort_key(graph: Graph) -> tuple[object, ...]:
     return (
         len(graph.nodes),
         len(graph.edges),
-        [(node.kind, node.detail, node.size) for node in graph.nodes],
+        graph.nodes,
         graph.edges,
     )
 
@@ -196,7 +196,7 @@ def match_nodes(first: Graph, second: Graph) -> list[int]:
 
 
 def _numbers(graphs: Sequence[Graph]) -> dict[Node, int]:
-    return {node: number for number, node in enumerate(dict.fromkeys(node for graph in graphs for node in graph.nodes))}
+    return {node: number for number, node in enumerate({node for graph in graphs for node in graph.nodes})}
 
 
 def _contexts(graph: Graph, labels: Sequence[int]) -> list[Hashable]:
@@ -251,9 +251,9 @@ def _edge_ends(graph: Graph, nodes: Sequence[int], labels: Sequence[str]) -> lis
     """How many edges of each label begin, and end, at each of these nodes; `(n_nodes, n_labels)` each."""
     number = {label: index for index, label in enumerate(labels)}
     begin, end = (np.zeros((len(graph.nodes), len(labels))) for _ in range(2))
-    for source, target, label in graph.edges:
-        begin[source, number[label]] += 1
-        end[target, number[label]] += 1
+    columns = [number[label] for _, _, label in graph.edges]
+    np.add.at(begin, ([source for source, _, _ in graph.edges], columns), 1)
+    np.add.at(end, ([target for _, target, _ in graph.edges], columns), 1)
     picked = np.array(nodes, dtype=np.int64)
     return [begin[picked], end[picked]] if graph.directed else [(begin + end)[picked]]
 

@@ -5,7 +5,7 @@ A module of its own because similarity, the store and the pictures need graphs w
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sirtaki.errors import RegistryError
 
@@ -19,9 +19,8 @@ MAX_EDGES = 60_000
 MAX_LABEL_CHARS = 2_000
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Node:
-    """What a node is, from coarse to fine.
+class Node(NamedTuple):
+    """What a node is, from coarse to fine; a tuple, since graphs are matched by hashing thousands of them.
 
     Attributes:
         kind: decides whether two nodes are the same sort of thing, such as "Convolution" or "host".

@@ -4,6 +4,7 @@ A module of its own because signatures are made when a graph is stored and compa
 Labels are hashed into bins. Two labels in one bin can only make two graphs look more alike, so the bound still holds.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -32,9 +33,9 @@ def signature(graph: Graph) -> Signatures:
     """`(WIDTH,)`: number of nodes, number of edges, nodes by kind, nodes by kind and detail."""
     counts = np.zeros(WIDTH, dtype=np.uint16)
     counts[0], counts[1] = len(graph.nodes), len(graph.edges)
-    for node in graph.nodes:
-        counts[2 + _bin(node.kind, KIND_BINS)] += 1
-        counts[2 + KIND_BINS + _bin(f"{node.kind}\0{node.detail}\0{node.size}", LABEL_BINS)] += 1
+    for node, count in Counter(graph.nodes).items():
+        counts[2 + _bin(node.kind, KIND_BINS)] += count
+        counts[2 + KIND_BINS + _bin(f"{node.kind}\0{node.detail}\0{node.size}", LABEL_BINS)] += count
     return counts
 
 

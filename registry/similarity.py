@@ -7,7 +7,7 @@ be nearer than those found.
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,7 +32,9 @@ MODEL_WEIGHT = 0.7
 TOPOLOGY_WEIGHT = 0.3
 OTHER_DTYPE = 0.05
 
-# Graphs are read and matched so many at a time.
+# The models that could be nearest are looked at in stretches: all entries of one are listed, then read and matched a
+# few at a time.
+_STRETCH = 32
 _BATCH = 4
 
 
@@ -42,7 +44,7 @@ class Match:
 
     Attributes:
         id: the entry's.
-        distance: 0 = the same model on the same cluster, 1 = nothing in common.
+        distance: 0 = the same model on the same cluster; about 1 = nothing in common.
         model_distance: normalised edit distance of the models.
         topology_distance: of the clusters.
     """
@@ -96,7 +98,7 @@ def nearest(
     device: str,
     k: int = 5,
     max_distance: float = 0.6,
-    budget_s: float = 0.15,
+    budget_s: float = 0.13,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[Match]:
     """The `k` nearest entries of this kind of device, nearest first; complete ones before others at equal distance.
@@ -107,62 +109,62 @@ def nearest(
         RegistryError: the store cannot be read.
     """
     end_s = clock() + budget_s
-    bounds, place = _model_bounds(store, model)
-    # Another process may have saved entries of new models since.
-    candidates = [candidate for candidate in store.candidates(device) if candidate.model in place]
-    if not candidates or k < 1:
+    if k < 1:
         return []
-    place_of = np.array([place[candidate.model] for candidate in candidates])
-    extra = _extra_distance(store, topology, candidates, dtype)
-    floors = MODEL_WEIGHT * bounds[place_of] + extra
+    names, bounds = _model_bounds(store, model)
+    shape = topology.shape()
+    clusters = {name: topology_distance(shape, other) for name, other in store.shapes().items()}
     models = _ModelDistances(store, model)
-    found: list[tuple[float, int]] = []  # distance and number of the candidate
-    order = [int(index) for index in np.argsort(floors, kind="stable") if floors[index] <= max_distance]
-    for start in range(0, len(order), _BATCH):
-        batch = order[start : start + _BATCH]
-        limit = found[k - 1][0] if len(found) >= k else max_distance
-        if floors[batch[0]] > limit or (start and clock() > end_s):
+    found: list[tuple[float, bool, str, Match]] = []
+    limit = max_distance  # what an entry must not exceed to be among the nearest
+    order = np.argsort(bounds, kind="stable")
+    for first in range(0, len(order), _STRETCH):
+        floors = {names[index]: MODEL_WEIGHT * bounds[index] for index in order[first : first + _STRETCH]}
+        if min(floors.values()) > limit or (first and clock() > end_s):
             break
-        models.fetch([candidates[index].model for index in batch if floors[index] <= limit])
-        for index in batch:
-            if floors[index] <= limit:
-                total = MODEL_WEIGHT * models.known[candidates[index].model] + extra[index]
-                if total <= max_distance:
-                    found.append((float(total), index))
-        found.sort(key=lambda item: (item[0], not candidates[item[1]].complete, candidates[item[1]].id))
+        extras = [
+            (candidate, _extra_distance(candidate, clusters, dtype))
+            for candidate in store.candidates(device, list(floors))
+        ]
+        extras.sort(key=lambda item: floors[item[0].model] + item[1])
+        for start in range(0, len(extras), _BATCH):
+            batch = [item for item in extras[start : start + _BATCH] if floors[item[0].model] + item[1] <= limit]
+            if not batch or ((first or start) and clock() > end_s):
+                break
+            models.fetch([candidate.model for candidate, _ in batch])
+            found += [_judged(candidate, extra, models.known[candidate.model], clusters) for candidate, extra in batch]
+            found = sorted(item for item in found if item[0] <= max_distance)[:k]
+            if len(found) == k:
+                limit = found[-1][0]
     models.keep()
-    return [_match(candidates[index], total, models, extra[index], dtype) for total, index in found[:k]]
+    return [match for *_, match in found]
 
 
-def _match(candidate: Candidate, total: float, models: "_ModelDistances", extra: float, dtype: str) -> Match:
-    other_dtype = OTHER_DTYPE if candidate.dtype != dtype else 0.0
-    return Match(
+def _judged(
+    candidate: Candidate, extra: float, model_distance: float, clusters: Mapping[str, float]
+) -> tuple[float, bool, str, Match]:
+    """A match behind what matches are sorted by."""
+    match = Match(
         id=candidate.id,
-        distance=min(total, 1.0),
-        model_distance=models.known[candidate.model],
-        topology_distance=float(extra - other_dtype) / TOPOLOGY_WEIGHT,
+        distance=MODEL_WEIGHT * model_distance + extra,
+        model_distance=model_distance,
+        topology_distance=clusters.get(candidate.topology, 1.0),
     )
+    return match.distance, not candidate.complete, candidate.id, match
 
 
-def _model_bounds(store: Store, model: Graph) -> tuple[Floats, dict[str, int]]:
-    """Normalised lower bounds for all models in the store, and where each fingerprint's is."""
+def _model_bounds(store: Store, model: Graph) -> tuple[Sequence[str], Floats]:
+    """Fingerprints of all models in the store, and a normalised lower bound of each one's distance, `(n_models,)`."""
     names, signatures = store.signatures()
     costs = histogram_bounds(signature(model), signatures)
     masses = signatures[:, :2] @ np.array([NODE_COST, EDGE_COST]) + mass(model)
-    return 2 * costs / np.maximum(masses + costs, 1e-9), {name: place for place, name in enumerate(names)}
+    return names, 2 * costs / np.maximum(masses + costs, 1e-9)
 
 
-def _extra_distance(store: Store, topology: Topology, candidates: Sequence[Candidate], dtype: str) -> Floats:
-    """What cluster and dtype add to each candidate's distance, `(n_candidates,)`."""
-    shape = topology.shape()
-    distances = {name: TOPOLOGY_WEIGHT * topology_distance(shape, other) for name, other in store.shapes().items()}
-    # A topology that another process removes at this moment counts as far away.
-    return np.array(
-        [
-            distances.get(candidate.topology, TOPOLOGY_WEIGHT) + (OTHER_DTYPE if candidate.dtype != dtype else 0.0)
-            for candidate in candidates
-        ]
-    )
+def _extra_distance(candidate: Candidate, clusters: Mapping[str, float], dtype: str) -> float:
+    """What cluster and dtype add; a cluster that another process has just added counts as far away."""
+    other_dtype = 0.0 if candidate.dtype == dtype else OTHER_DTYPE
+    return TOPOLOGY_WEIGHT * clusters.get(candidate.topology, 1.0) + other_dtype
 
 
 class _ModelDistances:

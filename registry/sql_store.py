@@ -164,12 +164,12 @@ class SqlStore:
             _delete_orphans(connection)
             return gone
 
-    def candidates(self, device: str) -> Sequence[Candidate]:
+    def candidates(self, device: str, models: Sequence[str]) -> Sequence[Candidate]:
         """See `Store.candidates`."""
         columns = [entries.c[name] for name in Candidate._fields]
+        wanted = (entries.c.device == device, entries.c.model.in_(models))
         with self._reading() as connection:
-            rows = connection.execute(select(*columns).where(entries.c.device == device)).all()
-        return [Candidate(*row) for row in rows]
+            return [Candidate(*row) for row in connection.execute(select(*columns).where(*wanted))]
 
     def signatures(self) -> tuple[Sequence[str], Signatures]:
         """See `Store.signatures`."""

@@ -50,7 +50,7 @@ class EntrySummary:
 
 
 class Candidate(NamedTuple):
-    """The little that is read of every entry when the nearest is looked for; a tuple, since there are thousands."""
+    """The little that is read of an entry while the nearest is looked for."""
 
     id: str
     model: str
@@ -94,8 +94,8 @@ class Store(Protocol):
         """Removes entries of more than this age, and all but the `keep` newest; how many went."""
         ...
 
-    def candidates(self, device: str) -> Sequence[Candidate]:
-        """All entries of this kind of device, in any order."""
+    def candidates(self, device: str, models: Sequence[str]) -> Sequence[Candidate]:
+        """All entries of these models on this kind of device, in any order."""
         ...
 
     def signatures(self) -> tuple[Sequence[str], Signatures]:

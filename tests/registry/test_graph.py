@@ -49,7 +49,7 @@ def test_the_fingerprint_changes_with_any_label(graph: Graph, data: st.DataObjec
     assume(graph.nodes)
     index = data.draw(st.integers(0, len(graph.nodes) - 1))
     nodes = list(graph.nodes)
-    nodes[index] = replace(nodes[index], detail="other")
+    nodes[index] = nodes[index]._replace(detail="other")
     assert replace(graph, nodes=tuple(nodes)).fingerprint() != graph.fingerprint()
 
 

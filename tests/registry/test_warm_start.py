@@ -1,0 +1,143 @@
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from conformance.store import KNOBS, make_entry
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sirtaki.registry.entry import Entry, LinkModel, make_key
+from sirtaki.registry.graph import Graph
+from sirtaki.registry.model_graph import chain_graph
+from sirtaki.registry.store import Store, open_store
+from sirtaki.registry.topology import Topology
+from sirtaki.registry.warm_start import MAX_UNIT_BYTES, MIN_UNIT_BYTES, Job, adapted, warm_starts
+
+UNIFORM = {**KNOBS, "cuts": None}
+LINK = LinkModel(latency_s=1e-4, bandwidth_bytes_per_s=1e9, concurrency=(1.0, 2.0, 3.0, 3.9, 4.0, 4.0, 4.0, 4.0))
+
+
+def job_like(entry: Entry, *, model: Graph | None = None, ranks: int | None = None, **changes: object) -> Job:
+    model = model or entry.model
+    topology = entry.topology if ranks is None else Topology.from_ranks([f"host{rank // 2}" for rank in range(ranks)])
+    key = make_key(model, topology, dtype="float32", device="cpu", versions=dict(entry.key.versions))
+    job = Job(key=key, model=model, topology=topology, layout=entry.layout, name="Net")
+    return replace(job, **changes)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return open_store(str(tmp_path / "r.db"))
+
+
+def test_an_empty_registry_gives_nothing(store: Store) -> None:
+    assert warm_starts(store, job_like(make_entry())) == []
+
+
+def test_the_exact_entry_comes_alone_and_unchanged(store: Store) -> None:
+    entry = make_entry()
+    store.save(entry)
+    store.save(make_entry(ranks=8))
+    (start,) = warm_starts(store, job_like(entry))
+    assert start.is_exact
+    assert start.knobs == entry.knobs
+    assert start.explanation == (
+        "Net on 4 ranks on 2 hosts: starting from what an earlier job found, 2.00 times as fast as the default"
+    )
+
+
+def test_a_job_that_was_cut_short_is_gone_on_from(store: Store) -> None:
+    entry = make_entry(complete=False)
+    store.save(entry)
+    store.save(replace(make_entry(ranks=8), knobs=UNIFORM))
+    starts = warm_starts(store, job_like(entry))
+    assert [start.is_exact for start in starts] == [False, False]
+    assert starts[0].entry.trials == entry.trials
+    assert "cut short" in starts[0].explanation
+    assert starts[1].distance > 0
+
+
+def test_a_similar_entry_is_explained(store: Store) -> None:
+    store.save(make_entry(model=chain_graph([100] * 10)))
+    (start,) = warm_starts(store, job_like(make_entry(), model=chain_graph([100] * 11), ranks=8))
+    assert not start.is_exact
+    assert 0 < start.distance < 0.4
+    assert start.explanation.startswith(
+        f"Net on 8 ranks on 4 hosts: starting from Réseau on 4 ranks on 2 hosts, distance {start.distance:.2f}"
+    )
+
+
+def test_strangers_are_no_help(store: Store) -> None:
+    store.save(make_entry(model=chain_graph([1])))
+    assert warm_starts(store, job_like(make_entry(), model=chain_graph(range(1, 40)))) == []
+
+
+def test_nearer_entries_come_first_and_equal_knobs_once(store: Store) -> None:
+    for ranks, streams in ((6, 4), (16, 2), (8, 4)):
+        knobs = {**UNIFORM, "streams": streams}
+        store.save(replace(make_entry(ranks=ranks), knobs=knobs, link=None))
+    starts = warm_starts(store, job_like(make_entry()))
+    assert [start.knobs["streams"] for start in starts] == [4, 2]
+    assert starts[0].entry.key.world_size == 6
+    assert starts[0].distance < starts[1].distance
+
+
+def test_cuts_carry_over_to_the_same_layout_only() -> None:
+    entry = make_entry()
+    assert adapted(entry, job_like(entry), distance=0.0).knobs["cuts"] == KNOBS["cuts"]
+    for layout in ("", "other"):
+        start = adapted(replace(entry, link=None), job_like(entry, layout=layout), distance=0.1)
+        assert start.knobs["cuts"] is None
+        assert start.knobs["unit_bytes"] == MIN_UNIT_BYTES
+        assert "do not fit this layout" in start.explanation
+
+
+def test_cuts_that_do_not_fit_leave_their_usual_size() -> None:
+    cuts = [[10, 0, None], [100_010, 1, None], [200_010, 2, None], [1_000_010, 3, None]]  # 800 000 carry the most
+    entry = replace(make_entry(), knobs={**KNOBS, "cuts": cuts}, link=None)
+    start = adapted(entry, job_like(entry, layout="other", itemsize_bytes=2), distance=0.1)
+    assert start.knobs["unit_bytes"] == 1_600_000
+
+
+def test_nothing_is_scaled_for_the_same_link() -> None:
+    entry = replace(make_entry(), knobs=UNIFORM, link=LINK)
+    near = replace(LINK, latency_s=1.2e-4)
+    assert adapted(entry, job_like(entry, link=near), distance=0.1).knobs == UNIFORM
+
+
+def test_a_link_with_more_latency_gets_larger_units() -> None:
+    entry = replace(make_entry(), knobs=UNIFORM, link=LINK)
+    start = adapted(entry, job_like(entry, link=replace(LINK, latency_s=4e-4)), distance=0.1)
+    assert start.knobs["unit_bytes"] == 4 * UNIFORM["unit_bytes"]
+    assert "units 4 times as large" in start.explanation
+
+
+def test_a_link_that_one_stream_fills_gets_one_stream() -> None:
+    entry = replace(make_entry(), knobs=UNIFORM, link=LINK)
+    flat = replace(LINK, concurrency=(1.0, 1.0, 1.0))
+    start = adapted(entry, job_like(entry, link=flat), distance=0.1)
+    assert start.knobs["streams"] == 1
+    assert "1 streams instead of 4" in start.explanation
+    assert adapted(entry, job_like(entry, link=replace(LINK, concurrency=())), distance=0.1).knobs["streams"] == 4
+
+
+def test_without_a_measurement_the_ring_tells_what_more_ranks_cost() -> None:
+    """A ring of 16 takes 5 times the steps of one of 4 and moves 1.25 times the bytes: 4 times the latency's worth."""
+    entry = replace(make_entry(), knobs=UNIFORM, link=LINK)
+    start = adapted(entry, job_like(entry, ranks=16), distance=0.1)
+    assert start.knobs["unit_bytes"] == 4 * UNIFORM["unit_bytes"]
+
+
+@given(
+    st.floats(1e-9, 10),
+    st.floats(1, 1e12),
+    st.lists(st.floats(0.1, 30), max_size=24),
+    st.integers(1, 4096),
+)
+def test_scaled_knobs_stay_in_range(latency_s: float, speed: float, gains: list[float], ranks: int) -> None:
+    entry = replace(make_entry(), knobs=UNIFORM, link=LINK)
+    link = LinkModel(latency_s=latency_s, bandwidth_bytes_per_s=speed, concurrency=tuple(gains))
+    for job in (job_like(entry, link=link), job_like(entry, ranks=ranks)):
+        knobs = adapted(entry, job, distance=0.1).knobs
+        assert MIN_UNIT_BYTES <= knobs["unit_bytes"] <= MAX_UNIT_BYTES
+        assert 1 <= knobs["streams"] <= 24
