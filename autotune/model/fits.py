@@ -6,7 +6,7 @@ refuses with the reason where the form does not describe the data, since a plan 
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -14,14 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import least_squares, nnls
 
-from sirtaki.comm.layout import GradientLayout
 from sirtaki.errors import TuningError
 
-from ..trial import Trial, TrialStatus
 from .contention import GAMMA_4, ContentionModel, RateCurve
 from .link import LinkModel
-from .profile import Profile
-from .simulator import Simulator
 
 MAX_RESIDUAL = 0.25
 
@@ -73,7 +69,7 @@ def fit_link(probes: Iterable[LinkProbe], *, max_residual: float = MAX_RESIDUAL)
         worst = counts[int(s_per_byte.argmin())]
         raise TuningError(f"probes on {worst} stream(s) do not take longer for more bytes: no throughput can be fitted")
     errors = rows @ solution - 1
-    residual = _root_mean_square(errors)
+    residual = root_mean_square(errors)
     if residual > max_residual:
         streams, unit_bytes = list(points)[int(np.abs(errors).argmax())]
         raise TuningError(
@@ -166,7 +162,7 @@ def _fit_compute_speed(samples: Sequence[ComputeSample]) -> tuple[float, float, 
     rows = np.column_stack([1 / speeds, -threads / speeds])
     bounds = ([1e-3, 0.0], [1.2, math.inf])
     fit = least_squares(lambda x: rows @ x - 1, x0=[1.0, 1e-6], bounds=bounds, x_scale=[1.0, 1 / threads.max()])
-    return float(fit.x[0]), float(fit.x[1]), _root_mean_square(fit.fun)
+    return float(fit.x[0]), float(fit.x[1]), root_mean_square(fit.fun)
 
 
 def _fit_rate_curve(kind: str, samples: Sequence[TransmissionSample], alpha_s: float) -> tuple[RateCurve, float]:
@@ -190,58 +186,9 @@ def _fit_rate_curve(kind: str, samples: Sequence[TransmissionSample], alpha_s: f
     )
     gamma_1 = fastest * math.exp(best.x[0])
     curve = RateCurve(gamma_1=gamma_1, gamma_2=gamma_1 * float(best.x[1]), gamma_3=math.exp(best.x[2]))
-    return curve, _root_mean_square(best.fun)
+    return curve, root_mean_square(best.fun)
 
 
-def calibrate_link(
-    link: LinkModel,
-    *,
-    layout: GradientLayout,
-    profile: Profile,
-    trials: Sequence[Trial],
-    max_residual: float = MAX_RESIDUAL,
-) -> LinkModel:
-    """`link` corrected so that the simulator meets measured trials: data that the warm-up collects anyway.
-
-    Three factors are fitted, on α, on G(1) and on the far end of G, with the factors on G between the two
-    interpolated. The sixteen trials with the fewest units count, which keeps it below a second.
-
-    Raises:
-        TuningError: there are fewer than four completed trials, or the corrected model still misses them by more
-            than `max_residual`.
-    """
-    usable = [t for t in trials if t.status is TrialStatus.COMPLETE and math.isfinite(t.span_s) and t.span_s > 0]
-    plans = sorted(((t.knobs.to_plan(layout), t.span_s) for t in usable), key=lambda pair: len(pair[0].units))[:16]
-    if len(plans) < 4:
-        raise TuningError(f"a link can be corrected by four completed trials or more, not by {len(plans)}")
-    spans_s = np.array([span_s for _, span_s in plans])
-    corrected = _link_correction(link)
-
-    def errors(logs: NDArray[np.float64]) -> NDArray[np.float64]:
-        simulator = Simulator(layout=layout, profile=profile, link=corrected(logs))
-        return np.asarray(np.array([simulator.run(plan).span_s for plan, _ in plans]) / spans_s - 1)
-
-    fit = least_squares(
-        errors, x0=np.zeros(3), bounds=(-3, 3), diff_step=0.02, loss="soft_l1", f_scale=0.1, max_nfev=20
-    )
-    residual = _root_mean_square(fit.fun)
-    if residual > max_residual:
-        raise TuningError(f"the simulator misses the trials by {residual:.0%}; at most {max_residual:.0%} is trusted")
-    best = corrected(fit.x)
-    return LinkModel(alpha_s=best.alpha_s, throughput=best.throughput, residual=residual)
-
-
-def _link_correction(link: LinkModel) -> Callable[[NDArray[np.float64]], LinkModel]:
-    far = np.linspace(0, 1, len(link.throughput)) if len(link.throughput) > 1 else np.zeros(1)
-    alpha_s = max(link.alpha_s, 1e-9)  # a factor cannot correct zero
-
-    def corrected(logs: NDArray[np.float64]) -> LinkModel:
-        factors = np.exp(logs[1] * (1 - far) + logs[2] * far)
-        throughput = tuple((np.array(link.throughput) * factors).tolist())
-        return LinkModel(alpha_s=alpha_s * math.exp(logs[0]), throughput=throughput)
-
-    return corrected
-
-
-def _root_mean_square(errors: NDArray[np.float64]) -> float:
+def root_mean_square(errors: NDArray[np.float64]) -> float:
+    """The residual that all fits report."""
     return float(np.sqrt(np.mean(errors**2)))

@@ -3,22 +3,16 @@ import math
 import numpy as np
 import pytest
 
-from sirtaki.autotune.knobs import KIB, MIB, Knobs
+from sirtaki.autotune.knobs import KIB, MIB
 from sirtaki.autotune.model.contention import ContentionModel, RateCurve
 from sirtaki.autotune.model.fits import (
     ComputeSample,
     LinkProbe,
     TransmissionSample,
-    calibrate_link,
     fit_contention,
     fit_link,
 )
 from sirtaki.autotune.model.link import LinkModel
-from sirtaki.autotune.model.profile import Profile
-from sirtaki.autotune.model.simulator import Simulator
-from sirtaki.autotune.trial import Trial, TrialStatus
-from sirtaki.comm.layout import GradientLayout
-from sirtaki.comm.plan import TransportKind
 from sirtaki.errors import TuningError
 
 LINK = LinkModel(alpha_s=1.4e-3, throughput=(5e8, 8e8, 9e8, 9e8))
@@ -137,48 +131,3 @@ def test_samples_without_any_pattern_are_refused():
     compute, transmissions = samples_of(CONTENTION, noise=1.5)
     with pytest.raises(TuningError, match=r"LIBRA's . misses the samples"):
         fit_contention(compute, transmissions, alpha_s=1e-4)
-
-
-LAYOUT = GradientLayout(sizes=(200_000,) * 40)
-PROFILE = Profile.from_durations([1e-3] * 40)
-
-
-def trials_on(link, *, noise=0.0, seed=0):
-    rng = np.random.default_rng(seed)
-    simulator = Simulator(layout=LAYOUT, profile=PROFILE, link=link)
-    trials = []
-    for unit_bytes in (256 * KIB, MIB, 4 * MIB):
-        for streams in (1, 2, 4):
-            knobs = Knobs(unit_bytes=unit_bytes, streams=streams, transport=TransportKind.GLOO)
-            span_s = simulator.run_knobs(knobs).span_s * math.exp(noise * rng.standard_normal())
-            trials.append(Trial(arm="grid", knobs=knobs, iterations=1, span_s=span_s))
-    return trials
-
-
-@pytest.mark.parametrize(("noise", "tolerance"), [(0.0, 0.02), (0.03, 0.15)])
-def test_a_wrong_link_is_corrected_by_trials(noise, tolerance):
-    shape = [0.6 * 2 ** (n / 3) for n in range(4)]  # from 0.6 times the true G(1) to 1.2 times the true G(4)
-    rates = tuple(rate * factor for rate, factor in zip(LINK.throughput, shape, strict=True))
-    wrong = LinkModel(alpha_s=3e-3, throughput=rates)
-    fitted = calibrate_link(wrong, layout=LAYOUT, profile=PROFILE, trials=trials_on(LINK, noise=noise))
-    assert fitted.alpha_s == pytest.approx(LINK.alpha_s, rel=tolerance)
-    assert fitted.throughput[0] == pytest.approx(LINK.throughput[0], rel=tolerance)
-    assert fitted.throughput[3] == pytest.approx(LINK.throughput[3], rel=tolerance)
-
-
-def test_failed_trials_correct_nothing():
-    trials = [
-        Trial(arm="grid", knobs=t.knobs, iterations=1, span_s=math.inf, status=TrialStatus.FAILED)
-        for t in trials_on(LINK)
-    ]
-    with pytest.raises(TuningError, match="four completed trials"):
-        calibrate_link(LINK, layout=LAYOUT, profile=PROFILE, trials=trials)
-
-
-def test_trials_that_no_link_explains_are_refused():
-    trials = [
-        Trial(arm="grid", knobs=trial.knobs, iterations=1, span_s=10.0 ** (index % 3 - 1))
-        for index, trial in enumerate(trials_on(LINK))
-    ]
-    with pytest.raises(TuningError, match="misses the trials"):
-        calibrate_link(LINK, layout=LAYOUT, profile=PROFILE, trials=trials)

@@ -1,0 +1,147 @@
+"""Models corrected by whole trials: what the warm-up measures anyway, with the simulator as the form to be fitted.
+
+A module of its own because the fits of `fits` need measurements of one thing at a time, while a trial's span is the
+work of all parameters together; so little can be asked of it: a few factors, not a curve.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import least_squares
+
+from sirtaki.comm.layout import GradientLayout
+from sirtaki.comm.plan import CommPlan
+from sirtaki.errors import TuningError
+
+from ..trial import Trial, TrialStatus
+from .contention import ContentionModel, RateCurve
+from .fits import MAX_RESIDUAL, root_mean_square
+from .link import LinkModel
+from .profile import Profile
+from .simulator import Simulator
+
+MAX_PLANS = 16  # the plans with the fewest units count, which keeps a calibration below a second
+
+
+def calibrate_link(
+    link: LinkModel,
+    *,
+    layout: GradientLayout,
+    profile: Profile,
+    trials: Sequence[Trial],
+    max_residual: float = MAX_RESIDUAL,
+) -> LinkModel:
+    """`link` corrected so that the simulator meets measured trials: data that the warm-up collects anyway.
+
+    Three factors are fitted, on α, on G(1) and on the far end of G, with the factors on G between the two
+    interpolated.
+
+    Raises:
+        TuningError: there are fewer than four completed trials, or the corrected model still misses them by more
+            than `max_residual`.
+    """
+    plans, spans_s = _measured(layout, trials, at_least=4)
+    corrected = _link_correction(link)
+
+    def errors(logs: NDArray[np.float64]) -> NDArray[np.float64]:
+        simulator = Simulator(layout=layout, profile=profile, link=corrected(logs))
+        return np.asarray(np.array([simulator.run(plan).span_s for plan in plans]) / spans_s - 1)
+
+    fit = least_squares(
+        errors, x0=np.zeros(3), bounds=(-3, 3), diff_step=0.02, loss="soft_l1", f_scale=0.1, max_nfev=20
+    )
+    residual = root_mean_square(fit.fun)
+    if residual > max_residual:
+        raise TuningError(f"the simulator misses the trials by {residual:.0%}; at most {max_residual:.0%} is trusted")
+    best = corrected(fit.x)
+    return LinkModel(alpha_s=best.alpha_s, throughput=best.throughput, residual=residual)
+
+
+def _link_correction(link: LinkModel) -> Callable[[NDArray[np.float64]], LinkModel]:
+    far = np.linspace(0, 1, len(link.throughput)) if len(link.throughput) > 1 else np.zeros(1)
+    alpha_s = max(link.alpha_s, 1e-9)  # a factor cannot correct zero
+
+    def corrected(logs: NDArray[np.float64]) -> LinkModel:
+        factors = np.exp(logs[1] * (1 - far) + logs[2] * far)
+        throughput = tuple((np.array(link.throughput) * factors).tolist())
+        return LinkModel(alpha_s=alpha_s * math.exp(logs[0]), throughput=throughput)
+
+    return corrected
+
+
+def calibrate_contention(
+    link: LinkModel,
+    *,
+    layout: GradientLayout,
+    profile: Profile,
+    trials: Sequence[Trial],
+    default_threads: int = 512,
+    max_residual: float = MAX_RESIDUAL,
+) -> ContentionModel:
+    """LIBRA's g, p and q (eq. 5-6) from trials with different thread counts, without timing any overlap by itself.
+
+    Five numbers are fitted, with the simulator as the model: α2; γ1, γ2 / γ1 and γ3 of p; and the factor by which
+    q is faster. α1 is 1: without threads there is no contention. Spans tell these apart only as far as they matter to
+    spans, so the curves may be off where no trial went.
+
+    Raises:
+        TuningError: there are fewer than six completed trials, fewer than three thread counts among them, or the
+            fitted model misses them by more than `max_residual`.
+    """
+    plans, spans_s = _measured(layout, trials, at_least=6)
+    counts = {unit.threads or default_threads for plan in plans for unit in plan.units}
+    if len(counts) < 3:
+        raise TuningError(f"contention can be fitted to three thread counts or more, not to {sorted(counts)}")
+    rate, most = link.throughput[0], max(counts)
+
+    def model(x: NDArray[np.float64], residual: float = 0.0) -> ContentionModel:
+        gamma_1 = rate * math.exp(x[1])
+        overlapped = RateCurve(gamma_1=gamma_1, gamma_2=gamma_1 * float(x[2]), gamma_3=math.exp(x[3]))
+        faster = math.exp(x[4])
+        alone = RateCurve(
+            gamma_1=overlapped.gamma_1 * faster, gamma_2=overlapped.gamma_2 * faster, gamma_3=overlapped.gamma_3
+        )
+        return ContentionModel(
+            alpha_1=1.0,
+            alpha_2=float(x[0]) / most,
+            overlapped=overlapped,
+            alone=alone,
+            default_threads=default_threads,
+            residual=residual,
+        )
+
+    def errors(x: NDArray[np.float64]) -> NDArray[np.float64]:
+        simulator = Simulator(layout=layout, profile=profile, link=link, contention=model(x))
+        return np.asarray(np.array([simulator.run(plan).span_s for plan in plans]) / spans_s - 1)
+
+    best = min(
+        (
+            least_squares(
+                errors,
+                x0=[0.2, 0.0, 0.7, log_gamma_3, 0.05],
+                bounds=([0, -2, 0, -8, 0], [0.95, 2, 0.999, 0, 0.7]),
+                diff_step=0.02,
+                max_nfev=15,
+            )
+            for log_gamma_3 in (-4.5, -2.5)
+        ),
+        key=lambda fit: float(fit.cost),
+    )
+    residual = root_mean_square(best.fun)
+    if residual > max_residual:
+        raise TuningError(f"contention misses the trials by {residual:.0%}; at most {max_residual:.0%} is trusted")
+    return model(best.x, residual)
+
+
+def _measured(
+    layout: GradientLayout, trials: Sequence[Trial], *, at_least: int
+) -> tuple[list[CommPlan], NDArray[np.float64]]:
+    """Plans and spans of the completed trials with the fewest units."""
+    usable = [t for t in trials if t.status is TrialStatus.COMPLETE and math.isfinite(t.span_s) and t.span_s > 0]
+    pairs = sorted(((t.knobs.to_plan(layout), t.span_s) for t in usable), key=lambda pair: len(pair[0].units))
+    if len(pairs) < at_least:
+        raise TuningError(f"a calibration needs {at_least} completed trials or more, not {len(pairs)}")
+    pairs = pairs[:MAX_PLANS]
+    return [plan for plan, _ in pairs], np.array([span_s for _, span_s in pairs])

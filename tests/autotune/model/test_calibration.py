@@ -1,0 +1,110 @@
+import math
+
+import numpy as np
+import pytest
+
+from sirtaki.autotune.knobs import KIB, MIB, Knobs
+from sirtaki.autotune.model.calibration import calibrate_contention, calibrate_link
+from sirtaki.autotune.model.contention import ContentionModel, RateCurve
+from sirtaki.autotune.model.link import LinkModel
+from sirtaki.autotune.model.profile import Profile
+from sirtaki.autotune.model.simulator import Simulator
+from sirtaki.autotune.trial import Trial, TrialStatus
+from sirtaki.comm.layout import GradientLayout
+from sirtaki.comm.plan import TransportKind
+from sirtaki.errors import TuningError
+
+LINK = LinkModel(alpha_s=1.4e-3, throughput=(5e8, 8e8, 9e8, 9e8))
+
+LAYOUT = GradientLayout(sizes=(200_000,) * 40)
+PROFILE = Profile.from_durations([1e-3] * 40)
+
+
+def trials_on(link, *, noise=0.0, seed=0):
+    rng = np.random.default_rng(seed)
+    simulator = Simulator(layout=LAYOUT, profile=PROFILE, link=link)
+    trials = []
+    for unit_bytes in (256 * KIB, MIB, 4 * MIB):
+        for streams in (1, 2, 4):
+            knobs = Knobs(unit_bytes=unit_bytes, streams=streams, transport=TransportKind.GLOO)
+            span_s = simulator.run_knobs(knobs).span_s * math.exp(noise * rng.standard_normal())
+            trials.append(Trial(arm="grid", knobs=knobs, iterations=1, span_s=span_s))
+    return trials
+
+
+@pytest.mark.parametrize(("noise", "tolerance"), [(0.0, 0.02), (0.03, 0.15)])
+def test_a_wrong_link_is_corrected_by_trials(noise, tolerance):
+    shape = [0.6 * 2 ** (n / 3) for n in range(4)]  # from 0.6 times the true G(1) to 1.2 times the true G(4)
+    rates = tuple(rate * factor for rate, factor in zip(LINK.throughput, shape, strict=True))
+    wrong = LinkModel(alpha_s=3e-3, throughput=rates)
+    fitted = calibrate_link(wrong, layout=LAYOUT, profile=PROFILE, trials=trials_on(LINK, noise=noise))
+    assert fitted.alpha_s == pytest.approx(LINK.alpha_s, rel=tolerance)
+    assert fitted.throughput[0] == pytest.approx(LINK.throughput[0], rel=tolerance)
+    assert fitted.throughput[3] == pytest.approx(LINK.throughput[3], rel=tolerance)
+
+
+def test_failed_trials_correct_nothing():
+    trials = [
+        Trial(arm="grid", knobs=t.knobs, iterations=1, span_s=math.inf, status=TrialStatus.FAILED)
+        for t in trials_on(LINK)
+    ]
+    with pytest.raises(TuningError, match="4 completed trials"):
+        calibrate_link(LINK, layout=LAYOUT, profile=PROFILE, trials=trials)
+
+
+def test_trials_that_no_link_explains_are_refused():
+    trials = [
+        Trial(arm="grid", knobs=trial.knobs, iterations=1, span_s=10.0 ** (index % 3 - 1))
+        for index, trial in enumerate(trials_on(LINK))
+    ]
+    with pytest.raises(TuningError, match="misses the trials"):
+        calibrate_link(LINK, layout=LAYOUT, profile=PROFILE, trials=trials)
+
+
+CONTENTION = ContentionModel(
+    alpha_1=1.0,
+    alpha_2=1.5e-4,
+    overlapped=RateCurve(gamma_1=5e8, gamma_2=4.5e8, gamma_3=0.03),
+    alone=RateCurve(gamma_1=6e8, gamma_2=5.4e8, gamma_3=0.03),
+)
+THREADS = (128, 512, 1024, 4096)
+
+
+def trials_with_threads(*, noise=0.0, threads=THREADS, seed=0):
+    rng = np.random.default_rng(seed)
+    simulator = Simulator(layout=LAYOUT, profile=PROFILE, link=LINK, contention=CONTENTION)
+    trials = []
+    for unit_bytes in (MIB, 2 * MIB, 8 * MIB):
+        for r in threads:
+            knobs = Knobs(unit_bytes=unit_bytes, streams=1, threads=r, transport=TransportKind.NCCL)
+            span_s = simulator.run_knobs(knobs).span_s * math.exp(noise * rng.standard_normal())
+            trials.append(Trial(arm="grid", knobs=knobs, iterations=1, span_s=span_s))
+    return trials
+
+
+@pytest.mark.parametrize(("noise", "tolerance"), [(0.0, 0.03), (0.03, 0.1)])
+def test_contention_fitted_to_spans_predicts_other_spans(noise, tolerance):
+    fitted = calibrate_contention(LINK, layout=LAYOUT, profile=PROFILE, trials=trials_with_threads(noise=noise))
+    assert fitted.residual < max(2 * noise, 0.02)
+    truth = Simulator(layout=LAYOUT, profile=PROFILE, link=LINK, contention=CONTENTION)
+    found = Simulator(layout=LAYOUT, profile=PROFILE, link=LINK, contention=fitted)
+    for r in (256, 2048):
+        knobs = Knobs(unit_bytes=3 * MIB, streams=1, threads=r, transport=TransportKind.NCCL)
+        assert found.run_knobs(knobs).span_s == pytest.approx(truth.run_knobs(knobs).span_s, rel=tolerance)
+
+
+def test_contention_needs_three_thread_counts_and_six_trials():
+    few = trials_with_threads(threads=(128, 512))
+    with pytest.raises(TuningError, match=r"not to \[128, 512\]"):
+        calibrate_contention(LINK, layout=LAYOUT, profile=PROFILE, trials=few)
+    with pytest.raises(TuningError, match="6 completed trials"):
+        calibrate_contention(LINK, layout=LAYOUT, profile=PROFILE, trials=few[:5])
+
+
+def test_spans_that_no_contention_explains_are_refused():
+    trials = [
+        Trial(arm="grid", knobs=trial.knobs, iterations=1, span_s=10.0 ** (index % 3 - 1))
+        for index, trial in enumerate(trials_with_threads())
+    ]
+    with pytest.raises(TuningError, match="contention misses the trials"):
+        calibrate_contention(LINK, layout=LAYOUT, profile=PROFILE, trials=trials)
