@@ -1,46 +1,52 @@
 """Operations that each rank may submit in its own order: agreed by name, then performed in the same order everywhere.
 
-One thread for each set of ranks. A rank joins a *round* only while it has something pending. In a round each rank
-sets the bits of the known names that it has pending, and the AND of the vectors tells all ranks what may run
-(AIACC § V-A). If any rank has something that the bits cannot say (a new name, a name whose tensor has changed, a join),
-the round is followed by an exchange of everybody's pending operations; that is also where disagreements are found, by
-all ranks at once.
+A rank joins a *round* only while it has something pending. A round is one small all-reduce (AND) of a vote: a digest
+of all that this rank has pending, and a bit for each name that is known already (AIACC § V-A). If the digests of all
+ranks are equal, which is the rule, everything may run. Otherwise what all have set may run; and if any rank has
+something that the bits cannot say (a new name, a name whose tensor has changed, a join), everybody's pending operations
+are exchanged. That is also where disagreements are found, by all ranks at once.
+
+Rounds are run by a thread of the engine, or by a thread that waits for a result: then nobody needs to be woken.
 """
 
 from __future__ import annotations
 
-import logging
 import pickle
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from sirtaki.errors import CommError, MismatchError
 
+from .collectives import Ranks, perform, zeros_for
+from .control import load_mpi
 from .failure import FailureBoard, poll_until
 from .mpi_lanes import ThreadWork
-from .negotiation import agree
-from .requests import Kind, Signature, mismatch
+from .name_slots import CAPACITY, NameSlots
+from .requests import DIGEST_BYTES, Kind, Signature, batches, mismatch
 from .watchdog import Wait
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-logger = logging.getLogger(__name__)
-
-CACHE_CAPACITY = 1024
-"""Names that have a bit; beyond that the longest unused one loses it."""
-
 LONGEST_PAUSE_S = 2e-3
 """Between rounds that bring nothing: the ranks wait for different things."""
 
-Perform = Callable[[Signature, "Sequence[torch.Tensor] | None", "MPI.Comm"], "list[torch.Tensor]"]
-"""Runs an agreed operation; tensors are None on a rank that has joined and takes part with zeros."""
+SHORTEST_PAUSE_S = 50e-6
+
+WAIT_SLICE_S = 1.0
+"""How often a thread that waits for the engine's looks whether the job is lost."""
+
+_ALL_BITS = (1 << 8 * DIGEST_BYTES) - 1
+
+Votes = npt.NDArray[np.bool_]
 
 
 class EagerWork(ThreadWork):
@@ -49,8 +55,10 @@ class EagerWork(ThreadWork):
     def __init__(self, signature: Signature, tensors: Sequence[torch.Tensor]) -> None:
         super().__init__()
         self.signature, self.tensors = signature, tensors
+        self.digest = signature.digest()
         self.submitted_s = time.monotonic()
         self.results: list[torch.Tensor] = []
+        self.written = _written(tensors)
 
     @property
     def is_done(self) -> bool:
@@ -58,39 +66,85 @@ class EagerWork(ThreadWork):
         return self._done.is_set()
 
 
+def _written(tensors: Sequence[torch.Tensor]) -> torch.cuda.Event | None:
+    """Marks the point of this thread's CUDA stream at which the tensors have their values."""
+    if not tensors or tensors[0].device.type != "cuda":
+        return None
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's
+    event.record(torch.cuda.current_stream(tensors[0].device))
+    return event
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Presence:
+    """What one rank says of itself in an exchange; picklable.
+
+    Attributes:
+        signatures: of its pending operations.
+        joined: it has no more data.
+        closing: it shuts down.
+        unnamed: how many unnamed operations it has submitted.
+    """
+
+    signatures: list[Signature]
+    joined: bool
+    closing: bool
+    unnamed: int
+
+
 class EagerEngine:
     """Eager operations over one set of ranks."""
 
-    def __init__(self, comm: MPI.Comm, failures: FailureBoard, perform: Perform) -> None:
-        """Collective over `comm`, of which the engine's thread gets two duplicates.
+    def __init__(self, comm: MPI.Comm, failures: FailureBoard, *, where: str = "") -> None:
+        """Collective over `comm`, of which the engine gets two duplicates.
 
         Args:
             comm: the ranks that take part.
             failures: where a lost job is reported.
-            perform: runs agreed operations, in the engine's thread.
+            where: names the set of ranks in messages, empty for all ranks.
         """
         self._votes, self._data = comm.Dup(), comm.Dup()
-        self._failures, self._perform = failures, perform
+        self._ranks = Ranks(self._data, failures)
+        self._failures, self._where = failures, where
+        self._and = load_mpi().BAND
+        self.rank, self.size = int(comm.rank), int(comm.size)
+
+        # Shared by the submitting threads and the one that runs rounds, under `_wake`.
         self._wake = threading.Condition()
         self._pending: dict[str, EagerWork] = {}
-        self._disputed: dict[str, str] = {}  # names on which others disagree and that this rank has not submitted yet
-        self._slots: OrderedDict[str, int] = OrderedDict()  # name → bit; in order of last use
-        self._known: dict[str, Signature] = {}
+        self._owed: dict[str, deque[str]] = {}  # failed operations that this rank has yet to submit: why they failed
         self._join: ThreadWork | None = None
-        self._joined: set[int] = set()
-        self._join_announced = False
-        self.last_joined = -1
+        self._unnamed = 0
         self._closing = False
+        self.last_joined = -1
+
+        # Belong to whoever runs rounds, and are the same on all ranks.
+        self._turn = threading.Lock()
+        self._names = NameSlots()
+        self._joined: dict[int, int] = {}  # rank → its number of unnamed operations
+        self._join_told = False
+        self._ended = False
+        self._pause_s = 0.0
+        self._moved_s = time.monotonic()
+
         self._thread = threading.Thread(target=self._run, name="sirtaki-eager", daemon=True)
         self._thread.start()
 
-    @property
-    def size(self) -> int:
-        """Ranks that take part."""
-        return int(self._votes.size)
+    # ── for submitting threads ───────────────────────────────────────────────────────────────────────────────────
 
-    def submit(self, signature: Signature, tensors: Sequence[torch.Tensor]) -> EagerWork:
+    def unnamed(self, prefix: str) -> str:
+        """A name for the next operation without one: the same on all ranks that submit these in the same order."""
+        with self._wake:
+            self._unnamed += 1
+            return f"{prefix}.noname.{self._unnamed}"
+
+    def submit(self, signature: Signature, tensors: Sequence[torch.Tensor], *, wake: bool = True) -> EagerWork:
         """Starts an operation.
+
+        Args:
+            signature: of this rank.
+            tensors: left alone by the caller until the work is done.
+            wake: False = the caller calls `finish` next, which runs the rounds itself.
 
         Raises:
             ValueError: an operation of this name is under way on this rank.
@@ -99,107 +153,192 @@ class EagerEngine:
         self._failures.check()
         work = EagerWork(signature, tensors)
         with self._wake:
+            if self._closing:
+                raise CommError("operation submitted during shutdown")
             if signature.name in self._pending:
                 raise ValueError(
                     f"Requested to {signature.kind.value.lower()} a tensor with the same name as another tensor that "
                     f"is currently being processed: {signature.name!r}; give it another name= or synchronize() first"
                 )
-            if (dispute := self._disputed.pop(signature.name, None)) is not None:
-                work.finish(MismatchError(dispute))
+            if (owed := self._owed.get(signature.name)) is not None:
+                work.finish(MismatchError(owed.popleft()))
+                if not owed:
+                    del self._owed[signature.name]
                 return work
             self._pending[signature.name] = work
-            self._wake.notify()
+            if wake:
+                self._wake.notify()
         return work
+
+    def finish(self, work: ThreadWork) -> None:
+        """Blocks until `work` is done; runs the rounds if nobody else does, which saves two hand-overs.
+
+        Raises:
+            CommError: the operation or the job failed.
+        """
+        while not work.wait(0.0):
+            self._failures.check()
+            if self._turn.acquire(blocking=False):
+                try:
+                    self._step()
+                finally:
+                    self._turn.release()
+            else:
+                work.wait(WAIT_SLICE_S)
+        with self._wake:
+            if self._pending:
+                self._wake.notify()
 
     def join(self) -> ThreadWork:
         """This rank has no more data: it takes part in the others' all-reduces with zeros until all have joined."""
+        self._failures.check()
         with self._wake:
-            self._join, self._join_announced = ThreadWork(), False
+            self._join, self._join_told = ThreadWork(), False
+            self._moved_s = time.monotonic()
             self._wake.notify()
-        return self._join
+            return self._join
 
     def oldest_wait(self) -> Wait | None:
         """What has been pending the longest."""
-        works = list(self._pending.values())
-        if not works:
-            return None
-        oldest = min(works, key=lambda work: work.submitted_s)
-        return Wait(what=f"operation {oldest.signature.name!r}", since_s=oldest.submitted_s)
+        works = [work for work in list(self._pending.values()) if not work.signature.problem]
+        if works:
+            oldest = min(works, key=lambda work: work.submitted_s)
+            return Wait(what=f"operation {oldest.signature.name!r}{self._where}", since_s=oldest.submitted_s)
+        if self._join is not None:
+            return Wait(what=f"join(){self._where}", since_s=self._moved_s)
+        return None
 
     def progress(self) -> str:
         """Pending names, for the watchdog."""
         names = list(self._pending)
-        return f"has submitted {', '.join(names[:5])}{' …' if len(names) > 5 else ''}" if names else ""
+        return f"has submitted {', '.join(names[:5])}{' …' if len(names) > 5 else ''}{self._where}" if names else ""
 
-    # ── the engine's thread ──────────────────────────────────────────────────────────────────────────────────────
+    @property
+    def pending(self) -> int:
+        """Operations of this rank under way."""
+        return len(self._pending)
+
+    # ── rounds; only with `_turn` ────────────────────────────────────────────────────────────────────────────────
 
     def _run(self) -> None:
-        pause_s = 0.0
-        try:
-            while True:
-                with self._wake:
-                    if pause_s:
-                        self._wake.wait(pause_s)
-                    self._wake.wait_for(lambda: self._closing or self._pending or self._join is not None)
-                    if self._closing:
-                        return
-                    pending = dict(self._pending)
-                pause_s = 0.0 if self._round(pending) else min(LONGEST_PAUSE_S, 2 * pause_s or 50e-6)
-        except Exception as err:  # whatever it is, those who wait must hear of it
-            error = err if isinstance(err, CommError) else CommError(f"eager operations failed: {err!r}")
-            self._failures.report(error)
+        """The engine's thread."""
+        while not self._ended and self._failures.error is None:
             with self._wake:
-                for work in (*self._pending.values(), *([self._join] if self._join else [])):
-                    work.finish(error)
-                self._pending.clear()
-            if not isinstance(err, CommError):
-                raise
+                self._wake.wait_for(self._has_business)
+            with self._turn:
+                try:
+                    self._step()
+                except CommError:
+                    return  # those who wait have heard of it
 
-    def _round(self, pending: dict[str, EagerWork]) -> bool:
-        """Collective: one round; True if anything was performed or settled."""
-        joined = self._join is not None
-        settled = all(self._known.get(name) == work.signature for name, work in pending.items())
-        announces = not settled or (joined and not self._join_announced)
-        bits = np.zeros(1 + CACHE_CAPACITY, dtype=np.bool_)
-        bits[0] = not announces
-        if joined:
-            bits[1:] = True
-        bits[[1 + self._slots[name] for name in pending if name in self._slots]] = True
-        result = agree(bits, comm=self._votes, failures=self._failures)
-        if result[0]:
-            slots = set(np.flatnonzero(result[1:]).tolist())
-            ready = [name for name, slot in self._slots.items() if slot in slots]
-            signatures = {name: self._known[name] for name in ready}
+    def _has_business(self) -> bool:
+        return bool(self._pending) or self._join is not None or self._closing
+
+    def _step(self) -> None:
+        """Collective with the other ranks that have something to do: one round; nothing if there is nothing to do."""
+        with self._wake:
+            if self._pause_s:
+                self._wake.wait(self._pause_s)
+            if not self._has_business() or self._ended:
+                return
+            pending, join = dict(self._pending), self._join
+            closing, unnamed = self._closing, self._unnamed
+        try:
+            brought = self._round(pending, join, closing, unnamed)
+        except BaseException as err:  # also an interrupt: a round cannot be left half done
+            error = err if isinstance(err, CommError) else CommError(f"eager operations failed: {err!r}")
+            self._fail(error)
+            raise
+        if brought:
+            self._pause_s, self._moved_s = 0.0, time.monotonic()
         else:
-            signatures = self._exchange(pending, joined)
-        for name in sorted(signatures):
-            self._run_one(signatures[name], pending.get(name))
-        return bool(signatures) or self._settle_join()
+            self._pause_s = min(LONGEST_PAUSE_S, 2 * self._pause_s or SHORTEST_PAUSE_S)
 
-    def _exchange(self, pending: dict[str, EagerWork], joined: bool) -> dict[str, Signature]:
+    def _fail(self, error: CommError) -> None:
+        self._failures.report(error)
+        with self._wake:
+            for work in (*self._pending.values(), *([self._join] if self._join else [])):
+                work.finish(error)
+            self._pending.clear()
+
+    def _round(self, pending: dict[str, EagerWork], join: ThreadWork | None, closing: bool, unnamed: int) -> bool:
+        """Collective: one round; True if anything was performed or settled."""
+        settled = all(self._names.digest(name) == work.digest for name, work in pending.items())
+        if join is not None:
+            bits_suffice = settled and self._join_told and not closing
+        else:
+            # While a rank has joined, its bits say nothing about operations that it cannot take part in.
+            refused = self._joined and any(work.signature.kind is not Kind.ALLREDUCE for work in pending.values())
+            bits_suffice = settled and not refused and not closing
+        digest = 0
+        if join is None and not closing and not any(work.signature.problem for work in pending.values()):
+            digest = sum(work.digest for work in pending.values()) & _ALL_BITS
+        bits = np.zeros(1 + CAPACITY, dtype=np.bool_)
+        bits[0] = bits_suffice
+        if join is not None:
+            bits[1:] = True
+        for name in pending:
+            if (slot := self._names.slot(name)) is not None:
+                bits[1 + slot] = True
+        all_equal, result = self._vote(digest, bits)
+        if all_equal:
+            ready = {name: work.signature for name, work in pending.items()}
+            for name in sorted(ready):
+                self._names.remember(ready[name], pending[name].digest)
+        elif result[0]:
+            ready = self._names.known(np.flatnonzero(result[1:]).tolist())
+        else:
+            presence = _Presence(
+                signatures=[work.signature for work in pending.values()],
+                joined=join is not None,
+                closing=closing,
+                unnamed=unnamed,
+            )
+            ready = self._exchange(presence)
+        for names in batches(ready):
+            self._run_batch([ready[name] for name in names], [pending.get(name) for name in names])
+        return self._settle_join(join) or bool(ready)
+
+    def _vote(self, digest: int, bits: Votes) -> tuple[bool, Votes]:
+        """Collective: whether all ranks have this digest (0 = it equals none), and which bits all have set.
+
+        Next to the digest goes its complement: the AND of both is what one rank sent only if all sent the same.
+        """
+        complement = digest ^ _ALL_BITS if digest else 0
+        mine = digest.to_bytes(DIGEST_BYTES, "big") + complement.to_bytes(DIGEST_BYTES, "big")
+        sent = np.concatenate([np.frombuffer(mine, dtype=np.uint8), np.packbits(bits)])
+        received = np.empty_like(sent)
+        poll_until(self._votes.Iallreduce(sent, received, op=self._and).Test, failures=self._failures)
+        all_equal = bool(digest) and received[: 2 * DIGEST_BYTES].tobytes() == mine
+        return all_equal, np.unpackbits(received[2 * DIGEST_BYTES :], count=bits.size).view(np.bool_)
+
+    def _exchange(self, mine: _Presence) -> dict[str, Signature]:
         """Collective: everybody's pending operations; the ones that are pending everywhere and agree."""
-        self._join_announced = joined
-        mine = ([work.signature for work in pending.values()], joined)
+        self._join_told = mine.joined
         everybody = self._gather(pickle.dumps(mine))
-        newly_joined = {rank for rank, (_, has_joined) in enumerate(everybody) if has_joined} - self._joined
+        self._ended = all(presence.closing for presence in everybody)
+        newly_joined = {
+            rank: presence.unnamed
+            for rank, presence in enumerate(everybody)
+            if presence.joined and rank not in self._joined
+        }
         if newly_joined:
             self._joined |= newly_joined
             self.last_joined = max(newly_joined)
         by_name: dict[str, dict[int, Signature]] = {}
-        for rank, (signatures, _) in enumerate(everybody):
-            for signature in signatures:
+        for rank, presence in enumerate(everybody):
+            for signature in presence.signatures:
                 by_name.setdefault(signature.name, {})[rank] = signature
         ready = {}
         for name in sorted(by_name):
             by_rank = by_name[name]
             problem = mismatch(by_rank) or self._join_problem(by_rank)
             if problem is not None:
-                self._dispute(name, problem, submitted=name in pending)
+                self._dispute(name, problem)
                 continue
             some = next(iter(by_rank.values()))
-            if not some.once:
-                self._remember(by_rank.get(self._votes.rank, some))
-            if len(by_rank) == self.size - len(self._joined - by_rank.keys()):
+            self._names.remember(some, some.digest())
+            if len(by_rank) == self.size - len(self._joined.keys() - by_rank.keys()):
                 ready[name] = some
         return ready
 
@@ -209,62 +348,56 @@ class EagerEngine:
             return f"{kind.value.capitalize()} is not supported with Join at this time."
         return None
 
-    def _dispute(self, name: str, problem: str, *, submitted: bool) -> None:
+    def _dispute(self, name: str, problem: str) -> None:
         """The same error everywhere, also on ranks that submit the name later."""
-        self._forget(name)
+        self._names.forget(name)
         with self._wake:
-            if submitted:
-                self._pending.pop(name).finish(MismatchError(problem))
-            elif self._join is None:
-                self._disputed[name] = problem
+            # Not the snapshot of this round: the operation may have been submitted since.
+            work = self._pending.pop(name, None)
+            if work is None and self._join is None and not self._closing:
+                self._owed.setdefault(name, deque()).append(problem)
+        if work is not None:
+            work.finish(MismatchError(problem))
 
-    def _remember(self, signature: Signature) -> None:
-        """Gives the name a bit; deterministic, so that all ranks give it the same one."""
-        self._known[signature.name] = signature
-        if signature.name in self._slots:
-            return
-        if len(self._slots) == CACHE_CAPACITY:
-            evicted, slot = self._slots.popitem(last=False)
-            del self._known[evicted]
-        else:
-            slot = min(set(range(len(self._slots) + 1)) - set(self._slots.values()))
-        self._slots[signature.name] = slot
-
-    def _forget(self, name: str) -> None:
-        if self._slots.pop(name, None) is not None:
-            del self._known[name]
-
-    def _run_one(self, signature: Signature, work: EagerWork | None) -> None:
-        """Collective: performs one agreed operation; `work` is None on a rank that has joined."""
-        name = signature.name
-        if name in self._slots:
-            self._slots.move_to_end(name)
+    def _run_batch(self, signatures: list[Signature], works: list[EagerWork | None]) -> None:
+        """Collective: performs agreed operations; a work is None where this rank has joined."""
+        batch = []
         error: CommError | None = None
         try:
-            own = work.signature if work is not None else signature
-            results = self._perform(own, work.tensors if work is not None else None, self._data)
-            if work is not None:
-                work.results = results
+            for signature, work in zip(signatures, works, strict=True):
+                self._names.touch(signature.name)
+                if work is not None and work.written is not None:
+                    torch.cuda.current_stream(work.tensors[0].device).wait_event(work.written)
+                batch.append((signature, zeros_for(signature)) if work is None else (work.signature, work.tensors))
+            results = perform(batch, self._ranks)
+            for work, result in zip(works, results, strict=True):
+                if work is not None:
+                    work.results = result
         except CommError as err:
             error = err
         except Exception as err:
-            error = CommError(f"{signature.kind.value.lower()} {name!r} failed: {err!r}")
-        if work is not None:
-            with self._wake:
-                del self._pending[name]
+            names = ", ".join(repr(signature.name) for signature in signatures)
+            error = CommError(f"{signatures[0].kind.value.lower()} {names} failed: {err!r}")
+        with self._wake:
+            for work in filter(None, works):
+                self._pending.pop(work.signature.name, None)
+        for work in filter(None, works):
             work.finish(error)
 
-    def _settle_join(self) -> bool:
-        """If all ranks have joined, they all know it from the same exchange."""
-        if self._join is None or len(self._joined) < self.size:
+    def _settle_join(self, join: ThreadWork | None) -> bool:
+        """If all ranks have joined, they all know it from the same exchange, and start anew together."""
+        if join is None or len(self._joined) < self.size:
             return False
-        self._joined.clear()
         with self._wake:
-            join, self._join = self._join, None
+            # Ranks that joined early have submitted fewer; the next unnamed operation must be the same one on all.
+            self._unnamed = max(self._joined.values())
+            self._owed.clear()
+            self._join = None
+        self._joined.clear()
         join.finish()
         return True
 
-    def _gather(self, data: bytes) -> list[tuple[list[Signature], bool]]:
+    def _gather(self, data: bytes) -> list[_Presence]:
         """Collective: `data` of all ranks, unpickled; polls, so that a lost job is noticed."""
         own = np.frombuffer(data, dtype=np.uint8)
         lengths = np.empty(self.size, dtype=np.int64)
@@ -276,15 +409,21 @@ class EagerEngine:
         ends = np.cumsum(lengths)
         return [pickle.loads(gathered[end - n : end].tobytes()) for end, n in zip(ends, lengths, strict=True)]
 
-    def close(self) -> None:
-        """Ends the thread; what is pending fails."""
+    def close(self, timeout_s: float = 5.0) -> bool:
+        """Collective: ends the thread after a last round with all ranks; what is pending fails.
+
+        Returns:
+            False if the other ranks did not come; the communicators are kept then.
+        """
         with self._wake:
             self._closing = True
-            self._wake.notify()
             for work in self._pending.values():
                 work.finish(CommError("shut down while the operation was pending"))
             self._pending.clear()
-        self._thread.join(timeout=2.0)
-        if not self._thread.is_alive():
-            self._votes.Free()
-            self._data.Free()
+            self._wake.notify_all()
+        self._thread.join(timeout_s)
+        if self._thread.is_alive() or not self._ended:
+            return False
+        self._votes.Free()
+        self._data.Free()
+        return True

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
+
+import torch
+
+DIGEST_BYTES = 16
+FUSED_BYTES = 8 * 1024**2
+"""All-reduces that one round brings travel together up to this size."""
+FUSIBLE_BYTES = 256 * 1024
+"""A tensor larger than this gains nothing from company."""
 
 
 class Kind(Enum):
@@ -21,6 +31,9 @@ class Kind(Enum):
 RAGGED = (Kind.ALLGATHER, Kind.ALLTOALL)
 """Operations whose tensors may differ between ranks in their first dimension."""
 
+ADASUM = "adasum"
+"""The `op` that is no element-wise reduction, so tensors cannot travel joined together."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Signature:
@@ -35,6 +48,7 @@ class Signature:
         factors: (prescale, postscale).
         device: "cpu" or "cuda".
         once: the name will not come again, so it is not worth a bit of its own.
+        problem: why this rank cannot take part; the operation then fails on all ranks.
     """
 
     name: str
@@ -46,12 +60,43 @@ class Signature:
     factors: tuple[float, float] = (1.0, 1.0)
     device: str = "cpu"
     once: bool = False
+    problem: str = ""
+
+    def digest(self) -> int:
+        """Equal on two ranks if and only if `mismatch` finds nothing between them (up to a chance of 2**-128)."""
+        what = (
+            self.name,
+            self.kind.value,
+            tuple(map(self._fixed, self.shapes)),
+            self.dtypes,
+            self.op,
+            self.root,
+            self.factors,
+            self.device,
+            self.problem,
+        )
+        return int.from_bytes(hashlib.blake2b(repr(what).encode(), digest_size=DIGEST_BYTES).digest(), "big")
+
+    def _fixed(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The part of a shape that must be the same on all ranks; -1 = any number of rows."""
+        return (-1, *shape[1:]) if self.kind in RAGGED and shape else shape
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all tensors together."""
+        return sum(
+            math.prod(shape) * getattr(torch, dtype).itemsize
+            for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
+        )
 
 
 def mismatch(by_rank: Mapping[int, Signature]) -> str | None:
     """What differs between the ranks' sides of one operation, in words; None if they fit together."""
     first, *others = (by_rank[rank] for rank in sorted(by_rank))
     kind = first.kind.value
+    for rank in sorted(by_rank):
+        if by_rank[rank].problem:
+            return f"Rank {rank} cannot take part in {by_rank[rank].kind.value}: {by_rank[rank].problem}"
     for other in others:
         if other.kind is not first.kind:
             return (
@@ -72,7 +117,7 @@ def mismatch(by_rank: Mapping[int, Signature]) -> str | None:
             )
         if other.root != first.root:
             return f"Mismatched {kind} root ranks: One rank named {first.root}, another {other.root}."
-        if not _shapes_fit(first, other):
+        if [other._fixed(shape) for shape in other.shapes] != [first._fixed(shape) for shape in first.shapes]:
             return (
                 f"Mismatched {kind} tensor shapes: One rank sent a tensor of shape {_words(first.shapes)}, "
                 f"but another rank sent a tensor of shape {_words(other.shapes)}."
@@ -80,10 +125,26 @@ def mismatch(by_rank: Mapping[int, Signature]) -> str | None:
     return None
 
 
-def _shapes_fit(one: Signature, other: Signature) -> bool:
-    if one.kind in RAGGED:
-        return [shape[1:] for shape in one.shapes] == [shape[1:] for shape in other.shapes]
-    return one.shapes == other.shapes
+def batches(ready: Mapping[str, Signature]) -> Iterator[list[str]]:
+    """Names that go in one message, in the order in which to perform them; the same on all ranks.
+
+    Small all-reduces with the same operation and factors share a message; anything else goes alone.
+    """
+    open_batches: dict[object, list[str]] = {}
+    filled_bytes: dict[object, int] = {}
+    for name in sorted(ready):
+        signature = ready[name]
+        size_bytes = signature.size_bytes if signature.kind is Kind.ALLREDUCE and signature.op != ADASUM else None
+        if size_bytes is None or size_bytes > FUSIBLE_BYTES:
+            yield [name]
+            continue
+        key = (signature.op, signature.factors)
+        if filled_bytes.get(key, 0) + size_bytes > FUSED_BYTES:
+            yield open_batches.pop(key)
+            filled_bytes[key] = 0
+        open_batches.setdefault(key, []).append(name)
+        filled_bytes[key] = filled_bytes.get(key, 0) + size_bytes
+    yield from open_batches.values()
 
 
 def _words(parts: tuple[object, ...]) -> str:

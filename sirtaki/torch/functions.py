@@ -9,7 +9,11 @@ from typing import Any
 
 import torch
 
-from .mpi_ops import broadcast_, broadcast_async_, rank, synchronize
+from .all_gather import allgather
+from .basics import rank
+from .broadcasts import broadcast_, broadcast_async_
+from .handles import synchronize_all
+from .process_sets import ProcessSet, global_process_set
 
 NamedTensors = Mapping[str, Any] | Iterable[tuple[str, Any]]
 
@@ -37,20 +41,34 @@ def broadcast_parameters(params: NamedTensors, root_rank: int) -> None:
         for name, tensor in named
         if isinstance(tensor, torch.Tensor)
     ]
-    for handle in handles:
-        synchronize(handle)
+    synchronize_all(handles)
 
 
-def broadcast_object(obj: Any = None, root_rank: int = 0, name: str | None = None) -> Any:  # Any: whatever pickles
+def broadcast_object(
+    obj: Any = None, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Any:  # Any: whatever pickles
     """Collective: the root's picklable object, on every rank."""
-    data = torch.empty(0, dtype=torch.uint8)
-    if rank() == root_rank:
-        data = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
-    length = broadcast_(torch.tensor([data.numel()]), root_rank, None if name is None else f"{name}.length")
-    if rank() != root_rank:
+    is_root = rank() == root_rank
+    data = _pickled(obj) if is_root else torch.empty(0, dtype=torch.uint8)
+    length = torch.tensor([data.numel()])
+    broadcast_(length, root_rank, None if name is None else f"{name}.length", process_set)
+    if not is_root:
         data = torch.empty(int(length), dtype=torch.uint8)
-    broadcast_(data, root_rank, None if name is None else f"{name}.data")
-    return obj if rank() == root_rank else pickle.loads(data.numpy().tobytes())
+    broadcast_(data, root_rank, None if name is None else f"{name}.data", process_set)
+    return obj if is_root else pickle.loads(data.numpy().tobytes())
+
+
+def allgather_object(obj: Any, name: str | None = None) -> list[Any]:  # Any: whatever pickles
+    """Collective: the picklable objects of all ranks, by rank."""
+    data = _pickled(obj)
+    lengths = allgather(torch.tensor([data.numel()]), None if name is None else f"{name}.length")
+    gathered = allgather(data, None if name is None else f"{name}.data")
+    return [pickle.loads(part.numpy().tobytes()) for part in torch.split(gathered, lengths.tolist())]
+
+
+def _pickled(obj: Any) -> torch.Tensor:
+    """`(n_bytes,)` uint8."""
+    return torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,8 +103,7 @@ def broadcast_optimizer_state(
     handles = [
         broadcast_async_(tensor, root_rank, f"optimizer_state.{number}") for number, tensor in enumerate(tensors)
     ]
-    for handle in handles:
-        synchronize(handle)
+    synchronize_all(handles)
     if rank() != root_rank:
         optimizer.load_state_dict(state)
 

@@ -7,22 +7,26 @@ runtime at a time, and none before `init()`.
 from __future__ import annotations
 
 import atexit
+import itertools
 import logging
 import os
 import sys
+from collections import deque
 from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from sirtaki.comm.collectives import perform
 from sirtaki.comm.control import ControlPlane, load_mpi
 from sirtaki.comm.eager import EagerEngine
+from sirtaki.comm.rank_sets import RankSets
 from sirtaki.comm.watchdog import Watchdog
 from sirtaki.errors import ConfigError, NotInitializedError
 from sirtaki.settings import Settings
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+    from .gradient_reducer import GradientReducer
 
 logger = logging.getLogger(__name__)
 
@@ -52,10 +56,17 @@ class Runtime:
             warning_s=settings.stall_warning_s if settings.stall_check else NEVER_S,
             shutdown_s=shutdown_s,
         )
-        self.engine = EagerEngine(self.control.comm, self.control.failures, perform)
-        self.watchdog.watch(self.engine.oldest_wait, self.engine.progress)
-        self.unnamed = 0
-        self.closers: list[Any] = []  # optimizers' `_close` methods
+        self.rank_sets = RankSets(self.control, self.watchdog)
+        self.serials = itertools.count()  # of optimizers, the same on all ranks
+        self.reducers: list[GradientReducer] = []
+        self.finished: deque[GradientReducer] = deque(maxlen=256)  # those whose iterations ended last, the latest last
+
+    @property
+    def engine(self) -> EagerEngine:
+        """Performs eager operations over all ranks."""
+        engine = self.rank_sets[0].engine
+        assert engine is not None
+        return engine
 
     def close(self, timeout_s: float) -> bool:
         """Collective: waits until all ranks are here, then ends all threads and frees all communicators.
@@ -64,11 +75,12 @@ class Runtime:
             False if other ranks did not come within `timeout_s`; nothing of MPI is freed then.
         """
         everybody = self.control.failures.error is None and self.watchdog.leave(timeout_s)
-        for close in reversed(self.closers):
-            close()
-        self.closers.clear()
+        for reducer in reversed(self.reducers):
+            reducer.close()
+        self.reducers.clear()
+        self.finished.clear()
         if everybody:
-            self.engine.close()
+            self.rank_sets.close()
             self.watchdog.close()
             self.control.close()
         return everybody

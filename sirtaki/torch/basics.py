@@ -1,0 +1,157 @@
+"""Starting and ending, who is who, and what this installation can do. Scripts know this module as `mpi_ops._basics`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from sirtaki.errors import SirtakiError
+
+from . import runtime
+from .process_sets import ProcessSet, open_static
+from .runtime import is_initialized, shutdown
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = [
+    "ccl_built",
+    "cross_rank",
+    "cross_size",
+    "cuda_built",
+    "ddl_built",
+    "gloo_built",
+    "gloo_enabled",
+    "init",
+    "is_homogeneous",
+    "is_initialized",
+    "local_rank",
+    "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
+    "rank",
+    "rocm_built",
+    "shutdown",
+    "size",
+]
+
+
+def init(comm: Sequence[int] | MPI.Comm | None = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
+    """Collective: starts Sirtaki on all ranks; harmless if it has been started.
+
+    Args:
+        comm: None = all ranks that the launcher started; an mpi4py communicator; or a list of ranks, which only
+            those ranks call with.
+        process_sets: sets to open at once, the same on all ranks; "dynamic" is accepted for Horovod's sake, since
+            sets can be added and removed at any time.
+
+    Raises:
+        ValueError: an environment variable or argument cannot be meant.
+        HorovodInternalError: there is no usable MPI library.
+    """
+    if is_initialized():
+        return
+    runtime.init(comm)
+    try:
+        open_static(process_sets)
+    except SirtakiError:  # on all ranks
+        shutdown()
+        raise
+
+
+def rank() -> int:
+    """This process among all."""
+    return runtime.current().control.rank
+
+
+def size() -> int:
+    """Number of processes."""
+    return runtime.current().control.size
+
+
+def local_rank() -> int:
+    """This process among those of its node."""
+    return runtime.current().control.local_rank
+
+
+def local_size() -> int:
+    """Number of processes on this node."""
+    return runtime.current().control.local_size
+
+
+def cross_rank() -> int:
+    """This node among the nodes that have this local rank."""
+    return runtime.current().control.cross_rank
+
+
+def cross_size() -> int:
+    """Number of nodes that have this local rank."""
+    return runtime.current().control.cross_size
+
+
+def is_homogeneous() -> bool:
+    """Every node has the same number of processes."""
+    return runtime.current().control.is_homogeneous
+
+
+def mpi_threads_supported() -> bool:
+    """Several threads may call MPI: always, since `init()` insists on it.
+
+    Raises:
+        NotInitializedError: `init()` has not been called.
+    """
+    return runtime.current().control.size > 0
+
+
+def mpi_enabled() -> bool:
+    """MPI is the control plane: always."""
+    return True
+
+
+def mpi_built() -> bool:
+    """MPI can be used: always."""
+    return True
+
+
+def gloo_enabled() -> bool:
+    """Gloo can carry gradients."""
+    return gloo_built()
+
+
+def gloo_built() -> bool:
+    """This PyTorch has Gloo."""
+    return torch.distributed.is_available() and torch.distributed.is_gloo_available()
+
+
+def nccl_built() -> int:
+    """NCCL's version as a number such as 22803, 0 if this PyTorch has none."""
+    if not (torch.distributed.is_available() and torch.distributed.is_nccl_available()):
+        return 0
+    from torch.cuda import nccl
+
+    major, minor, patch = nccl.version()[:3]  # type: ignore[no-untyped-call]  # torch's
+    return int(major) * 10000 + int(minor) * 100 + int(patch)
+
+
+def cuda_built() -> bool:
+    """This PyTorch has CUDA."""
+    return torch.version.cuda is not None
+
+
+def rocm_built() -> bool:
+    """This PyTorch has ROCm."""
+    return torch.version.hip is not None
+
+
+def ddl_built() -> bool:
+    """IBM's DDL: never."""
+    return False
+
+
+def ccl_built() -> bool:
+    """Intel's oneCCL: never."""
+    return False

@@ -1,0 +1,185 @@
+"""Process sets: subsets of the ranks that an operation can be restricted to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from sirtaki.comm.control import load_mpi
+from sirtaki.comm.eager import EagerEngine
+from sirtaki.comm.rank_sets import RankSet
+from sirtaki.errors import ConfigError
+
+from . import runtime
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+GLOBAL_ID = 0
+
+
+class ProcessSet:
+    """Some of the ranks; usable once `init(process_sets=…)` or `add_process_set` has opened it.
+
+    Attributes:
+        process_set_id: 0 for all ranks, above that for others, None until it is opened.
+        ranks: its members by their rank among all, ascending; made of a communicator, None until it is opened.
+        mpi_comm: the mpi4py communicator that it was made of, or None.
+    """
+
+    process_set_id: int | None = None
+    ranks: list[int] | None = None
+    mpi_comm: MPI.Comm | None = None
+
+    def __init__(self, ranks_or_comm: Sequence[int] | MPI.Comm) -> None:
+        """Opens nothing.
+
+        Args:
+            ranks_or_comm: its members, or an mpi4py communicator of them.
+        """
+        if isinstance(ranks_or_comm, Sequence):
+            self.ranks = sorted(int(rank) for rank in ranks_or_comm)
+        else:
+            self.mpi_comm = ranks_or_comm
+
+    def _opened(self) -> RankSet | None:
+        """The set as it is open now, None if it is not."""
+        if self.process_set_id is None or not runtime.is_initialized():
+            return None
+        sets = runtime.current().rank_sets
+        if self.process_set_id not in sets:
+            return None
+        there = sets[self.process_set_id]
+        return there if list(there.ranks) == self.ranks else None
+
+    def size(self) -> int | None:
+        """Number of members, None if the set is not open."""
+        there = self._opened()
+        return None if there is None else len(there.ranks)
+
+    def rank(self) -> int | None:
+        """This process among the members, None if it is none of them or the set is not open."""
+        there = self._opened()
+        return None if there is None or there.engine is None else there.engine.rank
+
+    def included(self) -> bool | None:
+        """Whether this process is a member, None if the set is not open."""
+        there = self._opened()
+        return None if there is None else there.engine is not None
+
+    def __str__(self) -> str:
+        return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks}, mpi_comm={self.mpi_comm})"
+
+
+class _GlobalProcessSet(ProcessSet):
+    """All ranks, whoever they are in this run of Sirtaki."""
+
+    process_set_id = GLOBAL_ID
+
+    def __init__(self) -> None:
+        """Open whenever Sirtaki is."""
+
+    def _opened(self) -> RankSet | None:
+        if not runtime.is_initialized():
+            return None
+        there = runtime.current().rank_sets[GLOBAL_ID]
+        self.ranks = list(there.ranks)
+        return there
+
+
+global_process_set: ProcessSet = _GlobalProcessSet()
+"""All ranks; the default of every operation."""
+
+
+def engine_of(process_set: ProcessSet) -> EagerEngine:
+    """What performs this set's operations.
+
+    Raises:
+        NotInitializedError: `init()` has not been called.
+        ConfigError: the set is not open, or this rank is not in it.
+    """
+    if process_set is global_process_set:
+        return runtime.current().engine
+    rank = runtime.current().control.rank
+    there = process_set._opened()
+    if there is None:
+        raise ConfigError(f"{process_set} has not been initialized: pass it to init() or add_process_set() first")
+    if there.engine is None:
+        raise ConfigError(f"rank {rank} is not in the process set of ranks {list(there.ranks)}")
+    return there.engine
+
+
+def members(process_set: ProcessSet) -> tuple[int, ...]:
+    """The ranks of an open set, by their rank among all.
+
+    Raises:
+        ConfigError: the set is not open.
+    """
+    there = process_set._opened()
+    if there is None:
+        engine_of(process_set)  # says what is wrong
+        raise AssertionError("unreachable")
+    return there.ranks
+
+
+def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
+    """Collective over all ranks: opens a process set, which every rank names alike, members or not.
+
+    Raises:
+        ValueError: on all ranks; it names ranks that do not exist, or it is open already.
+        HorovodInternalError: on all ranks; they name different sets.
+    """
+    current = runtime.current()
+    if not isinstance(process_set, ProcessSet):
+        process_set = ProcessSet(process_set)
+    process_set.process_set_id = current.rank_sets.add(_wanted(process_set))
+    process_set.ranks = list(current.rank_sets[process_set.process_set_id].ranks)
+    return process_set
+
+
+def _wanted(process_set: ProcessSet) -> list[int]:
+    if process_set.mpi_comm is None:
+        assert process_set.ranks is not None
+        return process_set.ranks
+    # A communicator names its members on its own members only.
+    control = runtime.current().control
+    MPI = load_mpi()
+    mine: list[int] = []
+    if process_set.mpi_comm != MPI.COMM_NULL:
+        group = process_set.mpi_comm.group
+        mine = [int(rank) for rank in MPI.Group.Translate_ranks(group, list(range(group.size)), control.comm.group)]
+    named: list[list[int]] = [ranks for ranks in control.all_gather(mine) if ranks]
+    if len({tuple(ranks) for ranks in named}) != 1:
+        raise ConfigError("a process set's communicator must be one and the same on its members, COMM_NULL elsewhere")
+    return named[0]
+
+
+def remove_process_set(process_set: ProcessSet) -> bool:
+    """Collective over all ranks: ends a process set; False if it is not open or the global one.
+
+    Raises:
+        HorovodInternalError: on all ranks; they name different sets, or a member has operations under way.
+    """
+    current = runtime.current()
+    if process_set is global_process_set:
+        return False
+    opened = process_set._opened() is not None
+    removed = current.rank_sets.remove(process_set.process_set_id if opened else None)
+    if removed:
+        process_set.process_set_id = None
+    return removed
+
+
+def open_static(process_sets: Sequence[ProcessSet] | str | None) -> None:
+    """Collective over all ranks: opens the sets that `init` was given.
+
+    Raises:
+        ValueError: one of them is there twice, or the argument is none of those that `init` takes.
+    """
+    if process_sets is None or process_sets == "dynamic":  # sets can be added at any time, asked for or not
+        return
+    if isinstance(process_sets, str) or not all(isinstance(there, ProcessSet) for there in process_sets):
+        raise ConfigError(f"process_sets= takes a list of ProcessSet or 'dynamic', not {process_sets!r}")
+    for process_set in process_sets:
+        if process_set is not global_process_set:
+            add_process_set(process_set)

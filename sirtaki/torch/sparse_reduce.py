@@ -1,0 +1,50 @@
+"""All-reduce of sparse tensors: the entries of all ranks are gathered, and those in one place add up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from .all_gather import allgather_async
+from .handles import synchronize_all
+from .process_sets import ProcessSet, engine_of, global_process_set
+from .reduction_ops import Average, Sum
+
+
+def sparse_allreduce_async(
+    tensor: torch.Tensor, name: str | None, op: int, process_set: ProcessSet = global_process_set
+) -> Callable[[], torch.Tensor]:
+    """Collective: starts the reduction of a sparse COO tensor.
+
+    Args:
+        tensor: of the same dense shape and dtype on all ranks; it may have any number of entries.
+        name: pairs the operation across ranks; None = by the order of unnamed operations.
+        op: Average or Sum.
+        process_set: the ranks that take part.
+
+    Returns:
+        A function that blocks until the result is there, and gives it: a sparse tensor, not coalesced.
+
+    Raises:
+        ValueError: the tensor is not sparse, the op is another one, or this rank is not in the process set.
+    """
+    if not tensor.is_sparse:
+        raise ValueError(f"sparse_allreduce_async() takes a sparse COO tensor, not {tensor.layout}; use allreduce()")
+    if op not in (Average, Sum):
+        raise ValueError(f"sparse_allreduce_async() takes op=Average or op=Sum, not {op!r}")
+    count = engine_of(process_set).size
+    coalesced = tensor.coalesce()
+    rows = coalesced.indices().t().contiguous()
+    handles = [
+        allgather_async(part, None if name is None else f"{name}.{what}", process_set)
+        for part, what in ((rows, "indices"), (coalesced.values(), "values"))
+    ]
+
+    def result() -> torch.Tensor:
+        indices, values = synchronize_all(handles)
+        if op == Average:
+            values = values / count if values.is_floating_point() else values.div(count, rounding_mode="trunc")
+        return torch.sparse_coo_tensor(indices.t(), values, tensor.size(), check_invariants=False)
+
+    return result
