@@ -71,9 +71,7 @@ def assert_same_training(
     return optimizer
 
 
-def assert_same_parameters(
-    model: torch.nn.Module, alone: torch.nn.Module, tolerance: float, when: str = ""
-) -> None:
+def assert_same_parameters(model: torch.nn.Module, alone: torch.nn.Module, tolerance: float, when: str = "") -> None:
     wanted = dict(alone.named_parameters())
     for name, param in model.named_parameters():
         close = {"rtol": tolerance, "atol": tolerance}

@@ -131,7 +131,7 @@ def an_order_that_changes_for_good_is_learned_anew() -> None:
 
     optimizer = assert_same_training(Heads(20).double(), loss, steps=120, tolerance=1e-9)
     if hvd.size() > 1:
-        assert optimizer._sync._sync._learn_from > 100
+        assert optimizer._reducer.tuned._sync._learn_from > 100
 
 
 def windows_of_accumulation_that_end_early() -> None:
@@ -156,7 +156,7 @@ def windows_of_accumulation_that_end_early() -> None:
     optimizer.zero_grad()
     mean_square(model, hvd.rank(), 0).backward()
     if hvd.size() > 1:
-        assert optimizer._sync.pending
+        assert optimizer._reducer.pending
     optimizer.step()
 
 
@@ -225,9 +225,7 @@ class Checkpointed(nn.Module):
     def __init__(self, *, reentrant: bool) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(24, 24), nn.Dropout(0.2), nn.Tanh()) for _ in range(4)
-        )
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(24, 24), nn.Dropout(0.2), nn.Tanh()) for _ in range(4))
         self.reentrant = reentrant
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
@@ -270,9 +268,7 @@ def smaller_types_on_the_wire() -> None:
     for compression, tolerance in ((hvd.Compression.fp16, 2e-3), (hvd.Compression.bf16, 1e-2)):
         for clears in (True, False):
 
-            def step(
-                optimizer: torch.optim.Optimizer, loss: Callable[[], torch.Tensor], clears: bool = clears
-            ) -> None:
+            def step(optimizer: torch.optim.Optimizer, loss: Callable[[], torch.Tensor], clears: bool = clears) -> None:
                 optimizer.zero_grad(set_to_none=clears)
                 loss().backward()
                 optimizer.step()
