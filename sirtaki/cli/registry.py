@@ -1,0 +1,273 @@
+"""`sirtaki registry …`: look at what earlier jobs found, carry it elsewhere, and clean up."""
+
+import json
+import sys
+import time
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from contextlib import ExitStack, closing
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from sirtaki.errors import RegistryError
+from sirtaki.registry.entry import Entry
+from sirtaki.registry.similarity import Match, nearest
+from sirtaki.registry.store import Store, open_store
+from sirtaki.settings import REGISTRY_OFF, Settings
+
+DAY_S = 24 * 3600.0
+
+
+def configure(parser: ArgumentParser) -> None:
+    """Adds the sub-commands and their options."""
+    parser.add_argument(
+        "--registry", metavar="URL", help="file or database (default: SIRTAKI_REGISTRY, else the user's)"
+    )
+    commands = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+
+    listing = commands.add_parser("list", help="all entries, newest first")
+    show = commands.add_parser("show", help="one entry with its knobs and where it comes from")
+    similar = commands.add_parser("similar", help="the entries nearest to one")
+    similar.add_argument("-k", type=_positive, default=5, metavar="N", help="at most so many (default: 5)")
+    similar.add_argument(
+        "--max-distance", type=float, default=0.6, metavar="D", help="from 0, the same, to 1 (default: 0.6)"
+    )
+    similar.add_argument("--plot", type=Path, metavar="FILE", help="picture of its model and the nearest one's")
+    export = commands.add_parser("export", help="write entries to a file, for `import` elsewhere")
+    export.add_argument("ids", nargs="*", metavar="ID", help="which (default: all)")
+    export.add_argument("-o", "--output", type=Path, metavar="FILE", help="where to (default: standard output)")
+    importing = commands.add_parser(
+        "import", help="check entries of a file and keep those that are not worse than ours"
+    )
+    importing.add_argument("file", metavar="FILE", help="what `export` wrote; - is standard input")
+    prune = commands.add_parser("prune", help="remove old entries")
+    prune.add_argument("--older-than", type=_days, metavar="DAYS", help="those made longer ago")
+    prune.add_argument("--keep", type=_count, metavar="N", help="all but the newest N")
+    forget = commands.add_parser("forget", help="remove one entry")
+    for command in (show, similar, forget):
+        command.add_argument("id", metavar="ID", help="the beginning of its id, as `list` shows it")
+    for command in (listing, show, similar, importing, prune, forget):
+        command.add_argument("--json", action="store_true", help="for programs")
+
+
+def main(options: Namespace) -> int:
+    """Runs one action.
+
+    Raises:
+        RegistryError: the registry or a file cannot be read or written, or holds what cannot be meant.
+    """
+    with closing(_open(options.registry)) as store:
+        _ACTIONS[options.action](store, options)
+    return 0
+
+
+def _open(url: str | None) -> Store:
+    named = url or Settings.from_environ().registry
+    if named == REGISTRY_OFF:
+        raise RegistryError("the registry is off (SIRTAKI_REGISTRY): name one with --registry")
+    return open_store(named)
+
+
+def _list(store: Store, options: Namespace) -> None:
+    summaries = store.summaries()
+    if options.json:
+        _print_json([asdict(summary) for summary in summaries])
+        return
+    rows = [
+        [
+            summary.id[:8],
+            summary.model_name or summary.model[:8],
+            str(summary.world_size),
+            f"{summary.device} {summary.dtype}",
+            f"{summary.default_span_s / summary.best_span_s:.2f}x",
+            summary.arm,
+            f"{summary.n_trials}" if summary.complete else f"{summary.n_trials}, cut short",
+            _date(summary.created_s),
+        ]
+        for summary in summaries
+    ]
+    _print_table(["id", "model", "ranks", "device", "speed-up", "arm", "trials", "made"], rows)
+
+
+def _show(store: Store, options: Namespace) -> None:
+    entry = store.get(options.id)
+    if options.json:
+        _print_json(entry.to_json())
+        return
+    knobs = dict(entry.knobs)
+    if knobs["cuts"] is not None:
+        knobs["cuts"] = f"{len(knobs['cuts'])} planned units"
+    link = entry.link
+    facts = {
+        "id": entry.id,
+        "job": entry.describe(),
+        "model": f"{len(entry.model.nodes)} nodes, {len(entry.model.edges)} edges, {entry.key.model}",
+        "cluster": f"local {entry.topology.local_link}; network {entry.topology.network_link}; {entry.key.topology}",
+        "hosts": ", ".join(filter(None, entry.provenance.host_kinds)) or "of unknown kind",
+        "elements": f"{entry.key.dtype} on {entry.key.device}",
+        "knobs": ", ".join(f"{name}={value}" for name, value in knobs.items() if value is not None),
+        "best": f"{1e3 * entry.best_span_s:.3f} ms ± {1e3 * entry.noise_s:.3f}",
+        "default": f"{1e3 * entry.default_span_s:.3f} ms, {entry.speedup:.2f} times as long",
+        "found by": f"{entry.arm or 'unknown'} in {entry.n_trials} trials" + ("" if entry.complete else ", cut short"),
+        "link": "not measured"
+        if link is None
+        else f"{1e6 * link.latency_s:.1f} µs, {link.bandwidth_bytes_per_s / 1e6:.1f} MB/s with one stream",
+        "made": _date(entry.provenance.created_s),
+        "key versions": _versions(entry.key.versions),
+        "versions": _versions(entry.provenance.versions),
+    }
+    _print_table(["", ""], [[name, value] for name, value in facts.items()])
+
+
+def _similar(store: Store, options: Namespace) -> None:
+    entry = store.get(options.id)
+    found = nearest(
+        store,
+        entry.model,
+        entry.topology,
+        dtype=entry.key.dtype,
+        device=entry.key.device,
+        k=options.k + 1,  # the entry itself is the nearest of all
+        max_distance=options.max_distance,
+        budget_s=10.0,
+    )
+    matches = [match for match in found if match.id != entry.id][: options.k]
+    others = {match.id: store.get(match.id) for match in matches}
+    if options.json:
+        _print_json([asdict(match) for match in matches])
+    else:
+        rows = [
+            [
+                match.id[:8],
+                others[match.id].describe(),
+                f"{match.distance:.3f}",
+                f"{match.model_distance:.3f}",
+                f"{match.topology_distance:.3f}",
+                f"{others[match.id].speedup:.2f}x",
+            ]
+            for match in matches
+        ]
+        _print_table(["id", "job", "distance", "of models", "of clusters", "speed-up"], rows)
+    if options.plot is not None:
+        if not matches:
+            raise RegistryError("there is nothing similar to draw: try a larger --max-distance")
+        _draw(entry, others[matches[0].id], matches[0], options.plot)
+
+
+def _draw(entry: Entry, other: Entry, match: Match, path: Path) -> None:
+    from sirtaki.registry.picture import draw_match
+
+    draw_match(
+        entry.model,
+        other.model,
+        path,
+        titles=(f"{entry.id[:8]}: {entry.describe()}", f"{other.id[:8]}: {other.describe()}"),
+        caption=f"model distance {match.model_distance:.3f}, with the clusters {match.distance:.3f}",
+    )
+
+
+def _export(store: Store, options: Namespace) -> None:
+    from sirtaki.registry.exchange import write_entries
+
+    entries = [store.get(id_prefix) for id_prefix in options.ids] if options.ids else store.entries()
+    with ExitStack() as stack:
+        try:
+            file = sys.stdout if options.output is None else stack.enter_context(options.output.open("w"))
+        except OSError as err:
+            raise RegistryError(f"{options.output} cannot be written: {err.strerror}") from err
+        count = write_entries(entries, file)
+    print(f"exported: {count}", file=sys.stderr)
+
+
+def _import(store: Store, options: Namespace) -> None:
+    from sirtaki.registry.exchange import read_entries
+
+    with ExitStack() as stack:
+        try:
+            file = sys.stdin if options.file == "-" else stack.enter_context(open(options.file, encoding="utf-8"))
+        except OSError as err:
+            raise RegistryError(f"{options.file} cannot be read: {err.strerror}") from err
+        try:
+            entries = read_entries(file)
+        except RegistryError as err:
+            raise RegistryError(f"nothing of {options.file} was imported: {err}") from err
+    kept = store.save_all(entries)
+    _report(options, {"imported": kept, "kept as they were": len(entries) - kept})
+
+
+def _prune(store: Store, options: Namespace) -> None:
+    if options.older_than is None and options.keep is None:
+        raise RegistryError("prune wants --older-than DAYS, --keep N or both")
+    age_s = None if options.older_than is None else options.older_than * DAY_S
+    _report(options, {"removed": store.prune(older_than_s=age_s, keep=options.keep)})
+
+
+def _forget(store: Store, options: Namespace) -> None:
+    _report(options, {"forgotten": store.forget(options.id)})
+
+
+_ACTIONS = {
+    "list": _list,
+    "show": _show,
+    "similar": _similar,
+    "export": _export,
+    "import": _import,
+    "prune": _prune,
+    "forget": _forget,
+}
+
+
+def _report(options: Namespace, facts: dict[str, Any]) -> None:
+    if options.json:
+        _print_json(facts)
+    else:
+        print(", ".join(f"{name}: {value}" for name, value in facts.items()))
+
+
+def _print_json(data: object) -> None:
+    print(json.dumps(data, indent=1))
+
+
+def _print_table(titles: list[str], rows: list[list[str]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, show_header=any(titles), pad_edge=False)
+    for title in titles:
+        table.add_column(title, overflow="fold")
+    for row in rows:
+        table.add_row(*map(Text, row))  # as text: names from elsewhere may look like markup
+    # What is not a terminal has no width; a table cut at 80 columns would lose what it is searched for.
+    console = Console() if sys.stdout.isatty() else Console(width=200)
+    console.print(table)
+
+
+def _versions(versions: tuple[tuple[str, str], ...]) -> str:
+    return ", ".join(f"{name} {version}" for name, version in versions) or "none noted"
+
+
+def _date(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise ArgumentTypeError(f"{text!r} is not a whole number from 1")
+    return int(text)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise ArgumentTypeError(f"{text!r} is not a whole number from 0")
+    return int(text)
+
+
+def _days(text: str) -> float:
+    try:
+        days = float(text)
+    except ValueError:
+        days = -1.0
+    if not 0 <= days < 1e6:
+        raise ArgumentTypeError(f"{text!r} is not a number of days")
+    return days

@@ -1,0 +1,178 @@
+import json
+from argparse import ArgumentParser
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conformance.store import make_entry
+
+from sirtaki.cli import registry as cli
+from sirtaki.errors import RegistryError
+from sirtaki.registry.entry import Entry
+from sirtaki.registry.model_graph import chain_graph
+from sirtaki.registry.store import Store, open_store
+
+Run = Callable[..., str]
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
+    path = str(tmp_path / "r.db")
+    monkeypatch.setenv("SIRTAKI_REGISTRY", path)
+    return open_store(path)
+
+
+@pytest.fixture
+def run(store: Store, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs `sirtaki registry …`; what it printed."""
+
+    def run_command(*arguments: object) -> str:
+        parser = ArgumentParser()
+        cli.configure(parser)
+        capsys.readouterr()
+        assert cli.main(parser.parse_args([str(argument) for argument in arguments])) == 0
+        return capsys.readouterr().out
+
+    return run_command
+
+
+@pytest.fixture
+def entries(store: Store) -> list[Entry]:
+    made = [
+        make_entry(model=chain_graph([64] * length), created_s=1.7e9 + length, complete=length != 22)
+        for length in (20, 21, 22)
+    ]
+    store.save_all(made)
+    return made
+
+
+def test_list_shows_every_entry_in_a_line(run: Run, entries: list[Entry]) -> None:
+    lines = run("list").splitlines()
+    assert len(lines) == 1 + len(entries)
+    assert lines[0].split() == ["id", "model", "ranks", "device", "speed-up", "arm", "trials", "made"]
+    assert lines[1].startswith(entries[2].id[:8])
+    assert "cut short" in lines[1]
+    assert "2.00x" in lines[2]
+
+
+def test_list_of_a_new_registry_is_empty(run: Run) -> None:
+    assert len(run("list").splitlines()) == 1
+    assert json.loads(run("list", "--json")) == []
+
+
+def test_list_for_programs_is_json(run: Run, entries: list[Entry]) -> None:
+    data = json.loads(run("list", "--json"))
+    assert [item["id"] for item in data] == [entry.id for entry in reversed(entries)]
+
+
+def test_show_tells_knobs_and_provenance(run: Run, entries: list[Entry]) -> None:
+    text = run("show", entries[0].id[:10])
+    for part in ("streams=4", "2 planned units", "Réseau on 4 ranks on 2 hosts", "torch 2.13", "c5", "100.0 µs"):
+        assert part in text
+    assert json.loads(run("show", entries[0].id, "--json")) == entries[0].to_json()
+
+
+def test_names_from_elsewhere_are_no_markup(run: Run, store: Store) -> None:
+    from dataclasses import replace
+
+    entry = make_entry()
+    store.save(replace(entry, arm="[bold]grid[/bold]"))
+    assert "[bold]grid[/bold]" in run("list")
+
+
+def test_similar_shows_the_nearest_but_not_the_entry_itself(run: Run, entries: list[Entry]) -> None:
+    lines = run("similar", entries[0].id, "-k", 1).splitlines()
+    assert len(lines) == 2
+    assert lines[1].startswith(entries[1].id[:8])
+    data = json.loads(run("similar", entries[0].id, "--json"))
+    assert [item["id"] for item in data] == [entries[1].id, entries[2].id]
+    assert 0 < data[0]["distance"] < data[1]["distance"] < 0.2
+    assert run("similar", entries[0].id, "--max-distance", 0.0).count("\n") == 1
+
+
+def test_similar_draws_the_two_models(run: Run, entries: list[Entry], tmp_path: Path) -> None:
+    for name, magic in (("match.png", b"\x89PNG"), ("match.svg", b"<?xml")):
+        run("similar", entries[0].id, "--plot", tmp_path / name)
+        assert (tmp_path / name).read_bytes().startswith(magic)
+    with pytest.raises(RegistryError, match="cannot be written"):
+        run("similar", entries[0].id, "--plot", tmp_path / "nowhere" / "match.png")
+    with pytest.raises(RegistryError, match="nothing similar"):
+        run("similar", entries[0].id, "--max-distance", 0.0, "--plot", tmp_path / "none.png")
+
+
+def test_what_is_exported_can_be_imported_elsewhere(run: Run, entries: list[Entry], tmp_path: Path) -> None:
+    file, elsewhere = tmp_path / "all.json", f"--registry={tmp_path / 'other.db'}"
+    run("export", "-o", file)
+    assert run(elsewhere, "import", file) == "imported: 3, kept as they were: 0\n"
+    assert list(open_store(str(tmp_path / "other.db")).entries()) == entries[::-1]
+    assert run("export") == file.read_text()
+
+
+def test_chosen_entries_are_exported(run: Run, entries: list[Entry], tmp_path: Path) -> None:
+    text = run("export", entries[1].id[:12])
+    assert [entry["key"]["model"] for entry in json.loads(text)["entries"]] == [entries[1].key.model]
+
+
+def test_import_keeps_what_is_better_here(run: Run, store: Store, tmp_path: Path) -> None:
+    file = tmp_path / "worse.json"
+    store.save(make_entry(best_span_s=0.9))
+    run("export", "-o", file)
+    store.save(make_entry(best_span_s=0.3))
+    assert json.loads(run("import", file, "--json")) == {"imported": 0, "kept as they were": 1}
+    assert store.get(make_entry().id).best_span_s == 0.3
+
+
+def test_a_bad_import_names_entry_and_field_and_changes_nothing(
+    run: Run, entries: list[Entry], store: Store, tmp_path: Path
+) -> None:
+    file = tmp_path / "bad.json"
+    data = json.loads(run("export"))
+    data["entries"][2]["knobs"]["streams"] = -1
+    file.write_text(json.dumps(data))
+    store.prune(keep=0)
+    with pytest.raises(RegistryError, match=r"nothing of .* was imported: entry 3: knobs\.streams"):
+        run("import", file)
+    assert store.summaries() == []
+    file.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(RegistryError, match="no text"):
+        run("import", file)
+    with pytest.raises(RegistryError, match="cannot be read"):
+        run("import", tmp_path / "missing.json")
+
+
+def test_prune_wants_to_know_what(run: Run, entries: list[Entry], store: Store) -> None:
+    with pytest.raises(RegistryError, match="--keep"):
+        run("prune")
+    assert run("prune", "--keep", 2) == "removed: 1\n"
+    assert json.loads(run("prune", "--older-than", 1, "--json")) == {"removed": 2}
+
+
+def test_forget_removes_one(run: Run, entries: list[Entry], store: Store) -> None:
+    assert run("forget", entries[1].id[:9]) == f"forgotten: {entries[1].id}\n"
+    assert len(store.summaries()) == 2
+    with pytest.raises(RegistryError, match="no entry"):
+        run("show", entries[1].id)
+
+
+@pytest.mark.parametrize(
+    "arguments", [["prune", "--keep", "-1"], ["prune", "--older-than", "soon"], ["similar", "a", "-k", "0"], []]
+)
+def test_arguments_that_cannot_be_meant_are_refused(arguments: list[str]) -> None:
+    parser = ArgumentParser()
+    cli.configure(parser)
+    with pytest.raises(SystemExit):
+        parser.parse_args(arguments)
+
+
+def test_a_registry_that_is_off_is_said_to_be(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SIRTAKI_REGISTRY", "off")
+    with pytest.raises(RegistryError, match="is off"):
+        run("list")
+
+
+def test_every_action_has_help() -> None:
+    parser = ArgumentParser()
+    cli.configure(parser)
+    assert set(cli._ACTIONS) == {"list", "show", "similar", "export", "import", "prune", "forget"}
+    for action in cli._ACTIONS:
+        assert action in parser.format_help()
