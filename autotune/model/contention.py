@@ -5,7 +5,9 @@ the simulator that call them stay as they are.
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from sirtaki.errors import TuningError
 
@@ -88,3 +90,13 @@ class ContentionModel:
             default_threads=self.default_threads,
             residual=self.residual,
         )
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-ready dict; `from_json` is its inverse."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> "ContentionModel":
+        """The model that `to_json` described."""
+        curves = {name: RateCurve(**data[name]) for name in ("overlapped", "alone")}
+        return cls(**{**data, **curves})

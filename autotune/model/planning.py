@@ -6,6 +6,7 @@ session hands them once it has, and again when it knows better.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from sirtaki.comm.layout import GradientLayout
 from sirtaki.comm.plan import Algorithm, TransportKind
@@ -62,3 +63,51 @@ class PlanningModel:
         tolerance_s = 0.1 * max(self.profile.compute_s, other.profile.compute_s)
         pairs = zip(self.profile.ready_s, other.profile.ready_s, strict=True)
         return any(abs(mine - theirs) > tolerance_s for mine, theirs in pairs)
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-ready dict, to be saved for "what if" questions and reports; `from_json` is its inverse."""
+        layout = self.layout
+        return {
+            "layout": {
+                "sizes": list(layout.sizes),
+                "itemsize_bytes": layout.itemsize_bytes,
+                "dtype": layout.dtype,
+                "device": layout.device,
+                "names": list(layout.names),
+            },
+            "profile": self.profile.to_json(),
+            "links": [
+                {"transport": transport.value, "algorithm": algorithm.value, "link": link.to_json()}
+                for (transport, algorithm), link in self.links.items()
+            ],
+            "contention": None if self.contention is None else self.contention.to_json(),
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> "PlanningModel":
+        """The model that `to_json` described.
+
+        Raises:
+            TuningError: a field is missing or has a value that cannot be meant.
+        """
+        try:
+            layout, contention = data["layout"], data.get("contention")
+            return cls(
+                layout=GradientLayout(
+                    sizes=tuple(layout["sizes"]),
+                    itemsize_bytes=layout["itemsize_bytes"],
+                    dtype=layout["dtype"],
+                    device=layout["device"],
+                    names=tuple(layout["names"]),
+                ),
+                profile=Profile.from_json(data["profile"]),
+                links={
+                    (TransportKind(entry["transport"]), Algorithm(entry["algorithm"])): LinkModel.from_json(
+                        entry["link"]
+                    )
+                    for entry in data["links"]
+                },
+                contention=None if contention is None else ContentionModel.from_json(contention),
+            )
+        except (KeyError, TypeError, ValueError) as err:
+            raise TuningError(f"this is not a saved planning model: {err!r}") from err

@@ -164,17 +164,19 @@ def _table(trials: Sequence[Measurement], colors: Mapping[str, str], *, rows: in
 
 
 def _timelines(log: TrialLog) -> Iterator[str]:
-    """Default and winner as the simulator sees them, if the log has the job's model."""
-    if log.simulator is None:
-        return
+    """Default and winner as the simulator sees them, where the log has the job's model of their routes."""
     shown = {"kept": log.outcome.knobs}
     if log.default is not None:
         shown = {"untuned default": log.default.knobs, **shown}
-    end_ms = max(1e3 * log.simulator.run_knobs(knobs).end_s for knobs in shown.values())
+    model = log.model
+    if model is None or not all((knobs.transport, knobs.algorithm) in model.links for knobs in shown.values()):
+        return
+    simulators = {name: model.simulator((knobs.transport, knobs.algorithm)) for name, knobs in shown.items()}
+    end_ms = max(1e3 * simulators[name].run_knobs(knobs).end_s for name, knobs in shown.items())
     yield "<h2>One iteration, simulated from the profile</h2>"
     for name, knobs in shown.items():
         yield f"<p>{name}: {escape(knobs.describe())}</p>"
-        yield _timeline_plot(log.simulator, knobs, end_ms=end_ms)
+        yield _timeline_plot(simulators[name], knobs, end_ms=end_ms)
 
 
 def _timeline_plot(simulator: Simulator, knobs: Knobs, *, end_ms: float) -> str:

@@ -3,8 +3,8 @@
 A module of its own because the log is data from elsewhere: whatever is wrong with it is found here, with its line.
 
 A line with `knobs` and `spans_s` (or one `span_s`) is a measurement, one with `"event": "result"` the end of a
-warm-up. A line `{"event": "model", "layout": {"sizes", "itemsize_bytes"}, "profile", "link"}` lets the report show
-timelines. Other lines are skipped, so that the log may grow. Jobs append to the same file; the last one counts.
+warm-up. A line `{"event": "model", **PlanningModel.to_json()}` lets the report show timelines. Other lines are skipped,
+so that the log may grow. Jobs append to the same file; the last one counts.
 """
 
 import json
@@ -16,10 +16,7 @@ from statistics import median
 from typing import Any
 
 from sirtaki.autotune.knobs import Knobs
-from sirtaki.autotune.model.link import LinkModel
-from sirtaki.autotune.model.profile import Profile
-from sirtaki.autotune.model.simulator import Simulator
-from sirtaki.comm.layout import GradientLayout
+from sirtaki.autotune.model.planning import PlanningModel
 from sirtaki.errors import ConfigError, SirtakiError
 
 
@@ -67,12 +64,12 @@ class TrialLog:
     Attributes:
         measurements: of the last job, in their order.
         result: how its warm-up ended, None if it did not.
-        simulator: its model, None if the log has none.
+        model: what its planners knew, None if the log has none.
     """
 
     measurements: list[Measurement] = field(default_factory=list)
     result: Outcome | None = None
-    simulator: Simulator | None = None
+    model: PlanningModel | None = None
 
     @property
     def default(self) -> Measurement | None:
@@ -143,7 +140,7 @@ def _take_in(log: TrialLog, data: Mapping[str, Any], best_s: float) -> float:
             reason=str(data.get("reason", "")),
         )
     elif data.get("event") == "model":
-        log.simulator = _simulator(data)
+        log.model = PlanningModel.from_json(data)
     elif "knobs" in data:
         spans_s = [_positive(span) for span in data.get("spans_s", [data.get("span_s")]) if span is not None]
         best_after_s = data.get("best_span_s")
@@ -167,12 +164,3 @@ def _positive(value: Any) -> float:  # Any: whatever JSON had there
     if not seconds > 0:
         raise ValueError(f"a time of {seconds} s")
     return seconds
-
-
-def _simulator(data: Mapping[str, Any]) -> Simulator:
-    layout = data["layout"]
-    return Simulator(
-        layout=GradientLayout(sizes=tuple(layout["sizes"]), itemsize_bytes=layout["itemsize_bytes"]),
-        profile=Profile.from_json(data["profile"]),
-        link=LinkModel.from_json(data["link"]),
-    )

@@ -1,5 +1,6 @@
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from xml.etree import ElementTree
 
@@ -7,11 +8,13 @@ import pytest
 
 from sirtaki.autotune.knobs import KIB, Cut, Knobs
 from sirtaki.autotune.model.link import LinkModel
+from sirtaki.autotune.model.planning import PlanningModel
 from sirtaki.autotune.model.profile import Profile
 from sirtaki.cli.report import render, write_report
 from sirtaki.cli.svg import nice_ticks
 from sirtaki.cli.trial_log import read_log
-from sirtaki.comm.plan import TransportKind
+from sirtaki.comm.layout import GradientLayout
+from sirtaki.comm.plan import Algorithm, TransportKind
 from sirtaki.errors import ConfigError
 
 
@@ -43,12 +46,12 @@ RESULT = {
     "reason": "the budget was used up",
     "tuned": True,
 }
-MODEL = {
-    "event": "model",
-    "layout": {"sizes": [100_000, 200_000], "itemsize_bytes": 4},
-    "profile": Profile.from_durations([0.01, 0.02]).to_json(),
-    "link": LinkModel(alpha_s=1e-3, throughput=(1e8, 2e8)).to_json(),
-}
+PLANNING = PlanningModel(
+    layout=GradientLayout(sizes=(100_000, 200_000)),
+    profile=Profile.from_durations([0.01, 0.02]),
+    links={(TransportKind.GLOO, Algorithm.FLAT): LinkModel(alpha_s=1e-3, throughput=(1e8, 2e8))},
+)
+MODEL = {"event": "model", **PLANNING.to_json()}
 JOB = [
     trial(3, "default", knobs(25 * 1024), 0.2, 0.2, "default"),
     trial(6, "grid", knobs(512, 4), 0.1, 0.1),
@@ -126,6 +129,12 @@ def test_with_the_jobs_model_the_default_and_the_winner_are_drawn_as_timelines(l
     assert len(plots) == 5
     boxes = [element for element in plots[4].iter() if element.tag.endswith("rect")]
     assert len(boxes) == 1 + 2  # the backward pass and two units
+
+
+def test_a_setting_of_a_route_that_was_not_measured_has_no_timeline(log_of):
+    elsewhere = replace(knobs(), transport=TransportKind.MPI)
+    page = render(read_log(log_of(MODEL, JOB[0], trial(6, "grid", elsewhere, 0.1, 0.1))))
+    assert len(svgs(page)) == 3
 
 
 def test_a_job_that_was_cut_short_shows_its_best_so_far(log_of):
