@@ -48,9 +48,10 @@ class RankOutput:
         self._files: dict[int, IO[bytes]] = {}
 
     def pump(self, stream: IO[bytes]) -> None:
-        """Reads to the end of `stream`, line by line."""
-        for line in stream:
-            self.write(line)
+        """Reads `stream` to its end, line by line, and closes it."""
+        with stream:
+            for line in stream:
+                self.write(line)
         for file in self._files.values():
             file.close()
 

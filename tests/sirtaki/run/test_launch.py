@@ -1,0 +1,206 @@
+"""The launcher as a user meets it: real ranks of this machine's MPI."""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from sirtaki.errors import LaunchError
+from sirtaki.mpi_library import find_mpi_library, find_mpiexec
+from sirtaki.run import run
+
+LIMIT_S = 60.0
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
+
+
+def _has_mpi():
+    try:
+        find_mpiexec(find_mpi_library(sys.executable))
+    except LaunchError:
+        return False
+    return True
+
+
+pytestmark = pytest.mark.skipif(not _has_mpi(), reason="mpi4py has no MPI library with an mpiexec here")
+
+SCRIPT = """
+import os, signal, sys, time
+from mpi4py import MPI
+rank = MPI.COMM_WORLD.Get_rank()
+fault = sys.argv[1]
+print("up", rank, MPI.COMM_WORLD.Get_size(), os.environ["HOROVOD_RANK"], os.environ["OMP_NUM_THREADS"], flush=True)
+if rank == 1:
+    match fault:
+        case "raise":
+            raise ValueError("a bad batch")
+        case "exit":
+            sys.exit(3)
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+if fault != "none":
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def environ(tmp_path):
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "SIRTAKI_", "HOROVOD_"))}
+    return {**kept, "PYTHONPATH": ROOT, "XDG_CACHE_HOME": str(tmp_path), "LAUNCH_TEST": str(tmp_path)}
+
+
+@pytest.fixture
+def script(tmp_path):
+    file = tmp_path / "script.py"
+    file.write_text(SCRIPT)
+    return file
+
+
+@pytest.fixture
+def launch(environ, tmp_path):
+    def start(*words):
+        return subprocess.run(
+            [sys.executable, "-m", "sirtaki.run", *map(str, words)],
+            env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S, check=False,
+        )  # fmt: skip
+
+    return start
+
+
+def left_behind(environ):
+    """Processes that carry this test's mark in their environment."""
+    found = []
+    for pid in filter(str.isdecimal, os.listdir("/proc")):
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/environ", "rb") as file:
+            if f"LAUNCH_TEST={environ['LAUNCH_TEST']}".encode() in file.read().split(b"\0"):
+                found.append(pid)
+    return found
+
+
+def test_ranks_run_with_marked_output_their_place_and_files(launch, script, tmp_path):
+    job = launch("-np", 2, "--verbose", "--output-filename", tmp_path / "out", "python", script, "none")
+    assert job.returncode == 0
+    assert sorted(re.sub(r" \d+$", "", line) for line in job.stdout.splitlines()) == ["[0] up 0 2 0", "[1] up 1 2 1"]
+    assert "MPI library: " in job.stderr
+    assert "starts: " in job.stderr
+    assert "\x1e" not in job.stdout + job.stderr
+    assert (tmp_path / "out" / "rank.1" / "stdout").read_text().startswith("up 1 2 1")
+
+
+@pytest.mark.parametrize(
+    ("fault", "code", "says"),
+    [
+        ("raise", 1, r"rank 1 on \S+ failed \(ValueError: a bad batch\)"),
+        ("exit", 3, r"rank 1 on \S+ failed \(exit code 3\)"),
+        ("kill", 137, r"rank 1 .*(?:killed|Killed)|[Rr]ank 1 with PID"),
+    ],
+)
+def test_one_rank_that_fails_ends_all_with_its_exit_code(launch, script, environ, fault, code, says):
+    began = time.monotonic()
+    job = launch("-np", 2, "python", script, fault)
+    assert job.returncode == code
+    assert re.search(says, job.stderr)
+    assert left_behind(environ) == []
+    assert time.monotonic() - began < 30
+
+
+def test_a_users_traceback_begins_in_the_users_script(launch, script):
+    lines = launch("-np", 2, "python", script, "raise").stderr.splitlines()
+    start = lines.index("[1] Traceback (most recent call last):")
+    assert str(script) in lines[start + 1]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_to_the_launcher_ends_all_ranks(environ, script, number, code):
+    job = subprocess.Popen(
+        [sys.executable, "-m", "sirtaki.run", "-np", "2", "python", str(script), "hang"],
+        env=environ, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+    )  # fmt: skip
+    with job:
+        for _ in range(2):
+            assert "up" in job.stdout.readline()
+        job.send_signal(number)
+        assert job.wait(timeout=LIMIT_S) == code
+    assert left_behind(environ) == []
+
+
+def test_other_programs_run_too_and_give_their_exit_code(launch):
+    job = launch("-np", 1, "sh", "-c", "echo $HOROVOD_RANK of $HOROVOD_SIZE; exit 4")
+    assert job.stdout == "0 of 1\n"
+    assert job.returncode == 4
+
+
+def test_variables_reach_the_ranks_and_an_option_wins_over_the_environment(launch, environ):
+    environ["SIRTAKI_STREAMS"] = "2"
+    show = "import os; print(os.environ['A'], os.environ['SIRTAKI_STREAMS'], os.environ['OMP_NUM_THREADS'])"
+    job = launch("-np", 1, "-x", "A=b c", "-x", "OMP_NUM_THREADS=7", "--num-nccl-streams", 3, "python", "-c", show)
+    assert job.stdout == "b c 3 7\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["-np", 2, "python", "nothere.py"], "no script 'nothere.py'"),
+        (["-np", 2, "--hostfile", "nothere", "python", "-V"], "hostfile nothere cannot be read"),
+        (["-np", 3, "-H", "localhost:2", "python", "-V"], "the hosts have 2 slots"),
+        (["python", "-V"], "how many ranks"),
+        (["-np", 1, "-x", "NOT_SET", "python", "-V"], "NOT_SET is not set"),
+        (["-np", 1, "--num-nccl-streams", "some", "python", "-V"], "SIRTAKI_STREAMS='some' cannot be meant"),
+        (["-np", 1, "--config-file", "nothere", "python", "-V"], "--config-file nothere cannot be read"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_before_anything_starts(launch, words, says):
+    job = launch(*words)
+    assert job.returncode == 2
+    assert says in job.stderr
+    assert "Traceback" not in job.stderr
+
+
+def test_horovods_modules_are_sirtakis_and_win_over_other_horovods(launch, tmp_path):
+    (tmp_path / "horovod").mkdir()
+    (tmp_path / "horovod" / "__init__.py").write_text("raise SystemExit('the other horovod')")
+    (tmp_path / "script.py").write_text(
+        "import subprocess, sys\n"
+        "import horovod, horovod.runner, horovod.torch as hvd, horovod.torch.mpi_ops\n"
+        "import sirtaki.torch, sirtaki.torch.mpi_ops\n"
+        "from horovod.torch.mpi_ops import allreduce\n"
+        "assert hvd is sirtaki.torch and hvd.__spec__.name == 'sirtaki.torch'\n"
+        "assert horovod.torch.mpi_ops is sirtaki.torch.mpi_ops\n"
+        "assert horovod.run.__module__ == 'sirtaki.run.function'\n"
+        "try:\n    import horovod.tensorflow\nexcept ImportError as err:\n    print(err)\n"
+        "child = 'import sys; sys.path.remove(\"\"); import horovod; print(horovod.__version__)'\n"
+        "subprocess.run([sys.executable, '-c', child], check=True)\n"
+    )
+    job = launch("-np", 1, "--as-horovod", "python", tmp_path / "script.py")
+    assert job.returncode == 0, job.stderr
+    assert "horovod.tensorflow has no counterpart in Sirtaki" in job.stdout
+    assert job.stdout.endswith("0.28.1\n")
+    assert "`import horovod` gives Sirtaki" in job.stderr
+
+
+def test_an_installed_horovod_is_set_aside_aloud(launch, environ, tmp_path):
+    site = tmp_path / "site"
+    (site / "horovod-0.28.1.dist-info").mkdir(parents=True)
+    (site / "horovod-0.28.1.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: horovod\nVersion: 0.28.1\n"
+    )
+    environ["PYTHONPATH"] += f":{site}"
+    job = launch("-np", 1, "--as-horovod", "python", "-c", "import horovod; print(horovod.__file__)")
+    assert "the installed Horovod 0.28.1 is set aside" in job.stderr
+    assert job.stdout.rstrip().endswith(os.path.join("shim", "horovod", "__init__.py"))
+
+
+def test_a_function_runs_on_every_rank_and_its_results_come_back_by_rank(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", ROOT)
+    assert run(divmod, (17, 5), num_proc=2) == [(3, 2), (3, 2)]
+
+
+def test_a_function_that_raises_is_an_error(monkeypatch, capfd):
+    monkeypatch.setenv("PYTHONPATH", ROOT)
+    with pytest.raises(LaunchError, match="exit code 1"):
+        run(divmod, (1, 0), np=1)
+    assert "ZeroDivisionError" in capfd.readouterr().err

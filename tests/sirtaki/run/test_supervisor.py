@@ -1,0 +1,90 @@
+"""A job always ends, whatever its mpiexec does. The mpiexec here is a few lines of shell that misbehave on purpose."""
+
+import os
+import socket
+import sys
+import time
+
+import pytest
+
+from sirtaki.errors import LaunchError
+from sirtaki.run import supervisor
+from sirtaki.run.output import OutputOptions
+from sirtaki.run.rank_channel import Event, Message
+from sirtaki.run.supervisor import Supervisor
+
+
+@pytest.fixture(autouse=True)
+def _short_graces(monkeypatch):
+    for name in ("FAILURE_GRACE_S", "VANISHED_GRACE_S", "TERMINATE_GRACE_S"):
+        monkeypatch.setattr(supervisor, name, 0.2)
+    monkeypatch.setattr(supervisor, "_POLL_S", 0.1)
+
+
+def run(shell, *, ranks=1, start_timeout_s=20.0):
+    job = Supervisor(ranks=ranks, start_timeout_s=start_timeout_s, output=OutputOptions(hydra=True))
+    return job.run(["sh", "-c", shell], os.environ)
+
+
+def say(event, *, rank=0, pid=1, exit_code=0, host=None):
+    message = Message(event=event, rank=rank, pid=pid, exit_code=exit_code, host=host or socket.gethostname())
+    return f"printf '{message.encode().removesuffix(chr(10))}\\n' >&2\n"
+
+
+def processes(marker):
+    found = []
+    for pid in filter(str.isdecimal, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{pid}/cmdline", "rb") as file:
+                command = file.read().decode(errors="replace")
+        except OSError:
+            continue
+        if marker in command and int(pid) != os.getpid():
+            found.append(pid)
+    return found
+
+
+def test_a_job_that_ends_well_gives_0():
+    assert run(say(Event.STARTED) + say(Event.FINISHED)) == 0
+
+
+def test_the_exit_code_of_mpiexec_counts_where_no_rank_told_one():
+    assert run("exit 5") == 5
+    assert run("kill -9 $$") == 137
+
+
+def test_the_rank_that_failed_first_gives_the_exit_code():
+    assert run(say(Event.FAILED, exit_code=3) + say(Event.FAILED, rank=1, exit_code=4) + "exit 1") == 3
+
+
+def test_an_mpiexec_that_hangs_after_a_failure_is_ended_with_all_it_started():
+    marker = f"71.{os.getpid()}"
+    shell = f"trap '' TERM\nsleep {marker} &\n" + say(Event.FAILED, exit_code=3) + f"sleep {marker}"
+    assert run(shell) == 3
+    assert processes(marker) == []
+
+
+def test_a_rank_killed_without_a_word_is_noticed_though_mpiexec_is_not(capfd):
+    assert run(say(Event.STARTED, pid=99999999) + "sleep 60") == 137
+    assert "rank 0 was killed" in capfd.readouterr().err
+
+
+def test_a_rank_that_has_finished_may_be_gone():
+    assert run(say(Event.STARTED, pid=99999999) + say(Event.FINISHED, pid=99999999) + "sleep 0.6") == 0
+
+
+def test_a_rank_on_another_host_is_not_looked_for_here():
+    assert run(say(Event.STARTED, pid=99999999, host="elsewhere") + "sleep 0.6") == 0
+
+
+def test_ranks_that_do_not_start_are_named():
+    began = time.monotonic()
+    with pytest.raises(LaunchError, match=r"ranks 1, 2 of 3 did not start within 0\.3 s.*--start-timeout"):
+        run(say(Event.STARTED, pid=os.getpid(), host="elsewhere") + "sleep 60", ranks=3, start_timeout_s=0.3)
+    assert time.monotonic() - began < 10
+
+
+def test_an_mpiexec_that_cannot_be_run_is_an_error():
+    job = Supervisor(ranks=1, start_timeout_s=1.0, output=OutputOptions(hydra=True))
+    with pytest.raises(LaunchError, match="could not be run"):
+        job.run([f"{sys.executable}-nothere"], os.environ)
