@@ -48,6 +48,7 @@ def run_ranks(mpiexec: list[str], tmp_path: Path) -> RunRanks:
         environ = {
             **os.environ,
             "OMP_NUM_THREADS": "1",
+            "OMPI_MCA_mpi_yield_when_idle": "1",  # there may be more ranks than cores
             "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)]),
             "XDG_CACHE_HOME": str(tmp_path / "cache"),
             **(env or {}),
