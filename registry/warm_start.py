@@ -70,7 +70,7 @@ class Job:
     name: str = ""
 
 
-def warm_starts(store: Store, job: Job, *, k: int = 3, max_distance: float = 0.4) -> list[WarmStart]:
+def warm_starts(store: Store, job: Job, *, k: int = 3, max_distance: float = 0.6) -> list[WarmStart]:
     """What to try first, best first: the exact entry if there is one, then the nearest; no two with equal knobs.
 
     Args:
