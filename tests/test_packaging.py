@@ -1,0 +1,100 @@
+"""What is installed is what the tree holds, and what the README promises."""
+
+import importlib.util
+import re
+import subprocess
+import sys
+import sysconfig
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import sirtaki
+from sirtaki.settings import VARIABLES, WITHOUT_EFFECT
+
+ROOT = Path(__file__).resolve().parent.parent
+LINKED = ("autotune", "comm", "registry")
+
+# Runs in the fresh environment, from where only what was installed can be seen.
+IMPORT_ALL = """
+import importlib, pathlib, sys
+import sirtaki
+root = pathlib.Path(sirtaki.__file__).parent
+assert root.is_relative_to(sys.prefix), f"{root} is not what was installed"
+names = sorted(
+    ".".join(("sirtaki", *path.relative_to(root).with_suffix("").parts)).removesuffix(".__init__")
+    for path in root.rglob("*.py")
+)
+for name in names:
+    if not name.endswith("__main__"):
+        importlib.import_module(name)
+print(*names)
+"""
+
+
+def modules_in_tree():
+    folders = [(ROOT / "sirtaki", "sirtaki"), *((ROOT / name, f"sirtaki.{name}") for name in LINKED)]
+    return {
+        ".".join((package, *file.relative_to(folder).with_suffix("").parts)).removesuffix(".__init__")
+        for folder, package in folders
+        for file in folder.rglob("*.py")
+        if folder.name != "sirtaki" or file.relative_to(folder).parts[0] not in LINKED
+    }
+
+
+def test_the_three_parts_are_relative_links_inside_the_package():
+    for name in LINKED:
+        link = ROOT / "sirtaki" / name
+        assert link.is_symlink()
+        assert link.readlink() == Path("..", name)
+        assert (link / "__init__.py").is_file()
+
+
+@pytest.mark.slow
+def test_sdist_and_wheel_carry_every_module_and_both_commands(tmp_path):
+    dist, venv = tmp_path / "dist", tmp_path / "venv"
+    subprocess.run([sys.executable, "-m", "build", "--outdir", dist, ROOT], check=True, stdout=subprocess.DEVNULL)
+    (wheel,) = dist.glob("*.whl")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
+    pip = [sys.executable, "-m", "pip", "--python", venv / "bin" / "python", "--disable-pip-version-check"]
+    subprocess.run([*pip, "install", "--quiet", "--no-deps", wheel], check=True)
+    (site,) = venv.glob("lib/python*/site-packages")
+    # Dependencies come from this environment, behind the wheel.
+    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    imported = subprocess.run(
+        [venv / "bin" / "python", "-W", "error::ImportWarning", "-c", IMPORT_ALL],
+        cwd=tmp_path, check=True, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert set(imported.stdout.split()) == modules_in_tree()
+    for command in ("sirtakirun", "sirtaki"):
+        shown = subprocess.run(
+            [venv / "bin" / command, "--version"], check=True, stdout=subprocess.PIPE, text=True
+        ).stdout
+        assert shown.split() == [command, sirtaki.__version__]
+
+
+def test_the_commands_exist():
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    for target in scripts.values():
+        module, _, function = target.partition(":")
+        assert importlib.util.find_spec(module) is not None
+        assert function == "main"
+
+
+def test_importing_the_package_loads_neither_torch_nor_mpi():
+    check = "import sirtaki, sys; print(*sorted({'torch', 'mpi4py.MPI', 'sqlalchemy', 'skopt'} & set(sys.modules)))"
+    loaded = subprocess.run([sys.executable, "-c", check], cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
+    assert loaded.stdout.strip() == ""
+
+
+def test_the_readme_names_every_setting_and_no_other():
+    named = set(re.findall(r"\b(?:SIRTAKI|HOROVOD)_[A-Z_]*[A-Z]\b", (ROOT / "README.md").read_text()))
+    known = {variable.name for variable in VARIABLES}
+    assert {name for name in known if name.startswith(("SIRTAKI_", "HOROVOD_"))} <= named
+    assert named <= known | set(WITHOUT_EFFECT)
+
+
+def test_the_readmes_links_lead_somewhere():
+    for target in re.findall(r"\]\((?!https?://)([^)#]+)", (ROOT / "README.md").read_text()):
+        assert (ROOT / target).exists(), target
