@@ -40,9 +40,10 @@ WORTHWHILE = 0.01  # the share of the span that must be in reach to go on search
 MAX_RETRIES = 8  # proposals in a row that need not be run, until the arm is taken to have run dry
 MAX_ROUNDS = 8  # of the finals
 MAX_EXACT_ROUNDS = 3  # that a remembered setting gets to beat the default
-RESERVE_PER_NOISE = 4.5  # share of the budget kept for the finals over the noise, within the bounds below
-MIN_RESERVE, MAX_RESERVE = 0.15, 0.45
-NOISY = 0.05  # from this noise on, a turn in the finals is twice as long
+RESERVE_PER_NOISE = 6.0  # share of the budget kept for the finals over the noise, within the bounds below
+MIN_RESERVE, MAX_RESERVE = 0.15, 0.6
+NOISY = 0.05  # from this noise on, turns in the finals take all the iterations that are left
+MAX_TURN_ITERATIONS = 8
 
 
 class Purpose(Enum):
@@ -156,7 +157,7 @@ class WarmupSession:
         run = settle_iterations + measured_iterations
         self._n_finalists = 4 if budget_iterations >= 60 else 2
         self._duel_cost = 2 * run
-        self._patience = max(8, budget_iterations // (3 * run))
+        self._patience = max(8, budget_iterations // (4 * run))
 
         self._ledger = Ledger(identity=identity)
         self._trials: list[Trial] = []
@@ -303,7 +304,7 @@ class WarmupSession:
         believed = sorted((belief, place) for place, belief in enumerate(beliefs.values()) if belief is not None)
         in_turns = zip_longest(rivals, (rivals[place] for _, place in believed))
         field = list(dict.fromkeys(knobs for pair in in_turns for knobs in pair if knobs is not None))
-        affordable = (self._budget - self._spent) // self._turn_cost() - 1  # beside the default
+        affordable = (self._budget - self._spent) // (self._settle + self._measured) - 1  # beside the default
         return field[: max(1, min(self._n_finalists, affordable))]
 
     def _finals(
@@ -317,7 +318,7 @@ class WarmupSession:
         duel = Ledger(identity=self._identity)
         field = [*finalists, self._default]
         for number in range(max_rounds):
-            measured = self._turn_iterations()
+            measured = self._turn_iterations(len(field), rounds=len(finalists).bit_length())
             turns = self._rng.permutation(len(field)).tolist()
             for i in turns if number else sorted(turns, key=bool):  # at first the favourite: it may be kept for good
                 knobs = field[i]
@@ -334,7 +335,11 @@ class WarmupSession:
             finalists = [knobs for knobs in finalists if self._ledger.lead(self._setting(knobs), best) > -CLEAR]
             lead = duel.lead(duel[best.knobs], duel[self._default])
             field = finalists + ([self._default] if abs(lead) < CLEAR else [])
-            if len(field) == 1 or lead <= -CLEAR or self._spent + len(field) * self._turn_cost() > self._budget:
+            if (
+                len(field) == 1
+                or lead <= -CLEAR
+                or self._spent + len(field) * (self._settle + self._measured) > self._budget
+            ):
                 break
         return best.knobs if lead > 0.0 else None
 
@@ -433,12 +438,12 @@ class WarmupSession:
         share = min(max(RESERVE_PER_NOISE * self._ledger.noise, MIN_RESERVE), MAX_RESERVE)
         return self._budget - max(self._duel_cost, round(share * self._budget)) - self._spent
 
-    def _turn_cost(self) -> int:
-        return self._settle + self._turn_iterations()
-
-    def _turn_iterations(self) -> int:
-        """Measured iterations of one turn in the finals."""
-        return self._measured * (2 if self._ledger.noise > NOISY else 1)
+    def _turn_iterations(self, field: int, *, rounds: int) -> int:
+        """Measured iterations of one turn in the finals, if so many are left in the field for so many rounds."""
+        if self._ledger.noise <= NOISY:
+            return self._measured
+        longest = (self._budget - self._spent) // (field * rounds) - self._settle
+        return max(self._measured, min(longest, MAX_TURN_ITERATIONS))
 
     def _same(self, first: Knobs, second: Knobs) -> bool:
         return self._identity(first) == self._identity(second)
