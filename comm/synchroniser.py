@@ -464,7 +464,7 @@ class Synchroniser:
         self._hand_back()
         report = IterationReport(
             span_s=end_s - self._first_ready_s,
-            backward_s=finish_called_s - self._first_ready_s,
+            backward_s=max(0.0, finish_called_s - self._first_ready_s),  # without gradients there was none
             ready_s=tuple(self._ready_times_s) if self._learning else (),
             alive=self._is_anyone_alive(),
             learned=self._turn_over(n_arrived),

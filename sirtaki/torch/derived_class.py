@@ -5,7 +5,6 @@ A module of its own because both distributed optimizers are made this way.
 
 from __future__ import annotations
 
-import copyreg
 from typing import Any, TypeVar
 
 import torch
@@ -24,4 +23,9 @@ def derive(mixin: type[Mixin], optimizer: torch.optim.Optimizer) -> Mixin:
 
 def plain_copy(derived: torch.optim.Optimizer, base: type[torch.optim.Optimizer]) -> tuple[Any, ...]:
     """What `__reduce__` returns: copies and pickles are plain optimizers of the wrapped class (decision 0055)."""
-    return copyreg.__newobj__, (base,), derived.__getstate__()  # type: ignore[attr-defined]  # not in the stub
+    return _bare, (base,), derived.__getstate__()
+
+
+def _bare(base: type[torch.optim.Optimizer]) -> torch.optim.Optimizer:
+    """An instance to which a state is given next."""
+    return object.__new__(base)

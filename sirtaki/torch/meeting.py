@@ -6,6 +6,7 @@ from sirtaki.comm.requests import Kind
 
 from . import runtime
 from .handles import Call, synchronize
+from .joining import serve_until_all_joined
 from .process_sets import ProcessSet, global_process_set
 
 
@@ -34,6 +35,8 @@ def join(device: int = -1) -> int:
     Raises:
         HorovodInternalError: the job has failed.
     """
-    engine = runtime.current().engine
-    engine.finish(engine.join())
-    return engine.last_joined
+    current = runtime.current()
+    joining = current.engine.join()
+    serve_until_all_joined(current)
+    current.engine.finish(joining)
+    return current.engine.last_joined

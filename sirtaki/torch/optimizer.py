@@ -2,104 +2,73 @@
 
 from __future__ import annotations
 
-import hashlib
-import time
+import copy
+import itertools
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from sirtaki.autotune.arms.base import Arm
+from sirtaki.comm.control import ControlPlane
 from sirtaki.comm.synchroniser import Reduction
-from sirtaki.comm.watchdog import Wait
 from sirtaki.errors import ConfigError
 
 from . import runtime
+from .adasum_optimizer import wrap_adasum
 from .compression import Compression, Compressor, NoneCompressor, _CastCompressor
+from .derived_class import derive, plain_copy
+from .gradient_reducer import GradientReducer, ReducerOptions
 from .mpi_ops import Adasum, Average, Sum, allreduce
-from .tuning import TunedSynchroniser
+from .process_sets import ProcessSet, global_process_set
 
 NamedParameters = Iterable[tuple[str, torch.Tensor]]
 
+UNSKIPPED = (
+    "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). This can "
+    "cause training slowdown. You may want to consider using optimizer.skip_synchronize() context if you use "
+    "optimizer.synchronize() in your code."
+)
+RACE = (
+    "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or optimizer.synchronize(). "
+    "This is prohibited as it can cause a race condition."
+)
+
 
 class _Distributed(torch.optim.Optimizer):
-    """What is mixed into the class of the wrapped optimizer."""
+    """What is mixed into the class of the wrapped optimizer.
 
-    _sync: TunedSynchroniser | None
-    _passes_left: list[int]
-    _passes_per_step: int
+    Attributes:
+        _reducer: keeps the gradients equal; None where there is nobody to be equal to.
+        _wrapped: the optimizer that this one was made of; a scheduler may still hold it.
+    """
+
+    _reducer: GradientReducer | None
+    _wrapped: torch.optim.Optimizer
     _synchronized: bool
     _should_synchronize: bool
-    _waiting_since_s: float | None
 
-    def _begin(
-        self,
-        named: list[tuple[str, torch.Tensor]],
-        *,
-        reduction: Reduction,
-        backward_passes_per_step: int,
-        sparse_as_dense: bool,
-        arms: Sequence[Arm] | None,
-    ) -> None:
-        """Collective: takes over the gradients of these parameters."""
-        self._passes_per_step = backward_passes_per_step
-        self._passes_left = [backward_passes_per_step] * len(named)
+    def _begin(self, wrapped: torch.optim.Optimizer, reducer: GradientReducer | None) -> None:
+        self._wrapped, self._reducer = wrapped, reducer
         self._synchronized, self._should_synchronize = False, True
-        self._waiting_since_s, self._sync = None, None
-        current = runtime.current()
-        if current.control.size == 1 or not named:
-            return
-        names = [name for name, _ in named]
-        shapes = repr([(name, tuple(param.shape), str(param.dtype)) for name, param in named])
-        current.control.require_equal(
-            f"{len(named)} parameters with fingerprint {hashlib.sha256(shapes.encode()).hexdigest()[:12]}", "the model"
-        )
-        self._sync = TunedSynchroniser(current, [param for _, param in named], names, reduction=reduction, arms=arms)
-        for index, (_, param) in enumerate(named):
-            hook = self._make_hook(index, self._sync, sparse_as_dense)
-            param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]  # torch's
-        current.watchdog.watch(self._present_wait, self._progress)
-        current.closers.append(self._close)
-
-    def _make_hook(self, index: int, sync: TunedSynchroniser, sparse_as_dense: bool) -> Callable[[torch.Tensor], None]:
-        ready = sync.ready
-
-        def hook(param: torch.Tensor) -> None:
-            passes_left = self._passes_left  # replaced by each synchronize()
-            left = passes_left[index]
-            if left == 1:
-                passes_left[index] = 0
-                if sparse_as_dense and param.grad is not None and param.grad.is_sparse:
-                    param.grad = param.grad.to_dense()
-                ready(index)
-            elif left > 1:
-                passes_left[index] = left - 1
-            else:
-                raise AssertionError(
-                    "Gradients were computed more than backward_passes_per_step times before call to step(). "
-                    "Increase backward_passes_per_step to accumulate gradients locally."
-                )
-
-        return hook
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """From the next step on, gradients are reduced after `passes` backward passes."""
+        """From the next step on, gradients are reduced after `passes` backward passes.
+
+        Raises:
+            ValueError: `passes` is not positive.
+        """
         if passes <= 0:
             raise ValueError("backward_passes_per_step must be > 0")
-        self._passes_per_step = passes
-        self._passes_left = [passes] * len(self._passes_left)
+        if self._reducer is not None:
+            self._reducer.set_passes(passes)
 
     def synchronize(self) -> None:
         """Collective: blocks until all gradients are reduced; afterwards `.grad` holds the result."""
-        if self._sync is not None:
-            self._waiting_since_s = time.monotonic()
-            try:
-                self._sync.finish()
-            finally:
-                self._waiting_since_s = None
-        self._passes_left = [self._passes_per_step] * len(self._passes_left)
+        if self._reducer is not None:
+            self._reducer.finish()
         self._synchronized = True
 
     @contextmanager
@@ -116,29 +85,28 @@ class _Distributed(torch.optim.Optimizer):
 
         With a closure, gradients are synchronised after each call of it.
         """
-        if closure is not None and self._sync is not None and self._should_synchronize:
-            closure = self._synchronised(closure)
+        if closure is not None and self._reducer is not None and self._should_synchronize:
+            closure = self._synchronised(closure, self._reducer.where)
         elif self._should_synchronize:
             if self._synchronized:
-                warnings.warn(
-                    "optimizer.step() called without optimizer.skip_synchronize() context after "
-                    "optimizer.synchronize(). This can cause training slowdown. You may want to consider using "
-                    "optimizer.skip_synchronize() context if you use optimizer.synchronize() in your code.",
-                    stacklevel=2,
-                )
+                warnings.warn(UNSKIPPED, stacklevel=2)
             self.synchronize()
         self._synchronized = False
+        # A scheduler that was made for the wrapped optimizer looks there whether a step was made.
+        self._wrapped._opt_called = True  # type: ignore[attr-defined]  # torch's, set by its schedulers
         return super().step(closure)
 
-    def _synchronised(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+    def _synchronised(self, closure: Callable[[], Any], where: Mapping[str, Any]) -> Callable[[], Any]:
         decides_by_loss = isinstance(self, torch.optim.LBFGS)
 
         def synchronised() -> Any:
             with torch.enable_grad():
                 loss = closure()
             self.synchronize()
+            if not decides_by_loss:
+                return loss
             # A line search must take the same decisions on all ranks, so they must see the same loss.
-            return allreduce(loss.detach()) if decides_by_loss else loss
+            return allreduce(torch.as_tensor(loss).detach(), **where)
 
         return synchronised
 
@@ -148,33 +116,25 @@ class _Distributed(torch.optim.Optimizer):
         Raises:
             AssertionError: gradients are being reduced.
         """
-        if self._sync is not None and self._sync.pending:
-            raise AssertionError(
-                "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
-                "optimizer.synchronize(). This is prohibited as it can cause a race condition."
-            )
+        if self._reducer is not None and self._reducer.pending:
+            raise AssertionError(RACE)
         super().zero_grad(set_to_none)
 
-    def _present_wait(self) -> Wait | None:
-        since_s, sync = self._waiting_since_s, self._sync
-        if since_s is None or sync is None:
-            return None
-        return Wait(what=f"the gradients of iteration {sync.iteration}", since_s=since_s)
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Collective: as the wrapped optimizer's; the new parameters' gradients are reduced, too."""
+        super().add_param_group(param_group)
+        if self._reducer is not None:
+            number = len(self.param_groups) - 1
+            added = self.param_groups[-1]["params"]
+            self._reducer.extend([(f"group.{number}.{index}", param) for index, param in enumerate(added)])
 
-    def _progress(self) -> str:
-        """For the other ranks' watchdogs: how far this rank is."""
-        if self._sync is None:
-            return ""
-        missing = self._sync.missing_names()
-        shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
-        return f"is in iteration {self._sync.iteration}" + (f", has not computed {shown}" if missing else "")
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As the wrapped optimizer's, which stays the same as this one: a scheduler may hold it."""
+        super().load_state_dict(state_dict)
+        self._wrapped.param_groups, self._wrapped.state = self.param_groups, self.state
 
-    def _close(self) -> None:
-        if self._sync is not None:
-            runtime_now = self._sync.runtime
-            runtime_now.watchdog.forget(self._present_wait, self._progress)
-            self._sync.close()
-            self._sync = None
+    def __reduce__(self) -> tuple[Any, ...]:
+        return plain_copy(self, type(self._wrapped))
 
 
 def DistributedOptimizer(
@@ -184,7 +144,11 @@ def DistributedOptimizer(
     backward_passes_per_step: int = 1,
     op: int = Average,
     gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: int | Sequence[Sequence[torch.Tensor]] | None = None,
     sparse_as_dense: bool = False,
+    process_set: ProcessSet = global_process_set,
+    *,
     arms: Sequence[Arm] | None = None,
 ) -> torch.optim.Optimizer:
     """Collective: an optimizer of a class derived from `optimizer`'s that reduces gradients over all ranks.
@@ -194,9 +158,12 @@ def DistributedOptimizer(
         named_parameters: names for messages; the same on all ranks.
         compression: how gradients travel.
         backward_passes_per_step: backward passes whose gradients are added up before they are reduced.
-        op: Average or Sum.
+        op: Average or Sum of the gradients, or Adasum of the updates.
         gradient_predivide_factor: divides before the sum and multiplies after it, with Average only.
+        num_groups: deprecated, use `groups`.
+        groups: parameters that are reduced together, or into how many even groups to divide all; None = as tuned.
         sparse_as_dense: sparse gradients are made dense.
+        process_set: the ranks that train together; on others nothing is reduced.
         arms: search techniques to tune with, instead of the usual ones.
 
     Raises:
@@ -207,35 +174,91 @@ def DistributedOptimizer(
         raise ValueError("backward_passes_per_step must be > 0")
     if gradient_predivide_factor != 1.0 and op != Average:
         raise ValueError("gradient_predivide_factor not supported with op != Average")
-    if op == Adasum:
-        raise NotImplementedError("op=Adasum is not there yet; use Average or Sum")
-    if op not in (Average, Sum):
-        raise ValueError(f"DistributedOptimizer takes op=Average or op=Sum, not {op!r}")
+    if op not in (Average, Sum, Adasum):
+        raise ValueError(f"DistributedOptimizer takes op=Average, op=Sum or op=Adasum, not {op!r}")
+    if num_groups != 0:
+        warnings.warn(
+            "Parameter `num_groups` has been replaced by `groups` and will be removed", DeprecationWarning, stacklevel=2
+        )
+        groups = num_groups if groups is None else groups
     named = _named_parameters(optimizer, named_parameters)
-    count = runtime.current().control.size
-    reduction = Reduction(
-        prescale=1.0 / gradient_predivide_factor,
-        postscale=gradient_predivide_factor / count if op == Average else 1.0,
-        wire_dtype=_wire_dtypes(compression, {param.dtype for _, param in named}),
-    )
-    base = type(optimizer)
-    distributed: _Distributed = object.__new__(type(base.__name__, (_Distributed, base), {}))
-    # A learning rate scheduler patches `step` of the instance that it was given; ours must not be hidden by it.
-    distributed.__dict__.update({name: value for name, value in vars(optimizer).items() if name != "step"})
-    distributed._begin(
-        named,
-        reduction=reduction,
-        backward_passes_per_step=backward_passes_per_step,
-        sparse_as_dense=sparse_as_dense,
-        arms=arms,
-    )
+    divided = _divide(groups, [param for _, param in named if param.requires_grad])
+    current = runtime.current()
+    if op == Adasum and current.control.size > 1:
+        if process_set is not global_process_set:
+            raise NotImplementedError("Adasum does not support non-global process sets yet.")
+        return wrap_adasum(optimizer, named, compression=compression)
+    members = _members(current, process_set)
+    reducer = None
+    if members is not None and members.control.size > 1:
+        count = members.control.size
+        reduction = Reduction(
+            prescale=1.0 / gradient_predivide_factor,
+            postscale=gradient_predivide_factor / count if op == Average else 1.0,
+            wire_dtype=_wire_dtypes(compression, {param.dtype for _, param in named}),
+        )
+        options = ReducerOptions(
+            reduction=reduction,
+            sparse_as_dense=sparse_as_dense,
+            groups=divided,
+            arms=arms,
+            where={} if process_set is global_process_set else {"process_set": process_set},
+        )
+        reducer = GradientReducer(members, named, passes=backward_passes_per_step, options=options)
+    distributed: _Distributed = derive(_Distributed, optimizer)
+    distributed._begin(optimizer, reducer)
     return distributed
+
+
+def _members(current: runtime.Runtime, process_set: ProcessSet) -> runtime.Runtime | None:
+    """Collective over the set: the runtime as its members see it; None on other ranks.
+
+    Raises:
+        ValueError: the process set is not open.
+    """
+    if process_set is global_process_set:
+        return current
+    if process_set.included() is None:
+        raise ConfigError(f"{process_set} has not been initialized: pass it to init() or add_process_set() first")
+    assert process_set.process_set_id is not None
+    comm = current.rank_sets[process_set.process_set_id].comm
+    if comm is None:
+        return None
+    seen = copy.copy(current)
+    interface = current.settings.gloo_interface
+    seen.control = ControlPlane(comm, interface=interface, failures=current.control.failures)
+    return seen
+
+
+def _divide(
+    groups: int | Sequence[Sequence[torch.Tensor]] | None, params: list[torch.Tensor]
+) -> list[list[torch.Tensor]]:
+    """The groups that `groups=` means.
+
+    Raises:
+        ValueError: neither a number that is not negative nor lists of parameters.
+    """
+    if groups is None or groups == 0:
+        return []
+    if isinstance(groups, int) and groups > 0:
+        count = min(groups, len(params))
+        bounds = [len(params) * number // count for number in range(count + 1)] if count else [0]
+        return [params[start:stop] for start, stop in itertools.pairwise(bounds)]
+    if isinstance(groups, int | str) or not all(isinstance(group, list | tuple) for group in groups):
+        raise ValueError("groups should be a non-negative integer or a list of list of torch.Tensor.")
+    lists = [list(group) for group in groups]
+    members = [param for group in lists for param in group]
+    if not all(isinstance(param, torch.Tensor) for param in members):
+        raise ValueError("groups must consist of torch.Tensor.")
+    if len({id(param) for param in members}) != len(members):
+        raise ValueError("A parameter can only appear once in groups.")
+    return lists
 
 
 def _named_parameters(
     optimizer: torch.optim.Optimizer, named_parameters: NamedParameters | None
 ) -> list[tuple[str, torch.Tensor]]:
-    """Every parameter of the optimizer that wants a gradient, with a name.
+    """Every parameter of the optimizer with a name.
 
     Raises:
         ValueError: as Horovod: no pairs, a name twice, a parameter without a name.
@@ -259,7 +282,7 @@ def _named_parameters(
             f"named_parameters was specified, but {len(unnamed)} model parameters were not named. "
             "Python list of all parameters must be passed, including frozen ones."
         )
-    return [(name_of[id(param)], param) for param in params if param.requires_grad]
+    return [(name_of[id(param)], param) for param in params]
 
 
 def _wire_dtypes(

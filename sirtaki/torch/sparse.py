@@ -80,4 +80,5 @@ class SparseReductions:
 def _no_rows(param: torch.Tensor) -> torch.Tensor:
     """The sparse gradient of a parameter that was not used."""
     indices = torch.empty((1, 0), dtype=torch.int64, device=param.device)
-    return torch.sparse_coo_tensor(indices, param.new_empty((0, *param.shape[1:])), param.shape)
+    values = param.new_empty((0, *param.shape[1:]))
+    return torch.sparse_coo_tensor(indices, values, param.shape, check_invariants=False)
