@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import IO
 
 from sirtaki.autotune.meta.session import Assignment, SessionResult
+from sirtaki.autotune.model.planning import PlanningModel
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +25,10 @@ class TrialLog:
                 self._file = Path(path).open("a", encoding="utf-8")  # noqa: SIM115  # stays open for the whole warm-up
             except OSError as err:
                 logger.warning("the trial log cannot be written: %s", err)
+
+    def knows(self, model: PlanningModel) -> None:
+        """What the planners have been told about this job; also the saved profile for `sirtaki plan`."""
+        self._write({"event": "model", **model.to_json()})
 
     def ran(self, assignment: Assignment, spans_s: Sequence[float], *, iteration: int, best_span_s: float) -> None:
         """An assignment has run until `iteration`."""

@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from sirtaki.autotune.arms.asc_wfbp import AscWfbp, AscWfbpN
 from sirtaki.autotune.arms.base import Arm
-from sirtaki.autotune.arms.mg_wfbp import MgWfbp
+from sirtaki.autotune.arms.planners import make_planners
 from sirtaki.autotune.knobs import KIB, MIB, Knobs, KnobSpace
 from sirtaki.autotune.meta.auc_bandit import window_for
 from sirtaki.autotune.meta.bandit_arm import BanditArm
@@ -234,7 +233,8 @@ class TunedSynchroniser:
             )
             ready_s = [*self._sync.in_layout_order(report.ready_s), report.backward_s]  # the votes are there at the end
             if self._decides and (model := planning_model(layouts[0], ready_s, report.backward_s, probes)) is not None:
-                planners = [kind(space=self._space, model=model) for kind in (AscWfbpN, AscWfbp, MgWfbp)]
+                self._log.knows(model)
+                planners = list(make_planners(space=self._space, model=model))
         if not self._decides:
             return None
         rng = np.random.default_rng(settings.seed)
