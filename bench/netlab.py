@@ -41,7 +41,7 @@ from bench.harness import (
     take_result,
 )
 from bench.models import emulated_resnet50
-from bench.step import slowest
+from bench.step import slowest, timed_block
 
 __all__ = ["CASES", "ClusterShape", "NetLab", "payload_bytes_per_s"]
 
@@ -52,6 +52,7 @@ CASES = {
 }
 COMPUTE_S = 0.15
 FLOWS = 16
+JOB_TIMEOUT_S = 3600.0
 AS_IT_COMES = "ddp"
 BY_HAND = {f"ddp, {devices} × {bucket_mb} MB": (devices, bucket_mb) for devices in (4, 8) for bucket_mb in (25, 8)}
 
@@ -120,13 +121,9 @@ def on_rank(options: Mapping[str, Any]) -> None:
     tuned.warm_up()
     warmup_s = time.perf_counter() - begin_s
 
-    def timed(contender: Contender) -> float:
-        comm.Barrier()
-        begin_s = time.perf_counter()
-        contender.step()
-        return time.perf_counter() - begin_s
-
-    turns = {name: lambda contender=contender: timed(contender) for name, contender in contenders.items()}
+    turns = {
+        name: timed_block(contender, options["steps"], barrier=comm.Barrier) for name, contender in contenders.items()
+    }
     samples = slowest(alternate(turns, options["rounds"], seed=options["seed"]), comm)
     for contender in contenders.values():
         contender.check_average((comm.size + 1) / 2)
@@ -151,7 +148,9 @@ def measure(report: Report, case: str, options: dict[str, Any]) -> None:
     shape = CASES[case]
     with NetLab(shape) as lab:
         options = {**options, "master": lab.address(0), "by_hand": case == "capped"}
-        output = lab.run_ranks(rank_argv("bench.netlab", options), env={**rank_env(), **options.pop("env")})
+        output = lab.run_ranks(
+            rank_argv("bench.netlab", options), env={**rank_env(), **options.pop("env")}, timeout_s=JOB_TIMEOUT_S
+        )
     result = take_result(output)
     samples = result["samples"]
     traffic = 2 * (shape.nodes - 1) / shape.nodes * result["gradient_bytes"]
@@ -195,7 +194,8 @@ def main() -> int:
     flags = parser(__doc__.split("\n")[0])
     flags.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
     flags.add_argument("--scale", type=float, help="of gradients, buckets and compute")
-    flags.add_argument("--rounds", type=int, help="measured steps a contender")
+    flags.add_argument("--rounds", type=int, help="blocks a contender")
+    flags.add_argument("--steps", type=int, default=2, help="steps a block")
     flags.add_argument("--warmup-iterations", type=int, help="the tuner's budget, if not its default")
     args = flags.parse_args()
     if (reason := why_unavailable()) is not None:
@@ -207,7 +207,8 @@ def main() -> int:
     if args.scale != 1.0:
         report.notes.append(f"gradients, buckets and compute are scaled by {args.scale:g}")
     env = {"SIRTAKI_WARMUP_ITERATIONS": str(args.warmup_iterations)} if args.warmup_iterations else {}
-    options = {"scale": args.scale, "compute_s": COMPUTE_S * args.scale, "rounds": args.rounds, "seed": args.seed}
+    options = {"scale": args.scale, "compute_s": COMPUTE_S * args.scale, "seed": args.seed}
+    options |= {"rounds": args.rounds, "steps": args.steps}
     for case in args.cases:
         measure(report, case, {**options, "env": env})
     return finish(report, args)

@@ -49,7 +49,8 @@ def make_model(name: str, *, rank: int, compute_s: float, scale: float, seed: in
 def timed_block(contender: Contender, steps: int, *, barrier: Callable[[], None]) -> Callable[[], float]:
     """Collective: a function that runs a block of steps and returns this rank's seconds a step.
 
-    One step goes before, unmeasured, as the other contenders have left the caches to themselves.
+    One step goes before, unmeasured: while the others ran, caches were lost and idle connections fell back to a small
+    congestion window.
     """
 
     def block() -> float:
