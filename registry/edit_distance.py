@@ -37,6 +37,9 @@ OTHER_KIND_COST = 1.5
 # The optimal assignment takes time with the cube of this; beyond it alike nodes are paired in their order.
 MAX_ASSIGNED = 160
 
+# The same for the lower bound, which is computed for people only.
+MAX_BOUNDED = 600
+
 
 def node_cost(first: Node, second: Node) -> float:
     """Price of relabelling a node; a metric, so it never pays to go through a third label."""
@@ -44,7 +47,7 @@ def node_cost(first: Node, second: Node) -> float:
         return 0.0
     if first.kind != second.kind:
         return OTHER_KIND_COST
-    doublings = abs(math.log2((1 + first.size) / (1 + second.size)))
+    doublings = abs(math.log2(1 + first.size) - math.log2(1 + second.size))
     return min(SAME_KIND_LIMIT, DETAIL_COST + DOUBLING_COST * doublings)
 
 
@@ -62,10 +65,16 @@ def normalised(cost: float, total_mass: float) -> float:
 
 
 def distance(first: Graph, second: Graph) -> float:
-    """Normalised upper bound: 0 for the same graph, symmetric, at most 1."""
-    if first == second or first.fingerprint() == second.fingerprint():
-        return 0.0
+    """Normalised upper bound: symmetric, at most 1, 0 for a graph and itself."""
     return normalised(upper_bound(first, second), mass(first) + mass(second))
+
+
+def least_distance(first: Graph, second: Graph) -> float:
+    """Normalised lower bound, the best that a second or so can buy."""
+    cost = max(label_bound(first, second), hausdorff_bound(first, second))
+    if max(len(first.nodes), len(second.nodes)) <= MAX_BOUNDED:
+        cost = max(cost, assignment_bound(first, second))
+    return normalised(cost, mass(first) + mass(second))
 
 
 def histogram_bounds(query: Signatures, others: Signatures) -> Floats:

@@ -16,11 +16,11 @@ from .edit_distance import (
     EDGE_COST,
     NODE_COST,
     Floats,
+    distance,
     histogram_bounds,
     mass,
     node_cost,
     normalised,
-    upper_bound,
 )
 from .graph import Graph, Node
 from .signature import signature
@@ -181,12 +181,8 @@ class _ModelDistances:
         graphs = self._store.models(unknown)
         for name in unknown:
             # One that has just been removed by another process is as far away as can be.
-            self._new[name] = self._distance(graphs[name]) if name in graphs else 1.0
+            self._new[name] = distance(self._model, graphs[name]) if name in graphs else 1.0
         self.known.update(self._new)
-
-    def _distance(self, other: Graph) -> float:
-        total_mass = mass(self._model) + mass(other)
-        return normalised(upper_bound(self._model, other), total_mass)
 
     def keep(self) -> None:
         """Saves what was computed, for the next job of this model."""

@@ -188,11 +188,6 @@ class SqlStore:
         with self._reading() as connection:
             return {name: Graph.from_json(data) for name, data in _bodies(connection, models, fingerprints)}
 
-    def topologies(self, fingerprints: Sequence[str]) -> Mapping[str, Topology]:
-        """See `Store.topologies`."""
-        with self._reading() as connection:
-            return {name: Topology.from_json(data) for name, data in _bodies(connection, topologies, fingerprints)}
-
     def shapes(self) -> Mapping[str, ClusterShape]:
         """See `Store.shapes`."""
         with self._reading() as connection:

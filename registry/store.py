@@ -15,7 +15,7 @@ from sirtaki.errors import RegistryError
 from .entry import Entry, EntryKey
 from .graph import Graph
 from .signature import Signatures
-from .topology import ClusterShape, Topology
+from .topology import ClusterShape
 
 logger = logging.getLogger(__name__)
 
@@ -104,10 +104,6 @@ class Store(Protocol):
 
     def models(self, fingerprints: Sequence[str]) -> Mapping[str, Graph]:
         """These model graphs; those that are not there are left out."""
-        ...
-
-    def topologies(self, fingerprints: Sequence[str]) -> Mapping[str, Topology]:
-        """These topologies; those that are not there are left out."""
         ...
 
     def shapes(self) -> Mapping[str, ClusterShape]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sirtaki.errors import RegistryError
+from sirtaki.registry.edit_distance import least_distance
 from sirtaki.registry.entry import Entry
 from sirtaki.registry.similarity import Match, nearest
 from sirtaki.registry.store import Store, open_store
@@ -133,15 +134,16 @@ def _similar(store: Store, options: Namespace) -> None:
     )
     matches = [match for match in found if match.id != entry.id][: options.k]
     others = {match.id: store.get(match.id) for match in matches}
+    least = {name: least_distance(entry.model, other.model) for name, other in others.items()}
     if options.json:
-        _print_json([asdict(match) for match in matches])
+        _print_json([{**asdict(match), "least_model_distance": least[match.id]} for match in matches])
     else:
         rows = [
             [
                 match.id[:8],
                 others[match.id].describe(),
                 f"{match.distance:.3f}",
-                f"{match.model_distance:.3f}",
+                f"{least[match.id]:.3f}–{match.model_distance:.3f}",
                 f"{match.topology_distance:.3f}",
                 f"{others[match.id].speedup:.2f}x",
             ]

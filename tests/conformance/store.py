@@ -141,7 +141,7 @@ def an_ambiguous_or_unknown_id_is_refused(store: Store) -> None:
 
 
 def forgetting_removes_what_only_that_entry_used(store: Store) -> None:
-    kept, gone = make_entry(), make_entry(model=chain_graph([7, 7]))
+    kept, gone = make_entry(), make_entry(model=chain_graph([7, 7]), ranks=6)
     store.save(kept)
     store.save(gone)
     store.save_distances(kept.key.model, {gone.key.model: 0.5})
@@ -149,7 +149,7 @@ def forgetting_removes_what_only_that_entry_used(store: Store) -> None:
     assert store.lookup(kept.key) == kept
     assert store.signatures()[0] == [kept.key.model]
     assert store.models([kept.key.model, gone.key.model]) == {kept.key.model: kept.model}
-    assert store.topologies([kept.key.topology]) == {kept.key.topology: kept.topology}
+    assert store.shapes() == {kept.key.topology: kept.topology.shape()}
     assert store.distances(kept.key.model) == {}
 
 

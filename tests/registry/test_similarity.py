@@ -113,7 +113,7 @@ def test_computed_distances_are_kept_and_used(store: Store, monkeypatch: pytest.
     def fail(*graphs: Graph) -> float:
         raise AssertionError("computed again")
 
-    monkeypatch.setattr(similarity, "upper_bound", fail)
+    monkeypatch.setattr(similarity, "distance", fail)
     assert find(store, model, hosts(4)) == first
 
 

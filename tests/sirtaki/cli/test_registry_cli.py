@@ -87,6 +87,7 @@ def test_similar_shows_the_nearest_but_not_the_entry_itself(run: Run, entries: l
     data = json.loads(run("similar", entries[0].id, "--json"))
     assert [item["id"] for item in data] == [entries[1].id, entries[2].id]
     assert 0 < data[0]["distance"] < data[1]["distance"] < 0.2
+    assert 0 < data[0]["least_model_distance"] <= data[0]["model_distance"]
     assert run("similar", entries[0].id, "--max-distance", 0.0).count("\n") == 1
 
 
