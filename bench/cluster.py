@@ -106,7 +106,7 @@ class NetLab:
         """End every process in the lab, and with them the namespaces; harmless when called twice."""
         if self._switch is not None:
             self._switch.kill()  # its child, the namespace's first process, follows, and all others with it
-            self._switch.wait()
+            self._switch.communicate()
             self._switch = None
         if self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)
