@@ -15,6 +15,7 @@ from sirtaki.errors import SirtakiError
 # Command → its module and a line of help.
 COMMANDS = {
     "doctor": ("sirtaki.cli.doctor", "what is here, what of it can be used, and what is wrong"),
+    "registry": ("sirtaki.cli.registry", "what is remembered: list, show, compare, export, import, remove"),
 }
 
 
