@@ -17,28 +17,9 @@ from scipy.optimize import least_squares, nnls
 from sirtaki.errors import TuningError
 
 from .contention import GAMMA_4, ContentionModel, RateCurve
-from .link import LinkModel
+from .link import LinkModel, LinkProbe
 
 MAX_RESIDUAL = 0.25
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinkProbe:
-    """A few equal all-reduces started together, one on each of `streams` streams.
-
-    Attributes:
-        unit_bytes: size of each.
-        streams: how many there were.
-        seconds: from the start until the last was done.
-    """
-
-    unit_bytes: int
-    streams: int
-    seconds: float
-
-    def __post_init__(self) -> None:
-        if self.unit_bytes < 1 or self.streams < 1 or not (math.isfinite(self.seconds) and self.seconds > 0):
-            raise TuningError(f"a probe needs positive bytes, streams and seconds, not {self}")
 
 
 def fit_link(probes: Iterable[LinkProbe], *, max_residual: float = MAX_RESIDUAL) -> LinkModel:

@@ -91,3 +91,22 @@ class LinkModel:
     def from_json(cls, data: Mapping[str, Any]) -> "LinkModel":
         """The link that `to_json` described."""
         return cls(alpha_s=data["alpha_s"], throughput=tuple(data["throughput"]), residual=data["residual"])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkProbe:
+    """A few equal all-reduces started together, one on each of `streams` streams.
+
+    Attributes:
+        unit_bytes: size of each.
+        streams: how many there were.
+        seconds: from the start until the last was done.
+    """
+
+    unit_bytes: int
+    streams: int
+    seconds: float
+
+    def __post_init__(self) -> None:
+        if self.unit_bytes < 1 or self.streams < 1 or not (math.isfinite(self.seconds) and self.seconds > 0):
+            raise TuningError(f"a probe needs positive bytes, streams and seconds, not {self}")

@@ -15,8 +15,7 @@ import numpy as np
 import torch
 
 from sirtaki.autotune.knobs import KIB, MIB
-from sirtaki.autotune.model.fits import LinkProbe, fit_link
-from sirtaki.autotune.model.link import LinkModel
+from sirtaki.autotune.model.link import LinkModel, LinkProbe
 from sirtaki.autotune.model.planning import PlanningModel
 from sirtaki.autotune.model.profile import Profile
 from sirtaki.comm.layout import GradientLayout
@@ -103,6 +102,8 @@ def planning_model(
         compute_s: when the backward pass ended.
         probes: of each route.
     """
+    from sirtaki.autotune.model.fits import fit_link  # imports scipy, which only a rank that plans should wait for
+
     links: dict[Route, LinkModel] = {}
     for route, measured in probes.items():
         name = f"{route[0].value} {route[1].value}"
