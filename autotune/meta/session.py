@@ -117,7 +117,7 @@ class WarmupSession:
         budget_iterations: training iterations in all, settling and guard included.
         settle_iterations: iterations after a change of knobs that are not measured.
         measured_iterations: measured iterations of a trial that is not given up early.
-        exact: the registry's setting for this very job: run at once, and kept if it beats the default.
+        exact: the registry's setting for this very job: run at once, and kept unless the default is clearly faster.
         seeds: settings of similar jobs; the first proposals.
         history: an earlier, unfinished session's `trials`; counted into the budget.
         identity: knobs with equal identity are the same setting and not run twice.
@@ -244,7 +244,7 @@ class WarmupSession:
     def _warm_up(self) -> _Script:
         exact = self._exact if self._exact is not None and self._accepts(self._exact) else None
         if exact is not None and not self._same(exact, self._default):
-            kept = yield from self._finals([exact], arm=REGISTRY_ARM, max_rounds=MAX_EXACT_ROUNDS)
+            kept = yield from self._finals([exact], arm=REGISTRY_ARM, max_rounds=MAX_EXACT_ROUNDS, doubt=CLEAR)
             self._finish_trial(Proposal(arm=DEFAULT_ARM, knobs=self._default))
             if kept is not None:
                 return self._end(exact, "the registry's setting for this job, checked against the default")
@@ -308,12 +308,13 @@ class WarmupSession:
         return field[: max(1, min(self._n_finalists, affordable))]
 
     def _finals(
-        self, finalists: list[Knobs], *, arm: str | None = None, max_rounds: int
+        self, finalists: list[Knobs], *, arm: str | None = None, max_rounds: int, doubt: float = 0.0
     ) -> Generator[Assignment, Sequence[float], Knobs | None]:
         """Rounds of all finalists and the default in random order; the one that is kept, None = the default stays.
 
         After each round the slower half leaves, by all that was measured of it. The duel with the default counts what
-        is measured here alone, since the finalists got here by luck too; it pauses while it is clear.
+        is measured here alone, since the finalists got here by luck too; it pauses while it is clear. `doubt` is the lead
+        that the default must have: an earlier job's winner has been proved already and goes only if it is clearly slower.
         """
         duel = Ledger(identity=self._identity)
         field = [*finalists, self._default]
@@ -341,7 +342,7 @@ class WarmupSession:
                 or self._spent + len(field) * (self._settle + self._measured) > self._budget
             ):
                 break
-        return best.knobs if lead > 0.0 else None
+        return best.knobs if lead > -doubt else None
 
     def _run(
         self, knobs: Knobs, *, arm: str, purpose: Purpose, measured: int
