@@ -313,8 +313,8 @@ class WarmupSession:
         """Rounds of all finalists and the default in random order; the one that is kept, None = the default stays.
 
         After each round the slower half leaves, by all that was measured of it. The duel with the default counts what
-        is measured here alone, since the finalists got here by luck too; it pauses while it is clear. `doubt` is the lead
-        that the default must have: an earlier job's winner has been proved already and goes only if it is clearly slower.
+        is measured here alone, since the finalists got here by luck too; it pauses while it is clear. `doubt` is the
+        lead that the default must have: an earlier job's winner is proved already and goes only if clearly slower.
         """
         duel = Ledger(identity=self._identity)
         field = [*finalists, self._default]
