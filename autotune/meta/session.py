@@ -208,7 +208,7 @@ class WarmupSession:
             self._assignment = Assignment(
                 knobs=result.knobs, settle_iterations=0, measured_iterations=0, arm=result.arm, purpose=Purpose.FINAL
             )
-            logger.info("warm-up over after %d iterations: %s", self._spent, result.reason)
+            logger.debug("warm-up over after %d iterations: %s", self._spent, result.reason)
 
     @property
     def result(self) -> SessionResult:
@@ -401,7 +401,7 @@ class WarmupSession:
         self._since_best = 0 if was_best else self._since_best + 1
         self._trials.append(trial)
         self._tell(trial)
-        logger.info(
+        logger.debug(
             "%s: %s: %.4g ms%s", trial.arm, trial.knobs.describe(), 1e3 * trial.span_s, ", new best" if was_best else ""
         )
 
