@@ -44,8 +44,8 @@ class Trial:
         arm: who proposed it.
         knobs: the setting.
         iterations: measured iterations.
-        span_s: median over those iterations of the smallest span over ranks, from the first ready gradient to
-            the last reduced one; `math.inf` where it failed.
+        span_s: middle (the median of all pairs' means) over those iterations of the smallest span over ranks, from
+            the first ready gradient to the last reduced one; `math.inf` where it failed.
         noise_s: half the spread of the measured spans (median absolute deviation), 0.0 if there was one.
         was_best: it beat the best span so far by more than the noise.
     """

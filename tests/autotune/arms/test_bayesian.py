@@ -68,14 +68,28 @@ def test_the_hope_for_more_shrinks_with_what_is_known() -> None:
 
 
 def test_a_proposal_is_ready_between_two_iterations(arm: BayesianArm) -> None:
-    """Many trials, a wide space: below 100 ms on an idle core; half a second bounds it on a busy one."""
+    """Many trials, a wide space: 30 ms of processor time here; the bound leaves room for slower machines."""
     arm.tell([trial_of(proposal) for proposal in GridArm(WIDE).ask(100)])
-    begin = time.perf_counter()
+    begin = time.process_time()
     arm.ask()
-    assert time.perf_counter() - begin < 0.5
+    assert time.process_time() - begin < 0.4
 
 
 def test_importing_the_arms_imports_neither_scikit_optimize_nor_optuna() -> None:
     modules = "sirtaki.autotune.arms.bayesian, sirtaki.autotune.arms.hyperband, sirtaki.autotune.meta.ensemble"
     code = f"import sys, {modules}; print({{'skopt', 'sklearn', 'optuna'}} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "set()\n"
+
+
+def test_it_believes_less_in_a_lucky_measurement_than_in_its_neighbours(arm: BayesianArm) -> None:
+    lattice = KnobLattice(WIDE)
+    rng = np.random.default_rng(0)
+    around = [lattice.at((unit, streams, 0, 0)) for unit in range(4, 20) for streams in (2, 4)]
+    lucky = around[14]
+    for knobs in around:
+        luck = 0.8 if knobs == lucky else float(np.exp(0.05 * rng.standard_normal()))
+        arm.tell([trial_of(Proposal(arm="a", knobs=knobs), span_of(knobs) * luck)])
+    believed = arm.expected_span_s(lucky)
+    assert believed is not None
+    assert believed > 0.85 * span_of(lucky)
+    assert arm.expected_span_s(lattice.at((0, 0, 0, 0))) is None

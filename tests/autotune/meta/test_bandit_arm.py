@@ -34,6 +34,9 @@ class ListArm:
     def expected_improvement(self) -> float | None:
         return self._expected
 
+    def expected_span_s(self, knobs: Knobs) -> float | None:
+        return None if self._expected is None else self._expected * knobs.streams
+
 
 class FaultyArm(ListArm):
     """Raises in the method named."""
@@ -148,3 +151,9 @@ def test_the_same_seed_asks_in_the_same_order() -> None:
 
     assert course(1) == course(1)
     assert len({tuple(course(seed)) for seed in range(8)}) > 1
+
+
+def test_the_first_arm_with_an_opinion_is_believed() -> None:
+    assert bandit(ListArm("a", [])).expected_span_s(knobs(3)) is None
+    both = bandit(ListArm("a", []), ListArm("b", [], expected=0.5))
+    assert both.expected_span_s(knobs(3)) == 1.5

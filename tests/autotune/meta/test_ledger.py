@@ -84,3 +84,16 @@ def test_a_lead_grows_with_the_measurements_and_is_the_same_seen_from_the_other_
         assert book.lead(first, second) == pytest.approx(-book.lead(second, first))
         leads.append(book.lead(first, second))
     assert 0.0 < 2.0 * leads[0] <= leads[1]
+
+
+def test_the_span_takes_an_outlier_like_a_median_and_two_spans_like_a_mean() -> None:
+    book = ledger()
+    assert book.add(knobs(1), arm="a", spans_s=[1.0, 2.0]).span_s == 1.5
+    assert book.add(knobs(2), arm="a", spans_s=[1.0, 1.1, 0.9, 1.0, 50.0]).span_s == pytest.approx(1.05)
+
+
+def test_the_span_needs_fewer_measurements_than_a_median() -> None:
+    rng = np.random.default_rng(0)
+    samples = np.exp(0.1 * rng.standard_normal((2000, 7)))
+    spans = [ledger().add(knobs(1), arm="a", spans_s=row.tolist()).span_s for row in samples]
+    assert np.std(spans) < 0.9 * np.std(np.median(samples, axis=1))

@@ -96,6 +96,17 @@ class ListArm:
         self.told.extend(trials)
 
 
+class Believer(ListArm):
+    """Its surrogate believes in one setting."""
+
+    def __init__(self, favourite: Knobs, *proposals: Knobs) -> None:
+        super().__init__(*proposals)
+        self._favourite = favourite
+
+    def expected_span_s(self, knobs: Knobs) -> float | None:
+        return 0.01 if knobs == self._favourite else 1.0
+
+
 class Sure(ListArm):
     """Expects a given share to be left to gain."""
 
@@ -298,6 +309,26 @@ def test_close_finalists_are_measured_again_and_the_lucky_one_loses() -> None:
     assert lucky in job.run_for(Purpose.VERIFY)
     assert job.result.knobs == good
     assert any(trial.arm == VERIFY_ARM for trial in job.session.trials)
+
+
+def test_a_setting_that_the_surrogate_believes_in_comes_to_the_finals() -> None:
+    near = [*(streams(count) for count in (2, 3, 4, 6, 8)), replace(BEST, streams=2)]
+    spans = {knobs: 0.1 + 0.001 * i for i, knobs in enumerate(near)} | {DEFAULT: 0.2}
+    doubted = Job(session(ListArm(*near)), span_of=spans.__getitem__).run()
+    believed = Job(session(Believer(near[-1], *near)), span_of=spans.__getitem__).run()
+    assert near[-1] not in doubted.run_for(Purpose.VERIFY)
+    assert near[-1] in believed.run_for(Purpose.VERIFY)
+
+
+def test_the_finals_take_more_of_the_budget_the_noisier_it_is() -> None:
+    finals = (Purpose.VERIFY, Purpose.GUARD_WINNER, Purpose.GUARD_DEFAULT)
+
+    def share(noise: float) -> float:
+        job = Job(session(GridArm(SPACE)), noise=noise).run()
+        in_finals = [now.measured_iterations for now in job.assignments if now.purpose in finals]
+        return sum(in_finals) / job.iterations
+
+    assert share(0.01) < 0.25 < 0.3 < share(0.2)
 
 
 def test_a_winner_that_loses_to_the_default_in_alternation_is_not_kept() -> None:
