@@ -1,0 +1,59 @@
+import os
+
+import pytest
+
+from sirtaki import machine
+
+
+@pytest.fixture
+def cgroups(monkeypatch, tmp_path):
+    """Builds a cgroup tree: `cgroups(own, {file: content})`, `own` as in /proc/self/cgroup."""
+
+    def build(own, files):
+        (tmp_path / "own").write_text(own)
+        for name, content in files.items():
+            path = tmp_path / "root" / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(content)
+        monkeypatch.setattr(machine, "_OWN_CGROUPS", tmp_path / "own")
+        monkeypatch.setattr(machine, "_CGROUPS", tmp_path / "root")
+
+    return build
+
+
+@pytest.mark.parametrize(
+    ("own", "files", "quota"),
+    [
+        ("0::/\n", {"cpu.max": "150000 100000\n"}, 1.5),
+        ("0::/\n", {"cpu.max": "max 100000\n"}, None),
+        ("0::/job/step\n", {"job/cpu.max": "300000 100000\n", "job/step/cpu.max": "max 100000\n"}, 3.0),
+        ("0::/host/path\n", {"cpu.max": "50000 100000\n"}, 0.5),
+        ("4:cpu,x:/c\n", {"cpu,x/c/cpu.cfs_quota_us": "200000", "cpu,x/c/cpu.cfs_period_us": "100000"}, 2.0),
+        ("4:cpu:/c\n", {"cpu/c/cpu.cfs_quota_us": "-1", "cpu/c/cpu.cfs_period_us": "100000"}, None),
+        ("", {}, None),
+    ],
+)
+def test_the_tightest_cpu_limit_above_this_process_counts(cgroups, own, files, quota):
+    cgroups(own, files)
+    assert machine.cpu_quota() == quota
+
+
+@pytest.mark.parametrize(
+    ("own", "files", "limit"),
+    [
+        ("0::/a\n", {"memory.max": "max", "a/memory.max": "1073741824"}, 2**30),
+        ("9:memory:/a\n", {"memory/a/memory.limit_in_bytes": "9223372036854771712"}, None),
+        ("9:memory:/a\n", {"memory/a/memory.limit_in_bytes": "4096"}, 4096),
+    ],
+)
+def test_the_tightest_memory_limit_counts(cgroups, own, files, limit):
+    cgroups(own, files)
+    assert machine.memory_limit_bytes() == limit
+
+
+def test_a_fraction_of_a_core_is_one_core_and_affinity_limits_too(cgroups, monkeypatch):
+    cgroups("0::/\n", {"cpu.max": "20000 100000"})
+    assert machine.usable_cores() == 1
+    cgroups("0::/\n", {"cpu.max": "1000000 100000"})
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 5, 7})
+    assert machine.usable_cores() == 3
