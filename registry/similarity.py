@@ -35,7 +35,7 @@ OTHER_DTYPE = 0.05
 # The models that could be nearest are looked at in stretches: all entries of one are listed, then read and matched a
 # few at a time.
 _STRETCH = 32
-_BATCH = 3
+_BATCH = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +98,7 @@ def nearest(
     device: str,
     k: int = 5,
     max_distance: float = 0.6,
-    budget_s: float = 0.1,
+    budget_s: float = 0.08,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[Match]:
     """The `k` nearest entries of this kind of device, nearest first; complete ones before others at equal distance.
