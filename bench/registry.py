@@ -210,7 +210,7 @@ def main() -> int:
         }
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps({**about, **figures}, indent=1) + "\n")
-    # The best of three for each query, the worst of all queries: a neighbour on the machine is not the registry's fault.
+    # The best of three for each query, the worst of all queries: neighbours on the machine are not our doing.
     if args.check and figures["lookup_first_worst_of_best_s"] > LOOKUP_BAR_S:
         print(f"lookup_first_worst_of_best_s is {figures['lookup_first_worst_of_best_s']:.3f}, the bar {LOOKUP_BAR_S}")
         return 1
