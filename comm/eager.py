@@ -25,6 +25,7 @@ import torch
 
 from sirtaki.errors import CommError, MismatchError
 
+from . import timeline
 from .collectives import Ranks, perform, zeros_for
 from .control import load_mpi
 from .failure import FailureBoard, poll_until
@@ -90,6 +91,20 @@ class _Presence:
     joined: bool
     closing: bool
     unnamed: int
+
+
+def _trace(
+    trace: timeline.Timeline, signatures: Sequence[Signature], works: Sequence[EagerWork | None], begin_s: float
+) -> None:
+    """Tells the timeline of operations that have been performed together, and how long they were negotiated."""
+    end_s = time.perf_counter()
+    ages_s = time.monotonic() - end_s  # of one clock against the other
+    for signature, work in zip(signatures, works, strict=True):
+        if work is not None:
+            submitted_s = work.submitted_s - ages_s
+            trace.overlapping(f"NEGOTIATE_{signature.kind.value}", submitted_s, begin_s, operation=signature.name)
+    names = ", ".join(signature.name for signature in signatures)
+    trace.span("eager", signatures[0].kind.value, begin_s, end_s, names=names)
 
 
 class EagerEngine:
@@ -280,6 +295,8 @@ class EagerEngine:
         for name in pending:
             if (slot := self._names.slot(name)) is not None:
                 bits[1 + slot] = True
+        if (trace := timeline.active()) is not None and trace.mark_cycles:
+            trace.instant("eager", "CYCLE_START", time.perf_counter())
         all_equal, result = self._vote(digest, bits)
         if all_equal:
             ready = {name: work.signature for name, work in pending.items()}
@@ -362,6 +379,7 @@ class EagerEngine:
     def _run_batch(self, signatures: list[Signature], works: list[EagerWork | None]) -> None:
         """Collective: performs agreed operations; a work is None where this rank has joined."""
         batch = []
+        begin_s = time.perf_counter()
         error: CommError | None = None
         try:
             for signature, work in zip(signatures, works, strict=True):
@@ -378,6 +396,8 @@ class EagerEngine:
         except Exception as err:
             names = ", ".join(repr(signature.name) for signature in signatures)
             error = CommError(f"{signatures[0].kind.value.lower()} {names} failed: {err!r}")
+        if (trace := timeline.active()) is not None:
+            _trace(trace, signatures, works, begin_s)
         with self._wake:
             for work in filter(None, works):
                 self._pending.pop(work.signature.name, None)

@@ -8,6 +8,7 @@ microseconds and nothing else of Python runs until the wait.
 from __future__ import annotations
 
 import datetime
+import time
 from collections.abc import Callable
 
 import torch
@@ -16,6 +17,7 @@ from torch.distributed import ReduceOp as TorchOp
 
 from sirtaki.errors import CommError
 
+from . import timeline
 from .plan import TransportKind
 from .scaling import scale_
 from .transport import FlatBuffer, ReduceOp, Work
@@ -37,6 +39,14 @@ class _GlooWork:
     def __init__(self, work: torch.distributed.Work, result: torch.Tensor, scale: float, what: str) -> None:
         self._work, self._result, self._scale, self._what = work, result, scale, what
         self._done = False
+        self.done_s = 0.0
+
+    def note_end(self) -> None:
+        """Notes when the unit is reduced, in `done_s`."""
+        self._work.get_future().add_done_callback(self._note)
+
+    def _note(self, _: torch.futures.Future[list[torch.Tensor]]) -> None:
+        self.done_s = time.perf_counter()
 
     def wait(self, timeout_s: float) -> bool:
         if self._done:
@@ -115,7 +125,10 @@ class GlooLanes:
         if unit.numel() == 0:
             return NOTHING_TO_DO
         work = self._groups[stream].allreduce([unit], TORCH_OPS[op])  # type: ignore[attr-defined]  # as above
-        return _GlooWork(work, unit, scale, f"elements [{start}, {stop}) on stream {stream}")
+        unit_work = _GlooWork(work, unit, scale, f"elements [{start}, {stop}) on stream {stream}")
+        if timeline.active() is not None:
+            unit_work.note_end()
+        return unit_work
 
     def close(self) -> None:
         """See `Transport`."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -28,15 +29,21 @@ MAX_STREAMS = 24
 
 
 class ThreadWork:
-    """A piece of work that another thread does and reports."""
+    """A piece of work that another thread does and reports.
+
+    Attributes:
+        begun_s, done_s: when the thread took it up and ended it, as of `time.perf_counter`; 0 = not yet, or unknown.
+    """
 
     def __init__(self) -> None:
         self._done = threading.Event()
         self._error: CommError | None = None
+        self.begun_s = self.done_s = 0.0
 
     def finish(self, error: CommError | None = None) -> None:
         """Called by the working thread, once."""
         self._error = error
+        self.done_s = time.perf_counter()
         self._done.set()
 
     def wait(self, timeout_s: float) -> bool:
@@ -102,6 +109,7 @@ class MpiLanes:
         work, comm = ThreadWork(), self._comms[stream]
 
         def task() -> None:
+            work.begun_s = time.perf_counter()
             try:
                 mpi_all_reduce_(unit, comm=comm, op=op, scale=scale)
             except Exception as err:  # whatever it is, the waiting thread must hear of it

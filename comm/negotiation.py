@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ import numpy.typing as npt
 
 from sirtaki.errors import CommError
 
+from . import timeline
 from .control import load_mpi
 from .failure import FailureBoard, poll_until
 
@@ -131,7 +133,11 @@ class ReadinessNegotiation:
                 self._wake.wait_for(lambda: self._closing or self._worth_a_round())
                 bits = self._bits.copy()
                 self._fresh_bytes = 0
+            begin_s = time.perf_counter()
             result = agree(bits, comm=self._comm, failures=self._failures)
+            if (trace := timeline.active()) is not None:
+                brought = int((result & ~agreed).sum())
+                trace.span("negotiation", "round", begin_s, time.perf_counter(), marked=int(bits.sum()), agreed=brought)
             if fresh := np.flatnonzero(result & ~agreed).tolist():
                 on_agreed(fresh)
             agreed |= result

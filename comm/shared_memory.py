@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -155,6 +156,7 @@ class _Stream:
 
     def _reduce(self, task: _Task) -> None:
         self._reduced += 1
+        task.work.begun_s = time.perf_counter()
         self._to_complete.append(task)
         start, stop = self._bounds(task)
         if self._across is None:

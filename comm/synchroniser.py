@@ -26,7 +26,9 @@ import torch
 
 from sirtaki.errors import PlanError
 
+from . import timeline
 from .fabric import Fabric, Route
+from .iteration_trace import IssuedUnit, IterationTrace
 from .layout import GradientLayout
 from .negotiation import ReadinessNegotiation
 from .plan import CommPlan
@@ -289,6 +291,8 @@ class Synchroniser:
         self._copied = 0
         self._works: list[Work] = []
         self._first_ready_s = 0.0
+        wanted = timeline.active()
+        self._trace = None if wanted is None else IterationTrace(wanted)
 
     # ── the hot path ─────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -326,6 +330,7 @@ class Synchroniser:
             if gradient is not view and gradient is not None:
                 targets.append(view)
                 sources.append(gradient)
+        begin_s = 0.0 if self._trace is None else time.perf_counter()
         if targets:
             with torch.no_grad():  # gradients made with create_graph=True have a graph, the reduced ones have none
                 torch._foreach_copy_(targets, sources)
@@ -333,22 +338,36 @@ class Synchroniser:
         for index in fresh:
             if adopts[index]:
                 params[index].grad = views[index]
+        if self._trace is not None and fresh:
+            self._trace.copied(begin_s, len(fresh))
 
     def _issue(self, unit: _ScheduledUnit) -> None:
         reduction, tensor = self._reduction, unit.group.buffer.tensor
         if reduction.prescale != 1.0:
             scale_(tensor[unit.start : unit.stop], reduction.prescale)
-        self._works.append(
-            self._fabric.all_reduce(
-                unit.group.buffer,
-                unit.start,
-                unit.stop,
-                route=unit.route,
-                stream=unit.stream,
-                op=reduction.op,
-                scale=reduction.postscale,
-            )
+        issued_s = 0.0 if self._trace is None else time.perf_counter()
+        work = self._fabric.all_reduce(
+            unit.group.buffer,
+            unit.start,
+            unit.stop,
+            route=unit.route,
+            stream=unit.stream,
+            op=reduction.op,
+            scale=reduction.postscale,
         )
+        self._works.append(work)
+        if self._trace is not None:
+            self._trace.units.append(
+                IssuedUnit(
+                    layout=unit.group.layout,
+                    start=unit.start,
+                    stop=unit.stop,
+                    stream=unit.stream,
+                    transport=unit.route[0],
+                    work=work,
+                    issued_s=issued_s,
+                )
+            )
 
     # ── learning iterations ──────────────────────────────────────────────────────────────────────────────────────
 
@@ -462,6 +481,13 @@ class Synchroniser:
                 self._control.failures.check()
         end_s = time.perf_counter()
         self._hand_back()
+        if self._trace is not None:
+            self._trace.write(
+                iteration=self.iteration,
+                learning=self._learning,
+                first_ready_s=self._first_ready_s,
+                finish_called_s=finish_called_s,
+            )
         report = IterationReport(
             span_s=end_s - self._first_ready_s,
             backward_s=max(0.0, finish_called_s - self._first_ready_s),  # without gradients there was none

@@ -17,6 +17,7 @@ from . import runtime
 from .compression import Compressor
 from .derived_class import derive, plain_copy
 from .mpi_ops import Adasum, allreduce_async_, synchronize
+from .process_sets import GLOBAL_ID
 
 
 class _AdasumDistributed(torch.optim.Optimizer):
@@ -93,5 +94,5 @@ def wrap_adasum(
         raise NotImplementedError(f"Adasum needs a number of ranks that is a power of two, not {size}")
     distributed = derive(_AdasumDistributed, optimizer)
     distributed._wrapped, distributed._named, distributed._compression = optimizer, named, compression
-    distributed._serial = next(current.serials)
+    distributed._serial = next(current.serials[GLOBAL_ID])
     return distributed

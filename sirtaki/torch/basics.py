@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from sirtaki.errors import SirtakiError
+from sirtaki.settings import TIMELINE_DYNAMIC
 
 from . import runtime
 from .process_sets import ProcessSet, open_static
 from .runtime import is_initialized, shutdown
+from .timeline import start_timeline
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -61,6 +63,9 @@ def init(comm: Sequence[int] | MPI.Comm | None = None, process_sets: Sequence[Pr
     except SirtakiError:  # on all ranks
         shutdown()
         raise
+    settings = runtime.current().settings
+    if settings.timeline not in (None, TIMELINE_DYNAMIC):
+        start_timeline(settings.timeline, settings.timeline_mark_cycles)
 
 
 def rank() -> int:

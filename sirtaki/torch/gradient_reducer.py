@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from sirtaki.comm.watchdog import Wait
 
 from .mpi_ops import Sum, allreduce_async_, synchronize
 from .nan_check import NanCheck
+from .process_sets import GLOBAL_ID, ProcessSet, global_process_set
 from .sparse import SparseReductions
 from .tuning import TunedSynchroniser
 
@@ -45,14 +46,14 @@ class ReducerOptions:
         sparse_as_dense: sparse gradients are made dense.
         groups: parameters that go together: none of a group leaves before all are there.
         arms: search techniques to tune with, None = the usual ones.
-        where: the arguments by which a collective operation takes place among the same ranks.
+        process_set: the ranks that take part.
     """
 
     reduction: Reduction
     sparse_as_dense: bool = False
     groups: Sequence[Sequence[torch.Tensor]] = ()
     arms: Sequence[Arm] | None = None
-    where: Mapping[str, Any] = field(default_factory=dict)
+    process_set: ProcessSet = global_process_set
 
 
 class GradientReducer:
@@ -69,9 +70,9 @@ class GradientReducer:
         """
         self._current, self._options = current, options
         self._passes = passes
-        self._serial = next(current.serials)
+        self._serial = next(current.serials[options.process_set.process_set_id or GLOBAL_ID])
         self._waiting_since_s: float | None = None
-        self._sparse = SparseReductions(f"optimizer.{self._serial}", options.reduction, options.where)
+        self._sparse = SparseReductions(f"optimizer.{self._serial}", options.reduction, options.process_set)
         self._nan_check = NanCheck(current.control) if current.settings.check_nan else None
         self._sync: TunedSynchroniser | None = None
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
@@ -205,9 +206,9 @@ class GradientReducer:
         return 0 if self._sync is None else self._sync.iteration
 
     @property
-    def where(self) -> Mapping[str, Any]:
-        """The arguments by which a collective operation takes place among the same ranks."""
-        return self._options.where
+    def process_set(self) -> ProcessSet:
+        """The ranks that take part."""
+        return self._options.process_set
 
     @property
     def tuned(self) -> TunedSynchroniser | None:
@@ -277,7 +278,7 @@ class GradientReducer:
                 op=Sum,
                 prescale_factor=reduction.prescale,
                 postscale_factor=reduction.postscale,
-                **self._options.where,
+                process_set=self._options.process_set,
             )
             synchronize(handle)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -86,7 +86,7 @@ class _Distributed(torch.optim.Optimizer):
         With a closure, gradients are synchronised after each call of it.
         """
         if closure is not None and self._reducer is not None and self._should_synchronize:
-            closure = self._synchronised(closure, self._reducer.where)
+            closure = self._synchronised(closure, self._reducer.process_set)
         elif self._should_synchronize:
             if self._synchronized:
                 warnings.warn(UNSKIPPED, stacklevel=2)
@@ -96,7 +96,7 @@ class _Distributed(torch.optim.Optimizer):
         self._wrapped._opt_called = True  # type: ignore[attr-defined]  # torch's, set by its schedulers
         return super().step(closure)
 
-    def _synchronised(self, closure: Callable[[], Any], where: Mapping[str, Any]) -> Callable[[], Any]:
+    def _synchronised(self, closure: Callable[[], Any], process_set: ProcessSet) -> Callable[[], Any]:
         decides_by_loss = isinstance(self, torch.optim.LBFGS)
 
         def synchronised() -> Any:
@@ -106,7 +106,7 @@ class _Distributed(torch.optim.Optimizer):
             if not decides_by_loss:
                 return loss
             # A line search must take the same decisions on all ranks, so they must see the same loss.
-            return allreduce(torch.as_tensor(loss).detach(), **where)
+            return allreduce(torch.as_tensor(loss).detach(), process_set=process_set)
 
         return synchronised
 
@@ -202,7 +202,7 @@ def DistributedOptimizer(
             sparse_as_dense=sparse_as_dense,
             groups=divided,
             arms=arms,
-            where={} if process_set is global_process_set else {"process_set": process_set},
+            process_set=process_set,
         )
         reducer = GradientReducer(members, named, passes=backward_passes_per_step, options=options)
     distributed: _Distributed = derive(_Distributed, optimizer)

@@ -11,11 +11,14 @@ import itertools
 import logging
 import os
 import sys
-from collections import deque
-from collections.abc import Sequence
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from sirtaki.comm import timeline
+from sirtaki.comm.clocks import align_clocks
 from sirtaki.comm.control import ControlPlane, load_mpi
 from sirtaki.comm.eager import EagerEngine
 from sirtaki.comm.rank_sets import RankSets
@@ -57,7 +60,10 @@ class Runtime:
             shutdown_s=shutdown_s,
         )
         self.rank_sets = RankSets(self.control, self.watchdog)
-        self.serials = itertools.count()  # of optimizers, the same on all ranks
+        self.job: str = self.control.broadcast(f"{time.time_ns()}.{os.getpid()}")
+        self.clock_offset_s = align_clocks(self.control) if settings.timeline is not None else None
+        # Numbers for optimizers, by process set: the same on all ranks of the set.
+        self.serials: defaultdict[int, Iterator[int]] = defaultdict(itertools.count)
         self.reducers: list[GradientReducer] = []
         self.finished: deque[GradientReducer] = deque(maxlen=256)  # those whose iterations ended last, the latest last
 
@@ -77,6 +83,7 @@ class Runtime:
         everybody = self.control.failures.error is None and self.watchdog.leave(timeout_s)
         for reducer in reversed(self.reducers):
             reducer.close()
+        timeline.stop()
         self.reducers.clear()
         self.finished.clear()
         if everybody:
@@ -210,6 +217,7 @@ def _install_exit_hooks() -> None:
 def _abort(reason: str, *, code: int) -> NoReturn:
     """Ends the job on all ranks at once, saying who and where."""
     assert _runtime is not None
+    timeline.stop()
     where = "".join(f"; it {text}" for text in _runtime.watchdog.progress())
     print(f"sirtaki: rank {_runtime.control.rank} {reason}{where}; the job ends", file=sys.stderr, flush=True)
     sys.stdout.flush()

@@ -8,13 +8,13 @@ in a learning iteration (`GradientReducer`), in which such gradients are held ba
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
 import torch
 
 from sirtaki.comm.synchroniser import Reduction
 
 from .mpi_ops import Sum, sparse_allreduce_async
+from .process_sets import ProcessSet
 
 
 class SparseReductions:
@@ -24,9 +24,9 @@ class SparseReductions:
         names: parameters of which all ranks know that their gradients are sparse.
     """
 
-    def __init__(self, prefix: str, reduction: Reduction, where: Mapping[str, Any]) -> None:
-        """`prefix` of the operations' names; `where` they take place: process set arguments of a collective."""
-        self._prefix, self._where = prefix, where
+    def __init__(self, prefix: str, reduction: Reduction, process_set: ProcessSet) -> None:
+        """`prefix` of the operations' names; `process_set`: the ranks that take part."""
+        self._prefix, self._process_set = prefix, process_set
         self._factor = reduction.prescale * reduction.postscale
         self.names: set[str] = set()
         self._held: dict[str, torch.Tensor] = {}
@@ -54,7 +54,7 @@ class SparseReductions:
         rows = gradient.detach()
         if not rows.is_sparse or rows.sparse_dim() != 1:
             rows = rows.to_dense().to_sparse(1)
-        self._running[name] = sparse_allreduce_async(rows, f"{self._prefix}.{name}", Sum, **self._where)
+        self._running[name] = sparse_allreduce_async(rows, f"{self._prefix}.{name}", Sum, self._process_set)
 
     def finish(self, params: Mapping[str, torch.Tensor], agreed_now: Iterable[str]) -> None:
         """Collective: blocks until all sparse gradients are reduced and in `.grad`, coalesced.

@@ -1,4 +1,4 @@
-"""What a DistributedOptimizer offers besides ordinary training: sparse gradients, groups, process sets, join and more."""
+"""What a DistributedOptimizer offers besides ordinary training: sparse gradients, groups, process sets, join."""
 
 import copy
 import io

@@ -1,0 +1,80 @@
+"""What a synchroniser tells the timeline of one iteration: copies, and each unit's way through queue and transport.
+
+A module of its own so that the hot path holds nothing of it but a test whether it is there.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from .layout import GradientLayout
+from .plan import TransportKind
+from .timeline import Timeline
+from .transport import Work
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IssuedUnit:
+    """One unit as it was issued.
+
+    Attributes:
+        layout: of the flat buffer that elements `[start, stop)` are of.
+        work: tells when the transport began and ended, where it knows.
+        issued_s: when it was submitted.
+    """
+
+    layout: GradientLayout
+    start: int
+    stop: int
+    stream: int
+    transport: TransportKind
+    work: Work
+    issued_s: float
+
+    def describe(self) -> str:
+        """The gradients in it, in words."""
+        offsets, names = self.layout.offsets, self.layout.names
+        first = bisect_right(offsets, self.start) - 1
+        last = max(first, bisect_left(offsets, self.stop) - 1)
+        return names[first] if first == last else f"{names[first]} … {names[last]} ({last - first + 1})"
+
+
+@dataclass(slots=True)
+class IterationTrace:
+    """Collects one iteration's events and writes them at its end."""
+
+    timeline: Timeline
+    copies: list[tuple[float, float, int]] = field(default_factory=list)
+    units: list[IssuedUnit] = field(default_factory=list)
+
+    def copied(self, begin_s: float, count: int) -> None:
+        """`count` gradients have been copied into the flat buffers."""
+        self.copies.append((begin_s, time.perf_counter(), count))
+
+    def write(self, *, iteration: int, learning: bool, first_ready_s: float, finish_called_s: float) -> None:
+        """All gradients are reduced."""
+        end_s = time.perf_counter()
+        timeline, kind = self.timeline, "learning" if learning else "scheduled"
+        timeline.span("iterations", f"iteration {iteration}", first_ready_s, end_s, kind=kind)
+        if finish_called_s > first_ready_s:
+            timeline.span("iterations", "backward", first_ready_s, finish_called_s)
+        timeline.span("iterations", "wait", max(first_ready_s, finish_called_s), end_s)
+        for begin_s, copied_s, count in self.copies:
+            timeline.span("copies", f"copy {count} gradients", begin_s, copied_s)
+        self._write_units(self.units, end_s)
+
+    def _write_units(self, units: Sequence[IssuedUnit], end_s: float) -> None:
+        free_s: dict[int, float] = {}
+        for unit in units:
+            # A transport that does not tell when it began takes a stream's units one after the other.
+            began_s = max(unit.issued_s, free_s.get(unit.stream, 0.0), getattr(unit.work, "begun_s", 0.0))
+            done_s = getattr(unit.work, "done_s", 0.0) or end_s
+            free_s[unit.stream] = done_s
+            name, numbers = unit.describe(), {"bytes": (unit.stop - unit.start) * unit.layout.itemsize_bytes}
+            track = f"{unit.transport.value} stream {unit.stream}"
+            if began_s > unit.issued_s:
+                self.timeline.overlapping(f"{track} queue", unit.issued_s, began_s, unit=name, **numbers)
+            self.timeline.span(track, name, began_s, max(began_s, done_s), **numbers)

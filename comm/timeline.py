@@ -1,0 +1,180 @@
+"""A Chrome trace of what this rank does, for Perfetto (https://ui.perfetto.dev) or chrome://tracing.
+
+All ranks of a host write to one file, which is a complete JSON array after every write, so that the trace of a job that
+was killed can be read. Events are kept in memory and written a few times a second by a thread; who records something
+pays for one tuple in a list. While no trace is wanted, `active()` is None and nothing is recorded.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+FLUSH_S = 0.25
+_END = b"\n]\n"
+
+Event = tuple[str | None, str, float, float, Mapping[str, object]]
+"""(track, name, begin_s, end_s, arguments); times as of `time.perf_counter`, equal for an instant."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Writer:
+    """Who writes.
+
+    Attributes:
+        job: equal for all that write to one file; a file of another job is overwritten.
+        rank: of this process; the trace's process number.
+        host: where it runs.
+        clock_offset_s: what must be added to this process's clock to get that of the trace.
+    """
+
+    job: str
+    rank: int
+    host: str = ""
+    clock_offset_s: float = 0.0
+
+
+class Timeline:
+    """Records events of this process until it is closed."""
+
+    def __init__(self, path: Path, writer: Writer, *, mark_cycles: bool = False) -> None:
+        """Opens the file.
+
+        Args:
+            path: of the trace; it is the same for all ranks of a host.
+            writer: this process.
+            mark_cycles: rounds of eager operations are recorded, too.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        self.mark_cycles = mark_cycles
+        self._writer = writer
+        self._events: list[Event] = []
+        self._tracks: dict[str, int] = {}
+        self._overlapping = writer.rank << 32  # numbers that no other rank uses
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        self._writing = threading.Lock()
+        self._append([self._metadata("process_name", {"name": f"rank {writer.rank} {writer.host}".strip()})])
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="sirtaki-timeline", daemon=True)
+        self._thread.start()
+
+    def span(self, track: str, name: str, begin_s: float, end_s: float, **arguments: object) -> None:
+        """Something that lasted; spans of one track follow each other or lie in each other."""
+        self._events.append((track, name, begin_s, end_s, arguments))
+
+    def overlapping(self, name: str, begin_s: float, end_s: float, **arguments: object) -> None:
+        """Something that lasted and that others of this name may overlap; they share a track of this name."""
+        self._events.append((None, name, begin_s, end_s, arguments))
+
+    def instant(self, track: str, name: str, when_s: float, **arguments: object) -> None:
+        """Something that happened."""
+        self._events.append((track, name, when_s, when_s, arguments))
+
+    def _run(self) -> None:
+        while not self._closing.wait(FLUSH_S):
+            self.flush()
+
+    def flush(self) -> None:
+        """Writes what has been recorded."""
+        with self._writing:
+            count = len(self._events)
+            entries = [entry for event in self._events[:count] for entry in self._entries(event)]
+            del self._events[:count]
+            if entries and self._file >= 0:
+                self._append(entries)
+
+    def _entries(self, event: Event) -> list[dict[str, object]]:
+        track, name, begin_s, end_s, arguments = event
+        begin_us = round(1e6 * (begin_s + self._writer.clock_offset_s), 1)
+        if track is None:
+            self._overlapping += 1
+            both: dict[str, object] = {"name": name, "cat": "overlapping", "id": self._overlapping, "tid": 0}
+            both["pid"] = self._writer.rank
+            end_us = begin_us + round(1e6 * (end_s - begin_s), 1)
+            return [{**both, "ph": "b", "ts": begin_us, "args": dict(arguments)}, {**both, "ph": "e", "ts": end_us}]
+        entries: list[dict[str, object]] = []
+        if track not in self._tracks:
+            self._tracks[track] = len(self._tracks)
+            entries.append(self._metadata("thread_name", {"name": track}, track))
+        entry: dict[str, object] = {
+            "name": name,
+            "pid": self._writer.rank,
+            "tid": self._tracks[track],
+            "ts": begin_us,
+            "args": dict(arguments),
+        }
+        if end_s > begin_s:
+            entries.append({**entry, "ph": "X", "dur": round(1e6 * (end_s - begin_s), 1)})
+        else:
+            entries.append({**entry, "ph": "i", "s": "t"})
+        return entries
+
+    def _metadata(self, name: str, arguments: Mapping[str, object], track: str | None = None) -> dict[str, object]:
+        tid = 0 if track is None else self._tracks[track]
+        return {"name": name, "ph": "M", "pid": self._writer.rank, "tid": tid, "args": dict(arguments)}
+
+    def _append(self, entries: list[dict[str, object]]) -> None:
+        """One write that replaces the closing bracket; other processes of this host do the same."""
+        text = ",\n".join(json.dumps(entry, separators=(",", ":")) for entry in entries).encode()
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+        try:
+            head = self._head()
+            if os.pread(self._file, len(head), 0) != head:
+                os.ftruncate(self._file, 0)
+                os.pwrite(self._file, head + _END, 0)
+            size = os.fstat(self._file).st_size
+            os.pwrite(self._file, b",\n" + text + _END, size - len(_END))
+        finally:
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+
+    def _head(self) -> bytes:
+        labels = {"name": "process_labels", "ph": "M", "pid": 0, "args": {"labels": f"sirtaki job {self._writer.job}"}}
+        return b"[\n" + json.dumps(labels, separators=(",", ":")).encode()
+
+    def close(self) -> None:
+        """Writes the rest. May be called twice."""
+        self._closing.set()
+        self._thread.join(timeout=2.0)
+        self.flush()
+        with self._writing:
+            if self._file >= 0:
+                os.close(self._file)
+                self._file = -1
+
+
+_active: Timeline | None = None
+
+
+def active() -> Timeline | None:
+    """What records events now; None = nobody wants a trace."""
+    return _active
+
+
+def start(timeline: Timeline) -> None:
+    """From now on, events go to `timeline`; one that was active is closed."""
+    global _active
+    stop()
+    _active = timeline
+
+
+def stop() -> None:
+    """Ends the trace; harmless if there is none."""
+    global _active
+    timeline, _active = _active, None
+    if timeline is not None:
+        timeline.close()
+
+
+def path_on_host(path: Path, host_number: int) -> Path:
+    """The file of a host: `path` itself on the first one, `trace.host1.json` and so on elsewhere.
+
+    Hosts do not share a file, because network file systems do not lock reliably.
+    """
+    return path if host_number == 0 else path.with_name(f"{path.stem}.host{host_number}{path.suffix}")

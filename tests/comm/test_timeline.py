@@ -1,0 +1,55 @@
+import json
+from pathlib import Path
+
+from sirtaki.comm import timeline
+from sirtaki.comm.timeline import Timeline, Writer, path_on_host
+
+
+def test_the_file_is_complete_json_after_every_write(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    trace = Timeline(path, Writer(job="1", rank=3, host="node", clock_offset_s=-10.0))
+    assert [event["name"] for event in json.loads(path.read_text())] == ["process_labels", "process_name"]
+    trace.span("units", "first", 10.5, 10.75, bytes=7)
+    trace.instant("units", "mark", 10.6)
+    trace.flush()
+    *_, track, span, mark = json.loads(path.read_text())
+    assert track == {"name": "thread_name", "ph": "M", "pid": 3, "tid": 0, "args": {"name": "units"}}
+    assert (span["ph"], span["ts"], span["dur"], span["args"]) == ("X", 500_000.0, 250_000.0, {"bytes": 7})
+    assert (mark["ph"], mark["ts"]) == ("i", 600_000.0)
+    trace.overlapping("queue", 11.0, 11.5, unit="a")
+    trace.close()
+    trace.close()
+    begin, end = json.loads(path.read_text())[-2:]
+    assert (begin["ph"], end["ph"]) == ("b", "e")
+    assert begin["id"] == end["id"]
+    assert (begin["ts"], end["ts"]) == (1_000_000.0, 1_500_000.0)
+
+
+def test_ranks_share_a_file_and_a_new_job_overwrites_it(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    first = [Timeline(path, Writer(job="1", rank=rank)) for rank in range(3)]
+    for rank, trace in enumerate(first):
+        trace.span("units", f"of {rank}", 1.0, 2.0)
+    for trace in first:
+        trace.close()
+    assert {event["pid"] for event in json.loads(path.read_text()) if event["ph"] == "X"} == {0, 1, 2}
+    Timeline(path, Writer(job="2", rank=0)).close()
+    assert not any(event["ph"] == "X" for event in json.loads(path.read_text()))
+
+
+def test_one_timeline_is_active_at_a_time(tmp_path: Path) -> None:
+    assert timeline.active() is None
+    first, second = (Timeline(tmp_path / name, Writer(job="1", rank=0)) for name in ("a.json", "b.json"))
+    timeline.start(first)
+    first.instant("track", "only here", 1.0)
+    timeline.start(second)
+    assert timeline.active() is second
+    timeline.stop()
+    timeline.stop()
+    assert timeline.active() is None
+    assert "only here" in (tmp_path / "a.json").read_text()
+
+
+def test_hosts_have_files_of_their_own() -> None:
+    assert path_on_host(Path("/x/trace.json"), 0) == Path("/x/trace.json")
+    assert path_on_host(Path("/x/trace.json"), 2) == Path("/x/trace.host2.json")
