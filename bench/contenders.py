@@ -116,7 +116,8 @@ class Sirtaki(Contender):
             self.optimizer = hvd.DistributedOptimizer(self.optimizer, named_parameters=self.model.named_parameters())
         finally:
             current.settings = settings
-        self._sync = self.optimizer._sync  # type: ignore[attr-defined]  # None with one rank
+        reducer = self.optimizer._reducer  # type: ignore[attr-defined]  # None with one rank
+        self._sync = None if reducer is None else reducer.tuned
         self.warmup_steps = 0
 
     def warm_up(self, limit: int = 1000) -> None:

@@ -90,18 +90,18 @@ def cost_per_gradient(options: Mapping[str, Any]) -> dict[str, Any]:
     for contender in contenders.values():
         thread_time_of(contender, 5)
     alternate({name: sample(name) for name in contenders}, options["rounds"], seed=options["seed"])
-    alone_s = Spread.of([backward for backward, _ in parts["alone"]]).median
+    alone_s = [backward for backward, _ in parts["alone"]]
 
     def microseconds(seconds: float) -> float:
         return 1e6 * seconds / gradients
 
     return {
         "gradients": gradients,
-        "alone_us": [microseconds(backward) for backward, _ in parts["alone"]],
+        "alone_us": [microseconds(backward) for backward in alone_s],
         "contenders": {
             name: {
-                "hooks_us": [microseconds(backward - alone_s) for backward, _ in parts[name]],
-                "all_us": [microseconds(backward + rest - alone_s) for backward, rest in parts[name]],
+                "hooks_us": [microseconds(own[0] - alone) for own, alone in zip(parts[name], alone_s, strict=True)],
+                "all_us": [microseconds(sum(own) - alone) for own, alone in zip(parts[name], alone_s, strict=True)],
             }
             for name in ("ddp", "sirtaki")
         },
