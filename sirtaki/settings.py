@@ -1,9 +1,9 @@
 """What a user may set from outside: environment variables → one frozen `Settings`.
 
-The only module that reads settings from the environment (what launchers write there, a rank's place, are facts and no
-settings), so that whoever looks for a switch looks here. Sirtaki's own
-names win over Horovod's, an explicit argument in the script wins over both (`dataclasses.replace`). A value that
-cannot be meant is refused at once; a Horovod variable that has no meaning here is accepted with a note.
+The only module that reads settings from the environment, so that whoever looks for a switch looks here (what launchers
+write there, such as a rank's place, are facts and no settings). Sirtaki's own names win over Horovod's, an explicit
+argument in the script wins over both (`dataclasses.replace`). A value that cannot be meant is refused at once; a
+Horovod variable that has no meaning here is accepted with a note.
 """
 
 import difflib

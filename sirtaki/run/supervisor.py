@@ -140,9 +140,11 @@ class Supervisor:
                     f"{self.start_timeout_s:g} s; check that their hosts can be reached by ssh without a password "
                     "and have the same Python environment, or allow more with --start-timeout"
                 )
-            if give_up_at is None and (failed or vanished):
+            if not (failed or vanished):
+                give_up_at = None  # what had vanished has been heard to have finished before
+            elif give_up_at is None:
                 give_up_at = now + (FAILURE_GRACE_S if failed else VANISHED_GRACE_S)
-            if give_up_at is not None and now > give_up_at:
+            elif now > give_up_at:
                 if not failed:
                     self._report_vanished(vanished[0])
                 return
