@@ -2,6 +2,7 @@
 
 import copy
 import math
+import os
 import random
 import sys
 import warnings
@@ -132,6 +133,21 @@ def an_order_that_changes_for_good_is_learned_anew() -> None:
     optimizer = assert_same_training(Heads(20).double(), loss, steps=120, tolerance=1e-9)
     if hvd.size() > 1:
         assert optimizer._reducer.tuned._sync._learn_from > 100
+
+
+def plans_that_change_in_mid_training() -> None:
+    seen: set[str] = set()
+
+    def step(optimizer: torch.optim.Optimizer, loss: Callable[[], torch.Tensor]) -> None:
+        optimizer.zero_grad(set_to_none=len(seen) % 2 == 0)
+        loss().backward()
+        optimizer.step()
+        if hvd.size() > 1 and hasattr(optimizer, "synchronize"):
+            seen.add(optimizer._reducer.tuned.knobs.describe())
+
+    warmup = int(os.environ["SIRTAKI_WARMUP_ITERATIONS"])
+    assert_same_training(mlp(), mean_square, step=step, steps=min(warmup, 100) + 10, tolerance=1e-10)
+    assert len(seen) > 2 or warmup < 40 or hvd.size() == 1
 
 
 def windows_of_accumulation_that_end_early() -> None:
@@ -431,6 +447,7 @@ CASES = [
     parameters_that_are_unused_or_shared_or_frozen,
     an_order_that_differs_between_ranks_and_iterations,
     an_order_that_changes_for_good_is_learned_anew,
+    plans_that_change_in_mid_training,
     windows_of_accumulation_that_end_early,
     clipping_by_the_norm_of_the_reduced_gradients,
     scaled_losses_and_an_overflow_on_one_rank,
