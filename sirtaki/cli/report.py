@@ -5,6 +5,7 @@ files beside the page; plots are inline SVG.
 """
 
 import math
+from argparse import ArgumentParser, Namespace
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
@@ -15,6 +16,7 @@ from sirtaki.autotune.knobs import Knobs
 from sirtaki.autotune.meta.auc_bandit import AUCBandit, window_for
 from sirtaki.autotune.meta.session import DEFAULT_ARM
 from sirtaki.autotune.model.simulator import Simulator
+from sirtaki.errors import ConfigError
 
 from .svg import Plot
 from .trial_log import Measurement, TrialLog, read_log
@@ -32,6 +34,23 @@ td.number { text-align: right; font-variant-numeric: tabular-nums; }
 .swatch { display: inline-block; width: .8em; height: .8em; margin-right: .35em; border-radius: 2px; }
 .legend span { margin-right: 1.1em; white-space: nowrap; }
 """
+
+
+def configure(parser: ArgumentParser) -> None:
+    """Adds the command's options."""
+    parser.add_argument("log", type=Path, metavar="LOG", help="what a job wrote to SIRTAKI_TRIAL_LOG")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="the page (default: LOG with .html)")
+
+
+def main(options: Namespace) -> int:
+    """Writes the page and says where."""
+    page: Path = options.output or options.log.with_suffix(".html")
+    try:
+        write_report(options.log, page)
+    except OSError as err:
+        raise ConfigError(f"the report cannot be written: {err}") from err
+    print(f"wrote {page}")
+    return 0
 
 
 def write_report(log_path: Path, html_path: Path) -> None:

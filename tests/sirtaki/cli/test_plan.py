@@ -1,0 +1,70 @@
+"""`sirtaki plan` and `sirtaki report` on a job's log."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from sirtaki.autotune.knobs import MIB, Knobs
+from sirtaki.autotune.model.link import LinkModel
+from sirtaki.autotune.model.planning import PlanningModel
+from sirtaki.autotune.model.profile import Profile
+from sirtaki.cli.__main__ import main
+from sirtaki.comm.layout import GradientLayout
+from sirtaki.comm.plan import Algorithm, TransportKind
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    sizes = (500_000,) * 20
+    model = PlanningModel(
+        layout=GradientLayout(sizes=sizes),
+        profile=Profile.from_durations([1e-3] * len(sizes)),
+        links={(TransportKind.GLOO, Algorithm.FLAT): LinkModel(alpha_s=1e-4, throughput=(1e9, 2e9))},
+    )
+    knobs = Knobs(unit_bytes=MIB, streams=2, transport=TransportKind.GLOO).to_json()
+    trial = {"arm": "default", "knobs": knobs, "spans_s": [0.03], "best_span_s": 0.03, "purpose": "default"}
+    lines = [{"event": "model", **model.to_json()}, {"event": "trial", "iteration": 3, **trial}]
+    path = tmp_path / "trials.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    return path
+
+
+def rows(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict[str, float]]:
+    assert main(["plan", "--json", *arguments]) == 0
+    table: list[dict[str, float]] = json.loads(capsys.readouterr().out)
+    return table
+
+
+def test_more_ranks_on_a_slow_link_take_longer_than_few_on_a_fast_one(
+    log: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fast = rows(capsys, str(log), "--ranks", "2", "--link-gbit", "100")
+    slow = rows(capsys, str(log), "--ranks", "64", "--link-gbit", "1")
+    assert max(row["iteration_s"] for row in fast) < min(row["iteration_s"] for row in slow)
+    assert min(row["efficiency"] for row in fast) > 0.5
+
+
+def test_a_measured_link_is_carried_over_to_more_ranks(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = rows(capsys, str(log), "--ranks", "4,2", "--measured-ranks", "2")
+    assert [row["ranks"] for row in table] == sorted(row["ranks"] for row in table)
+    assert {row["ranks"] for row in table} == {2, 4}
+
+
+def test_a_cluster_must_be_described(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(log)]) == 1
+    assert "--link-gbit" in capsys.readouterr().err
+
+
+def test_a_report_is_one_page_beside_the_log(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(log)]) == 0
+    page = log.with_suffix(".html")
+    assert str(page) in capsys.readouterr().out
+    assert "<svg" in page.read_text()
+
+
+def test_what_is_no_log_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    garbage = tmp_path / "garbage"
+    garbage.write_text("no log\n")
+    assert main(["report", str(garbage)]) == 1
+    assert "line 1" in capsys.readouterr().err
