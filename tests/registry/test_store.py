@@ -3,7 +3,7 @@ import sqlite3
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,21 +18,6 @@ from sirtaki.registry.store import CorruptStoreError, Store, default_path, open_
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tmp_path / "deep" / "registry.db"
-
-
-@pytest.fixture
-def postgresql_url() -> Iterator[str]:
-    """A server's URL; our tables are dropped before and after."""
-    from sqlalchemy import create_engine
-
-    url = os.environ.get("SIRTAKI_TEST_POSTGRESQL_URL")
-    if not url:
-        pytest.skip("SIRTAKI_TEST_POSTGRESQL_URL names no PostgreSQL server")
-    engine = create_engine(url)
-    schema.metadata.drop_all(engine)
-    yield url
-    schema.metadata.drop_all(engine)
-    engine.dispose()
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
