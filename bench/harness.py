@@ -181,7 +181,15 @@ def alternate(contenders: Mapping[str, Callable[[], float]], rounds: int, *, see
 # ── ranks ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 RESULT_MARK = "BENCH-RESULT "
-RANK_ENV = {"OMP_NUM_THREADS": "1", "SIRTAKI_REGISTRY": "off", "SIRTAKI_LOG_LEVEL": "warning"}
+RANK_ENV = {
+    "OMP_NUM_THREADS": "1",
+    # Freed memory stays with the process, as under a GPU's caching allocator: else a step of any contender may pay for
+    # a fresh page of each gradient or not, as the heap happens to lie.
+    "MALLOC_TRIM_THRESHOLD_": "8589934592",
+    "MALLOC_MMAP_THRESHOLD_": "33554432",
+    "SIRTAKI_REGISTRY": "off",
+    "SIRTAKI_LOG_LEVEL": "warning",
+}
 
 
 def rank_env() -> dict[str, str]:

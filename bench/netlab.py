@@ -171,9 +171,10 @@ def measure(report: Report, case: str, options: dict[str, Any], *, warmup_iterat
             }
         )
     report.notes.append(
-        f"{case}: gradients, buckets and compute × {options['scale']:g}; link {shape.link_bits_per_s / 1e6:g} Mbit/s, flow {shape.flow_bits_per_s / 1e6:g} Mbit/s, measured "
-        f"payload {result['payload_bytes_per_s'] / 1e6:.1f} MB/s; gradients {result['gradient_bytes'] / 1e6:.1f} MB, "
-        f"bound {bound_s * 1e3:.0f} ms; warm-up {result['warmup_s']:.0f} s"
+        f"{case}: gradients, buckets and compute × {options['scale']:g}; link {shape.link_bits_per_s / 1e6:g} Mbit/s, "
+        f"flow {shape.flow_bits_per_s / 1e6:g} Mbit/s, payload {result['payload_bytes_per_s'] / 1e6:.1f} MB/s; "
+        f"gradients {result['gradient_bytes'] / 1e6:.1f} MB, bound {bound_s * 1e3:.0f} ms; "
+        f"warm-up {result['warmup_s']:.0f} s"
     )
     if case == "equal":
         ratio = ratios(samples["tuned"], samples[AS_IT_COMES]).median

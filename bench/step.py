@@ -2,8 +2,9 @@
 
     python -m bench.step [--quick] [--check] [--json PATH] [--ranks 1 2 4] [--models resnet50 transformer conv]
 
-The emulated model computes for 60 ms. Both live in the same processes, each with a copy of the model. A sample is a block of steps: the slowest rank's time
-for it, by the number of steps. Bars (DESIGN §12): untuned ≤ 1.00 of DDP's step at 2 and 4 ranks, tuned ≤ 0.80 at 4
+The emulated model computes for 60 ms. Both live in the same processes, each with a copy of the model. A sample is a
+block of steps: the slowest rank's time for it, by the number of steps. With one rank a third contender synchronises
+nothing. Bars (DESIGN §12): untuned ≤ 1.00 of DDP's step at 2 and 4 ranks, tuned ≤ 0.80 at 4
 ranks on the emulated model, and no more overhead than DDP at one rank.
 """
 
@@ -88,7 +89,9 @@ def on_rank(options: Mapping[str, Any]) -> None:
         seed=options["seed"],
     )
     tuned = Sirtaki(model, tune=True)
+    alone: dict[str, Contender] = {"alone": Contender(model)} if comm.size == 1 else {}
     contenders: dict[str, Contender] = {
+        **alone,
         "ddp": Ddp(model),
         "untuned": Sirtaki(model, tune=False),
         "tuned": tuned,
