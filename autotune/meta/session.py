@@ -43,7 +43,7 @@ MAX_EXACT_ROUNDS = 3  # that a remembered setting gets to beat the default
 RESERVE_PER_NOISE = 6.0  # share of the budget kept for the finals over the noise, within the bounds below
 MIN_RESERVE, MAX_RESERVE = 0.15, 0.6
 NOISY = 0.05  # from this noise on, turns in the finals take all the iterations that are left
-MAX_TURN_ITERATIONS = 8
+MAX_TURN_ITERATIONS = 12
 
 
 class Purpose(Enum):
@@ -244,7 +244,13 @@ class WarmupSession:
     def _warm_up(self) -> _Script:
         exact = self._exact if self._exact is not None and self._accepts(self._exact) else None
         if exact is not None and not self._same(exact, self._default):
-            kept = yield from self._finals([exact], arm=REGISTRY_ARM, max_rounds=MAX_EXACT_ROUNDS, doubt=CLEAR)
+            kept = yield from self._finals(
+                [exact],
+                arm=REGISTRY_ARM,
+                max_rounds=MAX_EXACT_ROUNDS,
+                max_turn_iterations=2 * self._measured,
+                doubt=CLEAR,
+            )
             self._finish_trial(Proposal(arm=DEFAULT_ARM, knobs=self._default))
             if kept is not None:
                 return self._end(exact, "the registry's setting for this job, checked against the default")
@@ -258,7 +264,7 @@ class WarmupSession:
         finalists = self._finalists()
         if not finalists:
             return self._end(self._default, f"nothing came near the default; {why}")
-        kept = yield from self._finals(finalists, max_rounds=MAX_ROUNDS)
+        kept = yield from self._finals(finalists)
         if kept is None:
             return self._end(self._default, f"no finalist beat the default; {why}")
         return self._end(kept, f"beat the default in alternating iterations; {why}")
@@ -308,7 +314,13 @@ class WarmupSession:
         return field[: max(1, min(self._n_finalists, affordable))]
 
     def _finals(
-        self, finalists: list[Knobs], *, arm: str | None = None, max_rounds: int, doubt: float = 0.0
+        self,
+        finalists: list[Knobs],
+        *,
+        arm: str | None = None,
+        max_rounds: int = MAX_ROUNDS,
+        max_turn_iterations: int = MAX_TURN_ITERATIONS,
+        doubt: float = 0.0,
     ) -> Generator[Assignment, Sequence[float], Knobs | None]:
         """Rounds of all finalists and the default in random order; the one that is kept, None = the default stays.
 
@@ -319,7 +331,9 @@ class WarmupSession:
         duel = Ledger(identity=self._identity)
         field = [*finalists, self._default]
         for number in range(max_rounds):
-            measured = self._turn_iterations(len(field), rounds=len(finalists).bit_length())
+            beaten = self._ledger.lead(self._setting(finalists[0]), self._setting(self._default)) > CLEAR
+            rounds = max(1, len(finalists).bit_length() - beaten)  # halvings, and a duel if it is open
+            measured = min(max_turn_iterations, self._turn_iterations(len(field), rounds=rounds))
             turns = self._rng.permutation(len(field)).tolist()
             for i in turns if number else sorted(turns, key=bool):  # at first the favourite: it may be kept for good
                 knobs = field[i]
@@ -444,7 +458,7 @@ class WarmupSession:
         if self._ledger.noise <= NOISY:
             return self._measured
         longest = (self._budget - self._spent) // (field * rounds) - self._settle
-        return max(self._measured, min(longest, MAX_TURN_ITERATIONS))
+        return max(self._measured, longest)
 
     def _same(self, first: Knobs, second: Knobs) -> bool:
         return self._identity(first) == self._identity(second)

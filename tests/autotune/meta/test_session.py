@@ -375,6 +375,15 @@ def test_the_registrys_setting_runs_at_once_and_ends_the_warm_up_if_it_beats_the
     assert "registry" in job.result.reason
 
 
+def test_checking_the_registrys_setting_takes_few_iterations_even_where_it_is_noisy() -> None:
+    jobs = [
+        Job(session(ListArm(), exact=BEST), span_of=lambda knobs: 0.1, noise=0.3, seed=seed).run() for seed in range(20)
+    ]
+    kept = [job for job in jobs if "checked against the default" in job.result.reason]
+    assert len(kept) > 10
+    assert all(job.result.iterations_used <= 3 * 2 * (1 + 4) for job in kept)
+
+
 def test_a_registrys_setting_that_loses_is_followed_by_the_usual_search() -> None:
     slow = replace(DEFAULT, unit_bytes=64 * MIB)
     job = Job(session(ListArm(BEST), exact=slow)).run()
