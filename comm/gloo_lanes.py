@@ -59,7 +59,9 @@ class _GlooWork:
         except RuntimeError as err:
             if not self._work.is_completed():
                 return False  # this wait timed out; the reduction goes on
-            raise CommError(f"Gloo failed in {self._what}: {err}") from err
+            raise CommError(
+                f"Gloo failed in {self._what}, most likely because a rank has ended or its network is down: {err}"
+            ) from err
         scale_(self._result, self._scale)
         self._done = True
         return True

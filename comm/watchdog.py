@@ -32,6 +32,9 @@ ANSWER_S = 3.0
 LEAVE_GRACE_S = 10.0
 """How long a wait may last once a rank that is waited for has ended its script."""
 
+NOT_THE_USERS = tuple(f"{os.sep}{package}{os.sep}" for package in ("torch", "sirtaki", "importlib"))
+"""Parts of the paths of code that a user does not look for."""
+
 ASK, ANSWER, LOST, LEAVING = range(1, 5)
 
 
@@ -108,15 +111,12 @@ class Watchdog:
     def _location(self) -> str:
         """The user's line that the main thread is at."""
         frame = sys._current_frames().get(self._main_thread or 0)
-        here = os.sep + "torch" + os.sep
-        while frame is not None and frame.f_back is not None:
+        while frame is not None:
             name = frame.f_code.co_filename
-            if here not in name and "sirtaki" not in name and "importlib" not in name:
-                break
+            if not name.startswith("<frozen") and not any(part in name for part in NOT_THE_USERS):
+                return f"{os.path.basename(name)}:{frame.f_lineno} in {frame.f_code.co_name}"
             frame = frame.f_back
-        if frame is None:
-            return "unknown code"
-        return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno} in {frame.f_code.co_name}"
+        return "no line of its script"
 
     def _run(self) -> None:
         while not self._closing.wait(TICK_S):
@@ -178,8 +178,9 @@ class Watchdog:
             self._read_messages()
         lines = [f"rank {self._comm.rank} has waited {waited_s:.0f} s for {wait.what}"]
         for rank in range(self._comm.size):
-            silent = "has ended its script" if rank in self._left else "does not answer: it is gone or stopped"
-            answer = self._answers.get(rank, silent)
+            answer = self._answers.get(rank, "does not answer: it is gone or stopped")
+            if rank in self._left:
+                answer = "has ended its script"
             if rank != self._comm.rank and not answer.startswith(f"waits for {wait.what}"):
                 lines.append(f"  missing: rank {rank} {answer}")
         return "\n".join(lines)

@@ -12,6 +12,7 @@ import logging
 import os
 import sys
 import time
+import time
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from types import TracebackType
@@ -23,7 +24,7 @@ from sirtaki.comm.control import ControlPlane, load_mpi
 from sirtaki.comm.eager import EagerEngine
 from sirtaki.comm.rank_sets import RankSets
 from sirtaki.comm.watchdog import Watchdog
-from sirtaki.errors import ConfigError, NotInitializedError
+from sirtaki.errors import CommError, ConfigError, NotInitializedError
 from sirtaki.settings import Settings
 
 if TYPE_CHECKING:
@@ -36,8 +37,13 @@ logger = logging.getLogger(__name__)
 NEVER_S = 7 * 24 * 3600.0
 """What "no time limit" means to libraries that need a number."""
 
+TRANSPORT_GRACE_S = 60.0
+
 SHUTDOWN_S = 30.0
 """How long `shutdown()` waits for the other ranks to call it, too."""
+
+VICTIM_S = 2.0
+"""How long a rank whose communication failed waits before it ends the job."""
 
 EXIT_S = 5.0
 """The same at the end of a script; a rank that ends early must not hold up the news of it."""
@@ -52,7 +58,8 @@ class Runtime:
         self.control = ControlPlane(comm, local_size=settings.local_size, interface=settings.gloo_interface)
         _start_logging(settings, self.control.rank)
         shutdown_s = settings.stall_shutdown_s if settings.stall_check else None
-        self.timeout_s = shutdown_s or NEVER_S
+        # Transports give up later than the watchdog, which can say who is missing.
+        self.timeout_s = shutdown_s + TRANSPORT_GRACE_S if shutdown_s else NEVER_S
         self.watchdog = Watchdog(
             self.control.duplicate(),
             self.control.failures,
@@ -202,8 +209,16 @@ def _install_exit_hooks() -> None:
 
     def on_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         previous_hook(kind, error, trace)
+        global _runtime
         if _runtime is not None and _runtime.control.size > 1:
-            _abort(f"raised {kind.__name__}: {error}", code=1)
+            _report_end(f"raised {kind.__name__}: {error}")
+            _runtime = None  # nothing is left to wait for at the exit
+            if isinstance(error, CommError):
+                # Most likely another rank's end is the cause; that one should be heard first, and its exit code kept.
+                time.sleep(VICTIM_S)
+            if not _started_by_sirtakirun():
+                sys.stdout.flush()
+                load_mpi().COMM_WORLD.Abort(1)
 
     def on_exit(status: Any = None) -> NoReturn:  # Any: as sys.exit
         global _exit_code
@@ -214,15 +229,20 @@ def _install_exit_hooks() -> None:
     atexit.register(_at_exit)
 
 
-def _abort(reason: str, *, code: int) -> NoReturn:
-    """Ends the job on all ranks at once, saying who and where."""
+def _report_end(reason: str) -> None:
+    """Says who ends the job and where that rank was; keeps what the warm-up has found so far."""
     assert _runtime is not None
     timeline.stop()
     where = "".join(f"; it {text}" for text in _runtime.watchdog.progress())
     print(f"sirtaki: rank {_runtime.control.rank} {reason}{where}; the job ends", file=sys.stderr, flush=True)
-    sys.stdout.flush()
-    load_mpi().COMM_WORLD.Abort(code)
-    os._exit(code)  # not reached unless Abort is broken
+    for reducer in _runtime.reducers:
+        if reducer.tuned is not None:
+            reducer.tuned.remember()
+
+
+def _started_by_sirtakirun() -> bool:
+    """Its wrapper runs the script in this process, and ends the other ranks when this one fails."""
+    return "sirtaki.run.rank_channel" in sys.modules
 
 
 def _at_exit() -> None:
@@ -231,17 +251,16 @@ def _at_exit() -> None:
     if _runtime is None or _runtime.control.size == 1:
         return
     failed = _runtime.control.failures.error
+    code = _exit_code
     if failed is not None:
-        _abort(f"ends after {failed}", code=_exit_code or 1)
-    everybody = _runtime.close(EXIT_S)
-    if not everybody and _exit_code:
-        print(
-            f"sirtaki: rank {_runtime.control.rank} has ended with exit code {_exit_code} while others are at work; "
-            "the job ends",
-            file=sys.stderr,
-        )
-        # Without MPI_Finalize, so that mpiexec sees a failure and ends the other ranks.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(_exit_code)
-    _runtime = None
+        code = code or 1
+        _report_end(f"ends after {failed}")
+    elif _runtime.close(EXIT_S) or not code:
+        _runtime = None
+        return
+    else:
+        _report_end(f"has ended with exit code {code} while others are at work")
+    # Without MPI_Finalize, so that mpiexec sees a failure and ends the other ranks.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -318,16 +318,22 @@ class TunedSynchroniser:
             self._log.close()
             self._session = None
 
+    def remember(self) -> None:
+        """Stores what an unfinished warm-up has found, so that the next job goes on from it. Idempotent."""
+        session, self._session = self._session, None
+        if session is None or self._memory is None:
+            return
+        result = session.result
+        if self._memory.keep(result, session.trials, complete=False):
+            logger.info(
+                "the job ends before its warm-up: best so far %s; stored in the registry, the next job goes on",
+                describe_result(result),
+            )
+        self._log.close()
+
     def close(self) -> None:
-        """Ends all threads. What an unfinished warm-up has found is stored, so that the next job goes on from it."""
-        if self._session is not None and self._memory is not None:
-            result = self._session.result
-            if self._memory.keep(result, self._session.trials, complete=False):
-                logger.info(
-                    "the job ends before its warm-up: best so far %s; stored in the registry, the next job goes on",
-                    describe_result(result),
-                )
-            self._log.close()
+        """Ends all threads; what an unfinished warm-up has found is stored."""
+        self.remember()
         self._sync.close()
         self._fabric.close()
 
