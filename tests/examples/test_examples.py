@@ -1,0 +1,56 @@
+"""Every example runs and does what it says."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+ENV = {"SIRTAKI_REGISTRY": "off", "SIRTAKI_WARMUP_ITERATIONS": "20"}
+
+RunRanks = Callable[..., Any]
+
+
+def test_the_classic_script_learns_and_resumes(run_ranks: RunRanks, tmp_path: Path) -> None:
+    checkpoint = tmp_path / "digits.pt"
+    script, common = EXAMPLES / "digits_classic.py", ("--checkpoint", checkpoint, "--sync-batch-norm")
+    first = run_ranks(script, 2, "--epochs", 5, *common, env=ENV, timeout_s=60).stdout
+    resumed = run_ranks(script, 2, "--epochs", 6, *common, env=ENV, timeout_s=60).stdout
+    assert [line.split(":")[0] for line in resumed.splitlines()] == ["epoch 6"]
+    accuracies = [float(found) for found in re.findall(r"accuracy ([\d.]+) %", first + resumed)]
+    assert len(accuracies) == 6
+    assert accuracies[-1] > 85
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("option", ["--fp16-allreduce", "--bf16-allreduce", "--use-adasum"])
+def test_the_classic_script_learns_with_every_option(run_ranks: RunRanks, option: str) -> None:
+    out = run_ranks(EXAMPLES / "digits_classic.py", 2, "--epochs", 8, option, env=ENV, timeout_s=110).stdout
+    assert float(re.findall(r"accuracy ([\d.]+) %", out)[-1]) > 85
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["mlp", "conv", "transformer"])
+def test_the_benchmark_tells_samples_a_second(run_ranks: RunRanks, model: str) -> None:
+    options = ("--num-iters", 3, "--num-batches-per-iter", 2, "--num-warmup-batches", 3, "--batch-size", 4)
+    out = run_ranks(EXAMPLES / "synthetic_benchmark.py", 2, "--model", model, *options, env=ENV, timeout_s=110).stdout
+    found = re.search(r"Total samples/s on 2 CPU\(s\): ([\d.]+)", out)
+    assert found is not None
+    assert float(found[1]) > 0
+
+
+@pytest.mark.slow
+def test_the_language_model_learns_though_ranks_have_different_amounts_of_text(run_ranks: RunRanks) -> None:
+    out = run_ranks(EXAMPLES / "language_model.py", 3, "--epochs", 3, env=ENV, timeout_s=110).stdout
+    bits = [float(found) for found in re.findall(r"([\d.]+) bits a character", out)]
+    assert len(bits) == 3
+    assert bits[-1] < bits[0] < 7
+
+
+def test_process_sets_learn_different_functions(run_ranks: RunRanks) -> None:
+    out = run_ranks(EXAMPLES / "process_sets.py", 3, env=ENV, timeout_s=60).stdout
+    learned = re.findall(r"rank (\d) has learned (\w+), mean squared error ([\d.e-]+)", out)
+    assert [(rank, name) for rank, name, _ in learned] == [("0", "sin"), ("1", "cos"), ("2", "sin")]
+    assert all(float(error) < 0.1 for *_, error in learned)
