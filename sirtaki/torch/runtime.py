@@ -12,7 +12,6 @@ import logging
 import os
 import sys
 import time
-import time
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from types import TracebackType

@@ -1,0 +1,58 @@
+"""Trains until one rank does something wrong. Started by test_faults.py."""
+
+import os
+import signal
+import sys
+import time
+from enum import Enum
+
+import torch
+
+import sirtaki.torch as hvd
+
+
+class Fault(Enum):
+    """What the failing rank does in the tenth iteration."""
+
+    NONE = "none"
+    RAISE = "raise"
+    EXIT = "exit"
+    LEAVE = "leave"
+    KILL = "kill"
+    STOP_CALLING = "stop_calling"
+    EXIT_IN_C = "exit_in_c"
+
+
+def commit(fault: Fault) -> None:
+    match fault:
+        case Fault.RAISE:
+            raise ValueError("a bad batch")
+        case Fault.EXIT:
+            sys.exit(3)
+        case Fault.LEAVE:
+            sys.exit(0)
+        case Fault.KILL:
+            os.kill(os.getpid(), signal.SIGKILL)
+        case Fault.STOP_CALLING:
+            time.sleep(60)
+        case Fault.EXIT_IN_C:
+            os._exit(5)
+
+
+def main(fault: Fault) -> None:
+    hvd.init()
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), named_parameters=model.named_parameters()
+    )
+    for iteration in range(20):
+        if iteration == 10 and hvd.rank() == 1:
+            commit(fault)
+        optimizer.zero_grad()
+        model(torch.randn(4, 8)).sum().backward()
+        optimizer.step()
+    print(f"done {hvd.rank()}")
+
+
+main(Fault(sys.argv[1]))

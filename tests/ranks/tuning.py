@@ -1,0 +1,31 @@
+"""Trains a small model for some iterations and says what runs at the end. Started by test_tuning.py."""
+
+import sys
+
+import torch
+
+import sirtaki.torch as hvd
+
+iterations = int(sys.argv[1])
+hvd.init()
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 10)).double()
+reference = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 10)).double()
+reference.load_state_dict(model.state_dict())
+plain = torch.optim.SGD(reference.parameters(), lr=0.05, momentum=0.9)
+optimizer = hvd.DistributedOptimizer(
+    torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), named_parameters=model.named_parameters()
+)
+for iteration in range(iterations):
+    generator = torch.Generator().manual_seed(iteration)
+    batch = torch.randn(4 * hvd.size(), 64, generator=generator, dtype=torch.float64)
+    optimizer.zero_grad()
+    model(batch[4 * hvd.rank() : 4 * hvd.rank() + 4]).square().mean().backward()
+    optimizer.step()
+    plain.zero_grad()
+    reference(batch).square().mean().backward()
+    plain.step()
+    # Whatever is being tried out, training is as on one process with the joined batch.
+    for param, wanted in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(param, wanted, rtol=1e-10, atol=1e-12)
+print(f"done {hvd.rank()}", flush=True)

@@ -1,0 +1,44 @@
+"""A rank that fails ends the job everywhere, soon, and is named."""
+
+import pytest
+from conftest import RunRanks
+
+STALL = {
+    "HOROVOD_STALL_CHECK_TIME_SECONDS": "1",
+    "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "4",
+    "SIRTAKI_REGISTRY": "off",
+}
+
+
+@pytest.mark.parametrize(
+    ("fault", "code", "says"),
+    [
+        ("raise", 1, ["rank 1 raised ValueError: a bad batch", "iteration 10", "has not computed 0.weight"]),
+        ("exit", 3, ["rank 1 has ended"]),
+        ("leave", 1, ["rank 1 has ended its script"]),
+        ("kill", 137, ["signal 9"]),
+        ("exit_in_c", 5, ["Exit code:    5"]),
+        ("stop_calling", 1, ["missing: rank 1 runs faults.py", "in commit", "has not computed 0.weight"]),
+    ],
+)
+@pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
+def test_a_failing_rank_ends_the_job_and_is_named(
+    run_ranks: RunRanks, fault: str, code: int, says: list[str], transport: str
+) -> None:
+    env = {**STALL, "SIRTAKI_TRANSPORT": transport, "SIRTAKI_TUNE": "0"}
+    job = run_ranks("faults.py", 3, fault, env=env, check=False, timeout_s=90)
+    assert job.returncode == code, job.stderr
+    for text in says:
+        assert text in job.stderr
+    assert "done" not in job.stdout
+
+
+def test_a_stall_is_a_warning_before_it_is_an_error(run_ranks: RunRanks) -> None:
+    job = run_ranks("faults.py", 2, "stop_calling", env=STALL, check=False, timeout_s=60)
+    warnings = [line for line in job.stderr.splitlines() if "has waited" in line]
+    assert "rank 0 has waited 1 s for the gradients of iteration 10" in warnings[0]
+    assert "StallError" in job.stderr
+
+
+def test_without_a_fault_all_ranks_finish(run_ranks: RunRanks) -> None:
+    assert run_ranks("faults.py", 3, "none", env=STALL).stdout.count("done") == 3

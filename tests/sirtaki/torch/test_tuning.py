@@ -1,0 +1,92 @@
+"""Jobs tune while they train, remember what they found, and are never harmed by it."""
+
+import json
+import stat
+from pathlib import Path
+
+import pytest
+from conftest import RunRanks
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_job_tunes_while_it_trains_right_and_the_next_one_starts_tuned(
+    run_ranks: RunRanks, tmp_path: Path, ranks: int
+) -> None:
+    env = {"SIRTAKI_WARMUP_ITERATIONS": "40", "SIRTAKI_TRIAL_LOG": str(tmp_path / "trials.jsonl")}
+    first = run_ranks("tuning.py", ranks, 50, env=env).stderr
+    assert "tuned in" in first
+    assert "stored in the registry" in first
+    records = [json.loads(line) for line in (tmp_path / "trials.jsonl").read_text().splitlines()]
+    assert records[0]["purpose"] == "default"
+    assert records[-1]["event"] == "result"
+    assert len({json.dumps(record["knobs"]) for record in records}) > 3
+    second = run_ranks("tuning.py", ranks, 50, env=env).stderr
+    assert "in the registry" in second
+    assert "the registry" in second.split("tuned in", 1)[1]
+
+
+def test_a_job_that_ends_early_leaves_its_trials_to_the_next(run_ranks: RunRanks) -> None:
+    first = run_ranks("tuning.py", 2, 30).stderr
+    assert "the job ends before its warm-up" in first
+    assert "the next job goes on" in first
+    second = run_ranks("tuning.py", 2, 130).stderr
+    assert "found an unfinished warm-up" in second
+    assert "tuned in" in second
+
+
+def test_tuning_can_be_switched_off(run_ranks: RunRanks, tmp_path: Path) -> None:
+    for name in ("SIRTAKI_TUNE", "HOROVOD_AUTOTUNE"):
+        assert "warm-up" not in run_ranks("tuning.py", 2, 10, env={name: "0"}).stderr
+    assert not (tmp_path / "cache" / "sirtaki").exists()
+
+
+def test_what_the_user_fixes_is_not_tuned(run_ranks: RunRanks, tmp_path: Path) -> None:
+    log = tmp_path / "trials.jsonl"
+    env = {
+        "HOROVOD_FUSION_THRESHOLD": "131072",
+        "SIRTAKI_STREAMS": "2",
+        "SIRTAKI_TRANSPORT": "gloo",
+        "SIRTAKI_WARMUP_ITERATIONS": "20",
+        "HOROVOD_AUTOTUNE_LOG": str(log),
+    }
+    run_ranks("tuning.py", 2, 30, env=env)
+    knobs = [json.loads(line)["knobs"] for line in log.read_text().splitlines()]
+    assert {(k["unit_bytes"], k["streams"], k["transport"]) for k in knobs} == {(131072, 2, "gloo")}
+
+
+@pytest.mark.parametrize(
+    ("env", "says"),
+    [
+        ({"SIRTAKI_STREAMS": "many"}, "SIRTAKI_STREAMS"),
+        ({"SIRTAKI_STREAMS": "500"}, "SIRTAKI_STREAMS=500"),
+        ({"SIRTAKI_STREEMS": "2"}, "SIRTAKI_STREAMS"),
+        ({"SIRTAKI_TRANSPORT": "nccl"}, "possible: shared_memory flat"),
+        ({"HOROVOD_FUSION_THRESHOLD": "-1"}, "HOROVOD_FUSION_THRESHOLD"),
+    ],
+)
+def test_settings_that_cannot_be_meant_are_refused_with_the_remedy(
+    run_ranks: RunRanks, env: dict[str, str], says: str
+) -> None:
+    job = run_ranks("tuning.py", 2, 5, env=env, check=False)
+    assert job.returncode != 0
+    assert "ConfigError" in job.stderr
+    assert says in job.stderr
+
+
+def test_a_registry_full_of_garbage_is_put_aside_with_a_warning(run_ranks: RunRanks, tmp_path: Path) -> None:
+    registry = tmp_path / "registry.db"
+    registry.write_bytes(b"this is no database " * 1000)
+    env = {"SIRTAKI_REGISTRY": str(registry), "SIRTAKI_WARMUP_ITERATIONS": "20"}
+    job = run_ranks("tuning.py", 2, 30, env=env)
+    assert "WARNING" in job.stderr or "kept as" in job.stderr
+    assert job.stdout.count("done") == 2
+    assert any(b"this is no database" in path.read_bytes() for path in tmp_path.glob("registry.db.broken*"))
+
+
+def test_a_cache_directory_that_cannot_be_made_does_not_stop_a_job(run_ranks: RunRanks, tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("not a directory")
+    blocked.chmod(stat.S_IRUSR)
+    job = run_ranks("tuning.py", 2, 30, env={"XDG_CACHE_HOME": str(blocked), "SIRTAKI_WARMUP_ITERATIONS": "20"})
+    assert "without the registry" in job.stderr
+    assert job.stdout.count("done") == 2
