@@ -125,7 +125,8 @@ class NetLab:
         """
         inner = ["setpriv", "--pdeathsig", "KILL", "env", f"--chdir={os.getcwd()}", *argv]
         command = ["setpriv", "--pdeathsig", "KILL", *self._enter(), *self._enter_node(node), *inner]
-        environment = {**os.environ, **(env or {})}
+        # Host names and process ids repeat from lab to lab, and MPI names its files after them: each lab has its own.
+        environment = {**os.environ, "TMPDIR": str(self._directory), **(env or {})}
         return subprocess.Popen(command, env=environment, text=True, **options)  # type: ignore[call-overload,no-any-return]
 
     def run_ranks(
