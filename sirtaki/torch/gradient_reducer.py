@@ -11,6 +11,7 @@ import hashlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -117,8 +118,7 @@ class GradientReducer:
 
     def _arrival(self, index: int) -> Callable[[], None]:
         assert self._sync is not None
-        ready = self._sync.ready
-        return lambda: ready(index)
+        return partial(self._sync.ready, index)
 
     @staticmethod
     def _nothing() -> None:
@@ -289,8 +289,9 @@ class GradientReducer:
         return None if since_s is None else Wait(what=f"the gradients of iteration {self.iteration}", since_s=since_s)
 
     def _progress(self) -> str:
-        """For the other ranks' watchdogs: how far this rank is."""
-        if self._sync is None:
+        """For the other ranks' watchdogs: how far this rank is; nothing if a later optimizer has taken over."""
+        in_use = [*self._current.reducers[-1:], *list(self._current.finished)[-1:]]
+        if self._sync is None or not (self.pending or self._waiting_since_s or self in in_use):
             return ""
         missing = self._sync.missing_names()
         shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
