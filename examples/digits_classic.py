@@ -68,18 +68,21 @@ def average(value: float, name: str) -> float:
     return float(hvd.allreduce(torch.tensor(value), name=name))
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, loader: DataLoader, clip: float) -> float:
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, loader: DataLoader, clip: float | None) -> float:
     model.train()
     total = 0.0
     for images, labels in loader:
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(model(images), labels)
         loss.backward()
-        # The norm is meant of the reduced gradients, so they are waited for first.
-        optimizer.synchronize()
-        nn.utils.clip_grad_norm_(model.parameters(), clip)
-        with optimizer.skip_synchronize():
+        if clip is None:
             optimizer.step()
+        else:
+            # The norm is meant of the reduced gradients, so they are waited for first.
+            optimizer.synchronize()
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+            with optimizer.skip_synchronize():
+                optimizer.step()
         total += loss.item()
     return average(total / len(loader), "loss")
 
@@ -124,8 +127,7 @@ def main() -> None:
         op=hvd.Adasum if args.use_adasum else hvd.Average,
         gradient_predivide_factor=args.gradient_predivide_factor,
     )
-    if args.use_adasum:
-        args.clip = float("inf")
+    clip = None if args.use_adasum else args.clip  # Adasum combines updates, there is nothing to clip before
 
     def warmup(epoch: int) -> float:
         progress = min(1.0, (first_epoch + epoch + 1) / max(args.warmup_epochs, 1e-9))
@@ -134,7 +136,7 @@ def main() -> None:
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, warmup)
     for epoch in range(first_epoch, args.epochs):
         train_loader.sampler.set_epoch(epoch)
-        loss = train(model, optimizer, train_loader, args.clip)
+        loss = train(model, optimizer, train_loader, clip)
         scheduler.step()
         right = accuracy(model, test_loader)
         if hvd.rank() == 0:
