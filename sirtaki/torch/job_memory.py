@@ -21,10 +21,12 @@ from sirtaki.autotune.meta.session import SessionResult
 from sirtaki.autotune.trial import Trial
 from sirtaki.comm.layout import GradientLayout
 from sirtaki.errors import PlanError, SirtakiError, TuningError
+from sirtaki.registry.digest import layout_fingerprint
 from sirtaki.registry.entry import Entry, EntryKey, Provenance, make_key
 from sirtaki.registry.recorder import ModelGraphRecorder
 from sirtaki.registry.store import SafeStore
 from sirtaki.registry.topology import Topology
+from sirtaki.registry.warm_start import Job, WarmStart, warm_starts
 from sirtaki.settings import REGISTRY_OFF, Settings
 
 logger = logging.getLogger(__name__)
@@ -36,13 +38,26 @@ class Recollection:
 
     Attributes:
         exact: the knobs that this very job ended its warm-up with.
+        seeds: knobs of similar jobs, the most similar first, scaled to this one.
         history: trials of a warm-up that was cut short.
         words: where this comes from, for the log; empty if there is nothing.
     """
 
     exact: Knobs | None = None
+    seeds: tuple[Knobs, ...] = ()
     history: tuple[Trial, ...] = ()
     words: str = ""
+
+
+def _from_similar(starts: Sequence[WarmStart]) -> Recollection:
+    """The first proposals that similar jobs give; those that are no knobs are left out."""
+    seeds = []
+    for start in starts:
+        try:
+            seeds.append(Knobs.from_json(start.knobs))
+        except PlanError as err:
+            logger.warning("the registry's entry %s is left alone: %s", start.entry.id[:8], err)
+    return Recollection(seeds=tuple(seeds), words="; ".join(start.explanation for start in starts))
 
 
 class JobMemory:
@@ -73,11 +88,23 @@ class JobMemory:
         versions = {"torch": ".".join(torch.__version__.split(".")[:2]), "sirtaki": sirtaki.__version__}
         self._graph = graph
         self._key = make_key(graph, self._topology, dtype=layout.dtype, device=layout.device, versions=versions)
+        self._layout = layout_fingerprint(layout.sizes, layout.itemsize_bytes)
+        job = Job(
+            key=self._key,
+            model=graph,
+            topology=self._topology,
+            layout=self._layout,
+            itemsize_bytes=layout.itemsize_bytes,
+            name=self._recorder.model_name,
+        )
         store = SafeStore(self._url)
         entry = store.lookup(self._key)
+        similar: list[WarmStart] = []
+        if entry is None:
+            similar = store.attempt(lambda opened: warm_starts(opened, job), similar)
         store.close()
         if entry is None:
-            return Recollection()
+            return _from_similar(similar)
         try:
             if entry.complete:
                 return Recollection(
@@ -118,6 +145,7 @@ class JobMemory:
                 n_trials=len(trials),
                 arm=result.arm,
                 complete=complete,
+                layout=self._layout,
                 trials=() if complete else tuple(trial.to_json() for trial in trials),
                 provenance=Provenance(model_name=self._recorder.model_name, versions=tuple(sorted(versions.items()))),
             )

@@ -8,13 +8,14 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from sirtaki.autotune.knobs import KIB, MIB
+from sirtaki.autotune.knobs import KIB, MIB, Knobs, KnobSpace
 from sirtaki.autotune.model.link import LinkModel, LinkProbe
 from sirtaki.autotune.model.planning import PlanningModel
 from sirtaki.autotune.model.profile import Profile
@@ -45,7 +46,7 @@ def probe_routes(
         fabric: carries the units.
         routes: to measure, the most important first.
         max_streams: no more are opened.
-        budget_s: no probe begins after that; the slowest rank's clock counts, so all ranks stop together.
+        budget_s: after that each route gets two shapes only; the slowest rank's clock counts, so all ranks agree.
     """
     buffer = fabric.allocate(max_streams * MIB // 4, torch.float32)
     found: dict[Route, list[LinkProbe]] = {}
@@ -53,7 +54,8 @@ def probe_routes(
     for route in routes:
         found[route] = []
         for unit_bytes, streams in SHAPES:
-            if streams > max_streams or spent_s > budget_s:
+            # The first shapes are measured on every route: what is not known to be slow would have to be tried.
+            if streams > max_streams or (spent_s > budget_s and (unit_bytes, streams) not in SHAPES[:2]):
                 continue
             plan = _probe_plan(route, unit_bytes, streams)
             fabric.open_plan(plan)
@@ -63,6 +65,38 @@ def probe_routes(
                 found[route].append(LinkProbe(unit_bytes=unit_bytes, streams=streams, seconds=seconds))
                 spent_s += seconds
     return found
+
+
+def narrowed(space: KnobSpace, probes: Mapping[Route, Sequence[LinkProbe]], *, default: Knobs) -> KnobSpace:
+    """The space without what probes have shown to be hopeless: a trial of it would cost many times a good one.
+
+    Routes that carry less than a third of the fastest one's throughput, and numbers of streams that carry less than
+    half of what the default's route carries at best, are left out; the default stays.
+    """
+    rates = {
+        route: _rates([probe for probe in measured if probe.unit_bytes == MIB]) for route, measured in probes.items()
+    }
+    best = {route: max(by_streams.values()) for route, by_streams in rates.items() if by_streams}
+    if not best:
+        return space
+    default_route = (default.transport, default.algorithm)
+    routes = tuple(
+        route for route in space.routes if route == default_route or 3 * best.get(route, math.inf) >= max(best.values())
+    )
+    curve = rates.get(default_route, {})
+    streams = tuple(
+        n for n in space.streams if n == default.streams or 2 * curve.get(n, math.inf) >= best.get(default_route, 0.0)
+    )
+    return replace(space, routes=routes, streams=streams)
+
+
+def _rates(probes: Sequence[LinkProbe]) -> dict[int, float]:
+    """Bytes a second by number of streams, of the faster of repeated probes."""
+    rates: dict[int, float] = {}
+    for probe in probes:
+        rate = probe.streams * probe.unit_bytes / probe.seconds
+        rates[probe.streams] = max(rate, rates.get(probe.streams, 0.0))
+    return rates
 
 
 def _probe_plan(route: Route, unit_bytes: int, streams: int) -> CommPlan:

@@ -7,6 +7,7 @@ runtime at a time, and none before `init()`.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import itertools
 import logging
 import os
@@ -207,7 +208,9 @@ def _install_exit_hooks() -> None:
     previous_hook, previous_exit = sys.excepthook, sys.exit
 
     def on_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        previous_hook(kind, error, trace)
+        # torch.distributed catches what its inner hooks print, and would print it only after the job has ended.
+        with contextlib.redirect_stderr(sys.__stderr__):
+            previous_hook(kind, error, trace)
         global _runtime
         if _runtime is not None and _runtime.control.size > 1:
             _report_end(f"raised {kind.__name__}: {error}")
@@ -233,7 +236,7 @@ def _report_end(reason: str) -> None:
     assert _runtime is not None
     timeline.stop()
     where = "".join(f"; it {text}" for text in _runtime.watchdog.progress())
-    print(f"sirtaki: rank {_runtime.control.rank} {reason}{where}; the job ends", file=sys.stderr, flush=True)
+    print(f"sirtaki: rank {_runtime.control.rank} {reason}{where}; the job ends", file=sys.__stderr__, flush=True)
     for reducer in _runtime.reducers:
         if reducer.tuned is not None:
             reducer.tuned.remember()

@@ -31,7 +31,7 @@ from sirtaki.errors import ConfigError, PlanError
 from sirtaki.settings import Settings
 
 from .job_memory import JobMemory, Recollection
-from .probes import planning_model, probe_routes
+from .probes import narrowed, planning_model, probe_routes
 from .trial_log import TrialLog
 
 if TYPE_CHECKING:
@@ -39,7 +39,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_UNIT_BYTES = 4 * MIB
+DEFAULT_UNITS = 16
+LARGEST_DEFAULT_UNIT_BYTES = 4 * MIB
+SMALLEST_DEFAULT_UNIT_BYTES = 512 * KIB
+"""Untuned, a model is sent in about so many units of a size between these: enough to overlap, few to start up."""
+
 DEFAULT_STREAMS_ONE_NODE = 1
 DEFAULT_STREAMS = 4
 """Between nodes one flow may be capped; four fill most links and cost little on those that one fills."""
@@ -49,7 +53,7 @@ SMALLEST_UNIT_BYTES = 64 * KIB
 LARGEST_UNIT_BYTES = 256 * MIB
 PROGRESS_EVERY_S = 5.0
 PROBE_S = 0.5
-"""What probing for the planners may take, besides twice the backward pass."""
+"""What probing may take, besides twice the time that synchronising takes."""
 
 TRIAL_ITERATIONS = 3  # settling and measured, for the bandit's window
 
@@ -79,13 +83,15 @@ def knob_space(fabric: Fabric, settings: Settings, total_bytes: int) -> KnobSpac
     )
 
 
-def default_knobs(space: KnobSpace, *, one_node: bool) -> Knobs:
+def default_knobs(space: KnobSpace, *, total_bytes: int, one_node: bool) -> Knobs:
     """What runs untuned: the best guess that lies in the space."""
     low, high = space.unit_bytes
+    wanted = 1 << max(0, total_bytes // DEFAULT_UNITS - 1).bit_length()
+    unit_bytes = min(max(wanted, SMALLEST_DEFAULT_UNIT_BYTES), LARGEST_DEFAULT_UNIT_BYTES)
     streams = DEFAULT_STREAMS_ONE_NODE if one_node else DEFAULT_STREAMS
     transport, algorithm = space.routes[0]
     return Knobs(
-        unit_bytes=min(max(DEFAULT_UNIT_BYTES, low), high),
+        unit_bytes=min(max(unit_bytes, low), high),
         streams=max((n for n in space.streams if n <= streams), default=space.streams[0]),
         transport=transport,
         algorithm=algorithm,
@@ -126,7 +132,7 @@ class TunedSynchroniser:
         self._fabric = Fabric(control, timeout_s=runtime.timeout_s)
         total_bytes = sum(param.numel() * reduction.travels_as(param.dtype).itemsize for param in params)
         self._space = knob_space(self._fabric, settings, total_bytes)
-        self._knobs = self._default = default_knobs(self._space, one_node=control.one_node)
+        self._knobs = self._default = default_knobs(self._space, total_bytes=total_bytes, one_node=control.one_node)
         self._sync = Synchroniser(
             params,
             names,
@@ -229,8 +235,9 @@ class TunedSynchroniser:
                 self._fabric,
                 self._space.routes,
                 max_streams=self._space.streams[-1],
-                budget_s=PROBE_S + 2 * report.backward_s,
+                budget_s=PROBE_S + 2 * report.span_s,
             )
+            self._space = narrowed(self._space, probes, default=self._default)
             ready_s = [*self._sync.in_layout_order(report.ready_s), report.backward_s]  # the votes are there at the end
             if self._decides and (model := planning_model(layouts[0], ready_s, report.backward_s, probes)) is not None:
                 self._log.knows(model)
@@ -258,6 +265,7 @@ class TunedSynchroniser:
             rng=np.random.default_rng(settings.seed),
             budget_iterations=settings.warmup_iterations,
             exact=recollection.exact,
+            seeds=recollection.seeds,
             history=recollection.history,
             identity=identity,
         )

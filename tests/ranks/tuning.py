@@ -7,10 +7,19 @@ import torch
 import sirtaki.torch as hvd
 
 iterations = int(sys.argv[1])
+layers = int(sys.argv[2]) if len(sys.argv) > 2 else 1
+
+
+def network() -> torch.nn.Module:
+    hidden = [part for _ in range(layers - 1) for part in (torch.nn.Linear(256, 256), torch.nn.ReLU())]
+    first = (torch.nn.Linear(64, 256), torch.nn.ReLU())
+    return torch.nn.Sequential(*first, *hidden, torch.nn.Linear(256, 10)).double()
+
+
 hvd.init()
 torch.manual_seed(0)
-model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 10)).double()
-reference = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 10)).double()
+model = network()
+reference = network()
 reference.load_state_dict(model.state_dict())
 plain = torch.optim.SGD(reference.parameters(), lr=0.05, momentum=0.9)
 optimizer = hvd.DistributedOptimizer(

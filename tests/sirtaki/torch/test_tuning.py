@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 from conftest import RunRanks
 
+from sirtaki.cli.__main__ import main
+
 
 def read_records(log: Path) -> list[dict[str, Any]]:
     """What ran and how it ended; the model that the planners used is left out."""
@@ -39,6 +41,22 @@ def test_a_job_that_ends_early_leaves_its_trials_to_the_next(run_ranks: RunRanks
     second = run_ranks("tuning.py", 2, 130).stderr
     assert "found an unfinished warm-up" in second
     assert "tuned in" in second
+
+
+def test_settings_travel_to_another_deployment_and_to_a_deeper_model(run_ranks: RunRanks, tmp_path: Path) -> None:
+    """Job A tunes; its entry is exported and imported elsewhere; B starts tuned, C (deeper, more ranks) from it."""
+    here, there, carried = (str(tmp_path / name) for name in ("here.db", "there.db", "entries.json"))
+    run_ranks("tuning.py", 2, 50, 3, env={"SIRTAKI_REGISTRY": here, "SIRTAKI_WARMUP_ITERATIONS": "40"})
+    assert main(["registry", "--registry", here, "export", "-o", carried]) == 0
+    assert main(["registry", "--registry", there, "import", carried]) == 0
+
+    env = {"SIRTAKI_REGISTRY": there, "SIRTAKI_WARMUP_ITERATIONS": "40"}
+    same = run_ranks("tuning.py", 2, 50, 3, env={**env, "SIRTAKI_TRIAL_LOG": str(tmp_path / "same.jsonl")}).stderr
+    assert "in the registry" in same
+    assert not [r for r in read_records(tmp_path / "same.jsonl") if r.get("purpose") == "trial"]
+
+    deeper = run_ranks("tuning.py", 4, 50, 4, env=env).stderr
+    assert "starting from Sequential on 2 ranks" in deeper
 
 
 def test_tuning_can_be_switched_off(run_ranks: RunRanks, tmp_path: Path) -> None:
