@@ -1,5 +1,6 @@
 """What every transport must do, written once; run by `tests/ranks/transports.py` on every rank of a job."""
 
+import itertools
 import random
 
 import torch
@@ -89,7 +90,7 @@ def keeps_many_units_on_many_streams_apart(control: ControlPlane, fabric: Fabric
         buffer.tensor.copy_(values(control.rank, 200_000, torch.float32, repetition))
         works = [
             fabric.all_reduce(buffer, start, stop, route=route, stream=shared.randrange(streams))
-            for start, stop in zip(cuts, cuts[1:], strict=False)
+            for start, stop in itertools.pairwise(cuts)
         ]
         random.Random(control.rank).shuffle(works)
         for work in works:
