@@ -128,7 +128,7 @@ def _job(network: str, fabric: str, ranks: int) -> Job:
     return Job(
         name=f"{network}, {fabric}, {ranks} ranks",
         space=space,
-        default=default_knobs(space, one_node=fabric == "one host"),
+        default=default_knobs(space, total_bytes=load.layout.total_bytes, one_node=fabric == "one host"),
         model=model,
     )
 
