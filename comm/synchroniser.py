@@ -221,7 +221,11 @@ class Synchroniser:
         for group in self._groups:
             for index, view in zip(group.indices, group.views, strict=True):
                 self._views[index] = view
-        self._adopts = [param.dtype == view.dtype for param, view in zip(self._params, self._views, strict=True)]
+        # Gradients of another dtype or device than their flat buffer's travel as copies.
+        self._adopts = [
+            param.dtype == view.dtype and param.device == view.device
+            for param, view in zip(self._params, self._views, strict=True)
+        ]
         self._votes = self._groups[0].buffer.tensor[-VOTES:]
         self._install([self._default_plan(group.layout) for group in self._groups])
 
@@ -518,7 +522,7 @@ class Synchroniser:
         self._copy_arrived()
 
     def _hand_back(self) -> None:
-        """Gradients that travelled in another dtype go back to where they came from."""
+        """Gradients that travelled as copies go back to where they came from."""
         if not all(self._adopts):
             pairs = [
                 (param.grad, view)

@@ -130,6 +130,11 @@ class TunedSynchroniser:
         self.runtime = runtime
         settings, control = runtime.settings, runtime.control
         self._fabric = Fabric(control, timeout_s=runtime.timeout_s)
+        devices = {param.device.type for param in params} - {"cpu"}
+        if devices:
+            logger.warning(
+                "gradients on %s travel through host memory: NCCL streams are not there yet", ", ".join(sorted(devices))
+            )
         total_bytes = sum(param.numel() * reduction.travels_as(param.dtype).itemsize for param in params)
         self._space = knob_space(self._fabric, settings, total_bytes)
         self._knobs = self._default = default_knobs(self._space, total_bytes=total_bytes, one_node=control.one_node)
