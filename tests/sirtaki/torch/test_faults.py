@@ -21,7 +21,7 @@ STALL = {
         ("stop_calling", 1, ["missing: rank 1 runs faults.py", "in commit", "has not computed 0.weight"]),
     ],
 )
-@pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
+@pytest.mark.parametrize("transport", ["shared_memory", pytest.param("gloo", marks=pytest.mark.slow)])
 def test_a_failing_rank_ends_the_job_and_is_named(
     run_ranks: RunRanks, fault: str, code: int, says: list[str], transport: str
 ) -> None:
