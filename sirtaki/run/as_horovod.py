@@ -22,8 +22,8 @@ _OWN = ("horovod.common", "horovod.runner")
 _ELSEWHERE = {
     "horovod.common.process_sets": "sirtaki.torch.process_sets",
     "horovod.common.exceptions": "sirtaki.torch.exceptions",
-    "horovod.common.util": "sirtaki.torch.capabilities",
-    "horovod.common.basics": "sirtaki.torch.capabilities",
+    "horovod.common.util": "sirtaki.torch.basics",
+    "horovod.common.basics": "sirtaki.torch.basics",
 }
 
 
