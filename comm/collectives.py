@@ -18,7 +18,7 @@ import torch
 
 from .adasum import adasum_
 from .control import load_mpi
-from .failure import FailureBoard, poll_until
+from .failure import FailureBoard
 from .requests import ADASUM, Kind, Signature
 from .scaling import HALF_DTYPES, scale_
 
@@ -27,8 +27,11 @@ if TYPE_CHECKING:
 
 Tensors = list[torch.Tensor]
 
-SPIN_S = 0.2
-"""All ranks are here when a transfer begins, and it moves only while it is tested: sleep only if one is very late."""
+SPIN_S = 3e-3
+"""All ranks are here when a transfer begins, so most end within this."""
+
+NAP_S = 50e-6
+"""Between tests of a longer one: it moves only while it is tested, so naps are short."""
 
 TESTS_A_YIELD = 8
 
@@ -56,7 +59,9 @@ class Ranks:
                 if test():
                     return
             os.sched_yield()
-        poll_until(test, failures=self._failures)
+        while not test():
+            self._failures.check()
+            time.sleep(NAP_S)
 
     def all_gather(self, values: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Collective: the small arrays of all ranks, `(size, *values.shape)`."""

@@ -45,7 +45,7 @@ def broadcast_parameters(params: NamedTensors, root_rank: int) -> None:
 
 
 def broadcast_object(
-    obj: Any = None, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
+    obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:  # Any: whatever pickles
     """Collective: the root's picklable object, on every rank."""
     is_root = rank() == root_rank

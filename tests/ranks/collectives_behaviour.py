@@ -1,0 +1,377 @@
+"""Gradients, process sets, join, names and objects, many cases in one launch. Started by test_collectives.py."""
+
+import warnings
+
+import torch
+
+import sirtaki.torch as hvd
+
+CASES = []
+
+
+def case(function):
+    CASES.append(function)
+    return function
+
+
+def same(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
+
+
+# ── gradients ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@case
+def the_gradient_of_an_all_reduce_is_reduced_alike(rank: int, size: int) -> None:
+    for op, factor in ((hvd.Sum, 1.0), (hvd.Average, 1 / size)):
+        x = torch.full((4,), 1.0 + rank, requires_grad=True)
+        y = hvd.allreduce(x, op=op, prescale_factor=0.5, postscale_factor=3.0)
+        (y * (rank + 1)).sum().backward()
+        same(x.grad, torch.full((4,), 1.5 * factor * sum(range(1, size + 1))))
+
+
+@case
+def the_gradient_of_a_grouped_all_reduce_reaches_every_member(rank: int, size: int) -> None:
+    xs = [torch.full((n + 1,), 1.0, requires_grad=True) for n in range(3)]
+    ys = hvd.grouped_allreduce(xs, op=hvd.Sum)
+    sum((n + 1) * y.sum() for n, y in enumerate(ys)).backward()
+    for n, x in enumerate(xs):
+        same(x.grad, torch.full((n + 1,), float(size * (n + 1))))
+
+
+@case
+def the_gradient_of_an_all_gather_is_the_own_part_of_the_average(rank: int, size: int) -> None:
+    x = torch.ones(rank + 2, 3, requires_grad=True)
+    y = hvd.allgather(x)
+    weights = torch.arange(float(y.numel())).view_as(y)
+    ((rank + 1) * weights * y).sum().backward()
+    before = sum(other + 2 for other in range(rank))
+    same(x.grad, weights[before : before + rank + 2] * (size + 1) / 2)
+
+
+@case
+def the_gradient_of_a_grouped_all_gather_is_the_own_part(rank: int, size: int) -> None:
+    xs = [torch.ones(rank + 1, requires_grad=True), torch.ones(3 - rank % 2, 2, requires_grad=True)]
+    ys = hvd.grouped_allgather(xs)
+    (ys[0].sum() + 2 * ys[1].sum()).backward()
+    same(xs[0].grad, torch.ones(rank + 1))
+    same(xs[1].grad, torch.full((3 - rank % 2, 2), 2.0))
+
+
+@case
+def the_gradient_of_a_broadcast_is_the_average_on_the_root(rank: int, size: int) -> None:
+    x = torch.ones(3, requires_grad=True)
+    ((rank + 1) * hvd.broadcast(x, size - 1)).sum().backward()
+    same(x.grad, torch.full((3,), (size + 1) / 2 if rank == size - 1 else 0.0))
+
+
+@case
+def the_gradient_of_an_all_to_all_goes_back(rank: int, size: int) -> None:
+    x = torch.ones(2 * size + 1, 2, requires_grad=True)
+    received, splits = hvd.alltoall(x, splits=torch.full((size,), 2))
+    assert splits.tolist() == [2] * size
+    (received * (rank + 1)).sum().backward()
+    back = torch.arange(1.0, size + 1).repeat_interleave(2)
+    same(x.grad, torch.cat([back, torch.zeros(1)])[:, None].expand(-1, 2))  # the last row went nowhere
+
+
+@case
+def the_gradient_of_a_reduce_scatter_is_gathered(rank: int, size: int) -> None:
+    for op, factor in ((hvd.Sum, size), (hvd.Average, 1)):
+        x = torch.ones(size + 1, requires_grad=True)
+        y = hvd.reducescatter(x, op=op, prescale_factor=2.0, postscale_factor=0.25)
+        (y * (rank + 1)).sum().backward()
+        owners = [0, 0, *range(1, size)]
+        same(x.grad, torch.tensor([0.5 * factor * (owner + 1) for owner in owners]))
+
+
+@case
+def gradients_of_gradients_work(rank: int, size: int) -> None:
+    x = torch.full((2,), 2.0, requires_grad=True)
+    y = hvd.allreduce(x, op=hvd.Sum)
+    (first,) = torch.autograd.grad((y**3).sum(), x, create_graph=True)
+    first.sum().backward()
+    assert torch.isfinite(x.grad).all()
+    assert x.grad.abs().sum() > 0
+
+
+# ── tensors ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@case
+def a_compressed_tensor_comes_back_in_its_dtype(rank: int, size: int) -> None:
+    for compression in (hvd.Compression.none, hvd.Compression.fp16, hvd.Compression.bf16):
+        floats = hvd.allreduce(torch.full((5,), float(rank)), op=hvd.Sum, compression=compression)
+        assert floats.dtype is torch.float32
+        same(floats, torch.full((5,), size * (size - 1) / 2))
+        whole = hvd.grouped_allreduce([torch.tensor(3)], op=hvd.Sum, compression=compression)
+        assert whole[0].dtype is torch.int64
+        assert whole[0].item() == 3 * size
+        part = hvd.reducescatter(torch.ones(size), op=hvd.Sum, compression=compression)
+        assert part.dtype is torch.float32
+        assert part.item() == size
+
+
+@case
+def integers_are_averaged_as_horovod_does(rank: int, size: int) -> None:
+    assert hvd.allreduce(torch.tensor(rank + 1, dtype=torch.int32)).item() == int(size * (size + 1) / 2 * (1 / size))
+
+
+@case
+def in_place_forms_write_into_strided_tensors_and_parameters(rank: int, size: int) -> None:
+    matrix = torch.ones(4, 4)
+    hvd.allreduce_(matrix[:, 1], op=hvd.Sum)
+    same(matrix.sum(0), torch.tensor([4.0, 4.0 * size, 4.0, 4.0]))
+    parameter = torch.nn.Parameter(torch.full((2,), float(rank)))
+    assert hvd.broadcast_(parameter, size - 1) is parameter
+    same(parameter.data, torch.full((2,), size - 1.0))
+
+
+@case
+def conjugate_views_are_sent_as_what_they_show(rank: int, size: int) -> None:
+    z = torch.tensor([1 + 2j]).conj()
+    assert hvd.broadcast(z, 0).item() == 1 - 2j
+    assert hvd.allreduce(z, op=hvd.Sum).item() == size * (1 - 2j)
+
+
+@case
+def adasum_follows_the_paper(rank: int, size: int) -> None:
+    if size & (size - 1):
+        return
+    vectors = [torch.tensor([1.0 + other, 2.0 - other, 0.5 * other * other]) for other in range(size)]
+
+    def pair(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return (1 - a @ b / (2 * a @ a)) * a + (1 - a @ b / (2 * b @ b)) * b
+
+    def tree(several: list[torch.Tensor]) -> torch.Tensor:
+        half = len(several) // 2
+        return several[0] if len(several) == 1 else pair(tree(several[:half]), tree(several[half:]))
+
+    for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
+        found = hvd.allreduce(vectors[rank].to(dtype), op=hvd.Adasum)
+        assert found.dtype is dtype
+        tolerance = 2e-2 if dtype in (torch.float16, torch.bfloat16) else 1e-6
+        torch.testing.assert_close(found.double(), tree([v.double() for v in vectors]), rtol=tolerance, atol=tolerance)
+    same(hvd.allreduce(torch.full((2, 2), 3.0), op=hvd.Adasum), torch.full((2, 2), 3.0))  # parallel: the mean
+    apart = torch.zeros(size)
+    apart[rank] = 1.0
+    same(hvd.allreduce(apart, op=hvd.Adasum), torch.ones(size))  # at right angles: the sum
+    both = hvd.grouped_allreduce([torch.full((2,), 3.0), apart], op=hvd.Adasum)  # each by itself
+    same(both[0], torch.full((2,), 3.0))
+    same(both[1], torch.ones(size))
+
+
+@case
+def sparse_tensors_add_up_where_they_meet(rank: int, size: int) -> None:
+    with torch.sparse.check_sparse_tensor_invariants(False):
+        tensor = torch.sparse_coo_tensor([[0, rank], [1, 1]], torch.tensor([1.0, rank + 1.0]), (size, 2))
+    for op, count in ((hvd.Sum, 1), (hvd.Average, size)):
+        wanted = torch.zeros(size, 2)
+        wanted[:, 1] = torch.arange(1.0, size + 1)
+        wanted[0, 1] += size
+        result = hvd.sparse_allreduce_async(tensor, f"sparse {op}", op)()
+        assert result.is_sparse
+        same(result.to_dense(), wanted / count)
+
+
+# ── names and handles ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@case
+def names_pair_operations_submitted_in_any_order(rank: int, size: int) -> None:
+    order = [(7 * number + 3 * rank) % 20 for number in range(20)]
+    for _ in range(3):
+        handles = {n: hvd.allreduce_async(torch.full((n,), float(n + rank)), name=f"n{n}", op=hvd.Sum) for n in order}
+        for n, handle in handles.items():
+            same(hvd.synchronize(handle), torch.full((n,), size * n + size * (size - 1) / 2))
+
+
+@case
+def more_names_than_bits_are_no_problem(rank: int, size: int) -> None:
+    for begin in (0, 700):
+        numbers = range(begin, begin + 700)
+        handles = [hvd.allreduce_async(torch.tensor(n), name=f"many {n}", op=hvd.Sum) for n in numbers]
+        assert [hvd.synchronize(handle).item() for handle in handles] == [size * n for n in numbers]
+
+
+@case
+def a_name_may_come_again_with_another_tensor(rank: int, size: int) -> None:
+    for shape in ((3,), (3,), (2, 2), (), (0,)):
+        for dtype in (torch.float32, torch.int32):
+            assert (
+                hvd.allreduce(torch.ones(shape, dtype=dtype), name="again", op=hvd.Sum).sum()
+                == size * torch.ones(shape).sum()
+            )
+
+
+@case
+def poll_tells_when_it_is_done(rank: int, size: int) -> None:
+    handle = hvd.allreduce_async(torch.ones(1), name="polled")
+    while not hvd.poll(handle):
+        pass
+    assert hvd.synchronize(handle).item() == 1.0
+
+
+@case
+def objects_travel(rank: int, size: int) -> None:
+    assert hvd.allgather_object({"rank": rank, "more": "x" * rank}, name="objects") == [
+        {"rank": other, "more": "x" * other} for other in range(size)
+    ]
+    assert hvd.broadcast_object({"rank": rank}, root_rank=size - 1) == {"rank": size - 1}
+
+
+@case
+def the_deprecated_average_still_works(rank: int, size: int) -> None:
+    for average, wanted in ((True, 1.0), (False, float(size))):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            assert hvd.allreduce(torch.ones(1), average=average).item() == wanted
+        assert [warning.category for warning in caught] == [DeprecationWarning]
+
+
+# ── process sets ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@case
+def a_process_set_has_a_life(rank: int, size: int) -> None:
+    evens = hvd.ProcessSet(range(0, size, 2))
+    assert (evens.size(), evens.rank(), evens.included(), evens.process_set_id) == (None,) * 4
+    assert hvd.remove_process_set(evens) is False
+    assert hvd.remove_process_set(hvd.global_process_set) is False
+    assert hvd.global_process_set.size() == size
+    if size < 3:
+        return
+    assert hvd.add_process_set(evens) is evens
+    assert evens.process_set_id >= 1
+    assert evens.size() == (size + 1) // 2
+    assert evens.included() is (rank % 2 == 0)
+    assert evens.rank() == (rank // 2 if rank % 2 == 0 else None)
+    for twice in (evens, range(0, size, 2), range(size)):
+        fails(ValueError, "has been added already", lambda twice=twice: hvd.add_process_set(twice))
+    fails(ValueError, "each once", lambda: hvd.add_process_set([0, size]))
+    fails(hvd.HorovodInternalError, "disagree", lambda: hvd.add_process_set([0, 1] if rank else [1, 2]))
+    if evens.included():
+        members = evens.ranks
+        assert hvd.allreduce(torch.tensor(rank), op=hvd.Sum, process_set=evens).item() == sum(members)
+        assert hvd.allreduce(torch.tensor(float(rank)), process_set=evens).item() == sum(members) / len(members)
+        assert hvd.allgather(torch.tensor([rank]), process_set=evens).tolist() == members
+        assert hvd.broadcast(torch.tensor(rank), members[-1], process_set=evens).item() == members[-1]
+        assert hvd.broadcast_object(rank, members[-1], process_set=evens) == members[-1]
+        assert hvd.alltoall(torch.arange(len(members)), process_set=evens).tolist() == [evens.rank()] * len(members)
+        x = torch.ones(2, requires_grad=True)
+        hvd.allgather(x, process_set=evens).sum().backward()
+        same(x.grad, torch.ones(2))
+        hvd.barrier(process_set=evens)
+    else:
+        for call in (hvd.allreduce, hvd.allgather, hvd.alltoall, hvd.reducescatter):
+            fails(ValueError, "is not in the process set", lambda call=call: call(torch.ones(4), process_set=evens))
+        fails(ValueError, "not in", lambda: hvd.broadcast(torch.ones(1), 0, process_set=evens))
+        fails(ValueError, "not in", lambda: hvd.barrier(process_set=evens))
+    assert hvd.allreduce(torch.tensor(1), op=hvd.Sum).item() == size
+    if evens.included():  # a set's unnamed operations do not disturb those of all ranks
+        hvd.allreduce(torch.ones(1), process_set=evens)
+    assert hvd.allreduce(torch.tensor(1), op=hvd.Sum).item() == size
+    assert hvd.remove_process_set(evens) is True
+    assert (evens.size(), evens.rank(), evens.included(), evens.process_set_id) == (None,) * 4
+    fails(ValueError, "has not been initialized", lambda: hvd.allreduce(torch.ones(1), process_set=evens))
+    again = hvd.add_process_set(range(0, size, 2))
+    assert hvd.remove_process_set(again)
+
+
+@case
+def a_communicator_makes_a_process_set(rank: int, size: int) -> None:
+    from mpi4py import MPI
+
+    if size < 3:
+        return
+    comm = MPI.COMM_WORLD.Split(0 if rank < 2 else MPI.UNDEFINED, key=rank)
+    process_set = hvd.add_process_set(hvd.ProcessSet(comm))
+    assert process_set.ranks == [0, 1]
+    if process_set.included():
+        assert hvd.allreduce(torch.tensor(1), op=hvd.Sum, process_set=process_set).item() == 2
+    assert hvd.remove_process_set(process_set)
+
+
+def fails(kind, words, call):
+    try:
+        call()
+    except kind as err:
+        assert words in str(err), err
+    else:
+        raise AssertionError(f"no {kind.__name__}: {words}")
+
+
+# ── join ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@case
+def joined_ranks_take_part_with_zeros(rank: int, size: int) -> None:
+    for named in (True, False):
+        for step in range(2 * (rank + 1)):
+            present = sum(2 * (other + 1) > step for other in range(size))
+            tensor = torch.full((3,), 1.0)
+            found = hvd.allreduce(tensor, op=hvd.Sum, name=f"join {step}" if named else None)
+            assert found.tolist() == [present] * 3
+            both = hvd.grouped_allreduce([tensor, tensor.int()], op=hvd.Sum)
+            assert both[1].tolist() == [present] * 3
+        assert hvd.join() == size - 1
+        # The numbers of unnamed operations are in step again.
+        for _ in range(3):
+            assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == size
+
+
+@case
+def other_operations_fail_while_somebody_has_joined(rank: int, size: int) -> None:
+    if size == 1:
+        return
+    if rank:
+        for call in (
+            lambda: hvd.allgather(torch.ones(1)),
+            lambda: hvd.broadcast(torch.ones(1), 0, name="n"),
+            lambda: hvd.reducescatter(torch.ones(size)),
+            lambda: hvd.alltoall(torch.ones(size), name="n"),
+            lambda: hvd.barrier(),
+        ):
+            # Once rank 0 is sure to have joined; before that the operation waits for it.
+            fails(hvd.HorovodInternalError, "is not supported with Join at this time", call)
+    hvd.join()
+    assert hvd.broadcast(torch.tensor(float(rank)), size - 1, name="n").item() == size - 1
+    assert hvd.allgather(torch.ones(1)).sum() == size
+
+
+@case
+def operations_under_way_end_before_the_join(rank: int, size: int) -> None:
+    handles = [hvd.allreduce_async(torch.ones(2), op=hvd.Sum) for _ in range(size - rank)]
+    hvd.join()
+    for number, handle in enumerate(handles):
+        assert hvd.synchronize(handle).tolist() == [size - number] * 2
+    hvd.barrier()
+
+
+# ── the whole ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def main() -> None:
+    for _ in range(2):  # after shutdown() everything works once more
+        hvd.init()
+        hvd.init()
+        for function in CASES:
+            function(hvd.rank(), hvd.size())
+        rank, size = hvd.rank(), hvd.size()
+        hvd.shutdown()
+    static = hvd.ProcessSet([size - 1])
+    if size > 1:
+        hvd.init(process_sets=[static])
+        if static.included():
+            assert hvd.allreduce(torch.tensor(5), op=hvd.Sum, process_set=static).item() == 5
+        hvd.shutdown()
+        assert static.included() is None
+        fails(ValueError, "added already", lambda: hvd.init(process_sets=[static, hvd.ProcessSet([size - 1])]))
+        assert not hvd.is_initialized()
+        fails(ValueError, "dynamic", lambda: hvd.init(process_sets="static"))
+    hvd.init(process_sets="dynamic")
+    hvd.shutdown()
+    print(f"rank {rank}: {len(CASES)} cases")
+
+
+main()
