@@ -74,8 +74,8 @@ class Fabric:
         Raises:
             PlanError: this job has no such route, or not as many streams.
         """
-        for algorithm in {unit.algorithm for unit in plan.units}:
-            route = (plan.transport, algorithm)
+        for algorithm in sorted({unit.algorithm for unit in plan.units}, key=lambda kind: kind.value):
+            route = (plan.transport, algorithm)  # in one order on all ranks: opening is collective
             if route not in self.routes:
                 raise PlanError(
                     f"{plan.transport.value} with the {algorithm.value} algorithm is not possible here; "
