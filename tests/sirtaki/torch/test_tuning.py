@@ -29,9 +29,11 @@ def test_a_job_tunes_while_it_trains_right_and_the_next_one_starts_tuned(
     assert records[0]["purpose"] == "default"
     assert records[-1]["event"] == "result"
     assert len({json.dumps(record["knobs"]) for record in records}) > 3
+    env["SIRTAKI_TRIAL_LOG"] = str(tmp_path / "second.jsonl")
     second = run_ranks("tuning.py", ranks, 50, env=env).stderr
-    assert "in the registry" in second
-    assert "the registry" in second.split("tuned in", 1)[1]
+    assert "found Sequential" in second
+    # What was kept is what runs first; whether it is kept again is up to the noise of a busy machine.
+    assert read_records(tmp_path / "second.jsonl")[0]["knobs"] == records[-1]["knobs"]
 
 
 def test_a_job_that_ends_early_leaves_its_trials_to_the_next(run_ranks: RunRanks) -> None:
@@ -46,14 +48,16 @@ def test_a_job_that_ends_early_leaves_its_trials_to_the_next(run_ranks: RunRanks
 def test_settings_travel_to_another_deployment_and_to_a_deeper_model(run_ranks: RunRanks, tmp_path: Path) -> None:
     """Job A tunes; its entry is exported and imported elsewhere; B starts tuned, C (deeper, more ranks) from it."""
     here, there, carried = (str(tmp_path / name) for name in ("here.db", "there.db", "entries.json"))
-    run_ranks("tuning.py", 2, 50, 3, env={"SIRTAKI_REGISTRY": here, "SIRTAKI_WARMUP_ITERATIONS": "40"})
+    first_log, same_log = tmp_path / "first.jsonl", tmp_path / "same.jsonl"
+    env = {"SIRTAKI_WARMUP_ITERATIONS": "40"}
+    run_ranks("tuning.py", 2, 50, 3, env={**env, "SIRTAKI_REGISTRY": here, "SIRTAKI_TRIAL_LOG": str(first_log)})
     assert main(["registry", "--registry", here, "export", "-o", carried]) == 0
     assert main(["registry", "--registry", there, "import", carried]) == 0
 
-    env = {"SIRTAKI_REGISTRY": there, "SIRTAKI_WARMUP_ITERATIONS": "40"}
-    same = run_ranks("tuning.py", 2, 50, 3, env={**env, "SIRTAKI_TRIAL_LOG": str(tmp_path / "same.jsonl")}).stderr
-    assert "in the registry" in same
-    assert not [r for r in read_records(tmp_path / "same.jsonl") if r.get("purpose") == "trial"]
+    env["SIRTAKI_REGISTRY"] = there
+    same = run_ranks("tuning.py", 2, 50, 3, env={**env, "SIRTAKI_TRIAL_LOG": str(same_log)}).stderr
+    assert "found Sequential" in same
+    assert read_records(same_log)[0]["knobs"] == read_records(first_log)[-1]["knobs"]
 
     deeper = run_ranks("tuning.py", 4, 50, 4, env=env).stderr
     assert "starting from Sequential on 2 ranks" in deeper
