@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Connection, Engine, NullPool, Table, create_engine, delete, insert, make_url, select, update
+from sqlalchemy import URL, Connection, Engine, NullPool, Table, create_engine, delete, insert, make_url, select, update
 from sqlalchemy.exc import DatabaseError, IntegrityError, OperationalError, SQLAlchemyError
 
 from sirtaki.errors import RegistryError
@@ -46,15 +46,8 @@ class SqlStore:
 
     def __init__(self, url_or_path: str, *, read_only: bool = False) -> None:
         self.read_only = read_only
-        self._path = None if "://" in url_or_path else Path(url_or_path)
-        try:
-            url = make_url(url_or_path) if self._path is None else None
-        except SQLAlchemyError as err:
-            raise RegistryError(f"{url_or_path!r} is not a URL that SQLAlchemy understands: {err}") from err
-        if url is not None and url.get_backend_name() == "sqlite":
-            if url.database in (None, "", ":memory:"):
-                raise RegistryError("a registry in memory would forget everything: name a file")
-            self._path = Path(url.database)
+        url = _url(url_or_path)
+        self._path = file_of(url_or_path)
         self.name = str(self._path) if url is None else url.render_as_string(hide_password=True)
         if self._path is not None:
             self._engine = self._open_file(self._path)
@@ -265,6 +258,29 @@ class SqlStore:
             raise RegistryError(
                 f"the registry {self.name} cannot be used ({err}): name another one in SIRTAKI_REGISTRY"
             ) from err
+
+
+def file_of(url_or_path: str) -> Path | None:
+    """The file in which a registry lies, None if it is on a server.
+
+    Raises:
+        RegistryError: it is no URL, or one of a database in memory.
+    """
+    url = _url(url_or_path)
+    if url is None:
+        return Path(url_or_path)
+    if url.get_backend_name() != "sqlite":
+        return None
+    if url.database in (None, "", ":memory:"):
+        raise RegistryError("a registry in memory would forget everything: name a file")
+    return Path(url.database)
+
+
+def _url(url_or_path: str) -> URL | None:
+    try:
+        return make_url(url_or_path) if "://" in url_or_path else None
+    except SQLAlchemyError as err:
+        raise RegistryError(f"{url_or_path!r} is not a URL that SQLAlchemy understands: {err}") from err
 
 
 def _one_line(err: object) -> str:

@@ -236,24 +236,23 @@ def check_settings() -> Iterator[Finding]:
 
 
 def _check_registry(url_or_path: str | None) -> Iterator[Finding]:
+    from sirtaki.registry.sql_store import file_of
     from sirtaki.registry.store import default_path, open_store
 
     # A password in a URL is not for the screen.
     shown = url_or_path.rpartition("@")[2] if url_or_path else str(default_path())
-    is_url = url_or_path is not None and "://" in url_or_path
-    folder = default_path().parent if url_or_path is None else Path(url_or_path).absolute().parent
-    existing = next((parent for parent in (folder, *folder.parents) if parent.exists()), Path("/"))
-    if not is_url and not _can_write(existing):
-        yield Finding(
-            section="registry",
-            name="store",
-            value=shown,
-            problem=f"{existing} cannot be written: what is learnt is forgotten when the job ends",
-            remedy="set SIRTAKI_REGISTRY to a file in a folder that you can write, or to off",
-        )
-        return
     try:
-        if is_url or Path(shown).exists():
+        file = default_path() if url_or_path is None else file_of(url_or_path)
+        if file is not None and not _can_write(folder := _nearest_folder(file.absolute())):
+            yield Finding(
+                section="registry",
+                name="store",
+                value=shown,
+                problem=f"{folder} cannot be written: what is learnt is forgotten when the job ends",
+                remedy="set SIRTAKI_REGISTRY to a file in a folder that you can write, or to off",
+            )
+            return
+        if file is None or file.exists():
             open_store(url_or_path, read_only=True).close()
         yield Finding(section="registry", name="store", value=shown)
     except RegistryError as err:
@@ -264,6 +263,11 @@ def _check_registry(url_or_path: str | None) -> Iterator[Finding]:
             problem=str(err),
             remedy="jobs train on without it; set SIRTAKI_REGISTRY to a store that can be reached, or to off",
         )
+
+
+def _nearest_folder(file: Path) -> Path:
+    """The folder of a file, or the nearest one above it that exists."""
+    return next((parent for parent in file.parents if parent.exists()), Path("/"))
 
 
 def _can_write(folder: Path) -> bool:

@@ -92,7 +92,7 @@ def test_a_setting_that_cannot_be_meant_is_a_problem(monkeypatch):
     assert "SIRTAKI_TUNE='perhaps'" in finding.problem
 
 
-@pytest.mark.parametrize("value", [None, "off", "some/where/registry.db"])
+@pytest.mark.parametrize("value", [None, "off", "some/where/registry.db", "sqlite:///some/where/registry.db"])
 def test_a_registry_that_can_be_written_or_is_off_is_fine(monkeypatch, tmp_path, value):
     monkeypatch.chdir(tmp_path)
     if value is not None:
@@ -101,17 +101,26 @@ def test_a_registry_that_can_be_written_or_is_off_is_fine(monkeypatch, tmp_path,
     assert list(tmp_path.iterdir()) == []  # looking makes nothing
 
 
-def test_a_registry_that_cannot_be_written_is_a_problem(monkeypatch):
-    monkeypatch.setenv("SIRTAKI_REGISTRY", "/proc/registry.db")
+@pytest.mark.parametrize("value", ["/proc/registry.db", "sqlite:////proc/registry.db"])
+def test_a_registry_that_cannot_be_written_is_a_problem(monkeypatch, value):
+    monkeypatch.setenv("SIRTAKI_REGISTRY", value)
     (finding,) = problems(doctor.check_settings)
     assert "cannot be written" in finding.problem
 
 
-def test_a_registry_full_of_garbage_is_a_problem(monkeypatch, tmp_path):
+@pytest.mark.parametrize("prefix", ["", "sqlite:///"])
+def test_a_registry_full_of_garbage_is_a_problem(monkeypatch, tmp_path, prefix):
     (tmp_path / "registry.db").write_text("garbage\n" * 100)
-    monkeypatch.setenv("SIRTAKI_REGISTRY", str(tmp_path / "registry.db"))
+    monkeypatch.setenv("SIRTAKI_REGISTRY", f"{prefix}{tmp_path}/registry.db")
     (finding,) = problems(doctor.check_settings)
     assert finding.remedy.startswith("jobs train on without it")
+
+
+@pytest.mark.parametrize("value", ["sqlite://", "no dialect://x"])
+def test_a_registry_that_cannot_be_meant_is_a_problem(monkeypatch, value):
+    monkeypatch.setenv("SIRTAKI_REGISTRY", value)
+    (finding,) = problems(doctor.check_settings)
+    assert finding.section == "registry"
 
 
 def test_a_password_in_the_registrys_url_is_not_shown(monkeypatch):
