@@ -23,7 +23,7 @@ import math
 import os
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -45,7 +45,7 @@ from sirtaki.autotune.knobs import KIB, MIB, Cut, Knobs, KnobSpace
 from sirtaki.autotune.lattice import KnobLattice
 from sirtaki.autotune.meta.auc_bandit import Opening
 from sirtaki.autotune.meta.ensemble import default_arms
-from sirtaki.autotune.meta.session import WarmupSession
+from sirtaki.autotune.meta.session import Assignment, WarmupSession
 from sirtaki.autotune.model.contention import ContentionModel, RateCurve
 from sirtaki.autotune.model.link import LinkModel
 from sirtaki.autotune.model.planning import PlanningModel
@@ -107,10 +107,11 @@ class Job:
 def jobs(count: int) -> list[Job]:
     """The first `count` jobs; neighbours in the list differ in fabric, size and network."""
     clusters = [(fabric, ranks) for ranks in RANKS for fabric in FABRICS]
-    return [_job(NETWORKS[i % len(NETWORKS)], *clusters[i % len(clusters)]) for i in range(count)]
+    return [simulated_job(NETWORKS[i % len(NETWORKS)], *clusters[i % len(clusters)]) for i in range(count)]
 
 
-def _job(network: str, fabric: str, ranks: int) -> Job:
+def simulated_job(network: str, fabric: str, ranks: int) -> Job:
+    """One network on one cluster."""
     load = workload(network)
     gpu_threads = "RDMA" in fabric  # where GPUs communicate by themselves, their threads are a knob
     link = cluster(fabric, ranks).link()
@@ -298,6 +299,10 @@ class Truth:
             self._spans_s[knobs] = self._simulate(knobs)
         return self._spans_s[knobs]
 
+    def is_close(self, knobs: Knobs) -> bool:
+        """Whether a setting is within 3 % of the optimum."""
+        return self.span_s(knobs) <= (1 + CLOSE) * self.optimum_s
+
     def _simulate(self, knobs: Knobs) -> float:
         return self._simulator.run_knobs(knobs).span_s
 
@@ -339,14 +344,10 @@ def run(truth: Truth, arm: Arm, *, noise: float, seed: int) -> Outcome:
     job = truth.job
     rng = np.random.default_rng([seed, 2])
     session = WarmupSession(space=job.space, default=job.default, arm=arm, rng=rng, budget_iterations=BUDGET_ITERATIONS)
-    found_at = 0.0 if truth.span_s(job.default) <= (1 + CLOSE) * truth.optimum_s else math.inf
-    while not session.done:
-        now = session.assignment
-        luck = np.exp(noise * rng.standard_normal(now.measured_iterations))
-        session.record([truth.span_s(now.knobs) * factor for factor in luck.tolist()])
-        result = session.result
-        if truth.span_s(result.knobs) <= (1 + CLOSE) * truth.optimum_s:
-            found_at = min(found_at, result.iterations_used)
+    found_at = 0.0 if truth.is_close(job.default) else math.inf
+    for _ in play(truth, session, noise=noise, rng=rng):
+        if truth.is_close(session.result.knobs):
+            found_at = min(found_at, session.result.iterations_used)
     kept_s = truth.span_s(session.result.knobs)
     return Outcome(
         found_at=found_at,
@@ -354,6 +355,15 @@ def run(truth: Truth, arm: Arm, *, noise: float, seed: int) -> Outcome:
         over_default=kept_s / truth.span_s(job.default),
         iterations=session.result.iterations_used,
     )
+
+
+def play(truth: Truth, session: WarmupSession, *, noise: float, rng: np.random.Generator) -> Iterator[Assignment]:
+    """Runs a warm-up to its end; each assignment, once its spans are recorded."""
+    while not session.done:
+        now = session.assignment
+        luck = np.exp(noise * rng.standard_normal(now.measured_iterations))
+        session.record([truth.span_s(now.knobs) * factor for factor in luck.tolist()])
+        yield now
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
