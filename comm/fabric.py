@@ -8,16 +8,21 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from sirtaki.errors import CommError, PlanError
 
+from .device import HOST, Device
 from .gloo_lanes import GlooLanes
 from .mpi_lanes import MpiLanes
+from .nccl_streams.communicators import CommunicatorPool, Opener
+from .nccl_streams.nccl_lanes import NcclStreams, NcclTree
+from .nccl_streams.staged_lanes import StagedLanes
 from .node_memory import share_memory
 from .plan import Algorithm, CommPlan, TransportKind
 from .shared_memory import SharedMemory
-from .transport import FlatBuffer, ReduceOp, Transport, Work
+from .transport import FlatBuffer, Lane, ReduceOp, Transport, Work
 
 if TYPE_CHECKING:
     from .control import ControlPlane
@@ -26,15 +31,34 @@ logger = logging.getLogger(__name__)
 
 Route = tuple[TransportKind, Algorithm]
 
+MAX_COMMUNICATORS = 24
+"""NCCL communicators that are open at once; those of one stream with several CTA counts are several."""
+
 
 class Fabric:
     """The transports of one user of communication; two users that may interleave need a fabric each."""
 
-    def __init__(self, control: ControlPlane, *, timeout_s: float) -> None:
-        """Collective: finds out whether the ranks of a node can share memory."""
-        self._control, self._timeout_s = control, timeout_s
+    def __init__(
+        self, control: ControlPlane, *, timeout_s: float, device: Device = HOST, nccl: Opener | None = None
+    ) -> None:
+        """Collective: finds out whether the ranks of a node can share memory.
+
+        Args:
+            control: the ranks.
+            timeout_s: after this long a reduction that does not get on fails.
+            device: where the gradients are.
+            nccl: makes communicators between the ranks' devices; None = they go through the hosts' memory.
+        """
+        self._control, self._timeout_s, self._device = control, timeout_s, device
         self._transports: dict[Route, Transport] = {}
-        self._shares_memory = max(control.local_sizes) > 1 and self._try_sharing()
+        self._nccl, self._pool = nccl, None
+        if nccl is not None:
+            self._pool = CommunicatorPool(
+                nccl,
+                limit=MAX_COMMUNICATORS,
+                worst=lambda value: -float(control.minimum(np.array([-value]))[0]),
+            )
+        self._shares_memory = nccl is None and max(control.local_sizes) > 1 and self._try_sharing()
 
     def _try_sharing(self) -> bool:
         try:
@@ -45,8 +69,24 @@ class Fabric:
         return True
 
     @property
+    def device(self) -> Device:
+        """Where the gradients are."""
+        return self._device
+
+    @property
     def routes(self) -> tuple[Route, ...]:
         """What a plan may use here, the best guess first."""
+        flat, tree = Algorithm.FLAT, Algorithm.HIERARCHICAL
+        if self._nccl is not None:
+            nodes = not self._control.one_node and self._control.is_homogeneous and self._control.local_size > 1
+            return ((TransportKind.NCCL, flat), *([(TransportKind.NCCL, tree)] if nodes else []))
+        if self._device.streams:
+            inner = dict.fromkeys(algorithm for _, algorithm in self._host_routes)
+            return tuple((TransportKind.STAGED, algorithm) for algorithm in inner)
+        return self._host_routes
+
+    @property
+    def _host_routes(self) -> tuple[Route, ...]:
         flat, tree = Algorithm.FLAT, Algorithm.HIERARCHICAL
         gloo, mpi = (TransportKind.GLOO, flat), (TransportKind.MPI, flat)
         if self._control.one_node:
@@ -60,8 +100,22 @@ class Fabric:
         """The largest number of streams that every route offers."""
         return min(self._transport(route).max_streams for route in self.routes)
 
+    def threads(self) -> tuple[int, ...]:
+        """Thread allowances that every route offers; empty where there are none."""
+        offers = [self._transport(route).threads for route in self.routes]
+        return tuple(count for count in offers[0] if all(count in offer for offer in offers))
+
     def allocate(self, numel: int, dtype: torch.dtype) -> FlatBuffer:
         """Collective: a zeroed buffer of the same size on every rank that all routes can reduce."""
+        if not self._device.streams:
+            return self._allocate_on_host(numel, dtype)
+        mirror = None
+        if self._nccl is None:
+            mirror = self._allocate_on_host(numel, dtype)
+            self._device.pin(mirror.tensor)
+        return FlatBuffer(torch.zeros(numel, dtype=dtype, device=self._device.torch_device), mirror=mirror)
+
+    def _allocate_on_host(self, numel: int, dtype: torch.dtype) -> FlatBuffer:
         if not self._shares_memory:
             return FlatBuffer(torch.zeros(numel, dtype=dtype))
         regions = share_memory(self._control, numel * dtype.itemsize)
@@ -86,7 +140,13 @@ class Fabric:
                 raise PlanError(
                     f"{plan.transport.value} has at most {transport.max_streams} streams, not {plan.streams}"
                 )
-            transport.open_streams(plan.streams)
+            transport.open_lanes(lanes_of(plan, algorithm))
+
+    def keep_only(self, plan: CommPlan) -> None:
+        """Collective, between iterations: frees what only other plans need, where it is worth freeing."""
+        for (_, algorithm), transport in self._transports.items():
+            if isinstance(transport, NcclStreams):
+                transport.keep_only(lanes_of(plan, algorithm))
 
     def _transport(self, route: Route) -> Transport:
         if route not in self._transports:
@@ -95,6 +155,11 @@ class Fabric:
 
     def _make(self, route: Route) -> Transport:
         kind, algorithm = route
+        if kind is TransportKind.NCCL:
+            return self._make_nccl(algorithm)
+        if kind is TransportKind.STAGED:
+            inner = next(host_route for host_route in self._host_routes if host_route[1] is algorithm)
+            return StagedLanes(self._make(inner), self._device, self._control.failures)
         control, hierarchical = self._control, algorithm is Algorithm.HIERARCHICAL
         if kind is TransportKind.SHARED_MEMORY:
             return SharedMemory(control)
@@ -114,6 +179,21 @@ class Fabric:
             lanes = MpiLanes(control.duplicate_cross if hierarchical else control.duplicate)
         return SharedMemory(control, across=lanes) if hierarchical else lanes
 
+    def _make_nccl(self, algorithm: Algorithm) -> Transport:
+        assert self._pool is not None
+        assert self._nccl is not None
+        control, opener = self._control, self._nccl
+        if algorithm is Algorithm.FLAT:
+            return NcclStreams(self._pool, self._device, opener=opener, failures=control.failures)
+        return NcclTree(
+            self._pool,
+            self._device,
+            opener=opener,
+            failures=control.failures,
+            local_size=control.local_size,
+            local_rank=control.local_rank,
+        )
+
     def all_reduce(
         self,
         buffer: FlatBuffer,
@@ -122,14 +202,32 @@ class Fabric:
         *,
         route: Route,
         stream: int,
+        threads: int | None = None,
         op: ReduceOp = ReduceOp.SUM,
         scale: float = 1.0,
     ) -> Work:
-        """Reduces a range over a route whose streams are open; see `Transport.all_reduce`."""
-        return self._transports[route].all_reduce(buffer, start, stop, stream=stream, op=op, scale=scale)
+        """Reduces a range over a route whose lanes are open; see `Transport.all_reduce`."""
+        return self._transports[route].all_reduce(buffer, start, stop, lane=Lane(stream, threads), op=op, scale=scale)
+
+    def check(self) -> None:
+        """Raises what a transport has found out by itself; any thread may ask.
+
+        Raises:
+            CommError: naming what has failed.
+        """
+        if self._pool is not None:
+            self._pool.check()
 
     def close(self) -> None:
         """Closes all transports; may be called twice."""
         for transport in self._transports.values():
             transport.close()
         self._transports.clear()
+        if self._pool is not None and self._control.failures.error is None:
+            self._device.synchronise()  # what is closed must have nothing in flight
+            self._pool.close()
+
+
+def lanes_of(plan: CommPlan, algorithm: Algorithm) -> list[Lane]:
+    """What the plan's units of this algorithm travel on."""
+    return list(dict.fromkeys(Lane(unit.stream, unit.threads) for unit in plan.units if unit.algorithm is algorithm))

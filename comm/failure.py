@@ -22,11 +22,22 @@ class FailureBoard:
 
     def __init__(self) -> None:
         self._error: CommError | None = None
+        self._listeners: list[Callable[[], None]] = []
 
     def report(self, error: CommError) -> None:
-        """Keeps `error` unless an earlier one is there."""
+        """Keeps `error` unless an earlier one is there; the first one is told to those who listen."""
         if self._error is None:
             self._error = error
+            for listener in list(self._listeners):
+                listener()
+
+    def listen(self, listener: Callable[[], None]) -> None:
+        """Calls `listener` when the job fails, in the thread that finds it out: to end waits that no flag can end."""
+        self._listeners.append(listener)
+
+    def unlisten(self, listener: Callable[[], None]) -> None:
+        """Undoes `listen`."""
+        self._listeners.remove(listener)
 
     @property
     def error(self) -> CommError | None:

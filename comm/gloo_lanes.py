@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import datetime
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
@@ -20,7 +20,7 @@ from sirtaki.errors import CommError
 from . import timeline
 from .plan import TransportKind
 from .scaling import scale_
-from .transport import FlatBuffer, ReduceOp, Work
+from .transport import FlatBuffer, Lane, ReduceOp, Work
 
 MAX_STREAMS = 24
 RENDEZVOUS_TIMEOUT_S = 300.0
@@ -82,11 +82,12 @@ class GlooLanes:
 
     kind = TransportKind.GLOO
     max_streams = MAX_STREAMS
+    threads: tuple[int, ...] = ()
 
     def __init__(
         self, *, store: Store, prefix: Callable[[], str], address: str, rank: int, size: int, timeout_s: float
     ) -> None:
-        """Starts nothing; connections are made by `open_streams`.
+        """Starts nothing; connections are made by `open_lanes`.
 
         Args:
             store: where the ranks find each other.
@@ -101,13 +102,9 @@ class GlooLanes:
         self._timeout = datetime.timedelta(seconds=timeout_s)
         self._groups: list[ProcessGroupGloo] = []
 
-    def open_streams(self, count: int) -> None:
-        """Collective: see `Transport`.
-
-        Raises:
-            CommError: the ranks cannot connect to each other.
-        """
-        while len(self._groups) < count:
+    def open_lanes(self, lanes: Sequence[Lane]) -> None:
+        """Collective: see `Transport`."""
+        while len(self._groups) <= max(lane.stream for lane in lanes):
             options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch's stub lacks it
             options._threads = 1
             options._timeout = datetime.timedelta(seconds=RENDEZVOUS_TIMEOUT_S)
@@ -121,13 +118,13 @@ class GlooLanes:
             group._set_default_timeout(self._timeout)
             self._groups.append(group)
 
-    def all_reduce(self, buffer: FlatBuffer, start: int, stop: int, *, stream: int, op: ReduceOp, scale: float) -> Work:
+    def all_reduce(self, buffer: FlatBuffer, start: int, stop: int, *, lane: Lane, op: ReduceOp, scale: float) -> Work:
         """See `Transport`."""
         unit = buffer.tensor[start:stop]
         if unit.numel() == 0:
             return NOTHING_TO_DO
-        work = self._groups[stream].allreduce([unit], TORCH_OPS[op])  # type: ignore[attr-defined]  # as above
-        unit_work = _GlooWork(work, unit, scale, f"elements [{start}, {stop}) on stream {stream}")
+        work = self._groups[lane.stream].allreduce([unit], TORCH_OPS[op])  # type: ignore[attr-defined]  # as above
+        unit_work = _GlooWork(work, unit, scale, f"elements [{start}, {stop}) on stream {lane.stream}")
         if timeline.active() is not None:
             unit_work.note_end()
         return unit_work

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from .device import Device, Mark
 from .layout import GradientLayout
 from .plan import TransportKind
 from .timeline import Timeline
@@ -23,7 +24,7 @@ class IssuedUnit:
     Attributes:
         layout: of the flat buffer that elements `[start, stop)` are of.
         work: tells when the transport began and ended, where it knows.
-        issued_s: when it was submitted.
+        issued: when it was submitted.
     """
 
     layout: GradientLayout
@@ -32,7 +33,7 @@ class IssuedUnit:
     stream: int
     transport: TransportKind
     work: Work
-    issued_s: float
+    issued: Mark
 
     def describe(self) -> str:
         """The gradients in it, in words."""
@@ -47,34 +48,43 @@ class IterationTrace:
     """Collects one iteration's events and writes them at its end."""
 
     timeline: Timeline
-    copies: list[tuple[float, float, int]] = field(default_factory=list)
+    device: Device
+    copies: list[tuple[Mark, Mark, int]] = field(default_factory=list)
     units: list[IssuedUnit] = field(default_factory=list)
 
-    def copied(self, begin_s: float, count: int) -> None:
+    def copied(self, begin: Mark, count: int) -> None:
         """`count` gradients have been copied into the flat buffers."""
-        self.copies.append((begin_s, time.perf_counter(), count))
+        self.copies.append((begin, self.device.mark(), count))
 
-    def write(self, *, iteration: int, learning: bool, first_ready_s: float, finish_called_s: float) -> None:
-        """All gradients are reduced."""
-        end_s = time.perf_counter()
-        timeline, kind = self.timeline, "learning" if learning else "scheduled"
+    def write(self, *, iteration: int, learning: bool, first_ready: Mark, backward_ended: Mark, reduced: Mark) -> None:
+        """All gradients are reduced, on the device, too."""
+        end_s, timeline = time.perf_counter(), self.timeline
+
+        def at(moment: Mark) -> float:
+            # Transports of the host tell the time themselves.
+            return moment if isinstance(moment, float) else end_s - self.device.elapsed_s(moment, reduced)
+
+        first_ready_s, ended_s = at(first_ready), at(backward_ended)
+        kind = "learning" if learning else "scheduled"
         timeline.span("iterations", f"iteration {iteration}", first_ready_s, end_s, kind=kind)
-        if finish_called_s > first_ready_s:
-            timeline.span("iterations", "backward", first_ready_s, finish_called_s)
-        timeline.span("iterations", "wait", max(first_ready_s, finish_called_s), end_s)
-        for begin_s, copied_s, count in self.copies:
-            timeline.span("copies", f"copy {count} gradients", begin_s, copied_s)
-        self._write_units(self.units, end_s)
+        if ended_s > first_ready_s:
+            timeline.span("iterations", "backward", first_ready_s, ended_s)
+        timeline.span("iterations", "wait", max(first_ready_s, ended_s), end_s)
+        for begin, copied, count in self.copies:
+            timeline.span("copies", f"copy {count} gradients", at(begin), at(copied))
+        self._write_units(at, end_s)
 
-    def _write_units(self, units: Sequence[IssuedUnit], end_s: float) -> None:
+    def _write_units(self, at: Callable[[Mark], float], end_s: float) -> None:
         free_s: dict[int, float] = {}
-        for unit in units:
+        for unit in self.units:
+            issued_s = at(unit.issued)
             # A transport that does not tell when it began takes a stream's units one after the other.
-            began_s = max(unit.issued_s, free_s.get(unit.stream, 0.0), getattr(unit.work, "begun_s", 0.0))
-            done_s = getattr(unit.work, "done_s", 0.0) or end_s
+            began_s = max(issued_s, free_s.get(unit.stream, 0.0), getattr(unit.work, "begun_s", 0.0))
+            done = getattr(unit.work, "done_mark", None) or getattr(unit.work, "done_s", 0.0)
+            done_s = at(done) if done else end_s
             free_s[unit.stream] = done_s
             name, numbers = unit.describe(), {"bytes": (unit.stop - unit.start) * unit.layout.itemsize_bytes}
             track = f"{unit.transport.value} stream {unit.stream}"
-            if began_s > unit.issued_s:
-                self.timeline.overlapping(f"{track} queue", unit.issued_s, began_s, unit=name, **numbers)
+            if began_s > issued_s:
+                self.timeline.overlapping(f"{track} queue", issued_s, began_s, unit=name, **numbers)
             self.timeline.span(track, name, began_s, max(began_s, done_s), **numbers)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,7 +20,7 @@ from .control import load_mpi
 from .gloo_lanes import NOTHING_TO_DO
 from .plan import TransportKind
 from .scaling import HALF_DTYPES, scale_
-from .transport import FlatBuffer, ReduceOp, Work
+from .transport import FlatBuffer, Lane, ReduceOp, Work
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -73,6 +73,7 @@ class MpiLanes:
 
     kind = TransportKind.MPI
     max_streams = MAX_STREAMS
+    threads: tuple[int, ...] = ()
 
     def __init__(self, duplicate: Callable[[], MPI.Comm]) -> None:
         """Starts nothing.
@@ -85,9 +86,9 @@ class MpiLanes:
         self._threads: list[threading.Thread] = []
         self._comms: list[MPI.Comm] = []
 
-    def open_streams(self, count: int) -> None:
+    def open_lanes(self, lanes: Sequence[Lane]) -> None:
         """Collective: see `Transport`."""
-        while len(self._threads) < count:
+        while len(self._threads) <= max(lane.stream for lane in lanes):
             tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
             name = f"sirtaki-mpi-{len(self._threads)}"
             thread = threading.Thread(target=self._serve, args=(tasks,), name=name, daemon=True)
@@ -101,23 +102,23 @@ class MpiLanes:
         while (task := tasks.get()) is not None:
             task()
 
-    def all_reduce(self, buffer: FlatBuffer, start: int, stop: int, *, stream: int, op: ReduceOp, scale: float) -> Work:
+    def all_reduce(self, buffer: FlatBuffer, start: int, stop: int, *, lane: Lane, op: ReduceOp, scale: float) -> Work:
         """See `Transport`."""
         unit = buffer.tensor[start:stop]
         if unit.numel() == 0:
             return NOTHING_TO_DO
-        work, comm = ThreadWork(), self._comms[stream]
+        work, comm = ThreadWork(), self._comms[lane.stream]
 
         def task() -> None:
             work.begun_s = time.perf_counter()
             try:
                 mpi_all_reduce_(unit, comm=comm, op=op, scale=scale)
             except Exception as err:  # whatever it is, the waiting thread must hear of it
-                work.finish(CommError(f"MPI failed in elements [{start}, {stop}) on stream {stream}: {err}"))
+                work.finish(CommError(f"MPI failed in elements [{start}, {stop}) on stream {lane.stream}: {err}"))
             else:
                 work.finish()
 
-        self._queues[stream].put(task)
+        self._queues[lane.stream].put(task)
         return work
 
     def close(self) -> None:

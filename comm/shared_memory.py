@@ -26,7 +26,7 @@ from .mpi_lanes import ThreadWork
 from .node_memory import Doorbell, share_memory
 from .plan import TransportKind
 from .scaling import HALF_DTYPES, scale_
-from .transport import FlatBuffer, ReduceOp, Transport, Work
+from .transport import FlatBuffer, Lane, ReduceOp, Transport, Work
 
 if TYPE_CHECKING:
     from .control import ControlPlane
@@ -106,7 +106,7 @@ class _Stream:
         self._closing = False
         self._threads = [threading.Thread(target=self._run, name=f"sirtaki-shm-{index}", daemon=True)]
         if across is not None:
-            across.open_streams(index + 1)
+            across.open_lanes([Lane(index)])
             self._threads.append(
                 threading.Thread(target=self._finish_crossings, name=f"sirtaki-cross-{index}", daemon=True)
             )
@@ -166,7 +166,7 @@ class _Stream:
             return
         own = task.buffer.tensor
         reduce_share(task.buffer.peers, start, stop, op=task.op, scale=1.0, outputs=[own])
-        work = self._across.all_reduce(task.buffer, start, stop, stream=self._index, op=task.op, scale=task.scale)
+        work = self._across.all_reduce(task.buffer, start, stop, lane=Lane(self._index), op=task.op, scale=task.scale)
         self._crossing.put((task, work))
 
     def _finish_crossings(self) -> None:
@@ -216,6 +216,7 @@ class SharedMemory:
 
     kind = TransportKind.SHARED_MEMORY
     max_streams = MAX_STREAMS
+    threads: tuple[int, ...] = ()
 
     def __init__(self, control: ControlPlane, *, across: Transport | None = None) -> None:
         """Starts nothing.
@@ -229,21 +230,21 @@ class SharedMemory:
         if across is not None:
             self.max_streams = across.max_streams
 
-    def open_streams(self, count: int) -> None:
+    def open_lanes(self, lanes: Sequence[Lane]) -> None:
         """Collective: see `Transport`.
 
         Raises:
             CommError: on all ranks alike, if the ranks of a node cannot share memory.
         """
-        while len(self._streams) < count:
+        while len(self._streams) <= max(lane.stream for lane in lanes):
             self._streams.append(_Stream(self._control, len(self._streams), self._across))
 
-    def all_reduce(self, buffer: FlatBuffer, start: int, stop: int, *, stream: int, op: ReduceOp, scale: float) -> Work:
+    def all_reduce(self, buffer: FlatBuffer, start: int, stop: int, *, lane: Lane, op: ReduceOp, scale: float) -> Work:
         """See `Transport`; the buffer must be a shared one."""
         if start == stop:
             return NOTHING_TO_DO
         task = _Task(buffer, start, stop, op, scale)
-        self._streams[stream].submit(task)
+        self._streams[lane.stream].submit(task)
         return task.work
 
     def close(self) -> None:

@@ -10,16 +10,21 @@ as soon as their gradients are in, straight from the hook, without a control mes
 A fixed order costs time if gradients begin to come in another one. Each rank therefore votes, with elements at the
 end of the first flat buffer that are reduced along with the gradients: if anyone asks for it all ranks learn anew in
 the next iteration. In the same way a rank says that it has data of its own, so that those without (see `finish`) know
-when they are all alone.
+when they are all alone. Votes are read an iteration later, so that no device is waited for.
+
+On a device with streams (`device`) a call only starts things. There learning iterations do not negotiate: everything
+is issued at the end, in one order, because NCCL needs the same order on all ranks over all its communicators; for the
+same reason hooks issue nothing where several synchronisers share a device.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -27,13 +32,15 @@ import torch
 from sirtaki.errors import PlanError
 
 from . import timeline
-from .fabric import Fabric, Route
+from .device import Mark
+from .fabric import Fabric
+from .gradient_groups import VOTES, GradientGroup, HasGrad, Reduction, ScheduledUnit, group_by_dtype, schedule
 from .iteration_trace import IssuedUnit, IterationTrace
 from .layout import GradientLayout
 from .negotiation import ReadinessNegotiation
 from .plan import CommPlan
 from .scaling import scale_
-from .transport import FlatBuffer, ReduceOp, Work
+from .transport import Work
 
 if TYPE_CHECKING:
     from .control import ControlPlane
@@ -43,7 +50,6 @@ logger = logging.getLogger(__name__)
 LEARNING_ITERATIONS = 2
 """The first iteration runs with cold caches; its order is kept only if the second one cannot be had."""
 
-VOTES = 2
 RELEARN, ALIVE = range(VOTES)
 """What the elements at the end of the first flat buffer ask for, or say."""
 
@@ -51,49 +57,14 @@ WAIT_SLICE_S = 1.0
 """How often a wait for other ranks looks whether the job has failed."""
 
 
-class HasGrad(Protocol):
-    """What is needed of a parameter."""
-
-    grad: torch.Tensor | None
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-
-    def numel(self) -> int:
-        """Elements."""
-        ...
-
-
-def dense_strides(param: HasGrad) -> tuple[int, ...]:
-    """The strides of a parameter's gradient: the parameter's own, without holes."""
-    return torch.empty_like(param, device="meta").stride()  # type: ignore[arg-type]  # a tensor in truth
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reduction:
-    """What happens to every gradient: `postscale * op over ranks of (prescale * gradient)`.
-
-    Attributes:
-        wire_dtype: the type in which gradients of each dtype travel; those not named travel as they are.
-    """
-
-    op: ReduceOp = ReduceOp.SUM
-    prescale: float = 1.0
-    postscale: float = 1.0
-    wire_dtype: tuple[tuple[torch.dtype, torch.dtype], ...] = ()
-
-    def travels_as(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype on the wire of gradients of `dtype`."""
-        return dict(self.wire_dtype).get(dtype, dtype)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IterationReport:
     """What one iteration measured on this rank.
 
     Attributes:
-        span_s: from the first ready gradient to the last reduced one.
-        backward_s: from the first ready gradient to the call of `finish`.
+        span_s: from the first ready gradient to the last reduced one; on a device with streams, of the iteration
+            before, except in learning iterations.
+        backward_s: from the first ready gradient to the end of the backward pass, of the same iteration.
         ready_s: when each gradient became ready after the first, by parameter index, `(n_gradients,)`; only
             learning iterations record it.
         learned: the order was learned (again) in this iteration: layouts may be new, and plans the default again.
@@ -107,36 +78,13 @@ class IterationReport:
     alive: bool = True
 
 
-class _Group:
-    """The gradients of one dtype: their flat buffer, and a view of it for each."""
+@dataclass(frozen=True, slots=True)
+class _Moments:
+    """When the parts of one iteration end on the device."""
 
-    def __init__(
-        self, indices: list[int], params: Sequence[HasGrad], layout: GradientLayout, buffer: FlatBuffer
-    ) -> None:
-        self.indices, self.layout, self.buffer = indices, layout, buffer
-        # A gradient has its parameter's strides (torch's layout contract, on which fused optimizers rely).
-        self.views = [
-            buffer.tensor.as_strided(params[index].shape, dense_strides(params[index]), offset)
-            for index, offset in zip(indices, layout.offsets, strict=False)
-        ]
-
-
-@dataclass(slots=True, eq=False)
-class _ScheduledUnit:
-    """One unit with all that issuing it takes.
-
-    Attributes:
-        members: parameters with elements in it.
-        due: where it stands among the units of all groups: (position of its last gradient, group, number in plan).
-    """
-
-    group: _Group
-    start: int
-    stop: int
-    stream: int
-    route: Route
-    members: tuple[int, ...] = ()
-    due: tuple[int, int, int] = (0, 0, 0)
+    first_ready: Mark
+    backward_ended: Mark
+    reduced: Mark
 
 
 class Synchroniser:
@@ -171,15 +119,23 @@ class Synchroniser:
         self._params, self._names = list(params), list(names)
         self._control, self._fabric, self._reduction = control, fabric, reduction
         self._default_plan = default_plan
-        self._negotiation = ReadinessNegotiation(control.duplicate(), control.failures)
+        self._device = fabric.device
+        self._negotiation = (
+            None if self._device.streams else ReadinessNegotiation(control.duplicate(), control.failures)
+        )
+        self._device.users += 1
         self.iteration = 0
         self._learn_from = 0  # iteration in which the present learning began
         self._learning = True
         self._ready: Callable[[int], None] = self._ready_learning
-        self._groups: list[_Group] = []
-        self._disorder, self._ballot = 0, 0.0
+        # Autograd computes the gradients of each device in a thread of its own.
+        self._one_at_a_time = threading.Lock() if len({param.device for param in params}) > 1 else None
+        self._groups: list[GradientGroup] = []
+        self._disorder, self._ballot = 0, 0
         self._joined = False
         self._next_vote = 0
+        self._in_flight: _Moments | None = None
+        self._stalled_since_s: float | None = None
         self._lay_out(list(range(len(self._params)))[::-1])
 
     # ── layouts and plans ────────────────────────────────────────────────────────────────────────────────────────
@@ -195,38 +151,31 @@ class Synchroniser:
 
     def _lay_out(self, order: list[int]) -> None:
         """Collective: new flat buffers in the given order of parameters; gradients that are there move along."""
-        by_dtype: dict[tuple[torch.dtype, torch.dtype], list[int]] = {}
-        for index in order:
-            dtype = self._params[index].dtype
-            by_dtype.setdefault((self._reduction.travels_as(dtype), dtype), []).append(index)
+        self._device.synchronise()  # nothing may use the old ones any more
         kept = {index: view for group in self._groups for index, view in zip(group.indices, group.views, strict=True)}
-        self._groups = []
-        for (wire, _), indices in by_dtype.items():
-            votes = () if self._groups else (VOTES,)
-            layout = GradientLayout(
-                sizes=(*(self._params[index].numel() for index in indices), *votes),
-                itemsize_bytes=wire.itemsize,
-                dtype=str(wire).removeprefix("torch."),
-                names=(*(self._names[index] for index in indices), *("sirtaki.votes" for _ in votes)),
-            )
-            group = _Group(indices, self._params, layout, self._fabric.allocate(layout.numel, wire))
-            for index, view in zip(indices, group.views, strict=True):
-                if self._params[index].grad is kept.get(index, view):
-                    view.copy_(kept[index])
-                    self._params[index].grad = view
-            self._groups.append(group)
-        self._position = {index: position for position, index in enumerate(order)}
-        self._order = order
+        self._groups = group_by_dtype(order, self._params, self._names, reduction=self._reduction, fabric=self._fabric)
         self._views = [torch.empty(0)] * len(self._params)
         for group in self._groups:
             for index, view in zip(group.indices, group.views, strict=True):
+                if self._params[index].grad is kept.get(index, view):
+                    self._device.launch(view.copy_, kept[index])
+                    self._params[index].grad = view
                 self._views[index] = view
+        self._position = {index: position for position, index in enumerate(order)}
+        self._order = order
         # Gradients of another dtype or device than their flat buffer's travel as copies.
         self._adopts = [
             param.dtype == view.dtype and param.device == view.device
             for param, view in zip(self._params, self._views, strict=True)
         ]
         self._votes = self._groups[0].buffer.tensor[-VOTES:]
+        # What a rank may vote, `[relearn][alive]`, where the votes are; what was voted, on the host.
+        self._ballots = torch.tensor(
+            [[[relearn, alive] for alive in (0, 1)] for relearn in (0, 1)], device=self._votes.device
+        ).to(self._votes.dtype)
+        self._count = torch.zeros(VOTES, dtype=self._votes.dtype)
+        self._device.pin(self._count)
+        self._counted: Mark | None = None  # when the last iteration's votes are in `_count`; None = it had none
         self._install([self._default_plan(group.layout) for group in self._groups])
 
     def set_plans(self, plans: Sequence[CommPlan]) -> None:
@@ -244,14 +193,11 @@ class Synchroniser:
     def _install(self, plans: Sequence[CommPlan]) -> None:
         if len(plans) != len(self._groups):
             raise PlanError(f"{len(plans)} plans for {len(self._groups)} layouts")
-        units: list[_ScheduledUnit] = []
-        for number, (group, plan) in enumerate(zip(self._groups, plans, strict=True)):
+        for group, plan in zip(self._groups, plans, strict=True):
             if plan.numel != group.layout.numel:
                 raise PlanError(f"a plan of {plan.numel} elements for a layout of {group.layout.numel}")
             self._fabric.open_plan(plan)
-            units += self._expand(number, group, plan)
-        # Units of several groups are merged by the moment in which their last gradient is expected.
-        self._units = sorted(units, key=lambda unit: unit.due)
+        self._units = schedule(self._groups, plans, self._position)
         units_of: list[list[int]] = [[] for _ in self._params]
         for serial, unit in enumerate(self._units):
             for index in unit.members:
@@ -260,54 +206,40 @@ class Synchroniser:
         self._plans = tuple(plans)
         self._reset()
 
-    def _expand(self, number: int, group: _Group, plan: CommPlan) -> list[_ScheduledUnit]:
-        """The units of one group's plan."""
-        offsets, units, first = group.layout.offsets, [], 0
-        for serial, unit in enumerate(plan.units):
-            while offsets[first + 1] <= unit.start:
-                first += 1
-            position, members = first, []
-            while position < len(group.indices) and offsets[position] < unit.stop:
-                if offsets[position + 1] > offsets[position]:
-                    members.append(group.indices[position])
-                position += 1
-            last = max((self._position[index] for index in members), default=len(self._params))
-            units.append(
-                _ScheduledUnit(
-                    group,
-                    unit.start,
-                    unit.stop,
-                    unit.stream,
-                    (plan.transport, unit.algorithm),
-                    members=tuple(members),
-                    due=(last, number, serial),
-                )
-            )
-        return units
-
     def _reset(self) -> None:
         """Ready for the next backward pass."""
         # The last entry is never zero: `ready` need not ask whether there is a next unit.
         self._missing = [*(len(unit.members) for unit in self._units), 1]
-        self._votes[RELEARN], self._votes[ALIVE] = self._ballot, 1.0
+        self._device.launch(self._votes.copy_, self._ballots[self._ballot][1])
         self._next_unit = 0
         self._arrived: list[int] = []
+        self._ready_marks: list[Mark] = [None] * len(self._params) if self._learning else []
         self._copied = 0
         self._works: list[Work] = []
-        self._first_ready_s = 0.0
+        self._first_ready: Mark = None
         wanted = timeline.active()
-        self._trace = None if wanted is None else IterationTrace(wanted)
+        self._trace = None if wanted is None else IterationTrace(wanted, self._device)
+        if not self._device.streams:
+            self._ready = self._ready_learning if self._learning else self._ready_scheduled
+        elif self._learning or self._device.users > 1:
+            self._ready = self._ready_deferred
+        else:
+            self._ready = self._ready_on_streams
 
     # ── the hot path ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def ready(self, index: int) -> None:
         """The gradient of parameter `index` is complete. At most once an iteration."""
-        self._ready(index)
+        if self._one_at_a_time is None:
+            self._ready(index)
+        else:
+            with self._one_at_a_time:
+                self._ready(index)
 
     def _ready_scheduled(self, index: int) -> None:
         arrived = self._arrived
         if not arrived:
-            self._first_ready_s = time.perf_counter()
+            self._first_ready = self._device.mark()
         arrived.append(index)
         missing = self._missing
         for unit in self._units_of[index]:
@@ -315,14 +247,28 @@ class Synchroniser:
         if not missing[self._next_unit]:
             self._issue_complete_units()
 
+    def _ready_on_streams(self, index: int) -> None:
+        self._device.notice_stream()
+        self._ready_scheduled(index)
+
+    def _ready_deferred(self, index: int) -> None:
+        """Leaves the issuing to `finish`."""
+        self._device.notice_stream()
+        if not self._arrived:
+            self._first_ready = self._device.mark()
+        if self._learning:
+            self._ready_marks[index] = self._device.mark()
+        self._arrived.append(index)
+
     def _issue_complete_units(self) -> None:
-        self._copy_arrived()
-        missing, units = self._missing, self._units
-        number = self._next_unit
-        while number < len(units) and not missing[number]:
-            self._issue(units[number])
-            number += 1
-        self._next_unit = number
+        with self._device.beside():
+            self._copy_arrived()
+            missing, units = self._missing, self._units
+            number = self._next_unit
+            while number < len(units) and not missing[number]:
+                self._issue(units[number])
+                number += 1
+            self._next_unit = number
 
     def _copy_arrived(self) -> None:
         """Copies the gradients that came since the last time into the flat buffers, all at once."""
@@ -334,28 +280,30 @@ class Synchroniser:
             if gradient is not view and gradient is not None:
                 targets.append(view)
                 sources.append(gradient)
-        begin_s = 0.0 if self._trace is None else time.perf_counter()
+        begin = None if self._trace is None else self._device.mark()
         if targets:
             with torch.no_grad():  # gradients made with create_graph=True have a graph, the reduced ones have none
-                torch._foreach_copy_(targets, sources)
+                self._device.launch(torch._foreach_copy_, targets, sources)
+            self._device.keep(sources)
         adopts = self._adopts
         for index in fresh:
             if adopts[index]:
                 params[index].grad = views[index]
         if self._trace is not None and fresh:
-            self._trace.copied(begin_s, len(fresh))
+            self._trace.copied(begin, len(fresh))
 
-    def _issue(self, unit: _ScheduledUnit) -> None:
+    def _issue(self, unit: ScheduledUnit) -> None:
         reduction, tensor = self._reduction, unit.group.buffer.tensor
         if reduction.prescale != 1.0:
-            scale_(tensor[unit.start : unit.stop], reduction.prescale)
-        issued_s = 0.0 if self._trace is None else time.perf_counter()
+            self._device.launch(scale_, tensor[unit.start : unit.stop], reduction.prescale)
+        issued = None if self._trace is None else self._device.mark()
         work = self._fabric.all_reduce(
             unit.group.buffer,
             unit.start,
             unit.stop,
             route=unit.route,
             stream=unit.stream,
+            threads=unit.threads,
             op=reduction.op,
             scale=reduction.postscale,
         )
@@ -369,7 +317,7 @@ class Synchroniser:
                     stream=unit.stream,
                     transport=unit.route[0],
                     work=work,
-                    issued_s=issued_s,
+                    issued=issued,
                 )
             )
 
@@ -377,21 +325,22 @@ class Synchroniser:
 
     def _ready_learning(self, index: int) -> None:
         if not self._arrived:
-            self._begin_learning()
+            self._begin_negotiation()
         self._arrived.append(index)
-        self._ready_times_s[index] = time.perf_counter() - self._first_ready_s
+        self._ready_marks[index] = self._device.mark()
         self._copy_arrived()
         # Bits are kept in layout order, so that agreed neighbours are neighbours in the flat buffer.
+        assert self._negotiation is not None
         self._negotiation.mark(self._position[index])
 
-    def _begin_learning(self) -> None:
-        self._first_ready_s = time.perf_counter()
-        self._ready_times_s = [0.0] * len(self._params)
+    def _begin_negotiation(self) -> None:
+        self._first_ready = self._device.mark()
         self._round_robin = 0
         sizes = np.array(
             [self._params[index].numel() * self._views[index].element_size() for index in self._order], dtype=np.int64
         )
         granularity = max(1, self._unit_bytes())
+        assert self._negotiation is not None
         self._negotiation.begin(sizes, granularity_bytes=granularity, on_agreed=self._issue_agreed)
 
     def _unit_bytes(self) -> int:
@@ -425,7 +374,7 @@ class Synchroniser:
                 for low in range(start, stop, limit):
                     stream = self._round_robin % plan.streams
                     self._round_robin += 1
-                    self._issue(_ScheduledUnit(group, low, min(low + limit, stop), stream, route))
+                    self._issue(ScheduledUnit(group, low, min(low + limit, stop), stream, route))
 
     def _finish_learning(self) -> list[int] | None:
         """Collective: the agreed order once enough iterations have been watched, else None."""
@@ -463,19 +412,20 @@ class Synchroniser:
         Raises:
             CommError: a reduction failed, or the job did; gradients are undefined then.
         """
-        finish_called_s = time.perf_counter()
+        self._control.failures.check()
+        called = self._device.mark()
         self._joined = joined and not self._arrived
         if self._joined:
-            self._votes[ALIVE] = 0.0
+            self._device.launch(self._votes.copy_, self._ballots[self._ballot][0])
             for param in self._params:
                 param.grad = None
         if not self._arrived:
-            self._first_ready_s = finish_called_s
-            if self._learning:
-                self._begin_learning()
+            self._first_ready = called
+            if self._learning and self._negotiation is not None:
+                self._begin_negotiation()
         n_arrived = len(self._arrived)
         self._complete_missing()
-        if self._learning:
+        if self._learning and self._negotiation is not None:
             self._negotiation.finish()
         else:
             self._missing = [0] * len(self._units) + [1]
@@ -483,30 +433,77 @@ class Synchroniser:
         for work in self._works:
             while not work.wait(WAIT_SLICE_S):
                 self._control.failures.check()
-        end_s = time.perf_counter()
         self._hand_back()
+        return self._report(_Moments(self._first_ready, called, self._device.mark()), n_arrived)
+
+    def _report(self, moments: _Moments, n_arrived: int) -> IterationReport:
+        """Collective: closes the books on this iteration."""
+        device, before = self._device, self._in_flight
+        if before is None or self._learning or not device.streams:
+            before = moments
+        if before is moments or self._trace is not None:
+            device.wait_for(moments.reduced)
+        device.wait_for(before.reduced)  # the host is never more than one iteration ahead
+        self._in_flight, self._stalled_since_s = moments, None
         if self._trace is not None:
             self._trace.write(
                 iteration=self.iteration,
                 learning=self._learning,
-                first_ready_s=self._first_ready_s,
-                finish_called_s=finish_called_s,
+                first_ready=moments.first_ready,
+                backward_ended=moments.backward_ended,
+                reduced=moments.reduced,
             )
+        ready_s = (
+            tuple(
+                0.0 if mark is None else max(0.0, device.elapsed_s(moments.first_ready, mark))
+                for mark in self._ready_marks
+            )
+            if self._learning
+            else ()
+        )
+        relearn = self._count_votes()
         report = IterationReport(
-            span_s=end_s - self._first_ready_s,
-            backward_s=max(0.0, finish_called_s - self._first_ready_s),  # without gradients there was none
-            ready_s=tuple(self._ready_times_s) if self._learning else (),
+            span_s=device.elapsed_s(before.first_ready, before.reduced),
+            backward_s=max(0.0, device.elapsed_s(before.first_ready, before.backward_ended)),  # may be none at all
+            ready_s=ready_s,
             alive=self._is_anyone_alive(),
-            learned=self._turn_over(n_arrived),
+            learned=self._turn_over(n_arrived, relearn=relearn),
         )
         self.iteration += 1
         return report
 
+    def _count_votes(self) -> bool:
+        """Takes this iteration's votes to the host; returns whether the last one's asked for a new order."""
+        relearn = self._counted is not None and float(self._count[RELEARN]) > 0.0
+        self._counted = None
+        if not self._learning:  # in which negotiation may have issued the gradients alone
+            self._device.launch(_to_host, self._count, self._votes)
+            self._counted = self._device.mark()
+        return relearn
+
     def _is_anyone_alive(self) -> bool:
-        """Collective: some rank has data of its own. Learning iterations reduce no votes."""
+        """Collective: some rank has data of its own."""
         if self._learning:
             return bool(self._control.total(np.array([0.0 if self._joined else 1.0]))[0] > 0.0)
-        return float(self._votes[ALIVE]) > 0.0
+        if not self._joined:
+            return True
+        self._device.wait_for(self._counted)
+        return float(self._count[ALIVE]) > 0.0
+
+    def unfinished(self) -> tuple[int, float] | None:
+        """On a device with streams: the iteration whose gradients others keep waiting, and since when.
+
+        Any thread may ask. The time is `time.monotonic()`, and that of the first call that found them late.
+        """
+        moments = self._in_flight
+        if moments is None or not self._device.streams or self._device.is_reached(moments.reduced):
+            self._stalled_since_s = None
+            return None
+        if not self._device.is_reached(moments.backward_ended):
+            return None
+        if self._stalled_since_s is None:
+            self._stalled_since_s = time.monotonic()
+        return self.iteration - 1, self._stalled_since_s
 
     def _complete_missing(self) -> None:
         """Gradients that did not come: those there are count as they are, the others as zeros, as in Horovod."""
@@ -515,7 +512,7 @@ class Synchroniser:
             for index, param in enumerate(self._params):
                 if index not in arrived:
                     if param.grad is None:
-                        self._views[index].zero_()
+                        self._device.launch(self._views[index].zero_)
                         if not self._adopts[index]:
                             param.grad = torch.zeros(param.shape, dtype=param.dtype, device=param.device)
                     self._arrived.append(index)
@@ -529,7 +526,7 @@ class Synchroniser:
                 for param, view, adopts in zip(self._params, self._views, self._adopts, strict=True)
                 if not adopts and param.grad is not None
             ]
-            torch._foreach_copy_([grad for grad, _ in pairs], [view for _, view in pairs])
+            self._device.launch(torch._foreach_copy_, [grad for grad, _ in pairs], [view for _, view in pairs])
 
     # ── changes of order ─────────────────────────────────────────────────────────────────────────────────────────
 
@@ -539,33 +536,40 @@ class Synchroniser:
         limit = max(8, len(self._order) // 8)
         late = max((place - self._position[index] for place, index in enumerate(arrived)), default=0)
         self._disorder = self._disorder + 1 if late > limit else 0
-        self._ballot = 1.0 if self._disorder >= 3 and self.iteration >= self._next_vote else 0.0
+        self._ballot = int(self._disorder >= 3 and self.iteration >= self._next_vote)
 
-    def _turn_over(self, n_arrived: int) -> bool:
+    def _turn_over(self, n_arrived: int, *, relearn: bool) -> bool:
         """Collective: what the next iteration will be. True if the order has just been learned."""
         if self._learning:
             order = self._finish_learning()
-            self._reset()
             if order is None:
+                self._reset()
                 return False
-            self._learning, self._ready = False, self._ready_scheduled
+            self._learning = False
+            self._reset()
             if order != self._order:
                 self._lay_out(order)
             # Each new learning doubles the time to the next one: an order that never settles is not chased.
             self._next_vote = self.iteration + 2 * (self.iteration - self._learn_from + 50)
             return True
-        relearn = float(self._votes[RELEARN]) > 0.0
         if self._arrived == self._order:
-            self._disorder = 0
+            self._disorder = self._ballot = 0
         else:
             self._watch_order(n_arrived)
-        self._reset()
         if relearn:
             logger.info("gradients come in another order than they did; learning it anew")
-            self._learning, self._ready, self._learn_from = True, self._ready_learning, self.iteration + 1
-            self._disorder, self._ballot = 0, 0.0
+            self._learning, self._learn_from = True, self.iteration + 1
+            self._disorder = self._ballot = 0
+            self._counted = None
+        self._reset()
         return False
 
     def close(self) -> None:
-        """Ends the negotiation thread; gradients keep their values."""
-        self._negotiation.close()
+        """Ends the negotiation thread; gradients keep their values. Once."""
+        self._device.users -= 1
+        if self._negotiation is not None:
+            self._negotiation.close()
+
+
+def _to_host(target: torch.Tensor, source: torch.Tensor) -> None:
+    target.copy_(source, non_blocking=True)

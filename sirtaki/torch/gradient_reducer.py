@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from sirtaki.autotune.arms.base import Arm
-from sirtaki.comm.synchroniser import Reduction, dense_strides
+from sirtaki.comm.gradient_groups import Reduction, dense_strides
 from sirtaki.comm.watchdog import Wait
 
 from .mpi_ops import Sum, allreduce_async_, synchronize

@@ -13,7 +13,7 @@ import torch
 
 from sirtaki.autotune.arms.base import Arm
 from sirtaki.comm.control import ControlPlane
-from sirtaki.comm.synchroniser import Reduction
+from sirtaki.comm.gradient_groups import Reduction
 from sirtaki.errors import ConfigError
 
 from . import runtime

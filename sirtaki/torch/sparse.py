@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
-from sirtaki.comm.synchroniser import Reduction
+from sirtaki.comm.gradient_groups import Reduction
 
 from .mpi_ops import Sum, sparse_allreduce_async
 from .process_sets import ProcessSet

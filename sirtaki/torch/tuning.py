@@ -24,9 +24,10 @@ from sirtaki.autotune.meta.bandit_arm import BanditArm
 from sirtaki.autotune.meta.ensemble import default_arms
 from sirtaki.autotune.meta.session import Assignment, Purpose, SessionResult, WarmupSession
 from sirtaki.comm.fabric import Fabric
+from sirtaki.comm.gradient_groups import Reduction
 from sirtaki.comm.layout import GradientLayout
 from sirtaki.comm.plan import CommPlan
-from sirtaki.comm.synchroniser import IterationReport, Reduction, Synchroniser
+from sirtaki.comm.synchroniser import IterationReport, Synchroniser
 from sirtaki.errors import ConfigError, PlanError
 from sirtaki.settings import Settings
 

@@ -36,9 +36,10 @@ def expected(size: int, numel: int, dtype: torch.dtype, op: ReduceOp, scale: flo
     return result * scale if scale != 1.0 else result
 
 
-def finish(work: Work) -> None:
-    while not work.wait(timeout_s=20.0):
+def finish(fabric: Fabric, work: Work) -> None:
+    if not work.wait(timeout_s=20.0):
         raise AssertionError("the reduction did not end within 20 s")
+    fabric.device.synchronise()
 
 
 def assert_close(found: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype, size: int) -> None:
@@ -56,14 +57,14 @@ def reduces_every_dtype_size_and_operation(control: ControlPlane, fabric: Fabric
             for salt, op in enumerate(ReduceOp):
                 scale = 1.0 / control.size if op is ReduceOp.SUM and dtype.is_floating_point else 1.0
                 buffer.tensor.copy_(values(control.rank, numel, dtype, salt))
-                finish(fabric.all_reduce(buffer, 0, numel, route=route, stream=0, op=op, scale=scale))
+                finish(fabric, fabric.all_reduce(buffer, 0, numel, route=route, stream=0, op=op, scale=scale))
                 assert_close(buffer.tensor, expected(control.size, numel, dtype, op, scale, salt), dtype, control.size)
 
 
 def touches_nothing_outside_the_range(control: ControlPlane, fabric: Fabric, route: Route) -> None:
     buffer = fabric.allocate(1000, torch.float32)
     buffer.tensor.fill_(float(control.rank))
-    finish(fabric.all_reduce(buffer, 333, 667, route=route, stream=0))
+    finish(fabric, fabric.all_reduce(buffer, 333, 667, route=route, stream=0))
     total = float(sum(range(control.size)))
     assert torch.all(buffer.tensor[333:667] == total)
     assert torch.all(buffer.tensor[:333] == control.rank)
@@ -74,7 +75,7 @@ def reduces_twenty_five_megabytes(control: ControlPlane, fabric: Fabric, route: 
     numel = 25 * 1024 * 1024 // 4
     buffer = fabric.allocate(numel, torch.float32)
     buffer.tensor.copy_(values(control.rank, numel, torch.float32))
-    finish(fabric.all_reduce(buffer, 0, numel, route=route, stream=0))
+    finish(fabric, fabric.all_reduce(buffer, 0, numel, route=route, stream=0))
     assert_close(
         buffer.tensor, expected(control.size, numel, torch.float32, ReduceOp.SUM, 1.0), torch.float32, control.size
     )
@@ -94,7 +95,7 @@ def keeps_many_units_on_many_streams_apart(control: ControlPlane, fabric: Fabric
         ]
         random.Random(control.rank).shuffle(works)
         for work in works:
-            finish(work)
+            finish(fabric, work)
         wanted = expected(control.size, 200_000, torch.float32, ReduceOp.SUM, 1.0, repetition)
         assert_close(buffer.tensor, wanted, torch.float32, control.size)
 

@@ -9,9 +9,10 @@ import torch
 from sirtaki.autotune.knobs import Cut, Knobs
 from sirtaki.comm.control import ControlPlane, load_mpi
 from sirtaki.comm.fabric import Fabric
+from sirtaki.comm.gradient_groups import Reduction
 from sirtaki.comm.layout import GradientLayout
 from sirtaki.comm.plan import CommPlan
-from sirtaki.comm.synchroniser import IterationReport, Reduction, Synchroniser
+from sirtaki.comm.synchroniser import IterationReport, Synchroniser
 from sirtaki.errors import MismatchError, PlanError
 
 control = ControlPlane(load_mpi().COMM_WORLD)

@@ -1,0 +1,121 @@
+"""A GPU, as the synchroniser sees it: order by events, memory kept by stashing, time taken by events."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+
+from sirtaki.comm.device import Mark
+
+logger = logging.getLogger(__name__)
+
+HIGH_PRIORITY = -1
+
+
+class CudaDevice:
+    """One GPU of this process; see `sirtaki.comm.device.Device`.
+
+    Gradients are packed on a side stream, so the backward pass does not wait for the copies. The caching allocator
+    would hand a gradient's memory out again as soon as the *backward* stream lets it go, so what the side stream
+    still reads is kept here until it has been read.
+    """
+
+    streams = True
+    users = 0
+
+    def __init__(self, index: int) -> None:
+        """Args: `index` of the GPU, as `cuda:index`."""
+        self.torch_device = torch.device("cuda", index)
+        self._index = index
+        self._side = self.make_stream()
+        self._stash: deque[tuple[Mark, list[torch.Tensor]]] = deque()
+        self._stashing = threading.Lock()
+        self._latest_stream = 0
+
+    def launch(self, function: Callable[..., object], *args: object) -> None:
+        """See `Device`."""
+        function(*args)
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """See `Device`."""
+        self._side.wait_stream(torch.cuda.current_stream(self.torch_device))
+        with torch.cuda.stream(self._side):
+            yield
+
+    def on(self, stream: Any) -> AbstractContextManager[object]:
+        """See `Device`."""
+        return torch.cuda.stream(stream)
+
+    def make_stream(self) -> torch.cuda.Stream:
+        """See `Device`."""
+        stream: torch.cuda.Stream = torch.cuda.Stream(self.torch_device, priority=HIGH_PRIORITY)  # type: ignore[no-untyped-call]  # torch's
+        return stream
+
+    def notice_stream(self) -> None:
+        """See `Device`. Autograd may compute gradients on several streams; packing waits for the last one anyway."""
+        raw = torch._C._cuda_getCurrentRawStream(self._index)
+        if raw != self._latest_stream:
+            if self._latest_stream:
+                earlier: Any = torch.cuda.ExternalStream(self._latest_stream, self.torch_device)  # type: ignore[no-untyped-call]  # torch's
+                self._side.wait_stream(earlier)
+            self._latest_stream = raw
+
+    def pin(self, tensor: torch.Tensor) -> None:
+        """See `Device`: page-locks memory that is there already, such as that which ranks share."""
+        if tensor.numel() == 0:
+            return
+        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch's
+        status = runtime.cudaHostRegister(tensor.data_ptr(), tensor.numel() * tensor.element_size(), 0)
+        if int(status) != 0:
+            logger.warning("copies to and from the GPU are slow: CUDA cannot page-lock their memory (%s)", status)
+            return
+        weakref.finalize(tensor, runtime.cudaHostUnregister, tensor.data_ptr()).atexit = False
+
+    def keep(self, tensors: Sequence[torch.Tensor]) -> None:
+        """See `Device`."""
+        mark = self.mark()
+        with self._stashing:
+            self._stash.append((mark, list(tensors)))
+            while self._stash[0][0] is not mark and self._stash[0][0].query():
+                self._stash.popleft()
+
+    def mark(self) -> Mark:
+        """See `Device`."""
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's
+        event.record(torch.cuda.current_stream(self.torch_device))
+        return event
+
+    def order_after(self, mark: Mark) -> None:
+        """See `Device`."""
+        torch.cuda.current_stream(self.torch_device).wait_event(mark)
+
+    def is_reached(self, mark: Mark) -> bool:
+        """See `Device`."""
+        return bool(mark.query())
+
+    def wait_for(self, mark: Mark) -> None:
+        """See `Device`."""
+        mark.synchronize()
+
+    def elapsed_s(self, begin: Mark, end: Mark) -> float:
+        """See `Device`."""
+        return float(begin.elapsed_time(end)) / 1e3
+
+    def synchronise(self) -> None:
+        """See `Device`."""
+        torch.cuda.synchronize(self.torch_device)
+
+
+@functools.cache
+def cuda_device(index: int) -> CudaDevice:
+    """The one object for `cuda:index` in this process."""
+    return CudaDevice(index)

@@ -1,0 +1,50 @@
+"""Gradients over streams are right without a GPU: on streams that are late at random, and memory that is used again.
+
+The order in which NCCL would be used is compared between the ranks by the programme itself.
+"""
+
+import pytest
+from conftest import RunRanks
+
+
+def run(run_ranks: RunRanks, what: str, ranks: int, iterations: int = 1, *, local_size: str = "") -> str:
+    env = {"TEST_LOCAL_SIZE": local_size} if local_size else {}
+    output: str = run_ranks("streams.py", ranks, what, iterations, env=env, timeout_s=110).stdout
+    assert output.count("ok ") == ranks
+    return output
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_units_on_several_communicators_pass_the_conformance_suite(run_ranks: RunRanks, ranks: int) -> None:
+    assert "route nccl flat" in run(run_ranks, "nccl-conform", ranks)
+
+
+def test_hierarchical_units_pass_the_conformance_suite(run_ranks: RunRanks) -> None:
+    assert "route nccl hierarchical" in run(run_ranks, "nccl-conform", 4, local_size="2")
+
+
+def test_units_staged_through_the_host_pass_the_conformance_suite(run_ranks: RunRanks) -> None:
+    assert "route staged flat" in run(run_ranks, "staged-conform", 2)
+    assert "route staged hierarchical" in run(run_ranks, "staged-conform", 4, local_size="2")
+
+
+@pytest.mark.parametrize("what", ["nccl-train", "staged-train"])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_gradients_equal_the_mean_though_everything_happens_late(run_ranks: RunRanks, what: str, ranks: int) -> None:
+    run(run_ranks, what, ranks, 20)
+
+
+def test_gradients_equal_the_mean_between_nodes(run_ranks: RunRanks) -> None:
+    run(run_ranks, "nccl-train", 4, 20, local_size="2")
+
+
+@pytest.mark.parametrize("what", ["nccl-two", "staged-two"])
+def test_two_optimizers_in_one_backward_pass_use_nccl_in_one_order(run_ranks: RunRanks, what: str) -> None:
+    run(run_ranks, what, 3, 20)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["nccl-train", "staged-train", "nccl-two"])
+def test_a_thousand_iterations_on_late_streams_stay_right(run_ranks: RunRanks, what: str) -> None:
+    output = run_ranks("streams.py", 2, what, 1000, timeout_s=900).stdout
+    assert output.count("ok ") == 2

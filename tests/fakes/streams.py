@@ -1,0 +1,264 @@
+"""A device with streams, and communicators on it, without a GPU.
+
+Streams are threads that do what they are given late, each at its own random pace, so an order that nobody asked for
+shows as a wrong result. Communicators reduce over MPI, and note in which order and by whom they were used.
+"""
+
+import queue
+import random
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from sirtaki.comm.control import ControlPlane
+from sirtaki.comm.mpi_lanes import mpi_all_reduce_
+from sirtaki.comm.nccl_streams.communicators import CommunicatorKey, Group, GroupWork, Scope
+from sirtaki.comm.transport import ReduceOp
+
+LATEST_S = 2e-3
+
+
+@dataclass(eq=False)
+class FakeMark:
+    reached: threading.Event = field(default_factory=threading.Event)
+    at_s: float = 0.0
+
+    def reach(self) -> None:
+        self.at_s = time.perf_counter()
+        self.reached.set()
+
+
+class FakeStream:
+    """Does what it is given in order, some time later."""
+
+    def __init__(self, seed: int) -> None:
+        self._tasks: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        self._random = random.Random(seed)
+        self.problems: list[BaseException] = []
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def put(self, task: Callable[[], object]) -> None:
+        self._tasks.put(task)
+
+    def _run(self) -> None:
+        while True:
+            task = self._tasks.get()
+            if self._random.random() < 0.3:
+                time.sleep(self._random.random() * LATEST_S)
+            try:
+                with torch.no_grad():
+                    task()
+            except BaseException as err:  # whatever it is, the test must hear of it
+                self.problems.append(err)
+
+
+def aliases(value: Any) -> Any:
+    """The same memory, but nothing that keeps the caller's tensor objects alive: as a kernel's pointers."""
+    if isinstance(value, torch.Tensor):
+        return value.detach()
+    return [aliases(item) for item in value] if isinstance(value, list) else value
+
+
+class FakeDevice:
+    """See `sirtaki.comm.device.Device`."""
+
+    torch_device = torch.device("cpu")
+    streams = True
+
+    def __init__(self, seed: int = 0) -> None:
+        self.users = 0
+        self._seed = seed
+        self.all_streams: list[FakeStream] = []
+        self._current = threading.local()
+        self._default, self._side = self.make_stream(), self.make_stream()
+        self._stash: list[tuple[FakeMark, list[torch.Tensor]]] = []
+        self.pinned = 0
+
+    @property
+    def current(self) -> FakeStream:
+        stream: FakeStream = getattr(self._current, "stream", self._default)
+        return stream
+
+    def launch(self, function: Callable[..., object], *args: object) -> None:
+        if isinstance(getattr(function, "__self__", None), torch.Tensor):  # its object must not be kept, either
+            function, args = getattr(torch.Tensor, function.__name__), (function.__self__, *args)
+        pointers = [aliases(arg) for arg in args]
+        self.current.put(lambda: function(*pointers))
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        packed = self.mark()
+        with self.on(self._side):
+            self.order_after(packed)
+            yield
+
+    @contextmanager
+    def on(self, stream: FakeStream) -> Iterator[None]:
+        before = self.current
+        self._current.stream = stream
+        try:
+            yield
+        finally:
+            self._current.stream = before
+
+    def make_stream(self) -> FakeStream:
+        self._seed += 1
+        self.all_streams.append(FakeStream(self._seed))
+        return self.all_streams[-1]
+
+    def notice_stream(self) -> None:
+        pass
+
+    def pin(self, tensor: torch.Tensor) -> None:
+        self.pinned += 1
+
+    def keep(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._stash = [(mark, kept) for mark, kept in self._stash if not mark.reached.is_set()]
+        self._stash.append((self.mark(), list(tensors)))
+
+    def mark(self) -> FakeMark:
+        mark = FakeMark()
+        self.current.put(mark.reach)
+        return mark
+
+    def order_after(self, mark: FakeMark) -> None:
+        self.current.put(mark.reached.wait)
+
+    def is_reached(self, mark: FakeMark) -> bool:
+        return mark.reached.is_set()
+
+    def wait_for(self, mark: FakeMark) -> None:
+        assert mark.reached.wait(30.0), "a stream does not get on"
+
+    def elapsed_s(self, begin: FakeMark, end: FakeMark) -> float:
+        assert begin.reached.is_set()
+        assert end.reached.is_set()
+        return end.at_s - begin.at_s
+
+    def synchronise(self) -> None:
+        for stream in list(self.all_streams):
+            mark = FakeMark()
+            stream.put(mark.reach)
+            self.wait_for(mark)
+        for stream in self.all_streams:
+            if stream.problems:
+                raise stream.problems[0]
+
+    def reuse_when_freed(self, tensor: torch.Tensor) -> torch.Tensor:
+        """As a caching allocator: once the tensor is let go, the default stream puts something else there."""
+        memory = tensor.detach()
+        weakref.finalize(tensor, lambda: self._default.put(lambda: memory.fill_(float("nan")))).atexit = False
+        return tensor
+
+
+class FakeWork:
+    def __init__(self, device: FakeDevice, mark: FakeMark) -> None:
+        self._device, self._mark = device, mark
+
+    def wait(self) -> None:
+        self._device.order_after(self._mark)
+
+    def is_completed(self) -> bool:
+        return self._mark.reached.is_set()
+
+
+class FakeGroup:
+    """See `Group`; over an MPI communicator, on a stream of its own."""
+
+    def __init__(self, opener: "FakeOpener", key: CommunicatorKey, comm: Any) -> None:
+        self._opener, self._key, self._comm = opener, key, comm
+        self._stream = opener.device.make_stream()
+        self.problem = ""
+        self.aborted = self.closed = False
+
+    def _start(self, what: str, function: Callable[..., object], *args: object) -> GroupWork:
+        opener, device = self._opener, self._opener.device
+        assert not self.closed, f"{self._key} is closed"
+        assert opener.issuing.acquire(blocking=False), "two threads use NCCL at once"
+        try:
+            opener.issued.append(f"{self._key} {what}")
+            packed = device.mark()
+            time.sleep(0)  # where another thread could come in between
+            with device.on(self._stream):
+                device.order_after(packed)
+                device.launch(function, *args)
+                return FakeWork(device, device.mark())
+        finally:
+            opener.issuing.release()
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> GroupWork:
+        def reduce(tensor: torch.Tensor) -> None:
+            mpi_all_reduce_(tensor, comm=self._comm, op=op, scale=1.0)
+
+        return self._start(f"all_reduce {tensor.numel()}", reduce, tensor)
+
+    def all_reduce_scaled(self, tensor: torch.Tensor, scale: float) -> GroupWork | None:
+        if tensor.dtype is torch.bfloat16 or not tensor.is_floating_point():
+            return None
+
+        def reduce(tensor: torch.Tensor) -> None:
+            mpi_all_reduce_(tensor, comm=self._comm, op=ReduceOp.SUM, scale=scale)
+
+        return self._start(f"all_reduce_scaled {tensor.numel()}", reduce, tensor)
+
+    def reduce_scatter(self, share: torch.Tensor, tensor: torch.Tensor, op: ReduceOp) -> GroupWork:
+        def reduce(share: torch.Tensor, tensor: torch.Tensor) -> None:
+            whole = tensor.clone()
+            mpi_all_reduce_(whole, comm=self._comm, op=op, scale=1.0)
+            rank = self._comm.rank
+            share.copy_(whole[rank * share.numel() : (rank + 1) * share.numel()])
+
+        return self._start(f"reduce_scatter {tensor.numel()}", reduce, share, tensor)
+
+    def all_gather(self, tensor: torch.Tensor, share: torch.Tensor) -> GroupWork:
+        def gather(tensor: torch.Tensor, share: torch.Tensor) -> None:
+            parts = self._comm.allgather(share.clone())
+            tensor.copy_(torch.cat(parts))
+
+        return self._start(f"all_gather {tensor.numel()}", gather, tensor, share)
+
+    def error(self) -> str:
+        return self.problem
+
+    def abort(self) -> None:
+        self.aborted = True
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class FakeOpener:
+    """See `Opener`; each communicator takes `taken_bytes` of a memory of 1000."""
+
+    threads = (512, 1024)
+
+    def __init__(
+        self, control: ControlPlane, device: FakeDevice, *, max_streams: int = 4, taken_bytes: int = 1
+    ) -> None:
+        self._control, self.device, self.max_streams = control, device, max_streams
+        self._taken_bytes = taken_bytes
+        self.opened: list[CommunicatorKey] = []
+        self.groups: dict[CommunicatorKey, FakeGroup] = {}
+        self.issued: list[str] = []
+        self.issuing = threading.Lock()
+
+    def open(self, key: CommunicatorKey) -> Group:
+        control = self._control
+        comm = {
+            Scope.ALL: control.duplicate,
+            Scope.ACROSS: control.duplicate_cross,
+            Scope.NODE: control.node.Dup,
+        }[key.scope]()
+        self.opened.append(key)
+        self.groups[key] = FakeGroup(self, key, comm)
+        return self.groups[key]
+
+    def memory_bytes(self) -> tuple[int, int]:
+        is_open = [group for group in self.groups.values() if not group.closed]
+        return 1000 - self._taken_bytes * len(is_open), 1000

@@ -1,0 +1,158 @@
+"""Reduces gradients on a device with streams. Started by test_nccl_streams.py with several ranks.
+
+Arguments: what to do, and how often.
+"""
+
+import os
+import random
+import sys
+
+import torch
+from conformance.transport import check_route
+from fakes.streams import FakeDevice, FakeOpener
+
+from sirtaki.autotune.knobs import Knobs
+from sirtaki.comm.control import ControlPlane, load_mpi
+from sirtaki.comm.fabric import Fabric
+from sirtaki.comm.gradient_groups import Reduction
+from sirtaki.comm.layout import GradientLayout
+from sirtaki.comm.plan import CommPlan
+from sirtaki.comm.synchroniser import Synchroniser
+
+local_size = os.environ.get("TEST_LOCAL_SIZE")
+control = ControlPlane(load_mpi().COMM_WORLD, local_size=int(local_size) if local_size else None)
+rank, size = control.rank, control.size
+device = FakeDevice(seed=1000 * rank)
+opener = FakeOpener(control, device) if sys.argv[1].startswith("nccl") else None
+ITERATIONS = int(sys.argv[2])
+SHAPES = [(30, 20), (20,), (1,), (0,), (7, 3, 5), (2500,), (), (64, 64), (3,), (999,)]
+
+
+def gradient(param: torch.Tensor, index: int, iteration: int, of_rank: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(iteration * 10_000 + index * 100 + of_rank)
+    return torch.randn(param.shape, generator=generator, dtype=torch.float64).to(param.dtype)
+
+
+class Training:
+    """One model with its synchroniser, and the plain mean that its gradients should be."""
+
+    def __init__(self, name: str, dtypes: list[torch.dtype]) -> None:
+        self.fabric = Fabric(control, timeout_s=30.0, device=device, nccl=opener)
+        self.params = [torch.zeros(shape, dtype=dtype) for shape, dtype in zip(SHAPES, dtypes, strict=True)]
+        self.salt = sum(map(ord, name))
+        self.sync = Synchroniser(
+            self.params,
+            [f"{name}{index}" for index in range(len(self.params))],
+            control=control,
+            fabric=self.fabric,
+            reduction=Reduction(postscale=1.0 / size),
+            default_plan=self.plan,
+        )
+        self.order = list(range(len(self.params)))[::-1]
+
+    def plan(
+        self, layout: GradientLayout, unit_bytes: int = 2000, streams: int = 2, threads: int | None = None
+    ) -> CommPlan:
+        transport, algorithm = self.fabric.routes[random.Random(unit_bytes).randrange(len(self.fabric.routes))]
+        return Knobs(
+            unit_bytes=unit_bytes, streams=streams, transport=transport, algorithm=algorithm, threads=threads
+        ).to_plan(layout)
+
+    def absent(self, of_rank: int) -> set[int]:
+        shared = random.Random(self.sync.iteration * 100 + of_rank)
+        return {index for index in range(len(self.params)) if shared.random() < 0.1}
+
+    def backward(self) -> None:
+        """Gradients appear on the default stream, late, and their memory is used again once they are let go."""
+        for param in self.params:
+            param.grad = None
+        for index in self.order:
+            if index not in self.absent(rank):
+                param = self.params[index]
+                param.grad = device.reuse_when_freed(torch.full_like(param, 1e9))
+                values = gradient(param, index, self.sync.iteration + self.salt, rank)
+                device.launch(param.grad.copy_, values)
+                self.sync.ready(index)
+
+    def step(self) -> None:
+        """Reduces, and checks what the default stream finds in the gradients afterwards."""
+        iteration = self.sync.iteration
+        absent = [self.absent(other) for other in range(size)]
+        report = self.sync.finish()
+        assert report.span_s >= 0
+        found = [torch.full_like(param, -1.0) for param in self.params]
+        grads = [param.grad for param in self.params]
+        for copy, grad in zip(found, grads, strict=True):
+            assert grad is not None
+            device.launch(copy.copy_, grad)
+        if iteration % 3 == 0:  # otherwise the host runs ahead, and what is there is looked at later
+            device.synchronise()
+        self.check(iteration, found, absent)
+
+    def check(self, iteration: int, found: list[torch.Tensor], absent: list[set[int]]) -> None:
+        device.synchronise()
+        for index, param in enumerate(self.params):
+            parts = [
+                gradient(param, index, iteration + self.salt, other).double() * (index not in absent[other])
+                for other in range(size)
+            ]
+            wanted = torch.stack(parts).sum(0) / size
+            tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 5e-2}[param.dtype]
+            torch.testing.assert_close(found[index].double(), wanted, rtol=tolerance, atol=tolerance)
+
+    def close(self) -> None:
+        device.synchronise()
+        self.sync.close()
+        self.fabric.close()
+
+
+def conform() -> None:
+    fabric = Fabric(control, timeout_s=30.0, device=device, nccl=opener)
+    for route in fabric.routes:
+        check_route(control, fabric, route)
+        if rank == 0:
+            print(f"route {route[0].value} {route[1].value}")
+    fabric.close()
+
+
+def train() -> None:
+    mixed = [torch.float32, torch.float64, torch.bfloat16, torch.float32, torch.float64] * 2
+    for dtypes in ([torch.float32] * len(SHAPES), mixed):
+        training = Training("a", dtypes)
+        for number in range(ITERATIONS):
+            if number % 5 == 4:
+                knobs = ((64, 3, None), (100_000, 1, 512), (4096, 2, 1024))[number % 3]
+                unit_bytes, streams, threads = knobs
+                threads = threads if opener is not None else None
+                training.sync.set_plans(
+                    [training.plan(layout, unit_bytes, streams, threads) for layout in training.sync.layouts]
+                )
+            if number % 4 == 3:
+                random.Random(rank * 1000 + number).shuffle(training.order)
+            training.backward()
+            training.step()
+        assert not training.sync.learning or ITERATIONS < 4
+        training.close()
+
+
+def train_two() -> None:
+    """Two optimizers whose gradients come in one backward pass, mixed in another way on each rank."""
+    first, second = Training("a", [torch.float32] * len(SHAPES)), Training("b", [torch.float32] * len(SHAPES))
+    for number in range(ITERATIONS):
+        both = [first, second]
+        random.Random(rank + number).shuffle(both)
+        for training in both:
+            training.backward()
+        second.step()
+        first.step()
+    first.close()
+    second.close()
+
+
+{"conform": conform, "train": train, "two": train_two}[sys.argv[1].split("-")[1]]()
+if opener is not None:
+    control.require_equal(" ".join(opener.issued), "the order in which NCCL is used")
+    if rank == 0:
+        print(f"issued {len(opener.issued)} on {len(set(opener.opened))} communicators")
+control.close()
+print(f"ok {rank}")
