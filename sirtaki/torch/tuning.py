@@ -154,6 +154,7 @@ class TunedSynchroniser:
         self._settling = 0
         self._spans_s: list[float] = []
         self._memory: JobMemory | None = None
+        self._bandit: BanditArm | None = None
         self._session: WarmupSession | None = None
         if self._decides and self._tuning:
             # Nodes simulated by a setting count as hosts, so that their results are not taken for one node's.
@@ -162,6 +163,8 @@ class TunedSynchroniser:
             self._memory = JobMemory(settings, params, hosts if settings.local_size else control.hosts)
             self._log = TrialLog(settings.trial_log)
         self._told_s = -math.inf
+        self._finished_s = math.nan
+        self._between_s = math.nan
 
     @property
     def iteration(self) -> int:
@@ -202,6 +205,9 @@ class TunedSynchroniser:
             Some rank still has data; the same on all ranks.
         """
         report = self._sync.finish(joined=joined)
+        if report.ready_s:
+            finished_s = time.perf_counter()
+            self._between_s, self._finished_s = finished_s - report.span_s - self._finished_s, finished_s
         if report.learned:
             self._after_learning(report)
         elif self._assignment is not None and not report.ready_s:
@@ -214,9 +220,9 @@ class TunedSynchroniser:
         """Collective: the order is known. The first time, the warm-up begins; later, its present knobs go on."""
         if self._tuning and self._assignment is None:
             recollection = self._recall()
-            arm = self._make_arm(report, probe=recollection.exact is None)
-            if self._decides:
-                self._session = self._make_session(arm, recollection)
+            self._bandit = self._make_bandit(report, probe=recollection.exact is None)
+            if self._bandit is not None:
+                self._session = self._make_session(self._bandit, recollection)
             self._next_assignment()
         elif self._knobs != self._default:
             self._apply(self._knobs)
@@ -229,7 +235,7 @@ class TunedSynchroniser:
         known: Recollection = self.runtime.control.broadcast(recollection)
         return known
 
-    def _make_arm(self, report: IterationReport, *, probe: bool) -> Arm | None:
+    def _make_bandit(self, report: IterationReport, *, probe: bool) -> BanditArm | None:
         """Collective: the bandit on the deciding rank, None on the others; `probe` = measure for the planners."""
         settings, layouts = self.runtime.settings, self._sync.layouts
         planners: list[Arm] = []
@@ -244,7 +250,10 @@ class TunedSynchroniser:
             )
             self._space = narrowed(self._space, probes, default=self._default)
             ready_s = [*self._sync.in_layout_order(report.ready_s), report.backward_s]  # the votes are there at the end
-            if self._decides and (model := planning_model(layouts[0], ready_s, report.backward_s, probes)) is not None:
+            forward_s = self._between_s if math.isfinite(self._between_s) else 0.0
+            if self._decides and (
+                model := planning_model(layouts[0], ready_s, report.backward_s, probes, forward_s=forward_s)
+            ):
                 self._log.knows(model)
                 planners = list(make_planners(space=self._space, model=model))
         if not self._decides:
@@ -255,8 +264,7 @@ class TunedSynchroniser:
             return BanditArm(self._arms, rng=rng, window=window)
         return default_arms(space=self._space, rng=rng, budget_iterations=settings.warmup_iterations, planners=planners)
 
-    def _make_session(self, arm: Arm | None, recollection: Recollection) -> WarmupSession:
-        assert arm is not None
+    def _make_session(self, arm: Arm, recollection: Recollection) -> WarmupSession:
         layouts = self._sync.layouts
 
         def identity(knobs: Knobs) -> Hashable:
@@ -290,11 +298,17 @@ class TunedSynchroniser:
 
     def _record(self, spans_s: list[float]) -> None:
         """On the deciding rank: tells the session what the present assignment has measured."""
-        if self._session is None or self._assignment is None:
+        if self._session is None or self._bandit is None or self._assignment is None:
             return
         assignment = self._assignment
         self._session.record(spans_s)
-        self._log.ran(assignment, spans_s, iteration=self._sync.iteration, best_span_s=self._session.result.best_span_s)
+        self._log.ran(
+            assignment,
+            spans_s,
+            iteration=self._sync.iteration,
+            best_span_s=self._session.result.best_span_s,
+            credits=self._bandit.credits,
+        )
         if time.monotonic() - self._told_s > PROGRESS_EVERY_S:
             self._told_s = time.monotonic()
             logger.info("%s", self._session.progress())
