@@ -427,15 +427,21 @@ class WarmupSession:
         before = [trial.span_s for trial in self._history if self._same(trial.knobs, self._default)]
         scale = self._setting(self._default).span_s / before[-1] if before else 1.0
         latest = {self._identity(trial.knobs): trial for trial in self._history}  # holds all its measurements
-        for trial in latest.values():
+        proposers = {self._identity(trial.knobs): trial.arm for trial in reversed(self._history)}  # the first of each
+        for trial in self._history:
             if trial.knobs not in self._space or self._same(trial.knobs, self._default):
                 continue
             scaled = replace(trial, span_s=trial.span_s * scale, noise_s=trial.noise_s * scale)
-            spans_s = [scaled.span_s] * max(1, min(trial.iterations, self._measured))
-            self._ledger.add(trial.knobs, arm=trial.arm, spans_s=spans_s, repeats=False)
             self._trials.append(scaled)
-            self._spent += trial.iterations + self._settle
             self._tell(scaled)
+            identity = self._identity(trial.knobs)
+            if trial is latest[identity]:
+                spans_s = [scaled.span_s] * max(1, min(trial.iterations, self._measured))
+                self._ledger.add(trial.knobs, arm=proposers[identity], spans_s=spans_s, repeats=False)
+                self._spent += trial.iterations + self._settle
+        best = self._setting(self._best_so_far())
+        if self._incumbent is not None and best.spans_s:
+            self._incumbent = best  # who beats only the default has not found a new best
         self._spent = min(self._spent, max(self._budget - 2 * self._duel_cost, self._settle + self._measured))
 
     def _setting(self, knobs: Knobs) -> Setting:
