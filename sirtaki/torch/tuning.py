@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -23,6 +23,8 @@ from sirtaki.autotune.meta.auc_bandit import window_for
 from sirtaki.autotune.meta.bandit_arm import BanditArm
 from sirtaki.autotune.meta.ensemble import default_arms
 from sirtaki.autotune.meta.session import Assignment, Purpose, SessionResult, WarmupSession
+from sirtaki.autotune.model.link import LinkModel
+from sirtaki.autotune.model.planning import PlanningModel, Route
 from sirtaki.comm.fabric import Fabric
 from sirtaki.comm.layout import GradientLayout
 from sirtaki.comm.plan import CommPlan
@@ -156,6 +158,7 @@ class TunedSynchroniser:
         self._memory: JobMemory | None = None
         self._bandit: BanditArm | None = None
         self._session: WarmupSession | None = None
+        self._model: PlanningModel | None = None
         if self._decides and self._tuning:
             # Nodes simulated by a setting count as hosts, so that their results are not taken for one node's.
             nodes = [str(rank // control.local_size) for rank in range(control.size)]
@@ -229,7 +232,7 @@ class TunedSynchroniser:
 
     def _recall(self) -> Recollection:
         """Collective: what an earlier job has left."""
-        recollection = self._memory.recall(self._sync.layouts[0]) if self._memory is not None else None
+        recollection = self._memory.recall(self._sync.layouts[0], self._space) if self._memory is not None else None
         if recollection is not None and recollection.words:
             logger.info("%s", recollection.words)
         known: Recollection = self.runtime.control.broadcast(recollection)
@@ -254,6 +257,7 @@ class TunedSynchroniser:
             if self._decides and (
                 model := planning_model(layouts[0], ready_s, report.backward_s, probes, forward_s=forward_s)
             ):
+                self._model = model
                 self._log.knows(model)
                 planners = list(make_planners(space=self._space, model=model))
         if not self._decides:
@@ -271,6 +275,10 @@ class TunedSynchroniser:
             return tuple(plan.fingerprint() for plan in plans_for(knobs, layouts))
 
         settings = self.runtime.settings
+        assert self._memory is not None
+        proposals = self._memory.first_proposals(self._space, self._model)
+        for proposal in proposals:
+            logger.info("%s", proposal.words)
         return WarmupSession(
             space=self._space,
             default=self._default,
@@ -278,7 +286,7 @@ class TunedSynchroniser:
             rng=np.random.default_rng(settings.seed),
             budget_iterations=settings.warmup_iterations,
             exact=recollection.exact,
-            seeds=recollection.seeds,
+            seeds=[proposal.knobs for proposal in proposals],
             history=recollection.history,
             identity=identity,
         )
@@ -334,12 +342,17 @@ class TunedSynchroniser:
         self._sync.set_plans(plans_for(knobs, self._sync.layouts))
         self._knobs = knobs
 
+    @property
+    def _links(self) -> Mapping[Route, LinkModel]:
+        """What probes have shown of each route."""
+        return self._model.links if self._model is not None else {}
+
     def _end(self) -> None:
         self._tuning, self._assignment = False, None
         if self._session is not None:
             assert self._memory is not None
             result = self._session.result
-            stored = self._memory.keep(result, self._session.trials, complete=True)
+            stored = self._memory.keep(result, self._session.trials, complete=True, links=self._links)
             logger.info("%s%s", describe_result(result), "; stored in the registry" if stored else "")
             self._log.ended(result, iteration=self._sync.iteration)
             self._log.close()
@@ -351,7 +364,7 @@ class TunedSynchroniser:
         if session is None or self._memory is None:
             return
         result = session.result
-        if self._memory.keep(result, session.trials, complete=False):
+        if self._memory.keep(result, session.trials, complete=False, links=self._links):
             logger.info(
                 "the job ends before its warm-up: best so far %s; stored in the registry, the next job goes on",
                 describe_result(result),
