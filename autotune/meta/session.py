@@ -449,9 +449,17 @@ class WarmupSession:
         return self._ledger.find(knobs) or Setting(knobs=knobs, arm=DEFAULT_ARM)
 
     def _best_so_far(self) -> Knobs:
+        """The fastest, if it leads the default by more than the noise: of many settings one is fast by luck.
+
+        What similar jobs have found was named beforehand, not picked for its luck: for that any lead will do.
+        """
         ranked = self._ledger.ranked()
-        if ranked and self._ledger.lead(ranked[0], self._setting(self._default)) > 1.0:
+        default = self._setting(self._default)
+        if ranked and self._ledger.lead(ranked[0], default) > 1.0:
             return ranked[0].knobs
+        named = next((setting for setting in ranked if setting.arm == REGISTRY_ARM), None)
+        if named is not None and self._ledger.lead(named, default) > 0.0:
+            return named.knobs
         return self._default
 
     def _left(self) -> int:

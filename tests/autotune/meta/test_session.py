@@ -406,6 +406,14 @@ def test_a_registrys_setting_outside_the_space_is_not_run() -> None:
     assert job.result.knobs == BEST
 
 
+def test_what_similar_jobs_found_counts_as_better_by_any_lead_and_what_an_arm_proposes_by_a_clear_one() -> None:
+    slightly_better = {DEFAULT: 1.0, BEST: 0.98}
+    for options, kept in (({"arm": ListArm(), "seeds": [BEST]}, BEST), ({"arm": ListArm(BEST)}, DEFAULT)):
+        job = Job(session(**options), span_of=lambda knobs: slightly_better[knobs]).run(records=2)  # type: ignore[arg-type]
+        assert job.run_for(Purpose.TRIAL) == [BEST]
+        assert job.result.knobs == kept
+
+
 def test_seeds_are_tried_before_the_arm_is_asked() -> None:
     arm = ListArm(streams(8))
     job = Job(session(arm, seeds=[streams(2), OUTSIDE, BEST])).run()
