@@ -10,7 +10,6 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -32,21 +31,23 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 STREAM_BYTES = MIB
-"""What each stream carries in one probe, cut into units: long enough that a shaper's credit for bursts is used up."""
+"""What each stream carries in one pass of a probe, cut into units."""
+
+PASSES = 2
+"""That are timed as one, after one that is not."""
 
 SHAPES = (
     (64 * KIB, 1),
     (MIB, 1),
     (MIB, 4),
-    (64 * KIB, 8),
+    (64 * KIB, 4),
     (MIB, 8),
+    (64 * KIB, 8),
     (MIB, 2),
     (256 * KIB, 1),
     (MIB, 16),
 )
-"""Bytes of a unit, and streams; what a small budget should know comes first."""
-
-REPETITIONS = 2  # that count, of each probe
+"""Bytes of a unit, and streams; what a small budget should know comes first, the link before the processor."""
 
 
 def probe_routes(
@@ -74,10 +75,10 @@ def probe_routes(
                 continue
             plan = _probe_plan(route, unit_bytes, streams)
             fabric.open_plan(plan)
-            rounds = STREAM_BYTES // unit_bytes
-            for seconds in _paces_s(control, fabric, plan, buffer):
-                found[route].append(LinkProbe(unit_bytes=unit_bytes, streams=streams, seconds=seconds, rounds=rounds))
-                spent_s += seconds
+            seconds = _probe_s(control, fabric, plan, buffer)
+            rounds = PASSES * STREAM_BYTES // unit_bytes
+            found[route].append(LinkProbe(unit_bytes=unit_bytes, streams=streams, seconds=seconds, rounds=rounds))
+            spent_s += seconds
     return found
 
 
@@ -124,30 +125,31 @@ def _probe_plan(route: Route, unit_bytes: int, streams: int) -> CommPlan:
     return CommPlan(numel=len(units) * numel, units=units, streams=streams, transport=transport)
 
 
-def _paces_s(control: ControlPlane, fabric: Fabric, plan: CommPlan, buffer: FlatBuffer) -> list[float]:
-    """Collective: how long the plan's units take again and again without a pause, on the slowest rank.
+def _probe_s(control: ControlPlane, fabric: Fabric, plan: CommPlan, buffer: FlatBuffer) -> float:
+    """Collective: seconds that the plan's units take `PASSES` times in a row, on the slowest rank.
 
-    A pass that is not counted goes before: it opens connections, touches memory, lets congestion windows grow, and
-    uses up what shapers grant a link that was idle.
+    A pass before opens connections, touches memory, lets congestion windows grow, and uses up what shapers grant a
+    link that was idle; so the timed ones follow without a pause, not even that of a barrier.
     """
     control.barrier()
-    passes = [
-        [
-            fabric.all_reduce(
-                buffer, unit.start, unit.stop, route=(plan.transport, unit.algorithm), stream=unit.stream, scale=0.0
-            )
-            for unit in plan.units
-        ]
-        for _ in range(1 + REPETITIONS)
+    _pass(control, fabric, plan, buffer, times=1)
+    begin_s = time.perf_counter()
+    _pass(control, fabric, plan, buffer, times=PASSES)
+    return -float(control.minimum(np.array([begin_s - time.perf_counter()]))[0])
+
+
+def _pass(control: ControlPlane, fabric: Fabric, plan: CommPlan, buffer: FlatBuffer, *, times: int) -> None:
+    """Collective: submits all units so many times, then waits for all of them."""
+    works = [
+        fabric.all_reduce(
+            buffer, unit.start, unit.stop, route=(plan.transport, unit.algorithm), stream=unit.stream, scale=0.0
+        )
+        for _ in range(times)
+        for unit in plan.units
     ]
-    ends_s = []
-    for works in passes:
-        for work in works:
-            while not work.wait(timeout_s=1.0):
-                control.failures.check()
-        ends_s.append(time.perf_counter())
-    least = control.minimum(np.array([before_s - after_s for before_s, after_s in pairwise(ends_s)]))
-    return [-float(seconds) for seconds in least]
+    for work in works:
+        while not work.wait(timeout_s=1.0):
+            control.failures.check()
 
 
 def planning_model(
