@@ -22,6 +22,7 @@ from sirtaki.autotune.model.planning import PlanningModel, Route
 from sirtaki.autotune.trial import Trial
 from sirtaki.comm.layout import GradientLayout
 from sirtaki.errors import PlanError, SirtakiError, TuningError
+from sirtaki.machine import host_kind
 from sirtaki.registry import entry as registry_entry
 from sirtaki.registry.digest import layout_fingerprint
 from sirtaki.registry.entry import Entry, Provenance, make_key
@@ -55,6 +56,30 @@ class Recollection:
     words: str = ""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """What a rank runs on.
+
+    Attributes:
+        host: such as `machine.host_kind` gives it.
+        device: "cpu", or the name of the GPU.
+    """
+
+    host: str
+    device: str
+
+    @classmethod
+    def here(cls, device: torch.device) -> Kind:
+        """Of this process, whose gradients are on that device."""
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        return cls(host=_label(host_kind()), device=_label(name))
+
+
+def _label(text: str) -> str:
+    """What a graph's label may be."""
+    return "".join(character for character in text if character.isprintable())[:200]
+
+
 def link_of(link: LinkModel) -> registry_entry.LinkModel:
     """A measured link as the registry keeps it."""
     alone = link.throughput[0]
@@ -83,17 +108,24 @@ def permitted_by(space: KnobSpace) -> Permitted:
 class JobMemory:
     """Looks this job up and stores what it found. Nothing here raises into training."""
 
-    def __init__(self, settings: Settings, parameters: Sequence[torch.Tensor], hosts: Sequence[str]) -> None:
+    def __init__(
+        self, settings: Settings, parameters: Sequence[torch.Tensor], hosts: Sequence[str], kinds: Sequence[Kind] = ()
+    ) -> None:
         """Begins to watch for the model's graph.
 
         Args:
             settings: where the registry is.
             parameters: those whose gradients are reduced.
             hosts: of each rank; simulated nodes have different names.
+            kinds: of each rank's host and device, as far as they are known.
         """
         self._off = settings.registry == REGISTRY_OFF
         self._url = settings.registry
-        self._topology = Topology.from_ranks(hosts)
+        self._topology = Topology.from_ranks(
+            hosts,
+            devices=[kind.device for kind in kinds] or None,
+            host_kinds={name: kind.host for name, kind in zip(hosts, kinds, strict=False)},
+        )
         self._recorder = ModelGraphRecorder()
         self._job: Job | None = None
         self._own: Entry | None = None

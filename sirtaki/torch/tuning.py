@@ -32,7 +32,7 @@ from sirtaki.comm.synchroniser import IterationReport, Reduction, Synchroniser
 from sirtaki.errors import ConfigError, PlanError
 from sirtaki.settings import Settings
 
-from .job_memory import JobMemory, Recollection
+from .job_memory import JobMemory, Kind, Recollection
 from .probes import narrowed, planning_model, probe_routes
 from .trial_log import TrialLog
 
@@ -159,11 +159,12 @@ class TunedSynchroniser:
         self._bandit: BanditArm | None = None
         self._session: WarmupSession | None = None
         self._model: PlanningModel | None = None
+        kinds = control.all_gather(Kind.here(params[0].device)) if self._tuning and params else []
         if self._decides and self._tuning:
             # Nodes simulated by a setting count as hosts, so that their results are not taken for one node's.
             nodes = [str(rank // control.local_size) for rank in range(control.size)]
             hosts = [f"{host}/{node}" for host, node in zip(control.hosts, nodes, strict=True)]
-            self._memory = JobMemory(settings, params, hosts if settings.local_size else control.hosts)
+            self._memory = JobMemory(settings, params, hosts if settings.local_size else control.hosts, kinds)
             self._log = TrialLog(settings.trial_log)
         self._told_s = -math.inf
         self._finished_s = math.nan

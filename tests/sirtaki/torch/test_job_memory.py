@@ -17,7 +17,7 @@ from sirtaki.comm.plan import Algorithm, TransportKind
 from sirtaki.registry.entry import Entry
 from sirtaki.registry.store import open_store
 from sirtaki.settings import Settings
-from sirtaki.torch.job_memory import JobMemory
+from sirtaki.torch.job_memory import JobMemory, Kind
 
 ROUTE = (TransportKind.GLOO, Algorithm.FLAT)
 SPACE = KnobSpace(routes=(ROUTE,), unit_bytes=(64 * KIB, 64 * MIB), streams=(1, 2, 4, 8))
@@ -64,6 +64,25 @@ def only_entry(path: Path) -> Entry:
 def planning_model(layout: GradientLayout, link: LinkModel) -> PlanningModel:
     profile = Profile.from_durations([1e-3] * len(layout.sizes))
     return PlanningModel(layout=layout, profile=profile, links={ROUTE: link})
+
+
+def test_hosts_and_devices_are_told_apart_by_their_kind(path: Path) -> None:
+    model = torch.nn.Linear(4, 4)
+    settings = Settings.from_environ({"SIRTAKI_REGISTRY": str(path)})
+    for name in ("small", "large"):
+        kinds = [Kind(host=name, device="cpu")] * 2
+        memory = JobMemory(settings, list(model.parameters()), ["a", "b"], kinds)
+        model(torch.randn(1, 4))
+        assert memory.recall(layout_of(model), SPACE).exact is None
+        assert memory.keep(WINNER, TRIALS, complete=True, links={})
+    store = open_store(str(path))
+    assert sorted(entry.provenance.host_kinds for entry in store.entries()) == [("large",), ("small",)]
+
+
+def test_this_process_runs_on_something() -> None:
+    kind = Kind.here(torch.device("cpu"))
+    assert kind.device == "cpu"
+    assert "core" in kind.host
 
 
 def test_the_link_of_the_winners_route_is_remembered(path: Path) -> None:
