@@ -155,7 +155,7 @@ class WarmupSession:
         self._history = tuple(history)
         self._identity = identity
         run = settle_iterations + measured_iterations
-        self._n_finalists = 4 if budget_iterations >= 60 else 2
+        self._n_finalists = 3 if budget_iterations >= 60 else 2
         self._duel_cost = 2 * run
         self._patience = max(8, budget_iterations // (4 * run))
 
@@ -324,15 +324,18 @@ class WarmupSession:
     ) -> Generator[Assignment, Sequence[float], Knobs | None]:
         """Rounds of all finalists and the default in random order; the one that is kept, None = the default stays.
 
-        After each round the slower half leaves, by all that was measured of it. The duel with the default counts what
-        is measured here alone, since the finalists got here by luck too; it pauses while it is clear. `doubt` is the
-        lead that the default must have: an earlier job's winner is proved already and goes only if clearly slower.
+        After each round the slower half leaves, by all that was measured of it; where it is noisy the last two stay
+        until they are told apart or the budget ends. The duel with the default counts what is measured here alone,
+        since the finalists got here by luck too; it pauses while it is clear. `doubt` is the lead that the default must
+        have: an earlier job's winner is proved already and goes only if clearly slower.
         """
         duel = Ledger(identity=self._identity)
         field = [*finalists, self._default]
         for number in range(max_rounds):
             beaten = self._ledger.lead(self._setting(finalists[0]), self._setting(self._default)) > CLEAR
-            rounds = max(1, len(finalists).bit_length() - beaten)  # halvings, and a duel if it is open
+            noisy = self._ledger.noise > NOISY
+            halvings = len(finalists).bit_length() - (noisy and len(finalists) == 2)
+            rounds = max(1, halvings - beaten)  # and a duel if it is open
             measured = min(max_turn_iterations, self._turn_iterations(len(field), rounds=rounds))
             turns = self._rng.permutation(len(field)).tolist()
             for i in turns if number else sorted(turns, key=bool):  # at first the favourite: it may be kept for good
@@ -345,7 +348,8 @@ class WarmupSession:
                 duel.add(knobs, arm=who, spans_s=spans_s)
             for knobs in finalists:
                 self._finish_trial(Proposal(arm=arm or VERIFY_ARM, knobs=knobs))
-            finalists = sorted(finalists, key=lambda knobs: self._setting(knobs).span_s)[: (len(finalists) + 1) // 2]
+            stay = max((len(finalists) + 1) // 2, 2 if noisy else 1)
+            finalists = sorted(finalists, key=lambda knobs: self._setting(knobs).span_s)[:stay]
             best = self._setting(finalists[0])
             finalists = [knobs for knobs in finalists if self._ledger.lead(self._setting(knobs), best) > -CLEAR]
             lead = duel.lead(duel[best.knobs], duel[self._default])
