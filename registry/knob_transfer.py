@@ -104,6 +104,8 @@ def with_uniform_units(knobs: Mapping[str, Any], itemsize_bytes: int) -> dict[st
 
     Large units count for what they carry, and so they should: small ones at either end are there for their place.
     """
+    if not knobs["cuts"]:
+        return {**knobs, "cuts": None}
     stops = [0, *(cut[0] for cut in knobs["cuts"])]
     units = [(stop - start, cut[2]) for (start, stop), cut in zip(pairwise(stops), knobs["cuts"], strict=True)]
     units.sort(key=lambda unit: unit[0])

@@ -186,7 +186,11 @@ class JobMemory:
             return []
         links = {} if model is None else {route_names(route): link_of(link) for route, link in model.links.items()}
         self._job = replace(self._job, links=links, permitted=permitted_by(space))
-        proposals = first_proposals(adapted_all(self._neighbours, self._job), space=space, model=model)
+        try:
+            proposals = first_proposals(adapted_all(self._neighbours, self._job), space=space, model=model)
+        except Exception:  # whatever others have stored, the user's training goes on
+            logger.warning("what similar jobs have found is left alone", exc_info=True)
+            return []
         self._found_by.update((proposal.knobs, proposal.arm) for proposal in proposals)
         return proposals
 

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sirtaki.registry.entry import Entry, LinkModel, make_key
+from sirtaki.registry.entry_schema import checked_knobs
 from sirtaki.registry.graph import Graph
 from sirtaki.registry.knob_transfer import MAX_UNIT_BYTES, MIN_UNIT_BYTES, Permitted
 from sirtaki.registry.model_graph import chain_graph
@@ -188,3 +189,34 @@ def test_scaled_knobs_stay_in_range(latency_s: float, speed: float, gains: list[
         knobs = suited(entry, **changes).knobs  # type: ignore[arg-type]
         assert MIN_UNIT_BYTES <= knobs["unit_bytes"] <= MAX_UNIT_BYTES
         assert 1 <= knobs["streams"] <= 24
+
+
+SPEEDS = st.floats(1e-12, 1e18)  # what an import may bring
+LINKS = st.none() | st.builds(
+    LinkModel,
+    latency_s=SPEEDS,
+    bandwidth_bytes_per_s=st.floats(1e-3, 1e18),
+    concurrency=st.lists(st.floats(1e-9, 1e18), max_size=4).map(tuple),
+)
+CUTS = st.none() | st.lists(st.integers(1, 2**48), unique=True, max_size=4).map(
+    lambda stops: [[stop, 0, None if stop % 2 else 512] for stop in sorted(stops)]
+)
+
+
+@given(LINKS, LINKS, CUTS, st.integers(1, 2**40), st.integers(1, 1024), st.sampled_from([1, 4, 60_000]))
+def test_whatever_an_import_brings_can_be_adapted(
+    there: LinkModel | None,
+    here: LinkModel | None,
+    cuts: list[list[int | None]] | None,
+    unit_bytes: int,
+    streams: int,
+    ranks: int,
+) -> None:
+    knobs = checked_knobs("knobs", {**KNOBS, "unit_bytes": unit_bytes, "streams": streams, "cuts": cuts})
+    entry = replace(make_entry(), knobs=knobs, link=there)
+    permitted = Permitted(routes=(ROUTE,), streams=(1, 2, 4))
+    job = job_like(entry, links={} if here is None else {ROUTE: here}, layout="other", permitted=permitted)
+    entry = replace(entry, key=replace(entry.key, world_size=ranks))
+    knobs = dict(adapted(Neighbour(entry=entry, distance=0.1), job).knobs)
+    assert knobs == permitted.nearest(knobs)
+    assert knobs["cuts"] is None

@@ -172,6 +172,19 @@ def test_the_technique_that_travelled_is_named_when_its_setting_wins_again(path:
     assert {entry.arm for entry in store.entries()} == {"libra"}
 
 
+def test_a_fault_in_what_others_have_stored_never_reaches_the_user(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    memory, layout = job(path)
+    memory.recall(layout, SPACE)
+    memory.keep(WINNER, TRIALS, complete=True, links={ROUTE: LINK})
+    deeper, layout = job(path, layers=7)
+    deeper.recall(layout, SPACE)
+    monkeypatch.setattr("sirtaki.torch.job_memory.adapted_all", lambda *_: 1 / 0)
+    assert deeper.first_proposals(SPACE, None) == []
+    assert "is left alone" in caplog.text
+
+
 def test_an_unfinished_warm_up_is_gone_on_from(path: Path) -> None:
     memory, layout = job(path)
     memory.recall(layout, SPACE)
