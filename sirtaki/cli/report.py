@@ -200,7 +200,12 @@ def _timelines(log: TrialLog) -> Iterator[str]:
     if log.default is not None:
         shown = {"untuned default": log.default.knobs, **shown}
     model = log.model
-    if model is None or not all((knobs.transport, knobs.algorithm) in model.links for knobs in shown.values()):
+    if model is None:
+        return
+    yield "<h2>One iteration, simulated from the profile</h2>"
+    unknown = [k for k in shown.values() if (k.transport, k.algorithm) not in model.links]
+    if unknown:
+        yield f"<p>No timeline: that job's probes did not show what {escape(unknown[0].describe())} would cost.</p>"
         return
     simulators = {name: model.simulator((knobs.transport, knobs.algorithm)) for name, knobs in shown.items()}
     end_ms = max(1e3 * simulators[name].run_knobs(knobs).end_s for name, knobs in shown.items())
@@ -209,7 +214,6 @@ def _timelines(log: TrialLog) -> Iterator[str]:
         f"{_timeline_plot(simulators[name], knobs, end_ms=end_ms)}</div>"
         for name, knobs in shown.items()
     )
-    yield "<h2>One iteration, simulated from the profile</h2>"
     yield f'<div class="pair">{"".join(plots)}</div>'
 
 

@@ -183,6 +183,7 @@ def test_a_setting_of_a_route_that_was_not_measured_has_no_timeline(log_of):
     elsewhere = replace(knobs(), transport=TransportKind.MPI)
     page = render(read_log(log_of(MODEL, JOB[0], trial(6, "grid", elsewhere, 0.1, 0.1))))
     assert len(svgs(page)) == 3
+    assert "No timeline: that job's probes did not show what mpi flat" in page
 
 
 def test_a_job_that_was_cut_short_shows_its_best_so_far(log_of):
