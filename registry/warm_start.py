@@ -1,4 +1,4 @@
-"""What a job should try first, given what others have found: the exact entry's knobs, or the nearest entries' scaled.
+"""What a job should try first, given what similar jobs have found: the nearest entries' knobs, scaled.
 
 A module of its own because it is the only place that changes remembered knobs, and says how; it reads nothing but
 entries. What is similar can be looked up before the job has measured anything; what it means for the job (`adapted`)
@@ -6,7 +6,7 @@ is better asked when it has measured its link.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from .entry import Entry, EntryKey, LinkModel
@@ -67,10 +67,9 @@ class WarmStart:
 
     Attributes:
         knobs: as `Knobs.to_json` gives them.
-        distance: 0.0 for the exact entry.
+        distance: of the entry; 0.0 for the job's own.
         source: one sentence for the log, of where they come from.
         changes: what had to be changed, in words.
-        is_exact: they were found under the job's own key by a job that finished its warm-up.
         lost_cuts: the entry has planned units, which do not fit this job; who planned them could plan anew.
         entry: where the knobs come from, unscaled.
     """
@@ -79,7 +78,6 @@ class WarmStart:
     distance: float
     source: str
     changes: tuple[str, ...]
-    is_exact: bool
     lost_cuts: bool
     entry: Entry
 
@@ -87,25 +85,6 @@ class WarmStart:
     def explanation(self) -> str:
         """Where they come from, and what had to be changed."""
         return "; ".join([self.source, *self.changes])
-
-
-def warm_starts(store: Store, job: Job, *, k: int = 3, max_distance: float = 0.6) -> list[WarmStart]:
-    """What to try first, best first: the exact entry if there is one, then the nearest; no two with equal knobs.
-
-    Args:
-        store: where to look.
-        job: what it is for.
-        k: at most so many.
-        max_distance: entries farther away are no help.
-
-    Raises:
-        RegistryError: the store cannot be read.
-    """
-    exact = store.lookup(job.key)
-    if exact is not None and exact.complete:
-        return [replace(adapted(Neighbour(entry=exact, distance=0.0), job), is_exact=True)]
-    own = [] if exact is None else [Neighbour(entry=exact, distance=0.0)]
-    return adapted_all([*own, *neighbours(store, job, k=k, max_distance=max_distance)], job)[:k]
 
 
 def neighbours(store: Store, job: Job, *, k: int = 3, max_distance: float = 0.6) -> list[Neighbour]:
@@ -165,7 +144,6 @@ def adapted(neighbour: Neighbour, job: Job) -> WarmStart:
         distance=neighbour.distance,
         source=_source(neighbour, job),
         changes=tuple(changes),
-        is_exact=False,
         lost_cuts=lost_cuts,
         entry=entry,
     )

@@ -13,7 +13,7 @@ from sirtaki.registry.knob_transfer import MAX_UNIT_BYTES, MIN_UNIT_BYTES, Permi
 from sirtaki.registry.model_graph import chain_graph
 from sirtaki.registry.store import Store, open_store
 from sirtaki.registry.topology import Topology
-from sirtaki.registry.warm_start import Job, Neighbour, WarmStart, adapted, warm_starts
+from sirtaki.registry.warm_start import Job, Neighbour, WarmStart, adapted, adapted_all, neighbours
 
 UNIFORM = {**KNOBS, "cuts": None}
 ROUTE = ("gloo", "flat")
@@ -37,37 +37,34 @@ def store(tmp_path: Path) -> Store:
     return open_store(str(tmp_path / "r.db"))
 
 
+def warm_starts(store: Store, job: Job) -> list[WarmStart]:
+    return adapted_all(neighbours(store, job), job)
+
+
 def test_an_empty_registry_gives_nothing(store: Store) -> None:
     assert warm_starts(store, job_like(make_entry())) == []
 
 
-def test_the_exact_entry_comes_alone_and_unchanged(store: Store) -> None:
-    entry = make_entry()
-    store.save(entry)
-    store.save(make_entry(ranks=8))
-    (start,) = warm_starts(store, job_like(entry))
-    assert start.is_exact
-    assert start.knobs == entry.knobs
+def test_a_jobs_own_entry_is_not_its_neighbour_and_takes_no_place(store: Store) -> None:
+    own = make_entry()
+    store.save_all([own, *(make_entry(ranks=ranks) for ranks in (5, 6, 7))])
+    found = neighbours(store, job_like(own), k=3)
+    assert len(found) == 3
+    assert own.id not in {neighbour.entry.id for neighbour in found}
+
+
+def test_a_jobs_own_entry_is_explained_as_such() -> None:
+    start = suited(make_entry(), distance=0.0)
+    assert start.knobs == KNOBS
     assert start.explanation == (
         "Net on 4 ranks on 2 hosts: starting from what an earlier job found, 2.00 times as fast as the default"
     )
-
-
-def test_a_job_that_was_cut_short_is_gone_on_from(store: Store) -> None:
-    entry = make_entry(complete=False)
-    store.save(entry)
-    store.save(replace(make_entry(ranks=8), knobs=UNIFORM))
-    starts = warm_starts(store, job_like(entry))
-    assert [start.is_exact for start in starts] == [False, False]
-    assert starts[0].entry.trials == entry.trials
-    assert "cut short" in starts[0].explanation
-    assert starts[1].distance > 0
+    assert "cut short" in suited(make_entry(complete=False)).explanation
 
 
 def test_a_similar_entry_is_explained(store: Store) -> None:
     store.save(make_entry(model=chain_graph([100] * 10)))
     (start,) = warm_starts(store, job_like(make_entry(), model=chain_graph([100] * 11), ranks=8))
-    assert not start.is_exact
     assert 0 < start.distance < 0.6
     assert start.explanation.startswith(
         f"Net on 8 ranks on 4 hosts: starting from Réseau on 4 ranks on 2 hosts, distance {start.distance:.2f}"

@@ -46,7 +46,6 @@ def start(knobs: Knobs, *, arm: str = "grid", lost_cuts: bool = False, name: str
         distance=0.1,
         source=f"starting from {name}",
         changes=("scaled",),
-        is_exact=False,
         lost_cuts=lost_cuts,
         entry=entry,
     )
