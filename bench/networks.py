@@ -72,11 +72,11 @@ class _Net:
         self.add(f"{name}.bias", features_out)
 
 
-def vgg16() -> list[Parameter]:
-    """Simonyan & Zisserman, configuration D."""
+def vgg(depths: tuple[int, int, int, int, int]) -> list[Parameter]:
+    """Simonyan & Zisserman; `depths` are the convolutions of each block."""
     net = _Net()
     channels_in = 3
-    for block, (channels, depth) in enumerate(((64, 2), (128, 2), (256, 3), (512, 3), (512, 3))):
+    for block, (channels, depth) in enumerate(zip((64, 128, 256, 512, 512), depths, strict=True)):
         for layer in range(depth):
             net.conv(f"features.{block}.{layer}", channels_in, channels, (3, 3), 224 >> block, bias=True)
             channels_in = channels
@@ -106,12 +106,12 @@ def resnet(depths: tuple[int, int, int, int]) -> list[Parameter]:
     return net.parameters
 
 
-def densenet201() -> list[Parameter]:
-    """Huang et al., growth 32, bottleneck 4, blocks of 6, 12, 48 and 32."""
+def densenet(depths: tuple[int, int, int, int]) -> list[Parameter]:
+    """Huang et al., growth 32, bottleneck 4; `depths` are the layers of each block."""
     growth, net = 32, _Net()
     net.conv_norm("stem", 3, 64, 7, 112)
     channels, side = 64, 56
-    for block, depth in enumerate((6, 12, 48, 32)):
+    for block, depth in enumerate(depths):
         for layer in range(depth):
             name = f"block{block + 1}.{layer}"
             net.norm(f"{name}.norm1", channels, side * side)
@@ -236,7 +236,7 @@ def bert(layers: int, hidden: int, *, tokens: int = 128) -> list[Parameter]:
 
 
 def gpt2(*, layers: int = 12, hidden: int = 768, tokens: int = 1024) -> list[Parameter]:
-    """Radford et al., the small model, as `transformers.GPT2LMHeadModel`; the head is the tied word embedding."""
+    """Radford et al., here the small one, as `transformers.GPT2LMHeadModel`; the head is the tied word embedding."""
     vocabulary, net = 50257, _Net()
     touched = MEMORY_BOUND_MACS * hidden * tokens
     net.add("wte", vocabulary * hidden, touched)
@@ -257,14 +257,17 @@ def gpt2(*, layers: int = 12, hidden: int = 768, tokens: int = 1024) -> list[Par
 
 
 NETWORKS: dict[str, Callable[[], list[Parameter]]] = {
-    "vgg16": vgg16,
+    "vgg16": lambda: vgg((2, 2, 3, 3, 3)),  # configuration D
+    "vgg19": lambda: vgg((2, 2, 4, 4, 4)),
     "resnet50": lambda: resnet((3, 4, 6, 3)),
     "resnet101": lambda: resnet((3, 4, 23, 3)),
     "resnet152": lambda: resnet((3, 8, 36, 3)),
-    "densenet201": densenet201,
+    "densenet169": lambda: densenet((6, 12, 32, 32)),
+    "densenet201": lambda: densenet((6, 12, 48, 32)),
     "inception_v4": inception_v4,
     "xception": xception,
     "bert_base": lambda: bert(12, 768),
     "bert_large": lambda: bert(24, 1024),
     "gpt2": gpt2,
+    "gpt2_medium": lambda: gpt2(layers=24, hidden=1024),
 }

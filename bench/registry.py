@@ -1,6 +1,8 @@
 """How fast the registry answers: the nearest of 10 000 entries, an exact key, a model's graph; and what it takes up.
 
-    python bench/registry.py [--quick] [--json PATH] [--check]
+    python -m bench.registry [--quick] [--json PATH] [--check]
+
+With `--transfer`: what it saves a job that nobody has run before (`bench.registry_transfer`).
 
 The models are synthetic but built as real ones are: stages of repeated blocks with branches, from 50 to 1000 nodes, no
 two alike. Every query is a model that is not in the store; "stranger" shares no block with any that is. A lookup takes
@@ -179,6 +181,10 @@ def measure(n_entries: int, repeats: int) -> dict[str, Any]:
 
 
 def main() -> int:
+    if "--transfer" in sys.argv:
+        from bench import registry_transfer
+
+        return registry_transfer.main()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a tenth of the entries")
     parser.add_argument("--json", type=Path, metavar="PATH")

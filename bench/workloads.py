@@ -19,15 +19,18 @@ GBIT = 1e9 / 8  # bytes per second
 SUSTAINED_MACS_PER_S = 4.7e12
 BATCH = {
     "vgg16": 32,
+    "vgg19": 32,
     "resnet50": 64,
     "resnet101": 32,
     "resnet152": 32,
+    "densenet169": 32,
     "densenet201": 32,
     "inception_v4": 32,
     "xception": 32,
     "bert_base": 32,
     "bert_large": 8,
     "gpt2": 4,
+    "gpt2_medium": 2,
 }
 
 

@@ -129,9 +129,11 @@ def nearest(
         extras.sort(key=lambda item: floors[item[0].model] + item[1])
         for start in range(0, len(extras), _BATCH):
             batch = [item for item in extras[start : start + _BATCH] if floors[item[0].model] + item[1] <= limit]
-            if not batch or ((first or start) and clock() > end_s):
+            wanted = [candidate.model for candidate, _ in batch]
+            # What is known costs no time: a busy machine must not make a job overlook its own model's entries.
+            if not batch or ((first or start) and not models.know(wanted) and clock() > end_s):
                 break
-            models.fetch([candidate.model for candidate, _ in batch])
+            models.fetch(wanted)
             found += [_judged(candidate, extra, models.known[candidate.model], clusters) for candidate, extra in batch]
             found = sorted(item for item in found if item[0] <= max_distance)[:k]
             if len(found) == k:
@@ -174,6 +176,10 @@ class _ModelDistances:
         self._store, self._model, self._name = store, model, model.fingerprint()
         self._new: dict[str, float] = {}
         self.known = {**store.distances(self._name), self._name: 0.0}
+
+    def know(self, names: Sequence[str]) -> bool:
+        """Whether all of these are known."""
+        return self.known.keys() >= set(names)
 
     def fetch(self, names: Sequence[str]) -> None:
         """Makes these known."""

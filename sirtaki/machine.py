@@ -1,4 +1,4 @@
-"""What this process may use of its machine: cores and memory after affinity masks and cgroup limits.
+"""What this process may use of its machine, after affinity masks and cgroup limits, and of what kind the machine is.
 
 A module of its own because `os.cpu_count()` tells of the host, while a container's share is what ranks divide.
 """
@@ -10,6 +10,8 @@ from pathlib import Path
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _OWN_CGROUPS = Path("/proc/self/cgroup")
+_PRODUCT = Path("/sys/class/dmi/id/product_name")
+_PROCESSORS = Path("/proc/cpuinfo")
 
 
 def usable_cores() -> int:
@@ -39,6 +41,14 @@ def memory_limit_bytes() -> int | None:
         if text.isdecimal() and int(text) < 2**60:  # version 1 writes a number near 2^63 for "no limit"
             limits.append(int(text))
     return min(limits, default=None)
+
+
+def host_kind() -> str:
+    """What tells hosts of one kind from others: product (on clouds the instance type), processor, number of cores."""
+    lines = (line.partition(":") for line in _read(_PROCESSORS).splitlines())
+    processor = next((value for name, _, value in lines if name.strip() == "model name"), "")
+    parts = (_read(_PRODUCT), processor, f"{os.cpu_count() or 1} cores")
+    return ", ".join(words for part in parts if (words := " ".join(part.split())))
 
 
 def _cgroup_folders(controller: str) -> Iterator[Path]:

@@ -74,7 +74,7 @@ def two_way_cuts(layout: GradientLayout, ready_s: Sequence[float], link: LinkMod
     types = layer_types(
         ready_s,
         [size * layout.itemsize_bytes for size in layout.sizes],
-        alpha_s=link.alpha_s,
+        alpha_s=link.startup_s,
         beta_s_per_byte=link.beta_s_per_byte,
         gamma=link.gamma,
     )
@@ -122,14 +122,14 @@ class AscWfbpN(Planner):
         layout, ready_s = model.layout, model.profile.issuable_s
         sizes_bytes = [size * layout.itemsize_bytes for size in layout.sizes]
         beta_s_per_byte = link.beta_s_per_byte
-        merged = merge_gradients(ready_s, sizes_bytes, alpha_s=link.alpha_s, beta_s_per_byte=beta_s_per_byte)
+        merged = merge_gradients(ready_s, sizes_bytes, alpha_s=link.startup_s, beta_s_per_byte=beta_s_per_byte)
         yield cuts_for_groups(layout, merged, streams=1)
         if self.space.streams[-1] >= 2:
             yield two_way_cuts(layout, ready_s, link)
         for streams in self.space.streams:
             beta_s_per_byte = 1 / link.total_bytes_per_s(streams)
             for visible in VISIBLE_STARTUP if streams > 1 else (1.0,):
-                alpha_s = visible * link.alpha_s
+                alpha_s = visible * link.startup_s
                 ends = merge_optimally(ready_s, sizes_bytes, alpha_s=alpha_s, beta_s_per_byte=beta_s_per_byte)
                 for slices in (s for s in range(1, streams + 1) if streams % s == 0):
                     yield cuts_for_groups(layout, ends, streams=streams, slices=slices)

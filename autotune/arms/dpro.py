@@ -204,7 +204,7 @@ class CriticalPathSearch:
 
 def partial_replay_s(link: LinkModel, tensor_bytes: int, partitions: int) -> float:
     """t_sync(s, k): k equal messages of one tensor side by side, nothing else under way."""
-    return link.alpha_s + tensor_bytes / link.total_bytes_per_s(partitions)
+    return link.together_s(tensor_bytes / partitions, streams=partitions)
 
 
 def coarsened_ends(simulator: Simulator) -> list[int]:

@@ -93,10 +93,10 @@ def stage_model(
     contention = model.contention
     if contention is None:
         rate = np.array([gain * link.throughput[0]])
-        return StageModel(alpha_s=link.alpha_s, overlapped_J=rate, alone_J=rate, speed_J=np.ones(1))
+        return StageModel(alpha_s=link.startup_s, overlapped_J=rate, alone_J=rate, speed_J=np.ones(1))
     threads = [allocation or contention.default_threads for allocation in allocations]
     return StageModel(
-        alpha_s=link.alpha_s,
+        alpha_s=link.startup_s,
         overlapped_J=np.array([gain * contention.overlapped.bytes_per_s(r) for r in threads]),
         alone_J=np.array([gain * contention.alone.bytes_per_s(r) for r in threads]),
         speed_J=np.array([min(1.0, contention.compute_speed(streams * r)) for r in threads]),

@@ -86,7 +86,7 @@ class MgWfbp(Planner):
         ends = merge_gradients(
             model.profile.issuable_s,
             [size * layout.itemsize_bytes for size in layout.sizes],
-            alpha_s=link.alpha_s,
+            alpha_s=link.startup_s,
             beta_s_per_byte=link.beta_s_per_byte,
         )
         return cuts_for_groups(layout, ends, streams=1)

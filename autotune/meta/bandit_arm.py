@@ -78,6 +78,11 @@ class BanditArm:
         return next((belief for belief in beliefs if belief is not None), None)
 
     @property
+    def credits(self) -> dict[str, float]:
+        """Every arm's present AUC."""
+        return {name: self.bandit.auc(name) for name in self.bandit.arms}
+
+    @property
     def leader(self) -> str:
         """The arm with the most credit, ties to the one given first."""
         return max(self.bandit.arms, key=self.bandit.auc)

@@ -155,7 +155,7 @@ class WarmupSession:
         self._history = tuple(history)
         self._identity = identity
         run = settle_iterations + measured_iterations
-        self._n_finalists = 4 if budget_iterations >= 60 else 2
+        self._n_finalists = 3 if budget_iterations >= 60 else 2
         self._duel_cost = 2 * run
         self._patience = max(8, budget_iterations // (4 * run))
 
@@ -324,15 +324,18 @@ class WarmupSession:
     ) -> Generator[Assignment, Sequence[float], Knobs | None]:
         """Rounds of all finalists and the default in random order; the one that is kept, None = the default stays.
 
-        After each round the slower half leaves, by all that was measured of it. The duel with the default counts what
-        is measured here alone, since the finalists got here by luck too; it pauses while it is clear. `doubt` is the
-        lead that the default must have: an earlier job's winner is proved already and goes only if clearly slower.
+        After each round the slower half leaves, by all that was measured of it; where it is noisy the last two stay
+        until they are told apart or the budget ends. The duel with the default counts what is measured here alone,
+        since the finalists got here by luck too; it pauses while it is clear. `doubt` is the lead that the default must
+        have: an earlier job's winner is proved already and goes only if clearly slower.
         """
         duel = Ledger(identity=self._identity)
         field = [*finalists, self._default]
         for number in range(max_rounds):
             beaten = self._ledger.lead(self._setting(finalists[0]), self._setting(self._default)) > CLEAR
-            rounds = max(1, len(finalists).bit_length() - beaten)  # halvings, and a duel if it is open
+            noisy = self._ledger.noise > NOISY
+            halvings = len(finalists).bit_length() - (noisy and len(finalists) == 2)
+            rounds = max(1, halvings - beaten)  # and a duel if it is open
             measured = min(max_turn_iterations, self._turn_iterations(len(field), rounds=rounds))
             turns = self._rng.permutation(len(field)).tolist()
             for i in turns if number else sorted(turns, key=bool):  # at first the favourite: it may be kept for good
@@ -345,7 +348,8 @@ class WarmupSession:
                 duel.add(knobs, arm=who, spans_s=spans_s)
             for knobs in finalists:
                 self._finish_trial(Proposal(arm=arm or VERIFY_ARM, knobs=knobs))
-            finalists = sorted(finalists, key=lambda knobs: self._setting(knobs).span_s)[: (len(finalists) + 1) // 2]
+            stay = max((len(finalists) + 1) // 2, 2 if noisy else 1)
+            finalists = sorted(finalists, key=lambda knobs: self._setting(knobs).span_s)[:stay]
             best = self._setting(finalists[0])
             finalists = [knobs for knobs in finalists if self._ledger.lead(self._setting(knobs), best) > -CLEAR]
             lead = duel.lead(duel[best.knobs], duel[self._default])
@@ -427,15 +431,21 @@ class WarmupSession:
         before = [trial.span_s for trial in self._history if self._same(trial.knobs, self._default)]
         scale = self._setting(self._default).span_s / before[-1] if before else 1.0
         latest = {self._identity(trial.knobs): trial for trial in self._history}  # holds all its measurements
-        for trial in latest.values():
+        proposers = {self._identity(trial.knobs): trial.arm for trial in reversed(self._history)}  # the first of each
+        for trial in self._history:
             if trial.knobs not in self._space or self._same(trial.knobs, self._default):
                 continue
             scaled = replace(trial, span_s=trial.span_s * scale, noise_s=trial.noise_s * scale)
-            spans_s = [scaled.span_s] * max(1, min(trial.iterations, self._measured))
-            self._ledger.add(trial.knobs, arm=trial.arm, spans_s=spans_s, repeats=False)
             self._trials.append(scaled)
-            self._spent += trial.iterations + self._settle
             self._tell(scaled)
+            identity = self._identity(trial.knobs)
+            if trial is latest[identity]:
+                spans_s = [scaled.span_s] * max(1, min(trial.iterations, self._measured))
+                self._ledger.add(trial.knobs, arm=proposers[identity], spans_s=spans_s, repeats=False)
+                self._spent += trial.iterations + self._settle
+        best = self._setting(self._best_so_far())
+        if self._incumbent is not None and best.spans_s:
+            self._incumbent = best  # who beats only the default has not found a new best
         self._spent = min(self._spent, max(self._budget - 2 * self._duel_cost, self._settle + self._measured))
 
     def _setting(self, knobs: Knobs) -> Setting:
@@ -443,9 +453,17 @@ class WarmupSession:
         return self._ledger.find(knobs) or Setting(knobs=knobs, arm=DEFAULT_ARM)
 
     def _best_so_far(self) -> Knobs:
+        """The fastest, if it leads the default by more than the noise: of many settings one is fast by luck.
+
+        What similar jobs have found was named beforehand, not picked for its luck: for that any lead will do.
+        """
         ranked = self._ledger.ranked()
-        if ranked and self._ledger.lead(ranked[0], self._setting(self._default)) > 1.0:
+        default = self._setting(self._default)
+        if ranked and self._ledger.lead(ranked[0], default) > 1.0:
             return ranked[0].knobs
+        named = next((setting for setting in ranked if setting.arm == REGISTRY_ARM), None)
+        if named is not None and self._ledger.lead(named, default) > 0.0:
+            return named.knobs
         return self._default
 
     def _left(self) -> int:

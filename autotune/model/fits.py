@@ -6,8 +6,8 @@ refuses with the reason where the form does not describe the data, since a plan 
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from statistics import median
 
 import numpy as np
@@ -23,10 +23,10 @@ MAX_RESIDUAL = 0.25
 
 
 def fit_link(probes: Iterable[LinkProbe], *, max_residual: float = MAX_RESIDUAL) -> LinkModel:
-    """α and G(n) of `t = α + n · bytes / G(n)` by least squares of the relative errors, none negative.
+    """α, G(n) and processor time o of `t = α + n · max(o, bytes / G(n))` by least squares of the relative errors.
 
-    Probes of one size and number of streams count by their median. G between measured numbers of streams is
-    interpolated, beyond the largest it is constant.
+    t is the time of a round; no parameter is negative. Probes of one shape count by their median. G between measured
+    numbers of streams is interpolated, beyond the largest it is constant.
 
     Raises:
         TuningError: there are fewer than two sizes on one stream, the times do not grow with the size, or the
@@ -34,31 +34,86 @@ def fit_link(probes: Iterable[LinkProbe], *, max_residual: float = MAX_RESIDUAL)
     """
     groups: dict[tuple[int, int], list[float]] = defaultdict(list)
     for probe in probes:
-        groups[probe.streams, probe.unit_bytes].append(probe.seconds)
-    points = {key: median(seconds) for key, seconds in sorted(groups.items())}
-    if len([1 for streams, _ in points if streams == 1]) < 2:
+        groups[probe.streams, probe.unit_bytes].append(probe.round_s)
+    rounds = [_Round(*shape, seconds=median(seconds)) for shape, seconds in sorted(groups.items())]
+    if len([1 for one in rounds if one.streams == 1]) < 2:
         raise TuningError("α and β need probes of at least two sizes on one stream")
-    counts = sorted({streams for streams, _ in points})
-    rows = np.zeros((len(points), 1 + len(counts)))
-    for row, ((streams, unit_bytes), seconds) in zip(rows, points.items(), strict=True):
-        row[0] = 1 / seconds
-        row[1 + counts.index(streams)] = streams * unit_bytes / seconds
-    scale = rows.max(axis=0)
-    solution = nnls(rows / scale, np.ones(len(rows)))[0] / scale
-    alpha_s, s_per_byte = float(solution[0]), solution[1:]
-    if not s_per_byte.min() > 0:
-        worst = counts[int(s_per_byte.argmin())]
-        raise TuningError(f"probes on {worst} stream(s) do not take longer for more bytes: no throughput can be fitted")
-    errors = rows @ solution - 1
-    residual = root_mean_square(errors)
-    if residual > max_residual:
-        streams, unit_bytes = list(points)[int(np.abs(errors).argmax())]
+    fits = [_fit_rounds(rounds, on_host) for on_host in _possibly_on_host(rounds)]
+    fit = min(fits, key=lambda fit: round(fit.residual, 6))  # of equals the one with the fewest rounds on the host
+    if not min(fit.s_per_byte.values()) > 0:
+        worst_count = min(fit.s_per_byte, key=lambda streams: fit.s_per_byte[streams])
         raise TuningError(
-            f"the α-β model misses the probes by {residual:.0%} (at most {max_residual:.0%} is trusted), most at "
-            f"{unit_bytes} bytes on {streams} stream(s): {points[streams, unit_bytes]:.3g} s measured"
+            f"probes on {worst_count} stream(s) do not take longer for more bytes: no throughput can be fitted"
         )
-    throughput = np.interp(range(1, counts[-1] + 1), counts, 1 / s_per_byte)
-    return LinkModel(alpha_s=alpha_s, throughput=tuple(throughput.tolist()), residual=residual)
+    if fit.residual > max_residual:
+        worst = max(rounds, key=lambda one: abs(fit.error(one)))
+        raise TuningError(
+            f"the α-β model misses the probes by {fit.residual:.0%} (at most {max_residual:.0%} is trusted), most at "
+            f"{worst.unit_bytes} bytes on {worst.streams} stream(s): {worst.seconds:.3g} s measured"
+        )
+    counts = list(fit.s_per_byte)
+    throughput = np.interp(range(1, counts[-1] + 1), counts, [1 / slope for slope in fit.s_per_byte.values()])
+    return LinkModel(
+        alpha_s=fit.alpha_s, throughput=tuple(throughput.tolist()), host_s=fit.host_s, residual=fit.residual
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Round:
+    """One all-reduce on each stream, as probed."""
+
+    streams: int
+    unit_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _RoundsFit:
+    """Parameters of `t = α + n · max(o, bytes · s[n])`, and how far off they are."""
+
+    alpha_s: float
+    host_s: float
+    s_per_byte: dict[int, float]  # by number of streams, ascending
+    residual: float = 0.0
+
+    def error(self, one: _Round) -> float:
+        per_unit_s = max(self.host_s, one.unit_bytes * self.s_per_byte[one.streams])
+        return (self.alpha_s + one.streams * per_unit_s) / one.seconds - 1
+
+
+def _possibly_on_host(rounds: Sequence[_Round]) -> Iterator[frozenset[_Round]]:
+    """Sets of rounds that may have waited for the processor instead of the link, the empty one first.
+
+    Where the processor is what is short, units that would be shorter on the link are, too; so the sets grow in the
+    order of that time. The largest unit on each number of streams is the link's: else nothing would tell its rate. On
+    one stream alone the processor's time cannot be told from α.
+    """
+    largest = {one.streams: one for one in rounds}  # ascending, so the last one stays
+    on_link_s = {
+        one: one.unit_bytes * largest[one.streams].seconds / largest[one.streams].unit_bytes / one.streams
+        for one in rounds
+    }
+    smaller = sorted((one for one in rounds if one is not largest[one.streams]), key=lambda one: on_link_s[one])
+    yield frozenset()
+    for count in range(1, len(smaller) + 1):
+        if any(one.streams > 1 for one in smaller[:count]):
+            yield frozenset(smaller[:count])
+
+
+def _fit_rounds(rounds: Sequence[_Round], on_host: frozenset[_Round]) -> _RoundsFit:
+    """The fit if these rounds wait for the processor and all others for the link."""
+    counts = sorted({one.streams for one in rounds})
+    rows = np.zeros((len(rounds), 2 + len(counts)))
+    for row, one in zip(rows, rounds, strict=True):
+        row[0] = 1 / one.seconds
+        if one in on_host:
+            row[1] = one.streams / one.seconds
+        else:
+            row[2 + counts.index(one.streams)] = one.streams * one.unit_bytes / one.seconds
+    scale = np.where(rows.max(axis=0) > 0, rows.max(axis=0), 1.0)
+    solution = (nnls(rows / scale, np.ones(len(rows)))[0] / scale).tolist()
+    fit = _RoundsFit(alpha_s=solution[0], host_s=solution[1], s_per_byte=dict(zip(counts, solution[2:], strict=True)))
+    return replace(fit, residual=root_mean_square(np.array([fit.error(one) for one in rounds])))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,8 @@
 """What an all-reduce costs: start-up time, and throughput as a function of how many run at the same time.
 
 A module of its own because planners, fits, simulator and cluster descriptions all speak of the network through this
-one record. It generalises the α-β model (ASC-WFBP eq. 3) and the two-way contention factor γ (eq. 9) to n ways.
+one record. It generalises the α-β model (ASC-WFBP eq. 3) and the two-way contention factor γ (eq. 9) to n ways. What
+LogP calls the gap is in it, too: a host gets through so many all-reduces a second, on however many streams.
 """
 
 import math
@@ -20,19 +21,23 @@ class LinkModel:
         alpha_s: start-up time of one all-reduce; it takes no throughput from others (ASC-WFBP eq. 9).
         throughput: the concurrency curve G(n), `(max_streams,)`: gradient bytes all-reduced per second in total
             while n = 1, 2, … streams are active. Each of them moves at G(n) / n. Beyond its end it is constant.
+        host_s: processor time of one all-reduce, whatever its size. All streams share the processor, which works while
+            the link transmits: an all-reduce is over when both are done with it (docs/decisions/0025).
         residual: relative error (root mean square) of the fit it came from; 0.0 for a description.
 
     Raises:
-        TuningError: the start-up time is negative, or a throughput is not positive.
+        TuningError: the start-up or processor time is negative, or a throughput is not positive.
     """
 
     alpha_s: float
     throughput: tuple[float, ...]
+    host_s: float = 0.0
     residual: float = 0.0
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.alpha_s) and self.alpha_s >= 0):
-            raise TuningError(f"alpha_s must be finite and not negative, not {self.alpha_s}")
+        for name, seconds in (("alpha_s", self.alpha_s), ("host_s", self.host_s)):
+            if not (math.isfinite(seconds) and seconds >= 0):
+                raise TuningError(f"{name} must be finite and not negative, not {seconds}")
         if not self.throughput or not all(math.isfinite(rate) and rate > 0 for rate in self.throughput):
             raise TuningError(f"throughput must be positive for each number of streams: {self.throughput}")
 
@@ -55,9 +60,14 @@ class LinkModel:
         """G(n), for n ≥ 1."""
         return self.throughput[min(active, len(self.throughput)) - 1]
 
-    def alone_s(self, unit_bytes: float) -> float:
-        """Time of one all-reduce while nothing else runs (ASC-WFBP eq. 3)."""
-        return self.alpha_s + unit_bytes / self.throughput[0]
+    @property
+    def startup_s(self) -> float:
+        """The least that one all-reduce costs, to planners that know no processor but only a start-up time (a)."""
+        return self.alpha_s + self.host_s
+
+    def together_s(self, unit_bytes: float, *, streams: int) -> float:
+        """Time of `streams` equal all-reduces that start together, one a stream (ASC-WFBP eq. 3, 9, n ways)."""
+        return self.alpha_s + streams * max(self.host_s, unit_bytes / self.total_bytes_per_s(streams))
 
     def rescaled(self, *, from_ranks: int, to_ranks: int) -> "LinkModel":
         """The same link under a ring of another size: a ∝ N − 1 and ĉ ∝ (N − 1) / N (LIBRA eq. 4).
@@ -72,6 +82,7 @@ class LinkModel:
         return LinkModel(
             alpha_s=self.alpha_s * hops,
             throughput=tuple(rate / volume for rate in self.throughput),
+            host_s=self.host_s * hops,  # 2 (N − 1) messages a rank
             residual=self.residual,
         )
 
@@ -79,34 +90,55 @@ class LinkModel:
         """Whether a parameter moved by more than either fit's own error, so that plans should be made anew."""
         tolerance = max(self.residual, other.residual, 0.01)
         width = max(len(self.throughput), len(other.throughput))
-        pairs = [(self.alpha_s, other.alpha_s)]
+        pairs = [(self.alpha_s, other.alpha_s), (self.host_s, other.host_s)]
         pairs += [(self.total_bytes_per_s(n), other.total_bytes_per_s(n)) for n in range(1, width + 1)]
         return any(abs(mine - theirs) > tolerance * max(mine, theirs) for mine, theirs in pairs)
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready dict; `from_json` is its inverse."""
-        return {"alpha_s": self.alpha_s, "throughput": list(self.throughput), "residual": self.residual}
+        return {
+            "alpha_s": self.alpha_s,
+            "throughput": list(self.throughput),
+            "host_s": self.host_s,
+            "residual": self.residual,
+        }
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "LinkModel":
         """The link that `to_json` described."""
-        return cls(alpha_s=data["alpha_s"], throughput=tuple(data["throughput"]), residual=data["residual"])
+        return cls(
+            alpha_s=data["alpha_s"],
+            throughput=tuple(data["throughput"]),
+            host_s=data.get("host_s", 0.0),  # profiles that were saved before it was known
+            residual=data["residual"],
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkProbe:
-    """A few equal all-reduces started together, one on each of `streams` streams.
+    """Equal all-reduces, as many on each of `streams` streams, all submitted at once.
+
+    Several in a row show the pace that an iteration's units keep; a single one profits from whatever credit an idle
+    link grants (shapers and clouds let short bursts pass).
 
     Attributes:
         unit_bytes: size of each.
-        streams: how many there were.
+        streams: that work side by side.
         seconds: from the start until the last was done.
+        rounds: all-reduces on each stream.
     """
 
     unit_bytes: int
     streams: int
     seconds: float
+    rounds: int = 1
 
     def __post_init__(self) -> None:
-        if self.unit_bytes < 1 or self.streams < 1 or not (math.isfinite(self.seconds) and self.seconds > 0):
-            raise TuningError(f"a probe needs positive bytes, streams and seconds, not {self}")
+        positive = min(self.unit_bytes, self.streams, self.rounds) >= 1
+        if not (positive and math.isfinite(self.seconds) and self.seconds > 0):
+            raise TuningError(f"a probe needs positive bytes, streams, rounds and seconds, not {self}")
+
+    @property
+    def round_s(self) -> float:
+        """Seconds that one all-reduce on each stream took."""
+        return self.seconds / self.rounds

@@ -49,6 +49,17 @@ class PlanningModel:
         """The iteration on that route."""
         return Simulator(layout=self.layout, profile=self.profile, link=self.links[route], contention=self.contention)
 
+    @property
+    def bound_s(self) -> float:
+        """What no plan's span falls below: the backward pass from its first gradient on, or all bytes at full rate.
+
+        The rate is the best that any route has shown with any number of streams; it counts gradient bytes, so the
+        2 (P − 1) / P of a ring is in it.
+        """
+        fastest = max(max(link.throughput) for link in self.links.values())
+        compute_s = max(self.profile.ready_s) - min(self.profile.ready_s)
+        return max(compute_s, self.layout.total_bytes / fastest)
+
     def differs_from(self, other: "PlanningModel") -> bool:
         """Whether plans should be made anew: another layout or route, or a parameter moved beyond its error.
 

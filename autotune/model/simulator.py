@@ -4,12 +4,14 @@ A module of its own because it is the planners' objective and the tests' environ
 
 What is modelled (DESIGN § 10). Units are issued in plan order as soon as all their gradients are ready. Each stream
 works through its units in turn: a start-up of α, which takes no throughput, then the transmission. While n streams
-transmit, each moves at G(n) / n. With a contention model the transmission rate depends on the unit's threads and on
-whether computation still runs (LIBRA's p and q), and computation slows down with the threads of all running units
-(LIBRA's g). All rates are piecewise constant, so the event times are exact.
+transmit, each moves at G(n) / n. At the same time the unit needs the host's processor, which all units share; it is
+over when link and processor are both done with it. With a contention model the transmission rate depends on the unit's
+threads and on whether computation still runs (LIBRA's p and q), and computation slows down with the threads of all
+running units (LIBRA's g). All rates are piecewise constant, so the event times are exact.
 
 Equal shares allow one clock for all transmissions, which advances by the share G(n) / (n G(1)) a second: a unit that
-would need w seconds alone ends when that clock has gone w further, whatever starts or ends in between.
+would need w seconds alone ends when that clock has gone w further, whatever starts or ends in between. The processor
+has a clock of its own in the same way, at 1 / n a second.
 """
 
 import math
@@ -120,6 +122,7 @@ class Simulator:
             residual_factors=residual_factors,
             threads=threads,
             alpha_s=self.link.alpha_s,
+            host_s=self.link.host_s,
             shares=[math.inf, *(self.link.total_bytes_per_s(n) / (n * alone) for n in range(1, plan.streams + 1))],
             compute_s=self.profile.compute_s,
             contention=self.contention,
@@ -164,35 +167,51 @@ def _replay(
     residual_factors: list[float],
     threads: list[int],
     alpha_s: float,
+    host_s: float,
     shares: list[float],
     compute_s: float,
     contention: ContentionModel | None,
 ) -> _Times:
-    """The event loop. `now` is wall time, `computed` the compute work done, `clock` the shared transmission clock."""
+    """The event loop.
+
+    `now` is wall time, `computed` the compute work done, `clock` the shared transmission clock, `host_clock` the shared
+    processor's.
+    """
     n_units = len(needed_s)
     times = _Times([0.0] * n_units, [0.0] * n_units, [0.0] * n_units, compute_s)
     waiting: list[deque[int]] = [deque() for _ in range(n_streams)]
     busy = [False] * n_streams
     starting: deque[tuple[float, int]] = deque()  # (end of start-up, unit); α is one constant, so it is in order
     sending: list[tuple[float, int]] = []  # heap of (clock at which it ends, unit)
-    now = computed = clock = 0.0
+    processing: deque[tuple[float, int]] = deque()  # (host clock at which it ends, unit); equal work, so in order
+    half_done: set[int] = set()  # units that link or processor is done with
+    now = computed = clock = host_clock = 0.0
     issued = done = running_threads = 0
     speed = 1.0
     computing = contention is not None
     while done < n_units or computing:
         share = shares[len(sending)]
         at_finish = now + (sending[0][0] - clock) / share if sending else math.inf
+        at_processed = now + (processing[0][0] - host_clock) * len(processing) if processing else math.inf
         at_sending = starting[0][0] if starting else math.inf
         at_issue = now + (needed_s[issued] - computed) / speed if issued < n_units else math.inf
         at_end = now + (compute_s - computed) / speed if computing else math.inf
         before = now
-        now = max(now, min(at_finish, at_sending, at_issue, at_end))
+        now = max(now, min(at_finish, at_processed, at_sending, at_issue, at_end))
         computed += (now - before) * speed
         if sending:
             clock += (now - before) * share
+        if processing:
+            host_clock += (now - before) / len(processing)
         freed = -1
-        if at_finish <= now:
-            clock, unit = heappop(sending)
+        if at_finish <= now or at_processed <= now:
+            if at_finish <= now:
+                clock, unit = heappop(sending)
+            else:
+                host_clock, unit = processing.popleft()
+            if host_s > 0 and unit not in half_done:
+                half_done.add(unit)
+                continue
             times.stop_s[unit] = now
             done += 1
             freed = streams[unit]
@@ -205,6 +224,8 @@ def _replay(
             if contention is not None and not computing:
                 work_s *= residual_factors[unit]
             heappush(sending, (clock + work_s, unit))
+            if host_s > 0:
+                processing.append((host_clock + host_s, unit))
         elif at_issue <= now:
             freed = streams[issued]
             computed = max(computed, needed_s[issued])

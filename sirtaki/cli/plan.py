@@ -1,21 +1,28 @@
-"""`sirtaki plan`: what if there were 64 nodes at 25 Gbit/s? Planners and simulator on a job's saved profile."""
+"""`sirtaki plan`: what if there were 64 nodes at 25 Gbit/s? Planners and simulator on a job's saved profile.
+
+The profile is a line of the log that a tuned job writes to SIRTAKI_TRIAL_LOG: when each gradient was ready, and what
+all-reduces cost on each route. A module of its own as every command is.
+"""
 
 import json
+import math
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import cycle
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from sirtaki.autotune.knobs import MIB, Knobs, KnobSpace
+from sirtaki.autotune.knobs import MIB, Knobs, KnobSpace, format_bytes
 from sirtaki.autotune.model.cluster import Cluster
 from sirtaki.autotune.model.link import LinkModel
 from sirtaki.autotune.model.planning import PlanningModel
-from sirtaki.autotune.scaling import ScalingRow, scaling_table
+from sirtaki.autotune.scaling import DEFAULT, ScalingRow, scaling_table
 from sirtaki.errors import ConfigError
 
+from .svg import COLORS, DEFAULT_COLOR, Plot, legend, page
 from .trial_log import read_log
 
 BYTES_PER_GBIT = 1e9 / 8
@@ -30,6 +37,7 @@ def configure(parser: ArgumentParser) -> None:
     parser.add_argument("--flow-gbit", type=float, metavar="G", help="what one flow gets of it (default: all)")
     parser.add_argument("--hop-us", type=float, default=20.0, metavar="US", help="latency of a hop (default: 20)")
     parser.add_argument("--measured-ranks", type=int, metavar="N", help="ranks of LOG's job; without --link-gbit")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="write the expected scaling as one HTML page")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -44,28 +52,37 @@ def _counts(text: str) -> tuple[int, ...]:
 
 
 def main(options: Namespace) -> int:
-    """Prints the expected iteration time of the untuned setting and of the best plan on each number of ranks.
+    """Prints, and plots if asked to, the expected iteration time of every plan on each number of ranks.
 
     Raises:
-        ConfigError: the log holds no profile, or the cluster is not described well enough.
+        ConfigError: the log holds no profile, the cluster is not described well enough, or the page cannot be written.
     """
-    model = read_log(options.log).model
+    log = read_log(options.log)
+    model = log.model
     if model is None:
         raise ConfigError(f"{options.log} holds no profile; planners did not take part in that job")
     route = next(iter(model.links))
     space = KnobSpace(routes=(route,), streams=tuple(range(1, MAX_STREAMS + 1)))
+    untuned = Knobs(unit_bytes=4 * MIB, streams=4, transport=route[0]) if log.default is None else log.default.knobs
     rows = scaling_table(
         layout=model.layout,
         profile=model.profile,
         link_at=_link(options, model),
         ranks=options.ranks,
         space=space,
-        default=Knobs(unit_bytes=4 * MIB, streams=4, transport=route[0], algorithm=route[1]),
+        default=replace(untuned, transport=route[0], algorithm=route[1]),
     )
+    if options.plot is not None:
+        try:
+            options.plot.write_text(render(rows, model), encoding="utf-8")
+        except OSError as err:
+            raise ConfigError(f"the plot cannot be written: {err}") from err
     if options.json:
         print(json.dumps([row.to_json() for row in rows], indent=1))
     else:
         Console().print(_table(rows))
+        if options.plot is not None:
+            print(f"wrote {options.plot}")
     return 0
 
 
@@ -96,3 +113,44 @@ def _table(rows: list[ScalingRow]) -> Table:
             f"{100 * row.efficiency:.0f} %",
         )
     return table
+
+
+def render(rows: Sequence[ScalingRow], model: PlanningModel) -> str:
+    """A page with iteration time and efficiency over the number of ranks, a line for each planner and the default."""
+    planners = list(dict.fromkeys(row.planner for row in rows))
+    planners.sort(key=lambda planner: planner != DEFAULT)
+    colors = dict(zip(planners, cycle((DEFAULT_COLOR, *COLORS)), strict=False))
+    times_ms = [1e3 * row.iteration_s for row in rows]
+    alone_ms = 1e3 * (model.profile.forward_s + model.profile.compute_s)
+    return page(
+        "Expected scaling",
+        [
+            f"<p>{len(model.layout.sizes)} gradients, {format_bytes(model.layout.total_bytes)}; an iteration takes "
+            f"{alone_ms:.4g} ms without communication.</p>",
+            legend(colors),
+            "<h2>Iteration time</h2>",
+            _plot(rows, colors, lambda row: 1e3 * row.iteration_s, y=(0, 1.05 * max(times_ms)), y_label="ms"),
+            "<h2>Efficiency: throughput of a rank as part of what it would be alone</h2>",
+            _plot(rows, colors, lambda row: 100 * row.efficiency, y=(0, 105), y_label="%"),
+        ],
+    )
+
+
+def _plot(
+    rows: Sequence[ScalingRow],
+    colors: Mapping[str, str],
+    value: Callable[[ScalingRow], float],
+    *,
+    y: tuple[float, float],
+    y_label: str,
+) -> str:
+    counts = sorted({row.ranks for row in rows})
+    x = (math.log2(counts[0]), math.log2(counts[-1]))
+    plot = Plot(x=x, y=y, x_label="ranks (log)", y_label=y_label)
+    for planner, color in colors.items():
+        mine = [row for row in rows if row.planner == planner]
+        plot.line([(math.log2(row.ranks), value(row)) for row in mine], color=color, dashed=planner == DEFAULT)
+        for row in mine:
+            title = f"{row.ranks} ranks, {planner}: {value(row):.4g} {y_label}, {row.knobs.describe()}"
+            plot.dot(math.log2(row.ranks), value(row), color=color, title=title)
+    return plot.render(x_ticks=[(math.log2(count), str(count)) for count in counts])

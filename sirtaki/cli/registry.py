@@ -11,7 +11,7 @@ from typing import Any
 
 from sirtaki.errors import RegistryError
 from sirtaki.registry.edit_distance import least_distance
-from sirtaki.registry.entry import Entry
+from sirtaki.registry.entry import Entry, LinkModel
 from sirtaki.registry.similarity import Match, nearest
 from sirtaki.registry.store import Store, open_store
 from sirtaki.settings import REGISTRY_OFF, Settings
@@ -57,15 +57,19 @@ def main(options: Namespace) -> int:
     Raises:
         RegistryError: the registry or a file cannot be read or written, or holds what cannot be meant.
     """
-    with closing(_open(options.registry)) as store:
+    with closing(_open(options.registry, reads=options.action in _READING)) as store:
         _ACTIONS[options.action](store, options)
     return 0
 
 
-def _open(url: str | None) -> Store:
+def _open(url: str | None, *, reads: bool) -> Store:
+    from sirtaki.registry.sql_store import file_of
+
     named = url or Settings.from_environ().registry
     if named == REGISTRY_OFF:
         raise RegistryError("the registry is off (SIRTAKI_REGISTRY): name one with --registry")
+    if reads and named is not None and (file := file_of(named)) is not None and not file.exists():
+        raise RegistryError(f"there is no registry in {file}")
     return open_store(named)
 
 
@@ -73,6 +77,9 @@ def _list(store: Store, options: Namespace) -> None:
     summaries = store.summaries()
     if options.json:
         _print_json([asdict(summary) for summary in summaries])
+        return
+    if not summaries:
+        print("nothing is remembered yet", file=sys.stderr)
         return
     rows = [
         [
@@ -110,9 +117,7 @@ def _show(store: Store, options: Namespace) -> None:
         "best": f"{1e3 * entry.best_span_s:.3f} ms ± {1e3 * entry.noise_s:.3f}",
         "default": f"{1e3 * entry.default_span_s:.3f} ms, {entry.speedup:.2f} times as long",
         "found by": f"{entry.arm or 'unknown'} in {entry.n_trials} trials" + ("" if entry.complete else ", cut short"),
-        "link": "not measured"
-        if link is None
-        else f"{1e6 * link.latency_s:.1f} µs, {link.bandwidth_bytes_per_s / 1e6:.1f} MB/s with one stream",
+        "link": "not measured" if link is None else _link(link),
         "made": _date(entry.provenance.created_s),
         "key versions": _versions(entry.key.versions),
         "versions": _versions(entry.provenance.versions),
@@ -192,7 +197,8 @@ def _import(store: Store, options: Namespace) -> None:
         try:
             entries = read_entries(file)
         except RegistryError as err:
-            raise RegistryError(f"nothing of {options.file} was imported: {err}") from err
+            source = "standard input" if options.file == "-" else options.file
+            raise RegistryError(f"nothing of {source} was imported: {err}") from err
     kept = store.save_all(entries)
     _report(options, {"imported": kept, "kept as they were": len(entries) - kept})
 
@@ -208,6 +214,7 @@ def _forget(store: Store, options: Namespace) -> None:
     _report(options, {"forgotten": store.forget(options.id)})
 
 
+_READING = ("list", "show", "similar", "export")
 _ACTIONS = {
     "list": _list,
     "show": _show,
@@ -243,6 +250,14 @@ def _print_table(titles: list[str], rows: list[list[str]]) -> None:
     # What is not a terminal has no width; a table cut at 80 columns would lose what it is searched for.
     console = Console() if sys.stdout.isatty() else Console(width=200)
     console.print(table)
+
+
+def _link(link: LinkModel) -> str:
+    text = f"{1e6 * link.latency_s:.1f} µs, {link.bandwidth_bytes_per_s / 1e6:.1f} MB/s with one stream"
+    if not link.concurrency:
+        return text
+    most = max(link.concurrency)
+    return f"{text}, {most:.2f} times that with {link.concurrency.index(most) + 1}"
 
 
 def _versions(versions: tuple[tuple[str, str], ...]) -> str:

@@ -12,28 +12,16 @@ from html import escape
 from itertools import cycle
 from pathlib import Path
 
-from sirtaki.autotune.knobs import Knobs
-from sirtaki.autotune.meta.auc_bandit import AUCBandit, window_for
+from sirtaki.autotune.knobs import Knobs, format_bytes
 from sirtaki.autotune.meta.session import DEFAULT_ARM
 from sirtaki.autotune.model.simulator import Simulator
+from sirtaki.comm.plan import Algorithm
 from sirtaki.errors import ConfigError
 
-from .svg import Plot
+from .svg import COLORS, DEFAULT_COLOR, WIDTH, Plot, legend, page, swatch
 from .trial_log import Measurement, TrialLog, read_log
 
-COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7b3294", "#8a6d00", "#1b7837", "#444444")
-DEFAULT_COLOR, BEST_COLOR, COMPUTE_COLOR = "#888888", "#c00000", "#c8ccd0"
-
-STYLE = """
-body { font: 15px/1.45 system-ui, sans-serif; max-width: 900px; margin: 2em auto; padding: 0 1em; color: #222; }
-h1 { font-size: 1.5em; } h2 { font-size: 1.15em; margin-top: 2em; }
-svg { width: 100%; height: auto; font-size: 11px; fill: #444; }
-.grid { stroke: #e4e4e4; } .axis { stroke: #666; }
-table { border-collapse: collapse; } td, th { padding: .2em .8em .2em 0; text-align: left; }
-td.number { text-align: right; font-variant-numeric: tabular-nums; }
-.swatch { display: inline-block; width: .8em; height: .8em; margin-right: .35em; border-radius: 2px; }
-.legend span { margin-right: 1.1em; white-space: nowrap; }
-"""
+BEST_COLOR, BOUND_COLOR, COMPUTE_COLOR = "#c00000", "#000000", "#c8ccd0"
 
 
 def configure(parser: ArgumentParser) -> None:
@@ -44,12 +32,12 @@ def configure(parser: ArgumentParser) -> None:
 
 def main(options: Namespace) -> int:
     """Writes the page and says where."""
-    page: Path = options.output or options.log.with_suffix(".html")
+    path: Path = options.output or options.log.with_suffix(".html")
     try:
-        write_report(options.log, page)
+        write_report(options.log, path)
     except OSError as err:
         raise ConfigError(f"the report cannot be written: {err}") from err
-    print(f"wrote {page}")
+    print(f"wrote {path}")
     return 0
 
 
@@ -67,22 +55,22 @@ def render(log: TrialLog) -> str:
     """The page."""
     arms = dict.fromkeys(trial.arm for trial in log.measurements if trial.arm != DEFAULT_ARM)
     colors = {DEFAULT_ARM: DEFAULT_COLOR, **dict(zip(arms, cycle(COLORS), strict=False))}
-    sections = [
-        _summary(log),
-        "<h2>Trials</h2>",
-        _legend({**colors, "best so far": BEST_COLOR}),
-        _trials_plot(log, colors),
-        "<h2>Share of the trials</h2>",
-        _shares_plot(log.measurements, colors),
-        "<h2>Credit of each arm (AUC)</h2>",
-        _credit_plot(log.measurements, colors),
-        "<h2>Fastest settings</h2>",
-        _table(log.measurements, colors),
-        *_timelines(log),
-    ]
-    head = f'<meta charset="utf-8"><title>Sirtaki: tuning report</title><style>{STYLE}</style>'
-    body = "\n".join(["<h1>Tuning report</h1>", *sections])
-    return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n{body}\n</body></html>\n'
+    lines = {"best so far": BEST_COLOR} | ({"bound": BOUND_COLOR} if log.model is not None else {})
+    return page(
+        "Tuning report",
+        [
+            _summary(log),
+            "<h2>Trials</h2>",
+            legend(colors | lines),
+            _trials_plot(log, colors),
+            "<h2>Share of the trials</h2>",
+            _shares_plot(log.measurements, colors),
+            *_credits(log.measurements, colors),
+            "<h2>Fastest settings</h2>",
+            _table(log.measurements, colors),
+            *_timelines(log),
+        ],
+    )
 
 
 def _summary(log: TrialLog) -> str:
@@ -94,18 +82,45 @@ def _summary(log: TrialLog) -> str:
     if kept.default_span_s is not None:
         gain = kept.default_span_s / kept.span_s
         words += f"; the untuned default took {_ms(kept.default_span_s)}, <b>{gain:.2f} times</b> as long"
-    reason = f" {escape(kept.reason)}." if kept.reason else ""
-    return f"<p>{words}.{reason} Times run from the first ready gradient to the last reduced one.</p>"
+    if log.model is not None:
+        words += (
+            f". No plan can take less than {_ms(log.model.bound_s)}: the backward pass from its first gradient on, or "
+            "all bytes at the best rate that was measured"
+        )
+    reason = f" The warm-up's own words: {escape(kept.reason)}." if kept.reason else ""
+    return (
+        f"<p>{words}.{reason} Times run from the first ready gradient to the last reduced one.</p>\n"
+        f"<p>{escape(in_words(kept.knobs))}</p>"
+    )
+
+
+def in_words(knobs: Knobs) -> str:
+    """What the knobs mean, for people who have not read about units and streams."""
+    if knobs.cuts is not None:
+        sizes = (
+            f"in {len(knobs.cuts)} units whose sizes a planner chose, {format_bytes(knobs.unit_bytes)} in the middle"
+        )
+    else:
+        sizes = f"in units of {format_bytes(knobs.unit_bytes)}: smaller gradients are packed, larger ones cut"
+    at_once = "one at a time" if knobs.streams == 1 else f"up to {knobs.streams} at the same time, on as many streams"
+    way = (
+        "first inside each node, then between nodes" if knobs.algorithm is Algorithm.HIERARCHICAL else "all ranks alike"
+    )
+    threads = "" if knobs.threads is None else f", with {knobs.threads} GPU threads each"
+    return f"Gradients travel {sizes}; {at_once}, over {knobs.transport.value.replace('_', ' ')}, {way}{threads}."
 
 
 def _trials_plot(log: TrialLog, colors: Mapping[str, str]) -> str:
     measured = [trial for trial in log.measurements if trial.succeeded]
-    low, high = (_log_ms(edge(trial.span_s for trial in measured)) for edge in (min, max))
+    bound_s = [log.model.bound_s] if log.model is not None and log.model.bound_s > 0 else []
+    low, high = (_log_ms(edge([*bound_s, *(trial.span_s for trial in measured)])) for edge in (min, max))
     last = _last_iteration(log.measurements)
     plot = Plot(x=(0, last), y=(low - 0.05, high + 0.05), x_label="training iteration", y_label="span, ms (log)")
     if log.default is not None:
         level = _log_ms(log.default.span_s)
         plot.line([(0, level), (last, level)], color=DEFAULT_COLOR, dashed=True)
+    for level in map(_log_ms, bound_s):
+        plot.line([(0, level), (last, level)], color=BOUND_COLOR, dashed=True)
     plot.steps(list(_best_so_far(measured)), color=BEST_COLOR)
     for trial in log.measurements:
         title = f"{trial.arm}, {trial.knobs.describe()}"
@@ -154,20 +169,17 @@ def _shares_plot(trials: Sequence[Measurement], colors: Mapping[str, str]) -> st
     return plot.render()
 
 
-def _credit_plot(trials: Sequence[Measurement], colors: Mapping[str, str]) -> str:
-    """The textbook bandit's credit, worked out from the log with the default window."""
-    searching = _searching(trials)
-    arms = list(dict.fromkeys(trial.arm for trial in searching))
-    bandit = AUCBandit(arms, window=window_for(len(searching), len(arms)))
-    curves: dict[str, list[tuple[float, float]]] = {arm: [] for arm in arms}
-    for trial in searching:
-        bandit.push(trial.arm, was_best=trial.was_best)
-        for arm in arms:
-            curves[arm].append((trial.iteration, bandit.auc(arm)))
+def _credits(trials: Sequence[Measurement], colors: Mapping[str, str]) -> Iterator[str]:
+    """The bandit's own credit of each arm after each trial, as it wrote it down."""
+    told = [trial for trial in trials if trial.credits]
+    if not told:
+        return
     plot = Plot(x=(0, _last_iteration(trials)), y=(0, 1), x_label="training iteration", y_label="AUC", height=200)
-    for arm, points in curves.items():
-        plot.line(points, color=colors[arm])
-    return plot.render()
+    for arm in told[-1].credits:
+        points = [(trial.iteration, trial.credits.get(arm, 0.0)) for trial in told]
+        plot.steps(points, color=colors.get(arm, DEFAULT_COLOR))
+    yield "<h2>Credit of each arm (AUC)</h2>"
+    yield plot.render()
 
 
 def _table(trials: Sequence[Measurement], colors: Mapping[str, str], *, rows: int = 10) -> str:
@@ -175,7 +187,7 @@ def _table(trials: Sequence[Measurement], colors: Mapping[str, str], *, rows: in
     unique = list({trial.knobs: trial for trial in reversed(shortest)}.values())[::-1]
     cells = "".join(
         f'<tr><td class="number">{_ms(trial.span_s)}</td><td>{escape(trial.knobs.describe())}</td>'
-        f"<td>{_swatch(colors[trial.arm])}{escape(trial.arm)}</td>"
+        f"<td>{swatch(colors[trial.arm])}{escape(trial.arm)}</td>"
         f'<td class="number">{trial.iteration}</td></tr>'
         for trial in sorted(unique, key=lambda trial: trial.span_s)[:rows]
     )
@@ -188,21 +200,28 @@ def _timelines(log: TrialLog) -> Iterator[str]:
     if log.default is not None:
         shown = {"untuned default": log.default.knobs, **shown}
     model = log.model
-    if model is None or not all((knobs.transport, knobs.algorithm) in model.links for knobs in shown.values()):
+    if model is None:
+        return
+    yield "<h2>One iteration, simulated from the profile</h2>"
+    unknown = [k for k in shown.values() if (k.transport, k.algorithm) not in model.links]
+    if unknown:
+        yield f"<p>No timeline: that job's probes did not show what {escape(unknown[0].describe())} would cost.</p>"
         return
     simulators = {name: model.simulator((knobs.transport, knobs.algorithm)) for name, knobs in shown.items()}
     end_ms = max(1e3 * simulators[name].run_knobs(knobs).end_s for name, knobs in shown.items())
-    yield "<h2>One iteration, simulated from the profile</h2>"
-    for name, knobs in shown.items():
-        yield f"<p>{name}: {escape(knobs.describe())}</p>"
-        yield _timeline_plot(simulators[name], knobs, end_ms=end_ms)
+    plots = (
+        f"<div><p>{name}: {escape(knobs.describe())}, {_ms(simulators[name].run_knobs(knobs).span_s)}</p>"
+        f"{_timeline_plot(simulators[name], knobs, end_ms=end_ms)}</div>"
+        for name, knobs in shown.items()
+    )
+    yield f'<div class="pair">{"".join(plots)}</div>'
 
 
 def _timeline_plot(simulator: Simulator, knobs: Knobs, *, end_ms: float) -> str:
     plan = knobs.to_plan(simulator.layout)
     timeline = simulator.run(plan)
     lanes = plan.streams + 1
-    plot = Plot(x=(0, end_ms), y=(0, lanes), x_label="ms", y_label="", height=60 + 22 * lanes)
+    plot = Plot(x=(0, end_ms), y=(0, lanes), x_label="ms", y_label="", height=60 + 22 * lanes, width=WIDTH // 2)
     plot.box((0, 1e3 * timeline.compute_end_s), (lanes - 0.9, lanes - 0.1), color=COMPUTE_COLOR, title="backward pass")
     itemsize = simulator.layout.itemsize_bytes
     for index, unit in enumerate(plan.units):
@@ -213,15 +232,6 @@ def _timeline_plot(simulator: Simulator, knobs: Knobs, *, end_ms: float) -> str:
         plot.box((start_ms, stop_ms), (lane + 0.1, lane + 0.9), color=color, title=title)
     ticks = [(lanes - 0.5, "compute"), *((lanes - 1.5 - s, f"stream {s}") for s in range(plan.streams))]
     return plot.render(y_ticks=ticks)
-
-
-def _legend(colors: Mapping[str, str]) -> str:
-    entries = (f"<span>{_swatch(color)}{escape(name)}</span>" for name, color in colors.items())
-    return f'<p class="legend">{"".join(entries)}</p>'
-
-
-def _swatch(color: str) -> str:
-    return f'<span class="swatch" style="background:{color}"></span>'
 
 
 def _last_iteration(trials: Sequence[Measurement]) -> int:

@@ -1,12 +1,27 @@
-"""A few shapes of SVG with axes, enough for the report's plots.
+"""A few shapes of SVG with axes, enough for the pages of `sirtaki report` and `sirtaki plan`.
 
-A module of its own so that the report speaks of trials and arms, not of pixels. Text is escaped here and nowhere else.
+A module of its own so that the pages speak of trials and arms, not of pixels.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
+
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7b3294", "#8a6d00", "#1b7837", "#444444")
+DEFAULT_COLOR = "#888888"
+
+STYLE = """
+body { font: 15px/1.45 system-ui, sans-serif; max-width: 900px; margin: 2em auto; padding: 0 1em; color: #222; }
+h1 { font-size: 1.5em; } h2 { font-size: 1.15em; margin-top: 2em; }
+svg { width: 100%; height: auto; font-size: 11px; fill: #444; }
+.grid { stroke: #e4e4e4; } .axis { stroke: #666; }
+.pair { display: flex; gap: 1em; } .pair > div { flex: 1; min-width: 0; }
+table { border-collapse: collapse; } td, th { padding: .2em .8em .2em 0; text-align: left; }
+td.number { text-align: right; font-variant-numeric: tabular-nums; }
+.swatch { display: inline-block; width: .8em; height: .8em; margin-right: .35em; border-radius: 2px; }
+.legend span { margin-right: 1.1em; white-space: nowrap; }
+"""
 
 WIDTH, HEIGHT = 860, 300
 LEFT, RIGHT, TOP, BOTTOM = 64, 12, 12, 40
@@ -22,6 +37,7 @@ class Plot:
         x_label: under the axis.
         y_label: beside the axis.
         height: in pixels.
+        width: in pixels; the page scales plots to the room they get.
     """
 
     x: tuple[float, float]
@@ -29,6 +45,7 @@ class Plot:
     x_label: str
     y_label: str
     height: int = HEIGHT
+    width: int = WIDTH
     _shapes: list[str] = field(default_factory=list)
 
     def line(self, points: Sequence[tuple[float, float]], *, color: str, dashed: bool = False) -> None:
@@ -67,13 +84,18 @@ class Plot:
             f'fill="{color}"><title>{escape(title)}</title></rect>'
         )
 
-    def render(self, *, y_ticks: Sequence[tuple[float, str]] | None = None) -> str:
-        """The SVG element; `y_ticks` replaces the numbers beside the axis."""
-        floor, right = self.height - BOTTOM, WIDTH - RIGHT
-        parts = [f'<svg viewBox="0 0 {WIDTH} {self.height}" role="img" xmlns="http://www.w3.org/2000/svg">']
-        for value in nice_ticks(*self.x):
+    def render(
+        self,
+        *,
+        y_ticks: Sequence[tuple[float, str]] | None = None,
+        x_ticks: Sequence[tuple[float, str]] | None = None,
+    ) -> str:
+        """The SVG element; `y_ticks` and `x_ticks` replace the numbers at the axes."""
+        floor, right = self.height - BOTTOM, self.width - RIGHT
+        parts = [f'<svg viewBox="0 0 {self.width} {self.height}" role="img" xmlns="http://www.w3.org/2000/svg">']
+        for value, label in x_ticks if x_ticks is not None else [(v, f"{v:g}") for v in nice_ticks(*self.x)]:
             a = self._across(value)
-            parts.append(f'<text x="{a:.1f}" y="{floor + 16}" text-anchor="middle">{value:g}</text>')
+            parts.append(f'<text x="{a:.1f}" y="{floor + 16}" text-anchor="middle">{escape(label)}</text>')
         for value, label in y_ticks if y_ticks is not None else [(v, f"{v:g}") for v in nice_ticks(*self.y)]:
             b = self._up(value)
             parts.append(f'<line x1="{LEFT}" x2="{right}" y1="{b:.1f}" y2="{b:.1f}" class="grid"/>')
@@ -89,7 +111,7 @@ class Plot:
         return "\n".join([*parts, "</svg>"])
 
     def _across(self, value: float) -> float:
-        return LEFT + (WIDTH - LEFT - RIGHT) * (value - self.x[0]) / ((self.x[1] - self.x[0]) or 1.0)
+        return LEFT + (self.width - LEFT - RIGHT) * (value - self.x[0]) / ((self.x[1] - self.x[0]) or 1.0)
 
     def _up(self, value: float) -> float:
         floor = self.height - BOTTOM
@@ -104,3 +126,21 @@ def nice_ticks(low: float, high: float, *, about: int = 6) -> list[float]:
     step = next(magnitude * m for m in (1, 2, 5, 10) if (high - low) / (magnitude * m) <= about)
     first = math.ceil(low / step)
     return [round(i * step, 12) for i in range(first, math.floor(high / step) + 1)]
+
+
+def page(title: str, sections: Sequence[str]) -> str:
+    """A whole HTML page of its own: the title as a heading, then the sections."""
+    head = f'<meta charset="utf-8"><title>Sirtaki: {escape(title.lower())}</title><style>{STYLE}</style>'
+    body = "\n".join([f"<h1>{escape(title)}</h1>", *sections])
+    return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n{body}\n</body></html>\n'
+
+
+def legend(colors: Mapping[str, str]) -> str:
+    """A line of names with their colours."""
+    entries = (f"<span>{swatch(color)}{escape(name)}</span>" for name, color in colors.items())
+    return f'<p class="legend">{"".join(entries)}</p>'
+
+
+def swatch(color: str) -> str:
+    """A little square of that colour."""
+    return f'<span class="swatch" style="background:{color}"></span>'

@@ -31,6 +31,7 @@ class Measurement:
         knobs: the setting.
         span_s: median of its spans; infinite where it failed.
         was_best: it became the best so far.
+        credits: the bandit's credit (AUC) of each arm after it; empty where the log has none.
     """
 
     iteration: int
@@ -39,6 +40,7 @@ class Measurement:
     knobs: Knobs
     span_s: float
     was_best: bool
+    credits: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def succeeded(self) -> bool:
@@ -153,6 +155,7 @@ def _take_in(log: TrialLog, data: Mapping[str, Any], best_s: float) -> float:
                 knobs=Knobs.from_json(data["knobs"]),
                 span_s=median(spans_s) if spans_s else math.inf,
                 was_best=bool(data.get("was_best", after_s < best_s)),
+                credits={str(arm): float(credit) for arm, credit in data.get("auc", {}).items()},
             )
         )
         return min(best_s, after_s)

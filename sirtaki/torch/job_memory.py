@@ -8,28 +8,37 @@ from __future__ import annotations
 import logging
 import math
 import platform
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy
 import torch
 
 import sirtaki
-from sirtaki.autotune.knobs import Knobs
+from sirtaki.autotune.knobs import Knobs, KnobSpace
 from sirtaki.autotune.meta.session import SessionResult
+from sirtaki.autotune.model.link import LinkModel
+from sirtaki.autotune.model.planning import PlanningModel, Route
 from sirtaki.autotune.trial import Trial
 from sirtaki.comm.layout import GradientLayout
 from sirtaki.errors import PlanError, SirtakiError, TuningError
+from sirtaki.machine import host_kind
+from sirtaki.registry import entry as registry_entry
 from sirtaki.registry.digest import layout_fingerprint
-from sirtaki.registry.entry import Entry, EntryKey, Provenance, make_key
+from sirtaki.registry.entry import Entry, Provenance, make_key
+from sirtaki.registry.knob_transfer import Permitted, route_of
 from sirtaki.registry.recorder import ModelGraphRecorder
 from sirtaki.registry.store import SafeStore
 from sirtaki.registry.topology import Topology
-from sirtaki.registry.warm_start import Job, WarmStart, warm_starts
+from sirtaki.registry.warm_start import Job, Neighbour, adapted_all, neighbours
 from sirtaki.settings import REGISTRY_OFF, Settings
 
+from .first_proposals import FirstProposal, first_proposals
+
 logger = logging.getLogger(__name__)
+
+LEAST_LATENCY_S = 1e-9
+"""A fit may give none at all, which the registry does not keep."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,117 +47,169 @@ class Recollection:
 
     Attributes:
         exact: the knobs that this very job ended its warm-up with.
-        seeds: knobs of similar jobs, the most similar first, scaled to this one.
         history: trials of a warm-up that was cut short.
         words: where this comes from, for the log; empty if there is nothing.
     """
 
     exact: Knobs | None = None
-    seeds: tuple[Knobs, ...] = ()
     history: tuple[Trial, ...] = ()
     words: str = ""
 
 
-def _from_similar(starts: Sequence[WarmStart]) -> Recollection:
-    """The first proposals that similar jobs give; those that are no knobs are left out."""
-    seeds = []
-    for start in starts:
-        try:
-            seeds.append(Knobs.from_json(start.knobs))
-        except PlanError as err:
-            logger.warning("the registry's entry %s is left alone: %s", start.entry.id[:8], err)
-    return Recollection(seeds=tuple(seeds), words="; ".join(start.explanation for start in starts))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """What a rank runs on.
+
+    Attributes:
+        host: such as `machine.host_kind` gives it.
+        device: "cpu", or the name of the GPU.
+    """
+
+    host: str
+    device: str
+
+    @classmethod
+    def here(cls, device: torch.device) -> Kind:
+        """Of this process, whose gradients are on that device."""
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        return cls(host=_label(host_kind()), device=_label(name))
+
+
+def _label(text: str) -> str:
+    """What a graph's label may be."""
+    return "".join(character for character in text if character.isprintable())[:200]
+
+
+def link_of(link: LinkModel) -> registry_entry.LinkModel:
+    """A measured link as the registry keeps it."""
+    alone = link.throughput[0]
+    return registry_entry.LinkModel(
+        latency_s=max(link.startup_s, LEAST_LATENCY_S),
+        bandwidth_bytes_per_s=alone,
+        concurrency=tuple(rate / alone for rate in link.throughput),
+    )
+
+
+def route_names(route: Route) -> tuple[str, str]:
+    """A route as it is written in knobs."""
+    return route[0].value, route[1].value
+
+
+def permitted_by(space: KnobSpace) -> Permitted:
+    """A knob space as the registry knows it."""
+    return Permitted(
+        routes=tuple(map(route_names, space.routes)),
+        streams=space.streams,
+        unit_bytes=space.unit_bytes,
+        threads=space.threads,
+    )
 
 
 class JobMemory:
     """Looks this job up and stores what it found. Nothing here raises into training."""
 
-    def __init__(self, settings: Settings, parameters: Sequence[torch.Tensor], hosts: Sequence[str]) -> None:
+    def __init__(
+        self, settings: Settings, parameters: Sequence[torch.Tensor], hosts: Sequence[str], kinds: Sequence[Kind] = ()
+    ) -> None:
         """Begins to watch for the model's graph.
 
         Args:
             settings: where the registry is.
             parameters: those whose gradients are reduced.
             hosts: of each rank; simulated nodes have different names.
+            kinds: of each rank's host and device, as far as they are known.
         """
         self._off = settings.registry == REGISTRY_OFF
         self._url = settings.registry
-        self._topology = Topology.from_ranks(hosts)
+        self._topology = Topology.from_ranks(
+            hosts,
+            devices=[kind.device for kind in kinds] or None,
+            host_kinds={name: kind.host for name, kind in zip(hosts, kinds, strict=False)},
+        )
         self._recorder = ModelGraphRecorder()
-        self._key: EntryKey | None = None
+        self._job: Job | None = None
+        self._own: Entry | None = None
+        self._neighbours: list[Neighbour] = []
+        self._found_by: dict[Knobs, str] = {}
         if not self._off:
             self._recorder.start(parameters)
 
-    def recall(self, layout: GradientLayout) -> Recollection:
-        """What is known of this job; the model must have run forward once."""
+    def recall(self, layout: GradientLayout, space: KnobSpace) -> Recollection:
+        """What is known of this job; the model must have run forward once. Similar jobs' settings come later."""
         graph = self._recorder.graph
         self._recorder.stop()
         if self._off or graph is None:
             return Recollection()
         versions = {"torch": ".".join(torch.__version__.split(".")[:2]), "sirtaki": sirtaki.__version__}
-        self._graph = graph
-        self._key = make_key(graph, self._topology, dtype=layout.dtype, device=layout.device, versions=versions)
-        self._layout = layout_fingerprint(layout.sizes, layout.itemsize_bytes)
-        job = Job(
-            key=self._key,
+        self._job = job = Job(
+            key=make_key(graph, self._topology, dtype=layout.dtype, device=layout.device, versions=versions),
             model=graph,
             topology=self._topology,
-            layout=self._layout,
+            layout=layout_fingerprint(layout.sizes, layout.itemsize_bytes),
             itemsize_bytes=layout.itemsize_bytes,
+            permitted=permitted_by(space),
             name=self._recorder.model_name,
         )
         store = SafeStore(self._url)
-        entry = store.lookup(self._key)
-        similar: list[WarmStart] = []
-        if entry is None:
-            similar = store.attempt(lambda opened: warm_starts(opened, job), similar)
+        self._own = own = store.lookup(job.key)
+        if own is None:
+            self._neighbours = store.attempt(lambda opened: neighbours(opened, job), [])
         store.close()
-        if entry is None:
-            return _from_similar(similar)
-        try:
-            if entry.complete:
-                return Recollection(
-                    exact=Knobs.from_json(entry.knobs),
-                    words=f"found {entry.describe()} in the registry ({entry.id[:8]}): {1 / entry.speedup:.2f} of the "
-                    f"default's time with {Knobs.from_json(entry.knobs).describe()}",
-                )
-            history = tuple(Trial.from_json(trial) for trial in entry.trials)
-            return Recollection(
-                history=history,
-                words=f"found an unfinished warm-up of {entry.describe()} in the registry: going on after "
-                f"{len(history)} trials",
-            )
-        except (PlanError, TuningError) as err:
-            logger.warning("the registry's entry %s is left alone: %s", entry.id[:8], err)
-            return Recollection()
+        return Recollection() if own is None else self._recollection(own, space)
 
-    def keep(self, result: SessionResult, trials: Sequence[Trial], *, complete: bool) -> bool:
-        """Stores what the warm-up has found; True if it was kept."""
-        spans = (result.best_span_s, result.default_span_s)
-        if self._key is None or not all(0 < span < math.inf for span in spans):
-            return False
-        versions: dict[str, Any] = {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "numpy": numpy.__version__,
-            "sirtaki": sirtaki.__version__,
-        }
+    def _recollection(self, own: Entry, space: KnobSpace) -> Recollection:
         try:
-            entry = Entry(
-                key=self._key,
-                model=self._graph,
-                topology=self._topology,
-                knobs=result.knobs.to_json(),
-                best_span_s=result.best_span_s,
-                default_span_s=result.default_span_s,
-                noise_s=result.noise_s,
-                n_trials=len(trials),
-                arm=result.arm,
-                complete=complete,
-                layout=self._layout,
-                trials=() if complete else tuple(trial.to_json() for trial in trials),
-                provenance=Provenance(model_name=self._recorder.model_name, versions=tuple(sorted(versions.items()))),
-            )
+            if not own.complete:
+                history = tuple(Trial.from_json(trial) for trial in own.trials)
+                return Recollection(
+                    history=history,
+                    words=f"found an unfinished warm-up of {own.describe()} in the registry: going on after "
+                    f"{len(history)} trials",
+                )
+            knobs = Knobs.from_json(own.knobs)
+        except (PlanError, TuningError) as err:
+            logger.warning("the registry's entry %s is left alone: %s", own.id[:8], err)
+            return Recollection()
+        if knobs not in space:  # the user has fixed something since
+            self._neighbours = [Neighbour(entry=own, distance=0.0)]
+            return Recollection()
+        self._found_by[knobs] = own.arm
+        return Recollection(
+            exact=knobs,
+            words=f"found {own.describe()} in the registry ({own.id[:8]}): {1 / own.speedup:.2f} of the default's time "
+            f"with {knobs.describe()}",
+        )
+
+    def first_proposals(self, space: KnobSpace, model: PlanningModel | None) -> list[FirstProposal]:
+        """What similar jobs suggest, once this job has measured what it can (`model`, None = nothing)."""
+        if self._job is None or not self._neighbours:
+            return []
+        links = {} if model is None else {route_names(route): link_of(link) for route, link in model.links.items()}
+        self._job = replace(self._job, links=links, permitted=permitted_by(space))
+        try:
+            proposals = first_proposals(adapted_all(self._neighbours, self._job), space=space, model=model)
+        except Exception:  # whatever others have stored, the user's training goes on
+            logger.warning("what similar jobs have found is left alone", exc_info=True)
+            return []
+        self._found_by.update((proposal.knobs, proposal.arm) for proposal in proposals)
+        return proposals
+
+    def keep(
+        self, result: SessionResult, trials: Sequence[Trial], *, complete: bool, links: Mapping[Route, LinkModel]
+    ) -> bool:
+        """Stores what the warm-up has found; True if it was kept.
+
+        Args:
+            result: of the session.
+            trials: of the session.
+            complete: the warm-up has come to its end.
+            links: what was measured of each route.
+        """
+        spans = (result.best_span_s, result.default_span_s)
+        if self._job is None or not all(0 < span < math.inf for span in spans):
+            return False
+        try:
+            entry = self._entry(self._job, result, trials, complete=complete, links=links)
         except SirtakiError as err:
             logger.warning("this job's settings are not remembered: %s", err)
             return False
@@ -156,3 +217,45 @@ class JobMemory:
         kept = store.save(entry)
         store.close()
         return kept
+
+    def _entry(
+        self,
+        job: Job,
+        result: SessionResult,
+        trials: Sequence[Trial],
+        *,
+        complete: bool,
+        links: Mapping[Route, LinkModel],
+    ) -> Entry:
+        own, route = self._own, (result.knobs.transport, result.knobs.algorithm)
+        # A remembered setting that was only checked was found then, by whom it was found then.
+        checked = own is not None and own.complete and own.knobs == result.knobs.to_json()
+        link = link_of(links[route]) if route in links else None
+        if link is None and own is not None and own.link is not None and route_of(own.knobs) == route_names(route):
+            link = own.link
+        versions = {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "numpy": numpy.__version__,
+            "sirtaki": sirtaki.__version__,
+        }
+        return Entry(
+            key=job.key,
+            model=job.model,
+            topology=job.topology,
+            knobs=result.knobs.to_json(),
+            best_span_s=result.best_span_s,
+            default_span_s=result.default_span_s,
+            noise_s=result.noise_s,
+            n_trials=len(trials) + (own.n_trials if checked and own is not None else 0),
+            arm=self._found_by.get(result.knobs, result.arm),
+            complete=complete,
+            layout=job.layout,
+            trials=() if complete else tuple(trial.to_json() for trial in trials),
+            link=link,
+            provenance=Provenance(
+                model_name=job.name,
+                host_kinds=tuple(sorted(set(job.topology.host_kinds))),
+                versions=tuple(sorted(versions.items())),
+            ),
+        )

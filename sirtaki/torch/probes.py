@@ -30,10 +30,28 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-SHAPES = ((64 * KIB, 1), (MIB, 1), (256 * KIB, 1), (MIB, 2), (MIB, 4), (MIB, 8), (MIB, 16))
-"""Bytes of a unit, and how many are sent at once on as many streams; what a small budget should know comes first."""
+STREAM_BYTES = MIB
+"""What each stream carries in one pass of a probe, cut into units."""
 
-REPETITIONS = 2
+PASSES = 2
+"""That are timed as one, after one that is not."""
+
+SHORT_S = 0.02
+MOST_REPEATS = 3
+"""A probe is repeated until it has taken so long or been taken so often: hiccups outlast short ones."""
+
+SHAPES = (
+    (64 * KIB, 1),
+    (MIB, 1),
+    (MIB, 4),
+    (64 * KIB, 4),
+    (MIB, 8),
+    (64 * KIB, 8),
+    (MIB, 2),
+    (256 * KIB, 1),
+    (MIB, 16),
+)
+"""Bytes of a unit, and streams; what a small budget should know comes first, the link before the processor."""
 
 
 def probe_routes(
@@ -46,9 +64,11 @@ def probe_routes(
         fabric: carries the units.
         routes: to measure, the most important first.
         max_streams: no more are opened.
-        budget_s: after that each route gets two shapes only; the slowest rank's clock counts, so all ranks agree.
+        budget_s: after that each route gets two shapes only; the smallest of all ranks' counts.
     """
-    buffer = fabric.allocate(max_streams * MIB // 4, torch.float32)
+    # Every rank must go through the same shapes: neither its own budget nor its own clock may decide.
+    budget_s = float(control.minimum(np.array([budget_s]))[0])
+    buffer = fabric.allocate(max_streams * STREAM_BYTES // 4, torch.float32)
     found: dict[Route, list[LinkProbe]] = {}
     spent_s = 0.0
     for route in routes:
@@ -59,11 +79,14 @@ def probe_routes(
                 continue
             plan = _probe_plan(route, unit_bytes, streams)
             fabric.open_plan(plan)
-            _run(control, fabric, plan, buffer)  # opens connections and touches memory
-            for _ in range(REPETITIONS):
-                seconds = _run(control, fabric, plan, buffer)
-                found[route].append(LinkProbe(unit_bytes=unit_bytes, streams=streams, seconds=seconds))
-                spent_s += seconds
+            rounds, probed_s = PASSES * STREAM_BYTES // unit_bytes, 0.0
+            for _ in range(MOST_REPEATS):
+                seconds = _probe_s(control, fabric, plan, buffer)
+                found[route].append(LinkProbe(unit_bytes=unit_bytes, streams=streams, seconds=seconds, rounds=rounds))
+                probed_s += seconds
+                if probed_s > SHORT_S:
+                    break
+            spent_s += probed_s
     return found
 
 
@@ -94,39 +117,56 @@ def _rates(probes: Sequence[LinkProbe]) -> dict[int, float]:
     """Bytes a second by number of streams, of the faster of repeated probes."""
     rates: dict[int, float] = {}
     for probe in probes:
-        rate = probe.streams * probe.unit_bytes / probe.seconds
+        rate = probe.streams * probe.unit_bytes / probe.round_s
         rates[probe.streams] = max(rate, rates.get(probe.streams, 0.0))
     return rates
 
 
 def _probe_plan(route: Route, unit_bytes: int, streams: int) -> CommPlan:
+    """`STREAM_BYTES` on each stream, in units that take the streams in turn."""
     transport, algorithm = route
     numel = unit_bytes // 4
     units = tuple(
-        Unit(start=stream * numel, stop=(stream + 1) * numel, stream=stream, algorithm=algorithm)
-        for stream in range(streams)
+        Unit(start=number * numel, stop=(number + 1) * numel, stream=number % streams, algorithm=algorithm)
+        for number in range(streams * STREAM_BYTES // unit_bytes)
     )
-    return CommPlan(numel=streams * numel, units=units, streams=streams, transport=transport)
+    return CommPlan(numel=len(units) * numel, units=units, streams=streams, transport=transport)
 
 
-def _run(control: ControlPlane, fabric: Fabric, plan: CommPlan, buffer: FlatBuffer) -> float:
-    """Collective: seconds until all units of the plan are reduced, on the slowest rank."""
+def _probe_s(control: ControlPlane, fabric: Fabric, plan: CommPlan, buffer: FlatBuffer) -> float:
+    """Collective: seconds that the plan's units take `PASSES` times in a row, on the slowest rank.
+
+    A pass before opens connections, touches memory, lets congestion windows grow, and uses up what shapers grant a
+    link that was idle; so the timed ones follow without a pause, not even that of a barrier.
+    """
     control.barrier()
+    _pass(control, fabric, plan, buffer, times=1)
     begin_s = time.perf_counter()
+    _pass(control, fabric, plan, buffer, times=PASSES)
+    return -float(control.minimum(np.array([begin_s - time.perf_counter()]))[0])
+
+
+def _pass(control: ControlPlane, fabric: Fabric, plan: CommPlan, buffer: FlatBuffer, *, times: int) -> None:
+    """Collective: submits all units so many times, then waits for all of them."""
     works = [
         fabric.all_reduce(
             buffer, unit.start, unit.stop, route=(plan.transport, unit.algorithm), stream=unit.stream, scale=0.0
         )
+        for _ in range(times)
         for unit in plan.units
     ]
     for work in works:
         while not work.wait(timeout_s=1.0):
             control.failures.check()
-    return -float(control.minimum(np.array([begin_s - time.perf_counter()]))[0])
 
 
 def planning_model(
-    layout: GradientLayout, ready_s: Sequence[float], compute_s: float, probes: dict[Route, list[LinkProbe]]
+    layout: GradientLayout,
+    ready_s: Sequence[float],
+    compute_s: float,
+    probes: dict[Route, list[LinkProbe]],
+    *,
+    forward_s: float = 0.0,
 ) -> PlanningModel | None:
     """What the planners need to know, or None if no route could be fitted; says why in the log.
 
@@ -135,6 +175,7 @@ def planning_model(
         ready_s: when each did, `(n_gradients,)`, in the layout's order.
         compute_s: when the backward pass ended.
         probes: of each route.
+        forward_s: what else an iteration takes, from the last reduced gradient to the first ready one.
     """
     from sirtaki.autotune.model.fits import fit_link  # imports scipy, which only a rank that plans should wait for
 
@@ -147,8 +188,8 @@ def planning_model(
             logger.info("no plans for %s: %s", name, err)
             continue
         curve = " ".join(f"{rate / 1e6:.4g}" for rate in link.throughput)
-        logger.debug("%s: α = %.3g ms, G = %s MB/s", name, 1e3 * link.alpha_s, curve)
+        logger.debug("%s: α = %.3g ms, o = %.3g ms, G = %s MB/s", name, 1e3 * link.alpha_s, 1e3 * link.host_s, curve)
     if not links or not all(math.isfinite(moment) for moment in ready_s):
         return None
-    profile = Profile(ready_s=tuple(ready_s), compute_s=max(compute_s, *ready_s))
+    profile = Profile(ready_s=tuple(ready_s), compute_s=max(compute_s, *ready_s), forward_s=max(0.0, forward_s))
     return PlanningModel(layout=layout, profile=profile, links=links)

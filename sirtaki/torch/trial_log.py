@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -30,8 +30,16 @@ class TrialLog:
         """What the planners have been told about this job; also the saved profile for `sirtaki plan`."""
         self._write({"event": "model", **model.to_json()})
 
-    def ran(self, assignment: Assignment, spans_s: Sequence[float], *, iteration: int, best_span_s: float) -> None:
-        """An assignment has run until `iteration`."""
+    def ran(
+        self,
+        assignment: Assignment,
+        spans_s: Sequence[float],
+        *,
+        iteration: int,
+        best_span_s: float,
+        credits: Mapping[str, float],
+    ) -> None:
+        """An assignment has run until `iteration`; `credits` is each arm's AUC since."""
         self._write(
             {
                 "event": "trial",
@@ -41,6 +49,7 @@ class TrialLog:
                 "knobs": assignment.knobs.to_json(),
                 "spans_s": [span if math.isfinite(span) else None for span in spans_s],
                 "best_span_s": best_span_s if math.isfinite(best_span_s) else None,
+                "auc": {arm: round(credit, 4) for arm, credit in credits.items()},
             }
         )
 

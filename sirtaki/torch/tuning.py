@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -23,6 +23,8 @@ from sirtaki.autotune.meta.auc_bandit import window_for
 from sirtaki.autotune.meta.bandit_arm import BanditArm
 from sirtaki.autotune.meta.ensemble import default_arms
 from sirtaki.autotune.meta.session import Assignment, Purpose, SessionResult, WarmupSession
+from sirtaki.autotune.model.link import LinkModel
+from sirtaki.autotune.model.planning import PlanningModel, Route
 from sirtaki.comm.fabric import Fabric
 from sirtaki.comm.gradient_groups import Reduction
 from sirtaki.comm.layout import GradientLayout
@@ -31,7 +33,7 @@ from sirtaki.comm.synchroniser import IterationReport, Synchroniser
 from sirtaki.errors import ConfigError, PlanError
 from sirtaki.settings import Settings
 
-from .job_memory import JobMemory, Recollection
+from .job_memory import JobMemory, Kind, Recollection
 from .probes import narrowed, planning_model, probe_routes
 from .trial_log import TrialLog
 
@@ -155,14 +157,19 @@ class TunedSynchroniser:
         self._settling = 0
         self._spans_s: list[float] = []
         self._memory: JobMemory | None = None
+        self._bandit: BanditArm | None = None
         self._session: WarmupSession | None = None
+        self._model: PlanningModel | None = None
+        kinds = control.all_gather(Kind.here(params[0].device)) if self._tuning and params else []
         if self._decides and self._tuning:
             # Nodes simulated by a setting count as hosts, so that their results are not taken for one node's.
             nodes = [str(rank // control.local_size) for rank in range(control.size)]
             hosts = [f"{host}/{node}" for host, node in zip(control.hosts, nodes, strict=True)]
-            self._memory = JobMemory(settings, params, hosts if settings.local_size else control.hosts)
+            self._memory = JobMemory(settings, params, hosts if settings.local_size else control.hosts, kinds)
             self._log = TrialLog(settings.trial_log)
         self._told_s = -math.inf
+        self._finished_s = math.nan
+        self._between_s = math.nan
 
     @property
     def iteration(self) -> int:
@@ -203,6 +210,9 @@ class TunedSynchroniser:
             Some rank still has data; the same on all ranks.
         """
         report = self._sync.finish(joined=joined)
+        if report.ready_s:
+            finished_s = time.perf_counter()
+            self._between_s, self._finished_s = finished_s - report.span_s - self._finished_s, finished_s
         if report.learned:
             self._after_learning(report)
         elif self._assignment is not None and not report.ready_s:
@@ -215,22 +225,22 @@ class TunedSynchroniser:
         """Collective: the order is known. The first time, the warm-up begins; later, its present knobs go on."""
         if self._tuning and self._assignment is None:
             recollection = self._recall()
-            arm = self._make_arm(report, probe=recollection.exact is None)
-            if self._decides:
-                self._session = self._make_session(arm, recollection)
+            self._bandit = self._make_bandit(report, probe=recollection.exact is None)
+            if self._bandit is not None:
+                self._session = self._make_session(self._bandit, recollection)
             self._next_assignment()
         elif self._knobs != self._default:
             self._apply(self._knobs)
 
     def _recall(self) -> Recollection:
         """Collective: what an earlier job has left."""
-        recollection = self._memory.recall(self._sync.layouts[0]) if self._memory is not None else None
+        recollection = self._memory.recall(self._sync.layouts[0], self._space) if self._memory is not None else None
         if recollection is not None and recollection.words:
             logger.info("%s", recollection.words)
         known: Recollection = self.runtime.control.broadcast(recollection)
         return known
 
-    def _make_arm(self, report: IterationReport, *, probe: bool) -> Arm | None:
+    def _make_bandit(self, report: IterationReport, *, probe: bool) -> BanditArm | None:
         """Collective: the bandit on the deciding rank, None on the others; `probe` = measure for the planners."""
         settings, layouts = self.runtime.settings, self._sync.layouts
         planners: list[Arm] = []
@@ -245,7 +255,11 @@ class TunedSynchroniser:
             )
             self._space = narrowed(self._space, probes, default=self._default)
             ready_s = [*self._sync.in_layout_order(report.ready_s), report.backward_s]  # the votes are there at the end
-            if self._decides and (model := planning_model(layouts[0], ready_s, report.backward_s, probes)) is not None:
+            forward_s = self._between_s if math.isfinite(self._between_s) else 0.0
+            if self._decides and (
+                model := planning_model(layouts[0], ready_s, report.backward_s, probes, forward_s=forward_s)
+            ):
+                self._model = model
                 self._log.knows(model)
                 planners = list(make_planners(space=self._space, model=model))
         if not self._decides:
@@ -256,14 +270,17 @@ class TunedSynchroniser:
             return BanditArm(self._arms, rng=rng, window=window)
         return default_arms(space=self._space, rng=rng, budget_iterations=settings.warmup_iterations, planners=planners)
 
-    def _make_session(self, arm: Arm | None, recollection: Recollection) -> WarmupSession:
-        assert arm is not None
+    def _make_session(self, arm: Arm, recollection: Recollection) -> WarmupSession:
         layouts = self._sync.layouts
 
         def identity(knobs: Knobs) -> Hashable:
             return tuple(plan.fingerprint() for plan in plans_for(knobs, layouts))
 
         settings = self.runtime.settings
+        assert self._memory is not None
+        proposals = self._memory.first_proposals(self._space, self._model)
+        for proposal in proposals:
+            logger.info("%s", proposal.words)
         return WarmupSession(
             space=self._space,
             default=self._default,
@@ -271,7 +288,7 @@ class TunedSynchroniser:
             rng=np.random.default_rng(settings.seed),
             budget_iterations=settings.warmup_iterations,
             exact=recollection.exact,
-            seeds=recollection.seeds,
+            seeds=[proposal.knobs for proposal in proposals],
             history=recollection.history,
             identity=identity,
         )
@@ -291,11 +308,17 @@ class TunedSynchroniser:
 
     def _record(self, spans_s: list[float]) -> None:
         """On the deciding rank: tells the session what the present assignment has measured."""
-        if self._session is None or self._assignment is None:
+        if self._session is None or self._bandit is None or self._assignment is None:
             return
         assignment = self._assignment
         self._session.record(spans_s)
-        self._log.ran(assignment, spans_s, iteration=self._sync.iteration, best_span_s=self._session.result.best_span_s)
+        self._log.ran(
+            assignment,
+            spans_s,
+            iteration=self._sync.iteration,
+            best_span_s=self._session.result.best_span_s,
+            credits=self._bandit.credits,
+        )
         if time.monotonic() - self._told_s > PROGRESS_EVERY_S:
             self._told_s = time.monotonic()
             logger.info("%s", self._session.progress())
@@ -321,12 +344,17 @@ class TunedSynchroniser:
         self._sync.set_plans(plans_for(knobs, self._sync.layouts))
         self._knobs = knobs
 
+    @property
+    def _links(self) -> Mapping[Route, LinkModel]:
+        """What probes have shown of each route."""
+        return self._model.links if self._model is not None else {}
+
     def _end(self) -> None:
         self._tuning, self._assignment = False, None
         if self._session is not None:
             assert self._memory is not None
             result = self._session.result
-            stored = self._memory.keep(result, self._session.trials, complete=True)
+            stored = self._memory.keep(result, self._session.trials, complete=True, links=self._links)
             logger.info("%s%s", describe_result(result), "; stored in the registry" if stored else "")
             self._log.ended(result, iteration=self._sync.iteration)
             self._log.close()
@@ -338,7 +366,7 @@ class TunedSynchroniser:
         if session is None or self._memory is None:
             return
         result = session.result
-        if self._memory.keep(result, session.trials, complete=False):
+        if self._memory.keep(result, session.trials, complete=False, links=self._links):
             logger.info(
                 "the job ends before its warm-up: best so far %s; stored in the registry, the next job goes on",
                 describe_result(result),

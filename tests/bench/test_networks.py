@@ -4,15 +4,18 @@ from bench.networks import NETWORKS
 
 PUBLISHED = {  # parameters, and gradient tensors where a paper or the reference implementation states them
     "vgg16": (138_357_544, 32),
+    "vgg19": (143_667_240, 38),
     "resnet50": (25_557_032, 161),
     "resnet101": (44_549_160, 314),
     "resnet152": (60_192_808, 467),
+    "densenet169": (14_149_480, 508),
     "densenet201": (20_013_928, 604),
     "inception_v4": (42_679_816, 449),
     "xception": (22_855_952, None),
     "bert_base": (110_106_428, 206),
     "bert_large": (336_226_108, None),
     "gpt2": (124_439_808, 148),
+    "gpt2_medium": (354_823_168, 292),
 }
 
 

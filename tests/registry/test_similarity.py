@@ -1,3 +1,4 @@
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -100,6 +101,14 @@ def test_when_time_is_up_the_best_so_far_is_returned(store: Store) -> None:
     found = find(store, chain_graph([10] * 40), hosts(4), k=50, max_distance=1.0, budget_s=3, clock=lambda: next(ticks))
     assert 0 < len(found) < 50
     assert found[0].distance == 0.0
+
+
+def test_entries_of_the_model_itself_are_found_however_little_time_there_is(store: Store) -> None:
+    model = chain_graph([10] * 4)
+    store.save_all([make_entry(model=model, ranks=ranks) for ranks in range(2, 30, 2)])
+    ticks = count()  # an hour passes between any two looks at the clock
+    found = find(store, model, hosts(4), k=50, max_distance=1.0, budget_s=0.0, clock=lambda: 3600.0 * next(ticks))
+    assert len(found) == 14
 
 
 def test_computed_distances_are_kept_and_used(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

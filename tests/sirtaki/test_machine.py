@@ -57,3 +57,13 @@ def test_a_fraction_of_a_core_is_one_core_and_affinity_limits_too(cgroups, monke
     cgroups("0::/\n", {"cpu.max": "1000000 100000"})
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 5, 7})
     assert machine.usable_cores() == 3
+
+
+def test_a_hosts_kind_is_its_product_its_processor_and_its_cores(monkeypatch, tmp_path):
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(machine, "_PRODUCT", tmp_path / "product")
+    monkeypatch.setattr(machine, "_PROCESSORS", tmp_path / "cpuinfo")
+    assert machine.host_kind() == "8 cores"
+    (tmp_path / "product").write_text("c5.2xlarge\n")
+    (tmp_path / "cpuinfo").write_text("processor\t: 0\nmodel name\t: Some  CPU @ 3.00GHz\n\nprocessor\t: 1\n")
+    assert machine.host_kind() == "c5.2xlarge, Some CPU @ 3.00GHz, 8 cores"

@@ -84,6 +84,7 @@ def test_credit_goes_to_the_arm_that_asked_and_to_no_one_for_the_default() -> No
     assert both.bandit.auc("a") == 0.0
     assert both.bandit.uses("a") == both.bandit.uses("b") == 1
     assert both.leader == "b"
+    assert both.credits == {"a": both.bandit.auc("a"), "b": both.bandit.auc("b")}
 
 
 def test_an_arm_that_finds_new_bests_is_asked_more_often() -> None:

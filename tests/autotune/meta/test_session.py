@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from sirtaki.autotune.arms.base import Arm
 from sirtaki.autotune.arms.grid import GridArm
 from sirtaki.autotune.knobs import MIB, Knobs, KnobSpace
+from sirtaki.autotune.meta.auc_bandit import Opening
+from sirtaki.autotune.meta.bandit_arm import BanditArm
 from sirtaki.autotune.meta.session import (
     DEFAULT_ARM,
     REGISTRY_ARM,
@@ -404,6 +406,14 @@ def test_a_registrys_setting_outside_the_space_is_not_run() -> None:
     assert job.result.knobs == BEST
 
 
+def test_what_similar_jobs_found_counts_as_better_by_any_lead_and_what_an_arm_proposes_by_a_clear_one() -> None:
+    slightly_better = {DEFAULT: 1.0, BEST: 0.98}
+    for options, kept in (({"arm": ListArm(), "seeds": [BEST]}, BEST), ({"arm": ListArm(BEST)}, DEFAULT)):
+        job = Job(session(**options), span_of=lambda knobs: slightly_better[knobs]).run(records=2)  # type: ignore[arg-type]
+        assert job.run_for(Purpose.TRIAL) == [BEST]
+        assert job.result.knobs == kept
+
+
 def test_seeds_are_tried_before_the_arm_is_asked() -> None:
     arm = ListArm(streams(8))
     job = Job(session(arm, seeds=[streams(2), OUTSIDE, BEST])).run()
@@ -432,6 +442,41 @@ def test_a_job_cut_short_goes_on_where_it_was() -> None:
     recalled = next(trial for trial in arm.told if trial.knobs == BEST)
     assert recalled.span_s == pytest.approx(3.0 * landscape(BEST))  # scaled by what the default takes now
     assert second.result.iterations_used > second.iterations
+
+
+class Named(ListArm):
+    def __init__(self, name: str, *proposals: Knobs) -> None:
+        self.name = name
+        super().__init__(*proposals)
+
+
+def bandit_of(*arms: Arm) -> BanditArm:
+    return BanditArm(arms, rng=np.random.default_rng(0), window=20, opening=Opening.AS_GIVEN)
+
+
+@pytest.mark.parametrize("records", [7, 30])
+def test_the_bandit_of_a_job_that_goes_on_knows_what_each_arm_has_earned(records: int) -> None:
+    arms = Named("lucky", streams(2), BEST), Named("unlucky", replace(DEFAULT, unit_bytes=64 * MIB), streams(8))
+    before = bandit_of(*arms)
+    first = Job(session(before)).run(records)  # cut short among the trials, or in the finals
+    assert not first.session.done or records == 30
+    told = [Trial.from_json(trial.to_json()) for trial in first.session.trials]
+    after = bandit_of(Named("lucky"), Named("unlucky"))
+    second = Job(session(after, history=told)).run(1)
+    assert after.credits == before.credits
+    assert after.credits["lucky"] > after.credits["unlucky"]
+    assert [after.bandit.uses(arm) for arm in after.bandit.arms] == [
+        before.bandit.uses(arm) for arm in before.bandit.arms
+    ]
+    assert second.result.arm == "lucky"
+
+
+def test_a_job_that_goes_on_credits_nobody_for_less_than_the_best_of_before() -> None:
+    first = Job(session(ListArm(BEST))).run(3)
+    told = [Trial.from_json(trial.to_json()) for trial in first.session.trials]
+    second = Job(session(ListArm(streams(2), streams(3)), history=told)).run()
+    assert landscape(streams(3)) < landscape(DEFAULT)
+    assert not any(trial.was_best for trial in second.session.trials if trial.knobs != BEST)
 
 
 def test_a_history_that_used_the_budget_leaves_the_guard() -> None:

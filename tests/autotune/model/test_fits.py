@@ -48,6 +48,43 @@ def test_noisy_probes_give_nearly_the_link_and_a_residual_of_the_noise():
     assert 0.005 < fitted.residual < 0.1
 
 
+HOST_BOUND = LinkModel(alpha_s=2e-4, throughput=(8e6, 16e6, 24e6, 31e6, 31e6, 31e6, 31e6, 31e6), host_s=3e-3)
+
+
+def rounds_on(link, shapes, *, rounds=4, noise=0.0, seed=0):
+    rng = np.random.default_rng(seed)
+    return [
+        LinkProbe(
+            unit_bytes=size,
+            streams=n,
+            rounds=rounds,
+            seconds=rounds * link.together_s(size, streams=n) * math.exp(noise * rng.standard_normal()),
+        )
+        for size, n in shapes
+    ]
+
+
+@pytest.mark.parametrize(("noise", "tolerance"), [(0.0, 1e-3), (0.03, 0.1)])
+def test_small_units_on_many_streams_show_the_processors_time(noise, tolerance):
+    shapes = [(64 * KIB, 1), (MIB, 1), (MIB, 4), (64 * KIB, 8), (MIB, 8), (256 * KIB, 1)]
+    fitted = fit_link(rounds_on(HOST_BOUND, shapes, noise=noise))
+    assert fitted.host_s == pytest.approx(HOST_BOUND.host_s, rel=tolerance)
+    assert fitted.throughput[0] == pytest.approx(8e6, rel=tolerance)
+    assert fitted.throughput[7] == pytest.approx(31e6, rel=tolerance)
+
+
+def test_where_the_link_is_always_what_is_short_no_processor_time_is_seen():
+    quick = LinkModel(alpha_s=2e-4, throughput=HOST_BOUND.throughput)
+    fitted = fit_link(rounds_on(quick, [(64 * KIB, 1), (MIB, 1), (MIB, 4), (64 * KIB, 8), (MIB, 8)]))
+    assert fitted.host_s == 0.0
+    assert fitted.alpha_s == pytest.approx(2e-4)
+
+
+def test_on_one_stream_alone_the_processors_time_counts_as_start_up():
+    fitted = fit_link(rounds_on(LinkModel(alpha_s=1e-3, throughput=(1e9,), host_s=1e-3), [(64 * KIB, 1), (8 * MIB, 1)]))
+    assert fitted.host_s == 0.0
+
+
 def test_one_outlier_among_three_repeats_does_not_matter():
     probes = probes_of(LINK, repeats=3)
     spoiled = [LinkProbe(unit_bytes=probes[0].unit_bytes, streams=1, seconds=5.0), *probes[1:]]
@@ -70,7 +107,9 @@ def test_times_that_no_line_describes_are_refused_with_the_worst_probe():
         fit_link([LinkProbe(unit_bytes=size, streams=1, seconds=s) for size, s in seconds.items()])
 
 
-@pytest.mark.parametrize("fields", [{"seconds": 0.0}, {"seconds": -1.0}, {"seconds": math.nan}, {"unit_bytes": 0}])
+@pytest.mark.parametrize(
+    "fields", [{"seconds": 0.0}, {"seconds": -1.0}, {"seconds": math.nan}, {"unit_bytes": 0}, {"rounds": 0}]
+)
 def test_probes_that_cannot_be_are_refused(fields):
     with pytest.raises(TuningError, match="positive"):
         LinkProbe(**{"unit_bytes": 1, "streams": 1, "seconds": 1.0, **fields})

@@ -11,8 +11,15 @@ def test_two_way_links_have_the_papers_parameters():
     link = LinkModel.two_way(alpha_s=1.4e-3, beta_s_per_byte=1.7e-9, gamma=1.5)
     assert link.beta_s_per_byte == pytest.approx(1.7e-9)
     assert link.gamma == pytest.approx(1.5)
-    assert link.alone_s(1e6) == pytest.approx(1.4e-3 + 1.7e-3)
+    assert link.together_s(1e6, streams=1) == pytest.approx(1.4e-3 + 1.7e-3)
     assert link.total_bytes_per_s(5) == link.total_bytes_per_s(2)
+
+
+def test_units_that_are_together_wait_for_the_link_or_for_the_processor():
+    link = LinkModel(alpha_s=1e-3, throughput=(1e9, 2e9), host_s=2e-3)
+    assert link.together_s(8e6, streams=2) == pytest.approx(1e-3 + 2 * 8e6 / 2e9)
+    assert link.together_s(1e6, streams=2) == pytest.approx(1e-3 + 2 * 2e-3)
+    assert link.startup_s == pytest.approx(3e-3)
 
 
 def test_a_ring_of_another_size_follows_eq_4_as_a_described_cluster_does():
@@ -30,6 +37,7 @@ def test_a_model_differs_only_beyond_its_own_residual():
     assert not link.differs_from(nearly)
     assert link.differs_from(LinkModel(alpha_s=1e-3, throughput=(1e8, 1.5e8)))
     assert link.differs_from(LinkModel(alpha_s=2e-3, throughput=(1e8, 2e8)))
+    assert link.differs_from(LinkModel(alpha_s=1e-3, throughput=(1e8, 2e8), host_s=1e-3))
 
 
 @pytest.mark.parametrize(
@@ -37,6 +45,7 @@ def test_a_model_differs_only_beyond_its_own_residual():
     [
         {"alpha_s": -1.0, "throughput": (1.0,)},
         {"alpha_s": math.nan, "throughput": (1.0,)},
+        {"alpha_s": 1.0, "throughput": (1.0,), "host_s": -1.0},
         {"alpha_s": 1.0, "throughput": ()},
         {"alpha_s": 1.0, "throughput": (1.0, 0.0)},
         {"alpha_s": 1.0, "throughput": (math.inf,)},
@@ -60,5 +69,11 @@ def test_a_ring_of_one_rank_has_no_correction():
 
 
 def test_json_keeps_the_link():
-    link = LinkModel(alpha_s=1e-3, throughput=(1e8, 2e8), residual=0.05)
+    link = LinkModel(alpha_s=1e-3, throughput=(1e8, 2e8), host_s=1e-4, residual=0.05)
     assert LinkModel.from_json(link.to_json()) == link
+
+
+def test_a_link_that_was_saved_without_a_processor_time_is_read():
+    saved = LinkModel(alpha_s=1e-3, throughput=(1e8,)).to_json()
+    del saved["host_s"]
+    assert LinkModel.from_json(saved).host_s == 0.0

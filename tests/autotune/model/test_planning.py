@@ -45,6 +45,12 @@ def test_what_is_no_saved_model_is_refused(damage):
         PlanningModel.from_json({**MODEL.to_json(), **damage})
 
 
+def test_no_span_is_below_the_bound_of_backward_pass_and_best_rate():
+    assert MODEL.bound_s == pytest.approx(0.2)  # from the first ready gradient to the last
+    big = replace(MODEL, layout=GradientLayout(sizes=(10_000_000, 20_000_000)))
+    assert big.bound_s == pytest.approx(120e6 / 2e8)  # two streams over GLOO
+
+
 def test_a_model_is_another_where_layout_routes_contention_or_ready_times_are():
     assert not MODEL.differs_from(replace(MODEL, profile=Profile.from_durations([0.11, 0.2])))
     assert MODEL.differs_from(replace(MODEL, profile=Profile.from_durations([0.2, 0.2])))

@@ -54,6 +54,16 @@ def test_two_transmissions_share_the_concurrent_throughput_and_startup_takes_non
     assert timeline.stop_s == pytest.approx((2 + 8 / 3, 2 + 8 / 3 + 1))
 
 
+def test_the_processor_is_shared_by_all_streams_and_works_while_the_link_does():
+    link = LinkModel(alpha_s=0.0, throughput=(1 * MB, 2 * MB), host_s=0.5)
+    layout = layout_of(1, 1, 0.1, 0.1)
+    simulator = Simulator(layout=layout, profile=Profile(ready_s=(0, 0, 0, 0), compute_s=0), link=link)
+    # Two long units: the link takes 1 s, the processor (half of it for each) is done at the same time.
+    assert simulator.run(plan_of(layout, [1, 2, 2.2], [0, 1, 0])).stop_s == pytest.approx((1, 1, 1.5))
+    # Two short ones after them: 0.05 s each on the link, but 0.5 s each of one processor.
+    assert simulator.run(plan_of(layout, [1, 2, 2.1, 2.2], [0, 1, 0, 1])).stop_s == pytest.approx((1, 1, 2, 2))
+
+
 def test_a_unit_is_issued_only_after_all_earlier_units_of_the_plan():
     layout = layout_of(1, 1)
     simulator = Simulator(layout=layout, profile=Profile(ready_s=(5, 1), compute_s=5), link=two_streams())
@@ -121,8 +131,9 @@ def test_a_unit_of_fewer_threads_slows_computation_down_less():
 
 
 def naive_stops(needed_s, streams, sizes, link):
-    """The same model by another method: bytes left of every unit, all rates worked out anew at each event."""
-    left, state, at = list(sizes), ["waiting"] * len(sizes), [math.inf] * len(sizes)
+    """The same model by another method: work left of every unit, all rates worked out anew at each event."""
+    left = {"link": list(sizes), "host": [link.host_s] * len(sizes)}
+    state, at = ["waiting"] * len(sizes), [math.inf] * len(sizes)
     stops, now = [0.0] * len(sizes), 0.0
     while any(s != "done" for s in state):
         for i, stream in enumerate(streams):
@@ -130,16 +141,20 @@ def naive_stops(needed_s, streams, sizes, link):
             if state[i] == "waiting" and needed_s[i] <= now and earlier_done:
                 state[i], at[i] = "starting", now + link.alpha_s
             if state[i] == "starting" and at[i] <= now:
-                state[i] = "sending"
-        sending = [i for i, s in enumerate(state) if s == "sending"]
-        rate = link.total_bytes_per_s(len(sending)) / len(sending) if sending else 1.0
+                state[i] = "running"
+        users = {of: [i for i, s in enumerate(state) if s == "running" and left[of][i] > 0] for of in left}
+        totals = {"link": link.total_bytes_per_s(len(users["link"]) or 1), "host": 1.0}
+        rates = {of: totals[of] / (len(users[of]) or 1) for of in left}
         events = [at[i] for i, s in enumerate(state) if s == "starting"]
         events += [needed for needed in needed_s if needed > now]
-        events += [now + left[i] / rate for i in sending]
+        events += [now + left[of][i] / rates[of] for of in left for i in users[of]]
         then = min(events)
-        for i in sending:
-            left[i] -= (then - now) * rate
-            if left[i] <= 1e-6:
+        for of in left:
+            for i in users[of]:
+                left[of][i] -= (then - now) * rates[of]
+                left[of][i] = left[of][i] if left[of][i] > 1e-6 * (1 if of == "link" else 1e-3) else 0.0
+        for i, s in enumerate(state):
+            if s == "running" and left["link"][i] == left["host"][i] == 0.0:
                 state[i], stops[i] = "done", then
         now = then
     return stops
@@ -152,7 +167,12 @@ def cases(draw):
     n_streams = draw(st.integers(1, 4))
     streams = [draw(st.integers(0, n_streams - 1)) for _ in sizes]
     throughput = draw(st.lists(st.floats(10, 1000), min_size=1, max_size=4))
-    return sizes, durations, n_streams, streams, LinkModel(alpha_s=draw(st.floats(0, 2)), throughput=tuple(throughput))
+    link = LinkModel(
+        alpha_s=draw(st.floats(0, 2)),
+        throughput=tuple(throughput),
+        host_s=draw(st.one_of(st.just(0.0), st.floats(0.01, 2))),
+    )
+    return sizes, durations, n_streams, streams, link
 
 
 @settings(deadline=None)  # a busy machine may pause any example

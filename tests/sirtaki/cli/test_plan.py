@@ -1,7 +1,10 @@
 """`sirtaki plan` and `sirtaki report` on a job's log."""
 
 import json
+import re
 from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
@@ -30,9 +33,9 @@ def log(tmp_path: Path) -> Path:
     return path
 
 
-def rows(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict[str, float]]:
+def rows(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict[str, Any]]:
     assert main(["plan", "--json", *arguments]) == 0
-    table: list[dict[str, float]] = json.loads(capsys.readouterr().out)
+    table: list[dict[str, Any]] = json.loads(capsys.readouterr().out)
     return table
 
 
@@ -49,6 +52,33 @@ def test_a_measured_link_is_carried_over_to_more_ranks(log: Path, capsys: pytest
     table = rows(capsys, str(log), "--ranks", "4,2", "--measured-ranks", "2")
     assert [row["ranks"] for row in table] == sorted(row["ranks"] for row in table)
     assert {row["ranks"] for row in table} == {2, 4}
+
+
+def test_the_expected_scaling_is_plotted_as_a_page_of_its_own(
+    log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "scaling.html"
+    assert main(["plan", str(log), "--ranks", "2,16", "--link-gbit", "10", "--plot", str(page)]) == 0
+    assert str(page) in capsys.readouterr().out
+    text = page.read_text()
+    plots = [ElementTree.fromstring(svg) for svg in re.findall(r"<svg.*?</svg>", text, flags=re.DOTALL)]
+    planners = {row["planner"] for row in rows(capsys, str(log), "--ranks", "2,16", "--link-gbit", "10")}
+    for plot in plots:
+        assert len([shape for shape in plot.iter() if shape.tag.endswith("polyline")]) == len(planners)
+        assert {"2", "16"} <= {shape.text for shape in plot.iter() if shape.tag.endswith("text")}
+    assert len(plots) == 2
+    assert "<script" not in text
+
+
+def test_what_is_called_default_is_what_the_job_ran_untuned(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = rows(capsys, str(log), "--ranks", "4", "--link-gbit", "10")
+    (untuned,) = [row for row in table if row["planner"] == "default"]
+    assert (untuned["knobs"]["unit_bytes"], untuned["knobs"]["streams"]) == (MIB, 2)
+
+
+def test_a_plot_that_cannot_be_written_is_an_error(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(log), "--link-gbit", "10", "--plot", str(log / "inside")]) == 1
+    assert "cannot be written" in capsys.readouterr().err
 
 
 def test_a_cluster_must_be_described(log: Path, capsys: pytest.CaptureFixture[str]) -> None:

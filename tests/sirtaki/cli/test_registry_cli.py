@@ -55,8 +55,8 @@ def test_list_shows_every_entry_in_a_line(run: Run, entries: list[Entry]) -> Non
     assert "2.00x" in lines[2]
 
 
-def test_list_of_a_new_registry_is_empty(run: Run) -> None:
-    assert len(run("list").splitlines()) == 1
+def test_list_of_a_new_registry_is_empty(run: Run, store: Store) -> None:
+    assert run("list") == ""
     assert json.loads(run("list", "--json")) == []
 
 
@@ -169,6 +169,14 @@ def test_a_registry_that_is_off_is_said_to_be(run: Run, monkeypatch: pytest.Monk
     monkeypatch.setenv("SIRTAKI_REGISTRY", "off")
     with pytest.raises(RegistryError, match="is off"):
         run("list")
+
+
+@pytest.mark.parametrize("prefix", ["", "sqlite:///"])
+def test_a_registry_that_is_not_there_is_not_made_by_looking(run: Run, tmp_path: Path, prefix: str) -> None:
+    for action in (["list"], ["show", "0"], ["similar", "0"], ["export"]):
+        with pytest.raises(RegistryError, match="there is no registry in"):
+            run("--registry", f"{prefix}{tmp_path}/typo.db", *action)
+    assert not (tmp_path / "typo.db").exists()
 
 
 def test_every_action_has_help() -> None:

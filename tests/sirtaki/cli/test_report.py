@@ -31,6 +31,7 @@ def trial(iteration, arm, setting, span_s, best_s, purpose="trial"):
         "knobs": setting.to_json(),
         "spans_s": [span_s, span_s],
         "best_span_s": best_s,
+        "auc": {"grid": 0.5, "pbt": 1 / iteration},
     }
 
 
@@ -131,10 +132,58 @@ def test_with_the_jobs_model_the_default_and_the_winner_are_drawn_as_timelines(l
     assert len(boxes) == 1 + 2  # the backward pass and two units
 
 
+def test_the_credit_of_each_arm_is_drawn_as_the_job_wrote_it(log_of):
+    plot = svgs(render(read_log(log_of(*JOB))))[2]
+    lines = [element.get("points") for element in plot.iter() if element.tag.endswith("polyline")]
+    assert len(lines) == 2
+    heights = [{point.split(",")[1] for point in line.split()} for line in lines]
+    assert len(heights[0]) == 1  # grid's stays at 0.5
+    assert len(heights[1]) == 4  # pbt's falls with each trial
+
+
+def test_a_log_without_credits_has_no_plot_of_them(log_of):
+    plain = [{key: value for key, value in record.items() if key != "auc"} for record in JOB]
+    page = render(read_log(log_of(*plain)))
+    assert "AUC" not in page
+    assert len(svgs(page)) == 2
+
+
+def test_with_the_jobs_model_the_bound_is_drawn_and_told(log_of):
+    assert PLANNING.bound_s == pytest.approx(0.02)  # from the first ready gradient to the last
+    page = render(read_log(log_of(MODEL, *JOB)))
+    assert "No plan can take less than 20 ms" in page
+    first = svgs(page)[0]
+    dashed = [element for element in first.iter() if element.get("stroke-dasharray")]
+    assert len(dashed) == 2  # default and bound
+    assert len([e for e in svgs(render(read_log(log_of(*JOB))))[0].iter() if e.get("stroke-dasharray")]) == 1
+
+
+def test_default_and_winner_stand_side_by_side(log_of):
+    page = render(read_log(log_of(MODEL, *JOB)))
+    assert page.count('<div class="pair"><div>') == 1
+    assert page.index("untuned default:") < page.index("kept:")
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        (knobs(512, 4), "in units of 512 KiB: smaller gradients are packed, larger ones cut; up to 4 at the same time"),
+        (knobs(64, 1), "one at a time, over gloo, all ranks alike."),
+        (knobs(64, 2, cuts=(Cut(stop=10), Cut(stop=20))), "in 2 units whose sizes a planner chose"),
+        (replace(knobs(), algorithm=Algorithm.HIERARCHICAL), "first inside each node, then between nodes."),
+        (replace(knobs(), threads=1024), "with 1024 GPU threads each"),
+    ],
+)
+def test_the_chosen_knobs_are_told_in_words(log_of, setting, words):
+    record = RESULT | {"knobs": setting.to_json()}
+    assert words in render(read_log(log_of(*JOB[:-1], record)))
+
+
 def test_a_setting_of_a_route_that_was_not_measured_has_no_timeline(log_of):
     elsewhere = replace(knobs(), transport=TransportKind.MPI)
     page = render(read_log(log_of(MODEL, JOB[0], trial(6, "grid", elsewhere, 0.1, 0.1))))
     assert len(svgs(page)) == 3
+    assert "No timeline: that job's probes did not show what mpi flat" in page
 
 
 def test_a_job_that_was_cut_short_shows_its_best_so_far(log_of):

@@ -1,0 +1,293 @@
+"""The simulator against measurement, and the tuner's winner against a sweep of all settings, on the emulated cluster.
+
+    python -m bench.reality [--quick] [--check] [--json PATH] [--scale F]
+
+Takes 9 minutes, 3 with --quick.
+
+Four emulated nodes (`bench.cluster`: link 400 Mbit/s, 100 for a single flow), one rank each, train the emulated
+ResNet-50 over Gloo, in one job:
+
+1. Profile and probes are taken by the functions and with the time that the warm-up has for them; what is fitted to
+   them is all that the simulator knows.
+2. Random plans, drawn before anything is measured: half of them uniform (unit size log-uniform between 64 KiB and half
+   the gradients, number of streams), half with cuts at random places on random streams. They take turns; each time
+   the first step after a change of plan does not count.
+3. A real warm-up tunes. All settings of a coarse grid, the untuned default and the winner take turns; then the winner
+   and the best settings of the grid once more, since the best of many measurements is lucky.
+
+A span runs from the first ready gradient to the last reduced one, on the rank where it is shortest, as the tuner
+measures it. Bars: mean error of the simulator ≤ 5 %, the winner within 5 % of the best of the grid.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from bench.cluster import ClusterShape, NetLab, why_unavailable
+from bench.contenders import Sirtaki
+from bench.harness import (
+    Bar,
+    Report,
+    Spread,
+    alternate,
+    finish,
+    give_result,
+    parser,
+    rank_argv,
+    rank_env,
+    rank_options,
+    take_result,
+)
+from bench.models import emulated_resnet50
+from sirtaki.autotune.knobs import KIB, MIB, Cut, Knobs
+from sirtaki.autotune.model.planning import PlanningModel
+from sirtaki.comm.layout import GradientLayout
+from sirtaki.comm.plan import Algorithm, TransportKind
+
+if TYPE_CHECKING:
+    from sirtaki.torch.runtime import Runtime
+
+MBIT = 1_000_000
+SHAPE = ClusterShape(nodes=4, link_bits_per_s=400 * MBIT, flow_bits_per_s=100 * MBIT)
+ROUTE = (TransportKind.GLOO, Algorithm.FLAT)
+STREAMS = (1, 2, 3, 4, 6, 8, 12, 16, 24)
+COMPUTE_S = 2.4  # of the whole model; two thirds of it are the backward pass
+GRID_UNITS = (64 * KIB, 256 * KIB, MIB, 4 * MIB)
+GRID_STREAMS = (1, 2, 4, 8, 16)
+BEST_OF_GRID = 3
+JOB_TIMEOUT_S = 1800.0
+
+
+def random_settings(layout: GradientLayout, count: int, rng: np.random.Generator) -> list[Knobs]:
+    """Plans of that layout, uniform ones and such with explicit cuts in turn."""
+    settings = []
+    for number in range(count):
+        unit_bytes = int(2 ** rng.uniform(np.log2(64 * KIB), np.log2(max(128 * KIB, layout.total_bytes // 2))))
+        streams = int(rng.choice(STREAMS))
+        cuts = None
+        if number % 2:
+            places = rng.integers(1, layout.numel, size=int(rng.integers(3, 60))).tolist()
+            stops = [*sorted(set(places)), layout.numel]
+            cuts = tuple(Cut(stop=stop, stream=int(rng.integers(streams))) for stop in stops)
+        settings.append(Knobs(unit_bytes=unit_bytes, streams=streams, transport=ROUTE[0], cuts=cuts))
+    return settings
+
+
+def grid_settings(layout: GradientLayout) -> list[Knobs]:
+    """Every unit size of the grid that cuts the layout with every number of streams."""
+    return [
+        Knobs(unit_bytes=unit_bytes, streams=streams, transport=ROUTE[0])
+        for unit_bytes in GRID_UNITS
+        if unit_bytes <= layout.total_bytes
+        for streams in GRID_STREAMS
+    ]
+
+
+# ── on the ranks ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Bare:
+    """The emulated model over a synchroniser without a tuner: runs what it is told, and says how long it took."""
+
+    def __init__(self, current: Runtime, *, scale: float) -> None:
+        """Collective: trains until the order of the gradients is known, then probes as the warm-up does."""
+        from sirtaki.comm.fabric import Fabric
+        from sirtaki.comm.synchroniser import Reduction, Synchroniser
+        from sirtaki.torch.probes import planning_model, probe_routes
+        from sirtaki.torch.tuning import PROBE_S
+
+        self._control = current.control
+        self.model, self._batch = emulated_resnet50(rank=self._control.rank, compute_s=scale * COMPUTE_S, scale=scale)
+        self._params = list(self.model.parameters())
+        self._fabric = Fabric(self._control, timeout_s=current.timeout_s)
+        self._sync = Synchroniser(
+            self._params,
+            [str(number) for number in range(len(self._params))],
+            control=self._control,
+            fabric=self._fabric,
+            reduction=Reduction(postscale=1 / self._control.size),
+            default_plan=Knobs(unit_bytes=MIB, streams=4, transport=ROUTE[0]).to_plan,
+        )
+        for index, param in enumerate(self._params):
+            ready = partial(self._sync.ready, index)
+            param.register_post_accumulate_grad_hook(lambda _, ready=ready: ready())  # type: ignore[no-untyped-call]
+        report = self._step()
+        while not report.learned:
+            report = self._step()
+        budget_s = PROBE_S + 2 * report.span_s
+        self.probes = probe_routes(self._control, self._fabric, [ROUTE], max_streams=STREAMS[-1], budget_s=budget_s)
+        ready_s = [*self._sync.in_layout_order(report.ready_s), report.backward_s]
+        self.known = planning_model(self.layout, ready_s, report.backward_s, self.probes)
+
+    @property
+    def layout(self) -> GradientLayout:
+        """Of the only flat buffer, the votes included."""
+        return self._sync.layouts[0]
+
+    def _step(self) -> Any:
+        self.model(self._batch).sum().backward()
+        report = self._sync.finish()
+        for param in self._params:
+            param.grad = None
+        return report
+
+    def span_s(self, knobs: Knobs) -> float:
+        """Collective: the span of one step with this setting, after one that does not count."""
+        self._sync.set_plans([knobs.to_plan(self.layout)])
+        self._step()
+        return float(self._control.minimum(np.array([self._step().span_s]))[0])
+
+    def spans_s(self, settings: Sequence[Knobs], rounds: int, seed: int) -> list[list[float]]:
+        """Collective: `rounds` spans of each setting, which take turns."""
+        turns = {str(number): partial(self.span_s, knobs) for number, knobs in enumerate(settings)}
+        return list(alternate(turns, rounds, seed=seed).values())
+
+    def close(self) -> None:
+        """Collective."""
+        self._sync.close()
+        self._fabric.close()
+
+
+def on_rank(options: Mapping[str, Any]) -> None:
+    """What each rank does; the first one gives the result."""
+    import sirtaki.torch as hvd
+    from sirtaki.torch import runtime
+
+    torch.set_num_threads(1)
+    hvd.init()
+    current = runtime.current()
+    rank = current.control.rank
+    bare = Bare(current, scale=options["scale"])
+    if rank == 0 and bare.known is None:
+        raise RuntimeError("no model fits the probes; SIRTAKI_LOG_LEVEL=info says why")
+    plans = random_settings(bare.layout, options["plans"], np.random.default_rng(options["seed"]))
+    plan_spans_s = bare.spans_s(plans, options["rounds"], options["seed"])
+
+    tuned = Sirtaki(
+        lambda: emulated_resnet50(rank=rank, compute_s=options["scale"] * COMPUTE_S, scale=options["scale"]), tune=True
+    )
+    begin_s = time.perf_counter()
+    tuned.warm_up()
+    warmup_s = time.perf_counter() - begin_s
+    sync = tuned.optimizer._reducer.tuned  # type: ignore[attr-defined]
+    winner: Knobs = sync.knobs
+    grid = [knobs for knobs in grid_settings(bare.layout) if knobs != winner]
+    grid_spans_s = bare.spans_s(grid, options["grid_rounds"], options["seed"])
+    order = sorted(range(len(grid)), key=lambda place: statistics.median(grid_spans_s[place]))
+    places = current.control.broadcast(order[:BEST_OF_GRID])  # the same on all ranks
+    field = [winner, *(grid[place] for place in places)]
+    field_spans_s = bare.spans_s(field, options["final_rounds"], options["seed"])
+    if rank == 0:
+        assert bare.known is not None
+        give_result(
+            {
+                "model": bare.known.to_json(),
+                "probes": [[one.unit_bytes, one.streams, one.rounds, one.seconds] for one in bare.probes[ROUTE]],
+                "plans": [knobs.to_json() for knobs in plans],
+                "plan_spans_s": plan_spans_s,
+                "grid": [knobs.to_json() for knobs in grid],
+                "grid_spans_s": grid_spans_s,
+                "field": [knobs.to_json() for knobs in field],
+                "field_spans_s": field_spans_s,
+                "warmup_s": warmup_s,
+                "warmup_steps": tuned.warmup_steps,
+            }
+        )
+    current.control.barrier()
+    bare.close()
+    hvd.shutdown()
+
+
+# ── judgement ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def judge(report: Report, result: Mapping[str, Any]) -> None:
+    """Adds rows, bars and notes of what the ranks have measured."""
+    model = PlanningModel.from_json(result["model"])
+    simulator = model.simulator(ROUTE)
+
+    def row(kind: str, knobs: Knobs, spans_s: list[float]) -> dict[str, Any]:
+        simulated_s = simulator.run_knobs(knobs).span_s
+        return {
+            "kind": kind,
+            "setting": knobs.describe(),
+            "units": len(knobs.to_plan(model.layout).units),
+            "measured_s": Spread.of(spans_s),
+            "simulated_s": simulated_s,
+            "error": simulated_s / statistics.median(spans_s) - 1,
+            "samples_s": spans_s,
+            "knobs": knobs.to_json(),
+        }
+
+    def rows(kind: str, settings: str, spans: str) -> list[dict[str, Any]]:
+        pairs = zip(map(Knobs.from_json, result[settings]), result[spans], strict=True)
+        return [row(kind, knobs, spans_s) for knobs, spans_s in pairs]
+
+    plans = rows("random plan", "plans", "plan_spans_s")
+    grid = rows("grid", "grid", "grid_spans_s")
+    winner, *best = rows("best of grid, again", "field", "field_spans_s")
+    winner["kind"] = "winner"
+    report.rows += [*plans, *grid, winner, *best]
+    link = model.links[ROUTE]
+    curve = " ".join(f"{rate / 1e6:.4g}" for rate in link.throughput[:8])
+    report.notes += [
+        f"fitted: α {1e3 * link.alpha_s:.3g} ms, processor {1e3 * link.host_s:.3g} ms a unit, G(1 … 8) {curve} MB/s, "
+        f"residual {100 * link.residual:.1f} %; backward pass {1e3 * model.profile.compute_s:.0f} ms",
+        f"the simulator on the grid: mean error {100 * mean_error(grid):.1f} %; on the random plans at worst "
+        f"{100 * max(abs(one['error']) for one in plans):.1f} %",
+        f"warm-up: {result['warmup_steps']} steps, {result['warmup_s']:.0f} s",
+    ]
+    fastest = min(one["measured_s"].median for one in best)
+    report.settings["model"] = result["model"]
+    report.settings["probes"] = result["probes"]
+    report.bars += [
+        Bar(claim=f"simulator: mean error over {len(plans)} random plans", value=mean_error(plans), limit=0.05),
+        Bar(claim="winner / the best of the grid", value=winner["measured_s"].median / fastest, limit=1.05),
+    ]
+
+
+def mean_error(rows: Sequence[Mapping[str, Any]]) -> float:
+    """Mean of the errors' sizes."""
+    return statistics.fmean(abs(row["error"]) for row in rows)
+
+
+def main() -> int:
+    """Runs the job on the emulated cluster."""
+    flags = parser(__doc__.split("\n")[0])
+    flags.add_argument("--scale", type=float, help="of ResNet-50's gradients and compute (2.4 s); default 0.25")
+    flags.add_argument("--plans", type=int, help="random plans; default 16")
+    flags.add_argument("--warmup-iterations", type=int, default=100, help="the tuner's budget")
+    args = flags.parse_args()
+    if (reason := why_unavailable()) is not None:
+        print(f"the emulated cluster cannot run here: {reason}", file=sys.stderr)
+        return 2
+    args.scale = args.scale or (0.1 if args.quick else 0.25)
+    args.plans = args.plans or (12 if args.quick else 16)
+    rounds = {"rounds": 3, "grid_rounds": 1 if args.quick else 2, "final_rounds": 5 if args.quick else 7}
+    options = {"scale": args.scale, "plans": args.plans, "seed": args.seed, **rounds}
+    env = {"SIRTAKI_WARMUP_ITERATIONS": str(args.warmup_iterations), **rank_env()}
+    with NetLab(SHAPE) as lab:
+        result = take_result(lab.run_ranks(rank_argv("bench.reality", options), env=env, timeout_s=JOB_TIMEOUT_S))
+    report = Report(name="reality")
+    report.notes.append(
+        f"gradients and compute × {args.scale:g}; link {SHAPE.link_bits_per_s / 1e6:g} Mbit/s, "
+        f"flow {SHAPE.flow_bits_per_s / 1e6:g} Mbit/s, {SHAPE.nodes} nodes"
+    )
+    judge(report, result)
+    return finish(report, args)
+
+
+if __name__ == "__main__":
+    given = rank_options()
+    if given is not None:
+        on_rank(given)
+    else:
+        sys.exit(main())

@@ -1,0 +1,17 @@
+"""Probes under budgets that differ from rank to rank. Started by test_probes.py."""
+
+import sys
+
+from sirtaki.comm.control import ControlPlane, load_mpi
+from sirtaki.comm.fabric import Fabric
+from sirtaki.torch.probes import probe_routes
+
+control = ControlPlane(load_mpi().COMM_WORLD)
+fabric = Fabric(control, timeout_s=30)
+route = fabric.routes[-1]
+budget_s = float(sys.argv[1 + control.rank])
+probes = probe_routes(control, fabric, [route], max_streams=4, budget_s=budget_s)[route]
+print(control.rank, *(f"{probe.unit_bytes}x{probe.streams}x{probe.rounds}" for probe in probes), flush=True)
+control.barrier()
+fabric.close()
+control.close()

@@ -1,0 +1,206 @@
+"""What a job remembers and finds again; the sessions' results are made up."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from sirtaki.autotune.knobs import KIB, MIB, Cut, Knobs, KnobSpace
+from sirtaki.autotune.meta.session import SessionResult
+from sirtaki.autotune.model.link import LinkModel
+from sirtaki.autotune.model.planning import PlanningModel, Route
+from sirtaki.autotune.model.profile import Profile
+from sirtaki.autotune.trial import Trial
+from sirtaki.comm.layout import GradientLayout
+from sirtaki.comm.plan import Algorithm, TransportKind
+from sirtaki.registry.entry import Entry
+from sirtaki.registry.store import open_store
+from sirtaki.settings import Settings
+from sirtaki.torch.job_memory import JobMemory, Kind
+
+ROUTE = (TransportKind.GLOO, Algorithm.FLAT)
+SPACE = KnobSpace(routes=(ROUTE,), unit_bytes=(64 * KIB, 64 * MIB), streams=(1, 2, 4, 8))
+LINK = LinkModel(alpha_s=1e-3, throughput=(1e9, 2e9, 3e9, 3e9))
+KNOBS = Knobs(unit_bytes=MIB, streams=4, transport=ROUTE[0])
+WINNER = SessionResult(
+    knobs=KNOBS,
+    default_span_s=1.0,
+    best_span_s=0.5,
+    noise_s=0.01,
+    arm="grid",
+    n_trials=3,
+    iterations_used=30,
+    reason="because",
+    tuned=True,
+)
+TRIALS = [Trial(arm="grid", knobs=KNOBS, iterations=2, span_s=0.5)] * 3
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "registry.db"
+
+
+def layout_of(model: torch.nn.Module) -> GradientLayout:
+    return GradientLayout(sizes=tuple(parameter.numel() for parameter in reversed(list(model.parameters()))))
+
+
+def job(path: Path, *, layers: int = 6, ranks: int = 2) -> tuple[JobMemory, GradientLayout]:
+    """A job of a perceptron that has run forward once."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(layers)))
+    hosts = [f"host{rank}" for rank in range(ranks)]
+    memory = JobMemory(Settings.from_environ({"SIRTAKI_REGISTRY": str(path)}), list(model.parameters()), hosts)
+    model(torch.randn(2, 8))
+    return memory, layout_of(model)
+
+
+def only_entry(path: Path) -> Entry:
+    store = open_store(str(path))
+    (entry,) = store.entries()
+    return entry
+
+
+def planning_model(layout: GradientLayout, link: LinkModel) -> PlanningModel:
+    profile = Profile.from_durations([1e-3] * len(layout.sizes))
+    return PlanningModel(layout=layout, profile=profile, links={ROUTE: link})
+
+
+def test_hosts_and_devices_are_told_apart_by_their_kind(path: Path) -> None:
+    model = torch.nn.Linear(4, 4)
+    settings = Settings.from_environ({"SIRTAKI_REGISTRY": str(path)})
+    for name in ("small", "large"):
+        kinds = [Kind(host=name, device="cpu")] * 2
+        memory = JobMemory(settings, list(model.parameters()), ["a", "b"], kinds)
+        model(torch.randn(1, 4))
+        assert memory.recall(layout_of(model), SPACE).exact is None
+        assert memory.keep(WINNER, TRIALS, complete=True, links={})
+    store = open_store(str(path))
+    assert sorted(entry.provenance.host_kinds for entry in store.entries()) == [("large",), ("small",)]
+
+
+def test_this_process_runs_on_something() -> None:
+    kind = Kind.here(torch.device("cpu"))
+    assert kind.device == "cpu"
+    assert "core" in kind.host
+
+
+def test_the_link_of_the_winners_route_is_remembered(path: Path) -> None:
+    memory, layout = job(path)
+    assert memory.recall(layout, SPACE).exact is None
+    assert memory.keep(WINNER, TRIALS, complete=True, links={ROUTE: LINK})
+    link = only_entry(path).link
+    assert link is not None
+    assert (link.latency_s, link.bandwidth_bytes_per_s, link.concurrency) == (1e-3, 1e9, (1.0, 2.0, 3.0, 3.0))
+
+
+@pytest.mark.parametrize("links", [{}, {(TransportKind.MPI, Algorithm.FLAT): LINK}])
+def test_a_link_that_was_not_measured_is_not_made_up(path: Path, links: dict[Route, LinkModel]) -> None:
+    memory, layout = job(path)
+    memory.recall(layout, SPACE)
+    assert memory.keep(WINNER, TRIALS, complete=True, links=links)
+    assert only_entry(path).link is None
+
+
+def test_a_fit_without_latency_is_kept_with_almost_none(path: Path) -> None:
+    memory, layout = job(path)
+    memory.recall(layout, SPACE)
+    assert memory.keep(WINNER, TRIALS, complete=True, links={ROUTE: replace(LINK, alpha_s=0.0)})
+    link = only_entry(path).link
+    assert link is not None
+    assert 0 < link.latency_s < 1e-8
+
+
+def test_the_same_job_starts_tuned_and_its_check_forgets_nothing(path: Path) -> None:
+    memory, layout = job(path)
+    memory.recall(layout, SPACE)
+    memory.keep(WINNER, TRIALS, complete=True, links={ROUTE: LINK})
+    first = only_entry(path)
+    again, layout = job(path)
+    found = again.recall(layout, SPACE)
+    assert found.exact == KNOBS
+    assert again.first_proposals(SPACE, None) == []
+    checked = replace(WINNER, arm="registry", n_trials=2)
+    assert again.keep(checked, TRIALS[:2], complete=True, links={})
+    second = only_entry(path)
+    assert second.id == first.id
+    assert (second.arm, second.n_trials, second.link) == ("grid", 5, first.link)
+
+
+def test_what_the_user_has_fixed_since_makes_the_own_entry_a_proposal(path: Path) -> None:
+    memory, layout = job(path)
+    memory.recall(layout, SPACE)
+    memory.keep(WINNER, TRIALS, complete=True, links={ROUTE: LINK})
+    again, layout = job(path)
+    narrow = replace(SPACE, streams=(2,))
+    assert again.recall(layout, narrow).exact is None
+    (proposal,) = again.first_proposals(narrow, None)
+    assert proposal.knobs == replace(KNOBS, streams=2)
+    assert "what an earlier job found" in proposal.words
+    assert "streams 2 instead of 4" in proposal.words
+
+
+def test_a_similar_job_gets_proposals_scaled_to_the_link_that_it_has_measured(path: Path) -> None:
+    memory, layout = job(path)
+    memory.recall(layout, SPACE)
+    memory.keep(WINNER, TRIALS, complete=True, links={ROUTE: LINK})
+    deeper, layout = job(path, layers=7, ranks=4)
+    recollection = deeper.recall(layout, SPACE)
+    assert (recollection.exact, recollection.history) == (None, ())
+    slow = replace(LINK, alpha_s=16e-3, residual=100.0)  # so vague a fit that it leaves nothing out
+    (proposal,) = deeper.first_proposals(SPACE, planning_model(layout, slow))
+    assert proposal.words.startswith("Sequential on 4 ranks on 4 hosts: starting from Sequential on 2 ranks on 2 hosts")
+    assert "its latency × 16" in proposal.words
+    assert proposal.knobs.unit_bytes > 3 * MIB
+    assert proposal.arm == "grid"
+
+
+def test_the_technique_that_travelled_is_named_when_its_setting_wins_again(path: Path) -> None:
+    memory, layout = job(path)
+    memory.recall(layout, SPACE)
+    cuts = tuple(Cut(stop=stop) for stop in (layout.numel // 2, layout.numel))
+    planned = replace(WINNER, knobs=replace(KNOBS, cuts=cuts), arm="libra")
+    memory.keep(planned, TRIALS, complete=True, links={ROUTE: LINK})
+    deeper, layout = job(path, layers=7)
+    deeper.recall(layout, SPACE)
+    (proposal,) = deeper.first_proposals(SPACE, planning_model(layout, replace(LINK, residual=100.0)))
+    assert "planned anew by libra" in proposal.words
+    assert proposal.knobs.cuts is not None
+    assert proposal.knobs.cuts[-1].stop == layout.numel
+    assert deeper.keep(replace(WINNER, knobs=proposal.knobs, arm="registry"), TRIALS, complete=True, links={})
+    store = open_store(str(path))
+    assert {entry.arm for entry in store.entries()} == {"libra"}
+
+
+def test_a_fault_in_what_others_have_stored_never_reaches_the_user(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    memory, layout = job(path)
+    memory.recall(layout, SPACE)
+    memory.keep(WINNER, TRIALS, complete=True, links={ROUTE: LINK})
+    deeper, layout = job(path, layers=7)
+    deeper.recall(layout, SPACE)
+    monkeypatch.setattr("sirtaki.torch.job_memory.adapted_all", lambda *_: 1 / 0)
+    assert deeper.first_proposals(SPACE, None) == []
+    assert "is left alone" in caplog.text
+
+
+def test_an_unfinished_warm_up_is_gone_on_from(path: Path) -> None:
+    memory, layout = job(path)
+    memory.recall(layout, SPACE)
+    assert memory.keep(WINNER, TRIALS, complete=False, links={ROUTE: LINK})
+    again, layout = job(path)
+    found = again.recall(layout, SPACE)
+    assert found.history == tuple(TRIALS)
+    assert "going on after 3 trials" in found.words
+    assert again.first_proposals(SPACE, None) == []
+
+
+def test_nothing_is_kept_of_a_job_that_was_not_measured_or_has_no_registry(path: Path, tmp_path: Path) -> None:
+    memory, layout = job(path)
+    assert not memory.keep(WINNER, TRIALS, complete=True, links={})  # never recalled
+    memory.recall(layout, SPACE)
+    assert not memory.keep(replace(WINNER, default_span_s=float("inf")), TRIALS, complete=False, links={})
+    off, layout = job(Path("off"))
+    assert off.recall(layout, SPACE).exact is None
+    assert not off.keep(WINNER, TRIALS, complete=True, links={})
