@@ -6,6 +6,7 @@ A module of its own because it is the one place that knows which routes exist he
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -142,11 +143,18 @@ class Fabric:
                 )
             transport.open_lanes(lanes_of(plan, algorithm))
 
-    def keep_only(self, plan: CommPlan) -> None:
-        """Collective, between iterations: frees what only other plans need, where it is worth freeing."""
-        for (_, algorithm), transport in self._transports.items():
-            if isinstance(transport, NcclStreams):
-                transport.keep_only(lanes_of(plan, algorithm))
+    def keep_only(self, plans: Sequence[CommPlan]) -> None:
+        """Collective, between iterations: frees the GPU's memory of what only other plans need."""
+        if self._pool is not None:
+            keys = [
+                key
+                for (_, algorithm), transport in self._transports.items()
+                if isinstance(transport, NcclStreams)
+                for plan in plans
+                for key in transport.keys(lanes_of(plan, algorithm))
+            ]
+            self._device.synchronise()  # what is closed must have nothing in flight
+            self._pool.keep_only(keys)
 
     def _transport(self, route: Route) -> Transport:
         if route not in self._transports:
@@ -184,12 +192,11 @@ class Fabric:
         assert self._nccl is not None
         control, opener = self._control, self._nccl
         if algorithm is Algorithm.FLAT:
-            return NcclStreams(self._pool, self._device, opener=opener, failures=control.failures)
+            return NcclStreams(self._pool, self._device, opener=opener)
         return NcclTree(
             self._pool,
             self._device,
             opener=opener,
-            failures=control.failures,
             local_size=control.local_size,
             local_rank=control.local_rank,
         )

@@ -87,7 +87,10 @@ class Watchdog:
             self._thread.start()
 
     def watch(self, wait: Callable[[], Wait | None], progress: Callable[[], str]) -> None:
-        """From now on looks at `wait()` and tells other ranks that ask `progress()`; the thread calls both."""
+        """From now on looks at `wait()` and tells other ranks that ask `progress()`; the thread calls both.
+
+        A `wait` that raises a `CommError` ends the job.
+        """
         self._waits.append(wait)
         self._progress.append(progress)
 
@@ -106,7 +109,16 @@ class Watchdog:
         return [text for progress in self._progress if (text := progress())]
 
     def _present_waits(self) -> list[Wait]:
-        return [wait for source in self._waits if (wait := source()) is not None]
+        waits = []
+        for source in list(self._waits):
+            try:
+                wait = source()
+            except CommError as err:  # something has found out by itself that it will never end
+                self._fail(type(err), str(err))
+                continue
+            if wait is not None:
+                waits.append(wait)
+        return waits
 
     def _location(self) -> str:
         """The user's line that the main thread is at."""

@@ -87,10 +87,6 @@ class Group(Protocol):
         """What has gone wrong by itself, in words; empty while all is well. Any thread may ask."""
         ...
 
-    def abort(self) -> None:
-        """Ends what is in flight, with an error. Any thread may call it."""
-        ...
-
     def close(self) -> None:
         """Collective, with nothing in flight: frees it."""
         ...
@@ -205,11 +201,6 @@ class CommunicatorPool:
         for key, group in list(self._open.items()):
             if error := group.error():
                 raise CommError(f"NCCL failed on {key}: {error}")
-
-    def abort(self) -> None:
-        """Ends everything that is in flight, with errors; any thread may call it."""
-        for group in list(self._open.values()):
-            group.abort()
 
     def close(self) -> None:
         """Closes all of them."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -23,9 +23,6 @@ from sirtaki.errors import CommError
 
 from .communicators import CommunicatorKey, CommunicatorPool, Group, GroupWork, Opener, Scope
 from .support import ctas_for
-
-if TYPE_CHECKING:
-    from sirtaki.comm.failure import FailureBoard
 
 ISSUING = threading.Lock()
 """One thread at a time gives work to NCCL, whichever communicators it uses."""
@@ -85,19 +82,17 @@ class NcclStreams:
     kind = TransportKind.NCCL
     scopes: tuple[Scope, ...] = (Scope.ALL,)
 
-    def __init__(self, pool: CommunicatorPool, device: Device, *, opener: Opener, failures: FailureBoard) -> None:
+    def __init__(self, pool: CommunicatorPool, device: Device, *, opener: Opener) -> None:
         """Starts nothing.
 
         Args:
             pool: the communicators; other algorithms share it, and whoever owns it closes it.
             device: where the buffers are.
             opener: knows how many streams and which thread allowances there may be.
-            failures: of the job; when it fails, so does everything that is in flight.
         """
-        self._pool, self._device, self._failures = pool, device, failures
+        self._pool, self._device = pool, device
         self.max_streams, self.threads = opener.max_streams, opener.threads
         self._leads: dict[Lane, Any] = {}
-        failures.listen(pool.abort)
 
     def keys(self, lanes: Sequence[Lane]) -> list[CommunicatorKey]:
         """The communicators that these lanes need."""
@@ -109,11 +104,6 @@ class NcclStreams:
         if not set(keys) <= set(self._pool.keys()):
             self._device.synchronise()  # what is closed for the new ones must have nothing in flight
         self._pool.require(keys)
-
-    def keep_only(self, lanes: Sequence[Lane]) -> None:
-        """Collective, between iterations: closes what these lanes do not need."""
-        self._device.synchronise()
-        self._pool.keep_only(self.keys(lanes))
 
     def all_reduce(self, buffer: FlatBuffer, start: int, stop: int, *, lane: Lane, op: ReduceOp, scale: float) -> Work:
         """See `Transport`. Waits for what is on the current stream, not for what is put there later."""
@@ -141,8 +131,7 @@ class NcclStreams:
         return _all_reduce(self._group(lane, Scope.ALL), unit, op, scale)
 
     def close(self) -> None:
-        """See `Transport`."""
-        self._failures.unlisten(self._pool.abort)
+        """See `Transport`; the pool is its owner's."""
 
 
 def _all_reduce(group: Group, unit: torch.Tensor, op: ReduceOp, scale: float) -> tuple[GroupWork, float]:
@@ -168,12 +157,11 @@ class NcclTree(NcclStreams):
         device: Device,
         *,
         opener: Opener,
-        failures: FailureBoard,
         local_size: int,
         local_rank: int,
     ) -> None:
         """Starts nothing. Args: as `NcclStreams`, and this rank's place in its node; all nodes are of one size."""
-        super().__init__(pool, device, opener=opener, failures=failures)
+        super().__init__(pool, device, opener=opener)
         self._local_size, self._local_rank = local_size, local_rank
 
     def _issue(self, unit: torch.Tensor, lane: Lane, op: ReduceOp, scale: float) -> tuple[GroupWork, float]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import logging
+import math
 import os
 import socket
 from collections.abc import Iterator
@@ -32,8 +33,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-CLEAN_UP_ONLY = "2"
-"""torch aborts a communicator that fails, and leaves it to us to end the job; by default it ends the process."""
+NO_HANDLING = "0"
+"""torch says that a communicator has failed and leaves the rest to us, who can name the ranks; by default it ends the
+process. It must not abort the communicator either: what waits for it on the GPU would go on with wrong gradients."""
 
 ALLOWANCES = tuple(THREADS_PER_CTA * ctas for ctas in (1, 2, 4, 8, 16))
 PREMULTIPLIED = (torch.float16, torch.float32, torch.float64)
@@ -55,7 +57,7 @@ class NcclGroup:
         """See `Group`: an average, or NCCL's pre-multiplied sum."""
         if not tensor.is_floating_point():
             return None
-        if scale * self._group.size() == 1.0:
+        if math.isclose(scale * self._group.size(), 1.0):
             return self._work(self._group.allreduce([tensor], dist.ReduceOp.AVG))
         if tensor.dtype not in PREMULTIPLIED:
             return None
@@ -84,10 +86,6 @@ class NcclGroup:
             return ""
         found = self._group.get_error()
         return "" if found.name == "SUCCESS" else str(found.name).lower().replace("_", " ")
-
-    def abort(self) -> None:
-        """See `Group`."""
-        self._group.abort()
 
     def close(self) -> None:
         """See `Group`."""
@@ -149,12 +147,14 @@ class NcclOpener:
 def _torch_leaves_errors_to_us() -> Iterator[None]:
     """For the process groups that are built inside; the user's own ones keep what they had."""
     before = os.environ.get(ERROR_HANDLING)
-    os.environ[ERROR_HANDLING] = before or CLEAN_UP_ONLY
+    os.environ[ERROR_HANDLING] = NO_HANDLING
     try:
         yield
     finally:
         if before is None:
             del os.environ[ERROR_HANDLING]
+        else:
+            os.environ[ERROR_HANDLING] = before
 
 
 def find_nccl(control: ControlPlane, device: CudaDevice, *, forced: bool, timeout_s: float) -> Opener | None:

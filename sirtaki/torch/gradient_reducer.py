@@ -91,7 +91,10 @@ class GradientReducer:
         self._by_name = dict(self._named)
         self._frozen = [(name, param) for name, param in named if not param.requires_grad]
         shapes = repr(
-            [(name, tuple(param.shape), str(param.dtype), dense_strides(param)) for name, param in self._named]
+            [
+                (name, tuple(param.shape), str(param.dtype), dense_strides(param), param.device.type)
+                for name, param in self._named
+            ]
         )
         digest = hashlib.sha256(shapes.encode()).hexdigest()[:12]
         self._current.control.require_equal(f"{len(self._named)} parameters with fingerprint {digest}", "the model")
@@ -285,8 +288,12 @@ class GradientReducer:
     # ── for the watchdog, and the end ────────────────────────────────────────────────────────────────────────────
 
     def _present_wait(self) -> Wait | None:
-        since_s = self._waiting_since_s
-        return None if since_s is None else Wait(what=f"the gradients of iteration {self.iteration}", since_s=since_s)
+        since_s, iteration = self._waiting_since_s, self.iteration
+        if self._sync is not None:
+            self._sync.check()
+            if since_s is None and (unfinished := self._sync.unfinished()) is not None:
+                iteration, since_s = unfinished
+        return None if since_s is None else Wait(what=f"the gradients of iteration {iteration}", since_s=since_s)
 
     def _progress(self) -> str:
         """For the other ranks' watchdogs: how far this rank is; nothing if a later optimizer has taken over."""

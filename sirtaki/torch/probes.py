@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -22,6 +21,8 @@ from sirtaki.autotune.model.profile import Profile
 from sirtaki.comm.layout import GradientLayout
 from sirtaki.comm.plan import CommPlan, Unit
 from sirtaki.errors import TuningError
+
+from .contention_probe import ThreadProbe, contention_model
 
 if TYPE_CHECKING:
     from sirtaki.comm.control import ControlPlane
@@ -141,9 +142,12 @@ def _probe_s(control: ControlPlane, fabric: Fabric, plan: CommPlan, buffer: Flat
     """
     control.barrier()
     _pass(control, fabric, plan, buffer, times=1)
-    begin_s = time.perf_counter()
+    device = fabric.device
+    begin = device.mark()
     _pass(control, fabric, plan, buffer, times=PASSES)
-    return -float(control.minimum(np.array([begin_s - time.perf_counter()]))[0])
+    end = device.mark()
+    device.wait_for(end)
+    return -float(control.minimum(np.array([-device.elapsed_s(begin, end)]))[0])
 
 
 def _pass(control: ControlPlane, fabric: Fabric, plan: CommPlan, buffer: FlatBuffer, *, times: int) -> None:
@@ -167,6 +171,7 @@ def planning_model(
     probes: dict[Route, list[LinkProbe]],
     *,
     forward_s: float = 0.0,
+    threads: list[ThreadProbe] | None = None,
 ) -> PlanningModel | None:
     """What the planners need to know, or None if no route could be fitted; says why in the log.
 
@@ -176,6 +181,7 @@ def planning_model(
         compute_s: when the backward pass ended.
         probes: of each route.
         forward_s: what else an iteration takes, from the last reduced gradient to the first ready one.
+        threads: what thread allowances have done on the first route; None or empty = there are none that matter.
     """
     from sirtaki.autotune.model.fits import fit_link  # imports scipy, which only a rank that plans should wait for
 
@@ -192,4 +198,5 @@ def planning_model(
     if not links or not all(math.isfinite(moment) for moment in ready_s):
         return None
     profile = Profile(ready_s=tuple(ready_s), compute_s=max(compute_s, *ready_s), forward_s=max(0.0, forward_s))
-    return PlanningModel(layout=layout, profile=profile, links=links)
+    contention = contention_model(threads, alpha_s=next(iter(links.values())).alpha_s) if threads else None
+    return PlanningModel(layout=layout, profile=profile, links=links, contention=contention)

@@ -22,6 +22,7 @@ from sirtaki.comm import timeline
 from sirtaki.comm.clocks import align_clocks
 from sirtaki.comm.control import ControlPlane, load_mpi
 from sirtaki.comm.eager import EagerEngine
+from sirtaki.comm.nccl_streams.support import ask_for_launch_order
 from sirtaki.comm.rank_sets import RankSets
 from sirtaki.comm.watchdog import Watchdog
 from sirtaki.errors import CommError, ConfigError, NotInitializedError
@@ -73,6 +74,7 @@ class Runtime:
         self.serials: defaultdict[int, Iterator[int]] = defaultdict(itertools.count)
         self.reducers: list[GradientReducer] = []
         self.finished: deque[GradientReducer] = deque(maxlen=256)  # those whose iterations ended last, the latest last
+        self.control.failures.listen(self._end_if_a_device_waits)
 
     @property
     def engine(self) -> EagerEngine:
@@ -80,6 +82,17 @@ class Runtime:
         engine = self.rank_sets[0].engine
         assert engine is not None
         return engine
+
+    def _end_if_a_device_waits(self) -> None:
+        """The job has failed. A GPU that waits for others can't be told, nor what is to run on it after that.
+
+        Ends the process, in the thread that found the failure: the main thread may hang in CUDA for ever, and if it
+        went on, parameters would be updated with gradients that were never reduced.
+        """
+        if any(reducer.tuned is not None and reducer.tuned.unfinished() for reducer in self.reducers):
+            _report_end(f"ends while its GPU waits: {self.control.failures.error}")
+            sys.stdout.flush()
+            os._exit(1)
 
     def close(self, timeout_s: float) -> bool:
         """Collective: waits until all ranks are here, then ends all threads and frees all communicators.
@@ -159,6 +172,7 @@ def init(comm: Sequence[int] | MPI.Comm | None = None) -> None:
     if _runtime is not None:
         return
     settings = Settings.from_environ()
+    ask_for_launch_order()
     _runtime = Runtime(settings, _communicator(comm))
     control = _runtime.control
     # Scripts read these, as under horovodrun.

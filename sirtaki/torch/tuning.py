@@ -33,6 +33,8 @@ from sirtaki.comm.synchroniser import IterationReport, Synchroniser
 from sirtaki.errors import ConfigError, PlanError
 from sirtaki.settings import Settings
 
+from .contention_probe import ThreadProbe, probe_threads, threads_matter
+from .devices import open_fabric
 from .job_memory import JobMemory, Kind, Recollection
 from .probes import narrowed, planning_model, probe_routes
 from .trial_log import TrialLog
@@ -81,6 +83,7 @@ def knob_space(fabric: Fabric, settings: Settings, total_bytes: int) -> KnobSpac
     largest = min(LARGEST_UNIT_BYTES, max(SMALLEST_UNIT_BYTES, 1 << (total_bytes - 1).bit_length()))
     return KnobSpace(
         routes=routes,
+        threads=(settings.threads,) if settings.threads and fabric.threads() else (None, *fabric.threads()),
         unit_bytes=(settings.unit_bytes,) * 2 if settings.unit_bytes else (SMALLEST_UNIT_BYTES, largest),
         streams=(settings.streams,) if settings.streams else tuple(n for n in STREAM_COUNTS if n <= limit),
     )
@@ -132,12 +135,7 @@ class TunedSynchroniser:
         """
         self.runtime = runtime
         settings, control = runtime.settings, runtime.control
-        self._fabric = Fabric(control, timeout_s=runtime.timeout_s)
-        devices = {param.device.type for param in params} - {"cpu"}
-        if devices:
-            logger.warning(
-                "gradients on %s travel through host memory: NCCL streams are not there yet", ", ".join(sorted(devices))
-            )
+        self._fabric = open_fabric(runtime, params)
         total_bytes = sum(param.numel() * reduction.travels_as(param.dtype).itemsize for param in params)
         self._space = knob_space(self._fabric, settings, total_bytes)
         self._knobs = self._default = default_knobs(self._space, total_bytes=total_bytes, one_node=control.one_node)
@@ -155,6 +153,7 @@ class TunedSynchroniser:
         self._tuning = settings.tune and settings.warmup_iterations > 0
         self._assignment: Assignment | None = None
         self._settling = 0
+        self._offers_threads = False
         self._spans_s: list[float] = []
         self._memory: JobMemory | None = None
         self._bandit: BanditArm | None = None
@@ -190,6 +189,14 @@ class TunedSynchroniser:
     def tuning(self) -> bool:
         """The warm-up is not over."""
         return self._tuning
+
+    def unfinished(self) -> tuple[int, float] | None:
+        """See `Synchroniser.unfinished`."""
+        return self._sync.unfinished()
+
+    def check(self) -> None:
+        """Raises what a transport has found out by itself; any thread may ask."""
+        self._fabric.check()
 
     def missing_names(self) -> list[str]:
         """Parameters whose gradients have not come in this iteration."""
@@ -254,14 +261,19 @@ class TunedSynchroniser:
                 budget_s=PROBE_S + 2 * report.span_s,
             )
             self._space = narrowed(self._space, probes, default=self._default)
+            threads = self._probe_threads()
             ready_s = [*self._sync.in_layout_order(report.ready_s), report.backward_s]  # the votes are there at the end
             forward_s = self._between_s if math.isfinite(self._between_s) else 0.0
             if self._decides and (
-                model := planning_model(layouts[0], ready_s, report.backward_s, probes, forward_s=forward_s)
+                model := planning_model(
+                    layouts[0], ready_s, report.backward_s, probes, forward_s=forward_s, threads=threads
+                )
             ):
                 self._model = model
                 self._log.knows(model)
                 planners = list(make_planners(space=self._space, model=model))
+        if probe and not self._offers_threads:
+            self._space = replace(self._space, threads=self._space.threads[:1])
         if not self._decides:
             return None
         rng = np.random.default_rng(settings.seed)
@@ -269,6 +281,16 @@ class TunedSynchroniser:
             window = window_for(settings.warmup_iterations // TRIAL_ITERATIONS, len(self._arms))
             return BanditArm(self._arms, rng=rng, window=window)
         return default_arms(space=self._space, rng=rng, budget_iterations=settings.warmup_iterations, planners=planners)
+
+    def _probe_threads(self) -> list[ThreadProbe]:
+        """Collective: what thread allowances do on the default's route; empty where they make no difference."""
+        if len(self._space.threads) == 1:
+            return []
+        found = probe_threads(self.runtime.control, self._fabric, self._space.routes[0])
+        if not threads_matter(found):
+            return []
+        self._offers_threads = True
+        return found
 
     def _make_session(self, arm: Arm, recollection: Recollection) -> WarmupSession:
         layouts = self._sync.layouts
@@ -287,6 +309,8 @@ class TunedSynchroniser:
             arm=arm,
             rng=np.random.default_rng(settings.seed),
             budget_iterations=settings.warmup_iterations,
+            # On a device with streams the first report after a change is of the iteration before it.
+            settle_iterations=2 if self._fabric.device.streams else 1,
             exact=recollection.exact,
             seeds=[proposal.knobs for proposal in proposals],
             history=recollection.history,
@@ -351,6 +375,7 @@ class TunedSynchroniser:
 
     def _end(self) -> None:
         self._tuning, self._assignment = False, None
+        self._fabric.keep_only(plans_for(self._knobs, self._sync.layouts))
         if self._session is not None:
             assert self._memory is not None
             result = self._session.result

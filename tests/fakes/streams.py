@@ -175,7 +175,7 @@ class FakeGroup:
         self._opener, self._key, self._comm = opener, key, comm
         self._stream = opener.device.make_stream()
         self.problem = ""
-        self.aborted = self.closed = False
+        self.closed = False
 
     def _start(self, what: str, function: Callable[..., object], *args: object) -> GroupWork:
         opener, device = self._opener, self._opener.device
@@ -225,9 +225,6 @@ class FakeGroup:
 
     def error(self) -> str:
         return self.problem
-
-    def abort(self) -> None:
-        self.aborted = True
 
     def close(self) -> None:
         self.closed = True

@@ -14,7 +14,7 @@ class Idle:
     """A communicator that only remembers what became of it."""
 
     def __init__(self) -> None:
-        self.problem, self.closed, self.aborted = "", False, False
+        self.problem, self.closed = "", False
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> GroupWork:
         raise NotImplementedError
@@ -30,9 +30,6 @@ class Idle:
 
     def error(self) -> str:
         return self.problem
-
-    def abort(self) -> None:
-        self.aborted = True
 
     def close(self) -> None:
         self.closed = True
@@ -124,7 +121,7 @@ def test_only_what_the_last_plan_needs_is_kept_in_the_end() -> None:
     assert all(group.closed for group in opener.made.values())
 
 
-def test_an_error_names_the_communicator_and_abort_reaches_all() -> None:
+def test_an_error_names_the_communicator() -> None:
     opener = Opener()
     pool = pool_of(opener)
     pool.require(keys(0, 1))
@@ -132,5 +129,3 @@ def test_an_error_names_the_communicator_and_abort_reaches_all() -> None:
     opener.made[CommunicatorKey(1)].problem = "remote error"
     with pytest.raises(CommError, match="NCCL failed on stream 1: remote error"):
         pool.check()
-    pool.abort()
-    assert all(group.aborted for group in opener.made.values())

@@ -3,6 +3,8 @@
 The order in which NCCL would be used is compared between the ranks by the programme itself.
 """
 
+import re
+
 import pytest
 from conftest import RunRanks
 
@@ -48,3 +50,22 @@ def test_two_optimizers_in_one_backward_pass_use_nccl_in_one_order(run_ranks: Ru
 def test_a_thousand_iterations_on_late_streams_stay_right(run_ranks: RunRanks, what: str) -> None:
     output = run_ranks("streams.py", 2, what, 1000, timeout_s=900).stdout
     assert output.count("ok ") == 2
+
+
+def test_a_job_tunes_on_streams_and_frees_what_its_winner_does_not_need(run_ranks: RunRanks) -> None:
+    job = run_ranks("streams_training.py", 2, 70, 0, env={"SIRTAKI_WARMUP_ITERATIONS": "60"}, timeout_s=100)
+    assert "tuned in" in job.stderr
+    opened, left = map(int, re.findall(r"done 0; opened (\d+), left (\d+)", job.stdout)[0])
+    assert 1 <= left < opened
+
+
+def test_a_rank_that_stays_away_from_a_gpu_that_waits_ends_the_job_by_name(run_ranks: RunRanks) -> None:
+    env = {
+        "SIRTAKI_TUNE": "0",
+        "HOROVOD_STALL_CHECK_TIME_SECONDS": "1",
+        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "3",
+    }
+    job = run_ranks("streams_training.py", 2, 20, 8, env=env, check=False, timeout_s=60)
+    assert job.returncode != 0
+    assert "ends while its GPU waits" in job.stderr
+    assert "missing: rank 1 runs streams_training.py" in job.stderr

@@ -1,0 +1,50 @@
+"""Trains as a user does, on a device with streams that is no GPU. Started by test_streams.py.
+
+Arguments: iterations, and the iteration from which rank 1 trains no more (0 = it stays).
+"""
+
+import sys
+import time
+
+import torch
+from fakes.streams import FakeDevice, FakeOpener
+
+import sirtaki.torch as hvd
+from sirtaki.comm.fabric import Fabric
+from sirtaki.torch import runtime, tuning
+
+iterations, leaves_at = int(sys.argv[1]), int(sys.argv[2])
+device = FakeDevice(seed=7)
+openers = []
+
+
+def open_on_streams(current: runtime.Runtime, params: object) -> Fabric:
+    openers.append(FakeOpener(current.control, device))
+    return Fabric(current.control, timeout_s=30.0, device=device, nccl=openers[-1])
+
+
+tuning.open_fabric = open_on_streams  # the seam that a GPU would be behind
+hvd.init()
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 10)).double()
+params = list(model.parameters())
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD(params, lr=0.05), named_parameters=model.named_parameters())
+for iteration in range(iterations):
+    if leaves_at and hvd.rank() == 1 and iteration == leaves_at:
+        time.sleep(60)
+    generator = torch.Generator().manual_seed(iteration)
+    batch = torch.randn(4 * hvd.size(), 64, generator=generator, dtype=torch.float64)
+    optimizer.zero_grad()
+    model(batch[4 * hvd.rank() : 4 * hvd.rank() + 4]).square().mean().backward()
+    optimizer.synchronize()
+    wanted = torch.autograd.grad(model(batch).square().mean(), params)
+    device.synchronise()  # a GPU's optimizer step would be on the stream
+    for param, gradient in zip(params, wanted, strict=True):
+        assert param.grad is not None
+        torch.testing.assert_close(param.grad, gradient, rtol=1e-10, atol=1e-12)
+    with optimizer.skip_synchronize():
+        optimizer.step()
+opened = sorted({str(key) for key in openers[0].opened})
+left = [str(key) for key, group in openers[0].groups.items() if not group.closed]
+print(f"done {hvd.rank()}; opened {len(opened)}, left {len(left)}", flush=True)
+hvd.shutdown()
