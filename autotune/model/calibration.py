@@ -6,6 +6,7 @@ work of all parameters together; so little can be asked of it: a few factors, no
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,7 +57,7 @@ def calibrate_link(
     if residual > max_residual:
         raise TuningError(f"the simulator misses the trials by {residual:.0%}; at most {max_residual:.0%} is trusted")
     best = corrected(fit.x)
-    return LinkModel(alpha_s=best.alpha_s, throughput=best.throughput, residual=residual)
+    return replace(best, residual=residual)
 
 
 def _link_correction(link: LinkModel) -> Callable[[NDArray[np.float64]], LinkModel]:
@@ -66,7 +67,7 @@ def _link_correction(link: LinkModel) -> Callable[[NDArray[np.float64]], LinkMod
     def corrected(logs: NDArray[np.float64]) -> LinkModel:
         factors = np.exp(logs[1] * (1 - far) + logs[2] * far)
         throughput = tuple((np.array(link.throughput) * factors).tolist())
-        return LinkModel(alpha_s=alpha_s * math.exp(logs[0]), throughput=throughput)
+        return replace(link, alpha_s=alpha_s * math.exp(logs[0]), throughput=throughput)
 
     return corrected
 

@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -41,6 +42,11 @@ def test_a_wrong_link_is_corrected_by_trials(noise, tolerance):
     assert fitted.alpha_s == pytest.approx(LINK.alpha_s, rel=tolerance)
     assert fitted.throughput[0] == pytest.approx(LINK.throughput[0], rel=tolerance)
     assert fitted.throughput[3] == pytest.approx(LINK.throughput[3], rel=tolerance)
+
+
+def test_a_correction_keeps_the_processors_time():
+    link = replace(LINK, host_s=1e-3)
+    assert calibrate_link(link, layout=LAYOUT, profile=PROFILE, trials=trials_on(link)).host_s == 1e-3
 
 
 def test_failed_trials_correct_nothing():

@@ -45,17 +45,20 @@ def test_a_job_that_ends_early_leaves_its_trials_to_the_next(run_ranks: RunRanks
     assert "tuned in" in second
 
 
+@pytest.mark.timeout(360)  # three jobs, and the machine may be busy
 def test_settings_travel_to_another_deployment_and_to_a_deeper_model(run_ranks: RunRanks, tmp_path: Path) -> None:
     """Job A tunes; its entry is exported and imported elsewhere; B starts tuned, C (deeper, more ranks) from it."""
     here, there, carried = (str(tmp_path / name) for name in ("here.db", "there.db", "entries.json"))
     first_log, same_log = tmp_path / "first.jsonl", tmp_path / "same.jsonl"
     env = {"SIRTAKI_WARMUP_ITERATIONS": "40"}
-    run_ranks("tuning.py", 2, 50, 3, env={**env, "SIRTAKI_REGISTRY": here, "SIRTAKI_TRIAL_LOG": str(first_log)})
+    run_ranks(
+        "tuning.py", 2, 50, 3, env={**env, "SIRTAKI_REGISTRY": here, "SIRTAKI_TRIAL_LOG": str(first_log)}, timeout_s=120
+    )
     assert main(["registry", "--registry", here, "export", "-o", carried]) == 0
     assert main(["registry", "--registry", there, "import", carried]) == 0
 
     env["SIRTAKI_REGISTRY"] = there
-    same = run_ranks("tuning.py", 2, 50, 3, env={**env, "SIRTAKI_TRIAL_LOG": str(same_log)}).stderr
+    same = run_ranks("tuning.py", 2, 50, 3, env={**env, "SIRTAKI_TRIAL_LOG": str(same_log)}, timeout_s=120).stderr
     assert "found Sequential" in same
     assert read_records(same_log)[0]["knobs"] == read_records(first_log)[-1]["knobs"]
 
@@ -63,7 +66,7 @@ def test_settings_travel_to_another_deployment_and_to_a_deeper_model(run_ranks: 
     assert len(settings_of(same_log)) <= 2 or "registry" not in read_records(same_log)[-1]["reason"]
 
     deeper_log = tmp_path / "deeper.jsonl"
-    deeper = run_ranks("tuning.py", 4, 50, 4, env={**env, "SIRTAKI_TRIAL_LOG": str(deeper_log)}).stderr
+    deeper = run_ranks("tuning.py", 4, 50, 4, env={**env, "SIRTAKI_TRIAL_LOG": str(deeper_log)}, timeout_s=120).stderr
     assert "starting from Sequential on 2 ranks" in deeper
     # What runs right after the default is what that job found, unless this job's own probes speak against it, or it is
     # what runs anyway.
