@@ -33,6 +33,8 @@ MATRIX = 2048
 COMPUTE_STEPS = 16
 """Matrix products that are computed beside the all-reduces: some milliseconds on a current GPU."""
 
+MOST_REDUCTIONS = 64
+
 REPETITIONS = 3
 CLEAR = 3.0
 """Threads are offered where their effect is so many times what repeated measurements differ by."""
@@ -70,7 +72,7 @@ def probe_threads(control: ControlPlane, fabric: Fabric, route: Route) -> list[T
         for unit_bytes in UNIT_BYTES:
             plan = _one_unit(route, unit_bytes, threads)
             fabric.open_plan(plan)
-            rounds = [_round(fabric, plan, buffer, matrix, product) for _ in range(REPETITIONS + 1)][1:]
+            rounds = [_round(control, fabric, plan, buffer, matrix, product) for _ in range(REPETITIONS + 1)][1:]
             worst = -control.minimum(-np.array(rounds))  # (REPETITIONS, 4)
             alone_s, beside_s, compute_s, undisturbed_s = (tuple(column.tolist()) for column in worst.T)
             probes.append(
@@ -92,7 +94,12 @@ def _one_unit(route: Route, unit_bytes: int, threads: int) -> CommPlan:
 
 
 def _round(
-    fabric: Fabric, plan: CommPlan, buffer: FlatBuffer, matrix: torch.Tensor, product: torch.Tensor
+    control: ControlPlane,
+    fabric: Fabric,
+    plan: CommPlan,
+    buffer: FlatBuffer,
+    matrix: torch.Tensor,
+    product: torch.Tensor,
 ) -> tuple[float, float, float, float]:
     """Collective: seconds of an all-reduce alone, beside computation, of the computation beside it, and of it alone."""
     device = fabric.device
@@ -104,8 +111,9 @@ def _round(
     computed = device.mark()
     device.synchronise()
     alone_s, undisturbed_s = device.elapsed_s(begin, reduced), device.elapsed_s(reduced, computed)
-    # As many all-reduces as fill the computation's time, one behind the other beside it.
-    count = max(1, round(undisturbed_s / max(alone_s, 1e-6)))
+    # As many all-reduces as fill the computation's time on every rank, one behind the other beside it.
+    wanted = -control.minimum(np.array([-undisturbed_s / max(alone_s, 1e-6)]))[0]
+    count = min(MOST_REDUCTIONS, max(1, round(float(wanted))))
     beside = device.make_stream()
     begin = device.mark()
     works = [_reduce(fabric, plan, buffer) for _ in range(count)]

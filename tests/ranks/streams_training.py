@@ -11,7 +11,7 @@ from fakes.streams import FakeDevice, FakeOpener
 
 import sirtaki.torch as hvd
 from sirtaki.comm.fabric import Fabric
-from sirtaki.torch import runtime, tuning
+from sirtaki.torch import contention_probe, runtime, tuning
 
 iterations, leaves_at = int(sys.argv[1]), int(sys.argv[2])
 device = FakeDevice(seed=7)
@@ -23,6 +23,7 @@ def open_on_streams(current: runtime.Runtime, params: object) -> Fabric:
     return Fabric(current.control, timeout_s=30.0, device=device, nccl=openers[-1])
 
 
+contention_probe.MATRIX, contention_probe.UNIT_BYTES = 64, (1 << 14, 1 << 16)  # there is no GPU to fill
 tuning.open_fabric = open_on_streams  # the seam that a GPU would be behind
 hvd.init()
 torch.manual_seed(0)
