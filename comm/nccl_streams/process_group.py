@@ -89,8 +89,10 @@ class NcclGroup:
 
     def close(self) -> None:
         """See `Group`."""
-        end = getattr(self._group, "shutdown", self._group.abort)  # torch < 2.7 has no shutdown
-        end()
+        if hasattr(self._group, "shutdown"):  # torch < 2.7 has none
+            self._group.shutdown()
+        else:
+            self._group.abort()
 
 
 class NcclOpener:

@@ -27,6 +27,8 @@ from sirtaki.mpi_library import find_mpi_library, find_mpiexec
 from sirtaki.settings import REGISTRY_OFF, Settings
 
 _MPI_START_TIMEOUT_S = 60.0
+_STREAM_TRIAL_TIMEOUT_S = 120.0
+STREAM_TRIAL = "sirtaki.torch.stream_trial"
 
 # A rank alone, as `python train.py` without a launcher: MPI must start, and with which thread level.
 _MPI_START = """
@@ -215,6 +217,26 @@ def check_gpus() -> Iterator[Finding]:
     else:
         remedy = "install PyTorch with NCCL; until then gradients travel through host memory"
         yield Finding(section=section, name="NCCL", value="none", problem="this PyTorch has no NCCL", remedy=remedy)
+        return
+    yield nccl_streams(torch.cuda.device_count())
+
+
+def nccl_streams(gpus: int) -> Finding:
+    """Whether NCCL streams overlap between the GPUs of this machine, tried with a rank on each of them."""
+    section, name = "GPU", "NCCL streams"
+    if gpus < 2:
+        return Finding(section=section, name=name, value="not tried: one GPU has nothing to send")
+    command = [sys.executable, "-m", "sirtaki.run", "-np", str(gpus), sys.executable, "-m", STREAM_TRIAL]
+    remedy = f"try by hand: sirtakirun -np {gpus} python -m {STREAM_TRIAL}"
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=_STREAM_TRIAL_TIMEOUT_S, check=False)
+        # The launcher puts the rank's number before the line.
+        said = json.loads(answer.stdout[answer.stdout.index("{") :]) if answer.returncode == 0 else None
+    except (subprocess.TimeoutExpired, ValueError) as err:
+        return Finding(section=section, name=name, value="fails", problem=f"no answer: {err}", remedy=remedy)
+    if said is None:
+        return Finding(section=section, name=name, value="fails", problem=answer.stderr.strip()[-300:], remedy=remedy)
+    return Finding(section=section, name=name, value=str(said["words"]))
 
 
 def check_settings() -> Iterator[Finding]:

@@ -43,6 +43,7 @@ def finish(fabric: Fabric, work: Work) -> None:
 
 
 def assert_close(found: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype, size: int) -> None:
+    found = found.cpu()
     if dtype.is_floating_point:
         tolerance = TOLERANCE[dtype] * size
         torch.testing.assert_close(found.double(), wanted, rtol=tolerance, atol=tolerance)

@@ -1,11 +1,12 @@
-"""Reduces gradients on a device with streams. Started by test_nccl_streams.py with several ranks.
+"""Reduces gradients on a device with streams: one of threads, or with TEST_GPU=1 a GPU that all ranks share.
 
-Arguments: what to do, and how often.
+Started by test_streams.py and test_gpu.py with several ranks. Arguments: what to do, and how often.
 """
 
 import os
 import random
 import sys
+from typing import Any
 
 import torch
 from conformance.transport import check_route
@@ -16,14 +17,32 @@ from sirtaki.comm.control import ControlPlane, load_mpi
 from sirtaki.comm.fabric import Fabric
 from sirtaki.comm.gradient_groups import Reduction
 from sirtaki.comm.layout import GradientLayout
+from sirtaki.comm.nccl_streams.cuda_device import cuda_device
+from sirtaki.comm.nccl_streams.process_group import find_nccl
+from sirtaki.comm.nccl_streams.support import ask_for_launch_order
 from sirtaki.comm.plan import CommPlan
 from sirtaki.comm.synchroniser import Synchroniser
+from sirtaki.torch.stream_trial import try_streams
 
 local_size = os.environ.get("TEST_LOCAL_SIZE")
 control = ControlPlane(load_mpi().COMM_WORLD, local_size=int(local_size) if local_size else None)
 rank, size = control.rank, control.size
-device = FakeDevice(seed=1000 * rank)
-opener = FakeOpener(control, device) if sys.argv[1].startswith("nccl") else None
+through_nccl = sys.argv[1].startswith("nccl")
+device: Any
+opener: Any = None
+if os.environ.get("TEST_GPU") == "1":
+    # Ranks that seem to be on different hosts may share a GPU; they talk over sockets, slowly.
+    os.environ["NCCL_HOSTID"] = f"rank{rank}"
+    ask_for_launch_order()
+    device = cuda_device(0)
+    if through_nccl:
+        opener = find_nccl(control, device, forced=True, timeout_s=60.0)
+        assert opener is not None
+else:
+    device = FakeDevice(seed=1000 * rank)
+    if through_nccl:
+        opener = FakeOpener(control, device)
+place = device.torch_device
 ITERATIONS = int(sys.argv[2])
 SHAPES = [(30, 20), (20,), (1,), (0,), (7, 3, 5), (2500,), (), (64, 64), (3,), (999,)]
 
@@ -33,12 +52,19 @@ def gradient(param: torch.Tensor, index: int, iteration: int, of_rank: int) -> t
     return torch.randn(param.shape, generator=generator, dtype=torch.float64).to(param.dtype)
 
 
+def late(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor whose memory is used again as soon as it is let go, as that on a GPU is anyway."""
+    return device.reuse_when_freed(tensor) if isinstance(device, FakeDevice) else tensor
+
+
 class Training:
     """One model with its synchroniser, and the plain mean that its gradients should be."""
 
     def __init__(self, name: str, dtypes: list[torch.dtype]) -> None:
         self.fabric = Fabric(control, timeout_s=30.0, device=device, nccl=opener)
-        self.params = [torch.zeros(shape, dtype=dtype) for shape, dtype in zip(SHAPES, dtypes, strict=True)]
+        self.params = [
+            torch.zeros(shape, dtype=dtype, device=place) for shape, dtype in zip(SHAPES, dtypes, strict=True)
+        ]
         self.salt = sum(map(ord, name))
         self.sync = Synchroniser(
             self.params,
@@ -69,7 +95,7 @@ class Training:
         for index in self.order:
             if index not in self.absent(rank):
                 param = self.params[index]
-                param.grad = device.reuse_when_freed(torch.full_like(param, 1e9))
+                param.grad = late(torch.full_like(param, 1e9))
                 values = gradient(param, index, self.sync.iteration + self.salt, rank)
                 device.launch(param.grad.copy_, values)
                 self.sync.ready(index)
@@ -98,7 +124,7 @@ class Training:
             ]
             wanted = torch.stack(parts).sum(0) / size
             tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 5e-2}[param.dtype]
-            torch.testing.assert_close(found[index].double(), wanted, rtol=tolerance, atol=tolerance)
+            torch.testing.assert_close(found[index].cpu().double(), wanted, rtol=tolerance, atol=tolerance)
 
     def close(self) -> None:
         device.synchronise()
@@ -149,8 +175,30 @@ def train_two() -> None:
     second.close()
 
 
-{"conform": conform, "train": train, "two": train_two}[sys.argv[1].split("-")[1]]()
-if opener is not None:
+def gain() -> None:
+    fabric = Fabric(control, timeout_s=30.0, device=device, nccl=opener)
+    trial = try_streams(control, fabric)
+    assert trial.two_s is not None
+    assert trial.one_s > 0
+    assert trial.max_streams >= 4
+    assert "two NCCL streams" in trial.describe()
+    fabric.close()
+
+
+def memory() -> None:
+    """The device's memory does not grow."""
+    training = Training("a", [torch.float32] * len(SHAPES))
+    used = []
+    for _ in range(ITERATIONS):
+        training.backward()
+        training.step()
+        used.append(torch.cuda.memory_allocated())
+    assert max(used[20:]) <= 1.01 * max(used[:20]), (max(used[:20]), max(used[20:]))
+    training.close()
+
+
+{"gain": gain, "memory": memory, "conform": conform, "train": train, "two": train_two}[sys.argv[1].split("-")[1]]()
+if isinstance(opener, FakeOpener):
     control.require_equal(" ".join(opener.issued), "the order in which NCCL is used")
     if rank == 0:
         print(f"issued {len(opener.issued)} on {len(set(opener.opened))} communicators")

@@ -1,5 +1,6 @@
 """Trains a small model for some iterations and says what runs at the end. Started by test_tuning.py."""
 
+import os
 import sys
 
 import torch
@@ -8,15 +9,17 @@ import sirtaki.torch as hvd
 
 iterations = int(sys.argv[1])
 layers = int(sys.argv[2]) if len(sys.argv) > 2 else 1
+device = torch.device(os.environ.get("TEST_DEVICE", "cpu"))
 
 
 def network() -> torch.nn.Module:
     hidden = [part for _ in range(layers - 1) for part in (torch.nn.Linear(256, 256), torch.nn.ReLU())]
     first = (torch.nn.Linear(64, 256), torch.nn.ReLU())
-    return torch.nn.Sequential(*first, *hidden, torch.nn.Linear(256, 10)).double()
+    return torch.nn.Sequential(*first, *hidden, torch.nn.Linear(256, 10)).double().to(device)
 
 
 hvd.init()
+os.environ.setdefault("NCCL_HOSTID", f"rank{hvd.rank()}")  # ranks of a test may share a GPU
 torch.manual_seed(0)
 model = network()
 reference = network()
@@ -27,7 +30,7 @@ optimizer = hvd.DistributedOptimizer(
 )
 for iteration in range(iterations):
     generator = torch.Generator().manual_seed(iteration)
-    batch = torch.randn(4 * hvd.size(), 64, generator=generator, dtype=torch.float64)
+    batch = torch.randn(4 * hvd.size(), 64, generator=generator, dtype=torch.float64).to(device)
     optimizer.zero_grad()
     model(batch[4 * hvd.rank() : 4 * hvd.rank() + 4]).square().mean().backward()
     optimizer.step()

@@ -30,6 +30,10 @@ def test_units_staged_through_the_host_pass_the_conformance_suite(run_ranks: Run
     assert "route staged hierarchical" in run(run_ranks, "staged-conform", 4, local_size="2")
 
 
+def test_one_stream_is_compared_with_two(run_ranks: RunRanks) -> None:
+    run(run_ranks, "nccl-gain", 2)
+
+
 @pytest.mark.parametrize("what", ["nccl-train", "staged-train"])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_gradients_equal_the_mean_though_everything_happens_late(run_ranks: RunRanks, what: str, ranks: int) -> None:

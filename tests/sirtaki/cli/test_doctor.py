@@ -137,3 +137,15 @@ def test_every_command_has_a_module_that_can_be_configured_and_help(capsys):
             main([name, "--help"])
         assert stop.value.code == 0
         assert f"sirtaki {name}" in capsys.readouterr().out
+
+
+def test_nccl_streams_are_tried_with_a_rank_on_each_gpu(monkeypatch):
+    assert "one GPU" in doctor.nccl_streams(1).value
+    # Here the ranks have no GPU, so the trial goes through the host's memory and says so.
+    found = doctor.nccl_streams(2)
+    assert not found.problem
+    assert "host memory" in found.value
+    monkeypatch.setattr(doctor, "STREAM_TRIAL", "sirtaki.no_such_module")
+    failed = doctor.nccl_streams(2)
+    assert failed.problem
+    assert "by hand" in failed.remedy
