@@ -50,7 +50,8 @@ package: $(STAMP)
 	$(BIN)/python -m pytest -q -m '' tests/test_packaging.py
 
 bench: $(STAMP)
-	for script in bench/allreduce.py bench/step.py bench/netlab.py; do $(BIN)/python $$script --quick || exit 1; done
+	for name in hot_path eager allreduce step netlab reality planning_time registry tuner gpu; do \
+		$(BIN)/python -m bench.$$name --quick || exit 1; done
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

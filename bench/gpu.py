@@ -1,0 +1,279 @@
+"""What Sirtaki's way through a GPU costs at world size 1, where nothing has to be sent: overhead alone.
+
+    python -m bench.gpu [--quick] [--check] [--json PATH] [--trace PATH]
+
+Takes 3 minutes on one GPU; without one it says so and ends with status 0.
+
+*Step*: forward, backward with synchronisation, update, of three networks. Sirtaki leaves a job of one rank alone, so
+its way is taken on purpose here: hooks, packing on a side stream, an all-reduce a unit on several communicators, and
+views of the flat buffer afterwards. DDP does the same with NCCL, one bucket after the other. *Pack*: the throughput of
+packing all gradients of a model, against a copy of as many bytes on the same GPU. *Hook*: host time a gradient of all
+that runs in hooks. *Trace*: one step under torch's profiler, with the time in which packing and all-reduces run beside
+other kernels.
+
+Bars: step ≤ 1.00 of DDP, pack ≥ 80 % of the copy.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from bench.contenders import LEARNING_RATE
+from bench.gpu_models import GPU_MODELS, GpuModel
+from bench.harness import Bar, Report, Spread, alternate, finish, parser, ratios
+
+STREAMS = 4
+UNIT_BYTES = 16 * 1024 * 1024
+WARM_STEPS = 12
+"""Sirtaki learns the order in the first two, DDP rebuilds its buckets after the first."""
+
+
+class OneRank:
+    """A training loop; what is called after the backward pass is what differs."""
+
+    def __init__(self, made: GpuModel) -> None:
+        self.model, self.batch = made
+        self.forward: nn.Module = self.model
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=LEARNING_RATE)
+
+    def synchronise(self) -> None:
+        """Nothing, with one rank and no framework."""
+
+    def step(self) -> None:
+        """One training step; nothing here waits for the GPU."""
+        self.forward(self.batch).sum().backward()
+        self.synchronise()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+class Ddp(OneRank):
+    """PyTorch's DistributedDataParallel over NCCL."""
+
+    def __init__(self, made: GpuModel) -> None:
+        super().__init__(made)
+        self.forward = nn.parallel.DistributedDataParallel(self.model, gradient_as_bucket_view=True)
+
+
+class Sirtaki(OneRank):
+    """The whole way of a gradient, on purpose. `postscale` other than 1 makes NCCL do something even here."""
+
+    def __init__(self, made: GpuModel, *, postscale: float = 1.0) -> None:
+        """`hvd.init()` comes first."""
+        from sirtaki.autotune.knobs import Knobs
+        from sirtaki.comm.gradient_groups import Reduction
+        from sirtaki.comm.synchroniser import Synchroniser
+        from sirtaki.torch import runtime
+        from sirtaki.torch.devices import open_fabric
+
+        super().__init__(made)
+        current = runtime.current()
+        named = list(self.model.named_parameters())
+        fabric = open_fabric(current, [param for _, param in named])
+        transport, algorithm = fabric.routes[0]
+        knobs = Knobs(
+            unit_bytes=UNIT_BYTES,
+            streams=min(STREAMS, fabric.max_streams()),
+            transport=transport,
+            algorithm=algorithm,
+        )
+        self.description = knobs.describe()
+        self.sync = Synchroniser(
+            [param for _, param in named],
+            [name for name, _ in named],
+            control=current.control,
+            fabric=fabric,
+            reduction=Reduction(postscale=postscale),
+            default_plan=knobs.to_plan,
+        )
+        self.fabric = fabric
+        self.hook_s, self.hooked = 0.0, 0
+        self._hooks = [
+            param.register_post_accumulate_grad_hook(self._hook(index))  # type: ignore[no-untyped-call]  # torch's
+            for index, (_, param) in enumerate(named)
+        ]
+
+    def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
+        def hook(_: torch.Tensor) -> None:
+            begin_s = time.perf_counter()
+            self.sync.ready(index)
+            self.hook_s += time.perf_counter() - begin_s
+            self.hooked += 1
+
+        return hook
+
+    def synchronise(self) -> None:
+        """Orders the update after the last reduced unit."""
+        self.sync.finish()
+
+    def close(self) -> None:
+        """Frees communicators and buffers."""
+        for hook in self._hooks:
+            hook.remove()
+        torch.cuda.synchronize()
+        self.sync.close()
+        self.fabric.close()
+
+
+def step_s(contender: OneRank, steps: int) -> float:
+    """Seconds a step by the GPU's clock, over `steps` in a row."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]  # torch's
+    torch.cuda.synchronize()
+    begin.record()
+    for _ in range(steps):
+        contender.step()
+    end.record()
+    torch.cuda.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3 / steps
+
+
+def measure_steps(
+    report: Report, name: str, make: Callable[[torch.device], GpuModel], *, rounds: int, steps: int
+) -> None:
+    """Adds a row and a bar for one model."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    sirtaki = Sirtaki(make(device))
+    contenders: dict[str, OneRank] = {"none": OneRank(make(device)), "ddp": Ddp(make(device)), "sirtaki": sirtaki}
+    for contender in contenders.values():
+        step_s(contender, WARM_STEPS)
+    sirtaki.hook_s, sirtaki.hooked = 0.0, 0
+    samples = alternate({who: (lambda one=one: step_s(one, steps)) for who, one in contenders.items()}, rounds)
+    against_ddp = ratios(samples["sirtaki"], samples["ddp"])
+    report.rows.append(
+        {
+            "model": name,
+            "gradients": len(sirtaki.sync.layouts[0].sizes) - 1,
+            "mib": sirtaki.sync.layouts[0].total_bytes / 2**20,
+            "knobs": sirtaki.description,
+            **{f"{who}_s": Spread.of(taken) for who, taken in samples.items()},
+            "of_ddp": against_ddp,
+            "of_none": ratios(samples["sirtaki"], samples["none"]),
+            "hook_us": 1e6 * sirtaki.hook_s / max(1, sirtaki.hooked),
+        }
+    )
+    report.bars.append(Bar(claim=f"{name}: step over DDP's at world size 1", value=against_ddp.median, limit=1.0))
+    sirtaki.close()
+
+
+def measure_packing(report: Report, name: str, make: Callable[[torch.device], GpuModel], *, rounds: int) -> None:
+    """Adds the throughput of packing a model's gradients against a plain copy."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    model, _ = make(device)
+    gradients = [torch.randn_like(param) for param in model.parameters()]
+    sizes = [gradient.numel() for gradient in gradients]
+    flat, other = (torch.empty(sum(sizes), device=device) for _ in range(2))
+    views = [part.view_as(gradient) for part, gradient in zip(flat.split(sizes), gradients, strict=True)]
+    taken = alternate(
+        {
+            "pack": lambda: _gpu_seconds(lambda: torch._foreach_copy_(views, gradients)),
+            "unpack": lambda: _gpu_seconds(lambda: torch._foreach_copy_(gradients, views)),
+            "copy": lambda: _gpu_seconds(lambda: other.copy_(flat)),
+        },
+        rounds,
+    )
+    row: dict[str, Any] = {"model": name, "mib": 4 * sum(sizes) / 2**20}
+    for what in ("pack", "unpack"):
+        share = ratios(taken["copy"], taken[what]).median
+        row[f"{what}_of_copy"] = share
+        row[f"{what}_gb_per_s"] = 2 * 4 * sum(sizes) / statistics.median(taken[what]) / 1e9
+        report.bars.append(Bar(claim=f"{name}: copy over {what} throughput", value=1 / share, limit=1 / 0.8))
+    report.rows.append(row)
+
+
+def _gpu_seconds(work: Callable[[], object], times: int = 10) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]  # torch's
+    begin.record()
+    for _ in range(times):
+        work()
+    end.record()
+    torch.cuda.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3 / times
+
+
+def overlap_s(ours: Sequence[tuple[float, float]], others: Sequence[tuple[float, float]]) -> float:
+    """How long at least one of `ours` runs while at least one of `others` does; spans are (begin, end)."""
+    edges = sorted(
+        [(moment, which, change) for which, spans in enumerate((ours, others)) for begin, end in spans
+         for moment, change in ((begin, 1), (end, -1))]
+    )  # fmt: skip
+    running, together, last = [0, 0], 0.0, 0.0
+    for moment, which, change in edges:
+        if all(running):
+            together += moment - last
+        running[which] += change
+        last = moment
+    return together
+
+
+def trace_step(report: Report, make: Callable[[torch.device], GpuModel], path: Path) -> None:
+    """Writes a Chrome trace of one step, and adds how much of packing and all-reduces ran beside other kernels."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    sirtaki = Sirtaki(make(device), postscale=0.5)
+    step_s(sirtaki, WARM_STEPS)
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        sirtaki.step()
+        torch.cuda.synchronize()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    profile.export_chrome_trace(str(path))
+    spans: dict[str, list[tuple[float, float]]] = {"all-reduce": [], "pack": [], "other": []}
+    for event in profile.events() or []:
+        if event.device_type != torch.autograd.DeviceType.CUDA:
+            continue
+        kind = next((kind for word, kind in KINDS.items() if word in event.name.lower()), "other")
+        spans[kind].append((event.time_range.start / 1e6, event.time_range.end / 1e6))
+    for kind in ("all-reduce", "pack"):
+        busy = sum(end - begin for begin, end in spans[kind])
+        report.rows.append(
+            {
+                "model": "trace",
+                "kernels": kind,
+                "count": len(spans[kind]),
+                "busy_s": busy,
+                "beside_others_s": overlap_s(spans[kind], spans["other"]),
+            }
+        )
+    sirtaki.close()
+
+
+KINDS = {"nccl": "all-reduce", "onerankreduce": "all-reduce", "multi_tensor_apply": "pack", "foreach": "pack"}
+"""Parts of kernels' names. Updates are foreach kernels, too, but run when nothing else does."""
+
+
+def main() -> int:
+    flags = parser(__doc__.splitlines()[0] if __doc__ else "")
+    flags.add_argument("--trace", type=Path, metavar="PATH", help="write a Chrome trace of one step there")
+    args = flags.parse_args()
+    if not torch.cuda.is_available():
+        print("bench.gpu: PyTorch sees no GPU here; nothing was measured")
+        return 0
+    import sirtaki.torch as hvd
+
+    hvd.init()
+    if hvd.size() != 1:
+        raise SystemExit("bench.gpu runs on one rank: python -m bench.gpu")
+    store = dist.HashStore()
+    dist.init_process_group("nccl", store=store, rank=0, world_size=1)
+    report = Report(name="gpu", settings={"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda})
+    rounds, steps = (3, 5) if args.quick else (9, 10)
+    for name, make in GPU_MODELS.items():
+        measure_steps(report, name, make, rounds=rounds, steps=steps)
+        measure_packing(report, name, make, rounds=rounds)
+        torch.cuda.empty_cache()
+    if args.trace:
+        trace_step(report, GPU_MODELS["bert-base-like"], args.trace)
+    dist.destroy_process_group()
+    return finish(report, args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
