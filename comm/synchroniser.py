@@ -248,6 +248,10 @@ class Synchroniser:
             self._issue_complete_units()
 
     def _ready_on_streams(self, index: int) -> None:
+        if not self._arrived and self._device.users > 1:  # another one has come since the last iteration
+            self._ready = self._ready_deferred
+            self._ready_deferred(index)
+            return
         self._device.notice_stream()
         self._ready_scheduled(index)
 
@@ -438,12 +442,11 @@ class Synchroniser:
 
     def _report(self, moments: _Moments, n_arrived: int) -> IterationReport:
         """Collective: closes the books on this iteration."""
-        device, before = self._device, self._in_flight
-        if before is None or self._learning or not device.streams:
-            before = moments
-        if before is moments or self._trace is not None:
-            device.wait_for(moments.reduced)
-        device.wait_for(before.reduced)  # the host is never more than one iteration ahead
+        device, measured = self._device, self._in_flight
+        if measured is None or self._learning or not device.streams:
+            measured = moments
+        # The host is never more than one iteration ahead.
+        device.wait_for(measured.reduced if self._trace is None else moments.reduced)
         self._in_flight, self._stalled_since_s = moments, None
         if self._trace is not None:
             self._trace.write(
@@ -463,8 +466,8 @@ class Synchroniser:
         )
         relearn = self._count_votes()
         report = IterationReport(
-            span_s=device.elapsed_s(before.first_ready, before.reduced),
-            backward_s=max(0.0, device.elapsed_s(before.first_ready, before.backward_ended)),  # may be none at all
+            span_s=device.elapsed_s(measured.first_ready, measured.reduced),
+            backward_s=max(0.0, device.elapsed_s(measured.first_ready, measured.backward_ended)),  # may be none at all
             ready_s=ready_s,
             alive=self._is_anyone_alive(),
             learned=self._turn_over(n_arrived, relearn=relearn),
@@ -474,7 +477,10 @@ class Synchroniser:
 
     def _count_votes(self) -> bool:
         """Takes this iteration's votes to the host; returns whether the last one's asked for a new order."""
-        relearn = self._counted is not None and float(self._count[RELEARN]) > 0.0
+        relearn = False
+        if self._counted is not None:
+            self._device.wait_for(self._counted)
+            relearn = float(self._count[RELEARN]) > 0.0
         self._counted = None
         if not self._learning:  # in which negotiation may have issued the gradients alone
             self._device.launch(_to_host, self._count, self._votes)

@@ -89,7 +89,9 @@ class Runtime:
         Ends the process, in the thread that found the failure: the main thread may hang in CUDA for ever, and if it
         went on, parameters would be updated with gradients that were never reduced.
         """
-        if any(reducer.tuned is not None and reducer.tuned.unfinished() for reducer in self.reducers):
+        if _runtime is self and any(
+            reducer.tuned is not None and reducer.tuned.unfinished() for reducer in self.reducers
+        ):
             _report_end(f"ends while its GPU waits: {self.control.failures.error}")
             sys.stdout.flush()
             os._exit(1)

@@ -1,6 +1,6 @@
 """Trains as a user does, on a device with streams that is no GPU. Started by test_streams.py.
 
-Arguments: iterations, and the iteration from which rank 1 trains no more (0 = it stays).
+Arguments: iterations, what happens on rank 1 ("nothing", "sleep", "error"), and in which iteration.
 """
 
 import sys
@@ -13,7 +13,7 @@ import sirtaki.torch as hvd
 from sirtaki.comm.fabric import Fabric
 from sirtaki.torch import contention_probe, runtime, tuning
 
-iterations, leaves_at = int(sys.argv[1]), int(sys.argv[2])
+iterations, fault, fault_at = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 device = FakeDevice(seed=7)
 openers = []
 
@@ -31,8 +31,11 @@ model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.
 params = list(model.parameters())
 optimizer = hvd.DistributedOptimizer(torch.optim.SGD(params, lr=0.05), named_parameters=model.named_parameters())
 for iteration in range(iterations):
-    if leaves_at and hvd.rank() == 1 and iteration == leaves_at:
+    if hvd.rank() == 1 and iteration == fault_at and fault == "sleep":
         time.sleep(60)
+    if hvd.rank() == 1 and iteration >= fault_at and fault == "error":
+        next(iter(openers[0].groups.values())).problem = "remote error"
+        time.sleep(0.1)
     generator = torch.Generator().manual_seed(iteration)
     batch = torch.randn(4 * hvd.size(), 64, generator=generator, dtype=torch.float64)
     optimizer.zero_grad()
