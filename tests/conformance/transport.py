@@ -6,7 +6,9 @@ import random
 import torch
 
 from sirtaki.comm.control import ControlPlane
+from sirtaki.comm.device import HostDevice
 from sirtaki.comm.fabric import Fabric, Route
+from sirtaki.comm.nccl_streams.cuda_device import CudaDevice
 from sirtaki.comm.plan import CommPlan, Unit
 from sirtaki.comm.transport import ReduceOp, Work
 
@@ -119,5 +121,6 @@ def check_route(control: ControlPlane, fabric: Fabric, route: Route) -> None:
     opens_the_streams_of_a_plan(fabric, route)
     reduces_every_dtype_size_and_operation(control, fabric, route)
     touches_nothing_outside_the_range(control, fabric, route)
-    reduces_twenty_five_megabytes(control, fabric, route)
+    if isinstance(fabric.device, HostDevice | CudaDevice):  # threads that play streams need not carry as much
+        reduces_twenty_five_megabytes(control, fabric, route)
     keeps_many_units_on_many_streams_apart(control, fabric, route)

@@ -16,7 +16,10 @@ def run(run_ranks: RunRanks, what: str, ranks: int, iterations: int = 1, *, loca
     return output
 
 
-@pytest.mark.parametrize("ranks", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(1, marks=SLOW), pytest.param(3, marks=SLOW)])
 def test_units_on_several_communicators_pass_the_conformance_suite(run_ranks: RunRanks, ranks: int) -> None:
     assert "route nccl flat" in run(run_ranks, "nccl-conform", ranks)
 
@@ -27,6 +30,10 @@ def test_hierarchical_units_pass_the_conformance_suite(run_ranks: RunRanks) -> N
 
 def test_units_staged_through_the_host_pass_the_conformance_suite(run_ranks: RunRanks) -> None:
     assert "route staged flat" in run(run_ranks, "staged-conform", 2)
+
+
+@SLOW
+def test_units_staged_hierarchically_pass_the_conformance_suite(run_ranks: RunRanks) -> None:
     assert "route staged hierarchical" in run(run_ranks, "staged-conform", 4, local_size="2")
 
 
@@ -35,18 +42,19 @@ def test_one_stream_is_compared_with_two(run_ranks: RunRanks) -> None:
 
 
 @pytest.mark.parametrize("what", ["nccl-train", "staged-train"])
-@pytest.mark.parametrize("ranks", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [2, pytest.param(1, marks=SLOW), pytest.param(3, marks=SLOW)])
 def test_gradients_equal_the_mean_though_everything_happens_late(run_ranks: RunRanks, what: str, ranks: int) -> None:
     run(run_ranks, what, ranks, 12)
 
 
+@SLOW
 def test_gradients_equal_the_mean_between_nodes(run_ranks: RunRanks) -> None:
-    run(run_ranks, "nccl-train", 4, 8, local_size="2")
+    run(run_ranks, "nccl-train", 4, 20, local_size="2")
 
 
-@pytest.mark.parametrize("what", ["nccl-two", "staged-two"])
-def test_two_optimizers_in_one_backward_pass_use_nccl_in_one_order(run_ranks: RunRanks, what: str) -> None:
-    run(run_ranks, what, 3, 10)
+@pytest.mark.parametrize(("what", "ranks"), [("nccl-two", 3), pytest.param("staged-two", 3, marks=SLOW)])
+def test_two_optimizers_in_one_backward_pass_use_nccl_in_one_order(run_ranks: RunRanks, what: str, ranks: int) -> None:
+    run(run_ranks, what, ranks, 10)
 
 
 @pytest.mark.slow
