@@ -60,6 +60,10 @@ class Device(Protocol):
         """Keeps the memory of tensors until all that was launched so far on the current stream is done."""
         ...
 
+    def release(self) -> None:
+        """Lets go what is kept: the current stream is ordered after all that reads it."""
+        ...
+
     def mark(self) -> Mark:
         """The moment in which all that was launched so far on the current stream is done."""
         ...
@@ -116,6 +120,9 @@ class HostDevice:
         """See `Device`."""
 
     def keep(self, tensors: Sequence[torch.Tensor]) -> None:
+        """See `Device`."""
+
+    def release(self) -> None:
         """See `Device`."""
 
     def mark(self) -> Mark:

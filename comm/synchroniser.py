@@ -82,6 +82,7 @@ class IterationReport:
 class _Moments:
     """When the parts of one iteration end on the device."""
 
+    iteration: int
     first_ready: Mark
     backward_ended: Mark
     reduced: Mark
@@ -134,8 +135,8 @@ class Synchroniser:
         self._disorder, self._ballot = 0, 0
         self._joined = False
         self._next_vote = 0
-        self._in_flight: _Moments | None = None
-        self._stalled_since_s: float | None = None
+        self._in_flight: list[_Moments] = []  # of the last iteration and the one before
+        self._stalled: tuple[int, float] | None = None
         self._lay_out(list(range(len(self._params)))[::-1])
 
     # ── layouts and plans ────────────────────────────────────────────────────────────────────────────────────────
@@ -437,17 +438,17 @@ class Synchroniser:
         for work in self._works:
             while not work.wait(WAIT_SLICE_S):
                 self._control.failures.check()
+        self._device.release()
         self._hand_back()
-        return self._report(_Moments(self._first_ready, called, self._device.mark()), n_arrived)
+        return self._report(_Moments(self.iteration, self._first_ready, called, self._device.mark()), n_arrived)
 
     def _report(self, moments: _Moments, n_arrived: int) -> IterationReport:
         """Collective: closes the books on this iteration."""
-        device, measured = self._device, self._in_flight
-        if measured is None or self._learning or not device.streams:
-            measured = moments
+        device = self._device
+        self._in_flight = [*self._in_flight[-1:], moments]
+        measured = self._in_flight[0] if device.streams and not self._learning else moments
         # The host is never more than one iteration ahead.
         device.wait_for(measured.reduced if self._trace is None else moments.reduced)
-        self._in_flight, self._stalled_since_s = moments, None
         if self._trace is not None:
             self._trace.write(
                 iteration=self.iteration,
@@ -501,15 +502,13 @@ class Synchroniser:
 
         Any thread may ask. The time is `time.monotonic()`, and that of the first call that found them late.
         """
-        moments = self._in_flight
-        if moments is None or not self._device.streams or self._device.is_reached(moments.reduced):
-            self._stalled_since_s = None
-            return None
-        if not self._device.is_reached(moments.backward_ended):
-            return None
-        if self._stalled_since_s is None:
-            self._stalled_since_s = time.monotonic()
-        return self.iteration - 1, self._stalled_since_s
+        device, in_flight = self._device, self._in_flight
+        late = [moments for moments in in_flight if not device.is_reached(moments.reduced)] if device.streams else []
+        if not late or not device.is_reached(late[0].backward_ended):
+            self._stalled = None
+        elif self._stalled is None or self._stalled[0] != late[0].iteration:
+            self._stalled = late[0].iteration, time.monotonic()
+        return self._stalled
 
     def _complete_missing(self) -> None:
         """Gradients that did not come: those there are count as they are, the others as zeros, as in Horovod."""

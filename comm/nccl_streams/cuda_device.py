@@ -39,6 +39,7 @@ class CudaDevice:
         self._stash: deque[tuple[Mark, list[torch.Tensor]]] = deque()
         self._stashing = threading.Lock()
         self._latest_stream = 0
+        self._noticed: set[int] = set()
 
     def launch(self, function: Callable[..., object], *args: object) -> None:
         """See `Device`."""
@@ -65,9 +66,9 @@ class CudaDevice:
         raw = torch._C._cuda_getCurrentRawStream(self._index)
         if raw != self._latest_stream:
             if self._latest_stream:
-                earlier: Any = torch.cuda.ExternalStream(self._latest_stream, self.torch_device)  # type: ignore[no-untyped-call]  # torch's
-                self._side.wait_stream(earlier)
+                self._side.wait_stream(self._external(self._latest_stream))
             self._latest_stream = raw
+            self._noticed.add(raw)
 
     def pin(self, tensor: torch.Tensor) -> None:
         """See `Device`: page-locks memory that is there already, such as that which ranks share."""
@@ -87,6 +88,17 @@ class CudaDevice:
             self._stash.append((mark, list(tensors)))
             while self._stash[0][0] is not mark and self._stash[0][0].query():
                 self._stash.popleft()
+
+    def release(self) -> None:
+        """See `Device`. Gradients go back to the streams that they were made on, which may not be the current one."""
+        for raw in self._noticed:
+            self._external(raw).wait_stream(self._side)
+        self._noticed = {self._latest_stream} if self._latest_stream else set()
+        with self._stashing:
+            self._stash.clear()
+
+    def _external(self, raw: int) -> Any:  # Any: torch leaves it untyped
+        return torch.cuda.ExternalStream(raw, self.torch_device)  # type: ignore[no-untyped-call]  # torch's
 
     def mark(self) -> Mark:
         """See `Device`."""

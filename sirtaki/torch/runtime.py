@@ -12,6 +12,7 @@ import itertools
 import logging
 import os
 import sys
+import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
@@ -74,7 +75,7 @@ class Runtime:
         self.serials: defaultdict[int, Iterator[int]] = defaultdict(itertools.count)
         self.reducers: list[GradientReducer] = []
         self.finished: deque[GradientReducer] = deque(maxlen=256)  # those whose iterations ended last, the latest last
-        self.control.failures.listen(self._end_if_a_device_waits)
+        self.control.failures.listen(self._on_failure)
 
     @property
     def engine(self) -> EagerEngine:
@@ -83,15 +84,22 @@ class Runtime:
         assert engine is not None
         return engine
 
+    def _on_failure(self) -> None:
+        if any(reducer.tuned is not None and reducer.tuned.on_streams for reducer in self.reducers):
+            threading.Thread(target=self._end_if_a_device_waits, name="sirtaki-end", daemon=True).start()
+
     def _end_if_a_device_waits(self) -> None:
         """The job has failed. A GPU that waits for others can't be told, nor what is to run on it after that.
 
-        Ends the process, in the thread that found the failure: the main thread may hang in CUDA for ever, and if it
-        went on, parameters would be updated with gradients that were never reduced.
+        Ends the process: the main thread may hang in CUDA for ever, and if it went on, parameters would be updated
+        with gradients that were never reduced. Where no GPU is known to wait, the main thread may end it by itself.
         """
-        if _runtime is self and any(
-            reducer.tuned is not None and reducer.tuned.unfinished() for reducer in self.reducers
-        ):
+        deadline = time.monotonic() + EXIT_S
+        while time.monotonic() < deadline and _runtime is self:
+            if any(reducer.tuned is not None and reducer.tuned.unfinished() for reducer in self.reducers):
+                break
+            time.sleep(0.05)
+        if _runtime is self:
             _report_end(f"ends while its GPU waits: {self.control.failures.error}")
             sys.stdout.flush()
             os._exit(1)

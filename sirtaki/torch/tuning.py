@@ -28,7 +28,7 @@ from sirtaki.autotune.model.planning import PlanningModel, Route
 from sirtaki.comm.fabric import Fabric
 from sirtaki.comm.gradient_groups import Reduction
 from sirtaki.comm.layout import GradientLayout
-from sirtaki.comm.plan import CommPlan
+from sirtaki.comm.plan import CommPlan, TransportKind
 from sirtaki.comm.synchroniser import IterationReport, Synchroniser
 from sirtaki.errors import ConfigError, PlanError
 from sirtaki.settings import Settings
@@ -45,9 +45,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 DEFAULT_UNITS = 16
-LARGEST_DEFAULT_UNIT_BYTES = 4 * MIB
-SMALLEST_DEFAULT_UNIT_BYTES = 512 * KIB
-"""Untuned, a model is sent in about so many units of a size between these: enough to overlap, few to start up."""
+DEFAULT_UNIT_BYTES = (512 * KIB, 4 * MIB)
+DEFAULT_UNIT_BYTES_NCCL = (4 * MIB, 32 * MIB)
+"""Untuned, a model is sent in about so many units of a size between these: enough to overlap, few to start up.
+
+Between GPUs, which are faster against the start-up, they are about as large as DDP's buckets of 25 MiB.
+"""
 
 DEFAULT_STREAMS_ONE_NODE = 1
 DEFAULT_STREAMS = 4
@@ -92,10 +95,11 @@ def knob_space(fabric: Fabric, settings: Settings, total_bytes: int) -> KnobSpac
 def default_knobs(space: KnobSpace, *, total_bytes: int, one_node: bool) -> Knobs:
     """What runs untuned: the best guess that lies in the space."""
     low, high = space.unit_bytes
-    wanted = 1 << max(0, total_bytes // DEFAULT_UNITS - 1).bit_length()
-    unit_bytes = min(max(wanted, SMALLEST_DEFAULT_UNIT_BYTES), LARGEST_DEFAULT_UNIT_BYTES)
-    streams = DEFAULT_STREAMS_ONE_NODE if one_node else DEFAULT_STREAMS
     transport, algorithm = space.routes[0]
+    smallest, largest = DEFAULT_UNIT_BYTES_NCCL if transport is TransportKind.NCCL else DEFAULT_UNIT_BYTES
+    wanted = 1 << max(0, total_bytes // DEFAULT_UNITS - 1).bit_length()
+    unit_bytes = min(max(wanted, smallest), largest)
+    streams = DEFAULT_STREAMS_ONE_NODE if one_node else DEFAULT_STREAMS
     return Knobs(
         unit_bytes=min(max(unit_bytes, low), high),
         streams=max((n for n in space.streams if n <= streams), default=space.streams[0]),
@@ -189,6 +193,11 @@ class TunedSynchroniser:
     def tuning(self) -> bool:
         """The warm-up is not over."""
         return self._tuning
+
+    @property
+    def on_streams(self) -> bool:
+        """Gradients are on a device on which things happen later than they are called."""
+        return self._fabric.device.streams
 
     def unfinished(self) -> tuple[int, float] | None:
         """See `Synchroniser.unfinished`."""

@@ -122,6 +122,9 @@ class FakeDevice:
         self._stash = [(mark, kept) for mark, kept in self._stash if not mark.reached.is_set()]
         self._stash.append((self.mark(), list(tensors)))
 
+    def release(self) -> None:
+        self._stash.clear()
+
     def mark(self) -> FakeMark:
         mark = FakeMark()
         self.current.put(mark.reach)
