@@ -15,9 +15,7 @@ from .fabric import Fabric, Route
 from .layout import GradientLayout
 from .plan import CommPlan
 from .transport import FlatBuffer, ReduceOp
-
-VOTES = 2
-"""Elements at the end of the first flat buffer that are no gradients; see `Synchroniser`."""
+from .votes import VOTES
 
 
 class HasGrad(Protocol):

@@ -6,7 +6,6 @@ A module of its own so that the hot path holds nothing of it but a test whether 
 from __future__ import annotations
 
 import time
-from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -34,13 +33,6 @@ class IssuedUnit:
     transport: TransportKind
     work: Work
     issued: Mark
-
-    def describe(self) -> str:
-        """The gradients in it, in words."""
-        offsets, names = self.layout.offsets, self.layout.names
-        first = bisect_right(offsets, self.start) - 1
-        last = max(first, bisect_left(offsets, self.stop) - 1)
-        return names[first] if first == last else f"{names[first]} … {names[last]} ({last - first + 1})"
 
 
 @dataclass(slots=True)
@@ -83,7 +75,10 @@ class IterationTrace:
             done = getattr(unit.work, "done_mark", None) or getattr(unit.work, "done_s", 0.0)
             done_s = at(done) if done else end_s
             free_s[unit.stream] = done_s
-            name, numbers = unit.describe(), {"bytes": (unit.stop - unit.start) * unit.layout.itemsize_bytes}
+            name, numbers = (
+                unit.layout.describe(unit.start, unit.stop),
+                {"bytes": (unit.stop - unit.start) * unit.layout.itemsize_bytes},
+            )
             track = f"{unit.transport.value} stream {unit.stream}"
             if began_s > issued_s:
                 self.timeline.overlapping(f"{track} queue", issued_s, began_s, unit=name, **numbers)

@@ -3,6 +3,7 @@
 A module of its own because plans, arms, planners and the simulator need layouts without torch.
 """
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -51,6 +52,14 @@ class GradientLayout:
     def total_bytes(self) -> int:
         """Bytes of the flat buffer."""
         return self.numel * self.itemsize_bytes
+
+    def describe(self, start: int, stop: int) -> str:
+        """The gradients with elements in `[start, stop)`, in words; needs names."""
+        first = bisect_right(self.offsets, start) - 1
+        last = max(first, bisect_left(self.offsets, stop) - 1)
+        if first == last:
+            return self.names[first]
+        return f"{self.names[first]} … {self.names[last]} ({last - first + 1})"
 
     def reordered(self, order: Sequence[int]) -> "GradientLayout":
         """The layout whose i-th gradient is this one's `order[i]`-th."""

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -34,13 +33,15 @@ from sirtaki.errors import PlanError
 from . import timeline
 from .device import Mark
 from .fabric import Fabric
-from .gradient_groups import VOTES, GradientGroup, HasGrad, Reduction, ScheduledUnit, group_by_dtype, schedule
+from .gradient_groups import GradientGroup, HasGrad, Reduction, ScheduledUnit, group_by_dtype, schedule
+from .in_flight import InFlight, Moments
 from .iteration_trace import IssuedUnit, IterationTrace
 from .layout import GradientLayout
 from .negotiation import ReadinessNegotiation
 from .plan import CommPlan
 from .scaling import scale_
 from .transport import Work
+from .votes import ALIVE, RELEARN, VOTES, Votes
 
 if TYPE_CHECKING:
     from .control import ControlPlane
@@ -49,9 +50,6 @@ logger = logging.getLogger(__name__)
 
 LEARNING_ITERATIONS = 2
 """The first iteration runs with cold caches; its order is kept only if the second one cannot be had."""
-
-RELEARN, ALIVE = range(VOTES)
-"""What the elements at the end of the first flat buffer ask for, or say."""
 
 WAIT_SLICE_S = 1.0
 """How often a wait for other ranks looks whether the job has failed."""
@@ -76,16 +74,6 @@ class IterationReport:
     ready_s: tuple[float, ...] = ()
     learned: bool = False
     alive: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class _Moments:
-    """When the parts of one iteration end on the device."""
-
-    iteration: int
-    first_ready: Mark
-    backward_ended: Mark
-    reduced: Mark
 
 
 class Synchroniser:
@@ -132,11 +120,10 @@ class Synchroniser:
         # Autograd computes the gradients of each device in a thread of its own.
         self._one_at_a_time = threading.Lock() if len({param.device for param in params}) > 1 else None
         self._groups: list[GradientGroup] = []
-        self._disorder, self._ballot = 0, 0
+        self._disorder, self._wants_to_relearn = 0, False
         self._joined = False
         self._next_vote = 0
-        self._in_flight: list[_Moments] = []  # of the last iteration and the one before
-        self._stalled: tuple[int, float] | None = None
+        self._in_flight = InFlight(self._device)
         self._lay_out(list(range(len(self._params)))[::-1])
 
     # ── layouts and plans ────────────────────────────────────────────────────────────────────────────────────────
@@ -169,14 +156,7 @@ class Synchroniser:
             param.dtype == view.dtype and param.device == view.device
             for param, view in zip(self._params, self._views, strict=True)
         ]
-        self._votes = self._groups[0].buffer.tensor[-VOTES:]
-        # What a rank may vote, `[relearn][alive]`, where the votes are; what was voted, on the host.
-        self._ballots = torch.tensor(
-            [[[relearn, alive] for alive in (0, 1)] for relearn in (0, 1)], device=self._votes.device
-        ).to(self._votes.dtype)
-        self._count = torch.zeros(VOTES, dtype=self._votes.dtype)
-        self._device.pin(self._count)
-        self._counted: Mark | None = None  # when the last iteration's votes are in `_count`; None = it had none
+        self._votes = Votes(self._device, self._groups[0].buffer.tensor[-VOTES:])
         self._install([self._default_plan(group.layout) for group in self._groups])
 
     def set_plans(self, plans: Sequence[CommPlan]) -> None:
@@ -211,7 +191,7 @@ class Synchroniser:
         """Ready for the next backward pass."""
         # The last entry is never zero: `ready` need not ask whether there is a next unit.
         self._missing = [*(len(unit.members) for unit in self._units), 1]
-        self._device.launch(self._votes.copy_, self._ballots[self._ballot][1])
+        self._votes.cast(relearn=self._wants_to_relearn, alive=True)
         self._next_unit = 0
         self._arrived: list[int] = []
         self._ready_marks: list[Mark] = [None] * len(self._params) if self._learning else []
@@ -421,7 +401,7 @@ class Synchroniser:
         called = self._device.mark()
         self._joined = joined and not self._arrived
         if self._joined:
-            self._device.launch(self._votes.copy_, self._ballots[self._ballot][0])
+            self._votes.cast(relearn=self._wants_to_relearn, alive=False)
             for param in self._params:
                 param.grad = None
         if not self._arrived:
@@ -440,13 +420,15 @@ class Synchroniser:
                 self._control.failures.check()
         self._device.release()
         self._hand_back()
-        return self._report(_Moments(self.iteration, self._first_ready, called, self._device.mark()), n_arrived)
+        if self._device.streams:
+            self._in_flight.units = list(zip(self._units, self._works, strict=True))
+        return self._report(Moments(self.iteration, self._first_ready, called, self._device.mark()), n_arrived)
 
-    def _report(self, moments: _Moments, n_arrived: int) -> IterationReport:
+    def _report(self, moments: Moments, n_arrived: int) -> IterationReport:
         """Collective: closes the books on this iteration."""
         device = self._device
-        self._in_flight = [*self._in_flight[-1:], moments]
-        measured = self._in_flight[0] if device.streams and not self._learning else moments
+        self._in_flight.add(moments)
+        measured = self._in_flight.before if device.streams and not self._learning else moments
         # The host is never more than one iteration ahead.
         device.wait_for(measured.reduced if self._trace is None else moments.reduced)
         if self._trace is not None:
@@ -465,7 +447,10 @@ class Synchroniser:
             if self._learning
             else ()
         )
-        relearn = self._count_votes()
+        relearn = self._votes.anyone_asked(RELEARN)
+        self._votes.forget()
+        if not self._learning:  # in which negotiation may have issued the gradients alone
+            self._votes.count()
         report = IterationReport(
             span_s=device.elapsed_s(measured.first_ready, measured.reduced),
             backward_s=max(0.0, device.elapsed_s(measured.first_ready, measured.backward_ended)),  # may be none at all
@@ -476,39 +461,16 @@ class Synchroniser:
         self.iteration += 1
         return report
 
-    def _count_votes(self) -> bool:
-        """Takes this iteration's votes to the host; returns whether the last one's asked for a new order."""
-        relearn = False
-        if self._counted is not None:
-            self._device.wait_for(self._counted)
-            relearn = float(self._count[RELEARN]) > 0.0
-        self._counted = None
-        if not self._learning:  # in which negotiation may have issued the gradients alone
-            self._device.launch(_to_host, self._count, self._votes)
-            self._counted = self._device.mark()
-        return relearn
-
     def _is_anyone_alive(self) -> bool:
         """Collective: some rank has data of its own."""
         if self._learning:
             return bool(self._control.total(np.array([0.0 if self._joined else 1.0]))[0] > 0.0)
-        if not self._joined:
-            return True
-        self._device.wait_for(self._counted)
-        return float(self._count[ALIVE]) > 0.0
+        return not self._joined or self._votes.anyone_asked(ALIVE)
 
-    def unfinished(self) -> tuple[int, float] | None:
-        """On a device with streams: the iteration whose gradients others keep waiting, and since when.
-
-        Any thread may ask. The time is `time.monotonic()`, and that of the first call that found them late.
-        """
-        device, in_flight = self._device, self._in_flight
-        late = [moments for moments in in_flight if not device.is_reached(moments.reduced)] if device.streams else []
-        if not late or not device.is_reached(late[0].backward_ended):
-            self._stalled = None
-        elif self._stalled is None or self._stalled[0] != late[0].iteration:
-            self._stalled = late[0].iteration, time.monotonic()
-        return self._stalled
+    @property
+    def in_flight(self) -> InFlight:
+        """What the device may still be busy with."""
+        return self._in_flight
 
     def _complete_missing(self) -> None:
         """Gradients that did not come: those there are count as they are, the others as zeros, as in Horovod."""
@@ -541,7 +503,7 @@ class Synchroniser:
         limit = max(8, len(self._order) // 8)
         late = max((place - self._position[index] for place, index in enumerate(arrived)), default=0)
         self._disorder = self._disorder + 1 if late > limit else 0
-        self._ballot = int(self._disorder >= 3 and self.iteration >= self._next_vote)
+        self._wants_to_relearn = self._disorder >= 3 and self.iteration >= self._next_vote
 
     def _turn_over(self, n_arrived: int, *, relearn: bool) -> bool:
         """Collective: what the next iteration will be. True if the order has just been learned."""
@@ -558,14 +520,14 @@ class Synchroniser:
             self._next_vote = self.iteration + 2 * (self.iteration - self._learn_from + 50)
             return True
         if self._arrived == self._order:
-            self._disorder = self._ballot = 0
+            self._disorder, self._wants_to_relearn = 0, False
         else:
             self._watch_order(n_arrived)
         if relearn:
             logger.info("gradients come in another order than they did; learning it anew")
             self._learning, self._learn_from = True, self.iteration + 1
-            self._disorder = self._ballot = 0
-            self._counted = None
+            self._disorder, self._wants_to_relearn = 0, False
+            self._votes.forget()
         self._reset()
         return False
 
@@ -574,7 +536,3 @@ class Synchroniser:
         self._device.users -= 1
         if self._negotiation is not None:
             self._negotiation.close()
-
-
-def _to_host(target: torch.Tensor, source: torch.Tensor) -> None:
-    target.copy_(source, non_blocking=True)

@@ -291,8 +291,8 @@ class GradientReducer:
         since_s, iteration = self._waiting_since_s, self.iteration
         if self._sync is not None:
             self._sync.check()
-            if since_s is None and (unfinished := self._sync.unfinished()) is not None:
-                iteration, since_s = unfinished
+            if since_s is None and self._sync.on_streams and (stalled := self._sync.in_flight.stalled()):
+                iteration, since_s = stalled
         return None if since_s is None else Wait(what=f"the gradients of iteration {iteration}", since_s=since_s)
 
     def _progress(self) -> str:
@@ -302,7 +302,14 @@ class GradientReducer:
             return ""
         missing = self._sync.missing_names()
         shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
-        return f"is in iteration {self._sync.iteration}" + (f", has not computed {shown}" if missing else "")
+        waiting = self._sync.in_flight.unreduced_unit()
+        return "".join(
+            [
+                f"is in iteration {self._sync.iteration}",
+                f", has not computed {shown}" if missing else "",
+                f", its GPU waits for {waiting}" if waiting else "",
+            ]
+        )
 
     def close(self) -> None:
         """Gradients are not reduced any more."""

@@ -96,7 +96,7 @@ class Runtime:
         """
         deadline = time.monotonic() + EXIT_S
         while time.monotonic() < deadline and _runtime is self:
-            if any(reducer.tuned is not None and reducer.tuned.unfinished() for reducer in self.reducers):
+            if any(reducer.tuned is not None and reducer.tuned.in_flight.stalled() for reducer in self.reducers):
                 break
             time.sleep(0.05)
         if _runtime is self:

@@ -27,6 +27,7 @@ from sirtaki.autotune.model.link import LinkModel
 from sirtaki.autotune.model.planning import PlanningModel, Route
 from sirtaki.comm.fabric import Fabric
 from sirtaki.comm.gradient_groups import Reduction
+from sirtaki.comm.in_flight import InFlight
 from sirtaki.comm.layout import GradientLayout
 from sirtaki.comm.plan import CommPlan, TransportKind
 from sirtaki.comm.synchroniser import IterationReport, Synchroniser
@@ -199,9 +200,10 @@ class TunedSynchroniser:
         """Gradients are on a device on which things happen later than they are called."""
         return self._fabric.device.streams
 
-    def unfinished(self) -> tuple[int, float] | None:
-        """See `Synchroniser.unfinished`."""
-        return self._sync.unfinished()
+    @property
+    def in_flight(self) -> InFlight:
+        """What the device may still be busy with."""
+        return self._sync.in_flight
 
     def check(self) -> None:
         """Raises what a transport has found out by itself; any thread may ask."""

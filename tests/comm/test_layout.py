@@ -48,3 +48,11 @@ def test_impossible_layouts_are_refused() -> None:
         GradientLayout(sizes=(3,), itemsize_bytes=0)
     with pytest.raises(PlanError, match="1 names for 2 gradients"):
         GradientLayout(sizes=(1, 2), names=("a",))
+
+
+def test_a_range_is_told_by_the_names_of_its_gradients() -> None:
+    layout = GradientLayout(sizes=(10, 0, 5, 3), names=("a", "b", "c", "d"))
+    assert layout.describe(0, 4) == "a"
+    assert layout.describe(0, 18) == "a … d (4)"
+    assert layout.describe(10, 15) == "c"
+    assert layout.describe(12, 16) == "c … d (2)"

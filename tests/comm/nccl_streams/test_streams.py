@@ -81,6 +81,7 @@ def test_a_rank_that_stays_away_from_a_gpu_that_waits_ends_the_job_by_name(run_r
     assert job.returncode != 0
     assert "ends while its GPU waits" in job.stderr
     assert "missing: rank 1 runs streams_training.py" in job.stderr
+    assert re.search(r"its GPU waits for unit 1 of \d+ \(2\.bias.*\) on stream 0", job.stderr)
 
 
 def test_what_nccl_reports_ends_the_job_by_name(run_ranks: RunRanks) -> None:

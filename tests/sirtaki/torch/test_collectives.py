@@ -6,7 +6,7 @@ from conftest import RunRanks
 ENV = {"SIRTAKI_REGISTRY": "off"}
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(3, marks=pytest.mark.slow), 4])
 def test_every_collective_agrees_with_numpy(run_ranks: RunRanks, ranks: int) -> None:
     assert run_ranks("collectives_reference.py", ranks, 60, env=ENV).stdout.count("60 cases agree") == ranks
 
@@ -16,7 +16,7 @@ def test_disagreements_are_errors_on_every_rank_and_the_job_goes_on(run_ranks: R
     assert run_ranks("collectives_errors.py", ranks, env=ENV).stdout.count("as they should be") == ranks
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(3, marks=pytest.mark.slow), 4])
 def test_groups_joins_gradients_and_process_sets_behave(run_ranks: RunRanks, ranks: int) -> None:
     assert run_ranks("collectives_behaviour.py", ranks, env=ENV).stdout.count("cases") == ranks
 

@@ -33,10 +33,12 @@ def test_a_failing_rank_ends_the_job_and_is_named(
     assert "done" not in job.stdout
 
 
+@pytest.mark.slow
 def test_a_stall_is_a_warning_before_it_is_an_error(run_ranks: RunRanks) -> None:
     job = run_ranks("faults.py", 2, "stop_calling", env=STALL, check=False, timeout_s=60)
-    warnings = [line for line in job.stderr.splitlines() if "has waited" in line]
-    assert "rank 0 has waited 1 s for the gradients of iteration 10" in warnings[0]
+    # On a busy machine an earlier iteration may take a second, too.
+    assert "rank 0 has waited 1 s for the gradients of iteration 10" in job.stderr
+    assert job.stderr.index("has waited") < job.stderr.index("StallError")
     assert "StallError" in job.stderr
 
 

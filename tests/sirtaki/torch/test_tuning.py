@@ -17,7 +17,7 @@ def read_records(log: Path) -> list[dict[str, Any]]:
     return [record for record in records if record["event"] != "model"]
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_job_tunes_while_it_trains_right_and_the_next_one_starts_tuned(
     run_ranks: RunRanks, tmp_path: Path, ranks: int
 ) -> None:
@@ -37,7 +37,7 @@ def test_a_job_tunes_while_it_trains_right_and_the_next_one_starts_tuned(
 
 
 def test_a_job_that_ends_early_leaves_its_trials_to_the_next(run_ranks: RunRanks) -> None:
-    first = run_ranks("tuning.py", 2, 30).stderr
+    first = run_ranks("tuning.py", 2, 15).stderr
     assert "the job ends before its warm-up" in first
     assert "the next job goes on" in first
     second = run_ranks("tuning.py", 2, 130).stderr
