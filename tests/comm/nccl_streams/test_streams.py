@@ -57,10 +57,11 @@ def test_two_optimizers_in_one_backward_pass_use_nccl_in_one_order(run_ranks: Ru
     run(run_ranks, what, ranks, 10)
 
 
-@pytest.mark.slow
+@SLOW
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("what", ["nccl-train", "staged-train", "nccl-two"])
-def test_a_thousand_iterations_on_late_streams_stay_right(run_ranks: RunRanks, what: str) -> None:
-    output = run_ranks("streams.py", 2, what, 1000, timeout_s=900).stdout
+def test_hundreds_of_iterations_on_late_streams_stay_right(run_ranks: RunRanks, what: str) -> None:
+    output = run_ranks("streams.py", 2, what, 300, timeout_s=580).stdout
     assert output.count("ok ") == 2
 
 
