@@ -20,12 +20,12 @@ import torch
 import torch.distributed as dist
 
 from bench.contenders import join_gloo
-from bench.harness import Bar, Report, Spread, alternate, finish, give_result, parser, rank_options, ratios, run_ranks
+from bench.harness import Bar, Report, Spread, alternate, finish, give_result, main_or_rank, parser, ratios, run_ranks
 from bench.step import slowest
 from sirtaki.comm.control import ControlPlane
 from sirtaki.comm.fabric import Fabric, Route
 from sirtaki.comm.plan import CommPlan, Unit
-from sirtaki.comm.transport import FlatBuffer, ReduceOp
+from sirtaki.comm.transport import FlatBuffer
 
 KIB, MIB = 1024, 1024 * 1024
 WAIT_S = 120.0
@@ -85,19 +85,7 @@ def equal_units(numel: int, route: Route, streams: int) -> CommPlan:
 
 def run_plan(fabric: Fabric, buffer: FlatBuffer, plan: CommPlan, *, scale: float) -> None:
     """Collective: submits all units at once and waits for them."""
-    works = [
-        fabric.all_reduce(
-            buffer,
-            unit.start,
-            unit.stop,
-            route=(plan.transport, unit.algorithm),
-            stream=unit.stream,
-            op=ReduceOp.SUM,
-            scale=scale,
-        )
-        for unit in plan.units
-    ]
-    for work in works:
+    for work in fabric.all_reduce_plan(buffer, plan, scale=scale):
         if not work.wait(WAIT_S):
             raise RuntimeError(f"{plan.transport.value} did not end within {WAIT_S:g} s")
 
@@ -160,8 +148,4 @@ def add_size(report: Report, ranks: int, size_bytes: int, samples: Mapping[str, 
 
 
 if __name__ == "__main__":
-    given = rank_options()
-    if given is not None:
-        on_rank(given)
-    else:
-        sys.exit(main())
+    sys.exit(main_or_rank(main, on_rank))

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from bench.harness import Bar, Report, Spread, finish, give_result, parser, rank_options, run_ranks
+from bench.harness import Bar, Report, Spread, finish, give_result, main_or_rank, parser, run_ranks
 
 NUMEL = 64
 FIRST_CALLS = 20  # not counted
@@ -63,8 +63,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    given = rank_options()
-    if given is not None:
-        on_rank(given)
-    else:
-        sys.exit(main())
+    sys.exit(main_or_rank(main, on_rank))

@@ -210,6 +210,15 @@ def rank_options() -> dict[str, Any] | None:
     return None
 
 
+def main_or_rank(main: Callable[[], int], on_rank: Callable[[dict[str, Any]], None]) -> int:
+    """The exit status of `main`; in a process that `rank_argv` started, that rank's part runs instead."""
+    given = rank_options()
+    if given is None:
+        return main()
+    on_rank(given)
+    return 0
+
+
 def give_result(result: Any) -> None:
     """On one rank only: hands a JSON-ready result to the process that started the ranks."""
     print(RESULT_MARK + json.dumps(result), flush=True)

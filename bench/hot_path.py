@@ -31,10 +31,10 @@ from bench.harness import (
     alternate,
     finish,
     give_result,
+    main_or_rank,
     parser,
     rank_argv,
     rank_env,
-    rank_options,
     run_ranks,
     take_result,
 )
@@ -234,8 +234,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    given = rank_options()
-    if given is not None:
-        on_rank(given)
-    else:
-        sys.exit(main())
+    sys.exit(main_or_rank(main, on_rank))

@@ -40,10 +40,10 @@ from bench.harness import (
     alternate,
     finish,
     give_result,
+    main_or_rank,
     parser,
     rank_argv,
     rank_env,
-    rank_options,
     take_result,
 )
 from bench.models import emulated_resnet50
@@ -286,8 +286,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    given = rank_options()
-    if given is not None:
-        on_rank(given)
-    else:
-        sys.exit(main())
+    sys.exit(main_or_rank(main, on_rank))

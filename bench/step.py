@@ -25,8 +25,8 @@ from bench.harness import (
     alternate,
     finish,
     give_result,
+    main_or_rank,
     parser,
-    rank_options,
     ratios,
     run_ranks,
 )
@@ -171,8 +171,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    given = rank_options()
-    if given is not None:
-        on_rank(given)
-    else:
-        sys.exit(main())
+    sys.exit(main_or_rank(main, on_rank))

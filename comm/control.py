@@ -184,6 +184,10 @@ class ControlPlane:
         """Collective: the element-wise minimum over ranks of a small array."""
         return self._reduce(values, load_mpi().MIN)
 
+    def maximum(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """Collective: the element-wise maximum over ranks of a small array."""
+        return self._reduce(values, load_mpi().MAX)
+
     def total(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         """Collective: the element-wise sum over ranks of a small array."""
         return self._reduce(values, load_mpi().SUM)

@@ -149,3 +149,8 @@ class HostDevice:
 
 
 HOST = HostDevice()
+
+
+def copy_(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copies without waiting, where one of the two is page-locked; for `Device.launch`."""
+    target.copy_(source, non_blocking=True)

@@ -32,6 +32,9 @@ logger = logging.getLogger(__name__)
 
 Route = tuple[TransportKind, Algorithm]
 
+WAIT_SLICE_S = 1.0
+"""How often a wait for other ranks looks whether the job has failed."""
+
 MAX_COMMUNICATORS = 24
 """NCCL communicators that are open at once; those of one stream with several CTA counts are several."""
 
@@ -57,7 +60,7 @@ class Fabric:
             self._pool = CommunicatorPool(
                 nccl,
                 limit=MAX_COMMUNICATORS,
-                worst=lambda value: -float(control.minimum(np.array([-value]))[0]),
+                worst=lambda value: float(control.maximum(np.array([value]))[0]),
             )
         self._shares_memory = nccl is None and max(control.local_sizes) > 1 and self._try_sharing()
 
@@ -215,6 +218,31 @@ class Fabric:
     ) -> Work:
         """Reduces a range over a route whose lanes are open; see `Transport.all_reduce`."""
         return self._transports[route].all_reduce(buffer, start, stop, lane=Lane(stream, threads), op=op, scale=scale)
+
+    def all_reduce_plan(self, buffer: FlatBuffer, plan: CommPlan, *, scale: float = 1.0) -> list[Work]:
+        """Adds up all units of a plan whose lanes are open, all submitted at once; see `Transport.all_reduce`."""
+        return [
+            self.all_reduce(
+                buffer,
+                unit.start,
+                unit.stop,
+                route=(plan.transport, unit.algorithm),
+                stream=unit.stream,
+                threads=unit.threads,
+                scale=scale,
+            )
+            for unit in plan.units
+        ]
+
+    def wait_for(self, works: Sequence[Work]) -> None:
+        """Waits for all of them, and looks now and then whether the job has failed.
+
+        Raises:
+            CommError: a reduction failed, or the job did.
+        """
+        for work in works:
+            while not work.wait(WAIT_SLICE_S):
+                self._control.failures.check()
 
     def check(self) -> None:
         """Raises what a transport has found out by itself; any thread may ask.

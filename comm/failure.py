@@ -28,16 +28,12 @@ class FailureBoard:
         """Keeps `error` unless an earlier one is there; the first one is told to those who listen."""
         if self._error is None:
             self._error = error
-            for listener in list(self._listeners):
+            for listener in self._listeners:
                 listener()
 
     def listen(self, listener: Callable[[], None]) -> None:
         """Calls `listener` when the job fails, in the thread that finds it out: to end waits that no flag can end."""
         self._listeners.append(listener)
-
-    def unlisten(self, listener: Callable[[], None]) -> None:
-        """Undoes `listen`."""
-        self._listeners.remove(listener)
 
     @property
     def error(self) -> CommError | None:

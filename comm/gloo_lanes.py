@@ -20,7 +20,7 @@ from sirtaki.errors import CommError
 from . import timeline
 from .plan import TransportKind
 from .scaling import scale_
-from .transport import FlatBuffer, Lane, ReduceOp, Work
+from .transport import NOTHING_TO_DO, FlatBuffer, Lane, ReduceOp, Work
 
 MAX_STREAMS = 24
 RENDEZVOUS_TIMEOUT_S = 300.0
@@ -65,16 +65,6 @@ class _GlooWork:
         scale_(self._result, self._scale)
         self._done = True
         return True
-
-
-class _NothingToDo:
-    """The work of an empty range."""
-
-    def wait(self, timeout_s: float) -> bool:
-        return True
-
-
-NOTHING_TO_DO = _NothingToDo()
 
 
 class GlooLanes:

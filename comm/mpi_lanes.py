@@ -17,10 +17,9 @@ import torch
 from sirtaki.errors import CommError
 
 from .control import load_mpi
-from .gloo_lanes import NOTHING_TO_DO
 from .plan import TransportKind
 from .scaling import HALF_DTYPES, scale_
-from .transport import FlatBuffer, Lane, ReduceOp, Work
+from .transport import NOTHING_TO_DO, FlatBuffer, Lane, ReduceOp, Work
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -21,12 +21,11 @@ import torch
 
 from sirtaki.errors import CommError, PeerLostError
 
-from .gloo_lanes import NOTHING_TO_DO
 from .mpi_lanes import ThreadWork
 from .node_memory import Doorbell, share_memory
 from .plan import TransportKind
 from .scaling import HALF_DTYPES, scale_
-from .transport import FlatBuffer, Lane, ReduceOp, Transport, Work
+from .transport import NOTHING_TO_DO, FlatBuffer, Lane, ReduceOp, Transport, Work
 
 if TYPE_CHECKING:
     from .control import ControlPlane

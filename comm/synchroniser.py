@@ -51,9 +51,6 @@ logger = logging.getLogger(__name__)
 LEARNING_ITERATIONS = 2
 """The first iteration runs with cold caches; its order is kept only if the second one cannot be had."""
 
-WAIT_SLICE_S = 1.0
-"""How often a wait for other ranks looks whether the job has failed."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IterationReport:
@@ -415,9 +412,7 @@ class Synchroniser:
         else:
             self._missing = [0] * len(self._units) + [1]
             self._issue_complete_units()
-        for work in self._works:
-            while not work.wait(WAIT_SLICE_S):
-                self._control.failures.check()
+        self._fabric.wait_for(self._works)
         self._device.release()
         self._hand_back()
         if self._device.streams:

@@ -51,6 +51,16 @@ class Work(Protocol):
         ...
 
 
+class _NothingToDo:
+    """The work of an empty range."""
+
+    def wait(self, timeout_s: float) -> bool:
+        return True
+
+
+NOTHING_TO_DO = _NothingToDo()
+
+
 class Lane(NamedTuple):
     """What one unit travels on: a stream, with a thread allowance where the transport has any (None = its own)."""
 

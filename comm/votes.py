@@ -6,7 +6,7 @@ by all of them in the same iteration, without a message.
 
 import torch
 
-from .device import Device, Mark
+from .device import Device, Mark, copy_
 
 VOTES = 2
 RELEARN, ALIVE = range(VOTES)
@@ -32,7 +32,7 @@ class Votes:
 
     def count(self) -> None:
         """Takes the reduced elements to the host."""
-        self._device.launch(_copy, self._count, self._elements)
+        self._device.launch(copy_, self._count, self._elements)
         self._counted = self._device.mark()
 
     def forget(self) -> None:
@@ -45,7 +45,3 @@ class Votes:
             return False
         self._device.wait_for(self._counted)
         return float(self._count[vote]) > 0.0
-
-
-def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    target.copy_(source, non_blocking=True)

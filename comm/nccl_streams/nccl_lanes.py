@@ -15,10 +15,9 @@ import torch
 
 from sirtaki.comm import timeline
 from sirtaki.comm.device import Device, Mark
-from sirtaki.comm.gloo_lanes import NOTHING_TO_DO
 from sirtaki.comm.plan import TransportKind
 from sirtaki.comm.scaling import scale_
-from sirtaki.comm.transport import FlatBuffer, Lane, ReduceOp, Work
+from sirtaki.comm.transport import NOTHING_TO_DO, FlatBuffer, Lane, ReduceOp, Work
 from sirtaki.errors import CommError
 
 from .communicators import CommunicatorKey, CommunicatorPool, Group, GroupWork, Opener, Scope

@@ -14,14 +14,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-import torch
-
-from sirtaki.comm.device import Device, Mark
+from sirtaki.comm.device import Device, Mark, copy_
 from sirtaki.comm.failure import FailureBoard
-from sirtaki.comm.gloo_lanes import NOTHING_TO_DO
 from sirtaki.comm.mpi_lanes import ThreadWork
 from sirtaki.comm.plan import TransportKind
-from sirtaki.comm.transport import FlatBuffer, Lane, ReduceOp, Transport, Work
+from sirtaki.comm.transport import NOTHING_TO_DO, FlatBuffer, Lane, ReduceOp, Transport, Work
 from sirtaki.errors import CommError
 
 
@@ -75,7 +72,7 @@ class _Stream:
         packed = self._device.mark()
         with self._device.on(self._out):
             self._device.order_after(packed)
-            self._device.launch(_copy, buffer.mirror.tensor[start:stop], buffer.tensor[start:stop])
+            self._device.launch(copy_, buffer.mirror.tensor[start:stop], buffer.tensor[start:stop])
             out = self._device.mark()
         task = _Task(buffer, start, stop, op, scale, out, _StagedWork(self._device))
         self._leaving.put(task)
@@ -106,7 +103,7 @@ class _Stream:
         assert task.buffer.mirror is not None
         with self._device.on(self._back):
             self._device.launch(
-                _copy, task.buffer.tensor[task.start : task.stop], task.buffer.mirror.tensor[task.start : task.stop]
+                copy_, task.buffer.tensor[task.start : task.stop], task.buffer.mirror.tensor[task.start : task.stop]
             )
             task.work.back = self._device.mark()
         task.work.finish()
@@ -124,10 +121,6 @@ class _Stream:
         self._leaving.put(None)
         for thread in self._threads:
             thread.join(timeout=2.0)
-
-
-def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    target.copy_(source, non_blocking=True)
 
 
 class StagedLanes:

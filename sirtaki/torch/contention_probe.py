@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from sirtaki.comm.control import ControlPlane
     from sirtaki.comm.device import Device
     from sirtaki.comm.fabric import Fabric, Route
-    from sirtaki.comm.transport import FlatBuffer, Work
+    from sirtaki.comm.transport import FlatBuffer
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ def probe_threads(control: ControlPlane, fabric: Fabric, route: Route) -> list[T
             plan = _one_unit(route, unit_bytes, threads)
             fabric.open_plan(plan)
             rounds = [_round(control, fabric, plan, buffer, matrix, product) for _ in range(REPETITIONS + 1)][1:]
-            worst = -control.minimum(-np.array(rounds))  # (REPETITIONS, 4)
+            worst = control.maximum(np.array(rounds))  # (REPETITIONS, 4)
             alone_s, beside_s, compute_s, undisturbed_s = (tuple(column.tolist()) for column in worst.T)
             probes.append(
                 ThreadProbe(
@@ -105,32 +105,25 @@ def _round(
     device = fabric.device
     device.synchronise()
     begin = device.mark()
-    _reduce(fabric, plan, buffer).wait(timeout_s=1.0)
+    fabric.wait_for(fabric.all_reduce_plan(buffer, plan, scale=0.0))
     reduced = device.mark()
     _compute(device, matrix, product)
     computed = device.mark()
     device.synchronise()
     alone_s, undisturbed_s = device.elapsed_s(begin, reduced), device.elapsed_s(reduced, computed)
     # As many all-reduces as fill the computation's time on every rank, one behind the other beside it.
-    wanted = -control.minimum(np.array([-undisturbed_s / max(alone_s, 1e-6)]))[0]
+    wanted = control.maximum(np.array([undisturbed_s / max(alone_s, 1e-6)]))[0]
     count = min(MOST_REDUCTIONS, max(1, round(float(wanted))))
     beside = device.make_stream()
     begin = device.mark()
-    works = [_reduce(fabric, plan, buffer) for _ in range(count)]
+    works = [work for _ in range(count) for work in fabric.all_reduce_plan(buffer, plan, scale=0.0)]
     with device.on(beside):
-        for work in works:
-            work.wait(timeout_s=1.0)
+        fabric.wait_for(works)
         reduced = device.mark()
     _compute(device, matrix, product)
     computed = device.mark()
     device.synchronise()
     return alone_s, device.elapsed_s(begin, reduced) / count, device.elapsed_s(begin, computed), undisturbed_s
-
-
-def _reduce(fabric: Fabric, plan: CommPlan, buffer: FlatBuffer) -> Work:
-    unit = plan.units[0]
-    route = (plan.transport, unit.algorithm)
-    return fabric.all_reduce(buffer, unit.start, unit.stop, route=route, stream=0, threads=unit.threads, scale=0.0)
 
 
 def _compute(device: Device, matrix: torch.Tensor, product: torch.Tensor) -> None:

@@ -291,7 +291,7 @@ class GradientReducer:
         since_s, iteration = self._waiting_since_s, self.iteration
         if self._sync is not None:
             self._sync.check()
-            if since_s is None and self._sync.on_streams and (stalled := self._sync.in_flight.stalled()):
+            if since_s is None and (stalled := self._sync.in_flight.stalled()):
                 iteration, since_s = stalled
         return None if since_s is None else Wait(what=f"the gradients of iteration {iteration}", since_s=since_s)
 

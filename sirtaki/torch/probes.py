@@ -141,27 +141,18 @@ def _probe_s(control: ControlPlane, fabric: Fabric, plan: CommPlan, buffer: Flat
     link that was idle; so the timed ones follow without a pause, not even that of a barrier.
     """
     control.barrier()
-    _pass(control, fabric, plan, buffer, times=1)
+    _pass(fabric, plan, buffer, times=1)
     device = fabric.device
     begin = device.mark()
-    _pass(control, fabric, plan, buffer, times=PASSES)
+    _pass(fabric, plan, buffer, times=PASSES)
     end = device.mark()
     device.wait_for(end)
-    return -float(control.minimum(np.array([-device.elapsed_s(begin, end)]))[0])
+    return float(control.maximum(np.array([device.elapsed_s(begin, end)]))[0])
 
 
-def _pass(control: ControlPlane, fabric: Fabric, plan: CommPlan, buffer: FlatBuffer, *, times: int) -> None:
+def _pass(fabric: Fabric, plan: CommPlan, buffer: FlatBuffer, *, times: int) -> None:
     """Collective: submits all units so many times, then waits for all of them."""
-    works = [
-        fabric.all_reduce(
-            buffer, unit.start, unit.stop, route=(plan.transport, unit.algorithm), stream=unit.stream, scale=0.0
-        )
-        for _ in range(times)
-        for unit in plan.units
-    ]
-    for work in works:
-        while not work.wait(timeout_s=1.0):
-            control.failures.check()
+    fabric.wait_for([work for _ in range(times) for work in fabric.all_reduce_plan(buffer, plan, scale=0.0)])
 
 
 def planning_model(

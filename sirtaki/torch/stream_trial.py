@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from sirtaki.autotune.knobs import MIB
-from sirtaki.comm.plan import Algorithm, CommPlan, TransportKind, Unit
+from sirtaki.comm.plan import CommPlan, TransportKind, Unit
 
 from . import runtime
 from .devices import open_fabric
@@ -72,21 +72,13 @@ def try_streams(control: ControlPlane, fabric: Fabric) -> StreamTrial:
             fabric.open_plan(plan)
             control.barrier()
             begin = fabric.device.mark()
-            works = [
-                fabric.all_reduce(
-                    buffer, unit.start, unit.stop, route=(transport, Algorithm.FLAT), stream=unit.stream, scale=0.0
-                )
-                for unit in units
-            ]
-            for work in works:
-                while not work.wait(timeout_s=1.0):
-                    control.failures.check()
+            fabric.wait_for(fabric.all_reduce_plan(buffer, plan, scale=0.0))
             end = fabric.device.mark()
             fabric.device.wait_for(end)
             if round_number:  # the first one opens connections
                 times_s[streams].append(fabric.device.elapsed_s(begin, end))
     slowest = {
-        streams: -float(control.minimum(np.array([-statistics.median(taken)]))[0]) for streams, taken in times_s.items()
+        streams: float(control.maximum(np.array([statistics.median(taken)]))[0]) for streams, taken in times_s.items()
     }
     return StreamTrial(transport=transport.value, max_streams=limit, one_s=slowest[1], two_s=slowest.get(2))
 

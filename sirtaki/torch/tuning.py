@@ -158,7 +158,6 @@ class TunedSynchroniser:
         self._tuning = settings.tune and settings.warmup_iterations > 0
         self._assignment: Assignment | None = None
         self._settling = 0
-        self._offers_threads = False
         self._spans_s: list[float] = []
         self._memory: JobMemory | None = None
         self._bandit: BanditArm | None = None
@@ -262,6 +261,7 @@ class TunedSynchroniser:
         """Collective: the bandit on the deciding rank, None on the others; `probe` = measure for the planners."""
         settings, layouts = self.runtime.settings, self._sync.layouts
         planners: list[Arm] = []
+        threads: list[ThreadProbe] = []
         # Planners plan one flat buffer; of several, each would have to know what the others do.
         if probe and self._arms is None and len(layouts) == 1:
             probes = probe_routes(
@@ -283,7 +283,7 @@ class TunedSynchroniser:
                 self._model = model
                 self._log.knows(model)
                 planners = list(make_planners(space=self._space, model=model))
-        if probe and not self._offers_threads:
+        if probe and not threads:
             self._space = replace(self._space, threads=self._space.threads[:1])
         if not self._decides:
             return None
@@ -298,10 +298,7 @@ class TunedSynchroniser:
         if len(self._space.threads) == 1:
             return []
         found = probe_threads(self.runtime.control, self._fabric, self._space.routes[0])
-        if not threads_matter(found):
-            return []
-        self._offers_threads = True
-        return found
+        return found if threads_matter(found) else []
 
     def _make_session(self, arm: Arm, recollection: Recollection) -> WarmupSession:
         layouts = self._sync.layouts

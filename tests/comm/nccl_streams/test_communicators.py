@@ -3,57 +3,15 @@
 from collections.abc import Callable
 
 import pytest
-import torch
+from fakes.groups import LoneOpener
 
-from sirtaki.comm.nccl_streams.communicators import CommunicatorKey, CommunicatorPool, Group, GroupWork, Scope
-from sirtaki.comm.transport import ReduceOp
+from sirtaki.comm.nccl_streams.communicators import CommunicatorKey, CommunicatorPool, Scope
 from sirtaki.errors import CommError, PlanError
 
 
-class Idle:
-    """A communicator that only remembers what became of it."""
-
-    def __init__(self) -> None:
-        self.problem, self.closed = "", False
-
-    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> GroupWork:
-        raise NotImplementedError
-
-    def all_reduce_scaled(self, tensor: torch.Tensor, scale: float) -> GroupWork | None:
-        raise NotImplementedError
-
-    def reduce_scatter(self, share: torch.Tensor, tensor: torch.Tensor, op: ReduceOp) -> GroupWork:
-        raise NotImplementedError
-
-    def all_gather(self, tensor: torch.Tensor, share: torch.Tensor) -> GroupWork:
-        raise NotImplementedError
-
-    def error(self) -> str:
-        return self.problem
-
-    def close(self) -> None:
-        self.closed = True
-
-
-class Opener:
-    max_streams, threads = 8, (512,)
-
-    def __init__(self, taken_bytes: int = 1) -> None:
-        self.made: dict[CommunicatorKey, Idle] = {}
-        self.opened: list[CommunicatorKey] = []
-        self._taken_bytes = taken_bytes
-
-    def open(self, key: CommunicatorKey) -> Group:
-        self.opened.append(key)
-        self.made[key] = Idle()
-        return self.made[key]
-
-    def memory_bytes(self) -> tuple[int, int]:
-        is_open = [group for group in self.made.values() if not group.closed]
-        return 1000 - self._taken_bytes * len(is_open), 1000
-
-
-def pool_of(opener: Opener, limit: int = 4, worst: Callable[[float], float] = lambda value: value) -> CommunicatorPool:
+def pool_of(
+    opener: LoneOpener, limit: int = 4, worst: Callable[[float], float] = lambda value: value
+) -> CommunicatorPool:
     return CommunicatorPool(opener, limit=limit, worst=worst)
 
 
@@ -62,7 +20,7 @@ def keys(*streams: int) -> list[CommunicatorKey]:
 
 
 def test_communicators_are_opened_once_and_in_the_order_in_which_they_are_asked_for() -> None:
-    opener = Opener()
+    opener = LoneOpener()
     pool = pool_of(opener)
     pool.require(keys(2, 0))
     pool.require(keys(0, 1, 2, 0))
@@ -71,7 +29,7 @@ def test_communicators_are_opened_once_and_in_the_order_in_which_they_are_asked_
 
 
 def test_a_stream_with_other_ctas_or_other_ranks_is_another_communicator() -> None:
-    opener = Opener()
+    opener = LoneOpener()
     several = [CommunicatorKey(0), CommunicatorKey(0, 4), CommunicatorKey(0, 4, Scope.NODE)]
     pool_of(opener).require(several)
     assert opener.opened == several
@@ -79,7 +37,7 @@ def test_a_stream_with_other_ctas_or_other_ranks_is_another_communicator() -> No
 
 
 def test_what_was_unused_longest_is_closed_for_others() -> None:
-    opener = Opener()
+    opener = LoneOpener()
     pool = pool_of(opener, limit=3)
     pool.require(keys(0, 1, 2))
     pool.require(keys(0))
@@ -91,7 +49,7 @@ def test_what_was_unused_longest_is_closed_for_others() -> None:
 
 
 def test_a_plan_that_needs_too_many_is_refused_before_anything_is_closed() -> None:
-    opener = Opener()
+    opener = LoneOpener()
     pool = pool_of(opener, limit=2)
     pool.require(keys(7))
     with pytest.raises(PlanError, match="needs 3 communicators; at most 2"):
@@ -101,7 +59,7 @@ def test_a_plan_that_needs_too_many_is_refused_before_anything_is_closed() -> No
 
 
 def test_memory_is_bounded_by_what_the_fullest_rank_has_seen() -> None:
-    opener = Opener(taken_bytes=10)
+    opener = LoneOpener(taken_bytes=10)
     pool = pool_of(opener, limit=24, worst=lambda value: 3 * value)  # on another rank each takes 3 % of the memory
     pool.require(keys(0, 1, 2))
     pool.require(keys(3))
@@ -112,7 +70,7 @@ def test_memory_is_bounded_by_what_the_fullest_rank_has_seen() -> None:
 
 
 def test_only_what_the_last_plan_needs_is_kept_in_the_end() -> None:
-    opener = Opener()
+    opener = LoneOpener()
     pool = pool_of(opener)
     pool.require(keys(0, 1, 2))
     pool.keep_only(keys(1))
@@ -122,7 +80,7 @@ def test_only_what_the_last_plan_needs_is_kept_in_the_end() -> None:
 
 
 def test_an_error_names_the_communicator() -> None:
-    opener = Opener()
+    opener = LoneOpener()
     pool = pool_of(opener)
     pool.require(keys(0, 1))
     pool.check()

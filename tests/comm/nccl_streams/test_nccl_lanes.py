@@ -1,69 +1,19 @@
 """Plans become communicators, and factors that NCCL does not take on the way are multiplied afterwards."""
 
 import torch
+from fakes.groups import LoneOpener
 
 from sirtaki.autotune.knobs import Cut, Knobs
 from sirtaki.comm.device import HOST
 from sirtaki.comm.fabric import lanes_of
 from sirtaki.comm.layout import GradientLayout
-from sirtaki.comm.nccl_streams.communicators import CommunicatorKey, CommunicatorPool, Group, GroupWork, Scope
+from sirtaki.comm.nccl_streams.communicators import CommunicatorKey, CommunicatorPool, Scope
 from sirtaki.comm.nccl_streams.nccl_lanes import NcclStreams, NcclTree
 from sirtaki.comm.plan import Algorithm, TransportKind
 from sirtaki.comm.transport import FlatBuffer, Lane, ReduceOp
 
 
-class Done:
-    def wait(self) -> None:
-        pass
-
-    def is_completed(self) -> bool:
-        return True
-
-
-class Alone:
-    """A communicator of one rank that cannot multiply on the way unless it is told to."""
-
-    def __init__(self, *, multiplies: bool = False) -> None:
-        self._multiplies = multiplies
-
-    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> GroupWork:
-        return Done()
-
-    def all_reduce_scaled(self, tensor: torch.Tensor, scale: float) -> GroupWork | None:
-        if not self._multiplies:
-            return None
-        tensor.mul_(scale)
-        return Done()
-
-    def reduce_scatter(self, share: torch.Tensor, tensor: torch.Tensor, op: ReduceOp) -> GroupWork:
-        share.copy_(tensor)
-        return Done()
-
-    def all_gather(self, tensor: torch.Tensor, share: torch.Tensor) -> GroupWork:
-        tensor.copy_(share)
-        return Done()
-
-    def error(self) -> str:
-        return ""
-
-    def close(self) -> None:
-        pass
-
-
-class Opener:
-    max_streams, threads = 8, (512, 1024, 2048)
-
-    def __init__(self, *, multiplies: bool = False) -> None:
-        self._multiplies = multiplies
-
-    def open(self, key: CommunicatorKey) -> Group:
-        return Alone(multiplies=self._multiplies)
-
-    def memory_bytes(self) -> tuple[int, int]:
-        return 900, 1000
-
-
-def pool_of(opener: Opener) -> CommunicatorPool:
+def pool_of(opener: LoneOpener) -> CommunicatorPool:
     return CommunicatorPool(opener, limit=24, worst=lambda value: value)
 
 
@@ -76,7 +26,7 @@ def test_a_plan_needs_a_communicator_for_each_stream_and_number_of_ctas() -> Non
     )
     knobs = Knobs(unit_bytes=4, streams=2, transport=TransportKind.NCCL, cuts=cuts)
     lanes = lanes_of(knobs.to_plan(GradientLayout(sizes=(40,))), Algorithm.FLAT)
-    opener = Opener()
+    opener = LoneOpener()
     pool = pool_of(opener)
     flat = NcclStreams(pool, HOST, opener=opener)
     assert flat.keys(lanes) == [CommunicatorKey(1, 4), CommunicatorKey(0, None), CommunicatorKey(1, 1)]
@@ -86,14 +36,14 @@ def test_a_plan_needs_a_communicator_for_each_stream_and_number_of_ctas() -> Non
 
 
 def test_the_hierarchical_algorithm_needs_three_for_each() -> None:
-    opener = Opener()
+    opener = LoneOpener()
     tree = NcclTree(pool_of(opener), HOST, opener=opener, local_size=1, local_rank=0)
     assert tree.keys([Lane(2)]) == [CommunicatorKey(2, None, scope) for scope in Scope]
 
 
 def test_a_factor_is_applied_once_whoever_does_it() -> None:
     for multiplies in (False, True):
-        opener = Opener(multiplies=multiplies)
+        opener = LoneOpener(multiplies=multiplies)
         pool = pool_of(opener)
         lanes = [Lane(0)]
         for transport in (
@@ -109,6 +59,6 @@ def test_a_factor_is_applied_once_whoever_does_it() -> None:
 
 
 def test_nothing_is_sent_for_an_empty_range() -> None:
-    opener = Opener()
+    opener = LoneOpener()
     flat = NcclStreams(pool_of(opener), HOST, opener=opener)
     assert flat.all_reduce(FlatBuffer(torch.ones(3)), 2, 2, lane=Lane(5), op=ReduceOp.SUM, scale=1.0).wait(0.0)
