@@ -22,10 +22,10 @@ import torch.distributed as dist
 from bench.contenders import join_gloo
 from bench.harness import Bar, Report, Spread, alternate, finish, give_result, main_or_rank, parser, ratios, run_ranks
 from bench.step import slowest
-from sirtaki.comm.control import ControlPlane
-from sirtaki.comm.fabric import Fabric, Route
+from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.plan import CommPlan, Unit
-from sirtaki.comm.transport import FlatBuffer
+from sirtaki.comm.router import Fabric, Route
+from sirtaki.comm.transports.contract import FlatBuffer
 
 KIB, MIB = 1024, 1024 * 1024
 WAIT_S = 120.0

@@ -105,7 +105,7 @@ class Sirtaki(Contender):
     def __init__(self, make_model: ModelMaker, *, tune: bool) -> None:
         """Collective; `hvd.init()` comes first. With `tune` the first steps are the warm-up."""
         import sirtaki.torch as hvd
-        from sirtaki.torch import runtime
+        from sirtaki.engine import job as runtime
 
         super().__init__(make_model)
         # Settings are a process's, but here a tuned and an untuned optimizer live in one.

@@ -70,10 +70,10 @@ class Sirtaki(OneRank):
     def __init__(self, made: GpuModel, *, postscale: float = 1.0) -> None:
         """`hvd.init()` comes first."""
         from sirtaki.autotune.knobs import Knobs
-        from sirtaki.comm.gradient_groups import Reduction
-        from sirtaki.comm.synchroniser import Synchroniser
-        from sirtaki.torch import runtime
-        from sirtaki.torch.devices import open_fabric
+        from sirtaki.comm.gradients.buffers import Reduction
+        from sirtaki.comm.gradients.synchroniser import Synchroniser
+        from sirtaki.engine import job as runtime
+        from sirtaki.engine.devices import open_fabric
 
         super().__init__(made)
         current = runtime.current()

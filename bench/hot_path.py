@@ -110,8 +110,8 @@ def cost_per_gradient(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def round_latency(comm: Any, options: Mapping[str, Any]) -> list[float]:
     """Collective: seconds of a negotiation round, a sample being the mean of a few in a row, on the slowest rank."""
-    from sirtaki.comm.failure import FailureBoard
-    from sirtaki.comm.negotiation import agree
+    from sirtaki.comm.control.failure import FailureBoard
+    from sirtaki.comm.gradients.negotiation import agree
 
     own, board, samples = comm.Dup(), FailureBoard(), []
     bits = np.ones(ROUND_BITS, dtype=np.bool_)

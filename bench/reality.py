@@ -53,7 +53,7 @@ from sirtaki.comm.layout import GradientLayout
 from sirtaki.comm.plan import Algorithm, TransportKind
 
 if TYPE_CHECKING:
-    from sirtaki.torch.runtime import Runtime
+    from sirtaki.engine.job import Runtime
 
 MBIT = 1_000_000
 SHAPE = ClusterShape(nodes=4, link_bits_per_s=400 * MBIT, flow_bits_per_s=100 * MBIT)
@@ -99,10 +99,10 @@ class Bare:
 
     def __init__(self, current: Runtime, *, scale: float) -> None:
         """Collective: trains until the order of the gradients is known, then probes as the warm-up does."""
-        from sirtaki.comm.fabric import Fabric
-        from sirtaki.comm.synchroniser import Reduction, Synchroniser
-        from sirtaki.torch.probes import planning_model, probe_routes
-        from sirtaki.torch.tuning import PROBE_S
+        from sirtaki.comm.gradients.synchroniser import Reduction, Synchroniser
+        from sirtaki.comm.router import Fabric
+        from sirtaki.engine.probes import planning_model, probe_routes
+        from sirtaki.engine.warmup import PROBE_S
 
         self._control = current.control
         self.model, self._batch = emulated_resnet50(rank=self._control.rank, compute_s=scale * COMPUTE_S, scale=scale)
@@ -159,7 +159,7 @@ class Bare:
 def on_rank(options: Mapping[str, Any]) -> None:
     """What each rank does; the first one gives the result."""
     import sirtaki.torch as hvd
-    from sirtaki.torch import runtime
+    from sirtaki.engine import job as runtime
 
     torch.set_num_threads(1)
     hvd.init()

@@ -62,6 +62,8 @@ from sirtaki.autotune.knobs import Knobs
 from sirtaki.autotune.meta.ensemble import default_arms
 from sirtaki.autotune.meta.session import REGISTRY_ARM, SessionResult, WarmupSession
 from sirtaki.autotune.model.planning import PlanningModel
+from sirtaki.engine.first_proposals import first_proposals
+from sirtaki.engine.tuning_cache import link_of, permitted_by, route_names
 from sirtaki.registry import warm_start
 from sirtaki.registry.digest import layout_fingerprint
 from sirtaki.registry.entry import Entry, make_key
@@ -69,8 +71,6 @@ from sirtaki.registry.graph import Graph, Node
 from sirtaki.registry.store import open_store
 from sirtaki.registry.topology import Topology
 from sirtaki.registry.warm_start import Neighbour, adapted_all, neighbours
-from sirtaki.torch.first_proposals import first_proposals
-from sirtaki.torch.job_memory import link_of, permitted_by, route_names
 
 SIBLINGS = {
     "vgg16": "vgg19",

@@ -53,7 +53,7 @@ from sirtaki.autotune.model.profile import Profile
 from sirtaki.autotune.model.simulator import Simulator
 from sirtaki.autotune.trial import Proposal, Trial
 from sirtaki.comm.plan import Algorithm, TransportKind
-from sirtaki.torch.tuning import default_knobs
+from sirtaki.engine.warmup import default_knobs
 
 BUDGET_ITERATIONS = 100
 CLOSE = 0.03  # share of the optimum within which a setting counts as found

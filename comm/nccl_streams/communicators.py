@@ -15,7 +15,7 @@ from typing import Protocol
 
 import torch
 
-from sirtaki.comm.transport import ReduceOp
+from sirtaki.comm.transports.contract import ReduceOp
 from sirtaki.errors import CommError, PlanError
 
 logger = logging.getLogger(__name__)

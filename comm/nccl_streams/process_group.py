@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, _make_nccl_premul_sum
 
-from sirtaki.comm.gloo_lanes import TORCH_OPS
-from sirtaki.comm.transport import ReduceOp
+from sirtaki.comm.transports.contract import ReduceOp
+from sirtaki.comm.transports.gloo import TORCH_OPS
 from sirtaki.errors import CommError
 
 from .communicators import CommunicatorKey, Group, GroupWork, Opener, Scope
@@ -28,7 +28,7 @@ from .cuda_device import CudaDevice
 from .support import THREADS_PER_CTA, NcclVersions
 
 if TYPE_CHECKING:
-    from sirtaki.comm.control import ControlPlane
+    from sirtaki.comm.control.plane import ControlPlane
 
 logger = logging.getLogger(__name__)
 

@@ -28,7 +28,7 @@ from sirtaki.settings import REGISTRY_OFF, Settings
 
 _MPI_START_TIMEOUT_S = 60.0
 _STREAM_TRIAL_TIMEOUT_S = 120.0
-STREAM_TRIAL = "sirtaki.torch.stream_trial"
+STREAM_TRIAL = "sirtaki.engine.stream_trial"
 
 # A rank alone, as `python train.py` without a launcher: MPI must start, and with which thread level.
 _MPI_START = """

@@ -20,10 +20,10 @@ from sirtaki.autotune.model.cluster import Cluster
 from sirtaki.autotune.model.link import LinkModel
 from sirtaki.autotune.model.planning import PlanningModel
 from sirtaki.autotune.scaling import DEFAULT, ScalingRow, scaling_table
+from sirtaki.engine.trial_log_reader import read_log
 from sirtaki.errors import ConfigError
 
 from .svg import COLORS, DEFAULT_COLOR, Plot, legend, page
-from .trial_log import read_log
 
 BYTES_PER_GBIT = 1e9 / 8
 MAX_STREAMS = 24

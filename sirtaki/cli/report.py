@@ -16,10 +16,10 @@ from sirtaki.autotune.knobs import Knobs, format_bytes
 from sirtaki.autotune.meta.session import DEFAULT_ARM
 from sirtaki.autotune.model.simulator import Simulator
 from sirtaki.comm.plan import Algorithm
+from sirtaki.engine.trial_log_reader import Measurement, TrialLog, read_log
 from sirtaki.errors import ConfigError
 
 from .svg import COLORS, DEFAULT_COLOR, WIDTH, Plot, legend, page, swatch
-from .trial_log import Measurement, TrialLog, read_log
 
 BEST_COLOR, BOUND_COLOR, COMPUTE_COLOR = "#c00000", "#000000", "#c8ccd0"
 

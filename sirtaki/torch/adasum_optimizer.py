@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from . import runtime
+from sirtaki.engine import job as runtime
+
 from .compression import Compressor
 from .derived_class import derive, plain_copy
 from .mpi_ops import Adasum, allreduce_async_, synchronize

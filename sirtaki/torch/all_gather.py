@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from sirtaki.comm.requests import Kind
+from sirtaki.comm.collectives.requests import Kind
 
 from .all_reduce import grouped_allreduce
 from .handles import Call, Deliver, everything, first, synchronize

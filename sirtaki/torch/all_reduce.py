@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from sirtaki.comm.requests import Kind
+from sirtaki.comm.collectives.requests import Kind
 
 from .compression import Compression, Compressor
 from .handles import Call, Deliver, everything, first, into, into_one, synchronize

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from sirtaki.comm.requests import Kind
+from sirtaki.comm.collectives.requests import Kind
 
 from .handles import Call, Deliver, synchronize
 from .process_sets import ProcessSet, engine_of, global_process_set

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from sirtaki.engine import job as runtime
+from sirtaki.engine.job import is_initialized, shutdown
 from sirtaki.errors import SirtakiError
 from sirtaki.settings import TIMELINE_DYNAMIC
 
-from . import runtime
 from .process_sets import ProcessSet, open_static
-from .runtime import is_initialized, shutdown
 from .timeline import start_timeline
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from sirtaki.comm.requests import Kind
+from sirtaki.comm.collectives.requests import Kind
 
 from .all_reduce import allreduce
 from .handles import Call, Deliver, first, into_one, synchronize

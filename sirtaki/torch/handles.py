@@ -9,8 +9,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from sirtaki.comm.eager import EagerEngine, EagerWork
-from sirtaki.comm.requests import Kind, Signature
+from sirtaki.comm.collectives.engine import EagerEngine, EagerWork
+from sirtaki.comm.collectives.requests import Kind, Signature
 
 from .process_sets import ProcessSet, engine_of
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from sirtaki.comm.requests import Kind
+from sirtaki.comm.collectives.requests import Kind
+from sirtaki.engine import job as runtime
+from sirtaki.engine.joining import serve_until_all_joined
 
-from . import runtime
 from .handles import Call, synchronize
-from .joining import serve_until_all_joined
 from .process_sets import ProcessSet, global_process_set
 
 

@@ -12,15 +12,15 @@ from typing import Any
 import torch
 
 from sirtaki.autotune.arms.base import Arm
-from sirtaki.comm.control import ControlPlane
-from sirtaki.comm.gradient_groups import Reduction
+from sirtaki.comm.control.plane import ControlPlane
+from sirtaki.comm.gradients.buffers import Reduction
+from sirtaki.engine import job as runtime
+from sirtaki.engine.gradient_reducer import GradientReducer, ReducerOptions
 from sirtaki.errors import ConfigError
 
-from . import runtime
 from .adasum_optimizer import wrap_adasum
 from .compression import Compression, Compressor, NoneCompressor, _CastCompressor
 from .derived_class import derive, plain_copy
-from .gradient_reducer import GradientReducer, ReducerOptions
 from .mpi_ops import Adasum, Average, Sum, allreduce
 from .process_sets import ProcessSet, global_process_set
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from sirtaki.comm.control import load_mpi
-from sirtaki.comm.eager import EagerEngine
-from sirtaki.comm.rank_sets import RankSet
+from sirtaki.comm.collectives.engine import EagerEngine
+from sirtaki.comm.collectives.rank_sets import RankSet
+from sirtaki.comm.control.plane import load_mpi
+from sirtaki.engine import job as runtime
 from sirtaki.errors import ConfigError
-
-from . import runtime
 
 if TYPE_CHECKING:
     from mpi4py import MPI

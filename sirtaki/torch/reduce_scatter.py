@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from sirtaki.comm.requests import Kind
+from sirtaki.comm.collectives.requests import Kind
 
 from .all_gather import grouped_allgather
 from .compression import Compression, Compressor

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from sirtaki.comm.requests import ADASUM
+from sirtaki.comm.collectives.requests import ADASUM
 
 from .process_sets import ProcessSet, global_process_set, members
 

@@ -6,9 +6,8 @@ import logging
 from pathlib import Path
 
 from sirtaki.comm import timeline
+from sirtaki.engine import job as runtime
 from sirtaki.errors import ConfigError
-
-from . import runtime
 
 logger = logging.getLogger(__name__)
 

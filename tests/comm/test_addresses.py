@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from sirtaki.comm.addresses import interface_addresses, own_addresses, reach
+from sirtaki.comm.control.addresses import interface_addresses, own_addresses, reach
 from sirtaki.errors import CommError, ConfigError
 
 

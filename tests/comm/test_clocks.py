@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sirtaki.comm.clocks import offset_from
+from sirtaki.comm.control.clocks import offset_from
 
 DELAYS = st.floats(min_value=0.0, max_value=0.01)
 

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from sirtaki.comm.failure import FailureBoard, poll_until
+from sirtaki.comm.control.failure import FailureBoard, poll_until
 from sirtaki.errors import PeerLostError, StallError
 
 

@@ -5,12 +5,12 @@ import random
 
 import torch
 
-from sirtaki.comm.control import ControlPlane
+from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.device import HostDevice
-from sirtaki.comm.fabric import Fabric, Route
 from sirtaki.comm.nccl_streams.cuda_device import CudaDevice
 from sirtaki.comm.plan import CommPlan, Unit
-from sirtaki.comm.transport import ReduceOp, Work
+from sirtaki.comm.router import Fabric, Route
+from sirtaki.comm.transports.contract import ReduceOp, Work
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64)
 SIZES = (0, 1, 7, 1021, 32769)

@@ -3,7 +3,7 @@
 import torch
 
 from sirtaki.comm.nccl_streams.communicators import CommunicatorKey, Group, GroupWork
-from sirtaki.comm.transport import ReduceOp
+from sirtaki.comm.transports.contract import ReduceOp
 
 
 class Done:

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from sirtaki.comm.control import ControlPlane
-from sirtaki.comm.mpi_lanes import mpi_all_reduce_
+from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.nccl_streams.communicators import CommunicatorKey, Group, GroupWork, Scope
-from sirtaki.comm.transport import ReduceOp
+from sirtaki.comm.transports.contract import ReduceOp
+from sirtaki.comm.transports.mpi import mpi_all_reduce_
 
 LATEST_S = 2e-3
 

@@ -5,7 +5,7 @@ import sys
 import numpy as np
 import pytest
 
-from sirtaki.comm.control import ControlPlane, load_mpi
+from sirtaki.comm.control.plane import ControlPlane, load_mpi
 from sirtaki.errors import ConfigError, MismatchError
 
 local_size = int(sys.argv[1]) if sys.argv[1] != "all" else None

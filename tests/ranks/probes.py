@@ -2,9 +2,9 @@
 
 import sys
 
-from sirtaki.comm.control import ControlPlane, load_mpi
-from sirtaki.comm.fabric import Fabric
-from sirtaki.torch.probes import probe_routes
+from sirtaki.comm.control.plane import ControlPlane, load_mpi
+from sirtaki.comm.router import Fabric
+from sirtaki.engine.probes import probe_routes
 
 control = ControlPlane(load_mpi().COMM_WORLD)
 fabric = Fabric(control, timeout_s=30)

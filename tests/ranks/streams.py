@@ -13,16 +13,16 @@ from conformance.transport import check_route
 from fakes.streams import FakeDevice, FakeOpener
 
 from sirtaki.autotune.knobs import Knobs
-from sirtaki.comm.control import ControlPlane, load_mpi
-from sirtaki.comm.fabric import Fabric
-from sirtaki.comm.gradient_groups import Reduction
+from sirtaki.comm.control.plane import ControlPlane, load_mpi
+from sirtaki.comm.gradients.buffers import Reduction
+from sirtaki.comm.gradients.synchroniser import Synchroniser
 from sirtaki.comm.layout import GradientLayout
 from sirtaki.comm.nccl_streams.cuda_device import cuda_device
 from sirtaki.comm.nccl_streams.process_group import find_nccl
 from sirtaki.comm.nccl_streams.support import ask_for_launch_order
 from sirtaki.comm.plan import CommPlan
-from sirtaki.comm.synchroniser import Synchroniser
-from sirtaki.torch.stream_trial import try_streams
+from sirtaki.comm.router import Fabric
+from sirtaki.engine.stream_trial import try_streams
 
 local_size = os.environ.get("TEST_LOCAL_SIZE")
 control = ControlPlane(load_mpi().COMM_WORLD, local_size=int(local_size) if local_size else None)

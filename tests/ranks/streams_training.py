@@ -10,8 +10,10 @@ import torch
 from fakes.streams import FakeDevice, FakeOpener
 
 import sirtaki.torch as hvd
-from sirtaki.comm.fabric import Fabric
-from sirtaki.torch import contention_probe, runtime, tuning
+from sirtaki.comm.router import Fabric
+from sirtaki.engine import contention_probe
+from sirtaki.engine import job as runtime
+from sirtaki.engine import warmup as tuning
 
 iterations, fault, fault_at = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 device = FakeDevice(seed=7)

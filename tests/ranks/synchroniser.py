@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from sirtaki.autotune.knobs import Cut, Knobs
-from sirtaki.comm.control import ControlPlane, load_mpi
-from sirtaki.comm.fabric import Fabric
-from sirtaki.comm.gradient_groups import Reduction
+from sirtaki.comm.control.plane import ControlPlane, load_mpi
+from sirtaki.comm.gradients.buffers import Reduction
+from sirtaki.comm.gradients.synchroniser import IterationReport, Synchroniser
 from sirtaki.comm.layout import GradientLayout
 from sirtaki.comm.plan import CommPlan
-from sirtaki.comm.synchroniser import IterationReport, Synchroniser
+from sirtaki.comm.router import Fabric
 from sirtaki.errors import MismatchError, PlanError
 
 control = ControlPlane(load_mpi().COMM_WORLD)

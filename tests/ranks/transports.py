@@ -5,8 +5,8 @@ import time
 
 from conformance.transport import check_route
 
-from sirtaki.comm.control import ControlPlane, load_mpi
-from sirtaki.comm.fabric import Fabric
+from sirtaki.comm.control.plane import ControlPlane, load_mpi
+from sirtaki.comm.router import Fabric
 
 local_size = os.environ.get("TEST_LOCAL_SIZE")
 control = ControlPlane(load_mpi().COMM_WORLD, local_size=int(local_size) if local_size else None)

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.utils.data import Sampler
 
-from .. import runtime
+from sirtaki.engine import job as runtime
 
 
 class ElasticSampler(Sampler[int]):

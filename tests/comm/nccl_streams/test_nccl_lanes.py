@@ -5,12 +5,12 @@ from fakes.groups import LoneOpener
 
 from sirtaki.autotune.knobs import Cut, Knobs
 from sirtaki.comm.device import HOST
-from sirtaki.comm.fabric import lanes_of
 from sirtaki.comm.layout import GradientLayout
 from sirtaki.comm.nccl_streams.communicators import CommunicatorKey, CommunicatorPool, Scope
-from sirtaki.comm.nccl_streams.nccl_lanes import NcclStreams, NcclTree
+from sirtaki.comm.nccl_streams.nccl import NcclStreams, NcclTree
 from sirtaki.comm.plan import Algorithm, TransportKind
-from sirtaki.comm.transport import FlatBuffer, Lane, ReduceOp
+from sirtaki.comm.router import lanes_of
+from sirtaki.comm.transports.contract import FlatBuffer, Lane, ReduceOp
 
 
 def pool_of(opener: LoneOpener) -> CommunicatorPool:

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from sirtaki.comm.nccl_streams.process_group import NcclGroup
-from sirtaki.comm.transport import ReduceOp
+from sirtaki.comm.transports.contract import ReduceOp
 
 
 class Notes:

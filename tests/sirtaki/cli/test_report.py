@@ -12,9 +12,9 @@ from sirtaki.autotune.model.planning import PlanningModel
 from sirtaki.autotune.model.profile import Profile
 from sirtaki.cli.report import render, write_report
 from sirtaki.cli.svg import nice_ticks
-from sirtaki.cli.trial_log import read_log
 from sirtaki.comm.layout import GradientLayout
 from sirtaki.comm.plan import Algorithm, TransportKind
+from sirtaki.engine.trial_log_reader import read_log
 from sirtaki.errors import ConfigError
 
 

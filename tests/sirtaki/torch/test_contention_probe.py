@@ -3,7 +3,7 @@
 import numpy as np
 
 from sirtaki.autotune.model.contention import ContentionModel, RateCurve
-from sirtaki.torch.contention_probe import UNIT_BYTES, ThreadProbe, contention_model, threads_matter
+from sirtaki.engine.contention_probe import UNIT_BYTES, ThreadProbe, contention_model, threads_matter
 
 TRUTH = ContentionModel(
     alpha_1=0.98,

@@ -12,11 +12,11 @@ from sirtaki.autotune.model.planning import PlanningModel
 from sirtaki.autotune.model.profile import Profile
 from sirtaki.comm.layout import GradientLayout
 from sirtaki.comm.plan import Algorithm, TransportKind
+from sirtaki.engine.first_proposals import first_proposals
 from sirtaki.registry.entry import Entry, make_key
 from sirtaki.registry.model_graph import chain_graph
 from sirtaki.registry.topology import Topology
 from sirtaki.registry.warm_start import WarmStart
-from sirtaki.torch.first_proposals import first_proposals
 
 ROUTE = (TransportKind.GLOO, Algorithm.FLAT)
 SPACE = KnobSpace(routes=(ROUTE,), unit_bytes=(64 * KIB, 64 * MIB), streams=(1, 2, 4, 8))

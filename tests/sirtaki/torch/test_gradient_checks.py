@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from sirtaki.comm.control import ControlPlane, load_mpi
-from sirtaki.torch.nan_check import NanCheck
+from sirtaki.comm.control.plane import ControlPlane, load_mpi
+from sirtaki.engine.nan_check import NanCheck
 
 
 @pytest.fixture(scope="module")
@@ -18,7 +18,7 @@ def control() -> ControlPlane:
 @pytest.fixture(autouse=True)
 def logged(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     """Also where a test of this process has taken Sirtaki's log away from the root logger."""
-    logger = logging.getLogger("sirtaki.torch.nan_check")
+    logger = logging.getLogger("sirtaki.engine.nan_check")
     logger.addHandler(caplog.handler)
     yield
     logger.removeHandler(caplog.handler)

@@ -14,10 +14,10 @@ from sirtaki.autotune.model.profile import Profile
 from sirtaki.autotune.trial import Trial
 from sirtaki.comm.layout import GradientLayout
 from sirtaki.comm.plan import Algorithm, TransportKind
+from sirtaki.engine.tuning_cache import JobMemory, Kind
 from sirtaki.registry.entry import Entry
 from sirtaki.registry.store import open_store
 from sirtaki.settings import Settings
-from sirtaki.torch.job_memory import JobMemory, Kind
 
 ROUTE = (TransportKind.GLOO, Algorithm.FLAT)
 SPACE = KnobSpace(routes=(ROUTE,), unit_bytes=(64 * KIB, 64 * MIB), streams=(1, 2, 4, 8))
@@ -180,7 +180,7 @@ def test_a_fault_in_what_others_have_stored_never_reaches_the_user(
     memory.keep(WINNER, TRIALS, complete=True, links={ROUTE: LINK})
     deeper, layout = job(path, layers=7)
     deeper.recall(layout, SPACE)
-    monkeypatch.setattr("sirtaki.torch.job_memory.adapted_all", lambda *_: 1 / 0)
+    monkeypatch.setattr("sirtaki.engine.tuning_cache.adapted_all", lambda *_: 1 / 0)
     assert deeper.first_proposals(SPACE, None) == []
     assert "is left alone" in caplog.text
 

@@ -4,8 +4,8 @@ from typing import cast
 
 import pytest
 
-from sirtaki.torch.gradient_reducer import GradientReducer
-from sirtaki.torch.joining import present_cycle
+from sirtaki.engine.gradient_reducer import GradientReducer
+from sirtaki.engine.joining import present_cycle
 
 
 @pytest.mark.parametrize(

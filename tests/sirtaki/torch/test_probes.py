@@ -2,7 +2,7 @@
 
 from conftest import RunRanks
 
-from sirtaki.torch.probes import PASSES, SHAPES, STREAM_BYTES
+from sirtaki.engine.probes import PASSES, SHAPES, STREAM_BYTES
 
 
 def shapes_of(output: str) -> list[list[tuple[int, ...]]]:

@@ -1,0 +1,1 @@
+"""Eager operations: any tensor, any order, agreed by name."""

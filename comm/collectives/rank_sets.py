@@ -1,0 +1,127 @@
+"""Subsets of the ranks, each with an engine for eager operations of its own; set 0 is all ranks.
+
+A module of its own because making and ending a set is collective over *all* ranks, members or not, and all of them
+must come to the same verdict about it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from sirtaki.comm.control.plane import ControlPlane
+from sirtaki.comm.control.watchdog import Watchdog
+from sirtaki.errors import CommError, ConfigError, MismatchError
+
+from .engine import EagerEngine
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RankSet:
+    """One set.
+
+    Attributes:
+        ranks: its members, ascending, by their rank among all.
+        comm: over the members, for collective use by their main threads; None on other ranks.
+        engine: for eager operations; None on other ranks.
+    """
+
+    ranks: tuple[int, ...]
+    comm: MPI.Comm | None
+    engine: EagerEngine | None
+
+
+class RankSets:
+    """All sets of one job by number. The methods that change them are collective over all ranks."""
+
+    def __init__(self, control: ControlPlane, watchdog: Watchdog) -> None:
+        """Collective: opens set 0; keeps both, without owning them."""
+        self._control, self._watchdog = control, watchdog
+        self._sets: dict[int, RankSet] = {}
+        self._last = 0
+        self._open(0, tuple(range(control.size)), control.comm)
+
+    def __getitem__(self, number: int) -> RankSet:
+        return self._sets[number]
+
+    def __contains__(self, number: object) -> bool:
+        return number in self._sets
+
+    def add(self, ranks: Sequence[int]) -> int:
+        """Collective over all ranks: opens a set of some of them and gives its number.
+
+        Raises:
+            ConfigError: on all ranks, if on any of them the set is empty, names a rank that does not exist or one
+                twice, or is there already.
+            MismatchError: on all ranks, if they name different sets.
+        """
+        members = tuple(sorted(ranks))
+        said = self._control.all_gather((members, self._problem(members)))
+        if problems := [problem for _, problem in said if problem]:
+            raise ConfigError(problems[0])
+        if odd := [rank for rank, (others, _) in enumerate(said) if others != said[0][0]]:
+            raise MismatchError(
+                f"the ranks disagree about a process set: rank 0 names {list(said[0][0])}, "
+                f"rank {odd[0]} names {list(said[odd[0]][0])}"
+            )
+        self._last += 1
+        comm = None
+        if self._control.rank in members:
+            everybody: MPI.Intracomm = self._control.comm  # type: ignore[assignment]  # that is what it is
+            comm = everybody.Create_group(everybody.group.Incl(list(members)))
+        self._open(self._last, members, comm)
+        return self._last
+
+    def _problem(self, members: tuple[int, ...]) -> str:
+        size = self._control.size
+        if not members or len(set(members)) < len(members) or not all(0 <= rank < size for rank in members):
+            return f"a process set names some of the ranks 0 … {size - 1}, each once, not {list(members)}"
+        for number, there in self._sets.items():
+            if there.ranks == members:
+                return f"A process set with ranks {list(members)} has been added already (id {number})"
+        return ""
+
+    def remove(self, number: int | None) -> bool:
+        """Collective over all ranks: ends a set; False if there is none of that number or it is set 0.
+
+        Raises:
+            MismatchError: on all ranks, if they name different sets.
+            CommError: on all ranks, if a member has operations under way.
+        """
+        there = self._sets.get(number) if number else None
+        pending = there.engine.pending if there is not None and there.engine is not None else 0
+        said = self._control.all_gather((number, pending))
+        if any(other != number for other, _ in said):
+            raise MismatchError(f"the ranks remove different process sets: {[other for other, _ in said]}")
+        if there is None:
+            return False
+        assert number is not None
+        if busy := [rank for rank, (_, count) in enumerate(said) if count]:
+            raise CommError(f"process set {number} has operations under way on rank {busy[0]}; synchronize() them")
+        self._close(number)
+        return True
+
+    def _open(self, number: int, ranks: tuple[int, ...], comm: MPI.Comm | None) -> None:
+        engine = None
+        if comm is not None:
+            where = f" of process set {number} (ranks {', '.join(map(str, ranks))})" if number else ""
+            engine = EagerEngine(comm, self._control.failures, where=where)
+            self._watchdog.watch(engine.oldest_wait, engine.progress)
+        self._sets[number] = RankSet(ranks=ranks, comm=comm, engine=engine)
+
+    def _close(self, number: int) -> None:
+        there = self._sets.pop(number)
+        if there.engine is None or there.comm is None:
+            return
+        self._watchdog.forget(there.engine.oldest_wait, there.engine.progress)
+        if there.engine.close() and number:
+            there.comm.Free()
+
+    def close(self) -> None:
+        """Collective over all ranks: ends all sets."""
+        for number in sorted(self._sets, reverse=True):
+            self._close(number)

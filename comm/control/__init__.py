@@ -1,0 +1,1 @@
+"""The ranks and how they agree: the control plane, failures, the watchdog."""

@@ -1,0 +1,52 @@
+"""How far this rank's clock is from rank 0's, so that events of all ranks can stand on one time axis.
+
+Each rank asks rank 0 for the time a few times, and believes the answer that came quickest: it was made about half way
+(Cristian 1989), and is wrong by half of the time for the round trip at most.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from .plane import ControlPlane
+
+QUESTIONS = 16
+
+
+def offset_from(answers: Sequence[tuple[float, float, float]]) -> float:
+    """What must be added to this clock to get the other one.
+
+    Args:
+        answers: (asked_s, answer_s, received_s): this clock, the other clock, this clock.
+    """
+    asked_s, answer_s, received_s = min(answers, key=lambda answer: answer[2] - answer[0])
+    offset_s = answer_s - (asked_s + received_s) / 2
+    # Processes of one host have one clock; what cannot be told from no difference is none.
+    return 0.0 if abs(offset_s) <= (received_s - asked_s) / 2 else offset_s
+
+
+def align_clocks(control: ControlPlane, *, now_s: Callable[[], float] = time.perf_counter) -> float:
+    """Collective: what must be added to this rank's clock to get rank 0's, which begins at zero here.
+
+    Args:
+        control: the ranks.
+        now_s: this rank's clock.
+    """
+    answers = []
+    comm, question, answer = control.comm, np.zeros(1), np.zeros(1)
+    for rank in range(1, control.size):
+        for _ in range(QUESTIONS):
+            if control.rank == 0:
+                comm.Recv(question, source=rank)
+                answer[0] = now_s()
+                comm.Send(answer, dest=rank)
+            elif control.rank == rank:
+                asked_s = now_s()
+                comm.Send(question, dest=0)
+                comm.Recv(answer, source=0)
+                answers.append((asked_s, float(answer[0]), now_s()))
+    origin_s: float = control.broadcast(now_s() if control.rank == 0 else None)
+    return (offset_from(answers) if answers else 0.0) - origin_s

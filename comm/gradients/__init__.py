@@ -1,0 +1,1 @@
+"""Gradients on their way: flat buffers, the schedule of units, their order, and the synchroniser."""

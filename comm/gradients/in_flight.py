@@ -1,0 +1,68 @@
+"""The last two iterations of a synchroniser, which a device with streams may still be busy with.
+
+A module of its own because the watchdog's thread asks here whether the device waits for other ranks, and since when.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from sirtaki.comm.device import Device, Mark
+from sirtaki.comm.nccl_streams.nccl import NcclWork
+from sirtaki.comm.transports.contract import Work
+
+from .buffers import ScheduledUnit
+
+
+@dataclass(frozen=True, slots=True)
+class Moments:
+    """When the parts of one iteration end on the device."""
+
+    iteration: int
+    first_ready: Mark
+    backward_ended: Mark
+    reduced: Mark
+
+
+@dataclass(slots=True)
+class InFlight:
+    """What was started and may not be done.
+
+    Attributes:
+        units: of the last iteration, with their works.
+    """
+
+    device: Device
+    units: list[tuple[ScheduledUnit, Work]] = field(default_factory=list)
+    _iterations: list[Moments] = field(default_factory=list)
+    _stalled: tuple[int, float] | None = None
+
+    def add(self, moments: Moments) -> None:
+        """An iteration more; the last but one is forgotten."""
+        self._iterations = [*self._iterations[-1:], moments]
+
+    @property
+    def before(self) -> Moments:
+        """The iteration before the last one; the last one, if there is no other."""
+        return self._iterations[0]
+
+    def stalled(self) -> tuple[int, float] | None:
+        """The iteration of which the backward pass is over on the device but not the reduction, and since when.
+
+        Any thread may ask. The time is `time.monotonic()`, and that of the first call that found it so.
+        """
+        late = [moments for moments in self._iterations if not self.device.is_reached(moments.reduced)]
+        if not late or not self.device.is_reached(late[0].backward_ended):
+            self._stalled = None
+        elif self._stalled is None or self._stalled[0] != late[0].iteration:
+            self._stalled = late[0].iteration, time.monotonic()
+        return self._stalled
+
+    def unreduced_unit(self) -> str:
+        """The first unit of the last iteration that is not reduced, in words; empty if there is none."""
+        for number, (unit, work) in enumerate(self.units):
+            if isinstance(work, NcclWork) and not work.is_done():
+                what = unit.group.layout.describe(unit.start, unit.stop)
+                return f"unit {number + 1} of {len(self.units)} ({what}) on stream {unit.stream}"
+        return ""

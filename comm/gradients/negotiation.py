@@ -1,0 +1,151 @@
+"""Agreement by bit vectors, without a coordinator: what is set on every rank may go.
+
+AIACC § V-A: each rank sets the bit of every gradient that it has computed, and an all-reduce of the vectors with the
+smallest value (of bits: AND) tells all ranks the same result. One such all-reduce is a *round*.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from sirtaki.comm import timeline
+from sirtaki.comm.control.failure import FailureBoard, poll_until
+from sirtaki.comm.control.plane import load_mpi
+from sirtaki.errors import CommError
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+logger = logging.getLogger(__name__)
+
+Bits = npt.NDArray[np.bool_]
+
+
+def agree(bits: Bits, *, comm: MPI.Comm, failures: FailureBoard) -> Bits:
+    """Collective: one round; the bits that are set on every rank, `(n,)`."""
+    packed = np.packbits(bits)
+    result = np.empty_like(packed)
+    request = comm.Iallreduce(packed, result, op=load_mpi().BAND)
+    poll_until(request.Test, failures=failures)
+    return np.unpackbits(result, count=bits.size).view(np.bool_)
+
+
+class ReadinessNegotiation:
+    """Finds out, during one backward pass, which gradients are ready on all ranks; a thread of its own does it.
+
+    Used while the order of the gradients is not known yet. A rank joins a round once `granularity_bytes` of
+    gradients have become ready since its last one, or when its backward pass has ended, and goes on until every
+    gradient is agreed. All ranks see the same results, so all stop after the same round.
+    """
+
+    def __init__(self, comm: MPI.Comm, failures: FailureBoard) -> None:
+        """Keeps `comm` for its thread, which starts with the first backward pass."""
+        self._comm, self._failures = comm, failures
+        self._wake = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._bits: Bits = np.zeros(0, dtype=np.bool_)
+        self._sizes_bytes: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
+        self._granularity_bytes = 0
+        self._fresh_bytes = 0
+        self._ended = False
+        self._closing = False
+        self._on_agreed: Callable[[list[int]], None] | None = None
+        self._done = threading.Event()
+
+    def begin(
+        self, sizes_bytes: npt.NDArray[np.int64], *, granularity_bytes: int, on_agreed: Callable[[list[int]], None]
+    ) -> None:
+        """Starts the negotiation of one backward pass.
+
+        Args:
+            sizes_bytes: of each gradient, `(n_gradients,)`.
+            granularity_bytes: ready bytes that are worth a round.
+            on_agreed: called in the thread with the indices, ascending, that a round has brought.
+        """
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="sirtaki-negotiation", daemon=True)
+            self._thread.start()
+        self._done.clear()
+        with self._wake:
+            self._sizes_bytes, self._granularity_bytes = sizes_bytes, granularity_bytes
+            self._bits = np.zeros(sizes_bytes.size, dtype=np.bool_)
+            self._fresh_bytes, self._ended, self._on_agreed = 0, False, on_agreed
+
+    def mark(self, index: int) -> None:
+        """This rank's gradient `index` is ready, in its place in the flat buffer."""
+        with self._wake:
+            self._bits[index] = True
+            self._fresh_bytes += int(self._sizes_bytes[index])
+            if self._fresh_bytes >= self._granularity_bytes:
+                self._wake.notify()
+
+    def finish(self) -> None:
+        """The backward pass has ended: all gradients count as ready. Blocks until every one is agreed.
+
+        Raises:
+            CommError: the job failed meanwhile.
+        """
+        with self._wake:
+            self._bits[:] = True
+            self._ended = True
+            self._wake.notify()
+        while not self._done.wait(timeout=1.0):
+            self._failures.check()
+        self._failures.check()
+
+    def _run(self) -> None:
+        try:
+            while True:
+                with self._wake:
+                    self._wake.wait_for(
+                        lambda: self._closing or (self._on_agreed is not None and self._worth_a_round())
+                    )
+                if self._closing:
+                    return
+                self._negotiate()
+                self._done.set()
+        except CommError as err:
+            self._failures.report(err)
+        except Exception as err:  # whatever it is, those who wait must hear of it
+            self._failures.report(CommError(f"the negotiation of gradients failed: {err!r}"))
+            raise
+        finally:
+            self._done.set()
+
+    def _worth_a_round(self) -> bool:
+        return self._ended or self._fresh_bytes >= self._granularity_bytes
+
+    def _negotiate(self) -> None:
+        """Rounds until all gradients of this backward pass are agreed."""
+        on_agreed = self._on_agreed
+        assert on_agreed is not None
+        agreed = np.zeros(self._bits.size, dtype=np.bool_)
+        while not agreed.all():
+            with self._wake:
+                self._wake.wait_for(lambda: self._closing or self._worth_a_round())
+                bits = self._bits.copy()
+                self._fresh_bytes = 0
+            begin_s = time.perf_counter()
+            result = agree(bits, comm=self._comm, failures=self._failures)
+            if (trace := timeline.active()) is not None:
+                brought = int((result & ~agreed).sum())
+                trace.span("negotiation", "round", begin_s, time.perf_counter(), marked=int(bits.sum()), agreed=brought)
+            if fresh := np.flatnonzero(result & ~agreed).tolist():
+                on_agreed(fresh)
+            agreed |= result
+        self._on_agreed = None
+
+    def close(self) -> None:
+        """Ends the thread."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        if self._thread is not None:
+            self._thread.join(timeout=2.0)

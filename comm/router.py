@@ -1,0 +1,268 @@
+"""All the ways by which units can travel in this job, opened when a plan first needs them.
+
+A module of its own because it is the one place that knows which routes exist here: a pair of transport and algorithm.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from sirtaki.errors import CommError, PlanError
+
+from .device import HOST, Device
+from .nccl_streams.communicators import CommunicatorPool, Opener
+from .nccl_streams.nccl import NcclStreams, NcclTree
+from .nccl_streams.staged import StagedLanes
+from .plan import Algorithm, CommPlan, TransportKind
+from .transports.contract import FlatBuffer, Lane, ReduceOp, Transport, Work
+from .transports.gloo import GlooLanes
+from .transports.mpi import MpiLanes
+from .transports.node_memory import share_memory
+from .transports.shared_memory import SharedMemory
+
+if TYPE_CHECKING:
+    from .control.plane import ControlPlane
+
+logger = logging.getLogger(__name__)
+
+Route = tuple[TransportKind, Algorithm]
+
+WAIT_SLICE_S = 1.0
+"""How often a wait for other ranks looks whether the job has failed."""
+
+MAX_COMMUNICATORS = 24
+"""NCCL communicators that are open at once; those of one stream with several CTA counts are several."""
+
+
+class Fabric:
+    """The transports of one user of communication; two users that may interleave need a fabric each."""
+
+    def __init__(
+        self, control: ControlPlane, *, timeout_s: float, device: Device = HOST, nccl: Opener | None = None
+    ) -> None:
+        """Collective: finds out whether the ranks of a node can share memory.
+
+        Args:
+            control: the ranks.
+            timeout_s: after this long a reduction that does not get on fails.
+            device: where the gradients are.
+            nccl: makes communicators between the ranks' devices; None = they go through the hosts' memory.
+        """
+        self._control, self._timeout_s, self._device = control, timeout_s, device
+        self._transports: dict[Route, Transport] = {}
+        self._nccl, self._pool = nccl, None
+        if nccl is not None:
+            self._pool = CommunicatorPool(
+                nccl,
+                limit=MAX_COMMUNICATORS,
+                worst=lambda value: float(control.maximum(np.array([value]))[0]),
+            )
+        self._shares_memory = nccl is None and max(control.local_sizes) > 1 and self._try_sharing()
+
+    def _try_sharing(self) -> bool:
+        try:
+            share_memory(self._control, 1)
+        except CommError as err:
+            logger.warning("%s; sockets are used within the nodes, too", err)
+            return False
+        return True
+
+    @property
+    def device(self) -> Device:
+        """Where the gradients are."""
+        return self._device
+
+    @property
+    def routes(self) -> tuple[Route, ...]:
+        """What a plan may use here, the best guess first."""
+        flat, tree = Algorithm.FLAT, Algorithm.HIERARCHICAL
+        if self._nccl is not None:
+            nodes = not self._control.one_node and self._control.is_homogeneous and self._control.local_size > 1
+            return ((TransportKind.NCCL, flat), *([(TransportKind.NCCL, tree)] if nodes else []))
+        if self._device.streams:
+            inner = dict.fromkeys(algorithm for _, algorithm in self._host_routes)
+            return tuple((TransportKind.STAGED, algorithm) for algorithm in inner)
+        return self._host_routes
+
+    @property
+    def _host_routes(self) -> tuple[Route, ...]:
+        flat, tree = Algorithm.FLAT, Algorithm.HIERARCHICAL
+        gloo, mpi = (TransportKind.GLOO, flat), (TransportKind.MPI, flat)
+        if self._control.one_node:
+            shared = ((TransportKind.SHARED_MEMORY, flat),) if self._shares_memory else ()
+            return (*shared, mpi, gloo)
+        if self._shares_memory:
+            return ((TransportKind.GLOO, tree), gloo, mpi, (TransportKind.MPI, tree))
+        return (gloo, mpi)
+
+    def max_streams(self) -> int:
+        """The largest number of streams that every route offers."""
+        return min(self._transport(route).max_streams for route in self.routes)
+
+    def threads(self) -> tuple[int, ...]:
+        """Thread allowances that every route offers; empty where there are none."""
+        offers = [self._transport(route).threads for route in self.routes]
+        return tuple(count for count in offers[0] if all(count in offer for offer in offers))
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> FlatBuffer:
+        """Collective: a zeroed buffer of the same size on every rank that all routes can reduce."""
+        if not self._device.streams:
+            return self._allocate_on_host(numel, dtype)
+        mirror = None
+        if self._nccl is None:
+            mirror = self._allocate_on_host(numel, dtype)
+            self._device.pin(mirror.tensor)
+        return FlatBuffer(torch.zeros(numel, dtype=dtype, device=self._device.torch_device), mirror=mirror)
+
+    def _allocate_on_host(self, numel: int, dtype: torch.dtype) -> FlatBuffer:
+        if not self._shares_memory:
+            return FlatBuffer(torch.zeros(numel, dtype=dtype))
+        regions = share_memory(self._control, numel * dtype.itemsize)
+        peers = tuple(region.view(dtype) for region in regions)
+        return FlatBuffer(peers[self._control.local_rank], peers)
+
+    def open_plan(self, plan: CommPlan) -> None:
+        """Collective: opens the streams that the plan uses.
+
+        Raises:
+            PlanError: this job has no such route, or not as many streams.
+        """
+        for algorithm in sorted({unit.algorithm for unit in plan.units}, key=lambda kind: kind.value):
+            route = (plan.transport, algorithm)  # in one order on all ranks: opening is collective
+            if route not in self.routes:
+                raise PlanError(
+                    f"{plan.transport.value} with the {algorithm.value} algorithm is not possible here; "
+                    f"possible: {', '.join(f'{kind.value} {how.value}' for kind, how in self.routes)}"
+                )
+            transport = self._transport(route)
+            if plan.streams > transport.max_streams:
+                raise PlanError(
+                    f"{plan.transport.value} has at most {transport.max_streams} streams, not {plan.streams}"
+                )
+            transport.open_lanes(lanes_of(plan, algorithm))
+
+    def keep_only(self, plans: Sequence[CommPlan]) -> None:
+        """Collective, between iterations: frees the GPU's memory of what only other plans need."""
+        if self._pool is not None:
+            keys = [
+                key
+                for (_, algorithm), transport in self._transports.items()
+                if isinstance(transport, NcclStreams)
+                for plan in plans
+                for key in transport.keys(lanes_of(plan, algorithm))
+            ]
+            self._device.synchronise()  # what is closed must have nothing in flight
+            self._pool.keep_only(keys)
+
+    def _transport(self, route: Route) -> Transport:
+        if route not in self._transports:
+            self._transports[route] = self._make(route)
+        return self._transports[route]
+
+    def _make(self, route: Route) -> Transport:
+        kind, algorithm = route
+        if kind is TransportKind.NCCL:
+            return self._make_nccl(algorithm)
+        if kind is TransportKind.STAGED:
+            inner = next(host_route for host_route in self._host_routes if host_route[1] is algorithm)
+            return StagedLanes(self._make(inner), self._device, self._control.failures)
+        control, hierarchical = self._control, algorithm is Algorithm.HIERARCHICAL
+        if kind is TransportKind.SHARED_MEMORY:
+            return SharedMemory(control)
+        lanes: Transport
+        if kind is TransportKind.GLOO:
+            store, address = control.store()
+            group = f"local{control.local_rank}" if hierarchical else "all"
+            lanes = GlooLanes(
+                store=store,
+                prefix=lambda: f"{control.next_prefix()}/{group}",
+                address=address,
+                rank=control.cross_rank if hierarchical else control.rank,
+                size=control.cross_size if hierarchical else control.size,
+                timeout_s=self._timeout_s,
+            )
+        else:
+            lanes = MpiLanes(control.duplicate_cross if hierarchical else control.duplicate)
+        return SharedMemory(control, across=lanes) if hierarchical else lanes
+
+    def _make_nccl(self, algorithm: Algorithm) -> Transport:
+        assert self._pool is not None
+        assert self._nccl is not None
+        control, opener = self._control, self._nccl
+        if algorithm is Algorithm.FLAT:
+            return NcclStreams(self._pool, self._device, opener=opener)
+        return NcclTree(
+            self._pool,
+            self._device,
+            opener=opener,
+            local_size=control.local_size,
+            local_rank=control.local_rank,
+        )
+
+    def all_reduce(
+        self,
+        buffer: FlatBuffer,
+        start: int,
+        stop: int,
+        *,
+        route: Route,
+        stream: int,
+        threads: int | None = None,
+        op: ReduceOp = ReduceOp.SUM,
+        scale: float = 1.0,
+    ) -> Work:
+        """Reduces a range over a route whose lanes are open; see `Transport.all_reduce`."""
+        return self._transports[route].all_reduce(buffer, start, stop, lane=Lane(stream, threads), op=op, scale=scale)
+
+    def all_reduce_plan(self, buffer: FlatBuffer, plan: CommPlan, *, scale: float = 1.0) -> list[Work]:
+        """Adds up all units of a plan whose lanes are open, all submitted at once; see `Transport.all_reduce`."""
+        return [
+            self.all_reduce(
+                buffer,
+                unit.start,
+                unit.stop,
+                route=(plan.transport, unit.algorithm),
+                stream=unit.stream,
+                threads=unit.threads,
+                scale=scale,
+            )
+            for unit in plan.units
+        ]
+
+    def wait_for(self, works: Sequence[Work]) -> None:
+        """Waits for all of them, and looks now and then whether the job has failed.
+
+        Raises:
+            CommError: a reduction failed, or the job did.
+        """
+        for work in works:
+            while not work.wait(WAIT_SLICE_S):
+                self._control.failures.check()
+
+    def check(self) -> None:
+        """Raises what a transport has found out by itself; any thread may ask.
+
+        Raises:
+            CommError: naming what has failed.
+        """
+        if self._pool is not None:
+            self._pool.check()
+
+    def close(self) -> None:
+        """Closes all transports; may be called twice."""
+        for transport in self._transports.values():
+            transport.close()
+        self._transports.clear()
+        if self._pool is not None and self._control.failures.error is None:
+            self._device.synchronise()  # what is closed must have nothing in flight
+            self._pool.close()
+
+
+def lanes_of(plan: CommPlan, algorithm: Algorithm) -> list[Lane]:
+    """What the plan's units of this algorithm travel on."""
+    return list(dict.fromkeys(Lane(unit.stream, unit.threads) for unit in plan.units if unit.algorithm is algorithm))

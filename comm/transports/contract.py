@@ -1,0 +1,101 @@
+"""The contract of everything that carries units: buffers, works, and the transport itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple, Protocol
+
+import torch
+
+from sirtaki.comm.plan import TransportKind
+
+
+class ReduceOp(Enum):
+    """How elements of different ranks are combined; averages are sums with a scale."""
+
+    SUM = "sum"
+    MIN = "min"
+    MAX = "max"
+    PRODUCT = "product"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FlatBuffer:
+    """One contiguous buffer a rank, all of one size; units are element ranges of it.
+
+    Attributes:
+        tensor: this rank's buffer, 1-d and contiguous.
+        peers: where the ranks of one node share memory, the buffers of all of them by local rank (this rank's own
+            among them); empty otherwise.
+        mirror: where a device's buffer travels through the host, the buffer of the same size there.
+    """
+
+    tensor: torch.Tensor
+    peers: tuple[torch.Tensor, ...] = ()
+    mirror: FlatBuffer | None = None
+
+
+class Work(Protocol):
+    """A reduction under way."""
+
+    def wait(self, timeout_s: float) -> bool:
+        """Blocks until the result is in the buffer, for at most `timeout_s`; False if it is not there by then.
+
+        On a device with streams the current stream waits instead, where the transport can have it wait.
+
+        Raises:
+            CommError: the reduction failed.
+        """
+        ...
+
+
+class _NothingToDo:
+    """The work of an empty range."""
+
+    def wait(self, timeout_s: float) -> bool:
+        return True
+
+
+NOTHING_TO_DO = _NothingToDo()
+
+
+class Lane(NamedTuple):
+    """What one unit travels on: a stream, with a thread allowance where the transport has any (None = its own)."""
+
+    stream: int
+    threads: int | None = None
+
+
+class Transport(Protocol):
+    """Carries units over several streams at the same time.
+
+    Units of one lane are reduced in the order in which they were submitted, which must be the same on all ranks;
+    streams are independent of each other. Submitting never blocks on other ranks. Transports without thread
+    allowances (`threads` is empty) take a lane for its stream.
+    """
+
+    kind: TransportKind
+    max_streams: int
+    threads: tuple[int, ...]
+
+    def open_lanes(self, lanes: Sequence[Lane]) -> None:
+        """Collective, with nothing in flight: makes these lanes usable; others may be closed.
+
+        Raises:
+            PlanError: on all ranks, if so many cannot be open at once.
+            CommError: the ranks cannot connect to each other.
+        """
+        ...
+
+    def all_reduce(self, buffer: FlatBuffer, start: int, stop: int, *, lane: Lane, op: ReduceOp, scale: float) -> Work:
+        """Reduces elements `[start, stop)` of `buffer` over all ranks in place, and multiplies them by `scale`.
+
+        The range may be empty; it must not be touched until the work is done.
+        """
+        ...
+
+    def close(self) -> None:
+        """Releases threads and connections; pending works fail. May be called twice."""
+        ...

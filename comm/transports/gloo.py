@@ -1,0 +1,126 @@
+"""Gloo: each stream is a process group of its own, hence TCP connections of its own between every two ranks.
+
+One connection is one flow, and clouds cap a flow; more groups are more flows. The groups are built directly, so the
+user's own default process group is left alone. Gloo's threads work outside the GIL: submitting costs some
+microseconds and nothing else of Python runs until the wait.
+"""
+
+from __future__ import annotations
+
+import datetime
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
+from torch.distributed import ReduceOp as TorchOp
+
+from sirtaki.comm import timeline
+from sirtaki.comm.plan import TransportKind
+from sirtaki.errors import CommError
+
+from .contract import NOTHING_TO_DO, FlatBuffer, Lane, ReduceOp, Work
+from .scaling import scale_
+
+MAX_STREAMS = 24
+RENDEZVOUS_TIMEOUT_S = 300.0
+
+TORCH_OPS = {
+    ReduceOp.SUM: TorchOp.SUM,
+    ReduceOp.MIN: TorchOp.MIN,
+    ReduceOp.MAX: TorchOp.MAX,
+    ReduceOp.PRODUCT: TorchOp.PRODUCT,
+}
+
+
+class _GlooWork:
+    """A unit under way; the scale is applied by whoever waits, once."""
+
+    def __init__(self, work: torch.distributed.Work, result: torch.Tensor, scale: float, what: str) -> None:
+        self._work, self._result, self._scale, self._what = work, result, scale, what
+        self._done = False
+        self.done_s = 0.0
+
+    def note_end(self) -> None:
+        """Notes when the unit is reduced, in `done_s`."""
+        self._work.get_future().add_done_callback(self._note)
+
+    def _note(self, _: torch.futures.Future[list[torch.Tensor]]) -> None:
+        self.done_s = time.perf_counter()
+
+    def wait(self, timeout_s: float) -> bool:
+        if self._done:
+            return True
+        try:
+            if not self._work.is_completed():
+                self._work.wait(datetime.timedelta(seconds=timeout_s))
+            else:
+                self._work.wait()  # raises what went wrong
+        except RuntimeError as err:
+            if not self._work.is_completed():
+                return False  # this wait timed out; the reduction goes on
+            raise CommError(
+                f"Gloo failed in {self._what}, most likely because a rank has ended or its network is down: {err}"
+            ) from err
+        scale_(self._result, self._scale)
+        self._done = True
+        return True
+
+
+class GlooLanes:
+    """Streams over Gloo process groups, each with one worker thread, which keeps it in order."""
+
+    kind = TransportKind.GLOO
+    max_streams = MAX_STREAMS
+    threads: tuple[int, ...] = ()
+
+    def __init__(
+        self, *, store: Store, prefix: Callable[[], str], address: str, rank: int, size: int, timeout_s: float
+    ) -> None:
+        """Starts nothing; connections are made by `open_lanes`.
+
+        Args:
+            store: where the ranks find each other.
+            prefix: gives a fresh key prefix at each call, the same on all ranks.
+            address: of this host, as the other ranks reach it.
+            rank: of this process among those that take part.
+            size: how many take part.
+            timeout_s: after this long a reduction that does not get on fails.
+        """
+        self._store, self._prefix, self._address = store, prefix, address
+        self._rank, self._size = rank, size
+        self._timeout = datetime.timedelta(seconds=timeout_s)
+        self._groups: list[ProcessGroupGloo] = []
+
+    def open_lanes(self, lanes: Sequence[Lane]) -> None:
+        """Collective: see `Transport`."""
+        while len(self._groups) <= max(lane.stream for lane in lanes):
+            options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch's stub lacks it
+            options._threads = 1
+            options._timeout = datetime.timedelta(seconds=RENDEZVOUS_TIMEOUT_S)
+            # A device of its own gives each stream its own I/O thread.
+            options._devices = [ProcessGroupGloo.create_device(hostname=self._address)]
+            try:
+                store = PrefixStore(self._prefix(), self._store)
+                group = ProcessGroupGloo(store, self._rank, self._size, options)
+            except RuntimeError as err:
+                raise CommError(f"rank {self._rank} could not open Gloo stream {len(self._groups)}: {err}") from err
+            group._set_default_timeout(self._timeout)
+            self._groups.append(group)
+
+    def all_reduce(self, buffer: FlatBuffer, start: int, stop: int, *, lane: Lane, op: ReduceOp, scale: float) -> Work:
+        """See `Transport`."""
+        unit = buffer.tensor[start:stop]
+        if unit.numel() == 0:
+            return NOTHING_TO_DO
+        work = self._groups[lane.stream].allreduce([unit], TORCH_OPS[op])  # type: ignore[attr-defined]  # as above
+        unit_work = _GlooWork(work, unit, scale, f"elements [{start}, {stop}) on stream {lane.stream}")
+        if timeline.active() is not None:
+            unit_work.note_end()
+        return unit_work
+
+    def close(self) -> None:
+        """See `Transport`."""
+        for group in self._groups:
+            group.abort()
+        self._groups.clear()

@@ -1,0 +1,130 @@
+"""MPI: each stream is a duplicated communicator with a thread that makes blocking calls.
+
+mpi4py releases the GIL inside MPI, and Open MPI has no progress thread, so a blocking call in a thread of its own is
+what makes progress. Fast between the ranks of one host; over TCP Gloo is faster (DESIGN §12).
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from sirtaki.comm.control.plane import load_mpi
+from sirtaki.comm.plan import TransportKind
+from sirtaki.errors import CommError
+
+from .contract import NOTHING_TO_DO, FlatBuffer, Lane, ReduceOp, Work
+from .scaling import HALF_DTYPES, scale_
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+MAX_STREAMS = 24
+
+
+class ThreadWork:
+    """A piece of work that another thread does and reports.
+
+    Attributes:
+        begun_s, done_s: when the thread took it up and ended it, as of `time.perf_counter`; 0 = not yet, or unknown.
+    """
+
+    def __init__(self) -> None:
+        self._done = threading.Event()
+        self._error: CommError | None = None
+        self.begun_s = self.done_s = 0.0
+
+    def finish(self, error: CommError | None = None) -> None:
+        """Called by the working thread, once."""
+        self._error = error
+        self.done_s = time.perf_counter()
+        self._done.set()
+
+    def wait(self, timeout_s: float) -> bool:
+        """See `Work`."""
+        if not self._done.wait(timeout_s):
+            return False
+        if self._error is not None:
+            raise type(self._error)(*self._error.args)
+        return True
+
+
+def mpi_all_reduce_(tensor: torch.Tensor, *, comm: MPI.Comm, op: ReduceOp, scale: float) -> None:
+    """Collective, blocking: reduces a contiguous tensor in place; halves travel as float32, which MPI knows."""
+    MPI = load_mpi()
+    operation = {ReduceOp.SUM: MPI.SUM, ReduceOp.MIN: MPI.MIN, ReduceOp.MAX: MPI.MAX, ReduceOp.PRODUCT: MPI.PROD}[op]
+    if tensor.dtype in HALF_DTYPES:
+        wide = tensor.float()
+        comm.Allreduce(MPI.IN_PLACE, wide.numpy(), op=operation)
+        tensor.copy_(wide.mul_(scale))
+    else:
+        comm.Allreduce(MPI.IN_PLACE, tensor.numpy(), op=operation)
+        scale_(tensor, scale)
+
+
+class MpiLanes:
+    """Streams over duplicated MPI communicators, each with a thread."""
+
+    kind = TransportKind.MPI
+    max_streams = MAX_STREAMS
+    threads: tuple[int, ...] = ()
+
+    def __init__(self, duplicate: Callable[[], MPI.Comm]) -> None:
+        """Starts nothing.
+
+        Args:
+            duplicate: collective; gives a fresh communicator over the ranks that take part. Its owner frees it.
+        """
+        self._duplicate = duplicate
+        self._queues: list[queue.SimpleQueue[Callable[[], None] | None]] = []
+        self._threads: list[threading.Thread] = []
+        self._comms: list[MPI.Comm] = []
+
+    def open_lanes(self, lanes: Sequence[Lane]) -> None:
+        """Collective: see `Transport`."""
+        while len(self._threads) <= max(lane.stream for lane in lanes):
+            tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+            name = f"sirtaki-mpi-{len(self._threads)}"
+            thread = threading.Thread(target=self._serve, args=(tasks,), name=name, daemon=True)
+            self._queues.append(tasks)
+            self._comms.append(self._duplicate())
+            self._threads.append(thread)
+            thread.start()
+
+    @staticmethod
+    def _serve(tasks: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+        while (task := tasks.get()) is not None:
+            task()
+
+    def all_reduce(self, buffer: FlatBuffer, start: int, stop: int, *, lane: Lane, op: ReduceOp, scale: float) -> Work:
+        """See `Transport`."""
+        unit = buffer.tensor[start:stop]
+        if unit.numel() == 0:
+            return NOTHING_TO_DO
+        work, comm = ThreadWork(), self._comms[lane.stream]
+
+        def task() -> None:
+            work.begun_s = time.perf_counter()
+            try:
+                mpi_all_reduce_(unit, comm=comm, op=op, scale=scale)
+            except Exception as err:  # whatever it is, the waiting thread must hear of it
+                work.finish(CommError(f"MPI failed in elements [{start}, {stop}) on stream {lane.stream}: {err}"))
+            else:
+                work.finish()
+
+        self._queues[lane.stream].put(task)
+        return work
+
+    def close(self) -> None:
+        """See `Transport`."""
+        for tasks in self._queues:
+            tasks.put(None)
+        for thread in self._threads:
+            thread.join(timeout=1.0)
+        self._queues.clear()
+        self._threads.clear()

@@ -1,0 +1,44 @@
+"""Where a model's gradients are, and what carries them from there.
+
+A module of its own because it is the one place of the façade that knows CUDA.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from sirtaki.comm.plan import TransportKind
+from sirtaki.comm.router import Fabric
+
+if TYPE_CHECKING:
+    from .job import Runtime
+
+logger = logging.getLogger(__name__)
+
+
+def open_fabric(runtime: Runtime, params: Sequence[torch.Tensor]) -> Fabric:
+    """Collective: the fabric for the gradients of `params`, on whose first GPU they are reduced if any are on one.
+
+    NCCL carries what is on GPUs, unless it is not there, ranks share a GPU, or `SIRTAKI_TRANSPORT=staged`.
+    """
+    control, timeout_s = runtime.control, runtime.timeout_s
+    others = {param.device.type for param in params} - {"cpu", "cuda"}
+    if others:
+        logger.warning("gradients on %s travel through host memory", ", ".join(sorted(others)))
+    on_gpus = [param.device for param in params if param.device.type == "cuda"]
+    if not on_gpus:
+        return Fabric(control, timeout_s=timeout_s)
+    from sirtaki.comm.nccl_streams.cuda_device import cuda_device
+    from sirtaki.comm.nccl_streams.process_group import find_nccl
+
+    index = on_gpus[0].index
+    device = cuda_device(torch.cuda.current_device() if index is None else index)
+    wanted = runtime.settings.transport
+    if wanted is TransportKind.STAGED:
+        return Fabric(control, timeout_s=timeout_s, device=device)
+    nccl = find_nccl(control, device, forced=wanted is TransportKind.NCCL, timeout_s=timeout_s)
+    return Fabric(control, timeout_s=timeout_s, device=device, nccl=nccl)

@@ -1,0 +1,317 @@
+"""Watches the gradients of one optimizer and has them reduced: what stands between autograd and the synchroniser.
+
+A module of its own because everything that depends on how a gradient comes is here: hooks, accumulation over several
+backward passes, groups, sparse gradients, parameters that are thawed in mid-training. The synchroniser knows only
+dense gradients that are ready or not, the optimizer only that they are reduced in the end.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from sirtaki.autotune.arms.base import Arm
+from sirtaki.comm.control.watchdog import Wait
+from sirtaki.comm.gradients.buffers import Reduction, dense_strides
+from sirtaki.torch.mpi_ops import Sum, allreduce_async_, synchronize
+from sirtaki.torch.process_sets import GLOBAL_ID, ProcessSet, global_process_set
+
+from .nan_check import NanCheck
+from .sparse_gradients import SparseReductions
+from .warmup import TunedSynchroniser
+
+if TYPE_CHECKING:
+    from .job import Runtime
+
+TOO_OFTEN = (
+    "Gradients were computed more than backward_passes_per_step times before call to step(). "
+    "Increase backward_passes_per_step to accumulate gradients locally."
+)
+
+Named = tuple[str, torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReducerOptions:
+    """How gradients are reduced, whatever the model.
+
+    Attributes:
+        reduction: what is done to every gradient.
+        sparse_as_dense: sparse gradients are made dense.
+        groups: parameters that go together: none of a group leaves before all are there.
+        arms: search techniques to tune with, None = the usual ones.
+        process_set: the ranks that take part.
+    """
+
+    reduction: Reduction
+    sparse_as_dense: bool = False
+    groups: Sequence[Sequence[torch.Tensor]] = ()
+    arms: Sequence[Arm] | None = None
+    process_set: ProcessSet = global_process_set
+
+
+class GradientReducer:
+    """Keeps the gradients of one optimizer equal on the ranks of `current.control`."""
+
+    def __init__(self, current: Runtime, named: Sequence[Named], *, passes: int, options: ReducerOptions) -> None:
+        """Collective.
+
+        Args:
+            current: the runtime, with the control plane of the ranks that take part.
+            named: all parameters of the optimizer with their names, frozen ones too, the same on all ranks.
+            passes: backward passes whose gradients are added up before they are reduced.
+            options: how to reduce.
+        """
+        self._current, self._options = current, options
+        self._passes = passes
+        self._serial = next(current.serials[options.process_set.process_set_id or GLOBAL_ID])
+        self._waiting_since_s: float | None = None
+        self._sparse = SparseReductions(f"optimizer.{self._serial}", options.reduction, options.process_set)
+        self._nan_check = NanCheck(current.control) if current.settings.check_nan else None
+        self._sync: TunedSynchroniser | None = None
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._attach(named)
+        current.watchdog.watch(self._present_wait, self._progress)
+        current.reducers.append(self)
+
+    # ── which parameters ─────────────────────────────────────────────────────────────────────────────────────────
+
+    def _attach(self, named: Sequence[Named]) -> None:
+        """Collective: hooks on all parameters that want a gradient; those that the optimizer had before are removed."""
+        self._detach()
+        self._all = list(named)
+        self._named = [(name, param) for name, param in named if param.requires_grad]
+        self._by_name = dict(self._named)
+        self._frozen = [(name, param) for name, param in named if not param.requires_grad]
+        shapes = repr(
+            [
+                (name, tuple(param.shape), str(param.dtype), dense_strides(param), param.device.type)
+                for name, param in self._named
+            ]
+        )
+        digest = hashlib.sha256(shapes.encode()).hexdigest()[:12]
+        self._current.control.require_equal(f"{len(self._named)} parameters with fingerprint {digest}", "the model")
+        dense = [number for number, (name, _) in enumerate(self._named) if name not in self._sparse.names]
+        if dense:
+            self._sync = TunedSynchroniser(
+                self._current,
+                [self._named[number][1] for number in dense],
+                [self._named[number][0] for number in dense],
+                reduction=self._options.reduction,
+                arms=self._options.arms,
+            )
+        arrive = dict.fromkeys(range(len(self._named)), self._nothing)
+        for index, number in enumerate(dense):
+            arrive[number] = self._arrival(index)
+        self._gather_groups(arrive)
+        if self._nan_check is not None:
+            self._nan_check.names = [name for name, _ in self._named]
+        self._hooks = [
+            param.register_post_accumulate_grad_hook(self._make_hook(number, arrive[number]))  # type: ignore[no-untyped-call]  # torch's
+            for number, (_, param) in enumerate(self._named)
+        ]
+        self._begin_iteration()
+
+    def _arrival(self, index: int) -> Callable[[], None]:
+        assert self._sync is not None
+        return partial(self._sync.ready, index)
+
+    @staticmethod
+    def _nothing() -> None:
+        """What a gradient does that is known to be sparse: it is reduced by itself."""
+
+    def _detach(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        if self._sync is not None:
+            self._sync.close()
+            self._sync = None
+
+    def extend(self, named: Sequence[Named]) -> None:
+        """Collective: from now on, these parameters too."""
+        if self.pending:
+            raise RuntimeError("add_param_group() between backward() and step(): call step() or synchronize() first")
+        self._attach([*self._all, *named])
+
+    def _gather_groups(self, arrive: dict[int, Callable[[], None]]) -> None:
+        """Members of a group wait for the last of them, so that the group leaves as one."""
+        number_of = {id(param): number for number, (_, param) in enumerate(self._named)}
+        self._group_sizes: list[int] = []
+        self._group_missing: list[int] = []
+        for group in self._options.groups:
+            members = [number_of[id(param)] for param in group if id(param) in number_of]
+            place, leave = len(self._group_sizes), [arrive[number] for number in members]
+            self._group_sizes.append(len(members))
+
+            def arrive_in_group(place: int = place, leave: list[Callable[[], None]] = leave) -> None:
+                self._group_missing[place] -= 1
+                if not self._group_missing[place]:
+                    for each in leave:
+                        each()
+
+            for number in members:
+                arrive[number] = arrive_in_group
+
+    # ── the way of one gradient ──────────────────────────────────────────────────────────────────────────────────
+
+    def _make_hook(self, number: int, arrive: Callable[[], None]) -> Callable[[torch.Tensor], None]:
+        nan_check = self._nan_check
+
+        def hook(param: torch.Tensor) -> None:
+            passes_left = self._passes_left  # replaced by each finish()
+            left = passes_left[number]
+            if left > 1:
+                passes_left[number] = left - 1
+                return
+            if left < 1:
+                raise AssertionError(TOO_OFTEN)
+            passes_left[number] = 0
+            gradient = param.grad
+            assert gradient is not None
+            if nan_check is not None:
+                nan_check.look(number, gradient)
+            if gradient.is_sparse and self._keeps_sparse(number, param):
+                return
+            arrive()
+
+        return hook
+
+    def _keeps_sparse(self, number: int, param: torch.Tensor) -> bool:
+        """Whether a sparse gradient is reduced as one; else it is dense afterwards."""
+        assert param.grad is not None
+        name = self._named[number][0]
+        # Which parameters have sparse gradients is agreed while the order is learned; later ones are made dense.
+        agreed_later = self._sync is not None and self._sync.learning
+        if self._options.sparse_as_dense or (name not in self._sparse.names and not agreed_later):
+            param.grad = param.grad.to_dense()
+            return False
+        self._sparse.start(name, param.grad)
+        return True
+
+    # ── the end of an iteration ──────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def pending(self) -> bool:
+        """Gradients are being reduced."""
+        return (self._sync is not None and self._sync.pending) or self._sparse.pending
+
+    @property
+    def iteration(self) -> int:
+        """Iterations finished so far with the present parameters."""
+        return 0 if self._sync is None else self._sync.iteration
+
+    @property
+    def process_set(self) -> ProcessSet:
+        """The ranks that take part."""
+        return self._options.process_set
+
+    @property
+    def tuned(self) -> TunedSynchroniser | None:
+        """What reduces the dense gradients; None if there are none."""
+        return self._sync
+
+    def set_passes(self, passes: int) -> None:
+        """From the next iteration on, gradients of `passes` backward passes are added up before they are reduced."""
+        self._passes = passes
+        self._begin_iteration()
+
+    def _begin_iteration(self) -> None:
+        self._passes_left = [self._passes] * len(self._named)
+        self._group_missing = list(self._group_sizes)
+
+    def finish(self, *, joined: bool = False) -> bool:
+        """Collective: blocks until all gradients are reduced; afterwards `.grad` holds the result.
+
+        Args:
+            joined: this rank has no data any more and takes part with zeros.
+
+        Returns:
+            Some rank still has data of its own.
+        """
+        if not joined:
+            self._current.finished.append(self)
+        self._waiting_since_s = time.monotonic()
+        try:
+            return self._finish(joined)
+        finally:
+            self._waiting_since_s = None
+
+    def _finish(self, joined: bool) -> bool:
+        if self._nan_check is not None:
+            self._nan_check.finish(self._passes_left, [param.grad for _, param in self._named])
+        thawed = [param for _, param in self._frozen if param.requires_grad]
+        held = self._sparse.hold_back(self._by_name) if self._sparse.pending else set()
+        learning = self._sync is not None and self._sync.learning
+        alive = self._sync.finish(joined=joined) if self._sync is not None else True
+        agreed_now = self._agree_on_sparse(held) if learning else set()
+        if self._sparse.names:
+            self._sparse.finish(self._by_name, agreed_now)
+        if thawed:
+            self._reduce_thawed(thawed)
+        if thawed or agreed_now:
+            self._attach(self._all)
+        self._begin_iteration()
+        return alive
+
+    def _agree_on_sparse(self, found: set[str]) -> set[str]:
+        """Collective: parameters whose gradient was sparse on any rank count as such on all; returns the new ones."""
+        mine = np.array([float(name in found) for name, _ in self._named])
+        anywhere = self._current.control.total(mine) > 0
+        fresh = {name for (name, _), sparse in zip(self._named, anywhere, strict=True) if sparse} - self._sparse.names
+        self._sparse.names |= fresh
+        return fresh
+
+    def _reduce_thawed(self, params: list[torch.Tensor]) -> None:
+        """Collective: gradients of parameters that had no hook yet in this iteration."""
+        reduction = self._options.reduction
+        for number, param in enumerate(params):
+            if param.grad is None:
+                param.grad = torch.zeros_like(param)
+            handle = allreduce_async_(
+                param.grad,
+                name=f"optimizer.{self._serial}.thawed.{number}",
+                op=Sum,
+                prescale_factor=reduction.prescale,
+                postscale_factor=reduction.postscale,
+                process_set=self._options.process_set,
+            )
+            synchronize(handle)
+
+    # ── for the watchdog, and the end ────────────────────────────────────────────────────────────────────────────
+
+    def _present_wait(self) -> Wait | None:
+        since_s, iteration = self._waiting_since_s, self.iteration
+        if self._sync is not None:
+            self._sync.check()
+            if since_s is None and (stalled := self._sync.in_flight.stalled()):
+                iteration, since_s = stalled
+        return None if since_s is None else Wait(what=f"the gradients of iteration {iteration}", since_s=since_s)
+
+    def _progress(self) -> str:
+        """For the other ranks' watchdogs: how far this rank is; nothing if a later optimizer has taken over."""
+        in_use = [*self._current.reducers[-1:], *list(self._current.finished)[-1:]]
+        if self._sync is None or not (self.pending or self._waiting_since_s or self in in_use):
+            return ""
+        missing = self._sync.missing_names()
+        shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
+        waiting = self._sync.in_flight.unreduced_unit()
+        return "".join(
+            [
+                f"is in iteration {self._sync.iteration}",
+                f", has not computed {shown}" if missing else "",
+                f", its GPU waits for {waiting}" if waiting else "",
+            ]
+        )
+
+    def close(self) -> None:
+        """Gradients are not reduced any more."""
+        self._current.watchdog.forget(self._present_wait, self._progress)
+        self._detach()

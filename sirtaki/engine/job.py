@@ -1,0 +1,292 @@
+"""What `init()` sets up and `shutdown()` takes down, and how a rank that fails ends the job.
+
+A module of its own because everything else of the façade asks it for the state of this process: there is one
+runtime at a time, and none before `init()`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import itertools
+import logging
+import os
+import sys
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from sirtaki.comm import timeline
+from sirtaki.comm.collectives.engine import EagerEngine
+from sirtaki.comm.collectives.rank_sets import RankSets
+from sirtaki.comm.control.clocks import align_clocks
+from sirtaki.comm.control.plane import ControlPlane, load_mpi
+from sirtaki.comm.control.watchdog import Watchdog
+from sirtaki.comm.nccl_streams.support import ask_for_launch_order
+from sirtaki.errors import CommError, ConfigError, NotInitializedError
+from sirtaki.settings import Settings
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from .gradient_reducer import GradientReducer
+
+logger = logging.getLogger(__name__)
+
+NEVER_S = 7 * 24 * 3600.0
+"""What "no time limit" means to libraries that need a number."""
+
+TRANSPORT_GRACE_S = 60.0
+
+SHUTDOWN_S = 30.0
+"""How long `shutdown()` waits for the other ranks to call it, too."""
+
+VICTIM_S = 2.0
+"""How long a rank whose communication failed waits before it ends the job."""
+
+EXIT_S = 5.0
+"""The same at the end of a script; a rank that ends early must not hold up the news of it."""
+
+
+class Runtime:
+    """The state of one initialised process."""
+
+    def __init__(self, settings: Settings, comm: MPI.Comm) -> None:
+        """Collective over `comm`."""
+        self.settings = settings
+        self.control = ControlPlane(comm, local_size=settings.local_size, interface=settings.gloo_interface)
+        _start_logging(settings, self.control.rank)
+        shutdown_s = settings.stall_shutdown_s if settings.stall_check else None
+        # Transports give up later than the watchdog, which can say who is missing.
+        self.timeout_s = shutdown_s + TRANSPORT_GRACE_S if shutdown_s else NEVER_S
+        self.watchdog = Watchdog(
+            self.control.duplicate(),
+            self.control.failures,
+            warning_s=settings.stall_warning_s if settings.stall_check else NEVER_S,
+            shutdown_s=shutdown_s,
+        )
+        self.rank_sets = RankSets(self.control, self.watchdog)
+        self.job: str = self.control.broadcast(f"{time.time_ns()}.{os.getpid()}")
+        self.clock_offset_s = align_clocks(self.control) if settings.timeline is not None else None
+        # Numbers for optimizers, by process set: the same on all ranks of the set.
+        self.serials: defaultdict[int, Iterator[int]] = defaultdict(itertools.count)
+        self.reducers: list[GradientReducer] = []
+        self.finished: deque[GradientReducer] = deque(maxlen=256)  # those whose iterations ended last, the latest last
+        self.control.failures.listen(self._on_failure)
+
+    @property
+    def engine(self) -> EagerEngine:
+        """Performs eager operations over all ranks."""
+        engine = self.rank_sets[0].engine
+        assert engine is not None
+        return engine
+
+    def _on_failure(self) -> None:
+        if any(reducer.tuned is not None and reducer.tuned.on_streams for reducer in self.reducers):
+            threading.Thread(target=self._end_if_a_device_waits, name="sirtaki-end", daemon=True).start()
+
+    def _end_if_a_device_waits(self) -> None:
+        """The job has failed. A GPU that waits for others can't be told, nor what is to run on it after that.
+
+        Ends the process: the main thread may hang in CUDA for ever, and if it went on, parameters would be updated
+        with gradients that were never reduced. Where no GPU is known to wait, the main thread may end it by itself.
+        """
+        deadline = time.monotonic() + EXIT_S
+        while time.monotonic() < deadline and _runtime is self:
+            if any(reducer.tuned is not None and reducer.tuned.in_flight.stalled() for reducer in self.reducers):
+                break
+            time.sleep(0.05)
+        if _runtime is self:
+            _report_end(f"ends while its GPU waits: {self.control.failures.error}")
+            sys.stdout.flush()
+            os._exit(1)
+
+    def close(self, timeout_s: float) -> bool:
+        """Collective: waits until all ranks are here, then ends all threads and frees all communicators.
+
+        Returns:
+            False if other ranks did not come within `timeout_s`; nothing of MPI is freed then.
+        """
+        everybody = self.control.failures.error is None and self.watchdog.leave(timeout_s)
+        for reducer in reversed(self.reducers):
+            reducer.close()
+        timeline.stop()
+        self.reducers.clear()
+        self.finished.clear()
+        if everybody:
+            self.rank_sets.close()
+            self.watchdog.close()
+            self.control.close()
+        return everybody
+
+
+class _RankFormatter(logging.Formatter):
+    """`[12:30:01 sirtaki 0] message`: the rank stands in every line, once."""
+
+    def __init__(self, rank: int, *, with_time: bool) -> None:
+        super().__init__(f"[{'%(asctime)s ' if with_time else ''}sirtaki {rank}] %(message)s", datefmt="%H:%M:%S")
+
+
+def _start_logging(settings: Settings, rank: int) -> None:
+    """Rank 0 tells what is decided, the others only what is wrong; a handler of the user's own stays alone."""
+    root = logging.getLogger("sirtaki")
+    for handler in [handler for handler in root.handlers if isinstance(handler.formatter, _RankFormatter)]:
+        root.removeHandler(handler)
+    if not root.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(_RankFormatter(rank, with_time=settings.log_time))
+        root.addHandler(handler)
+        root.propagate = False
+    root.setLevel(settings.log_level if rank == 0 else max(settings.log_level, logging.WARNING))
+    if rank == 0:
+        for note in settings.notes:
+            logger.info("%s", note)
+
+
+_runtime: Runtime | None = None
+_exit_code: int | None = None
+_hooks_installed = False
+
+
+def current() -> Runtime:
+    """The runtime of this process.
+
+    Raises:
+        NotInitializedError: `init()` has not been called.
+    """
+    if _runtime is None:
+        raise NotInitializedError("Horovod has not been initialized; use hvd.init().")
+    return _runtime
+
+
+def is_initialized() -> bool:
+    """Whether `init()` has been called, and `shutdown()` not since."""
+    return _runtime is not None
+
+
+def init(comm: Sequence[int] | MPI.Comm | None = None) -> None:
+    """Collective: starts Sirtaki on all ranks; harmless if it has been started.
+
+    Args:
+        comm: None = all ranks that the launcher started; an mpi4py communicator; or a list of ranks, which only
+            those ranks call with.
+
+    Raises:
+        ConfigError: an environment variable cannot be meant, or this rank is not in `comm`.
+        CommError: there is no usable MPI library.
+    """
+    global _runtime
+    if _runtime is not None:
+        return
+    settings = Settings.from_environ()
+    ask_for_launch_order()
+    _runtime = Runtime(settings, _communicator(comm))
+    control = _runtime.control
+    # Scripts read these, as under horovodrun.
+    for name, value in (
+        ("RANK", control.rank),
+        ("SIZE", control.size),
+        ("LOCAL_RANK", control.local_rank),
+        ("LOCAL_SIZE", control.local_size),
+        ("CROSS_RANK", control.cross_rank),
+        ("CROSS_SIZE", control.cross_size),
+        ("HOSTNAME", control.hosts[control.rank]),
+    ):
+        os.environ[f"HOROVOD_{name}"] = str(value)
+    _install_exit_hooks()
+
+
+def _communicator(comm: Sequence[int] | MPI.Comm | None) -> MPI.Comm:
+    world: MPI.Intracomm = load_mpi().COMM_WORLD
+    if not comm:
+        return world
+    if not isinstance(comm, Sequence):
+        return comm
+    if world.rank not in comm:
+        raise ConfigError(f"rank {world.rank} called init(comm={list(comm)}), which does not name it")
+    return world.Create_group(world.group.Incl(list(comm)))
+
+
+def shutdown() -> None:
+    """Collective: ends Sirtaki on all ranks; `init()` may be called again. Harmless if it was not started."""
+    global _runtime
+    if _runtime is None:
+        return
+    runtime, _runtime = _runtime, None
+    if not runtime.close(SHUTDOWN_S):
+        logger.warning("shutdown: other ranks did not call it within %.0f s", SHUTDOWN_S)
+
+
+# ── the end of the process ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def _install_exit_hooks() -> None:
+    """A rank that fails must end the job: mpiexec ends the others only if it hears of it."""
+    global _hooks_installed
+    if _hooks_installed:
+        return
+    _hooks_installed = True
+    previous_hook, previous_exit = sys.excepthook, sys.exit
+
+    def on_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        # torch.distributed catches what its inner hooks print, and would print it only after the job has ended.
+        with contextlib.redirect_stderr(sys.__stderr__):
+            previous_hook(kind, error, trace)
+        global _runtime
+        if _runtime is not None and _runtime.control.size > 1:
+            _report_end(f"raised {kind.__name__}: {error}")
+            _runtime = None  # nothing is left to wait for at the exit
+            if isinstance(error, CommError):
+                # Most likely another rank's end is the cause; that one should be heard first, and its exit code kept.
+                time.sleep(VICTIM_S)
+            if not _started_by_sirtakirun():
+                sys.stdout.flush()
+                load_mpi().COMM_WORLD.Abort(1)
+
+    def on_exit(status: Any = None) -> NoReturn:  # Any: as sys.exit
+        global _exit_code
+        _exit_code = status if isinstance(status, int) else int(status is not None)
+        previous_exit(status)
+
+    sys.excepthook, sys.exit = on_exception, on_exit
+    atexit.register(_at_exit)
+
+
+def _report_end(reason: str) -> None:
+    """Says who ends the job and where that rank was; keeps what the warm-up has found so far."""
+    assert _runtime is not None
+    timeline.stop()
+    where = "".join(f"; it {text}" for text in _runtime.watchdog.progress())
+    print(f"sirtaki: rank {_runtime.control.rank} {reason}{where}; the job ends", file=sys.__stderr__, flush=True)
+    for reducer in _runtime.reducers:
+        if reducer.tuned is not None:
+            reducer.tuned.remember()
+
+
+def _started_by_sirtakirun() -> bool:
+    """Its wrapper runs the script in this process, and ends the other ranks when this one fails."""
+    return "sirtaki.run.rank_channel" in sys.modules
+
+
+def _at_exit() -> None:
+    """A rank whose script has ended: waits for the others a little, and does not hide a failure from mpiexec."""
+    global _runtime
+    if _runtime is None or _runtime.control.size == 1:
+        return
+    failed = _runtime.control.failures.error
+    code = _exit_code
+    if failed is not None:
+        code = code or 1
+        _report_end(f"ends after {failed}")
+    elif _runtime.close(EXIT_S) or not code:
+        _runtime = None
+        return
+    else:
+        _report_end(f"has ended with exit code {code} while others are at work")
+    # Without MPI_Finalize, so that mpiexec sees a failure and ends the other ranks.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,193 @@
+"""Measures what all-reduces cost on each route, before the first trial: what the analytical planners plan with.
+
+A module of its own because it is the one place where `autotune`'s models are filled from real transfers.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from sirtaki.autotune.knobs import KIB, MIB, Knobs, KnobSpace
+from sirtaki.autotune.model.link import LinkModel, LinkProbe
+from sirtaki.autotune.model.planning import PlanningModel
+from sirtaki.autotune.model.profile import Profile
+from sirtaki.comm.layout import GradientLayout
+from sirtaki.comm.plan import CommPlan, Unit
+from sirtaki.errors import TuningError
+
+from .contention_probe import ThreadProbe, contention_model
+
+if TYPE_CHECKING:
+    from sirtaki.comm.control.plane import ControlPlane
+    from sirtaki.comm.router import Fabric, Route
+    from sirtaki.comm.transports.contract import FlatBuffer
+
+logger = logging.getLogger(__name__)
+
+STREAM_BYTES = MIB
+"""What each stream carries in one pass of a probe, cut into units."""
+
+PASSES = 2
+"""That are timed as one, after one that is not."""
+
+SHORT_S = 0.02
+MOST_REPEATS = 3
+"""A probe is repeated until it has taken so long or been taken so often: hiccups outlast short ones."""
+
+SHAPES = (
+    (64 * KIB, 1),
+    (MIB, 1),
+    (MIB, 4),
+    (64 * KIB, 4),
+    (MIB, 8),
+    (64 * KIB, 8),
+    (MIB, 2),
+    (256 * KIB, 1),
+    (MIB, 16),
+)
+"""Bytes of a unit, and streams; what a small budget should know comes first, the link before the processor."""
+
+
+def probe_routes(
+    control: ControlPlane, fabric: Fabric, routes: Sequence[Route], *, max_streams: int, budget_s: float
+) -> dict[Route, list[LinkProbe]]:
+    """Collective: times a few all-reduces on each route, the first ones first, for about `budget_s` in all.
+
+    Args:
+        control: the ranks.
+        fabric: carries the units.
+        routes: to measure, the most important first.
+        max_streams: no more are opened.
+        budget_s: after that each route gets two shapes only; the smallest of all ranks' counts.
+    """
+    # Every rank must go through the same shapes: neither its own budget nor its own clock may decide.
+    budget_s = float(control.minimum(np.array([budget_s]))[0])
+    buffer = fabric.allocate(max_streams * STREAM_BYTES // 4, torch.float32)
+    found: dict[Route, list[LinkProbe]] = {}
+    spent_s = 0.0
+    for route in routes:
+        found[route] = []
+        for unit_bytes, streams in SHAPES:
+            # The first shapes are measured on every route: what is not known to be slow would have to be tried.
+            if streams > max_streams or (spent_s > budget_s and (unit_bytes, streams) not in SHAPES[:2]):
+                continue
+            plan = _probe_plan(route, unit_bytes, streams)
+            fabric.open_plan(plan)
+            rounds, probed_s = PASSES * STREAM_BYTES // unit_bytes, 0.0
+            for _ in range(MOST_REPEATS):
+                seconds = _probe_s(control, fabric, plan, buffer)
+                found[route].append(LinkProbe(unit_bytes=unit_bytes, streams=streams, seconds=seconds, rounds=rounds))
+                probed_s += seconds
+                if probed_s > SHORT_S:
+                    break
+            spent_s += probed_s
+    return found
+
+
+def narrowed(space: KnobSpace, probes: Mapping[Route, Sequence[LinkProbe]], *, default: Knobs) -> KnobSpace:
+    """The space without what probes have shown to be hopeless: a trial of it would cost many times a good one.
+
+    Routes that carry less than a third of the fastest one's throughput, and numbers of streams that carry less than
+    half of what the default's route carries at best, are left out; the default stays.
+    """
+    rates = {
+        route: _rates([probe for probe in measured if probe.unit_bytes == MIB]) for route, measured in probes.items()
+    }
+    best = {route: max(by_streams.values()) for route, by_streams in rates.items() if by_streams}
+    if not best:
+        return space
+    default_route = (default.transport, default.algorithm)
+    routes = tuple(
+        route for route in space.routes if route == default_route or 3 * best.get(route, math.inf) >= max(best.values())
+    )
+    curve = rates.get(default_route, {})
+    streams = tuple(
+        n for n in space.streams if n == default.streams or 2 * curve.get(n, math.inf) >= best.get(default_route, 0.0)
+    )
+    return replace(space, routes=routes, streams=streams)
+
+
+def _rates(probes: Sequence[LinkProbe]) -> dict[int, float]:
+    """Bytes a second by number of streams, of the faster of repeated probes."""
+    rates: dict[int, float] = {}
+    for probe in probes:
+        rate = probe.streams * probe.unit_bytes / probe.round_s
+        rates[probe.streams] = max(rate, rates.get(probe.streams, 0.0))
+    return rates
+
+
+def _probe_plan(route: Route, unit_bytes: int, streams: int) -> CommPlan:
+    """`STREAM_BYTES` on each stream, in units that take the streams in turn."""
+    transport, algorithm = route
+    numel = unit_bytes // 4
+    units = tuple(
+        Unit(start=number * numel, stop=(number + 1) * numel, stream=number % streams, algorithm=algorithm)
+        for number in range(streams * STREAM_BYTES // unit_bytes)
+    )
+    return CommPlan(numel=len(units) * numel, units=units, streams=streams, transport=transport)
+
+
+def _probe_s(control: ControlPlane, fabric: Fabric, plan: CommPlan, buffer: FlatBuffer) -> float:
+    """Collective: seconds that the plan's units take `PASSES` times in a row, on the slowest rank.
+
+    A pass before opens connections, touches memory, lets congestion windows grow, and uses up what shapers grant a
+    link that was idle; so the timed ones follow without a pause, not even that of a barrier.
+    """
+    control.barrier()
+    _pass(fabric, plan, buffer, times=1)
+    device = fabric.device
+    begin = device.mark()
+    _pass(fabric, plan, buffer, times=PASSES)
+    end = device.mark()
+    device.wait_for(end)
+    return float(control.maximum(np.array([device.elapsed_s(begin, end)]))[0])
+
+
+def _pass(fabric: Fabric, plan: CommPlan, buffer: FlatBuffer, *, times: int) -> None:
+    """Collective: submits all units so many times, then waits for all of them."""
+    fabric.wait_for([work for _ in range(times) for work in fabric.all_reduce_plan(buffer, plan, scale=0.0)])
+
+
+def planning_model(
+    layout: GradientLayout,
+    ready_s: Sequence[float],
+    compute_s: float,
+    probes: dict[Route, list[LinkProbe]],
+    *,
+    forward_s: float = 0.0,
+    threads: list[ThreadProbe] | None = None,
+) -> PlanningModel | None:
+    """What the planners need to know, or None if no route could be fitted; says why in the log.
+
+    Args:
+        layout: gradients in the order in which they become ready.
+        ready_s: when each did, `(n_gradients,)`, in the layout's order.
+        compute_s: when the backward pass ended.
+        probes: of each route.
+        forward_s: what else an iteration takes, from the last reduced gradient to the first ready one.
+        threads: what thread allowances have done on the first route; None or empty = there are none that matter.
+    """
+    from sirtaki.autotune.model.fits import fit_link  # imports scipy, which only a rank that plans should wait for
+
+    links: dict[Route, LinkModel] = {}
+    for route, measured in probes.items():
+        name = f"{route[0].value} {route[1].value}"
+        try:
+            links[route] = link = fit_link(measured)
+        except TuningError as err:
+            logger.info("no plans for %s: %s", name, err)
+            continue
+        curve = " ".join(f"{rate / 1e6:.4g}" for rate in link.throughput)
+        logger.debug("%s: α = %.3g ms, o = %.3g ms, G = %s MB/s", name, 1e3 * link.alpha_s, 1e3 * link.host_s, curve)
+    if not links or not all(math.isfinite(moment) for moment in ready_s):
+        return None
+    profile = Profile(ready_s=tuple(ready_s), compute_s=max(compute_s, *ready_s), forward_s=max(0.0, forward_s))
+    contention = contention_model(threads, alpha_s=next(iter(links.values())).alpha_s) if threads else None
+    return PlanningModel(layout=layout, profile=profile, links=links, contention=contention)

@@ -1,0 +1,102 @@
+"""Whether NCCL streams overlap here, and what they gain: what `sirtaki doctor` runs on all GPUs of a machine.
+
+    sirtakirun -np 8 python -m sirtaki.torch.stream_trial
+
+prints one JSON object from rank 0. Each rank takes the GPU of its local rank.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from sirtaki.autotune.knobs import MIB
+from sirtaki.comm.plan import CommPlan, TransportKind, Unit
+
+from . import job as runtime
+from .devices import open_fabric
+
+if TYPE_CHECKING:
+    from sirtaki.comm.control.plane import ControlPlane
+    from sirtaki.comm.router import Fabric
+
+UNITS, UNIT_BYTES = 16, 2 * MIB
+ROUNDS = 7
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamTrial:
+    """The same units on one and on two streams.
+
+    Attributes:
+        transport: what carried them.
+        max_streams: so many are possible here.
+        one_s: seconds on one stream, median, on the slowest rank.
+        two_s: on two streams; None where two are not possible.
+    """
+
+    transport: str
+    max_streams: int
+    one_s: float
+    two_s: float | None
+
+    def describe(self) -> str:
+        """The result in words."""
+        if self.transport != TransportKind.NCCL.value:
+            return "gradients travel through host memory: NCCL does not join these GPUs"
+        if self.two_s is None:
+            return "one NCCL stream only"
+        change = self.one_s / self.two_s - 1
+        what = "overlap" if change > 0.03 else "do not overlap, or one fills the link"
+        return f"two NCCL streams {what}: {100 * change:+.0f} % throughput of {UNITS} × {UNIT_BYTES // MIB} MiB"
+
+
+def try_streams(control: ControlPlane, fabric: Fabric) -> StreamTrial:
+    """Collective: times the default route of `fabric` with one stream and with two, alternating."""
+    transport, _ = fabric.routes[0]
+    limit = fabric.max_streams()
+    numel = UNIT_BYTES // 4
+    buffer = fabric.allocate(UNITS * numel, torch.float32)
+    times_s: dict[int, list[float]] = {streams: [] for streams in (1, 2) if streams <= limit}
+    for round_number in range(ROUNDS + 1):
+        for streams in times_s:
+            units = tuple(
+                Unit(start=index * numel, stop=(index + 1) * numel, stream=index % streams) for index in range(UNITS)
+            )
+            plan = CommPlan(numel=UNITS * numel, units=units, streams=streams, transport=transport)
+            fabric.open_plan(plan)
+            control.barrier()
+            begin = fabric.device.mark()
+            fabric.wait_for(fabric.all_reduce_plan(buffer, plan, scale=0.0))
+            end = fabric.device.mark()
+            fabric.device.wait_for(end)
+            if round_number:  # the first one opens connections
+                times_s[streams].append(fabric.device.elapsed_s(begin, end))
+    slowest = {
+        streams: float(control.maximum(np.array([statistics.median(taken)]))[0]) for streams, taken in times_s.items()
+    }
+    return StreamTrial(transport=transport.value, max_streams=limit, one_s=slowest[1], two_s=slowest.get(2))
+
+
+def main() -> None:
+    """Collective: the trial on this job's GPUs."""
+    runtime.init()
+    current = runtime.current()
+    if torch.cuda.is_available():
+        torch.cuda.set_device(current.control.local_rank)
+    somewhere = torch.zeros(1, device="cuda" if torch.cuda.is_available() else "cpu")
+    fabric = open_fabric(current, [somewhere])
+    trial = try_streams(current.control, fabric)
+    fabric.close()
+    if current.control.rank == 0:
+        print(json.dumps({**asdict(trial), "words": trial.describe()}), flush=True)
+    runtime.shutdown()
+
+
+if __name__ == "__main__":
+    main()
