@@ -98,7 +98,7 @@ class Knobs:
         """The knobs that `to_json` described.
 
         Raises:
-            PlanError: a field is missing or has a value that cannot be meant.
+            PlanError: a field is missing or has a value that is invalid.
         """
         try:
             cuts = data["cuts"]

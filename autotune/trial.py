@@ -75,7 +75,7 @@ class Trial:
         """The trial that `to_json` described.
 
         Raises:
-            TuningError: a field is missing or has a value that cannot be meant.
+            TuningError: a field is missing or has a value that is invalid.
         """
         try:
             trial = cls(

@@ -24,7 +24,7 @@ from bench.harness import Bar, Report, Spread, alternate, finish, give_result, m
 from bench.step import slowest
 from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.plan import CommPlan, Unit
-from sirtaki.comm.router import Fabric, Route
+from sirtaki.comm.router import Route, Router
 from sirtaki.comm.transports.contract import FlatBuffer
 
 KIB, MIB = 1024, 1024 * 1024
@@ -39,22 +39,22 @@ def on_rank(options: Mapping[str, Any]) -> None:
     torch.set_num_threads(1)
     comm = MPI.COMM_WORLD
     control = ControlPlane(comm, local_size=options["local_size"])
-    fabric = Fabric(control, timeout_s=WAIT_S)
+    router = Router(control, timeout_s=WAIT_S)
     join_gloo(comm)
     results = []
     for size_bytes in options["sizes_bytes"]:
-        buffer = fabric.allocate(size_bytes // 4, torch.float32)
+        buffer = router.allocate(size_bytes // 4, torch.float32)
         plain = torch.zeros(size_bytes // 4)
         calls: dict[str, Callable[[], None]] = {
             PLAIN_GLOO: partial(dist.all_reduce, plain),
             PLAIN_MPI: partial(comm.Allreduce, MPI.IN_PLACE, plain.numpy()),
         }
-        for route in fabric.routes:
+        for route in router.routes:
             for streams in options["streams"]:
                 plan = equal_units(size_bytes // 4, route, streams)
-                fabric.open_plan(plan)
+                router.open_plan(plan)
                 name = f"{route[0].value} {route[1].value}, {streams}"
-                calls[name] = partial(run_plan, fabric, buffer, plan, scale=1 / comm.size)
+                calls[name] = partial(run_plan, router, buffer, plan, scale=1 / comm.size)
                 buffer.tensor.fill_(comm.rank + 1.0)
                 comm.Barrier()  # with shared memory the others write to this buffer
                 calls[name]()
@@ -68,7 +68,7 @@ def on_rank(options: Mapping[str, Any]) -> None:
     if comm.rank == 0:
         give_result(results)
     comm.Barrier()
-    fabric.close()
+    router.close()
     dist.destroy_process_group()
 
 
@@ -83,9 +83,9 @@ def equal_units(numel: int, route: Route, streams: int) -> CommPlan:
     return CommPlan(numel=numel, units=units, streams=streams, transport=transport)
 
 
-def run_plan(fabric: Fabric, buffer: FlatBuffer, plan: CommPlan, *, scale: float) -> None:
+def run_plan(router: Router, buffer: FlatBuffer, plan: CommPlan, *, scale: float) -> None:
     """Collective: submits all units at once and waits for them."""
-    for work in fabric.all_reduce_plan(buffer, plan, scale=scale):
+    for work in router.all_reduce_plan(buffer, plan, scale=scale):
         if not work.wait(WAIT_S):
             raise RuntimeError(f"{plan.transport.value} did not end within {WAIT_S:g} s")
 

@@ -105,11 +105,11 @@ class Sirtaki(Contender):
     def __init__(self, make_model: ModelMaker, *, tune: bool) -> None:
         """Collective; `hvd.init()` comes first. With `tune` the first steps are the warm-up."""
         import sirtaki.torch as hvd
-        from sirtaki.engine import job as runtime
+        from sirtaki.engine import job
 
         super().__init__(make_model)
         # Settings are a process's, but here a tuned and an untuned optimizer live in one.
-        current = runtime.current()
+        current = job.current()
         settings = current.settings
         current.settings = replace(settings, tune=tune)
         try:

@@ -72,17 +72,17 @@ class Sirtaki(OneRank):
         from sirtaki.autotune.knobs import Knobs
         from sirtaki.comm.gradients.buffers import Reduction
         from sirtaki.comm.gradients.synchroniser import Synchroniser
-        from sirtaki.engine import job as runtime
-        from sirtaki.engine.devices import open_fabric
+        from sirtaki.engine import job
+        from sirtaki.engine.devices import open_router
 
         super().__init__(made)
-        current = runtime.current()
+        current = job.current()
         named = list(self.model.named_parameters())
-        fabric = open_fabric(current, [param for _, param in named])
-        transport, algorithm = fabric.routes[0]
+        router = open_router(current.control, current.settings, [param for _, param in named])
+        transport, algorithm = router.routes[0]
         knobs = Knobs(
             unit_bytes=UNIT_BYTES,
-            streams=min(STREAMS, fabric.max_streams()),
+            streams=min(STREAMS, router.max_streams()),
             transport=transport,
             algorithm=algorithm,
         )
@@ -91,11 +91,11 @@ class Sirtaki(OneRank):
             [param for _, param in named],
             [name for name, _ in named],
             control=current.control,
-            fabric=fabric,
+            router=router,
             reduction=Reduction(postscale=postscale),
             default_plan=knobs.to_plan,
         )
-        self.fabric = fabric
+        self.router = router
         self.hook_s, self.hooked = 0.0, 0
         self._hooks = [
             param.register_post_accumulate_grad_hook(self._hook(index))  # type: ignore[no-untyped-call]  # torch's
@@ -121,7 +121,7 @@ class Sirtaki(OneRank):
             hook.remove()
         torch.cuda.synchronize()
         self.sync.close()
-        self.fabric.close()
+        self.router.close()
 
 
 def step_s(contender: OneRank, steps: int) -> float:

@@ -100,19 +100,19 @@ class Bare:
     def __init__(self, current: Runtime, *, scale: float) -> None:
         """Collective: trains until the order of the gradients is known, then probes as the warm-up does."""
         from sirtaki.comm.gradients.synchroniser import Reduction, Synchroniser
-        from sirtaki.comm.router import Fabric
+        from sirtaki.comm.router import Router
         from sirtaki.engine.probes import planning_model, probe_routes
         from sirtaki.engine.warmup import PROBE_S
 
         self._control = current.control
         self.model, self._batch = emulated_resnet50(rank=self._control.rank, compute_s=scale * COMPUTE_S, scale=scale)
         self._params = list(self.model.parameters())
-        self._fabric = Fabric(self._control, timeout_s=current.timeout_s)
+        self._router = Router(self._control, timeout_s=current.settings.transport_timeout_s)
         self._sync = Synchroniser(
             self._params,
             [str(number) for number in range(len(self._params))],
             control=self._control,
-            fabric=self._fabric,
+            router=self._router,
             reduction=Reduction(postscale=1 / self._control.size),
             default_plan=Knobs(unit_bytes=MIB, streams=4, transport=ROUTE[0]).to_plan,
         )
@@ -123,7 +123,7 @@ class Bare:
         while not report.learned:
             report = self._step()
         budget_s = PROBE_S + 2 * report.span_s
-        self.probes = probe_routes(self._control, self._fabric, [ROUTE], max_streams=STREAMS[-1], budget_s=budget_s)
+        self.probes = probe_routes(self._control, self._router, [ROUTE], max_streams=STREAMS[-1], budget_s=budget_s)
         ready_s = [*self._sync.in_layout_order(report.ready_s), report.backward_s]
         self.known = planning_model(self.layout, ready_s, report.backward_s, self.probes)
 
@@ -153,17 +153,17 @@ class Bare:
     def close(self) -> None:
         """Collective."""
         self._sync.close()
-        self._fabric.close()
+        self._router.close()
 
 
 def on_rank(options: Mapping[str, Any]) -> None:
     """What each rank does; the first one gives the result."""
     import sirtaki.torch as hvd
-    from sirtaki.engine import job as runtime
+    from sirtaki.engine import job
 
     torch.set_num_threads(1)
     hvd.init()
-    current = runtime.current()
+    current = job.current()
     rank = current.control.rank
     bare = Bare(current, scale=options["scale"])
     if rank == 0 and bare.known is None:

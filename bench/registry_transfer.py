@@ -16,7 +16,7 @@ It never holds the job itself. A job knows its link, and planners know the job, 
 *Without planners* only search techniques compete, and nothing is vetoed: jobs that cannot be modelled.
 
 - *iterations to 3 %* and *regret* are `bench.tuner`'s.
-- *tried*: training iterations spent on the registry's proposals, settling included.
+- *tried*: training iterations spent on the registry's proposals, discarded included.
 - *excess*: iterations to 3 % with the registry, less those of the cold start under the same seed, less tried; both
   count as the whole budget where it is never reached. Never worse than a cold start by more than the cost of the tried
   proposals means an excess of at most 0. Two runs part ways with their first different setting, and from there on luck
@@ -202,7 +202,7 @@ def run(truth: Truth, luck: Luck, seeds: Sequence[Knobs]) -> Outcome:
     tried = 0
     for done in play(truth, session, noise=luck.noise, rng=rng):
         if done.arm == REGISTRY_ARM and done.purpose.value == "trial":
-            tried += done.settle_iterations + done.measured_iterations
+            tried += done.discarded_iterations + done.measured_iterations
         if truth.is_close(session.result.knobs):
             found_at = min(found_at, session.result.iterations_used)
     regret = truth.span_s(session.result.knobs) / truth.optimum_s - 1

@@ -4,7 +4,7 @@
 
 Each of 24 jobs is a network on a cluster, replayed by `autotune.model.simulator`; a measured span is the simulated
 one times lognormal noise of 3 or 10 %. Every contender runs inside the real warm-up session with its budget of 100
-training iterations, settling iterations, guard and all, so an *iteration* here is one of the training job's.
+training iterations, discarded iterations, guard and all, so an *iteration* here is one of the training job's.
 
 - *iterations to 3 %*: training iterations until the setting that the session would keep, if it ended then, is truly
   within 3 % of the optimum for the first time; 0 where the default is; 100 in means where it never is.
@@ -105,16 +105,16 @@ class Job:
 
 
 def jobs(count: int) -> list[Job]:
-    """The first `count` jobs; neighbours in the list differ in fabric, size and network."""
-    clusters = [(fabric, ranks) for ranks in RANKS for fabric in FABRICS]
+    """The first `count` jobs; neighbours in the list differ in router, size and network."""
+    clusters = [(router, ranks) for ranks in RANKS for router in FABRICS]
     return [simulated_job(NETWORKS[i % len(NETWORKS)], *clusters[i % len(clusters)]) for i in range(count)]
 
 
-def simulated_job(network: str, fabric: str, ranks: int) -> Job:
+def simulated_job(network: str, router: str, ranks: int) -> Job:
     """One network on one cluster."""
     load = workload(network)
-    gpu_threads = "RDMA" in fabric  # where GPUs communicate by themselves, their threads are a knob
-    link = cluster(fabric, ranks).link()
+    gpu_threads = "RDMA" in router  # where GPUs communicate by themselves, their threads are a knob
+    link = cluster(router, ranks).link()
     space = KnobSpace(
         routes=(ROUTE,),
         unit_bytes=(64 * KIB, min(256 * MIB, load.layout.total_bytes)),
@@ -127,9 +127,9 @@ def simulated_job(network: str, fabric: str, ranks: int) -> Job:
         contention=_contention(link) if gpu_threads else None,
     )
     return Job(
-        name=f"{network}, {fabric}, {ranks} ranks",
+        name=f"{network}, {router}, {ranks} ranks",
         space=space,
-        default=default_knobs(space, total_bytes=load.layout.total_bytes, one_node=fabric == "one host"),
+        default=default_knobs(space, total_bytes=load.layout.total_bytes, one_node=router == "one host"),
         model=model,
     )
 

@@ -91,7 +91,7 @@ def workload(name: str) -> Workload:
     )
 
 
-# Each fabric for a ring of one size. The latency of a TCP hop is the ASC-WFBP paper's: a = 1.4 ms for 32 ranks on
+# Each router for a ring of one size. The latency of a TCP hop is the ASC-WFBP paper's: a = 1.4 ms for 32 ranks on
 # 10 Gbit/s Ethernet, so 1.4 ms / (2 · 31). One host's "flow" is one thread copying through shared memory.
 _FABRICS = {
     "10 Gbit/s TCP": {"hop_s": 22.6e-6, "link_bytes_per_s": 10 * GBIT, "flow_bytes_per_s": 10 * GBIT / 3},
@@ -103,11 +103,11 @@ FABRICS = tuple(_FABRICS)
 RANKS = (8, 64, 256)
 
 
-def cluster(fabric: str, ranks: int) -> Cluster:
+def cluster(router: str, ranks: int) -> Cluster:
     """One of `FABRICS` with that many ranks."""
-    return Cluster(name=f"{fabric}, {ranks} ranks", ranks=ranks, **_FABRICS[fabric])
+    return Cluster(name=f"{router}, {ranks} ranks", ranks=ranks, **_FABRICS[router])
 
 
 def clusters() -> list[Cluster]:
-    """Every fabric with every number of `RANKS`."""
-    return [cluster(fabric, ranks) for fabric in FABRICS for ranks in RANKS]
+    """Every router with every number of `RANKS`."""
+    return [cluster(router, ranks) for router in FABRICS for ranks in RANKS]

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-Mark = Any
+Event = Any
 """A moment on a device, as `Device.mark` gives it: a float of the host's clock, or an event."""
 
 
@@ -64,23 +64,23 @@ class Device(Protocol):
         """Lets go what is kept: the current stream is ordered after all that reads it."""
         ...
 
-    def mark(self) -> Mark:
+    def record_event(self) -> Event:
         """The moment in which all that was launched so far on the current stream is done."""
         ...
 
-    def order_after(self, mark: Mark) -> None:
+    def order_after(self, event: Event) -> None:
         """What is launched on the current stream from now on happens after `mark`."""
         ...
 
-    def is_reached(self, mark: Mark) -> bool:
+    def is_reached(self, event: Event) -> bool:
         """Whether the moment is over; never waits."""
         ...
 
-    def wait_for(self, mark: Mark) -> None:
+    def wait_for(self, event: Event) -> None:
         """Blocks the calling thread until the moment has come."""
         ...
 
-    def elapsed_s(self, begin: Mark, end: Mark) -> float:
+    def elapsed_s(self, begin: Event, end: Event) -> float:
         """Seconds between two moments that are over."""
         ...
 
@@ -125,21 +125,21 @@ class HostDevice:
     def release(self) -> None:
         """See `Device`."""
 
-    def mark(self) -> Mark:
+    def record_event(self) -> Event:
         """See `Device`."""
         return time.perf_counter()
 
-    def order_after(self, mark: Mark) -> None:
+    def order_after(self, event: Event) -> None:
         """See `Device`."""
 
-    def is_reached(self, mark: Mark) -> bool:
+    def is_reached(self, event: Event) -> bool:
         """See `Device`."""
         return True
 
-    def wait_for(self, mark: Mark) -> None:
+    def wait_for(self, event: Event) -> None:
         """See `Device`."""
 
-    def elapsed_s(self, begin: Mark, end: Mark) -> float:
+    def elapsed_s(self, begin: Event, end: Event) -> float:
         """See `Device`."""
         elapsed: float = end - begin
         return elapsed

@@ -16,14 +16,14 @@ from sirtaki.errors import CommError, PlanError
 
 from .device import HOST, Device
 from .nccl_streams.communicators import CommunicatorPool, Opener
-from .nccl_streams.nccl import NcclStreams, NcclTree
-from .nccl_streams.staged import StagedLanes
+from .nccl_streams.nccl import NcclHierarchicalTransport, NcclTransport
+from .nccl_streams.staged import StagedTransport
 from .plan import Algorithm, CommPlan, TransportKind
-from .transports.contract import FlatBuffer, Lane, ReduceOp, Transport, Work
-from .transports.gloo import GlooLanes
-from .transports.mpi import MpiLanes
+from .transports.contract import FlatBuffer, ReduceOp, StreamSpec, Transport, Work
+from .transports.gloo import GlooTransport
+from .transports.mpi import MpiTransport
 from .transports.node_memory import share_memory
-from .transports.shared_memory import SharedMemory
+from .transports.shared_memory import SharedMemoryTransport
 
 if TYPE_CHECKING:
     from .control.plane import ControlPlane
@@ -39,8 +39,8 @@ MAX_COMMUNICATORS = 24
 """NCCL communicators that are open at once; those of one stream with several CTA counts are several."""
 
 
-class Fabric:
-    """The transports of one user of communication; two users that may interleave need a fabric each."""
+class Router:
+    """The transports of one user of communication; two users that may interleave need a router each."""
 
     def __init__(
         self, control: ControlPlane, *, timeout_s: float, device: Device = HOST, nccl: Opener | None = None
@@ -144,7 +144,7 @@ class Fabric:
                 raise PlanError(
                     f"{plan.transport.value} has at most {transport.max_streams} streams, not {plan.streams}"
                 )
-            transport.open_lanes(lanes_of(plan, algorithm))
+            transport.open_streams(streams_of(plan, algorithm))
 
     def keep_only(self, plans: Sequence[CommPlan]) -> None:
         """Collective, between iterations: frees the GPU's memory of what only other plans need."""
@@ -152,9 +152,9 @@ class Fabric:
             keys = [
                 key
                 for (_, algorithm), transport in self._transports.items()
-                if isinstance(transport, NcclStreams)
+                if isinstance(transport, NcclTransport)
                 for plan in plans
-                for key in transport.keys(lanes_of(plan, algorithm))
+                for key in transport.keys(streams_of(plan, algorithm))
             ]
             self._device.synchronise()  # what is closed must have nothing in flight
             self._pool.keep_only(keys)
@@ -170,15 +170,15 @@ class Fabric:
             return self._make_nccl(algorithm)
         if kind is TransportKind.STAGED:
             inner = next(host_route for host_route in self._host_routes if host_route[1] is algorithm)
-            return StagedLanes(self._make(inner), self._device, self._control.failures)
+            return StagedTransport(self._make(inner), self._device, self._control.failures)
         control, hierarchical = self._control, algorithm is Algorithm.HIERARCHICAL
         if kind is TransportKind.SHARED_MEMORY:
-            return SharedMemory(control)
-        lanes: Transport
+            return SharedMemoryTransport(control)
+        streams: Transport
         if kind is TransportKind.GLOO:
             store, address = control.store()
             group = f"local{control.local_rank}" if hierarchical else "all"
-            lanes = GlooLanes(
+            streams = GlooTransport(
                 store=store,
                 prefix=lambda: f"{control.next_prefix()}/{group}",
                 address=address,
@@ -187,16 +187,16 @@ class Fabric:
                 timeout_s=self._timeout_s,
             )
         else:
-            lanes = MpiLanes(control.duplicate_cross if hierarchical else control.duplicate)
-        return SharedMemory(control, across=lanes) if hierarchical else lanes
+            streams = MpiTransport(control.duplicate_cross if hierarchical else control.duplicate)
+        return SharedMemoryTransport(control, across=streams) if hierarchical else streams
 
     def _make_nccl(self, algorithm: Algorithm) -> Transport:
         assert self._pool is not None
         assert self._nccl is not None
         control, opener = self._control, self._nccl
         if algorithm is Algorithm.FLAT:
-            return NcclStreams(self._pool, self._device, opener=opener)
-        return NcclTree(
+            return NcclTransport(self._pool, self._device, opener=opener)
+        return NcclHierarchicalTransport(
             self._pool,
             self._device,
             opener=opener,
@@ -216,11 +216,13 @@ class Fabric:
         op: ReduceOp = ReduceOp.SUM,
         scale: float = 1.0,
     ) -> Work:
-        """Reduces a range over a route whose lanes are open; see `Transport.all_reduce`."""
-        return self._transports[route].all_reduce(buffer, start, stop, lane=Lane(stream, threads), op=op, scale=scale)
+        """Reduces a range over a route whose streams are open; see `Transport.all_reduce`."""
+        return self._transports[route].all_reduce(
+            buffer, start, stop, stream=StreamSpec(stream, threads), op=op, scale=scale
+        )
 
     def all_reduce_plan(self, buffer: FlatBuffer, plan: CommPlan, *, scale: float = 1.0) -> list[Work]:
-        """Adds up all units of a plan whose lanes are open, all submitted at once; see `Transport.all_reduce`."""
+        """Adds up all units of a plan whose streams are open, all submitted at once; see `Transport.all_reduce`."""
         return [
             self.all_reduce(
                 buffer,
@@ -263,6 +265,8 @@ class Fabric:
             self._pool.close()
 
 
-def lanes_of(plan: CommPlan, algorithm: Algorithm) -> list[Lane]:
+def streams_of(plan: CommPlan, algorithm: Algorithm) -> list[StreamSpec]:
     """What the plan's units of this algorithm travel on."""
-    return list(dict.fromkeys(Lane(unit.stream, unit.threads) for unit in plan.units if unit.algorithm is algorithm))
+    return list(
+        dict.fromkeys(StreamSpec(unit.stream, unit.threads) for unit in plan.units if unit.algorithm is algorithm)
+    )

@@ -32,7 +32,7 @@ def entry_from_json(data: object) -> Entry:
     """The entry that `Entry.to_json` described.
 
     Raises:
-        RegistryError: a field is missing, unknown or has a value that cannot be meant; the message names it.
+        RegistryError: a field is missing, unknown or has a value that is invalid; the message names it.
     """
     fields = _fields("entry", data, (*_BODY_FIELDS, "model", "topology"))
     entry = body_from_json(

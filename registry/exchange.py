@@ -36,7 +36,7 @@ def read_entries(file: IO[str]) -> list[Entry]:
     """The entries of a document, all of them checked.
 
     Raises:
-        RegistryError: it is no such document, or an entry has a field that cannot be meant; the message names both.
+        RegistryError: it is no such document, or an entry has a field that is invalid; the message names both.
     """
     try:
         text = file.read(MAX_FILE_CHARS + 1)

@@ -1,7 +1,7 @@
 """Every error that Sirtaki raises on purpose, in one tree.
 
 SirtakiError
-├── ConfigError          (ValueError)    a setting or option that cannot be meant
+├── ConfigError          (ValueError)    a setting or option that is invalid
 ├── NotInitializedError  (ValueError)    an operation before `init()`
 ├── PlanError            (ValueError)    knobs or a plan that do not fit the gradients
 ├── CommError            (RuntimeError)  communication failed; `hvd.HorovodInternalError` is this class
@@ -19,7 +19,7 @@ class SirtakiError(Exception):
 
 
 class ConfigError(SirtakiError, ValueError):
-    """A setting or option has a value that cannot be meant; the message says what is accepted."""
+    """A setting or option has a value that is invalid; the message says what is accepted."""
 
 
 class NotInitializedError(SirtakiError, ValueError):

@@ -2,7 +2,7 @@
 
 The only module that reads settings from the environment, so that whoever looks for a switch looks here (what launchers
 write there, such as a rank's place, are facts and no settings). Sirtaki's own names win over Horovod's, an explicit
-argument in the script wins over both (`dataclasses.replace`). A value that cannot be meant is refused at once; a
+argument in the script wins over both (`dataclasses.replace`). A value that is invalid is refused at once; a
 Horovod variable that has no meaning here is accepted with a note.
 """
 
@@ -20,6 +20,12 @@ from sirtaki.errors import ConfigError
 SMALLEST_UNIT_BYTES = 64 * 1024
 REGISTRY_OFF = "off"
 TIMELINE_DYNAMIC = "DYNAMIC"
+
+
+NEVER_S = 7 * 24 * 3600.0
+"""What "no time limit" means to libraries that need a number."""
+
+TRANSPORT_GRACE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,12 +80,23 @@ class Settings:
     dynamic_process_sets: bool = False
     notes: tuple[str, ...] = ()
 
+    @property
+    def missing_ranks_limit_s(self) -> float | None:
+        """Seconds after which missing ranks are an error; None = never."""
+        return self.stall_shutdown_s if self.stall_check else None
+
+    @property
+    def transport_timeout_s(self) -> float:
+        """How long transports wait: longer than the watchdog, which can say who is missing."""
+        limit_s = self.missing_ranks_limit_s
+        return limit_s + TRANSPORT_GRACE_S if limit_s else NEVER_S
+
     @classmethod
     def from_environ(cls, environ: Mapping[str, str] | None = None) -> "Settings":
         """The settings in `environ` (default: this process's); an empty value counts as not set.
 
         Raises:
-            ConfigError: a value cannot be meant, or a `SIRTAKI_…` variable does not exist.
+            ConfigError: a value is invalid, or a `SIRTAKI_…` variable does not exist.
         """
         environ = os.environ if environ is None else environ
         present = {name: value.strip() for name, value in environ.items() if value.strip()}
@@ -96,7 +113,7 @@ class Variable:
     """An environment variable that sets one field of `Settings`.
 
     Attributes:
-        parse: its text → the field's value, ValueError if it cannot be meant.
+        parse: its text → the field's value, ValueError if it is invalid.
         accepts: what `parse` takes, for messages and documents.
     """
 
@@ -114,7 +131,7 @@ class Variable:
         try:
             return self.parse(text)
         except ValueError as err:
-            raise ConfigError(f"{self.name}={text!r} cannot be meant; accepted: {self.accepts}") from err
+            raise ConfigError(f"{self.name}={text!r} is invalid; accepted: {self.accepts}") from err
 
 
 def _one_of(choices: Mapping[str, Any]) -> Callable[[str], Any]:

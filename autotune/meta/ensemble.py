@@ -18,7 +18,7 @@ from .bandit_arm import BanditArm
 
 logger = logging.getLogger(__name__)
 
-ITERATIONS_PER_TRIAL = 3  # a settling and two measured ones
+ITERATIONS_PER_TRIAL = 3  # a discarded and two measured ones
 
 
 def default_arms(

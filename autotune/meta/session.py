@@ -7,7 +7,7 @@ generator, `_warm_up`, that yields assignments and is sent their spans, so it re
     default → trials → finals against each other and the default → done
 
 A trial is a race: it is measured once, given up if it is clearly slower than the best, and measured more often the
-closer it comes. More measurements of what runs already cost no settling iteration. The fastest of many noisy
+closer it comes. More measurements of what runs already cost no discarded iteration. The fastest of many noisy
 measurements is fast by luck too. So a share of the budget that grows with the noise is kept for the finals, where the
 fastest settings and those that the arms' surrogate believes in run in turns with the default. Each round halves the
 field; what remains is kept if it beats the default in what was measured in the finals alone (docs/decisions/0011).
@@ -63,14 +63,14 @@ class Assignment:
 
     Attributes:
         knobs: the setting.
-        settle_iterations: iterations to run first and not to measure; 0 where the knobs are running already.
+        discarded_iterations: iterations to run first and not to measure; 0 where the knobs are running already.
         measured_iterations: iterations to measure then; 0 once the warm-up is over.
         arm: who proposed it.
         purpose: why it is run.
     """
 
     knobs: Knobs
-    settle_iterations: int
+    discarded_iterations: int
     measured_iterations: int
     arm: str
     purpose: Purpose
@@ -87,7 +87,7 @@ class SessionResult:
         noise_s: standard deviation of one measured span of `knobs`.
         arm: who proposed `knobs`.
         n_trials: settings that were measured, the default among them.
-        iterations_used: training iterations spent, settling ones included.
+        iterations_used: training iterations spent, discarded ones included.
         reason: why it ended so, in words.
         tuned: `knobs` are not the untuned default.
     """
@@ -114,8 +114,8 @@ class WarmupSession:
         default: the untuned setting, measured first; what stays if nothing beats it.
         arm: proposes; told every trial.
         rng: the order in which finalists are run.
-        budget_iterations: training iterations in all, settling and guard included.
-        settle_iterations: iterations after a change of knobs that are not measured.
+        budget_iterations: training iterations in all, discarded and guard included.
+        discarded_iterations: iterations after a change of knobs that are not measured.
         measured_iterations: measured iterations of a trial that is not given up early.
         exact: the registry's setting for this very job: run at once, and kept unless the default is clearly faster.
         seeds: settings of similar jobs; the first proposals.
@@ -131,30 +131,30 @@ class WarmupSession:
         arm: Arm,
         rng: np.random.Generator,
         budget_iterations: int = 100,
-        settle_iterations: int = 1,
+        discarded_iterations: int = 1,
         measured_iterations: int = 2,
         exact: Knobs | None = None,
         seeds: Sequence[Knobs] = (),
         history: Sequence[Trial] = (),
         identity: Callable[[Knobs], Hashable] = lambda knobs: knobs,
     ) -> None:
-        if settle_iterations < 0 or measured_iterations < 1:
+        if discarded_iterations < 0 or measured_iterations < 1:
             raise TuningError(
-                f"a trial needs at least one measured and no negative number of settling iterations, "
-                f"not {measured_iterations} and {settle_iterations}"
+                f"a trial needs at least one measured and no negative number of discarded iterations, "
+                f"not {measured_iterations} and {discarded_iterations}"
             )
         self._space = space
         self._default = default
         self._arm = arm
         self._rng = rng
         self._budget = budget_iterations
-        self._settle = settle_iterations
+        self._settle = discarded_iterations
         self._measured = measured_iterations
         self._exact = exact
         self._seeds = [Proposal(arm=REGISTRY_ARM, knobs=knobs, reason="a similar job's") for knobs in seeds]
         self._history = tuple(history)
         self._identity = identity
-        run = settle_iterations + measured_iterations
+        run = discarded_iterations + measured_iterations
         self._n_finalists = 3 if budget_iterations >= 60 else 2
         self._duel_cost = 2 * run
         self._patience = max(8, budget_iterations // (4 * run))
@@ -199,14 +199,14 @@ class WarmupSession:
         if not spans_s:
             raise TuningError("an assignment's measured spans must not be empty; record [math.inf] for a failed one")
         now = self._assignment
-        self._spent += now.settle_iterations + len(spans_s)
+        self._spent += now.discarded_iterations + len(spans_s)
         self._running = now.knobs
         try:
             self._assignment = self._script.send(spans_s)
         except StopIteration:
             result = self.result
             self._assignment = Assignment(
-                knobs=result.knobs, settle_iterations=0, measured_iterations=0, arm=result.arm, purpose=Purpose.FINAL
+                knobs=result.knobs, discarded_iterations=0, measured_iterations=0, arm=result.arm, purpose=Purpose.FINAL
             )
             logger.debug("warm-up over after %d iterations: %s", self._spent, result.reason)
 
@@ -367,7 +367,7 @@ class WarmupSession:
     ) -> Generator[Assignment, Sequence[float], Sequence[float]]:
         settle = 0 if self._running == knobs else self._settle
         spans_s = yield Assignment(
-            knobs=knobs, settle_iterations=settle, measured_iterations=measured, arm=arm, purpose=purpose
+            knobs=knobs, discarded_iterations=settle, measured_iterations=measured, arm=arm, purpose=purpose
         )
         self._ledger.add(knobs, arm=arm, spans_s=spans_s)
         return spans_s

@@ -24,7 +24,7 @@ class Cluster:
         crowding: share of the throughput lost with each stream beyond those that fill the link.
 
     Raises:
-        TuningError: a number that cannot be meant.
+        TuningError: a number that is invalid.
     """
 
     name: str

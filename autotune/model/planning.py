@@ -99,7 +99,7 @@ class PlanningModel:
         """The model that `to_json` described.
 
         Raises:
-            TuningError: a field is missing or has a value that cannot be meant.
+            TuningError: a field is missing or has a value that is invalid.
         """
         try:
             layout, contention = data["layout"], data.get("contention")

@@ -47,7 +47,7 @@ WAIT_SLICE_S = 1.0
 
 _ALL_BITS = (1 << 8 * DIGEST_BYTES) - 1
 
-Votes = npt.NDArray[np.bool_]
+Bits = npt.NDArray[np.bool_]
 
 
 class EagerWork(ThreadWork):
@@ -118,7 +118,7 @@ class EagerEngine:
             failures: where a lost job is reported.
             where: names the set of ranks in messages, empty for all ranks.
         """
-        self._votes, self._data = comm.Dup(), comm.Dup()
+        self._bits_comm, self._data = comm.Dup(), comm.Dup()
         self._ranks = Ranks(self._data, failures)
         self._failures, self._where = failures, where
         self._and = load_mpi().BAND
@@ -297,7 +297,7 @@ class EagerEngine:
                 bits[1 + slot] = True
         if (trace := timeline.active()) is not None and trace.mark_cycles:
             trace.instant("eager", "CYCLE_START", time.perf_counter())
-        all_equal, result = self._vote(digest, bits)
+        all_equal, result = self._and_bits(digest, bits)
         if all_equal:
             ready = {name: work.signature for name, work in pending.items()}
             for name in sorted(ready):
@@ -316,7 +316,7 @@ class EagerEngine:
             self._run_batch([ready[name] for name in names], [pending.get(name) for name in names])
         return self._settle_join(join) or bool(ready)
 
-    def _vote(self, digest: int, bits: Votes) -> tuple[bool, Votes]:
+    def _and_bits(self, digest: int, bits: Bits) -> tuple[bool, Bits]:
         """Collective: whether all ranks have this digest (0 = it equals none), and which bits all have set.
 
         Next to the digest goes its complement: the AND of both is what one rank sent only if all sent the same.
@@ -325,7 +325,7 @@ class EagerEngine:
         mine = digest.to_bytes(DIGEST_BYTES, "big") + complement.to_bytes(DIGEST_BYTES, "big")
         sent = np.concatenate([np.frombuffer(mine, dtype=np.uint8), np.packbits(bits)])
         received = np.empty_like(sent)
-        poll_until(self._votes.Iallreduce(sent, received, op=self._and).Test, failures=self._failures)
+        poll_until(self._bits_comm.Iallreduce(sent, received, op=self._and).Test, failures=self._failures)
         all_equal = bool(digest) and received[: 2 * DIGEST_BYTES].tobytes() == mine
         return all_equal, np.unpackbits(received[2 * DIGEST_BYTES :], count=bits.size).view(np.bool_)
 
@@ -421,10 +421,10 @@ class EagerEngine:
         """Collective: `data` of all ranks, unpickled; polls, so that a lost job is noticed."""
         own = np.frombuffer(data, dtype=np.uint8)
         lengths = np.empty(self.size, dtype=np.int64)
-        request = self._votes.Iallgather(np.array([own.size], dtype=np.int64), lengths)
+        request = self._bits_comm.Iallgather(np.array([own.size], dtype=np.int64), lengths)
         poll_until(request.Test, failures=self._failures)
         gathered = np.empty(int(lengths.sum()), dtype=np.uint8)
-        request = self._votes.Iallgatherv(own, [gathered, lengths.tolist()])
+        request = self._bits_comm.Iallgatherv(own, [gathered, lengths.tolist()])
         poll_until(request.Test, failures=self._failures)
         ends = np.cumsum(lengths)
         return [pickle.loads(gathered[end - n : end].tobytes()) for end, n in zip(ends, lengths, strict=True)]
@@ -444,6 +444,6 @@ class EagerEngine:
         self._thread.join(timeout_s)
         if self._thread.is_alive() or not self._ended:
             return False
-        self._votes.Free()
+        self._bits_comm.Free()
         self._data.Free()
         return True

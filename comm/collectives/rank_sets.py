@@ -20,19 +20,27 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+GLOBAL = 0
+"""The number of the set of all ranks."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
 class RankSet:
     """One set.
 
     Attributes:
+        number: its own, the same on all ranks.
         ranks: its members, ascending, by their rank among all.
         comm: over the members, for collective use by their main threads; None on other ranks.
         engine: for eager operations; None on other ranks.
+        control: the control plane of the members; None on other ranks, and until `RankSets.members` was called.
     """
 
+    number: int
     ranks: tuple[int, ...]
     comm: MPI.Comm | None
     engine: EagerEngine | None
+    control: ControlPlane | None = None
 
 
 class RankSets:
@@ -43,13 +51,22 @@ class RankSets:
         self._control, self._watchdog = control, watchdog
         self._sets: dict[int, RankSet] = {}
         self._last = 0
-        self._open(0, tuple(range(control.size)), control.comm)
+        self._open(GLOBAL, tuple(range(control.size)), control.comm)
+        self._sets[GLOBAL].control = control
 
     def __getitem__(self, number: int) -> RankSet:
         return self._sets[number]
 
     def __contains__(self, number: object) -> bool:
         return number in self._sets
+
+    def members(self, number: int) -> RankSet:
+        """Collective over the set, of which this rank is a member: the set, with its control plane."""
+        there = self._sets[number]
+        if there.control is None:
+            assert there.comm is not None
+            there.control = self._control.of_subset(there.comm)
+        return there
 
     def add(self, ranks: Sequence[int]) -> int:
         """Collective over all ranks: opens a set of some of them and gives its number.
@@ -111,7 +128,7 @@ class RankSets:
             where = f" of process set {number} (ranks {', '.join(map(str, ranks))})" if number else ""
             engine = EagerEngine(comm, self._control.failures, where=where)
             self._watchdog.watch(engine.oldest_wait, engine.progress)
-        self._sets[number] = RankSet(ranks=ranks, comm=comm, engine=engine)
+        self._sets[number] = RankSet(number=number, ranks=ranks, comm=comm, engine=engine)
 
     def _close(self, number: int) -> None:
         there = self._sets.pop(number)
@@ -119,6 +136,8 @@ class RankSets:
             return
         self._watchdog.forget(there.engine.oldest_wait, there.engine.progress)
         if there.engine.close() and number:
+            if there.control is not None:
+                there.control.close()
             there.comm.Free()
 
     def close(self) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 import torch
 
@@ -61,6 +62,18 @@ class Signature:
     device: str = "cpu"
     once: bool = False
     problem: str = ""
+
+    @classmethod
+    def of(cls, tensors: Sequence[torch.Tensor], *, name: str, kind: Kind, **rest: Any) -> Signature:
+        """This rank's side of an operation on these tensors; `rest` are further fields (hence Any)."""
+        return cls(
+            name=name,
+            kind=kind,
+            shapes=tuple([tuple(tensor.shape) for tensor in tensors]),
+            dtypes=tuple([str(tensor.dtype)[len("torch.") :] for tensor in tensors]),
+            device=tensors[0].device.type if tensors else "cpu",
+            **rest,
+        )
 
     def digest(self) -> int:
         """Equal on two ranks if and only if `mismatch` finds nothing between them (up to a chance of 2**-128)."""

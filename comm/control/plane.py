@@ -129,6 +129,10 @@ class ControlPlane:
         self._owned.append(comm)
         return comm
 
+    def of_subset(self, comm: MPI.Comm) -> ControlPlane:
+        """Collective over `comm`: the control plane of some of these ranks, which shares their fate."""
+        return ControlPlane(comm, interface=self._interface, failures=self.failures)
+
     def store(self) -> tuple[TCPStore, str]:
         """Collective at the first call: the key-value store through which process groups find each other.
 

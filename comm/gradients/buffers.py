@@ -13,10 +13,10 @@ import torch
 
 from sirtaki.comm.layout import GradientLayout
 from sirtaki.comm.plan import CommPlan
-from sirtaki.comm.router import Fabric, Route
+from sirtaki.comm.router import Route, Router
 from sirtaki.comm.transports.contract import FlatBuffer, ReduceOp
 
-from .control_flags import VOTES
+from .control_flags import FLAG_COUNT
 
 
 class HasGrad(Protocol):
@@ -89,7 +89,7 @@ class ScheduledUnit:
 
 
 def group_by_dtype(
-    order: Sequence[int], params: Sequence[HasGrad], names: Sequence[str], *, reduction: Reduction, fabric: Fabric
+    order: Sequence[int], params: Sequence[HasGrad], names: Sequence[str], *, reduction: Reduction, router: Router
 ) -> list[GradientGroup]:
     """Collective: flat buffers for all gradients in the given order, one a dtype; the first has the votes, too."""
     by_dtype: dict[tuple[torch.dtype, torch.dtype], list[int]] = {}
@@ -98,15 +98,15 @@ def group_by_dtype(
         by_dtype.setdefault((reduction.travels_as(dtype), dtype), []).append(index)
     groups: list[GradientGroup] = []
     for (wire, _), indices in by_dtype.items():
-        votes = () if groups else (VOTES,)
+        votes = () if groups else (FLAG_COUNT,)
         layout = GradientLayout(
             sizes=(*(params[index].numel() for index in indices), *votes),
             itemsize_bytes=wire.itemsize,
             dtype=str(wire).removeprefix("torch."),
-            device=fabric.device.torch_device.type,
-            names=(*(names[index] for index in indices), *("sirtaki.votes" for _ in votes)),
+            device=router.device.torch_device.type,
+            names=(*(names[index] for index in indices), *("sirtaki.control_flags" for _ in votes)),
         )
-        groups.append(GradientGroup(indices, params, layout, fabric.allocate(layout.numel, wire)))
+        groups.append(GradientGroup(indices, params, layout, router.allocate(layout.numel, wire)))
     return groups
 
 

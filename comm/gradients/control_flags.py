@@ -6,40 +6,40 @@ by all of them in the same iteration, without a message.
 
 import torch
 
-from sirtaki.comm.device import Device, Mark, copy_
+from sirtaki.comm.device import Device, Event, copy_
 
-VOTES = 2
-RELEARN, ALIVE = range(VOTES)
+FLAG_COUNT = 2
+REPROFILE, HAS_DATA = range(FLAG_COUNT)
 
 
-class Votes:
+class ControlFlags:
     """The votes of one flat buffer."""
 
     def __init__(self, device: Device, elements: torch.Tensor) -> None:
-        """Args: `elements` are those of the flat buffer that votes are, `(VOTES,)`."""
+        """Args: `elements` are those of the flat buffer that votes are, `(FLAG_COUNT,)`."""
         self._device, self._elements = device, elements
         # What a rank may say, `[relearn][alive]`, where the votes are, and what was counted, on the host.
-        self._ballots = torch.tensor(
+        self._choices = torch.tensor(
             [[[relearn, alive] for alive in (0, 1)] for relearn in (0, 1)], device=elements.device
         ).to(elements.dtype)
-        self._count = torch.zeros(VOTES, dtype=elements.dtype)
+        self._count = torch.zeros(FLAG_COUNT, dtype=elements.dtype)
         device.pin(self._count)
-        self._counted: Mark | None = None
+        self._counted: Event | None = None
 
-    def cast(self, *, relearn: bool, alive: bool) -> None:
+    def write(self, *, relearn: bool, alive: bool) -> None:
         """Votes, before the elements are reduced."""
-        self._device.launch(self._elements.copy_, self._ballots[int(relearn)][int(alive)])
+        self._device.launch(self._elements.copy_, self._choices[int(relearn)][int(alive)])
 
-    def count(self) -> None:
+    def read_back(self) -> None:
         """Takes the reduced elements to the host."""
         self._device.launch(copy_, self._count, self._elements)
-        self._counted = self._device.mark()
+        self._counted = self._device.record_event()
 
     def forget(self) -> None:
         """What was counted last does not matter any more."""
         self._counted = None
 
-    def anyone_asked(self, vote: int) -> bool:
+    def is_set(self, vote: int) -> bool:
         """Whether, when they were last counted, any rank had voted so; waits for the count if it must."""
         if self._counted is None:
             return False

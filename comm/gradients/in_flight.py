@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from sirtaki.comm.device import Device, Mark
+from sirtaki.comm.device import Device, Event
 from sirtaki.comm.nccl_streams.nccl import NcclWork
 from sirtaki.comm.transports.contract import Work
 
@@ -16,13 +16,13 @@ from .buffers import ScheduledUnit
 
 
 @dataclass(frozen=True, slots=True)
-class Moments:
+class IterationEvents:
     """When the parts of one iteration end on the device."""
 
     iteration: int
-    first_ready: Mark
-    backward_ended: Mark
-    reduced: Mark
+    first_ready: Event
+    backward_ended: Event
+    reduced: Event
 
 
 @dataclass(slots=True)
@@ -35,15 +35,15 @@ class InFlight:
 
     device: Device
     units: list[tuple[ScheduledUnit, Work]] = field(default_factory=list)
-    _iterations: list[Moments] = field(default_factory=list)
+    _iterations: list[IterationEvents] = field(default_factory=list)
     _stalled: tuple[int, float] | None = None
 
-    def add(self, moments: Moments) -> None:
+    def add(self, events: IterationEvents) -> None:
         """An iteration more; the last but one is forgotten."""
-        self._iterations = [*self._iterations[-1:], moments]
+        self._iterations = [*self._iterations[-1:], events]
 
     @property
-    def before(self) -> Moments:
+    def before(self) -> IterationEvents:
         """The iteration before the last one; the last one, if there is no other."""
         return self._iterations[0]
 
@@ -52,7 +52,7 @@ class InFlight:
 
         Any thread may ask. The time is `time.monotonic()`, and that of the first call that found it so.
         """
-        late = [moments for moments in self._iterations if not self.device.is_reached(moments.reduced)]
+        late = [events for events in self._iterations if not self.device.is_reached(events.reduced)]
         if not late or not self.device.is_reached(late[0].backward_ended):
             self._stalled = None
         elif self._stalled is None or self._stalled[0] != late[0].iteration:

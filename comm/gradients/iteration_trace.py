@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from sirtaki.comm.device import Device, Mark
+from sirtaki.comm.device import Device, Event
 from sirtaki.comm.layout import GradientLayout
 from sirtaki.comm.plan import TransportKind
 from sirtaki.comm.timeline import Timeline
@@ -32,7 +32,7 @@ class IssuedUnit:
     stream: int
     transport: TransportKind
     work: Work
-    issued: Mark
+    issued: Event
 
 
 @dataclass(slots=True)
@@ -41,18 +41,20 @@ class IterationTrace:
 
     timeline: Timeline
     device: Device
-    copies: list[tuple[Mark, Mark, int]] = field(default_factory=list)
+    copies: list[tuple[Event, Event, int]] = field(default_factory=list)
     units: list[IssuedUnit] = field(default_factory=list)
 
-    def copied(self, begin: Mark, count: int) -> None:
+    def copied(self, begin: Event, count: int) -> None:
         """`count` gradients have been copied into the flat buffers."""
-        self.copies.append((begin, self.device.mark(), count))
+        self.copies.append((begin, self.device.record_event(), count))
 
-    def write(self, *, iteration: int, learning: bool, first_ready: Mark, backward_ended: Mark, reduced: Mark) -> None:
+    def write(
+        self, *, iteration: int, learning: bool, first_ready: Event, backward_ended: Event, reduced: Event
+    ) -> None:
         """All gradients are reduced, on the device, too."""
         end_s, timeline = time.perf_counter(), self.timeline
 
-        def at(moment: Mark) -> float:
+        def at(moment: Event) -> float:
             # Transports of the host tell the time themselves.
             return moment if isinstance(moment, float) else end_s - self.device.elapsed_s(moment, reduced)
 
@@ -66,13 +68,13 @@ class IterationTrace:
             timeline.span("copies", f"copy {count} gradients", at(begin), at(copied))
         self._write_units(at, end_s)
 
-    def _write_units(self, at: Callable[[Mark], float], end_s: float) -> None:
+    def _write_units(self, at: Callable[[Event], float], end_s: float) -> None:
         free_s: dict[int, float] = {}
         for unit in self.units:
             issued_s = at(unit.issued)
             # A transport that does not tell when it began takes a stream's units one after the other.
             began_s = max(issued_s, free_s.get(unit.stream, 0.0), getattr(unit.work, "begun_s", 0.0))
-            done = getattr(unit.work, "done_mark", None) or getattr(unit.work, "done_s", 0.0)
+            done = getattr(unit.work, "done_event", None) or getattr(unit.work, "done_s", 0.0)
             done_s = at(done) if done else end_s
             free_s[unit.stream] = done_s
             name, numbers = (

@@ -78,7 +78,7 @@ class ReadinessNegotiation:
             self._bits = np.zeros(sizes_bytes.size, dtype=np.bool_)
             self._fresh_bytes, self._ended, self._on_agreed = 0, False, on_agreed
 
-    def mark(self, index: int) -> None:
+    def set_ready(self, index: int) -> None:
         """This rank's gradient `index` is ready, in its place in the flat buffer."""
         with self._wake:
             self._bits[index] = True

@@ -29,17 +29,17 @@ import numpy as np
 import torch
 
 from sirtaki.comm import timeline
-from sirtaki.comm.device import Mark
+from sirtaki.comm.device import Event
 from sirtaki.comm.layout import GradientLayout
 from sirtaki.comm.plan import CommPlan
-from sirtaki.comm.router import Fabric
+from sirtaki.comm.router import Router
 from sirtaki.comm.transports.contract import Work
 from sirtaki.comm.transports.scaling import scale_
 from sirtaki.errors import PlanError
 
 from .buffers import GradientGroup, HasGrad, Reduction, ScheduledUnit, group_by_dtype, schedule
-from .control_flags import ALIVE, RELEARN, VOTES, Votes
-from .in_flight import InFlight, Moments
+from .control_flags import FLAG_COUNT, HAS_DATA, REPROFILE, ControlFlags
+from .in_flight import InFlight, IterationEvents
 from .iteration_trace import IssuedUnit, IterationTrace
 from .negotiation import ReadinessNegotiation
 
@@ -88,7 +88,7 @@ class Synchroniser:
         names: Sequence[str],
         *,
         control: ControlPlane,
-        fabric: Fabric,
+        router: Router,
         reduction: Reduction,
         default_plan: Callable[[GradientLayout], CommPlan],
     ) -> None:
@@ -98,14 +98,14 @@ class Synchroniser:
             params: parameters of which gradients are expected, in the same order on all ranks.
             names: for messages, one a parameter.
             control: the ranks.
-            fabric: carries the units; closed by the caller.
+            router: carries the units; closed by the caller.
             reduction: what is done to every gradient.
             default_plan: the plan of a new layout; the same on all ranks.
         """
         self._params, self._names = list(params), list(names)
-        self._control, self._fabric, self._reduction = control, fabric, reduction
+        self._control, self._router, self._reduction = control, router, reduction
         self._default_plan = default_plan
-        self._device = fabric.device
+        self._device = router.device
         self._negotiation = (
             None if self._device.streams else ReadinessNegotiation(control.duplicate(), control.failures)
         )
@@ -121,7 +121,7 @@ class Synchroniser:
         self._joined = False
         self._next_vote = 0
         self._in_flight = InFlight(self._device)
-        self._lay_out(list(range(len(self._params)))[::-1])
+        self._build_buffers(list(range(len(self._params)))[::-1])
 
     # ── layouts and plans ────────────────────────────────────────────────────────────────────────────────────────
 
@@ -134,11 +134,11 @@ class Synchroniser:
         """Values by parameter index, as reports give them, in the order of the first layout, the votes left out."""
         return [values[index] for index in self._groups[0].indices]
 
-    def _lay_out(self, order: list[int]) -> None:
+    def _build_buffers(self, order: list[int]) -> None:
         """Collective: new flat buffers in the given order of parameters; gradients that are there move along."""
         self._device.synchronise()  # nothing may use the old ones any more
         kept = {index: view for group in self._groups for index, view in zip(group.indices, group.views, strict=True)}
-        self._groups = group_by_dtype(order, self._params, self._names, reduction=self._reduction, fabric=self._fabric)
+        self._groups = group_by_dtype(order, self._params, self._names, reduction=self._reduction, router=self._router)
         self._views = [torch.empty(0)] * len(self._params)
         for group in self._groups:
             for index, view in zip(group.indices, group.views, strict=True):
@@ -153,7 +153,7 @@ class Synchroniser:
             param.dtype == view.dtype and param.device == view.device
             for param, view in zip(self._params, self._views, strict=True)
         ]
-        self._votes = Votes(self._device, self._groups[0].buffer.tensor[-VOTES:])
+        self._flags = ControlFlags(self._device, self._groups[0].buffer.tensor[-FLAG_COUNT:])
         self._install([self._default_plan(group.layout) for group in self._groups])
 
     def set_plans(self, plans: Sequence[CommPlan]) -> None:
@@ -174,7 +174,7 @@ class Synchroniser:
         for group, plan in zip(self._groups, plans, strict=True):
             if plan.numel != group.layout.numel:
                 raise PlanError(f"a plan of {plan.numel} elements for a layout of {group.layout.numel}")
-            self._fabric.open_plan(plan)
+            self._router.open_plan(plan)
         self._units = schedule(self._groups, plans, self._position)
         units_of: list[list[int]] = [[] for _ in self._params]
         for serial, unit in enumerate(self._units):
@@ -188,13 +188,13 @@ class Synchroniser:
         """Ready for the next backward pass."""
         # The last entry is never zero: `ready` need not ask whether there is a next unit.
         self._missing = [*(len(unit.members) for unit in self._units), 1]
-        self._votes.cast(relearn=self._wants_to_relearn, alive=True)
+        self._flags.write(relearn=self._wants_to_relearn, alive=True)
         self._next_unit = 0
         self._arrived: list[int] = []
-        self._ready_marks: list[Mark] = [None] * len(self._params) if self._learning else []
+        self._ready_events: list[Event] = [None] * len(self._params) if self._learning else []
         self._copied = 0
         self._works: list[Work] = []
-        self._first_ready: Mark = None
+        self._first_ready: Event = None
         wanted = timeline.active()
         self._trace = None if wanted is None else IterationTrace(wanted, self._device)
         if not self._device.streams:
@@ -217,7 +217,7 @@ class Synchroniser:
     def _ready_scheduled(self, index: int) -> None:
         arrived = self._arrived
         if not arrived:
-            self._first_ready = self._device.mark()
+            self._first_ready = self._device.record_event()
         arrived.append(index)
         missing = self._missing
         for unit in self._units_of[index]:
@@ -237,9 +237,9 @@ class Synchroniser:
         """Leaves the issuing to `finish`."""
         self._device.notice_stream()
         if not self._arrived:
-            self._first_ready = self._device.mark()
+            self._first_ready = self._device.record_event()
         if self._learning:
-            self._ready_marks[index] = self._device.mark()
+            self._ready_events[index] = self._device.record_event()
         self._arrived.append(index)
 
     def _issue_complete_units(self) -> None:
@@ -262,7 +262,7 @@ class Synchroniser:
             if gradient is not view and gradient is not None:
                 targets.append(view)
                 sources.append(gradient)
-        begin = None if self._trace is None else self._device.mark()
+        begin = None if self._trace is None else self._device.record_event()
         if targets:
             with torch.no_grad():  # gradients made with create_graph=True have a graph, the reduced ones have none
                 self._device.launch(torch._foreach_copy_, targets, sources)
@@ -278,8 +278,8 @@ class Synchroniser:
         reduction, tensor = self._reduction, unit.group.buffer.tensor
         if reduction.prescale != 1.0:
             self._device.launch(scale_, tensor[unit.start : unit.stop], reduction.prescale)
-        issued = None if self._trace is None else self._device.mark()
-        work = self._fabric.all_reduce(
+        issued = None if self._trace is None else self._device.record_event()
+        work = self._router.all_reduce(
             unit.group.buffer,
             unit.start,
             unit.stop,
@@ -309,14 +309,14 @@ class Synchroniser:
         if not self._arrived:
             self._begin_negotiation()
         self._arrived.append(index)
-        self._ready_marks[index] = self._device.mark()
+        self._ready_events[index] = self._device.record_event()
         self._copy_arrived()
         # Bits are kept in layout order, so that agreed neighbours are neighbours in the flat buffer.
         assert self._negotiation is not None
-        self._negotiation.mark(self._position[index])
+        self._negotiation.set_ready(self._position[index])
 
     def _begin_negotiation(self) -> None:
-        self._first_ready = self._device.mark()
+        self._first_ready = self._device.record_event()
         self._round_robin = 0
         sizes = np.array(
             [self._params[index].numel() * self._views[index].element_size() for index in self._order], dtype=np.int64
@@ -395,10 +395,10 @@ class Synchroniser:
             CommError: a reduction failed, or the job did; gradients are undefined then.
         """
         self._control.failures.check()
-        called = self._device.mark()
+        called = self._device.record_event()
         self._joined = joined and not self._arrived
         if self._joined:
-            self._votes.cast(relearn=self._wants_to_relearn, alive=False)
+            self._flags.write(relearn=self._wants_to_relearn, alive=False)
             for param in self._params:
                 param.grad = None
         if not self._arrived:
@@ -412,46 +412,48 @@ class Synchroniser:
         else:
             self._missing = [0] * len(self._units) + [1]
             self._issue_complete_units()
-        self._fabric.wait_for(self._works)
+        self._router.wait_for(self._works)
         self._device.release()
-        self._hand_back()
+        self._copy_back()
         if self._device.streams:
             self._in_flight.units = list(zip(self._units, self._works, strict=True))
-        return self._report(Moments(self.iteration, self._first_ready, called, self._device.mark()), n_arrived)
+        return self._report(
+            IterationEvents(self.iteration, self._first_ready, called, self._device.record_event()), n_arrived
+        )
 
-    def _report(self, moments: Moments, n_arrived: int) -> IterationReport:
+    def _report(self, events: IterationEvents, n_arrived: int) -> IterationReport:
         """Collective: closes the books on this iteration."""
         device = self._device
-        self._in_flight.add(moments)
-        measured = self._in_flight.before if device.streams and not self._learning else moments
+        self._in_flight.add(events)
+        measured = self._in_flight.before if device.streams and not self._learning else events
         # The host is never more than one iteration ahead.
-        device.wait_for(measured.reduced if self._trace is None else moments.reduced)
+        device.wait_for(measured.reduced if self._trace is None else events.reduced)
         if self._trace is not None:
             self._trace.write(
                 iteration=self.iteration,
                 learning=self._learning,
-                first_ready=moments.first_ready,
-                backward_ended=moments.backward_ended,
-                reduced=moments.reduced,
+                first_ready=events.first_ready,
+                backward_ended=events.backward_ended,
+                reduced=events.reduced,
             )
         ready_s = (
             tuple(
-                0.0 if mark is None else max(0.0, device.elapsed_s(moments.first_ready, mark))
-                for mark in self._ready_marks
+                0.0 if event is None else max(0.0, device.elapsed_s(events.first_ready, event))
+                for event in self._ready_events
             )
             if self._learning
             else ()
         )
-        relearn = self._votes.anyone_asked(RELEARN)
-        self._votes.forget()
+        relearn = self._flags.is_set(REPROFILE)
+        self._flags.forget()
         if not self._learning:  # in which negotiation may have issued the gradients alone
-            self._votes.count()
+            self._flags.read_back()
         report = IterationReport(
             span_s=device.elapsed_s(measured.first_ready, measured.reduced),
             backward_s=max(0.0, device.elapsed_s(measured.first_ready, measured.backward_ended)),  # may be none at all
             ready_s=ready_s,
             alive=self._is_anyone_alive(),
-            learned=self._turn_over(n_arrived, relearn=relearn),
+            learned=self._end_iteration(n_arrived, relearn=relearn),
         )
         self.iteration += 1
         return report
@@ -460,7 +462,7 @@ class Synchroniser:
         """Collective: some rank has data of its own."""
         if self._learning:
             return bool(self._control.total(np.array([0.0 if self._joined else 1.0]))[0] > 0.0)
-        return not self._joined or self._votes.anyone_asked(ALIVE)
+        return not self._joined or self._flags.is_set(HAS_DATA)
 
     @property
     def in_flight(self) -> InFlight:
@@ -480,7 +482,7 @@ class Synchroniser:
                     self._arrived.append(index)
         self._copy_arrived()
 
-    def _hand_back(self) -> None:
+    def _copy_back(self) -> None:
         """Gradients that travelled as copies go back to where they came from."""
         if not all(self._adopts):
             pairs = [
@@ -500,7 +502,7 @@ class Synchroniser:
         self._disorder = self._disorder + 1 if late > limit else 0
         self._wants_to_relearn = self._disorder >= 3 and self.iteration >= self._next_vote
 
-    def _turn_over(self, n_arrived: int, *, relearn: bool) -> bool:
+    def _end_iteration(self, n_arrived: int, *, relearn: bool) -> bool:
         """Collective: what the next iteration will be. True if the order has just been learned."""
         if self._learning:
             order = self._finish_learning()
@@ -510,7 +512,7 @@ class Synchroniser:
             self._learning = False
             self._reset()
             if order != self._order:
-                self._lay_out(order)
+                self._build_buffers(order)
             # Each new learning doubles the time to the next one: an order that never settles is not chased.
             self._next_vote = self.iteration + 2 * (self.iteration - self._learn_from + 50)
             return True
@@ -522,7 +524,7 @@ class Synchroniser:
             logger.info("gradients come in another order than they did; learning it anew")
             self._learning, self._learn_from = True, self.iteration + 1
             self._disorder, self._wants_to_relearn = 0, False
-            self._votes.forget()
+            self._flags.forget()
         self._reset()
         return False
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from sirtaki.comm.device import Mark
+from sirtaki.comm.device import Event
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class CudaDevice:
         self.torch_device = torch.device("cuda", index)
         self._index = index
         self._side = self.make_stream()
-        self._stash: deque[tuple[Mark, list[torch.Tensor]]] = deque()
+        self._stash: deque[tuple[Event, list[torch.Tensor]]] = deque()
         self._stashing = threading.Lock()
         self._latest_stream = 0
         self._noticed: set[int] = set()
@@ -83,10 +83,10 @@ class CudaDevice:
 
     def keep(self, tensors: Sequence[torch.Tensor]) -> None:
         """See `Device`."""
-        mark = self.mark()
+        event = self.record_event()
         with self._stashing:
-            self._stash.append((mark, list(tensors)))
-            while self._stash[0][0] is not mark and self._stash[0][0].query():
+            self._stash.append((event, list(tensors)))
+            while self._stash[0][0] is not event and self._stash[0][0].query():
                 self._stash.popleft()
 
     def release(self) -> None:
@@ -100,25 +100,25 @@ class CudaDevice:
     def _external(self, raw: int) -> Any:  # Any: torch leaves it untyped
         return torch.cuda.ExternalStream(raw, self.torch_device)  # type: ignore[no-untyped-call]  # torch's
 
-    def mark(self) -> Mark:
+    def record_event(self) -> Event:
         """See `Device`."""
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's
         event.record(torch.cuda.current_stream(self.torch_device))
         return event
 
-    def order_after(self, mark: Mark) -> None:
+    def order_after(self, event: Event) -> None:
         """See `Device`."""
-        torch.cuda.current_stream(self.torch_device).wait_event(mark)
+        torch.cuda.current_stream(self.torch_device).wait_event(event)
 
-    def is_reached(self, mark: Mark) -> bool:
+    def is_reached(self, event: Event) -> bool:
         """See `Device`."""
-        return bool(mark.query())
+        return bool(event.query())
 
-    def wait_for(self, mark: Mark) -> None:
+    def wait_for(self, event: Event) -> None:
         """See `Device`."""
-        mark.synchronize()
+        event.synchronize()
 
-    def elapsed_s(self, begin: Mark, end: Mark) -> float:
+    def elapsed_s(self, begin: Event, end: Event) -> float:
         """See `Device`."""
         return float(begin.elapsed_time(end)) / 1e3
 

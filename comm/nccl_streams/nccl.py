@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from sirtaki.comm import timeline
-from sirtaki.comm.device import Device, Mark
+from sirtaki.comm.device import Device, Event
 from sirtaki.comm.plan import TransportKind
-from sirtaki.comm.transports.contract import NOTHING_TO_DO, FlatBuffer, Lane, ReduceOp, Work
+from sirtaki.comm.transports.contract import NOTHING_TO_DO, FlatBuffer, ReduceOp, StreamSpec, Work
 from sirtaki.comm.transports.scaling import scale_
 from sirtaki.errors import CommError
 
@@ -31,20 +31,20 @@ class NcclWork:
     """A unit on its way; the current stream waits for it, not the thread.
 
     Attributes:
-        done_mark: when it is reduced; None unless `note_end` was called.
+        done_event: when it is reduced; None unless `note_end` was called.
     """
 
     def __init__(self, work: GroupWork, device: Device, unit: torch.Tensor, scale: float, what: str) -> None:
         """Args: `scale` is what the unit has still to be multiplied by."""
         self._work, self._device, self._unit, self._scale, self._what = work, device, unit, scale, what
         self._waited_for = False
-        self.done_mark: Mark | None = None
+        self.done_event: Event | None = None
 
     def note_end(self, stream: Any) -> None:
         """Has a stream that is used for nothing else wait for the unit, and notes the moment."""
         with self._device.on(stream):
             self._work.wait()
-            self.done_mark = self._device.mark()
+            self.done_event = self._device.record_event()
 
     def is_done(self) -> bool:
         """Whether it is reduced; never waits."""
@@ -65,7 +65,7 @@ class NcclWork:
 class _Chain:
     """Operations of several communicators one after the other on a stream that leads from one to the next."""
 
-    def __init__(self, device: Device, end: Mark, last: GroupWork) -> None:
+    def __init__(self, device: Device, end: Event, last: GroupWork) -> None:
         self._device, self._end, self._last = device, end, last
 
     def wait(self) -> None:
@@ -75,7 +75,7 @@ class _Chain:
         return self._last.is_completed() and self._device.is_reached(self._end)
 
 
-class NcclStreams:
+class NcclTransport:
     """The flat algorithm: each unit is one all-reduce on the communicator of its stream and CTAs."""
 
     kind = TransportKind.NCCL
@@ -91,43 +91,49 @@ class NcclStreams:
         """
         self._pool, self._device = pool, device
         self.max_streams, self.threads = opener.max_streams, opener.threads
-        self._leads: dict[Lane, Any] = {}
+        self._leads: dict[StreamSpec, Any] = {}
 
-    def keys(self, lanes: Sequence[Lane]) -> list[CommunicatorKey]:
-        """The communicators that these lanes need."""
-        return [CommunicatorKey(lane.stream, ctas_for(lane.threads), scope) for lane in lanes for scope in self.scopes]
+    def keys(self, streams: Sequence[StreamSpec]) -> list[CommunicatorKey]:
+        """The communicators that these streams need."""
+        return [
+            CommunicatorKey(stream.number, ctas_for(stream.threads), scope)
+            for stream in streams
+            for scope in self.scopes
+        ]
 
-    def open_lanes(self, lanes: Sequence[Lane]) -> None:
+    def open_streams(self, streams: Sequence[StreamSpec]) -> None:
         """Collective: see `Transport`."""
-        keys = self.keys(lanes)
+        keys = self.keys(streams)
         if not set(keys) <= set(self._pool.keys()):
             self._device.synchronise()  # what is closed for the new ones must have nothing in flight
         self._pool.require(keys)
 
-    def all_reduce(self, buffer: FlatBuffer, start: int, stop: int, *, lane: Lane, op: ReduceOp, scale: float) -> Work:
+    def all_reduce(
+        self, buffer: FlatBuffer, start: int, stop: int, *, stream: StreamSpec, op: ReduceOp, scale: float
+    ) -> Work:
         """See `Transport`. Waits for what is on the current stream, not for what is put there later."""
         unit = buffer.tensor[start:stop]
         if unit.numel() == 0:
             return NOTHING_TO_DO
         with ISSUING:
-            work, left = self._issue(unit, lane, op, scale)
-        unit_work = NcclWork(work, self._device, unit, left, f"elements [{start}, {stop}) on stream {lane.stream}")
+            work, left = self._issue(unit, stream, op, scale)
+        unit_work = NcclWork(work, self._device, unit, left, f"elements [{start}, {stop}) on stream {stream.number}")
         if timeline.active() is not None:
-            unit_work.note_end(self._lead(lane))
+            unit_work.note_end(self._lead(stream))
         return unit_work
 
-    def _lead(self, lane: Lane) -> Any:  # Any: a stream of the device
-        """A stream of this lane's that is not NCCL's."""
-        if lane not in self._leads:
-            self._leads[lane] = self._device.make_stream()
-        return self._leads[lane]
+    def _lead(self, stream: StreamSpec) -> Any:  # Any: a stream of the device
+        """A stream of this stream's that is not NCCL's."""
+        if stream not in self._leads:
+            self._leads[stream] = self._device.make_stream()
+        return self._leads[stream]
 
-    def _group(self, lane: Lane, scope: Scope) -> Group:
-        return self._pool[CommunicatorKey(lane.stream, ctas_for(lane.threads), scope)]
+    def _group(self, stream: StreamSpec, scope: Scope) -> Group:
+        return self._pool[CommunicatorKey(stream.number, ctas_for(stream.threads), scope)]
 
-    def _issue(self, unit: torch.Tensor, lane: Lane, op: ReduceOp, scale: float) -> tuple[GroupWork, float]:
+    def _issue(self, unit: torch.Tensor, stream: StreamSpec, op: ReduceOp, scale: float) -> tuple[GroupWork, float]:
         """Returns the work and the factor that has still to be applied."""
-        return _all_reduce(self._group(lane, Scope.ALL), unit, op, scale)
+        return _all_reduce(self._group(stream, Scope.ALL), unit, op, scale)
 
     def close(self) -> None:
         """See `Transport`; the pool is its owner's."""
@@ -141,7 +147,7 @@ def _all_reduce(group: Group, unit: torch.Tensor, op: ReduceOp, scale: float) ->
     return group.all_reduce(unit, op), scale
 
 
-class NcclTree(NcclStreams):
+class NcclHierarchicalTransport(NcclTransport):
     """The hierarchical algorithm: reduce-scatter inside the node, all-reduce across nodes, all-gather inside.
 
     Each rank carries its share of a unit across nodes, so all network interfaces of a node work. Elements that are
@@ -159,35 +165,35 @@ class NcclTree(NcclStreams):
         local_size: int,
         local_rank: int,
     ) -> None:
-        """Starts nothing. Args: as `NcclStreams`, and this rank's place in its node; all nodes are of one size."""
+        """Starts nothing. Args: as `NcclTransport`, and this rank's place in its node; all nodes are of one size."""
         super().__init__(pool, device, opener=opener)
         self._local_size, self._local_rank = local_size, local_rank
 
-    def _issue(self, unit: torch.Tensor, lane: Lane, op: ReduceOp, scale: float) -> tuple[GroupWork, float]:
+    def _issue(self, unit: torch.Tensor, stream: StreamSpec, op: ReduceOp, scale: float) -> tuple[GroupWork, float]:
         share_numel = unit.numel() // self._local_size
         whole, rest = unit[: share_numel * self._local_size], unit[share_numel * self._local_size :]
-        packed = self._device.mark()
+        packed = self._device.record_event()
         works: list[GroupWork] = []
         left = scale
-        with self._device.on(self._lead(lane)):
+        with self._device.on(self._lead(stream)):
             self._device.order_after(packed)
             if rest.numel():
-                work, rest_left = _all_reduce(self._group(lane, Scope.ALL), rest, op, scale)
+                work, rest_left = _all_reduce(self._group(stream, Scope.ALL), rest, op, scale)
                 works.append(work)
                 work.wait()
                 if rest_left != 1.0:
                     self._device.launch(scale_, rest, rest_left)
             if share_numel:
                 share = whole[self._local_rank * share_numel : (self._local_rank + 1) * share_numel]
-                node = self._group(lane, Scope.NODE)
+                node = self._group(stream, Scope.NODE)
                 works.append(node.reduce_scatter(share, whole, op))
                 works[-1].wait()
-                work, left = _all_reduce(self._group(lane, Scope.ACROSS), share, op, scale)
+                work, left = _all_reduce(self._group(stream, Scope.ACROSS), share, op, scale)
                 works.append(work)
                 work.wait()
                 if left != 1.0:
                     self._device.launch(scale_, share, left)
                 works.append(node.all_gather(whole, share))
                 works[-1].wait()
-            end = self._device.mark()
+            end = self._device.record_event()
         return _Chain(self._device, end, works[-1]), 1.0

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from functools import partial
 
 from sirtaki.comm.control.failure import FailureBoard
-from sirtaki.comm.device import Device, Mark, copy_
+from sirtaki.comm.device import Device, Event, copy_
 from sirtaki.comm.plan import TransportKind
-from sirtaki.comm.transports.contract import NOTHING_TO_DO, FlatBuffer, Lane, ReduceOp, Transport, Work
+from sirtaki.comm.transports.contract import NOTHING_TO_DO, FlatBuffer, ReduceOp, StreamSpec, Transport, Work
 from sirtaki.comm.transports.mpi import ThreadWork
 from sirtaki.errors import CommError
 
@@ -31,7 +31,7 @@ class _Task:
     stop: int
     op: ReduceOp
     scale: float
-    out: Mark  # its copy to the host is done
+    out: Event  # its copy to the host is done
     work: _StagedWork
 
 
@@ -41,7 +41,7 @@ class _StagedWork(ThreadWork):
     def __init__(self, device: Device) -> None:
         super().__init__()
         self._device = device
-        self.back: Mark | None = None
+        self.back: Event | None = None
 
     def wait(self, timeout_s: float) -> bool:
         """See `Work`."""
@@ -69,11 +69,11 @@ class _Stream:
     def submit(self, buffer: FlatBuffer, start: int, stop: int, op: ReduceOp, scale: float) -> Work:
         """Starts the copy out behind what is on the current stream."""
         assert buffer.mirror is not None
-        packed = self._device.mark()
+        packed = self._device.record_event()
         with self._device.on(self._out):
             self._device.order_after(packed)
             self._device.launch(copy_, buffer.mirror.tensor[start:stop], buffer.tensor[start:stop])
-            out = self._device.mark()
+            out = self._device.record_event()
         task = _Task(buffer, start, stop, op, scale, out, _StagedWork(self._device))
         self._leaving.put(task)
         return task.work
@@ -88,7 +88,7 @@ class _Stream:
         task.work.begun_s = time.perf_counter()
         assert task.buffer.mirror is not None
         work = self._inner.all_reduce(
-            task.buffer.mirror, task.start, task.stop, lane=Lane(self._index), op=task.op, scale=task.scale
+            task.buffer.mirror, task.start, task.stop, stream=StreamSpec(self._index), op=task.op, scale=task.scale
         )
         self._coming.put((task, work))
 
@@ -105,7 +105,7 @@ class _Stream:
             self._device.launch(
                 copy_, task.buffer.tensor[task.start : task.stop], task.buffer.mirror.tensor[task.start : task.stop]
             )
-            task.work.back = self._device.mark()
+            task.work.back = self._device.record_event()
         task.work.finish()
 
     def _guarded(self, task: _Task, step: Callable[[_Task], None]) -> None:
@@ -123,7 +123,7 @@ class _Stream:
             thread.join(timeout=2.0)
 
 
-class StagedLanes:
+class StagedTransport:
     """Streams through the host's memory, over any transport of the host's."""
 
     kind = TransportKind.STAGED
@@ -135,17 +135,19 @@ class StagedLanes:
         self.max_streams = inner.max_streams
         self._streams: list[_Stream] = []
 
-    def open_lanes(self, lanes: Sequence[Lane]) -> None:
+    def open_streams(self, streams: Sequence[StreamSpec]) -> None:
         """Collective: see `Transport`."""
-        self._inner.open_lanes(lanes)
-        while len(self._streams) <= max(lane.stream for lane in lanes):
+        self._inner.open_streams(streams)
+        while len(self._streams) <= max(stream.number for stream in streams):
             self._streams.append(_Stream(len(self._streams), self._device, self._inner, self._failures))
 
-    def all_reduce(self, buffer: FlatBuffer, start: int, stop: int, *, lane: Lane, op: ReduceOp, scale: float) -> Work:
+    def all_reduce(
+        self, buffer: FlatBuffer, start: int, stop: int, *, stream: StreamSpec, op: ReduceOp, scale: float
+    ) -> Work:
         """See `Transport`; the buffer must have a mirror."""
         if start == stop:
             return NOTHING_TO_DO
-        return self._streams[lane.stream].submit(buffer, start, stop, op, scale)
+        return self._streams[stream.number].submit(buffer, start, stop, op, scale)
 
     def close(self) -> None:
         """See `Transport`."""

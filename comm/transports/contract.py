@@ -61,27 +61,27 @@ class _NothingToDo:
 NOTHING_TO_DO = _NothingToDo()
 
 
-class Lane(NamedTuple):
+class StreamSpec(NamedTuple):
     """What one unit travels on: a stream, with a thread allowance where the transport has any (None = its own)."""
 
-    stream: int
+    number: int
     threads: int | None = None
 
 
 class Transport(Protocol):
     """Carries units over several streams at the same time.
 
-    Units of one lane are reduced in the order in which they were submitted, which must be the same on all ranks;
+    Units of one stream are reduced in the order in which they were submitted, which must be the same on all ranks;
     streams are independent of each other. Submitting never blocks on other ranks. Transports without thread
-    allowances (`threads` is empty) take a lane for its stream.
+    allowances (`threads` is empty) look at the number alone.
     """
 
     kind: TransportKind
     max_streams: int
     threads: tuple[int, ...]
 
-    def open_lanes(self, lanes: Sequence[Lane]) -> None:
-        """Collective, with nothing in flight: makes these lanes usable; others may be closed.
+    def open_streams(self, streams: Sequence[StreamSpec]) -> None:
+        """Collective, with nothing in flight: makes these streams usable; others may be closed.
 
         Raises:
             PlanError: on all ranks, if so many cannot be open at once.
@@ -89,7 +89,9 @@ class Transport(Protocol):
         """
         ...
 
-    def all_reduce(self, buffer: FlatBuffer, start: int, stop: int, *, lane: Lane, op: ReduceOp, scale: float) -> Work:
+    def all_reduce(
+        self, buffer: FlatBuffer, start: int, stop: int, *, stream: StreamSpec, op: ReduceOp, scale: float
+    ) -> Work:
         """Reduces elements `[start, stop)` of `buffer` over all ranks in place, and multiplies them by `scale`.
 
         The range may be empty; it must not be touched until the work is done.

@@ -19,7 +19,7 @@ from sirtaki.comm import timeline
 from sirtaki.comm.plan import TransportKind
 from sirtaki.errors import CommError
 
-from .contract import NOTHING_TO_DO, FlatBuffer, Lane, ReduceOp, Work
+from .contract import NOTHING_TO_DO, FlatBuffer, ReduceOp, StreamSpec, Work
 from .scaling import scale_
 
 MAX_STREAMS = 24
@@ -67,7 +67,7 @@ class _GlooWork:
         return True
 
 
-class GlooLanes:
+class GlooTransport:
     """Streams over Gloo process groups, each with one worker thread, which keeps it in order."""
 
     kind = TransportKind.GLOO
@@ -77,7 +77,7 @@ class GlooLanes:
     def __init__(
         self, *, store: Store, prefix: Callable[[], str], address: str, rank: int, size: int, timeout_s: float
     ) -> None:
-        """Starts nothing; connections are made by `open_lanes`.
+        """Starts nothing; connections are made by `open_streams`.
 
         Args:
             store: where the ranks find each other.
@@ -92,9 +92,9 @@ class GlooLanes:
         self._timeout = datetime.timedelta(seconds=timeout_s)
         self._groups: list[ProcessGroupGloo] = []
 
-    def open_lanes(self, lanes: Sequence[Lane]) -> None:
+    def open_streams(self, streams: Sequence[StreamSpec]) -> None:
         """Collective: see `Transport`."""
-        while len(self._groups) <= max(lane.stream for lane in lanes):
+        while len(self._groups) <= max(stream.number for stream in streams):
             options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch's stub lacks it
             options._threads = 1
             options._timeout = datetime.timedelta(seconds=RENDEZVOUS_TIMEOUT_S)
@@ -108,13 +108,15 @@ class GlooLanes:
             group._set_default_timeout(self._timeout)
             self._groups.append(group)
 
-    def all_reduce(self, buffer: FlatBuffer, start: int, stop: int, *, lane: Lane, op: ReduceOp, scale: float) -> Work:
+    def all_reduce(
+        self, buffer: FlatBuffer, start: int, stop: int, *, stream: StreamSpec, op: ReduceOp, scale: float
+    ) -> Work:
         """See `Transport`."""
         unit = buffer.tensor[start:stop]
         if unit.numel() == 0:
             return NOTHING_TO_DO
-        work = self._groups[lane.stream].allreduce([unit], TORCH_OPS[op])  # type: ignore[attr-defined]  # as above
-        unit_work = _GlooWork(work, unit, scale, f"elements [{start}, {stop}) on stream {lane.stream}")
+        work = self._groups[stream.number].allreduce([unit], TORCH_OPS[op])  # type: ignore[attr-defined]  # as above
+        unit_work = _GlooWork(work, unit, scale, f"elements [{start}, {stop}) on stream {stream.number}")
         if timeline.active() is not None:
             unit_work.note_end()
         return unit_work

@@ -18,7 +18,7 @@ from sirtaki.comm.control.plane import load_mpi
 from sirtaki.comm.plan import TransportKind
 from sirtaki.errors import CommError
 
-from .contract import NOTHING_TO_DO, FlatBuffer, Lane, ReduceOp, Work
+from .contract import NOTHING_TO_DO, FlatBuffer, ReduceOp, StreamSpec, Work
 from .scaling import HALF_DTYPES, scale_
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def mpi_all_reduce_(tensor: torch.Tensor, *, comm: MPI.Comm, op: ReduceOp, scale
         scale_(tensor, scale)
 
 
-class MpiLanes:
+class MpiTransport:
     """Streams over duplicated MPI communicators, each with a thread."""
 
     kind = TransportKind.MPI
@@ -85,9 +85,9 @@ class MpiLanes:
         self._threads: list[threading.Thread] = []
         self._comms: list[MPI.Comm] = []
 
-    def open_lanes(self, lanes: Sequence[Lane]) -> None:
+    def open_streams(self, streams: Sequence[StreamSpec]) -> None:
         """Collective: see `Transport`."""
-        while len(self._threads) <= max(lane.stream for lane in lanes):
+        while len(self._threads) <= max(stream.number for stream in streams):
             tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
             name = f"sirtaki-mpi-{len(self._threads)}"
             thread = threading.Thread(target=self._serve, args=(tasks,), name=name, daemon=True)
@@ -101,23 +101,25 @@ class MpiLanes:
         while (task := tasks.get()) is not None:
             task()
 
-    def all_reduce(self, buffer: FlatBuffer, start: int, stop: int, *, lane: Lane, op: ReduceOp, scale: float) -> Work:
+    def all_reduce(
+        self, buffer: FlatBuffer, start: int, stop: int, *, stream: StreamSpec, op: ReduceOp, scale: float
+    ) -> Work:
         """See `Transport`."""
         unit = buffer.tensor[start:stop]
         if unit.numel() == 0:
             return NOTHING_TO_DO
-        work, comm = ThreadWork(), self._comms[lane.stream]
+        work, comm = ThreadWork(), self._comms[stream.number]
 
         def task() -> None:
             work.begun_s = time.perf_counter()
             try:
                 mpi_all_reduce_(unit, comm=comm, op=op, scale=scale)
             except Exception as err:  # whatever it is, the waiting thread must hear of it
-                work.finish(CommError(f"MPI failed in elements [{start}, {stop}) on stream {lane.stream}: {err}"))
+                work.finish(CommError(f"MPI failed in elements [{start}, {stop}) on stream {stream.number}: {err}"))
             else:
                 work.finish()
 
-        self._queues[lane.stream].put(task)
+        self._queues[stream.number].put(task)
         return work
 
     def close(self) -> None:

@@ -22,7 +22,7 @@ import torch
 from sirtaki.comm.plan import TransportKind
 from sirtaki.errors import CommError, PeerLostError
 
-from .contract import NOTHING_TO_DO, FlatBuffer, Lane, ReduceOp, Transport, Work
+from .contract import NOTHING_TO_DO, FlatBuffer, ReduceOp, StreamSpec, Transport, Work
 from .mpi import ThreadWork
 from .node_memory import Doorbell, share_memory
 from .scaling import HALF_DTYPES, scale_
@@ -105,7 +105,7 @@ class _Stream:
         self._closing = False
         self._threads = [threading.Thread(target=self._run, name=f"sirtaki-shm-{index}", daemon=True)]
         if across is not None:
-            across.open_lanes([Lane(index)])
+            across.open_streams([StreamSpec(index)])
             self._threads.append(
                 threading.Thread(target=self._finish_crossings, name=f"sirtaki-cross-{index}", daemon=True)
             )
@@ -165,7 +165,9 @@ class _Stream:
             return
         own = task.buffer.tensor
         reduce_share(task.buffer.peers, start, stop, op=task.op, scale=1.0, outputs=[own])
-        work = self._across.all_reduce(task.buffer, start, stop, lane=Lane(self._index), op=task.op, scale=task.scale)
+        work = self._across.all_reduce(
+            task.buffer, start, stop, stream=StreamSpec(self._index), op=task.op, scale=task.scale
+        )
         self._crossing.put((task, work))
 
     def _finish_crossings(self) -> None:
@@ -210,7 +212,7 @@ class _Stream:
             self._doorbell.close()
 
 
-class SharedMemory:
+class SharedMemoryTransport:
     """Streams through memory that the ranks of a node share; with `across`, hierarchical over several nodes."""
 
     kind = TransportKind.SHARED_MEMORY
@@ -229,21 +231,23 @@ class SharedMemory:
         if across is not None:
             self.max_streams = across.max_streams
 
-    def open_lanes(self, lanes: Sequence[Lane]) -> None:
+    def open_streams(self, streams: Sequence[StreamSpec]) -> None:
         """Collective: see `Transport`.
 
         Raises:
             CommError: on all ranks alike, if the ranks of a node cannot share memory.
         """
-        while len(self._streams) <= max(lane.stream for lane in lanes):
+        while len(self._streams) <= max(stream.number for stream in streams):
             self._streams.append(_Stream(self._control, len(self._streams), self._across))
 
-    def all_reduce(self, buffer: FlatBuffer, start: int, stop: int, *, lane: Lane, op: ReduceOp, scale: float) -> Work:
+    def all_reduce(
+        self, buffer: FlatBuffer, start: int, stop: int, *, stream: StreamSpec, op: ReduceOp, scale: float
+    ) -> Work:
         """See `Transport`; the buffer must be a shared one."""
         if start == stop:
             return NOTHING_TO_DO
         task = _Task(buffer, start, stop, op, scale)
-        self._streams[lane.stream].submit(task)
+        self._streams[stream.number].submit(task)
         return task.work
 
     def close(self) -> None:

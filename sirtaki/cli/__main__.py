@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command.
 
     Returns:
-        Its exit code; 1 where it ends with one of Sirtaki's errors, 2 where the command line cannot be meant.
+        Its exit code; 1 where it ends with one of Sirtaki's errors, 2 where the command line is invalid.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(prog="sirtaki", description="Look after Sirtaki; jobs start with `sirtakirun`.")

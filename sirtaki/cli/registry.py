@@ -55,7 +55,7 @@ def main(options: Namespace) -> int:
     """Runs one action.
 
     Raises:
-        RegistryError: the registry or a file cannot be read or written, or holds what cannot be meant.
+        RegistryError: the registry or a file cannot be read or written, or holds what is invalid.
     """
     with closing(_open(options.registry, reads=options.action in _READING)) as store:
         _ACTIONS[options.action](store, options)

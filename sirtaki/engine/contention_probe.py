@@ -23,7 +23,7 @@ from sirtaki.errors import TuningError
 if TYPE_CHECKING:
     from sirtaki.comm.control.plane import ControlPlane
     from sirtaki.comm.device import Device
-    from sirtaki.comm.router import Fabric, Route
+    from sirtaki.comm.router import Route, Router
     from sirtaki.comm.transports.contract import FlatBuffer
 
 logger = logging.getLogger(__name__)
@@ -61,18 +61,18 @@ class ThreadProbe:
     undisturbed_s: tuple[float, ...]
 
 
-def probe_threads(control: ControlPlane, fabric: Fabric, route: Route) -> list[ThreadProbe]:
-    """Collective: measures every allowance that the fabric offers, on one stream of `route`."""
-    device = fabric.device
-    buffer = fabric.allocate(max(UNIT_BYTES) // 4, torch.float32)
+def probe_threads(control: ControlPlane, router: Router, route: Route) -> list[ThreadProbe]:
+    """Collective: measures every allowance that the router offers, on one stream of `route`."""
+    device = router.device
+    buffer = router.allocate(max(UNIT_BYTES) // 4, torch.float32)
     matrix = torch.zeros(MATRIX, MATRIX, device=device.torch_device)
     product = torch.empty_like(matrix)
     probes = []
-    for threads in fabric.threads():
+    for threads in router.threads():
         for unit_bytes in UNIT_BYTES:
             plan = _one_unit(route, unit_bytes, threads)
-            fabric.open_plan(plan)
-            rounds = [_round(control, fabric, plan, buffer, matrix, product) for _ in range(REPETITIONS + 1)][1:]
+            router.open_plan(plan)
+            rounds = [_round(control, router, plan, buffer, matrix, product) for _ in range(REPETITIONS + 1)][1:]
             worst = control.maximum(np.array(rounds))  # (REPETITIONS, 4)
             alone_s, beside_s, compute_s, undisturbed_s = (tuple(column.tolist()) for column in worst.T)
             probes.append(
@@ -95,33 +95,33 @@ def _one_unit(route: Route, unit_bytes: int, threads: int) -> CommPlan:
 
 def _round(
     control: ControlPlane,
-    fabric: Fabric,
+    router: Router,
     plan: CommPlan,
     buffer: FlatBuffer,
     matrix: torch.Tensor,
     product: torch.Tensor,
 ) -> tuple[float, float, float, float]:
     """Collective: seconds of an all-reduce alone, beside computation, of the computation beside it, and of it alone."""
-    device = fabric.device
+    device = router.device
     device.synchronise()
-    begin = device.mark()
-    fabric.wait_for(fabric.all_reduce_plan(buffer, plan, scale=0.0))
-    reduced = device.mark()
+    begin = device.record_event()
+    router.wait_for(router.all_reduce_plan(buffer, plan, scale=0.0))
+    reduced = device.record_event()
     _compute(device, matrix, product)
-    computed = device.mark()
+    computed = device.record_event()
     device.synchronise()
     alone_s, undisturbed_s = device.elapsed_s(begin, reduced), device.elapsed_s(reduced, computed)
     # As many all-reduces as fill the computation's time on every rank, one behind the other beside it.
     wanted = control.maximum(np.array([undisturbed_s / max(alone_s, 1e-6)]))[0]
     count = min(MOST_REDUCTIONS, max(1, round(float(wanted))))
     beside = device.make_stream()
-    begin = device.mark()
-    works = [work for _ in range(count) for work in fabric.all_reduce_plan(buffer, plan, scale=0.0)]
+    begin = device.record_event()
+    works = [work for _ in range(count) for work in router.all_reduce_plan(buffer, plan, scale=0.0)]
     with device.on(beside):
-        fabric.wait_for(works)
-        reduced = device.mark()
+        router.wait_for(works)
+        reduced = device.record_event()
     _compute(device, matrix, product)
-    computed = device.mark()
+    computed = device.record_event()
     device.synchronise()
     return alone_s, device.elapsed_s(begin, reduced) / count, device.elapsed_s(begin, computed), undisturbed_s
 

@@ -12,33 +12,33 @@ from typing import TYPE_CHECKING
 import torch
 
 from sirtaki.comm.plan import TransportKind
-from sirtaki.comm.router import Fabric
+from sirtaki.comm.router import Router
 
 if TYPE_CHECKING:
-    from .job import Runtime
+    from sirtaki.comm.control.plane import ControlPlane
+    from sirtaki.settings import Settings
 
 logger = logging.getLogger(__name__)
 
 
-def open_fabric(runtime: Runtime, params: Sequence[torch.Tensor]) -> Fabric:
-    """Collective: the fabric for the gradients of `params`, on whose first GPU they are reduced if any are on one.
+def open_router(control: ControlPlane, settings: Settings, params: Sequence[torch.Tensor]) -> Router:
+    """Collective: the router for the gradients of `params`, on whose first GPU they are reduced if any are on one.
 
     NCCL carries what is on GPUs, unless it is not there, ranks share a GPU, or `SIRTAKI_TRANSPORT=staged`.
     """
-    control, timeout_s = runtime.control, runtime.timeout_s
     others = {param.device.type for param in params} - {"cpu", "cuda"}
     if others:
         logger.warning("gradients on %s travel through host memory", ", ".join(sorted(others)))
     on_gpus = [param.device for param in params if param.device.type == "cuda"]
     if not on_gpus:
-        return Fabric(control, timeout_s=timeout_s)
+        return Router(control, timeout_s=settings.transport_timeout_s)
     from sirtaki.comm.nccl_streams.cuda_device import cuda_device
     from sirtaki.comm.nccl_streams.process_group import find_nccl
 
     index = on_gpus[0].index
     device = cuda_device(torch.cuda.current_device() if index is None else index)
-    wanted = runtime.settings.transport
+    wanted = settings.transport
     if wanted is TransportKind.STAGED:
-        return Fabric(control, timeout_s=timeout_s, device=device)
-    nccl = find_nccl(control, device, forced=wanted is TransportKind.NCCL, timeout_s=timeout_s)
-    return Fabric(control, timeout_s=timeout_s, device=device, nccl=nccl)
+        return Router(control, timeout_s=settings.transport_timeout_s, device=device)
+    nccl = find_nccl(control, device, forced=wanted is TransportKind.NCCL, timeout_s=settings.transport_timeout_s)
+    return Router(control, timeout_s=settings.transport_timeout_s, device=device, nccl=nccl)

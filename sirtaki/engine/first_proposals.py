@@ -32,12 +32,12 @@ class FirstProposal:
     Attributes:
         knobs: the setting.
         arm: who found it in the other job, or planned it anew for this one.
-        words: where it comes from, for the log.
+        message: where it comes from, for the log.
     """
 
     knobs: Knobs
     arm: str
-    words: str
+    message: str
 
 
 def first_proposals(
@@ -61,7 +61,7 @@ def first_proposals(
         proposal = _carried_over(start)
         if start.lost_cuts and (plans := planned(start.entry.arm)):
             words = f"{start.source}; planned anew by {start.entry.arm}, whose plan that was"
-            proposal = FirstProposal(knobs=plans[0], arm=start.entry.arm, words=words)
+            proposal = FirstProposal(knobs=plans[0], arm=start.entry.arm, message=words)
         if proposal is not None and all(proposal.knobs != other.knobs for other in proposals):
             proposals.append(proposal)
     if model is None or not proposals:
@@ -75,7 +75,7 @@ def _carried_over(start: WarmStart) -> FirstProposal | None:
     except PlanError as err:
         logger.warning("the registry's entry %s is left alone: %s", start.entry.id[:8], err)
         return None
-    return FirstProposal(knobs=knobs, arm=start.entry.arm, words=start.explanation)
+    return FirstProposal(knobs=knobs, arm=start.entry.arm, message=start.explanation)
 
 
 def _promising(
@@ -93,7 +93,7 @@ def _promising(
             kept.append(proposal)
         else:
             over = span_s / min(known_s)
-            logger.info("not tried, as %.2f times the best plan's time is expected: %s", over, proposal.words)
+            logger.info("not tried, as %.2f times the best plan's time is expected: %s", over, proposal.message)
     return kept
 
 

@@ -18,17 +18,18 @@ import numpy as np
 import torch
 
 from sirtaki.autotune.arms.base import Arm
+from sirtaki.comm.collectives.requests import Kind, Signature
 from sirtaki.comm.control.watchdog import Wait
 from sirtaki.comm.gradients.buffers import Reduction, dense_strides
-from sirtaki.torch.mpi_ops import Sum, allreduce_async_, synchronize
-from sirtaki.torch.process_sets import GLOBAL_ID, ProcessSet, global_process_set
 
 from .nan_check import NanCheck
 from .sparse_gradients import SparseReductions
 from .warmup import TunedSynchroniser
 
 if TYPE_CHECKING:
-    from .job import Runtime
+    from sirtaki.comm.collectives.rank_sets import RankSet
+
+    from .job import Job
 
 TOO_OFTEN = (
     "Gradients were computed more than backward_passes_per_step times before call to step(). "
@@ -47,39 +48,42 @@ class ReducerOptions:
         sparse_as_dense: sparse gradients are made dense.
         groups: parameters that go together: none of a group leaves before all are there.
         arms: search techniques to tune with, None = the usual ones.
-        process_set: the ranks that take part.
     """
 
     reduction: Reduction
     sparse_as_dense: bool = False
     groups: Sequence[Sequence[torch.Tensor]] = ()
     arms: Sequence[Arm] | None = None
-    process_set: ProcessSet = global_process_set
 
 
 class GradientReducer:
-    """Keeps the gradients of one optimizer equal on the ranks of `current.control`."""
+    """Keeps the gradients of one optimizer equal on some of the ranks."""
 
-    def __init__(self, current: Runtime, named: Sequence[Named], *, passes: int, options: ReducerOptions) -> None:
+    def __init__(
+        self, job: Job, members: RankSet, named: Sequence[Named], *, passes: int, options: ReducerOptions
+    ) -> None:
         """Collective.
 
         Args:
-            current: the runtime, with the control plane of the ranks that take part.
+            job: of this process.
+            members: the ranks that take part, with their control plane.
             named: all parameters of the optimizer with their names, frozen ones too, the same on all ranks.
             passes: backward passes whose gradients are added up before they are reduced.
             options: how to reduce.
         """
-        self._current, self._options = current, options
+        assert members.control is not None
+        assert members.engine is not None
+        self._job, self._control, self._engine, self._options = job, members.control, members.engine, options
         self._passes = passes
-        self._serial = next(current.serials[options.process_set.process_set_id or GLOBAL_ID])
+        self._serial = next(job.serials[members.number])
         self._waiting_since_s: float | None = None
-        self._sparse = SparseReductions(f"optimizer.{self._serial}", options.reduction, options.process_set)
-        self._nan_check = NanCheck(current.control) if current.settings.check_nan else None
+        self._sparse = SparseReductions(f"optimizer.{self._serial}", options.reduction, members.engine)
+        self._nan_check = NanCheck(job.control) if job.settings.check_nan else None
         self._sync: TunedSynchroniser | None = None
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._attach(named)
-        current.watchdog.watch(self._present_wait, self._progress)
-        current.reducers.append(self)
+        job.watchdog.watch(self._present_wait, self._progress)
+        job.reducers.append(self)
 
     # ── which parameters ─────────────────────────────────────────────────────────────────────────────────────────
 
@@ -97,11 +101,12 @@ class GradientReducer:
             ]
         )
         digest = hashlib.sha256(shapes.encode()).hexdigest()[:12]
-        self._current.control.require_equal(f"{len(self._named)} parameters with fingerprint {digest}", "the model")
+        self._control.require_equal(f"{len(self._named)} parameters with fingerprint {digest}", "the model")
         dense = [number for number, (name, _) in enumerate(self._named) if name not in self._sparse.names]
         if dense:
             self._sync = TunedSynchroniser(
-                self._current,
+                self._control,
+                self._job.settings,
                 [self._named[number][1] for number in dense],
                 [self._named[number][0] for number in dense],
                 reduction=self._options.reduction,
@@ -209,11 +214,6 @@ class GradientReducer:
         return 0 if self._sync is None else self._sync.iteration
 
     @property
-    def process_set(self) -> ProcessSet:
-        """The ranks that take part."""
-        return self._options.process_set
-
-    @property
     def tuned(self) -> TunedSynchroniser | None:
         """What reduces the dense gradients; None if there are none."""
         return self._sync
@@ -237,7 +237,7 @@ class GradientReducer:
             Some rank still has data of its own.
         """
         if not joined:
-            self._current.finished.append(self)
+            self._job.finished.append(self)
         self._waiting_since_s = time.monotonic()
         try:
             return self._finish(joined)
@@ -264,26 +264,28 @@ class GradientReducer:
     def _agree_on_sparse(self, found: set[str]) -> set[str]:
         """Collective: parameters whose gradient was sparse on any rank count as such on all; returns the new ones."""
         mine = np.array([float(name in found) for name, _ in self._named])
-        anywhere = self._current.control.total(mine) > 0
+        anywhere = self._control.total(mine) > 0
         fresh = {name for (name, _), sparse in zip(self._named, anywhere, strict=True) if sparse} - self._sparse.names
         self._sparse.names |= fresh
         return fresh
 
+    @torch.no_grad()
     def _reduce_thawed(self, params: list[torch.Tensor]) -> None:
         """Collective: gradients of parameters that had no hook yet in this iteration."""
         reduction = self._options.reduction
         for number, param in enumerate(params):
             if param.grad is None:
                 param.grad = torch.zeros_like(param)
-            handle = allreduce_async_(
-                param.grad,
+            signature = Signature.of(
+                [param.grad],
                 name=f"optimizer.{self._serial}.thawed.{number}",
-                op=Sum,
-                prescale_factor=reduction.prescale,
-                postscale_factor=reduction.postscale,
-                process_set=self._options.process_set,
+                kind=Kind.ALLREDUCE,
+                op=reduction.op.value,
+                factors=(reduction.prescale, reduction.postscale),
             )
-            synchronize(handle)
+            work = self._engine.submit(signature, [param.grad])
+            self._engine.finish(work)
+            param.grad.copy_(work.results[0])
 
     # ── for the watchdog, and the end ────────────────────────────────────────────────────────────────────────────
 
@@ -297,7 +299,7 @@ class GradientReducer:
 
     def _progress(self) -> str:
         """For the other ranks' watchdogs: how far this rank is; nothing if a later optimizer has taken over."""
-        in_use = [*self._current.reducers[-1:], *list(self._current.finished)[-1:]]
+        in_use = [*self._job.reducers[-1:], *list(self._job.finished)[-1:]]
         if self._sync is None or not (self.pending or self._waiting_since_s or self in in_use):
             return ""
         missing = self._sync.missing_names()
@@ -313,5 +315,5 @@ class GradientReducer:
 
     def close(self) -> None:
         """Gradients are not reduced any more."""
-        self._current.watchdog.forget(self._present_wait, self._progress)
+        self._job.watchdog.forget(self._present_wait, self._progress)
         self._detach()

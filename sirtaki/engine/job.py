@@ -1,7 +1,7 @@
 """What `init()` sets up and `shutdown()` takes down, and how a rank that fails ends the job.
 
 A module of its own because everything else of the façade asks it for the state of this process: there is one
-runtime at a time, and none before `init()`.
+job at a time, and none before `init()`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from sirtaki.comm.control.plane import ControlPlane, load_mpi
 from sirtaki.comm.control.watchdog import Watchdog
 from sirtaki.comm.nccl_streams.support import ask_for_launch_order
 from sirtaki.errors import CommError, ConfigError, NotInitializedError
-from sirtaki.settings import Settings
+from sirtaki.settings import NEVER_S, Settings
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -35,11 +35,6 @@ if TYPE_CHECKING:
     from .gradient_reducer import GradientReducer
 
 logger = logging.getLogger(__name__)
-
-NEVER_S = 7 * 24 * 3600.0
-"""What "no time limit" means to libraries that need a number."""
-
-TRANSPORT_GRACE_S = 60.0
 
 SHUTDOWN_S = 30.0
 """How long `shutdown()` waits for the other ranks to call it, too."""
@@ -51,7 +46,7 @@ EXIT_S = 5.0
 """The same at the end of a script; a rank that ends early must not hold up the news of it."""
 
 
-class Runtime:
+class Job:
     """The state of one initialised process."""
 
     def __init__(self, settings: Settings, comm: MPI.Comm) -> None:
@@ -59,14 +54,11 @@ class Runtime:
         self.settings = settings
         self.control = ControlPlane(comm, local_size=settings.local_size, interface=settings.gloo_interface)
         _start_logging(settings, self.control.rank)
-        shutdown_s = settings.stall_shutdown_s if settings.stall_check else None
-        # Transports give up later than the watchdog, which can say who is missing.
-        self.timeout_s = shutdown_s + TRANSPORT_GRACE_S if shutdown_s else NEVER_S
         self.watchdog = Watchdog(
             self.control.duplicate(),
             self.control.failures,
             warning_s=settings.stall_warning_s if settings.stall_check else NEVER_S,
-            shutdown_s=shutdown_s,
+            shutdown_s=settings.missing_ranks_limit_s,
         )
         self.rank_sets = RankSets(self.control, self.watchdog)
         self.job: str = self.control.broadcast(f"{time.time_ns()}.{os.getpid()}")
@@ -95,11 +87,11 @@ class Runtime:
         with gradients that were never reduced. Where no GPU is known to wait, the main thread may end it by itself.
         """
         deadline = time.monotonic() + EXIT_S
-        while time.monotonic() < deadline and _runtime is self:
+        while time.monotonic() < deadline and _job is self:
             if any(reducer.tuned is not None and reducer.tuned.in_flight.stalled() for reducer in self.reducers):
                 break
             time.sleep(0.05)
-        if _runtime is self:
+        if _job is self:
             _report_end(f"ends while its GPU waits: {self.control.failures.error}")
             sys.stdout.flush()
             os._exit(1)
@@ -146,25 +138,25 @@ def _start_logging(settings: Settings, rank: int) -> None:
             logger.info("%s", note)
 
 
-_runtime: Runtime | None = None
+_job: Job | None = None
 _exit_code: int | None = None
 _hooks_installed = False
 
 
-def current() -> Runtime:
-    """The runtime of this process.
+def current() -> Job:
+    """The job of this process.
 
     Raises:
         NotInitializedError: `init()` has not been called.
     """
-    if _runtime is None:
+    if _job is None:
         raise NotInitializedError("Horovod has not been initialized; use hvd.init().")
-    return _runtime
+    return _job
 
 
 def is_initialized() -> bool:
     """Whether `init()` has been called, and `shutdown()` not since."""
-    return _runtime is not None
+    return _job is not None
 
 
 def init(comm: Sequence[int] | MPI.Comm | None = None) -> None:
@@ -175,16 +167,16 @@ def init(comm: Sequence[int] | MPI.Comm | None = None) -> None:
             those ranks call with.
 
     Raises:
-        ConfigError: an environment variable cannot be meant, or this rank is not in `comm`.
+        ConfigError: an environment variable is invalid, or this rank is not in `comm`.
         CommError: there is no usable MPI library.
     """
-    global _runtime
-    if _runtime is not None:
+    global _job
+    if _job is not None:
         return
     settings = Settings.from_environ()
     ask_for_launch_order()
-    _runtime = Runtime(settings, _communicator(comm))
-    control = _runtime.control
+    _job = Job(settings, _communicator(comm))
+    control = _job.control
     # Scripts read these, as under horovodrun.
     for name, value in (
         ("RANK", control.rank),
@@ -212,11 +204,11 @@ def _communicator(comm: Sequence[int] | MPI.Comm | None) -> MPI.Comm:
 
 def shutdown() -> None:
     """Collective: ends Sirtaki on all ranks; `init()` may be called again. Harmless if it was not started."""
-    global _runtime
-    if _runtime is None:
+    global _job
+    if _job is None:
         return
-    runtime, _runtime = _runtime, None
-    if not runtime.close(SHUTDOWN_S):
+    job, _job = _job, None
+    if not job.close(SHUTDOWN_S):
         logger.warning("shutdown: other ranks did not call it within %.0f s", SHUTDOWN_S)
 
 
@@ -235,10 +227,10 @@ def _install_exit_hooks() -> None:
         # torch.distributed catches what its inner hooks print, and would print it only after the job has ended.
         with contextlib.redirect_stderr(sys.__stderr__):
             previous_hook(kind, error, trace)
-        global _runtime
-        if _runtime is not None and _runtime.control.size > 1:
+        global _job
+        if _job is not None and _job.control.size > 1:
             _report_end(f"raised {kind.__name__}: {error}")
-            _runtime = None  # nothing is left to wait for at the exit
+            _job = None  # nothing is left to wait for at the exit
             if isinstance(error, CommError):
                 # Most likely another rank's end is the cause; that one should be heard first, and its exit code kept.
                 time.sleep(VICTIM_S)
@@ -257,11 +249,11 @@ def _install_exit_hooks() -> None:
 
 def _report_end(reason: str) -> None:
     """Says who ends the job and where that rank was; keeps what the warm-up has found so far."""
-    assert _runtime is not None
+    assert _job is not None
     timeline.stop()
-    where = "".join(f"; it {text}" for text in _runtime.watchdog.progress())
-    print(f"sirtaki: rank {_runtime.control.rank} {reason}{where}; the job ends", file=sys.__stderr__, flush=True)
-    for reducer in _runtime.reducers:
+    where = "".join(f"; it {text}" for text in _job.watchdog.progress())
+    print(f"sirtaki: rank {_job.control.rank} {reason}{where}; the job ends", file=sys.__stderr__, flush=True)
+    for reducer in _job.reducers:
         if reducer.tuned is not None:
             reducer.tuned.remember()
 
@@ -273,16 +265,16 @@ def _started_by_sirtakirun() -> bool:
 
 def _at_exit() -> None:
     """A rank whose script has ended: waits for the others a little, and does not hide a failure from mpiexec."""
-    global _runtime
-    if _runtime is None or _runtime.control.size == 1:
+    global _job
+    if _job is None or _job.control.size == 1:
         return
-    failed = _runtime.control.failures.error
+    failed = _job.control.failures.error
     code = _exit_code
     if failed is not None:
         code = code or 1
         _report_end(f"ends after {failed}")
-    elif _runtime.close(EXIT_S) or not code:
-        _runtime = None
+    elif _job.close(EXIT_S) or not code:
+        _job = None
         return
     else:
         _report_end(f"has ended with exit code {code} while others are at work")

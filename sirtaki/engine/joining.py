@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .gradient_reducer import GradientReducer
-    from .job import Runtime
+    from .job import Job
 
 
 def present_cycle(
@@ -32,7 +32,7 @@ def present_cycle(
     return list(finished)
 
 
-def serve_until_all_joined(current: Runtime) -> None:
+def serve_until_all_joined(current: Job) -> None:
     """Collective: takes part in the others' iterations with zeros until every rank has called this."""
     cycle = present_cycle(tuple(current.finished), current.reducers)
     alive = bool(cycle)

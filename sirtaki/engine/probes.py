@@ -26,7 +26,7 @@ from .contention_probe import ThreadProbe, contention_model
 
 if TYPE_CHECKING:
     from sirtaki.comm.control.plane import ControlPlane
-    from sirtaki.comm.router import Fabric, Route
+    from sirtaki.comm.router import Route, Router
     from sirtaki.comm.transports.contract import FlatBuffer
 
 logger = logging.getLogger(__name__)
@@ -56,20 +56,20 @@ SHAPES = (
 
 
 def probe_routes(
-    control: ControlPlane, fabric: Fabric, routes: Sequence[Route], *, max_streams: int, budget_s: float
+    control: ControlPlane, router: Router, routes: Sequence[Route], *, max_streams: int, budget_s: float
 ) -> dict[Route, list[LinkProbe]]:
     """Collective: times a few all-reduces on each route, the first ones first, for about `budget_s` in all.
 
     Args:
         control: the ranks.
-        fabric: carries the units.
+        router: carries the units.
         routes: to measure, the most important first.
         max_streams: no more are opened.
         budget_s: after that each route gets two shapes only; the smallest of all ranks' counts.
     """
     # Every rank must go through the same shapes: neither its own budget nor its own clock may decide.
     budget_s = float(control.minimum(np.array([budget_s]))[0])
-    buffer = fabric.allocate(max_streams * STREAM_BYTES // 4, torch.float32)
+    buffer = router.allocate(max_streams * STREAM_BYTES // 4, torch.float32)
     found: dict[Route, list[LinkProbe]] = {}
     spent_s = 0.0
     for route in routes:
@@ -79,10 +79,10 @@ def probe_routes(
             if streams > max_streams or (spent_s > budget_s and (unit_bytes, streams) not in SHAPES[:2]):
                 continue
             plan = _probe_plan(route, unit_bytes, streams)
-            fabric.open_plan(plan)
+            router.open_plan(plan)
             rounds, probed_s = PASSES * STREAM_BYTES // unit_bytes, 0.0
             for _ in range(MOST_REPEATS):
-                seconds = _probe_s(control, fabric, plan, buffer)
+                seconds = _probe_s(control, router, plan, buffer)
                 found[route].append(LinkProbe(unit_bytes=unit_bytes, streams=streams, seconds=seconds, rounds=rounds))
                 probed_s += seconds
                 if probed_s > SHORT_S:
@@ -134,25 +134,25 @@ def _probe_plan(route: Route, unit_bytes: int, streams: int) -> CommPlan:
     return CommPlan(numel=len(units) * numel, units=units, streams=streams, transport=transport)
 
 
-def _probe_s(control: ControlPlane, fabric: Fabric, plan: CommPlan, buffer: FlatBuffer) -> float:
+def _probe_s(control: ControlPlane, router: Router, plan: CommPlan, buffer: FlatBuffer) -> float:
     """Collective: seconds that the plan's units take `PASSES` times in a row, on the slowest rank.
 
     A pass before opens connections, touches memory, lets congestion windows grow, and uses up what shapers grant a
     link that was idle; so the timed ones follow without a pause, not even that of a barrier.
     """
     control.barrier()
-    _pass(fabric, plan, buffer, times=1)
-    device = fabric.device
-    begin = device.mark()
-    _pass(fabric, plan, buffer, times=PASSES)
-    end = device.mark()
+    _pass(router, plan, buffer, times=1)
+    device = router.device
+    begin = device.record_event()
+    _pass(router, plan, buffer, times=PASSES)
+    end = device.record_event()
     device.wait_for(end)
     return float(control.maximum(np.array([device.elapsed_s(begin, end)]))[0])
 
 
-def _pass(fabric: Fabric, plan: CommPlan, buffer: FlatBuffer, *, times: int) -> None:
+def _pass(router: Router, plan: CommPlan, buffer: FlatBuffer, *, times: int) -> None:
     """Collective: submits all units so many times, then waits for all of them."""
-    fabric.wait_for([work for _ in range(times) for work in fabric.all_reduce_plan(buffer, plan, scale=0.0)])
+    router.wait_for([work for _ in range(times) for work in router.all_reduce_plan(buffer, plan, scale=0.0)])
 
 
 def planning_model(

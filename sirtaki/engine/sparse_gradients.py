@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
+from sirtaki.comm.collectives.engine import EagerEngine
+from sirtaki.comm.collectives.sparse import start_sparse_sum
 from sirtaki.comm.gradients.buffers import Reduction
-from sirtaki.torch.mpi_ops import Sum, sparse_allreduce_async
-from sirtaki.torch.process_sets import ProcessSet
 
 
 class SparseReductions:
@@ -23,9 +23,9 @@ class SparseReductions:
         names: parameters of which all ranks know that their gradients are sparse.
     """
 
-    def __init__(self, prefix: str, reduction: Reduction, process_set: ProcessSet) -> None:
-        """`prefix` of the operations' names; `process_set`: the ranks that take part."""
-        self._prefix, self._process_set = prefix, process_set
+    def __init__(self, prefix: str, reduction: Reduction, engine: EagerEngine) -> None:
+        """`prefix` of the operations' names; `engine`: of the ranks that take part."""
+        self._prefix, self._engine = prefix, engine
         self._factor = reduction.prescale * reduction.postscale
         self.names: set[str] = set()
         self._held: dict[str, torch.Tensor] = {}
@@ -53,7 +53,7 @@ class SparseReductions:
         rows = gradient.detach()
         if not rows.is_sparse or rows.sparse_dim() != 1:
             rows = rows.to_dense().to_sparse(1)
-        self._running[name] = sparse_allreduce_async(rows, f"{self._prefix}.{name}", Sum, self._process_set)
+        self._running[name] = start_sparse_sum(self._engine, rows, f"{self._prefix}.{name}")
 
     def finish(self, params: Mapping[str, torch.Tensor], agreed_now: Iterable[str]) -> None:
         """Collective: blocks until all sparse gradients are reduced and in `.grad`, coalesced.

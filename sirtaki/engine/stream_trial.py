@@ -18,12 +18,12 @@ import torch
 from sirtaki.autotune.knobs import MIB
 from sirtaki.comm.plan import CommPlan, TransportKind, Unit
 
-from . import job as runtime
-from .devices import open_fabric
+from . import job as job
+from .devices import open_router
 
 if TYPE_CHECKING:
     from sirtaki.comm.control.plane import ControlPlane
-    from sirtaki.comm.router import Fabric
+    from sirtaki.comm.router import Router
 
 UNITS, UNIT_BYTES = 16, 2 * MIB
 ROUNDS = 7
@@ -56,12 +56,12 @@ class StreamTrial:
         return f"two NCCL streams {what}: {100 * change:+.0f} % throughput of {UNITS} × {UNIT_BYTES // MIB} MiB"
 
 
-def try_streams(control: ControlPlane, fabric: Fabric) -> StreamTrial:
-    """Collective: times the default route of `fabric` with one stream and with two, alternating."""
-    transport, _ = fabric.routes[0]
-    limit = fabric.max_streams()
+def try_streams(control: ControlPlane, router: Router) -> StreamTrial:
+    """Collective: times the default route of `router` with one stream and with two, alternating."""
+    transport, _ = router.routes[0]
+    limit = router.max_streams()
     numel = UNIT_BYTES // 4
-    buffer = fabric.allocate(UNITS * numel, torch.float32)
+    buffer = router.allocate(UNITS * numel, torch.float32)
     times_s: dict[int, list[float]] = {streams: [] for streams in (1, 2) if streams <= limit}
     for round_number in range(ROUNDS + 1):
         for streams in times_s:
@@ -69,14 +69,14 @@ def try_streams(control: ControlPlane, fabric: Fabric) -> StreamTrial:
                 Unit(start=index * numel, stop=(index + 1) * numel, stream=index % streams) for index in range(UNITS)
             )
             plan = CommPlan(numel=UNITS * numel, units=units, streams=streams, transport=transport)
-            fabric.open_plan(plan)
+            router.open_plan(plan)
             control.barrier()
-            begin = fabric.device.mark()
-            fabric.wait_for(fabric.all_reduce_plan(buffer, plan, scale=0.0))
-            end = fabric.device.mark()
-            fabric.device.wait_for(end)
+            begin = router.device.record_event()
+            router.wait_for(router.all_reduce_plan(buffer, plan, scale=0.0))
+            end = router.device.record_event()
+            router.device.wait_for(end)
             if round_number:  # the first one opens connections
-                times_s[streams].append(fabric.device.elapsed_s(begin, end))
+                times_s[streams].append(router.device.elapsed_s(begin, end))
     slowest = {
         streams: float(control.maximum(np.array([statistics.median(taken)]))[0]) for streams, taken in times_s.items()
     }
@@ -85,17 +85,17 @@ def try_streams(control: ControlPlane, fabric: Fabric) -> StreamTrial:
 
 def main() -> None:
     """Collective: the trial on this job's GPUs."""
-    runtime.init()
-    current = runtime.current()
+    job.init()
+    current = job.current()
     if torch.cuda.is_available():
         torch.cuda.set_device(current.control.local_rank)
     somewhere = torch.zeros(1, device="cuda" if torch.cuda.is_available() else "cpu")
-    fabric = open_fabric(current, [somewhere])
-    trial = try_streams(current.control, fabric)
-    fabric.close()
+    router = open_router(current.control, current.settings, [somewhere])
+    trial = try_streams(current.control, router)
+    router.close()
     if current.control.rank == 0:
         print(json.dumps({**asdict(trial), "words": trial.describe()}), flush=True)
-    runtime.shutdown()
+    job.shutdown()
 
 
 if __name__ == "__main__":

@@ -42,18 +42,18 @@ LEAST_LATENCY_S = 1e-9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recollection:
+class CacheHit:
     """What an earlier job has left.
 
     Attributes:
         exact: the knobs that this very job ended its warm-up with.
         history: trials of a warm-up that was cut short.
-        words: where this comes from, for the log; empty if there is nothing.
+        message: where this comes from, for the log; empty if there is nothing.
     """
 
     exact: Knobs | None = None
     history: tuple[Trial, ...] = ()
-    words: str = ""
+    message: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +105,7 @@ def permitted_by(space: KnobSpace) -> Permitted:
     )
 
 
-class JobMemory:
+class TuningCache:
     """Looks this job up and stores what it found. Nothing here raises into training."""
 
     def __init__(
@@ -134,12 +134,12 @@ class JobMemory:
         if not self._off:
             self._recorder.start(parameters)
 
-    def recall(self, layout: GradientLayout, space: KnobSpace) -> Recollection:
+    def recall(self, layout: GradientLayout, space: KnobSpace) -> CacheHit:
         """What is known of this job; the model must have run forward once. Similar jobs' settings come later."""
         graph = self._recorder.graph
         self._recorder.stop()
         if self._off or graph is None:
-            return Recollection()
+            return CacheHit()
         versions = {"torch": ".".join(torch.__version__.split(".")[:2]), "sirtaki": sirtaki.__version__}
         self._job = job = Job(
             key=make_key(graph, self._topology, dtype=layout.dtype, device=layout.device, versions=versions),
@@ -155,29 +155,29 @@ class JobMemory:
         if own is None:
             self._neighbours = store.attempt(lambda opened: neighbours(opened, job), [])
         store.close()
-        return Recollection() if own is None else self._recollection(own, space)
+        return CacheHit() if own is None else self._hit_of(own, space)
 
-    def _recollection(self, own: Entry, space: KnobSpace) -> Recollection:
+    def _hit_of(self, own: Entry, space: KnobSpace) -> CacheHit:
         try:
             if not own.complete:
                 history = tuple(Trial.from_json(trial) for trial in own.trials)
-                return Recollection(
+                return CacheHit(
                     history=history,
-                    words=f"found an unfinished warm-up of {own.describe()} in the registry: going on after "
+                    message=f"found an unfinished warm-up of {own.describe()} in the registry: going on after "
                     f"{len(history)} trials",
                 )
             knobs = Knobs.from_json(own.knobs)
         except (PlanError, TuningError) as err:
             logger.warning("the registry's entry %s is left alone: %s", own.id[:8], err)
-            return Recollection()
+            return CacheHit()
         if knobs not in space:  # the user has fixed something since
             self._neighbours = [Neighbour(entry=own, distance=0.0)]
-            return Recollection()
+            return CacheHit()
         self._found_by[knobs] = own.arm
-        return Recollection(
+        return CacheHit(
             exact=knobs,
-            words=f"found {own.describe()} in the registry ({own.id[:8]}): {1 / own.speedup:.2f} of the default's time "
-            f"with {knobs.describe()}",
+            message=f"found {own.describe()} in the registry ({own.id[:8]}): {1 / own.speedup:.2f} of the default's "
+            f"time with {knobs.describe()}",
         )
 
     def first_proposals(self, space: KnobSpace, model: PlanningModel | None) -> list[FirstProposal]:

@@ -30,18 +30,18 @@ from sirtaki.comm.gradients.in_flight import InFlight
 from sirtaki.comm.gradients.synchroniser import IterationReport, Synchroniser
 from sirtaki.comm.layout import GradientLayout
 from sirtaki.comm.plan import CommPlan, TransportKind
-from sirtaki.comm.router import Fabric
+from sirtaki.comm.router import Router
 from sirtaki.errors import ConfigError, PlanError
 from sirtaki.settings import Settings
 
 from .contention_probe import ThreadProbe, probe_threads, threads_matter
-from .devices import open_fabric
+from .devices import open_router
 from .probes import narrowed, planning_model, probe_routes
 from .trial_log import TrialLog
-from .tuning_cache import JobMemory, Kind, Recollection
+from .tuning_cache import CacheHit, Kind, TuningCache
 
 if TYPE_CHECKING:
-    from .job import Runtime
+    from sirtaki.comm.control.plane import ControlPlane
 
 logger = logging.getLogger(__name__)
 
@@ -64,30 +64,30 @@ PROGRESS_EVERY_S = 5.0
 PROBE_S = 0.5
 """What probing may take, besides twice the time that synchronising takes."""
 
-TRIAL_ITERATIONS = 3  # settling and measured, for the bandit's window
+TRIAL_ITERATIONS = 3  # discarded and measured, for the bandit's window
 
 
-def knob_space(fabric: Fabric, settings: Settings, total_bytes: int) -> KnobSpace:
-    """What may be tuned here: what the fabric can do, less what the user has fixed.
+def knob_space(router: Router, settings: Settings, total_bytes: int) -> KnobSpace:
+    """What may be tuned here: what the router can do, less what the user has fixed.
 
     Raises:
         ConfigError: the user has fixed something that this job cannot do.
     """
     routes = tuple(
         (kind, algorithm)
-        for kind, algorithm in fabric.routes
+        for kind, algorithm in router.routes
         if settings.transport in (None, kind) and settings.algorithm in (None, algorithm)
     )
     if not routes:
-        possible = ", ".join(f"{kind.value} {algorithm.value}" for kind, algorithm in fabric.routes)
+        possible = ", ".join(f"{kind.value} {algorithm.value}" for kind, algorithm in router.routes)
         raise ConfigError(f"the transport and algorithm asked for are not possible here; possible: {possible}")
-    limit = fabric.max_streams()
+    limit = router.max_streams()
     if settings.streams is not None and settings.streams > limit:
         raise ConfigError(f"SIRTAKI_STREAMS={settings.streams} is more than the {limit} streams possible here")
     largest = min(LARGEST_UNIT_BYTES, max(SMALLEST_UNIT_BYTES, 1 << (total_bytes - 1).bit_length()))
     return KnobSpace(
         routes=routes,
-        threads=(settings.threads,) if settings.threads and fabric.threads() else (None, *fabric.threads()),
+        threads=(settings.threads,) if settings.threads and router.threads() else (None, *router.threads()),
         unit_bytes=(settings.unit_bytes,) * 2 if settings.unit_bytes else (SMALLEST_UNIT_BYTES, largest),
         streams=(settings.streams,) if settings.streams else tuple(n for n in STREAM_COUNTS if n <= limit),
     )
@@ -122,7 +122,8 @@ class TunedSynchroniser:
 
     def __init__(
         self,
-        runtime: Runtime,
+        control: ControlPlane,
+        settings: Settings,
         params: Sequence[torch.Tensor],
         names: Sequence[str],
         *,
@@ -132,23 +133,23 @@ class TunedSynchroniser:
         """Collective.
 
         Args:
-            runtime: of this process.
+            control: the ranks that take part.
+            settings: of the job.
             params: parameters whose gradients are reduced, the same on all ranks.
             names: of the parameters.
             reduction: what is done to every gradient.
             arms: search techniques, None = the usual ones.
         """
-        self.runtime = runtime
-        settings, control = runtime.settings, runtime.control
-        self._fabric = open_fabric(runtime, params)
+        self._control, self._settings = control, settings
+        self._router = open_router(control, settings, params)
         total_bytes = sum(param.numel() * reduction.travels_as(param.dtype).itemsize for param in params)
-        self._space = knob_space(self._fabric, settings, total_bytes)
+        self._space = knob_space(self._router, settings, total_bytes)
         self._knobs = self._default = default_knobs(self._space, total_bytes=total_bytes, one_node=control.one_node)
         self._sync = Synchroniser(
             params,
             names,
             control=control,
-            fabric=self._fabric,
+            router=self._router,
             reduction=reduction,
             default_plan=lambda layout: replace(self._default, cuts=None).to_plan(layout),
         )
@@ -157,9 +158,9 @@ class TunedSynchroniser:
         self._decides = control.rank == 0
         self._tuning = settings.tune and settings.warmup_iterations > 0
         self._assignment: Assignment | None = None
-        self._settling = 0
+        self._to_discard = 0
         self._spans_s: list[float] = []
-        self._memory: JobMemory | None = None
+        self._cache: TuningCache | None = None
         self._bandit: BanditArm | None = None
         self._session: WarmupSession | None = None
         self._model: PlanningModel | None = None
@@ -168,7 +169,7 @@ class TunedSynchroniser:
             # Nodes simulated by a setting count as hosts, so that their results are not taken for one node's.
             nodes = [str(rank // control.local_size) for rank in range(control.size)]
             hosts = [f"{host}/{node}" for host, node in zip(control.hosts, nodes, strict=True)]
-            self._memory = JobMemory(settings, params, hosts if settings.local_size else control.hosts, kinds)
+            self._cache = TuningCache(settings, params, hosts if settings.local_size else control.hosts, kinds)
             self._log = TrialLog(settings.trial_log)
         self._told_s = -math.inf
         self._finished_s = math.nan
@@ -197,7 +198,7 @@ class TunedSynchroniser:
     @property
     def on_streams(self) -> bool:
         """Gradients are on a device on which things happen later than they are called."""
-        return self._fabric.device.streams
+        return self._router.device.streams
 
     @property
     def in_flight(self) -> InFlight:
@@ -206,7 +207,7 @@ class TunedSynchroniser:
 
     def check(self) -> None:
         """Raises what a transport has found out by itself; any thread may ask."""
-        self._fabric.check()
+        self._router.check()
 
     def missing_names(self) -> list[str]:
         """Parameters whose gradients have not come in this iteration."""
@@ -241,32 +242,32 @@ class TunedSynchroniser:
     def _after_learning(self, report: IterationReport) -> None:
         """Collective: the order is known. The first time, the warm-up begins; later, its present knobs go on."""
         if self._tuning and self._assignment is None:
-            recollection = self._recall()
-            self._bandit = self._make_bandit(report, probe=recollection.exact is None)
+            hit = self._recall()
+            self._bandit = self._make_bandit(report, probe=hit.exact is None)
             if self._bandit is not None:
-                self._session = self._make_session(self._bandit, recollection)
+                self._session = self._make_session(self._bandit, hit)
             self._next_assignment()
         elif self._knobs != self._default:
             self._apply(self._knobs)
 
-    def _recall(self) -> Recollection:
+    def _recall(self) -> CacheHit:
         """Collective: what an earlier job has left."""
-        recollection = self._memory.recall(self._sync.layouts[0], self._space) if self._memory is not None else None
-        if recollection is not None and recollection.words:
-            logger.info("%s", recollection.words)
-        known: Recollection = self.runtime.control.broadcast(recollection)
+        hit = self._cache.recall(self._sync.layouts[0], self._space) if self._cache is not None else None
+        if hit is not None and hit.message:
+            logger.info("%s", hit.message)
+        known: CacheHit = self._control.broadcast(hit)
         return known
 
     def _make_bandit(self, report: IterationReport, *, probe: bool) -> BanditArm | None:
         """Collective: the bandit on the deciding rank, None on the others; `probe` = measure for the planners."""
-        settings, layouts = self.runtime.settings, self._sync.layouts
+        settings, layouts = self._settings, self._sync.layouts
         planners: list[Arm] = []
         threads: list[ThreadProbe] = []
         # Planners plan one flat buffer; of several, each would have to know what the others do.
         if probe and self._arms is None and len(layouts) == 1:
             probes = probe_routes(
-                self.runtime.control,
-                self._fabric,
+                self._control,
+                self._router,
                 self._space.routes,
                 max_streams=self._space.streams[-1],
                 budget_s=PROBE_S + 2 * report.span_s,
@@ -297,20 +298,20 @@ class TunedSynchroniser:
         """Collective: what thread allowances do on the default's route; empty where they make no difference."""
         if len(self._space.threads) == 1:
             return []
-        found = probe_threads(self.runtime.control, self._fabric, self._space.routes[0])
+        found = probe_threads(self._control, self._router, self._space.routes[0])
         return found if threads_matter(found) else []
 
-    def _make_session(self, arm: Arm, recollection: Recollection) -> WarmupSession:
+    def _make_session(self, arm: Arm, hit: CacheHit) -> WarmupSession:
         layouts = self._sync.layouts
 
         def identity(knobs: Knobs) -> Hashable:
             return tuple(plan.fingerprint() for plan in plans_for(knobs, layouts))
 
-        settings = self.runtime.settings
-        assert self._memory is not None
-        proposals = self._memory.first_proposals(self._space, self._model)
+        settings = self._settings
+        assert self._cache is not None
+        proposals = self._cache.first_proposals(self._space, self._model)
         for proposal in proposals:
-            logger.info("%s", proposal.words)
+            logger.info("%s", proposal.message)
         return WarmupSession(
             space=self._space,
             default=self._default,
@@ -318,21 +319,21 @@ class TunedSynchroniser:
             rng=np.random.default_rng(settings.seed),
             budget_iterations=settings.warmup_iterations,
             # On a device with streams the first report after a change is of the iteration before it.
-            settle_iterations=2 if self._fabric.device.streams else 1,
-            exact=recollection.exact,
+            discarded_iterations=2 if self._router.device.streams else 1,
+            exact=hit.exact,
             seeds=[proposal.knobs for proposal in proposals],
-            history=recollection.history,
+            history=hit.history,
             identity=identity,
         )
 
     def _after_iteration(self, report: IterationReport) -> None:
         """Collective: counts this iteration for the present assignment, and takes the next one if it is complete."""
-        if self._settling > 0:
-            self._settling -= 1
+        if self._to_discard > 0:
+            self._to_discard -= 1
             return
         assert self._assignment is not None
         # The last rank to arrive sets the pace; the others' spans hold its lateness.
-        span_s = self.runtime.control.minimum(np.array([report.span_s]))
+        span_s = self._control.minimum(np.array([report.span_s]))
         self._spans_s.append(float(span_s[0]))
         if len(self._spans_s) >= self._assignment.measured_iterations:
             self._record(self._spans_s)
@@ -357,10 +358,10 @@ class TunedSynchroniser:
 
     def _next_assignment(self) -> None:
         """Collective: the deciding rank's next assignment, on all ranks; ends the warm-up if it is the last."""
-        control = self.runtime.control
+        control = self._control
         while True:
             now: Assignment = control.broadcast(self._session.assignment if self._session else None)
-            self._assignment, self._settling, self._spans_s = now, now.settle_iterations, []
+            self._assignment, self._to_discard, self._spans_s = now, now.discarded_iterations, []
             try:
                 self._apply(now.knobs)
             except PlanError as err:  # the same on all ranks, as all have the same plan
@@ -383,11 +384,11 @@ class TunedSynchroniser:
 
     def _end(self) -> None:
         self._tuning, self._assignment = False, None
-        self._fabric.keep_only(plans_for(self._knobs, self._sync.layouts))
+        self._router.keep_only(plans_for(self._knobs, self._sync.layouts))
         if self._session is not None:
-            assert self._memory is not None
+            assert self._cache is not None
             result = self._session.result
-            stored = self._memory.keep(result, self._session.trials, complete=True, links=self._links)
+            stored = self._cache.keep(result, self._session.trials, complete=True, links=self._links)
             logger.info("%s%s", describe_result(result), "; stored in the registry" if stored else "")
             self._log.ended(result, iteration=self._sync.iteration)
             self._log.close()
@@ -396,10 +397,10 @@ class TunedSynchroniser:
     def remember(self) -> None:
         """Stores what an unfinished warm-up has found, so that the next job goes on from it. Idempotent."""
         session, self._session = self._session, None
-        if session is None or self._memory is None:
+        if session is None or self._cache is None:
             return
         result = session.result
-        if self._memory.keep(result, session.trials, complete=False, links=self._links):
+        if self._cache.keep(result, session.trials, complete=False, links=self._links):
             logger.info(
                 "the job ends before its warm-up: best so far %s; stored in the registry, the next job goes on",
                 describe_result(result),
@@ -410,7 +411,7 @@ class TunedSynchroniser:
         """Ends all threads; what an unfinished warm-up has found is stored."""
         self.remember()
         self._sync.close()
-        self._fabric.close()
+        self._router.close()
 
 
 def describe_result(result: SessionResult) -> str:

@@ -15,7 +15,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs the launcher.
 
     Returns:
-        0; the failing rank's exit code; 2 for options that cannot be meant; 1 where ranks could not be started;
+        0; the failing rank's exit code; 2 for options that is invalid; 1 where ranks could not be started;
         128 + the signal that ended the launcher.
     """
     arguments = sys.argv[1:] if arguments is None else arguments

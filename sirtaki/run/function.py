@@ -53,7 +53,7 @@ def run(
         The results, by rank.
 
     Raises:
-        ConfigError: arguments that cannot be meant.
+        ConfigError: arguments that is invalid.
         LaunchError: the ranks could not be started, or one failed; its traceback is in the output.
     """
     del disable_cache, use_gloo, use_mpi

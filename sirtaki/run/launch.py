@@ -36,7 +36,7 @@ def launch(options: argparse.Namespace) -> int:
         The exit code for the launcher.
 
     Raises:
-        ConfigError: options that cannot be meant; nothing was started.
+        ConfigError: options that is invalid; nothing was started.
         LaunchError: the ranks could not be started.
     """
     exported = _exported(options.exported, os.environ)

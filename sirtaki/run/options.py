@@ -29,7 +29,7 @@ class RankSetting:
         variable: what it sets, or a variable of Horovod's that has no effect.
         help: one line.
         constant: the value of an option without argument, None = the option takes one.
-        convert: the argument → the variable's text; ValueError if it cannot be meant.
+        convert: the argument → the variable's text; ValueError if it is invalid.
     """
 
     flags: tuple[str, ...]

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
-from sirtaki.engine import job as runtime
+from sirtaki.comm.collectives.rank_sets import GLOBAL
+from sirtaki.engine import job
 
 from .compression import Compressor
 from .derived_class import derive, plain_copy
 from .mpi_ops import Adasum, allreduce_async_, synchronize
-from .process_sets import GLOBAL_ID
 
 
 class _AdasumDistributed(torch.optim.Optimizer):
@@ -89,11 +89,11 @@ def wrap_adasum(
     Raises:
         NotImplementedError: the number of ranks is not a power of two.
     """
-    current = runtime.current()
+    current = job.current()
     size = current.control.size
     if size & (size - 1):
         raise NotImplementedError(f"Adasum needs a number of ranks that is a power of two, not {size}")
     distributed = derive(_AdasumDistributed, optimizer)
     distributed._wrapped, distributed._named, distributed._compression = optimizer, named, compression
-    distributed._serial = next(current.serials[GLOBAL_ID])
+    distributed._serial = next(current.serials[GLOBAL])
     return distributed

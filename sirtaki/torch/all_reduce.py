@@ -79,7 +79,7 @@ def allreduce(
         process_set: the ranks that take part.
 
     Raises:
-        ValueError: an argument cannot be meant, or this rank is not in the process set.
+        ValueError: an argument is invalid, or this rank is not in the process set.
         HorovodInternalError: on all ranks, if their sides do not fit together.
     """
     compressed, context = compression.compress(tensor)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sirtaki.engine import job as runtime
+from sirtaki.engine import job
 from sirtaki.engine.job import is_initialized, shutdown
 from sirtaki.errors import SirtakiError
 from sirtaki.settings import TIMELINE_DYNAMIC
@@ -52,55 +52,55 @@ def init(comm: Sequence[int] | MPI.Comm | None = None, process_sets: Sequence[Pr
             sets can be added and removed at any time.
 
     Raises:
-        ValueError: an environment variable or argument cannot be meant.
+        ValueError: an environment variable or argument is invalid.
         HorovodInternalError: there is no usable MPI library.
     """
     if is_initialized():
         return
-    runtime.init(comm)
+    job.init(comm)
     try:
         open_static(process_sets)
     except SirtakiError:  # on all ranks
         shutdown()
         raise
-    settings = runtime.current().settings
+    settings = job.current().settings
     if settings.timeline not in (None, TIMELINE_DYNAMIC):
         start_timeline(settings.timeline, settings.timeline_mark_cycles)
 
 
 def rank() -> int:
     """This process among all."""
-    return runtime.current().control.rank
+    return job.current().control.rank
 
 
 def size() -> int:
     """Number of processes."""
-    return runtime.current().control.size
+    return job.current().control.size
 
 
 def local_rank() -> int:
     """This process among those of its node."""
-    return runtime.current().control.local_rank
+    return job.current().control.local_rank
 
 
 def local_size() -> int:
     """Number of processes on this node."""
-    return runtime.current().control.local_size
+    return job.current().control.local_size
 
 
 def cross_rank() -> int:
     """This node among the nodes that have this local rank."""
-    return runtime.current().control.cross_rank
+    return job.current().control.cross_rank
 
 
 def cross_size() -> int:
     """Number of nodes that have this local rank."""
-    return runtime.current().control.cross_size
+    return job.current().control.cross_size
 
 
 def is_homogeneous() -> bool:
     """Every node has the same number of processes."""
-    return runtime.current().control.is_homogeneous
+    return job.current().control.is_homogeneous
 
 
 def mpi_threads_supported() -> bool:
@@ -109,7 +109,7 @@ def mpi_threads_supported() -> bool:
     Raises:
         NotInitializedError: `init()` has not been called.
     """
-    return runtime.current().control.size > 0
+    return job.current().control.size > 0
 
 
 def mpi_enabled() -> bool:

@@ -48,15 +48,7 @@ class Call:
     def start(self, tensors: Sequence[torch.Tensor], deliver: Deliver, **rest: Any) -> int:
         """Submits this rank's side; `rest` are further fields of `Signature` (hence Any). Returns a handle."""
         engine = engine_of(self.process_set)
-        signature = Signature(
-            name=self._full_name(engine),
-            once=self.name is None,
-            kind=self.kind,
-            shapes=tuple([tuple(tensor.shape) for tensor in tensors]),
-            dtypes=tuple([str(tensor.dtype)[len("torch.") :] for tensor in tensors]),
-            device=tensors[0].device.type if tensors else "cpu",
-            **rest,
-        )
+        signature = Signature.of(tensors, name=self._full_name(engine), kind=self.kind, once=self.name is None, **rest)
         work = engine.submit(signature, tensors, wake=self.wake)
         handle = next(_numbers)
         _pending[handle] = _Pending(engine, work, deliver)

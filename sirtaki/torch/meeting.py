@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sirtaki.comm.collectives.requests import Kind
-from sirtaki.engine import job as runtime
+from sirtaki.engine import job
 from sirtaki.engine.joining import serve_until_all_joined
 
 from .handles import Call, synchronize
@@ -35,7 +35,7 @@ def join(device: int = -1) -> int:
     Raises:
         HorovodInternalError: the job has failed.
     """
-    current = runtime.current()
+    current = job.current()
     joining = current.engine.join()
     serve_until_all_joined(current)
     current.engine.finish(joining)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -12,9 +11,9 @@ from typing import Any
 import torch
 
 from sirtaki.autotune.arms.base import Arm
-from sirtaki.comm.control.plane import ControlPlane
+from sirtaki.comm.collectives.rank_sets import GLOBAL, RankSet
 from sirtaki.comm.gradients.buffers import Reduction
-from sirtaki.engine import job as runtime
+from sirtaki.engine import job
 from sirtaki.engine.gradient_reducer import GradientReducer, ReducerOptions
 from sirtaki.errors import ConfigError
 
@@ -42,16 +41,18 @@ class _Distributed(torch.optim.Optimizer):
 
     Attributes:
         _reducer: keeps the gradients equal; None where there is nobody to be equal to.
+        _process_set: the ranks that train together.
         _wrapped: the optimizer that this one was made of; a scheduler may still hold it.
     """
 
     _reducer: GradientReducer | None
+    _process_set: ProcessSet
     _wrapped: torch.optim.Optimizer
     _synchronized: bool
     _should_synchronize: bool
 
-    def _begin(self, wrapped: torch.optim.Optimizer, reducer: GradientReducer | None) -> None:
-        self._wrapped, self._reducer = wrapped, reducer
+    def _begin(self, wrapped: torch.optim.Optimizer, reducer: GradientReducer | None, process_set: ProcessSet) -> None:
+        self._wrapped, self._reducer, self._process_set = wrapped, reducer, process_set
         self._synchronized, self._should_synchronize = False, True
 
     def set_backward_passes_per_step(self, passes: int) -> None:
@@ -86,7 +87,7 @@ class _Distributed(torch.optim.Optimizer):
         With a closure, gradients are synchronised after each call of it.
         """
         if closure is not None and self._reducer is not None and self._should_synchronize:
-            closure = self._synchronised(closure, self._reducer.process_set)
+            closure = self._synchronised(closure)
         elif self._should_synchronize:
             if self._synchronized:
                 warnings.warn(UNSKIPPED, stacklevel=2)
@@ -96,7 +97,7 @@ class _Distributed(torch.optim.Optimizer):
         self._wrapped._opt_called = True  # type: ignore[attr-defined]  # torch's, set by its schedulers
         return super().step(closure)
 
-    def _synchronised(self, closure: Callable[[], Any], process_set: ProcessSet) -> Callable[[], Any]:
+    def _synchronised(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         decides_by_loss = isinstance(self, torch.optim.LBFGS)
 
         def synchronised() -> Any:
@@ -106,7 +107,7 @@ class _Distributed(torch.optim.Optimizer):
             if not decides_by_loss:
                 return loss
             # A line search must take the same decisions on all ranks, so they must see the same loss.
-            return allreduce(torch.as_tensor(loss).detach(), process_set=process_set)
+            return allreduce(torch.as_tensor(loss).detach(), process_set=self._process_set)
 
         return synchronised
 
@@ -167,7 +168,7 @@ def DistributedOptimizer(
         arms: search techniques to tune with, instead of the usual ones.
 
     Raises:
-        ValueError: an argument cannot be meant.
+        ValueError: an argument is invalid.
         MismatchError: on all ranks, if their models differ.
     """
     if backward_passes_per_step <= 0:
@@ -183,15 +184,15 @@ def DistributedOptimizer(
         groups = num_groups if groups is None else groups
     named = _named_parameters(optimizer, named_parameters)
     divided = _divide(groups, [param for _, param in named if param.requires_grad])
-    current = runtime.current()
+    current = job.current()
     if op == Adasum and current.control.size > 1:
         if process_set is not global_process_set:
             raise NotImplementedError("Adasum does not support non-global process sets yet.")
         return wrap_adasum(optimizer, named, compression=compression)
     members = _members(current, process_set)
     reducer = None
-    if members is not None and members.control.size > 1:
-        count = members.control.size
+    if members is not None and len(members.ranks) > 1:
+        count = len(members.ranks)
         reduction = Reduction(
             prescale=1.0 / gradient_predivide_factor,
             postscale=gradient_predivide_factor / count if op == Average else 1.0,
@@ -202,32 +203,27 @@ def DistributedOptimizer(
             sparse_as_dense=sparse_as_dense,
             groups=divided,
             arms=arms,
-            process_set=process_set,
         )
-        reducer = GradientReducer(members, named, passes=backward_passes_per_step, options=options)
+        reducer = GradientReducer(current, members, named, passes=backward_passes_per_step, options=options)
     distributed: _Distributed = derive(_Distributed, optimizer)
-    distributed._begin(optimizer, reducer)
+    distributed._begin(optimizer, reducer, process_set)
     return distributed
 
 
-def _members(current: runtime.Runtime, process_set: ProcessSet) -> runtime.Runtime | None:
-    """Collective over the set: the runtime as its members see it; None on other ranks.
+def _members(current: job.Job, process_set: ProcessSet) -> RankSet | None:
+    """Collective over the set: its members, with their control plane; None on other ranks.
 
     Raises:
         ValueError: the process set is not open.
     """
     if process_set is global_process_set:
-        return current
+        return current.rank_sets[GLOBAL]
     if process_set.included() is None:
         raise ConfigError(f"{process_set} has not been initialized: pass it to init() or add_process_set() first")
     assert process_set.process_set_id is not None
-    comm = current.rank_sets[process_set.process_set_id].comm
-    if comm is None:
+    if not process_set.included():
         return None
-    seen = copy.copy(current)
-    interface = current.settings.gloo_interface
-    seen.control = ControlPlane(comm, interface=interface, failures=current.control.failures)
-    return seen
+    return current.rank_sets.members(process_set.process_set_id)
 
 
 def _divide(

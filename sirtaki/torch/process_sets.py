@@ -6,15 +6,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from sirtaki.comm.collectives.engine import EagerEngine
-from sirtaki.comm.collectives.rank_sets import RankSet
+from sirtaki.comm.collectives.rank_sets import GLOBAL, RankSet
 from sirtaki.comm.control.plane import load_mpi
-from sirtaki.engine import job as runtime
+from sirtaki.engine import job
 from sirtaki.errors import ConfigError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
-
-GLOBAL_ID = 0
 
 
 class ProcessSet:
@@ -43,9 +41,9 @@ class ProcessSet:
 
     def _opened(self) -> RankSet | None:
         """The set as it is open now, None if it is not."""
-        if self.process_set_id is None or not runtime.is_initialized():
+        if self.process_set_id is None or not job.is_initialized():
             return None
-        sets = runtime.current().rank_sets
+        sets = job.current().rank_sets
         if self.process_set_id not in sets:
             return None
         there = sets[self.process_set_id]
@@ -73,15 +71,15 @@ class ProcessSet:
 class _GlobalProcessSet(ProcessSet):
     """All ranks, whoever they are in this run of Sirtaki."""
 
-    process_set_id = GLOBAL_ID
+    process_set_id = GLOBAL
 
     def __init__(self) -> None:
         """Open whenever Sirtaki is."""
 
     def _opened(self) -> RankSet | None:
-        if not runtime.is_initialized():
+        if not job.is_initialized():
             return None
-        there = runtime.current().rank_sets[GLOBAL_ID]
+        there = job.current().rank_sets[GLOBAL]
         self.ranks = list(there.ranks)
         return there
 
@@ -98,8 +96,8 @@ def engine_of(process_set: ProcessSet) -> EagerEngine:
         ConfigError: the set is not open, or this rank is not in it.
     """
     if process_set is global_process_set:
-        return runtime.current().engine
-    rank = runtime.current().control.rank
+        return job.current().engine
+    rank = job.current().control.rank
     there = process_set._opened()
     if there is None:
         raise ConfigError(f"{process_set} has not been initialized: pass it to init() or add_process_set() first")
@@ -128,7 +126,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
         ValueError: on all ranks; it names ranks that do not exist, or it is open already.
         HorovodInternalError: on all ranks; they name different sets.
     """
-    current = runtime.current()
+    current = job.current()
     if not isinstance(process_set, ProcessSet):
         process_set = ProcessSet(process_set)
     process_set.process_set_id = current.rank_sets.add(_wanted(process_set))
@@ -141,7 +139,7 @@ def _wanted(process_set: ProcessSet) -> list[int]:
         assert process_set.ranks is not None
         return process_set.ranks
     # A communicator names its members on its own members only.
-    control = runtime.current().control
+    control = job.current().control
     MPI = load_mpi()
     mine: list[int] = []
     if process_set.mpi_comm != MPI.COMM_NULL:
@@ -159,7 +157,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     Raises:
         HorovodInternalError: on all ranks; they name different sets, or a member has operations under way.
     """
-    current = runtime.current()
+    current = job.current()
     if process_set is global_process_set:
         return False
     opened = process_set._opened() is not None

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import torch
 
-from .all_gather import allgather_async
-from .handles import synchronize_all
+from sirtaki.comm.collectives.sparse import start_sparse_sum
+
 from .process_sets import ProcessSet, engine_of, global_process_set
 from .reduction_ops import Average, Sum
 
@@ -33,18 +33,15 @@ def sparse_allreduce_async(
         raise ValueError(f"sparse_allreduce_async() takes a sparse COO tensor, not {tensor.layout}; use allreduce()")
     if op not in (Average, Sum):
         raise ValueError(f"sparse_allreduce_async() takes op=Average or op=Sum, not {op!r}")
-    count = engine_of(process_set).size
-    coalesced = tensor.coalesce()
-    rows = coalesced.indices().t().contiguous()
-    handles = [
-        allgather_async(part, None if name is None else f"{name}.{what}", process_set)
-        for part, what in ((rows, "indices"), (coalesced.values(), "values"))
-    ]
+    engine = engine_of(process_set)
+    total = start_sparse_sum(engine, tensor, name)
+    if op == Sum:
+        return total
 
-    def result() -> torch.Tensor:
-        indices, values = synchronize_all(handles)
-        if op == Average:
-            values = values / count if values.is_floating_point() else values.div(count, rounding_mode="trunc")
-        return torch.sparse_coo_tensor(indices.t(), values, tensor.size(), check_invariants=False)
+    def average() -> torch.Tensor:
+        summed = total()
+        values = summed._values()
+        values = values / engine.size if values.is_floating_point() else values.div(engine.size, rounding_mode="trunc")
+        return torch.sparse_coo_tensor(summed._indices(), values, summed.size(), check_invariants=False)
 
-    return result
+    return average

@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 
 from sirtaki.comm import timeline
-from sirtaki.engine import job as runtime
+from sirtaki.engine import job
 from sirtaki.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -23,7 +23,7 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
         ValueError: before `init()`, without `HOROVOD_TIMELINE` set then (to `DYNAMIC`, if no trace is wanted at
             first), or if the file cannot be written.
     """
-    current = runtime.current()
+    current = job.current()
     if current.clock_offset_s is None:
         raise ConfigError("start_timeline() wants HOROVOD_TIMELINE to be set when init() is called; DYNAMIC will do")
     control = current.control
@@ -42,5 +42,5 @@ def stop_timeline() -> None:
     Raises:
         ValueError: before `init()`.
     """
-    runtime.current()
+    job.current()
     timeline.stop()

@@ -63,7 +63,7 @@ def test_a_seed_that_is_the_optimum_is_found_by_its_first_measurement() -> None:
     )
     assert truth.is_close(best)
     outcome = run(truth, Luck(noise=0.0, seed=0, planners=False), seeds=[best])
-    assert outcome.found_at == 5  # three of the default, a settling and a measured one
+    assert outcome.found_at == 5  # three of the default, a discarded and a measured one
     assert 2 <= outcome.tried <= 5
 
 

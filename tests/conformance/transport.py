@@ -9,7 +9,7 @@ from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.device import HostDevice
 from sirtaki.comm.nccl_streams.cuda_device import CudaDevice
 from sirtaki.comm.plan import CommPlan, Unit
-from sirtaki.comm.router import Fabric, Route
+from sirtaki.comm.router import Route, Router
 from sirtaki.comm.transports.contract import ReduceOp, Work
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64)
@@ -38,10 +38,10 @@ def expected(size: int, numel: int, dtype: torch.dtype, op: ReduceOp, scale: flo
     return result * scale if scale != 1.0 else result
 
 
-def finish(fabric: Fabric, work: Work) -> None:
+def finish(router: Router, work: Work) -> None:
     if not work.wait(timeout_s=20.0):
         raise AssertionError("the reduction did not end within 20 s")
-    fabric.device.synchronise()
+    router.device.synchronise()
 
 
 def assert_close(found: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype, size: int) -> None:
@@ -53,60 +53,60 @@ def assert_close(found: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype, 
         assert torch.equal(found.long(), wanted)
 
 
-def reduces_every_dtype_size_and_operation(control: ControlPlane, fabric: Fabric, route: Route) -> None:
+def reduces_every_dtype_size_and_operation(control: ControlPlane, router: Router, route: Route) -> None:
     for dtype in DTYPES:
         for numel in SIZES:
-            buffer = fabric.allocate(numel, dtype)
+            buffer = router.allocate(numel, dtype)
             for salt, op in enumerate(ReduceOp):
                 scale = 1.0 / control.size if op is ReduceOp.SUM and dtype.is_floating_point else 1.0
                 buffer.tensor.copy_(values(control.rank, numel, dtype, salt))
-                finish(fabric, fabric.all_reduce(buffer, 0, numel, route=route, stream=0, op=op, scale=scale))
+                finish(router, router.all_reduce(buffer, 0, numel, route=route, stream=0, op=op, scale=scale))
                 assert_close(buffer.tensor, expected(control.size, numel, dtype, op, scale, salt), dtype, control.size)
 
 
-def touches_nothing_outside_the_range(control: ControlPlane, fabric: Fabric, route: Route) -> None:
-    buffer = fabric.allocate(1000, torch.float32)
+def touches_nothing_outside_the_range(control: ControlPlane, router: Router, route: Route) -> None:
+    buffer = router.allocate(1000, torch.float32)
     buffer.tensor.fill_(float(control.rank))
-    finish(fabric, fabric.all_reduce(buffer, 333, 667, route=route, stream=0))
+    finish(router, router.all_reduce(buffer, 333, 667, route=route, stream=0))
     total = float(sum(range(control.size)))
     assert torch.all(buffer.tensor[333:667] == total)
     assert torch.all(buffer.tensor[:333] == control.rank)
     assert torch.all(buffer.tensor[667:] == control.rank)
 
 
-def reduces_twenty_five_megabytes(control: ControlPlane, fabric: Fabric, route: Route) -> None:
+def reduces_twenty_five_megabytes(control: ControlPlane, router: Router, route: Route) -> None:
     numel = 25 * 1024 * 1024 // 4
-    buffer = fabric.allocate(numel, torch.float32)
+    buffer = router.allocate(numel, torch.float32)
     buffer.tensor.copy_(values(control.rank, numel, torch.float32))
-    finish(fabric, fabric.all_reduce(buffer, 0, numel, route=route, stream=0))
+    finish(router, router.all_reduce(buffer, 0, numel, route=route, stream=0))
     assert_close(
         buffer.tensor, expected(control.size, numel, torch.float32, ReduceOp.SUM, 1.0), torch.float32, control.size
     )
 
 
-def keeps_many_units_on_many_streams_apart(control: ControlPlane, fabric: Fabric, route: Route) -> None:
+def keeps_many_units_on_many_streams_apart(control: ControlPlane, router: Router, route: Route) -> None:
     """Units of random sizes on random streams, waited for in an order that differs between ranks."""
-    streams = min(4, fabric.max_streams())
+    streams = min(4, router.max_streams())
     for repetition in range(5):
         shared = random.Random(repetition)
         cuts = sorted({0, 200_000, *(shared.randrange(200_000) for _ in range(60))})
-        buffer = fabric.allocate(200_000, torch.float32)
+        buffer = router.allocate(200_000, torch.float32)
         buffer.tensor.copy_(values(control.rank, 200_000, torch.float32, repetition))
         works = [
-            fabric.all_reduce(buffer, start, stop, route=route, stream=shared.randrange(streams))
+            router.all_reduce(buffer, start, stop, route=route, stream=shared.randrange(streams))
             for start, stop in itertools.pairwise(cuts)
         ]
         random.Random(control.rank).shuffle(works)
         for work in works:
-            finish(fabric, work)
+            finish(router, work)
         wanted = expected(control.size, 200_000, torch.float32, ReduceOp.SUM, 1.0, repetition)
         assert_close(buffer.tensor, wanted, torch.float32, control.size)
 
 
-def opens_the_streams_of_a_plan(fabric: Fabric, route: Route) -> None:
+def opens_the_streams_of_a_plan(router: Router, route: Route) -> None:
     transport, algorithm = route
-    streams = min(4, fabric.max_streams())
-    fabric.open_plan(
+    streams = min(4, router.max_streams())
+    router.open_plan(
         CommPlan(
             numel=streams,
             streams=streams,
@@ -116,11 +116,11 @@ def opens_the_streams_of_a_plan(fabric: Fabric, route: Route) -> None:
     )
 
 
-def check_route(control: ControlPlane, fabric: Fabric, route: Route) -> None:
+def check_route(control: ControlPlane, router: Router, route: Route) -> None:
     """Collective: the whole suite over one route."""
-    opens_the_streams_of_a_plan(fabric, route)
-    reduces_every_dtype_size_and_operation(control, fabric, route)
-    touches_nothing_outside_the_range(control, fabric, route)
-    if isinstance(fabric.device, HostDevice | CudaDevice):  # threads that play streams need not carry as much
-        reduces_twenty_five_megabytes(control, fabric, route)
-    keeps_many_units_on_many_streams_apart(control, fabric, route)
+    opens_the_streams_of_a_plan(router, route)
+    reduces_every_dtype_size_and_operation(control, router, route)
+    touches_nothing_outside_the_range(control, router, route)
+    if isinstance(router.device, HostDevice | CudaDevice):  # threads that play streams need not carry as much
+        reduces_twenty_five_megabytes(control, router, route)
+    keeps_many_units_on_many_streams_apart(control, router, route)

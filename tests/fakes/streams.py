@@ -25,7 +25,7 @@ LATEST_S = 2e-3
 
 
 @dataclass(eq=False)
-class FakeMark:
+class FakeEvent:
     reached: threading.Event = field(default_factory=threading.Event)
     at_s: float = 0.0
 
@@ -77,7 +77,7 @@ class FakeDevice:
         self.all_streams: list[FakeStream] = []
         self._current = threading.local()
         self._default, self._side = self.make_stream(), self.make_stream()
-        self._stash: list[tuple[FakeMark, list[torch.Tensor]]] = []
+        self._stash: list[tuple[FakeEvent, list[torch.Tensor]]] = []
         self.pinned = 0
 
     @property
@@ -93,7 +93,7 @@ class FakeDevice:
 
     @contextmanager
     def beside(self) -> Iterator[None]:
-        packed = self.mark()
+        packed = self.record_event()
         with self.on(self._side):
             self.order_after(packed)
             yield
@@ -119,36 +119,36 @@ class FakeDevice:
         self.pinned += 1
 
     def keep(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._stash = [(mark, kept) for mark, kept in self._stash if not mark.reached.is_set()]
-        self._stash.append((self.mark(), list(tensors)))
+        self._stash = [(event, kept) for event, kept in self._stash if not event.reached.is_set()]
+        self._stash.append((self.record_event(), list(tensors)))
 
     def release(self) -> None:
         self._stash.clear()
 
-    def mark(self) -> FakeMark:
-        mark = FakeMark()
-        self.current.put(mark.reach)
-        return mark
+    def record_event(self) -> FakeEvent:
+        event = FakeEvent()
+        self.current.put(event.reach)
+        return event
 
-    def order_after(self, mark: FakeMark) -> None:
-        self.current.put(mark.reached.wait)
+    def order_after(self, event: FakeEvent) -> None:
+        self.current.put(event.reached.wait)
 
-    def is_reached(self, mark: FakeMark) -> bool:
-        return mark.reached.is_set()
+    def is_reached(self, event: FakeEvent) -> bool:
+        return event.reached.is_set()
 
-    def wait_for(self, mark: FakeMark) -> None:
-        assert mark.reached.wait(30.0), "a stream does not get on"
+    def wait_for(self, event: FakeEvent) -> None:
+        assert event.reached.wait(30.0), "a stream does not get on"
 
-    def elapsed_s(self, begin: FakeMark, end: FakeMark) -> float:
+    def elapsed_s(self, begin: FakeEvent, end: FakeEvent) -> float:
         assert begin.reached.is_set()
         assert end.reached.is_set()
         return end.at_s - begin.at_s
 
     def synchronise(self) -> None:
         for stream in list(self.all_streams):
-            mark = FakeMark()
-            stream.put(mark.reach)
-            self.wait_for(mark)
+            event = FakeEvent()
+            stream.put(event.reach)
+            self.wait_for(event)
         for stream in self.all_streams:
             if stream.problems:
                 raise stream.problems[0]
@@ -161,14 +161,14 @@ class FakeDevice:
 
 
 class FakeWork:
-    def __init__(self, device: FakeDevice, mark: FakeMark) -> None:
-        self._device, self._mark = device, mark
+    def __init__(self, device: FakeDevice, event: FakeEvent) -> None:
+        self._device, self._event = device, event
 
     def wait(self) -> None:
-        self._device.order_after(self._mark)
+        self._device.order_after(self._event)
 
     def is_completed(self) -> bool:
-        return self._mark.reached.is_set()
+        return self._event.reached.is_set()
 
 
 class FakeGroup:
@@ -186,12 +186,12 @@ class FakeGroup:
         assert opener.issuing.acquire(blocking=False), "two threads use NCCL at once"
         try:
             opener.issued.append(f"{self._key} {what}")
-            packed = device.mark()
+            packed = device.record_event()
             time.sleep(0)  # where another thread could come in between
             with device.on(self._stream):
                 device.order_after(packed)
                 device.launch(function, *args)
-                return FakeWork(device, device.mark())
+                return FakeWork(device, device.record_event())
         finally:
             opener.issuing.release()
 

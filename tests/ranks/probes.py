@@ -3,15 +3,15 @@
 import sys
 
 from sirtaki.comm.control.plane import ControlPlane, load_mpi
-from sirtaki.comm.router import Fabric
+from sirtaki.comm.router import Router
 from sirtaki.engine.probes import probe_routes
 
 control = ControlPlane(load_mpi().COMM_WORLD)
-fabric = Fabric(control, timeout_s=30)
-route = fabric.routes[-1]
+router = Router(control, timeout_s=30)
+route = router.routes[-1]
 budget_s = float(sys.argv[1 + control.rank])
-probes = probe_routes(control, fabric, [route], max_streams=4, budget_s=budget_s)[route]
+probes = probe_routes(control, router, [route], max_streams=4, budget_s=budget_s)[route]
 print(control.rank, *(f"{probe.unit_bytes}x{probe.streams}x{probe.rounds}" for probe in probes), flush=True)
 control.barrier()
-fabric.close()
+router.close()
 control.close()

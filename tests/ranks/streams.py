@@ -21,7 +21,7 @@ from sirtaki.comm.nccl_streams.cuda_device import cuda_device
 from sirtaki.comm.nccl_streams.process_group import find_nccl
 from sirtaki.comm.nccl_streams.support import ask_for_launch_order
 from sirtaki.comm.plan import CommPlan
-from sirtaki.comm.router import Fabric
+from sirtaki.comm.router import Router
 from sirtaki.engine.stream_trial import try_streams
 
 local_size = os.environ.get("TEST_LOCAL_SIZE")
@@ -61,7 +61,7 @@ class Training:
     """One model with its synchroniser, and the plain mean that its gradients should be."""
 
     def __init__(self, name: str, dtypes: list[torch.dtype]) -> None:
-        self.fabric = Fabric(control, timeout_s=30.0, device=device, nccl=opener)
+        self.router = Router(control, timeout_s=30.0, device=device, nccl=opener)
         self.params = [
             torch.zeros(shape, dtype=dtype, device=place) for shape, dtype in zip(SHAPES, dtypes, strict=True)
         ]
@@ -70,7 +70,7 @@ class Training:
             self.params,
             [f"{name}{index}" for index in range(len(self.params))],
             control=control,
-            fabric=self.fabric,
+            router=self.router,
             reduction=Reduction(postscale=1.0 / size),
             default_plan=self.plan,
         )
@@ -79,7 +79,7 @@ class Training:
     def plan(
         self, layout: GradientLayout, unit_bytes: int = 2000, streams: int = 2, threads: int | None = None
     ) -> CommPlan:
-        transport, algorithm = self.fabric.routes[random.Random(unit_bytes).randrange(len(self.fabric.routes))]
+        transport, algorithm = self.router.routes[random.Random(unit_bytes).randrange(len(self.router.routes))]
         return Knobs(
             unit_bytes=unit_bytes, streams=streams, transport=transport, algorithm=algorithm, threads=threads
         ).to_plan(layout)
@@ -129,16 +129,16 @@ class Training:
     def close(self) -> None:
         device.synchronise()
         self.sync.close()
-        self.fabric.close()
+        self.router.close()
 
 
 def conform() -> None:
-    fabric = Fabric(control, timeout_s=30.0, device=device, nccl=opener)
-    for route in fabric.routes:
-        check_route(control, fabric, route)
+    router = Router(control, timeout_s=30.0, device=device, nccl=opener)
+    for route in router.routes:
+        check_route(control, router, route)
         if rank == 0:
             print(f"route {route[0].value} {route[1].value}")
-    fabric.close()
+    router.close()
 
 
 def train() -> None:
@@ -176,13 +176,13 @@ def train_two() -> None:
 
 
 def gain() -> None:
-    fabric = Fabric(control, timeout_s=30.0, device=device, nccl=opener)
-    trial = try_streams(control, fabric)
+    router = Router(control, timeout_s=30.0, device=device, nccl=opener)
+    trial = try_streams(control, router)
     assert trial.two_s is not None
     assert trial.one_s > 0
     assert trial.max_streams >= 4
     assert "two NCCL streams" in trial.describe()
-    fabric.close()
+    router.close()
 
 
 def memory() -> None:

@@ -10,23 +10,23 @@ import torch
 from fakes.streams import FakeDevice, FakeOpener
 
 import sirtaki.torch as hvd
-from sirtaki.comm.router import Fabric
-from sirtaki.engine import contention_probe
-from sirtaki.engine import job as runtime
-from sirtaki.engine import warmup as tuning
+from sirtaki.comm.control.plane import ControlPlane
+from sirtaki.comm.router import Router
+from sirtaki.engine import contention_probe, warmup
+from sirtaki.settings import Settings
 
 iterations, fault, fault_at = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 device = FakeDevice(seed=7)
 openers = []
 
 
-def open_on_streams(current: runtime.Runtime, params: object) -> Fabric:
-    openers.append(FakeOpener(current.control, device))
-    return Fabric(current.control, timeout_s=30.0, device=device, nccl=openers[-1])
+def open_on_streams(control: ControlPlane, settings: Settings, params: object) -> Router:
+    openers.append(FakeOpener(control, device))
+    return Router(control, timeout_s=30.0, device=device, nccl=openers[-1])
 
 
 contention_probe.MATRIX, contention_probe.UNIT_BYTES = 64, (1 << 14, 1 << 16)  # there is no GPU to fill
-tuning.open_fabric = open_on_streams  # the seam that a GPU would be behind
+warmup.open_router = open_on_streams  # the seam that a GPU would be behind
 hvd.init()
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 10)).double()

@@ -12,7 +12,7 @@ from sirtaki.comm.gradients.buffers import Reduction
 from sirtaki.comm.gradients.synchroniser import IterationReport, Synchroniser
 from sirtaki.comm.layout import GradientLayout
 from sirtaki.comm.plan import CommPlan
-from sirtaki.comm.router import Fabric
+from sirtaki.comm.router import Router
 from sirtaki.errors import MismatchError, PlanError
 
 control = ControlPlane(load_mpi().COMM_WORLD)
@@ -40,7 +40,7 @@ def mean_gradient(param: torch.Tensor, index: int, iteration: int, absent: dict[
 
 
 def default_plan(layout: GradientLayout) -> CommPlan:
-    transport, algorithm = fabric.routes[0]
+    transport, algorithm = router.routes[0]
     return Knobs(unit_bytes=2000, streams=2, transport=transport, algorithm=algorithm).to_plan(layout)
 
 
@@ -71,13 +71,13 @@ DTYPES = [torch.float32] * len(SHAPES)
 MIXED = [torch.float32, torch.float64, torch.bfloat16, torch.float32, torch.float64] * 2
 
 for dtypes in (DTYPES, MIXED):
-    fabric = Fabric(control, timeout_s=30.0)
+    router = Router(control, timeout_s=30.0)
     params = parameters(SHAPES, dtypes)
     sync = Synchroniser(
         params,
         [f"p{index}" for index in range(len(params))],
         control=control,
-        fabric=fabric,
+        router=router,
         reduction=Reduction(postscale=1.0 / size),
         default_plan=default_plan,
     )
@@ -90,7 +90,7 @@ for dtypes in (DTYPES, MIXED):
     assert reports[0].ready_s
     assert not reports[2].ready_s
     if dtypes is DTYPES:
-        assert sync.layouts[0].names == (*(f"p{index}" for index in fixed), "sirtaki.votes")
+        assert sync.layouts[0].names == (*(f"p{index}" for index in fixed), "sirtaki.control_flags")
 
     # Scheduled: any order, also another one on each rank, with absent gradients anywhere.
     shared = random.Random(17)
@@ -102,21 +102,21 @@ for dtypes in (DTYPES, MIXED):
 
     # A new plan between iterations changes nothing but the plan.
     for streams, unit_bytes in ((1, 100_000), (3, 64), (2, 4096)):
-        transport, algorithm = fabric.routes[shared.randrange(len(fabric.routes))]
+        transport, algorithm = router.routes[shared.randrange(len(router.routes))]
         knobs = Knobs(unit_bytes=unit_bytes, streams=streams, transport=transport, algorithm=algorithm)
         sync.set_plans([knobs.to_plan(layout) for layout in sync.layouts])
         for _ in range(3):
             run_iteration(sync, params, fixed)
     numel = sync.layouts[0].numel
     cut = Knobs(
-        unit_bytes=4096, streams=2, transport=fabric.routes[0][0], cuts=(Cut(stop=5), Cut(stop=numel, stream=1))
+        unit_bytes=4096, streams=2, transport=router.routes[0][0], cuts=(Cut(stop=5), Cut(stop=numel, stream=1))
     )
     sync.set_plans([cut.to_plan(sync.layouts[0]), *(default_plan(layout) for layout in sync.layouts[1:])])
     run_iteration(sync, params, fixed)
 
     # Plans that differ between ranks are refused on all of them, and the old ones go on.
     if size > 1:
-        odd = Knobs(unit_bytes=1000 + 64 * rank, streams=1, transport=fabric.routes[0][0])
+        odd = Knobs(unit_bytes=1000 + 64 * rank, streams=1, transport=router.routes[0][0])
         with pytest.raises(MismatchError, match="the plan"):
             sync.set_plans([odd.to_plan(layout) for layout in sync.layouts])
         run_iteration(sync, params, fixed)
@@ -131,16 +131,16 @@ for dtypes in (DTYPES, MIXED):
     assert "p0" not in sync.missing_names()
     sync.finish()
     sync.close()
-    fabric.close()
+    router.close()
 
 # Gradients that stay views of the flat buffer are not copied, and keep their values while the order is learned anew.
-fabric = Fabric(control, timeout_s=30.0)
+router = Router(control, timeout_s=30.0)
 params = parameters([(50,)] * 40, [torch.float32] * 40)
 sync = Synchroniser(
     params,
     [f"q{index}" for index in range(40)],
     control=control,
-    fabric=fabric,
+    router=router,
     reduction=Reduction(postscale=1.0 / size),
     default_plan=default_plan,
 )
@@ -159,16 +159,16 @@ addresses = [param.grad.data_ptr() for param in params if param.grad is not None
 run_iteration(sync, params, backwards)
 assert addresses == [param.grad.data_ptr() for param in params if param.grad is not None]
 sync.close()
-fabric.close()
+router.close()
 
 # Travelling in another dtype: the gradients come back in their own.
-fabric = Fabric(control, timeout_s=30.0)
+router = Router(control, timeout_s=30.0)
 params = parameters([(100,), (7,)], [torch.float32] * 2)
 sync = Synchroniser(
     params,
     ["a", "b"],
     control=control,
-    fabric=fabric,
+    router=router,
     reduction=Reduction(prescale=0.5, postscale=2.0 / size, wire_dtype=((torch.float32, torch.float16),)),
     default_plan=default_plan,
 )
@@ -184,6 +184,6 @@ for _ in range(5):
         wanted = mean_gradient(param, index, iteration, {}).float()
         torch.testing.assert_close(param.grad, wanted, rtol=1e-2, atol=1e-2)
 sync.close()
-fabric.close()
+router.close()
 control.close()
 print(f"ok {rank}")

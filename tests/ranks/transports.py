@@ -6,15 +6,15 @@ import time
 from conformance.transport import check_route
 
 from sirtaki.comm.control.plane import ControlPlane, load_mpi
-from sirtaki.comm.router import Fabric
+from sirtaki.comm.router import Router
 
 local_size = os.environ.get("TEST_LOCAL_SIZE")
 control = ControlPlane(load_mpi().COMM_WORLD, local_size=int(local_size) if local_size else None)
-fabric = Fabric(control, timeout_s=30.0)
-for route in fabric.routes:
+router = Router(control, timeout_s=30.0)
+for route in router.routes:
     begin = time.perf_counter()
-    check_route(control, fabric, route)
+    check_route(control, router, route)
     if control.rank == 0:
         print(f"ok {route[0].value} {route[1].value} {time.perf_counter() - begin:.1f} s", flush=True)
-fabric.close()
+router.close()
 control.close()

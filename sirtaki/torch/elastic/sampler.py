@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.utils.data import Sampler
 
-from sirtaki.engine import job as runtime
+from sirtaki.engine import job
 
 
 class ElasticSampler(Sampler[int]):
@@ -48,7 +48,7 @@ class ElasticSampler(Sampler[int]):
 
     def reset(self) -> None:
         """Deals out what is not processed, as evenly as possible: some indices come twice to make ends meet."""
-        control = runtime.current().control
+        control = job.current().control
         self.rank, self.num_replicas = control.rank, control.size
         self.remaining_indices = [index for index in range(len(self.dataset)) if index not in self.processed_indices]
         self.num_samples = math.ceil(len(self.remaining_indices) / self.num_replicas)

@@ -73,7 +73,7 @@ class Job:
 
     @property
     def iterations(self) -> int:
-        return sum(now.settle_iterations + now.measured_iterations for now in self.assignments)
+        return sum(now.discarded_iterations + now.measured_iterations for now in self.assignments)
 
     def run_for(self, purpose: Purpose) -> list[Knobs]:
         return [now.knobs for now in self.assignments if now.purpose is purpose]
@@ -135,7 +135,7 @@ def streams(count: int) -> Knobs:
 def test_the_default_is_measured_first_and_settles_first() -> None:
     first = session().assignment
     assert (first.knobs, first.purpose, first.arm) == (DEFAULT, Purpose.DEFAULT, DEFAULT_ARM)
-    assert (first.settle_iterations, first.measured_iterations) == (1, 2)
+    assert (first.discarded_iterations, first.measured_iterations) == (1, 2)
 
 
 def test_the_best_setting_is_found_and_kept_after_beating_the_default() -> None:
@@ -169,7 +169,7 @@ def test_after_the_end_the_kept_knobs_are_assigned_with_nothing_to_measure() -> 
 def test_the_budget_is_kept_and_the_books_agree(
     budget: int, settle: int, measured: int, noise: float, seed: int
 ) -> None:
-    warm_up = session(budget_iterations=budget, settle_iterations=settle, measured_iterations=measured)
+    warm_up = session(budget_iterations=budget, discarded_iterations=settle, measured_iterations=measured)
     job = Job(warm_up, noise=noise, seed=seed).run()
     smallest = 3 * (settle + measured)  # the default, and one round of the guard
     assert job.session.done
@@ -181,7 +181,7 @@ def test_knobs_that_run_already_need_no_settling() -> None:
     job = Job(session(GridArm(SPACE)), noise=0.05).run()
     previous = None
     for now in job.assignments:
-        assert now.settle_iterations == (0 if now.knobs == previous else 1)
+        assert now.discarded_iterations == (0 if now.knobs == previous else 1)
         previous = now.knobs
 
 
@@ -503,7 +503,7 @@ def test_an_empty_measurement_is_refused() -> None:
         session().record([])
 
 
-@pytest.mark.parametrize("options", [{"settle_iterations": -1}, {"measured_iterations": 0}])
+@pytest.mark.parametrize("options", [{"discarded_iterations": -1}, {"measured_iterations": 0}])
 def test_an_impossible_trial_length_is_refused(options: dict[str, int]) -> None:
     with pytest.raises(TuningError, match="measured"):
         session(**options)

@@ -149,7 +149,7 @@ def test_variables_reach_the_ranks_and_an_option_wins_over_the_environment(launc
         (["-np", 3, "-H", "localhost:2", "python", "-V"], "the hosts have 2 slots"),
         (["python", "-V"], "how many ranks"),
         (["-np", 1, "-x", "NOT_SET", "python", "-V"], "NOT_SET is not set"),
-        (["-np", 1, "--num-nccl-streams", "some", "python", "-V"], "SIRTAKI_STREAMS='some' cannot be meant"),
+        (["-np", 1, "--num-nccl-streams", "some", "python", "-V"], "SIRTAKI_STREAMS='some' is invalid"),
         (["-np", 1, "--config-file", "nothere", "python", "-V"], "--config-file nothere cannot be read"),
     ],
 )

@@ -14,7 +14,7 @@ from sirtaki.autotune.model.profile import Profile
 from sirtaki.autotune.trial import Trial
 from sirtaki.comm.layout import GradientLayout
 from sirtaki.comm.plan import Algorithm, TransportKind
-from sirtaki.engine.tuning_cache import JobMemory, Kind
+from sirtaki.engine.tuning_cache import Kind, TuningCache
 from sirtaki.registry.entry import Entry
 from sirtaki.registry.store import open_store
 from sirtaki.settings import Settings
@@ -46,11 +46,11 @@ def layout_of(model: torch.nn.Module) -> GradientLayout:
     return GradientLayout(sizes=tuple(parameter.numel() for parameter in reversed(list(model.parameters()))))
 
 
-def job(path: Path, *, layers: int = 6, ranks: int = 2) -> tuple[JobMemory, GradientLayout]:
+def job(path: Path, *, layers: int = 6, ranks: int = 2) -> tuple[TuningCache, GradientLayout]:
     """A job of a perceptron that has run forward once."""
     model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(layers)))
     hosts = [f"host{rank}" for rank in range(ranks)]
-    memory = JobMemory(Settings.from_environ({"SIRTAKI_REGISTRY": str(path)}), list(model.parameters()), hosts)
+    memory = TuningCache(Settings.from_environ({"SIRTAKI_REGISTRY": str(path)}), list(model.parameters()), hosts)
     model(torch.randn(2, 8))
     return memory, layout_of(model)
 
@@ -71,7 +71,7 @@ def test_hosts_and_devices_are_told_apart_by_their_kind(path: Path) -> None:
     settings = Settings.from_environ({"SIRTAKI_REGISTRY": str(path)})
     for name in ("small", "large"):
         kinds = [Kind(host=name, device="cpu")] * 2
-        memory = JobMemory(settings, list(model.parameters()), ["a", "b"], kinds)
+        memory = TuningCache(settings, list(model.parameters()), ["a", "b"], kinds)
         model(torch.randn(1, 4))
         assert memory.recall(layout_of(model), SPACE).exact is None
         assert memory.keep(WINNER, TRIALS, complete=True, links={})
@@ -136,8 +136,8 @@ def test_what_the_user_has_fixed_since_makes_the_own_entry_a_proposal(path: Path
     assert again.recall(layout, narrow).exact is None
     (proposal,) = again.first_proposals(narrow, None)
     assert proposal.knobs == replace(KNOBS, streams=2)
-    assert "what an earlier job found" in proposal.words
-    assert "streams 2 instead of 4" in proposal.words
+    assert "what an earlier job found" in proposal.message
+    assert "streams 2 instead of 4" in proposal.message
 
 
 def test_a_similar_job_gets_proposals_scaled_to_the_link_that_it_has_measured(path: Path) -> None:
@@ -145,12 +145,14 @@ def test_a_similar_job_gets_proposals_scaled_to_the_link_that_it_has_measured(pa
     memory.recall(layout, SPACE)
     memory.keep(WINNER, TRIALS, complete=True, links={ROUTE: LINK})
     deeper, layout = job(path, layers=7, ranks=4)
-    recollection = deeper.recall(layout, SPACE)
-    assert (recollection.exact, recollection.history) == (None, ())
+    hit = deeper.recall(layout, SPACE)
+    assert (hit.exact, hit.history) == (None, ())
     slow = replace(LINK, alpha_s=16e-3, residual=100.0)  # so vague a fit that it leaves nothing out
     (proposal,) = deeper.first_proposals(SPACE, planning_model(layout, slow))
-    assert proposal.words.startswith("Sequential on 4 ranks on 4 hosts: starting from Sequential on 2 ranks on 2 hosts")
-    assert "its latency × 16" in proposal.words
+    assert proposal.message.startswith(
+        "Sequential on 4 ranks on 4 hosts: starting from Sequential on 2 ranks on 2 hosts"
+    )
+    assert "its latency × 16" in proposal.message
     assert proposal.knobs.unit_bytes > 3 * MIB
     assert proposal.arm == "grid"
 
@@ -164,7 +166,7 @@ def test_the_technique_that_travelled_is_named_when_its_setting_wins_again(path:
     deeper, layout = job(path, layers=7)
     deeper.recall(layout, SPACE)
     (proposal,) = deeper.first_proposals(SPACE, planning_model(layout, replace(LINK, residual=100.0)))
-    assert "planned anew by libra" in proposal.words
+    assert "planned anew by libra" in proposal.message
     assert proposal.knobs.cuts is not None
     assert proposal.knobs.cuts[-1].stop == layout.numel
     assert deeper.keep(replace(WINNER, knobs=proposal.knobs, arm="registry"), TRIALS, complete=True, links={})
