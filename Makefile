@@ -11,7 +11,7 @@ ARGS ?=
 # The launcher and the tests find programs and PyTorch's threads as in a user's activated environment.
 export PATH := $(abspath $(BIN)):$(PATH)
 
-.PHONY: install demo test test-slow check package bench gpu clean
+.PHONY: install demo test test-slow check docs package bench gpu clean
 
 install: $(STAMP)
 
@@ -45,6 +45,11 @@ check: $(STAMP)
 	$(BIN)/lint-imports
 	$(MAKE) --no-print-directory package
 
+# The site in site/; a dead link or a name that is not there is an error.
+docs: $(STAMP)
+	$(BIN)/python docs/tables.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 # sdist -> wheel -> a fresh environment: every module must come along through the three links.
 package: $(STAMP)
 	$(BIN)/python -m pytest -q -m '' tests/test_packaging.py
@@ -54,5 +59,5 @@ bench: $(STAMP)
 		$(BIN)/python -m bench.$$name --quick || exit 1; done
 
 clean:
-	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,1 +1,31 @@
-"""Decides plans. Knows no process group, no database, no file; may import `sirtaki.comm`'s plan types."""
+"""Decides plans. Knows no process group, no database, no file; may import `sirtaki.comm`'s plan types.
+
+What somebody needs who writes an arm can be imported from here (docs/reference/arms.md).
+"""
+
+from sirtaki.comm.plan import Algorithm, TransportKind
+
+from .arms.base import Arm
+from .knobs import Cut, Knobs, KnobSpace
+from .lattice import KnobLattice
+from .meta.ensemble import default_arms
+from .meta.session import Assignment, Purpose, SessionResult, WarmupSession
+from .trial import Proposal, Trial, TrialStatus
+
+__all__ = [
+    "Algorithm",
+    "Arm",
+    "Assignment",
+    "Cut",
+    "KnobLattice",
+    "KnobSpace",
+    "Knobs",
+    "Proposal",
+    "Purpose",
+    "SessionResult",
+    "TransportKind",
+    "Trial",
+    "TrialStatus",
+    "WarmupSession",
+    "default_arms",
+]

@@ -13,13 +13,20 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from sirtaki.autotune.arms.base import Arm
-from sirtaki.autotune.knobs import MIB, Knobs, KnobSpace
-from sirtaki.autotune.lattice import KnobLattice
-from sirtaki.autotune.meta.ensemble import default_arms
-from sirtaki.autotune.meta.session import WarmupSession
-from sirtaki.autotune.trial import Proposal, Trial
-from sirtaki.comm.plan import Algorithm, TransportKind
+from sirtaki.autotune import (
+    Algorithm,
+    Arm,
+    KnobLattice,
+    Knobs,
+    KnobSpace,
+    Proposal,
+    TransportKind,
+    Trial,
+    WarmupSession,
+    default_arms,
+)
+
+MIB = 2**20
 
 
 class CoordinateDescent:

@@ -1,9 +1,8 @@
 """What a user may set from outside: environment variables → one frozen `Settings`.
 
 The only module that reads settings from the environment, so that whoever looks for a switch looks here (what launchers
-write there, such as a rank's place, are facts and no settings). Sirtaki's own names win over Horovod's, an explicit
-argument in the script wins over both (`dataclasses.replace`). A value that is invalid is refused at once; a
-Horovod variable that has no meaning here is accepted with a note.
+write there, such as a rank's place, are facts and no settings). Sirtaki's own names win over Horovod's. An invalid
+value is refused at once; a Horovod variable that has no meaning here is accepted with a note.
 """
 
 import difflib
@@ -33,21 +32,21 @@ class Settings:
     """All settings of one process; None = not set, so free to be tuned or chosen.
 
     Attributes:
-        tune: search for better knobs in the first iterations; off = the defaults and what is fixed below.
+        tune: search for a better setting in the first iterations; off = the default, and what is fixed by others.
         warmup_iterations: training iterations in which trials may run.
         unit_bytes: fixes the size of a unit.
         streams: fixes how many communicators run at the same time.
-        threads: fixes the GPU threads (CPU: reduction threads) of a unit.
+        threads: fixes the GPU threads of a unit; no effect on CPUs.
         transport: fixes what carries the units.
         algorithm: fixes flat or hierarchical reduction.
         local_size: pretend that this many consecutive ranks share a node, to try hierarchies on one machine.
         gloo_interface: network interface, or several with commas, that Gloo connects through.
         stall_check: watch for ranks that do not come.
         stall_warning_s: seconds after which missing ranks are named in a warning.
-        stall_shutdown_s: seconds after which missing ranks are an error, None = never.
+        stall_shutdown_s: seconds after which missing ranks are an error; None, set by 0: never.
         trial_log: file for one machine-readable line a trial.
-        registry: where winners are remembered: a database URL, a file, or "off"; None = the user's cache directory.
-        seed: of every random choice the tuner makes.
+        registry: where results are remembered: a database URL, a file, or "off"; None, not set: the user's cache.
+        seed: of the tuner's random choices.
         check_nan: name the rank, parameter and iteration that first bring a NaN or an infinity.
         timeline: file for a Chrome trace; "DYNAMIC" = none yet, but `start_timeline` may open one.
         timeline_mark_cycles: mark the negotiation rounds in the trace.

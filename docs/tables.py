@@ -1,0 +1,187 @@
+"""Writes the tables of the documents that follow from the code: settings, command lines, decisions.
+
+    python docs/tables.py            # rewrites what stands between `<!-- begin: NAME -->` and `<!-- end: NAME -->`
+    python docs/tables.py --check    # only says what is out of date; exit code 1 if anything is
+
+`make docs` runs it before it builds the site; a test runs the check.
+"""
+
+import argparse
+import importlib
+import logging
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
+from enum import Enum
+from pathlib import Path
+
+from sirtaki.cli.__main__ import COMMANDS
+from sirtaki.run.options import build_parser
+from sirtaki.settings import VARIABLES, WITHOUT_EFFECT, Settings, Variable
+
+DOCS = Path(__file__).resolve().parent
+
+
+def settings_table() -> str:
+    """One row a field of `Settings` that a variable sets: its variables, Sirtaki's own first, meaning and default."""
+    meanings, defaults = _attributes(Settings.__doc__ or ""), {field.name: field.default for field in fields(Settings)}
+    rows = []
+    for name in defaults:
+        variables = [variable for variable in VARIABLES if variable.field == name][::-1]
+        if variables:
+            accepts = dict.fromkeys(variable.accepts for variable in variables)
+            default = defaults[name]
+            shown = _default(name, not default if all(map(_inverted, variables)) else default)
+            names = (f"`{variable.name}`{' (1 = not)' if _inverted(variable) else ''}" for variable in variables)
+            rows.append(("<br>".join(names), meanings[name].rstrip("."), "<br>".join(accepts), shown))
+    return _table(("variable", "meaning", "accepts", "default"), rows)
+
+
+def without_effect_table() -> str:
+    """Horovod's variables that are accepted and do nothing."""
+    return _table(("variable", "why nothing follows from it"), [(f"`{n}`", why) for n, why in WITHOUT_EFFECT.items()])
+
+
+def launcher_table() -> str:
+    """The options of `sirtakirun`."""
+    return _options(build_parser())
+
+
+def command_table(name: str) -> str:
+    """The options of `sirtaki NAME`, and of each of its actions."""
+    parser = argparse.ArgumentParser(prog=f"sirtaki {name}", add_help=False)
+    importlib.import_module(COMMANDS[name][0]).configure(parser)
+    tables = [_options(parser)]
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            helps = {choice.dest: choice.help for choice in action._choices_actions}
+            tables += [
+                f"**`sirtaki {name} {choice}`**: {helps[choice]}\n\n{_options(sub)}"
+                for choice, sub in action.choices.items()
+            ]
+    return "\n\n".join(table for table in tables if table)
+
+
+def decisions_table() -> str:
+    """Number, title, status and date of every record; the date is that of the commit that brought it."""
+    rows = []
+    for path in sorted((DOCS / "decisions").glob("[0-9]*.md")):
+        text = path.read_text(encoding="utf-8")
+        title = re.sub(r"^# *\d+[.:]? *", "", text.splitlines()[0])
+        found = re.search(r"^\*\*Status\.?\*\*\.? *(.+)$", text, re.MULTILINE)
+        rows.append((path.name[:4], f"[{title}]({path.name})", found[1] if found else "accepted", _date(path)))
+    return _table(("number", "title", "status", "date"), rows)
+
+
+TABLES: Mapping[str, tuple[str, Callable[[], str]]] = {
+    "settings": ("reference/settings.md", settings_table),
+    "without effect": ("reference/settings.md", without_effect_table),
+    "sirtakirun": ("reference/cli.md", launcher_table),
+    **{f"sirtaki {name}": ("reference/cli.md", lambda name=name: command_table(name)) for name in COMMANDS},
+    "decisions": ("decisions/index.md", decisions_table),
+}
+"""Name of each table → the page it stands in, and what it says."""
+
+
+def updated(text: str, name: str, table: str) -> str:
+    """The page with that table in its place.
+
+    Raises:
+        ValueError: the page has no place for it.
+    """
+    begin, end = f"<!-- begin: {name} -->", f"<!-- end: {name} -->"
+    if text.count(begin) != 1 or text.count(end) != 1:
+        raise ValueError(f"the page needs one {begin} and one {end}")
+    before, rest = text.split(begin)
+    _, after = rest.split(end)
+    return f"{before}{begin}\n\n{table}\n\n{end}{after}"
+
+
+def outdated() -> Iterator[tuple[str, Path, str]]:
+    """Name, page and new text of each table that does not say what the code says."""
+    for name, (page, render) in TABLES.items():
+        path = DOCS / page
+        text = path.read_text(encoding="utf-8")
+        new = updated(text, name, render())
+        if _undated(new) != _undated(text):
+            yield name, path, new
+
+
+def _undated(text: str) -> str:
+    """Without the dates of decisions, which a checkout without history cannot tell."""
+    return re.sub(r"\| [\d-]* *\|$", "", text, flags=re.MULTILINE)
+
+
+def _attributes(docstring: str) -> dict[str, str]:
+    """The entries of a docstring's section `Attributes:`."""
+    _, _, section = docstring.partition("Attributes:")
+    entries: dict[str, str] = {}
+    name = ""
+    for line in section.splitlines():
+        if found := re.match(r" {8}(\w+): (.*)", line):
+            name, entries[found[1]] = found[1], found[2]
+        elif line.strip() and name:
+            entries[name] += " " + line.strip()
+    return entries
+
+
+def _inverted(variable: Variable) -> bool:
+    """A flag that turns off what its field turns on."""
+    return variable.accepts.startswith("1 or 0") and variable.parse("1") is False
+
+
+def _default(name: str, value: object) -> str:
+    if name == "log_level" and isinstance(value, int):
+        return logging.getLevelName(value).lower()
+    if isinstance(value, bool):
+        return str(int(value))
+    if isinstance(value, Enum):
+        return str(value.value)
+    return "not set" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _options(parser: argparse.ArgumentParser) -> str:
+    rows = []
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction) or action.help == argparse.SUPPRESS or action.dest == "help":
+            continue
+        takes = "" if action.nargs == 0 else f" {action.metavar or action.dest.upper()}"
+        what = ", ".join(f"`{flag}{takes}`" for flag in action.option_strings) or f"`{takes.strip()}`"
+        rows.append((what, action.help or ""))
+    return _table(("option", "meaning"), rows) if rows else ""
+
+
+def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [titles, ["---"] * len(titles), *rows]
+    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
+
+
+def _date(path: Path) -> str:
+    """When git got that file; empty where git cannot say."""
+    command = ["git", "log", "--follow", "--diff-filter=A", "--format=%as", "--", path.name]
+    try:
+        found = subprocess.run(command, cwd=path.parent, capture_output=True, text=True, timeout=30, check=False)
+    except OSError:
+        return ""
+    return (found.stdout.split() or [""])[-1]
+
+
+def main() -> int:
+    """Rewrites the tables, or says which are out of date."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="change nothing; exit code 1 if a table is out of date")
+    check = parser.parse_args().check
+    names = []
+    for name, path, text in outdated():  # one after the other: two tables may stand in one page
+        names.append(name)
+        if not check:
+            path.write_text(text, encoding="utf-8")
+    if names:
+        print(f"{'out of date' if check else 'rewritten'}: {', '.join(names)}")
+    return int(check and bool(names))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
