@@ -89,10 +89,8 @@ class NcclGroup:
 
     def close(self) -> None:
         """See `Group`."""
-        if hasattr(self._group, "shutdown"):  # torch < 2.7 has none
-            self._group.shutdown()
-        else:
-            self._group.abort()
+        ways = ("shutdown", "abort", "_shutdown")  # of newer and older versions of torch; 2.4 has the last one only
+        next(getattr(self._group, name) for name in ways if hasattr(self._group, name))()
 
 
 class NcclOpener:

@@ -124,5 +124,6 @@ class GlooTransport:
     def close(self) -> None:
         """See `Transport`."""
         for group in self._groups:
-            group.abort()
+            if hasattr(group, "abort"):  # torch < 2.7 has none: there a group ends when nobody holds it
+                group.abort()
         self._groups.clear()
