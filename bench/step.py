@@ -4,7 +4,7 @@
 
 The emulated model computes for 60 ms. Both live in the same processes, each with a copy of the model. A sample is a
 block of steps: the slowest rank's time for it, by the number of steps. With one rank a third contender synchronises
-nothing. Bars (DESIGN §12): untuned ≤ 1.00 of DDP's step at 2 and 4 ranks, tuned ≤ 0.80 at 4
+nothing. Bars: untuned ≤ 1.00 of DDP's step at 2 and 4 ranks, tuned ≤ 0.80 at 4
 ranks on the emulated model, and no more overhead than DDP at one rank.
 """
 

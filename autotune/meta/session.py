@@ -1,4 +1,4 @@
-"""The warm-up: which knobs the job's first iterations run, and which it keeps (DESIGN § 9).
+"""The warm-up: which knobs the job's first iterations run, and which it keeps (docs/explanation/tuning.md).
 
 The session is pure: no process group, file, thread, clock or sleep. It lives on one rank, says what to run
 (`assignment`), takes the measured spans (`record`), and that rank tells the others. Its course is written down as one

@@ -2,7 +2,7 @@
 
 A module of its own because it is the planners' objective and the tests' environment; it knows no running system.
 
-What is modelled (DESIGN § 10). Units are issued in plan order as soon as all their gradients are ready. Each stream
+What is modelled (docs/explanation/planners.md). Units are issued in plan order as soon as all their gradients are ready. Each stream
 works through its units in turn: a start-up of α, which takes no throughput, then the transmission. While n streams
 transmit, each moves at G(n) / n. At the same time the unit needs the host's processor, which all units share; it is
 over when link and processor are both done with it. With a contention model the transmission rate depends on the unit's

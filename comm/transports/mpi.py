@@ -1,7 +1,7 @@
 """MPI: each stream is a duplicated communicator with a thread that makes blocking calls.
 
 mpi4py releases the GIL inside MPI, and Open MPI has no progress thread, so a blocking call in a thread of its own is
-what makes progress. Fast between the ranks of one host; over TCP Gloo is faster (DESIGN §12).
+what makes progress. Fast between the ranks of one host; over TCP Gloo is faster.
 """
 
 from __future__ import annotations

@@ -202,3 +202,10 @@ def test_the_code_refers_to_pages_that_exist() -> None:
         for path in (ROOT / part).rglob("*.py"):
             referred |= {(path, page) for page in re.findall(r"docs/([\w/-]+\.md)", path.read_text())}
     assert [(str(path), page) for path, page in referred if not (DOCS / page).exists()] == []
+
+
+def test_the_architecture_names_rooms_that_exist() -> None:
+    page = (DOCS / "explanation" / "architecture.md").read_text()
+    rooms = set(re.findall(r"`((?:comm|autotune|registry|sirtaki)(?:/[\w.]+)*)`", page))
+    assert len(rooms) > 12
+    assert [room for room in sorted(rooms) if not (ROOT / room).exists()] == []
