@@ -2,12 +2,12 @@
 
 A module of its own because it is the planners' objective and the tests' environment; it knows no running system.
 
-What is modelled (docs/explanation/planners.md). Units are issued in plan order as soon as all their gradients are ready. Each stream
-works through its units in turn: a start-up of α, which takes no throughput, then the transmission. While n streams
-transmit, each moves at G(n) / n. At the same time the unit needs the host's processor, which all units share; it is
-over when link and processor are both done with it. With a contention model the transmission rate depends on the unit's
-threads and on whether computation still runs (LIBRA's p and q), and computation slows down with the threads of all
-running units (LIBRA's g). All rates are piecewise constant, so the event times are exact.
+What is modelled (docs/explanation/planners.md). Units are issued in plan order as soon as all their gradients are
+ready. Each stream works through its units in turn: a start-up of α, which takes no throughput, then the transmission.
+While n streams transmit, each moves at G(n) / n. At the same time the unit needs the host's processor, which all
+units share; it is over when link and processor are both done with it. With a contention model the transmission rate
+depends on the unit's threads and on whether computation still runs (LIBRA's p and q), and computation slows down with
+the threads of all running units (LIBRA's g). All rates are piecewise constant, so the event times are exact.
 
 Equal shares allow one clock for all transmissions, which advances by the share G(n) / (n G(1)) a second: a unit that
 would need w seconds alone ends when that clock has gone w further, whatever starts or ends in between. The processor

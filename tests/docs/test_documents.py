@@ -2,8 +2,10 @@
 
 import argparse
 import ast
+import importlib
 import importlib.util
 import re
+import shlex
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -15,7 +17,7 @@ import sirtaki.autotune
 import sirtaki.run
 import sirtaki.torch
 from sirtaki.cli.__main__ import COMMANDS
-from sirtaki.run.options import build_parser
+from sirtaki.run.options import build_parser, parse
 from sirtaki.settings import VARIABLES, WITHOUT_EFFECT
 
 ROOT = Path(__file__).parents[2]
@@ -137,6 +139,31 @@ def test_the_changes_in_a_tutorial_lead_from_one_script_to_the_other() -> None:
     for line in changes:
         assert line[0] == "+" or line[1:] in before, line
         assert line[0] == "-" or line[1:] in after, line
+
+
+def command_lines() -> list[str]:
+    """Commands of ours that stand in blocks of the documents, without variables before and comments behind."""
+    found = []
+    for page in [ROOT / "README.md", *PAGES]:
+        for line in re.findall(r"^    ([A-Z\w= ./{}]*?\bsirtaki(?:run)? .*)$", page.read_text(), re.MULTILINE):
+            words = line.partition(" #")[0].partition("&& ")
+            command = words[2] or words[0]
+            found.append(re.sub(r"^(\w+=\S+ )*", "", command).strip())
+    return [command for command in found if re.match(r"sirtaki(run)? ", command) and "[options]" not in command]
+
+
+def test_every_command_line_in_the_documents_can_be_parsed() -> None:
+    commands = command_lines()
+    assert len(commands) > 20
+    for command in commands:
+        program, *words = shlex.split(command)
+        if program == "sirtakirun":
+            assert parse(words).command, command
+            continue
+        name, *options = words
+        parser = argparse.ArgumentParser(exit_on_error=False)
+        importlib.import_module(COMMANDS[name][0]).configure(parser)
+        parser.parse_args(options)
 
 
 # ── messages ─────────────────────────────────────────────────────────────────────────────────────────────────────────
