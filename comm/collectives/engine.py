@@ -11,12 +11,10 @@ Rounds are run by a thread of the engine, or by a thread that waits for a result
 
 from __future__ import annotations
 
-import pickle
 import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -25,14 +23,14 @@ import torch
 
 from sirtaki.comm import timeline
 from sirtaki.comm.control.failure import FailureBoard, poll_until
-from sirtaki.comm.control.plane import load_mpi
+from sirtaki.comm.control.plane import gather, load_mpi
 from sirtaki.comm.control.watchdog import Wait
 from sirtaki.comm.transports.mpi import ThreadWork
 from sirtaki.errors import CommError, MismatchError
 
 from .name_slots import CAPACITY, NameSlots
 from .operations import Ranks, perform, zeros_for
-from .requests import DIGEST_BYTES, Kind, Signature, batches, mismatch
+from .requests import DIGEST_BYTES, Presence, Progress, Signature, batches, mismatch
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -76,23 +74,6 @@ def _written(tensors: Sequence[torch.Tensor]) -> torch.cuda.Event | None:
     return event
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Presence:
-    """What one rank says of itself in an exchange; picklable.
-
-    Attributes:
-        signatures: of its pending operations.
-        joined: it has no more data.
-        closing: it shuts down.
-        unnamed: how many unnamed operations it has submitted.
-    """
-
-    signatures: list[Signature]
-    joined: bool
-    closing: bool
-    unnamed: int
-
-
 def _trace(
     trace: timeline.Timeline, signatures: Sequence[Signature], works: Sequence[EagerWork | None], begin_s: float
 ) -> None:
@@ -108,7 +89,13 @@ def _trace(
 
 
 class EagerEngine:
-    """Eager operations over one set of ranks."""
+    """Eager operations over one set of ranks.
+
+    Attributes:
+        last_joined: the rank that joined last.
+        awaited: the operation that a thread of the user's waits for, and since when (`time.monotonic()`).
+        settled: how many operations have been performed or refused: each has the same number on all ranks.
+    """
 
     def __init__(self, comm: MPI.Comm, failures: FailureBoard, *, where: str = "") -> None:
         """Collective over `comm`, of which the engine gets two duplicates.
@@ -129,9 +116,12 @@ class EagerEngine:
         self._pending: dict[str, EagerWork] = {}
         self._owed: dict[str, deque[str]] = {}  # failed operations that this rank has yet to submit: why they failed
         self._join: ThreadWork | None = None
+        self._progress: Progress = ()
         self._unnamed = 0
         self._closing = False
         self.last_joined = -1
+        self.awaited: tuple[str, float] | None = None
+        self.settled = 0
 
         # Belong to whoever runs rounds, and are the same on all ranks.
         self._turn = threading.Lock()
@@ -191,27 +181,36 @@ class EagerEngine:
         Raises:
             CommError: the operation or the job failed.
         """
-        while not work.wait(0.0):
-            self._failures.check()
-            if self._turn.acquire(blocking=False):
-                try:
-                    self._step()
-                finally:
-                    self._turn.release()
-            else:
-                work.wait(WAIT_SLICE_S)
+        if isinstance(work, EagerWork):
+            self.awaited = work.signature.name, time.monotonic()
+        try:
+            while not work.wait(0.0):
+                self._failures.check()
+                if self._turn.acquire(blocking=False):
+                    try:
+                        self._step()
+                    finally:
+                        self._turn.release()
+                else:
+                    work.wait(WAIT_SLICE_S)
+        finally:
+            self.awaited = None
         with self._wake:
             if self._pending:
                 self._wake.notify()
 
-    def join(self) -> ThreadWork:
+    def join(self, progress: Progress) -> ThreadWork:
         """This rank has no more data: it takes part in the others' all-reduces with zeros until all have joined."""
         self._failures.check()
         with self._wake:
-            self._join, self._join_told = ThreadWork(), False
+            self._join, self._progress, self._join_told = ThreadWork(), progress, False
             self._moved_s = time.monotonic()
             self._wake.notify()
             return self._join
+
+    def note_progress(self) -> None:
+        """The ranks that have not joined get on."""
+        self._moved_s = time.monotonic()
 
     def oldest_wait(self) -> Wait | None:
         """What has been pending the longest."""
@@ -232,6 +231,10 @@ class EagerEngine:
     def pending(self) -> int:
         """Operations of this rank under way."""
         return len(self._pending)
+
+    def has_submitted(self, name: str) -> bool:
+        """An operation of this name is under way on this rank."""
+        return name in self._pending
 
     # ── rounds; only with `_turn` ────────────────────────────────────────────────────────────────────────────────
 
@@ -283,7 +286,7 @@ class EagerEngine:
             bits_suffice = settled and self._join_told and not closing
         else:
             # While a rank has joined, its bits say nothing about operations that it cannot take part in.
-            refused = self._joined and any(work.signature.kind is not Kind.ALLREDUCE for work in pending.values())
+            refused = self._joined and any(work.signature.needs_data for work in pending.values())
             bits_suffice = settled and not refused and not closing
         digest = 0
         if join is None and not closing and not any(work.signature.problem for work in pending.values()):
@@ -292,6 +295,7 @@ class EagerEngine:
         bits[0] = bits_suffice
         if join is not None:
             bits[1:] = True
+            bits[[1 + bit for bit in self._names.by_all()]] = False
         for name in pending:
             if (slot := self._names.slot(name)) is not None:
                 bits[1 + slot] = True
@@ -305,9 +309,9 @@ class EagerEngine:
         elif result[0]:
             ready = self._names.known(np.flatnonzero(result[1:]).tolist())
         else:
-            presence = _Presence(
+            presence = Presence(
                 signatures=[work.signature for work in pending.values()],
-                joined=join is not None,
+                joined=None if join is None else self._progress,
                 closing=closing,
                 unnamed=unnamed,
             )
@@ -329,19 +333,19 @@ class EagerEngine:
         all_equal = bool(digest) and received[: 2 * DIGEST_BYTES].tobytes() == mine
         return all_equal, np.unpackbits(received[2 * DIGEST_BYTES :], count=bits.size).view(np.bool_)
 
-    def _exchange(self, mine: _Presence) -> dict[str, Signature]:
+    def _exchange(self, mine: Presence) -> dict[str, Signature]:
         """Collective: everybody's pending operations; the ones that are pending everywhere and agree."""
-        self._join_told = mine.joined
-        everybody = self._gather(pickle.dumps(mine))
+        self._join_told = mine.joined is not None
+        everybody: list[Presence] = gather(mine, comm=self._bits_comm, failures=self._failures)
         self._ended = all(presence.closing for presence in everybody)
-        newly_joined = {
-            rank: presence.unnamed
+        newly_joined = [
+            (presence.joined, rank)
             for rank, presence in enumerate(everybody)
-            if presence.joined and rank not in self._joined
-        }
+            if presence.joined is not None and rank not in self._joined
+        ]
         if newly_joined:
-            self._joined |= newly_joined
-            self.last_joined = max(newly_joined)
+            self._joined |= {rank: everybody[rank].unnamed for _, rank in newly_joined}
+            self.last_joined = max(newly_joined)[1]
         by_name: dict[str, dict[int, Signature]] = {}
         for rank, presence in enumerate(everybody):
             for signature in presence.signatures:
@@ -351,18 +355,20 @@ class EagerEngine:
             by_rank = by_name[name]
             problem = mismatch(by_rank) or self._join_problem(by_rank)
             if problem is not None:
+                self.settled += 1
                 self._dispute(name, problem)
                 continue
             some = next(iter(by_rank.values()))
             self._names.remember(some, some.digest())
-            if len(by_rank) == self.size - len(self._joined.keys() - by_rank.keys()):
+            absent = 0 if some.by_all else len(self._joined.keys() - by_rank.keys())
+            if len(by_rank) == self.size - absent:
                 ready[name] = some
         return ready
 
     def _join_problem(self, by_rank: dict[int, Signature]) -> str | None:
-        kind = next(iter(by_rank.values())).kind
-        if self._joined and kind is not Kind.ALLREDUCE:
-            return f"{kind.value.capitalize()} is not supported with Join at this time."
+        some = next(iter(by_rank.values()))
+        if self._joined and some.needs_data:
+            return f"{some.kind.value.capitalize()} is not supported with Join at this time."
         return None
 
     def _dispute(self, name: str, problem: str) -> None:
@@ -398,6 +404,7 @@ class EagerEngine:
             error = CommError(f"{signatures[0].kind.value.lower()} {names} failed: {err!r}")
         if (trace := timeline.active()) is not None:
             _trace(trace, signatures, works, begin_s)
+        self.settled += len(signatures)
         with self._wake:
             for work in filter(None, works):
                 self._pending.pop(work.signature.name, None)
@@ -416,18 +423,6 @@ class EagerEngine:
         self._joined.clear()
         join.finish()
         return True
-
-    def _gather(self, data: bytes) -> list[_Presence]:
-        """Collective: `data` of all ranks, unpickled; polls, so that a lost job is noticed."""
-        own = np.frombuffer(data, dtype=np.uint8)
-        lengths = np.empty(self.size, dtype=np.int64)
-        request = self._bits_comm.Iallgather(np.array([own.size], dtype=np.int64), lengths)
-        poll_until(request.Test, failures=self._failures)
-        gathered = np.empty(int(lengths.sum()), dtype=np.uint8)
-        request = self._bits_comm.Iallgatherv(own, [gathered, lengths.tolist()])
-        poll_until(request.Test, failures=self._failures)
-        ends = np.cumsum(lengths)
-        return [pickle.loads(gathered[end - n : end].tobytes()) for end, n in zip(ends, lengths, strict=True)]
 
     def close(self, timeout_s: float = 5.0) -> bool:
         """Collective: ends the thread after a last round with all ranks; what is pending fails.

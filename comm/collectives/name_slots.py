@@ -46,6 +46,10 @@ class NameSlots:
         names = [self._by_bit[bit] for bit in bits if bit in self._by_bit]
         return {name: self._slots[name].signature for name in names}
 
+    def by_all(self) -> list[int]:
+        """The bits of operations that ranks which have joined submit, too."""
+        return [slot.bit for slot in self._slots.values() if slot.signature.by_all]
+
     def remember(self, signature: Signature, digest: int) -> None:
         """Gives the name a bit, or replaces what is known of it; names that come only once are not worth one."""
         name = signature.name

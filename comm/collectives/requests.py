@@ -49,6 +49,7 @@ class Signature:
         factors: (prescale, postscale).
         device: "cpu" or "cuda".
         once: the name will not come again, so it is not worth a bit of its own.
+        by_all: ranks that have joined submit it, too; of other operations they take part in all-reduces, with zeros.
         problem: why this rank cannot take part; the operation then fails on all ranks.
     """
 
@@ -61,6 +62,7 @@ class Signature:
     factors: tuple[float, float] = (1.0, 1.0)
     device: str = "cpu"
     once: bool = False
+    by_all: bool = False
     problem: str = ""
 
     @classmethod
@@ -95,12 +97,38 @@ class Signature:
         return (-1, *shape[1:]) if self.kind in RAGGED and shape else shape
 
     @property
+    def needs_data(self) -> bool:
+        """A rank that has joined cannot take part."""
+        return self.kind is not Kind.ALLREDUCE and not self.by_all
+
+    @property
     def size_bytes(self) -> int:
         """Of all tensors together."""
         return sum(
             math.prod(shape) * getattr(torch, dtype).itemsize
             for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
         )
+
+
+Progress = tuple[int, ...]
+"""How far a rank has got; of those that join between the same two rounds, the one that has got farthest joins last."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Presence:
+    """What one rank says of itself when the ranks exchange what they have pending; picklable.
+
+    Attributes:
+        signatures: of its pending operations.
+        joined: it has no more data since it has got so far; None = it has data.
+        closing: it shuts down.
+        unnamed: how many unnamed operations it has submitted.
+    """
+
+    signatures: list[Signature]
+    joined: Progress | None
+    closing: bool
+    unnamed: int
 
 
 def mismatch(by_rank: Mapping[int, Signature]) -> str | None:

@@ -16,6 +16,9 @@ SPIN_S = 300e-6
 LONGEST_SLEEP_S = 1e-3
 """Sleeping longer would delay the answer noticeably, sleeping shorter costs processor time."""
 
+DUTY_PERIOD_S = 2e-3
+"""How often a rank that waits looks whether another one wants something of it."""
+
 
 class FailureBoard:
     """Holds the first failure of this rank's job; threads write and read it without locks."""
@@ -23,6 +26,8 @@ class FailureBoard:
     def __init__(self) -> None:
         self._error: CommError | None = None
         self._listeners: list[Callable[[], None]] = []
+        self._duty: Callable[[], None] | None = None
+        self._due_s = 0.0
 
     def report(self, error: CommError) -> None:
         """Keeps `error` unless an earlier one is there; the first one is told to those who listen."""
@@ -40,11 +45,23 @@ class FailureBoard:
         """The first failure, None while all is well."""
         return self._error
 
+    def while_waiting(self, duty: Callable[[], None] | None) -> None:
+        """From now on calls `duty` now and then, in any thread, while this rank waits for others; None = nothing."""
+        self._duty = duty
+
+    def attend(self) -> None:
+        """Does what this rank owes to others while it waits, if it is time again."""
+        now_s = time.monotonic()
+        if self._duty is not None and self._error is None and now_s >= self._due_s:
+            self._due_s = now_s + DUTY_PERIOD_S
+            self._duty()
+
     def check(self) -> None:
-        """Raises the failure, if there is one."""
+        """Raises the failure, if there is one; every wait calls this now and then."""
         if self._error is not None:
             # A fresh exception each time: one object raised from several threads would mix their tracebacks.
             raise type(self._error)(*self._error.args)
+        self.attend()
 
 
 def poll_until(test: Callable[[], bool], *, failures: FailureBoard) -> None:

@@ -49,6 +49,21 @@ def load_mpi() -> Any:
     return MPI
 
 
+def gather(value: Any, *, comm: MPI.Comm, failures: FailureBoard) -> list[Any]:
+    """Collective: the picklable values of all ranks, by rank.
+
+    Raises:
+        CommError: the job failed meanwhile.
+    """
+    data = np.frombuffer(pickle.dumps(value), dtype=np.uint8)
+    lengths = np.empty(comm.size, dtype=np.int64)
+    poll_until(comm.Iallgather(np.array([data.size], dtype=np.int64), lengths).Test, failures=failures)
+    gathered = np.empty(int(lengths.sum()), dtype=np.uint8)
+    poll_until(comm.Iallgatherv(data, [gathered, lengths.tolist()]).Test, failures=failures)
+    ends = np.cumsum(lengths)
+    return [pickle.loads(gathered[end - length : end].tobytes()) for end, length in zip(ends, lengths, strict=True)]
+
+
 class ControlPlane:
     """The ranks of one job, or of a subset of it.
 
@@ -166,13 +181,7 @@ class ControlPlane:
 
     def all_gather(self, value: Any) -> list[Any]:
         """Collective: the picklable values of all ranks, by rank."""
-        data = np.frombuffer(pickle.dumps(value), dtype=np.uint8)
-        lengths = np.empty(self.size, dtype=np.int64)
-        self._wait(self._comm.Iallgather(np.array([data.size], dtype=np.int64), lengths))
-        gathered = np.empty(int(lengths.sum()), dtype=np.uint8)
-        self._wait(self._comm.Iallgatherv(data, [gathered, lengths.tolist()]))
-        ends = np.cumsum(lengths)
-        return [pickle.loads(gathered[end - length : end].tobytes()) for end, length in zip(ends, lengths, strict=True)]
+        return gather(value, comm=self._comm, failures=self.failures)
 
     def broadcast(self, value: Any, root: int = 0) -> Any:
         """Collective: the root's picklable value, on every rank."""

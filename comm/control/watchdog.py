@@ -1,8 +1,8 @@
 """Names the ranks that others wait for, and ends waits that would never end.
 
-A thread of its own with a communicator of its own, because the main thread is the one that hangs. It sends nothing
-while nobody waits too long: it looks for messages a few times a second, and asks the other ranks where they are only
-once a wait on this rank has passed the stall time.
+A thread of its own, because the main thread is the one that hangs. It sends nothing while nobody waits too long: it
+looks for messages a few times a second, and asks the other ranks where they are only once a wait on this rank has
+passed the stall time.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sirtaki.errors import CommError, PeerLostError, StallError
 
-if TYPE_CHECKING:
-    from mpi4py import MPI
+from .courier import Courier, Tag
 
+if TYPE_CHECKING:
     from .failure import FailureBoard
 
 logger = logging.getLogger(__name__)
@@ -34,8 +34,6 @@ LEAVE_GRACE_S = 10.0
 
 NOT_THE_USERS = tuple(f"{os.sep}{package}{os.sep}" for package in ("torch", "sirtaki", "importlib"))
 """Parts of the paths of code that a user does not look for."""
-
-ASK, ANSWER, LOST, LEAVING = range(1, 5)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,34 +54,33 @@ class Watchdog:
 
     def __init__(
         self,
-        comm: MPI.Comm,
+        courier: Courier,
         failures: FailureBoard,
         *,
         warning_s: float,
         shutdown_s: float | None,
     ) -> None:
-        """Starts the thread if there are other ranks; `comm` is its own.
+        """Starts the thread if there are other ranks.
 
         Args:
-            comm: a duplicate that nobody else uses.
+            courier: carries the questions and answers.
             failures: where a stall that has lasted too long, or a lost rank, is reported.
             warning_s: a wait longer than this is a warning.
             shutdown_s: a wait longer than this is an error on all ranks; None = never.
         """
-        self._comm, self._failures = comm, failures
+        self._courier, self._failures = courier, failures
         self._warning_s, self._shutdown_s = warning_s, shutdown_s
         self._waits: list[Callable[[], Wait | None]] = []
         self._progress: list[Callable[[], str]] = []
         self._leave_grace_s = min(LEAVE_GRACE_S, shutdown_s or LEAVE_GRACE_S)
         self._left: dict[int, float] = {}
         self._answers: dict[int, str] = {}
-        self._sending: list[MPI.Request] = []
         self._warned: set[tuple[str, float]] = set()
         self._leaving = threading.Event()
         self._closing = threading.Event()
         self._main_thread = threading.main_thread().ident
         self._thread = threading.Thread(target=self._run, name="sirtaki-watchdog", daemon=True)
-        if comm.size > 1:
+        if courier.size > 1:
             self._thread.start()
 
     def watch(self, wait: Callable[[], Wait | None], progress: Callable[[], str]) -> None:
@@ -114,7 +111,7 @@ class Watchdog:
             try:
                 wait = source()
             except CommError as err:  # something has found out by itself that it will never end
-                self._fail(type(err), str(err))
+                self.fail(err)
                 continue
             if wait is not None:
                 waits.append(wait)
@@ -132,34 +129,19 @@ class Watchdog:
 
     def _run(self) -> None:
         while not self._closing.wait(TICK_S):
-            self._sending = [request for request in self._sending if not request.Test()]
             self._read_messages()
             self._look_for_stalls()
+            self._failures.attend()  # whoever waits may be where nothing of this is done
 
     def _read_messages(self) -> None:
-        from mpi4py import MPI
-
-        status = MPI.Status()
-        while self._comm.iprobe(status=status):
-            source, tag = status.source, status.tag
-            text = self._comm.recv(source=source, tag=tag)
-            if tag == ASK:
-                self._send(source, ANSWER, self.describe())
-            elif tag == ANSWER:
-                self._answers[source] = text
-            elif tag == LEAVING:
-                self._left.setdefault(source, time.monotonic())
-            else:
-                kind, message = text
-                self._failures.report(kind(message))
-
-    def _send(self, rank: int, tag: int, message: Any) -> None:
-        self._sending.append(self._comm.isend(message, dest=rank, tag=tag))
-
-    def _send_all(self, tag: int, message: Any) -> None:
-        for rank in range(self._comm.size):
-            if rank != self._comm.rank:
-                self._send(rank, tag, message)
+        courier = self._courier
+        for rank, _ in courier.receive(Tag.WHERE):
+            courier.send(rank, Tag.HERE, self.describe())
+        self._answers |= dict(courier.receive(Tag.HERE))
+        for rank, _ in courier.receive(Tag.LEAVING):
+            self._left.setdefault(rank, time.monotonic())
+        for _, (kind, message) in courier.receive(Tag.LOST):
+            self._failures.report(kind(message))
 
     def _look_for_stalls(self) -> None:
         if self._failures.error is not None:
@@ -169,13 +151,14 @@ class Watchdog:
             waited_s = now - wait.since_s
             gone = [rank for rank, when in self._left.items() if now - max(when, wait.since_s) > self._leave_grace_s]
             if gone:
-                self._fail(
-                    PeerLostError,
-                    f"rank {self._comm.rank} waits for {wait.what}, but rank {gone[0]} has ended its script; "
-                    "all ranks must run the same number of steps (or call join())",
+                self.fail(
+                    PeerLostError(
+                        f"rank {self._courier.rank} waits for {wait.what}, but rank {gone[0]} has ended its script; "
+                        "all ranks must run the same number of steps (or call join())"
+                    )
                 )
             elif self._shutdown_s is not None and waited_s > self._shutdown_s:
-                self._fail(StallError, self._report(wait, waited_s))
+                self.fail(StallError(self._report(wait, waited_s)))
             elif waited_s > self._warning_s and (wait.what, wait.since_s) not in self._warned:
                 self._warned.add((wait.what, wait.since_s))
                 logger.warning("%s", self._report(wait, waited_s))
@@ -183,23 +166,24 @@ class Watchdog:
     def _report(self, wait: Wait, waited_s: float) -> str:
         """Asks all ranks where they are and puts the answers into words."""
         self._answers = {}
-        self._send_all(ASK, None)
+        self._courier.send_all(Tag.WHERE)
         deadline = time.monotonic() + ANSWER_S
-        while len(self._answers) < self._comm.size - 1 and time.monotonic() < deadline:
+        while len(self._answers) < self._courier.size - 1 and time.monotonic() < deadline:
             time.sleep(0.02)
             self._read_messages()
-        lines = [f"rank {self._comm.rank} has waited {waited_s:.0f} s for {wait.what}"]
-        for rank in range(self._comm.size):
+        lines = [f"rank {self._courier.rank} has waited {waited_s:.0f} s for {wait.what}"]
+        for rank in range(self._courier.size):
             answer = self._answers.get(rank, "does not answer: it is gone or stopped")
             if rank in self._left:
                 answer = "has ended its script"
-            if rank != self._comm.rank and not answer.startswith(f"waits for {wait.what}"):
+            if rank != self._courier.rank and not answer.startswith(f"waits for {wait.what}"):
                 lines.append(f"  missing: rank {rank} {answer}")
         return "\n".join(lines)
 
-    def _fail(self, kind: type[CommError], message: str) -> None:
-        self._failures.report(kind(message))
-        self._send_all(LOST, (kind, message))
+    def fail(self, error: CommError) -> None:
+        """Ends the job with this error on all ranks."""
+        self._failures.report(error)
+        self._courier.send_all(Tag.LOST, (type(error), str(error)))
 
     def leave(self, timeout_s: float) -> bool:
         """Tells the others that this rank needs them no more, and waits for the same from them.
@@ -207,18 +191,17 @@ class Watchdog:
         Returns:
             True if all ranks have left within `timeout_s`.
         """
-        if self._comm.size == 1 or self._leaving.is_set():
+        if self._courier.size == 1 or self._leaving.is_set():
             return True
         self._leaving.set()
-        self._send_all(LEAVING, None)
+        self._courier.send_all(Tag.LEAVING)
         deadline = time.monotonic() + timeout_s
-        while len(self._left) < self._comm.size - 1 and time.monotonic() < deadline:
+        while len(self._left) < self._courier.size - 1 and time.monotonic() < deadline:
             time.sleep(0.01)
-        return len(self._left) == self._comm.size - 1
+        return len(self._left) == self._courier.size - 1
 
     def close(self) -> None:
         """Ends the thread."""
         self._closing.set()
         if self._thread.is_alive():
             self._thread.join(timeout=2.0)
-        self._sending.clear()

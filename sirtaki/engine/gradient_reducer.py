@@ -22,6 +22,7 @@ from sirtaki.comm.collectives.requests import Kind, Signature
 from sirtaki.comm.control.watchdog import Wait
 from sirtaki.comm.gradients.buffers import Reduction, dense_strides
 
+from .joining import Stage
 from .nan_check import NanCheck
 from .sparse_gradients import SparseReductions
 from .warmup import TunedSynchroniser
@@ -57,7 +58,13 @@ class ReducerOptions:
 
 
 class GradientReducer:
-    """Keeps the gradients of one optimizer equal on some of the ranks."""
+    """Keeps the gradients of one optimizer equal on some of the ranks.
+
+    Attributes:
+        key: the number of the ranks' process set and that of the optimizer there.
+        ranks: those that take part, by their rank among all.
+        finished: iterations that have ended, whatever became of the parameters since.
+    """
 
     def __init__(
         self, job: Job, members: RankSet, named: Sequence[Named], *, passes: int, options: ReducerOptions
@@ -76,6 +83,8 @@ class GradientReducer:
         self._job, self._control, self._engine, self._options = job, members.control, members.engine, options
         self._passes = passes
         self._serial = next(job.serials[members.number])
+        self.key, self.ranks = (members.number, self._serial), members.ranks
+        self.finished = 0
         self._waiting_since_s: float | None = None
         self._sparse = SparseReductions(f"optimizer.{self._serial}", options.reduction, members.engine)
         self._nan_check = NanCheck(job.control) if job.settings.check_nan else None
@@ -227,30 +236,41 @@ class GradientReducer:
         self._passes_left = [self._passes] * len(self._named)
         self._group_missing = list(self._group_sizes)
 
-    def finish(self, *, joined: bool = False) -> bool:
-        """Collective: blocks until all gradients are reduced; afterwards `.grad` holds the result.
+    def finish(self) -> None:
+        """Collective: blocks until all gradients are reduced; afterwards `.grad` holds the result."""
+        if not self._named and not any(param.requires_grad for _, param in self._frozen):
+            return
+        self._job.joining.begins(self, Stage.FINISH)
+        self._job.finished.append(self)
+        self._finish()
 
-        Args:
-            joined: this rank has no data any more and takes part with zeros.
+    def contribute_zeros(self) -> None:
+        """On a rank that has joined: gives zeros to an iteration that the other ranks have not begun to end."""
 
-        Returns:
-            Some rank still has data of its own.
-        """
-        if not joined:
-            self._job.finished.append(self)
+    def finish_joined(self) -> None:
+        """Collective: what `finish` is on a rank that has joined."""
+        self._finish(joined=True)
+
+    def _finish(self, *, joined: bool = False) -> None:
         self._waiting_since_s = time.monotonic()
         try:
-            return self._finish(joined)
+            self._end_iteration(joined)
         finally:
             self._waiting_since_s = None
+        self.finished += 1
+        self._job.joining.ends(self)
 
-    def _finish(self, joined: bool) -> bool:
+    def _end_iteration(self, joined: bool) -> None:
         if self._nan_check is not None:
             self._nan_check.finish(self._passes_left, [param.grad for _, param in self._named])
         thawed = [param for _, param in self._frozen if param.requires_grad]
+        if joined and not self._sparse.pending:
+            for name in self._sparse.names:
+                self._by_name[name].grad = None
         held = self._sparse.hold_back(self._by_name) if self._sparse.pending else set()
         learning = self._sync is not None and self._sync.learning
-        alive = self._sync.finish(joined=joined) if self._sync is not None else True
+        if self._sync is not None:
+            self._sync.finish(joined=joined)
         agreed_now = self._agree_on_sparse(held) if learning else set()
         if self._sparse.names:
             self._sparse.finish(self._by_name, agreed_now)
@@ -258,8 +278,19 @@ class GradientReducer:
             self._reduce_thawed(thawed)
         if thawed or agreed_now:
             self._attach(self._all)
+        if joined:
+            for _, param in self._named:
+                param.grad = None  # the others' gradients must not add to the next ones of this rank
         self._begin_iteration()
-        return alive
+
+    def drop_accumulated(self) -> None:
+        """Gradients of fewer backward passes than are added up before they are reduced do not count."""
+        if self.pending:
+            return
+        for (_, param), left in zip(self._named, self._passes_left, strict=True):
+            if left < self._passes:
+                param.grad = None
+        self._begin_iteration()
 
     def _agree_on_sparse(self, found: set[str]) -> set[str]:
         """Collective: parameters whose gradient was sparse on any rank count as such on all; returns the new ones."""
@@ -282,6 +313,7 @@ class GradientReducer:
                 kind=Kind.ALLREDUCE,
                 op=reduction.op.value,
                 factors=(reduction.prescale, reduction.postscale),
+                by_all=True,
             )
             work = self._engine.submit(signature, [param.grad])
             self._engine.finish(work)

@@ -23,11 +23,14 @@ from sirtaki.comm import timeline
 from sirtaki.comm.collectives.engine import EagerEngine
 from sirtaki.comm.collectives.rank_sets import RankSets
 from sirtaki.comm.control.clocks import align_clocks
+from sirtaki.comm.control.courier import Courier
 from sirtaki.comm.control.plane import ControlPlane, load_mpi
 from sirtaki.comm.control.watchdog import Watchdog
 from sirtaki.comm.nccl_streams.support import ask_for_launch_order
 from sirtaki.errors import CommError, ConfigError, NotInitializedError
 from sirtaki.settings import NEVER_S, Settings
+
+from .joining import Joining
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -54,8 +57,9 @@ class Job:
         self.settings = settings
         self.control = ControlPlane(comm, local_size=settings.local_size, interface=settings.gloo_interface)
         _start_logging(settings, self.control.rank)
+        self.courier = Courier(self.control.duplicate())
         self.watchdog = Watchdog(
-            self.control.duplicate(),
+            self.courier,
             self.control.failures,
             warning_s=settings.stall_warning_s if settings.stall_check else NEVER_S,
             shutdown_s=settings.missing_ranks_limit_s,
@@ -66,8 +70,10 @@ class Job:
         # Numbers for optimizers, by process set: the same on all ranks of the set.
         self.serials: defaultdict[int, Iterator[int]] = defaultdict(itertools.count)
         self.reducers: list[GradientReducer] = []
-        self.finished: deque[GradientReducer] = deque(maxlen=256)  # those whose iterations ended last, the latest last
+        self.finished: deque[GradientReducer] = deque(maxlen=1)  # the one that was stepped last
+        self.joining = Joining(self)
         self.control.failures.listen(self._on_failure)
+        self.control.failures.while_waiting(self._attend)
 
     @property
     def engine(self) -> EagerEngine:
@@ -75,6 +81,10 @@ class Job:
         engine = self.rank_sets[0].engine
         assert engine is not None
         return engine
+
+    def _attend(self) -> None:
+        """What this rank does for others while it waits."""
+        self.joining.attend()
 
     def _on_failure(self) -> None:
         if any(reducer.tuned is not None and reducer.tuned.on_streams for reducer in self.reducers):
@@ -102,6 +112,7 @@ class Job:
         Returns:
             False if other ranks did not come within `timeout_s`; nothing of MPI is freed then.
         """
+        self.control.failures.while_waiting(None)
         everybody = self.control.failures.error is None and self.watchdog.leave(timeout_s)
         for reducer in reversed(self.reducers):
             reducer.close()

@@ -1,43 +1,229 @@
 """`join()` for optimizers: a rank without data takes part in the others' iterations with zeros.
 
-Scheduled iterations send no control messages, so a rank that has joined cannot be told that another one begins: it
-takes part in the next one anyway. That one is complete when some rank trains on, or when all have joined; the votes
-that are reduced along with the gradients tell which (`Synchroniser.finish`).
+Scheduled iterations send no control messages, so a rank that has joined tells the others, once, and from then on each
+of them tells it what it takes part in: which iteration of which optimizer. The joined rank takes part in an iteration
+when all members of the optimizer's process set that train have said so: then none of them does anything else first, and
+no pattern in which optimizers are stepped needs to be known.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import queue
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import TYPE_CHECKING
+
+import torch
+
+from sirtaki.comm.collectives.rank_sets import GLOBAL
+from sirtaki.comm.control.courier import Tag
+from sirtaki.errors import CommError
 
 if TYPE_CHECKING:
     from .gradient_reducer import GradientReducer
     from .job import Job
 
+SHORTEST_PAUSE_S = 50e-6
+LONGEST_PAUSE_S = 2e-3
+PAUSE = 0.05
+"""A joined rank looks for messages again after this part of the time since the last one."""
 
-def present_cycle(
-    finished: Sequence[GradientReducer], all_reducers: Sequence[GradientReducer]
-) -> list[GradientReducer]:
-    """The optimizers in the order in which the other ranks will step them next.
+Key = tuple[int, int]
+"""An optimizer: the number of its process set, and its own there; the same on all ranks of the set."""
 
-    That is what has come since the last one was stepped the last time but one: a script with one optimizer repeats
-    it, one that plays two against each other alternates, or repeats some pattern.
+
+class Stage(IntEnum):
+    """How far a rank has got in an iteration."""
+
+    REDUCE = 1
+    """All its gradients are there, and it waits until they are reduced."""
+    FINISH = 2
+    """It ends the iteration."""
+
+
+Reached = tuple[int, Stage]
+"""An iteration, counted since the optimizer was made, and how far a rank has got in it."""
+
+
+@dataclass(slots=True)
+class _Presence:
+    """What this rank takes part in with one optimizer, and which joined ranks know of it."""
+
+    reducer: GradientReducer
+    reached: Reached
+    told: set[int] = field(default_factory=set)
+
+
+class Joining:
+    """Who has joined, what the others tell them, and what they do then."""
+
+    def __init__(self, job: Job) -> None:
+        self._job, self._courier = job, job.courier
+        self._lock = threading.Lock()
+        self._round = 0  # of all ranks joining
+        self._joined: dict[int, int] = {}  # rank → the round in which it has joined
+        self._present: dict[Key, _Presence] = {}
+        self._finished: Counter[int] = Counter()  # iterations by process set
+
+    # ── a rank that trains ───────────────────────────────────────────────────────────────────────────────────────
+
+    def begins(self, reducer: GradientReducer, stage: Stage) -> None:
+        """This rank takes part in an iteration of this optimizer; those that have joined are told."""
+        with self._lock:
+            self._present[reducer.key] = _Presence(reducer, (reducer.finished, stage))
+            self._tell()
+
+    def ends(self, reducer: GradientReducer) -> None:
+        """An iteration of this optimizer has ended, whether or not this rank has joined."""
+        self._finished[reducer.key[0]] += 1
+        self._present.pop(reducer.key, None)
+
+    def attend(self) -> None:
+        """Tells those that have joined meanwhile; for any thread, now and then while this rank waits."""
+        if self._lock.acquire(blocking=False):
+            try:
+                self._tell()
+            finally:
+                self._lock.release()
+
+    def _tell(self) -> None:
+        self._joined |= dict(self._courier.receive(Tag.JOINED))
+        for key, presence in list(self._present.items()):
+            for rank in presence.reducer.ranks:
+                if self._joined.get(rank) == self._round and rank not in presence.told:
+                    presence.told.add(rank)
+                    self._courier.send(rank, Tag.ITERATION, (key, presence.reached))
+
+    # ── a rank that has joined ───────────────────────────────────────────────────────────────────────────────────
+
+    def join(self) -> int:
+        """Collective: takes part in the others' iterations with zeros until all ranks have joined.
+
+        Returns:
+            The rank that joined last.
+
+        Raises:
+            CommError: the job failed, or an optimizer that others step is gone here.
+        """
+        engine = self._job.engine
+        all_have_joined = engine.join((self._finished[GLOBAL], self._finished.total()))
+        with self._lock:
+            self._present.clear()
+        self._courier.send_all(Tag.JOINED, self._round)
+        substitute = _Substitute(self._job)
+        try:
+            moved_s = time.monotonic()
+            while not all_have_joined.wait(_pause_s(moved_s)):
+                self._job.control.failures.check()
+                with self._lock:
+                    self._joined |= dict(self._courier.receive(Tag.JOINED))
+                    joined = {rank for rank, number in self._joined.items() if number == self._round}
+                if substitute.look(joined | {self._courier.rank}):
+                    moved_s = time.monotonic()
+                    engine.note_progress()
+        finally:
+            substitute.close()
+        substitute.wait()
+        for reducer in self._job.reducers:
+            reducer.drop_accumulated()
+        self._round += 1
+        engine.finish(all_have_joined)
+        return engine.last_joined
+
+
+def _pause_s(moved_s: float) -> float:
+    return min(LONGEST_PAUSE_S, max(SHORTEST_PAUSE_S, PAUSE * (time.monotonic() - moved_s)))
+
+
+class _Substitute:
+    """Does in the others' iterations what this rank would do if it had data, but with zeros.
+
+    Iterations of one process set come in one order for all its members; those of different sets do not, so each set has
+    a thread.
     """
-    if not finished:
-        return list(all_reducers)
-    last, earlier = finished[-1], list(finished[:-1])
-    for distance, reducer in enumerate(reversed(earlier)):
-        if reducer is last:
-            return list(finished[len(finished) - 1 - distance :])
-    return list(finished)
 
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]  # torch's
+        self._reached: defaultdict[Key, dict[int, Reached]] = defaultdict(dict)  # by rank
+        self._begun: dict[Key, Reached] = {}
+        self._tasks: dict[int, queue.SimpleQueue[Callable[[], None] | None]] = {}
+        self._threads: list[threading.Thread] = []
+        self._error: BaseException | None = None
 
-def serve_until_all_joined(current: Job) -> None:
-    """Collective: takes part in the others' iterations with zeros until every rank has called this."""
-    cycle = present_cycle(tuple(current.finished), current.reducers)
-    alive = bool(cycle)
-    while alive:
-        alive = False
-        for reducer in cycle:  # all of them, whatever the first one says
-            alive |= reducer.finish(joined=True)
-    current.finished.clear()
+    def look(self, joined: set[int]) -> bool:
+        """Reads what others have said, and takes part where all are that have data; True if there was any news.
+
+        Args:
+            joined: all ranks that are known to have joined.
+
+        Raises:
+            CommError: an iteration failed.
+        """
+        if self._error is not None:
+            raise self._error
+        news = self._job.courier.receive(Tag.ITERATION)
+        for rank, (key, reached) in news:
+            self._reached[key][rank] = reached
+        for key, by_rank in self._reached.items():
+            reducer = self._reducer(key)
+            training = [rank for rank in reducer.ranks if rank not in joined]
+            if not training or not all(rank in by_rank for rank in training):
+                continue
+            reached = min(by_rank[rank] for rank in training)
+            if reached > self._begun.get(key, (reducer.finished - 1, Stage.FINISH)):
+                self._begun[key] = reached
+                self._do(reducer, reached[1])
+        return bool(news)
+
+    def _reducer(self, key: Key) -> GradientReducer:
+        for reducer in self._job.reducers:
+            if reducer.key == key:
+                return reducer
+        error = CommError(
+            f"rank {self._job.control.rank} has joined, and other ranks step an optimizer that is gone there: keep "
+            "DistributedOptimizers until join() has returned"
+        )
+        self._job.watchdog.fail(error)
+        raise error
+
+    def _do(self, reducer: GradientReducer, stage: Stage) -> None:
+        number = reducer.key[0]
+        if number not in self._tasks:
+            tasks = self._tasks[number] = queue.SimpleQueue()
+            name = f"sirtaki-join-{number}"
+            self._threads.append(threading.Thread(target=self._work, args=(tasks,), name=name, daemon=True))
+            self._threads[-1].start()
+        self._tasks[number].put(reducer.contribute_zeros if stage is Stage.REDUCE else reducer.finish_joined)
+
+    def _work(self, tasks: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+        if self._device is not None:
+            torch.cuda.set_device(self._device)
+        while (task := tasks.get()) is not None:
+            try:
+                task()
+            except BaseException as err:  # whatever it is, the main thread raises it
+                self._error = err
+                return
+
+    def close(self) -> None:
+        """Nothing more will be done; what was begun goes on."""
+        for tasks in self._tasks.values():
+            tasks.put(None)
+
+    def wait(self) -> None:
+        """Blocks until what was begun is done.
+
+        Raises:
+            CommError: an iteration failed.
+        """
+        for thread in self._threads:
+            while thread.is_alive():
+                self._job.control.failures.check()
+                thread.join(0.01)
+        if self._error is not None:
+            raise self._error

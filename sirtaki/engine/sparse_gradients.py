@@ -53,7 +53,7 @@ class SparseReductions:
         rows = gradient.detach()
         if not rows.is_sparse or rows.sparse_dim() != 1:
             rows = rows.to_dense().to_sparse(1)
-        self._running[name] = start_sparse_sum(self._engine, rows, f"{self._prefix}.{name}")
+        self._running[name] = start_sparse_sum(self._engine, rows, f"{self._prefix}.{name}", by_all=True)
 
     def finish(self, params: Mapping[str, torch.Tensor], agreed_now: Iterable[str]) -> None:
         """Collective: blocks until all sparse gradients are reduced and in `.grad`, coalesced.

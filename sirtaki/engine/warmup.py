@@ -218,14 +218,11 @@ class TunedSynchroniser:
         """The order of the gradients is being learned in this iteration; the same on all ranks."""
         return self._sync.learning
 
-    def finish(self, *, joined: bool = False) -> bool:
+    def finish(self, *, joined: bool = False) -> None:
         """Collective: blocks until all gradients are reduced, and decides what the next iteration runs.
 
         Args:
             joined: this rank has no data any more and takes part with zeros.
-
-        Returns:
-            Some rank still has data; the same on all ranks.
         """
         report = self._sync.finish(joined=joined)
         if report.ready_s:
@@ -234,8 +231,7 @@ class TunedSynchroniser:
         if report.learned:
             self._after_learning(report)
         elif self._assignment is not None and not report.ready_s:
-            self._after_iteration(report)
-        return report.alive
+            self._after_iteration(math.nan if joined else report.span_s)
 
     # ── the warm-up ──────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -326,15 +322,20 @@ class TunedSynchroniser:
             identity=identity,
         )
 
-    def _after_iteration(self, report: IterationReport) -> None:
-        """Collective: counts this iteration for the present assignment, and takes the next one if it is complete."""
+    def _after_iteration(self, span_s: float) -> None:
+        """Collective: counts this iteration for the present assignment, and takes the next one if it is complete.
+
+        `span_s` of a rank that has joined is not a number: nothing overlaps then, and the iteration shows nothing.
+        """
         if self._to_discard > 0:
             self._to_discard -= 1
             return
         assert self._assignment is not None
         # The last rank to arrive sets the pace; the others' spans hold its lateness.
-        span_s = self._control.minimum(np.array([report.span_s]))
-        self._spans_s.append(float(span_s[0]))
+        shortest_s = float(self._control.minimum(np.array([-1.0 if math.isnan(span_s) else span_s]))[0])
+        if shortest_s < 0.0:
+            return
+        self._spans_s.append(shortest_s)
         if len(self._spans_s) >= self._assignment.measured_iterations:
             self._record(self._spans_s)
             self._next_assignment()

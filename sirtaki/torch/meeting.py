@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from sirtaki.comm.collectives.requests import Kind
 from sirtaki.engine import job
-from sirtaki.engine.joining import serve_until_all_joined
 
 from .handles import Call, synchronize
 from .process_sets import ProcessSet, global_process_set
@@ -35,8 +34,4 @@ def join(device: int = -1) -> int:
     Raises:
         HorovodInternalError: the job has failed.
     """
-    current = job.current()
-    joining = current.engine.join()
-    serve_until_all_joined(current)
-    current.engine.finish(joining)
-    return current.engine.last_joined
+    return job.current().joining.join()

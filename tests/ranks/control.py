@@ -5,6 +5,7 @@ import sys
 import numpy as np
 import pytest
 
+from sirtaki.comm.control.courier import Courier, Tag
 from sirtaki.comm.control.plane import ControlPlane, load_mpi
 from sirtaki.errors import ConfigError, MismatchError
 
@@ -38,6 +39,24 @@ assert address == "127.0.0.1"
 prefixes = [control.next_prefix() for _ in range(3)]
 assert len(set(prefixes)) == 3
 assert control.all_gather(prefixes) == [prefixes] * size
+control.barrier()
+
+# Messages beside the collectives: nobody waits for them, each reader gets its own, and those of one rank in order.
+courier = Courier(control.duplicate())
+assert courier.receive(Tag.JOINED) == []
+control.barrier()
+courier.send_all(Tag.JOINED, rank)
+for number in range(3):
+    courier.send((rank + 1) % size, Tag.ITERATION, (rank, number))
+joined, iterations = [], []
+while len(joined) < size - 1 or len(iterations) < 3:
+    joined += courier.receive(Tag.JOINED)
+    iterations += courier.receive(Tag.ITERATION)
+assert sorted(joined) == [(other, other) for other in range(size) if other != rank]
+before = (rank - 1) % size
+assert iterations == [(before, (before, number)) for number in range(3)]
+control.barrier()
+assert not any(courier.receive(tag) for tag in Tag)
 control.barrier()
 control.close()
 
