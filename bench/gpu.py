@@ -103,9 +103,10 @@ class Sirtaki(OneRank):
         ]
 
     def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
-        def hook(_: torch.Tensor) -> None:
+        def hook(param: torch.Tensor) -> None:
             begin_s = time.perf_counter()
-            self.sync.ready(index)
+            assert param.grad is not None
+            self.sync.ready(index, param.grad)
             self.hook_s += time.perf_counter() - begin_s
             self.hooked += 1
 

@@ -118,9 +118,9 @@ class Bare:
         )
         for index, param in enumerate(self._params):
             ready = partial(self._sync.ready, index)
-            param.register_post_accumulate_grad_hook(lambda _, ready=ready: ready())  # type: ignore[no-untyped-call]
+            param.register_post_accumulate_grad_hook(lambda param, ready=ready: ready(param.grad))  # type: ignore[no-untyped-call]
         report = self._step()
-        while not report.learned:
+        while not report.profiled:
             report = self._step()
         budget_s = PROBE_S + 2 * report.span_s
         self.probes = probe_routes(self._control, self._router, [ROUTE], max_streams=STREAMS[-1], budget_s=budget_s)

@@ -6,7 +6,7 @@ A module of its own because it is the one place that knows which routes exist he
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,6 +14,7 @@ import torch
 
 from sirtaki.errors import CommError, PlanError
 
+from .control.failure import INTERRUPTIBLE_SLICE_S, WAIT_SLICE_S
 from .device import HOST, Device
 from .nccl_streams.communicators import CommunicatorPool, Opener
 from .nccl_streams.nccl import NcclHierarchicalTransport, NcclTransport
@@ -31,9 +32,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Route = tuple[TransportKind, Algorithm]
-
-WAIT_SLICE_S = 1.0
-"""How often a wait for other ranks looks whether the job has failed."""
 
 MAX_COMMUNICATORS = 24
 """NCCL communicators that are open at once; those of one stream with several CTA counts are several."""
@@ -236,15 +234,26 @@ class Router:
             for unit in plan.units
         ]
 
-    def wait_for(self, works: Sequence[Work]) -> None:
+    def wait_for(self, works: Sequence[Work], *, interrupted: Callable[[], bool] | None = None) -> bool:
         """Waits for all of them, and looks now and then whether the job has failed.
+
+        Args:
+            works: in the order in which they were submitted.
+            interrupted: asked now and then whether to stop waiting.
+
+        Returns:
+            False if it was interrupted.
 
         Raises:
             CommError: a reduction failed, or the job did.
         """
+        slice_s = INTERRUPTIBLE_SLICE_S if interrupted else WAIT_SLICE_S
         for work in works:
-            while not work.wait(WAIT_SLICE_S):
+            while not work.wait(slice_s):
                 self._control.failures.check()
+                if interrupted and interrupted():
+                    return False
+        return True
 
     def check(self) -> None:
         """Raises what a transport has found out by itself; any thread may ask.

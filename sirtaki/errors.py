@@ -8,6 +8,7 @@ SirtakiError
 │   ├── MismatchError                    ranks disagree about an operation
 │   ├── PeerLostError                    a rank died, left or raised
 │   └── StallError                       a rank did not come within the stall time
+├── GradientError        (RuntimeError)  a gradient was changed while it was being reduced
 ├── TuningError          (RuntimeError)  an arm, model or trial that cannot be used
 ├── RegistryError        (RuntimeError)  a store that cannot be read or written
 └── LaunchError          (RuntimeError)  ranks could not be started
@@ -44,6 +45,10 @@ class PeerLostError(CommError):
 
 class StallError(CommError):
     """A rank did not take part in an operation within the stall time."""
+
+
+class GradientError(SirtakiError, RuntimeError):
+    """A gradient was written between its backward pass and the end of its reduction."""
 
 
 class TuningError(SirtakiError, RuntimeError):

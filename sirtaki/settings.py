@@ -47,6 +47,7 @@ class Settings:
         trial_log: file for one machine-readable line a trial.
         registry: where results are remembered: a database URL, a file, or "off"; None, not set: the user's cache.
         seed: of the tuner's random choices.
+        unused_as_none: gradients that no rank has computed are None (PyTorch's rule) instead of zeros (Horovod's).
         check_nan: name the rank, parameter and iteration that first bring a NaN or an infinity.
         timeline: file for a Chrome trace; "DYNAMIC" = none yet, but `start_timeline` may open one.
         timeline_mark_cycles: mark the negotiation rounds in the trace.
@@ -71,6 +72,7 @@ class Settings:
     trial_log: str | None = None
     registry: str | None = None
     seed: int = 0
+    unused_as_none: bool = False
     check_nan: bool = False
     timeline: str | None = None
     timeline_mark_cycles: bool = False
@@ -247,6 +249,11 @@ VARIABLES: tuple[Variable, ...] = (
     _variable("SIRTAKI_REGISTRY", "registry", _TEXT),
     _variable("SIRTAKI_SEED", "seed", _FROM_ZERO),
     _variable("SIRTAKI_CHECK_NAN", "check_nan", _FLAG),
+    _variable(
+        "SIRTAKI_UNUSED",
+        "unused_as_none",
+        {"parse": _one_of({"zeros": False, "none": True}), "accepts": "zeros (as Horovod) or none (as PyTorch)"},
+    ),
     _variable("HOROVOD_TIMELINE", "timeline", _TEXT),
     _variable("SIRTAKI_TIMELINE", "timeline", _TEXT),
     _variable("HOROVOD_TIMELINE_MARK_CYCLES", "timeline_mark_cycles", _FLAG),

@@ -22,7 +22,7 @@ import numpy.typing as npt
 import torch
 
 from sirtaki.comm import timeline
-from sirtaki.comm.control.failure import FailureBoard, poll_until
+from sirtaki.comm.control.failure import WAIT_SLICE_S, FailureBoard, poll_until
 from sirtaki.comm.control.plane import gather, load_mpi
 from sirtaki.comm.control.watchdog import Wait
 from sirtaki.comm.transports.mpi import ThreadWork
@@ -40,9 +40,6 @@ LONGEST_PAUSE_S = 2e-3
 
 SHORTEST_PAUSE_S = 50e-6
 
-WAIT_SLICE_S = 1.0
-"""How often a thread that waits for the engine's looks whether the job is lost."""
-
 _ALL_BITS = (1 << 8 * DIGEST_BYTES) - 1
 
 Bits = npt.NDArray[np.bool_]
@@ -58,11 +55,6 @@ class EagerWork(ThreadWork):
         self.submitted_s = time.monotonic()
         self.results: list[torch.Tensor] = []
         self.written = _written(tensors)
-
-    @property
-    def is_done(self) -> bool:
-        """The result, or the error, is there."""
-        return self._done.is_set()
 
 
 def _written(tensors: Sequence[torch.Tensor]) -> torch.cuda.Event | None:

@@ -1,7 +1,4 @@
-"""The gradients of one optimizer, grouped by dtype: their flat buffers, and who owns which range of them.
-
-A module of its own because it says what is reduced; the synchroniser says when.
-"""
+"""Flat buffers: where the gradients of one optimizer lie while they are reduced, one buffer a dtype."""
 
 from __future__ import annotations
 
@@ -12,17 +9,16 @@ from typing import Protocol
 import torch
 
 from sirtaki.comm.layout import GradientLayout
-from sirtaki.comm.plan import CommPlan
-from sirtaki.comm.router import Route, Router
+from sirtaki.comm.router import Router
 from sirtaki.comm.transports.contract import FlatBuffer, ReduceOp
-
-from .control_flags import FLAG_COUNT
+from sirtaki.errors import ConfigError
 
 
 class HasGrad(Protocol):
     """What is needed of a parameter."""
 
     grad: torch.Tensor | None
+    requires_grad: bool
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
@@ -56,100 +52,187 @@ class Reduction:
 
 
 class GradientGroup:
-    """The gradients of one dtype: their flat buffer, and a view of it for each."""
+    """The gradients of one dtype: their flat buffer, and the place in it of each."""
 
     def __init__(
         self, indices: list[int], params: Sequence[HasGrad], layout: GradientLayout, buffer: FlatBuffer
     ) -> None:
         self.indices, self.layout, self.buffer = indices, layout, buffer
         # A gradient has its parameter's strides (torch's layout contract, on which fused optimizers rely).
-        self.views = [
+        self.places = [
             buffer.tensor.as_strided(params[index].shape, dense_strides(params[index]), offset)
             for index, offset in zip(indices, layout.offsets, strict=False)
         ]
 
 
-@dataclass(slots=True, eq=False)
-class ScheduledUnit:
-    """One unit with all that issuing it takes.
-
-    Attributes:
-        members: parameters with elements in it.
-        due: where it stands among the units of all groups: (position of its last gradient, group, number in plan).
-    """
-
-    group: GradientGroup
-    start: int
-    stop: int
-    stream: int
-    route: Route
-    threads: int | None = None
-    members: tuple[int, ...] = ()
-    due: tuple[int, int, int] = (0, 0, 0)
-
-
-def group_by_dtype(
-    order: Sequence[int], params: Sequence[HasGrad], names: Sequence[str], *, reduction: Reduction, router: Router
+def _group_by_dtype(
+    order: Sequence[int],
+    params: Sequence[HasGrad],
+    names: Sequence[str],
+    *,
+    reduction: Reduction,
+    router: Router,
+    n_flags: int,
 ) -> list[GradientGroup]:
-    """Collective: flat buffers for all gradients in the given order, one a dtype; the first has the votes, too."""
+    """Collective: flat buffers for all gradients in the given order, one a dtype; the first has the flags, too."""
     by_dtype: dict[tuple[torch.dtype, torch.dtype], list[int]] = {}
     for index in order:
         dtype = params[index].dtype
         by_dtype.setdefault((reduction.travels_as(dtype), dtype), []).append(index)
     groups: list[GradientGroup] = []
     for (wire, _), indices in by_dtype.items():
-        votes = () if groups else (FLAG_COUNT,)
+        flags = () if groups else (n_flags,)
         layout = GradientLayout(
-            sizes=(*(params[index].numel() for index in indices), *votes),
+            sizes=(*(params[index].numel() for index in indices), *flags),
             itemsize_bytes=wire.itemsize,
             dtype=str(wire).removeprefix("torch."),
             device=router.device.torch_device.type,
-            names=(*(names[index] for index in indices), *("sirtaki.control_flags" for _ in votes)),
+            names=(*(names[index] for index in indices), *("sirtaki.control_flags" for _ in flags)),
         )
         groups.append(GradientGroup(indices, params, layout, router.allocate(layout.numel, wire)))
     return groups
 
 
-def schedule(
-    groups: Sequence[GradientGroup], plans: Sequence[CommPlan], position: dict[int, int]
-) -> list[ScheduledUnit]:
-    """The units of all groups, merged by the moment in which their last gradient is expected.
+class GradientBuffers:
+    """The flat buffers of one optimizer in one order of its parameters, and the way of gradients in and out.
 
-    Args:
-        groups: what is reduced.
-        plans: one a group.
-        position: when each parameter's gradient is expected among all.
+    Users get `views`, tensors of their own over the same memory as the places: `model.half()` and the like swap the
+    memory behind a `.grad`, and a version counter of its own tells a user's write from ours.
+
+    Attributes:
+        order: parameters in the order in which their gradients are expected.
+        position: where each parameter stands in `order`.
+        groups: one a dtype.
+        views: what a parameter's `.grad` is while its gradient lies in the flat buffer.
+        addresses: of the places.
+        outdated: a gradient came with other strides or another dtype than its place has: the parameter was changed.
     """
-    units = [
-        unit
-        for number, (group, plan) in enumerate(zip(groups, plans, strict=True))
-        for unit in _expand(number, group, plan, position)
-    ]
-    return sorted(units, key=lambda unit: unit.due)
 
+    def __init__(
+        self,
+        order: Sequence[int],
+        params: Sequence[HasGrad],
+        names: Sequence[str],
+        *,
+        reduction: Reduction,
+        router: Router,
+        n_flags: int,
+    ) -> None:
+        """Collective.
 
-def _expand(number: int, group: GradientGroup, plan: CommPlan, position: dict[int, int]) -> list[ScheduledUnit]:
-    """The units of one group's plan."""
-    offsets, units, first = group.layout.offsets, list[ScheduledUnit](), 0
-    for serial, unit in enumerate(plan.units):
-        while offsets[first + 1] <= unit.start:
-            first += 1
-        place, members = first, list[int]()
-        while place < len(group.indices) and offsets[place] < unit.stop:
-            if offsets[place + 1] > offsets[place]:
-                members.append(group.indices[place])
-            place += 1
-        last = max((position[index] for index in members), default=len(position))
-        units.append(
-            ScheduledUnit(
-                group,
-                unit.start,
-                unit.stop,
-                unit.stream,
-                (plan.transport, unit.algorithm),
-                threads=unit.threads,
-                members=tuple(members),
-                due=(last, number, serial),
-            )
+        Args:
+            order: see above; the same on all ranks.
+            params: their gradients are reduced.
+            names: of the parameters.
+            reduction: tells in which dtype gradients travel.
+            router: allocates.
+            n_flags: elements for control flags, at the end of the first buffer.
+        """
+        self._params, self._names, self._device = params, names, router.device
+        self.order = list(order)
+        self.position = [0] * len(order)
+        for position, index in enumerate(order):
+            self.position[index] = position
+        self.groups = _group_by_dtype(order, params, names, reduction=reduction, router=router, n_flags=n_flags)
+        self._places = [torch.empty(0)] * len(params)
+        for group in self.groups:
+            for index, place in zip(group.indices, group.places, strict=True):
+                self._places[index] = place
+        self.views = [place.data for place in self._places]
+        self._strides = [place.stride() for place in self._places]
+        self.addresses = [place.data_ptr() for place in self._places]
+        self._made_for = [param.dtype for param in params]
+        self.outdated = False
+
+    @property
+    def layouts(self) -> tuple[GradientLayout, ...]:
+        """One a dtype; the first has one element more, the control flags."""
+        return tuple(group.layout for group in self.groups)
+
+    @property
+    def flags(self) -> torch.Tensor:
+        """The elements of the control flags, `(n_flags,)`."""
+        first = self.groups[0]
+        return first.buffer.tensor[first.layout.offsets[-2] :]
+
+    def take_over(self, before: GradientBuffers) -> None:
+        """Gradients that lie in the buffers that were there before move into these."""
+        for index, param in enumerate(self._params):
+            if param.grad is not None and param.grad is before.views[index] and before._is_intact(index):
+                self._device.launch(self._places[index].copy_, before._places[index])
+                param.grad = self.view(index) if self.fits(index) else param.grad.clone()
+
+    def _is_intact(self, index: int) -> bool:
+        """The view still lies in the flat buffer."""
+        return self.views[index].data_ptr() == self.addresses[index]
+
+    def view(self, index: int) -> torch.Tensor:
+        """What to put into a parameter's `.grad`."""
+        if not self._is_intact(index):
+            self.views[index] = self._places[index].data
+        return self.views[index]
+
+    def fits(self, index: int) -> bool:
+        """The parameter's place in the flat buffer may be its gradient: same dtype, strides and device."""
+        param, place = self._params[index], self._places[index]
+        return (
+            param.dtype is place.dtype
+            and param.device == place.device
+            and param.shape == place.shape
+            and dense_strides(param) == self._strides[index]
         )
-    return units
+
+    def clear(self, index: int) -> None:
+        """Zeros in a parameter's place."""
+        self._device.launch(self._places[index].zero_)
+
+    def copy_in(self, indices: Sequence[int], gradients: Sequence[torch.Tensor]) -> None:
+        """Copies gradients into their places, all at once; where they fit, `.grad` is the place from then on.
+
+        Raises:
+            ConfigError: a parameter was moved to another device.
+        """
+        params, places, views, strides, addresses = (
+            self._params,
+            self._places,
+            self.views,
+            self._strides,
+            self.addresses,
+        )
+        targets, sources = [], []
+        for index, gradient in zip(indices, gradients, strict=True):
+            if gradient is not views[index] or gradient.data_ptr() != addresses[index]:
+                targets.append(places[index])
+                sources.append(gradient)
+        if targets:
+            with torch.no_grad():  # gradients made with create_graph=True have a graph, the reduced ones have none
+                self._device.launch(torch._foreach_copy_, targets, sources)
+            self._device.keep(sources)
+        for index, gradient in zip(indices, gradients, strict=True):
+            place = places[index]
+            if gradient.dtype is place.dtype and gradient.stride() == strides[index]:
+                view = views[index]
+                if view.data_ptr() != addresses[index]:
+                    view = self.view(index)
+                if gradient is not view and params[index].grad is gradient:
+                    params[index].grad = view
+            else:
+                self._look_into(index, gradient)
+
+    def _look_into(self, index: int, gradient: torch.Tensor) -> None:
+        """A gradient that does not fit its place: it travels as a copy, in the place's dtype."""
+        place = self._places[index]
+        if gradient.device != place.device or gradient.shape != place.shape:
+            raise ConfigError(
+                f"the gradient of {self._names[index]} is {tuple(gradient.shape)} on {gradient.device}, and was "
+                f"{tuple(place.shape)} on {place.device} when its DistributedOptimizer was made: move or resize the "
+                "model first, then make the optimizer"
+            )
+        if gradient.dtype is place.dtype or gradient.dtype is not self._made_for[index]:
+            self.outdated = True
+
+    def copy_out(self, pairs: Sequence[tuple[int, torch.Tensor]]) -> None:
+        """Copies reduced gradients from their places into tensors of another dtype or other strides."""
+        if pairs:
+            targets, sources = [target for _, target in pairs], [self._places[index] for index, _ in pairs]
+            self._device.launch(torch._foreach_copy_, targets, sources)

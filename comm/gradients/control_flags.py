@@ -1,47 +1,70 @@
-"""What ranks ask of each other along with the gradients: elements at the end of a flat buffer that are reduced, too.
+"""What ranks tell each other along with the gradients: elements at the end of a flat buffer that are reduced, too.
 
-A rank may ask for a new order of the gradients, and says whether it has data of its own. Any rank that asks is heard
-by all of them in the same iteration, without a message.
+A rank may ask for the order of the gradients to be profiled again. Any rank that sets a flag is heard by all of them in
+the same iteration, without a message. Flags are read an iteration later, so that no device is waited for.
 """
+
+from collections.abc import Sequence
 
 import torch
 
 from sirtaki.comm.device import Device, Event, copy_
 
-FLAG_COUNT = 2
-REPROFILE, HAS_DATA = range(FLAG_COUNT)
+FLAG_COUNT = 1
+(REPROFILE,) = range(FLAG_COUNT)
 
 
 class ControlFlags:
-    """The votes of one flat buffer."""
+    """The flags of one flat buffer."""
 
     def __init__(self, device: Device, elements: torch.Tensor) -> None:
-        """Args: `elements` are those of the flat buffer that votes are, `(FLAG_COUNT,)`."""
+        """Args: `elements` are those of the flat buffer that hold the flags, `(FLAG_COUNT,)`."""
         self._device, self._elements = device, elements
-        # What a rank may say, `[relearn][alive]`, where the votes are, and what was counted, on the host.
-        self._choices = torch.tensor(
-            [[[relearn, alive] for alive in (0, 1)] for relearn in (0, 1)], device=elements.device
-        ).to(elements.dtype)
-        self._count = torch.zeros(FLAG_COUNT, dtype=elements.dtype)
-        device.pin(self._count)
-        self._counted: Event | None = None
+        # All that a rank may say, where the flags are, and what was reduced, on the host.
+        self._choices = torch.tensor([[0], [1]], device=elements.device).to(elements.dtype)
+        self._reduced = torch.zeros(FLAG_COUNT, dtype=elements.dtype)
+        device.pin(self._reduced)
+        self._read: Event | None = None
 
-    def write(self, *, relearn: bool, alive: bool) -> None:
-        """Votes, before the elements are reduced."""
-        self._device.launch(self._elements.copy_, self._choices[int(relearn)][int(alive)])
+    def write(self, *, reprofile: bool) -> None:
+        """Sets this rank's flags, before the elements are reduced."""
+        self._device.launch(self._elements.copy_, self._choices[int(reprofile)])
 
     def read_back(self) -> None:
         """Takes the reduced elements to the host."""
-        self._device.launch(copy_, self._count, self._elements)
-        self._counted = self._device.record_event()
+        self._device.launch(copy_, self._reduced, self._elements)
+        self._read = self._device.record_event()
 
     def forget(self) -> None:
-        """What was counted last does not matter any more."""
-        self._counted = None
+        """What was read last does not matter any more."""
+        self._read = None
 
-    def is_set(self, vote: int) -> bool:
-        """Whether, when they were last counted, any rank had voted so; waits for the count if it must."""
-        if self._counted is None:
+    def is_set(self, flag: int) -> bool:
+        """Whether any rank had set it when the flags were last read; waits for the copy if it must."""
+        if self._read is None:
             return False
-        self._device.wait_for(self._counted)
-        return float(self._count[vote]) > 0.0
+        self._device.wait_for(self._read)
+        return float(self._reduced[flag]) > 0.0
+
+
+class UsageFlags:
+    """One element a parameter, which tells whether any rank has computed its gradient (`SIRTAKI_UNUSED=none`)."""
+
+    def __init__(self, device: Device, elements: torch.Tensor) -> None:
+        """Args: `elements` of the flat buffer, `(n_params,)`; empty where nobody asks."""
+        self._device, self._elements = device, elements
+
+    @property
+    def wanted(self) -> bool:
+        """Somebody asks."""
+        return bool(self._elements.numel())
+
+    def write(self, computed: Sequence[int]) -> None:
+        """Sets the flags of the parameters whose gradients this rank has computed."""
+        flags = torch.zeros(self._elements.numel(), dtype=self._elements.dtype)
+        flags[list(computed)] = 1
+        self._device.launch(self._elements.copy_, flags)
+
+    def used(self) -> list[bool]:
+        """Once they are reduced: whether any rank has computed the gradient, `(n_params,)`. Waits for the device."""
+        return [bool(flag) for flag in (self._elements > 0).tolist()]

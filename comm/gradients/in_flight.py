@@ -9,10 +9,9 @@ import time
 from dataclasses import dataclass, field
 
 from sirtaki.comm.device import Device, Event
-from sirtaki.comm.nccl_streams.nccl import NcclWork
 from sirtaki.comm.transports.contract import Work
 
-from .buffers import ScheduledUnit
+from .schedule import ScheduledUnit
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +61,7 @@ class InFlight:
     def unreduced_unit(self) -> str:
         """The first unit of the last iteration that is not reduced, in words; empty if there is none."""
         for number, (unit, work) in enumerate(self.units):
-            if isinstance(work, NcclWork) and not work.is_done():
+            if not work.is_done():
                 what = unit.group.layout.describe(unit.start, unit.stop)
                 return f"unit {number + 1} of {len(self.units)} ({what}) on stream {unit.stream}"
         return ""

@@ -49,7 +49,7 @@ class IterationTrace:
         self.copies.append((begin, self.device.record_event(), count))
 
     def write(
-        self, *, iteration: int, learning: bool, first_ready: Event, backward_ended: Event, reduced: Event
+        self, *, iteration: int, profiling: bool, first_ready: Event, backward_ended: Event, reduced: Event
     ) -> None:
         """All gradients are reduced, on the device, too."""
         end_s, timeline = time.perf_counter(), self.timeline
@@ -59,7 +59,7 @@ class IterationTrace:
             return moment if isinstance(moment, float) else end_s - self.device.elapsed_s(moment, reduced)
 
         first_ready_s, ended_s = at(first_ready), at(backward_ended)
-        kind = "learning" if learning else "scheduled"
+        kind = "order profiling" if profiling else "scheduled"
         timeline.span("iterations", f"iteration {iteration}", first_ready_s, end_s, kind=kind)
         if ended_s > first_ready_s:
             timeline.span("iterations", "backward", first_ready_s, ended_s)
@@ -72,10 +72,10 @@ class IterationTrace:
         free_s: dict[int, float] = {}
         for unit in self.units:
             issued_s = at(unit.issued)
+            begun, done = unit.work.times()
             # A transport that does not tell when it began takes a stream's units one after the other.
-            began_s = max(issued_s, free_s.get(unit.stream, 0.0), getattr(unit.work, "begun_s", 0.0))
-            done = getattr(unit.work, "done_event", None) or getattr(unit.work, "done_s", 0.0)
-            done_s = at(done) if done else end_s
+            began_s = max(issued_s, free_s.get(unit.stream, 0.0), 0.0 if begun is None else at(begun))
+            done_s = end_s if done is None else at(done)
             free_s[unit.stream] = done_s
             name, numbers = (
                 unit.layout.describe(unit.start, unit.stop),

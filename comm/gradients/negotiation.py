@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sirtaki.comm import timeline
-from sirtaki.comm.control.failure import FailureBoard, poll_until
+from sirtaki.comm.control.failure import INTERRUPTIBLE_SLICE_S, WAIT_SLICE_S, FailureBoard, poll_until
 from sirtaki.comm.control.plane import load_mpi
 from sirtaki.errors import CommError
 
@@ -86,19 +86,25 @@ class ReadinessNegotiation:
             if self._fresh_bytes >= self._granularity_bytes:
                 self._wake.notify()
 
-    def finish(self) -> None:
-        """The backward pass has ended: all gradients count as ready. Blocks until every one is agreed.
-
-        Raises:
-            CommError: the job failed meanwhile.
-        """
+    def end(self) -> None:
+        """The backward pass has ended: all gradients count as ready."""
         with self._wake:
             self._bits[:] = True
             self._ended = True
             self._wake.notify()
-        while not self._done.wait(timeout=1.0):
+
+    def wait(self, interrupted: Callable[[], bool] | None = None) -> bool:
+        """Blocks until every gradient is agreed; False if `interrupted`, which is asked now and then, says so.
+
+        Raises:
+            CommError: the job failed meanwhile.
+        """
+        while not self._done.wait(INTERRUPTIBLE_SLICE_S if interrupted else WAIT_SLICE_S):
             self._failures.check()
+            if interrupted and interrupted():
+                return False
         self._failures.check()
+        return True
 
     def _run(self) -> None:
         try:

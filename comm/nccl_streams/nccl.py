@@ -47,8 +47,12 @@ class NcclWork:
             self.done_event = self._device.record_event()
 
     def is_done(self) -> bool:
-        """Whether it is reduced; never waits."""
+        """See `Work`."""
         return self._work.is_completed()
+
+    def times(self) -> tuple[Event | None, Event | None]:
+        """See `Work`."""
+        return None, self.done_event
 
     def wait(self, timeout_s: float) -> bool:
         """See `Work`: always True, since it is the stream that waits."""

@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from sirtaki.comm.device import Event
 from sirtaki.comm.plan import TransportKind
 
 
@@ -50,12 +51,26 @@ class Work(Protocol):
         """
         ...
 
+    def is_done(self) -> bool:
+        """Whether it is reduced, or has failed; never waits."""
+        ...
+
+    def times(self) -> tuple[Event | None, Event | None]:
+        """When the transport began and when it ended, as far as it knows; after the end."""
+        ...
+
 
 class _NothingToDo:
     """The work of an empty range."""
 
     def wait(self, timeout_s: float) -> bool:
         return True
+
+    def is_done(self) -> bool:
+        return True
+
+    def times(self) -> tuple[Event | None, Event | None]:
+        return None, None
 
 
 NOTHING_TO_DO = _NothingToDo()

@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 from torch.distributed import ReduceOp as TorchOp
 
 from sirtaki.comm import timeline
+from sirtaki.comm.device import Event
 from sirtaki.comm.plan import TransportKind
 from sirtaki.errors import CommError
 
@@ -47,6 +48,12 @@ class _GlooWork:
 
     def _note(self, _: torch.futures.Future[list[torch.Tensor]]) -> None:
         self.done_s = time.perf_counter()
+
+    def is_done(self) -> bool:
+        return bool(self._work.is_completed())
+
+    def times(self) -> tuple[Event | None, Event | None]:
+        return None, self.done_s or None
 
     def wait(self, timeout_s: float) -> bool:
         if self._done:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from sirtaki.comm.control.plane import load_mpi
+from sirtaki.comm.device import Event
 from sirtaki.comm.plan import TransportKind
 from sirtaki.errors import CommError
 
@@ -52,6 +53,14 @@ class ThreadWork:
         if self._error is not None:
             raise type(self._error)(*self._error.args)
         return True
+
+    def is_done(self) -> bool:
+        """See `Work`."""
+        return self._done.is_set()
+
+    def times(self) -> tuple[Event | None, Event | None]:
+        """See `Work`."""
+        return self.begun_s or None, self.done_s or None
 
 
 def mpi_all_reduce_(tensor: torch.Tensor, *, comm: MPI.Comm, op: ReduceOp, scale: float) -> None:

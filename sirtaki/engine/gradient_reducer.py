@@ -21,6 +21,7 @@ from sirtaki.autotune.arms.base import Arm
 from sirtaki.comm.collectives.requests import Kind, Signature
 from sirtaki.comm.control.watchdog import Wait
 from sirtaki.comm.gradients.buffers import Reduction, dense_strides
+from sirtaki.errors import GradientError
 
 from .joining import Stage
 from .nan_check import NanCheck
@@ -38,6 +39,8 @@ TOO_OFTEN = (
 )
 
 Named = tuple[str, torch.Tensor]
+Arrive = Callable[[torch.Tensor], None]
+"""What is done with a gradient that is complete."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +93,7 @@ class GradientReducer:
         self._nan_check = NanCheck(job.control) if job.settings.check_nan else None
         self._sync: TunedSynchroniser | None = None
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._in_backward = False
         self._attach(named)
         job.watchdog.watch(self._present_wait, self._progress)
         job.reducers.append(self)
@@ -121,7 +125,7 @@ class GradientReducer:
                 reduction=self._options.reduction,
                 arms=self._options.arms,
             )
-        arrive = dict.fromkeys(range(len(self._named)), self._nothing)
+        arrive: dict[int, Arrive] = dict.fromkeys(range(len(self._named)), self._nothing)
         for index, number in enumerate(dense):
             arrive[number] = self._arrival(index)
         self._gather_groups(arrive)
@@ -133,12 +137,12 @@ class GradientReducer:
         ]
         self._begin_iteration()
 
-    def _arrival(self, index: int) -> Callable[[], None]:
+    def _arrival(self, index: int) -> Arrive:
         assert self._sync is not None
         return partial(self._sync.ready, index)
 
     @staticmethod
-    def _nothing() -> None:
+    def _nothing(gradient: torch.Tensor) -> None:
         """What a gradient does that is known to be sparse: it is reduced by itself."""
 
     def _detach(self) -> None:
@@ -155,28 +159,27 @@ class GradientReducer:
             raise RuntimeError("add_param_group() between backward() and step(): call step() or synchronize() first")
         self._attach([*self._all, *named])
 
-    def _gather_groups(self, arrive: dict[int, Callable[[], None]]) -> None:
+    def _gather_groups(self, arrive: dict[int, Arrive]) -> None:
         """Members of a group wait for the last of them, so that the group leaves as one."""
         number_of = {id(param): number for number, (_, param) in enumerate(self._named)}
         self._group_sizes: list[int] = []
-        self._group_missing: list[int] = []
         for group in self._options.groups:
             members = [number_of[id(param)] for param in group if id(param) in number_of]
-            place, leave = len(self._group_sizes), [arrive[number] for number in members]
+            place = len(self._group_sizes)
             self._group_sizes.append(len(members))
-
-            def arrive_in_group(place: int = place, leave: list[Callable[[], None]] = leave) -> None:
-                self._group_missing[place] -= 1
-                if not self._group_missing[place]:
-                    for each in leave:
-                        each()
-
             for number in members:
-                arrive[number] = arrive_in_group
+                arrive[number] = partial(self._arrive_in_group, place, arrive[number])
+
+    def _arrive_in_group(self, place: int, leave: Arrive, gradient: torch.Tensor) -> None:
+        waiting = self._groups_waiting[place]
+        waiting.append(partial(leave, gradient))
+        if len(waiting) == self._group_sizes[place]:
+            for each in waiting:
+                each()
 
     # ── the way of one gradient ──────────────────────────────────────────────────────────────────────────────────
 
-    def _make_hook(self, number: int, arrive: Callable[[], None]) -> Callable[[torch.Tensor], None]:
+    def _make_hook(self, number: int, arrive: Arrive) -> Callable[[torch.Tensor], None]:
         nan_check = self._nan_check
 
         def hook(param: torch.Tensor) -> None:
@@ -188,27 +191,45 @@ class GradientReducer:
             if left < 1:
                 raise AssertionError(TOO_OFTEN)
             passes_left[number] = 0
+            if not self._in_backward:
+                self._in_backward = True
+                torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
             gradient = param.grad
             assert gradient is not None
             if nan_check is not None:
                 nan_check.look(number, gradient)
-            if gradient.is_sparse and self._keeps_sparse(number, param):
-                return
-            arrive()
+            if not gradient.is_sparse or self._makes_dense(number, param):
+                arrive(param.grad)  # type: ignore[arg-type]  # it is there
 
         return hook
 
-    def _keeps_sparse(self, number: int, param: torch.Tensor) -> bool:
-        """Whether a sparse gradient is reduced as one; else it is dense afterwards."""
+    def _end_backward(self) -> None:
+        """Called by autograd when a backward pass is over, but not if it raised."""
+        self._in_backward = False
+        if self._sync is not None and self._sync.can_reduce:
+            self._job.joining.begins(self, Stage.REDUCE)
+            self._sync.reduce(self._is_needed_elsewhere)
+
+    def _is_needed_elsewhere(self) -> bool:
+        """Some rank waits for this one in another place, so it must not wait at the end of its backward pass."""
+        return False
+
+    @property
+    def backward_aborted(self) -> bool:
+        """A backward pass has raised in its midst, and gradients that came before that are on their way."""
+        return self._in_backward and self.pending
+
+    def _makes_dense(self, number: int, param: torch.Tensor) -> bool:
+        """Whether a sparse gradient has been made dense; else its reduction as a sparse one has begun."""
         assert param.grad is not None
         name = self._named[number][0]
-        # Which parameters have sparse gradients is agreed while the order is learned; later ones are made dense.
-        agreed_later = self._sync is not None and self._sync.learning
+        # Which parameters have sparse gradients is agreed while the order is profiled; later ones are made dense.
+        agreed_later = self._sync is not None and self._sync.profiling
         if self._options.sparse_as_dense or (name not in self._sparse.names and not agreed_later):
             param.grad = param.grad.to_dense()
-            return False
+            return True
         self._sparse.start(name, param.grad)
-        return True
+        return False
 
     # ── the end of an iteration ──────────────────────────────────────────────────────────────────────────────────
 
@@ -234,7 +255,8 @@ class GradientReducer:
 
     def _begin_iteration(self) -> None:
         self._passes_left = [self._passes] * len(self._named)
-        self._group_missing = list(self._group_sizes)
+        self._groups_waiting: list[list[Callable[[], None]]] = [[] for _ in self._group_sizes]
+        self._in_backward = False
 
     def finish(self) -> None:
         """Collective: blocks until all gradients are reduced; afterwards `.grad` holds the result."""
@@ -246,6 +268,8 @@ class GradientReducer:
 
     def contribute_zeros(self) -> None:
         """On a rank that has joined: gives zeros to an iteration that the other ranks have not begun to end."""
+        if self._sync is not None:
+            self._sync.contribute_zeros()
 
     def finish_joined(self) -> None:
         """Collective: what `finish` is on a rank that has joined."""
@@ -255,6 +279,9 @@ class GradientReducer:
         self._waiting_since_s = time.monotonic()
         try:
             self._end_iteration(joined)
+        except GradientError:  # the iteration is over all the same
+            self._begin_iteration()
+            raise
         finally:
             self._waiting_since_s = None
         self.finished += 1
@@ -268,10 +295,10 @@ class GradientReducer:
             for name in self._sparse.names:
                 self._by_name[name].grad = None
         held = self._sparse.hold_back(self._by_name) if self._sparse.pending else set()
-        learning = self._sync is not None and self._sync.learning
+        profiling = self._sync is not None and self._sync.profiling
         if self._sync is not None:
             self._sync.finish(joined=joined)
-        agreed_now = self._agree_on_sparse(held) if learning else set()
+        agreed_now = self._agree_on_sparse(held) if profiling else set()
         if self._sparse.names:
             self._sparse.finish(self._by_name, agreed_now)
         if thawed:

@@ -152,8 +152,10 @@ class TunedSynchroniser:
             router=self._router,
             reduction=reduction,
             default_plan=lambda layout: replace(self._default, cuts=None).to_plan(layout),
+            unused_as_none=settings.unused_as_none,
         )
-        self.ready = self._sync.ready
+        self.ready, self.reduce = self._sync.ready, self._sync.reduce
+        self.contribute_zeros = self._sync.contribute_zeros
         self._arms = arms
         self._decides = control.rank == 0
         self._tuning = settings.tune and settings.warmup_iterations > 0
@@ -214,9 +216,14 @@ class TunedSynchroniser:
         return self._sync.missing_names()
 
     @property
-    def learning(self) -> bool:
-        """The order of the gradients is being learned in this iteration; the same on all ranks."""
-        return self._sync.learning
+    def can_reduce(self) -> bool:
+        """Every gradient of this iteration has come; see `Synchroniser.reduce`."""
+        return self._sync.can_reduce
+
+    @property
+    def profiling(self) -> bool:
+        """The order of the gradients is profiled in this iteration; the same on all ranks."""
+        return self._sync.profiling
 
     def finish(self, *, joined: bool = False) -> None:
         """Collective: blocks until all gradients are reduced, and decides what the next iteration runs.
@@ -228,14 +235,14 @@ class TunedSynchroniser:
         if report.ready_s:
             finished_s = time.perf_counter()
             self._between_s, self._finished_s = finished_s - report.span_s - self._finished_s, finished_s
-        if report.learned:
-            self._after_learning(report)
+        if report.profiled:
+            self._after_profiling(report)
         elif self._assignment is not None and not report.ready_s:
             self._after_iteration(math.nan if joined else report.span_s)
 
     # ── the warm-up ──────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _after_learning(self, report: IterationReport) -> None:
+    def _after_profiling(self, report: IterationReport) -> None:
         """Collective: the order is known. The first time, the warm-up begins; later, its present knobs go on."""
         if self._tuning and self._assignment is None:
             hit = self._recall()
@@ -270,7 +277,7 @@ class TunedSynchroniser:
             )
             self._space = narrowed(self._space, probes, default=self._default)
             threads = self._probe_threads()
-            ready_s = [*self._sync.in_layout_order(report.ready_s), report.backward_s]  # the votes are there at the end
+            ready_s = [*self._sync.in_layout_order(report.ready_s), report.backward_s]  # the flags are there at the end
             forward_s = self._between_s if math.isfinite(self._between_s) else 0.0
             if self._decides and (
                 model := planning_model(

@@ -86,7 +86,7 @@ class Call:
 def poll(handle: int) -> bool:
     """True if `synchronize(handle)` would not block."""
     pending = _pending.get(handle)
-    return pending is None or pending.work.is_done
+    return pending is None or pending.work.is_done()
 
 
 def synchronize(handle: int) -> Any:

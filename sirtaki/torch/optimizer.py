@@ -112,13 +112,15 @@ class _Distributed(torch.optim.Optimizer):
         return synchronised
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As the wrapped optimizer's.
+        """As the wrapped optimizer's. Collective after a backward pass that raised: its gradients are dropped.
 
         Raises:
             AssertionError: gradients are being reduced.
         """
         if self._reducer is not None and self._reducer.pending:
-            raise AssertionError(RACE)
+            if not self._reducer.backward_aborted:
+                raise AssertionError(RACE)
+            self._reducer.finish()  # what a backward pass that raised has left; all ranks do the same
         super().zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

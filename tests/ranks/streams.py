@@ -63,7 +63,8 @@ class Training:
     def __init__(self, name: str, dtypes: list[torch.dtype]) -> None:
         self.router = Router(control, timeout_s=30.0, device=device, nccl=opener)
         self.params = [
-            torch.zeros(shape, dtype=dtype, device=place) for shape, dtype in zip(SHAPES, dtypes, strict=True)
+            torch.zeros(shape, dtype=dtype, device=place, requires_grad=True)
+            for shape, dtype in zip(SHAPES, dtypes, strict=True)
         ]
         self.salt = sum(map(ord, name))
         self.sync = Synchroniser(
@@ -97,8 +98,8 @@ class Training:
                 param = self.params[index]
                 param.grad = late(torch.full_like(param, 1e9))
                 values = gradient(param, index, self.sync.iteration + self.salt, rank)
-                device.launch(param.grad.copy_, values)
-                self.sync.ready(index)
+                device.launch(param.grad.data.copy_, values)  # as CUDA: the version is counted when it is called
+                self.sync.ready(index, param.grad)
 
     def step(self) -> None:
         """Reduces, and checks what the default stream finds in the gradients afterwards."""
@@ -157,7 +158,7 @@ def train() -> None:
                 random.Random(rank * 1000 + number).shuffle(training.order)
             training.backward()
             training.step()
-        assert not training.sync.learning or ITERATIONS < 4
+        assert not training.sync.profiling or ITERATIONS < 4
         training.close()
 
 

@@ -21,7 +21,7 @@ ITERATIONS = int(sys.argv[1])
 
 
 def parameters(shapes: list[tuple[int, ...]], dtypes: list[torch.dtype]) -> list[torch.Tensor]:
-    return [torch.zeros(shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+    return [torch.zeros(shape, dtype=dtype, requires_grad=True) for shape, dtype in zip(shapes, dtypes, strict=True)]
 
 
 def gradient(param: torch.Tensor, index: int, iteration: int, of_rank: int) -> torch.Tensor:
@@ -37,6 +37,11 @@ def mean_gradient(param: torch.Tensor, index: int, iteration: int, absent: dict[
         for other in range(size)
     ]
     return torch.stack(parts).sum(0) / size
+
+
+def grad_of(param: torch.Tensor) -> torch.Tensor:
+    assert param.grad is not None
+    return param.grad
 
 
 def default_plan(layout: GradientLayout) -> CommPlan:
@@ -55,7 +60,7 @@ def run_iteration(
     for index in order:
         if index not in absent.get(rank, ()):
             params[index].grad = gradient(params[index], index, iteration, rank)
-            sync.ready(index)
+            sync.ready(index, grad_of(params[index]))
     report = sync.finish()
     for index, param in enumerate(params):
         wanted = mean_gradient(param, index, iteration, absent)
@@ -86,7 +91,7 @@ for dtypes in (DTYPES, MIXED):
 
     # Learning: after it the layout is in the order in which gradients came, whatever the parameters' order.
     reports = [run_iteration(sync, params, fixed) for _ in range(3)]
-    assert [report.learned for report in reports] == [False, True, False]
+    assert [report.profiled for report in reports] == [False, True, False]
     assert reports[0].ready_s
     assert not reports[2].ready_s
     if dtypes is DTYPES:
@@ -123,7 +128,7 @@ for dtypes in (DTYPES, MIXED):
 
     # Not in the middle of an iteration, and not with a plan for other gradients.
     params[0].grad = gradient(params[0], 0, sync.iteration, rank)
-    sync.ready(0)
+    sync.ready(0, grad_of(params[0]))
     assert sync.pending
     with pytest.raises(PlanError, match="between iterations"):
         sync.set_plans([default_plan(layout) for layout in sync.layouts])
@@ -150,7 +155,7 @@ for _ in range(3):
 assert sync.layouts[0].names[:2] == ("q0", "q1")
 relearned_at = None
 for _ in range(400):
-    if run_iteration(sync, params, backwards).learned:
+    if run_iteration(sync, params, backwards).profiled:
         relearned_at = sync.iteration
         break
 assert relearned_at is not None, "nobody noticed that gradients come in another order"
@@ -175,7 +180,7 @@ sync = Synchroniser(
 for _ in range(5):
     for index, param in enumerate(params):
         param.grad = gradient(param, index, sync.iteration, rank)
-        sync.ready(index)
+        sync.ready(index, grad_of(params[index]))
     iteration = sync.iteration
     sync.finish()
     for index, param in enumerate(params):

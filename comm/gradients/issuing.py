@@ -1,0 +1,261 @@
+"""When units leave: three strategies, one a kind of iteration.
+
+`NegotiatedIssuing` reduces whatever is ready on all ranks, while the order of the gradients is being profiled.
+`ScheduledIssuing` sends units in a fixed order, straight from the hook, without a message. `StreamIssuing` does the
+same on a device with streams, and puts everything off to the end of the iteration where NCCL's one order for all
+ranks could not be kept otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from sirtaki.comm.device import Device, Event
+from sirtaki.comm.plan import CommPlan
+from sirtaki.comm.router import Router
+from sirtaki.comm.transports.contract import Work
+from sirtaki.comm.transports.scaling import scale_
+
+from .arrivals import Arrivals
+from .buffers import GradientBuffers, Reduction
+from .iteration_trace import IssuedUnit, IterationTrace
+from .negotiation import ReadinessNegotiation
+from .schedule import Schedule, ScheduledUnit
+
+Interrupted = Callable[[], bool]
+"""Whether to stop waiting; asked now and then."""
+
+
+class Iteration:
+    """What is under way in one iteration, whatever the strategy.
+
+    Attributes:
+        arrivals: the gradients that have come.
+        works: units under way, in the order in which they left.
+        first_ready: when the first gradient came; None until then.
+        ready_events: when each gradient came, by parameter; only while the order is profiled.
+    """
+
+    def __init__(
+        self,
+        arrivals: Arrivals,
+        *,
+        router: Router,
+        reduction: Reduction,
+        trace: IterationTrace | None,
+        ready_events: list[Event | None],
+    ) -> None:
+        self.arrivals, self.device = arrivals, router.device
+        self._router, self._reduction, self.trace = router, reduction, trace
+        self.works: list[Work] = []
+        self.first_ready: Event | None = None
+        self.ready_events = ready_events
+
+    def note_first(self) -> None:
+        """The first gradient has come."""
+        self.first_ready = self.device.record_event()
+
+    def copy_in(self) -> None:
+        """Copies the gradients that came since the last time into the flat buffers."""
+        if self.trace is None:
+            self.arrivals.copy_in()
+            return
+        begin = self.device.record_event()
+        if count := self.arrivals.copy_in():
+            self.trace.copied(begin, count)
+
+    def issue(self, unit: ScheduledUnit) -> None:
+        """Submits a unit whose gradients are in the flat buffer."""
+        reduction, tensor = self._reduction, unit.group.buffer.tensor
+        if reduction.prescale != 1.0:
+            self.device.launch(scale_, tensor[unit.start : unit.stop], reduction.prescale)
+        issued = None if self.trace is None else self.device.record_event()
+        work = self._router.all_reduce(
+            unit.group.buffer,
+            unit.start,
+            unit.stop,
+            route=unit.route,
+            stream=unit.stream,
+            threads=unit.threads,
+            op=reduction.op,
+            scale=reduction.postscale,
+        )
+        self.works.append(work)
+        if self.trace is not None:
+            self.trace.units.append(
+                IssuedUnit(
+                    layout=unit.group.layout,
+                    start=unit.start,
+                    stop=unit.stop,
+                    stream=unit.stream,
+                    transport=unit.route[0],
+                    work=work,
+                    issued=issued,
+                )
+            )
+
+    def wait(self, interrupted: Interrupted | None) -> bool:
+        """Blocks until all that was issued is reduced; False if it was interrupted.
+
+        Raises:
+            CommError: a reduction failed, or the job did.
+        """
+        return self._router.wait_for(self.works, interrupted=interrupted)
+
+
+class Issuing(Protocol):
+    """One iteration's strategy."""
+
+    def ready(self, index: int, gradient: torch.Tensor) -> None:
+        """A gradient of this rank is complete."""
+        ...
+
+    def flush(self) -> None:
+        """All gradients have come or were put in: whatever has not left leaves."""
+        ...
+
+    def wait(self, interrupted: Interrupted | None) -> bool:
+        """Blocks until all is reduced; False if it was interrupted, and may be called again then."""
+        ...
+
+
+class ScheduledIssuing:
+    """Units leave in their fixed order as soon as their gradients, and all units before them, are complete."""
+
+    def __init__(self, iteration: Iteration, schedule: Schedule) -> None:
+        self._iteration, self._schedule = iteration, schedule
+        self._arrivals, self._units_of = iteration.arrivals, schedule.units_of
+        self._missing = schedule.missing
+
+    def ready(self, index: int, gradient: torch.Tensor) -> None:
+        """See `Issuing`. The hot path: all that Python costs a gradient."""
+        if self._iteration.first_ready is None:
+            self._iteration.note_first()
+        self._arrivals.add(index, gradient)
+        missing = self._missing
+        for unit in self._units_of[index]:
+            missing[unit] -= 1
+        if not missing[self._schedule.next]:
+            self._issue_complete()
+
+    def _issue_complete(self) -> None:
+        with self._iteration.device.beside():
+            self._iteration.copy_in()
+            for unit in self._schedule.take_complete():
+                self._iteration.issue(unit)
+
+    def flush(self) -> None:
+        """See `Issuing`."""
+        with self._iteration.device.beside():
+            self._iteration.copy_in()
+            for unit in self._schedule.take_all():
+                self._iteration.issue(unit)
+
+    def wait(self, interrupted: Interrupted | None) -> bool:
+        """See `Issuing`."""
+        return self._iteration.wait(interrupted)
+
+
+class StreamIssuing(ScheduledIssuing):
+    """On a device with streams; hooks issue nothing while the order is profiled or several share the device."""
+
+    def __init__(self, iteration: Iteration, schedule: Schedule, device: Device, *, profiling: bool) -> None:
+        super().__init__(iteration, schedule)
+        self._device, self._profiling = device, profiling
+        self.deferred = profiling
+
+    def ready(self, index: int, gradient: torch.Tensor) -> None:
+        """See `Issuing`."""
+        self._device.notice_stream()
+        if self._iteration.first_ready is None:
+            self.deferred = self._profiling or self._device.users > 1
+        if not self.deferred:
+            super().ready(index, gradient)
+            return
+        if self._iteration.first_ready is None:
+            self._iteration.note_first()
+        if self._profiling:
+            self._iteration.ready_events[index] = self._device.record_event()
+        self._arrivals.add(index, gradient)
+
+
+class NegotiatedIssuing:
+    """Gradients leave once all ranks have them, neighbours in the flat buffer together."""
+
+    def __init__(
+        self,
+        iteration: Iteration,
+        negotiation: ReadinessNegotiation,
+        buffers: GradientBuffers,
+        plans: Sequence[CommPlan],
+    ) -> None:
+        """Args: the largest unit of `plans` is what is worth sending at once; units take the plan's streams in turn."""
+        self._iteration, self._negotiation = iteration, negotiation
+        self._buffers, self._plans = buffers, plans
+        self._begun, self._turn = False, 0
+        self._unit_bytes = max(
+            (
+                unit.numel * layout.itemsize_bytes
+                for plan, layout in zip(plans, buffers.layouts, strict=True)
+                for unit in plan.units
+            ),
+            default=1,
+        )
+
+    def _begin(self) -> None:
+        self._begun = True
+        buffers = self._buffers
+        sizes_bytes = np.array(
+            [buffers.views[index].numel() * buffers.views[index].element_size() for index in buffers.order],
+            dtype=np.int64,
+        )
+        self._negotiation.begin(sizes_bytes, granularity_bytes=max(1, self._unit_bytes), on_agreed=self._issue_agreed)
+
+    def ready(self, index: int, gradient: torch.Tensor) -> None:
+        """See `Issuing`."""
+        if not self._begun:
+            self._iteration.note_first()
+            self._begin()
+        self._iteration.arrivals.add(index, gradient)
+        self._iteration.ready_events[index] = self._iteration.device.record_event()
+        self._iteration.copy_in()
+        # Bits are kept in layout order, so that agreed neighbours are neighbours in the flat buffer.
+        self._negotiation.set_ready(self._buffers.position[index])
+
+    def _issue_agreed(self, positions: list[int]) -> None:
+        """In the negotiation's thread: reduces gradients that are ready everywhere."""
+        agreed = {self._buffers.order[position] for position in positions}
+        for group, plan in zip(self._buffers.groups, self._plans, strict=True):
+            if not plan.units:
+                continue
+            offsets, limit = group.layout.offsets, max(1, self._unit_bytes // group.layout.itemsize_bytes)
+            runs: list[tuple[int, int]] = []
+            for position, index in enumerate(group.indices):
+                start, stop = offsets[position], offsets[position + 1]
+                if index not in agreed or start == stop:
+                    continue
+                if runs and runs[-1][1] == start and stop - runs[-1][0] <= limit:
+                    runs[-1] = (runs[-1][0], stop)
+                else:
+                    runs.append((start, stop))
+            route = (plan.transport, plan.units[0].algorithm)
+            for start, stop in runs:
+                for low in range(start, stop, limit):
+                    stream = self._turn % plan.streams
+                    self._turn += 1
+                    self._iteration.issue(ScheduledUnit(group, low, min(low + limit, stop), stream, route))
+
+    def flush(self) -> None:
+        """See `Issuing`."""
+        if not self._begun:
+            self._begin()
+        self._iteration.copy_in()
+        self._negotiation.end()
+
+    def wait(self, interrupted: Interrupted | None) -> bool:
+        """See `Issuing`."""
+        return self._negotiation.wait(interrupted) and self._iteration.wait(interrupted)

@@ -1,0 +1,64 @@
+"""The order in which gradients come: agreed by all ranks, and watched for changes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from sirtaki.comm.control.plane import ControlPlane
+
+DISORDERLY_ITERATIONS = 3
+"""So many in a row before a rank asks for a new profile of the order."""
+
+PATIENCE_ITERATIONS = 50
+"""Each new profile doubles the time to the next one, beginning here: an order that never settles is not chased."""
+
+
+def agree_on_order(arrived: Sequence[int], control: ControlPlane) -> list[int]:
+    """Collective: parameters by their average place over ranks, so that no rank rules.
+
+    Args:
+        arrived: all parameters in the order in which this rank's gradients came.
+        control: the ranks.
+    """
+    places = np.empty(len(arrived))
+    places[list(arrived)] = np.arange(len(arrived))
+    mean = control.total(places) / control.size
+    return [int(index) for index in np.argsort(mean, kind="stable")]
+
+
+class OrderWatch:
+    """Notices that gradients come in another order than they did when it was profiled."""
+
+    def __init__(self) -> None:
+        self._profiled_from = 0
+        self._not_before = 0
+        self._disorderly = 0
+
+    def profiling_begins(self, iteration: int) -> None:
+        """The order is profiled from this iteration on."""
+        self._profiled_from, self._disorderly = iteration, 0
+
+    def profiled(self, iteration: int) -> None:
+        """The order is known since this iteration."""
+        self._not_before = iteration + 2 * (iteration - self._profiled_from + PATIENCE_ITERATIONS)
+
+    def as_expected(self) -> None:
+        """In this iteration gradients came in the order that was profiled."""
+        self._disorderly = 0
+
+    def wants_reprofile(self, iteration: int, arrived: Sequence[int], position: Sequence[int]) -> bool:
+        """Whether to ask for a new profile, at the end of an iteration.
+
+        Args:
+            iteration: its number.
+            arrived: parameters in the order in which their gradients came, those that came.
+            position: where each parameter was expected.
+        """
+        limit = max(8, len(position) // 8)
+        late = max((place - position[index] for place, index in enumerate(arrived)), default=0)
+        self._disorderly = self._disorderly + 1 if late > limit else 0
+        return self._disorderly >= DISORDERLY_ITERATIONS and iteration >= self._not_before

@@ -1,0 +1,114 @@
+"""The units of all flat buffers in the order in which they leave, and which of them have all their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from sirtaki.comm.plan import CommPlan
+from sirtaki.comm.router import Route
+
+from .buffers import GradientGroup
+
+
+@dataclass(slots=True, eq=False)
+class ScheduledUnit:
+    """One unit with all that issuing it takes.
+
+    Attributes:
+        members: parameters with elements in it.
+        due: where it stands among the units of all groups: (position of its last gradient, group, number in plan).
+    """
+
+    group: GradientGroup
+    start: int
+    stop: int
+    stream: int
+    route: Route
+    threads: int | None = None
+    members: tuple[int, ...] = ()
+    due: tuple[int, int, int] = (0, 0, 0)
+
+
+def schedule(
+    groups: Sequence[GradientGroup], plans: Sequence[CommPlan], position: Sequence[int]
+) -> list[ScheduledUnit]:
+    """The units of all groups, merged by the moment in which their last gradient is expected.
+
+    Args:
+        groups: what is reduced.
+        plans: one a group.
+        position: when each parameter's gradient is expected among all.
+    """
+    units = [
+        unit
+        for number, (group, plan) in enumerate(zip(groups, plans, strict=True))
+        for unit in _expand(number, group, plan, position)
+    ]
+    return sorted(units, key=lambda unit: unit.due)
+
+
+def _expand(number: int, group: GradientGroup, plan: CommPlan, position: Sequence[int]) -> list[ScheduledUnit]:
+    """The units of one group's plan."""
+    offsets, units, first = group.layout.offsets, list[ScheduledUnit](), 0
+    for serial, unit in enumerate(plan.units):
+        while offsets[first + 1] <= unit.start:
+            first += 1
+        place, members = first, list[int]()
+        while place < len(group.indices) and offsets[place] < unit.stop:
+            if offsets[place + 1] > offsets[place]:
+                members.append(group.indices[place])
+            place += 1
+        last = max((position[index] for index in members), default=len(position))
+        units.append(
+            ScheduledUnit(
+                group,
+                unit.start,
+                unit.stop,
+                unit.stream,
+                (plan.transport, unit.algorithm),
+                threads=unit.threads,
+                members=tuple(members),
+                due=(last, number, serial),
+            )
+        )
+    return units
+
+
+class Schedule:
+    """Units in a fixed order, counting the gradients that each still misses in this iteration.
+
+    Attributes:
+        units: in the order in which they leave.
+        units_of: for each parameter, the numbers of the units that have elements of it.
+        missing: for each unit, gradients that have not come; one entry more, never zero, stands behind the last.
+        next: the first unit that has not left.
+    """
+
+    def __init__(self, units: Sequence[ScheduledUnit], n_params: int, *, held: Callable[[ScheduledUnit], bool]) -> None:
+        """Args: units that are `held` leave with `take_all` only, and so do those behind them."""
+        self.units = list(units)
+        self._expected = [*(len(unit.members) + held(unit) for unit in self.units), 1]
+        units_of: list[list[int]] = [[] for _ in range(n_params)]
+        for number, unit in enumerate(self.units):
+            for index in unit.members:
+                units_of[index].append(number)
+        self.units_of = [tuple(numbers) for numbers in units_of]
+        self.begin()
+
+    def begin(self) -> None:
+        """An iteration begins: everything is missing."""
+        self.missing = list(self._expected)
+        self.next = 0
+
+    def take_complete(self) -> Iterator[ScheduledUnit]:
+        """The units that may leave now, in order."""
+        while not self.missing[self.next]:
+            self.next += 1
+            yield self.units[self.next - 1]
+
+    def take_all(self) -> Iterator[ScheduledUnit]:
+        """All that have not left, complete or not."""
+        left = self.units[self.next :]
+        self.next = len(self.units)
+        yield from left
