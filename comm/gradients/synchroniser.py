@@ -270,7 +270,7 @@ class Synchroniser:
 
     @torch.no_grad()
     def contribute_zeros(self) -> None:
-        """On a rank that has joined: gives zeros to an iteration that others have not begun to end; waits for nobody."""
+        """On a rank that has joined: gives zeros to an iteration that others have begun; waits for nobody."""
         self._join()
         self._flush()
 
