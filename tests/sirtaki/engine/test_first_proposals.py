@@ -60,7 +60,7 @@ def test_without_a_model_the_nearest_jobs_settings_come_first_and_each_once() ->
     other = replace(GOOD, streams=2)
     found = first_proposals([start(POOR), start(GOOD), start(POOR), start(other)], space=SPACE, model=None)
     assert [proposal.knobs for proposal in found] == [POOR, GOOD, other]
-    assert found[0].words == "starting from a job like this; scaled"
+    assert found[0].message == "starting from a job like this; scaled"
 
 
 def test_what_the_model_expects_to_be_slow_is_left_out_and_said(caplog: pytest.LogCaptureFixture) -> None:
@@ -90,8 +90,8 @@ def test_a_planner_whose_units_do_not_fit_plans_anew() -> None:
     (planner, *_) = make_planners(space=SPACE, model=MODEL)
     found = first_proposals([start(POOR, arm=planner.name, lost_cuts=True)], space=SPACE, model=MODEL)
     assert [(proposal.knobs, proposal.arm) for proposal in found] == [(best_plan(), planner.name)]
-    assert f"planned anew by {planner.name}" in found[0].words
-    assert "scaled" not in found[0].words  # what was scaled is not what is tried
+    assert f"planned anew by {planner.name}" in found[0].message
+    assert "scaled" not in found[0].message  # what was scaled is not what is tried
 
 
 def test_units_that_fit_are_taken_as_they_are() -> None:

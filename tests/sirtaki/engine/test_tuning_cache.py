@@ -194,7 +194,7 @@ def test_an_unfinished_warm_up_is_gone_on_from(path: Path) -> None:
     again, layout = job(path)
     found = again.recall(layout, SPACE)
     assert found.history == tuple(TRIALS)
-    assert "going on after 3 trials" in found.words
+    assert "going on after 3 trials" in found.message
     assert again.first_proposals(SPACE, None) == []
 
 
