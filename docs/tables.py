@@ -3,7 +3,7 @@
     python docs/tables.py            # rewrites what stands between `<!-- begin: NAME -->` and `<!-- end: NAME -->`
     python docs/tables.py --check    # only says what is out of date; exit code 1 if anything is
 
-`make docs` runs it before it builds the site; a test runs the check.
+`make docs` checks before it builds the site, and so does a test.
 """
 
 import argparse
@@ -179,7 +179,8 @@ def main() -> int:
         if not check:
             path.write_text(text, encoding="utf-8")
     if names:
-        print(f"{'out of date' if check else 'rewritten'}: {', '.join(names)}")
+        said = "out of date, run `python docs/tables.py`" if check else "rewritten"
+        print(f"{said}: {', '.join(names)}")
     return int(check and bool(names))
 
 
