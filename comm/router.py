@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from sirtaki.errors import CommError, PlanError
+from sirtaki.errors import PlanError, TransportError
 
 from .control.failure import INTERRUPTIBLE_SLICE_S, WAIT_SLICE_S
 from .device import HOST, Device
@@ -24,6 +24,7 @@ from .transports.contract import FlatBuffer, ReduceOp, StreamSpec, Transport, Wo
 from .transports.gloo import GlooTransport
 from .transports.mpi import MpiTransport
 from .transports.node_memory import share_memory
+from .transports.resources import descriptors_for_streams, held, streams_within
 from .transports.shared_memory import SharedMemoryTransport
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ class Router:
     def __init__(
         self, control: ControlPlane, *, timeout_s: float, device: Device = HOST, nccl: Opener | None = None
     ) -> None:
-        """Collective: finds out whether the ranks of a node can share memory.
+        """Collective: finds out what can carry units here; opens no stream.
 
         Args:
             control: the ranks.
@@ -52,7 +53,7 @@ class Router:
             nccl: makes communicators between the ranks' devices; None = they go through the hosts' memory.
         """
         self._control, self._timeout_s, self._device = control, timeout_s, device
-        self._transports: dict[Route, Transport] = {}
+        self._transports: dict[Route, Transport] = {}  # those that exist, no stream of which need be open
         self._nccl, self._pool = nccl, None
         if nccl is not None:
             self._pool = CommunicatorPool(
@@ -60,15 +61,39 @@ class Router:
                 limit=MAX_COMMUNICATORS,
                 worst=lambda value: float(control.maximum(np.array([value]))[0]),
             )
+        # What streams may take, the same on all ranks; known before any stream is open.
+        self._descriptors = int(control.minimum(np.array([float(descriptors_for_streams())]))[0])
+        self._opened: dict[Route, int] = {}  # how many streams
+        self._refused: dict[Route, int] = {}  # so many streams of a route are not tried, since that failed before
         self._shares_memory = nccl is None and max(control.local_sizes) > 1 and self._try_sharing()
+        for route in self.routes:
+            self._make_if_possible(route)
 
     def _try_sharing(self) -> bool:
         try:
             share_memory(self._control, 1)
-        except CommError as err:
-            logger.warning("%s; sockets are used within the nodes, too", err)
+        except TransportError as err:
+            self._do_without_sharing(err)
             return False
         return True
+
+    def _make_if_possible(self, route: Route) -> None:
+        """Collective."""
+        try:
+            self._transports[route] = self._make(route)
+        except TransportError as err:
+            self._refused[route] = 1
+            if self._control.rank == 0:
+                logger.warning("%s %s cannot be used: %s", route[0].value, route[1].value, err)
+
+    def _do_without_sharing(self, error: TransportError) -> None:
+        if self._control.rank == 0:
+            logger.warning("%s; MPI or Gloo carry gradients within the nodes, too", error)
+        self._shares_memory = False
+        for route in [route for route in self._transports if route[0] is TransportKind.STAGED]:  # over shared memory
+            self._transports.pop(route).close()
+            self._opened.pop(route, None)
+            self._make_if_possible(route)
 
     @property
     def device(self) -> Device:
@@ -77,7 +102,11 @@ class Router:
 
     @property
     def routes(self) -> tuple[Route, ...]:
-        """What a plan may use here, the best guess first."""
+        """What a plan may use here, the best guess first; routes that have turned out not to open are left out."""
+        return tuple(route for route in self._existing_routes if self._refused.get(route, 2) > 1)
+
+    @property
+    def _existing_routes(self) -> tuple[Route, ...]:
         flat, tree = Algorithm.FLAT, Algorithm.HIERARCHICAL
         if self._nccl is not None:
             nodes = not self._control.one_node and self._control.is_homogeneous and self._control.local_size > 1
@@ -98,13 +127,38 @@ class Router:
             return ((TransportKind.GLOO, tree), gloo, mpi, (TransportKind.MPI, tree))
         return (gloo, mpi)
 
-    def max_streams(self) -> int:
-        """The largest number of streams that every route offers."""
-        return min(self._transport(route).max_streams for route in self.routes)
+    def max_streams(self, routes: Sequence[Route] | None = None) -> int:
+        """The largest number of streams that every one of these routes (all) offers.
+
+        As many as a transport has, fit into this process's descriptors on all ranks, and were not refused before.
+        """
+        return min(self._limit(route)[0] for route in routes or self.routes)
+
+    def why_not_more(self, routes: Sequence[Route]) -> str:
+        """What holds `max_streams` of these routes down, and which ones offer more, in words."""
+        limits = {route: self._limit(route) for route in routes}
+        lowest, reason = min(limits.values())
+        more = sorted({f"{limit} on {route[0].value}" for route, (limit, _) in limits.items() if limit > lowest})
+        return f"{reason}{'; with SIRTAKI_TRANSPORT set there can be ' if more else ''}{' and '.join(more)}"
+
+    def _limit(self, route: Route) -> tuple[int, str]:
+        """The largest number of streams of a route, and why there are not more."""
+        name = route[0].value
+        transport = self._transports[route]
+        fit = streams_within(self._descriptors, transport.stream_cost, most=transport.max_streams)
+        refused = self._refused.get(route)
+        if refused is not None and refused <= fit:
+            return max(1, refused - 1), f"more streams of {name} could not be opened"
+        if fit < transport.max_streams:
+            return fit, (
+                f"each stream of {name} takes {transport.stream_cost.descriptors} descriptors on {self._control.size} "
+                f"ranks, and {self._descriptors} can be used (see ulimit -n)"
+            )
+        return fit, f"{name} has at most {fit}"
 
     def threads(self) -> tuple[int, ...]:
         """Thread allowances that every route offers; empty where there are none."""
-        offers = [self._transport(route).threads for route in self.routes]
+        offers = [self._transports[route].threads for route in self.routes]
         return tuple(count for count in offers[0] if all(count in offer for offer in offers))
 
     def allocate(self, numel: int, dtype: torch.dtype) -> FlatBuffer:
@@ -118,17 +172,23 @@ class Router:
         return FlatBuffer(torch.zeros(numel, dtype=dtype, device=self._device.torch_device), mirror=mirror)
 
     def _allocate_on_host(self, numel: int, dtype: torch.dtype) -> FlatBuffer:
-        if not self._shares_memory:
-            return FlatBuffer(torch.zeros(numel, dtype=dtype))
-        regions = share_memory(self._control, numel * dtype.itemsize)
-        peers = tuple(region.view(dtype) for region in regions)
-        return FlatBuffer(peers[self._control.local_rank], peers)
+        if self._shares_memory:
+            try:
+                regions = share_memory(self._control, numel * dtype.itemsize)
+            except TransportError as err:
+                self._do_without_sharing(err)
+            else:
+                peers = tuple(region.view(dtype) for region in regions)
+                return FlatBuffer(peers[self._control.local_rank], peers)
+        return FlatBuffer(torch.zeros(numel, dtype=dtype))
 
     def open_plan(self, plan: CommPlan) -> None:
         """Collective: opens the streams that the plan uses.
 
         Raises:
-            PlanError: this job has no such route, or not as many streams.
+            PlanError: on all ranks, this job has no such route, or not as many streams.
+            TransportError: on all ranks, they could not be opened. What was open before still is. From now on half of
+                what could not be added is refused: a failure may take long.
         """
         for algorithm in sorted({unit.algorithm for unit in plan.units}, key=lambda kind: kind.value):
             route = (plan.transport, algorithm)  # in one order on all ranks: opening is collective
@@ -137,12 +197,27 @@ class Router:
                     f"{plan.transport.value} with the {algorithm.value} algorithm is not possible here; "
                     f"possible: {', '.join(f'{kind.value} {how.value}' for kind, how in self.routes)}"
                 )
-            transport = self._transport(route)
-            if plan.streams > transport.max_streams:
-                raise PlanError(
-                    f"{plan.transport.value} has at most {transport.max_streams} streams, not {plan.streams}"
-                )
-            transport.open_streams(streams_of(plan, algorithm))
+            limit, reason = self._limit(route)
+            if plan.streams > limit:
+                raise PlanError(f"at most {limit} streams are possible, not {plan.streams}: {reason}")
+            try:
+                self._open(route, streams_of(plan, algorithm))
+            except TransportError as err:
+                have = self._opened.get(route, 0)
+                self._refused[route] = have + (plan.streams - have) // 2 + 1
+                raise TransportError(
+                    f"{plan.streams} streams of {plan.transport.value} cannot be opened: {err}"
+                ) from err
+
+    def _open(self, route: Route, streams: Sequence[StreamSpec]) -> None:
+        transport = self._transports[route]
+        have, want = self._opened.get(route, 0), 1 + max(stream.number for stream in streams)
+        if want > have:
+            # What all ranks can have at the same time they can open; a failure in the middle is slow and hard on Gloo.
+            with held(transport.stream_cost * (want - have)) as problem:
+                self._control.agree_on_success(problem)
+        transport.open_streams(streams)
+        self._opened[route] = max(have, want)
 
     def keep_only(self, plans: Sequence[CommPlan]) -> None:
         """Collective, between iterations: frees the GPU's memory of what only other plans need."""
@@ -157,11 +232,6 @@ class Router:
             self._device.synchronise()  # what is closed must have nothing in flight
             self._pool.keep_only(keys)
 
-    def _transport(self, route: Route) -> Transport:
-        if route not in self._transports:
-            self._transports[route] = self._make(route)
-        return self._transports[route]
-
     def _make(self, route: Route) -> Transport:
         kind, algorithm = route
         if kind is TransportKind.NCCL:
@@ -169,24 +239,29 @@ class Router:
         if kind is TransportKind.STAGED:
             inner = next(host_route for host_route in self._host_routes if host_route[1] is algorithm)
             return StagedTransport(self._make(inner), self._device, self._control.failures)
-        control, hierarchical = self._control, algorithm is Algorithm.HIERARCHICAL
+        control = self._control
         if kind is TransportKind.SHARED_MEMORY:
             return SharedMemoryTransport(control)
-        streams: Transport
-        if kind is TransportKind.GLOO:
-            store, address = control.store()
-            group = f"local{control.local_rank}" if hierarchical else "all"
-            streams = GlooTransport(
-                store=store,
-                prefix=lambda: f"{control.next_prefix()}/{group}",
-                address=address,
-                rank=control.cross_rank if hierarchical else control.rank,
-                size=control.cross_size if hierarchical else control.size,
-                timeout_s=self._timeout_s,
-            )
-        else:
-            streams = MpiTransport(control.duplicate_cross if hierarchical else control.duplicate)
-        return SharedMemoryTransport(control, across=streams) if hierarchical else streams
+        if algorithm is Algorithm.HIERARCHICAL:
+            return SharedMemoryTransport(control, across=lambda: self._make_sockets(kind, across=True))
+        return self._make_sockets(kind, across=False)
+
+    def _make_sockets(self, kind: TransportKind, *, across: bool) -> Transport:
+        """Gloo or MPI between all ranks, or across the nodes between those of one local rank."""
+        control = self._control
+        if kind is TransportKind.MPI:
+            return MpiTransport(control.duplicate_cross if across else control.duplicate, control.agree_on_success)
+        store, address = control.store()
+        group = f"local{control.local_rank}" if across else "all"
+        return GlooTransport(
+            store=store,
+            prefix=lambda: f"{control.next_prefix()}/{group}",
+            address=address,
+            rank=control.cross_rank if across else control.rank,
+            size=control.cross_size if across else control.size,
+            timeout_s=self._timeout_s,
+            agree=control.agree_on_success,
+        )
 
     def _make_nccl(self, algorithm: Algorithm) -> Transport:
         assert self._pool is not None

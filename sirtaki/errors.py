@@ -7,7 +7,8 @@ SirtakiError
 ├── CommError            (RuntimeError)  communication failed; `hvd.HorovodInternalError` is this class
 │   ├── MismatchError                    ranks disagree about an operation
 │   ├── PeerLostError                    a rank died, left or raised
-│   └── StallError                       a rank did not come within the stall time
+│   ├── StallError                       a rank did not come within the stall time
+│   └── TransportError                   a transport, or so many streams of it, cannot be opened here
 ├── GradientError        (RuntimeError)  a gradient was changed while it was being reduced
 ├── TuningError          (RuntimeError)  an arm, model or trial that cannot be used
 ├── RegistryError        (RuntimeError)  a store that cannot be read or written
@@ -45,6 +46,10 @@ class PeerLostError(CommError):
 
 class StallError(CommError):
     """A rank did not take part in an operation within the stall time."""
+
+
+class TransportError(CommError):
+    """A transport, or so many streams of it, cannot be opened; raised on all ranks alike, which may go on without."""
 
 
 class GradientError(SirtakiError, RuntimeError):

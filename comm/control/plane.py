@@ -6,16 +6,19 @@ communicators. MPI carries no gradients here, only decisions of a few bytes.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import logging
+import os
 import pickle
 import socket
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from sirtaki.errors import CommError, ConfigError, MismatchError
+from sirtaki.errors import CommError, ConfigError, MismatchError, TransportError
 
 from .addresses import LOOPBACK, own_addresses, reach
 from .failure import FailureBoard, poll_until
@@ -64,6 +67,15 @@ def gather(value: Any, *, comm: MPI.Comm, failures: FailureBoard) -> list[Any]:
     return [pickle.loads(gathered[end - length : end].tobytes()) for end, length in zip(ends, lengths, strict=True)]
 
 
+def _host_identity() -> tuple[str, ...]:
+    """Equal for processes of one host and network namespace, which reach each other over loopback."""
+    found = [socket.gethostname()]
+    with contextlib.suppress(OSError):  # not everywhere is there a /proc
+        found.append(Path("/proc/sys/kernel/random/boot_id").read_text())
+        found.append(os.readlink("/proc/self/ns/net"))
+    return tuple(found)
+
+
 class ControlPlane:
     """The ranks of one job, or of a subset of it.
 
@@ -74,7 +86,9 @@ class ControlPlane:
         rank, size: this process among all.
         local_rank, local_size: among those of its node.
         cross_rank, cross_size: its node among those nodes that have a rank with this local rank.
-        local_sizes, hosts: ranks on its node, and host name, by rank.
+        local_sizes: ranks on its node, by rank.
+        host_names: for showing only, by rank: two hosts may have one name.
+        hosts: the lowest rank on its host, by rank; equal exactly if the host is. Simulated nodes do not count.
         node_ranks: the ranks of this node by local rank.
         failures: where a lost job is reported.
     """
@@ -100,17 +114,20 @@ class ControlPlane:
         self._interface = interface
         self._comm = comm.Dup()
         self.rank, self.size = self._comm.rank, self._comm.size
-        if local_size is None:
-            self.node = self._comm.Split_type(mpi.COMM_TYPE_SHARED, key=self.rank)
-        else:
-            if self.size % local_size:
-                raise ConfigError(f"SIRTAKI_LOCAL_SIZE={local_size} does not divide the {self.size} ranks")
+        if local_size is not None and self.size % local_size:
+            raise ConfigError(f"SIRTAKI_LOCAL_SIZE={local_size} does not divide the {self.size} ranks")
+        self.node = self._comm.Split_type(mpi.COMM_TYPE_SHARED, key=self.rank)
+        first_on_host: int = self.node.bcast(self.rank)
+        if local_size is not None:
+            self.node.Free()
             self.node = self._comm.Split(self.rank // local_size, key=self.rank)
         self.local_rank, self.local_size = self.node.rank, self.node.size
         self.cross = self._comm.Split(self.local_rank, key=self.rank)
         self.cross_rank, self.cross_size = self.cross.rank, self.cross.size
         self.local_sizes = self.all_gather(self.local_size)
-        self.hosts = self.all_gather(socket.gethostname())
+        self.host_names: list[str] = self.all_gather(socket.gethostname())
+        identities = self.all_gather((first_on_host, *_host_identity()))
+        self.hosts = [identities.index(identity) for identity in identities]
         self.node_ranks: list[int] = self.node.allgather(self.rank)
         self._store: TCPStore | None = None
         self._own_address = LOOPBACK
@@ -153,6 +170,10 @@ class ControlPlane:
 
         Returns:
             The store, and the address of this host at which the others reach it.
+
+        Raises:
+            ConfigError: on all ranks, if rank 0 has no such network interface.
+            TransportError: on all ranks, if one of them cannot reach rank 0.
         """
         if self._store is None:
             self._store, self._own_address = self._open_store()
@@ -162,17 +183,32 @@ class ControlPlane:
         from torch._C._distributed_c10d import TCPStore
 
         timeout = datetime.timedelta(seconds=300)
-        one_host = len(set(self.hosts)) == 1
-        offer: tuple[list[str], int] | None = None
-        master: TCPStore | None = None
+        offer: tuple[list[str], int] | ConfigError | TransportError | None = None
+        store: TCPStore | None = None
+        own, problem = LOOPBACK, ""
         if self.rank == 0:
-            master = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=timeout)
-            offer = ([LOOPBACK] if one_host else own_addresses(self._interface), master.port)
-        candidates, port = self.broadcast(offer)
-        if master is None:
-            server, own = reach(candidates, port)
-            return TCPStore(server, port, is_master=False, timeout=timeout), own
-        return master, candidates[0] if candidates else LOOPBACK
+            try:
+                store = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=timeout)
+                offer = ([LOOPBACK] if len(set(self.hosts)) == 1 else own_addresses(self._interface), store.port)
+            except ConfigError as err:
+                offer = err
+            except (OSError, RuntimeError) as err:
+                offer = TransportError(f"rank 0 cannot open a store: {err}")
+        found = self.broadcast(offer)
+        if isinstance(found, Exception):
+            raise found
+        candidates, port = found
+        if store is None:
+            try:
+                server, own = reach(candidates, port)
+                store = TCPStore(server, port, is_master=False, timeout=timeout)
+            except (CommError, OSError, RuntimeError) as err:
+                problem = str(err)
+        elif candidates:
+            own = candidates[0]
+        self.agree_on_success(problem)
+        assert store is not None
+        return store, own
 
     def next_prefix(self) -> str:
         """A store prefix that no earlier process group has used; the same on all ranks if called in step."""
@@ -220,6 +256,16 @@ class ControlPlane:
         odd = [f"rank {rank} has {other}" for rank, other in enumerate(values) if other != values[0]]
         if odd:
             raise MismatchError(f"the ranks disagree about {what}: rank 0 has {values[0]}, {', '.join(odd)}")
+
+    def agree_on_success(self, problem: str) -> None:
+        """Collective: raises on every rank if any has a `problem`; empty = this one has none.
+
+        Raises:
+            TransportError: names the first ranks and their problems.
+        """
+        found = [f"rank {rank}: {text}" for rank, text in enumerate(self.all_gather(problem)) if text]
+        if found:
+            raise TransportError("; ".join(found[:3]) + (f"; and {len(found) - 3} more" if len(found) > 3 else ""))
 
     def barrier(self) -> None:
         """Collective: returns once all ranks have called it."""

@@ -29,6 +29,9 @@ TICK_S = 0.25
 ANSWER_S = 3.0
 """How long the others have to say where they are."""
 
+MOST_FAILURES = 5
+"""After so many errors in a row the watchdog gives up."""
+
 LEAVE_GRACE_S = 10.0
 """How long a wait may last once a rank that is waited for has ended its script."""
 
@@ -128,10 +131,23 @@ class Watchdog:
         return "no line of its script"
 
     def _run(self) -> None:
+        failed_in_a_row = 0
         while not self._closing.wait(TICK_S):
-            self._read_messages()
-            self._look_for_stalls()
-            self._failures.attend()  # whoever waits may be where nothing of this is done
+            try:
+                self._look()
+            except Exception:  # nobody else would notice a rank that hangs
+                failed_in_a_row += 1
+                if failed_in_a_row == MOST_FAILURES:
+                    logger.exception("rank %d does not watch for stalls any more", self._courier.rank)
+                    return
+                logger.warning("looking for stalls failed on rank %d; trying again", self._courier.rank, exc_info=True)
+            else:
+                failed_in_a_row = 0
+
+    def _look(self) -> None:
+        self._read_messages()
+        self._look_for_stalls()
+        self._failures.attend()  # whoever waits may be where nothing of this is done
 
     def _read_messages(self) -> None:
         courier = self._courier

@@ -17,6 +17,7 @@ from sirtaki.comm import timeline
 from sirtaki.comm.device import Device, Event
 from sirtaki.comm.plan import TransportKind
 from sirtaki.comm.transports.contract import NOTHING_TO_DO, FlatBuffer, ReduceOp, StreamSpec, Work
+from sirtaki.comm.transports.resources import StreamCost
 from sirtaki.comm.transports.scaling import scale_
 from sirtaki.errors import CommError
 
@@ -95,6 +96,7 @@ class NcclTransport:
         """
         self._pool, self._device = pool, device
         self.max_streams, self.threads = opener.max_streams, opener.threads
+        self.stream_cost = StreamCost()  # NCCL's own; the pool looks after the device's memory
         self._leads: dict[StreamSpec, Any] = {}
 
     def keys(self, streams: Sequence[StreamSpec]) -> list[CommunicatorKey]:

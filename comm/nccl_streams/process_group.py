@@ -11,7 +11,6 @@ import datetime
 import logging
 import math
 import os
-import socket
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -166,7 +165,7 @@ def find_nccl(control: ControlPlane, device: CudaDevice, *, forced: bool, timeou
         forced: the user has asked for NCCL: ranks that share a GPU do not count against it.
         timeout_s: after this long an operation that does not get on fails.
     """
-    mine = _identity(device) if dist.is_nccl_available() else ""
+    mine = _identity(device, control.hosts[control.rank]) if dist.is_nccl_available() else ""
     gpus: list[str] = control.all_gather(mine)
     if "" in gpus:
         _say_why_not("this rank's torch has no NCCL" if not mine else "a rank's torch has no NCCL")
@@ -188,10 +187,10 @@ def _say_why_not(reason: str) -> None:
     logger.warning("gradients travel from GPU to GPU through host memory: %s", reason)
 
 
-def _identity(device: CudaDevice) -> str:
-    """Of the GPU, equal on two ranks exactly if they share it."""
+def _identity(device: CudaDevice, host: int) -> str:
+    """Of the GPU on that host, equal on two ranks exactly if they share it."""
     found: Any = torch.cuda.get_device_properties(device.torch_device)  # Any: fields depend on torch's version
     for name in ("uuid", "pci_bus_id"):
         if hasattr(found, name):
-            return f"{socket.gethostname()} {getattr(found, name)}"
-    return f"{socket.gethostname()} {os.environ.get('CUDA_VISIBLE_DEVICES', '')} {device.torch_device}"
+            return f"{host} {getattr(found, name)}"
+    return f"{host} {os.environ.get('CUDA_VISIBLE_DEVICES', '')} {device.torch_device}"

@@ -19,6 +19,7 @@ from sirtaki.comm.device import Device, Event, copy_
 from sirtaki.comm.plan import TransportKind
 from sirtaki.comm.transports.contract import NOTHING_TO_DO, FlatBuffer, ReduceOp, StreamSpec, Transport, Work
 from sirtaki.comm.transports.mpi import ThreadWork
+from sirtaki.comm.transports.resources import StreamCost
 from sirtaki.errors import CommError
 
 
@@ -133,6 +134,7 @@ class StagedTransport:
         """Starts nothing. `inner` reduces the mirrors of the device's buffers; it is closed along with this."""
         self._inner, self._device, self._failures = inner, device, failures
         self.max_streams = inner.max_streams
+        self.stream_cost = inner.stream_cost + StreamCost(threads=2)
         self._streams: list[_Stream] = []
 
     def open_streams(self, streams: Sequence[StreamSpec]) -> None:

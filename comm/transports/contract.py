@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 
 from sirtaki.comm.device import Event
 from sirtaki.comm.plan import TransportKind
+from sirtaki.errors import TransportError
+
+from .resources import StreamCost
 
 
 class ReduceOp(Enum):
@@ -89,18 +92,27 @@ class Transport(Protocol):
     Units of one stream are reduced in the order in which they were submitted, which must be the same on all ranks;
     streams are independent of each other. Submitting never blocks on other ranks. Transports without thread
     allowances (`threads` is empty) look at the number alone.
+
+    Attributes:
+        kind: which one it is.
+        max_streams: as many may be open at once.
+        threads: thread allowances of a unit.
+        stream_cost: what one stream takes of this process.
     """
 
     kind: TransportKind
     max_streams: int
     threads: tuple[int, ...]
+    stream_cost: StreamCost
 
     def open_streams(self, streams: Sequence[StreamSpec]) -> None:
         """Collective, with nothing in flight: makes these streams usable; others may be closed.
 
         Raises:
             PlanError: on all ranks, if so many cannot be open at once.
-            CommError: the ranks cannot connect to each other.
+            TransportError: on all ranks, if one of them could not open a stream. Those that were open before still are,
+                what this call opened is closed.
+            CommError: the job has failed.
         """
         ...
 
@@ -116,3 +128,33 @@ class Transport(Protocol):
     def close(self) -> None:
         """Releases threads and connections; pending works fail. May be called twice."""
         ...
+
+
+Stream = TypeVar("Stream")
+
+
+def open_up_to(
+    streams: list[Stream],
+    wanted: Sequence[StreamSpec],
+    open_one: Callable[[int], Stream],
+    close: Callable[[Stream], None],
+) -> None:
+    """Collective: adds to `streams` until all that are wanted are there.
+
+    Args:
+        streams: those that are open, by number.
+        wanted: what is to be open then.
+        open_one: collective; opens the stream of that number, or raises `TransportError` on all ranks.
+        close: closes one.
+
+    Raises:
+        TransportError: on all ranks, after what was opened here has been closed again.
+    """
+    before = len(streams)
+    try:
+        while len(streams) <= max(stream.number for stream in wanted):
+            streams.append(open_one(len(streams)))
+    except TransportError:
+        while len(streams) > before:
+            close(streams.pop())
+        raise

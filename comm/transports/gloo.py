@@ -20,11 +20,16 @@ from sirtaki.comm.device import Event
 from sirtaki.comm.plan import TransportKind
 from sirtaki.errors import CommError
 
-from .contract import NOTHING_TO_DO, FlatBuffer, ReduceOp, StreamSpec, Work
+from .contract import NOTHING_TO_DO, FlatBuffer, ReduceOp, StreamSpec, Work, open_up_to
+from .resources import StreamCost
 from .scaling import scale_
 
 MAX_STREAMS = 24
-RENDEZVOUS_TIMEOUT_S = 300.0
+RENDEZVOUS_TIMEOUT_S = 60.0
+"""How long the connections of one stream may take to be made; all ranks begin at the same time."""
+
+OWN_DESCRIPTORS = 5
+"""Of one stream: its listening socket, and those of its I/O thread; beside one connection to every other rank."""
 
 TORCH_OPS = {
     ReduceOp.SUM: TorchOp.SUM,
@@ -74,6 +79,11 @@ class _GlooWork:
         return True
 
 
+def _end(group: ProcessGroupGloo) -> None:
+    if hasattr(group, "abort"):  # torch < 2.7 has none: there a group ends when nobody holds it
+        group.abort()
+
+
 class GlooTransport:
     """Streams over Gloo process groups, each with one worker thread, which keeps it in order."""
 
@@ -82,7 +92,15 @@ class GlooTransport:
     threads: tuple[int, ...] = ()
 
     def __init__(
-        self, *, store: Store, prefix: Callable[[], str], address: str, rank: int, size: int, timeout_s: float
+        self,
+        *,
+        store: Store,
+        prefix: Callable[[], str],
+        address: str,
+        rank: int,
+        size: int,
+        timeout_s: float,
+        agree: Callable[[str], None],
     ) -> None:
         """Starts nothing; connections are made by `open_streams`.
 
@@ -93,27 +111,45 @@ class GlooTransport:
             rank: of this process among those that take part.
             size: how many take part.
             timeout_s: after this long a reduction that does not get on fails.
+            agree: see `ControlPlane.agree_on_success`, of all ranks that open streams at the same time.
         """
         self._store, self._prefix, self._address = store, prefix, address
-        self._rank, self._size = rank, size
+        self._rank, self._size, self._agree = rank, size, agree
+        self.stream_cost = StreamCost(descriptors=size + OWN_DESCRIPTORS, threads=2)
         self._timeout = datetime.timedelta(seconds=timeout_s)
         self._groups: list[ProcessGroupGloo] = []
 
     def open_streams(self, streams: Sequence[StreamSpec]) -> None:
         """Collective: see `Transport`."""
-        while len(self._groups) <= max(stream.number for stream in streams):
-            options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch's stub lacks it
-            options._threads = 1
-            options._timeout = datetime.timedelta(seconds=RENDEZVOUS_TIMEOUT_S)
+        open_up_to(self._groups, streams, self._open, _end)
+
+    def _open(self, number: int) -> ProcessGroupGloo:
+        """Collective: one more stream."""
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch's stub lacks it
+        options._threads = 1
+        options._timeout = datetime.timedelta(seconds=RENDEZVOUS_TIMEOUT_S)
+        store = PrefixStore(self._prefix(), self._store)
+        group: ProcessGroupGloo | None = None
+        problem = ""
+        try:
             # A device of its own gives each stream its own I/O thread.
             options._devices = [ProcessGroupGloo.create_device(hostname=self._address)]
-            try:
-                store = PrefixStore(self._prefix(), self._store)
-                group = ProcessGroupGloo(store, self._rank, self._size, options)
-            except RuntimeError as err:
-                raise CommError(f"rank {self._rank} could not open Gloo stream {len(self._groups)}: {err}") from err
+        except RuntimeError as err:
+            problem = str(err)
+        self._agree(problem and f"Gloo stream {number}: {problem}")
+        try:
+            group = ProcessGroupGloo(store, self._rank, self._size, options)
             group._set_default_timeout(self._timeout)
-            self._groups.append(group)
+        except RuntimeError as err:
+            problem = str(err)
+        try:
+            self._agree(problem and f"Gloo stream {number}: {problem}")
+        except CommError:
+            if group is not None:
+                _end(group)
+            raise
+        assert group is not None
+        return group
 
     def all_reduce(
         self, buffer: FlatBuffer, start: int, stop: int, *, stream: StreamSpec, op: ReduceOp, scale: float
@@ -131,6 +167,5 @@ class GlooTransport:
     def close(self) -> None:
         """See `Transport`."""
         for group in self._groups:
-            if hasattr(group, "abort"):  # torch < 2.7 has none: there a group ends when nobody holds it
-                group.abort()
+            _end(group)
         self._groups.clear()

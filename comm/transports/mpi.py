@@ -19,7 +19,8 @@ from sirtaki.comm.device import Event
 from sirtaki.comm.plan import TransportKind
 from sirtaki.errors import CommError
 
-from .contract import NOTHING_TO_DO, FlatBuffer, ReduceOp, StreamSpec, Work
+from .contract import NOTHING_TO_DO, FlatBuffer, ReduceOp, StreamSpec, Work, open_up_to
+from .resources import StreamCost
 from .scaling import HALF_DTYPES, scale_
 
 if TYPE_CHECKING:
@@ -76,39 +77,68 @@ def mpi_all_reduce_(tensor: torch.Tensor, *, comm: MPI.Comm, op: ReduceOp, scale
         scale_(tensor, scale)
 
 
+class _Stream:
+    """One stream: its communicator, and the thread that makes the calls."""
+
+    def __init__(self, comm: MPI.Comm, number: int) -> None:
+        """Starts the thread.
+
+        Raises:
+            RuntimeError: it cannot be started.
+        """
+        self.comm = comm
+        self.tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self.thread = threading.Thread(target=self._serve, name=f"sirtaki-mpi-{number}", daemon=True)
+        self.thread.start()
+
+    def _serve(self) -> None:
+        while (task := self.tasks.get()) is not None:
+            task()
+
+    def close(self) -> None:
+        """Ends the thread after what it has to do."""
+        self.tasks.put(None)
+        self.thread.join(timeout=1.0)
+
+
 class MpiTransport:
     """Streams over duplicated MPI communicators, each with a thread."""
 
     kind = TransportKind.MPI
     max_streams = MAX_STREAMS
     threads: tuple[int, ...] = ()
+    stream_cost = StreamCost(threads=1)
 
-    def __init__(self, duplicate: Callable[[], MPI.Comm]) -> None:
+    def __init__(self, duplicate: Callable[[], MPI.Comm], agree: Callable[[str], None]) -> None:
         """Starts nothing.
 
         Args:
             duplicate: collective; gives a fresh communicator over the ranks that take part. Its owner frees it.
+            agree: see `ControlPlane.agree_on_success`, of all ranks that open streams at the same time.
         """
-        self._duplicate = duplicate
-        self._queues: list[queue.SimpleQueue[Callable[[], None] | None]] = []
-        self._threads: list[threading.Thread] = []
-        self._comms: list[MPI.Comm] = []
+        self._duplicate, self._agree = duplicate, agree
+        self._streams: list[_Stream] = []
 
     def open_streams(self, streams: Sequence[StreamSpec]) -> None:
         """Collective: see `Transport`."""
-        while len(self._threads) <= max(stream.number for stream in streams):
-            tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-            name = f"sirtaki-mpi-{len(self._threads)}"
-            thread = threading.Thread(target=self._serve, args=(tasks,), name=name, daemon=True)
-            self._queues.append(tasks)
-            self._comms.append(self._duplicate())
-            self._threads.append(thread)
-            thread.start()
+        open_up_to(self._streams, streams, self._open, _Stream.close)
 
-    @staticmethod
-    def _serve(tasks: queue.SimpleQueue[Callable[[], None] | None]) -> None:
-        while (task := tasks.get()) is not None:
-            task()
+    def _open(self, number: int) -> _Stream:
+        """Collective: one more stream."""
+        stream: _Stream | None = None
+        problem = ""
+        try:
+            stream = _Stream(self._duplicate(), number)
+        except (RuntimeError, MemoryError) as err:  # MPI's errors are RuntimeErrors
+            problem = f"MPI stream {number}: {err}"
+        try:
+            self._agree(problem)
+        except CommError:
+            if stream is not None:
+                stream.close()
+            raise
+        assert stream is not None
+        return stream
 
     def all_reduce(
         self, buffer: FlatBuffer, start: int, stop: int, *, stream: StreamSpec, op: ReduceOp, scale: float
@@ -117,25 +147,24 @@ class MpiTransport:
         unit = buffer.tensor[start:stop]
         if unit.numel() == 0:
             return NOTHING_TO_DO
-        work, comm = ThreadWork(), self._comms[stream.number]
+        work, chosen = ThreadWork(), self._streams[stream.number]
 
         def task() -> None:
             work.begun_s = time.perf_counter()
             try:
-                mpi_all_reduce_(unit, comm=comm, op=op, scale=scale)
+                mpi_all_reduce_(unit, comm=chosen.comm, op=op, scale=scale)
             except Exception as err:  # whatever it is, the waiting thread must hear of it
                 work.finish(CommError(f"MPI failed in elements [{start}, {stop}) on stream {stream.number}: {err}"))
             else:
                 work.finish()
 
-        self._queues[stream.number].put(task)
+        chosen.tasks.put(task)
         return work
 
     def close(self) -> None:
         """See `Transport`."""
-        for tasks in self._queues:
-            tasks.put(None)
-        for thread in self._threads:
-            thread.join(timeout=1.0)
-        self._queues.clear()
-        self._threads.clear()
+        for stream in self._streams:
+            stream.tasks.put(None)
+        for stream in self._streams:
+            stream.close()
+        self._streams.clear()

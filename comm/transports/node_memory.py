@@ -7,17 +7,22 @@ left behind, a killed rank leaks nothing, and the size of /dev/shm does not matt
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
 import mmap
 import os
 import select
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from sirtaki.errors import CommError
+from sirtaki.errors import CommError, TransportError
 
 if TYPE_CHECKING:
     from sirtaki.comm.control.plane import ControlPlane
+
+logger = logging.getLogger(__name__)
 
 
 def open_peers(control: ControlPlane, descriptor: int, flags: int, problem: str = "") -> list[int]:
@@ -33,7 +38,7 @@ def open_peers(control: ControlPlane, descriptor: int, flags: int, problem: str 
         Descriptors by local rank, this rank's among them; the caller closes them.
 
     Raises:
-        CommError: on all ranks alike, if any rank could not open one.
+        TransportError: on all ranks alike, if any rank could not open one.
     """
     inode = -1 if problem else os.fstat(descriptor).st_ino
     offers = control.all_gather((os.getpid(), descriptor, inode, problem))
@@ -53,7 +58,7 @@ def open_peers(control: ControlPlane, descriptor: int, flags: int, problem: str 
     if problems:
         for number in opened:
             os.close(number)
-        raise CommError(f"ranks of one node cannot share memory: {'; '.join(problems)}")
+        raise TransportError(f"ranks of one node cannot share memory: {problems[0]}")
     return opened
 
 
@@ -66,7 +71,7 @@ def share_memory(control: ControlPlane, size_bytes: int) -> list[torch.Tensor]:
         The regions of this node by local rank, uint8, `(size_bytes,)` each.
 
     Raises:
-        CommError: on all ranks alike, if any rank could not map a region.
+        TransportError: on all ranks alike, if any rank could not map a region.
     """
     length, descriptor, problem = max(1, size_bytes), -1, ""
     try:
@@ -78,7 +83,12 @@ def share_memory(control: ControlPlane, size_bytes: int) -> list[torch.Tensor]:
     peers: list[int] = []
     try:
         peers = open_peers(control, descriptor, os.O_RDWR, problem)
-        return [torch.frombuffer(mmap.mmap(peer, length), dtype=torch.uint8)[:size_bytes] for peer in peers]
+        try:
+            regions = [torch.frombuffer(mmap.mmap(peer, length), dtype=torch.uint8)[:size_bytes] for peer in peers]
+        except (OSError, MemoryError) as err:
+            regions, problem = [], f"{length} bytes of shared memory cannot be mapped: {err}"
+        control.agree_on_success(problem)
+        return regions
     finally:
         for number in (*peers, descriptor):
             if number >= 0:
@@ -96,27 +106,44 @@ class Doorbell:
         """Collective over the job.
 
         Raises:
-            CommError: see `open_peers`.
+            TransportError: see `open_peers`.
         """
-        self._inbox, offered = os.pipe()
+        self._inbox = offered = -1
+        self._outboxes: list[int] = []
+        self._lives: dict[int, int] = {}  # descriptor of a peer's process → its rank
+        self._polled: dict[int, int] = {}  # process number of a peer without such a descriptor → its rank
+        problem = ""
         try:
-            self._outboxes = open_peers(control, offered, os.O_WRONLY | os.O_NONBLOCK)
+            self._inbox, offered = os.pipe()
+            os.set_blocking(self._inbox, False)
+        except OSError as err:
+            problem = f"rank {control.rank}: no pipe: {err}"
+        try:
+            self._outboxes = open_peers(control, offered, os.O_WRONLY | os.O_NONBLOCK, problem)
         except CommError:
-            os.close(self._inbox)
+            self.close()
             raise
         finally:
-            os.close(offered)
-        os.set_blocking(self._inbox, False)
+            if offered >= 0:
+                os.close(offered)
         self._own = self._outboxes[control.local_rank]
         self._poll = select.poll()
         self._poll.register(self._inbox, select.POLLIN)
-        self._lives: dict[int, int] = {}  # descriptor of a peer's process → its rank
         pids = control.all_gather(os.getpid())
         for rank in control.node_ranks:
             if rank != control.rank:
-                life = os.pidfd_open(pids[rank])
-                self._lives[life] = rank
-                self._poll.register(life, select.POLLIN)
+                self._watch(pids[rank], rank)
+
+    def _watch(self, pid: int, rank: int) -> None:
+        """From now on notices the end of that process."""
+        try:
+            life = os.pidfd_open(pid)
+        except (OSError, AttributeError) as err:  # kernels before 5.3, sandboxes, no descriptor left
+            _say_once(f"the end of other ranks is looked for in /proc, as pidfd_open() does not work here ({err})")
+            self._polled[pid] = rank
+        else:
+            self._lives[life] = rank
+            self._poll.register(life, select.POLLIN)
 
     def ring_all(self) -> None:
         """Wakes the listening thread of every rank of the node, this one's too."""
@@ -140,7 +167,10 @@ class Doorbell:
             Ranks of this node that have ended; each is named once.
         """
         dead = []
-        for descriptor, _ in self._poll.poll(timeout_s * 1000):
+        ready = self._poll.poll(timeout_s * 1000)
+        if not ready:
+            dead = [self._polled.pop(pid) for pid in list(self._polled) if not _is_alive(pid)]
+        for descriptor, _ in ready:
             if descriptor == self._inbox:
                 os.read(self._inbox, 65536)
             else:
@@ -152,5 +182,20 @@ class Doorbell:
     def close(self) -> None:
         """Closes the pipes. Nobody may listen any more; others may still ring."""
         for descriptor in (self._inbox, *self._outboxes, *self._lives):
-            os.close(descriptor)
-        self._outboxes, self._lives = [], {}
+            if descriptor >= 0:
+                os.close(descriptor)
+        self._inbox, self._outboxes, self._lives = -1, [], {}
+
+
+def _is_alive(pid: int) -> bool:
+    """Whether a process of this node has not ended; a zombie has."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return status.rpartition(")")[2].split()[0] not in "ZX"
+
+
+@functools.cache
+def _say_once(message: str) -> None:
+    logger.warning("%s", message)

@@ -12,7 +12,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -22,9 +22,10 @@ import torch
 from sirtaki.comm.plan import TransportKind
 from sirtaki.errors import CommError, PeerLostError
 
-from .contract import NOTHING_TO_DO, FlatBuffer, ReduceOp, StreamSpec, Transport, Work
+from .contract import NOTHING_TO_DO, FlatBuffer, ReduceOp, StreamSpec, Transport, Work, open_up_to
 from .mpi import ThreadWork
 from .node_memory import Doorbell, share_memory
+from .resources import StreamCost
 from .scaling import HALF_DTYPES, scale_
 
 if TYPE_CHECKING:
@@ -36,6 +37,9 @@ CHUNK_ELEMENTS = 32768
 """Elements added at once: they stay in the second-level cache, and torch does not spread them over threads."""
 
 POSTED, REDUCED = 0, 1
+
+CROSSING = StreamSpec(0)
+"""The one stream of the transport by which a stream's units cross between nodes."""
 
 
 def reduce_share(
@@ -89,7 +93,16 @@ class _Stream:
     """One stream: its counters, its doorbell, and the thread that moves its units from gate to gate."""
 
     def __init__(self, control: ControlPlane, index: int, across: Transport | None) -> None:
-        """Collective over the job. `across` reduces over the nodes, None = there is only this one."""
+        """Collective over the job.
+
+        Args:
+            control: the ranks.
+            index: its number.
+            across: a transport of its own that reduces over the nodes; None = there is only this one.
+
+        Raises:
+            TransportError: on all ranks alike, if any rank could not open it.
+        """
         self._control, self._index, self._across = control, index, across
         self._me = control.local_rank
         # Node leaders hold the counters of their node: (gate, local rank), int64, only ever counting up.
@@ -103,14 +116,29 @@ class _Stream:
         self._reduced = self._completed = 0
         self._crossing: queue.SimpleQueue[tuple[_Task, Work] | None] = queue.SimpleQueue()
         self._closing = False
-        self._threads = [threading.Thread(target=self._run, name=f"sirtaki-shm-{index}", daemon=True)]
+        targets = {"shm": self._run}
         if across is not None:
-            across.open_streams([StreamSpec(index)])
-            self._threads.append(
-                threading.Thread(target=self._finish_crossings, name=f"sirtaki-cross-{index}", daemon=True)
-            )
-        for thread in self._threads:
-            thread.start()
+            targets["cross"] = self._finish_crossings
+        self._threads: list[threading.Thread] = []
+        try:
+            if across is not None:
+                across.open_streams([CROSSING])
+            problem = self._start(targets)
+            control.agree_on_success(problem)
+        except CommError:
+            self.close()
+            raise
+
+    def _start(self, targets: Mapping[str, Callable[[], None]]) -> str:
+        """Starts the threads; returns what has gone wrong."""
+        try:
+            for name, target in targets.items():
+                thread = threading.Thread(target=target, name=f"sirtaki-{name}-{self._index}", daemon=True)
+                thread.start()
+                self._threads.append(thread)
+        except (RuntimeError, MemoryError) as err:
+            return f"shared-memory stream {self._index}: {err}"
+        return ""
 
     def submit(self, task: _Task) -> None:
         """Posts a unit. The queue is filled first, so that the thread finds the task once it sees the count."""
@@ -165,9 +193,7 @@ class _Stream:
             return
         own = task.buffer.tensor
         reduce_share(task.buffer.peers, start, stop, op=task.op, scale=1.0, outputs=[own])
-        work = self._across.all_reduce(
-            task.buffer, start, stop, stream=StreamSpec(self._index), op=task.op, scale=task.scale
-        )
+        work = self._across.all_reduce(task.buffer, start, stop, stream=CROSSING, op=task.op, scale=task.scale)
         self._crossing.put((task, work))
 
     def _finish_crossings(self) -> None:
@@ -210,6 +236,8 @@ class _Stream:
             thread.join(timeout=2.0)
         if not any(thread.is_alive() for thread in self._threads):
             self._doorbell.close()
+        if self._across is not None:
+            self._across.close()
 
 
 class SharedMemoryTransport:
@@ -219,26 +247,30 @@ class SharedMemoryTransport:
     max_streams = MAX_STREAMS
     threads: tuple[int, ...] = ()
 
-    def __init__(self, control: ControlPlane, *, across: Transport | None = None) -> None:
+    def __init__(self, control: ControlPlane, *, across: Callable[[], Transport] | None = None) -> None:
         """Starts nothing.
 
         Args:
             control: the ranks.
-            across: reduces over the nodes, among ranks of one local rank; None if there is one node only.
+            across: makes a transport that reduces over the nodes, among ranks of one local rank; each stream has one
+                of its own. None if there is one node only.
         """
         self._control, self._across = control, across
         self._streams: list[_Stream] = []
+        peers = control.local_size
+        # A pipe that all write to, a descriptor of every other process, and the counters' memory; others meanwhile.
+        self.stream_cost = StreamCost(descriptors=2 * peers + 3, threads=1)
         if across is not None:
-            self.max_streams = across.max_streams
+            example = across()
+            self.max_streams = example.max_streams
+            self.stream_cost += example.stream_cost + StreamCost(threads=1)
 
     def open_streams(self, streams: Sequence[StreamSpec]) -> None:
-        """Collective: see `Transport`.
+        """Collective: see `Transport`."""
+        open_up_to(self._streams, streams, self._open, _Stream.close)
 
-        Raises:
-            CommError: on all ranks alike, if the ranks of a node cannot share memory.
-        """
-        while len(self._streams) <= max(stream.number for stream in streams):
-            self._streams.append(_Stream(self._control, len(self._streams), self._across))
+    def _open(self, number: int) -> _Stream:
+        return _Stream(self._control, number, self._across() if self._across is not None else None)
 
     def all_reduce(
         self, buffer: FlatBuffer, start: int, stop: int, *, stream: StreamSpec, op: ReduceOp, scale: float
@@ -255,5 +287,3 @@ class SharedMemoryTransport:
         for stream in self._streams:
             stream.close()
         self._streams.clear()
-        if self._across is not None:
-            self._across.close()

@@ -27,6 +27,7 @@ from sirtaki.comm.control.courier import Courier
 from sirtaki.comm.control.plane import ControlPlane, load_mpi
 from sirtaki.comm.control.watchdog import Watchdog
 from sirtaki.comm.nccl_streams.support import ask_for_launch_order
+from sirtaki.comm.transports.resources import raise_descriptor_limit
 from sirtaki.errors import CommError, ConfigError, NotInitializedError
 from sirtaki.settings import NEVER_S, Settings
 
@@ -186,6 +187,7 @@ def init(comm: Sequence[int] | MPI.Comm | None = None) -> None:
         return
     settings = Settings.from_environ()
     ask_for_launch_order()
+    raise_descriptor_limit()
     _job = Job(settings, _communicator(comm))
     control = _job.control
     # Scripts read these, as under horovodrun.
@@ -196,7 +198,7 @@ def init(comm: Sequence[int] | MPI.Comm | None = None) -> None:
         ("LOCAL_SIZE", control.local_size),
         ("CROSS_RANK", control.cross_rank),
         ("CROSS_SIZE", control.cross_size),
-        ("HOSTNAME", control.hosts[control.rank]),
+        ("HOSTNAME", control.host_names[control.rank]),
     ):
         os.environ[f"HOROVOD_{name}"] = str(value)
     _install_exit_hooks()

@@ -20,7 +20,7 @@ from sirtaki.autotune.model.planning import PlanningModel
 from sirtaki.autotune.model.profile import Profile
 from sirtaki.comm.layout import GradientLayout
 from sirtaki.comm.plan import CommPlan, Unit
-from sirtaki.errors import TuningError
+from sirtaki.errors import PlanError, TransportError, TuningError
 
 from .contention_probe import ThreadProbe, contention_model
 
@@ -79,7 +79,11 @@ def probe_routes(
             if streams > max_streams or (spent_s > budget_s and (unit_bytes, streams) not in SHAPES[:2]):
                 continue
             plan = _probe_plan(route, unit_bytes, streams)
-            router.open_plan(plan)
+            try:
+                router.open_plan(plan)
+            except (PlanError, TransportError) as err:  # on all ranks alike
+                logger.info("not probed: %s", err)
+                continue
             rounds, probed_s = PASSES * STREAM_BYTES // unit_bytes, 0.0
             for _ in range(MOST_REPEATS):
                 seconds = _probe_s(control, router, plan, buffer)

@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -31,11 +32,12 @@ from sirtaki.comm.gradients.synchroniser import IterationReport, Synchroniser
 from sirtaki.comm.layout import GradientLayout
 from sirtaki.comm.plan import CommPlan, TransportKind
 from sirtaki.comm.router import Router
-from sirtaki.errors import ConfigError, PlanError
+from sirtaki.errors import ConfigError, PlanError, TransportError
 from sirtaki.settings import Settings
 
 from .contention_probe import ThreadProbe, probe_threads, threads_matter
 from .devices import open_router
+from .opening import open_default, still_possible
 from .probes import narrowed, planning_model, probe_routes
 from .trial_log import TrialLog
 from .tuning_cache import CacheHit, Kind, TuningCache
@@ -81,9 +83,11 @@ def knob_space(router: Router, settings: Settings, total_bytes: int) -> KnobSpac
     if not routes:
         possible = ", ".join(f"{kind.value} {algorithm.value}" for kind, algorithm in router.routes)
         raise ConfigError(f"the transport and algorithm asked for are not possible here; possible: {possible}")
-    limit = router.max_streams()
+    limit = router.max_streams(routes)
     if settings.streams is not None and settings.streams > limit:
-        raise ConfigError(f"SIRTAKI_STREAMS={settings.streams} is more than the {limit} streams possible here")
+        raise ConfigError(
+            f"SIRTAKI_STREAMS={settings.streams} is more than the {limit} possible here: {router.why_not_more(routes)}"
+        )
     largest = min(LARGEST_UNIT_BYTES, max(SMALLEST_UNIT_BYTES, 1 << (total_bytes - 1).bit_length()))
     return KnobSpace(
         routes=routes,
@@ -143,17 +147,19 @@ class TunedSynchroniser:
         self._control, self._settings = control, settings
         self._router = open_router(control, settings, params)
         total_bytes = sum(param.numel() * reduction.travels_as(param.dtype).itemsize for param in params)
-        self._space = knob_space(self._router, settings, total_bytes)
-        self._knobs = self._default = default_knobs(self._space, total_bytes=total_bytes, one_node=control.one_node)
+        self._choose = partial(default_knobs, total_bytes=total_bytes, one_node=control.one_node)
+        space = knob_space(self._router, settings, total_bytes)
+        self._space, self._default = open_default(space, control, self._router, self._choose)
         self._sync = Synchroniser(
             params,
             names,
             control=control,
             router=self._router,
             reduction=reduction,
-            default_plan=lambda layout: replace(self._default, cuts=None).to_plan(layout),
+            default_plan=self._default_plan,
             unused_as_none=settings.unused_as_none,
         )
+        self._knobs = self._default
         self.ready, self.reduce = self._sync.ready, self._sync.reduce
         self.contribute_zeros = self._sync.contribute_zeros
         self._arms = arms
@@ -169,13 +175,20 @@ class TunedSynchroniser:
         kinds = control.all_gather(Kind.here(params[0].device)) if self._tuning and params else []
         if self._decides and self._tuning:
             # Nodes simulated by a setting count as hosts, so that their results are not taken for one node's.
-            nodes = [str(rank // control.local_size) for rank in range(control.size)]
-            hosts = [f"{host}/{node}" for host, node in zip(control.hosts, nodes, strict=True)]
-            self._cache = TuningCache(settings, params, hosts if settings.local_size else control.hosts, kinds)
+            simulated = control.local_size if settings.local_size else control.size
+            hosts = [f"{host}/{rank // simulated}" for rank, host in enumerate(control.hosts)]
+            self._cache = TuningCache(settings, params, hosts, kinds)
             self._log = TrialLog(settings.trial_log)
         self._told_s = -math.inf
         self._finished_s = math.nan
         self._between_s = math.nan
+
+    def _default_plan(self, layout: GradientLayout) -> CommPlan:
+        """Collective: the untuned plan of a new layout, for which there may not be shared memory any more."""
+        if (self._default.transport, self._default.algorithm) not in self._router.routes:
+            space = still_possible(self._space, self._router)
+            self._space, self._default = open_default(space, self._control, self._router, self._choose)
+        return replace(self._default, cuts=None).to_plan(layout)
 
     @property
     def iteration(self) -> int:
@@ -251,7 +264,11 @@ class TunedSynchroniser:
                 self._session = self._make_session(self._bandit, hit)
             self._next_assignment()
         elif self._knobs != self._default:
-            self._apply(self._knobs)
+            try:
+                self._apply(self._knobs)
+            except (PlanError, TransportError) as err:
+                logger.info("%s cannot be run any more: %s", self._knobs.describe(), err)
+                self._knobs = self._default
 
     def _recall(self) -> CacheHit:
         """Collective: what an earlier job has left."""
@@ -275,7 +292,7 @@ class TunedSynchroniser:
                 max_streams=self._space.streams[-1],
                 budget_s=PROBE_S + 2 * report.span_s,
             )
-            self._space = narrowed(self._space, probes, default=self._default)
+            self._space = narrowed(still_possible(self._space, self._router), probes, default=self._default)
             threads = self._probe_threads()
             ready_s = [*self._sync.in_layout_order(report.ready_s), report.backward_s]  # the flags are there at the end
             forward_s = self._between_s if math.isfinite(self._between_s) else 0.0
@@ -372,7 +389,9 @@ class TunedSynchroniser:
             self._assignment, self._to_discard, self._spans_s = now, now.discarded_iterations, []
             try:
                 self._apply(now.knobs)
-            except PlanError as err:  # the same on all ranks, as all have the same plan
+            except (PlanError, TransportError) as err:  # on all ranks alike
+                if now.purpose is Purpose.FINAL:
+                    raise
                 logger.info("%s cannot be run: %s", now.knobs.describe(), err)
                 self._record([math.inf])
                 continue

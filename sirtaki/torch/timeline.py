@@ -27,9 +27,14 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
     if current.clock_offset_s is None:
         raise ConfigError("start_timeline() wants HOROVOD_TIMELINE to be set when init() is called; DYNAMIC will do")
     control = current.control
-    host = control.hosts[control.rank]
-    path = timeline.path_on_host(Path(file_path), list(dict.fromkeys(control.hosts)).index(host))
-    writer = timeline.Writer(job=current.job, rank=control.rank, host=host, clock_offset_s=current.clock_offset_s)
+    number = sorted(set(control.hosts)).index(control.hosts[control.rank])
+    path = timeline.path_on_host(Path(file_path), number)
+    writer = timeline.Writer(
+        job=current.job,
+        rank=control.rank,
+        host=control.host_names[control.rank],
+        clock_offset_s=current.clock_offset_s,
+    )
     try:
         timeline.start(timeline.Timeline(path, writer, mark_cycles=mark_cycles))
     except OSError as err:

@@ -1,0 +1,54 @@
+"""The watchdog outlives errors in what it looks at, and says so when it does not."""
+
+import logging
+import time
+from collections.abc import Callable
+
+import pytest
+from mpi4py import MPI
+
+from sirtaki.comm.control import watchdog
+from sirtaki.comm.control.courier import Courier
+from sirtaki.comm.control.failure import FailureBoard
+from sirtaki.comm.control.watchdog import MOST_FAILURES, Watchdog
+
+
+@pytest.fixture
+def dog(monkeypatch: pytest.MonkeyPatch) -> Watchdog:
+    """One that nobody has started: there is one rank only."""
+    monkeypatch.setattr(watchdog, "TICK_S", 0.001)
+    return Watchdog(Courier(MPI.COMM_SELF), FailureBoard(), warning_s=60.0, shutdown_s=None)
+
+
+def looks(dog: Watchdog, look: Callable[[], None], seconds: float) -> None:
+    dog.watch(lambda: look(), lambda: "")
+    dog._thread.start()
+    time.sleep(seconds)
+    dog.close()
+
+
+def test_an_unexpected_error_does_not_end_the_watch(dog: Watchdog, caplog: pytest.LogCaptureFixture) -> None:
+    calls = []
+
+    def look() -> None:
+        calls.append(None)
+        if len(calls) % 2:
+            raise KeyError("unexpected")
+
+    with caplog.at_level(logging.WARNING, logger="sirtaki"):
+        looks(dog, look, 0.5)
+    assert len(calls) > 2 * MOST_FAILURES
+    assert "KeyError" in caplog.text
+
+
+def test_a_watchdog_that_always_fails_says_that_it_gives_up(dog: Watchdog, caplog: pytest.LogCaptureFixture) -> None:
+    calls = []
+
+    def look() -> None:
+        calls.append(None)
+        raise KeyError("unexpected")
+
+    with caplog.at_level(logging.WARNING, logger="sirtaki"):
+        looks(dog, look, 0.5)
+    assert len(calls) == MOST_FAILURES
+    assert "rank 0 does not watch for stalls any more" in caplog.text
