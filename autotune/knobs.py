@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sirtaki.comm.layout import GradientLayout
-from sirtaki.comm.plan import Algorithm, CommPlan, TransportKind, Unit
+from sirtaki.comm.plan import LARGEST_UNIT_BYTES, SMALLEST_UNIT_BYTES, Algorithm, CommPlan, TransportKind, Unit
 from sirtaki.errors import PlanError
 
 KIB = 1024
@@ -143,7 +143,7 @@ class KnobSpace:
     """
 
     routes: tuple[tuple[TransportKind, Algorithm], ...]
-    unit_bytes: tuple[int, int] = (64 * KIB, 256 * MIB)
+    unit_bytes: tuple[int, int] = (SMALLEST_UNIT_BYTES, LARGEST_UNIT_BYTES)
     streams: tuple[int, ...] = (1, 2, 3, 4, 6, 8, 12, 16, 24)
     threads: tuple[int | None, ...] = (None,)
 

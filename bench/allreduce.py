@@ -23,8 +23,8 @@ from bench.contenders import join_gloo
 from bench.harness import Bar, Report, Spread, alternate, finish, give_result, main_or_rank, parser, ratios, run_ranks
 from bench.step import slowest
 from sirtaki.comm.control.plane import ControlPlane
-from sirtaki.comm.plan import CommPlan, Unit
-from sirtaki.comm.router import Route, Router
+from sirtaki.comm.plan import CommPlan, Route, Unit
+from sirtaki.comm.router import Router
 from sirtaki.comm.transports.contract import FlatBuffer
 
 KIB, MIB = 1024, 1024 * 1024

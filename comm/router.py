@@ -19,7 +19,7 @@ from .device import HOST, Device
 from .nccl_streams.communicators import CommunicatorPool, Opener
 from .nccl_streams.nccl import NcclHierarchicalTransport, NcclTransport
 from .nccl_streams.staged import StagedTransport
-from .plan import Algorithm, CommPlan, TransportKind
+from .plan import Algorithm, CommPlan, Route, TransportKind
 from .transports.contract import FlatBuffer, ReduceOp, StreamSpec, Transport, Work
 from .transports.gloo import GlooTransport
 from .transports.mpi import MpiTransport
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from .control.plane import ControlPlane
 
 logger = logging.getLogger(__name__)
-
-Route = tuple[TransportKind, Algorithm]
 
 MAX_COMMUNICATORS = 24
 """NCCL communicators that are open at once; those of one stream with several CTA counts are several."""

@@ -29,7 +29,7 @@ _LEAST_GAIN = 0.05
 # A fit may give almost no latency, and the ratio of two such is noise: nothing starts up faster than this.
 _LEAST_LATENCY_S = 1e-6
 
-Route = tuple[str, str]
+RouteNames = tuple[str, str]
 """Transport and algorithm, by their names in knobs."""
 
 
@@ -44,7 +44,7 @@ class Permitted:
         threads: ascending, or a single None.
     """
 
-    routes: tuple[Route, ...]
+    routes: tuple[RouteNames, ...]
     streams: tuple[int, ...]
     unit_bytes: tuple[int, int] = (MIN_UNIT_BYTES, MAX_UNIT_BYTES)
     threads: tuple[int | None, ...] = (None,)
@@ -66,7 +66,7 @@ class Permitted:
         return min(counts, key=lambda n: abs(math.log(n / wanted)))
 
 
-def route_of(knobs: Mapping[str, Any]) -> Route:
+def route_of(knobs: Mapping[str, Any]) -> RouteNames:
     """What carries the units."""
     return knobs["transport"], knobs["algorithm"]
 

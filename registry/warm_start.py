@@ -13,7 +13,7 @@ from .entry import Entry, EntryKey, LinkModel
 from .graph import Graph
 from .knob_transfer import (
     Permitted,
-    Route,
+    RouteNames,
     alike,
     bounded,
     link_ratios,
@@ -48,7 +48,7 @@ class Job:
     topology: Topology
     layout: str = ""
     itemsize_bytes: int = 4
-    links: Mapping[Route, LinkModel] = field(default_factory=dict)
+    links: Mapping[RouteNames, LinkModel] = field(default_factory=dict)
     permitted: Permitted | None = None
     name: str = ""
 
@@ -149,7 +149,7 @@ def adapted(neighbour: Neighbour, job: Job) -> WarmStart:
     )
 
 
-def _link_here(entry: Entry, job: Job, route: Route) -> LinkModel | None:
+def _link_here(entry: Entry, job: Job, route: RouteNames) -> LinkModel | None:
     """The job's link as measured, else the entry's with the job's number of ranks; None where neither is known."""
     if route in job.links or entry.link is None:
         return job.links.get(route)

@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from sirtaki.comm.plan import Algorithm, TransportKind
+from sirtaki.comm.plan import SMALLEST_UNIT_BYTES, Algorithm, TransportKind
 from sirtaki.errors import ConfigError
 
-SMALLEST_UNIT_BYTES = 64 * 1024
 REGISTRY_OFF = "off"
 TIMELINE_DYNAMIC = "DYNAMIC"
 

@@ -13,11 +13,12 @@ from dataclasses import replace
 from enum import Enum
 
 from sirtaki.comm.layout import GradientLayout
+from sirtaki.comm.plan import Route
 from sirtaki.errors import TuningError
 
 from ..knobs import Cut
 from ..model.link import LinkModel
-from ..model.planning import PlanningModel, Route
+from ..model.planning import PlanningModel
 from .mg_wfbp import merge_gradients, merge_optimally
 from .planner import Planner, cuts_for_groups
 

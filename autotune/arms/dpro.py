@@ -13,11 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from sirtaki.comm.plan import SMALLEST_UNIT_BYTES, Route
+
 from ..knobs import Cut
 from ..model.link import LinkModel
-from ..model.planning import PlanningModel, Route
-from ..model.simulator import Simulator, Timeline
-from .planner import MIN_SLICE_BYTES, Planner, cuts_for_groups
+from ..model.planning import PlanningModel
+from ..model.simulator import SimulatedIteration, Simulator
+from .planner import Planner, cuts_for_groups
 
 MAX_REPLAYS = 100  # the search's budget for one number of streams; counted, so that it is the same on any machine
 
@@ -59,7 +61,7 @@ class Schedule:
         return cuts_for_groups(self.simulator.layout, self.ends, streams=self.streams, slices=self.partitions)
 
     @cached_property
-    def timeline(self) -> Timeline:
+    def timeline(self) -> SimulatedIteration:
         """The full replay."""
         return self.simulator.run_cuts(self.cuts)
 
@@ -135,7 +137,7 @@ class CriticalPathSearch:
         Messages of one tensor start together on streams of their own, so their replay has a closed form.
         """
         if tensor_bytes not in self._best_partition:
-            most = min(self.streams, max(1, tensor_bytes // MIN_SLICE_BYTES))
+            most = min(self.streams, max(1, tensor_bytes // SMALLEST_UNIT_BYTES))
             self._best_partition[tensor_bytes] = min(
                 (partial_replay_s(self.simulator.link, tensor_bytes, k), k) for k in range(1, most + 1)
             )

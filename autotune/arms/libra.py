@@ -14,9 +14,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from sirtaki.comm.plan import Route
+
 from ..knobs import Cut
 from ..model.link import LinkModel
-from ..model.planning import PlanningModel, Route
+from ..model.planning import PlanningModel
 from .libra_schedule import StageModel, allocate, coarsen, fuse_and_allocate
 from .mg_wfbp import merge_gradients
 from .planner import Planner, cuts_for_groups

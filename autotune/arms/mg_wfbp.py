@@ -8,8 +8,10 @@ of the same model, which the rule misses where a chain of short waits adds up (`
 from collections import deque
 from collections.abc import Sequence
 
+from sirtaki.comm.plan import Route
+
 from ..knobs import Cut
-from ..model.planning import PlanningModel, Route
+from ..model.planning import PlanningModel
 from .planner import Planner, cuts_for_groups
 
 

@@ -9,15 +9,14 @@ from collections.abc import Sequence
 from statistics import median
 
 from sirtaki.comm.layout import GradientLayout
+from sirtaki.comm.plan import SMALLEST_UNIT_BYTES, Route
 from sirtaki.errors import TuningError
 
-from ..knobs import KIB, Cut, Knobs, KnobSpace
-from ..model.planning import PlanningModel, Route
+from ..knobs import Cut, Knobs, KnobSpace
+from ..model.planning import PlanningModel
 from ..trial import Proposal, Trial
 
 logger = logging.getLogger(__name__)
-
-MIN_SLICE_BYTES = 64 * KIB
 
 
 class Planner(ABC):
@@ -111,7 +110,7 @@ def cuts_for_groups(
         group_ends: index behind the last gradient of each group, ascending; the last is the number of gradients.
         streams: how many are used.
         slices: how many equal units a group is cut into (for all, or `(n_groups,)`), fewer where a slice would
-            be smaller than `MIN_SLICE_BYTES`.
+            be smaller than `SMALLEST_UNIT_BYTES`.
         threads: of each group's units, `(n_groups,)`.
     """
     cuts: list[Cut] = []
@@ -119,7 +118,7 @@ def cuts_for_groups(
     for index, end in enumerate(group_ends):
         stop = layout.offsets[end]
         wanted = slices if isinstance(slices, int) else slices[index]
-        count = max(1, min(wanted, (stop - start) * layout.itemsize_bytes // MIN_SLICE_BYTES))
+        count = max(1, min(wanted, (stop - start) * layout.itemsize_bytes // SMALLEST_UNIT_BYTES))
         for part in range(count if stop > start else 0):  # a group of empty gradients has nothing to send
             cut_stop = start + (stop - start) * (part + 1) // count
             cuts.append(

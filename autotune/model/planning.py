@@ -9,15 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from sirtaki.comm.layout import GradientLayout
-from sirtaki.comm.plan import Algorithm, TransportKind
+from sirtaki.comm.plan import Algorithm, Route, TransportKind
 from sirtaki.errors import TuningError
 
 from .contention import ContentionModel
 from .link import LinkModel
 from .profile import Profile
 from .simulator import Simulator
-
-Route = tuple[TransportKind, Algorithm]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

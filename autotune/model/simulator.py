@@ -32,7 +32,7 @@ from .profile import Profile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Timeline:
+class SimulatedIteration:
     """One simulated iteration; times count from the beginning of the backward pass.
 
     Attributes:
@@ -92,17 +92,17 @@ class Simulator:
         self.contention = contention
         self.issuable_s = profile.issuable_s
 
-    def run_knobs(self, knobs: Knobs) -> Timeline:
+    def run_knobs(self, knobs: Knobs) -> SimulatedIteration:
         """The timeline of what these knobs expand to."""
         return self.run(knobs.to_plan(self.layout))
 
-    def run_cuts(self, cuts: Sequence[Cut]) -> Timeline:
+    def run_cuts(self, cuts: Sequence[Cut]) -> SimulatedIteration:
         """The timeline of explicit units on as many streams as they use."""
         streams = 1 + max((cut.stream for cut in cuts), default=0)
         transport = TransportKind.GLOO  # any: the link says what it costs
         return self.run_knobs(Knobs(unit_bytes=1, streams=streams, transport=transport, cuts=tuple(cuts)))
 
-    def run(self, plan: CommPlan) -> Timeline:
+    def run(self, plan: CommPlan) -> SimulatedIteration:
         """The timeline of `plan`.
 
         Raises:
@@ -127,7 +127,7 @@ class Simulator:
             compute_s=self.profile.compute_s,
             contention=self.contention,
         )
-        return Timeline(
+        return SimulatedIteration(
             issue_s=tuple(times.issue_s),
             start_s=tuple(times.start_s),
             stop_s=tuple(times.stop_s),

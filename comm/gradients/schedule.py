@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from sirtaki.comm.plan import CommPlan
-from sirtaki.comm.router import Route
+from sirtaki.comm.plan import CommPlan, Route
 
 from .buffers import GradientGroup
 

@@ -23,7 +23,8 @@ from sirtaki.errors import TuningError
 if TYPE_CHECKING:
     from sirtaki.comm.control.plane import ControlPlane
     from sirtaki.comm.device import Device
-    from sirtaki.comm.router import Route, Router
+    from sirtaki.comm.plan import Route
+    from sirtaki.comm.router import Router
     from sirtaki.comm.transports.contract import FlatBuffer
 
 logger = logging.getLogger(__name__)

@@ -26,7 +26,8 @@ from .contention_probe import ThreadProbe, contention_model
 
 if TYPE_CHECKING:
     from sirtaki.comm.control.plane import ControlPlane
-    from sirtaki.comm.router import Route, Router
+    from sirtaki.comm.plan import Route
+    from sirtaki.comm.router import Router
     from sirtaki.comm.transports.contract import FlatBuffer
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from sirtaki.autotune.model.planning import PlanningModel
 logger = logging.getLogger(__name__)
 
 
-class TrialLog:
+class TrialLogWriter:
     """Appends to a file; if it cannot be written, that is a warning and training goes on."""
 
     def __init__(self, path: str | None) -> None:

@@ -18,9 +18,10 @@ import sirtaki
 from sirtaki.autotune.knobs import Knobs, KnobSpace
 from sirtaki.autotune.meta.session import SessionResult
 from sirtaki.autotune.model.link import LinkModel
-from sirtaki.autotune.model.planning import PlanningModel, Route
+from sirtaki.autotune.model.planning import PlanningModel
 from sirtaki.autotune.trial import Trial
 from sirtaki.comm.layout import GradientLayout
+from sirtaki.comm.plan import Route
 from sirtaki.errors import PlanError, SirtakiError, TuningError
 from sirtaki.machine import host_kind
 from sirtaki.registry import entry as registry_entry
@@ -57,7 +58,7 @@ class CacheHit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kind:
+class Hardware:
     """What a rank runs on.
 
     Attributes:
@@ -69,7 +70,7 @@ class Kind:
     device: str
 
     @classmethod
-    def here(cls, device: torch.device) -> Kind:
+    def here(cls, device: torch.device) -> Hardware:
         """Of this process, whose gradients are on that device."""
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
         return cls(host=_label(host_kind()), device=_label(name))
@@ -109,7 +110,11 @@ class TuningCache:
     """Looks this job up and stores what it found. Nothing here raises into training."""
 
     def __init__(
-        self, settings: Settings, parameters: Sequence[torch.Tensor], hosts: Sequence[str], kinds: Sequence[Kind] = ()
+        self,
+        settings: Settings,
+        parameters: Sequence[torch.Tensor],
+        hosts: Sequence[str],
+        kinds: Sequence[Hardware] = (),
     ) -> None:
         """Begins to watch for the model's graph.
 

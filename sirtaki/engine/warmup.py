@@ -25,12 +25,12 @@ from sirtaki.autotune.meta.bandit_arm import BanditArm
 from sirtaki.autotune.meta.ensemble import default_arms
 from sirtaki.autotune.meta.session import Assignment, Purpose, SessionResult, WarmupSession
 from sirtaki.autotune.model.link import LinkModel
-from sirtaki.autotune.model.planning import PlanningModel, Route
+from sirtaki.autotune.model.planning import PlanningModel
 from sirtaki.comm.gradients.buffers import Reduction
 from sirtaki.comm.gradients.in_flight import InFlight
 from sirtaki.comm.gradients.synchroniser import IterationReport, Synchroniser
 from sirtaki.comm.layout import GradientLayout
-from sirtaki.comm.plan import CommPlan, TransportKind
+from sirtaki.comm.plan import LARGEST_UNIT_BYTES, SMALLEST_UNIT_BYTES, CommPlan, Route, TransportKind
 from sirtaki.comm.router import Router
 from sirtaki.errors import ConfigError, PlanError, TransportError
 from sirtaki.settings import Settings
@@ -39,8 +39,8 @@ from .contention_probe import ThreadProbe, probe_threads, threads_matter
 from .devices import open_router
 from .opening import open_default, still_possible
 from .probes import narrowed, planning_model, probe_routes
-from .trial_log import TrialLog
-from .tuning_cache import CacheHit, Kind, TuningCache
+from .trial_log import TrialLogWriter
+from .tuning_cache import CacheHit, Hardware, TuningCache
 
 if TYPE_CHECKING:
     from sirtaki.comm.control.plane import ControlPlane
@@ -60,8 +60,6 @@ DEFAULT_STREAMS = 4
 """Between nodes one flow may be capped; four fill most links and cost little on those that one fills."""
 
 STREAM_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24)
-SMALLEST_UNIT_BYTES = 64 * KIB
-LARGEST_UNIT_BYTES = 256 * MIB
 PROGRESS_EVERY_S = 5.0
 PROBE_S = 0.5
 """What probing may take, besides twice the time that synchronising takes."""
@@ -172,13 +170,13 @@ class TunedSynchroniser:
         self._bandit: BanditArm | None = None
         self._session: WarmupSession | None = None
         self._model: PlanningModel | None = None
-        kinds = control.all_gather(Kind.here(params[0].device)) if self._tuning and params else []
+        kinds = control.all_gather(Hardware.here(params[0].device)) if self._tuning and params else []
         if self._decides and self._tuning:
             # Nodes simulated by a setting count as hosts, so that their results are not taken for one node's.
             simulated = control.local_size if settings.local_size else control.size
             hosts = [f"{host}/{rank // simulated}" for rank, host in enumerate(control.hosts)]
             self._cache = TuningCache(settings, params, hosts, kinds)
-            self._log = TrialLog(settings.trial_log)
+            self._log = TrialLogWriter(settings.trial_log)
         self._told_s = -math.inf
         self._finished_s = math.nan
         self._between_s = math.nan

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import sirtaki
-from sirtaki.settings import SMALLEST_UNIT_BYTES, WITHOUT_EFFECT
+from sirtaki.comm.plan import SMALLEST_UNIT_BYTES
+from sirtaki.settings import WITHOUT_EFFECT
 
 START_TIMEOUT_S = 60.0
 

@@ -8,8 +8,8 @@ import torch
 from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.device import HostDevice
 from sirtaki.comm.nccl_streams.cuda_device import CudaDevice
-from sirtaki.comm.plan import CommPlan, Unit
-from sirtaki.comm.router import Route, Router
+from sirtaki.comm.plan import CommPlan, Route, Unit
+from sirtaki.comm.router import Router
 from sirtaki.comm.transports.contract import ReduceOp, Work
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64)

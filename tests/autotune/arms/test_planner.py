@@ -2,7 +2,7 @@ import pytest
 
 from sirtaki.autotune.arms.asc_wfbp import AscWfbp, AscWfbpN
 from sirtaki.autotune.arms.mg_wfbp import MgWfbp
-from sirtaki.autotune.arms.planner import MIN_SLICE_BYTES, cuts_for_groups
+from sirtaki.autotune.arms.planner import SMALLEST_UNIT_BYTES, cuts_for_groups
 from sirtaki.autotune.knobs import KnobSpace
 from sirtaki.autotune.model.link import LinkModel
 from sirtaki.autotune.model.planning import PlanningModel
@@ -111,7 +111,7 @@ def test_a_model_needs_a_link_and_a_profile_of_its_layout():
 
 
 def test_groups_are_sliced_evenly_and_take_the_streams_in_turn():
-    size = 3 * MIN_SLICE_BYTES // 4
+    size = 3 * SMALLEST_UNIT_BYTES // 4
     layout = GradientLayout(sizes=(size, size, 10))
     cuts = cuts_for_groups(layout, [1, 2, 3], streams=4, slices=3)
     assert [cut.stream for cut in cuts] == [0, 1, 2, 3, 0, 1, 2]

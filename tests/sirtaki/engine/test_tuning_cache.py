@@ -9,12 +9,12 @@ import torch
 from sirtaki.autotune.knobs import KIB, MIB, Cut, Knobs, KnobSpace
 from sirtaki.autotune.meta.session import SessionResult
 from sirtaki.autotune.model.link import LinkModel
-from sirtaki.autotune.model.planning import PlanningModel, Route
+from sirtaki.autotune.model.planning import PlanningModel
 from sirtaki.autotune.model.profile import Profile
 from sirtaki.autotune.trial import Trial
 from sirtaki.comm.layout import GradientLayout
-from sirtaki.comm.plan import Algorithm, TransportKind
-from sirtaki.engine.tuning_cache import Kind, TuningCache
+from sirtaki.comm.plan import Algorithm, Route, TransportKind
+from sirtaki.engine.tuning_cache import Hardware, TuningCache
 from sirtaki.registry.entry import Entry
 from sirtaki.registry.store import open_store
 from sirtaki.settings import Settings
@@ -70,7 +70,7 @@ def test_hosts_and_devices_are_told_apart_by_their_kind(path: Path) -> None:
     model = torch.nn.Linear(4, 4)
     settings = Settings.from_environ({"SIRTAKI_REGISTRY": str(path)})
     for name in ("small", "large"):
-        kinds = [Kind(host=name, device="cpu")] * 2
+        kinds = [Hardware(host=name, device="cpu")] * 2
         memory = TuningCache(settings, list(model.parameters()), ["a", "b"], kinds)
         model(torch.randn(1, 4))
         assert memory.recall(layout_of(model), SPACE).exact is None
@@ -80,7 +80,7 @@ def test_hosts_and_devices_are_told_apart_by_their_kind(path: Path) -> None:
 
 
 def test_this_process_runs_on_something() -> None:
-    kind = Kind.here(torch.device("cpu"))
+    kind = Hardware.here(torch.device("cpu"))
     assert kind.device == "cpu"
     assert "core" in kind.host
 
