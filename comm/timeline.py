@@ -7,13 +7,17 @@ pays for one tuple in a list. While no trace is wanted, `active()` is None and n
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
+import logging
 import os
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+logger = logging.getLogger(__name__)
 
 FLUSH_S = 0.25
 _END = b"\n]\n"
@@ -60,7 +64,11 @@ class Timeline:
         self._overlapping = writer.rank << 32  # numbers that no other rank uses
         self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         self._writing = threading.Lock()
-        self._append([self._metadata("process_name", {"name": f"rank {writer.rank} {writer.host}".strip()})])
+        try:
+            self._append([self._metadata("process_name", {"name": f"rank {writer.rank} {writer.host}".strip()})])
+        except OSError:
+            self._close_file()
+            raise
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="sirtaki-timeline", daemon=True)
         self._thread.start()
@@ -82,13 +90,17 @@ class Timeline:
             self.flush()
 
     def flush(self) -> None:
-        """Writes what has been recorded."""
+        """Writes what has been recorded; a file that can be written no longer (a full disk) ends there."""
         with self._writing:
             count = len(self._events)
-            entries = [entry for event in self._events[:count] for entry in self._entries(event)]
+            events = self._events[:count]
             del self._events[:count]
-            if entries and self._file >= 0:
-                self._append(entries)
+            if events and self._file >= 0:
+                try:
+                    self._append([entry for event in events for entry in self._entries(event)])
+                except OSError as err:
+                    logger.warning("the timeline ends here, as its file can be written no longer: %s", err)
+                    self._close_file()
 
     def _entries(self, event: Event) -> list[dict[str, object]]:
         track, name, begin_s, end_s, arguments = event
@@ -129,10 +141,19 @@ class Timeline:
             if os.pread(self._file, len(head), 0) != head:
                 os.ftruncate(self._file, 0)
                 os.pwrite(self._file, head + _END, 0)
-            size = os.fstat(self._file).st_size
-            os.pwrite(self._file, b",\n" + text + _END, size - len(_END))
+            self._replace_end(b",\n" + text + _END)
         finally:
             fcntl.flock(self._file, fcntl.LOCK_UN)
+
+    def _replace_end(self, text: bytes) -> None:
+        size = os.fstat(self._file).st_size
+        try:
+            if os.pwrite(self._file, text, size - len(_END)) < len(text):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError:
+            os.ftruncate(self._file, size)  # what was there stays whole
+            os.pwrite(self._file, _END, size - len(_END))
+            raise
 
     def _head(self) -> bytes:
         labels = {"name": "process_labels", "ph": "M", "pid": 0, "args": {"labels": f"sirtaki job {self._writer.job}"}}
@@ -144,9 +165,12 @@ class Timeline:
         self._thread.join(timeout=2.0)
         self.flush()
         with self._writing:
-            if self._file >= 0:
-                os.close(self._file)
-                self._file = -1
+            self._close_file()
+
+    def _close_file(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
 
 
 _active: Timeline | None = None

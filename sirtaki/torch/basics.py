@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -9,7 +10,7 @@ import torch
 
 from sirtaki.engine import job
 from sirtaki.engine.job import is_initialized, shutdown
-from sirtaki.errors import SirtakiError
+from sirtaki.errors import ConfigError, SirtakiError
 from sirtaki.settings import TIMELINE_DYNAMIC
 
 from .process_sets import ProcessSet, open_static
@@ -17,6 +18,8 @@ from .timeline import start_timeline
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+logger = logging.getLogger(__name__)
 
 __all__ = [
     "ccl_built",
@@ -65,7 +68,10 @@ def init(comm: Sequence[int] | MPI.Comm | None = None, process_sets: Sequence[Pr
         raise
     settings = job.current().settings
     if settings.timeline not in (None, TIMELINE_DYNAMIC):
-        start_timeline(settings.timeline, settings.timeline_mark_cycles)
+        try:
+            start_timeline(settings.timeline, settings.timeline_mark_cycles)
+        except ConfigError as err:
+            logger.warning("%s; the job goes on without it", err)
 
 
 def rank() -> int:

@@ -1,5 +1,9 @@
+import errno
 import json
+import os
 from pathlib import Path
+
+import pytest
 
 from sirtaki.comm import timeline
 from sirtaki.comm.timeline import Timeline, Writer, path_on_host
@@ -53,3 +57,30 @@ def test_one_timeline_is_active_at_a_time(tmp_path: Path) -> None:
 def test_hosts_have_files_of_their_own() -> None:
     assert path_on_host(Path("/x/trace.json"), 0) == Path("/x/trace.json")
     assert path_on_host(Path("/x/trace.json"), 2) == Path("/x/trace.host2.json")
+
+
+def test_a_file_that_can_be_written_no_longer_stays_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "trace.json"
+    trace = Timeline(path, Writer(job="1", rank=0))
+    trace.instant("units", "before", 1.0)
+    trace.flush()
+    written = json.loads(path.read_text())
+    whole_write = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda file, text, at: whole_write(file, text[:20], at))  # the disk is full
+    for _ in range(2):
+        trace.instant("units", "after", 2.0)
+        trace.flush()
+    assert json.loads(path.read_text()) == written
+    assert caplog.text.count("the timeline ends here") == 1
+    trace.close()
+
+
+def test_a_full_disk_is_an_error_at_the_beginning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(file: int, text: bytes, at: int) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(OSError, match="No space left"):
+        Timeline(tmp_path / "trace.json", Writer(job="1", rank=0))
