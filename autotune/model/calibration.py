@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
+import scipy  # loads `optimize`, which takes half a second, when it is first asked for
 from numpy.typing import NDArray
-from scipy.optimize import least_squares
 
 from sirtaki.comm.layout import GradientLayout
 from sirtaki.comm.plan import CommPlan
@@ -50,7 +50,7 @@ def calibrate_link(
         simulator = Simulator(layout=layout, profile=profile, link=corrected(logs))
         return np.asarray(np.array([simulator.run(plan).span_s for plan in plans]) / spans_s - 1)
 
-    fit = least_squares(
+    fit = scipy.optimize.least_squares(
         errors, x0=np.zeros(3), bounds=(-3, 3), diff_step=0.02, loss="soft_l1", f_scale=0.1, max_nfev=20
     )
     residual = root_mean_square(fit.fun)
@@ -119,7 +119,7 @@ def calibrate_contention(
 
     best = min(
         (
-            least_squares(
+            scipy.optimize.least_squares(
                 errors,
                 x0=[0.2, 0.0, 0.7, log_gamma_3, 0.05],
                 bounds=([0, -2, 0, -8, 0], [0.95, 2, 0.999, 0, 0.7]),

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 import numpy as np
+import scipy  # loads `optimize`, which takes half a second, when it is first asked for
 from numpy.typing import NDArray
-from scipy.optimize import least_squares, nnls
 
 from sirtaki.errors import TuningError
 
@@ -111,7 +111,7 @@ def _fit_rounds(rounds: Sequence[_Round], on_host: frozenset[_Round]) -> _Rounds
         else:
             row[2 + counts.index(one.streams)] = one.streams * one.unit_bytes / one.seconds
     scale = np.where(rows.max(axis=0) > 0, rows.max(axis=0), 1.0)
-    solution = (nnls(rows / scale, np.ones(len(rows)))[0] / scale).tolist()
+    solution = (scipy.optimize.nnls(rows / scale, np.ones(len(rows)))[0] / scale).tolist()
     fit = _RoundsFit(alpha_s=solution[0], host_s=solution[1], s_per_byte=dict(zip(counts, solution[2:], strict=True)))
     return replace(fit, residual=root_mean_square(np.array([fit.error(one) for one in rounds])))
 
@@ -197,7 +197,9 @@ def _fit_compute_speed(samples: Sequence[ComputeSample]) -> tuple[float, float, 
     threads = np.array([float(sample.threads) for sample in samples])
     rows = np.column_stack([1 / speeds, -threads / speeds])
     bounds = ([1e-3, 0.0], [1.2, math.inf])
-    fit = least_squares(lambda x: rows @ x - 1, x0=[1.0, 1e-6], bounds=bounds, x_scale=[1.0, 1 / threads.max()])
+    fit = scipy.optimize.least_squares(
+        lambda x: rows @ x - 1, x0=[1.0, 1e-6], bounds=bounds, x_scale=[1.0, 1 / threads.max()]
+    )
     return float(fit.x[0]), float(fit.x[1]), root_mean_square(fit.fun)
 
 
@@ -215,7 +217,7 @@ def _fit_rate_curve(kind: str, samples: Sequence[TransmissionSample], alpha_s: f
 
     best = min(
         (
-            least_squares(errors, x0=[0.1, 0.9, log_gamma_3], bounds=([-3, 0, -12], [5, 0.999, 2]))
+            scipy.optimize.least_squares(errors, x0=[0.1, 0.9, log_gamma_3], bounds=([-3, 0, -12], [5, 0.999, 2]))
             for log_gamma_3 in (-6.0, -4.0, -2.5)  # the curve's bend is not convex: begin on both sides of it
         ),
         key=lambda fit: float(fit.cost),

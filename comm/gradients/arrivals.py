@@ -7,10 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .buffers import GradientBuffers, HasGrad
-
-WRITTEN = -1
-"""Instead of a version: the gradient was written before it was copied."""
+from .buffers import Arrival, GradientBuffers, HasGrad
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,40 +30,37 @@ class Arrivals:
     same, and counts for the other ranks.
 
     Attributes:
-        indices: of the parameters, in the order in which their gradients came.
+        all: what has come, in order.
         own: how many came from this rank's backward pass; the others were put in for it.
     """
 
     def __init__(self, params: Sequence[HasGrad], buffers: GradientBuffers) -> None:
         self._params, self._buffers = params, buffers
-        self.indices: list[int] = []
-        self._gradients: list[torch.Tensor] = []
-        self._versions: list[int] = []  # of what is in `.grad`: the gradient, and its place once it was copied there
+        self.all: list[Arrival] = []
         self._copied = 0
         self.own = 0
 
+    @property
+    def indices(self) -> list[int]:
+        """Of the parameters, in the order in which their gradients came."""
+        return [index for index, _, _ in self.all]
+
+    @property
+    def own_indices(self) -> list[int]:
+        """Those that came from this rank's backward pass."""
+        return [index for index, _, _ in self.all[: self.own]]
+
     def add(self, index: int, gradient: torch.Tensor) -> None:
         """The gradient of a parameter is complete."""
-        self.indices.append(index)
-        self._gradients.append(gradient)
-        self._versions.append(gradient._version)
+        self.all.append((index, gradient, gradient._version))
 
     def copy_in(self) -> int:
         """Copies what has come since the last time into the flat buffers; returns how many gradients that were."""
-        first, self._copied = self._copied, len(self.indices)
-        fresh, gradients = self.indices[first:], self._gradients[first:]
-        if fresh:
-            self._buffers.copy_in(fresh, gradients)
-            params, views = self._params, self._buffers.views
-            for place, index in enumerate(fresh, first):
-                view, gradient = views[index], self._gradients[place]
-                if gradient is not view and params[index].grad is view:
-                    if gradient._version == self._versions[place]:
-                        self._versions[place] = view._version
-                    else:
-                        self._versions[place] = WRITTEN
-                    self._gradients[place] = view
-        return len(fresh)
+        first, self._copied = self._copied, len(self.all)
+        if first == self._copied:
+            return 0
+        self.all[first:] = self._buffers.copy_in(self.all[first:])
+        return self._copied - first
 
     def put_in(self, index: int) -> None:
         """Stands in for a gradient that did not come: what is in `.grad` counts as it is, nothing counts as zeros.
@@ -92,22 +86,20 @@ class Arrivals:
         params, addresses = self._params, self._buffers.addresses
         replaced, written, copies = [], [], list[tuple[int, torch.Tensor]]()
         left_alone = set(unused)
-        for place, index in enumerate(self.indices):
+        for place, (index, gradient, version) in enumerate(self.all):
             param = params[index]
-            current, gradient = param.grad, self._gradients[place]
-            if place >= self.own and (current is None or not param.requires_grad):
-                if param.requires_grad and index not in left_alone:
-                    self._give(index, copies)
-            elif current is None:
-                continue  # the user has set it to None
-            elif current is not gradient:
-                replaced.append(index)
-                self._give(index, copies)
-            else:
-                if current._version != self._versions[place]:
+            current = param.grad
+            if current is gradient:
+                if current._version != version:
                     written.append(index)
                 if current.data_ptr() != addresses[index]:
                     copies.append((index, current))
+            elif place >= self.own:  # put in, so the reduced one is for this rank, too
+                if param.requires_grad and index not in left_alone:
+                    self._give(index, copies)
+            elif current is not None:  # None: the user has set it so
+                replaced.append(index)
+                self._give(index, copies)
         self._buffers.copy_out(copies)
         return Interference(tuple(replaced), tuple(written))
 

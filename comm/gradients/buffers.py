@@ -93,6 +93,12 @@ def _group_by_dtype(
     return groups
 
 
+Arrival = tuple[int, torch.Tensor, int]
+"""A parameter's index, the tensor that is its `.grad`, and that tensor's version (`WRITTEN` = not as it should be)."""
+
+WRITTEN = -1
+
+
 class GradientBuffers:
     """The flat buffers of one optimizer in one order of its parameters, and the way of gradients in and out.
 
@@ -139,7 +145,8 @@ class GradientBuffers:
             for index, place in zip(group.indices, group.places, strict=True):
                 self._places[index] = place
         self.views = [place.data for place in self._places]
-        self._strides = [place.stride() for place in self._places]
+        # Of one dimension there is one way to be dense.
+        self._strides = [place.stride() if place.dim() > 1 else () for place in self._places]
         self.addresses = [place.data_ptr() for place in self._places]
         self._made_for = [param.dtype for param in params]
         self.outdated = False
@@ -179,18 +186,24 @@ class GradientBuffers:
             param.dtype is place.dtype
             and param.device == place.device
             and param.shape == place.shape
-            and dense_strides(param) == self._strides[index]
+            and dense_strides(param) == place.stride()
         )
 
     def clear(self, index: int) -> None:
         """Zeros in a parameter's place."""
         self._device.launch(self._places[index].zero_)
 
-    def copy_in(self, indices: Sequence[int], gradients: Sequence[torch.Tensor]) -> None:
-        """Copies gradients into their places, all at once; where they fit, `.grad` is the place from then on.
+    def copy_in(self, fresh: Sequence[Arrival]) -> list[Arrival]:
+        """Copies gradients into their places, all at once; where they fit, `.grad` is the view from then on.
+
+        Args:
+            fresh: those that have come since the last time.
+
+        Returns:
+            For each, what is in `.grad` now unless somebody else has put something there.
 
         Raises:
-            ConfigError: a parameter was moved to another device.
+            ConfigError: a parameter was moved to another device, or has another shape.
         """
         params, places, views, strides, addresses = (
             self._params,
@@ -200,27 +213,42 @@ class GradientBuffers:
             self.addresses,
         )
         targets, sources = [], []
-        for index, gradient in zip(indices, gradients, strict=True):
+        for index, gradient, _ in fresh:
             if gradient is not views[index] or gradient.data_ptr() != addresses[index]:
                 targets.append(places[index])
                 sources.append(gradient)
         if targets:
+            self._copy(targets, sources, fresh)
+        held = []
+        for arrival in fresh:
+            index, gradient, version = arrival
+            view, wanted = views[index], strides[index]
+            if (
+                gradient.dtype is not view.dtype
+                or (wanted and gradient.stride() != wanted)
+                or view.data_ptr() != addresses[index]
+            ):
+                held.append(self._hold_misfit(arrival))
+                continue
+            param = params[index]
+            if gradient is not view and param.grad is gradient:
+                param.grad = view
+                held.append((index, view, view._version if gradient._version == version else WRITTEN))
+            else:
+                held.append(arrival)
+        return held
+
+    def _copy(self, targets: list[torch.Tensor], sources: list[torch.Tensor], fresh: Sequence[Arrival]) -> None:
+        try:
             with torch.no_grad():  # gradients made with create_graph=True have a graph, the reduced ones have none
                 self._device.launch(torch._foreach_copy_, targets, sources)
-            self._device.keep(sources)
-        for index, gradient in zip(indices, gradients, strict=True):
-            place = places[index]
-            if gradient.dtype is place.dtype and gradient.stride() == strides[index]:
-                view = views[index]
-                if view.data_ptr() != addresses[index]:
-                    view = self.view(index)
-                if gradient is not view and params[index].grad is gradient:
-                    params[index].grad = view
-            else:
-                self._look_into(index, gradient)
+        except RuntimeError:
+            for index, gradient, _ in fresh:
+                self._require_same_place(index, gradient)
+            raise
+        self._device.keep(sources)
 
-    def _look_into(self, index: int, gradient: torch.Tensor) -> None:
-        """A gradient that does not fit its place: it travels as a copy, in the place's dtype."""
+    def _require_same_place(self, index: int, gradient: torch.Tensor) -> None:
         place = self._places[index]
         if gradient.device != place.device or gradient.shape != place.shape:
             raise ConfigError(
@@ -228,8 +256,20 @@ class GradientBuffers:
                 f"{tuple(place.shape)} on {place.device} when its DistributedOptimizer was made: move or resize the "
                 "model first, then make the optimizer"
             )
-        if gradient.dtype is place.dtype or gradient.dtype is not self._made_for[index]:
-            self.outdated = True
+
+    def _hold_misfit(self, arrival: Arrival) -> Arrival:
+        """A gradient in another form than its place, or a view whose memory was swapped."""
+        index, gradient, version = arrival
+        self._require_same_place(index, gradient)
+        place, param = self._places[index], self._params[index]
+        if gradient.dtype is place.dtype and gradient.stride() == place.stride():
+            view = self.view(index)
+            if param.grad is gradient:
+                param.grad = view
+                return index, view, view._version if gradient._version == version else WRITTEN
+        elif gradient.dtype is place.dtype or gradient.dtype is not self._made_for[index]:
+            self.outdated = True  # else it travels in another dtype, as was asked for
+        return arrival
 
     def copy_out(self, pairs: Sequence[tuple[int, torch.Tensor]]) -> None:
         """Copies reduced gradients from their places into tensors of another dtype or other strides."""

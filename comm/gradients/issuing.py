@@ -128,14 +128,14 @@ class ScheduledIssuing:
 
     def __init__(self, iteration: Iteration, schedule: Schedule) -> None:
         self._iteration, self._schedule = iteration, schedule
-        self._arrivals, self._units_of = iteration.arrivals, schedule.units_of
+        self._arrived, self._units_of = iteration.arrivals.all, schedule.units_of
         self._missing = schedule.missing
 
     def ready(self, index: int, gradient: torch.Tensor) -> None:
         """See `Issuing`. The hot path: all that Python costs a gradient."""
-        if self._iteration.first_ready is None:
+        if not self._arrived:
             self._iteration.note_first()
-        self._arrivals.add(index, gradient)
+        self._arrived.append((index, gradient, gradient._version))
         missing = self._missing
         for unit in self._units_of[index]:
             missing[unit] -= 1
@@ -171,16 +171,16 @@ class StreamIssuing(ScheduledIssuing):
     def ready(self, index: int, gradient: torch.Tensor) -> None:
         """See `Issuing`."""
         self._device.notice_stream()
-        if self._iteration.first_ready is None:
+        if not self._arrived:
             self.deferred = self._profiling or self._device.users > 1
         if not self.deferred:
             super().ready(index, gradient)
             return
-        if self._iteration.first_ready is None:
+        if not self._arrived:
             self._iteration.note_first()
         if self._profiling:
             self._iteration.ready_events[index] = self._device.record_event()
-        self._arrivals.add(index, gradient)
+        self._iteration.arrivals.add(index, gradient)
 
 
 class NegotiatedIssuing:

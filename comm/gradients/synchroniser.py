@@ -220,7 +220,7 @@ class Synchroniser:
     @property
     def pending(self) -> bool:
         """Some gradient of this iteration is ready and `finish` has not been called."""
-        return bool(self._arrivals.indices)
+        return bool(self._arrivals.all)
 
     def missing_names(self) -> list[str]:
         """Parameters whose gradients have not come in this iteration."""
@@ -238,7 +238,7 @@ class Synchroniser:
     @property
     def can_reduce(self) -> bool:
         """Every gradient of this iteration has come, so that nothing need be known of what the script does next."""
-        if self._complete or len(self._arrivals.indices) < len(self._params):
+        if self._complete or len(self._arrivals.all) < len(self._params):
             return False
         # All ranks issue the optimizers of one GPU in the order of their steps.
         return not (isinstance(self._issuing, StreamIssuing) and self._issuing.deferred and self._device.users > 1)
@@ -275,7 +275,7 @@ class Synchroniser:
         self._flush()
 
     def _join(self) -> None:
-        if not self._arrivals.indices:
+        if not self._arrivals.all:
             self._joined = True
             for param in self._params:
                 param.grad = None
@@ -304,7 +304,7 @@ class Synchroniser:
 
     def _put_in_missing(self) -> None:
         arrivals = self._arrivals
-        arrivals.own = len(arrivals.indices)
+        arrivals.own = len(arrivals.all)
         if self._usage.wanted:
             self._usage.write([] if self._joined else arrivals.indices)
         if arrivals.own < len(self._params):
@@ -337,13 +337,13 @@ class Synchroniser:
 
     def _missing_from_backward(self) -> str:
         """The first parameter of which no gradient came from this rank's backward pass; empty if there is none."""
-        own = set(self._arrivals.indices[: self._arrivals.own])
+        own = set(self._arrivals.own_indices)
         return next((name for index, name in enumerate(self._names) if index not in own), "")
 
     def _used_in_profiling(self) -> list[bool]:
         """Collective: negotiation may have reduced the gradients alone, without the flags."""
         mine = np.zeros(len(self._params))
-        mine[[] if self._joined else self._arrivals.indices[: self._arrivals.own]] = 1.0
+        mine[[] if self._joined else self._arrivals.own_indices] = 1.0
         return [bool(flag) for flag in self._control.total(mine) > 0.0]
 
     @torch.no_grad()
@@ -421,7 +421,7 @@ class Synchroniser:
 
     def _watch(self) -> None:
         buffers, arrivals = self._buffers, self._arrivals
-        own = arrivals.indices[: arrivals.own]
+        own = arrivals.own_indices
         if own == buffers.order:
             self._order_watch.as_expected()
             self._wants_reprofile = buffers.outdated
