@@ -7,6 +7,7 @@ microseconds and nothing else of Python runs until the wait.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import time
 from collections.abc import Callable, Sequence
@@ -63,14 +64,15 @@ class _GlooWork:
     def wait(self, timeout_s: float) -> bool:
         if self._done:
             return True
-        try:
-            if not self._work.is_completed():
+        if not self._work.is_completed():
+            # It raises where it fails and where the time is up, after which the reduction goes on, or has just ended.
+            with contextlib.suppress(RuntimeError):
                 self._work.wait(datetime.timedelta(seconds=timeout_s))
-            else:
-                self._work.wait()  # raises what went wrong
-        except RuntimeError as err:
             if not self._work.is_completed():
-                return False  # this wait timed out; the reduction goes on
+                return False
+        try:
+            self._work.wait()  # raises what went wrong
+        except RuntimeError as err:
             raise CommError(
                 f"Gloo failed in {self._what}, most likely because a rank has ended or its network is down: {err}"
             ) from err

@@ -1,0 +1,47 @@
+"""What a wait for Gloo makes of time-outs and failures."""
+
+import pytest
+import torch
+
+from sirtaki.comm.transports.gloo import _GlooWork
+from sirtaki.errors import CommError
+
+
+class Late:
+    """A reduction whose timed wait gives up, and which is done at the `done_at`-th question."""
+
+    def __init__(self, done_at: int, *, fails: bool = False) -> None:
+        self._done_at, self._fails, self._asked = done_at, fails, 0
+
+    def is_completed(self) -> bool:
+        self._asked += 1
+        return self._asked >= self._done_at
+
+    def wait(self, timeout: object = None) -> None:
+        if timeout is not None:
+            raise RuntimeError("Operation timed out!")
+        if self._fails:
+            raise RuntimeError("Connection closed by peer")
+
+
+def work(late: Late) -> _GlooWork:
+    return _GlooWork(late, torch.ones(2), 0.5, "elements [0, 2) on stream 0")  # type: ignore[arg-type]
+
+
+def test_a_reduction_that_ends_just_when_the_time_is_up_has_not_failed() -> None:
+    late = work(Late(2))
+    assert late.wait(0.1)
+    assert late._result.tolist() == [0.5, 0.5]
+    assert late.wait(0.1)  # and is scaled once
+    assert late._result.tolist() == [0.5, 0.5]
+
+
+def test_a_reduction_that_goes_on_is_waited_for_again() -> None:
+    late = work(Late(4))
+    assert not late.wait(0.1)
+    assert late.wait(0.1)
+
+
+def test_a_reduction_that_fails_says_what_was_reduced() -> None:
+    with pytest.raises(CommError, match=r"elements \[0, 2\) on stream 0.*Connection closed"):
+        work(Late(2, fails=True)).wait(0.1)
