@@ -60,6 +60,10 @@ class RankSets:
     def __contains__(self, number: object) -> bool:
         return number in self._sets
 
+    def engines(self) -> list[tuple[int, EagerEngine]]:
+        """The engines of the sets that this rank is in, with the sets' numbers."""
+        return [(number, there.engine) for number, there in list(self._sets.items()) if there.engine is not None]
+
     def members(self, number: int) -> RankSet:
         """Collective over the set, of which this rank is a member: the set, with its control plane."""
         there = self._sets[number]

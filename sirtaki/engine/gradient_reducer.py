@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -67,6 +68,7 @@ class GradientReducer:
         key: the number of the ranks' process set and that of the optimizer there.
         ranks: those that take part, by their rank among all.
         finished: iterations that have ended, whatever became of the parameters since.
+        waiting: what this rank waits for in the present iteration, and since when (`time.monotonic()`).
     """
 
     def __init__(
@@ -88,7 +90,7 @@ class GradientReducer:
         self._serial = next(job.serials[members.number])
         self.key, self.ranks = (members.number, self._serial), members.ranks
         self.finished = 0
-        self._waiting_since_s: float | None = None
+        self.waiting: tuple[Stage, float] | None = None
         self._sparse = SparseReductions(f"optimizer.{self._serial}", options.reduction, members.engine)
         self._nan_check = NanCheck(job.control) if job.settings.check_nan else None
         self._sync: TunedSynchroniser | None = None
@@ -208,11 +210,8 @@ class GradientReducer:
         self._in_backward = False
         if self._sync is not None and self._sync.can_reduce:
             self._job.joining.begins(self, Stage.REDUCE)
-            self._sync.reduce(self._is_needed_elsewhere)
-
-    def _is_needed_elsewhere(self) -> bool:
-        """Some rank waits for this one in another place, so it must not wait at the end of its backward pass."""
-        return False
+            with self.waits(Stage.REDUCE):
+                self._sync.reduce(partial(self._job.needed, self))
 
     @property
     def backward_aborted(self) -> bool:
@@ -276,16 +275,34 @@ class GradientReducer:
         self._finish(joined=True)
 
     def _finish(self, *, joined: bool = False) -> None:
-        self._waiting_since_s = time.monotonic()
-        try:
-            self._end_iteration(joined)
-        except GradientError:  # the iteration is over all the same
-            self._begin_iteration()
-            raise
-        finally:
-            self._waiting_since_s = None
+        problem: GradientError | None = None
+        with self.waits(Stage.FINISH):
+            try:
+                self._end_iteration(joined)
+            except GradientError as err:  # the iteration is over all the same
+                self._begin_iteration()
+                problem = err
         self.finished += 1
         self._job.joining.ends(self)
+        if problem is not None:
+            raise problem
+
+    @contextmanager
+    def waits(self, stage: Stage) -> Iterator[None]:
+        """Inside, this rank waits for others; the watchdog and the other ranks hear of it if that lasts."""
+        self.waiting = stage, time.monotonic()
+        try:
+            yield
+        finally:
+            self.waiting = None
+
+    @property
+    def given(self) -> int:
+        """Iterations to which this rank has given all its gradients."""
+        complete = self.waiting is not None or not (
+            (self._sync is not None and self._sync.missing_names()) or self._sparse.missing
+        )
+        return self.finished + complete
 
     def _end_iteration(self, joined: bool) -> None:
         if self._nan_check is not None:
@@ -349,7 +366,8 @@ class GradientReducer:
     # ── for the watchdog, and the end ────────────────────────────────────────────────────────────────────────────
 
     def _present_wait(self) -> Wait | None:
-        since_s, iteration = self._waiting_since_s, self.iteration
+        waiting, iteration = self.waiting, self.iteration
+        since_s = None if waiting is None else waiting[1]
         if self._sync is not None:
             self._sync.check()
             if since_s is None and (stalled := self._sync.in_flight.stalled()):
@@ -359,7 +377,7 @@ class GradientReducer:
     def _progress(self) -> str:
         """For the other ranks' watchdogs: how far this rank is; nothing if a later optimizer has taken over."""
         in_use = [*self._job.reducers[-1:], *list(self._job.finished)[-1:]]
-        if self._sync is None or not (self.pending or self._waiting_since_s or self in in_use):
+        if self._sync is None or not (self.pending or self.waiting or self in in_use):
             return ""
         missing = self._sync.missing_names()
         shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")

@@ -31,6 +31,7 @@ from sirtaki.comm.transports.resources import raise_descriptor_limit
 from sirtaki.errors import CommError, ConfigError, NotInitializedError
 from sirtaki.settings import NEVER_S, Settings
 
+from .blocked import BlockedRanks
 from .joining import Joining
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ class Job:
         self.serials: defaultdict[int, Iterator[int]] = defaultdict(itertools.count)
         self.reducers: list[GradientReducer] = []
         self.finished: deque[GradientReducer] = deque(maxlen=1)  # the one that was stepped last
-        self.joining = Joining(self)
+        self.joining, self.blocked = Joining(self), BlockedRanks(self)
         self.control.failures.listen(self._on_failure)
         self.control.failures.while_waiting(self._attend)
 
@@ -83,9 +84,14 @@ class Job:
         assert engine is not None
         return engine
 
+    def needed(self, reducer: GradientReducer) -> bool:
+        """Whether this rank must not wait for this optimizer's gradients now: another one waits for it elsewhere."""
+        return self.blocked.need(reducer)
+
     def _attend(self) -> None:
         """What this rank does for others while it waits."""
         self.joining.attend()
+        self.blocked.attend()
 
     def _on_failure(self) -> None:
         if any(reducer.tuned is not None and reducer.tuned.on_streams for reducer in self.reducers):

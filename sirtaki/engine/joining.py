@@ -115,14 +115,16 @@ class Joining:
             self._present.clear()
         self._courier.send_all(Tag.JOINED, self._round)
         substitute = _Substitute(self._job)
+        joined = {self._courier.rank}
         try:
             moved_s = time.monotonic()
-            while not all_have_joined.wait(_pause_s(moved_s)):
+            # Whoever has joined has sent before that what he took part in.
+            while not all_have_joined.wait(_pause_s(moved_s)) or len(joined) < self._courier.size:
                 self._job.control.failures.check()
                 with self._lock:
                     self._joined |= dict(self._courier.receive(Tag.JOINED))
-                    joined = {rank for rank, number in self._joined.items() if number == self._round}
-                if substitute.look(joined | {self._courier.rank}):
+                    joined |= {rank for rank, number in self._joined.items() if number >= self._round}
+                if substitute.look(joined):
                     moved_s = time.monotonic()
                     engine.note_progress()
         finally:
@@ -172,13 +174,24 @@ class _Substitute:
         for key, by_rank in self._reached.items():
             reducer = self._reducer(key)
             training = [rank for rank in reducer.ranks if rank not in joined]
-            if not training or not all(rank in by_rank for rank in training):
-                continue
-            reached = min(by_rank[rank] for rank in training)
-            if reached > self._begun.get(key, (reducer.finished - 1, Stage.FINISH)):
-                self._begun[key] = reached
-                self._do(reducer, reached[1])
+            if not training:
+                ended = max(number if stage is Stage.FINISH else number - 1 for number, stage in by_rank.values())
+                self._catch_up(reducer, (ended, Stage.FINISH))
+            elif all(rank in by_rank for rank in training):
+                self._catch_up(reducer, min(by_rank[rank] for rank in training))
         return bool(news)
+
+    def _catch_up(self, reducer: GradientReducer, target: Reached) -> None:
+        """Begins all that lies between what was begun and `target`: the others need not wait for each end."""
+        iteration, stage = self._begun.get(reducer.key, (reducer.finished - 1, Stage.FINISH))
+        while (iteration, stage) < target:
+            if stage is Stage.REDUCE:
+                stage = Stage.FINISH
+            else:
+                iteration += 1
+                stage = target[1] if iteration == target[0] else Stage.FINISH
+            self._begun[reducer.key] = iteration, stage
+            self._do(reducer, stage)
 
     def _reducer(self, key: Key) -> GradientReducer:
         for reducer in self._job.reducers:

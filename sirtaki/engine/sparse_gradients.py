@@ -36,6 +36,11 @@ class SparseReductions:
         """A sparse gradient of this iteration has come."""
         return bool(self._held or self._running)
 
+    @property
+    def missing(self) -> set[str]:
+        """Parameters whose gradients are known to be sparse and have not come in this iteration."""
+        return self.names - self._running.keys()
+
     def start(self, name: str, gradient: torch.Tensor) -> None:
         """A sparse gradient is complete: it is sent, or held back if not all ranks expect it yet."""
         if name in self.names:

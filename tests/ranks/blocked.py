@@ -1,0 +1,131 @@
+"""Ranks that do different things between two steps: who waits for gradients goes on where it is needed elsewhere.
+
+The first rank has no gradient for one of two parameters, so its backward pass does not wait for the others, while
+theirs would wait for it. Started by test_blocked.py.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from conformance.training import run_cases
+
+import sirtaki.torch as hvd
+
+SOON_S = 10.0
+WHILE_S = 0.3
+
+
+@dataclass
+class Trained:
+    one: torch.nn.Parameter
+    other: torch.nn.Parameter
+    optimizer: torch.optim.Optimizer
+
+    def backward(self, *, lacks: bool = False) -> float:
+        """A backward pass with gradients of this rank's own; returns how long it took, in seconds."""
+        begin_s = time.monotonic()
+        ((hvd.rank() + 1) ** 2 * (self.one if lacks else self.one + self.other)).backward()
+        return time.monotonic() - begin_s
+
+    @property
+    def reduced(self) -> bool:
+        return mean_of(range(hvd.size())) == pytest.approx(float(self.one.grad))
+
+
+def mean_of(ranks: range) -> float:
+    """Over all ranks, of the gradients of these."""
+    return sum((rank + 1) ** 2 for rank in ranks) / hvd.size()
+
+
+def make() -> Trained:
+    one, other = (torch.nn.Parameter(torch.zeros((), dtype=torch.float64)) for _ in range(2))
+    return Trained(one, other, hvd.DistributedOptimizer(torch.optim.SGD([one, other], lr=0.1)))
+
+
+def end(*everything: Trained, lacking: int = 1) -> None:
+    """Steps, and looks at what the last one has reduced, of which `lacking` ranks had one gradient only."""
+    for trained in everything:
+        trained.optimizer.step()
+        assert trained.reduced
+    assert mean_of(range(lacking, hvd.size())) == pytest.approx(float(everything[-1].other.grad))
+    for trained in everything:
+        trained.optimizer.zero_grad()
+    hvd.barrier()
+
+
+def goes_on(trained: Trained) -> None:
+    assert trained.backward() < SOON_S
+    assert not trained.reduced
+
+
+def a_rank_that_lacks_a_gradient_waits_in_an_operation() -> None:
+    trained = make()
+    for _ in range(4):  # profiled iterations, and scheduled ones
+        if hvd.rank() == 0:
+            trained.backward(lacks=True)
+        else:
+            goes_on(trained)
+        hvd.allreduce(torch.ones(1))
+        end(trained)
+
+
+def a_rank_that_computes_or_waits_for_what_the_others_have_submitted_holds_nobody_up() -> None:
+    trained = make()
+    for _ in range(3):
+        if hvd.rank() == 0:
+            trained.backward(lacks=True)
+            time.sleep(WHILE_S)
+            hvd.allreduce(torch.ones(1), name="early")
+            time.sleep(WHILE_S)
+        else:
+            handle = hvd.allreduce_async(torch.ones(1), name="early")
+            assert trained.backward() > WHILE_S
+            assert trained.reduced
+            hvd.synchronize(handle)
+        end(trained)
+
+
+def a_rank_waits_in_another_optimizers_step() -> None:
+    first, second = make(), make()
+    for _ in range(4):
+        first.backward()
+        if hvd.rank() == 0:
+            second.backward(lacks=True)
+        else:
+            assert second.backward() < SOON_S  # while profiling it goes on; later, the first step needs nobody any more
+        end(first, second)
+
+
+def a_rank_leaves_its_backward_pass_out() -> None:
+    trained = make()
+    if hvd.rank() == 0:
+        trained.one.grad = torch.ones((), dtype=torch.float64)
+    else:
+        goes_on(trained)
+    hvd.allreduce(torch.ones(1))
+    end(trained)
+
+
+def two_ranks_wait_at_the_ends_of_different_backward_passes() -> None:
+    both = (make(), make())
+    for _ in range(2):
+        turn = hvd.rank() % 2
+        assert both[turn].backward() < SOON_S  # one of them goes on, and then the other one has what it waits for
+        both[1 - turn].backward()
+        end(*both, lacking=0)
+
+
+CASES: list[Callable[[], None]] = [
+    a_rank_that_lacks_a_gradient_waits_in_an_operation,
+    a_rank_that_computes_or_waits_for_what_the_others_have_submitted_holds_nobody_up,
+    a_rank_waits_in_another_optimizers_step,
+    a_rank_leaves_its_backward_pass_out,
+    two_ranks_wait_at_the_ends_of_different_backward_passes,
+]
+
+hvd.init()
+run_cases(CASES)
+hvd.shutdown()
