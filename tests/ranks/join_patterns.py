@@ -74,6 +74,7 @@ def make_player(rng: random.Random, sets: list[hvd.ProcessSet]) -> Player:
     model = rng.choice([dense, dense, dense, Words, Words, frozen])().double()
     process_set = rng.choice([everybody, everybody, *sets])
     average, passes = rng.random() < 0.7, rng.choice([1, 1, 1, 2])
+    manners = ["plain", "closure", "synchronize"] if isinstance(model, Words) else ["closure", "synchronize", "halved"]
     alone = copy.deepcopy(model)
     optimizer = hvd.DistributedOptimizer(
         plain(model),
@@ -90,7 +91,7 @@ def make_player(rng: random.Random, sets: list[hvd.ProcessSet]) -> Player:
         ranks=list(process_set.ranks or range(hvd.size())),
         average=average,
         passes=passes,
-        manner="plain" if passes > 1 else rng.choice(["plain", "plain", "closure", "synchronize"]),
+        manner="plain" if passes > 1 else rng.choice(manners),
     )
 
 
@@ -101,6 +102,14 @@ def backward(model: nn.Module, what: int) -> torch.Tensor:
     return value
 
 
+def halve(player: Player, model: nn.Module) -> None:
+    """What is done to gradients after the backward pass is done to reduced ones."""
+    if player.manner == "halved":
+        for param in model.parameters():
+            if param.grad is not None:
+                param.grad.mul_(0.5)
+
+
 def train(player: Player, what: int) -> None:
     """This rank's side of one step."""
     optimizer = player.optimizer
@@ -109,6 +118,7 @@ def train(player: Player, what: int) -> None:
     else:
         for number in range(player.passes):
             backward(player.model, what + number)
+        halve(player, player.model)
         if player.manner == "synchronize":
             optimizer.synchronize()
             with optimizer.skip_synchronize():
@@ -125,6 +135,7 @@ def train_alone(player: Player, what: int, present: list[int]) -> None:
         total = torch.stack([loss(player.alone, rank, what + number) for rank in present]).sum()
         if total.requires_grad:
             (total / (len(player.ranks) if player.average else 1)).backward()
+    halve(player, player.alone)
     player.reference.step()
 
 
