@@ -8,8 +8,9 @@ from sirtaki.comm.plan import Algorithm, TransportKind
 from .arms.base import Arm
 from .knobs import Cut, Knobs, KnobSpace
 from .lattice import KnobLattice
+from .meta.assignment import Assignment, Purpose, SessionResult
 from .meta.ensemble import default_arms
-from .meta.session import Assignment, Purpose, SessionResult, WarmupSession
+from .meta.session import WarmupSession
 from .trial import Proposal, Trial, TrialStatus
 
 __all__ = [

@@ -161,6 +161,7 @@ class KnobSpace:
             self.unit_bytes[0] <= knobs.unit_bytes <= self.unit_bytes[1]
             and knobs.streams in self.streams
             and (knobs.threads in self.threads or knobs.cuts is not None)
+            and all(cut.threads is None or cut.threads in self.threads for cut in knobs.cuts or ())
             and (knobs.transport, knobs.algorithm) in self.routes
         )
 

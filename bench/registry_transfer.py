@@ -59,8 +59,9 @@ from bench.workloads import FABRICS, RANKS
 from sirtaki.autotune.arms.base import Arm
 from sirtaki.autotune.arms.catalogue import OUR_ARMS
 from sirtaki.autotune.knobs import Knobs
+from sirtaki.autotune.meta.assignment import REGISTRY_ARM, SessionResult
 from sirtaki.autotune.meta.ensemble import default_arms
-from sirtaki.autotune.meta.session import REGISTRY_ARM, SessionResult, WarmupSession
+from sirtaki.autotune.meta.session import WarmupSession
 from sirtaki.autotune.model.planning import PlanningModel
 from sirtaki.engine.first_proposals import first_proposals
 from sirtaki.engine.tuning_cache import link_of, permitted_by, route_names
@@ -261,7 +262,9 @@ def proposals(place: Place, entries: Sequence[Entry], luck: Luck) -> list[Knobs]
         name=place.network,
     )
     starts = adapted_all(_look_up(asked, entries), asked)
-    found = first_proposals(starts, space=job.space, model=measured if luck.planners else None)
+    found = first_proposals(
+        starts, layouts=[job.model.layout], space=job.space, model=measured if luck.planners else None
+    )
     return [proposal.knobs for proposal in found]
 
 

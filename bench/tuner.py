@@ -43,9 +43,10 @@ from sirtaki.autotune.arms.mg_wfbp import MgWfbp
 from sirtaki.autotune.arms.planner import Planner
 from sirtaki.autotune.knobs import KIB, MIB, Cut, Knobs, KnobSpace
 from sirtaki.autotune.lattice import KnobLattice
+from sirtaki.autotune.meta.assignment import Assignment
 from sirtaki.autotune.meta.auc_bandit import Opening
 from sirtaki.autotune.meta.ensemble import default_arms
-from sirtaki.autotune.meta.session import Assignment, WarmupSession
+from sirtaki.autotune.meta.session import WarmupSession
 from sirtaki.autotune.model.contention import ContentionModel, RateCurve
 from sirtaki.autotune.model.link import LinkModel
 from sirtaki.autotune.model.planning import PlanningModel
@@ -53,7 +54,7 @@ from sirtaki.autotune.model.profile import Profile
 from sirtaki.autotune.model.simulator import Simulator
 from sirtaki.autotune.trial import Proposal, Trial
 from sirtaki.comm.plan import Algorithm, TransportKind
-from sirtaki.engine.warmup import default_knobs
+from sirtaki.engine.knob_choices import default_knobs
 
 BUDGET_ITERATIONS = 100
 CLOSE = 0.03  # share of the optimum within which a setting counts as found

@@ -7,7 +7,7 @@ invariants by construction: each element lies in exactly one unit, in order, on 
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -109,6 +109,12 @@ class CommPlan:
             transport=TransportKind(data["transport"]),
             units=tuple(Unit(**{**unit, "algorithm": Algorithm(unit["algorithm"])}) for unit in data["units"]),
         )
+
+    def on_fewest_streams(self) -> "CommPlan":
+        """The same units on as few streams as they use, numbered as they are first used: what is run is the same."""
+        numbers = {stream: number for number, stream in enumerate(dict.fromkeys(unit.stream for unit in self.units))}
+        units = tuple(replace(unit, stream=numbers[unit.stream]) for unit in self.units)
+        return replace(self, units=units, streams=max(1, len(numbers)))
 
     def fingerprint(self) -> str:
         """A digest that is equal on two ranks exactly if their plans are."""

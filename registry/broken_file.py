@@ -7,7 +7,7 @@ from pathlib import Path
 
 from sirtaki.errors import RegistryError
 
-from .store import CorruptStoreError, open_store
+from .sqlite_file import is_damaged
 
 
 def set_aside(path: Path) -> Path:
@@ -23,9 +23,7 @@ def set_aside(path: Path) -> Path:
         with open(f"{path}.lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             aside = next(new for n in count(1) if not (new := Path(f"{path}.broken-{n}")).exists())
-            try:
-                open_store(str(path)).close()
-            except CorruptStoreError:
+            if is_damaged(path):
                 for suffix in ("", "-wal", "-shm"):
                     if os.path.exists(f"{path}{suffix}"):
                         os.rename(f"{path}{suffix}", f"{aside}{suffix}")

@@ -23,6 +23,11 @@ def canonical_json(data: object) -> str:
     return json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
+def gradients_fingerprint(buffers: Iterable[tuple[str, Iterable[int]]]) -> str:
+    """A digest of which gradients a job reduces, in whatever order they come: dtype and sizes of each flat buffer."""
+    return digest("gradients", *sorted(canonical_json([dtype, sorted(sizes)]) for dtype, sizes in buffers))[:32]
+
+
 def layout_fingerprint(sizes: Iterable[int], itemsize_bytes: int) -> str:
     """A digest of a gradient layout: explicit cuts fit a layout of equal fingerprint and no other."""
     return digest("layout", str(itemsize_bytes), *map(str, sizes))[:32]

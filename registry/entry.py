@@ -19,6 +19,12 @@ from .topology import Topology
 # An entry that a newer one cannot beat still gives way to it after this time: networks and drivers change.
 STALE_AFTER_S = 90 * 24 * 3600.0
 
+# No setting is that much faster than the untuned default: such an entry comes from a hiccup, or from a stranger.
+MAX_SPEEDUP = 100.0
+
+# By so much another host's clock may be ahead.
+MAX_AHEAD_S = 24 * 3600.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EntryKey:
@@ -31,6 +37,8 @@ class EntryKey:
         dtype: name of the element type as it travels.
         device: "cpu" or "cuda".
         versions: library versions that matter, as pairs sorted by name.
+        gradients: `digest.gradients_fingerprint` of the gradients that are reduced; empty in entries of old releases.
+        fixed: knobs that the user has fixed and their values, as pairs sorted by name.
     """
 
     model: str
@@ -39,13 +47,15 @@ class EntryKey:
     dtype: str
     device: str
     versions: tuple[tuple[str, str], ...] = ()
+    gradients: str = ""
+    fixed: tuple[tuple[str, str], ...] = ()
 
     def digest(self) -> str:
         """A digest that is equal exactly for equal keys."""
         return digest("key", canonical_json(self.to_json()))[:32]
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON-ready dict."""
+        """A JSON-ready dict; what is empty of the last two fields is left out, so that old entries keep their ids."""
         return {
             "model": self.model,
             "topology": self.topology,
@@ -53,13 +63,22 @@ class EntryKey:
             "dtype": self.dtype,
             "device": self.device,
             "versions": dict(self.versions),
+            **({"gradients": self.gradients} if self.gradients else {}),
+            **({"fixed": dict(self.fixed)} if self.fixed else {}),
         }
 
 
 def make_key(
-    model: Graph, topology: Topology, *, dtype: str, device: str, versions: Mapping[str, str] | None = None
+    model: Graph,
+    topology: Topology,
+    *,
+    dtype: str,
+    device: str,
+    versions: Mapping[str, str] | None = None,
+    gradients: str = "",
+    fixed: Mapping[str, str] | None = None,
 ) -> EntryKey:
-    """The key of a job of this model on this cluster."""
+    """The key of a job of this model on this cluster; the other arguments are `EntryKey`'s."""
     return EntryKey(
         model=model.fingerprint(),
         topology=topology.fingerprint(),
@@ -67,6 +86,8 @@ def make_key(
         dtype=dtype,
         device=device,
         versions=tuple(sorted((versions or {}).items())),
+        gradients=gradients,
+        fixed=tuple(sorted((fixed or {}).items())),
     )
 
 
@@ -208,20 +229,33 @@ class Entry:
         return f"{name} on {self.topology.describe()}"
 
 
+def implausible(entry: Entry) -> str:
+    """What no job can have found, in words; empty if there is nothing of the kind."""
+    if entry.provenance.created_s > time.time() + MAX_AHEAD_S:
+        return f"provenance.created_s: {entry.provenance.created_s:.0f} is in the future"
+    if not 1 / MAX_SPEEDUP <= entry.speedup <= MAX_SPEEDUP:
+        return f"best_span_s: {entry.speedup:.3g} times as fast as default_span_s is more than tuning can gain or lose"
+    return ""
+
+
 def supersedes(new: Entry, old: Entry) -> bool:
     """Whether `new` takes the place of `old` under the same key.
 
     A complete entry replaces an incomplete one, never the other way. Of two incomplete ones the longer search wins
-    (a job that goes on holds the earlier job's trials). Otherwise the better wins if it is better by more than the
-    noise, else the newer; if there are months between them always the newer.
+    (a job that goes on holds the earlier job's trials). Of two that agree on the knobs the newer one knows better what
+    they are worth; an implausible one gives way. Otherwise the better wins if it is better by more than the noise,
+    else the newer; if there are months between them always the newer. What a job has run and found wanting gives way
+    whatever it claims, but that only the job knows (`Store.save`).
     """
     if new.complete != old.complete:
         return new.complete
+    if implausible(old):
+        return True
     if not new.complete and new.n_trials != old.n_trials:
         return new.n_trials > old.n_trials
     age_s = new.provenance.created_s - old.provenance.created_s
-    if abs(age_s) > STALE_AFTER_S:
-        return age_s > 0
+    if abs(age_s) > STALE_AFTER_S or new.knobs == old.knobs:
+        return age_s >= 0
     noise = 1 + new.relative_noise + old.relative_noise
     if new.speedup > old.speedup * noise or old.speedup > new.speedup * noise:
         return new.speedup > old.speedup

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from sirtaki.errors import RegistryError
 
-from .entry import Entry, EntryKey, LinkModel, Provenance
+from .entry import Entry, EntryKey, LinkModel, Provenance, implausible
 from .graph import Graph
 from .topology import MAX_RANKS, Topology
 
@@ -32,7 +32,8 @@ def entry_from_json(data: object) -> Entry:
     """The entry that `Entry.to_json` described.
 
     Raises:
-        RegistryError: a field is missing, unknown or has a value that is invalid; the message names it.
+        RegistryError: a field is missing, unknown or has an invalid value, or no job can have found this;
+            the message names it.
     """
     fields = _fields("entry", data, (*_BODY_FIELDS, "model", "topology"))
     entry = body_from_json(
@@ -40,12 +41,16 @@ def entry_from_json(data: object) -> Entry:
         model=_named("model", Graph.from_json, fields["model"]),
         topology=_named("topology", Topology.from_json, fields["topology"]),
     )
+    if not entry.model.is_acyclic:
+        raise RegistryError("model: a model's graph is directed and has no cycle")
     if entry.model.fingerprint() != entry.key.model:
         raise RegistryError("key.model: is not the fingerprint of the model's graph")
     if entry.topology.fingerprint() != entry.key.topology:
         raise RegistryError("key.topology: is not the fingerprint of the topology")
     if entry.topology.world_size != entry.key.world_size:
         raise RegistryError(f"key.world_size: {entry.key.world_size}, but the topology has {entry.topology.world_size}")
+    if why := implausible(entry):
+        raise RegistryError(why)
     return entry
 
 
@@ -123,7 +128,12 @@ def _trial(path: str, data: object) -> dict[str, Any]:
 
 
 def _key(data: object) -> EntryKey:
-    fields = _fields("key", data, ("model", "topology", "world_size", "dtype", "device", "versions"))
+    fields = _fields(
+        "key",
+        data,
+        ("model", "topology", "world_size", "dtype", "device", "versions"),
+        optional=("gradients", "fixed"),  # older releases know neither
+    )
     return EntryKey(
         model=_text("key.model", fields["model"]),
         topology=_text("key.topology", fields["topology"]),
@@ -131,6 +141,8 @@ def _key(data: object) -> EntryKey:
         dtype=_text("key.dtype", fields["dtype"]),
         device=_text("key.device", fields["device"]),
         versions=_versions("key.versions", fields["versions"]),
+        gradients=_text("key.gradients", fields.get("gradients", "")),
+        fixed=_versions("key.fixed", fields.get("fixed", {})),
     )
 
 
@@ -161,17 +173,17 @@ def _provenance(data: object) -> Provenance:
 
 def _versions(path: str, data: object) -> tuple[tuple[str, str], ...]:
     if not isinstance(data, Mapping) or len(data) > 100:
-        raise RegistryError(f"{path}: must be an object of at most 100 names and versions, not {_shown(data)}")
+        raise RegistryError(f"{path}: must be an object of at most 100 names and texts, not {_shown(data)}")
     return tuple(sorted((_text(f"{path} (a name)", name), _text(f"{path}.{name}", data[name])) for name in data))
 
 
-def _fields(path: str, data: object, names: Sequence[str]) -> Mapping[str, Any]:
+def _fields(path: str, data: object, names: Sequence[str], *, optional: Sequence[str] = ()) -> Mapping[str, Any]:
     if not isinstance(data, Mapping):
         raise RegistryError(f"{path}: must be an object, not {_shown(data)}")
     missing = [name for name in names if name not in data]
     if missing:
         raise RegistryError(f"{path}: lacks {', '.join(missing)}")
-    unknown = [name for name in data if name not in names]
+    unknown = [name for name in data if name not in names and name not in optional]
     if unknown:
         raise RegistryError(f"{path}: has the unknown field {_shown(unknown[0])}")
     return data

@@ -18,6 +18,14 @@ MAX_NODES = 20_000
 MAX_EDGES = 60_000
 MAX_LABEL_CHARS = 2_000
 
+# Edges of models have no labels at all and those of clusters one kind; the distance of two graphs takes memory and time
+# with the number of different ones.
+MAX_EDGE_LABELS = 64
+
+# Rounds of colour refinement: nodes that differ only farther away than this look alike. Models have no cycles and are
+# not refined.
+_MAX_ROUNDS = 16
+
 
 class Node(NamedTuple):
     """What a node is, from coarse to fine; a tuple, since graphs are matched by hashing thousands of them.
@@ -46,7 +54,7 @@ class Graph:
         directed: whether an edge's direction means anything.
 
     Raises:
-        RegistryError: an edge names a node that is not there, is a loop or is there twice.
+        RegistryError: an edge names a node that is not there, is a loop or is there twice; or it is too large.
     """
 
     nodes: tuple[Node, ...]
@@ -59,6 +67,8 @@ class Graph:
                 f"a graph of {len(self.nodes)} nodes and {len(self.edges)} edges is too large to be kept: "
                 f"at most {MAX_NODES} and {MAX_EDGES}"
             )
+        if len({label for *_, label in self.edges}) > MAX_EDGE_LABELS:
+            raise RegistryError(f"a graph must not have more than {MAX_EDGE_LABELS} different labels of edges")
         edges = tuple(
             sorted(
                 (source, target, label) if self.directed or source < target else (target, source, label)
@@ -90,6 +100,11 @@ class Graph:
             up = _accumulated(own, after, order[::-1])
             colours = [digest(d, u) for d, u in zip(down, up, strict=True)]
         return digest("directed" if self.directed else "undirected", *sorted(colours))[:32]
+
+    @property
+    def is_acyclic(self) -> bool:
+        """Directed, and without a cycle; all graphs of models are."""
+        return self.directed and topological_order(*self._neighbours()) is not None
 
     def _neighbours(self) -> tuple[list[list[tuple[int, str]]], list[list[tuple[int, str]]]]:
         """Predecessors and successors of each node with the edge's label; the same lists twice if undirected."""
@@ -176,10 +191,10 @@ def _accumulated(own: list[str], before: list[list[tuple[int, str]]], order: lis
 
 
 def _refined(own: list[str], before: list[list[tuple[int, str]]], after: list[list[tuple[int, str]]]) -> list[str]:
-    """Colour refinement (Weisfeiler and Leman) until the number of colours no longer grows."""
+    """Colour refinement (Weisfeiler and Leman) until the number of colours no longer grows, or for `_MAX_ROUNDS`."""
     colours = list(own)
     classes = len(set(colours))
-    while True:
+    for _ in range(_MAX_ROUNDS):
         colours = [
             digest(
                 colours[index],
@@ -190,8 +205,9 @@ def _refined(own: list[str], before: list[list[tuple[int, str]]], after: list[li
         ]
         refined = len(set(colours))
         if refined <= classes:
-            return colours
+            break
         classes = refined
+    return colours
 
 
 def _node_from_json(index: int, item: object) -> Node:

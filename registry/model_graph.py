@@ -50,6 +50,7 @@ class _Operation:
 
     kind: str
     shapes: list[tuple[int, ...]] = field(default_factory=list)
+    others: list[tuple[int, ...]] = field(default_factory=list)  # of parameters that are not of interest
     tail: list[str] = field(default_factory=list)
     sources: dict[int, None] = field(default_factory=dict)
     targets: dict[int, None] = field(default_factory=dict)
@@ -70,6 +71,8 @@ class CapturedGraph:
 
 def capture(outputs: object, parameters: Mapping[int, tuple[int, ...]]) -> CapturedGraph:
     """The graph behind `outputs`, any nesting of tensors in dicts, sequences and objects with fields.
+
+    Other parameters count for no size and are told apart: the same model of which less is reduced is another graph.
 
     Args:
         outputs: what a module returned; nothing of it is kept.
@@ -102,8 +105,10 @@ def _walk(outputs: object, parameters: Mapping[int, tuple[int, ...]]) -> tuple[d
         if variable is None:
             operations[number] = _Operation(re.sub(r"Backward\d*$", "", function.name().rpartition("::")[2]))
         else:
-            operations[number] = _Operation("parameter", shapes=[tuple(variable.shape)])
-            if id(variable) in parameters:
+            operations[number] = operation = _Operation("parameter")
+            wanted = id(variable) in parameters
+            (operation.shapes if wanted else operation.others).append(tuple(variable.shape))
+            if wanted:
                 reached.add(id(variable))
         for source, _ in function.next_functions:
             if source is None:
@@ -151,6 +156,7 @@ def _fold_parameters(operations: dict[int, _Operation]) -> None:
         if operation.kind != "parameter" and operation.kind not in _SHAPE_ONLY:
             continue
         operations[user].shapes.extend(operation.shapes)
+        operations[user].others.extend(operation.others)
         del operations[user].sources[number], operations[number]
         if operations[user].kind in _SHAPE_ONLY:
             waiting.append(user)
@@ -158,7 +164,8 @@ def _fold_parameters(operations: dict[int, _Operation]) -> None:
 
 def _bypass_shape_only(operations: dict[int, _Operation]) -> None:
     for number, operation in list(operations.items()):
-        if operation.kind in _SHAPE_ONLY and not operation.shapes and len(operation.sources) <= 1:
+        has_parameters = operation.shapes or operation.others
+        if operation.kind in _SHAPE_ONLY and not has_parameters and len(operation.sources) <= 1:
             for source in operation.sources:
                 del operations[source].targets[number]
                 operations[source].targets.update(operation.targets)
@@ -172,7 +179,7 @@ def _collapse_chains(operations: dict[int, _Operation]) -> None:
     """An operation without parameters joins the one before it if each is the other's only neighbour there."""
     for number in reversed(list(operations)):  # from the inputs on, so that a run grows at its end
         operation = operations[number]
-        if operation.shapes or len(operation.sources) != 1:
+        if operation.shapes or operation.others or len(operation.sources) != 1:
             continue
         (head,) = operation.sources
         if len(operations[head].targets) != 1:
@@ -193,8 +200,9 @@ def _to_graph(operations: dict[int, _Operation], missing: Sequence[tuple[int, ..
     for number in _forward_order(operations):
         operation = operations[number]
         first[number] = len(nodes)
-        if len(operation.shapes) > _OPAQUE_PARAMETERS:
+        if len(operation.shapes) + len(operation.others) > _OPAQUE_PARAMETERS:
             nodes.extend(_parameter_node(shape) for shape in operation.shapes)
+            nodes.extend(Node(kind="parameter", detail=_other_text(shape)) for shape in operation.others)
         else:
             nodes.append(_operation_node(operation))
         last[number] = len(nodes) - 1
@@ -220,13 +228,18 @@ def _forward_order(operations: dict[int, _Operation]) -> list[int]:
 
 def _operation_node(operation: _Operation) -> Node:
     # Sorted: a weight's and its bias' shape say the same in either order, and torch versions differ in it.
-    shapes = ",".join(sorted(map(_shape_text, operation.shapes)))[:_MAX_DETAIL_CHARS]
+    texts = [*sorted(map(_shape_text, operation.shapes)), *sorted(map(_other_text, operation.others))]
+    shapes = ",".join(texts)[:_MAX_DETAIL_CHARS]
     tail = "".join("+" + name for name in operation.tail)[:_MAX_DETAIL_CHARS]
     return Node(kind=operation.kind[:200], detail=f"{shapes}{tail}", size=sum(map(prod, operation.shapes)))
 
 
 def _parameter_node(shape: tuple[int, ...]) -> Node:
     return Node(kind="parameter", detail=_shape_text(shape), size=prod(shape))
+
+
+def _other_text(shape: Sequence[int]) -> str:
+    return f"other {_shape_text(shape)}"
 
 
 def _shape_text(shape: Sequence[int]) -> str:

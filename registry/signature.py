@@ -44,6 +44,11 @@ def to_bytes(counts: Signatures) -> bytes:
     return counts.astype("<u2").tobytes()
 
 
+def is_signature(blob: object) -> bool:
+    """Whether it can be read: what lies in a database may be damaged."""
+    return isinstance(blob, bytes) and len(blob) == 2 * WIDTH
+
+
 def from_bytes(blobs: Sequence[bytes]) -> Signatures:
     """`(len(blobs), WIDTH)` from what `to_bytes` made."""
     return np.frombuffer(b"".join(blobs), dtype="<u2").reshape(len(blobs), WIDTH)

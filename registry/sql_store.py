@@ -23,7 +23,7 @@ from .entry import Entry, EntryKey, supersedes
 from .entry_schema import body_from_json
 from .graph import Graph
 from .schema import check_version, distances, entries, migrate, models, signatures, topologies, version_of
-from .signature import SIGNATURE_VERSION, Signatures, from_bytes, signature, to_bytes
+from .signature import SIGNATURE_VERSION, Signatures, from_bytes, is_signature, signature, to_bytes
 from .sqlite_file import sqlite_engine
 from .store import Candidate, CorruptStoreError, EntrySummary
 from .topology import ClusterShape, Topology
@@ -38,7 +38,8 @@ _CONNECT_TIMEOUT_S = 10
 # A graph of stated maximum size has less than this many bytes as JSON; more is an attempt to fill our memory.
 _MAX_GRAPH_BYTES = 1 << 27
 
-_SUMMARY = [entries.c[name] for name in EntrySummary.__dataclass_fields__]
+_SUMMARY = [entries.c[name] for name in EntrySummary.__dataclass_fields__ if name in entries.c]
+_SUMMARY_NAMES = [column.name for column in _SUMMARY]
 
 
 class SqlStore:
@@ -91,21 +92,25 @@ class SqlStore:
 
     def lookup(self, key: EntryKey) -> Entry | None:
         """See `Store.lookup`."""
-        with self._reading() as connection:
+        with self._reading() as connection, self._skipping(f"entry {key.digest()}"):
             return next(_load(connection, [key.digest()]), None)
+        return None
 
-    def save(self, entry: Entry) -> bool:
+    def save(self, entry: Entry, *, disproved: Entry | None = None) -> bool:
         """See `Store.save`."""
-        return self.save_all([entry]) == 1
+        return self._save_all([entry], disproved) == 1
 
     def save_all(self, new: Sequence[Entry]) -> int:
         """See `Store.save_all`."""
+        return self._save_all(new, None)
+
+    def _save_all(self, new: Sequence[Entry], disproved: Entry | None) -> int:
         for entry in new:  # what cannot be read must not be written
             body_from_json(entry.body_to_json(), model=entry.model, topology=entry.topology)
         for _ in range(_ATTEMPTS):
             try:
                 with self._writing() as connection:
-                    return sum(_save(connection, entry) for entry in new)
+                    return sum(_save(connection, entry, disproved) for entry in new)
             except RegistryError as err:
                 if not isinstance(err.__cause__, IntegrityError):
                     raise
@@ -114,13 +119,26 @@ class SqlStore:
     def summaries(self) -> list[EntrySummary]:
         """See `Store.summaries`."""
         with self._reading() as connection:
-            rows = connection.execute(select(*_SUMMARY).order_by(entries.c.created_s.desc(), entries.c.id))
-            return [EntrySummary(**row._mapping) for row in rows]
+            rows = connection.execute(
+                select(*_SUMMARY, topologies.c.shape, entries.c.body)
+                .join(topologies, topologies.c.fingerprint == entries.c.topology, isouter=True)
+                .order_by(entries.c.created_s.desc(), entries.c.id)
+            )
+            return [
+                EntrySummary(
+                    **dict(zip(_SUMMARY_NAMES, row, strict=False)), hosts=_hosts(row[-2]), fixed=_fixed(row[-1])
+                )
+                for row in rows
+            ]
 
     def get(self, id_prefix: str) -> Entry:
         """See `Store.get`."""
         with self._reading() as connection:
-            return next(_load(connection, [_find(connection, id_prefix)]))
+            found = _find(connection, id_prefix)
+            entry = next(_load(connection, [found]), None)
+        if entry is None:
+            raise RegistryError(f"entry {found} has lost its model or its cluster: forget it")
+        return entry
 
     def entries(self) -> Iterator[Entry]:
         """See `Store.entries`. One that cannot be read is left out with a warning."""
@@ -169,23 +187,35 @@ class SqlStore:
         sound = signatures.c.version == SIGNATURE_VERSION
         with self._reading() as connection:
             rows = connection.execute(select(signatures.c.fingerprint, signatures.c.body).where(sound)).all()
-            names, blobs = [row[0] for row in rows], [row[1] for row in rows]
-            outdated = connection.execute(select(models).join(signatures).where(~sound))
-            for name, body in outdated:
-                names.append(name)
-                blobs.append(to_bytes(signature(Graph.from_json(_expanded(body)))))
-            return names, from_bytes(blobs)
+            found = {name: body for name, body in rows if is_signature(body)}
+            damaged = [name for name, _ in rows if name not in found]
+            outdated = list(connection.execute(select(signatures.c.fingerprint).where(~sound)).scalars())
+            for name, graph in self._graphs(connection, [*damaged, *outdated]):
+                found[name] = to_bytes(signature(graph))
+            return list(found), from_bytes(list(found.values()))
 
     def models(self, fingerprints: Sequence[str]) -> Mapping[str, Graph]:
         """See `Store.models`."""
         with self._reading() as connection:
-            return {name: Graph.from_json(data) for name, data in _bodies(connection, models, fingerprints)}
+            return dict(self._graphs(connection, fingerprints))
+
+    def _graphs(self, connection: Connection, fingerprints: Sequence[str]) -> Iterator[tuple[str, Graph]]:
+        """Those of these model graphs that can be read."""
+        for start in range(0, len(fingerprints), 500):  # databases limit the number of parameters
+            wanted = models.c.fingerprint.in_(fingerprints[start : start + 500])
+            for name, body in connection.execute(select(models.c.fingerprint, models.c.body).where(wanted)):
+                with self._skipping(f"model {name}"):
+                    yield name, Graph.from_json(_expanded(body))
 
     def shapes(self) -> Mapping[str, ClusterShape]:
         """See `Store.shapes`."""
         with self._reading() as connection:
             rows = connection.execute(select(topologies.c.fingerprint, topologies.c.shape)).all()
-        return {name: ClusterShape.from_json(_parsed(shape)) for name, shape in rows}
+        found = {}
+        for name, shape in rows:
+            with self._skipping(f"cluster {name}"):
+                found[name] = ClusterShape.from_json(_parsed(shape))
+        return found
 
     def distances(self, fingerprint: str) -> Mapping[str, float]:
         """See `Store.distances`."""
@@ -194,7 +224,8 @@ class SqlStore:
             found = {}
             for mine, other in ((distances.c.low, 1), (distances.c.high, 0)):
                 for row in connection.execute(pairs.where(mine == fingerprint)):
-                    found[row[other]] = row[2]
+                    if isinstance(row[2], float) and 0.0 <= row[2] <= 1.0:
+                        found[row[other]] = row[2]
             return found
 
     def save_distances(self, fingerprint: str, by_other: Mapping[str, float]) -> None:
@@ -218,6 +249,15 @@ class SqlStore:
     def close(self) -> None:
         """See `Store.close`."""
         self._engine.dispose()
+
+    @staticmethod
+    @contextmanager
+    def _skipping(what: str) -> Iterator[None]:
+        """One damaged row must not hide all others."""
+        try:
+            yield
+        except RegistryError as err:
+            logger.info("%s in the registry is passed over: %s", what, err)
 
     @contextmanager
     def _reading(self) -> Iterator[Connection]:
@@ -283,24 +323,43 @@ def _url(url_or_path: str) -> URL | None:
         raise RegistryError(f"{url_or_path!r} is not a URL that SQLAlchemy understands: {err}") from err
 
 
+def _hosts(shape: str | None) -> str:
+    """For a list, which shows a damaged entry rather than none."""
+    try:
+        return ClusterShape.from_json(_parsed(shape or "")).describe()
+    except RegistryError:
+        return "?"
+
+
+def _fixed(body: str) -> tuple[tuple[str, str], ...]:
+    """For a list, too."""
+    try:
+        return tuple((str(name), str(value)) for name, value in _parsed(body)["key"].get("fixed", {}).items())
+    except (RegistryError, LookupError, TypeError, AttributeError):
+        return ()
+
+
 def _one_line(err: object) -> str:
     return " ".join(str(err).split())
 
 
-def _save(connection: Connection, entry: Entry) -> bool:
+def _save(connection: Connection, entry: Entry, disproved: Entry | None) -> bool:
     mine = entries.c.id == entry.id
     is_there = connection.execute(select(entries.c.id).where(mine).with_for_update()).first() is not None
-    if is_there and not _is_superseded(connection, entry):
-        return False
-    if not _has_graph(connection, models, entry.key.model):
-        body = _compressed(entry.model.to_json())
-        connection.execute(insert(models).values(fingerprint=entry.key.model, body=body))
-        mark = {"version": SIGNATURE_VERSION, "body": to_bytes(signature(entry.model))}
-        connection.execute(insert(signatures).values(fingerprint=entry.key.model, **mark))
-    if not _has_graph(connection, topologies, entry.key.topology):
-        cluster = {"shape": canonical_json(entry.topology.shape().to_json())}
-        cluster_body = _compressed(entry.topology.to_json())
-        connection.execute(insert(topologies).values(fingerprint=entry.key.topology, body=cluster_body, **cluster))
+    damaged = False
+    if is_there:
+        try:
+            old = next(_load(connection, [entry.id]), None)
+        except RegistryError as err:
+            logger.warning("entry %s cannot be read and is replaced: %s", entry.id, err)
+            old, damaged = None, True
+        if old is not None and old != disproved and not supersedes(entry, old):
+            return False
+    _put(connection, models, entry.key.model, damaged, body=_compressed(entry.model.to_json()))
+    mark = {"version": SIGNATURE_VERSION, "body": to_bytes(signature(entry.model))}
+    _put(connection, signatures, entry.key.model, damaged, **mark)
+    cluster = {"shape": canonical_json(entry.topology.shape().to_json()), "body": _compressed(entry.topology.to_json())}
+    _put(connection, topologies, entry.key.topology, damaged, **cluster)
     row = {
         **{name: getattr(entry.key, name) for name in ("model", "topology", "world_size", "dtype", "device")},
         **{
@@ -315,33 +374,32 @@ def _save(connection: Connection, entry: Entry) -> bool:
     return True
 
 
-def _has_graph(connection: Connection, table: Table, fingerprint: str) -> bool:
-    return connection.execute(select(table.c.fingerprint).where(table.c.fingerprint == fingerprint)).first() is not None
+def _put(connection: Connection, table: Table, fingerprint: str, overwrites: bool, **values: object) -> None:
+    """What is kept of a graph, if it is not there already or may be damaged."""
+    mine = table.c.fingerprint == fingerprint
+    if connection.execute(select(table.c.fingerprint).where(mine)).first() is None:
+        connection.execute(insert(table).values(fingerprint=fingerprint, **values))
+    elif overwrites:
+        connection.execute(update(table).where(mine).values(**values))
 
 
 def _load(connection: Connection, ids: Sequence[str]) -> Iterator[Entry]:
     """The entries of these ids with their graphs."""
     rows = connection.execute(
-        select(entries.c.body, models.c.body, topologies.c.body)
+        select(entries.c.id, entries.c.body, models.c.body, topologies.c.body)
         .join(models, models.c.fingerprint == entries.c.model)
         .join(topologies, topologies.c.fingerprint == entries.c.topology)
         .where(entries.c.id.in_(ids))
     )
-    for body, model, topology in rows:
-        yield body_from_json(
+    for name, body, model, topology in rows:
+        entry = body_from_json(
             _parsed(body),
             model=Graph.from_json(_expanded(model)),
             topology=Topology.from_json(_expanded(topology)),
         )
-
-
-def _is_superseded(connection: Connection, entry: Entry) -> bool:
-    try:
-        old = next(_load(connection, [entry.id]), None)
-    except RegistryError as err:
-        logger.warning("entry %s cannot be read and is replaced: %s", entry.id, err)
-        return True
-    return old is None or supersedes(entry, old)
+        if entry.id != name:
+            raise RegistryError("a stored entry is damaged: it is of another job")
+        yield entry
 
 
 def _find(connection: Connection, id_prefix: str) -> str:
@@ -367,13 +425,6 @@ def _delete_orphans(connection: Connection) -> None:
         connection.execute(delete(distances).where(column.not_in(select(models.c.fingerprint))))
 
 
-def _bodies(connection: Connection, table: Table, fingerprints: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    for start in range(0, len(fingerprints), 500):  # databases limit the number of parameters
-        some = fingerprints[start : start + 500]
-        for row in connection.execute(select(table.c.fingerprint, table.c.body).where(table.c.fingerprint.in_(some))):
-            yield row[0], _expanded(row[1])
-
-
 def _compressed(data: object) -> bytes:
     return zlib.compress(canonical_json(data).encode())
 
@@ -384,7 +435,7 @@ def _expanded(body: bytes) -> Any:
         text = inflate.decompress(body, _MAX_GRAPH_BYTES)
         if inflate.unconsumed_tail:
             raise RegistryError(f"a stored graph has more than {_MAX_GRAPH_BYTES} bytes")
-    except zlib.error as err:
+    except (zlib.error, TypeError) as err:
         raise RegistryError(f"a stored graph is damaged: {err}") from err
     return _parsed(text)
 
@@ -392,5 +443,5 @@ def _expanded(body: bytes) -> Any:
 def _parsed(text: str | bytes) -> Any:
     try:
         return json.loads(text)
-    except (ValueError, RecursionError) as err:
+    except (ValueError, TypeError, RecursionError) as err:
         raise RegistryError(f"a stored entry is damaged: {err!r:.200}") from err

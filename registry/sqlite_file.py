@@ -44,6 +44,20 @@ def sqlite_engine(path: Path, *, read_only: bool) -> Engine:
     return engine
 
 
+def is_damaged(path: Path) -> bool:
+    """Whether the file is no SQLite database, or one with damage anywhere; reads all of it."""
+    if not path.exists():
+        return False
+    try:
+        connection = _connect(path, "mode=rw")
+        try:
+            return bool(connection.execute("PRAGMA integrity_check(1)").fetchone()[0] != "ok")
+        finally:
+            connection.close()
+    except sqlite3.DatabaseError as err:
+        return type(err) is sqlite3.DatabaseError  # its subclasses are other things: locks, permissions
+
+
 def _open(path: Path, *, read_only: bool) -> sqlite3.Connection:
     if not read_only:
         return _connect(path, "mode=rwc")

@@ -32,7 +32,12 @@ class CorruptStoreError(RegistryError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EntrySummary:
-    """What a list shows of an entry, read without its graphs and trials."""
+    """What a list shows of an entry, read without its graphs.
+
+    Attributes:
+        hosts: number and kinds of its hosts, as `ClusterShape.describe` gives them.
+        fixed: knobs that the user had fixed.
+    """
 
     id: str
     model: str
@@ -47,6 +52,8 @@ class EntrySummary:
     n_trials: int
     arm: str
     model_name: str
+    hosts: str
+    fixed: tuple[tuple[str, str], ...]
 
 
 class Candidate(NamedTuple):
@@ -63,11 +70,14 @@ class Store(Protocol):
     """Keeps one entry a key. Every method raises RegistryError if the store cannot be read or written."""
 
     def lookup(self, key: EntryKey) -> Entry | None:
-        """The entry of exactly this key."""
+        """The entry of exactly this key; None also where it is damaged."""
         ...
 
-    def save(self, entry: Entry) -> bool:
-        """Keeps the entry, unless the one there is better (`entry.supersedes`); False if so. Atomic."""
+    def save(self, entry: Entry, *, disproved: Entry | None = None) -> bool:
+        """Keeps the entry, unless the one there is better (`entry.supersedes`); False if so. Atomic.
+
+        `disproved` is what this job has found there, run, and found wanting: it gives way, whatever it claims.
+        """
         ...
 
     def save_all(self, new: Sequence[Entry]) -> int:
@@ -103,7 +113,7 @@ class Store(Protocol):
         ...
 
     def models(self, fingerprints: Sequence[str]) -> Mapping[str, Graph]:
-        """These model graphs; those that are not there are left out."""
+        """These model graphs; those that are not there or damaged are left out."""
         ...
 
     def shapes(self) -> Mapping[str, ClusterShape]:
@@ -148,15 +158,19 @@ def open_store(url_or_path: str | None = None, *, read_only: bool = False) -> St
 class SafeStore:
     """A store that never stops a job: whatever goes wrong is one warning, after which it behaves as if empty.
 
-    A damaged file is put aside (`registry.db.broken-1`), never deleted; a shared registry that cannot be reached is
-    replaced by the local one.
+    A damaged file is put aside (`registry.db.broken-1`), never deleted, also if the damage is met later; a shared
+    registry that cannot be reached is replaced by the local one.
+
+    Attributes:
+        warned: it has given that warning, or was told on opening that another one has.
     """
 
-    def __init__(self, url_or_path: str | None = None) -> None:
-        self._warned = False
+    def __init__(self, url_or_path: str | None = None, *, warned: bool = False) -> None:
+        self.warned = warned
         self._store: Store | None = None
+        self._url_or_path = url_or_path
         try:
-            self._store = self._open(url_or_path)
+            self._store = self._open()
         except Exception as err:
             self._warn(err)
 
@@ -169,16 +183,22 @@ class SafeStore:
         """The entry of exactly this key; None also when something is wrong."""
         return self.attempt(lambda store: store.lookup(key), None)
 
-    def save(self, entry: Entry) -> bool:
-        """Keeps the entry; False if it was not kept."""
-        return self.attempt(lambda store: store.save(entry), False)
+    def save(self, entry: Entry, *, disproved: Entry | None = None) -> bool:
+        """Keeps the entry; False if it was not kept. See `Store.save`."""
+        return self.attempt(lambda store: store.save(entry, disproved=disproved), False)
 
     def attempt(self, action: Callable[[Store], _T], otherwise: _T) -> _T:
         """What `action` gives, or `otherwise` if it cannot be had."""
         if self._store is None:
             return otherwise
         try:
-            return action(self._store)
+            try:
+                return action(self._store)
+            except CorruptStoreError as err:
+                self._store.close()
+                self._store = None
+                self._store = self._replaced(err)
+                return action(self._store)
         except Exception as err:
             self._warn(err)
             return otherwise
@@ -189,24 +209,29 @@ class SafeStore:
         self._store = None
 
     def _warn(self, err: Exception) -> None:
-        level = logging.DEBUG if self._warned else logging.WARNING
-        self._warned = True
+        level = logging.DEBUG if self.warned else logging.WARNING
+        self.warned = True
         logger.log(level, "training goes on without the registry: %s", err)
 
-    def _open(self, url_or_path: str | None) -> Store:
-        try:
-            return open_store(url_or_path)
-        except CorruptStoreError as err:
-            from .broken_file import set_aside
+    def _replaced(self, err: CorruptStoreError) -> Store:
+        from .broken_file import set_aside
 
-            self._warned = True
-            logger.warning("%s; it is kept as %s and a new registry begins", err, set_aside(err.path))
-            return open_store(url_or_path)
+        self.warned = True
+        logger.warning("%s; it is kept as %s and a new registry begins", err, set_aside(err.path))
+        return open_store(str(err.path))
+
+    def _open(self) -> Store:
+        try:
+            return open_store(self._url_or_path)
+        except CorruptStoreError as err:
+            return self._replaced(err)
         except RegistryError as err:
-            if url_or_path is None or "://" not in url_or_path:
+            if self._url_or_path is None or "://" not in self._url_or_path:
                 raise
-            self._warned = True
-            logger.warning(
+            level = logging.DEBUG if self.warned else logging.WARNING
+            self.warned = True
+            logger.log(
+                level,
                 "%s; the local registry %s is used for this job (`sirtaki registry export` and `import` carry its "
                 "entries over)",
                 err,

@@ -4,6 +4,7 @@ A module of its own because a job describes its cluster once, before anything is
 are dropped on the way in: two clusters built alike are the same cluster.
 """
 
+import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -29,6 +30,11 @@ class LinkClass:
 
     bandwidth_log2: int | None = None
     latency_log2: int | None = None
+
+    @property
+    def is_known(self) -> bool:
+        """Whether anything is known of it."""
+        return self != LinkClass()
 
     @classmethod
     def of(cls, *, bandwidth_bytes_per_s: float | None = None, latency_s: float | None = None) -> "LinkClass":
@@ -78,15 +84,46 @@ class ClusterShape:
     hosts: tuple[tuple[str, int, int], ...]
     network: str
 
+    def describe(self) -> str:
+        """Its hosts in words: `2 × c5.xlarge, 4 cores`."""
+        kinds: Counter[str] = Counter()
+        for detail, _, count in self.hosts:
+            kinds[_kind_in(detail)] += count
+        return "; ".join(f"{count} × {kind or 'unknown kind'}" for kind, count in kinds.items())
+
     def to_json(self) -> list[Any]:
         """A JSON-ready list; `ClusterShape.from_json` is its inverse."""
         return [[list(host) for host in self.hosts], self.network]
 
     @classmethod
     def from_json(cls, data: Any) -> "ClusterShape":
-        """The shape that `to_json` described; only for what this module wrote."""
-        hosts, network = data
-        return cls(hosts=tuple((detail, ranks, count) for detail, ranks, count in hosts), network=network)
+        """The shape that `to_json` described.
+
+        Raises:
+            RegistryError: it is none.
+        """
+        try:
+            hosts, network = data
+            shape = cls(hosts=tuple((detail, ranks, count) for detail, ranks, count in hosts), network=network)
+        except (TypeError, ValueError) as err:
+            raise RegistryError(f"this is not the shape of a cluster: {err}") from err
+        texts = [network, *(detail for detail, _, _ in shape.hosts)]
+        counts = [count for _, *both in shape.hosts for count in both]
+        if not (
+            all(isinstance(text, str) for text in texts)
+            and all(type(count) is int and 1 <= count <= MAX_RANKS for count in counts)
+        ):
+            raise RegistryError("the shape of a cluster holds texts and positive counts")
+        return shape
+
+
+def _kind_in(detail: str) -> str:
+    """The host's kind in the text that `Topology.shape` made of a host."""
+    try:
+        (kind, *_), _ = json.JSONDecoder().raw_decode(detail)
+    except ValueError:
+        return ""
+    return str(kind)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,9 +5,12 @@ entries. What is similar can be looked up before the job has measured anything; 
 is better asked when it has measured its link.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from sirtaki.errors import RegistryError
 
 from .entry import Entry, EntryKey, LinkModel
 from .graph import Graph
@@ -24,8 +27,10 @@ from .knob_transfer import (
     with_uniform_units,
 )
 from .similarity import nearest
-from .store import Store
+from .store import CorruptStoreError, Store
 from .topology import Topology
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +93,7 @@ class WarmStart:
 
 
 def neighbours(store: Store, job: Job, *, k: int = 3, max_distance: float = 0.6) -> list[Neighbour]:
-    """The `k` entries of other jobs that are nearest, nearest first.
+    """The `k` entries of other jobs that are nearest, nearest first; those that cannot be read are left out.
 
     Raises:
         RegistryError: the store cannot be read.
@@ -98,7 +103,15 @@ def neighbours(store: Store, job: Job, *, k: int = 3, max_distance: float = 0.6)
         store, job.model, job.topology, dtype=key.dtype, device=key.device, k=k + 1, max_distance=max_distance
     )
     others = [match for match in found if match.id != key.digest()][:k]
-    return [Neighbour(entry=store.get(match.id), distance=match.distance) for match in others]
+    readable = []
+    for match in others:
+        try:
+            readable.append(Neighbour(entry=store.get(match.id), distance=match.distance))
+        except CorruptStoreError:
+            raise
+        except RegistryError as err:
+            logger.info("entry %s of the registry is passed over: %s", match.id, err)
+    return readable
 
 
 def adapted_all(found: Sequence[Neighbour], job: Job) -> list[WarmStart]:

@@ -44,10 +44,15 @@ def memory_limit_bytes() -> int | None:
 
 
 def host_kind() -> str:
-    """What tells hosts of one kind from others: product (on clouds the instance type), processor, number of cores."""
+    """What tells hosts of one kind from others: product (on clouds the instance type), processor, number of cores.
+
+    A container that may use a part of the cores only is of another kind.
+    """
     lines = (line.partition(":") for line in _read(_PROCESSORS).splitlines())
     processor = next((value for name, _, value in lines if name.strip() == "model name"), "")
-    parts = (_read(_PRODUCT), processor, f"{os.cpu_count() or 1} cores")
+    cores, quota = os.cpu_count() or 1, cpu_quota()
+    share = f"{quota:.3g} of " if quota is not None and quota < cores else ""
+    parts = (_read(_PRODUCT), processor, f"{share}{cores} cores")
     return ", ".join(words for part in parts if (words := " ".join(part.split())))
 
 

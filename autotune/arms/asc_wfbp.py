@@ -114,7 +114,7 @@ class AscWfbpN(Planner):
         def cost(cuts: tuple[Cut, ...]) -> tuple[float, int]:
             return round(simulator.run_cuts(cuts).span_s, 6), len(cuts)
 
-        best = min(set(self._candidates(model, model.links[route])), key=cost)
+        best = min(dict.fromkeys(self._candidates(model, model.links[route])), key=cost)  # the first of equals
         if model.contention is None:
             return best
         return min((tuple(replace(cut, threads=r) for cut in best) for r in self.space.threads), key=cost)

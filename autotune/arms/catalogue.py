@@ -72,6 +72,8 @@ def make_arm(name: str, *, space: KnobSpace, rng: np.random.Generator) -> Arm:
     except Exception as err:  # somebody else's code may raise anything
         raise TuningError(f"the search technique {name!r} could not be built: {err!r}") from err
     missing = [part for part in ("name", "ask", "tell") if not hasattr(arm, part)]
+    if not missing and not isinstance(arm.name, str):  # type: ignore[attr-defined]
+        missing = ["name that is a text"]
     if missing:
         raise TuningError(f"the search technique {name!r} is no arm: it has no {', '.join(missing)}")
     return cast(Arm, arm)

@@ -34,7 +34,10 @@ class Libra(Planner):
     def cuts(self, model: PlanningModel, route: Route) -> tuple[Cut, ...]:
         """The programme's groups, each unit with its threads, for one stream or for enough to fill the link."""
         link, simulator = model.links[route], model.simulator(route)
-        candidates = [self._cuts_on(model, link, streams) for streams in {self.space.streams[0], self._enough(link)}]
+        candidates = [
+            self._cuts_on(model, link, streams)
+            for streams in dict.fromkeys((self.space.streams[0], self._enough(link)))
+        ]
         return min(candidates, key=lambda cuts: simulator.run_cuts(cuts).span_s)
 
     def _cuts_on(self, model: PlanningModel, link: LinkModel, streams: int) -> tuple[Cut, ...]:

@@ -4,11 +4,15 @@ A module of its own because the session shall hold one arm and have no special c
 """
 
 import logging
+import math
 from collections.abc import Callable, Sequence
-from itertools import zip_longest
+from dataclasses import replace
+from itertools import islice, zip_longest
 from typing import TypeVar
 
 import numpy as np
+
+from sirtaki.errors import TuningError
 
 from ..arms.base import Arm, expected_improvement, expected_span_s
 from ..knobs import Knobs
@@ -25,7 +29,8 @@ class BanditArm:
 
     An arm with nothing to propose is passed over and its turn is not counted. Credit goes to the arm that
     `Trial.arm` names; trials of others (the default, the registry's) teach the arms and earn nobody anything. An
-    arm that raises is left out from then on: a fault in a search technique must not stop a training job.
+    arm that raises or answers nonsense is left out from then on: a fault in a search technique must not stop a training
+    job.
 
     Args:
         arms: with different names.
@@ -69,12 +74,12 @@ class BanditArm:
 
     def expected_improvement(self) -> float | None:
         """The largest that any arm still expects; None if no arm can say."""
-        expected = [self._try(name, expected_improvement, None) for name in list(self._arms)]
+        expected = [self._try(name, lambda arm: _number(expected_improvement(arm)), None) for name in list(self._arms)]
         return max((value for value in expected if value is not None), default=None)
 
     def expected_span_s(self, knobs: Knobs) -> float | None:
         """What the first arm with an opinion believes."""
-        beliefs = (self._try(name, lambda arm: expected_span_s(arm, knobs), None) for name in list(self._arms))
+        beliefs = (self._try(name, lambda arm: _number(expected_span_s(arm, knobs)), None) for name in list(self._arms))
         return next((belief for belief in beliefs if belief is not None), None)
 
     @property
@@ -88,7 +93,7 @@ class BanditArm:
         return max(self.bandit.arms, key=self.bandit.auc)
 
     def _ask_arm(self, name: str, n: int) -> Sequence[Proposal]:
-        return self._try(name, lambda arm: arm.ask(n), ())
+        return self._try(name, lambda arm: _proposals(arm.ask(n), n, name), ())
 
     def _try(self, name: str, call: Callable[[Arm], _T], otherwise: _T) -> _T:
         """What the arm answers, or `otherwise` if it has failed, now or before."""
@@ -100,3 +105,29 @@ class BanditArm:
             logger.warning("the search technique %r failed and is left out from now on", name, exc_info=True)
             del self._arms[name]
             return otherwise
+
+
+def _proposals(answer: Sequence[Proposal], n: int, name: str) -> list[Proposal]:
+    """An arm's answer, if it is what it should be.
+
+    Raises:
+        TuningError: it is something else.
+    """
+    proposals = list(islice(answer, n))
+    for proposal in proposals:
+        if not (isinstance(proposal, Proposal) and isinstance(proposal.knobs, Knobs)):
+            raise TuningError(f"an arm proposes knobs, not {proposal!r:.200}")
+        if proposal.iterations is not None and not (type(proposal.iterations) is int and proposal.iterations >= 1):
+            raise TuningError(f"a proposal asks for a whole number of iterations, not {proposal.iterations!r:.80}")
+    return [proposal if proposal.arm == name else replace(proposal, arm=name) for proposal in proposals]
+
+
+def _number(answer: float | None) -> float | None:
+    """What an arm expects, if it is what it should be.
+
+    Raises:
+        TuningError: it is something else.
+    """
+    if answer is not None and not (isinstance(answer, int | float) and not math.isnan(answer)):
+        raise TuningError(f"an arm expects a number or None, not {answer!r:.80}")
+    return answer

@@ -33,7 +33,7 @@ def default_arms(
 ) -> BanditArm:
     """The bandit over the named search techniques and the given planners.
 
-    A technique that cannot be built is left out with a warning, unless the caller named it.
+    A technique that cannot be built, or whose name is taken, is left out with a warning, unless the caller named it.
 
     Args:
         space: what may be chosen.
@@ -52,10 +52,14 @@ def default_arms(
     ties, *generators = rng.spawn(1 + len(wanted))
     for name, generator in zip(wanted, generators, strict=True):
         try:
-            arms.append(make_arm(name, space=space, rng=generator))
-        except TuningError as err:
+            arm = make_arm(name, space=space, rng=generator)
+            if any(arm.name == other.name for other in arms):
+                raise TuningError(f"there are two search techniques called {arm.name!r}")
+        except Exception as err:
             if names is not None:
                 raise
             logger.warning("%s; it is left out", err)
+        else:
+            arms.append(arm)
     window = window_for(budget_iterations // ITERATIONS_PER_TRIAL, len(arms))
     return BanditArm(arms, rng=ties, window=window, exploration=exploration, opening=opening)

@@ -6,6 +6,10 @@ generator, `_warm_up`, that yields assignments and is sent their spans, so it re
 
     default → trials → finals against each other and the default → done
 
+A setting that an earlier job has left for this very job is run first, in turns with the default. If it holds, that is
+the end; if it does not, or if the link is not what it was, the session asks for an arm (`Purpose.SEARCH`), so that what
+a search needs (probes, planners) is made only then, and begins the usual course.
+
 A trial is a race: it is measured once, given up if it is clearly slower than the best, and measured more often the
 closer it comes. More measurements of what runs already cost no discarded iteration. The fastest of many noisy
 measurements is fast by luck too. So a share of the budget that grows with the noise is kept for the finals, where the
@@ -15,8 +19,7 @@ field; what remains is kept if it beats the default in what was measured in the 
 
 import logging
 from collections.abc import Callable, Generator, Hashable, Sequence
-from dataclasses import dataclass, replace
-from enum import Enum
+from dataclasses import replace
 from itertools import zip_longest
 
 import numpy as np
@@ -26,13 +29,10 @@ from sirtaki.errors import TuningError
 from ..arms.base import Arm, expected_improvement, expected_span_s
 from ..knobs import Knobs, KnobSpace
 from ..trial import Proposal, Trial, TrialStatus
+from .assignment import DEFAULT_ARM, REGISTRY_ARM, VERIFY_ARM, Assignment, Purpose, SessionResult
 from .ledger import Ledger, Setting
 
 logger = logging.getLogger(__name__)
-
-DEFAULT_ARM = "default"  # whose trial the untuned default is
-REGISTRY_ARM = "registry"  # whose trials remembered settings are
-VERIFY_ARM = "verify"  # whose trials repeated measurements are
 
 CLEAR = 2.0  # standard errors between two settings that are told apart
 HOPELESS = 3.0  # standard errors behind the fastest at which a setting has no place in the finals
@@ -44,66 +44,30 @@ RESERVE_PER_NOISE = 6.0  # share of the budget kept for the finals over the nois
 MIN_RESERVE, MAX_RESERVE = 0.15, 0.6
 NOISY = 0.05  # from this noise on, turns in the finals take all the iterations that are left
 MAX_TURN_ITERATIONS = 12
-
-
-class Purpose(Enum):
-    """Why an assignment is run."""
-
-    DEFAULT = "default"
-    TRIAL = "trial"
-    VERIFY = "verify"
-    GUARD_WINNER = "guard_winner"
-    GUARD_DEFAULT = "guard_default"
-    FINAL = "final"  # the warm-up is over: run these from now on
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Assignment:
-    """What to run now.
-
-    Attributes:
-        knobs: the setting.
-        discarded_iterations: iterations to run first and not to measure; 0 where the knobs are running already.
-        measured_iterations: iterations to measure then; 0 once the warm-up is over.
-        arm: who proposed it.
-        purpose: why it is run.
-    """
-
-    knobs: Knobs
-    discarded_iterations: int
-    measured_iterations: int
-    arm: str
-    purpose: Purpose
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SessionResult:
-    """What the warm-up found, or has found so far.
-
-    Attributes:
-        knobs: the setting to keep.
-        default_span_s: median span of the untuned default; infinite if not measured yet.
-        best_span_s: median span of `knobs`.
-        noise_s: standard deviation of one measured span of `knobs`.
-        arm: who proposed `knobs`.
-        n_trials: settings that were measured, the default among them.
-        iterations_used: training iterations spent, discarded ones included.
-        reason: why it ended so, in words.
-        tuned: `knobs` are not the untuned default.
-    """
-
-    knobs: Knobs
-    default_span_s: float
-    best_span_s: float
-    noise_s: float
-    arm: str
-    n_trials: int
-    iterations_used: int
-    reason: str
-    tuned: bool
+OTHER_LINK = 3.0  # how many times as much or as little time a remembered setting takes on a link that has changed
+SHORT_SEARCH_ITERATIONS = 40  # from a setting that is good, but was found on another link
 
 
 _Script = Generator[Assignment, Sequence[float], None]
+
+
+class _Nobody:
+    """The arm of a session that has no arm yet."""
+
+    name = "nobody"
+
+    def ask(self, n: int = 1) -> Sequence[Proposal]:
+        return ()
+
+    def tell(self, trials: Sequence[Trial]) -> None:
+        pass
+
+
+_NOBODY = _Nobody()
+
+
+def _seeds(knobs: Sequence[Knobs]) -> list[Proposal]:
+    return [Proposal(arm=REGISTRY_ARM, knobs=each, reason="a similar job's") for each in knobs]
 
 
 class WarmupSession:
@@ -112,12 +76,14 @@ class WarmupSession:
     Args:
         space: proposals outside it are refused.
         default: the untuned setting, measured first; what stays if nothing beats it.
-        arm: proposes; told every trial.
+        arm: proposes; told every trial. None = nobody, until `begin_search`; only with `exact`.
         rng: the order in which finalists are run.
         budget_iterations: training iterations in all, discarded and guard included.
         discarded_iterations: iterations after a change of knobs that are not measured.
         measured_iterations: measured iterations of a trial that is not given up early.
         exact: the registry's setting for this very job: run at once, and kept unless the default is clearly faster.
+        exact_spans_s: what that setting and the default took in that job, None = unknown. If both take clearly more or
+            both clearly less now (`OTHER_LINK`), the link has changed: a short search follows, from that setting on.
         seeds: settings of similar jobs; the first proposals.
         history: an earlier, unfinished session's `trials`; counted into the budget.
         identity: knobs with equal identity are the same setting and not run twice.
@@ -128,12 +94,13 @@ class WarmupSession:
         *,
         space: KnobSpace,
         default: Knobs,
-        arm: Arm,
+        arm: Arm | None,
         rng: np.random.Generator,
         budget_iterations: int = 100,
         discarded_iterations: int = 1,
         measured_iterations: int = 2,
         exact: Knobs | None = None,
+        exact_spans_s: tuple[float, float] | None = None,
         seeds: Sequence[Knobs] = (),
         history: Sequence[Trial] = (),
         identity: Callable[[Knobs], Hashable] = lambda knobs: knobs,
@@ -145,15 +112,17 @@ class WarmupSession:
             )
         self._space = space
         self._default = default
-        self._arm = arm
+        self._arm: Arm = arm or _NOBODY
         self._rng = rng
         self._budget = budget_iterations
         self._settle = discarded_iterations
         self._measured = measured_iterations
-        self._exact = exact
-        self._seeds = [Proposal(arm=REGISTRY_ARM, knobs=knobs, reason="a similar job's") for knobs in seeds]
-        self._history = tuple(history)
         self._identity = identity
+        self._exact, self._exact_spans_s = exact, exact_spans_s
+        self._seeds = _seeds(seeds)
+        self._has_refused = False
+        # No session has more trials than iterations, whatever is claimed.
+        self._history = tuple(trial for trial in history[-budget_iterations:] if self._accepts(trial.knobs))
         run = discarded_iterations + measured_iterations
         self._n_finalists = 3 if budget_iterations >= 60 else 2
         self._duel_cost = 2 * run
@@ -201,6 +170,9 @@ class WarmupSession:
         now = self._assignment
         self._spent += now.discarded_iterations + len(spans_s)
         self._running = now.knobs
+        self._advance(spans_s)
+
+    def _advance(self, spans_s: Sequence[float]) -> None:
         try:
             self._assignment = self._script.send(spans_s)
         except StopIteration:
@@ -239,26 +211,45 @@ class WarmupSession:
         now = self._assignment
         return f"warm-up {self._spent}/{self._budget}: {change}{now.purpose.value} {now.knobs.describe()}"
 
+    def begin_search(self, arm: Arm, *, space: KnobSpace, seeds: Sequence[Knobs] = ()) -> None:
+        """Goes on from `Purpose.SEARCH`, as if nothing had been found but with what was measured.
+
+        Args:
+            arm: proposes; is told what has run so far.
+            space: what may be proposed, narrower perhaps than before.
+            seeds: settings of similar jobs; the first proposals.
+
+        Raises:
+            TuningError: the session has not asked for it.
+        """
+        if self._assignment.purpose is not Purpose.SEARCH:
+            raise TuningError(f"a search begins after {Purpose.SEARCH}, not after {self._assignment.purpose}")
+        self._arm, self._space, self._seeds = arm, space, _seeds(seeds)
+        self._advance(())
+
     # The course of events.
 
     def _warm_up(self) -> _Script:
         exact = self._exact if self._exact is not None and self._accepts(self._exact) else None
-        if exact is not None and not self._same(exact, self._default):
-            kept = yield from self._finals(
-                [exact],
-                arm=REGISTRY_ARM,
-                max_rounds=MAX_EXACT_ROUNDS,
-                max_turn_iterations=2 * self._measured,
-                doubt=CLEAR,
+        if exact is not None:
+            held = yield from self._check(exact)
+            changed = self._link_has_changed(exact)
+            if held and not changed:
+                return self._end(exact, held)
+            if held:
+                self._budget = min(self._budget, self._spent + SHORT_SEARCH_ITERATIONS)
+            yield Assignment(
+                knobs=exact if held else self._default,
+                discarded_iterations=0,
+                measured_iterations=0,
+                arm=REGISTRY_ARM if held else DEFAULT_ARM,
+                purpose=Purpose.SEARCH,
             )
-            self._finish_trial(Proposal(arm=DEFAULT_ARM, knobs=self._default))
-            if kept is not None:
-                return self._end(exact, "the registry's setting for this job, checked against the default")
+            self._arm.tell(self._trials)
+            self._since_best = 0
         else:
             yield from self._run(self._default, arm=DEFAULT_ARM, purpose=Purpose.DEFAULT, measured=self._measured)
             self._finish_trial(Proposal(arm=DEFAULT_ARM, knobs=self._default))
-            if exact is not None:
-                return self._end(self._default, "the registry knows the default as the best for this job")
         self._recall()
         why = yield from self._search()
         finalists = self._finalists()
@@ -268,6 +259,30 @@ class WarmupSession:
         if kept is None:
             return self._end(self._default, f"no finalist beat the default; {why}")
         return self._end(kept, f"beat the default in alternating iterations; {why}")
+
+    def _check(self, exact: Knobs) -> Generator[Assignment, Sequence[float], str]:
+        """Runs an earlier job's result in turns with the default; why it is kept, empty if it is not."""
+        if self._same(exact, self._default):
+            yield from self._run(self._default, arm=DEFAULT_ARM, purpose=Purpose.DEFAULT, measured=self._measured)
+            self._finish_trial(Proposal(arm=DEFAULT_ARM, knobs=self._default))
+            return "the registry knows the default as the best for this job"
+        kept = yield from self._finals(
+            [exact],
+            arm=REGISTRY_ARM,
+            max_rounds=MAX_EXACT_ROUNDS,
+            max_turn_iterations=2 * self._measured,
+            doubt=CLEAR,
+        )
+        self._finish_trial(Proposal(arm=DEFAULT_ARM, knobs=self._default))
+        return "" if kept is None else "the registry's setting for this job, checked against the default"
+
+    def _link_has_changed(self, exact: Knobs) -> bool:
+        """Whether both settings now take clearly less, or clearly more time than in the job that `exact` is of."""
+        if self._exact_spans_s is None:
+            return False
+        both = zip((exact, self._default), self._exact_spans_s, strict=True)
+        ratios = [self._setting(knobs).span_s / then_s for knobs, then_s in both]
+        return min(ratios) > OTHER_LINK or max(ratios) < 1 / OTHER_LINK
 
     def _search(self) -> Generator[Assignment, Sequence[float], str]:
         """Runs trials until the budget, the patience or the proposals end; says which."""
@@ -402,9 +417,16 @@ class WarmupSession:
         return None
 
     def _accepts(self, knobs: Knobs) -> bool:
-        if knobs in self._space:
-            return True
-        logger.warning("refused knobs outside the permitted space: %s", knobs.describe())
+        """Whether these knobs can be run here; what similar jobs, histories and arms propose may be anything."""
+        try:
+            if knobs in self._space:
+                self._identity(knobs)
+                return True
+            why = f"outside the permitted space: {knobs.describe()}"
+        except Exception as err:
+            why = f"that do not fit this job: {err}"
+        logger.log(logging.DEBUG if self._has_refused else logging.WARNING, "refused knobs %s", why)
+        self._has_refused = True
         return False
 
     def _finish_trial(self, proposal: Proposal) -> None:
@@ -430,10 +452,11 @@ class WarmupSession:
         """Takes in an earlier session's trials, scaled by what the default took then and takes now."""
         before = [trial.span_s for trial in self._history if self._same(trial.knobs, self._default)]
         scale = self._setting(self._default).span_s / before[-1] if before else 1.0
+        scale = scale if 0.0 < scale < float("inf") else 1.0
         latest = {self._identity(trial.knobs): trial for trial in self._history}  # holds all its measurements
         proposers = {self._identity(trial.knobs): trial.arm for trial in reversed(self._history)}  # the first of each
         for trial in self._history:
-            if trial.knobs not in self._space or self._same(trial.knobs, self._default):
+            if self._same(trial.knobs, self._default):
                 continue
             scaled = replace(trial, span_s=trial.span_s * scale, noise_s=trial.noise_s * scale)
             self._trials.append(scaled)

@@ -86,15 +86,21 @@ def _list(store: Store, options: Namespace) -> None:
             summary.id[:8],
             summary.model_name or summary.model[:8],
             str(summary.world_size),
+            summary.hosts,
             f"{summary.device} {summary.dtype}",
             f"{summary.default_span_s / summary.best_span_s:.2f}x",
+            ", ".join(f"{name}={value}" for name, value in summary.fixed),
             summary.arm,
             f"{summary.n_trials}" if summary.complete else f"{summary.n_trials}, cut short",
             _date(summary.created_s),
         ]
         for summary in summaries
     ]
-    _print_table(["id", "model", "ranks", "device", "speed-up", "arm", "trials", "made"], rows)
+    titles = ["id", "model", "ranks", "hosts", "device", "speed-up", "fixed by the user", "arm", "trials", "made"]
+    if not any(summary.fixed for summary in summaries):
+        place = titles.index("fixed by the user")
+        titles, rows = _without(place, titles), [_without(place, row) for row in rows]
+    _print_table(titles, rows)
 
 
 def _show(store: Store, options: Namespace) -> None:
@@ -110,9 +116,11 @@ def _show(store: Store, options: Namespace) -> None:
         "id": entry.id,
         "job": entry.describe(),
         "model": f"{len(entry.model.nodes)} nodes, {len(entry.model.edges)} edges, {entry.key.model}",
-        "cluster": f"local {entry.topology.local_link}; network {entry.topology.network_link}; {entry.key.topology}",
+        "cluster": _cluster(entry),
         "hosts": ", ".join(filter(None, entry.provenance.host_kinds)) or "of unknown kind",
         "elements": f"{entry.key.dtype} on {entry.key.device}",
+        "gradients": entry.key.gradients or "not noted",
+        "fixed by the user": ", ".join(f"{name}={value}" for name, value in entry.key.fixed) or "nothing",
         "knobs": ", ".join(f"{name}={value}" for name, value in knobs.items() if value is not None),
         "best": f"{1e3 * entry.best_span_s:.3f} ms ± {1e3 * entry.noise_s:.3f}",
         "default": f"{1e3 * entry.default_span_s:.3f} ms, {entry.speedup:.2f} times as long",
@@ -258,6 +266,16 @@ def _link(link: LinkModel) -> str:
         return text
     most = max(link.concurrency)
     return f"{text}, {most:.2f} times that with {link.concurrency.index(most) + 1}"
+
+
+def _cluster(entry: Entry) -> str:
+    links = {"inside a host": entry.topology.local_link, "between hosts": entry.topology.network_link}
+    known = [f"{name} {link}" for name, link in links.items() if link.is_known]
+    return "; ".join([entry.topology.describe(), *known, entry.key.topology])
+
+
+def _without(place: int, row: list[str]) -> list[str]:
+    return row[:place] + row[place + 1 :]
 
 
 def _versions(versions: tuple[tuple[str, str], ...]) -> str:

@@ -13,7 +13,7 @@ from itertools import cycle
 from pathlib import Path
 
 from sirtaki.autotune.knobs import Knobs, format_bytes
-from sirtaki.autotune.meta.session import DEFAULT_ARM
+from sirtaki.autotune.meta.assignment import DEFAULT_ARM
 from sirtaki.autotune.model.simulator import Simulator
 from sirtaki.comm.plan import Algorithm
 from sirtaki.engine.trial_log_reader import Measurement, TrialLog, read_log

@@ -16,8 +16,11 @@ from functools import cache
 from sirtaki.autotune.arms.planners import make_planners
 from sirtaki.autotune.knobs import Knobs, KnobSpace
 from sirtaki.autotune.model.planning import PlanningModel
+from sirtaki.comm.layout import GradientLayout
 from sirtaki.errors import PlanError
 from sirtaki.registry.warm_start import WarmStart
+
+from .knob_choices import checked_plans
 
 logger = logging.getLogger(__name__)
 
@@ -41,12 +44,17 @@ class FirstProposal:
 
 
 def first_proposals(
-    starts: Sequence[WarmStart], *, space: KnobSpace, model: PlanningModel | None
+    starts: Sequence[WarmStart],
+    *,
+    layouts: Sequence[GradientLayout],
+    space: KnobSpace,
+    model: PlanningModel | None,
 ) -> list[FirstProposal]:
     """What to try first, in this order.
 
     Args:
         starts: what similar jobs have found, the most similar first, adapted to this job.
+        layouts: of this job; what does not fit them is left out.
         space: what may be chosen.
         model: of this job, None if it could not be measured; then nothing is planned anew and nothing left out.
     """
@@ -58,7 +66,7 @@ def first_proposals(
 
     proposals: list[FirstProposal] = []
     for start in starts:
-        proposal = _carried_over(start)
+        proposal = _carried_over(start, layouts)
         if start.lost_cuts and (plans := planned(start.entry.arm)):
             words = f"{start.source}; planned anew by {start.entry.arm}, whose plan that was"
             proposal = FirstProposal(knobs=plans[0], arm=start.entry.arm, message=words)
@@ -69,9 +77,10 @@ def first_proposals(
     return _promising(proposals, planned(next(iter(planners))), model)  # the first is the one that did best in general
 
 
-def _carried_over(start: WarmStart) -> FirstProposal | None:
+def _carried_over(start: WarmStart, layouts: Sequence[GradientLayout]) -> FirstProposal | None:
     try:
         knobs = Knobs.from_json(start.knobs)
+        checked_plans(knobs, layouts)
     except PlanError as err:
         logger.warning("the registry's entry %s is left alone: %s", start.entry.id[:8], err)
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
@@ -9,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-from sirtaki.autotune.meta.session import Assignment, SessionResult
+from sirtaki.autotune.meta.assignment import Assignment, SessionResult
 from sirtaki.autotune.model.planning import PlanningModel
 
 logger = logging.getLogger(__name__)
@@ -23,7 +24,7 @@ class TrialLogWriter:
         if path is not None:
             try:
                 self._file = Path(path).open("a", encoding="utf-8")  # noqa: SIM115  # stays open for the whole warm-up
-            except OSError as err:
+            except (OSError, ValueError) as err:
                 logger.warning("the trial log cannot be written: %s", err)
 
     def knows(self, model: PlanningModel) -> None:
@@ -76,12 +77,13 @@ class TrialLogWriter:
         try:
             self._file.write(json.dumps(record) + "\n")
             self._file.flush()
-        except OSError as err:
+        except (OSError, ValueError, TypeError) as err:  # what an arm puts into knobs need be no JSON
             logger.warning("the trial log cannot be written any more: %s", err)
-            self._file = None
+            self.close()
 
     def close(self) -> None:
         """Closes the file."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        file, self._file = self._file, None
+        if file is not None:
+            with contextlib.suppress(OSError):  # it writes what it could not write before
+                file.close()

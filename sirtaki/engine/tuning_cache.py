@@ -8,24 +8,25 @@ from __future__ import annotations
 import logging
 import math
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy
 import torch
 
 import sirtaki
 from sirtaki.autotune.knobs import Knobs, KnobSpace
-from sirtaki.autotune.meta.session import SessionResult
+from sirtaki.autotune.meta.assignment import SessionResult
 from sirtaki.autotune.model.link import LinkModel
 from sirtaki.autotune.model.planning import PlanningModel
 from sirtaki.autotune.trial import Trial
 from sirtaki.comm.layout import GradientLayout
 from sirtaki.comm.plan import Route
-from sirtaki.errors import PlanError, SirtakiError, TuningError
+from sirtaki.errors import PlanError, TuningError
 from sirtaki.machine import host_kind
 from sirtaki.registry import entry as registry_entry
-from sirtaki.registry.digest import layout_fingerprint
+from sirtaki.registry.digest import gradients_fingerprint, layout_fingerprint
 from sirtaki.registry.entry import Entry, Provenance, make_key
 from sirtaki.registry.knob_transfer import Permitted, route_of
 from sirtaki.registry.recorder import ModelGraphRecorder
@@ -35,8 +36,11 @@ from sirtaki.registry.warm_start import Job, Neighbour, adapted_all, neighbours
 from sirtaki.settings import REGISTRY_OFF, Settings
 
 from .first_proposals import FirstProposal, first_proposals
+from .knob_choices import checked_plans, fixed_knobs
 
 logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
 
 LEAST_LATENCY_S = 1e-9
 """A fit may give none at all, which the registry does not keep."""
@@ -48,11 +52,13 @@ class CacheHit:
 
     Attributes:
         exact: the knobs that this very job ended its warm-up with.
+        spans_s: what they and the default took in that job; None where there are no such knobs.
         history: trials of a warm-up that was cut short.
         message: where this comes from, for the log; empty if there is nothing.
     """
 
     exact: Knobs | None = None
+    spans_s: tuple[float, float] | None = None
     history: tuple[Trial, ...] = ()
     message: str = ""
 
@@ -71,9 +77,13 @@ class Hardware:
 
     @classmethod
     def here(cls, device: torch.device) -> Hardware:
-        """Of this process, whose gradients are on that device."""
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-        return cls(host=_label(host_kind()), device=_label(name))
+        """Of this process, whose gradients are on that device; empty where the machine does not say."""
+        try:
+            name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+            return cls(host=_label(host_kind()), device=_label(name))
+        except Exception:
+            logger.info("this machine does not say of what kind it is", exc_info=True)
+            return cls(host="", device=device.type)
 
 
 def _label(text: str) -> str:
@@ -124,30 +134,58 @@ class TuningCache:
             hosts: of each rank; simulated nodes have different names.
             kinds: of each rank's host and device, as far as they are known.
         """
-        self._off = settings.registry == REGISTRY_OFF
-        self._url = settings.registry
-        self._topology = Topology.from_ranks(
-            hosts,
-            devices=[kind.device for kind in kinds] or None,
-            host_kinds={name: kind.host for name, kind in zip(hosts, kinds, strict=False)},
-        )
+        self._settings = settings
+        self._topology: Topology | None = None
         self._recorder = ModelGraphRecorder()
         self._job: Job | None = None
         self._own: Entry | None = None
-        self._neighbours: list[Neighbour] = []
+        self._disproved: Entry | None = None
+        self._warned = False
+        self._neighbours: list[Neighbour] | None = None  # None = not looked for yet
         self._found_by: dict[Knobs, str] = {}
-        if not self._off:
+        if settings.registry == REGISTRY_OFF:
+            return
+        try:
+            self._topology = Topology.from_ranks(
+                hosts,
+                devices=[kind.device for kind in kinds] or None,
+                host_kinds={name: kind.host for name, kind in zip(hosts, kinds, strict=False)},
+            )
             self._recorder.start(parameters)
+        except Exception as err:
+            logger.warning("training goes on without the registry: %s", err)
+            self._topology = None
 
-    def recall(self, layout: GradientLayout, space: KnobSpace) -> CacheHit:
+    def recall(self, layouts: Sequence[GradientLayout], space: KnobSpace) -> CacheHit:
         """What is known of this job; the model must have run forward once. Similar jobs' settings come later."""
+        try:
+            self._job = self._job_of(layouts, space)
+            if self._job is None:
+                return CacheHit()
+            key = self._job.key
+            self._own = self._with_store(lambda store: store.lookup(key))
+            return CacheHit() if self._own is None else self._hit_of(self._own, layouts, space)
+        except Exception:  # whatever others have stored, the user's training goes on
+            logger.warning("what earlier jobs have found is left alone", exc_info=True)
+            return CacheHit()
+
+    def _job_of(self, layouts: Sequence[GradientLayout], space: KnobSpace) -> Job | None:
+        """This job; None where nothing is remembered."""
         graph = self._recorder.graph
         self._recorder.stop()
-        if self._off or graph is None:
-            return CacheHit()
-        versions = {"torch": ".".join(torch.__version__.split(".")[:2]), "sirtaki": sirtaki.__version__}
-        self._job = job = Job(
-            key=make_key(graph, self._topology, dtype=layout.dtype, device=layout.device, versions=versions),
+        if self._topology is None or graph is None:
+            return None
+        layout = layouts[0]
+        return Job(
+            key=make_key(
+                graph,
+                self._topology,
+                dtype=layout.dtype,
+                device=layout.device,
+                versions={"torch": ".".join(torch.__version__.split(".")[:2]), "sirtaki": sirtaki.__version__},
+                gradients=gradients_fingerprint((each.dtype, each.sizes) for each in layouts),
+                fixed=fixed_knobs(self._settings),
+            ),
             model=graph,
             topology=self._topology,
             layout=layout_fingerprint(layout.sizes, layout.itemsize_bytes),
@@ -155,45 +193,66 @@ class TuningCache:
             permitted=permitted_by(space),
             name=self._recorder.model_name,
         )
-        store = SafeStore(self._url)
-        self._own = own = store.lookup(job.key)
-        if own is None:
-            self._neighbours = store.attempt(lambda opened: neighbours(opened, job), [])
-        store.close()
-        return CacheHit() if own is None else self._hit_of(own, space)
 
-    def _hit_of(self, own: Entry, space: KnobSpace) -> CacheHit:
+    def _with_store(self, action: Callable[[SafeStore], _T]) -> _T:
+        store = SafeStore(self._settings.registry, warned=self._warned)
+        try:
+            return action(store)
+        finally:
+            self._warned = store.warned
+            store.close()
+
+    def _hit_of(self, own: Entry, layouts: Sequence[GradientLayout], space: KnobSpace) -> CacheHit:
+        same_order = self._job is not None and own.layout == self._job.layout
         try:
             if not own.complete:
-                history = tuple(Trial.from_json(trial) for trial in own.trials)
+                trials = (Trial.from_json(trial) for trial in own.trials)
+                history = tuple(trial for trial in trials if trial.knobs.cuts is None or same_order)
                 return CacheHit(
                     history=history,
                     message=f"found an unfinished warm-up of {own.describe()} in the registry: going on after "
                     f"{len(history)} trials",
                 )
             knobs = Knobs.from_json(own.knobs)
+            if knobs not in space:
+                raise PlanError(f"{knobs.describe()} is not possible here")
+            if knobs.cuts is not None and not same_order:
+                raise PlanError("its planned units are of gradients that come in another order")
+            checked_plans(knobs, layouts)
         except (PlanError, TuningError) as err:
-            logger.warning("the registry's entry %s is left alone: %s", own.id[:8], err)
-            return CacheHit()
-        if knobs not in space:  # the user has fixed something since
+            logger.info("the registry's entry %s cannot be run as it is: %s", own.id[:8], err)
+            self._disproved = own
             self._neighbours = [Neighbour(entry=own, distance=0.0)]
             return CacheHit()
         self._found_by[knobs] = own.arm
         return CacheHit(
             exact=knobs,
+            spans_s=(own.best_span_s, own.default_span_s),
             message=f"found {own.describe()} in the registry ({own.id[:8]}): {1 / own.speedup:.2f} of the default's "
             f"time with {knobs.describe()}",
         )
 
-    def first_proposals(self, space: KnobSpace, model: PlanningModel | None) -> list[FirstProposal]:
+    def disprove(self) -> None:
+        """This job's own entry did not hold, or not for the link as it is now: what `keep` is given replaces it."""
+        self._disproved = self._own
+
+    def first_proposals(
+        self, layouts: Sequence[GradientLayout], space: KnobSpace, model: PlanningModel | None
+    ) -> list[FirstProposal]:
         """What similar jobs suggest, once this job has measured what it can (`model`, None = nothing)."""
-        if self._job is None or not self._neighbours:
+        if self._job is None or (self._own is not None and not self._own.complete):
             return []
-        links = {} if model is None else {route_names(route): link_of(link) for route, link in model.links.items()}
-        self._job = replace(self._job, links=links, permitted=permitted_by(space))
         try:
-            proposals = first_proposals(adapted_all(self._neighbours, self._job), space=space, model=model)
-        except Exception:  # whatever others have stored, the user's training goes on
+            links = {} if model is None else {route_names(route): link_of(link) for route, link in model.links.items()}
+            self._job = job = replace(self._job, links=links, permitted=permitted_by(space))
+            if self._neighbours is None:
+                nothing: list[Neighbour] = []
+                self._neighbours = self._with_store(
+                    lambda store: store.attempt(lambda opened: neighbours(opened, job), nothing)
+                )
+            starts = adapted_all(self._neighbours, job)
+            proposals = first_proposals(starts, layouts=layouts, space=space, model=model)
+        except Exception:  # as in `recall`
             logger.warning("what similar jobs have found is left alone", exc_info=True)
             return []
         self._found_by.update((proposal.knobs, proposal.arm) for proposal in proposals)
@@ -215,13 +274,10 @@ class TuningCache:
             return False
         try:
             entry = self._entry(self._job, result, trials, complete=complete, links=links)
-        except SirtakiError as err:
+            return self._with_store(lambda store: store.save(entry, disproved=self._disproved))
+        except Exception as err:
             logger.warning("this job's settings are not remembered: %s", err)
             return False
-        store = SafeStore(self._url)
-        kept = store.save(entry)
-        store.close()
-        return kept
 
     def _entry(
         self,

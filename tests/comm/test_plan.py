@@ -94,3 +94,19 @@ def test_a_plan_needs_a_stream() -> None:
 def test_a_unit_needs_a_thread_if_it_names_threads() -> None:
     with pytest.raises(PlanError, match="0 threads"):
         CommPlan(numel=1, units=(Unit(start=0, stop=1, threads=0),), streams=1, transport=TransportKind.NCCL)
+
+
+@given(plan=plans())
+def test_on_the_fewest_streams_the_same_units_share_streams(plan: CommPlan) -> None:
+    fewest = plan.on_fewest_streams()
+    used = {unit.stream for unit in fewest.units}
+    assert used == set(range(len(used)))
+    assert fewest.streams == max(1, len(used))
+    pairs = {(before.stream, after.stream) for before, after in zip(plan.units, fewest.units, strict=True)}
+    assert len(pairs) == len(used)
+    assert [replace(unit, stream=0) for unit in fewest.units] == [replace(unit, stream=0) for unit in plan.units]
+    assert fewest.on_fewest_streams() == fewest
+
+
+def test_one_unit_is_the_same_on_however_many_streams() -> None:
+    assert len({plan((0, 10), streams=n, stream=n - 1).on_fewest_streams() for n in (1, 2, 24)}) == 1

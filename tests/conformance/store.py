@@ -42,15 +42,24 @@ def make_entry(
     n_trials: int = 20,
     complete: bool = True,
     created_s: float = 1.7e9,
+    streams: int = 4,
 ) -> Entry:
     """An entry with every field filled."""
     model = model or chain_graph([100, 20, 3])
     topology = Topology.from_ranks([f"host{rank // 2}" for rank in range(ranks)])
     return Entry(
-        key=make_key(model, topology, dtype="float32", device="cpu", versions={"sirtaki": "0.1"}),
+        key=make_key(
+            model,
+            topology,
+            dtype="float32",
+            device="cpu",
+            versions={"sirtaki": "0.1"},
+            gradients="cd" * 16,
+            fixed={"transport": "gloo"},
+        ),
         model=model,
         topology=topology,
-        knobs=KNOBS,
+        knobs={**KNOBS, "streams": streams},
         best_span_s=best_span_s,
         default_span_s=default_span_s,
         noise_s=0.01,
@@ -83,6 +92,8 @@ def keeps_keys_apart(store: Store) -> None:
         replace(entry.key, dtype="float16"),
         replace(entry.key, device="cuda"),
         replace(entry.key, versions=(("sirtaki", "0.2"),)),
+        replace(entry.key, gradients="ab"),
+        replace(entry.key, fixed=(("streams", "4"),)),
         make_entry(ranks=6).key,
         make_entry(model=chain_graph([100, 20, 4])).key,
     ):
@@ -90,10 +101,35 @@ def keeps_keys_apart(store: Store) -> None:
 
 
 def a_worse_entry_does_not_replace_a_better_one(store: Store) -> None:
-    better, worse = make_entry(best_span_s=0.5), make_entry(best_span_s=0.8, created_s=1.7e9 + 1)
+    better, worse = make_entry(best_span_s=0.5), make_entry(best_span_s=0.8, created_s=1.7e9 + 1, streams=8)
     assert store.save(better)
     assert not store.save(worse)
     assert store.lookup(better.key) == better
+
+
+def what_a_job_has_disproved_gives_way_to_a_worse_one(store: Store) -> None:
+    claimed, found = make_entry(best_span_s=0.2), make_entry(best_span_s=0.9, created_s=1.7e9 + 1, streams=8)
+    assert store.save(claimed)
+    assert not store.save(found, disproved=make_entry(best_span_s=0.3))  # another job has kept something else meanwhile
+    assert store.save(found, disproved=claimed)
+    assert store.lookup(claimed.key) == found
+
+
+def what_its_own_knobs_are_worth_today_replaces_what_they_were_worth(store: Store) -> None:
+    before, today = make_entry(best_span_s=0.2), make_entry(best_span_s=0.9, created_s=1.7e9 + 1)
+    assert store.save(before)
+    assert store.save(today)
+    assert not store.save(before)
+    assert store.lookup(today.key) == today
+
+
+def an_implausible_entry_gives_way(store: Store) -> None:
+    for claim in (make_entry(best_span_s=0.001), make_entry(created_s=4e9)):
+        found = make_entry(best_span_s=0.9, created_s=1.7e9, streams=8)
+        assert store.save(claim)
+        assert store.save(found)
+        assert store.lookup(claim.key) == found
+        store.forget(claim.id)
 
 
 def a_stale_entry_gives_way_to_a_worse_one(store: Store) -> None:
@@ -192,6 +228,9 @@ CHECKS: tuple[Callable[[Store], None], ...] = (
     finds_what_was_saved,
     keeps_keys_apart,
     a_worse_entry_does_not_replace_a_better_one,
+    what_a_job_has_disproved_gives_way_to_a_worse_one,
+    what_its_own_knobs_are_worth_today_replaces_what_they_were_worth,
+    an_implausible_entry_gives_way,
     a_stale_entry_gives_way_to_a_worse_one,
     an_incomplete_entry_never_replaces_a_complete_one,
     lists_newest_first,

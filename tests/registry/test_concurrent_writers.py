@@ -39,7 +39,8 @@ def fork_writer(path: str, writer: int, n_entries: int) -> tuple[int, int]:
     try:
         store = open_store(path)
         for number in range(n_entries):
-            store.save(replace(make_entry(best_span_s=0.5 / (1 + writer + number)), noise_s=0.0))
+            common = make_entry(best_span_s=0.5 / (1 + writer + number), streams=4 + writer + number)
+            store.save(replace(common, noise_s=0.0))
             store.save(numbered_entry(writer, number))
             os.write(sender, b".")
         status = 0

@@ -90,6 +90,13 @@ def test_any_document_is_an_entry_or_a_registry_error(data: Any) -> None:
         (("link", "concurrency"), [1.0, 0.0], r"link\.concurrency\[1\]"),
         (("provenance", "versions"), {"torch": 2}, r"provenance\.versions\.torch"),
         (("provenance", "created_s"), -1, r"provenance\.created_s"),
+        (("provenance", "created_s"), 1e10, r"provenance\.created_s: 10000000000 is in the future"),
+        (("best_span_s",), 1e-6, r"best_span_s: 1e\+06 times as fast"),
+        (("default_span_s",), 1e-6, r"best_span_s: 2e-06 times as fast"),
+        (("model", "edges"), [[0, 1, ""], [1, 2, ""], [2, 0, ""]], "model: .* no cycle"),
+        (("model", "directed"), False, "model: .* directed"),
+        (("key", "fixed"), {"streams": 4}, r"key\.fixed\.streams"),
+        (("key", "gradients"), 5, r"key\.gradients"),
         (("key", "world_size"), 8, r"key\.world_size"),
         (("key", "model"), "00", r"key\.model"),
         (("key", "topology"), "00", r"key\.topology"),
@@ -101,6 +108,14 @@ def test_any_document_is_an_entry_or_a_registry_error(data: Any) -> None:
 def test_what_cannot_be_meant_is_refused_by_name(path: tuple[Any, ...], value: Any, message: str) -> None:
     with pytest.raises(RegistryError, match=message):
         entry_from_json(changed(path, value))
+
+
+def test_entries_of_old_releases_do_not_say_which_gradients_they_reduced() -> None:
+    data = copy.deepcopy(GOOD)
+    del data["key"]["gradients"], data["key"]["fixed"]
+    entry = entry_from_json(data)
+    assert (entry.key.gradients, entry.key.fixed) == ("", ())
+    assert entry.to_json() == data
 
 
 def test_a_missing_field_is_named() -> None:

@@ -114,3 +114,16 @@ def test_json_that_is_no_graph_is_refused_with_the_part_named(change: dict[str, 
     assert Graph.from_json(GOOD).nodes[1] == B
     with pytest.raises(RegistryError, match=message):
         Graph.from_json({**GOOD, **change})
+
+
+@pytest.mark.timeout(20)
+def test_a_long_path_into_a_cycle_takes_linear_time() -> None:
+    nodes = (A,) * 20_000
+    edges = (*((index, index + 1, "") for index in range(19_999)), (19_999, 19_990, ""))
+    assert Graph(nodes=nodes, edges=edges).fingerprint() != Graph(nodes=nodes, edges=edges[:-1]).fingerprint()
+    assert not Graph(nodes=nodes, edges=edges).is_acyclic
+
+
+def test_edges_with_too_many_different_labels_are_refused() -> None:
+    with pytest.raises(RegistryError, match="different labels"):
+        Graph(nodes=(A,) * 101, edges=tuple((index, index + 1, str(index)) for index in range(100)))

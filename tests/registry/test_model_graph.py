@@ -192,3 +192,15 @@ def test_a_chain_stands_in_where_only_the_layout_is_known() -> None:
     assert [node.size for node in shapes_graph([(3, 10), ()]).nodes] == [30, 1]
     assert edges(chain_graph([1, 2, 3])) == [(0, 1), (1, 2)]
     assert chain_graph([]) == Graph(nodes=())
+
+
+def test_a_model_of_which_a_part_is_reduced_is_another_graph_for_each_part() -> None:
+    model = nn.Sequential(*[part for _ in range(4) for part in (nn.Linear(4, 4), nn.ReLU())])
+    output = model(torch.randn(2, 4))
+    halves = [[parameter for layer in layers for parameter in layer.parameters()] for layers in (model[:4], model[4:])]
+    first, second = (
+        capture(output, {id(parameter): tuple(parameter.shape) for parameter in half}).graph for half in halves
+    )
+    assert texts(first) == ["Addmm 4,4x4+Relu"] * 2 + ["Addmm other 4,other 4x4+Relu"] * 2
+    assert sum(node.size for node in first.nodes) == 40
+    assert len({first.fingerprint(), second.fingerprint(), capture_of(model, output).graph.fingerprint()}) == 3

@@ -41,7 +41,7 @@ def test_two_deployments_share_a_server(postgresql_url: str) -> None:
     entry = make_entry()
     assert ours.save(entry)
     assert theirs.lookup(entry.key) == entry
-    assert not theirs.save(make_entry(best_span_s=0.9, created_s=1.7e9 + 1))
+    assert not theirs.save(make_entry(best_span_s=0.9, created_s=1.7e9 + 1, streams=8))
     assert theirs.save(make_entry(best_span_s=0.3, created_s=1.7e9 + 1))
     found = ours.lookup(entry.key)
     assert found is not None

@@ -6,7 +6,7 @@ from conformance.store import KNOBS, make_entry
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sirtaki.registry.entry import Entry, LinkModel, make_key
+from sirtaki.registry.entry import Entry, LinkModel
 from sirtaki.registry.entry_schema import checked_knobs
 from sirtaki.registry.graph import Graph
 from sirtaki.registry.knob_transfer import MAX_UNIT_BYTES, MIN_UNIT_BYTES, Permitted
@@ -23,7 +23,7 @@ LINK = LinkModel(latency_s=1e-4, bandwidth_bytes_per_s=1e9, concurrency=(1.0, 2.
 def job_like(entry: Entry, *, model: Graph | None = None, ranks: int | None = None, **changes: object) -> Job:
     model = model or entry.model
     topology = entry.topology if ranks is None else Topology.from_ranks([f"host{rank // 2}" for rank in range(ranks)])
-    key = make_key(model, topology, dtype="float32", device="cpu", versions=dict(entry.key.versions))
+    key = replace(entry.key, model=model.fingerprint(), topology=topology.fingerprint(), world_size=topology.world_size)
     job = Job(key=key, model=model, topology=topology, layout=entry.layout, name="Net")
     return replace(job, **changes)  # type: ignore[arg-type]
 

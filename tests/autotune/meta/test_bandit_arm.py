@@ -1,6 +1,7 @@
 """The bandit as an arm: who is asked, who is told, who is credited, and what a faulty arm can do."""
 
 from collections.abc import Sequence
+from itertools import count
 
 import numpy as np
 import pytest
@@ -158,3 +159,40 @@ def test_the_first_arm_with_an_opinion_is_believed() -> None:
     assert bandit(ListArm("a", [])).expected_span_s(knobs(3)) is None
     both = bandit(ListArm("a", []), ListArm("b", [], expected=0.5))
     assert both.expected_span_s(knobs(3)) == 1.5
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        None,
+        5,
+        [None],
+        ["knobs"],
+        [Proposal(arm="mad", knobs=None)],
+        [Proposal(arm="mad", knobs=knobs(1), iterations=0)],
+    ],  # type: ignore[arg-type]
+)
+def test_an_arm_that_answers_nonsense_is_left_out(answer: object, caplog: pytest.LogCaptureFixture) -> None:
+    mad = ListArm("mad", [1])
+    mad.ask = lambda n=1: answer  # type: ignore[method-assign,assignment,return-value]
+    both = bandit(mad, ListArm("sane", [2]))
+    for _ in range(3):
+        assert [proposal.arm for proposal in both.ask()] == ["sane"] or not both.ask()
+    assert caplog.text.count("left out") == 1
+
+
+def test_an_arm_answers_no_more_than_it_is_asked_for_and_under_its_own_name() -> None:
+    endless = ListArm("endless", [1])
+    endless.ask = lambda n=1: (Proposal(arm="default", knobs=knobs(7)) for _ in count())  # type: ignore[method-assign,assignment,return-value,misc]
+    assert bandit(endless).ask(3) == [Proposal(arm="endless", knobs=knobs(7))] * 3
+
+
+@pytest.mark.parametrize("answer", ["much", float("nan"), object()])
+def test_an_arm_that_expects_no_number_is_left_out(answer: object) -> None:
+    mad = ListArm("mad", [1])
+    mad.expected_improvement = lambda: answer  # type: ignore[method-assign,assignment,return-value]
+    mad.expected_span_s = lambda knobs: answer  # type: ignore[attr-defined]
+    both = bandit(mad, ListArm("sane", [2]))
+    assert both.expected_improvement() is None
+    assert both.expected_span_s(knobs(1)) is None
+    assert [proposal.arm for proposal in both.ask(2)] == ["sane"]

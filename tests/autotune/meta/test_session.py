@@ -12,20 +12,20 @@ from hypothesis import strategies as st
 from sirtaki.autotune.arms.base import Arm
 from sirtaki.autotune.arms.grid import GridArm
 from sirtaki.autotune.knobs import MIB, Knobs, KnobSpace
-from sirtaki.autotune.meta.auc_bandit import Opening
-from sirtaki.autotune.meta.bandit_arm import BanditArm
-from sirtaki.autotune.meta.session import (
+from sirtaki.autotune.meta.assignment import (
     DEFAULT_ARM,
     REGISTRY_ARM,
     VERIFY_ARM,
     Assignment,
     Purpose,
     SessionResult,
-    WarmupSession,
 )
+from sirtaki.autotune.meta.auc_bandit import Opening
+from sirtaki.autotune.meta.bandit_arm import BanditArm
+from sirtaki.autotune.meta.session import WarmupSession
 from sirtaki.autotune.trial import Proposal, Trial, TrialStatus
 from sirtaki.comm.plan import Algorithm, TransportKind
-from sirtaki.errors import TuningError
+from sirtaki.errors import PlanError, TuningError
 
 SPACE = KnobSpace(
     routes=((TransportKind.GLOO, Algorithm.FLAT),), unit_bytes=(MIB, 64 * MIB), streams=(1, 2, 3, 4, 6, 8)
@@ -50,8 +50,10 @@ class Job:
         span_of: Callable[[Knobs], float] = landscape,
         noise: float = 0.0,
         seed: int = 0,
+        search_with: Arm | None = None,
     ) -> None:
         self.session = session
+        self._search_with = search_with or ListArm()
         self.assignments: list[Assignment] = []
         self._span_of = span_of
         self._noise = noise
@@ -62,6 +64,9 @@ class Job:
             if self.session.done:
                 break
             now = self.session.assignment
+            if now.purpose is Purpose.SEARCH:
+                self.session.begin_search(self._search_with, space=SPACE)
+                continue
             self.assignments.append(now)
             noise = np.exp(self._noise * self._rng.standard_normal(now.measured_iterations))
             self.session.record([self._span_of(now.knobs) * factor for factor in noise.tolist()])
@@ -388,10 +393,71 @@ def test_checking_the_registrys_setting_takes_few_iterations_even_where_it_is_no
 
 def test_a_registrys_setting_that_loses_is_followed_by_the_usual_search() -> None:
     slow = replace(DEFAULT, unit_bytes=64 * MIB)
-    job = Job(session(ListArm(BEST), exact=slow)).run()
+    arm = ListArm(BEST)
+    job = Job(session(exact=slow), search_with=arm).run()
     assert job.assignments[0].knobs == slow
     assert job.result.knobs == BEST
     assert job.result.default_span_s == pytest.approx(landscape(DEFAULT))
+    assert [trial.knobs for trial in arm.told[:2]] == [slow, DEFAULT]
+
+
+def test_after_a_registrys_setting_that_loses_similar_jobs_settings_come_first_within_the_space_that_is_left() -> None:
+    warm_up = session(exact=replace(DEFAULT, unit_bytes=64 * MIB))
+    while warm_up.assignment.purpose is not Purpose.SEARCH:
+        warm_up.record([landscape(warm_up.assignment.knobs)] * warm_up.assignment.measured_iterations)
+    assert warm_up.assignment.knobs == DEFAULT
+    narrow = replace(SPACE, streams=(1, 4))
+    warm_up.begin_search(ListArm(streams(2), streams(4)), space=narrow, seeds=[BEST])
+    job = Job(warm_up).run()
+    assert set(job.run_for(Purpose.TRIAL)) == {BEST, streams(4)}
+    assert job.assignments[0].knobs == BEST
+    with pytest.raises(TuningError, match="begins after"):
+        warm_up.begin_search(ListArm(), space=SPACE)
+
+
+@pytest.mark.parametrize("exact", [BEST, DEFAULT])
+@pytest.mark.parametrize("times", [0.3, 1.0, 3.5])
+def test_a_registrys_setting_is_where_a_short_search_begins_if_the_link_has_changed(exact: Knobs, times: float) -> None:
+    better = replace(BEST, unit_bytes=8 * MIB)
+    arm = ListArm(better)
+    spans_s = (times * landscape(exact), times * landscape(DEFAULT))
+    warm_up = session(exact=exact, exact_spans_s=spans_s, budget_iterations=1000)
+    job = Job(warm_up, search_with=arm, span_of=lambda knobs: 0.05 if knobs == better else landscape(knobs)).run()
+    assert job.result.knobs == (exact if times == 1.0 else better)
+    assert job.result.iterations_used < 60
+    assert arm.asked == (0 if times == 1.0 else 2)
+
+
+@pytest.mark.parametrize("exact", [BEST, None])
+def test_what_cannot_be_expanded_to_a_plan_is_refused_wherever_it_comes_from(
+    exact: Knobs | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    def identity(knobs: Knobs) -> Knobs:
+        if knobs.streams in (3, 4):
+            raise PlanError("the units end at element 3 of 5")
+        range(knobs.unit_bytes)
+        return knobs
+
+    strange = replace(DEFAULT, unit_bytes=2.5 * MIB)  # type: ignore[arg-type]
+    arm = ListArm(BEST, streams(3), strange, streams(2))
+    history = [Trial(arm="grid", knobs=knobs, iterations=2, span_s=0.1) for knobs in (BEST, DEFAULT)]
+    job = Job(session(arm, exact=exact, seeds=[BEST], history=history, identity=identity)).run()
+    assert not {now.knobs for now in job.assignments} & {BEST, streams(3)}
+    assert job.result.knobs == streams(2)
+    assert caplog.text.count("do not fit") == 1
+
+
+def test_a_claimed_history_is_read_no_farther_than_a_session_can_have_gone() -> None:
+    history = [Trial(arm="grid", knobs=DEFAULT, iterations=10**9, span_s=span_s) for span_s in (0.1, math.inf)] * 5000
+    seen: list[Knobs] = []
+
+    def identity(knobs: Knobs) -> Knobs:
+        seen.append(knobs)
+        return knobs
+
+    job = Job(session(ListArm(BEST), history=history, identity=identity)).run()
+    assert job.result.knobs == BEST
+    assert len(seen) < 1000
 
 
 def test_a_registry_that_knows_the_default_as_best_ends_the_warm_up() -> None:

@@ -1,4 +1,5 @@
 import json
+import re
 from argparse import ArgumentParser
 from collections.abc import Callable
 from pathlib import Path
@@ -49,7 +50,10 @@ def entries(store: Store) -> list[Entry]:
 def test_list_shows_every_entry_in_a_line(run: Run, entries: list[Entry]) -> None:
     lines = run("list").splitlines()
     assert len(lines) == 1 + len(entries)
-    assert lines[0].split() == ["id", "model", "ranks", "device", "speed-up", "arm", "trials", "made"]
+    titles = ["id", "model", "ranks", "hosts", "device", "speed-up", "fixed by the user", "arm", "trials", "made"]
+    assert re.split(" {2,}", lines[0].strip()) == titles
+    assert "2 × unknown kind" in lines[1]
+    assert "transport=gloo" in lines[1]
     assert lines[1].startswith(entries[2].id[:8])
     assert "cut short" in lines[1]
     assert "2.00x" in lines[2]
@@ -70,6 +74,10 @@ def test_show_tells_knobs_and_provenance(run: Run, entries: list[Entry]) -> None
     for part in ("streams=4", "2 planned units", "Réseau on 4 ranks on 2 hosts", "torch 2.13", "c5", "100.0 µs"):
         assert part in text
     assert json.loads(run("show", entries[0].id, "--json")) == entries[0].to_json()
+
+
+def test_show_says_nothing_of_links_that_nobody_has_measured(run: Run, entries: list[Entry]) -> None:
+    assert "?" not in run("show", entries[0].id)
 
 
 def test_names_from_elsewhere_are_no_markup(run: Run, store: Store) -> None:
@@ -118,7 +126,7 @@ def test_import_keeps_what_is_better_here(run: Run, store: Store, tmp_path: Path
     file = tmp_path / "worse.json"
     store.save(make_entry(best_span_s=0.9))
     run("export", "-o", file)
-    store.save(make_entry(best_span_s=0.3))
+    store.save(make_entry(best_span_s=0.3, created_s=1.7e9 + 1))
     assert json.loads(run("import", file, "--json")) == {"imported": 0, "kept as they were": 1}
     assert store.get(make_entry().id).best_span_s == 0.3
 

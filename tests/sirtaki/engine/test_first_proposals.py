@@ -58,7 +58,9 @@ def best_plan() -> Knobs:
 
 def test_without_a_model_the_nearest_jobs_settings_come_first_and_each_once() -> None:
     other = replace(GOOD, streams=2)
-    found = first_proposals([start(POOR), start(GOOD), start(POOR), start(other)], space=SPACE, model=None)
+    found = first_proposals(
+        [start(POOR), start(GOOD), start(POOR), start(other)], layouts=[LAYOUT], space=SPACE, model=None
+    )
     assert [proposal.knobs for proposal in found] == [POOR, GOOD, other]
     assert found[0].message == "starting from a job like this; scaled"
 
@@ -66,29 +68,35 @@ def test_without_a_model_the_nearest_jobs_settings_come_first_and_each_once() ->
 def test_what_the_model_expects_to_be_slow_is_left_out_and_said(caplog: pytest.LogCaptureFixture) -> None:
     plan = best_plan()
     with caplog.at_level(logging.INFO):
-        found = first_proposals([start(POOR, name="Poor"), start(plan, name="Good")], space=SPACE, model=MODEL)
+        found = first_proposals(
+            [start(POOR, name="Poor"), start(plan, name="Good")], layouts=[LAYOUT], space=SPACE, model=MODEL
+        )
     assert [proposal.knobs for proposal in found] == [plan]
     assert "not tried, as" in caplog.text
     assert "starting from Poor" in caplog.text
 
 
 def test_settings_alone_are_measured_against_the_plan_that_would_be_tried_next() -> None:
-    assert first_proposals([start(POOR)], space=SPACE, model=MODEL) == []
+    assert first_proposals([start(POOR)], layouts=[LAYOUT], space=SPACE, model=MODEL) == []
 
 
 def test_a_link_that_is_known_badly_leaves_nothing_out() -> None:
     vague = replace(MODEL, links={ROUTE: replace(MODEL.links[ROUTE], residual=50.0)})
-    assert [proposal.knobs for proposal in first_proposals([start(POOR)], space=SPACE, model=vague)] == [POOR]
+    assert [
+        proposal.knobs for proposal in first_proposals([start(POOR)], layouts=[LAYOUT], space=SPACE, model=vague)
+    ] == [POOR]
 
 
 def test_a_route_that_was_not_measured_cannot_be_judged() -> None:
     unknown = replace(POOR, transport=TransportKind.MPI)
-    assert [proposal.knobs for proposal in first_proposals([start(unknown)], space=SPACE, model=MODEL)] == [unknown]
+    assert [
+        proposal.knobs for proposal in first_proposals([start(unknown)], layouts=[LAYOUT], space=SPACE, model=MODEL)
+    ] == [unknown]
 
 
 def test_a_planner_whose_units_do_not_fit_plans_anew() -> None:
     (planner, *_) = make_planners(space=SPACE, model=MODEL)
-    found = first_proposals([start(POOR, arm=planner.name, lost_cuts=True)], space=SPACE, model=MODEL)
+    found = first_proposals([start(POOR, arm=planner.name, lost_cuts=True)], layouts=[LAYOUT], space=SPACE, model=MODEL)
     assert [(proposal.knobs, proposal.arm) for proposal in found] == [(best_plan(), planner.name)]
     assert f"planned anew by {planner.name}" in found[0].message
     assert "scaled" not in found[0].message  # what was scaled is not what is tried
@@ -97,16 +105,16 @@ def test_a_planner_whose_units_do_not_fit_plans_anew() -> None:
 def test_units_that_fit_are_taken_as_they_are() -> None:
     cuts = tuple(Cut(stop=stop, stream=stop // (MIB) % 4) for stop in range(MIB, LAYOUT.numel + 1, MIB))
     planned = replace(GOOD, cuts=cuts)
-    found = first_proposals([start(planned, arm="libra")], space=SPACE, model=None)
+    found = first_proposals([start(planned, arm="libra")], layouts=[LAYOUT], space=SPACE, model=None)
     assert [proposal.knobs for proposal in found] == [planned]
 
 
 def test_two_jobs_of_one_planner_have_it_plan_once() -> None:
     starts = [start(POOR, arm="asc_wfbp_n", lost_cuts=True), start(GOOD, arm="asc_wfbp_n", lost_cuts=True)]
-    assert len(first_proposals(starts, space=SPACE, model=MODEL)) == 1
+    assert len(first_proposals(starts, layouts=[LAYOUT], space=SPACE, model=MODEL)) == 1
 
 
 def test_an_entry_with_knobs_that_are_none_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
     broken = replace(start(GOOD), knobs={**GOOD.to_json(), "transport": "pigeon"})
-    assert first_proposals([broken], space=SPACE, model=None) == []
+    assert first_proposals([broken], layouts=[LAYOUT], space=SPACE, model=None) == []
     assert "is left alone" in caplog.text

@@ -1,0 +1,236 @@
+"""Decides, on one rank, what the iterations of the warm-up run, and remembers what was found.
+
+No fault in here reaches training: whatever a session, an arm, a model or the registry raises is logged once, and what
+raised is done without: the registry is as if empty, there are no planners, or, at worst, the untuned default runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Concatenate, ParamSpec, TypeVar
+
+import numpy as np
+
+from sirtaki.autotune.arms.base import Arm
+from sirtaki.autotune.arms.planners import make_planners
+from sirtaki.autotune.knobs import Knobs, KnobSpace
+from sirtaki.autotune.meta.assignment import DEFAULT_ARM, Assignment, Purpose, SessionResult
+from sirtaki.autotune.meta.auc_bandit import window_for
+from sirtaki.autotune.meta.bandit_arm import BanditArm
+from sirtaki.autotune.meta.ensemble import ITERATIONS_PER_TRIAL, default_arms
+from sirtaki.autotune.meta.session import WarmupSession
+from sirtaki.autotune.model.link import LinkModel
+from sirtaki.autotune.model.planning import PlanningModel
+from sirtaki.comm.layout import GradientLayout
+from sirtaki.comm.plan import Route
+from sirtaki.settings import Settings
+
+from .knob_choices import checked_plans
+from .trial_log import TrialLogWriter
+from .tuning_cache import CacheHit, TuningCache
+
+logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+_P = ParamSpec("_P")
+
+PROGRESS_EVERY_S = 5.0
+
+
+def _guarded(
+    method: Callable[Concatenate[TuningCoordinator, _P], None],
+) -> Callable[Concatenate[TuningCoordinator, _P], None]:
+    """Whatever the method raises ends tuning instead of training."""
+
+    def guarded(self: TuningCoordinator, /, *args: _P.args, **kwargs: _P.kwargs) -> None:
+        try:
+            method(self, *args, **kwargs)
+        except Exception:
+            logger.warning("tuning has failed and ends here; the default runs from now on", exc_info=True)
+            self._session = None
+
+    return guarded
+
+
+class TuningCoordinator:
+    """Holds the warm-up session. None of its methods raises.
+
+    Attributes:
+        default: what runs untuned.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        cache: TuningCache,
+        *,
+        default: Knobs,
+        arms: Sequence[Arm] | None,
+        discarded_iterations: int,
+    ) -> None:
+        """A session follows with `recall` or `search`.
+
+        Args:
+            settings: of the job.
+            cache: what earlier jobs have left.
+            default: what runs untuned.
+            arms: search techniques, None = the usual ones.
+            discarded_iterations: after a change of knobs.
+        """
+        self._settings, self._cache, self._arms, self.default = settings, cache, arms, default
+        self._discarded_iterations = discarded_iterations
+        self._layouts: Sequence[GradientLayout] = ()
+        self._hit = CacheHit()
+        self._session: WarmupSession | None = None
+        self._bandit: BanditArm | None = None
+        self._model: PlanningModel | None = None
+        self._log = TrialLogWriter(settings.trial_log)
+        self._told_s = -math.inf
+
+    @property
+    def assignment(self) -> Assignment:
+        """What to run now; the default, for good, where there is no session."""
+        if self._session is not None:
+            return self._session.assignment
+        return Assignment(
+            knobs=self.default,
+            discarded_iterations=0,
+            measured_iterations=0,
+            arm=DEFAULT_ARM,
+            purpose=Purpose.FINAL,
+        )
+
+    def recall(self, layouts: Sequence[GradientLayout], space: KnobSpace) -> bool:
+        """Whether an earlier job of this kind has left a setting, which is then run first; else `search` is due."""
+        self._layouts = layouts
+        self._hit = self._cache.recall(layouts, space)
+        if self._hit.message:
+            logger.info("%s", self._hit.message)
+        if self._hit.exact is not None:
+            self._begin(space, None)
+        return self._session is not None
+
+    @_guarded
+    def search(self, space: KnobSpace, make_model: Callable[[], PlanningModel | None]) -> None:
+        """Begins a search, in the session that is there or in a new one.
+
+        Args:
+            space: what may be chosen.
+            make_model: fits the planners' model; None = there is none.
+        """
+        self._model = self._attempt("planners", make_model, None)
+        planners: Sequence[Arm] = ()
+        if self._model is not None:
+            self._log.knows(self._model)
+            model = self._model
+            planners = self._attempt("planners", lambda: make_planners(space=space, model=model), [])
+        self._bandit = self._make_bandit(space, planners)
+        proposals = self._cache.first_proposals(self._layouts, space, self._model)
+        for proposal in proposals:
+            logger.info("%s", proposal.message)
+        seeds = [proposal.knobs for proposal in proposals]
+        if self._session is None:
+            self._begin(space, self._bandit, seeds)
+        else:
+            self._cache.disprove()
+            self._session.begin_search(self._bandit, space=space, seeds=seeds)
+
+    @_guarded
+    def record(self, spans_s: Sequence[float], *, iteration: int) -> None:
+        """Tells the session what its assignment has measured until `iteration`."""
+        if self._session is None:
+            return
+        assignment = self._session.assignment
+        self._session.record(spans_s)
+        self._log.ran(
+            assignment,
+            spans_s,
+            iteration=iteration,
+            best_span_s=self._session.result.best_span_s,
+            credits={} if self._bandit is None else self._bandit.credits,
+        )
+        if time.monotonic() - self._told_s > PROGRESS_EVERY_S:
+            self._told_s = time.monotonic()
+            logger.info("%s", self._session.progress())
+
+    @_guarded
+    def end(self, *, iteration: int) -> None:
+        """The warm-up is over: stores and tells what it has found."""
+        session, self._session = self._session, None
+        if session is not None:
+            result = session.result
+            stored = self._cache.keep(result, session.trials, complete=True, links=self._links)
+            logger.info("%s%s", describe_result(result), "; stored in the registry" if stored else "")
+            self._log.ended(result, iteration=iteration)
+        self._log.close()
+
+    @_guarded
+    def remember(self) -> None:
+        """Stores what an unfinished warm-up has found, so that the next job goes on from it. Idempotent."""
+        session, self._session = self._session, None
+        if session is not None:
+            result = session.result
+            if self._cache.keep(result, session.trials, complete=False, links=self._links):
+                logger.info(
+                    "the job ends before its warm-up: best so far %s; stored in the registry, the next job goes on",
+                    describe_result(result),
+                )
+        self._log.close()
+
+    @_guarded
+    def _begin(self, space: KnobSpace, arm: Arm | None, seeds: Sequence[Knobs] = ()) -> None:
+        self._session = WarmupSession(
+            space=space,
+            default=self.default,
+            arm=arm,
+            rng=np.random.default_rng(self._settings.seed),
+            budget_iterations=self._settings.warmup_iterations,
+            discarded_iterations=self._discarded_iterations,
+            exact=self._hit.exact if arm is None else None,
+            exact_spans_s=self._hit.spans_s,
+            seeds=seeds,
+            history=self._hit.history,
+            identity=functools.cache(self._identity),
+        )
+
+    def _identity(self, knobs: Knobs) -> Hashable:
+        """Equal where the same units travel in the same order on as many streams."""
+        return tuple(plan.on_fewest_streams().fingerprint() for plan in checked_plans(knobs, self._layouts))
+
+    def _make_bandit(self, space: KnobSpace, planners: Sequence[Arm]) -> BanditArm:
+        budget, rng = self._settings.warmup_iterations, np.random.default_rng(self._settings.seed)
+        if self._arms is None:
+            return default_arms(space=space, rng=rng, budget_iterations=budget, planners=planners)
+        return BanditArm(self._arms, rng=rng, window=window_for(budget // ITERATIONS_PER_TRIAL, len(self._arms)))
+
+    @staticmethod
+    def _attempt(what: str, action: Callable[[], _T], otherwise: _T) -> _T:
+        try:
+            return action()
+        except Exception:
+            logger.warning("tuning goes on without %s", what, exc_info=True)
+            return otherwise
+
+    @property
+    def _links(self) -> Mapping[Route, LinkModel]:
+        """What probes have shown of each route."""
+        return self._model.links if self._model is not None else {}
+
+
+def describe_result(result: SessionResult) -> str:
+    """What the warm-up has found, in one line."""
+    found = f"{result.knobs.describe()}, found by {result.arm}" if result.tuned else "the default"
+    spans = ""
+    if math.isfinite(result.default_span_s) and result.default_span_s > 0:
+        change = 100 * (result.best_span_s / result.default_span_s - 1)
+        spans = (
+            f"{1e3 * result.best_span_s:.3g} ms to synchronise against {1e3 * result.default_span_s:.3g} ms by default "
+            f"({change:+.0f} %), "
+        )
+    return (
+        f"tuned in {result.iterations_used} iterations and {result.n_trials} trials: {spans}{found} ({result.reason})"
+    )

@@ -1,0 +1,222 @@
+"""Whatever JSON lies in the registry, a job gets settings that fit it, or none, and never an exception."""
+
+import copy
+import json
+import logging
+import sqlite3
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conformance.store import make_entry
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from sirtaki.autotune.knobs import KIB, MIB, Cut, Knobs, KnobSpace
+from sirtaki.autotune.meta.assignment import Purpose, SessionResult
+from sirtaki.autotune.trial import Trial
+from sirtaki.comm.layout import GradientLayout
+from sirtaki.comm.plan import Algorithm, TransportKind
+from sirtaki.engine.coordinator import TuningCoordinator
+from sirtaki.engine.knob_choices import checked_plans
+from sirtaki.engine.tuning_cache import TuningCache
+from sirtaki.registry.store import SafeStore, open_store
+from sirtaki.settings import Settings
+
+ROUTE = (TransportKind.GLOO, Algorithm.FLAT)
+SPACE = KnobSpace(routes=(ROUTE,), unit_bytes=(64 * KIB, MIB), streams=(1, 2, 4))
+DEFAULT = Knobs(unit_bytes=512 * KIB, streams=1, transport=ROUTE[0])
+LAYERS = 4
+NUMEL = LAYERS * 72
+
+VALUES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.integers(0, 300),
+    st.floats(),
+    st.sampled_from([1e300, -1e-300, 1e-9, 5.0, float("nan"), float("inf")]),
+    st.text(max_size=4),
+    st.lists(st.tuples(st.integers(-1, NUMEL + 1), st.integers(-1, 5), st.none() | st.integers(-1, 600)), max_size=4),
+    st.dictionaries(st.text(max_size=3), st.integers(), max_size=2),
+    st.lists(st.integers(), max_size=3),
+)
+CUTS = st.lists(st.integers(1, NUMEL), min_size=1, max_size=4, unique=True).map(
+    lambda stops: [[stop, index % 2, None] for index, stop in enumerate(sorted(stops))]
+)
+
+
+def a_job(registry: Path) -> tuple[TuningCache, GradientLayout, Settings]:
+    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(LAYERS)))
+    given = Settings.from_environ({"SIRTAKI_REGISTRY": str(registry), "SIRTAKI_WARMUP_ITERATIONS": "12"})
+    cache = TuningCache(given, list(model.parameters()), ["host"] * 2)
+    model(torch.randn(2, 8))
+    sizes = tuple(parameter.numel() for parameter in reversed(list(model.parameters())))
+    return cache, GradientLayout(sizes=sizes), given
+
+
+def tuned(registry: Path) -> TuningCoordinator:
+    """A whole warm-up on made-up times; everything that it runs fits."""
+    cache, layout, given = a_job(registry)
+    coordinator = TuningCoordinator(given, cache, default=DEFAULT, arms=None, discarded_iterations=1)
+    if not coordinator.recall([layout], SPACE):
+        coordinator.search(SPACE, lambda: None)
+    rng = np.random.default_rng(0)
+    for iteration in range(200):
+        now = coordinator.assignment
+        assert checked_plans(now.knobs, [layout])
+        assert now.knobs in SPACE
+        if now.purpose is Purpose.SEARCH:
+            coordinator.search(SPACE, lambda: None)
+            continue
+        if now.purpose is Purpose.FINAL:
+            coordinator.end(iteration=iteration)
+            return coordinator
+        coordinator.record((1 + rng.random(now.measured_iterations)).tolist(), iteration=iteration)
+    raise AssertionError("the warm-up does not end")
+
+
+@pytest.fixture(scope="module")
+def entries(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A registry with this job's entry, an unfinished one of a similar job, and a stranger's."""
+    registry = tmp_path_factory.mktemp("registry") / "registry.db"
+    cache, layout, _ = a_job(registry)
+    cache.recall([layout], SPACE)
+    knobs = Knobs(unit_bytes=MIB, streams=2, transport=ROUTE[0], cuts=(Cut(stop=100), Cut(stop=NUMEL, stream=1)))
+    result = SessionResult(
+        knobs=knobs,
+        default_span_s=2.0,
+        best_span_s=1.0,
+        noise_s=0.1,
+        arm="grid",
+        n_trials=3,
+        iterations_used=10,
+        reason="",
+        tuned=True,
+    )
+    assert cache.keep(result, [Trial(arm="grid", knobs=knobs, iterations=2, span_s=1.0)], complete=True, links={})
+    store = open_store(str(registry))
+    (own,) = store.entries()
+    store.save_all([make_entry(model=own.model, ranks=4), make_entry(model=own.model, ranks=6, complete=False)])
+    store.close()
+    return registry
+
+
+def places_in(data: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
+    return [path, *(place for key, value in items for place in places_in(value, (*path, key)))]
+
+
+def changed(data: Any, path: tuple[Any, ...], value: Any) -> Any:
+    if not path:
+        return value
+    data = copy.deepcopy(data)
+    inner = data
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = value
+    return data
+
+
+def fresh(folder: Path) -> Path:
+    """Where no file of an earlier example lies."""
+    return Path(tempfile.mkdtemp(dir=folder)) / "registry.db"
+
+
+@given(st.data())
+@settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_warm_up_ends_well_whatever_is_remembered(entries: Path, tmp_path: Path, data: st.DataObject) -> None:
+    registry = fresh(tmp_path)
+    registry.write_bytes(entries.read_bytes())
+    connection = sqlite3.connect(registry)
+    for name, body in connection.execute("SELECT id, body FROM entries").fetchall():
+        entry = json.loads(body)
+        for _ in range(data.draw(st.integers(0, 3))):
+            place = data.draw(st.sampled_from(places_in(entry)))
+            entry = changed(entry, place, data.draw(VALUES))
+        if isinstance(entry, dict) and isinstance(entry.get("knobs"), dict) and data.draw(st.booleans()):
+            entry["knobs"]["cuts"] = data.draw(CUTS)
+        connection.execute("UPDATE entries SET body = ? WHERE id = ?", (json.dumps(entry), name))
+    connection.commit()
+    connection.close()
+    tuned(registry)
+
+
+@given(st.data())
+@settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_warm_up_ends_well_whatever_bytes_have_changed(entries: Path, tmp_path: Path, data: st.DataObject) -> None:
+    registry = fresh(tmp_path)
+    raw = bytearray(entries.read_bytes())
+    for _ in range(data.draw(st.integers(1, 3))):
+        start = data.draw(st.integers(0, len(raw) - 1))
+        length = data.draw(st.sampled_from([1, 16, 4096]))
+        raw[start : start + length] = data.draw(st.binary(min_size=1, max_size=1)) * len(raw[start : start + length])
+    registry.write_bytes(raw)
+    tuned(registry)
+
+
+class Broken:
+    """An arm that raises, in whatever is asked of it."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __getattr__(self, name: str) -> Any:
+        raise ZeroDivisionError(name)
+
+
+def faults() -> list[tuple[str, str]]:
+    return [
+        ("sirtaki.engine.coordinator.make_planners", "without planners"),
+        ("sirtaki.engine.coordinator.default_arms", "tuning has failed"),
+        ("sirtaki.engine.coordinator.WarmupSession", "tuning has failed"),
+        ("sirtaki.engine.tuning_cache.neighbours", "registry"),
+        ("sirtaki.engine.tuning_cache.make_key", "left alone"),
+        ("sirtaki.engine.tuning_cache.Entry", "not remembered"),
+        ("sirtaki.registry.store.open_store", "without the registry"),
+    ]
+
+
+@pytest.mark.parametrize(("place", "says"), faults(), ids=lambda value: value.rpartition(".")[2])
+def test_a_fault_anywhere_is_told_once_and_tuning_goes_on_without_it(
+    place: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fault(*args: object, **options: object) -> None:
+        raise ZeroDivisionError(place)
+
+    monkeypatch.setattr(place, fault)
+    cache, layout, given = a_job(tmp_path / "registry.db")
+    coordinator = TuningCoordinator(given, cache, default=DEFAULT, arms=None, discarded_iterations=1)
+    assert not coordinator.recall([layout], SPACE)
+    coordinator.search(SPACE, lambda: None if "planners" not in place else model_that_fails())
+    while coordinator.assignment.purpose is not Purpose.FINAL:
+        coordinator.record([1.0] * coordinator.assignment.measured_iterations, iteration=0)
+    coordinator.end(iteration=0)
+    coordinator.remember()
+    warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len([warning for warning in warnings if says in warning]) == 1
+    assert coordinator.assignment.knobs in SPACE
+
+
+def model_that_fails() -> None:
+    raise ZeroDivisionError("planners")
+
+
+def test_arms_that_raise_at_every_touch_leave_the_default(tmp_path: Path) -> None:
+    cache, layout, given = a_job(tmp_path / "registry.db")
+    coordinator = TuningCoordinator(
+        given, cache, default=DEFAULT, arms=[Broken("a"), Broken("b")], discarded_iterations=1
+    )
+    coordinator.recall([layout], SPACE)
+    coordinator.search(SPACE, lambda: None)
+    while coordinator.assignment.purpose is not Purpose.FINAL:
+        coordinator.record([1.0] * coordinator.assignment.measured_iterations, iteration=0)
+    assert coordinator.assignment.knobs == DEFAULT
+
+
+def test_a_registry_that_hangs_on_to_nothing_is_as_if_empty(tmp_path: Path) -> None:
+    store = SafeStore(str(tmp_path))  # a folder
+    assert not store.is_open

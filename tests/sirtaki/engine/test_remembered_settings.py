@@ -1,0 +1,77 @@
+"""Whatever earlier jobs, strangers or a broken disk have left in the registry, a job trains right and to its end."""
+
+from pathlib import Path
+
+import pytest
+from conftest import RunRanks
+
+from sirtaki.registry.entry import Entry
+from sirtaki.registry.store import open_store
+
+DAMAGES = [
+    "cuts of another model",
+    "cuts behind the last gradient",
+    "cuts in thousands",
+    "streams that are not there",
+    "knobs out of space",
+    "times that are none",
+    "a speed-up of millions",
+    "a history of nonsense",
+    "graphs that are none",
+    "the file cut off",
+    "an empty file",
+    "the file gone",
+]
+
+
+def run_jobs(run_ranks: RunRanks, registry: Path, ranks: int, *steps: str) -> str:
+    """Standard error, in which each step has left a line."""
+    env = {"SIRTAKI_WARMUP_ITERATIONS": "20", "SIRTAKI_REGISTRY": str(registry)}
+    job = run_ranks("remembered_settings.py", ranks, *steps, env=env, timeout_s=340)
+    assert job.stderr.count("done: ") + job.stderr.count("damaged: ") == len(steps)
+    assert "Traceback" not in job.stderr
+    return job.stderr
+
+
+def entries_of(registry: Path) -> list[Entry]:
+    return list(open_store(str(registry)).entries())
+
+
+@pytest.mark.timeout(360)
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_jobs_that_reduce_other_parts_of_one_model_do_not_run_each_others_settings(
+    run_ranks: RunRanks, tmp_path: Path, ranks: int
+) -> None:
+    registry = tmp_path / "registry.db"
+    log = run_jobs(run_ranks, registry, ranks, "whole", "body and head", "tail", "body and head")
+    first, again = log.split("done: body and head")[:2]
+    assert "found Sequential" not in first
+    assert again.count("found Sequential") == 2
+    assert len(entries_of(registry)) == 4
+
+
+@pytest.mark.timeout(360)
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_whatever_is_in_the_registry_jobs_train_right_and_put_it_right(
+    run_ranks: RunRanks, tmp_path: Path, ranks: int
+) -> None:
+    registry = tmp_path / "registry.db"
+    log = run_jobs(
+        run_ranks, registry, ranks, "whole", *[step for damage in DAMAGES for step in (damage, "whole")], "whole"
+    )
+    assert "found Sequential" in log.rpartition("done: ")[0].rpartition("done: ")[2]
+    (entry,) = entries_of(registry)
+    assert 0.01 < entry.speedup < 100
+    assert entry.knobs["streams"] <= 24
+    assert list(tmp_path.glob("registry.db.broken-*"))
+
+
+def test_a_job_with_fixed_knobs_or_a_full_disk_leaves_the_free_jobs_entry_alone(
+    run_ranks: RunRanks, tmp_path: Path
+) -> None:
+    registry = tmp_path / "registry.db"
+    steps = ("two streams", "full disk for the registry", "full disk for the trial log", "middle")
+    run_jobs(run_ranks, registry, 2, *steps)
+    fixed = {entry.key.fixed for entry in entries_of(registry)}
+    assert fixed == {(), (("streams", "2"),)}
+    assert len(entries_of(registry)) == 3
