@@ -236,6 +236,10 @@ class WarmupSession:
             changed = self._link_has_changed(exact)
             if held and not changed:
                 return self._end(exact, held)
+            logger.info(
+                "the registry's setting for this job %s",
+                "holds, but the link has changed: a short search begins there" if held else "did not hold: tuning anew",
+            )
             if held:
                 self._budget = min(self._budget, self._spent + SHORT_SEARCH_ITERATIONS)
             yield Assignment(

@@ -92,7 +92,7 @@ class TunedSynchroniser:
         self._assignment: Assignment | None = None
         self._to_discard = 0
         self._spans_s: list[float] = []
-        self._learned: IterationReport | None = None
+        self._profiled: IterationReport | None = None
         self._coordinator: TuningCoordinator | None = None
         kinds = control.all_gather(Hardware.here(params[0].device)) if self._tuning and params else []
         if control.rank == 0 and self._tuning:
@@ -185,7 +185,7 @@ class TunedSynchroniser:
     def _after_profiling(self, report: IterationReport) -> None:
         """Collective: the order is known. The first time, the warm-up begins; later, its present knobs go on."""
         if self._tuning and self._assignment is None:
-            self._learned = report
+            self._profiled = report
             remembered = False
             if self._coordinator is not None:
                 self._coordinator.default = self._default
@@ -202,7 +202,7 @@ class TunedSynchroniser:
 
     def _search(self) -> None:
         """Collective: measures what a search needs, and has it begin."""
-        report, layouts = self._learned, self._sync.layouts
+        report, layouts = self._profiled, self._sync.layouts
         assert report is not None
         probes: dict[Route, list[LinkProbe]] = {}
         threads: list[ThreadProbe] = []
