@@ -76,6 +76,7 @@ class _TensorSlot:
     """Stands for a tensor in a state that travels without its tensors."""
 
     shape: tuple[int, ...]
+    strides: tuple[int, ...]
     dtype: torch.dtype
     device_type: str
 
@@ -112,14 +113,16 @@ def _take_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
     """`value` with its tensors moved to `tensors` and slots in their places."""
     if isinstance(value, torch.Tensor):
         tensors.append(value)
-        return _TensorSlot(shape=tuple(value.shape), dtype=value.dtype, device_type=value.device.type)
+        # A moment has its parameter's strides, on which fused optimizers rely.
+        strides = torch.empty_like(value, device="meta").stride()
+        return _TensorSlot(shape=tuple(value.shape), strides=strides, dtype=value.dtype, device_type=value.device.type)
     return _map_children(value, lambda child: _take_tensors(child, tensors))
 
 
 def _make_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
     """`value` with an empty tensor in the place of each slot; they are added to `tensors` in the same order."""
     if isinstance(value, _TensorSlot):
-        tensors.append(torch.empty(value.shape, dtype=value.dtype, device=value.device_type))
+        tensors.append(torch.empty_strided(value.shape, value.strides, dtype=value.dtype, device=value.device_type))
         return tensors[-1]
     return _map_children(value, lambda child: _make_tensors(child, tensors))
 

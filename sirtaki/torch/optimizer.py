@@ -121,6 +121,8 @@ class _Distributed(torch.optim.Optimizer):
             if not self._reducer.backward_aborted:
                 raise AssertionError(RACE)
             self._reducer.finish()  # what a backward pass that raised has left; all ranks do the same
+        elif self._reducer is not None:
+            self._reducer.drop_accumulated()
         super().zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -1,0 +1,92 @@
+"""A rank that plays one program after the other, as it is told over a socket: `python -m torment.rank_worker SOCKET`.
+
+Sirtaki is started anew when the world size or the settings change, and every few programs.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import os
+import signal
+import sys
+import traceback
+import warnings
+from multiprocessing.connection import Client, Connection
+from pathlib import Path
+
+from mpi4py import MPI
+
+import sirtaki.torch as hvd
+
+from .program import Program
+from .script import Script
+
+PROGRAMS_PER_INIT = 12
+PREFIX = "SIRTAKI_"
+
+
+class Worker:
+    """Plays programs on this rank."""
+
+    def __init__(self) -> None:
+        self._world: MPI.Intracomm = MPI.COMM_WORLD
+        self._running: tuple[object, ...] | None = None  # world size and settings
+        self._played = 0
+
+    def play(self, program: Program) -> tuple[str, object]:
+        """Collective: ("done", trace), ("raised", its traceback), or ("idle", None) on ranks that are not wanted."""
+        try:
+            self._prepare(program)
+            if self._world.rank >= program.ranks:
+                return "idle", None
+            script = Script(program)
+            trace = script.play()
+            script.close()
+            del script
+            gc.collect()
+        except BaseException:  # whatever it is, the one who asked wants to know
+            return "raised", traceback.format_exc()
+        return "done", trace
+
+    def _prepare(self, program: Program) -> None:
+        wanted = (program.ranks, program.environment)
+        self._played += 1
+        if self._running == wanted and self._played % PROGRAMS_PER_INIT:
+            return
+        hvd.shutdown()
+        self._running = wanted
+        given = {PREFIX + name.upper(): value for name, value in program.environment}
+        for name in [name for name in os.environ if name.startswith(PREFIX)]:
+            del os.environ[name]
+        os.environ.update({**DEFAULTS, **given})
+        gc.freeze()  # all that is imported by now need not be looked through after each program
+        if self._world.rank < program.ranks:
+            hvd.init(comm=None if program.ranks == self._world.size else list(range(program.ranks)))
+
+
+DEFAULTS = {f"{PREFIX}REGISTRY": "off", f"{PREFIX}LOG_LEVEL": "error", f"{PREFIX}WARMUP_ITERATIONS": "0"}
+
+
+def serve(connection: Connection) -> None:
+    """Plays until the other side says so or is gone."""
+    worker = Worker()
+    connection.send((MPI.COMM_WORLD.rank, os.getpid()))
+    while True:
+        try:
+            text = connection.recv()
+        except EOFError:
+            return
+        if text is None:
+            break
+        connection.send(worker.play(Program.from_json(text)))
+    hvd.shutdown()
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    folder = Path(sys.argv[1]).parent
+    # Where each thread is, when the one who asked has waited too long.
+    stacks = (folder / f"stacks.{MPI.COMM_WORLD.rank}").open("w")
+    faulthandler.register(signal.SIGUSR1, file=stacks)
+    serve(Client(sys.argv[1], family="AF_UNIX"))

@@ -1,0 +1,275 @@
+"""What a program does on one rank without asking others: its model, its batches, its plain optimizers, its edits."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from .program import Backward, Convert, Edit, Kind, OptimizerSpec, Program, RequireGrad
+
+WIDTH, ROWS, WORDS = 8, 2, 7
+WIDE = 560  # two weights of 560 * 8 * 8 bytes are larger together than the smallest unit
+
+Optimizer = torch.optim.Optimizer
+Values = dict[str, np.ndarray | None]
+
+RULES: dict[str, Callable[[Sequence[nn.Parameter]], Optimizer]] = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1),
+    "momentum": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9, weight_decay=0.1, nesterov=True),
+    # A large eps, so that what is zero but for rounding stays small.
+    "adam": lambda params: torch.optim.Adam(params, lr=0.02, eps=1e-2),
+    "fused_adam": lambda params: torch.optim.Adam(params, lr=0.02, eps=1e-2, fused=True),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=0.02, eps=1e-2, weight_decay=0.2, amsgrad=True),
+    "rmsprop": lambda params: torch.optim.RMSprop(params, lr=0.01, eps=1e-2, foreach=True),
+    "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.05, eps=1e-2),
+    "sparse_adam": lambda params: torch.optim.SparseAdam(params, lr=0.02, eps=1e-2),
+    "lbfgs": lambda params: torch.optim.LBFGS(params, lr=0.1, max_iter=3, history_size=2),
+    "lbfgs_search": lambda params: torch.optim.LBFGS(params, max_iter=3, history_size=2, line_search_fn="strong_wolfe"),
+}
+SPARSE_RULES = ("sgd", "adagrad", "sparse_adam")
+
+
+class Failed(Exception):
+    """What a backward pass raises that is told to fail."""
+
+
+class _Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise Failed
+
+
+class _Block(nn.Module):
+    """One block: adds something to its input of shape `(ROWS, WIDTH)`, given the words of each row `(ROWS, 2)`."""
+
+    def __init__(self, kind: Kind) -> None:
+        super().__init__()
+        self.kind = kind
+        match kind:
+            case Kind.LINEAR | Kind.SINGLE:
+                dtype = torch.float32 if kind is Kind.SINGLE else torch.float64
+                self.weight = nn.Parameter(0.4 * torch.randn(WIDTH, WIDTH, dtype=dtype))
+                self.bias = nn.Parameter(0.1 * torch.randn(WIDTH, dtype=dtype))
+            case Kind.WIDE:
+                self.up = nn.Linear(WIDTH, WIDE, bias=False, dtype=torch.float64)
+                self.down = nn.Linear(WIDE, WIDTH, bias=False, dtype=torch.float64)
+            case Kind.CONVOLUTION:
+                self.conv = nn.Conv2d(2, 2, 3, padding=1, dtype=torch.float64)
+            case Kind.NORM:
+                self.norm = nn.LayerNorm(WIDTH, dtype=torch.float64)
+            case Kind.TRANSPOSED:
+                self.weight = nn.Parameter((0.4 * torch.randn(WIDTH, WIDTH, dtype=torch.float64)).t())
+            case Kind.SMALL:
+                self.gain = nn.Parameter(torch.tensor(0.7, dtype=torch.float64))
+                self.nothing = nn.Parameter(torch.empty(0, 3, dtype=torch.float64))
+            case Kind.EMBEDDING | Kind.SPARSE:
+                self.table = nn.Embedding(WORDS, WIDTH, sparse=kind is Kind.SPARSE, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+        match self.kind:
+            case Kind.LINEAR | Kind.SINGLE:
+                return x + torch.tanh(x.to(self.weight.dtype) @ self.weight + self.bias).to(x.dtype)
+            case Kind.WIDE:
+                return x + self.down(torch.tanh(self.up(x)))
+            case Kind.CONVOLUTION:
+                return x + torch.tanh(self.conv(x.reshape(-1, 2, 2, 2))).reshape(-1, WIDTH)
+            case Kind.NORM:
+                return self.norm(x)
+            case Kind.TRANSPOSED:
+                return x + 0.5 * functional.linear(x, self.weight)
+            case Kind.SMALL:
+                return x * self.gain + self.nothing.sum()
+            case Kind.EMBEDDING | Kind.SPARSE:
+                return x + self.table(words).sum(1).to(x.dtype)
+
+
+def _each(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Sequence[nn.Parameter]], None]:
+    """`p.grad = change(p.grad)` for each parameter."""
+
+    def edit(params: Sequence[nn.Parameter]) -> None:
+        for param in params:
+            assert param.grad is not None
+            param.grad = change(param.grad)
+
+    return edit
+
+
+def _in_place(change: Callable[[torch.Tensor], object]) -> Callable[[Sequence[nn.Parameter]], None]:
+    def edit(params: Sequence[nn.Parameter]) -> None:
+        with torch.no_grad():
+            for param in params:
+                assert param.grad is not None
+                change(param.grad)
+
+    return edit
+
+
+def _null(params: Sequence[nn.Parameter]) -> None:
+    for param in params:
+        param.grad = None
+
+
+EDITS: dict[str, Callable[[Sequence[nn.Parameter]], object]] = {
+    "null": _null,
+    "replace": _each(lambda grad: grad.clamp(-0.01, 0.01)),
+    "clone": _each(torch.clone),
+    "scale": _in_place(lambda grad: grad.mul_(0.5)),
+    "clamp": _in_place(lambda grad: grad.clamp_(-0.02, 0.02)),
+    "noise": _in_place(lambda grad: grad.add_(0.01)),
+    "data": _in_place(lambda grad: grad.data.mul_(0.7)),
+    "zero": _in_place(lambda grad: grad.zero_()),
+    "clip_norm": lambda params: nn.utils.clip_grad_norm_(params, 0.05),
+    "clip_norm_foreach": lambda params: nn.utils.clip_grad_norm_(params, 0.05, foreach=True),
+    "clip_value": lambda params: nn.utils.clip_grad_value_(params, 0.02),
+}
+
+
+def _swap_data(model: nn.Module) -> object:
+    for param in model.parameters():
+        param.data = param.data.clone()
+    return None
+
+
+def _swap_strides(model: nn.Module) -> object:
+    for param in model.parameters():
+        if param.dim() == 2:
+            param.data = param.data.t().contiguous().t()
+    return None
+
+
+CONVERSIONS: dict[str, Callable[[nn.Module], object]] = {
+    "double": nn.Module.double,
+    "float": nn.Module.float,
+    "half": nn.Module.half,
+    "bfloat16": nn.Module.bfloat16,
+    "channels_last": lambda model: model.to(memory_format=torch.channels_last),
+    "contiguous": lambda model: model.to(memory_format=torch.contiguous_format),
+    "data": _swap_data,
+    "strides": _swap_strides,
+}
+
+
+class Replica:
+    """One rank's model in float64, the same on all ranks at first."""
+
+    def __init__(self, program: Program, rank: int) -> None:
+        self.program, self.rank = program, rank
+        with torch.random.fork_rng():
+            torch.manual_seed(1)
+            self.blocks = nn.ModuleList(_Block(kind) for kind in program.blocks)
+        self.parameters = dict(self.blocks.named_parameters())
+        for name in program.hooked:
+            self.parameters[name].register_hook(lambda gradient: gradient.clamp(-0.5, 0.5))
+        for name in program.frozen:
+            self.parameters[name].requires_grad_(False)
+        self.retained: torch.Tensor | None = None
+        self._saved: bytes | None = None
+        self._compiled: dict[int, Callable[..., torch.Tensor]] = {}
+
+    def select(self, names: Iterable[str]) -> list[nn.Parameter]:
+        """Parameters by name."""
+        return [self.parameters[name] for name in names]
+
+    def optimizer(self, spec: OptimizerSpec) -> Optimizer:
+        """A plain one, made anew."""
+        return RULES[spec.rule](self.select(spec.parameters))
+
+    # ── forward ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def loss(self, action: Backward, number: int, *, plain: bool = False) -> torch.Tensor:
+        """The loss of this rank's share of batch `number`; `plain`: nothing is checkpointed, compiled or fails."""
+        if action.again:
+            if self.retained is None:
+                raise RuntimeError("no loss was retained")
+            return self.retained
+        generator = torch.Generator().manual_seed(7919 * number + self.rank)
+        dtype = next((param.dtype for param in self.parameters.values()), torch.float64)
+        first = torch.randn(ROWS, WIDTH, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+        words = torch.randint(0, WORDS, (ROWS, 2), generator=generator)
+        left_out = action.skipped if self.rank in action.on or not action.on else ()
+        x = first
+        for place, block in enumerate(self.blocks):
+            if place == action.fails_at and not plain:
+                x = _Fails.apply(x)  # type: ignore[no-untyped-call]  # torch's
+            if place in left_out:
+                continue
+            run = self._compile(place) if action.compiled and not plain else block
+            if action.checkpoint and not plain:
+                x = checkpoint(run, x, words, use_reentrant=action.checkpoint == "reentrant")
+            else:
+                x = run(x, words)
+        loss = x.square().mean()
+        if action.penalty:
+            (slope,) = torch.autograd.grad(loss, first, create_graph=True)
+            loss = loss + slope.square().sum()
+        self.retained = loss if action.retain else None
+        return loss
+
+    def _compile(self, place: int) -> Callable[..., torch.Tensor]:
+        if place not in self._compiled:
+            self._compiled[place] = torch.compile(self.blocks[place], backend="aot_eager")
+        return self._compiled[place]
+
+    # ── what is done between passes ──────────────────────────────────────────────────────────────────────────────
+
+    def edit(self, action: Edit) -> None:
+        """Changes gradients of those parameters that have one, if this rank is meant."""
+        if self.rank in action.on or not action.on:
+            EDITS[action.how]([param for param in self.select(action.parameters) if param.grad is not None])
+
+    def require_grad(self, action: RequireGrad) -> None:
+        """Freezes or thaws."""
+        for param in self.select(action.parameters):
+            param.requires_grad_(action.wanted)
+
+    def convert(self, action: Convert) -> None:
+        """Changes dtype, format or storage of all parameters."""
+        CONVERSIONS[action.to](self.blocks)
+
+    def nudge(self) -> None:
+        """Clamps all parameters in place."""
+        with torch.no_grad():
+            for param in self.parameters.values():
+                param.clamp_(-0.35, 0.35)
+
+    def save(self, optimizers: Sequence[Optimizer]) -> None:
+        """Writes all states down."""
+        file = io.BytesIO()
+        torch.save([self.blocks.state_dict(), *(optimizer.state_dict() for optimizer in optimizers)], file)
+        self._saved = file.getvalue()
+
+    def load(self, optimizers: Sequence[Optimizer]) -> None:
+        """Reads them again."""
+        assert self._saved is not None
+        model, *states = torch.load(io.BytesIO(self._saved))
+        self.blocks.load_state_dict(model)
+        for optimizer, state in zip(optimizers, states, strict=True):
+            optimizer.load_state_dict(copy.deepcopy(state))
+
+    # ── what is compared ─────────────────────────────────────────────────────────────────────────────────────────
+
+    def values(self, names: Iterable[str]) -> Values:
+        """Parameters, as float64 arrays."""
+        return {name: _array(self.parameters[name]) for name in names}
+
+    def gradients(self, names: Iterable[str]) -> Values:
+        """Gradients, as dense float64 arrays; None where there is none."""
+        found: Mapping[str, torch.Tensor | None] = {name: self.parameters[name].grad for name in names}
+        return {f"{name}.grad": None if grad is None else _array(grad) for name, grad in found.items()}
+
+
+def _array(tensor: torch.Tensor) -> np.ndarray:
+    dense = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
+    return dense.to(torch.float64).clone(memory_format=torch.contiguous_format).numpy()

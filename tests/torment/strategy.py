@@ -1,0 +1,331 @@
+"""Draws programs. What is drawn looks like training; `Reference` leaves out what is not legitimate in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from hypothesis import strategies as st
+
+from .eager import OPERATIONS
+from .features import DRAWN, Feature
+from .program import (
+    Action,
+    AddGroup,
+    Backward,
+    Broadcast,
+    Convert,
+    Eager,
+    Edit,
+    Epoch,
+    Kind,
+    Load,
+    Nudge,
+    OptimizerSpec,
+    Passes,
+    Program,
+    Read,
+    RequireGrad,
+    Rewrap,
+    Save,
+    Step,
+    Synchronize,
+    Wait,
+    ZeroGrad,
+)
+from .replica import EDITS
+
+T = TypeVar("T")
+
+DENSE_RULES = ("sgd", "momentum", "adam", "fused_adam", "adamw", "rmsprop", "adagrad")
+ENVIRONMENTS: tuple[dict[str, str], ...] = (
+    {},
+    {"transport": "gloo"},
+    {"transport": "mpi"},
+    {"unit_bytes": "65536", "streams": "2"},
+    {"local_size": "2", "streams": "3"},
+    {"local_size": "2", "algorithm": "hierarchical"},
+)
+
+
+@st.composite
+def programs(
+    draw: st.DrawFn, ranks: int, *, environment: dict[str, str] | None = None, features: frozenset[Feature] = DRAWN
+) -> Program:
+    """A program for `ranks` ranks that uses some of `features`."""
+    return _Draw(draw, ranks, features).program(environment or {})
+
+
+class _Draw:
+    """The choices of one program. What `rarely` and `maybe` refuse is what Hypothesis shrinks to."""
+
+    def __init__(self, draw: st.DrawFn, ranks: int, features: frozenset[Feature]) -> None:
+        self._draw, self._ranks, self._features = draw, ranks, features
+        self._optimizers: list[OptimizerSpec] = []
+        self._names: tuple[str, ...] = ()
+
+    # ── small choices ────────────────────────────────────────────────────────────────────────────────────────────
+
+    def maybe(self, percent: int, *features: Feature) -> bool:
+        """True in so many per cent of cases, if all features are on."""
+        return self._features.issuperset(features) and self._draw(st.integers(0, 99)) >= 100 - percent
+
+    def one(self, choices: Sequence[T]) -> T:
+        return self._draw(st.sampled_from(choices))
+
+    def some(self, choices: Sequence[T], least: int = 1) -> tuple[T, ...]:
+        """Several of them, in order."""
+        if len(choices) <= least:
+            return tuple(choices)
+        chosen = self._draw(st.lists(st.sampled_from(range(len(choices))), min_size=least, max_size=4, unique=True))
+        return tuple(choices[place] for place in sorted(chosen))
+
+    def ranks(self) -> tuple[int, ...]:
+        return self.some(range(self._ranks))
+
+    # ── the model and its optimizers ─────────────────────────────────────────────────────────────────────────────
+
+    def program(self, environment: dict[str, str]) -> Program:
+        gates = {
+            Kind.SMALL: Feature.SMALL,
+            Kind.SINGLE: Feature.SINGLE,
+            Kind.SPARSE: Feature.SPARSE,
+        }
+        kinds = [kind for kind in Kind if kind not in gates or gates[kind] in self._features]
+        blocks = tuple(self._draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=5)))
+        bare = Program(ranks=self._ranks, blocks=blocks, optimizers=(), actions=())
+        self._blocks, self._names = blocks, bare.parameters
+        self._sparse = tuple(name for name in self._names if bare.kind_of(name) is Kind.SPARSE)
+        tunes = self.maybe(35, Feature.PLANS)
+        self._make_optimizers(tunes)
+        frozen = self.some(self._names) if self.maybe(20, Feature.THAWED) else ()
+        dense = [name for name in self._names if name not in self._sparse]
+        hooked = self.some(dense) if dense and self.maybe(10, Feature.HOOKED) else ()
+        optimizers = tuple(self._optimizers)
+        actions: list[Action] = []
+        for _ in range(self._draw(st.integers(2, 9))):
+            actions += self._phase()
+        tuned = {"warmup_iterations": "1000"} if tunes else {}
+        return Program(
+            ranks=self._ranks,
+            blocks=blocks,
+            optimizers=optimizers,
+            actions=(*actions, Wait()),
+            frozen=frozen,
+            hooked=hooked,
+            environment=tuple(sorted({**environment, **tuned}.items())),
+        )
+
+    def _make_optimizers(self, tunes: bool) -> None:
+        count = self.one((1, 1, 1, 2, 2, 3)) if Feature.SEVERAL in self._features else 1
+        owned: list[list[str]] = [[] for _ in range(count)]
+        for number in range(len(self._blocks)):
+            mine = [name for name in self._names if name.startswith(f"{number}.")]
+            if self.maybe(8, Feature.UNWATCHED):
+                mine = mine[:-1]
+            place = self.one(range(count))
+            owned[place] += mine
+            if self.maybe(25, Feature.SHARED) and count > 1:
+                owned[(place + 1) % count] += mine
+        shared = sum(map(len, owned)) > len({name for mine in owned for name in mine})
+        options = self._options()
+        for mine in owned:
+            if mine:
+                options = options if shared else self._options()
+                seed = self.one(range(100)) if tunes else None
+                self._optimizers.append(self._spec(mine, options, seed))
+        if not self._optimizers:
+            self._optimizers.append(self._spec(list(self._names), options, None))
+
+    def _options(self) -> dict[str, object]:
+        options: dict[str, object] = {}
+        if self.maybe(20, Feature.ACCUMULATION):
+            options["passes"] = self.one((2, 3))
+        if self.maybe(15, Feature.SUM):
+            options["op"] = "sum"
+        elif self.maybe(10):
+            options["predivide"] = 2.0
+        if self.maybe(6, Feature.FP16):
+            options["fp16"] = True
+        if self._sparse and self.maybe(25, Feature.SPARSE_AS_DENSE):
+            options["sparse_as_dense"] = True
+        if self._ranks > 2 and self.maybe(10, Feature.PROCESS_SETS):
+            options["process_set"] = self.one([(0, 1), (0, self._ranks - 1), (1, 2)])
+        return options
+
+    def _spec(self, names: list[str], options: dict[str, object], seed: int | None) -> OptimizerSpec:
+        sparse = [name for name in names if name in self._sparse]
+        if sparse and len(sparse) == len(names):
+            adam = {"sparse_adam"} if Feature.SPARSE_ADAM in self._features else set()
+            rule = self.one(("sgd", "adagrad", *adam))
+        elif sparse:
+            rule = self.one(("sgd", "adagrad"))
+        elif self.maybe(5, Feature.LBFGS, Feature.CLOSURES) and "op" not in options:
+            rule = self.one(("lbfgs", "lbfgs_search"))
+        else:
+            rule = self.one(DENSE_RULES)
+        groups = self.one((1, 2, 5)) if self.maybe(8, Feature.GROUPED) else 0
+        return OptimizerSpec(rule=rule, parameters=tuple(names), plan_seed=seed, groups=groups, **options)  # type: ignore[arg-type]
+
+    # ── what happens ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _phase(self) -> list[Action]:
+        if self.maybe(60):
+            return self._between()
+        return self._iteration()
+
+    def _iteration(self) -> list[Action]:
+        """Zero, backward, step, and what is done in between."""
+        chosen = list(range(len(self._optimizers)))
+        if len(chosen) > 1 and self.maybe(40):
+            chosen = list(self._draw(st.permutations(self.some(chosen))))
+        specs = [self._optimizers[number] for number in chosen]
+        actions: list[Action] = []
+        if not self.maybe(12):
+            set_to_none = not self.maybe(30)
+            actions += [ZeroGrad(optimizer=number, set_to_none=set_to_none) for number in chosen]
+        elif self.maybe(50):
+            actions.append(ZeroGrad(set_to_none=not self.maybe(50)))
+        inputs: tuple[str, ...] = ()
+        if len(chosen) < len(self._optimizers) or self.maybe(5):
+            inputs = tuple(dict.fromkeys(name for spec in specs for name in spec.parameters))
+        closures = [spec.rule.startswith("lbfgs") or self.maybe(6, Feature.CLOSURES) for spec in specs]
+        if all(closures):
+            return [
+                *actions,
+                *(Step(optimizer=number, closure=self._pass(self._optimizers[number].parameters)) for number in chosen),
+            ]
+        passes = max(spec.passes for spec in specs)
+        if passes > 1 and self.maybe(20, Feature.RAGGED):
+            passes -= 1
+        for number in range(passes):
+            actions += self._passes(inputs)
+            if number + 1 < passes and self.maybe(10, Feature.EAGER_EARLY):
+                actions.append(self._eager())
+        actions += self._touch()
+        for number in chosen:
+            actions += self._step(number)
+        if self.maybe(10, Feature.READ):
+            actions.append(Read(parameters=self.some(self._names)))
+        return actions
+
+    def _passes(self, inputs: tuple[str, ...]) -> list[Action]:
+        """One backward pass, or several that are one together."""
+        if self.maybe(5, Feature.RETAINED):
+            return [Backward(retain=True, inputs=inputs), Backward(again=True, inputs=inputs)]
+        if self.maybe(8, Feature.PARTS) and not inputs:
+            first = self.some(self._names)
+            rest = tuple(name for name in self._names if name not in first)
+            return [Backward(inputs=first), *([Backward(inputs=rest)] if rest else [])]
+        if self.maybe(5, Feature.EXCEPTIONS):
+            failing = Backward(
+                fails_at=self.one(range(len(self._blocks))),
+                checkpoint="reentrant" if self.maybe(15, Feature.REENTRANT) else "",
+            )
+            return [
+                failing,
+                *(ZeroGrad(optimizer=number) for number in range(len(self._optimizers))),
+                self._pass(inputs),
+            ]
+        return [self._pass(inputs)]
+
+    def _pass(self, inputs: tuple[str, ...]) -> Backward:
+        checkpoint = ""
+        if self.maybe(6, Feature.CHECKPOINTS):
+            checkpoint = "plain"
+        elif self.maybe(6, Feature.REENTRANT) and not inputs:
+            checkpoint = "reentrant"
+        skipped: tuple[int, ...] = ()
+        on: tuple[int, ...] = ()
+        if self.maybe(10, Feature.UNUSED):
+            skipped = self.some(range(len(self._blocks)))
+        elif self.maybe(10, Feature.UNUSED_SOMEWHERE):
+            skipped, on = self.some(range(len(self._blocks))), self.ranks()
+        return Backward(
+            inputs=inputs,
+            checkpoint=checkpoint,
+            skipped=skipped,
+            on=on,
+            penalty=self.maybe(5, Feature.PENALTY),
+            compiled=self.maybe(1, Feature.COMPILED),
+        )
+
+    def _touch(self) -> list[Action]:
+        """What is done to gradients that are reduced, or on their way."""
+        actions: list[Action] = []
+        if self.maybe(15, Feature.EAGER_EARLY):
+            actions.append(self._eager())
+        if self.maybe(15, Feature.READ):
+            actions.append(Read(parameters=self.some(self._names)))
+        if self.maybe(25):
+            actions.append(self._edit())
+        if self.maybe(5):
+            actions.append(self._edit())
+        return actions
+
+    def _edit(self) -> Edit:
+        names = self._names if self.maybe(40) else self.some(self._names)
+        names = tuple(name for name in names if name not in self._sparse) or names
+        on = self.ranks() if self.maybe(15, Feature.EDITED_ON_SOME) else ()
+        return Edit(how=self.one(tuple(EDITS)), parameters=names, on=on)
+
+    def _step(self, number: int) -> list[Action]:
+        if not self.maybe(20):
+            return [Step(optimizer=number)]
+        actions: list[Action] = [Synchronize(optimizer=number)]
+        if self.maybe(50):
+            actions += self._touch()
+        skip = not self.maybe(15, Feature.SYNCHRONIZED_TWICE)
+        return [*actions, Step(optimizer=number, skip_synchronize=skip)]
+
+    def _eager(self) -> Action:
+        if self.maybe(20):
+            return Wait()
+        return Eager(what=self.one(tuple(OPERATIONS)), later=self.maybe(50))
+
+    def _between(self) -> list[Action]:
+        """What is done between two iterations."""
+        number = self.one(range(len(self._optimizers)))
+        choices: list[tuple[Feature | None, Callable[[], list[Action]]]] = [
+            (None, lambda: [Nudge()]),
+            (Feature.FROZEN, lambda: [RequireGrad(parameters=self.some(self._names), wanted=False)]),
+            (Feature.THAWED, lambda: [RequireGrad(parameters=self._names, wanted=True)]),
+            (Feature.THAWED, lambda: [RequireGrad(parameters=self.some(self._names), wanted=True)]),
+            (Feature.GROUPS_ADDED, lambda: [AddGroup(optimizer=number, parameters=self.some(self._names))]),
+            (Feature.REWRAPPED, lambda: [Rewrap(optimizer=number, keep_state=self.maybe(40))]),
+            (Feature.REWRAPPED, lambda: [Rewrap(optimizer=number, spec=self._other(number))]),
+            (Feature.ACCUMULATION, lambda: [Passes(optimizer=number, passes=self.one((1, 2, 3)))]),
+            (Feature.SAVED, lambda: [Save(), *self._iteration(), Load()]),
+            (Feature.SAVED, lambda: [Load()]),
+            (Feature.DTYPES, lambda: [Convert(to=self.one(("double", "float", "half", "bfloat16")))]),
+            (Feature.FORMATS, lambda: [Convert(to=self.one(("channels_last", "contiguous", "data", "strides")))]),
+            (Feature.BROADCAST, lambda: [Broadcast(root=self.one(range(self._ranks)))]),
+            (Feature.BROADCAST, lambda: [Broadcast(root=self.one(range(self._ranks)), optimizer=number)]),
+            (Feature.EAGER, lambda: [self._eager()]),
+            (Feature.JOIN, lambda: [self._epoch()]),
+            (None, lambda: [ZeroGrad(optimizer=number), Step(optimizer=number)]),
+        ]
+        return self.one([make for feature, make in choices if feature is None or feature in self._features])()
+
+    def _other(self, number: int) -> OptimizerSpec:
+        """Another optimizer of the same or of other parameters."""
+        old = self._optimizers[number]
+        names = list(old.parameters) if self.maybe(60) else list(self.some(self._names))
+        spec = self._spec(names, self._options(), old.plan_seed)
+        self._optimizers[number] = spec
+        return spec
+
+    def _epoch(self) -> Epoch:
+        batches = tuple(self._draw(st.integers(0, 5)) for _ in range(self._ranks))
+        sparse = Feature.JOIN_SPARSE in self._features
+        usable = [
+            number
+            for number, spec in enumerate(self._optimizers)
+            if sparse or not set(spec.parameters) & set(self._sparse)
+        ] or [0]
+        if Feature.JOIN_SEVERAL not in self._features:
+            usable = usable[:1]
+        pattern = self._draw(
+            st.lists(st.sampled_from([self.some(usable)] + [(n,) for n in usable]), min_size=1, max_size=3)
+        )
+        return Epoch(batches=batches if any(batches) else (1, *batches[1:]), order=tuple(pattern))

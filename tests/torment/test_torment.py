@@ -1,0 +1,143 @@
+"""Whatever a script may do between two steps, ranks train as one process does on the joined batch."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from torment.features import Feature
+from torment.program import Backward, Kind, OptimizerSpec, Program, Step, Wait, ZeroGrad
+from torment.ranks import BrokenError, Ranks
+from torment.reference import Entry, Reference
+from torment.strategy import ENVIRONMENTS, programs
+from torment.tormentor import compare, torment
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # programs do what PyTorch and Sirtaki warn of
+
+EXAMPLES = sorted((Path(__file__).parent / "examples").glob("*.json"))
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with Ranks(4) as started:
+        yield started
+    torch.set_num_threads(threads)
+
+
+def draw_and_torment(ranks: Ranks, *, world: int, count: int, environment: dict[str, str]) -> None:
+    @settings(
+        max_examples=count,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate, Phase.shrink],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(program=programs(world, environment=environment))
+    def train(program: Program) -> None:
+        torment(program, ranks)
+
+    train()
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_programs_that_once_found_a_fault_train_as_one_process_does(example: Path, ranks: Ranks) -> None:
+    program = Program.from_json(example.read_text())
+    reference = torment(program, ranks)
+    assert reference.played == program, "a part of the example is not legitimate any more"
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("world", "count"), [(1, 10), (2, 70), (3, 70), (4, 50)])
+def test_drawn_programs_train_as_one_process_does(world: int, count: int, ranks: Ranks) -> None:
+    draw_and_torment(ranks, world=world, count=count, environment={})
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("environment", ENVIRONMENTS, ids=lambda chosen: " ".join(chosen.values()) or "default")
+def test_many_drawn_programs_train_as_one_process_does(world: int, environment: dict[str, str], ranks: Ranks) -> None:
+    draw_and_torment(ranks, world=world, count=280, environment=environment)
+
+
+@seed(0)
+@settings(max_examples=30, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@given(program=programs(3, features=frozenset(Feature)))
+def test_programs_survive_json_and_what_is_legitimate_stays_so(program: Program) -> None:
+    assert Program.from_json(program.to_json()) == program
+    played = Reference(program, frozenset(Feature)).played
+    assert Reference(played, frozenset(Feature)).played == played
+
+
+# ── the tormentor sees what is wrong ─────────────────────────────────────────────────────────────────────────────
+
+TRAINED = Program(
+    ranks=2,
+    blocks=(Kind.LINEAR,),
+    optimizers=(OptimizerSpec(rule="sgd", parameters=("0.weight", "0.bias")),),
+    actions=(Backward(), Step(optimizer=0)),
+)
+
+
+def changed(trace: list[list[Entry]], rank: int, change: float) -> list[list[Entry]]:
+    """A trace in which one element of the last values of one rank is another."""
+    number, label, values = trace[rank][-1]
+    name, value = list(values.items())[-1]
+    assert value is not None
+    other = value.copy()
+    other.ravel()[-1] += change
+    mine = [*trace[rank][:-1], (number, label, {**values, name: other})]
+    return [mine if place == rank else each for place, each in enumerate(trace)]
+
+
+def test_a_value_that_is_off_is_found() -> None:
+    trace = Reference(TRAINED).trace
+    assert compare(trace, trace, 1e-9) == ""
+    assert "rank 1, action 1" in compare(trace, changed(trace, 1, 1e-6), 1e-9)
+
+
+def test_ranks_that_differ_by_rounding_are_found() -> None:
+    trace = Reference(TRAINED).trace
+    assert "ranks 0 and 1 differ" in compare(trace, changed(trace, 1, 1e-16), 1e-9)
+
+
+def test_a_gradient_that_should_be_none_is_found() -> None:
+    trace = Reference(TRAINED).trace
+    number, label, values = trace[0][-1]
+    none = [[*trace[0][:-1], (number, label, dict.fromkeys(values))], trace[1]]
+    assert "instead of None" in compare(none, trace, 1e-9)
+    assert "None instead of" in compare(trace, none, 1e-9)
+
+
+def test_the_reference_is_training_on_the_joined_batch() -> None:
+    """By hand: one model, the mean of both ranks' losses, one plain optimizer."""
+    from torment.replica import Replica
+
+    reference = Reference(replace(TRAINED, actions=TRAINED.actions * 3))
+    first, second = Replica(TRAINED, 0), Replica(TRAINED, 1)
+    second.blocks = first.blocks
+    optimizer = first.optimizer(TRAINED.optimizers[0])
+    for iteration in (0, 2, 4):
+        losses = [replica.loss(Backward(), iteration * 100) for replica in (first, second)]
+        (sum(losses) / 2).backward()
+        optimizer.step()
+    wanted = first.values(TRAINED.parameters)
+    for trace in reference.trace:
+        found = next(values for _, _, values in reversed(trace) if "0.weight" in values)
+        for name, value in wanted.items():
+            np.testing.assert_allclose(found[name], value, rtol=1e-12)
+
+
+def test_a_rank_that_raises_is_told_of_and_the_next_program_gets_new_ranks(ranks: Ranks) -> None:
+    illegitimate = replace(TRAINED, actions=(Backward(), ZeroGrad(optimizer=0), Wait()))
+    starts = ranks.starts
+    with pytest.raises(BrokenError, match="rank 0 raised"):
+        ranks.play(illegitimate)
+    assert torment(TRAINED, ranks).played == TRAINED
+    assert ranks.starts == starts + 1
