@@ -67,3 +67,14 @@ def test_a_hosts_kind_is_its_product_its_processor_and_its_cores(monkeypatch, tm
     (tmp_path / "product").write_text("c5.2xlarge\n")
     (tmp_path / "cpuinfo").write_text("processor\t: 0\nmodel name\t: Some  CPU @ 3.00GHz\n\nprocessor\t: 1\n")
     assert machine.host_kind() == "c5.2xlarge, Some CPU @ 3.00GHz, 8 cores"
+
+
+def test_a_container_with_a_share_of_the_cores_is_a_host_of_another_kind(cgroups, monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    kinds = []
+    for limit in ("max 100000", "200000 100000", "800000 100000"):
+        cgroups("0::/\n", {"cpu.max": limit})
+        kinds.append(machine.host_kind())
+    assert kinds[0].endswith("8 cores")
+    assert kinds[1].endswith("2 of 8 cores")
+    assert kinds[2] == kinds[0]

@@ -5,6 +5,7 @@ import json
 import logging
 import sqlite3
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 
 from sirtaki.autotune.knobs import KIB, MIB, Cut, Knobs, KnobSpace
 from sirtaki.autotune.meta.assignment import Purpose, SessionResult
-from sirtaki.autotune.trial import Trial
+from sirtaki.autotune.trial import Proposal, Trial
 from sirtaki.comm.layout import GradientLayout
 from sirtaki.comm.plan import Algorithm, TransportKind
 from sirtaki.engine.coordinator import TuningCoordinator
@@ -215,6 +216,30 @@ def test_arms_that_raise_at_every_touch_leave_the_default(tmp_path: Path) -> Non
     while coordinator.assignment.purpose is not Purpose.FINAL:
         coordinator.record([1.0] * coordinator.assignment.measured_iterations, iteration=0)
     assert coordinator.assignment.knobs == DEFAULT
+
+
+def test_one_unit_is_tried_once_on_however_many_streams(tmp_path: Path) -> None:
+    cache, layout, given = a_job(tmp_path / "registry.db")
+    coordinator = TuningCoordinator(given, cache, default=DEFAULT, arms=[OneUnit()], discarded_iterations=1)
+    coordinator.recall([layout], SPACE)
+    coordinator.search(SPACE, lambda: None)
+    ran = []
+    while coordinator.assignment.purpose is not Purpose.FINAL:
+        ran.append(coordinator.assignment.knobs)
+        coordinator.record([1.0] * coordinator.assignment.measured_iterations, iteration=0)
+    assert set(ran) == {DEFAULT}
+
+
+class OneUnit:
+    """Proposes what the default is, on other numbers of streams."""
+
+    name = "one unit"
+
+    def ask(self, n: int = 1) -> list[Proposal]:
+        return [Proposal(arm=self.name, knobs=replace(DEFAULT, streams=4, unit_bytes=MIB))]
+
+    def tell(self, trials: list[Trial]) -> None:
+        pass
 
 
 def test_a_registry_that_hangs_on_to_nothing_is_as_if_empty(tmp_path: Path) -> None:
