@@ -107,7 +107,7 @@ def main() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr * scale, momentum=args.momentum)
     first_epoch = 0
     if args.checkpoint is not None and args.checkpoint.exists() and hvd.rank() == 0:
-        saved = torch.load(args.checkpoint)
+        saved = torch.load(args.checkpoint, weights_only=True)
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
         first_epoch = saved["epoch"] + 1

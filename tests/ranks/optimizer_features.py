@@ -268,7 +268,7 @@ def copies_and_pickles_are_plain_optimizers() -> None:
     saved = io.BytesIO()
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, saved)
     saved.seek(0)
-    loaded = torch.load(saved)
+    loaded = torch.load(saved, weights_only=True)
     again = mlp()
     again.load_state_dict(loaded["model"])
     other = hvd.DistributedOptimizer(torch.optim.Adam(again.parameters(), lr=0.5))

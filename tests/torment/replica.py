@@ -253,7 +253,7 @@ class Replica:
     def load(self, optimizers: Sequence[Optimizer]) -> None:
         """Reads them again."""
         assert self._saved is not None
-        model, *states = torch.load(io.BytesIO(self._saved))
+        model, *states = torch.load(io.BytesIO(self._saved), weights_only=True)
         self.blocks.load_state_dict(model)
         for optimizer, state in zip(optimizers, states, strict=True):
             optimizer.load_state_dict(copy.deepcopy(state))
