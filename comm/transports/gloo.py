@@ -22,7 +22,7 @@ from sirtaki.comm.plan import TransportKind
 from sirtaki.errors import CommError
 
 from .contract import NOTHING_TO_DO, FlatBuffer, ReduceOp, StreamSpec, Work, open_up_to
-from .resources import StreamCost
+from .resources import SHARE, StreamCost
 from .scaling import scale_
 
 MAX_STREAMS = 24
@@ -31,6 +31,15 @@ RENDEZVOUS_TIMEOUT_S = 60.0
 
 OWN_DESCRIPTORS = 5
 """Of one stream: its listening socket, and those of its I/O thread; beside one connection to every other rank."""
+
+OTHER_DESCRIPTORS = 100
+"""What a training process has open besides, about."""
+
+
+def most_ranks(streams: int, *, descriptor_limit: int) -> int:
+    """How many ranks a job may have so that each can open so many streams."""
+    return max(1, int(SHARE * (descriptor_limit - OTHER_DESCRIPTORS)) // streams - OWN_DESCRIPTORS)
+
 
 TORCH_OPS = {
     ReduceOp.SUM: TorchOp.SUM,

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import platform
+import resource
 import shutil
 import socket
 import subprocess
@@ -28,6 +29,9 @@ from sirtaki.settings import REGISTRY_OFF, Settings
 
 _MPI_START_TIMEOUT_S = 60.0
 _STREAM_TRIAL_TIMEOUT_S = 120.0
+FEW_RANKS = 32
+"""Fewer ranks than these, and a limit of open files is worth raising."""
+
 STREAM_TRIAL = "sirtaki.engine.stream_trial"
 
 # A rank alone, as `python train.py` without a launcher: MPI must start, and with which thread level.
@@ -191,6 +195,29 @@ def check_transports() -> Iterator[Finding]:
             problem="" if gloo else "this PyTorch is built without Gloo",
             remedy="" if gloo else "install PyTorch from pytorch.org or PyPI",
         )
+        yield open_files()
+
+
+def open_files() -> Finding:
+    """How many ranks Gloo's streams reach with the descriptors that a process may have."""
+    from sirtaki.comm.transports.gloo import MAX_STREAMS, most_ranks
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = 1 << 30 if hard == resource.RLIM_INFINITY else hard  # to which init() raises the soft one
+    reach = {streams: most_ranks(streams, descriptor_limit=limit) for streams in (MAX_STREAMS, 4, 1)}
+    shown = "; ".join(
+        f"{n} {'streams' if n > 1 else 'stream'} up to {ranks} rank{'s' if ranks > 1 else ''}"
+        for n, ranks in reach.items()
+    )
+    raised = f" (raised to {hard} by init())" if soft != hard else ""
+    few = reach[4] < FEW_RANKS
+    return Finding(
+        section="transports",
+        name="open files",
+        value=f"{soft}{raised}: Gloo: {shown}",
+        problem=f"4 streams fit up to {reach[4]} ranks only; where there are more ranks, fewer are used" if few else "",
+        remedy="raise the hard limit: ulimit -Hn, LimitNOFILE= or /etc/security/limits.conf" if few else "",
+    )
 
 
 def check_gpus() -> Iterator[Finding]:

@@ -49,6 +49,21 @@ def test_a_problem_is_shown_with_its_remedy_as_it_is_written(monkeypatch, capsys
     assert "Nothing is wrong" not in out
 
 
+@pytest.mark.parametrize(
+    ("limits", "says", "wrong"),
+    [
+        ((1024, 1024), "1024: Gloo: 24 streams up to 14 ranks; 4 streams up to 110 ranks", False),
+        ((1024, 4096), "1024 (raised to 4096 by init())", False),
+        ((128, 256), "24 streams up to 1 rank; 4 streams up to 14 ranks", True),
+    ],
+)
+def test_it_says_how_many_ranks_the_limit_of_open_files_lets_streams_reach(monkeypatch, limits, says, wrong):
+    monkeypatch.setattr("resource.getrlimit", lambda _: limits)
+    found = doctor.open_files()
+    assert says in found.value
+    assert bool(found.problem) == bool(found.remedy) == wrong
+
+
 def test_on_this_machine_every_section_answers():
     found = subprocess.run(
         [sys.executable, "-m", "sirtaki.cli", "doctor", "--json"], stdout=subprocess.PIPE, text=True, check=False
