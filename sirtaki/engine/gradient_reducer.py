@@ -7,7 +7,6 @@ dense gradients that are ready or not, the optimizer only that they are reduced 
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,11 +20,12 @@ import torch
 from sirtaki.autotune.arms.base import Arm
 from sirtaki.comm.collectives.requests import Kind, Signature
 from sirtaki.comm.control.watchdog import Wait
-from sirtaki.comm.gradients.buffers import Reduction, dense_strides
+from sirtaki.comm.gradients.buffers import Reduction
 from sirtaki.errors import GradientError
 
 from .joining import Stage
 from .nan_check import NanCheck
+from .same_model import StartCheck, require_same_model
 from .sparse_gradients import SparseReductions
 from .warmup import TunedSynchroniser
 
@@ -96,6 +96,7 @@ class GradientReducer:
         self._sync: TunedSynchroniser | None = None
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._in_backward = False
+        self._start_check = StartCheck()
         self._attach(named)
         job.watchdog.watch(self._present_wait, self._progress)
         job.reducers.append(self)
@@ -109,14 +110,7 @@ class GradientReducer:
         self._named = [(name, param) for name, param in named if param.requires_grad]
         self._by_name = dict(self._named)
         self._frozen = [(name, param) for name, param in named if not param.requires_grad]
-        shapes = repr(
-            [
-                (name, tuple(param.shape), str(param.dtype), dense_strides(param), param.device.type)
-                for name, param in self._named
-            ]
-        )
-        digest = hashlib.sha256(shapes.encode()).hexdigest()[:12]
-        self._control.require_equal(f"{len(self._named)} parameters with fingerprint {digest}", "the model")
+        require_same_model(self._control, self._named)
         dense = [number for number, (name, _) in enumerate(self._named) if name not in self._sparse.names]
         if dense:
             self._sync = TunedSynchroniser(
@@ -282,6 +276,7 @@ class GradientReducer:
             except GradientError as err:  # the iteration is over all the same
                 self._begin_iteration()
                 problem = err
+            self._start_check.look(self._control, self._named)  # nothing has been updated yet
         self.finished += 1
         self._job.joining.ends(self)
         if problem is not None:

@@ -1,0 +1,116 @@
+"""What must be equal before training: the ranks' parameters, by name and shape, and their first values."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import zlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from sirtaki.comm.gradients.buffers import dense_strides
+from sirtaki.errors import MismatchError
+
+if TYPE_CHECKING:
+    from sirtaki.comm.control.plane import ControlPlane
+
+logger = logging.getLogger(__name__)
+
+Named = tuple[str, torch.Tensor]
+
+SAMPLE = 128
+"""So many elements of a parameter, evenly spread, stand for all of them."""
+
+
+def require_same_model(control: ControlPlane, named: Sequence[Named]) -> None:
+    """Collective: raises on every rank unless all have parameters of the same names, shapes and so on.
+
+    Raises:
+        MismatchError: tells the first parameter that differs, on rank 0 and on the first rank where it does.
+    """
+    texts = [_describe(name, param) for name, param in named]
+    counts = control.minimum(np.array([len(texts), -len(texts)], dtype=np.float64))
+    fewest, most = int(counts[0]), int(-counts[1])
+    digests = np.array([zlib.crc32(text.encode()) for text in texts[:fewest]], dtype=np.float64)
+    first = _first_difference(control, digests)
+    if first is None and fewest == most:
+        return
+    place = fewest if first is None else first
+    found = control.all_gather(texts[place] if place < len(texts) else f"nothing: it has {len(texts)} parameters")
+    other = next(rank for rank, text in enumerate(found) if text != found[0])
+    raise MismatchError(
+        f"the ranks disagree about the model: parameter {place} is {found[0]} on rank 0, and {found[other]} on rank "
+        f"{other}; all ranks must build the same model and name its parameters alike"
+    )
+
+
+def _describe(name: str, param: torch.Tensor) -> str:
+    strides = dense_strides(param)
+    usual = torch.empty(param.shape, device="meta").stride()
+    layout = "" if strides == usual else f" with strides {strides}"
+    dtype = str(param.dtype).removeprefix("torch.")
+    return f"{name!r} of shape {tuple(param.shape)}{layout}, {dtype} on {param.device.type}"
+
+
+class StartCheck:
+    """Looks once whether all ranks begin with the same parameters, and warns if they do not."""
+
+    def __init__(self) -> None:
+        self._done = False
+
+    def look(self, control: ControlPlane, named: Sequence[Named]) -> None:
+        """Collective at the first call, before the first update; does nothing after that."""
+        if self._done or not named:
+            return
+        self._done = True
+        first = _first_difference(control, checksums([param for _, param in named]))
+        if first is not None and control.rank == 0:
+            logger.warning(
+                "the ranks begin with different parameters, %r is the first; gradients are averaged, but the models "
+                "stay apart: call hvd.broadcast_parameters(model.state_dict(), root_rank=0) before training",
+                named[first][0],
+            )
+
+
+@torch.no_grad()
+def checksums(params: Sequence[torch.Tensor]) -> npt.NDArray[np.float64]:
+    """A number for each parameter that is equal if its sampled elements are, bit by bit; `(n_params,)`.
+
+    What is on a device is waited for once.
+    """
+    samples = [_sample(param) for param in params]
+    device = samples[0].device
+    bits = torch.cat([sample.to(device) for sample in samples]).cpu().numpy()
+    ends = np.cumsum([sample.numel() for sample in samples])
+    return np.array(
+        [
+            int.from_bytes(hashlib.blake2b(bits[end - sample.numel() : end].tobytes(), digest_size=6).digest())
+            for sample, end in zip(samples, ends, strict=True)
+        ],
+        dtype=np.float64,
+    )
+
+
+def _sample(param: torch.Tensor) -> torch.Tensor:
+    """Some elements as float64, which holds every smaller type exactly."""
+    values = torch.view_as_real(param) if param.is_complex() else param.detach()
+    if not values.is_contiguous():
+        values = values.as_strided((values.numel(),), (1,)) if values.numel() and _is_dense(values) else values
+    flat = values.reshape(-1)
+    return flat[:: max(1, flat.numel() // SAMPLE)].double()
+
+
+def _is_dense(values: torch.Tensor) -> bool:
+    """Its elements fill a piece of memory, in whatever order."""
+    return values.stride() == torch.empty_like(values, device="meta").stride()
+
+
+def _first_difference(control: ControlPlane, values: npt.NDArray[np.float64]) -> int | None:
+    """Collective: the first place in which the ranks' values differ, None = they are equal."""
+    extremes = control.minimum(np.concatenate([values, -values]))
+    different = np.flatnonzero(extremes[: values.size] != -extremes[values.size :])
+    return int(different[0]) if different.size else None
