@@ -2,3 +2,6 @@
 
 May import `sirtaki.errors` only. Knobs and trials travel through it as JSON; the caller turns them into its own types.
 """
+
+if __name__ != "sirtaki.registry":  # every module would be there twice, with classes that differ
+    raise ImportError("import sirtaki.registry, not registry: the folder at the checkout's root is the same code")

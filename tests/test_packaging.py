@@ -84,3 +84,10 @@ def test_importing_the_package_loads_neither_torch_nor_mpi():
     check = "import sirtaki, sys; print(*sorted({'torch', 'mpi4py.MPI', 'sqlalchemy', 'skopt'} & set(sys.modules)))"
     loaded = subprocess.run([sys.executable, "-c", check], cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
     assert loaded.stdout.strip() == ""
+
+
+@pytest.mark.parametrize("part", ["autotune", "comm", "registry"])
+def test_a_part_has_one_name_even_at_the_checkouts_root(part):
+    command = [sys.executable, "-c", f"import {part}"]
+    answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert f"ImportError: import sirtaki.{part}, not {part}" in answer.stderr
