@@ -19,7 +19,9 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
-FLUSH_S = 0.25
+FLUSH_S = 0.05
+"""How long an event may be kept in memory; a reader may look for it at once."""
+
 _END = b"\n]\n"
 
 Event = tuple[str | None, str, float, float, Mapping[str, object]]

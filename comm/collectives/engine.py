@@ -78,6 +78,8 @@ def _trace(
             trace.overlapping(f"NEGOTIATE_{signature.kind.value}", submitted_s, begin_s, operation=signature.name)
     names = ", ".join(signature.name for signature in signatures)
     trace.span("eager", signatures[0].kind.value, begin_s, end_s, names=names)
+    for signature in signatures:
+        trace.span("eager", signature.name, begin_s, end_s)
 
 
 class EagerEngine:

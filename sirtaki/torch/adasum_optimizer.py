@@ -26,6 +26,7 @@ class _AdasumDistributed(torch.optim.Optimizer):
 
     _wrapped: torch.optim.Optimizer
     _named: Sequence[tuple[str, torch.Tensor]]
+    _parameter_names: dict[torch.Tensor, str]
     _compression: type[Compressor]
     _serial: int
 
@@ -95,5 +96,6 @@ def wrap_adasum(
         raise NotImplementedError(f"Adasum needs a number of ranks that is a power of two, not {size}")
     distributed = derive(_AdasumDistributed, optimizer)
     distributed._wrapped, distributed._named, distributed._compression = optimizer, named, compression
+    distributed._parameter_names = {param: name for name, param in named}
     distributed._serial = next(current.serials[GLOBAL])
     return distributed

@@ -31,7 +31,10 @@ def _rows_for_each(call: Call, tensor: torch.Tensor, splits: Splits | None) -> t
             call.refuse(ValueError(f"alltoall without splits: {rows} rows cannot be dealt out evenly to {size} ranks"))
         return torch.full((size,), rows // size, dtype=torch.int32)
     try:
-        counts = torch.as_tensor(splits).detach().to("cpu", torch.int32)
+        given = torch.as_tensor(splits)
+        if given.is_floating_point() or given.is_complex() or given.dtype is torch.bool:
+            raise TypeError(f"they are {given.dtype}")
+        counts = given.detach().to("cpu", torch.int32)
     except (TypeError, ValueError, RuntimeError) as err:
         call.refuse(ValueError(f"splits takes whole numbers of rows, not {splits!r} ({err})"))
     if counts.shape != (size,) or bool((counts < 0).any()):

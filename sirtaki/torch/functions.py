@@ -86,6 +86,8 @@ def broadcast_optimizer_state(
 ) -> None:
     """Collective: the root's optimizer state and options, on every rank.
 
+    Afterwards every trainable parameter has a gradient, zeros where there was none, as in Horovod.
+
     Args:
         optimizer: any optimizer whose `state_dict()` can be loaded again.
         root_rank: whose state is kept.
@@ -107,6 +109,11 @@ def broadcast_optimizer_state(
     synchronize_all(handles)
     if rank() != root_rank:
         optimizer.load_state_dict(state)
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if param.requires_grad and param.grad is None:
+                zeros = torch.zeros_like(param)
+                param.grad = zeros.to_sparse(1) if isinstance(optimizer, torch.optim.SparseAdam) else zeros
 
 
 def _take_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:

@@ -43,8 +43,10 @@ class _Distributed(torch.optim.Optimizer):
         _reducer: keeps the gradients equal; None where there is nobody to be equal to.
         _process_set: the ranks that train together.
         _wrapped: the optimizer that this one was made of; a scheduler may still hold it.
+        _parameter_names: of each parameter, the name in messages; scripts written for Horovod read it.
     """
 
+    _parameter_names: dict[torch.Tensor, str]
     _reducer: GradientReducer | None
     _process_set: ProcessSet
     _wrapped: torch.optim.Optimizer
@@ -70,7 +72,16 @@ class _Distributed(torch.optim.Optimizer):
         """Collective: blocks until all gradients are reduced; afterwards `.grad` holds the result."""
         if self._reducer is not None:
             self._reducer.finish()
+            if isinstance(self, torch.optim.SparseAdam):
+                self._make_sparse()
         self._synchronized = True
+
+    @torch.no_grad()
+    def _make_sparse(self) -> None:
+        """For an optimizer that takes sparse gradients only: those that travelled dense."""
+        for param in self._parameter_names:
+            if param.grad is not None and not param.grad.is_sparse:
+                param.grad = param.grad.to_sparse(1)
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -128,10 +139,11 @@ class _Distributed(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Collective: as the wrapped optimizer's; the new parameters' gradients are reduced, too."""
         super().add_param_group(param_group)
+        number = len(self.param_groups) - 1
+        added = [(f"group.{number}.{index}", param) for index, param in enumerate(self.param_groups[-1]["params"])]
+        self._parameter_names |= {param: name for name, param in added}
         if self._reducer is not None:
-            number = len(self.param_groups) - 1
-            added = self.param_groups[-1]["params"]
-            self._reducer.extend([(f"group.{number}.{index}", param) for index, param in enumerate(added)])
+            self._reducer.extend(added)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As the wrapped optimizer's, which stays the same as this one: a scheduler may hold it."""
@@ -167,7 +179,7 @@ def DistributedOptimizer(
         gradient_predivide_factor: divides before the sum and multiplies after it, with Average only.
         num_groups: deprecated, use `groups`.
         groups: parameters that are reduced together, or into how many even groups to divide all; None = as tuned.
-        sparse_as_dense: sparse gradients are made dense.
+        sparse_as_dense: sparse gradients travel dense, and stay so unless the optimizer takes sparse ones only.
         process_set: the ranks that train together; on others nothing is reduced.
         arms: search techniques to tune with, instead of the usual ones.
 
@@ -211,6 +223,7 @@ def DistributedOptimizer(
         reducer = GradientReducer(current, members, named, passes=backward_passes_per_step, options=options)
     distributed: _Distributed = derive(_Distributed, optimizer)
     distributed._begin(optimizer, reducer, process_set)
+    distributed._parameter_names = {param: name for name, param in named}
     return distributed
 
 

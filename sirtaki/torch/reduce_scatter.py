@@ -13,13 +13,15 @@ from .all_gather import grouped_allgather
 from .compression import Compression, Compressor
 from .handles import Call, Deliver, everything, first, synchronize
 from .process_sets import ProcessSet, engine_of, global_process_set
-from .reduction_ops import OP_NAMES, Average, Sum, unfit
+from .reduction_ops import OP_NAMES, Adasum, Average, Sum, unfit
 
 
 def _start(
     call: Call, tensors: Sequence[torch.Tensor], deliver: Deliver, op: int, prescale: float, postscale: float
 ) -> int:
     call.require_strided(tensors)
+    if op == Adasum:
+        call.refuse(NotImplementedError("reducescatter takes op=Average or op=Sum; Adasum is for allreduce only"))
     if op not in (Average, Sum):
         call.refuse(ValueError(f"reducescatter takes op=Average or op=Sum, not {op!r}"))
     if (error := unfit(op, tensors, call.process_set)) is not None:
@@ -73,6 +75,7 @@ def reducescatter(
 
     Raises:
         ValueError: the tensor has no dimension, the op is not Average or Sum, or this rank is not in the process set.
+        NotImplementedError: the op is Adasum.
         HorovodInternalError: on all ranks, if their sides do not fit together.
     """
     compressed, context = compression.compress(tensor)

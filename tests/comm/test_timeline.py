@@ -1,6 +1,7 @@
 import errno
 import json
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,18 @@ def test_the_file_is_complete_json_after_every_write(tmp_path: Path) -> None:
     assert (begin["ph"], end["ph"]) == ("b", "e")
     assert begin["id"] == end["id"]
     assert (begin["ts"], end["ts"]) == (1_000_000.0, 1_500_000.0)
+
+
+def test_an_event_is_in_the_file_within_a_tenth_of_a_second(tmp_path: Path) -> None:
+    assert timeline.FLUSH_S <= 0.05  # the rest is for a busy machine
+    path = tmp_path / "trace.json"
+    trace = Timeline(path, Writer(job="1", rank=0))
+    trace.span("eager", "allreduce.loss", 1.0, 2.0)
+    deadline = time.monotonic() + 5.0
+    while "allreduce.loss" not in path.read_text() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert "allreduce.loss" in path.read_text()
+    trace.close()
 
 
 def test_ranks_share_a_file_and_a_new_job_overwrites_it(tmp_path: Path) -> None:

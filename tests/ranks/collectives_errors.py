@@ -65,6 +65,19 @@ for kind, words, good, bad in (
     (ValueError, "whole numbers", lambda: hvd.alltoall(ones, [0] * size), lambda: hvd.alltoall(ones, "ab")),
     (ValueError, "cannot be reduced", lambda: hvd.allreduce(ones), lambda: hvd.allreduce(ones.bool())),
     (ValueError, "op=", lambda: hvd.allreduce(ones), lambda: hvd.allreduce(ones, op=17)),
+    (
+        ValueError,
+        "torch.float32",
+        lambda: hvd.alltoall(ones, [0] * size),
+        lambda: hvd.alltoall(ones, [1.0] + [0.0] * last),
+    ),
+    (
+        ValueError,
+        "torch.bool",
+        lambda: hvd.alltoall(ones, [0] * size),
+        lambda: hvd.alltoall(ones, torch.zeros(size) > 1),
+    ),
+    (NotImplementedError, "Adasum", lambda: hvd.reducescatter(ones), lambda: hvd.reducescatter(ones, op=hvd.Adasum)),
     (ValueError, "Average or", lambda: hvd.reducescatter(ones), lambda: hvd.reducescatter(ones, op=hvd.Max)),
     (ValueError, "deals out rows", lambda: hvd.reducescatter(ones), lambda: hvd.reducescatter(torch.tensor(1.0))),
     (ValueError, "sparse_allreduce_async", lambda: hvd.allreduce(ones), lambda: hvd.allreduce(ones.to_sparse())),
@@ -113,6 +126,9 @@ if size > 2:
                 raise AssertionError("the last rank was not told")
     assert hvd.allreduce(torch.ones(2), name="owed", op=hvd.Sum)[0] == size
 
+# All ranks make the same mistake.
+fails(ValueError, "whole numbers", lambda: hvd.alltoall(torch.ones(size, 2), torch.ones(size)))
+fails(ValueError, "whole numbers", lambda: hvd.alltoall(torch.ones(size, 2), [0.5] * size))
 if size & (size - 1):
     fails(NotImplementedError, "power of two", lambda: hvd.allreduce(ones, op=hvd.Adasum))
 fails(ValueError, "Please provide only one", lambda: hvd.allreduce(ones, average=True, op=hvd.Sum))

@@ -1,10 +1,12 @@
 """What the ranks agree on over the control plane. Started by test_control.py."""
 
 import sys
+from unittest import mock
 
 import numpy as np
 import pytest
 
+from sirtaki.comm.control import plane
 from sirtaki.comm.control.courier import Courier, Tag
 from sirtaki.comm.control.plane import ControlPlane, load_mpi
 from sirtaki.errors import ConfigError, MismatchError
@@ -57,8 +59,16 @@ before = (rank - 1) % size
 assert iterations == [(before, (before, number)) for number in range(3)]
 control.barrier()
 assert not any(courier.receive(tag) for tag in Tag)
+assert control.hosts == [0] * size
 control.barrier()
 control.close()
+
+# Two hosts of one name are two.
+with mock.patch.object(plane, "_host_identity", return_value=("localhost", f"boot {rank % 2}")):
+    apart = ControlPlane(load_mpi().COMM_WORLD)
+assert apart.hosts == [other % 2 for other in range(size)]
+assert len(set(apart.host_names)) == 1
+apart.close()
 
 # A node size that does not divide the ranks is refused by all of them.
 if size > 1:

@@ -18,6 +18,7 @@ first = set(sampler.get_indices(0, 2))
 assert set(sampler.state_dict()["processed_indices"]) == first
 sampler.set_epoch(1)
 assert not sampler.processed_indices
+assert sampler.processed_num == 0
 assert size > 6 or list(sampler) != dealt[rank]
 
 # State is rank 0's after sync, and the last commit's after restore; processed indices are put together.
@@ -29,6 +30,7 @@ sampler.record_indices([rank])
 state.sync()
 assert (state.batch, state.history) == (0, [0])
 assert sampler.processed_indices == set(range(size))
+assert sampler.processed_num == size
 weights = hvd.allgather(model.weight.detach().reshape(1, -1))
 assert torch.equal(weights, weights[:1].expand_as(weights))
 assert optimizer.param_groups[0]["lr"] == 0.1

@@ -97,6 +97,27 @@ def sparse_adam_beside_a_dense_optimizer() -> None:
         assert_same_parameters(model, alone, 1e-9)
 
 
+def sparse_adam_whose_gradients_travel_dense() -> None:
+    model = nn.Embedding(30, 8, sparse=True).double()
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    assert_same_training(
+        model,
+        lambda net, rank, iteration: net(torch.tensor([rank, iteration, 3 * rank + iteration])).square().sum(),
+        make_optimizer=lambda net: torch.optim.SparseAdam(net.parameters(), lr=0.01),
+        sparse_as_dense=True,
+    )
+    assert model.weight.grad.is_sparse
+
+
+def parameters_have_names() -> None:
+    model = nn.Linear(3, 2)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+    assert optimizer._parameter_names == {model.weight: "weight", model.bias: "bias"}
+    later = nn.Parameter(torch.zeros(2))
+    optimizer.add_param_group({"params": [later]})
+    assert optimizer._parameter_names[later] == "group.1.0"
+
+
 def mlp() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(24, 40), nn.Tanh(), nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 3)).double()
@@ -349,6 +370,8 @@ def mistakes_are_named() -> None:
 CASES = [
     sparse_gradients,
     sparse_adam_beside_a_dense_optimizer,
+    sparse_adam_whose_gradients_travel_dense,
+    parameters_have_names,
     groups_of_parameters,
     a_group_leaves_as_one,
     adasum_combines_updates,

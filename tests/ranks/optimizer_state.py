@@ -61,6 +61,7 @@ def every_optimizer_of_torch() -> None:
         hvd.broadcast_optimizer_state(optimizer, root_rank=root)
         assert optimizer.param_groups[0]["lr"] == options["lr"] * (1 + root), kind.__name__
         assert optimizer.state_dict()["state"], f"{kind.__name__} has kept no state"
+        assert all(param.grad is not None for param in model.parameters()), kind.__name__
         # From one state and the same data, all ranks must come to the same parameters.
         train(model, optimizer, rank=0, steps=2)
         assert_equal_on_all_ranks(model)
@@ -85,8 +86,11 @@ def a_fresh_optimizer_moves_nothing() -> None:
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     before = model.weight.detach().clone()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model.bias.requires_grad_(False)
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     assert torch.equal(model.weight, before)
+    assert torch.equal(model.weight.grad, torch.zeros_like(model.weight))
+    assert model.bias.grad is None
 
 
 def several_groups_and_tensors_as_options() -> None:

@@ -28,6 +28,11 @@ class ElasticSampler(Sampler[int]):
         self.processed_indices: set[int] = set()
         self.reset()
 
+    @property
+    def processed_num(self) -> int:
+        """How many indices of this epoch have been processed, as far as this rank knows."""
+        return len(self.processed_indices)
+
     def set_epoch(self, epoch: int) -> None:
         """Begins an epoch: nothing of it has been processed."""
         self.epoch = epoch

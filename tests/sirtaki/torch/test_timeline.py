@@ -54,7 +54,16 @@ def test_every_rank_tells_of_rounds_copies_queues_and_transfers(
     names = names_by_rank(path)
     assert set(names) == {0, 1}
     for rank, found in names.items():
-        for wanted in ("round", "iteration 7", "backward", "wait", "copy ", "NEGOTIATE_ALLREDUCE", "ALLREDUCE"):
+        for wanted in (
+            "round",
+            "iteration 7",
+            "backward",
+            "wait",
+            "copy ",
+            "NEGOTIATE_ALLREDUCE",
+            "ALLREDUCE",
+            "allreduce.metric.1",
+        ):
             assert any(name.startswith(wanted) for name in found), f"rank {rank} has no {wanted}"
         units = spans(path, rank, "5.bias")
         assert units, "a unit is named by the gradients in it"
