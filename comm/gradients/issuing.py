@@ -196,7 +196,7 @@ class NegotiatedIssuing:
         """Args: the largest unit of `plans` is what is worth sending at once; units take the plan's streams in turn."""
         self._iteration, self._negotiation = iteration, negotiation
         self._buffers, self._plans = buffers, plans
-        self._begun, self._turn = False, 0
+        self._begun, self._flags_sent, self._turn = False, False, 0
         self._unit_bytes = max(
             (
                 unit.numel * layout.itemsize_bytes
@@ -258,4 +258,11 @@ class NegotiatedIssuing:
 
     def wait(self, interrupted: Interrupted | None) -> bool:
         """See `Issuing`."""
-        return self._negotiation.wait(interrupted) and self._iteration.wait(interrupted)
+        if not self._negotiation.wait(interrupted):
+            return False
+        if not self._flags_sent:  # last, after what all ranks have negotiated
+            self._flags_sent = True
+            first, plan = self._buffers.groups[0], self._plans[0]
+            start, stop = first.layout.offsets[-2:]
+            self._iteration.issue(ScheduledUnit(first, start, stop, 0, (plan.transport, plan.units[0].algorithm)))
+        return self._iteration.wait(interrupted)

@@ -17,17 +17,18 @@ PATIENCE_ITERATIONS = 50
 """Each new profile doubles the time to the next one, beginning here: an order that never settles is not chased."""
 
 
-def agree_on_order(arrived: Sequence[int], control: ControlPlane) -> list[int]:
+def agree_on_order(arrived: Sequence[int], control: ControlPlane, *, counts: bool) -> list[int]:
     """Collective: parameters by their average place over ranks, so that no rank rules.
 
     Args:
         arrived: all parameters in the order in which this rank's gradients came.
         control: the ranks.
+        counts: this rank has computed gradients; False on one that takes part with zeros.
     """
-    places = np.empty(len(arrived))
-    places[list(arrived)] = np.arange(len(arrived))
-    mean = control.total(places) / control.size
-    return [int(index) for index in np.argsort(mean, kind="stable")]
+    places = np.zeros(len(arrived))
+    if counts:
+        places[list(arrived)] = np.arange(len(arrived))
+    return [int(index) for index in np.argsort(control.total(places), kind="stable")]
 
 
 class OrderWatch:

@@ -317,8 +317,7 @@ class Synchroniser:
         arrivals = self._arrivals
         unused: list[int] = []
         if self._usage.wanted:
-            used = self._used_in_profiling() if self._profiling else self._usage.used()
-            unused = [index for index, somewhere in enumerate(used) if not somewhere]
+            unused = [index for index, somewhere in enumerate(self._usage.used()) if not somewhere]
         done = arrivals.hand_out(unused)
         if done.written:
             late = self._missing_from_backward()
@@ -339,12 +338,6 @@ class Synchroniser:
         """The first parameter of which no gradient came from this rank's backward pass; empty if there is none."""
         own = set(self._arrivals.own_indices)
         return next((name for index, name in enumerate(self._names) if index not in own), "")
-
-    def _used_in_profiling(self) -> list[bool]:
-        """Collective: negotiation may have reduced the gradients alone, without the flags."""
-        mine = np.zeros(len(self._params))
-        mine[[] if self._joined else self._arrivals.own_indices] = 1.0
-        return [bool(flag) for flag in self._control.total(mine) > 0.0]
 
     @torch.no_grad()
     def finish(self, *, joined: bool = False) -> IterationReport:
@@ -391,8 +384,7 @@ class Synchroniser:
         )
         reprofile = self._flags.is_set(REPROFILE)
         self._flags.forget()
-        if not self._profiling:  # in which negotiation may have issued the gradients alone
-            self._flags.read_back()
+        self._flags.read_back()
         profiled = self._end_iteration(reprofile=reprofile)
         return IterationReport(
             span_s=device.elapsed_s(measured.first_ready, measured.reduced),
@@ -431,7 +423,7 @@ class Synchroniser:
 
     def _end_profiling(self) -> None:
         """Collective: buffers in the agreed order, new ones if the order or a parameter has changed."""
-        order = agree_on_order(self._arrivals.indices, self._control)
+        order = agree_on_order(self._arrivals.indices, self._control, counts=not self._joined)
         outdated = bool(self._control.maximum(np.array([float(self._buffers.outdated)]))[0])
         self._profiling = False
         self._order_watch.profiled(self.iteration)

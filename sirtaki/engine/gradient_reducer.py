@@ -92,7 +92,7 @@ class GradientReducer:
         self.finished = 0
         self.waiting: tuple[Stage, float] | None = None
         self._sparse = SparseReductions(f"optimizer.{self._serial}", options.reduction, members.engine)
-        self._nan_check = NanCheck(job.control) if job.settings.check_nan else None
+        self._nan_check = NanCheck(members.control) if job.settings.check_nan else None
         self._sync: TunedSynchroniser | None = None
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._in_backward = False
