@@ -45,8 +45,10 @@ def without_effect_table() -> str:
 
 
 def launcher_table() -> str:
-    """The options of `sirtakirun`."""
-    return _options(build_parser())
+    """The options of `sirtakirun`, and those that it accepts for horovodrun's sake."""
+    parser = build_parser()
+    accepted, _, flags = " ".join((parser.epilog or "").split()).partition(": ")
+    return f"{_options(parser)}\n\n{accepted.capitalize()}: {', '.join(f'`{flag}`' for flag in flags.split(', '))}."
 
 
 def command_table(name: str) -> str:

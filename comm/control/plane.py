@@ -6,12 +6,14 @@ communicators. MPI carries no gradients here, only decisions of a few bytes.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import datetime
 import logging
 import os
 import pickle
 import socket
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +39,11 @@ def load_mpi() -> Any:
         CommError: there is no MPI library, or it does not permit several threads.
     """
     try:
+        import mpi4py
+
+        ours = "mpi4py.MPI" not in sys.modules and mpi4py.rc.initialize and mpi4py.rc.finalize is None
+        if ours:
+            mpi4py.rc.finalize = False  # not at the very end, where nobody can keep it from that
         from mpi4py import MPI
     except (ImportError, RuntimeError) as err:
         raise CommError(
@@ -49,6 +56,8 @@ def load_mpi() -> Any:
         raise CommError(
             "MPI was initialised without MPI_THREAD_MULTIPLE; initialise it with that, or let Sirtaki do it"
         )
+    if ours:
+        atexit.register(_finalize_mpi, MPI, os.getpid())
     return MPI
 
 
@@ -74,6 +83,25 @@ def _host_identity() -> tuple[str, ...]:
         found.append(Path("/proc/sys/kernel/random/boot_id").read_text())
         found.append(os.readlink("/proc/self/ns/net"))
     return tuple(found)
+
+
+def _finalize_mpi(mpi: Any, pid: int) -> None:
+    """At the end of process `pid`; not in those it has forked, nor after an exception, which others must hear of."""
+    raised = getattr(sys, "last_value", None) is not None and mpi.COMM_WORLD.size > 1
+    if os.getpid() == pid and not raised and not mpi.Is_finalized():
+        mpi.Finalize()
+
+
+def skip_finalize() -> bool:
+    """Lets this process end without MPI_Finalize, which waits for the other ranks.
+
+    Returns:
+        False where that is not possible, since the script had loaded `mpi4py.MPI` before.
+    """
+    import mpi4py
+
+    atexit.unregister(_finalize_mpi)
+    return mpi4py.rc.finalize is False
 
 
 class ControlPlane:

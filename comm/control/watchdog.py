@@ -35,8 +35,8 @@ MOST_FAILURES = 5
 LEAVE_GRACE_S = 10.0
 """How long a wait may last once a rank that is waited for has ended its script."""
 
-NOT_THE_USERS = tuple(f"{os.sep}{package}{os.sep}" for package in ("torch", "sirtaki", "importlib"))
-"""Parts of the paths of code that a user does not look for."""
+NOT_THE_USERS = ("torch", "sirtaki", "importlib")
+"""Packages whose code a user does not look for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +75,7 @@ class Watchdog:
         self._warning_s, self._shutdown_s = warning_s, shutdown_s
         self._waits: list[Callable[[], Wait | None]] = []
         self._progress: list[Callable[[], str]] = []
-        self._leave_grace_s = min(LEAVE_GRACE_S, shutdown_s or LEAVE_GRACE_S)
+        self._leave_grace_s = LEAVE_GRACE_S if shutdown_s is None else min(LEAVE_GRACE_S, shutdown_s / 2)
         self._left: dict[int, float] = {}
         self._answers: dict[int, str] = {}
         self._warned: set[tuple[str, float]] = set()
@@ -122,10 +122,13 @@ class Watchdog:
 
     def _location(self) -> str:
         """The user's line that the main thread is at."""
+        # By where they lie: the user's own folder may have one of these names.
+        packages = [sys.modules[name].__path__[0] for name in NOT_THE_USERS if name in sys.modules]
+        not_the_users = ("<frozen", *(os.path.join(path, "") for path in packages))
         frame = sys._current_frames().get(self._main_thread or 0)
         while frame is not None:
             name = frame.f_code.co_filename
-            if not name.startswith("<frozen") and not any(part in name for part in NOT_THE_USERS):
+            if not name.startswith(not_the_users):
                 return f"{os.path.basename(name)}:{frame.f_lineno} in {frame.f_code.co_name}"
             frame = frame.f_back
         return "no line of its script"
@@ -205,14 +208,15 @@ class Watchdog:
         """Tells the others that this rank needs them no more, and waits for the same from them.
 
         Returns:
-            True if all ranks have left within `timeout_s`.
+            True if all ranks have left within `timeout_s`; may be called again if not.
         """
-        if self._courier.size == 1 or self._leaving.is_set():
+        if self._courier.size == 1:
             return True
-        self._leaving.set()
-        self._courier.send_all(Tag.LEAVING)
-        deadline = time.monotonic() + timeout_s
-        while len(self._left) < self._courier.size - 1 and time.monotonic() < deadline:
+        if not self._leaving.is_set():
+            self._leaving.set()
+            self._courier.send_all(Tag.LEAVING)
+        others, deadline = self._courier.size - 1, time.monotonic() + timeout_s
+        while len(self._left) < others and self._failures.error is None and time.monotonic() < deadline:
             time.sleep(0.01)
         return len(self._left) == self._courier.size - 1
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import mmap
 import os
 import select
 from pathlib import Path
@@ -84,8 +83,8 @@ def share_memory(control: ControlPlane, size_bytes: int) -> list[torch.Tensor]:
     try:
         peers = open_peers(control, descriptor, os.O_RDWR, problem)
         try:
-            regions = [torch.frombuffer(mmap.mmap(peer, length), dtype=torch.uint8)[:size_bytes] for peer in peers]
-        except (OSError, MemoryError) as err:
+            regions = [_mapped(peer, length)[:size_bytes] for peer in peers]
+        except (OSError, RuntimeError, MemoryError) as err:
             regions, problem = [], f"{length} bytes of shared memory cannot be mapped: {err}"
         control.agree_on_success(problem)
         return regions
@@ -93,6 +92,11 @@ def share_memory(control: ControlPlane, size_bytes: int) -> list[torch.Tensor]:
         for number in (*peers, descriptor):
             if number >= 0:
                 os.close(number)
+
+
+def _mapped(descriptor: int, length: int) -> torch.Tensor:
+    """The memory behind `descriptor`, of which, unlike with `mmap.mmap`, no duplicate is kept open."""
+    return torch.from_file(f"/proc/self/fd/{descriptor}", shared=True, size=length, dtype=torch.uint8)
 
 
 class Doorbell:

@@ -6,18 +6,14 @@ job at a time, and none before `init()`.
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import itertools
 import logging
 import os
-import sys
 import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING
 
 from sirtaki.comm import timeline
 from sirtaki.comm.collectives.engine import EagerEngine
@@ -29,8 +25,10 @@ from sirtaki.comm.control.watchdog import Watchdog
 from sirtaki.comm.nccl_streams.support import ask_for_launch_order
 from sirtaki.comm.transports.resources import raise_descriptor_limit
 from sirtaki.errors import CommError, ConfigError, NotInitializedError
+from sirtaki.launchers import check_world_size
 from sirtaki.settings import NEVER_S, Settings
 
+from . import process_end
 from .blocked import BlockedRanks
 from .joining import Joining
 
@@ -44,11 +42,8 @@ logger = logging.getLogger(__name__)
 SHUTDOWN_S = 30.0
 """How long `shutdown()` waits for the other ranks to call it, too."""
 
-VICTIM_S = 2.0
-"""How long a rank whose communication failed waits before it ends the job."""
-
-EXIT_S = 5.0
-"""The same at the end of a script; a rank that ends early must not hold up the news of it."""
+DEVICE_S = 5.0
+"""How long a job that has failed may go on before a device that waits ends it."""
 
 
 class Job:
@@ -103,21 +98,44 @@ class Job:
         Ends the process: the main thread may hang in CUDA for ever, and if it went on, parameters would be updated
         with gradients that were never reduced. Where no GPU is known to wait, the main thread may end it by itself.
         """
-        deadline = time.monotonic() + EXIT_S
+        deadline = time.monotonic() + DEVICE_S
         while time.monotonic() < deadline and _job is self:
             if any(reducer.tuned is not None and reducer.tuned.in_flight.stalled() for reducer in self.reducers):
                 break
             time.sleep(0.05)
         if _job is self:
-            _report_end(f"ends while its GPU waits: {self.control.failures.error}")
-            sys.stdout.flush()
-            os._exit(1)
+            process_end.end_now(f"ends while its GPU waits: {self.failure}")
+
+    @property
+    def rank(self) -> int:
+        """Of this process among all."""
+        return self.control.rank
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return self.control.size
+
+    @property
+    def failure(self) -> CommError | None:
+        """Why the job is lost, None while all is well."""
+        return self.control.failures.error
+
+    def interrupt(self) -> list[str]:
+        """Keeps what the warm-up has found so far, and says where this rank is, in words."""
+        where = self.watchdog.progress()
+        timeline.stop()
+        for reducer in self.reducers:
+            if reducer.tuned is not None:
+                reducer.tuned.remember()
+        return where
 
     def close(self, timeout_s: float) -> bool:
         """Collective: waits until all ranks are here, then ends all threads and frees all communicators.
 
         Returns:
-            False if other ranks did not come within `timeout_s`; nothing of MPI is freed then.
+            False if other ranks did not come within `timeout_s`; nothing of MPI is freed then, and it may be
+            called again.
         """
         self.control.failures.while_waiting(None)
         everybody = self.control.failures.error is None and self.watchdog.leave(timeout_s)
@@ -157,8 +175,6 @@ def _start_logging(settings: Settings, rank: int) -> None:
 
 
 _job: Job | None = None
-_exit_code: int | None = None
-_hooks_installed = False
 
 
 def current() -> Job:
@@ -185,7 +201,8 @@ def init(comm: Sequence[int] | MPI.Comm | None = None) -> None:
             those ranks call with.
 
     Raises:
-        ConfigError: an environment variable is invalid, or this rank is not in `comm`.
+        ConfigError: an environment variable is invalid, this rank is not in `comm`, or the launcher has meant more
+            ranks than MPI sees.
         CommError: there is no usable MPI library.
     """
     global _job
@@ -207,11 +224,12 @@ def init(comm: Sequence[int] | MPI.Comm | None = None) -> None:
         ("HOSTNAME", control.host_names[control.rank]),
     ):
         os.environ[f"HOROVOD_{name}"] = str(value)
-    _install_exit_hooks()
+    process_end.watch(_job)
 
 
 def _communicator(comm: Sequence[int] | MPI.Comm | None) -> MPI.Comm:
     world: MPI.Intracomm = load_mpi().COMM_WORLD
+    check_world_size(world.size)
     if not comm:
         return world
     if not isinstance(comm, Sequence):
@@ -227,77 +245,7 @@ def shutdown() -> None:
     if _job is None:
         return
     job, _job = _job, None
-    if not job.close(SHUTDOWN_S):
-        logger.warning("shutdown: other ranks did not call it within %.0f s", SHUTDOWN_S)
-
-
-# ── the end of the process ───────────────────────────────────────────────────────────────────────────────────────
-
-
-def _install_exit_hooks() -> None:
-    """A rank that fails must end the job: mpiexec ends the others only if it hears of it."""
-    global _hooks_installed
-    if _hooks_installed:
-        return
-    _hooks_installed = True
-    previous_hook, previous_exit = sys.excepthook, sys.exit
-
-    def on_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        # torch.distributed catches what its inner hooks print, and would print it only after the job has ended.
-        with contextlib.redirect_stderr(sys.__stderr__):
-            previous_hook(kind, error, trace)
-        global _job
-        if _job is not None and _job.control.size > 1:
-            _report_end(f"raised {kind.__name__}: {error}")
-            _job = None  # nothing is left to wait for at the exit
-            if isinstance(error, CommError):
-                # Most likely another rank's end is the cause; that one should be heard first, and its exit code kept.
-                time.sleep(VICTIM_S)
-            if not _started_by_sirtakirun():
-                sys.stdout.flush()
-                load_mpi().COMM_WORLD.Abort(1)
-
-    def on_exit(status: Any = None) -> NoReturn:  # Any: as sys.exit
-        global _exit_code
-        _exit_code = status if isinstance(status, int) else int(status is not None)
-        previous_exit(status)
-
-    sys.excepthook, sys.exit = on_exception, on_exit
-    atexit.register(_at_exit)
-
-
-def _report_end(reason: str) -> None:
-    """Says who ends the job and where that rank was; keeps what the warm-up has found so far."""
-    assert _job is not None
-    timeline.stop()
-    where = "".join(f"; it {text}" for text in _job.watchdog.progress())
-    print(f"sirtaki: rank {_job.control.rank} {reason}{where}; the job ends", file=sys.__stderr__, flush=True)
-    for reducer in _job.reducers:
-        if reducer.tuned is not None:
-            reducer.tuned.remember()
-
-
-def _started_by_sirtakirun() -> bool:
-    """Its wrapper runs the script in this process, and ends the other ranks when this one fails."""
-    return "sirtaki.run.rank_channel" in sys.modules
-
-
-def _at_exit() -> None:
-    """A rank whose script has ended: waits for the others a little, and does not hide a failure from mpiexec."""
-    global _job
-    if _job is None or _job.control.size == 1:
-        return
-    failed = _job.control.failures.error
-    code = _exit_code
-    if failed is not None:
-        code = code or 1
-        _report_end(f"ends after {failed}")
-    elif _job.close(EXIT_S) or not code:
-        _job = None
-        return
+    if job.close(SHUTDOWN_S):
+        process_end.forget()
     else:
-        _report_end(f"has ended with exit code {code} while others are at work")
-    # Without MPI_Finalize, so that mpiexec sees a failure and ends the other ranks.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+        logger.warning("shutdown: other ranks did not call it within %.0f s", SHUTDOWN_S)

@@ -7,6 +7,7 @@ from pathlib import Path
 from sirtaki.errors import ConfigError, LaunchError
 
 from .config_file import arguments_from_file
+from .console import open_standard_streams, say
 from .launch import launch
 from .options import option_names, parse
 
@@ -15,9 +16,10 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs the launcher.
 
     Returns:
-        0; the failing rank's exit code; 2 for options that is invalid; 1 where ranks could not be started;
-        128 + the signal that ended the launcher.
+                0; the failing rank's exit code; 2 for invalid options; 1 where ranks could not be started;
+                128 + the signal that ended the launcher.
     """
+    open_standard_streams()
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
         options = parse(arguments)
@@ -28,7 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
             options = parse([*from_file, *arguments])
         return launch(options)
     except (ConfigError, LaunchError) as err:
-        print(f"sirtakirun: {err}", file=sys.stderr)
+        say(str(err))
         return 2 if isinstance(err, ConfigError) else 1
     except KeyboardInterrupt:
         return 130

@@ -3,16 +3,18 @@
 import argparse
 import os
 import shlex
-import sys
+import socket
 from collections.abc import Mapping
 from pathlib import Path
 
 from sirtaki.errors import ConfigError
+from sirtaki.launchers import TORCH_NAMES
 from sirtaki.machine import usable_cores
 from sirtaki.mpi_library import Launcher, MpiLibrary, find_mpi_library, find_mpiexec
 from sirtaki.settings import Settings
 
 from .as_horovod import SHIM
+from .console import say
 from .hosts import Host, parse_hosts, read_hostfile, slurm_hosts
 from .mpi_command import Job, carried_variables, mpiexec_command, ssh_variables
 from .output import OutputOptions, output_folder
@@ -22,6 +24,12 @@ from .supervisor import Supervisor
 # What an outer MPI job leaves in the environment; mpiexec would believe to be one of its ranks.
 _OUTER_JOB = ("PMIX_", "PMI_", "OMPI_COMM_WORLD", "OMPI_UNIVERSE", "PRTE_LAUNCHED", "HYDI_", "MPI_LOCAL")
 _OUTER_RANK = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "HOSTNAME")
+_RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT")
+
+CROWD = 4
+"""Ranks a core from which on the user is told what that means."""
+
+_RANK_START_S, _RANK_GB = 2.5, 0.25  # of a core, and of memory: what importing PyTorch takes a rank
 
 
 # glibc gives freed memory back to the system and takes it again, page by page, for the next step's gradients: on CPUs
@@ -42,7 +50,7 @@ def launch(options: argparse.Namespace) -> int:
     exported = _exported(options.exported, os.environ)
     environ = _rank_environ(os.environ, {**options.rank_variables, **exported})
     for note in (*options.notes, *Settings.from_environ(environ).notes):
-        _say(note)
+        say(note)
     hosts = _hosts(options, environ)
     ranks = _ranks(options.ranks, hosts)
     here = all(host.is_local for host in hosts)
@@ -52,8 +60,11 @@ def launch(options: argparse.Namespace) -> int:
     if options.as_horovod:
         environ["PYTHONPATH"] = os.pathsep.join([str(SHIM), *filter(None, [environ.get("PYTHONPATH")])])
         beside = f"; the installed Horovod {library.horovod} is set aside" if library.horovod else ""
-        _say(f"`import horovod` gives Sirtaki{beside}")
+        say(f"`import horovod` gives Sirtaki{beside}")
     local_ranks = _most_local_ranks(ranks, hosts)
+    if local_ranks > CROWD * usable_cores():
+        say(_crowd(local_ranks, usable_cores()))
+    environ.update(_rendezvous(environ, hosts))
     environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // local_ranks)))
     for name, value in KEEP_FREED_MEMORY.items():
         environ.setdefault(name, value)
@@ -112,9 +123,28 @@ def _exported(words: list[str], environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _rank_environ(environ: Mapping[str, str], added: Mapping[str, str]) -> dict[str, str]:
-    outer = {f"HOROVOD_{name}" for name in _OUTER_RANK}
+    outer = {f"HOROVOD_{name}" for name in _OUTER_RANK} | set(TORCH_NAMES.values())
+    if "RANK" in environ:  # so this is a rank itself, of torchrun's or ours, and they meet elsewhere
+        outer.update(_RENDEZVOUS)
     kept = {name: value for name, value in environ.items() if not name.startswith(_OUTER_JOB) and name not in outer}
     return {**kept, **added}
+
+
+def _rendezvous(environ: Mapping[str, str], hosts: tuple[Host, ...]) -> dict[str, str]:
+    """Where an unchanged DDP script's `init_process_group()` meets; what the user has set stays."""
+    first = "127.0.0.1" if all(host.is_local for host in hosts) else hosts[0].name
+    if len(hosts) > 1 and hosts[0].is_local:
+        first = socket.gethostname()
+    with socket.socket() as free:
+        free.bind(("", 0))
+        port = str(free.getsockname()[1])
+    return {name: environ.get(name, value) for name, value in zip(_RENDEZVOUS, (first, port), strict=True)}
+
+
+def _crowd(ranks: int, cores: int) -> str:
+    start_s, memory_gb = ranks * _RANK_START_S / cores, ranks * _RANK_GB
+    start = f"{start_s:.0f} s" if start_s < 100 else f"{start_s / 60:.0f} minutes"
+    return f"{ranks} ranks share {cores} cores: importing PyTorch alone takes about {start} and {memory_gb:.0f} GB"
 
 
 def _hosts(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[Host, ...]:
@@ -140,11 +170,7 @@ def _most_local_ranks(ranks: int, hosts: tuple[Host, ...]) -> int:
 
 
 def _describe(library: MpiLibrary, environ: Mapping[str, str], hosts: tuple[Host, ...], words: list[str]) -> None:
-    _say(f"MPI library: {library.describe()}, mpi4py {library.mpi4py}")
-    _say(f"hosts: {', '.join(f'{host.name} ({host.slots} slots)' for host in hosts) or 'this one'}")
-    _say(f"OMP_NUM_THREADS={environ['OMP_NUM_THREADS']}, {usable_cores()} cores here")
-    _say(f"starts: {shlex.join(words)}")
-
-
-def _say(line: str) -> None:
-    print(f"sirtakirun: {line}", file=sys.stderr, flush=True)
+    say(f"MPI library: {library.describe()}, mpi4py {library.mpi4py}")
+    say(f"hosts: {', '.join(f'{host.name} ({host.slots} slots)' for host in hosts) or 'this one'}")
+    say(f"OMP_NUM_THREADS={environ['OMP_NUM_THREADS']}, {usable_cores()} cores here")
+    say(f"starts: {shlex.join(words)}")

@@ -12,6 +12,7 @@ from .hosts import Host
 # What other hosts need of this environment; ranks of this host inherit all of it.
 _CARRIED_PREFIXES = (
     "SIRTAKI_", "HOROVOD_", "NCCL_", "GLOO_", "OMP_", "MKL_", "CUDA_", "TORCH", "UCX_", "FI_", "PYTHON", "XDG_CACHE_",
+    "MASTER_",
 )  # fmt: skip
 _CARRIED = ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "HF_HOME", "TZ", "LANG")
 

@@ -7,16 +7,30 @@ there (elastic training) are refused.
 
 import argparse
 import contextlib
+import difflib
 import math
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import sirtaki
 from sirtaki.comm.plan import SMALLEST_UNIT_BYTES
 from sirtaki.settings import WITHOUT_EFFECT
 
 START_TIMEOUT_S = 60.0
+
+_USUAL = """examples:
+  sirtakirun -np 4 python train.py --lr 0.1          four ranks on this machine
+  sirtakirun -H node1:4,node2:4 python train.py      eight on two machines
+  sirtakirun --as-horovod -np 4 python train.py      `import horovod` gives Sirtaki
+"""
+
+_ELSEWHERE = {
+    "--nproc-per-node": "-np", "--nproc_per_node": "-np", "--nproc": "-np", "--n": "-np", "--nnodes": "-H",
+    "--host": "-H", "--env": "-x",
+}  # fmt: skip
+"""What other launchers call it."""
 
 _ELASTIC = "elastic training is not there yet; start with a fixed -np"
 
@@ -28,7 +42,7 @@ class RankSetting:
     Attributes:
         flags: as written on the command line.
         variable: what it sets, or a variable of Horovod's that has no effect.
-        help: one line.
+        help: one line; argparse.SUPPRESS for what has no effect.
         constant: the value of an option without argument, None = the option takes one.
         convert: the argument → the variable's text; ValueError if it is invalid.
     """
@@ -48,7 +62,7 @@ def _unit_bytes(megabytes: str) -> str:
 
 
 def _without_effect(flag: str, variable: str, constant: str | None = None) -> RankSetting:
-    return RankSetting(flags=(flag,), variable=variable, help="no effect here", constant=constant)
+    return RankSetting(flags=(flag,), variable=variable, help=argparse.SUPPRESS, constant=constant)
 
 
 RANK_SETTINGS: tuple[RankSetting, ...] = (
@@ -59,15 +73,45 @@ RANK_SETTINGS: tuple[RankSetting, ...] = (
         flags=("--fusion-threshold-mb",), variable="SIRTAKI_UNIT_BYTES", convert=_unit_bytes, help="fixes the unit size"
     ),
     RankSetting(flags=("--num-nccl-streams",), variable="SIRTAKI_STREAMS", help="fixes the number of streams"),
-    RankSetting(flags=("--hierarchical-allreduce",), variable="SIRTAKI_ALGORITHM", constant="hierarchical"),
-    RankSetting(flags=("--no-hierarchical-allreduce",), variable="SIRTAKI_ALGORITHM", constant="flat"),
+    RankSetting(
+        flags=("--hierarchical-allreduce",),
+        variable="SIRTAKI_ALGORITHM",
+        constant="hierarchical",
+        help="inside a node first",
+    ),
+    RankSetting(
+        flags=("--no-hierarchical-allreduce",), variable="SIRTAKI_ALGORITHM", constant="flat", help="all ranks alike"
+    ),
     RankSetting(flags=("--timeline-filename",), variable="SIRTAKI_TIMELINE", help="Chrome trace of all ranks"),
-    RankSetting(flags=("--timeline-mark-cycles",), variable="HOROVOD_TIMELINE_MARK_CYCLES", constant="1"),
-    RankSetting(flags=("--no-stall-check",), variable="SIRTAKI_STALL_CHECK", constant="0"),
-    RankSetting(flags=("--stall-check-warning-time-seconds",), variable="SIRTAKI_STALL_WARNING_S"),
-    RankSetting(flags=("--stall-check-shutdown-time-seconds",), variable="SIRTAKI_STALL_SHUTDOWN_S"),
+    RankSetting(
+        flags=("--timeline-mark-cycles",),
+        variable="HOROVOD_TIMELINE_MARK_CYCLES",
+        constant="1",
+        help="mark negotiation rounds in it",
+    ),
+    RankSetting(
+        flags=("--no-stall-check",),
+        variable="SIRTAKI_STALL_CHECK",
+        constant="0",
+        help="do not watch for ranks that do not come",
+    ),
+    RankSetting(
+        flags=("--stall-check-warning-time-seconds",),
+        variable="SIRTAKI_STALL_WARNING_S",
+        help="until missing ranks are named (60)",
+    ),
+    RankSetting(
+        flags=("--stall-check-shutdown-time-seconds",),
+        variable="SIRTAKI_STALL_SHUTDOWN_S",
+        help="until they are an error (600; 0 = never)",
+    ),
     RankSetting(flags=("--log-level",), variable="SIRTAKI_LOG_LEVEL", help="trace, debug, info, warning, error, fatal"),
-    RankSetting(flags=("--log-without-timestamp",), variable="HOROVOD_LOG_HIDE_TIME", constant="1"),
+    RankSetting(
+        flags=("--log-without-timestamp",),
+        variable="HOROVOD_LOG_HIDE_TIME",
+        constant="1",
+        help="log lines without the time",
+    ),
     _without_effect("--cycle-time-ms", "HOROVOD_CYCLE_TIME"),
     _without_effect("--cache-capacity", "HOROVOD_CACHE_CAPACITY"),
     _without_effect("--hierarchical-allgather", "HOROVOD_HIERARCHICAL_ALLGATHER", "1"),
@@ -132,12 +176,34 @@ class _Refuse(argparse.Action):
         parser.error(f"{option}: {self.why}")
 
 
+class _Parser(argparse.ArgumentParser):
+    """Names the option that was probably meant."""
+
+    def error(self, message: str) -> NoReturn:
+        unknown = message.removeprefix("unrecognized arguments: ")
+        if unknown != message:
+            word = unknown.split()[0]
+            name = word.partition("=")[0]
+            shown = [
+                flag for action in self._actions if action.help != argparse.SUPPRESS for flag in action.option_strings
+            ]
+            near = _ELSEWHERE.get(name) or next(iter(difflib.get_close_matches(name, shown, n=1)), None)
+            hint = f"did you mean {near}?" if near else "see sirtakirun --help; what is the script's own comes after it"
+            message = f"{name} is not an option; {hint}"
+        super().error(message)
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The parser; `parse` adds what argparse cannot say."""
-    parser = argparse.ArgumentParser(
+    without_effect = [setting.flags[0] for setting in RANK_SETTINGS if setting.help == argparse.SUPPRESS]
+    accepted = f"accepted from horovodrun, without effect: {', '.join([*without_effect, '--disable-cache', '--mpi'])}"
+    parser = _Parser(
         prog="sirtakirun",
         usage="sirtakirun [options] -np N python train.py …",
-        description="Starts a script on N ranks with the mpiexec that belongs to this Python's MPI library.",
+        description="Starts a script on N ranks with the mpiexec that belongs to this Python's MPI library.\n\n"
+        + _USUAL,
+        epilog=textwrap.fill(accepted, 79, subsequent_indent="  ", break_on_hyphens=False),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     add = parser.add_argument
@@ -151,17 +217,30 @@ def build_parser() -> argparse.ArgumentParser:
     add("--verbose", action="store_true", help="say what is started and with what")
     add("--config-file", metavar="FILE", help="options from a YAML, TOML or JSON file; the command line wins")
     add("--start-timeout", type=_seconds, default=START_TIMEOUT_S, metavar="S", help="seconds for all ranks to start")
-    add("--network-interfaces", "--network-interface", dest="interfaces", default="", metavar="LIST", help="eth0,eth1")
+    add(
+        "--network-interfaces",
+        "--network-interface",
+        dest="interfaces",
+        default="",
+        metavar="LIST",
+        help="to connect through, such as eth0,eth1",
+    )
     add("--tcp", action="store_true", help="only TCP between hosts")
-    add("-p", "--ssh-port", type=_positive, metavar="PORT")
-    add("-i", "--ssh-identity-file", metavar="FILE")
+    add("-p", "--ssh-port", type=_positive, metavar="PORT", help="of the hosts' ssh servers")
+    add("-i", "--ssh-identity-file", metavar="FILE", help="key for ssh")
     add("--mpi-args", default="", metavar="ARGS", help="further arguments for mpiexec, in one quoted word")
     add("--binding-args", default="", metavar="ARGS", help="mpiexec arguments that place and bind ranks")
     add("--output-filename", metavar="FOLDER", help="also write FOLDER/rank.N/stdout and stderr")
-    add("-prefix-timestamp", "--prefix-output-with-timestamp", dest="timestamps", action="store_true")
+    add(
+        "-prefix-timestamp",
+        "--prefix-output-with-timestamp",
+        dest="timestamps",
+        action="store_true",
+        help="output lines begin with the time",
+    )
     add("--no-prefix", dest="prefix", action="store_false", help="output lines do not begin with the rank")
-    add("--disable-cache", action="store_true", help="no effect here: nothing is cached")
-    add("--mpi", action="store_true", help="the only way there is")
+    add("--disable-cache", action="store_true", help=argparse.SUPPRESS)
+    add("--mpi", action="store_true", help=argparse.SUPPRESS)
     settings = parser.add_argument_group("settings of the ranks (also environment variables)")
     for setting in RANK_SETTINGS:
         settings.add_argument(

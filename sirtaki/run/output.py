@@ -6,15 +6,18 @@ from dataclasses import dataclass
 from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
-from typing import IO, TextIO
+from typing import IO
 
 from sirtaki.errors import ConfigError
 
-from .rank_channel import PATTERN, Message
+from .console import Console, say
+from .mpiexec_notices import NoticeFilter
+from .rank_channel import PATTERN, UNFINISHED, Message
 
 # `[1,0]<stdout>: ` and, in some versions, `[prterun-host-123@1,0]<stdout>: ` from Open MPI; `[0] ` from Hydra.
 _OPEN_MPI_TAG = re.compile(rb"\[(?:[^\]@\s]*@)?\d+,(\d+)\]<std\w+>: ?")
 _HYDRA_TAG = re.compile(rb"^\[(\d+)\] ")
+_RETURN = re.compile(rb"\r(?!\n|\Z)")  # a carriage return within a line: what follows overwrites it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,21 +41,33 @@ class RankOutput:
     """Receives one of mpiexec's two streams and hands its lines on; `on_message` gets the ranks' own messages."""
 
     def __init__(
-        self, name: str, *, console: TextIO, on_message: Callable[[Message], None], options: OutputOptions
+        self,
+        name: str,
+        *,
+        console: Console,
+        on_message: Callable[[Message], None],
+        notices: NoticeFilter,
+        options: OutputOptions,
     ) -> None:
         self.name = name
         self.options = options
-        self._console: TextIO | None = console
+        self._console = console
         self._on_message = on_message
+        self._notices = notices
         self._tag = _HYDRA_TAG if options.hydra else _OPEN_MPI_TAG
-        self._files: dict[int, IO[bytes]] = {}
+        self._files: dict[int, IO[bytes] | None] = {}
+        self._open: int | None = None  # the rank that wrote last
+        self._returned = False  # and that line ended with a carriage return
 
     def pump(self, stream: IO[bytes]) -> None:
         """Reads `stream` to its end, line by line, and closes it."""
         with stream:
             for line in stream:
                 self.write(line)
-        for file in self._files.values():
+        self._show_own(self._notices.rest())
+        if self.options.prefix:
+            self._finish_line()
+        for file in filter(None, self._files.values()):
             file.close()
 
     def write(self, line: bytes) -> None:
@@ -70,33 +85,65 @@ class RankOutput:
         text, messages = PATTERN.subn(b"", text)
         if messages and not text:
             return
-        if tag is not None and not text.endswith(b"\n"):
-            text += b"\n"
-        rank = None if tag is None else int(tag[1])
-        if rank is not None and self.options.folder is not None:
-            file = self._file(rank)
-            file.write(text)
-            file.flush()
-        head = b"" if rank is None or not self.options.prefix else b"[%d] " % rank
-        if self.options.timestamps:
-            head = datetime.now().astimezone().isoformat(timespec="milliseconds").encode() + b" " + head
-        self._to_console(head + text)
+        if tag is None:
+            self._show_own(self._notices.take(text))
+        else:
+            text = text.removesuffix(UNFINISHED)
+            self._keep(int(tag[1]), text)
+            self._show(int(tag[1]), text)
 
-    def _to_console(self, line: bytes) -> None:
-        if self._console is None:
+    def _show(self, rank: int, text: bytes) -> None:
+        """Shows a rank's text, which need not be a whole line; a line that another rank began is ended first."""
+        if not text:
+            return
+        head = self._head(rank)
+        overwrites = _RETURN.match(text) is not None or text == b"\r"
+        continues = self._open == rank and not self._console.at_line_start
+        if not continues and not overwrites and not self._returned:
+            self._finish_line()
+        begins = not overwrites and (not continues or self._returned)
+        # A progress bar writes its line again: so the rank, too.
+        self._console.write((head if begins else b"") + _RETURN.sub(b"\r" + head, text))
+        self._open = rank
+        self._returned = text.endswith(b"\r")
+
+    def _show_own(self, text: bytes) -> None:
+        if text:
+            self._finish_line()
+            self._console.write(self._time() + text)
+
+    def _finish_line(self) -> None:
+        if not self._console.at_line_start:
+            self._console.write(b"\n")
+        self._returned = False
+
+    def _head(self, rank: int) -> bytes:
+        return self._time() + (b"[%d] " % rank if self.options.prefix else b"")
+
+    def _time(self) -> bytes:
+        if not self.options.timestamps:
+            return b""
+        return datetime.now().astimezone().isoformat(timespec="milliseconds").encode() + b" "
+
+    def _keep(self, rank: int, text: bytes) -> None:
+        """Writes to the rank's file; one that cannot be written is given up, the training goes on."""
+        if self.options.folder is None:
             return
         try:
-            self._console.write(line.decode(errors="replace"))
-            self._console.flush()
-        except BrokenPipeError:  # whoever read has gone (`| head`); the training goes on
-            self._console = None
+            file = self._files[rank] if rank in self._files else self._open_file(rank, self.options.folder)
+            if file is not None:
+                file.write(text)
+        except OSError as err:
+            say(f"--output-filename: {self.name} of rank {rank} is kept no longer ({err}); the job goes on")
+            if (file := self._files.get(rank)) is not None:
+                file.close()
+            self._files[rank] = None
 
-    def _file(self, rank: int) -> IO[bytes]:
-        if rank not in self._files:
-            folder = Path(self.options.folder or ".") / f"rank.{rank}"
-            folder.mkdir(parents=True, exist_ok=True)
-            self._files[rank] = (folder / self.name).open("wb")
-        return self._files[rank]
+    def _open_file(self, rank: int, folder: Path) -> IO[bytes]:
+        place = folder / f"rank.{rank}"
+        place.mkdir(parents=True, exist_ok=True)
+        file = self._files[rank] = (place / self.name).open("wb", buffering=0)
+        return file
 
 
 def output_folder(path: str) -> Path:

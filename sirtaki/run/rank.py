@@ -6,8 +6,8 @@ which wait for it. Here a rank that fails says so to the launcher and leaves wit
 
 import argparse
 import atexit
+import contextlib
 import importlib
-import io
 import os
 import runpy
 import signal
@@ -16,26 +16,24 @@ import sys
 import threading
 import time
 import types
+import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from sirtaki.launchers import HOROVOD_NAMES, TORCH_NAMES, place
+
 from .as_horovod import SHIM
+from .leftovers import mapped_segments, remove_segments
 from .rank_channel import Event, Message
+from .rank_command import unescape
+from .rank_output import mark_unfinished_lines
 
 EXIT_GRACE_S = 3.0
 """How long a failed rank's exit handlers may take; they must not wait for ranks that wait for this one."""
 
 _ORPHAN_POLL_S = 2.0
 _FROZEN_RUNPY = "<frozen runpy>"  # in tracebacks, where the interpreter has it built in
-
-# Where the launchers write a rank's place: Open MPI, Hydra (MPICH, Intel MPI), PMIx, Slurm.
-_PLACES = {
-    "RANK": ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID"),
-    "SIZE": ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS"),
-    "LOCAL_RANK": ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID"),
-    "LOCAL_SIZE": ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"),
-}
 
 
 def main() -> None:
@@ -45,32 +43,45 @@ def main() -> None:
     parser.add_argument("--exec", action="store_true", help="the command is a program, not Python")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="script.py …, -m module … or -c code …")
     options = parser.parse_args()
-    command = options.command[1:] if options.command[:1] == ["--"] else options.command
-    _set_horovod_variables()
+    command = [unescape(word) for word in options.command]
+    del command[: command[:1] == ["--"]]
+    _set_place_variables()
     if options.exec:
         _tell(Event.HANDED_OVER)
         os.execvp(command[0], command)
     _tell(Event.STARTED)
+    pid = os.getpid()
     threading.Thread(target=_end_with_parent, args=[os.getppid()], name="orphan-watch", daemon=True).start()
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            # Whole lines: else those of several ranks are mixed at the borders of buffers, or of words.
-            stream.reconfigure(line_buffering=True, write_through=False)
+    mark_unfinished_lines()
     if options.as_horovod:
         _import_shim()
     try:
         run_python(command)
-    except SystemExit as stop:
-        _end(_exit_code(stop), reason=f"exit code {_exit_code(stop)}")
-    except KeyboardInterrupt:
-        _end(130, reason="KeyboardInterrupt")
     except BaseException as err:
-        trace = err.__traceback__
-        while trace is not None and trace.tb_frame.f_code.co_filename in {__file__, runpy.__file__, _FROZEN_RUNPY}:
-            trace = trace.tb_next  # a user's traceback begins in the user's script
-        sys.excepthook(type(err), err.with_traceback(trace), trace)
-        _end(1, reason=f"{type(err).__name__}: {err}".splitlines()[0])
-    _tell(Event.FINISHED)
+        if os.getpid() != pid:  # a process that the script forked: its end is the script's business
+            raise
+        _fail(err)
+    if os.getpid() == pid:
+        _tell(Event.FINISHED)
+
+
+def _fail(err: BaseException) -> None:
+    """Ends this rank as `err` asks for; returns only where the script has ended well."""
+    match err:
+        case SystemExit():
+            if (code := _exit_code(err)) == 0:
+                return
+            with contextlib.suppress(SystemExit):
+                sys.exit(code)  # tells those who listen there for the exit code
+            _end(code, reason=f"exit code {code}")
+        case KeyboardInterrupt():
+            _end(130, reason="KeyboardInterrupt")
+        case _:
+            trace = err.__traceback__
+            while trace is not None and trace.tb_frame.f_code.co_filename in {__file__, runpy.__file__, _FROZEN_RUNPY}:
+                trace = trace.tb_next  # a user's traceback begins in the user's script
+            sys.excepthook(type(err), err.with_traceback(trace), trace)
+            _end(1, reason=f"{type(err).__name__}: {err}".splitlines()[0])
 
 
 def _import_shim() -> None:
@@ -90,14 +101,15 @@ def run_python(command: Sequence[str]) -> None:
             sys.argv = ["-c", *command[2:]]
             sys.path[0] = ""
             _execute(code, "<string>", main_file=None)
-        case [script, *_] if Path(script).is_dir():
+        case [script, *_] if Path(script).is_dir() or zipfile.is_zipfile(script):
             sys.argv = list(command)
             del sys.path[0]
             runpy.run_path(script, run_name="__main__")
         case [script, *_]:
             sys.argv = list(command)
             sys.path[0] = str(Path(script).resolve().parent)
-            _execute(Path(script).read_bytes(), script, main_file=script)
+            path = os.path.abspath(script)
+            _execute(Path(script).read_bytes(), path, main_file=path)
 
 
 def _execute(code: str | bytes, name: str, *, main_file: str | None) -> None:
@@ -121,12 +133,10 @@ def _exit_code(stop: SystemExit) -> int:
             return 1
 
 
-def _end(exit_code: int, *, reason: str) -> None:
-    """Leaves the job; returns only where the script has ended well."""
-    if exit_code != 0:
-        print(f"sirtakirun: {_name()} failed ({reason}); all ranks are ended", file=sys.stderr)
-        _tell(Event.FAILED, exit_code)
-        _leave(exit_code)
+def _end(exit_code: int, *, reason: str) -> NoReturn:
+    """Tells the launcher, which says it to the user and ends the others; then leaves."""
+    _tell(Event.FAILED, exit_code, reason)
+    _leave(exit_code)
 
 
 def _leave(exit_code: int) -> NoReturn:
@@ -136,7 +146,8 @@ def _leave(exit_code: int) -> NoReturn:
     give_up.start()
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+        with contextlib.suppress(Exception):  # whatever the script has put there
+            stream.flush()
     os._exit(exit_code)
 
 
@@ -145,30 +156,25 @@ def _end_with_parent(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(_ORPHAN_POLL_S)
     if os.getpgrp() == os.getpid():  # so it is under mpiexec
+        remove_segments(mapped_segments("self"))
         os.killpg(0, signal.SIGKILL)  # at once, with its own children: what it waits for will not come
 
 
-def _place(name: str) -> int | None:
-    return next((int(os.environ[key]) for key in _PLACES[name] if os.environ.get(key, "").isdecimal()), None)
+def _set_place_variables() -> None:
+    """Scripts may read their rank before `init()`, as under horovodrun and torchrun."""
+    for names in (HOROVOD_NAMES, TORCH_NAMES):
+        for quantity, name in names.items():
+            if (value := place(quantity)) is not None:
+                os.environ[name] = str(value)
 
 
-def _name() -> str:
-    return f"rank {_place('RANK') or 0} on {socket.gethostname()}"
-
-
-def _set_horovod_variables() -> None:
-    """Scripts may read their rank before `init()`, as under horovodrun; `init()` sets the rest."""
-    for name in _PLACES:
-        value = _place(name)
-        if value is not None:
-            os.environ[f"HOROVOD_{name}"] = str(value)
-
-
-def _tell(event: Event, exit_code: int = 0) -> None:
+def _tell(event: Event, exit_code: int = 0, reason: str = "") -> None:
     message = Message(
-        event=event, rank=_place("RANK") or 0, pid=os.getpid(), host=socket.gethostname(), exit_code=exit_code
-    )
-    sys.stderr.flush()
+        event=event, rank=place("RANK") or 0, pid=os.getpid(), host=socket.gethostname(), exit_code=exit_code,
+        reason=reason,
+    )  # fmt: skip
+    with contextlib.suppress(Exception):  # whatever the script has put there
+        sys.stderr.flush()
     os.write(2, message.encode().encode())  # one write, so no other thread's text comes between
 
 

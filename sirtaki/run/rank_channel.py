@@ -1,14 +1,21 @@
-"""What a rank tells its launcher: one marked line each on standard error, which every mpiexec forwards from any host.
+"""What a rank tells its launcher through its own output, which every mpiexec forwards from any host.
 
-A module of its own because both ends use it: the launcher takes the lines out again before a user sees them.
+Marked lines on standard error tell what happens to the rank; the launcher takes them out again. Since an mpiexec
+forwards whole lines only, a rank ends text without an end of line by a mark, which the launcher takes out, too.
 """
 
 import re
 from dataclasses import dataclass
 from enum import Enum
+from urllib.parse import quote, unquote
 
 _MARK = "\x1e"  # ASCII "record separator": not in the output of programs
-PATTERN = re.compile(rb"\x1esirtaki (\w+) (\d+) (\d+) (\d+) ([^\s\x1e]+)\x1e\n?")
+PATTERN = re.compile(rb"\x1esirtaki (\w+) (\d+) (\d+) (\d+) ([^\s\x1e]+) ([^\s\x1e]*)\x1e\n?")
+
+UNFINISHED = b"\x1f\x1e\n"
+"""Ends text that the rank has written without an end of line."""
+
+_LONGEST_REASON = 300
 
 
 class Event(Enum):
@@ -27,6 +34,7 @@ class Message:
     Attributes:
         pid: of the rank's process on `host`.
         exit_code: what it ends with, 0 unless it failed.
+        reason: why it failed, in words.
     """
 
     event: Event
@@ -34,13 +42,19 @@ class Message:
     pid: int
     host: str
     exit_code: int = 0
+    reason: str = ""
 
     def encode(self) -> str:
         """The line, to be written at once."""
-        return f"{_MARK}sirtaki {self.event.value} {self.rank} {self.pid} {self.exit_code} {self.host}{_MARK}\n"
+        reason = quote(self.reason[:_LONGEST_REASON], errors="replace")
+        fields = (self.event.value, self.rank, self.pid, self.exit_code, self.host, reason)
+        return f"{_MARK}sirtaki {' '.join(map(str, fields))}{_MARK}\n"
 
     @classmethod
     def decode(cls, matched: re.Match[bytes]) -> "Message":
         """The message that `PATTERN` found."""
-        event, rank, pid, exit_code, host = (group.decode() for group in matched.groups())
-        return cls(event=Event(event), rank=int(rank), pid=int(pid), exit_code=int(exit_code), host=host)
+        event, rank, pid, exit_code, host, reason = (group.decode() for group in matched.groups())
+        return cls(
+            event=Event(event), rank=int(rank), pid=int(pid), exit_code=int(exit_code), host=host,
+            reason=unquote(reason, errors="replace"),
+        )  # fmt: skip

@@ -10,6 +10,7 @@ from pathlib import Path
 from sirtaki.errors import ConfigError
 
 _PYTHON = re.compile(r"python(\d+(\.\d+)?)?")
+_COLON = re.compile(r"\\*:")  # a word `:` begins the next program for any mpiexec
 _OPTIONS_WITH_ARGUMENT = ("-W", "-X", "--check-hash-based-pycs")
 
 
@@ -48,15 +49,24 @@ def rank_command(command: Sequence[str], *, as_horovod: bool, check_files: bool)
     flags = ("--as-horovod",) if as_horovod else ()
     split = _script_position(command)
     if split is None:
-        words = (sys.executable, "-m", "sirtaki.run.rank", *flags, "--exec", "--", *command)
+        words = (sys.executable, "-m", "sirtaki.run.rank", *flags, "--exec", "--", *map(_escape, command))
         return RankCommand(python=sys.executable, words=words)
     script = command[split:]
     if script[0].startswith(("-m", "-c")) and len(script[0]) > 2:  # `-mtrain` is `-m train`
         script = [script[0][:2], script[0][2:], *script[1:]]
     if check_files and not script[0].startswith("-") and not Path(script[0]).exists():
         raise ConfigError(f"there is no script {script[0]!r} in {Path.cwd()}")
-    words = (program, *command[1:split], "-m", "sirtaki.run.rank", *flags, "--", *script)
+    words = (program, *command[1:split], "-m", "sirtaki.run.rank", *flags, "--", *map(_escape, script))
     return RankCommand(python=program, words=words)
+
+
+def unescape(word: str) -> str:
+    """The user's word, on the rank's side."""
+    return word[1:] if _COLON.fullmatch(word) and word != ":" else word
+
+
+def _escape(word: str) -> str:
+    return f"\\{word}" if _COLON.fullmatch(word) else word
 
 
 def _with_interpreter(command: list[str]) -> list[str]:

@@ -20,6 +20,9 @@ from typing import IO
 
 from sirtaki.errors import LaunchError
 
+from .console import Console
+from .leftovers import mapped_segments, remove_segments, remove_session_folder
+from .mpiexec_notices import Ending, NoticeFilter, killed
 from .output import OutputOptions, RankOutput
 from .rank_channel import Event, Message
 
@@ -31,6 +34,9 @@ VANISHED_GRACE_S = 10.0
 
 TERMINATE_GRACE_S = 3.0
 """Between asking ranks to end and killing them."""
+
+START_REPORT_S = 10.0
+"""How often to say how many ranks have started, until all have."""
 
 _POLL_S = 1.0
 """How often to look for what announces itself by no event: vanished ranks, limits, a killed mpiexec."""
@@ -51,10 +57,12 @@ class Supervisor:
         self._lock = threading.Lock()
         self._started: dict[int, Message] = {}
         self._ended: set[int] = set()
-        self._failure: Message | None = None
+        self._failure: Ending | None = None
+        self._unreached: list[str] = []
         self._signal: int | None = None
         self._changed = threading.Event()
         self._open_streams = 0
+        self._consoles = {"stdout": Console(sys.stdout, "stdout"), "stderr": Console(sys.stderr, "stderr")}
 
     def run(self, command: Sequence[str], environ: Mapping[str, str]) -> int:
         """Runs `command` (an mpiexec) to its end; no process of the job is left.
@@ -63,7 +71,7 @@ class Supervisor:
             0, the exit code of the rank that failed first, or 128 + the signal that ended the launcher.
 
         Raises:
-            LaunchError: mpiexec cannot be run, or ranks did not start in time.
+            LaunchError: mpiexec cannot be run, or ranks did not start, or not in time.
         """
         with self._signals():
             try:
@@ -89,17 +97,22 @@ class Supervisor:
             return 128 + self._signal
         if self._failure is not None:
             return self._failure.exit_code
+        if mpiexec.returncode != 0 and not self._started:
+            raise LaunchError(self._why_nothing_started(mpiexec.returncode))
         return _exit_code(mpiexec.returncode)
 
     def _start_pumps(self, mpiexec: subprocess.Popen[bytes]) -> list[threading.Thread]:
         pumps = []
-        for name, stream, console in (
-            ("stdout", mpiexec.stdout, sys.stdout),
-            ("stderr", mpiexec.stderr, sys.stderr),
-        ):
+        for name, stream in (("stdout", mpiexec.stdout), ("stderr", mpiexec.stderr)):
             assert stream is not None  # both are pipes
             self._open_streams += 1
-            output = RankOutput(name, console=console, on_message=self._hear, options=self._output)
+            output = RankOutput(
+                name,
+                console=self._consoles[name],
+                on_message=self._hear,
+                notices=NoticeFilter(self._fail, self._unreached.append),
+                options=self._output,
+            )
             pumps.append(threading.Thread(target=self._pump, args=[output, stream], name=f"pump-{name}", daemon=True))
             pumps[-1].start()
         return pumps
@@ -121,12 +134,36 @@ class Supervisor:
                     self._ended.add(message.rank)
                 case Event.FAILED:
                     self._ended.add(message.rank)
-                    self._failure = self._failure or message
+        if message.event is Event.FAILED:
+            self._fail(Ending(rank=message.rank, host=message.host, exit_code=message.exit_code, reason=message.reason))
         self._changed.set()
+
+    def _fail(self, ending: Ending) -> None:
+        """Says which rank ends the job, once: the others fail because of the first."""
+        with self._lock:
+            first, self._failure = self._failure is None and self._signal is None, self._failure or ending
+            started = next((message for message in self._started.values() if _is_of(ending, message)), None)
+        if first:
+            host = ending.host or (started.host if started is not None else "")
+            rank = ending.rank if started is None else started.rank
+            who = "a rank" if rank is None else f"rank {rank}"
+            where = f" on {host}" if host else ""
+            self._consoles["stderr"].say(f"{who}{where} failed ({ending.reason}); all ranks are ended")
+        self._changed.set()
+
+    def _why_nothing_started(self, returncode: int) -> str:
+        if self._unreached:
+            hosts = ", ".join(dict.fromkeys(self._unreached))
+            return (
+                f"{hosts} cannot be used: mpiexec could not start there. Try `ssh {self._unreached[0]} true`: it must "
+                "work without a password, and the same Python environment must be at the same place"
+            )
+        return f"no rank has started: mpiexec ended with exit code {_exit_code(returncode)}"
 
     def _wait(self, mpiexec: subprocess.Popen[bytes]) -> None:
         """Returns when mpiexec has ended or must be ended."""
         started_at = time.monotonic()
+        report_at = started_at + START_REPORT_S
         give_up_at: float | None = None
         while mpiexec.poll() is None and self._signal is None:
             now = time.monotonic()
@@ -140,13 +177,16 @@ class Supervisor:
                     f"{self.start_timeout_s:g} s; check that their hosts can be reached by ssh without a password "
                     "and have the same Python environment, or allow more with --start-timeout"
                 )
+            if missing and not failed and now > report_at:
+                report_at = now + START_REPORT_S
+                self._consoles["stderr"].say(f"{self.ranks - len(missing)} of {self.ranks} ranks have started")
             if not (failed or vanished):
                 give_up_at = None  # what had vanished has been heard to have finished before
             elif give_up_at is None:
                 give_up_at = now + (FAILURE_GRACE_S if failed else VANISHED_GRACE_S)
             elif now > give_up_at:
                 if not failed:
-                    self._report_vanished(vanished[0])
+                    self._fail(killed(vanished[0], self._started[vanished[0]].host, signal.SIGKILL))
                 return
             self._changed.wait(_POLL_S if self._open_streams else _POLL_S / 20)
             self._changed.clear()
@@ -155,25 +195,25 @@ class Supervisor:
         message = self._started[rank]
         return message.host == socket.gethostname() and not _is_alive(message.pid)
 
-    def _report_vanished(self, rank: int) -> None:
-        print(f"sirtakirun: rank {rank} was killed; all ranks are ended", file=sys.stderr)
-        self._failure = Message(
-            event=Event.FAILED, rank=rank, pid=0, host=self._started[rank].host, exit_code=128 + signal.SIGKILL
-        )
-
     def _end_all(self, mpiexec: subprocess.Popen[bytes]) -> None:
         """Asks mpiexec to end its ranks, on whatever host; then kills what is left on this one."""
         if mpiexec.poll() is None:
             mpiexec.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 mpiexec.wait(timeout=TERMINATE_GRACE_S)
+        stuck = mpiexec.poll() is None
         mpiexec.kill()
         mpiexec.wait()
         with self._lock:
             own = {message.pid for message in self._started.values() if message.host == socket.gethostname()}
-        for pid in _members(sessions={mpiexec.pid, *own}):
+        left = _members(sessions={mpiexec.pid, *own})
+        segments = set[Path]().union(*map(mapped_segments, left))
+        for pid in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        remove_segments(segments)
+        if stuck or mpiexec.returncode < 0:
+            remove_session_folder(mpiexec.pid)
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
@@ -198,14 +238,18 @@ class Supervisor:
 
 
 def _end_with_parent() -> Callable[[], None]:
-    """For the child, before it becomes mpiexec: killed when the launcher is, after which its ranks end themselves."""
+    """For the child, before it becomes mpiexec: when the launcher is killed, mpiexec is asked to end and clean up."""
     libc = ctypes.CDLL(None)  # looked up before the fork, after which no lock may be taken
     pr_set_pdeathsig = 1
 
     def set_signal() -> None:
-        libc.prctl(pr_set_pdeathsig, signal.SIGKILL)
+        libc.prctl(pr_set_pdeathsig, signal.SIGTERM)
 
     return set_signal
+
+
+def _is_of(ending: Ending, message: Message) -> bool:
+    return message.rank == ending.rank if ending.rank is not None else message.pid == ending.pid
 
 
 def _exit_code(returncode: int) -> int:

@@ -17,10 +17,12 @@ class Fault(Enum):
     NONE = "none"
     RAISE = "raise"
     EXIT = "exit"
+    RAISE_EXIT = "raise_exit"
     LEAVE = "leave"
     KILL = "kill"
     STOP_CALLING = "stop_calling"
     EXIT_IN_C = "exit_in_c"
+    FORK = "fork"
 
 
 def commit(fault: Fault) -> None:
@@ -29,6 +31,8 @@ def commit(fault: Fault) -> None:
             raise ValueError("a bad batch")
         case Fault.EXIT:
             sys.exit(3)
+        case Fault.RAISE_EXIT:
+            raise SystemExit(9)
         case Fault.LEAVE:
             sys.exit(0)
         case Fault.KILL:
@@ -37,6 +41,10 @@ def commit(fault: Fault) -> None:
             time.sleep(60)
         case Fault.EXIT_IN_C:
             os._exit(5)
+        case Fault.FORK:  # which is none
+            if (child := os.fork()) == 0:
+                sys.exit(4)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 4
 
 
 def main(fault: Fault) -> None:

@@ -1,8 +1,10 @@
-"""The watchdog outlives errors in what it looks at, and says so when it does not."""
+"""The watchdog outlives errors in what it looks at, says so when it does not, and names the user's own line."""
 
 import logging
 import time
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 from mpi4py import MPI
@@ -52,3 +54,13 @@ def test_a_watchdog_that_always_fails_says_that_it_gives_up(dog: Watchdog, caplo
         looks(dog, look, 0.5)
     assert len(calls) == MOST_FAILURES
     assert "rank 0 does not watch for stalls any more" in caplog.text
+
+
+@pytest.mark.parametrize("folder", ["sirtaki", "torch", "project"])
+def test_a_users_line_is_named_also_in_a_folder_called_like_a_package(
+    dog: Watchdog, tmp_path: Path, folder: str
+) -> None:
+    code = compile("def step(look):\n    return look()\n", str(tmp_path / folder / "train.py"), "exec")
+    names: dict[str, Any] = {}
+    exec(code, names)
+    assert names["step"](dog.describe) == "runs train.py:2 in step"

@@ -95,3 +95,29 @@ def test_a_value_that_cannot_be_meant_ends_with_exit_code_2(words, capsys):
         parse([*words, "python", "x.py"])
     assert stop.value.code == 2
     assert re.search(r"sirtakirun: error: .+", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("word", "hint"),
+    [
+        ("--np", "did you mean -np?"),
+        ("--nproc-per-node=4", "did you mean -np?"),
+        ("--host", "did you mean -H?"),
+        ("--verbos", "did you mean --verbose?"),
+        ("--zzz", "see sirtakirun --help"),
+    ],
+)
+def test_an_option_that_does_not_exist_gets_the_one_that_was_probably_meant(word, hint, capsys):
+    with pytest.raises(SystemExit):
+        parse([word, "2", "python", "x.py"])
+    assert f"{word.partition('=')[0]} is not an option; {hint}" in capsys.readouterr().err
+
+
+def test_help_has_examples_and_keeps_what_has_no_effect_to_one_paragraph():
+    text = build_parser().format_help()
+    assert "sirtakirun -np 4 python train.py" in text
+    options, accepted = text.split("accepted from horovodrun, without effect: ")
+    for flag in ("--cycle-time-ms", "--disable-cache", "--mpi-threads-disable", "--gloo"):
+        assert f" {flag}" not in options
+        assert flag in accepted
+    assert all(len(line) < 90 for line in text.splitlines())

@@ -1,27 +1,47 @@
+import errno
 import io
+import os
+import threading
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sirtaki.run.console import Console
+from sirtaki.run.mpiexec_notices import NoticeFilter
 from sirtaki.run.output import OutputOptions, RankOutput
-from sirtaki.run.rank_channel import Event, Message
+from sirtaki.run.rank_channel import UNFINISHED, Event, Message
 
 texts = st.lists(st.tuples(st.integers(0, 12), st.text("ab []0:<>@,\r", max_size=12)), max_size=12)
 
 
-def shown(lines, **options):
-    console, messages = io.StringIO(newline=""), []
+def receive(stream, lines, on_message=print, **options):
     output = RankOutput(
-        "stdout", console=console, on_message=messages.append, options=OutputOptions(**{"hydra": False, **options})
+        "stdout",
+        console=Console(stream),
+        on_message=on_message,
+        notices=NoticeFilter(print, print),
+        options=OutputOptions(**{"hydra": False, **options}),
     )
     output.pump(io.BytesIO(lines))
+
+
+def shown(lines, **options):
+    console, messages = io.StringIO(newline=""), []
+    receive(console, lines, messages.append, **options)
     return console.getvalue(), messages
+
+
+def overwriting(rank, text):
+    """A carriage return within a line begins it anew."""
+    inside, last = (text[:-1], "\r") if text.endswith("\r") else (text, "")
+    body = inside.replace("\r", f"\r[{rank}] ")
+    return (body if inside.startswith("\r") else f"[{rank}] {body}") + last
 
 
 @given(texts)
 def test_each_line_comes_out_behind_its_rank_under_both_families(lines):
-    expected = "".join(f"[{rank}] {text}\n" for rank, text in lines)
+    expected = "".join(f"{overwriting(rank, text)}\n" for rank, text in lines)
     for hydra, mark in ((False, "[1,{}]<stdout>: "), (False, "[prterun-n0-7@1,{}]<stdout>: "), (True, "[{}] ")):
         marked = "".join(f"{mark.format(rank)}{text}\n" for rank, text in lines)
         assert shown(marked.encode(), hydra=hydra) == (expected, [])
@@ -56,11 +76,75 @@ def test_files_get_each_ranks_lines(tmp_path):
     assert (tmp_path / "rank.1" / "stdout").read_text() == "b\n"
 
 
-def test_a_console_that_has_gone_does_not_end_the_job(tmp_path):
+@pytest.mark.parametrize("error", [BrokenPipeError(), OSError(errno.ENOSPC, "No space left"), ValueError("closed")])
+def test_a_console_that_cannot_be_written_does_not_end_the_job(tmp_path, error, capfd):
     class Gone(io.StringIO):
         def write(self, text):
-            raise BrokenPipeError
+            raise error
 
-    output = RankOutput("stdout", console=Gone(), on_message=print, options=OutputOptions(hydra=False, folder=tmp_path))
-    output.pump(io.BytesIO(b"[1,0]<stdout>: a\n[1,0]<stdout>: b\n"))
+    receive(Gone(), b"[1,0]<stdout>: a\n[1,0]<stdout>: b\n", folder=tmp_path)
     assert (tmp_path / "rank.0" / "stdout").read_text() == "a\nb\n"
+    assert capfd.readouterr().err.count("cannot be written") == (not isinstance(error, BrokenPipeError))
+
+
+def test_a_closed_standard_output_is_none_and_takes_nothing():
+    receive(None, b"[1,0]<stdout>: a\n")
+
+
+def test_a_full_disk_ends_the_ranks_files_and_not_the_job(tmp_path, capfd):
+    (tmp_path / "rank.0").mkdir()
+    (tmp_path / "rank.0" / "stdout").symlink_to("/dev/full")
+    assert shown(b"[1,0]<stdout>: a\n[1,0]<stdout>: b\n", folder=tmp_path)[0] == "[0] a\n[0] b\n"
+    assert capfd.readouterr().err.count("rank 0 is kept no longer") == 1
+
+
+def test_bytes_reach_a_terminal_of_any_encoding_as_the_rank_wrote_them(tmp_path):
+    with open(tmp_path / "ascii", "w", encoding="ascii") as console:
+        receive(console, "[1,0]<stdout>: größe\n".encode())
+    assert (tmp_path / "ascii").read_text(encoding="utf-8") == "[0] größe\n"
+
+
+def test_a_terminal_that_does_not_block_gets_everything():
+    inbox, outbox = os.pipe()
+    os.set_blocking(outbox, False)
+    lines = b"[1,0]<stdout>: " + b"x" * 200_000 + b"\n"
+    with open(inbox, "rb") as reader, open(outbox, "w") as console:
+        writing = threading.Thread(target=receive, args=(console, lines))
+        writing.start()
+        got = reader.read(200_005)
+        writing.join()
+    assert got == b"[0] " + b"x" * 200_000 + b"\n"
+
+
+def unfinished(*parts):
+    return b"".join(
+        b"[1,%d]<stderr>: " % rank + text + (b"" if text.endswith(b"\n") else UNFINISHED) for rank, text in parts
+    )
+
+
+@pytest.mark.parametrize(
+    ("parts", "expected"),
+    [
+        ([(0, b"\rstep 1"), (0, b"\rstep 2"), (0, b"\n")], "\r[0] step 1\r[0] step 2\n"),
+        ([(0, b"\rstep 1"), (1, b"\rstep 1")], "\r[0] step 1\r[1] step 1\n"),
+        ([(0, b"\rstep 1"), (1, b"loss 3\n"), (0, b"\rstep 2\n")], "\r[0] step 1\n[1] loss 3\n\r[0] step 2\n"),
+        ([(0, b"name? "), (0, b"thanks\n")], "[0] name? thanks\n"),
+        ([(0, b"\r   \r"), (0, b"done\n")], "\r[0]    \r[0] done\n"),
+        ([(0, b"a"), (1, b"b"), (0, b"c\n")], "[0] a\n[1] b\n[0] c\n"),
+    ],
+)
+def test_lines_that_are_not_finished_are_shown_and_go_on(parts, expected):
+    assert shown(unfinished(*parts))[0] == expected
+
+
+def test_a_ranks_file_holds_what_the_rank_wrote(tmp_path):
+    shown(unfinished((0, b"\rstep 1"), (1, b"x"), (0, b"\rstep 2\n")), folder=tmp_path)
+    assert (tmp_path / "rank.0" / "stdout").read_bytes() == b"\rstep 1\rstep 2\n"
+
+
+def test_the_launchers_own_line_does_not_go_on_in_a_ranks():
+    stream = io.StringIO(newline="")
+    console = Console(stream)
+    console.write(b"\r[0] step 1")
+    console.say("rank 1 failed")
+    assert stream.getvalue() == "\r[0] step 1\nsirtakirun: rank 1 failed\n"

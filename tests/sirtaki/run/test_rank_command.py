@@ -3,7 +3,7 @@ import sys
 import pytest
 
 from sirtaki.errors import ConfigError
-from sirtaki.run.rank_command import rank_command
+from sirtaki.run.rank_command import rank_command, unescape
 
 RUNNER = ("-m", "sirtaki.run.rank")
 
@@ -70,3 +70,11 @@ def test_what_does_not_exist_is_refused_before_anything_starts(script, command, 
 
 def test_on_other_hosts_files_cannot_be_checked(script):
     assert words(sys.executable, "nothere.py", check_files=False)[-1] == "nothere.py"
+
+
+@pytest.mark.parametrize("program", [(sys.executable, "-c", "1"), ("sh", "-c", "true")])
+def test_a_colon_which_begins_the_next_program_for_mpiexec_reaches_the_script_all_the_same(program):
+    arguments = (":", "\\:", "\\\\:", "a:b", "", "\\")
+    passed = words(*program, *arguments)
+    assert ":" not in passed
+    assert tuple(map(unescape, passed[-len(arguments) :])) == arguments

@@ -26,9 +26,10 @@ def run(shell, *, ranks=1, start_timeout_s=20.0):
     return job.run(["sh", "-c", shell], os.environ)
 
 
-def say(event, *, rank=0, pid=1, exit_code=0, host=None):
-    message = Message(event=event, rank=rank, pid=pid, exit_code=exit_code, host=host or socket.gethostname())
-    return f"printf '{message.encode().removesuffix(chr(10))}\\n' >&2\n"
+def say(event, *, rank=0, pid=1, exit_code=0, host=None, reason=""):
+    host = host or socket.gethostname()
+    message = Message(event=event, rank=rank, pid=pid, exit_code=exit_code, host=host, reason=reason)
+    return f"printf '%s\\n' '{message.encode().removesuffix(chr(10))}' >&2\n"
 
 
 def processes(marker):
@@ -49,8 +50,40 @@ def test_a_job_that_ends_well_gives_0():
 
 
 def test_the_exit_code_of_mpiexec_counts_where_no_rank_told_one():
-    assert run("exit 5") == 5
-    assert run("kill -9 $$") == 137
+    assert run(say(Event.STARTED) + "exit 5") == 5
+    assert run(say(Event.STARTED) + "kill -9 $$") == 137
+
+
+@pytest.mark.parametrize(
+    ("says", "expected"),
+    [
+        ("", "no rank has started: mpiexec ended with exit code 5"),
+        (f"echo {'-' * 60} >&2; echo 'A daemon failed to report back'; echo Remote host: far", "no rank has started"),
+        (
+            f"(echo {'-' * 60}; echo 'A daemon failed to report back'; echo 'Remote host: far'; echo {'-' * 60}) >&2",
+            "^far cannot be used.*`ssh far true`",
+        ),
+    ],
+)
+def test_an_mpiexec_that_starts_nothing_is_an_error_that_names_the_host(capfd, says, expected):
+    with pytest.raises(LaunchError, match=expected):
+        run(f"{says}\nexit 5")
+    assert "A daemon" not in capfd.readouterr().err
+
+
+def test_the_first_failure_is_said_once_and_what_follows_from_it_is_not(capfd):
+    failures = say(Event.FAILED, rank=1, exit_code=3, reason="ValueError: a bad batch") + say(Event.FAILED, exit_code=1)
+    box = f"(echo {'-' * 74}; echo 'prterun detected that one or more processes exited with non-zero status,'; "
+    box += f"echo 'Process name: [prterun-vm-1@1,0]'; echo 'Exit code:    1'; echo {'-' * 74}) >&2\n"
+    assert run(say(Event.STARTED) + failures + box + "exit 1") == 3
+    expected = f"sirtakirun: rank 1 on {socket.gethostname()} failed (ValueError: a bad batch); all ranks are ended\n"
+    assert capfd.readouterr().err == expected
+
+
+def test_how_many_ranks_have_started_is_said_while_some_have_not(capfd, monkeypatch):
+    monkeypatch.setattr(supervisor, "START_REPORT_S", 0.2)
+    run(say(Event.STARTED, pid=os.getpid()) + "sleep 1", ranks=2)
+    assert "1 of 2 ranks have started" in capfd.readouterr().err
 
 
 def test_the_rank_that_failed_first_gives_the_exit_code():
@@ -66,7 +99,7 @@ def test_an_mpiexec_that_hangs_after_a_failure_is_ended_with_all_it_started():
 
 def test_a_rank_killed_without_a_word_is_noticed_though_mpiexec_is_not(capfd):
     assert run(say(Event.STARTED, pid=99999999) + "sleep 60") == 137
-    assert "rank 0 was killed" in capfd.readouterr().err
+    assert "failed (killed by SIGKILL" in capfd.readouterr().err
 
 
 def test_a_rank_that_has_finished_may_be_gone():

@@ -15,6 +15,7 @@ STALL = {
     [
         ("raise", 1, ["rank 1 raised ValueError: a bad batch", "iteration 10", "has not computed 0.weight"]),
         ("exit", 3, ["rank 1 has ended"]),
+        ("raise_exit", 9, ["rank 1 has ended its script"]),
         ("leave", 1, ["rank 1 has ended its script"]),
         ("kill", 137, ["signal 9"]),
         ("exit_in_c", 5, ["Exit code:    5"]),
@@ -42,5 +43,9 @@ def test_a_stall_is_a_warning_before_it_is_an_error(run_ranks: RunRanks) -> None
     assert "StallError" in job.stderr
 
 
-def test_without_a_fault_all_ranks_finish(run_ranks: RunRanks) -> None:
-    assert run_ranks("faults.py", 3, "none", env=STALL).stdout.count("done") == 3
+@pytest.mark.parametrize("fault", ["none", "fork"])
+def test_without_a_fault_all_ranks_finish_also_where_a_process_they_forked_ends(
+    run_ranks: RunRanks, fault: str
+) -> None:
+    env = {"SIRTAKI_REGISTRY": "off", "SIRTAKI_TUNE": "0"}
+    assert run_ranks("faults.py", 3, fault, env=env).stdout.count("done") == 3

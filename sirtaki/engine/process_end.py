@@ -1,0 +1,167 @@
+"""The end of a rank's process: a rank that fails ends the job, one that has done its work waits for the others."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+import time
+from types import TracebackType
+from typing import Any, NoReturn, Protocol
+
+from sirtaki.comm.control.plane import load_mpi, skip_finalize
+from sirtaki.errors import CommError, PeerLostError
+
+VICTIM_S = 2.0
+"""How long a rank whose communication failed waits before it ends the job: the cause should be heard first."""
+
+LOST_S = 15.0
+"""The same where another rank is about to end, or has: it ends the job, and its exit code is the one to keep."""
+
+EXIT_S = 5.0
+"""How long a rank that ends with an exit code waits for the others; they must hear of it soon."""
+
+_AGAIN_S = 60.0  # how long to wait for the others at a time, where there is no hurry
+
+
+class Endable(Protocol):
+    """What ends with the process: the job, as far as this module knows it."""
+
+    @property
+    def rank(self) -> int:
+        """Of this process among all."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        ...
+
+    @property
+    def failure(self) -> CommError | None:
+        """Why the job is lost, None while all is well."""
+        ...
+
+    def close(self, timeout_s: float) -> bool:
+        """Collective: waits for the other ranks; may be called again where they did not come."""
+        ...
+
+    def interrupt(self) -> list[str]:
+        """Keeps what can be kept, and says where this rank is, in words."""
+        ...
+
+
+_job: Endable | None = None
+_exit_code: int | None = None
+_pid: int | None = None
+
+
+def watch(job: Endable) -> None:
+    """From now on the end of this process is the end of `job`, until `forget`."""
+    global _job, _pid
+    _job = job
+    if _pid is None:
+        _pid = os.getpid()
+        _install_hooks()
+
+
+def forget() -> None:
+    """The job has been closed on all ranks."""
+    global _job
+    _job = None
+
+
+def end_now(reason: str) -> NoReturn:
+    """Says why this rank ends the job, and ends the process without waiting for anything."""
+    if _job is not None:
+        _report(_job, reason, _interrupted(_job))
+    _leave(1)
+
+
+def _install_hooks() -> None:
+    previous_hook, previous_exit = sys.excepthook, sys.exit
+
+    def on_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        global _job
+        job = _job if os.getpid() == _pid else None
+        where = _interrupted(job) if job is not None and job.size > 1 else []
+        if where and _started_by_sirtakirun():  # which says itself who raised what
+            error.add_note(f"This rank {'; '.join(where)}.")
+        # torch.distributed catches what its inner hooks print, and would print it only after the job has ended.
+        with contextlib.redirect_stderr(sys.__stderr__):
+            previous_hook(kind, error, trace)
+        if job is None or job.size == 1:
+            return
+        _job = None  # nothing is left to wait for at the exit
+        if isinstance(error, CommError):
+            time.sleep(LOST_S if isinstance(error, PeerLostError) else VICTIM_S)
+        if not _started_by_sirtakirun():
+            _report(job, f"raised {kind.__name__}: {error}", where)
+            _flush()
+            load_mpi().COMM_WORLD.Abort(1)
+
+    def on_exit(status: Any = None) -> NoReturn:  # Any: as sys.exit
+        global _exit_code
+        _exit_code = status if isinstance(status, int) else int(status is not None)
+        previous_exit(status)
+
+    sys.excepthook, sys.exit = on_exception, on_exit
+    atexit.register(_at_exit)
+
+
+def _at_exit() -> None:
+    """A rank whose script has ended: waits for the others, and does not hide a failure from mpiexec."""
+    global _job
+    job, _job = _job, None
+    if os.getpid() != _pid:  # a process that the script forked; MPI is not its own
+        if not skip_finalize():
+            _leave(_exit_code or 0)
+        return
+    if job is None or job.size == 1 or job.close(EXIT_S):
+        return
+    code = _exit_code or 0
+    while job.failure is None and code == 0:
+        if job.close(_AGAIN_S):
+            return
+    where = _interrupted(job)
+    if code != 0:
+        _report(job, f"has ended with exit code {code} while others are at work", where)
+        _leave(code)
+    _report(job, f"ends after {job.failure}", where)
+    # `raise SystemExit(9)` passes by `sys.exit`: Python knows the exit code, and nobody else. Unless it is 0 mpiexec
+    # takes it for the job's; without MPI_Finalize, which would wait for the others, it comes at once.
+    if not skip_finalize():
+        _leave(1)
+
+
+def _interrupted(job: Endable) -> list[str]:
+    try:
+        return job.interrupt()
+    except Exception as err:  # whatever goes wrong here must not keep the job from ending
+        return [f"could not keep its state: {err}"]
+
+
+def _report(job: Endable, reason: str, where: list[str]) -> None:
+    """Says who ends the job and where that rank was; sirtakirun says the former itself."""
+    if where or not _started_by_sirtakirun():
+        place = "".join(f"; it {text}" for text in where)
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # standard error is closed, full or None
+            print(f"sirtaki: rank {job.rank} {reason}{place}; the job ends", file=sys.__stderr__, flush=True)
+
+
+def _started_by_sirtakirun() -> bool:
+    """Its wrapper runs the script in this process, and ends the other ranks when this one fails."""
+    return "sirtaki.run.rank_channel" in sys.modules
+
+
+def _leave(exit_code: int) -> NoReturn:
+    """Without MPI_Finalize, so that mpiexec sees a failure and ends the other ranks."""
+    _flush()
+    os._exit(exit_code)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.flush()

@@ -1,0 +1,31 @@
+"""What an MPI library leaves on this machine when its processes are killed: removed by whoever survives them."""
+
+import contextlib
+import shutil
+import tempfile
+from pathlib import Path
+
+_SEGMENTS = Path("/dev/shm")
+_PREFIXES = ("sm_segment.", "vader_segment.", "mpich_shm_")  # Open MPI 5 and 4, MPICH
+
+
+def mapped_segments(pid: int | str) -> set[Path]:
+    """The MPI library's files in /dev/shm that process `pid` ("self" too) has mapped."""
+    try:
+        lines = Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines()
+    except OSError:
+        return set()
+    paths = {Path(fields[5]) for line in lines if len(fields := line.split(None, 5)) == 6}
+    return {path for path in paths if path.parent == _SEGMENTS and path.name.startswith(_PREFIXES)}
+
+
+def remove_segments(segments: set[Path]) -> None:
+    """Removes them where they are still there."""
+    for path in segments:
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+def remove_session_folder(mpiexec_pid: int) -> None:
+    """Removes the folder of an mpiexec that was killed; one that has ended by itself has removed it."""
+    shutil.rmtree(Path(tempfile.gettempdir()) / f"ompi.{mpiexec_pid}", ignore_errors=True)
