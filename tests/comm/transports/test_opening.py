@@ -47,5 +47,5 @@ def test_a_process_that_has_ended_is_not_alive_even_if_nobody_has_waited_for_it(
     process.kill()
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     assert not _is_alive(process.pid)
-    process.wait()
+    process.communicate()  # which closes its input, too
     assert not _is_alive(process.pid)
