@@ -100,8 +100,10 @@ class Watchdog:
         self._progress.remove(progress)
 
     def describe(self) -> str:
-        """Where this rank is, in words, for the others' messages."""
-        doing = [f"waits for {wait.what}" for wait in self._present_waits()] or [f"runs {self._location()}"]
+        """What this rank does and how far it is, in words; "" if nothing of its script is under way."""
+        doing = [f"waits for {wait.what}" for wait in self._present_waits()]
+        if not doing and (line := self._location()):
+            doing = [f"runs {line}"]
         return "; ".join([*doing, *self.progress()])
 
     def progress(self) -> list[str]:
@@ -120,8 +122,8 @@ class Watchdog:
                 waits.append(wait)
         return waits
 
-    def _location(self) -> str:
-        """The user's line that the main thread is at."""
+    def _location(self) -> str | None:
+        """The user's line that the main thread is at, if any."""
         # By where they lie: the user's own folder may have one of these names.
         packages = [sys.modules[name].__path__[0] for name in NOT_THE_USERS if name in sys.modules]
         not_the_users = ("<frozen", *(os.path.join(path, "") for path in packages))
@@ -131,7 +133,7 @@ class Watchdog:
             if not name.startswith(not_the_users):
                 return f"{os.path.basename(name)}:{frame.f_lineno} in {frame.f_code.co_name}"
             frame = frame.f_back
-        return "no line of its script"
+        return None
 
     def _run(self) -> None:
         failed_in_a_row = 0
@@ -155,7 +157,7 @@ class Watchdog:
     def _read_messages(self) -> None:
         courier = self._courier
         for rank, _ in courier.receive(Tag.WHERE):
-            courier.send(rank, Tag.HERE, self.describe())
+            courier.send(rank, Tag.HERE, self.describe() or "runs no line of its script")
         self._answers |= dict(courier.receive(Tag.HERE))
         for rank, _ in courier.receive(Tag.LEAVING):
             self._left.setdefault(rank, time.monotonic())

@@ -121,6 +121,10 @@ class Job:
         """Why the job is lost, None while all is well."""
         return self.control.failures.error
 
+    def describe(self) -> str:
+        """What this rank does, in words."""
+        return self.watchdog.describe()
+
     def interrupt(self) -> list[str]:
         """Keeps what the warm-up has found so far, and says where this rank is, in words."""
         where = self.watchdog.progress()

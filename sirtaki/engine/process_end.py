@@ -47,6 +47,10 @@ class Endable(Protocol):
         """Collective: waits for the other ranks; may be called again where they did not come."""
         ...
 
+    def describe(self) -> str:
+        """What this rank does and how far it is, in words."""
+        ...
+
     def interrupt(self) -> list[str]:
         """Keeps what can be kept, and says where this rank is, in words."""
         ...
@@ -70,6 +74,11 @@ def forget() -> None:
     """The job has been closed on all ranks."""
     global _job
     _job = None
+
+
+def describe() -> str:
+    """What this rank does, in words; "" without a job."""
+    return "" if _job is None else _job.describe()
 
 
 def end_now(reason: str) -> NoReturn:

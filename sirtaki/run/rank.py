@@ -28,6 +28,7 @@ from .leftovers import mapped_segments, remove_segments
 from .rank_channel import Event, Message
 from .rank_command import unescape
 from .rank_output import mark_unfinished_lines
+from .termination import answer_termination, doing
 
 EXIT_GRACE_S = 3.0
 """How long a failed rank's exit handlers may take; they must not wait for ranks that wait for this one."""
@@ -53,6 +54,7 @@ def main() -> None:
     pid = os.getpid()
     threading.Thread(target=_end_with_parent, args=[os.getppid()], name="orphan-watch", daemon=True).start()
     mark_unfinished_lines()
+    answer_termination(lambda what: _tell(Event.TERMINATED, reason=what))
     if options.as_horovod:
         _import_shim()
     try:
@@ -71,15 +73,17 @@ def _fail(err: BaseException) -> None:
         case SystemExit():
             if (code := _exit_code(err)) == 0:
                 return
+            reason = "; it ".join(filter(None, [f"exit code {code}", doing()]))
             with contextlib.suppress(SystemExit):
                 sys.exit(code)  # tells those who listen there for the exit code
-            _end(code, reason=f"exit code {code}")
+            _end(code, reason=reason)
         case KeyboardInterrupt():
             _end(130, reason="KeyboardInterrupt")
         case _:
             trace = err.__traceback__
             while trace is not None and trace.tb_frame.f_code.co_filename in {__file__, runpy.__file__, _FROZEN_RUNPY}:
                 trace = trace.tb_next  # a user's traceback begins in the user's script
+            sys.last_value = err  # as the interpreter does; who ends MPI looks there
             sys.excepthook(type(err), err.with_traceback(trace), trace)
             _end(1, reason=f"{type(err).__name__}: {err}".splitlines()[0])
 

@@ -25,6 +25,7 @@ class Event(Enum):
     HANDED_OVER = "handed_over"  # to a program that is not Python; how it ends is seen by mpiexec only
     FINISHED = "finished"
     FAILED = "failed"
+    TERMINATED = "terminated"  # mpiexec ends it, since another one has failed; the reason is where it was
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +35,7 @@ class Message:
     Attributes:
         pid: of the rank's process on `host`.
         exit_code: what it ends with, 0 unless it failed.
-        reason: why it failed, in words.
+        reason: why it failed, or where it was, in words.
     """
 
     event: Event

@@ -58,6 +58,7 @@ class Supervisor:
         self._started: dict[int, Message] = {}
         self._ended: set[int] = set()
         self._failure: Ending | None = None
+        self._doing: dict[int, str] = {}  # what a rank did when mpiexec ended it
         self._unreached: list[str] = []
         self._signal: int | None = None
         self._changed = threading.Event()
@@ -134,6 +135,9 @@ class Supervisor:
                     self._ended.add(message.rank)
                 case Event.FAILED:
                     self._ended.add(message.rank)
+                case Event.TERMINATED:
+                    self._ended.add(message.rank)
+                    self._doing[message.rank] = message.reason
         if message.event is Event.FAILED:
             self._fail(Ending(rank=message.rank, host=message.host, exit_code=message.exit_code, reason=message.reason))
         self._changed.set()
@@ -148,8 +152,16 @@ class Supervisor:
             rank = ending.rank if started is None else started.rank
             who = "a rank" if rank is None else f"rank {rank}"
             where = f" on {host}" if host else ""
-            self._consoles["stderr"].say(f"{who}{where} failed ({ending.reason}); all ranks are ended")
+            self._consoles["stderr"].say(
+                f"{who}{where} failed ({ending.reason}){self._others(rank)}; all ranks are ended"
+            )
         self._changed.set()
+
+    def _others(self, failed: int | None) -> str:
+        """What was not done because of it: one rank that waited, or did something else, is enough."""
+        doing = {rank: text for rank, text in sorted(self._doing.items()) if text and rank != failed}
+        waiting = [rank for rank, text in doing.items() if text.startswith("waits")]
+        return "".join(f"; rank {rank} {doing[rank]}" for rank in [*waiting, *doing][:1])
 
     def _why_nothing_started(self, returncode: int) -> str:
         if self._unreached:

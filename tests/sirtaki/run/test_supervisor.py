@@ -71,6 +71,17 @@ def test_an_mpiexec_that_starts_nothing_is_an_error_that_names_the_host(capfd, s
     assert "A daemon" not in capfd.readouterr().err
 
 
+def test_a_rank_that_waited_for_the_killed_one_is_heard(capfd):
+    says = [(0, "runs train.py:7 in main"), (2, "waits for the gradients of iteration 7"), (3, "")]
+    others = "".join(say(Event.TERMINATED, rank=rank, reason=reason) for rank, reason in says)
+    box = f"(echo {'-' * 74}; echo 'prterun noticed that process rank 1 with PID 7 on node vm exited on signal 11'; "
+    assert run(say(Event.STARTED) + others + box + f"echo {'-' * 74}) >&2\nexit 1") == 139
+    expected = (
+        "rank 1 on vm failed (killed by SIGSEGV); rank 2 waits for the gradients of iteration 7; all ranks are ended"
+    )
+    assert capfd.readouterr().err == f"sirtakirun: {expected}\n"
+
+
 def test_the_first_failure_is_said_once_and_what_follows_from_it_is_not(capfd):
     failures = say(Event.FAILED, rank=1, exit_code=3, reason="ValueError: a bad batch") + say(Event.FAILED, exit_code=1)
     box = f"(echo {'-' * 74}; echo 'prterun detected that one or more processes exited with non-zero status,'; "
