@@ -14,7 +14,7 @@ import torch
 
 from sirtaki.errors import PlanError, TransportError
 
-from .control.failure import INTERRUPTIBLE_SLICE_S, WAIT_SLICE_S
+from .control.failure import WAIT_SLICE_S
 from .device import HOST, Device
 from .nccl_streams.communicators import CommunicatorPool, Opener
 from .nccl_streams.nccl import NcclHierarchicalTransport, NcclTransport
@@ -320,9 +320,8 @@ class Router:
         Raises:
             CommError: a reduction failed, or the job did.
         """
-        slice_s = INTERRUPTIBLE_SLICE_S if interrupted else WAIT_SLICE_S
         for work in works:
-            while not work.wait(slice_s):
+            while not work.wait(WAIT_SLICE_S):
                 self._control.failures.check()
                 if interrupted and interrupted():
                     return False

@@ -19,11 +19,8 @@ LONGEST_SLEEP_S = 1e-3
 DUTY_PERIOD_S = 2e-3
 """How often a rank that waits looks whether another one wants something of it."""
 
-WAIT_SLICE_S = 1.0
-"""How often a wait for other ranks looks whether the job has failed."""
-
-INTERRUPTIBLE_SLICE_S = 0.02
-"""The same where the wait may be given up."""
+WAIT_SLICE_S = 0.02
+"""How often a wait for other ranks looks whether the job has failed, or another rank wants something of this one."""
 
 
 class FailureBoard:

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sirtaki.comm import timeline
-from sirtaki.comm.control.failure import INTERRUPTIBLE_SLICE_S, WAIT_SLICE_S, FailureBoard, poll_until
+from sirtaki.comm.control.failure import WAIT_SLICE_S, FailureBoard, poll_until
 from sirtaki.comm.control.plane import load_mpi
 from sirtaki.errors import CommError
 
@@ -99,7 +99,7 @@ class ReadinessNegotiation:
         Raises:
             CommError: the job failed meanwhile.
         """
-        while not self._done.wait(INTERRUPTIBLE_SLICE_S if interrupted else WAIT_SLICE_S):
+        while not self._done.wait(WAIT_SLICE_S):
             self._failures.check()
             if interrupted and interrupted():
                 return False
