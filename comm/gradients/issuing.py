@@ -196,7 +196,7 @@ class NegotiatedIssuing:
         """Args: the largest unit of `plans` is what is worth sending at once; units take the plan's streams in turn."""
         self._iteration, self._negotiation = iteration, negotiation
         self._buffers, self._plans = buffers, plans
-        self._begun, self._flags_sent, self._turn = False, False, 0
+        self._begun, self._turn = False, 0
         self._unit_bytes = max(
             (
                 unit.numel * layout.itemsize_bytes
@@ -210,8 +210,8 @@ class NegotiatedIssuing:
         self._begun = True
         buffers = self._buffers
         sizes_bytes = np.array(
-            [buffers.views[index].numel() * buffers.views[index].element_size() for index in buffers.order],
-            dtype=np.int64,
+            [*(buffers.views[index].numel() * buffers.views[index].element_size() for index in buffers.order), 0],
+            dtype=np.int64,  # the last is for the flags, which are there when all gradients are
         )
         self._negotiation.begin(sizes_bytes, granularity_bytes=max(1, self._unit_bytes), on_agreed=self._issue_agreed)
 
@@ -228,7 +228,8 @@ class NegotiatedIssuing:
 
     def _issue_agreed(self, positions: list[int]) -> None:
         """In the negotiation's thread: reduces gradients that are ready everywhere."""
-        agreed = {self._buffers.order[position] for position in positions}
+        order = self._buffers.order
+        agreed = {order[position] for position in positions if position < len(order)}
         for group, plan in zip(self._buffers.groups, self._plans, strict=True):
             if not plan.units:
                 continue
@@ -248,6 +249,10 @@ class NegotiatedIssuing:
                     stream = self._turn % plan.streams
                     self._turn += 1
                     self._iteration.issue(ScheduledUnit(group, low, min(low + limit, stop), stream, route))
+        if len(order) in positions:
+            first, plan = self._buffers.groups[0], self._plans[0]
+            start, stop = first.layout.offsets[-2:]
+            self._iteration.issue(ScheduledUnit(first, start, stop, 0, (plan.transport, plan.units[0].algorithm)))
 
     def flush(self) -> None:
         """See `Issuing`."""
@@ -258,11 +263,4 @@ class NegotiatedIssuing:
 
     def wait(self, interrupted: Interrupted | None) -> bool:
         """See `Issuing`."""
-        if not self._negotiation.wait(interrupted):
-            return False
-        if not self._flags_sent:  # last, after what all ranks have negotiated
-            self._flags_sent = True
-            first, plan = self._buffers.groups[0], self._plans[0]
-            start, stop = first.layout.offsets[-2:]
-            self._iteration.issue(ScheduledUnit(first, start, stop, 0, (plan.transport, plan.units[0].algorithm)))
-        return self._iteration.wait(interrupted)
+        return self._negotiation.wait(interrupted) and self._iteration.wait(interrupted)
