@@ -116,8 +116,8 @@ class Sirtaki(Contender):
             self.optimizer = hvd.DistributedOptimizer(self.optimizer, named_parameters=self.model.named_parameters())
         finally:
             current.settings = settings
-        reducer = self.optimizer._reducer  # type: ignore[attr-defined]  # None with one rank
-        self._sync = None if reducer is None else reducer.tuned
+        gradients = self.optimizer._gradients  # type: ignore[attr-defined]  # None with one rank
+        self._sync = None if gradients is None else gradients.reducers[0].tuned
         self.warmup_steps = 0
 
     def warm_up(self, limit: int = 1000) -> None:

@@ -177,7 +177,7 @@ def on_rank(options: Mapping[str, Any]) -> None:
     begin_s = time.perf_counter()
     tuned.warm_up()
     warmup_s = time.perf_counter() - begin_s
-    sync = tuned.optimizer._reducer.tuned  # type: ignore[attr-defined]
+    sync = tuned.optimizer._gradients.reducers[0].tuned  # type: ignore[attr-defined]
     winner: Knobs = sync.knobs
     grid = [knobs for knobs in grid_settings(bare.layout) if knobs != winner]
     grid_spans_s = bare.spans_s(grid, options["grid_rounds"], options["seed"])

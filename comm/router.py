@@ -336,11 +336,19 @@ class Router:
         if self._pool is not None:
             self._pool.check()
 
-    def close(self) -> None:
-        """Closes all transports; may be called twice."""
-        for transport in self._transports.values():
-            transport.close()
+    def release(self) -> bool:
+        """Ends threads and connections of this rank; what only all ranks together can close is left to `close`.
+
+        Returns:
+            False if a thread does not end, since it waits for other ranks.
+        """
+        ended = [transport.close() for transport in self._transports.values()]
         self._transports.clear()
+        return all(ended)
+
+    def close(self) -> None:
+        """Collective: closes all transports; may be called twice."""
+        self.release()
         if self._pool is not None and self._control.failures.error is None:
             self._device.synchronise()  # what is closed must have nothing in flight
             self._pool.close()

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import copy
 import datetime
 import logging
 import os
 import pickle
 import socket
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,6 +62,15 @@ def load_mpi() -> Any:
     if ours:
         atexit.register(_finalize_mpi, MPI, os.getpid())
     return MPI
+
+
+@dataclass(slots=True)
+class _Rendezvous:
+    """Where process groups find each other: opened once for a control plane and all its scopes."""
+
+    store: TCPStore | None = None
+    own_address: str = LOOPBACK
+    prefixes: int = 0
 
 
 def gather(value: Any, *, comm: MPI.Comm, failures: FailureBoard) -> list[Any]:
@@ -157,10 +169,10 @@ class ControlPlane:
         identities = self.all_gather((first_on_host, *_host_identity()))
         self.hosts = [identities.index(identity) for identity in identities]
         self.node_ranks: list[int] = self.node.allgather(self.rank)
-        self._store: TCPStore | None = None
-        self._own_address = LOOPBACK
-        self._prefixes = 0
+        self._rendezvous = _Rendezvous()
         self._owned: list[MPI.Comm] = []
+        self._scopes: list[ControlPlane] = []
+        self._close_together: Callable[[], None] | None = None  # of a scope: set once this rank has released it
 
     @property
     def is_homogeneous(self) -> bool:
@@ -193,6 +205,40 @@ class ControlPlane:
         """Collective over `comm`: the control plane of some of these ranks, which shares their fate."""
         return ControlPlane(comm, interface=self._interface, failures=self.failures)
 
+    def scope(self) -> ControlPlane:
+        """The same ranks, for one user of communication; called in step on all ranks.
+
+        What the scope's `duplicate` gives lives until `reclaim` finds that all ranks have released the scope: users
+        are garbage-collected at different times on different ranks, and freeing a communicator is collective.
+        """
+        scope = copy.copy(self)
+        scope._owned, scope._scopes = [], []
+        self._scopes.append(scope)
+        return scope
+
+    def release(self, close_together: Callable[[], None]) -> None:
+        """Of a scope: this rank uses none of its communicators any more. Not collective, any thread may call it.
+
+        Args:
+            close_together: what else can be closed only by all ranks at the same time.
+        """
+        self._close_together = close_together
+
+    def reclaim(self) -> None:
+        """Collective: closes and frees what belongs to scopes that all ranks have released, in one order."""
+        if not self._scopes:  # then there is none on any rank
+            return
+        released = self.minimum(np.array([float(scope._close_together is not None) for scope in self._scopes])) > 0
+        kept = []
+        for scope, everywhere in zip(self._scopes, released, strict=True):
+            if everywhere:
+                assert scope._close_together is not None
+                scope._close_together()
+                scope._free_owned()
+            else:
+                kept.append(scope)
+        self._scopes = kept
+
     def store(self) -> tuple[TCPStore, str]:
         """Collective at the first call: the key-value store through which process groups find each other.
 
@@ -203,9 +249,10 @@ class ControlPlane:
             ConfigError: on all ranks, if rank 0 has no such network interface.
             TransportError: on all ranks, if one of them cannot reach rank 0.
         """
-        if self._store is None:
-            self._store, self._own_address = self._open_store()
-        return self._store, self._own_address
+        there = self._rendezvous
+        if there.store is None:
+            there.store, there.own_address = self._open_store()
+        return there.store, there.own_address
 
     def _open_store(self) -> tuple[TCPStore, str]:
         from torch._C._distributed_c10d import TCPStore
@@ -240,8 +287,8 @@ class ControlPlane:
 
     def next_prefix(self) -> str:
         """A store prefix that no earlier process group has used; the same on all ranks if called in step."""
-        self._prefixes += 1
-        return f"sirtaki/{self._prefixes}"
+        self._rendezvous.prefixes += 1
+        return f"sirtaki/{self._rendezvous.prefixes}"
 
     def all_gather(self, value: Any) -> list[Any]:
         """Collective: the picklable values of all ranks, by rank."""
@@ -304,7 +351,13 @@ class ControlPlane:
 
     def close(self) -> None:
         """Collective: frees the communicators. MPI itself stays up, so that `init()` works again."""
-        for comm in (*self._owned, self.cross, self.node, self._comm):
+        self.reclaim()  # what is left is still in use by a thread somewhere
+        self._free_owned()
+        for comm in (self.cross, self.node, self._comm):
+            comm.Free()
+        self._rendezvous.store = None
+
+    def _free_owned(self) -> None:
+        for comm in self._owned:
             comm.Free()
         self._owned.clear()
-        self._store = None

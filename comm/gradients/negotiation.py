@@ -28,12 +28,21 @@ logger = logging.getLogger(__name__)
 Bits = npt.NDArray[np.bool_]
 
 
-def agree(bits: Bits, *, comm: MPI.Comm, failures: FailureBoard) -> Bits:
-    """Collective: one round; the bits that are set on every rank, `(n,)`."""
+_given_up: list[MPI.Request] = []
+"""Rounds that other ranks never joined; MPI still knows their buffers, which the requests keep."""
+
+
+def agree(
+    bits: Bits, *, comm: MPI.Comm, failures: FailureBoard, closing: Callable[[], bool] = lambda: False
+) -> Bits | None:
+    """Collective: one round; the bits that are set on every rank, `(n,)`. None if it was given up, being `closing`."""
     packed = np.packbits(bits)
     result = np.empty_like(packed)
     request = comm.Iallreduce(packed, result, op=load_mpi().BAND)
-    poll_until(request.Test, failures=failures)
+    poll_until(lambda: request.Test() or closing(), failures=failures)
+    if not request.Test():
+        _given_up.append(request)
+        return None
     return np.unpackbits(result, count=bits.size).view(np.bool_)
 
 
@@ -55,7 +64,7 @@ class ReadinessNegotiation:
         self._granularity_bytes = 0
         self._fresh_bytes = 0
         self._ended = False
-        self._closing = False
+        self._closing = self._left_open = False
         self._on_agreed: Callable[[list[int]], None] | None = None
         self._done = threading.Event()
 
@@ -136,10 +145,15 @@ class ReadinessNegotiation:
         while not agreed.all():
             with self._wake:
                 self._wake.wait_for(lambda: self._closing or self._worth_a_round())
+                if self._closing:
+                    return
                 bits = self._bits.copy()
                 self._fresh_bytes = 0
             begin_s = time.perf_counter()
-            result = agree(bits, comm=self._comm, failures=self._failures)
+            result = agree(bits, comm=self._comm, failures=self._failures, closing=lambda: self._closing)
+            if result is None:
+                self._left_open = True
+                return
             if (trace := timeline.active()) is not None:
                 brought = int((result & ~agreed).sum())
                 trace.span("negotiation", "round", begin_s, time.perf_counter(), marked=int(bits.sum()), agreed=brought)
@@ -148,10 +162,12 @@ class ReadinessNegotiation:
             agreed |= result
         self._on_agreed = None
 
-    def close(self) -> None:
-        """Ends the thread."""
+    def close(self) -> bool:
+        """Ends the thread; False if the communicator is in use for ever, by a round that other ranks never joined."""
         with self._wake:
             self._closing = True
             self._wake.notify()
-        if self._thread is not None:
-            self._thread.join(timeout=2.0)
+        if self._thread is None:
+            return True
+        self._thread.join(timeout=2.0)
+        return not (self._thread.is_alive() or self._left_open)

@@ -432,8 +432,8 @@ class Synchroniser:
         else:
             self._begin_iteration()
 
-    def close(self) -> None:
-        """Ends the negotiation thread; gradients keep their values. Once."""
+    def close(self) -> bool:
+        """Ends the negotiation thread; gradients keep their values. Once. False if its communicator stays in use."""
         self._device.users -= 1
-        if self._negotiation is not None:
-            self._negotiation.close()
+        del self._default_plan  # which leads back to whom it belongs
+        return self._negotiation is None or self._negotiation.close()

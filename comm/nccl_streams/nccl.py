@@ -141,8 +141,9 @@ class NcclTransport:
         """Returns the work and the factor that has still to be applied."""
         return _all_reduce(self._group(stream, Scope.ALL), unit, op, scale)
 
-    def close(self) -> None:
+    def close(self) -> bool:
         """See `Transport`; the pool is its owner's."""
+        return True
 
 
 def _all_reduce(group: Group, unit: torch.Tensor, op: ReduceOp, scale: float) -> tuple[GroupWork, float]:

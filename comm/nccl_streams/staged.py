@@ -151,9 +151,9 @@ class StagedTransport:
             return NOTHING_TO_DO
         return self._streams[stream.number].submit(buffer, start, stop, op, scale)
 
-    def close(self) -> None:
+    def close(self) -> bool:
         """See `Transport`."""
         for stream in self._streams:
             stream.close()
         self._streams.clear()
-        self._inner.close()
+        return self._inner.close()

@@ -125,8 +125,12 @@ class Transport(Protocol):
         """
         ...
 
-    def close(self) -> None:
-        """Releases threads and connections; pending works fail. May be called twice."""
+    def close(self) -> bool:
+        """Releases threads and connections; pending works fail. May be called twice.
+
+        Returns:
+            False if a thread does not end, since it waits for other ranks: what it uses must not be freed.
+        """
         ...
 
 
@@ -137,7 +141,7 @@ def open_up_to(
     streams: list[Stream],
     wanted: Sequence[StreamSpec],
     open_one: Callable[[int], Stream],
-    close: Callable[[Stream], None],
+    close: Callable[[Stream], object],
 ) -> None:
     """Collective: adds to `streams` until all that are wanted are there.
 

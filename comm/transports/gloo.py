@@ -175,8 +175,9 @@ class GlooTransport:
             unit_work.note_end()
         return unit_work
 
-    def close(self) -> None:
+    def close(self) -> bool:
         """See `Transport`."""
         for group in self._groups:
             _end(group)
         self._groups.clear()
+        return True

@@ -161,10 +161,12 @@ class MpiTransport:
         chosen.tasks.put(task)
         return work
 
-    def close(self) -> None:
+    def close(self) -> bool:
         """See `Transport`."""
         for stream in self._streams:
             stream.tasks.put(None)
         for stream in self._streams:
             stream.close()
+        ended = not any(stream.thread.is_alive() for stream in self._streams)
         self._streams.clear()
+        return ended

@@ -226,9 +226,10 @@ class _Stream:
         for task in (*self._to_reduce, *self._to_complete):
             task.work.finish(error)
 
-    def close(self) -> None:
+    def close(self) -> bool:
+        """Ends the threads; False if what the other nodes are reached by does not end."""
         if self._closing:
-            return
+            return True
         self._closing = True
         self._doorbell.ring_own()
         self._crossing.put(None)
@@ -236,8 +237,7 @@ class _Stream:
             thread.join(timeout=2.0)
         if not any(thread.is_alive() for thread in self._threads):
             self._doorbell.close()
-        if self._across is not None:
-            self._across.close()
+        return self._across is None or self._across.close()
 
 
 class SharedMemoryTransport:
@@ -282,8 +282,8 @@ class SharedMemoryTransport:
         self._streams[stream.number].submit(task)
         return task.work
 
-    def close(self) -> None:
+    def close(self) -> bool:
         """See `Transport`."""
-        for stream in self._streams:
-            stream.close()
+        ended = [stream.close() for stream in self._streams]
         self._streams.clear()
+        return all(ended)

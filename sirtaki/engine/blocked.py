@@ -113,8 +113,11 @@ class BlockedRanks:
         if waits_for is None or now_s - since_s < TELL_S:
             return None
         given = {reducer.key: reducer.given for reducer in reducers}
-        if now_s - since_s < TELL_ANYWAY_S and not any(
-            reducer.pending and given[reducer.key] == reducer.finished for reducer in reducers
+        asks = isinstance(waits_for, _Iteration) and waits_for.reached[1] is Stage.ASK
+        if (
+            now_s - since_s < TELL_ANYWAY_S
+            and not asks
+            and not any(reducer.pending and given[reducer.key] == reducer.finished for reducer in reducers)
         ):
             return None
         return _Blocked(waits_for, given)
@@ -134,5 +137,5 @@ class BlockedRanks:
         return any(
             (each.given if stage is Stage.REDUCE else each.finished) <= iteration
             for each in self._job.reducers
-            if each.key == waited_for.key and each is not reducer
+            if each.key == waited_for.key and (each is not reducer or stage is Stage.ASK)
         )

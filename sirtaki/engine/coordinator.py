@@ -11,6 +11,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Concatenate, ParamSpec, TypeVar
 
 import numpy as np
@@ -182,6 +183,12 @@ class TuningCoordinator:
         self._log.close()
 
     @_guarded
+    def close(self) -> None:
+        """Remembers what an unfinished warm-up has found, and does not watch for the model's graph any more."""
+        self.remember()
+        self._cache.close()
+
+    @_guarded
     def _begin(self, space: KnobSpace, arm: Arm | None, seeds: Sequence[Knobs] = ()) -> None:
         self._session = WarmupSession(
             space=space,
@@ -204,7 +211,11 @@ class TuningCoordinator:
     def _make_bandit(self, space: KnobSpace, planners: Sequence[Arm]) -> BanditArm:
         budget, rng = self._settings.warmup_iterations, np.random.default_rng(self._settings.seed)
         if self._arms is None:
-            return default_arms(space=space, rng=rng, budget_iterations=budget, planners=planners)
+            build = functools.partial(default_arms, space=space, rng=rng, budget_iterations=budget, planners=planners)
+            # What arms import may keep the errors of imports that failed, which keep the frames that led to them: on
+            # a stack of its own, so that these are not the user's with his model in them.
+            with ThreadPoolExecutor(max_workers=1) as stack:
+                return stack.submit(build).result()
         return BanditArm(self._arms, rng=rng, window=window_for(budget // ITERATIONS_PER_TRIAL, len(self._arms)))
 
     @staticmethod

@@ -1,6 +1,6 @@
-"""Watches the gradients of one optimizer and has them reduced: what stands between autograd and the synchroniser.
+"""Watches gradients and has them reduced: what stands between autograd and the synchroniser.
 
-A module of its own because everything that depends on how a gradient comes is here: hooks, accumulation over several
+Everything that depends on how a gradient comes is here: hooks, accumulation over several
 backward passes, groups, sparse gradients, parameters that are thawed in mid-training. The synchroniser knows only
 dense gradients that are ready or not, the optimizer only that they are reduced in the end.
 """
@@ -8,23 +8,22 @@ dense gradients that are ready or not, the optimizer only that they are reduced 
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from sirtaki.autotune.arms.base import Arm
 from sirtaki.comm.collectives.requests import Kind, Signature
-from sirtaki.comm.control.watchdog import Wait
-from sirtaki.comm.gradients.buffers import Reduction
 from sirtaki.errors import GradientError
 
-from .joining import Stage
+from .joining import Key, Stage
 from .nan_check import NanCheck
+from .reducer_options import ReducerOptions
+from .reducer_watch import ReducerWatch
 from .same_model import StartCheck, require_same_model
 from .sparse_gradients import SparseReductions
 from .warmup import TunedSynchroniser
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
     from sirtaki.comm.collectives.rank_sets import RankSet
 
     from .job import Job
+    from .optimizer_gradients import OptimizerGradients
 
 TOO_OFTEN = (
     "Gradients were computed more than backward_passes_per_step times before call to step(). "
@@ -44,31 +44,23 @@ Arrive = Callable[[torch.Tensor], None]
 """What is done with a gradient that is complete."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ReducerOptions:
-    """How gradients are reduced, whatever the model.
-
-    Attributes:
-        reduction: what is done to every gradient.
-        sparse_as_dense: sparse gradients are made dense.
-        groups: parameters that go together: none of a group leaves before all are there.
-        arms: search techniques to tune with, None = the usual ones.
-    """
-
-    reduction: Reduction
-    sparse_as_dense: bool = False
-    groups: Sequence[Sequence[torch.Tensor]] = ()
-    arms: Sequence[Arm] | None = None
-
-
 class GradientReducer:
-    """Keeps the gradients of one optimizer equal on some of the ranks.
+    """Keeps the gradients of some parameters equal on some of the ranks.
+
+    It lives as long as an optimizer that uses it; hooks, job and watchdog know it by weak references.
 
     Attributes:
-        key: the number of the ranks' process set and that of the optimizer there.
-        ranks: those that take part, by their rank among all.
+        key: the number of the ranks' process set and its own there, the same on all of these ranks.
+        members: the ranks that take part.
+        ranks: the same, by their rank among all.
+        passes: backward passes whose gradients are added up before they are reduced.
+        options: how gradients are reduced.
         finished: iterations that have ended, whatever became of the parameters since.
         waiting: what this rank waits for in the present iteration, and since when (`time.monotonic()`).
+        n_reduced: those of them in which gradients were reduced; a shared one may find nothing to reduce.
+        shared: several optimizers may use it; the same on all ranks.
+        users: those optimizers of this rank that do.
+        closed: why it is closed; empty while it is open.
     """
 
     def __init__(
@@ -79,33 +71,41 @@ class GradientReducer:
         Args:
             job: of this process.
             members: the ranks that take part, with their control plane.
-            named: all parameters of the optimizer with their names, frozen ones too, the same on all ranks.
+            named: the parameters with their names, frozen ones too, the same on all ranks.
             passes: backward passes whose gradients are added up before they are reduced.
             options: how to reduce.
         """
         assert members.control is not None
         assert members.engine is not None
-        self._job, self._control, self._engine, self._options = job, members.control, members.engine, options
-        self._passes = passes
-        self._serial = next(job.serials[members.number])
-        self.key, self.ranks = (members.number, self._serial), members.ranks
-        self.finished = 0
-        self.waiting: tuple[Stage, float] | None = None
-        self._sparse = SparseReductions(f"optimizer.{self._serial}", options.reduction, members.engine)
-        self._nan_check = NanCheck(members.control) if job.settings.check_nan else None
+        self._job, self._control, self._engine = job, members.control, members.engine
         self._sync: TunedSynchroniser | None = None
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._watch: ReducerWatch | None = None
+        self.closed = ""
+        self.passes, self.options = passes, options
+        self.members, self.ranks = members, members.ranks
+        self.key = (members.number, next(job.serials[members.number]))
+        self.finished = self.n_reduced = 0
+        self.shared = False
+        self.users: weakref.WeakSet[OptimizerGradients] = weakref.WeakSet()
+        self.waiting: tuple[Stage, float] | None = None
+        self._prefix = f"optimizer.{self.key[1]}"
+        self._sparse = SparseReductions(self._prefix, options.reduction, members.engine)
+        self._nan_check = NanCheck(members.control) if job.settings.check_nan else None
         self._in_backward = False
         self._start_check = StartCheck()
+        job.disposal.start()
         self._attach(named)
-        job.watchdog.watch(self._present_wait, self._progress)
-        job.reducers.append(self)
+        self._watch = ReducerWatch(job, self)
+        job.watchdog.watch(self._watch.present_wait, self._watch.progress)
+        job.add_reducer(self)
 
     # ── which parameters ─────────────────────────────────────────────────────────────────────────────────────────
 
     def _attach(self, named: Sequence[Named]) -> None:
-        """Collective: hooks on all parameters that want a gradient; those that the optimizer had before are removed."""
+        """Collective: hooks on all parameters that want a gradient; those that there were before are removed."""
         self._detach()
+        self._control.reclaim()
         self._all = list(named)
         self._named = [(name, param) for name, param in named if param.requires_grad]
         self._by_name = dict(self._named)
@@ -118,17 +118,18 @@ class GradientReducer:
                 self._job.settings,
                 [self._named[number][1] for number in dense],
                 [self._named[number][0] for number in dense],
-                reduction=self._options.reduction,
-                arms=self._options.arms,
+                reduction=self.options.reduction,
+                arms=self.options.arms,
             )
         arrive: dict[int, Arrive] = dict.fromkeys(range(len(self._named)), self._nothing)
         for index, number in enumerate(dense):
             arrive[number] = self._arrival(index)
         self._gather_groups(arrive)
+        self._arrive = arrive
         if self._nan_check is not None:
             self._nan_check.names = [name for name, _ in self._named]
         self._hooks = [
-            param.register_post_accumulate_grad_hook(self._make_hook(number, arrive[number]))  # type: ignore[no-untyped-call]  # torch's
+            param.register_post_accumulate_grad_hook(self._make_hook(number))  # type: ignore[no-untyped-call]  # torch's
             for number, (_, param) in enumerate(self._named)
         ]
         self._begin_iteration()
@@ -149,24 +150,34 @@ class GradientReducer:
             self._sync.close()
             self._sync = None
 
+    @property
+    def named(self) -> list[Named]:
+        """Its parameters with their names, frozen ones too."""
+        return list(self._all)
+
     def extend(self, named: Sequence[Named]) -> None:
-        """Collective: from now on, these parameters too."""
-        if self.pending:
-            raise RuntimeError("add_param_group() between backward() and step(): call step() or synchronize() first")
+        """Collective, between iterations: from now on, these parameters too."""
         self._attach([*self._all, *named])
+
+    def keep_only(self, named: Sequence[Named]) -> None:
+        """Collective, between iterations: from now on, these of its parameters only."""
+        self._attach(named)
 
     def _gather_groups(self, arrive: dict[int, Arrive]) -> None:
         """Members of a group wait for the last of them, so that the group leaves as one."""
         number_of = {id(param): number for number, (_, param) in enumerate(self._named)}
         self._group_sizes: list[int] = []
-        for group in self._options.groups:
+        for group in self.options.groups:
             members = [number_of[id(param)] for param in group if id(param) in number_of]
             place = len(self._group_sizes)
             self._group_sizes.append(len(members))
             for number in members:
-                arrive[number] = partial(self._arrive_in_group, place, arrive[number])
+                arrive[number] = partial(self._arrive_in_group, weakref.ref(self), place, arrive[number])
 
-    def _arrive_in_group(self, place: int, leave: Arrive, gradient: torch.Tensor) -> None:
+    @staticmethod
+    def _arrive_in_group(this: weakref.ref[GradientReducer], place: int, leave: Arrive, gradient: torch.Tensor) -> None:
+        self = this()
+        assert self is not None  # or else its hook would not have called this
         waiting = self._groups_waiting[place]
         waiting.append(partial(leave, gradient))
         if len(waiting) == self._group_sizes[place]:
@@ -175,10 +186,14 @@ class GradientReducer:
 
     # ── the way of one gradient ──────────────────────────────────────────────────────────────────────────────────
 
-    def _make_hook(self, number: int, arrive: Arrive) -> Callable[[torch.Tensor], None]:
-        nan_check = self._nan_check
+    def _make_hook(self, number: int) -> Callable[[torch.Tensor], None]:
+        # Garbage collection does not see what such a hook holds, so it holds nothing.
+        this, nan_check = weakref.ref(self), self._nan_check
 
         def hook(param: torch.Tensor) -> None:
+            self = this()
+            if self is None:
+                return
             passes_left = self._passes_left  # replaced by each finish()
             left = passes_left[number]
             if left > 1:
@@ -195,7 +210,7 @@ class GradientReducer:
             if nan_check is not None:
                 nan_check.look(number, gradient)
             if not gradient.is_sparse or self._makes_dense(number, param):
-                arrive(param.grad)  # type: ignore[arg-type]  # it is there
+                self._arrive[number](param.grad)  # type: ignore[arg-type]  # it is there
 
         return hook
 
@@ -218,7 +233,7 @@ class GradientReducer:
         name = self._named[number][0]
         # Which parameters have sparse gradients is agreed while the order is profiled; later ones are made dense.
         agreed_later = self._sync is not None and self._sync.profiling
-        if self._options.sparse_as_dense or (name not in self._sparse.names and not agreed_later):
+        if self.options.sparse_as_dense or (name not in self._sparse.names and not agreed_later):
             param.grad = param.grad.to_dense()
             return True
         self._sparse.start(name, param.grad)
@@ -232,6 +247,15 @@ class GradientReducer:
         return (self._sync is not None and self._sync.pending) or self._sparse.pending
 
     @property
+    def begun(self) -> bool:
+        """Gradients have come on this rank that no finished iteration has reduced."""
+        return (
+            self.pending
+            or any(left != self.passes for left in self._passes_left)
+            or any(param.requires_grad for _, param in self._frozen)
+        )
+
+    @property
     def iteration(self) -> int:
         """Iterations finished so far with the present parameters."""
         return 0 if self._sync is None else self._sync.iteration
@@ -243,21 +267,26 @@ class GradientReducer:
 
     def set_passes(self, passes: int) -> None:
         """From the next iteration on, gradients of `passes` backward passes are added up before they are reduced."""
-        self._passes = passes
+        self.passes = passes
         self._begin_iteration()
 
     def _begin_iteration(self) -> None:
-        self._passes_left = [self._passes] * len(self._named)
+        self._passes_left = [self.passes] * len(self._named)
         self._groups_waiting: list[list[Callable[[], None]]] = [[] for _ in self._group_sizes]
         self._in_backward = False
 
-    def finish(self) -> None:
-        """Collective: blocks until all gradients are reduced; afterwards `.grad` holds the result."""
+    def finish(self, *, due: bool = True) -> None:
+        """Collective: blocks until all gradients are reduced; afterwards `.grad` holds the result.
+
+        Args:
+            due: of a shared one: no other optimizer has had gradients reduced since this one last had. If it is not
+                due on any rank, and no gradients have come, the reduced gradients are in place.
+        """
         if not self._named and not any(param.requires_grad for _, param in self._frozen):
             return
         self._job.joining.begins(self, Stage.FINISH)
-        self._job.finished.append(self)
-        self._finish()
+        self._job.note_finished(self)
+        self._finish(due=due)
 
     def contribute_zeros(self) -> None:
         """On a rank that has joined: gives zeros to an iteration that the other ranks have not begun to end."""
@@ -268,15 +297,17 @@ class GradientReducer:
         """Collective: what `finish` is on a rank that has joined."""
         self._finish(joined=True)
 
-    def _finish(self, *, joined: bool = False) -> None:
+    def _finish(self, *, joined: bool = False, due: bool = False) -> None:
         problem: GradientError | None = None
-        with self.waits(Stage.FINISH):
-            try:
-                self._end_iteration(joined)
-            except GradientError as err:  # the iteration is over all the same
-                self._begin_iteration()
-                problem = err
-            self._start_check.look(self._control, self._named)  # nothing has been updated yet
+        if not self.shared or self._is_due(due):
+            with self.waits(Stage.FINISH):
+                try:
+                    self._end_iteration(joined)
+                except GradientError as err:  # the iteration is over all the same
+                    self._begin_iteration()
+                    problem = err
+                self._start_check.look(self._control, self._named)  # nothing has been updated yet
+            self.n_reduced += 1
         self.finished += 1
         self._job.joining.ends(self)
         if problem is not None:
@@ -294,10 +325,19 @@ class GradientReducer:
     @property
     def given(self) -> int:
         """Iterations to which this rank has given all its gradients."""
-        complete = self.waiting is not None or not (
+        waits_for_gradients = self.waiting is not None and self.waiting[0] is not Stage.ASK
+        complete = waits_for_gradients or not (
             (self._sync is not None and self._sync.missing_names()) or self._sparse.missing
         )
         return self.finished + complete
+
+    def _is_due(self, due: bool) -> bool:
+        """Collective: whether any rank has gradients to reduce; ends the sharing when one user is left."""
+        mine = np.array([float(due or self.begun), float(len(self.users))])
+        with self.waits(Stage.ASK):
+            anywhere, n_users = self._control.maximum(mine)
+        self.shared = bool(n_users > 1)
+        return bool(anywhere > 0)
 
     def _end_iteration(self, joined: bool) -> None:
         if self._nan_check is not None:
@@ -327,7 +367,7 @@ class GradientReducer:
         if self.pending:
             return
         for (_, param), left in zip(self._named, self._passes_left, strict=True):
-            if left < self._passes:
+            if left < self.passes:
                 param.grad = None
         self._begin_iteration()
 
@@ -342,13 +382,13 @@ class GradientReducer:
     @torch.no_grad()
     def _reduce_thawed(self, params: list[torch.Tensor]) -> None:
         """Collective: gradients of parameters that had no hook yet in this iteration."""
-        reduction = self._options.reduction
+        reduction = self.options.reduction
         for number, param in enumerate(params):
             if param.grad is None:
                 param.grad = torch.zeros_like(param)
             signature = Signature.of(
                 [param.grad],
-                name=f"optimizer.{self._serial}.thawed.{number}",
+                name=f"{self._prefix}.thawed.{number}",
                 kind=Kind.ALLREDUCE,
                 op=reduction.op.value,
                 factors=(reduction.prescale, reduction.postscale),
@@ -358,34 +398,34 @@ class GradientReducer:
             self._engine.finish(work)
             param.grad.copy_(work.results[0])
 
-    # ── for the watchdog, and the end ────────────────────────────────────────────────────────────────────────────
+    # ── the end ──────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _present_wait(self) -> Wait | None:
-        waiting, iteration = self.waiting, self.iteration
-        since_s = None if waiting is None else waiting[1]
-        if self._sync is not None:
-            self._sync.check()
-            if since_s is None and (stalled := self._sync.in_flight.stalled()):
-                iteration, since_s = stalled
-        return None if since_s is None else Wait(what=f"the gradients of iteration {iteration}", since_s=since_s)
+    def close(self, reason: str) -> None:
+        """Not collective: gradients are not reduced any more, because of `reason`. Idempotent."""
+        if not self.closed:
+            self.closed = reason
+            self._job.remove_reducer(self)
+            _let_go(self._job, self.key, self._watch, self._hooks, self._sync)
+            self._hooks, self._sync = [], None
 
-    def _progress(self) -> str:
-        """For the other ranks' watchdogs: how far this rank is; nothing if a later optimizer has taken over."""
-        in_use = [*self._job.reducers[-1:], *list(self._job.finished)[-1:]]
-        if self._sync is None or not (self.pending or self.waiting or self in in_use):
-            return ""
-        missing = self._sync.missing_names()
-        shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
-        waiting = self._sync.in_flight.unreduced_unit()
-        return "".join(
-            [
-                f"is in iteration {self._sync.iteration}",
-                f", has not computed {shown}" if missing else "",
-                f", its GPU waits for {waiting}" if waiting else "",
-            ]
-        )
+    def __del__(self) -> None:
+        # In any thread, at any time: what must be closed is handed over.
+        if not self.closed:
+            self._job.disposal.put(partial(_let_go, self._job, self.key, self._watch, self._hooks, self._sync))
 
-    def close(self) -> None:
-        """Gradients are not reduced any more."""
-        self._job.watchdog.forget(self._present_wait, self._progress)
-        self._detach()
+
+def _let_go(
+    job: Job,
+    key: Key,
+    watch: ReducerWatch | None,
+    hooks: Sequence[torch.utils.hooks.RemovableHandle],
+    sync: TunedSynchroniser | None,
+) -> None:
+    """Takes away and closes what belongs to one reducer on this rank."""
+    job.joining.forget(key)
+    if watch is not None:
+        job.watchdog.forget(watch.present_wait, watch.progress)
+    for hook in hooks:
+        hook.remove()
+    if sync is not None:
+        sync.close()

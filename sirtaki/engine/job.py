@@ -11,7 +11,8 @@ import logging
 import os
 import threading
 import time
-from collections import defaultdict, deque
+import weakref
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -30,6 +31,7 @@ from sirtaki.settings import NEVER_S, Settings
 
 from . import process_end
 from .blocked import BlockedRanks
+from .disposal import Disposal
 from .joining import Joining
 
 if TYPE_CHECKING:
@@ -66,8 +68,10 @@ class Job:
         self.clock_offset_s = align_clocks(self.control) if settings.timeline is not None else None
         # Numbers for optimizers, by process set: the same on all ranks of the set.
         self.serials: defaultdict[int, Iterator[int]] = defaultdict(itertools.count)
-        self.reducers: list[GradientReducer] = []
-        self.finished: deque[GradientReducer] = deque(maxlen=1)  # the one that was stepped last
+        self.disposal = Disposal()
+        # Optimizers live as long as the user keeps them.
+        self._reducers: list[weakref.ref[GradientReducer]] = []
+        self._last_finished: weakref.ref[GradientReducer] | None = None
         self.joining, self.blocked = Joining(self), BlockedRanks(self)
         self.control.failures.listen(self._on_failure)
         self.control.failures.while_waiting(self._attend)
@@ -78,6 +82,28 @@ class Job:
         engine = self.rank_sets[0].engine
         assert engine is not None
         return engine
+
+    @property
+    def reducers(self) -> list[GradientReducer]:
+        """Those that are in use or not collected yet, the oldest first."""
+        return [reducer for reference in self._reducers if (reducer := reference()) is not None]
+
+    @property
+    def last_finished(self) -> GradientReducer | None:
+        """The one that was stepped last."""
+        return None if self._last_finished is None else self._last_finished()
+
+    def add_reducer(self, reducer: GradientReducer) -> None:
+        """Keeps a weak reference to it."""
+        self._reducers = [weakref.ref(there) for there in (*self.reducers, reducer)]
+
+    def remove_reducer(self, reducer: GradientReducer) -> None:
+        """It is closed."""
+        self._reducers = [weakref.ref(there) for there in self.reducers if there is not reducer]
+
+    def note_finished(self, reducer: GradientReducer) -> None:
+        """This rank ends an iteration of it."""
+        self._last_finished = weakref.ref(reducer)
 
     def needed(self, reducer: GradientReducer) -> bool:
         """Whether this rank must not wait for this optimizer's gradients now: another one waits for it elsewhere."""
@@ -144,10 +170,9 @@ class Job:
         self.control.failures.while_waiting(None)
         everybody = self.control.failures.error is None and self.watchdog.leave(timeout_s)
         for reducer in reversed(self.reducers):
-            reducer.close()
+            reducer.close("by shutdown()")
+        self.disposal.stop()
         timeline.stop()
-        self.reducers.clear()
-        self.finished.clear()
         if everybody:
             self.rank_sets.close()
             self.watchdog.close()

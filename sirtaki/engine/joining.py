@@ -39,6 +39,8 @@ Key = tuple[int, int]
 class Stage(IntEnum):
     """How far a rank has got in an iteration."""
 
+    ASK = 0
+    """It asks whether any rank has gradients of parameters that several optimizers have."""
     REDUCE = 1
     """All its gradients are there, and it waits until they are reduced."""
     FINISH = 2
@@ -51,9 +53,9 @@ Reached = tuple[int, Stage]
 
 @dataclass(slots=True)
 class _Presence:
-    """What this rank takes part in with one optimizer, and which joined ranks know of it."""
+    """What this rank takes part in with one optimizer of these ranks, and which joined ranks know of it."""
 
-    reducer: GradientReducer
+    ranks: tuple[int, ...]
     reached: Reached
     told: set[int] = field(default_factory=set)
 
@@ -74,13 +76,17 @@ class Joining:
     def begins(self, reducer: GradientReducer, stage: Stage) -> None:
         """This rank takes part in an iteration of this optimizer; those that have joined are told."""
         with self._lock:
-            self._present[reducer.key] = _Presence(reducer, (reducer.finished, stage))
+            self._present[reducer.key] = _Presence(reducer.ranks, (reducer.finished, stage))
             self._tell()
 
     def ends(self, reducer: GradientReducer) -> None:
         """An iteration of this optimizer has ended, whether or not this rank has joined."""
         self._finished[reducer.key[0]] += 1
         self._present.pop(reducer.key, None)
+
+    def forget(self, key: Key) -> None:
+        """This optimizer is dropped; what was begun is not ended. Any thread."""
+        self._present.pop(key, None)
 
     def attend(self) -> None:
         """Tells those that have joined meanwhile; for any thread, now and then while this rank waits."""
@@ -93,7 +99,7 @@ class Joining:
     def _tell(self) -> None:
         self._joined |= dict(self._courier.receive(Tag.JOINED))
         for key, presence in list(self._present.items()):
-            for rank in presence.reducer.ranks:
+            for rank in presence.ranks:
                 if self._joined.get(rank) == self._round and rank not in presence.told:
                     presence.told.add(rank)
                     self._courier.send(rank, Tag.ITERATION, (key, presence.reached))

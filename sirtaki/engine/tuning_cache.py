@@ -156,6 +156,10 @@ class TuningCache:
             logger.warning("training goes on without the registry: %s", err)
             self._topology = None
 
+    def close(self) -> None:
+        """Does not watch for the model's graph any more."""
+        self._recorder.stop()
+
     def recall(self, layouts: Sequence[GradientLayout], space: KnobSpace) -> CacheHit:
         """What is known of this job; the model must have run forward once. Similar jobs' settings come later."""
         try:

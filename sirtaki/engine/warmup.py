@@ -69,7 +69,8 @@ class TunedSynchroniser:
             reduction: what is done to every gradient.
             arms: search techniques, None = the usual ones.
         """
-        self._control, self._settings = control, settings
+        self._control, self._settings = control.scope(), settings
+        control = self._control
         self._router = open_router(control, settings, params)
         total_bytes = sum(param.numel() * reduction.travels_as(param.dtype).itemsize for param in params)
         self._choose = partial(default_knobs, total_bytes=total_bytes, one_node=control.one_node)
@@ -301,7 +302,11 @@ class TunedSynchroniser:
             self._coordinator.remember()
 
     def close(self) -> None:
-        """Ends all threads; what an unfinished warm-up has found is stored."""
-        self.remember()
-        self._sync.close()
-        self._router.close()
+        """Ends all threads; what an unfinished warm-up has found is stored. Not collective, once.
+
+        What only all ranks together can close is left to the control plane's `reclaim`.
+        """
+        if self._coordinator is not None:
+            self._coordinator.close()
+        if all([self._sync.close(), self._router.release()]):
+            self._control.release(self._router.close)

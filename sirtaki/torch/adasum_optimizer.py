@@ -17,14 +17,13 @@ from sirtaki.comm.collectives.rank_sets import GLOBAL
 from sirtaki.engine import job
 
 from .compression import Compressor
-from .derived_class import derive, plain_copy
+from .derived_class import Distributed, derive, plain_copy
 from .mpi_ops import Adasum, allreduce_async_, synchronize
 
 
-class _AdasumDistributed(torch.optim.Optimizer):
+class _AdasumDistributed(Distributed):
     """What is mixed into the class of the wrapped optimizer."""
 
-    _wrapped: torch.optim.Optimizer
     _named: Sequence[tuple[str, torch.Tensor]]
     _parameter_names: dict[torch.Tensor, str]
     _compression: type[Compressor]
@@ -95,7 +94,7 @@ def wrap_adasum(
     if size & (size - 1):
         raise NotImplementedError(f"Adasum needs a number of ranks that is a power of two, not {size}")
     distributed = derive(_AdasumDistributed, optimizer)
-    distributed._wrapped, distributed._named, distributed._compression = optimizer, named, compression
+    distributed._named, distributed._compression = named, compression
     distributed._parameter_names = {param: name for name, param in named}
     distributed._serial = next(current.serials[GLOBAL])
     return distributed

@@ -9,13 +9,40 @@ from typing import Any, TypeVar
 
 import torch
 
-Mixin = TypeVar("Mixin", bound=torch.optim.Optimizer)
+from sirtaki.errors import ConfigError
+
+Mixin = TypeVar("Mixin", bound="Distributed")
+
+
+class Distributed(torch.optim.Optimizer):
+    """What all distributed optimizers are instances of.
+
+    Attributes:
+        _wrapped: the optimizer that this one was made of; a scheduler may still hold it.
+    """
+
+    _wrapped: torch.optim.Optimizer
+
+
+def require_plain(optimizer: torch.optim.Optimizer) -> None:
+    """Raises if the optimizer is a distributed one already.
+
+    Raises:
+        ConfigError: saying what to do.
+    """
+    if isinstance(optimizer, Distributed):
+        name = type(optimizer._wrapped).__name__
+        raise ConfigError(
+            f"this {name} is a DistributedOptimizer already, and is wrapped once only; to begin anew, make another "
+            f"torch.optim.{name} of the model's parameters and wrap that"
+        )
 
 
 def derive(mixin: type[Mixin], optimizer: torch.optim.Optimizer) -> Mixin:
     """An instance of a new class, named like the optimizer's and derived from `mixin` and it."""
     base = type(optimizer)
     derived: Mixin = object.__new__(type(base.__name__, (mixin, base), {}))
+    derived._wrapped = optimizer
     # A learning rate scheduler patches `step` of the instance that it was given; ours must not be hidden by it.
     derived.__dict__.update({name: value for name, value in vars(optimizer).items() if name != "step"})
     return derived

@@ -14,12 +14,13 @@ from sirtaki.autotune.arms.base import Arm
 from sirtaki.comm.collectives.rank_sets import GLOBAL, RankSet
 from sirtaki.comm.gradients.buffers import Reduction
 from sirtaki.engine import job
-from sirtaki.engine.gradient_reducer import GradientReducer, ReducerOptions
-from sirtaki.errors import ConfigError
+from sirtaki.engine.optimizer_gradients import CLOSED, OptimizerGradients
+from sirtaki.engine.reducer_options import ReducerOptions
+from sirtaki.errors import ConfigError, NotInitializedError
 
 from .adasum_optimizer import wrap_adasum
 from .compression import Compression, Compressor, NoneCompressor, _CastCompressor
-from .derived_class import derive, plain_copy
+from .derived_class import Distributed, derive, plain_copy, require_plain
 from .mpi_ops import Adasum, Average, Sum, allreduce
 from .process_sets import ProcessSet, global_process_set
 
@@ -36,25 +37,25 @@ RACE = (
 )
 
 
-class _Distributed(torch.optim.Optimizer):
+class _Distributed(Distributed):
     """What is mixed into the class of the wrapped optimizer.
 
     Attributes:
-        _reducer: keeps the gradients equal; None where there is nobody to be equal to.
+        _gradients: keeps the gradients equal; None where there is nobody to be equal to.
         _process_set: the ranks that train together.
-        _wrapped: the optimizer that this one was made of; a scheduler may still hold it.
         _parameter_names: of each parameter, the name in messages; scripts written for Horovod read it.
+        _closed: `close` was called.
     """
 
+    _gradients: OptimizerGradients | None
     _parameter_names: dict[torch.Tensor, str]
-    _reducer: GradientReducer | None
     _process_set: ProcessSet
-    _wrapped: torch.optim.Optimizer
+    _closed: bool
     _synchronized: bool
     _should_synchronize: bool
 
-    def _begin(self, wrapped: torch.optim.Optimizer, reducer: GradientReducer | None, process_set: ProcessSet) -> None:
-        self._wrapped, self._reducer, self._process_set = wrapped, reducer, process_set
+    def _begin(self, gradients: OptimizerGradients | None, process_set: ProcessSet) -> None:
+        self._gradients, self._process_set, self._closed = gradients, process_set, False
         self._synchronized, self._should_synchronize = False, True
 
     def set_backward_passes_per_step(self, passes: int) -> None:
@@ -65,13 +66,14 @@ class _Distributed(torch.optim.Optimizer):
         """
         if passes <= 0:
             raise ValueError("backward_passes_per_step must be > 0")
-        if self._reducer is not None:
-            self._reducer.set_passes(passes)
+        if self._gradients is not None:
+            self._gradients.set_passes(passes)
 
     def synchronize(self) -> None:
         """Collective: blocks until all gradients are reduced; afterwards `.grad` holds the result."""
-        if self._reducer is not None:
-            self._reducer.finish()
+        self._require_open()
+        if self._gradients is not None:
+            self._gradients.finish()
             if isinstance(self, torch.optim.SparseAdam):
                 self._make_sparse()
         self._synchronized = True
@@ -96,8 +98,12 @@ class _Distributed(torch.optim.Optimizer):
         """Collective: synchronises (unless skipped) and updates the parameters.
 
         With a closure, gradients are synchronised after each call of it.
+
+        Raises:
+            NotInitializedError: `close` or `shutdown` was called.
         """
-        if closure is not None and self._reducer is not None and self._should_synchronize:
+        self._require_open()
+        if closure is not None and self._gradients is not None and self._should_synchronize:
             closure = self._synchronised(closure)
         elif self._should_synchronize:
             if self._synchronized:
@@ -128,22 +134,37 @@ class _Distributed(torch.optim.Optimizer):
         Raises:
             AssertionError: gradients are being reduced.
         """
-        if self._reducer is not None and self._reducer.pending:
-            if not self._reducer.backward_aborted:
+        if self._gradients is not None and self._gradients.pending:
+            if not self._gradients.backward_aborted:
                 raise AssertionError(RACE)
-            self._reducer.finish()  # what a backward pass that raised has left; all ranks do the same
-        elif self._reducer is not None:
-            self._reducer.drop_accumulated()
+            self._gradients.finish()  # what a backward pass that raised has left; all ranks do the same
+        elif self._gradients is not None:
+            self._gradients.drop_accumulated()
         super().zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Collective: as the wrapped optimizer's; the new parameters' gradients are reduced, too."""
+        self._require_open()
         super().add_param_group(param_group)
         number = len(self.param_groups) - 1
         added = [(f"group.{number}.{index}", param) for index, param in enumerate(self.param_groups[-1]["params"])]
         self._parameter_names |= {param: name for name, param in added}
-        if self._reducer is not None:
-            self._reducer.extend(added)
+        if self._gradients is not None:
+            self._gradients.extend(added)
+
+    def close(self) -> None:
+        """Ends this optimizer: its gradients are not reduced any more, and what that took is released. Idempotent.
+
+        Happens by itself when the last reference to the optimizer is dropped. Not collective; parameters that another
+        DistributedOptimizer has, too, go on being reduced for that one.
+        """
+        self._closed = True
+        if self._gradients is not None:
+            self._gradients.close()
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise NotInitializedError(CLOSED.format(reason="by close()"))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As the wrapped optimizer's, which stays the same as this one: a scheduler may hold it."""
@@ -184,9 +205,11 @@ def DistributedOptimizer(
         arms: search techniques to tune with, instead of the usual ones.
 
     Raises:
-        ValueError: an argument is invalid.
+        ValueError: an argument is invalid, the optimizer is a distributed one already, or (on all ranks) one of its
+            parameters belongs to another distributed optimizer with other options.
         MismatchError: on all ranks, if their models differ.
     """
+    require_plain(optimizer)
     if backward_passes_per_step <= 0:
         raise ValueError("backward_passes_per_step must be > 0")
     if gradient_predivide_factor != 1.0 and op != Average:
@@ -206,7 +229,7 @@ def DistributedOptimizer(
             raise NotImplementedError("Adasum does not support non-global process sets yet.")
         return wrap_adasum(optimizer, named, compression=compression)
     members = _members(current, process_set)
-    reducer = None
+    gradients = None
     if members is not None and len(members.ranks) > 1:
         count = len(members.ranks)
         reduction = Reduction(
@@ -220,9 +243,9 @@ def DistributedOptimizer(
             groups=divided,
             arms=arms,
         )
-        reducer = GradientReducer(current, members, named, passes=backward_passes_per_step, options=options)
+        gradients = OptimizerGradients(current, members, named, passes=backward_passes_per_step, options=options)
     distributed: _Distributed = derive(_Distributed, optimizer)
-    distributed._begin(optimizer, reducer, process_set)
+    distributed._begin(gradients, process_set)
     distributed._parameter_names = {param: name for name, param in named}
     return distributed
 

@@ -132,7 +132,7 @@ def an_order_that_changes_for_good_is_learned_anew() -> None:
 
     optimizer = assert_same_training(Heads(20).double(), loss, steps=120, tolerance=1e-9)
     if hvd.size() > 1:
-        assert optimizer._reducer.tuned._sync._profiled_from > 100
+        assert optimizer._gradients.reducers[0].tuned._sync._profiled_from > 100
 
 
 def plans_that_change_in_mid_training() -> None:
@@ -143,7 +143,7 @@ def plans_that_change_in_mid_training() -> None:
         loss().backward()
         optimizer.step()
         if hvd.size() > 1 and hasattr(optimizer, "synchronize"):
-            seen.add(optimizer._reducer.tuned.knobs.describe())
+            seen.add(optimizer._gradients.reducers[0].tuned.knobs.describe())
 
     warmup = int(os.environ["SIRTAKI_WARMUP_ITERATIONS"])
     assert_same_training(mlp(), mean_square, step=step, steps=min(warmup, 100) + 10, tolerance=1e-10)
@@ -172,7 +172,7 @@ def windows_of_accumulation_that_end_early() -> None:
     optimizer.zero_grad()
     mean_square(model, hvd.rank(), 0).backward()
     if hvd.size() > 1:
-        assert optimizer._reducer.pending
+        assert optimizer._gradients.pending
     optimizer.step()
 
 

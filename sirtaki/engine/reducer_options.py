@@ -1,0 +1,28 @@
+"""What can be chosen about the reduction of gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from sirtaki.autotune.arms.base import Arm
+from sirtaki.comm.gradients.buffers import Reduction
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReducerOptions:
+    """How gradients are reduced, whatever the model.
+
+    Attributes:
+        reduction: what is done to every gradient.
+        sparse_as_dense: sparse gradients are made dense.
+        groups: parameters that go together: none of a group leaves before all are there.
+        arms: search techniques to tune with, None = the usual ones.
+    """
+
+    reduction: Reduction
+    sparse_as_dense: bool = False
+    groups: Sequence[Sequence[torch.Tensor]] = ()
+    arms: Sequence[Arm] | None = None

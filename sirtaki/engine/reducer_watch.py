@@ -1,0 +1,56 @@
+"""What the watchdog learns of one reducer, which it does not keep alive."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+from sirtaki.comm.control.watchdog import Wait
+
+if TYPE_CHECKING:
+    from .gradient_reducer import GradientReducer
+    from .job import Job
+
+
+class ReducerWatch:
+    """Answers for one reducer, as long as it lives."""
+
+    def __init__(self, job: Job, reducer: GradientReducer) -> None:
+        self._job, self._reducer = job, weakref.ref(reducer)
+
+    def present_wait(self) -> Wait | None:
+        """What this rank waits for.
+
+        Raises:
+            CommError: a transport has found out by itself that it will never come.
+        """
+        reducer = self._reducer()
+        if reducer is None:
+            return None
+        waiting, iteration, sync = reducer.waiting, reducer.iteration, reducer.tuned
+        since_s = None if waiting is None else waiting[1]
+        if sync is not None:
+            sync.check()
+            if since_s is None and (stalled := sync.in_flight.stalled()):
+                iteration, since_s = stalled
+        return None if since_s is None else Wait(what=f"the gradients of iteration {iteration}", since_s=since_s)
+
+    def progress(self) -> str:
+        """For the other ranks' watchdogs: how far this rank is; nothing if a later optimizer has taken over."""
+        reducer = self._reducer()
+        sync = None if reducer is None else reducer.tuned
+        if reducer is None or sync is None:
+            return ""
+        in_use = [*self._job.reducers[-1:], self._job.last_finished]
+        if not (reducer.pending or reducer.waiting or reducer in in_use):
+            return ""
+        missing = sync.missing_names()
+        shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
+        waiting = sync.in_flight.unreduced_unit()
+        return "".join(
+            [
+                f"is in iteration {sync.iteration}",
+                f", has not computed {shown}" if missing else "",
+                f", its GPU waits for {waiting}" if waiting else "",
+            ]
+        )
