@@ -50,8 +50,8 @@ class ReadinessNegotiation:
     """Finds out, during one backward pass, which gradients are ready on all ranks; a thread of its own does it.
 
     Used while the order of the gradients is not known yet. A rank joins a round once `granularity_bytes` of
-    gradients have become ready since its last one, or when its backward pass has ended, and goes on until every
-    gradient is agreed. All ranks see the same results, so all stop after the same round.
+    gradients have become ready since its last one, or when all are or its backward pass has ended, and goes on until
+    every gradient is agreed. All ranks see the same results, so all stop after the same round.
     """
 
     def __init__(self, comm: MPI.Comm, failures: FailureBoard) -> None:
@@ -92,7 +92,9 @@ class ReadinessNegotiation:
         with self._wake:
             self._bits[index] = True
             self._fresh_bytes += int(self._sizes_bytes[index])
-            if self._fresh_bytes >= self._granularity_bytes:
+            # With the last one the pass has ended here: the main thread may wait for other gradients first.
+            self._ended = bool(self._bits.all())
+            if self._worth_a_round():
                 self._wake.notify()
 
     def end(self) -> None:

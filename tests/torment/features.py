@@ -58,8 +58,8 @@ class Feature(Enum):
 
 
 NOT_YET: dict[Feature, str] = {
-    Feature.UNEVEN: "a rank that waits at the end of backward() is not told that it is needed elsewhere: hangs",
-    Feature.SPARSE: "a gradient that is sparse later than the first time it could be is copied as a dense one",
+    Feature.SPARSE: "beside sparse gradients dense ones are not reduced before step() in the first iterations; and one "
+    "that is sparse later than it could be may be copied as a dense one",
     Feature.SPARSE_ADAM: "rows that no rank has come as zeros",
     Feature.SPARSE_AS_DENSE: "SparseAdam takes no dense gradients",
     Feature.JOIN_SPARSE: "not tried",

@@ -514,6 +514,9 @@ class Reference:
 
     def _convert(self, action: Convert) -> None:
         self._all_idle()
+        # PyTorch's own fused optimizers go wrong where moments have not their parameter's strides.
+        fused = any("fused" in wrapped.spec.rule and wrapped.plain[0].state for wrapped in self._optimizers)
+        _legal(not (fused and action.to in ("channels_last", "contiguous", "strides")), "fused")
         for replica in self._replicas:
             replica.convert(action)
             replica.retained = None
