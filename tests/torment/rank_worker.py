@@ -1,6 +1,6 @@
-"""A rank that plays one program after the other, as it is told over a socket: `python -m torment.rank_worker SOCKET`.
+"""A rank that plays one program after the other, as a socket tells it: `python -m torment.rank_worker SOCKET PID`.
 
-Sirtaki is started anew when the world size or the settings change, and every few programs.
+Sirtaki is started anew when the world size or the settings change, and every few programs. The rank ends with PID.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import gc
 import os
 import signal
 import sys
+import threading
+import time
 import traceback
 import warnings
 from multiprocessing.connection import Client, Connection
@@ -83,10 +85,18 @@ def serve(connection: Connection) -> None:
     hvd.shutdown()
 
 
+def end_with(pid: int) -> None:
+    """Ends this process once that one is gone, even if a program hangs here."""
+    while Path(f"/proc/{pid}").exists():
+        time.sleep(2.0)
+    os._exit(1)
+
+
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     folder = Path(sys.argv[1]).parent
     # Where each thread is, when the one who asked has waited too long.
     stacks = (folder / f"stacks.{MPI.COMM_WORLD.rank}").open("w")
     faulthandler.register(signal.SIGUSR1, file=stacks)
+    threading.Thread(target=end_with, args=[int(sys.argv[2])], daemon=True).start()
     serve(Client(sys.argv[1], family="AF_UNIX"))

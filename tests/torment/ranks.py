@@ -136,7 +136,7 @@ class Ranks:
         }
         with Listener(str(address), family="AF_UNIX") as listener:
             self._job = subprocess.Popen(
-                [*_launcher(), "-np", str(self._size), sys.executable, "-m", "torment.rank_worker", str(address)],
+                [*_launcher(), "-np", str(self._size), *self._worker(address)],
                 env=environ,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -152,6 +152,10 @@ class Ranks:
         self._connections = [connections[rank][0] for rank in range(self._size)]
         self._pids = [connections[rank][1] for rank in range(self._size)]
         self._new = True
+
+    @staticmethod
+    def _worker(address: Path) -> list[str]:
+        return [sys.executable, "-m", "torment.rank_worker", str(address), str(os.getpid())]
 
     def end(self) -> None:
         """Ends the ranks at once; the next program gets new ones."""
