@@ -192,11 +192,22 @@ class NegotiatedIssuing:
         negotiation: ReadinessNegotiation,
         buffers: GradientBuffers,
         plans: Sequence[CommPlan],
+        *,
+        flags_need_flush: bool,
     ) -> None:
-        """Args: the largest unit of `plans` is what is worth sending at once; units take the plan's streams in turn."""
+        """Starts nothing.
+
+        Args:
+            iteration: what is under way.
+            negotiation: finds out what is ready everywhere.
+            buffers: where the gradients lie.
+            plans: their largest unit is what is worth sending at once; units take the plan's streams in turn.
+            flags_need_flush: the control flags are complete only with `flush`, else with the last gradient.
+        """
         self._iteration, self._negotiation = iteration, negotiation
         self._buffers, self._plans = buffers, plans
-        self._begun, self._turn = False, 0
+        self._flags_need_flush = flags_need_flush
+        self._begun, self._to_agree, self._turn = False, 0, 0
         self._unit_bytes = max(
             (
                 unit.numel * layout.itemsize_bytes
@@ -210,9 +221,12 @@ class NegotiatedIssuing:
         self._begun = True
         buffers = self._buffers
         sizes_bytes = np.array(
-            [*(buffers.views[index].numel() * buffers.views[index].element_size() for index in buffers.order), 0],
-            dtype=np.int64,  # the last is for the flags, which are there when all gradients are
+            [buffers.views[index].numel() * buffers.views[index].element_size() for index in buffers.order],
+            dtype=np.int64,
         )
+        if self._flags_need_flush:  # a bit of their own, which is set with the others at the end
+            sizes_bytes = np.append(sizes_bytes, 0)
+        self._to_agree = sizes_bytes.size
         self._negotiation.begin(sizes_bytes, granularity_bytes=max(1, self._unit_bytes), on_agreed=self._issue_agreed)
 
     def ready(self, index: int, gradient: torch.Tensor) -> None:
@@ -249,7 +263,8 @@ class NegotiatedIssuing:
                     stream = self._turn % plan.streams
                     self._turn += 1
                     self._iteration.issue(ScheduledUnit(group, low, min(low + limit, stop), stream, route))
-        if len(order) in positions:
+        self._to_agree -= len(positions)
+        if not self._to_agree:  # flags are last
             first, plan = self._buffers.groups[0], self._plans[0]
             start, stop = first.layout.offsets[-2:]
             self._iteration.issue(ScheduledUnit(first, start, stop, 0, (plan.transport, plan.units[0].algorithm)))

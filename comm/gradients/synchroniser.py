@@ -207,7 +207,13 @@ class Synchroniser:
         if self._device.streams:
             return StreamIssuing(self._current, self._schedule, self._device, profiling=self._profiling)
         if self._profiling and self._negotiation is not None:
-            return NegotiatedIssuing(self._current, self._negotiation, self._buffers, self._plans)
+            return NegotiatedIssuing(
+                self._current,
+                self._negotiation,
+                self._buffers,
+                self._plans,
+                flags_need_flush=self._usage.wanted,
+            )
         return ScheduledIssuing(self._current, self._schedule)
 
     # ── one iteration ────────────────────────────────────────────────────────────────────────────────────────────
