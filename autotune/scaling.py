@@ -11,11 +11,11 @@ from typing import Any
 from sirtaki.comm.layout import GradientLayout
 from sirtaki.comm.plan import CommPlan
 from sirtaki.errors import TuningError
+from sirtaki.link_model import LinkModel
 
 from .arms.planners import make_planners
 from .knobs import Knobs, KnobSpace
 from .model.contention import ContentionModel
-from .model.link import LinkModel
 from .model.planning import PlanningModel
 from .model.profile import Profile
 

@@ -17,10 +17,10 @@ from sirtaki.autotune.arms.libra_schedule import StageModel, allocate, backward_
 from sirtaki.autotune.arms.mg_wfbp import merge_gradients
 from sirtaki.autotune.arms.planner import cuts_for_groups
 from sirtaki.autotune.model.contention import RateCurve
-from sirtaki.autotune.model.link import LinkModel
 from sirtaki.autotune.model.profile import Profile
 from sirtaki.autotune.model.simulator import Simulator
 from sirtaki.comm.layout import GradientLayout
+from sirtaki.link_model import LinkModel
 
 # ── ASC-WFBP, tables IV and V ────────────────────────────────────────────────────────────────────────────────────
 

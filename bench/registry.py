@@ -31,8 +31,9 @@ from sirtaki import __version__
 from sirtaki.registry.digest import digest
 from sirtaki.registry.entry import Entry, EntryKey, Provenance
 from sirtaki.registry.graph import Graph, Node
+from sirtaki.registry.opening import open_store
 from sirtaki.registry.similarity import Match, nearest
-from sirtaki.registry.store import Store, open_store
+from sirtaki.registry.store import Store
 from sirtaki.registry.topology import Topology
 
 LOOKUP_BAR_S = 0.2

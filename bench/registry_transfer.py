@@ -69,7 +69,7 @@ from sirtaki.registry import warm_start
 from sirtaki.registry.digest import layout_fingerprint
 from sirtaki.registry.entry import Entry, make_key
 from sirtaki.registry.graph import Graph, Node
-from sirtaki.registry.store import open_store
+from sirtaki.registry.opening import open_store
 from sirtaki.registry.topology import Topology
 from sirtaki.registry.warm_start import Neighbour, adapted_all, neighbours
 

@@ -48,13 +48,13 @@ from sirtaki.autotune.meta.auc_bandit import Opening
 from sirtaki.autotune.meta.ensemble import default_arms
 from sirtaki.autotune.meta.session import WarmupSession
 from sirtaki.autotune.model.contention import ContentionModel, RateCurve
-from sirtaki.autotune.model.link import LinkModel
 from sirtaki.autotune.model.planning import PlanningModel
 from sirtaki.autotune.model.profile import Profile
 from sirtaki.autotune.model.simulator import Simulator
 from sirtaki.autotune.trial import Proposal, Trial
 from sirtaki.comm.plan import Algorithm, TransportKind
 from sirtaki.engine.knob_choices import default_knobs
+from sirtaki.link_model import LinkModel
 
 BUDGET_ITERATIONS = 100
 CLOSE = 0.03  # share of the optimum within which a setting counts as found

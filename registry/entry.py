@@ -1,7 +1,4 @@
-"""What is remembered of one tuned job, and the key under which it is found again.
-
-A module of its own because it is the one type that the caller fills in, the store keeps and the command line shows.
-"""
+"""What is remembered of one tuned job, and the key under which it is found again."""
 
 import math
 import time
@@ -11,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from sirtaki.errors import RegistryError
+from sirtaki.link_model import LinkModel
 
 from .digest import canonical_json, digest
 from .graph import Graph
@@ -89,26 +87,6 @@ def make_key(
         gradients=gradients,
         fixed=tuple(sorted((fixed or {}).items())),
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinkModel:
-    """What the job measured of the link that its units travel on; lets settings be scaled to another cluster.
-
-    Attributes:
-        latency_s: α, the fixed cost of one all-reduce.
-        bandwidth_bytes_per_s: 1/β, gradient bytes reduced a second with one stream.
-        concurrency: G(n)/G(1), total throughput with n = 1, 2, … streams active over that with one; may be empty.
-    """
-
-    latency_s: float
-    bandwidth_bytes_per_s: float
-    concurrency: tuple[float, ...] = ()
-
-    def __post_init__(self) -> None:
-        for value in (self.latency_s, self.bandwidth_bytes_per_s, *self.concurrency):
-            if not 0 < value < math.inf:
-                raise RegistryError(f"latency, bandwidth and concurrency must be positive and finite, not {value}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,7 +174,6 @@ class Entry:
 
     def body_to_json(self) -> dict[str, Any]:
         """All but the two graphs, which a store keeps once for all entries that share them."""
-        link = self.link
         return {
             "key": self.key.to_json(),
             "layout": self.layout,
@@ -208,13 +185,7 @@ class Entry:
             "arm": self.arm,
             "complete": self.complete,
             "trials": [dict(trial) for trial in self.trials],
-            "link": None
-            if link is None
-            else {
-                "latency_s": link.latency_s,
-                "bandwidth_bytes_per_s": link.bandwidth_bytes_per_s,
-                "concurrency": list(link.concurrency),
-            },
+            "link": None if self.link is None else self.link.to_json(),
             "provenance": {
                 "created_s": self.provenance.created_s,
                 "model_name": self.provenance.model_name,

@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from sirtaki.errors import RegistryError
+from sirtaki.link_model import LinkModel
 
-from .entry import Entry, EntryKey, LinkModel, Provenance, implausible
+from .entry import Entry, EntryKey, Provenance, implausible
 from .graph import Graph
 from .topology import MAX_RANKS, Topology
 
@@ -18,6 +19,8 @@ _T = TypeVar("_T")
 MAX_TRIALS = 10_000
 MAX_CUTS = 100_000
 MAX_TEXT_CHARS = 1_000
+_HIGHEST = 1e18
+_LOWEST_RATE = 1e-9
 
 _ALGORITHMS = ("flat", "hierarchical")
 _TRANSPORTS = ("shared_memory", "gloo", "mpi", "nccl", "staged")
@@ -147,15 +150,32 @@ def _key(data: object) -> EntryKey:
 
 
 def _link(data: object) -> LinkModel:
-    fields = _fields("link", data, ("latency_s", "bandwidth_bytes_per_s", "concurrency"))
+    if isinstance(data, Mapping) and "latency_s" in data:  # as older releases write it
+        return _old_link(data)
+    fields = _fields("link", data, ("alpha_s", "throughput", "host_s", "residual"))
     return LinkModel(
-        latency_s=_number("link.latency_s", fields["latency_s"], low=1e-12),
-        bandwidth_bytes_per_s=_number("link.bandwidth_bytes_per_s", fields["bandwidth_bytes_per_s"], low=1e-3),
-        concurrency=tuple(
-            _number(f"link.concurrency[{index}]", item, low=1e-9)
-            for index, item in enumerate(_list("link.concurrency", fields["concurrency"], 1024))
-        ),
+        alpha_s=_number("link.alpha_s", fields["alpha_s"]),
+        throughput=_rates("link.throughput", fields["throughput"]),
+        host_s=_number("link.host_s", fields["host_s"]),
+        residual=_number("link.residual", fields["residual"]),
     )
+
+
+def _old_link(data: object) -> LinkModel:
+    fields = _fields("link", data, ("latency_s", "bandwidth_bytes_per_s", "concurrency"))
+    alone = _number("link.bandwidth_bytes_per_s", fields["bandwidth_bytes_per_s"], low=_LOWEST_RATE)
+    gains = _rates("link.concurrency", fields["concurrency"] or [1.0])
+    return LinkModel(
+        alpha_s=_number("link.latency_s", fields["latency_s"]),
+        throughput=tuple(min(max(alone * gain, _LOWEST_RATE), _HIGHEST) for gain in gains),
+    )
+
+
+def _rates(path: str, data: object) -> tuple[float, ...]:
+    rates = _list(path, data, 1024)
+    if not rates:
+        raise RegistryError(f"{path}: must not be empty")
+    return tuple(_number(f"{path}[{index}]", rate, low=_LOWEST_RATE) for index, rate in enumerate(rates))
 
 
 def _provenance(data: object) -> Provenance:
@@ -201,7 +221,7 @@ def _whole(path: str, value: object, *, low: int = 0, high: int) -> int:
     return value
 
 
-def _number(path: str, value: object, *, low: float = 0.0, high: float = 1e18) -> float:
+def _number(path: str, value: object, *, low: float = 0.0, high: float = _HIGHEST) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:  # NaN is neither
         raise RegistryError(f"{path}: must be a number from {low:g} to {high:g}, not {_shown(value)}")
     return float(value)

@@ -1,7 +1,6 @@
 """How knobs that were good on one link and model are changed for another: the arithmetic of a warm start.
 
-A module of its own because it is a cost model and knows neither entries nor stores. Knobs are as `Knobs.to_json` gives
-them.
+Knobs are as `Knobs.to_json` gives them.
 
 It is the planners' model: an all-reduce of b bytes takes α + β·b, and n streams together move G(n) bytes a second. M
 bytes in units of u cost (M/u)·α to start up, and the last unit, whose transfer nothing hides, u·β; together they are
@@ -10,12 +9,12 @@ of them moving, K where G(n) stops growing, takes K + α·G(K)/u.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
-from .entry import LinkModel
+from sirtaki.link_model import LinkModel
 
 MIN_UNIT_BYTES = 64 * 1024
 MAX_UNIT_BYTES = 256 * 1024 * 1024
@@ -27,7 +26,7 @@ _ALIKE = 1.25
 _LEAST_GAIN = 0.05
 
 # A fit may give almost no latency, and the ratio of two such is noise: nothing starts up faster than this.
-_LEAST_LATENCY_S = 1e-6
+_LEAST_STARTUP_S = 1e-6
 
 RouteNames = tuple[str, str]
 """Transport and algorithm, by their names in knobs."""
@@ -76,22 +75,9 @@ def alike(factor: float) -> bool:
     return 1 / _ALIKE < factor < _ALIKE
 
 
-def rescaled(link: LinkModel, *, from_ranks: int, to_ranks: int) -> LinkModel:
-    """The link under a ring of another size, which takes 2(P-1) steps and moves 2(P-1)/P of the bytes."""
-    if from_ranks < 2 or to_ranks < 2:
-        return link
-    steps = (to_ranks - 1) / (from_ranks - 1)
-    volume = steps * from_ranks / to_ranks
-    return LinkModel(
-        latency_s=link.latency_s * steps,
-        bandwidth_bytes_per_s=link.bandwidth_bytes_per_s / volume,
-        concurrency=link.concurrency,
-    )
-
-
 def link_ratios(there: LinkModel, here: LinkModel) -> tuple[float, float]:
-    """How many times there's latency and bandwidth here's are."""
-    return _latency_s(here) / _latency_s(there), here.bandwidth_bytes_per_s / there.bandwidth_bytes_per_s
+    """How many times there's start-up time and throughput of one stream here's are."""
+    return _startup_s(here) / _startup_s(there), here.throughput[0] / there.throughput[0]
 
 
 def unit_factor(latency_ratio: float, bandwidth_ratio: float, size_ratio: float) -> float:
@@ -121,7 +107,7 @@ def scaled_streams(knobs: Mapping[str, Any], there: LinkModel, here: LinkModel, 
     wanted_there, wanted_here = _streams_wanted(there, knobs["unit_bytes"]), _streams_wanted(here, unit_bytes)
     if wanted_there is None or wanted_here is None or alike(wanted_here / wanted_there):
         return streams
-    most = max(len(here.concurrency), streams)
+    most = max(len(here.throughput), streams)
     return max(1, min(most, round(streams * wanted_here / wanted_there)))
 
 
@@ -130,13 +116,13 @@ def bounded(unit_bytes: float) -> int:
     return max(MIN_UNIT_BYTES, min(MAX_UNIT_BYTES, round(unit_bytes)))
 
 
-def _latency_s(link: LinkModel) -> float:
-    return max(link.latency_s, _LEAST_LATENCY_S)
+def _startup_s(link: LinkModel) -> float:
+    return max(link.startup_s, _LEAST_STARTUP_S)
 
 
 def _streams_wanted(link: LinkModel, unit_bytes: int) -> float | None:
-    gains: Sequence[float] = link.concurrency
-    if not gains:
+    rates = link.throughput
+    if len(rates) < 2:
         return None
-    knee = next((n for n in range(1, len(gains)) if gains[n] < gains[n - 1] * (1 + _LEAST_GAIN)), len(gains))
-    return knee + _latency_s(link) * link.bandwidth_bytes_per_s * gains[knee - 1] / unit_bytes
+    knee = next((n for n in range(1, len(rates)) if rates[n] < rates[n - 1] * (1 + _LEAST_GAIN)), len(rates))
+    return knee + _startup_s(link) * rates[knee - 1] / unit_bytes

@@ -1,6 +1,6 @@
 """The store on SQLAlchemy: a SQLite file of one user, or a database server that deployments share.
 
-A module of its own because it is the only one that needs SQLAlchemy's presence; `store.open_store` imports it.
+A module of its own because it is the only one that needs SQLAlchemy's presence; `opening.open_store` imports it.
 """
 
 import json

@@ -1,14 +1,9 @@
-"""The store as everyone else sees it, how it is opened, and a wrapper that never stops a job.
+"""What a store of remembered settings offers, whatever it keeps them in."""
 
-A module of its own because it loads nothing heavy: SQLAlchemy is imported when a store is opened, not before.
-"""
-
-import logging
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol
 
 from sirtaki.errors import RegistryError
 
@@ -16,10 +11,6 @@ from .entry import Entry, EntryKey
 from .graph import Graph
 from .signature import Signatures
 from .topology import ClusterShape
-
-logger = logging.getLogger(__name__)
-
-_T = TypeVar("_T")
 
 
 class CorruptStoreError(RegistryError):
@@ -131,110 +122,3 @@ class Store(Protocol):
     def close(self) -> None:
         """Lets go of all connections. Idempotent."""
         ...
-
-
-def default_path() -> Path:
-    """`registry.db` in the user's cache directory (`XDG_CACHE_HOME`, else `~/.cache`)."""
-    cache = os.environ.get("XDG_CACHE_HOME", "")
-    base = Path(cache) if os.path.isabs(cache) else Path.home() / ".cache"  # the XDG specification wants it absolute
-    return base / "sirtaki" / "registry.db"
-
-
-def open_store(url_or_path: str | None = None, *, read_only: bool = False) -> Store:
-    """Opens the registry, and creates it where it does not exist.
-
-    Args:
-        url_or_path: a file, or any SQLAlchemy URL such as `postgresql+psycopg://user@host/db`; None = `default_path()`.
-        read_only: never write; otherwise a file that cannot be written is opened for reading.
-
-    Raises:
-        RegistryError: it cannot be opened; the message says what to do.
-    """
-    from .sql_store import SqlStore
-
-    return SqlStore(url_or_path or str(default_path()), read_only=read_only)
-
-
-class SafeStore:
-    """A store that never stops a job: whatever goes wrong is one warning, after which it behaves as if empty.
-
-    A damaged file is put aside (`registry.db.broken-1`), never deleted, also if the damage is met later; a shared
-    registry that cannot be reached is replaced by the local one.
-
-    Attributes:
-        warned: it has given that warning, or was told on opening that another one has.
-    """
-
-    def __init__(self, url_or_path: str | None = None, *, warned: bool = False) -> None:
-        self.warned = warned
-        self._store: Store | None = None
-        self._url_or_path = url_or_path
-        try:
-            self._store = self._open()
-        except Exception as err:
-            self._warn(err)
-
-    @property
-    def is_open(self) -> bool:
-        """Whether there is a store behind it."""
-        return self._store is not None
-
-    def lookup(self, key: EntryKey) -> Entry | None:
-        """The entry of exactly this key; None also when something is wrong."""
-        return self.attempt(lambda store: store.lookup(key), None)
-
-    def save(self, entry: Entry, *, disproved: Entry | None = None) -> bool:
-        """Keeps the entry; False if it was not kept. See `Store.save`."""
-        return self.attempt(lambda store: store.save(entry, disproved=disproved), False)
-
-    def attempt(self, action: Callable[[Store], _T], otherwise: _T) -> _T:
-        """What `action` gives, or `otherwise` if it cannot be had."""
-        if self._store is None:
-            return otherwise
-        try:
-            try:
-                return action(self._store)
-            except CorruptStoreError as err:
-                self._store.close()
-                self._store = None
-                self._store = self._replaced(err)
-                return action(self._store)
-        except Exception as err:
-            self._warn(err)
-            return otherwise
-
-    def close(self) -> None:
-        """Lets go of all connections. Idempotent."""
-        self.attempt(lambda store: store.close(), None)
-        self._store = None
-
-    def _warn(self, err: Exception) -> None:
-        level = logging.DEBUG if self.warned else logging.WARNING
-        self.warned = True
-        logger.log(level, "training goes on without the registry: %s", err)
-
-    def _replaced(self, err: CorruptStoreError) -> Store:
-        from .broken_file import set_aside
-
-        self.warned = True
-        logger.warning("%s; it is kept as %s and a new registry begins", err, set_aside(err.path))
-        return open_store(str(err.path))
-
-    def _open(self) -> Store:
-        try:
-            return open_store(self._url_or_path)
-        except CorruptStoreError as err:
-            return self._replaced(err)
-        except RegistryError as err:
-            if self._url_or_path is None or "://" not in self._url_or_path:
-                raise
-            level = logging.DEBUG if self.warned else logging.WARNING
-            self.warned = True
-            logger.log(
-                level,
-                "%s; the local registry %s is used for this job (`sirtaki registry export` and `import` carry its "
-                "entries over)",
-                err,
-                default_path(),
-            )
-            return open_store(None)

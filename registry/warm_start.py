@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sirtaki.errors import RegistryError
+from sirtaki.link_model import LinkModel
 
-from .entry import Entry, EntryKey, LinkModel
+from .entry import Entry, EntryKey
 from .graph import Graph
 from .knob_transfer import (
     Permitted,
@@ -20,7 +21,6 @@ from .knob_transfer import (
     alike,
     bounded,
     link_ratios,
-    rescaled,
     route_of,
     scaled_streams,
     unit_factor,
@@ -166,7 +166,8 @@ def _link_here(entry: Entry, job: Job, route: RouteNames) -> LinkModel | None:
     """The job's link as measured, else the entry's with the job's number of ranks; None where neither is known."""
     if route in job.links or entry.link is None:
         return job.links.get(route)
-    return rescaled(entry.link, from_ranks=entry.key.world_size, to_ranks=job.key.world_size)
+    there, here = entry.key.world_size, job.key.world_size
+    return entry.link.rescaled(from_ranks=there, to_ranks=here) if min(there, here) > 1 else entry.link
 
 
 def _link_ratios(entry: Entry, job: Job, here: LinkModel | None) -> tuple[float, float]:

@@ -15,9 +15,9 @@ from enum import Enum
 from sirtaki.comm.layout import GradientLayout
 from sirtaki.comm.plan import Route
 from sirtaki.errors import TuningError
+from sirtaki.link_model import LinkModel
 
 from ..knobs import Cut
-from ..model.link import LinkModel
 from ..model.planning import PlanningModel
 from .mg_wfbp import merge_gradients, merge_optimally
 from .planner import Planner, cuts_for_groups

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from sirtaki.comm.plan import SMALLEST_UNIT_BYTES, Route
+from sirtaki.link_model import LinkModel
 
 from ..knobs import Cut
-from ..model.link import LinkModel
 from ..model.planning import PlanningModel
 from ..model.simulator import SimulatedIteration, Simulator
 from .planner import Planner, cuts_for_groups

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from sirtaki.comm.plan import Route
+from sirtaki.link_model import LinkModel
 
 from ..knobs import Cut
-from ..model.link import LinkModel
 from ..model.planning import PlanningModel
 from .libra_schedule import StageModel, allocate, coarsen, fuse_and_allocate
 from .mg_wfbp import merge_gradients

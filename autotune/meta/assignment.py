@@ -7,19 +7,36 @@ from ..knobs import Knobs
 
 DEFAULT_ARM = "default"  # whose trial the untuned default is
 REGISTRY_ARM = "registry"  # whose trials remembered settings are
-VERIFY_ARM = "verify"  # whose trials repeated measurements are
+FINALS_ARM = "finals"  # whose trials repeated measurements are
 
 
 class Purpose(Enum):
     """Why an assignment is run."""
 
     DEFAULT = "default"
+    """To know what there is to beat."""
     TRIAL = "trial"
-    VERIFY = "verify"
-    GUARD_WINNER = "guard_winner"
-    GUARD_DEFAULT = "guard_default"
-    SEARCH = "search"  # nothing is run: the session waits for `begin_search`
-    FINAL = "final"  # the warm-up is over: run these from now on
+    """Somebody proposes it."""
+    FINALS = "finals"
+    """The fastest settings and the default run in turns."""
+    SEARCH = "search"
+    """Nothing is run: the session waits for `begin_search`."""
+    KEPT = "kept"
+    """The warm-up is over: run these from now on."""
+
+    @property
+    def description(self) -> str:
+        """For log lines."""
+        return _DESCRIPTIONS[self]
+
+
+_DESCRIPTIONS = {
+    Purpose.DEFAULT: "measuring the default",
+    Purpose.TRIAL: "trying",
+    Purpose.FINALS: "comparing the fastest with the default",
+    Purpose.SEARCH: "preparing a search",
+    Purpose.KEPT: "keeping",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,8 +1,4 @@
-"""What has been measured, setting by setting, and when one setting is better than another beyond the noise.
-
-A module of its own because the session's steps (trials, re-measuring, the guard) all add to the same record, and
-all compare by the same rule.
-"""
+"""What has been measured, setting by setting, and when one setting is better than another beyond the noise."""
 
 import math
 import statistics
@@ -13,6 +9,7 @@ from itertools import combinations_with_replacement
 from ..knobs import Knobs
 from ..trial import Trial, TrialStatus
 
+CLEAR = 2.0  # standard errors between two settings that are told apart
 PRIOR_NOISE = 0.05  # what a network's spans usually scatter, until this one's has been seen
 _PRIOR_WEIGHT = 3  # in repeated measurements
 # For normal noise the median of |x1 - x2| is 0.6745·sqrt(2) standard deviations.

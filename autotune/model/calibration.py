@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 from sirtaki.comm.layout import GradientLayout
 from sirtaki.comm.plan import CommPlan
 from sirtaki.errors import TuningError
+from sirtaki.link_model import LinkModel
 
 from ..trial import Trial, TrialStatus
 from .contention import ContentionModel, RateCurve
 from .fits import MAX_RESIDUAL, root_mean_square
-from .link import LinkModel
 from .profile import Profile
 from .simulator import Simulator
 

@@ -7,8 +7,7 @@ can state; the `LinkModel` that follows from it by the ring all-reduce's formula
 from dataclasses import dataclass
 
 from sirtaki.errors import TuningError
-
-from .link import LinkModel
+from sirtaki.link_model import LinkModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,9 +15,10 @@ import scipy  # loads `optimize`, which takes half a second, when it is first as
 from numpy.typing import NDArray
 
 from sirtaki.errors import TuningError
+from sirtaki.link_model import LinkModel
 
 from .contention import GAMMA_4, ContentionModel, RateCurve
-from .link import LinkModel, LinkProbe
+from .link_probe import LinkProbe
 
 MAX_RESIDUAL = 0.25
 

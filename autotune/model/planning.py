@@ -11,9 +11,9 @@ from typing import Any
 from sirtaki.comm.layout import GradientLayout
 from sirtaki.comm.plan import Algorithm, Route, TransportKind
 from sirtaki.errors import TuningError
+from sirtaki.link_model import LinkModel
 
 from .contention import ContentionModel
-from .link import LinkModel
 from .profile import Profile
 from .simulator import Simulator
 

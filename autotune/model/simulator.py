@@ -24,10 +24,10 @@ from heapq import heapify, heappop, heappush
 from sirtaki.comm.layout import GradientLayout
 from sirtaki.comm.plan import CommPlan, TransportKind
 from sirtaki.errors import TuningError
+from sirtaki.link_model import LinkModel
 
 from ..knobs import Cut, Knobs
 from .contention import ContentionModel
-from .link import LinkModel
 from .profile import Profile
 
 

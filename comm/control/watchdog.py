@@ -53,7 +53,11 @@ class Wait:
 
 
 class Watchdog:
-    """Watches the waits of this rank and answers the questions of other ranks' watchdogs."""
+    """Watches the waits of this rank and answers the questions of other ranks' watchdogs.
+
+    Attributes:
+        failures: where a stall that has lasted too long, or a lost rank, is reported.
+    """
 
     def __init__(
         self,
@@ -67,11 +71,11 @@ class Watchdog:
 
         Args:
             courier: carries the questions and answers.
-            failures: where a stall that has lasted too long, or a lost rank, is reported.
+            failures: where losses are reported.
             warning_s: a wait longer than this is a warning.
             shutdown_s: a wait longer than this is an error on all ranks; None = never.
         """
-        self._courier, self._failures = courier, failures
+        self._courier, self.failures = courier, failures
         self._warning_s, self._shutdown_s = warning_s, shutdown_s
         self._waits: list[Callable[[], Wait | None]] = []
         self._progress: list[Callable[[], str]] = []
@@ -152,7 +156,7 @@ class Watchdog:
     def _look(self) -> None:
         self._read_messages()
         self._look_for_stalls()
-        self._failures.attend()  # whoever waits may be where nothing of this is done
+        self.failures.attend()  # whoever waits may be where nothing of this is done
 
     def _read_messages(self) -> None:
         courier = self._courier
@@ -162,10 +166,10 @@ class Watchdog:
         for rank, _ in courier.receive(Tag.LEAVING):
             self._left.setdefault(rank, time.monotonic())
         for _, (kind, message) in courier.receive(Tag.LOST):
-            self._failures.report(kind(message))
+            self.failures.report(kind(message))
 
     def _look_for_stalls(self) -> None:
-        if self._failures.error is not None:
+        if self.failures.error is not None:
             return
         now = time.monotonic()
         for wait in self._present_waits():
@@ -203,7 +207,7 @@ class Watchdog:
 
     def fail(self, error: CommError) -> None:
         """Ends the job with this error on all ranks."""
-        self._failures.report(error)
+        self.failures.report(error)
         self._courier.send_all(Tag.LOST, (type(error), str(error)))
 
     def leave(self, timeout_s: float) -> bool:
@@ -218,7 +222,7 @@ class Watchdog:
             self._leaving.set()
             self._courier.send_all(Tag.LEAVING)
         others, deadline = self._courier.size - 1, time.monotonic() + timeout_s
-        while len(self._left) < others and self._failures.error is None and time.monotonic() < deadline:
+        while len(self._left) < others and self.failures.error is None and time.monotonic() < deadline:
             time.sleep(0.01)
         return len(self._left) == self._courier.size - 1
 

@@ -34,7 +34,8 @@ from .arrivals import Arrivals
 from .buffers import GradientBuffers, HasGrad, Reduction
 from .control_flags import FLAG_COUNT, REPROFILE, ControlFlags, UsageFlags
 from .in_flight import InFlight, IterationEvents
-from .issuing import Interrupted, Issuing, Iteration, NegotiatedIssuing, ScheduledIssuing, StreamIssuing
+from .issuing import Issuing, NegotiatedIssuing, ScheduledIssuing, StreamIssuing
+from .iteration import Interrupted, Iteration
 from .iteration_trace import IterationTrace
 from .negotiation import ReadinessNegotiation
 from .order import OrderWatch, agree_on_order

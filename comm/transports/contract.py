@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol
 
 import torch
 
 from sirtaki.comm.device import Event
 from sirtaki.comm.plan import TransportKind
-from sirtaki.errors import TransportError
 
 from .resources import StreamCost
 
@@ -132,33 +131,3 @@ class Transport(Protocol):
             False if a thread does not end, since it waits for other ranks: what it uses must not be freed.
         """
         ...
-
-
-Stream = TypeVar("Stream")
-
-
-def open_up_to(
-    streams: list[Stream],
-    wanted: Sequence[StreamSpec],
-    open_one: Callable[[int], Stream],
-    close: Callable[[Stream], object],
-) -> None:
-    """Collective: adds to `streams` until all that are wanted are there.
-
-    Args:
-        streams: those that are open, by number.
-        wanted: what is to be open then.
-        open_one: collective; opens the stream of that number, or raises `TransportError` on all ranks.
-        close: closes one.
-
-    Raises:
-        TransportError: on all ranks, after what was opened here has been closed again.
-    """
-    before = len(streams)
-    try:
-        while len(streams) <= max(stream.number for stream in wanted):
-            streams.append(open_one(len(streams)))
-    except TransportError:
-        while len(streams) > before:
-            close(streams.pop())
-        raise

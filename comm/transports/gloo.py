@@ -21,7 +21,8 @@ from sirtaki.comm.device import Event
 from sirtaki.comm.plan import TransportKind
 from sirtaki.errors import CommError
 
-from .contract import NOTHING_TO_DO, FlatBuffer, ReduceOp, StreamSpec, Work, open_up_to
+from .contract import NOTHING_TO_DO, FlatBuffer, ReduceOp, StreamSpec, Work
+from .opening import Agree, open_together, open_up_to
 from .resources import SHARE, StreamCost
 from .scaling import scale_
 
@@ -111,7 +112,7 @@ class GlooTransport:
         rank: int,
         size: int,
         timeout_s: float,
-        agree: Callable[[str], None],
+        agree: Agree,
     ) -> None:
         """Starts nothing; connections are made by `open_streams`.
 
@@ -122,7 +123,7 @@ class GlooTransport:
             rank: of this process among those that take part.
             size: how many take part.
             timeout_s: after this long a reduction that does not get on fails.
-            agree: see `ControlPlane.agree_on_success`, of all ranks that open streams at the same time.
+            agree: of all ranks that open streams at the same time.
         """
         self._store, self._prefix, self._address = store, prefix, address
         self._rank, self._size, self._agree = rank, size, agree
@@ -140,26 +141,17 @@ class GlooTransport:
         options._threads = 1
         options._timeout = datetime.timedelta(seconds=RENDEZVOUS_TIMEOUT_S)
         store = PrefixStore(self._prefix(), self._store)
-        group: ProcessGroupGloo | None = None
-        problem = ""
-        try:
-            # A device of its own gives each stream its own I/O thread.
-            options._devices = [ProcessGroupGloo.create_device(hostname=self._address)]
-        except RuntimeError as err:
-            problem = str(err)
-        self._agree(problem and f"Gloo stream {number}: {problem}")
-        try:
-            group = ProcessGroupGloo(store, self._rank, self._size, options)
-            group._set_default_timeout(self._timeout)
-        except RuntimeError as err:
-            problem = str(err)
-        try:
-            self._agree(problem and f"Gloo stream {number}: {problem}")
-        except CommError:
-            if group is not None:
-                _end(group)
-            raise
-        assert group is not None
+        what = f"Gloo stream {number}"
+        # A device of its own gives each stream its own I/O thread.
+        device = open_together(what, lambda: ProcessGroupGloo.create_device(hostname=self._address), agree=self._agree)
+        options._devices = [device]
+        group = open_together(
+            what,
+            lambda: ProcessGroupGloo(store, self._rank, self._size, options),
+            agree=self._agree,
+            close=_end,
+        )
+        group._set_default_timeout(self._timeout)
         return group
 
     def all_reduce(

@@ -19,7 +19,8 @@ from sirtaki.comm.device import Event
 from sirtaki.comm.plan import TransportKind
 from sirtaki.errors import CommError
 
-from .contract import NOTHING_TO_DO, FlatBuffer, ReduceOp, StreamSpec, Work, open_up_to
+from .contract import NOTHING_TO_DO, FlatBuffer, ReduceOp, StreamSpec, Work
+from .opening import Agree, open_together, open_up_to
 from .resources import StreamCost
 from .scaling import HALF_DTYPES, scale_
 
@@ -109,12 +110,12 @@ class MpiTransport:
     threads: tuple[int, ...] = ()
     stream_cost = StreamCost(threads=1)
 
-    def __init__(self, duplicate: Callable[[], MPI.Comm], agree: Callable[[str], None]) -> None:
+    def __init__(self, duplicate: Callable[[], MPI.Comm], agree: Agree) -> None:
         """Starts nothing.
 
         Args:
             duplicate: collective; gives a fresh communicator over the ranks that take part. Its owner frees it.
-            agree: see `ControlPlane.agree_on_success`, of all ranks that open streams at the same time.
+            agree: of all ranks that open streams at the same time.
         """
         self._duplicate, self._agree = duplicate, agree
         self._streams: list[_Stream] = []
@@ -125,20 +126,12 @@ class MpiTransport:
 
     def _open(self, number: int) -> _Stream:
         """Collective: one more stream."""
-        stream: _Stream | None = None
-        problem = ""
-        try:
-            stream = _Stream(self._duplicate(), number)
-        except (RuntimeError, MemoryError) as err:  # MPI's errors are RuntimeErrors
-            problem = f"MPI stream {number}: {err}"
-        try:
-            self._agree(problem)
-        except CommError:
-            if stream is not None:
-                stream.close()
-            raise
-        assert stream is not None
-        return stream
+        return open_together(
+            f"MPI stream {number}",
+            lambda: _Stream(self._duplicate(), number),
+            agree=self._agree,
+            close=_Stream.close,
+        )
 
     def all_reduce(
         self, buffer: FlatBuffer, start: int, stop: int, *, stream: StreamSpec, op: ReduceOp, scale: float

@@ -22,9 +22,10 @@ import torch
 from sirtaki.comm.plan import TransportKind
 from sirtaki.errors import CommError, PeerLostError
 
-from .contract import NOTHING_TO_DO, FlatBuffer, ReduceOp, StreamSpec, Transport, Work, open_up_to
+from .contract import NOTHING_TO_DO, FlatBuffer, ReduceOp, StreamSpec, Transport, Work
 from .mpi import ThreadWork
 from .node_memory import Doorbell, share_memory
+from .opening import open_up_to
 from .resources import StreamCost
 from .scaling import HALF_DTYPES, scale_
 

@@ -17,11 +17,11 @@ from rich.table import Table
 
 from sirtaki.autotune.knobs import MIB, Knobs, KnobSpace, format_bytes
 from sirtaki.autotune.model.cluster import Cluster
-from sirtaki.autotune.model.link import LinkModel
 from sirtaki.autotune.model.planning import PlanningModel
 from sirtaki.autotune.scaling import DEFAULT, ScalingRow, scaling_table
 from sirtaki.engine.trial_log_reader import read_log
 from sirtaki.errors import ConfigError
+from sirtaki.link_model import LinkModel
 
 from .svg import COLORS, DEFAULT_COLOR, Plot, legend, page
 

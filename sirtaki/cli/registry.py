@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from sirtaki.errors import RegistryError
+from sirtaki.link_model import LinkModel
 from sirtaki.registry.edit_distance import least_distance
-from sirtaki.registry.entry import Entry, LinkModel
+from sirtaki.registry.entry import Entry
+from sirtaki.registry.opening import open_store
 from sirtaki.registry.similarity import Match, nearest
-from sirtaki.registry.store import Store, open_store
+from sirtaki.registry.store import Store
 from sirtaki.settings import REGISTRY_OFF, Settings
 
 DAY_S = 24 * 3600.0
@@ -261,11 +263,11 @@ def _print_table(titles: list[str], rows: list[list[str]]) -> None:
 
 
 def _link(link: LinkModel) -> str:
-    text = f"{1e6 * link.latency_s:.1f} µs, {link.bandwidth_bytes_per_s / 1e6:.1f} MB/s with one stream"
-    if not link.concurrency:
+    alone, most = link.throughput[0], max(link.throughput)
+    text = f"{1e6 * link.startup_s:.1f} µs to start up, then {alone / 1e6:.1f} MB/s with one stream"
+    if most == alone:
         return text
-    most = max(link.concurrency)
-    return f"{text}, {most:.2f} times that with {link.concurrency.index(most) + 1}"
+    return f"{text}, {most / alone:.2f} times that with {link.throughput.index(most) + 1}"
 
 
 def _cluster(entry: Entry) -> str:

@@ -11,15 +11,12 @@ import math
 import threading
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from sirtaki.comm.control.courier import Tag
+from sirtaki.comm.collectives.rank_sets import RankSets
+from sirtaki.comm.control.courier import Courier, Tag
 
-from .joining import Key, Reached, Stage
-
-if TYPE_CHECKING:
-    from .gradient_reducer import GradientReducer
-    from .job import Job
+from .participants import Key, Participant, Participants, Reached, Stage
 
 TELL_S = 0.05
 """A wait longer than this is told if gradients have come of an iteration that is not complete on this rank."""
@@ -59,8 +56,8 @@ class _Blocked:
 class BlockedRanks:
     """What this rank tells the others of its waits, and what they have told."""
 
-    def __init__(self, job: Job) -> None:
-        self._job, self._courier = job, job.courier
+    def __init__(self, participants: Participants, rank_sets: RankSets, courier: Courier) -> None:
+        self._participants, self._rank_sets, self._courier = participants, rank_sets, courier
         self._lock = threading.Lock()
         self._told: _Blocked | None = None
         self._others: dict[int, _Blocked | None] = {}
@@ -77,7 +74,7 @@ class BlockedRanks:
             finally:
                 self._lock.release()
 
-    def need(self, reducer: GradientReducer) -> bool:
+    def need(self, participant: Participant) -> bool:
         """Whether this rank must not go on waiting for the present iteration of this optimizer to be reduced.
 
         That is so if some rank waits for this one in a place where it has not been yet, and some rank that waits has
@@ -86,8 +83,8 @@ class BlockedRanks:
         with self._lock:
             self._read()
             others = [blocked for blocked in self._others.values() if blocked is not None]
-        return any(blocked.given.get(reducer.key, math.inf) <= reducer.finished for blocked in others) and any(
-            self._is_missing(blocked.waits_for, reducer) for blocked in others
+        return any(blocked.given.get(participant.key, math.inf) <= participant.finished for blocked in others) and any(
+            self._is_missing(blocked.waits_for, participant) for blocked in others
         )
 
     def _read(self) -> None:
@@ -96,38 +93,40 @@ class BlockedRanks:
     def _look(self) -> _Blocked | None:
         """What this rank waits for, if that has lasted."""
         now_s = time.monotonic()
-        reducers = self._job.reducers
+        participants = list(self._participants)
         waits: list[tuple[float, _Operation | _Iteration]] = [
-            (since_s, _Iteration(reducer.key, (reducer.finished, stage)))
-            for reducer in reducers
-            if reducer.waiting is not None
-            for stage, since_s in [reducer.waiting]
+            (since_s, _Iteration(participant.key, (participant.finished, stage)))
+            for participant in participants
+            if participant.waiting is not None
+            for stage, since_s in [participant.waiting]
         ]
-        if not waits:  # reducers perform operations of their own
+        if not waits:  # participants perform operations of their own
             waits = [
                 (engine.awaited[1], _Operation(number, engine.awaited[0], engine.settled))
-                for number, engine in self._job.rank_sets.engines()
+                for number, engine in self._rank_sets.engines()
                 if engine.awaited is not None
             ]
         since_s, waits_for = min(waits, key=lambda wait: wait[0], default=(now_s, None))
         if waits_for is None or now_s - since_s < TELL_S:
             return None
-        given = {reducer.key: reducer.given for reducer in reducers}
+        given = {participant.key: participant.given for participant in participants}
         asks = isinstance(waits_for, _Iteration) and waits_for.reached[1] is Stage.ASK
         if (
             now_s - since_s < TELL_ANYWAY_S
             and not asks
-            and not any(reducer.pending and given[reducer.key] == reducer.finished for reducer in reducers)
+            and not any(
+                participant.pending and given[participant.key] == participant.finished for participant in participants
+            )
         ):
             return None
         return _Blocked(waits_for, given)
 
-    def _is_missing(self, waited_for: _Operation | _Iteration, reducer: GradientReducer) -> bool:
-        """Whether this rank, which waits for an iteration of `reducer`, has not come to what another waits for."""
+    def _is_missing(self, waited_for: _Operation | _Iteration, participant: Participant) -> bool:
+        """Whether this rank, which waits for an iteration of `participant`, has not come to what another waits for."""
         if isinstance(waited_for, _Operation):
-            if waited_for.process_set not in self._job.rank_sets:
+            if waited_for.process_set not in self._rank_sets:
                 return False
-            engine = self._job.rank_sets[waited_for.process_set].engine
+            engine = self._rank_sets[waited_for.process_set].engine
             return (
                 engine is not None
                 and engine.settled == waited_for.settled
@@ -136,6 +135,6 @@ class BlockedRanks:
         iteration, stage = waited_for.reached
         return any(
             (each.given if stage is Stage.REDUCE else each.finished) <= iteration
-            for each in self._job.reducers
-            if each.key == waited_for.key and (each is not reducer or stage is Stage.ASK)
+            for each in self._participants
+            if each.key == waited_for.key and (each is not participant or stage is Stage.ASK)
         )

@@ -24,10 +24,10 @@ from sirtaki.autotune.meta.auc_bandit import window_for
 from sirtaki.autotune.meta.bandit_arm import BanditArm
 from sirtaki.autotune.meta.ensemble import ITERATIONS_PER_TRIAL, default_arms
 from sirtaki.autotune.meta.session import WarmupSession
-from sirtaki.autotune.model.link import LinkModel
 from sirtaki.autotune.model.planning import PlanningModel
 from sirtaki.comm.layout import GradientLayout
 from sirtaki.comm.plan import Route
+from sirtaki.link_model import LinkModel
 from sirtaki.settings import Settings
 
 from .knob_choices import checked_plans
@@ -102,7 +102,7 @@ class TuningCoordinator:
             discarded_iterations=0,
             measured_iterations=0,
             arm=DEFAULT_ARM,
-            purpose=Purpose.FINAL,
+            purpose=Purpose.KEPT,
         )
 
     def recall(self, layouts: Sequence[GradientLayout], space: KnobSpace) -> bool:

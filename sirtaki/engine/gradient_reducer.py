@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -20,8 +20,8 @@ import torch
 from sirtaki.comm.collectives.requests import Kind, Signature
 from sirtaki.errors import GradientError
 
-from .joining import Key, Stage
 from .nan_check import NanCheck
+from .participants import Key, Stage
 from .reducer_options import ReducerOptions
 from .reducer_watch import ReducerWatch
 from .same_model import StartCheck, require_same_model
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from sirtaki.comm.collectives.rank_sets import RankSet
 
     from .job import Job
-    from .optimizer_gradients import OptimizerGradients
 
 TOO_OFTEN = (
     "Gradients were computed more than backward_passes_per_step times before call to step(). "
@@ -42,6 +41,14 @@ TOO_OFTEN = (
 Named = tuple[str, torch.Tensor]
 Arrive = Callable[[torch.Tensor], None]
 """What is done with a gradient that is complete."""
+
+
+class User(Protocol):
+    """One that uses a reducer's gradients: those of an optimizer."""
+
+    def use_part(self, part: GradientReducer, *, of: GradientReducer) -> None:
+        """Some of the parameters of a reducer that this one uses belong to `part` from now on."""
+        ...
 
 
 class GradientReducer:
@@ -87,7 +94,7 @@ class GradientReducer:
         self.key = (members.number, next(job.serials[members.number]))
         self.finished = self.n_reduced = 0
         self.shared = False
-        self.users: weakref.WeakSet[OptimizerGradients] = weakref.WeakSet()
+        self.users: weakref.WeakSet[User] = weakref.WeakSet()
         self.waiting: tuple[Stage, float] | None = None
         self._prefix = f"optimizer.{self.key[1]}"
         self._sparse = SparseReductions(self._prefix, options.reduction, members.engine)
@@ -96,9 +103,9 @@ class GradientReducer:
         self._start_check = StartCheck()
         job.disposal.start()
         self._attach(named)
-        self._watch = ReducerWatch(job, self)
+        self._watch = ReducerWatch(job.participants, self)
         job.watchdog.watch(self._watch.present_wait, self._watch.progress)
-        job.add_reducer(self)
+        job.participants.add(self)
 
     # ── which parameters ─────────────────────────────────────────────────────────────────────────────────────────
 
@@ -220,7 +227,7 @@ class GradientReducer:
         if self._sync is not None and self._sync.can_reduce:
             self._job.joining.begins(self, Stage.REDUCE)
             with self.waits(Stage.REDUCE):
-                self._sync.reduce(partial(self._job.needed, self))
+                self._sync.reduce(partial(self._job.blocked.need, self))
 
     @property
     def backward_aborted(self) -> bool:
@@ -265,6 +272,20 @@ class GradientReducer:
         """What reduces the dense gradients; None if there are none."""
         return self._sync
 
+    @property
+    def on_streams(self) -> bool:
+        """See `Participant`."""
+        return self._sync is not None and self._sync.on_streams
+
+    def stalled(self) -> tuple[int, float] | None:
+        """See `Participant`."""
+        return None if self._sync is None else self._sync.in_flight.stalled()
+
+    def remember(self) -> None:
+        """See `Participant`."""
+        if self._sync is not None:
+            self._sync.remember()
+
     def set_passes(self, passes: int) -> None:
         """From the next iteration on, gradients of `passes` backward passes are added up before they are reduced."""
         self.passes = passes
@@ -285,7 +306,7 @@ class GradientReducer:
         if not self._named and not any(param.requires_grad for _, param in self._frozen):
             return
         self._job.joining.begins(self, Stage.FINISH)
-        self._job.note_finished(self)
+        self._job.participants.note_finished(self)
         self._finish(due=due)
 
     def contribute_zeros(self) -> None:
@@ -404,7 +425,7 @@ class GradientReducer:
         """Not collective: gradients are not reduced any more, because of `reason`. Idempotent."""
         if not self.closed:
             self.closed = reason
-            self._job.remove_reducer(self)
+            self._job.participants.remove(self)
             _let_go(self._job, self.key, self._watch, self._hooks, self._sync)
             self._hooks, self._sync = [], None
 

@@ -1,8 +1,4 @@
-"""What `init()` sets up and `shutdown()` takes down, and how a rank that fails ends the job.
-
-A module of its own because everything else of the façade asks it for the state of this process: there is one
-job at a time, and none before `init()`.
-"""
+"""What `init()` sets up and `shutdown()` takes down: the job, of which a process has one at a time."""
 
 from __future__ import annotations
 
@@ -11,7 +7,6 @@ import logging
 import os
 import threading
 import time
-import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -33,11 +28,10 @@ from . import process_end
 from .blocked import BlockedRanks
 from .disposal import Disposal
 from .joining import Joining
+from .participants import Participants
 
 if TYPE_CHECKING:
     from mpi4py import MPI
-
-    from .gradient_reducer import GradientReducer
 
 logger = logging.getLogger(__name__)
 
@@ -69,10 +63,9 @@ class Job:
         # Numbers for optimizers, by process set: the same on all ranks of the set.
         self.serials: defaultdict[int, Iterator[int]] = defaultdict(itertools.count)
         self.disposal = Disposal()
-        # Optimizers live as long as the user keeps them.
-        self._reducers: list[weakref.ref[GradientReducer]] = []
-        self._last_finished: weakref.ref[GradientReducer] | None = None
-        self.joining, self.blocked = Joining(self), BlockedRanks(self)
+        self.participants = Participants()
+        self.joining = Joining(self.participants, self.rank_sets, self.courier, self.watchdog)
+        self.blocked = BlockedRanks(self.participants, self.rank_sets, self.courier)
         self.control.failures.listen(self._on_failure)
         self.control.failures.while_waiting(self._attend)
 
@@ -83,39 +76,13 @@ class Job:
         assert engine is not None
         return engine
 
-    @property
-    def reducers(self) -> list[GradientReducer]:
-        """Those that are in use or not collected yet, the oldest first."""
-        return [reducer for reference in self._reducers if (reducer := reference()) is not None]
-
-    @property
-    def last_finished(self) -> GradientReducer | None:
-        """The one that was stepped last."""
-        return None if self._last_finished is None else self._last_finished()
-
-    def add_reducer(self, reducer: GradientReducer) -> None:
-        """Keeps a weak reference to it."""
-        self._reducers = [weakref.ref(there) for there in (*self.reducers, reducer)]
-
-    def remove_reducer(self, reducer: GradientReducer) -> None:
-        """It is closed."""
-        self._reducers = [weakref.ref(there) for there in self.reducers if there is not reducer]
-
-    def note_finished(self, reducer: GradientReducer) -> None:
-        """This rank ends an iteration of it."""
-        self._last_finished = weakref.ref(reducer)
-
-    def needed(self, reducer: GradientReducer) -> bool:
-        """Whether this rank must not wait for this optimizer's gradients now: another one waits for it elsewhere."""
-        return self.blocked.need(reducer)
-
     def _attend(self) -> None:
         """What this rank does for others while it waits."""
         self.joining.attend()
         self.blocked.attend()
 
     def _on_failure(self) -> None:
-        if any(reducer.tuned is not None and reducer.tuned.on_streams for reducer in self.reducers):
+        if any(participant.on_streams for participant in self.participants):
             threading.Thread(target=self._end_if_a_device_waits, name="sirtaki-end", daemon=True).start()
 
     def _end_if_a_device_waits(self) -> None:
@@ -126,7 +93,7 @@ class Job:
         """
         deadline = time.monotonic() + DEVICE_S
         while time.monotonic() < deadline and _job is self:
-            if any(reducer.tuned is not None and reducer.tuned.in_flight.stalled() for reducer in self.reducers):
+            if any(participant.stalled() for participant in self.participants):
                 break
             time.sleep(0.05)
         if _job is self:
@@ -155,9 +122,8 @@ class Job:
         """Keeps what the warm-up has found so far, and says where this rank is, in words."""
         where = self.watchdog.progress()
         timeline.stop()
-        for reducer in self.reducers:
-            if reducer.tuned is not None:
-                reducer.tuned.remember()
+        for participant in self.participants:
+            participant.remember()
         return where
 
     def close(self, timeout_s: float) -> bool:
@@ -169,8 +135,8 @@ class Job:
         """
         self.control.failures.while_waiting(None)
         everybody = self.control.failures.error is None and self.watchdog.leave(timeout_s)
-        for reducer in reversed(self.reducers):
-            reducer.close("by shutdown()")
+        for participant in reversed(list(self.participants)):
+            participant.close("by shutdown()")
         self.disposal.stop()
         timeline.stop()
         if everybody:

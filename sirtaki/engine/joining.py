@@ -14,41 +14,20 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from enum import IntEnum
-from typing import TYPE_CHECKING
 
 import torch
 
-from sirtaki.comm.collectives.rank_sets import GLOBAL
-from sirtaki.comm.control.courier import Tag
+from sirtaki.comm.collectives.rank_sets import GLOBAL, RankSets
+from sirtaki.comm.control.courier import Courier, Tag
+from sirtaki.comm.control.watchdog import Watchdog
 from sirtaki.errors import CommError
 
-if TYPE_CHECKING:
-    from .gradient_reducer import GradientReducer
-    from .job import Job
+from .participants import Key, Participant, Participants, Reached, Stage
 
 SHORTEST_PAUSE_S = 50e-6
 LONGEST_PAUSE_S = 2e-3
 PAUSE = 0.05
 """A joined rank looks for messages again after this part of the time since the last one."""
-
-Key = tuple[int, int]
-"""An optimizer: the number of its process set, and its own there; the same on all ranks of the set."""
-
-
-class Stage(IntEnum):
-    """How far a rank has got in an iteration."""
-
-    ASK = 0
-    """It asks whether any rank has gradients of parameters that several optimizers have."""
-    REDUCE = 1
-    """All its gradients are there, and it waits until they are reduced."""
-    FINISH = 2
-    """It ends the iteration."""
-
-
-Reached = tuple[int, Stage]
-"""An iteration, counted since the optimizer was made, and how far a rank has got in it."""
 
 
 @dataclass(slots=True)
@@ -63,8 +42,9 @@ class _Presence:
 class Joining:
     """Who has joined, what the others tell them, and what they do then."""
 
-    def __init__(self, job: Job) -> None:
-        self._job, self._courier = job, job.courier
+    def __init__(self, participants: Participants, rank_sets: RankSets, courier: Courier, watchdog: Watchdog) -> None:
+        self._participants, self._rank_sets = participants, rank_sets
+        self._courier, self._watchdog = courier, watchdog
         self._lock = threading.Lock()
         self._round = 0  # of all ranks joining
         self._joined: dict[int, int] = {}  # rank → the round in which it has joined
@@ -73,16 +53,16 @@ class Joining:
 
     # ── a rank that trains ───────────────────────────────────────────────────────────────────────────────────────
 
-    def begins(self, reducer: GradientReducer, stage: Stage) -> None:
+    def begins(self, participant: Participant, stage: Stage) -> None:
         """This rank takes part in an iteration of this optimizer; those that have joined are told."""
         with self._lock:
-            self._present[reducer.key] = _Presence(reducer.ranks, (reducer.finished, stage))
+            self._present[participant.key] = _Presence(participant.ranks, (participant.finished, stage))
             self._tell()
 
-    def ends(self, reducer: GradientReducer) -> None:
+    def ends(self, participant: Participant) -> None:
         """An iteration of this optimizer has ended, whether or not this rank has joined."""
-        self._finished[reducer.key[0]] += 1
-        self._present.pop(reducer.key, None)
+        self._finished[participant.key[0]] += 1
+        self._present.pop(participant.key, None)
 
     def forget(self, key: Key) -> None:
         """This optimizer is dropped; what was begun is not ended. Any thread."""
@@ -115,18 +95,19 @@ class Joining:
         Raises:
             CommError: the job failed, or an optimizer that others step is gone here.
         """
-        engine = self._job.engine
+        engine = self._rank_sets[GLOBAL].engine
+        assert engine is not None
         all_have_joined = engine.join((self._finished[GLOBAL], self._finished.total()))
         with self._lock:
             self._present.clear()
         self._courier.send_all(Tag.JOINED, self._round)
-        substitute = _Substitute(self._job)
+        substitute = _Substitute(self._participants, self._courier, self._watchdog)
         joined = {self._courier.rank}
         try:
             moved_s = time.monotonic()
             # Whoever has joined has sent before that what he took part in.
             while not all_have_joined.wait(_pause_s(moved_s)) or len(joined) < self._courier.size:
-                self._job.control.failures.check()
+                self._watchdog.failures.check()
                 with self._lock:
                     self._joined |= dict(self._courier.receive(Tag.JOINED))
                     joined |= {rank for rank, number in self._joined.items() if number >= self._round}
@@ -136,8 +117,8 @@ class Joining:
         finally:
             substitute.close()
         substitute.wait()
-        for reducer in self._job.reducers:
-            reducer.drop_accumulated()
+        for participant in self._participants:
+            participant.drop_accumulated()
         self._round += 1
         engine.finish(all_have_joined)
         return engine.last_joined
@@ -154,8 +135,8 @@ class _Substitute:
     a thread.
     """
 
-    def __init__(self, job: Job) -> None:
-        self._job = job
+    def __init__(self, participants: Participants, courier: Courier, watchdog: Watchdog) -> None:
+        self._participants, self._courier, self._watchdog = participants, courier, watchdog
         self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]  # torch's
         self._reached: defaultdict[Key, dict[int, Reached]] = defaultdict(dict)  # by rank
         self._begun: dict[Key, Reached] = {}
@@ -174,50 +155,50 @@ class _Substitute:
         """
         if self._error is not None:
             raise self._error
-        news = self._job.courier.receive(Tag.ITERATION)
+        news = self._courier.receive(Tag.ITERATION)
         for rank, (key, reached) in news:
             self._reached[key][rank] = reached
         for key, by_rank in self._reached.items():
-            reducer = self._reducer(key)
-            training = [rank for rank in reducer.ranks if rank not in joined]
+            participant = self._participant(key)
+            training = [rank for rank in participant.ranks if rank not in joined]
             if not training:
                 ended = max(number if stage is Stage.FINISH else number - 1 for number, stage in by_rank.values())
-                self._catch_up(reducer, (ended, Stage.FINISH))
+                self._catch_up(participant, (ended, Stage.FINISH))
             elif all(rank in by_rank for rank in training):
-                self._catch_up(reducer, min(by_rank[rank] for rank in training))
+                self._catch_up(participant, min(by_rank[rank] for rank in training))
         return bool(news)
 
-    def _catch_up(self, reducer: GradientReducer, target: Reached) -> None:
+    def _catch_up(self, participant: Participant, target: Reached) -> None:
         """Begins all that lies between what was begun and `target`: the others need not wait for each end."""
-        iteration, stage = self._begun.get(reducer.key, (reducer.finished - 1, Stage.FINISH))
+        iteration, stage = self._begun.get(participant.key, (participant.finished - 1, Stage.FINISH))
         while (iteration, stage) < target:
             if stage is Stage.REDUCE:
                 stage = Stage.FINISH
             else:
                 iteration += 1
                 stage = target[1] if iteration == target[0] else Stage.FINISH
-            self._begun[reducer.key] = iteration, stage
-            self._do(reducer, stage)
+            self._begun[participant.key] = iteration, stage
+            self._do(participant, stage)
 
-    def _reducer(self, key: Key) -> GradientReducer:
-        for reducer in self._job.reducers:
-            if reducer.key == key:
-                return reducer
+    def _participant(self, key: Key) -> Participant:
+        for participant in self._participants:
+            if participant.key == key:
+                return participant
         error = CommError(
-            f"rank {self._job.control.rank} has joined, and other ranks step an optimizer that is gone there: keep "
+            f"rank {self._courier.rank} has joined, and other ranks step an optimizer that is gone there: keep "
             "DistributedOptimizers until join() has returned"
         )
-        self._job.watchdog.fail(error)
+        self._watchdog.fail(error)
         raise error
 
-    def _do(self, reducer: GradientReducer, stage: Stage) -> None:
-        number = reducer.key[0]
+    def _do(self, participant: Participant, stage: Stage) -> None:
+        number = participant.key[0]
         if number not in self._tasks:
             tasks = self._tasks[number] = queue.SimpleQueue()
             name = f"sirtaki-join-{number}"
             self._threads.append(threading.Thread(target=self._work, args=(tasks,), name=name, daemon=True))
             self._threads[-1].start()
-        self._tasks[number].put(reducer.contribute_zeros if stage is Stage.REDUCE else reducer.finish_joined)
+        self._tasks[number].put(participant.contribute_zeros if stage is Stage.REDUCE else participant.finish_joined)
 
     def _work(self, tasks: queue.SimpleQueue[Callable[[], None] | None]) -> None:
         if self._device is not None:
@@ -242,7 +223,7 @@ class _Substitute:
         """
         for thread in self._threads:
             while thread.is_alive():
-                self._job.control.failures.check()
+                self._watchdog.failures.check()
                 thread.join(0.01)
         if self._error is not None:
             raise self._error

@@ -74,16 +74,20 @@ class OptimizerGradients:
         reducer.users.add(self)
         self._parts = sorted([*self._parts, _Part(reducer, seen)], key=lambda part: part.reducer.key[1])
 
+    def use_part(self, part: GradientReducer, *, of: GradientReducer) -> None:
+        """See `User`."""
+        self._use(part, next(there.seen for there in self._parts if there.reducer is of))
+
     def _claim(self, named: Sequence[Named]) -> None:
         """Collective: from now on, these parameters too."""
         job, members = self._job, self._members
         assert members.control is not None
-        if job.reducers:
+        if reducers_of(job):
             gc.collect()  # torch's optimizers are parts of reference cycles, so that they are collected some time later
         job.disposal.drain()
         members.control.reclaim()
         owners, in_flight = self._agree_on_owners(named)
-        lenders = {reducer.key[1]: reducer for reducer in job.reducers if reducer.members is members}
+        lenders = {reducer.key[1]: reducer for reducer in reducers_of(job) if reducer.members is members}
         for serial in sorted({owner for owner in owners if owner is not None}):
             lender = lenders[serial]
             if serial in in_flight:
@@ -111,7 +115,7 @@ class OptimizerGradients:
         assert members.control is not None
         said: list[_Owners] = members.control.all_gather(self._owners(named))
         owners, gone = _settle([there.serials for there in said], [name for name, _ in named])
-        for reducer in self._job.reducers:
+        for reducer in reducers_of(self._job):
             if reducer.members is members and reducer.key[1] in gone:
                 reducer.close("since another rank has dropped it, and a new one takes its parameters")
         for there in said:
@@ -122,7 +126,7 @@ class OptimizerGradients:
 
     def _owners(self, named: Sequence[Named]) -> _Owners:
         """What this rank knows of these parameters."""
-        reducers = self._job.reducers
+        reducers = reducers_of(self._job)
         owner_of = {id(param): reducer for reducer in reducers for _, param in reducer.named}
         serials: list[int | None] = []
         conflicts: dict[int, str] = {}
@@ -234,6 +238,11 @@ class _Owners:
     in_flight: tuple[int, ...]
 
 
+def reducers_of(job: Job) -> list[GradientReducer]:
+    """Those of a job that are in use or not collected yet, the oldest first."""
+    return [participant for participant in job.participants if isinstance(participant, GradientReducer)]
+
+
 def _settle(said: Sequence[tuple[int | None, ...]], names: Sequence[str]) -> tuple[list[int | None], set[int]]:
     """What holds on all ranks: each parameter's owner, None = it is free; and the owners that are gone on some rank.
 
@@ -258,5 +267,5 @@ def _split(job: Job, lender: GradientReducer, wanted: set[int]) -> GradientReduc
     reducer = GradientReducer(job, lender.members, lent, passes=lender.passes, options=lender.options)
     reducer.n_reduced = lender.n_reduced
     for user in list(lender.users):
-        user._use(reducer, next(part.seen for part in user._parts if part.reducer is lender))
+        user.use_part(reducer, of=lender)
     return reducer

@@ -15,12 +15,13 @@ import numpy as np
 import torch
 
 from sirtaki.autotune.knobs import KIB, MIB, Knobs, KnobSpace
-from sirtaki.autotune.model.link import LinkModel, LinkProbe
+from sirtaki.autotune.model.link_probe import LinkProbe
 from sirtaki.autotune.model.planning import PlanningModel
 from sirtaki.autotune.model.profile import Profile
 from sirtaki.comm.layout import GradientLayout
 from sirtaki.comm.plan import CommPlan, Unit
 from sirtaki.errors import PlanError, TransportError, TuningError
+from sirtaki.link_model import LinkModel
 
 from .contention_probe import ThreadProbe, contention_model
 

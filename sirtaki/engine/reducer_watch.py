@@ -3,20 +3,33 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from sirtaki.comm.control.watchdog import Wait
 
-if TYPE_CHECKING:
-    from .gradient_reducer import GradientReducer
-    from .job import Job
+from .participants import Participant, Participants
+from .warmup import TunedSynchroniser
+
+
+class Watched(Participant, Protocol):
+    """A reducer, as far as this module knows it."""
+
+    @property
+    def iteration(self) -> int:
+        """Iterations finished so far with the current parameters."""
+        ...
+
+    @property
+    def tuned(self) -> TunedSynchroniser | None:
+        """What reduces the dense gradients; None if there are none."""
+        ...
 
 
 class ReducerWatch:
     """Answers for one reducer, as long as it lives."""
 
-    def __init__(self, job: Job, reducer: GradientReducer) -> None:
-        self._job, self._reducer = job, weakref.ref(reducer)
+    def __init__(self, participants: Participants, reducer: Watched) -> None:
+        self._participants, self._reducer = participants, weakref.ref(reducer)
 
     def present_wait(self) -> Wait | None:
         """What this rank waits for.
@@ -31,7 +44,7 @@ class ReducerWatch:
         since_s = None if waiting is None else waiting[1]
         if sync is not None:
             sync.check()
-            if since_s is None and (stalled := sync.in_flight.stalled()):
+            if since_s is None and (stalled := reducer.stalled()):
                 iteration, since_s = stalled
         return None if since_s is None else Wait(what=f"the gradients of iteration {iteration}", since_s=since_s)
 
@@ -41,8 +54,7 @@ class ReducerWatch:
         sync = None if reducer is None else reducer.tuned
         if reducer is None or sync is None:
             return ""
-        in_use = [*self._job.reducers[-1:], self._job.last_finished]
-        if not (reducer.pending or reducer.waiting or reducer in in_use):
+        if not (reducer.pending or reducer.waiting or reducer in self._participants.in_use):
             return ""
         missing = sync.missing_names()
         shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")

@@ -18,19 +18,18 @@ import torch
 import sirtaki
 from sirtaki.autotune.knobs import Knobs, KnobSpace
 from sirtaki.autotune.meta.assignment import SessionResult
-from sirtaki.autotune.model.link import LinkModel
 from sirtaki.autotune.model.planning import PlanningModel
 from sirtaki.autotune.trial import Trial
 from sirtaki.comm.layout import GradientLayout
 from sirtaki.comm.plan import Route
 from sirtaki.errors import PlanError, TuningError
+from sirtaki.link_model import LinkModel
 from sirtaki.machine import host_kind
-from sirtaki.registry import entry as registry_entry
 from sirtaki.registry.digest import gradients_fingerprint, layout_fingerprint
 from sirtaki.registry.entry import Entry, Provenance, make_key
 from sirtaki.registry.knob_transfer import Permitted, route_of
 from sirtaki.registry.recorder import ModelGraphRecorder
-from sirtaki.registry.store import SafeStore
+from sirtaki.registry.safe_store import SafeStore
 from sirtaki.registry.topology import Topology
 from sirtaki.registry.warm_start import Job, Neighbour, adapted_all, neighbours
 from sirtaki.settings import REGISTRY_OFF, Settings
@@ -41,9 +40,6 @@ from .knob_choices import checked_plans, fixed_knobs
 logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
-
-LEAST_LATENCY_S = 1e-9
-"""A fit may give none at all, which the registry does not keep."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,16 +85,6 @@ class Hardware:
 def _label(text: str) -> str:
     """What a graph's label may be."""
     return "".join(character for character in text if character.isprintable())[:200]
-
-
-def link_of(link: LinkModel) -> registry_entry.LinkModel:
-    """A measured link as the registry keeps it."""
-    alone = link.throughput[0]
-    return registry_entry.LinkModel(
-        latency_s=max(link.startup_s, LEAST_LATENCY_S),
-        bandwidth_bytes_per_s=alone,
-        concurrency=tuple(rate / alone for rate in link.throughput),
-    )
 
 
 def route_names(route: Route) -> tuple[str, str]:
@@ -247,7 +233,7 @@ class TuningCache:
         if self._job is None or (self._own is not None and not self._own.complete):
             return []
         try:
-            links = {} if model is None else {route_names(route): link_of(link) for route, link in model.links.items()}
+            links = {} if model is None else {route_names(route): link for route, link in model.links.items()}
             self._job = job = replace(self._job, links=links, permitted=permitted_by(space))
             if self._neighbours is None:
                 nothing: list[Neighbour] = []
@@ -295,7 +281,7 @@ class TuningCache:
         own, route = self._own, (result.knobs.transport, result.knobs.algorithm)
         # A remembered setting that was only checked was found then, by whom it was found then.
         checked = own is not None and own.complete and own.knobs == result.knobs.to_json()
-        link = link_of(links[route]) if route in links else None
+        link = links.get(route)
         if link is None and own is not None and own.link is not None and route_of(own.knobs) == route_names(route):
             link = own.link
         versions = {

@@ -20,7 +20,7 @@ import torch
 from sirtaki.autotune.arms.base import Arm
 from sirtaki.autotune.knobs import Knobs
 from sirtaki.autotune.meta.assignment import Assignment, Purpose
-from sirtaki.autotune.model.link import LinkProbe
+from sirtaki.autotune.model.link_probe import LinkProbe
 from sirtaki.comm.gradients.buffers import Reduction
 from sirtaki.comm.gradients.in_flight import InFlight
 from sirtaki.comm.gradients.synchroniser import IterationReport, Synchroniser
@@ -276,13 +276,13 @@ class TunedSynchroniser:
             try:
                 self._apply(now.knobs)
             except (PlanError, TransportError) as err:  # on all ranks alike
-                if now.knobs == self._default and now.purpose is Purpose.FINAL:
+                if now.knobs == self._default and now.purpose is Purpose.KEPT:
                     raise  # nothing is left
                 logger.info("%s cannot be run: %s", now.knobs.describe(), err)
                 self._record([math.inf])
                 continue
             break
-        if now.purpose is Purpose.FINAL:
+        if now.purpose is Purpose.KEPT:
             self._end()
 
     def _apply(self, knobs: Knobs) -> None:

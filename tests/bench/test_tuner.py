@@ -9,11 +9,11 @@ import pytest
 from bench import tuner
 from bench.tuner import ROUTE, HorovodTruth, Job, Listed, Truth, bars, jobs, misjudged, optimum_s, run, summary
 from sirtaki.autotune.knobs import KIB, MIB, Knobs, KnobSpace
-from sirtaki.autotune.model.link import LinkModel
 from sirtaki.autotune.model.planning import PlanningModel
 from sirtaki.autotune.model.profile import Profile
 from sirtaki.autotune.trial import Proposal
 from sirtaki.comm.layout import GradientLayout
+from sirtaki.link_model import LinkModel
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,8 @@ from itertools import pairwise
 import pytest
 
 from sirtaki.errors import RegistryError
-from sirtaki.registry.entry import STALE_AFTER_S, Entry, LinkModel, Provenance, make_key
+from sirtaki.link_model import LinkModel
+from sirtaki.registry.entry import STALE_AFTER_S, Entry, Provenance, make_key
 from sirtaki.registry.graph import Graph
 from sirtaki.registry.model_graph import chain_graph
 from sirtaki.registry.signature import WIDTH, signature
@@ -68,7 +69,7 @@ def make_entry(
         complete=complete,
         layout="ab" * 16,
         trials=(TRIAL,),
-        link=LinkModel(latency_s=1e-4, bandwidth_bytes_per_s=1e8, concurrency=(1.0, 1.9)),
+        link=LinkModel(alpha_s=1e-4, throughput=(1e8, 1.9e8)),
         provenance=Provenance(
             created_s=created_s, model_name="Réseau", host_kinds=("", "c5"), versions=(("torch", "2.13"),)
         ),

@@ -313,7 +313,7 @@ def in_use() -> dict[str, int]:
     return {
         "descriptors": len(os.listdir("/proc/self/fd")),
         "threads": threading.active_count(),
-        "reducers": len(job.current().reducers) if hvd.is_initialized() else 0,
+        "reducers": len(list(job.current().participants)) if hvd.is_initialized() else 0,
     }
 
 

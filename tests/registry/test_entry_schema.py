@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from sirtaki.autotune.knobs import Cut, Knobs
 from sirtaki.comm.plan import Algorithm, TransportKind
 from sirtaki.errors import RegistryError
+from sirtaki.link_model import LinkModel
 from sirtaki.registry.entry import Entry
 from sirtaki.registry.entry_schema import checked_knobs, entry_from_json
 
@@ -87,7 +88,9 @@ def test_any_document_is_an_entry_or_a_registry_error(data: Any) -> None:
         (("arm",), "\ud800", "arm: must be printable"),
         (("trials", 0, "status"), "won", r"trials\[0\]\.status"),
         (("trials", 0, "knobs", "streams"), None, r"trials\[0\]\.knobs\.streams"),
-        (("link", "concurrency"), [1.0, 0.0], r"link\.concurrency\[1\]"),
+        (("link", "throughput"), [1.0, 0.0], r"link\.throughput\[1\]"),
+        (("link", "throughput"), [], r"link\.throughput: must not be empty"),
+        (("link", "alpha_s"), -1.0, r"link\.alpha_s"),
         (("provenance", "versions"), {"torch": 2}, r"provenance\.versions\.torch"),
         (("provenance", "created_s"), -1, r"provenance\.created_s"),
         (("provenance", "created_s"), 1e10, r"provenance\.created_s: 10000000000 is in the future"),
@@ -105,7 +108,7 @@ def test_any_document_is_an_entry_or_a_registry_error(data: Any) -> None:
         (("surprise",), 1, "unknown field 'surprise'"),
     ],
 )
-def test_what_cannot_be_meant_is_refused_by_name(path: tuple[Any, ...], value: Any, message: str) -> None:
+def test_what_is_invalid_is_refused_by_name(path: tuple[Any, ...], value: Any, message: str) -> None:
     with pytest.raises(RegistryError, match=message):
         entry_from_json(changed(path, value))
 
@@ -116,6 +119,13 @@ def test_entries_of_old_releases_do_not_say_which_gradients_they_reduced() -> No
     entry = entry_from_json(data)
     assert (entry.key.gradients, entry.key.fixed) == ("", ())
     assert entry.to_json() == data
+
+
+def test_entries_of_old_releases_write_their_link_in_another_way() -> None:
+    old = {"latency_s": 1e-3, "bandwidth_bytes_per_s": 1e8, "concurrency": [1.0, 1.5]}
+    assert entry_from_json(changed(("link",), old)).link == LinkModel(alpha_s=1e-3, throughput=(1e8, 1.5e8))
+    unknown = entry_from_json(changed(("link",), {**old, "concurrency": []})).link
+    assert unknown == LinkModel(alpha_s=1e-3, throughput=(1e8,))
 
 
 def test_a_missing_field_is_named() -> None:

@@ -8,7 +8,8 @@ from conformance.store import make_entry
 
 from sirtaki.registry import sqlite_file
 from sirtaki.registry.model_graph import chain_graph
-from sirtaki.registry.store import SafeStore, default_path, open_store
+from sirtaki.registry.opening import default_path, open_store
+from sirtaki.registry.safe_store import SafeStore
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:

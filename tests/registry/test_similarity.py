@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from sirtaki.registry.edit_distance import distance, mass, normalised, upper_bound
 from sirtaki.registry.graph import Graph
 from sirtaki.registry.model_graph import chain_graph
+from sirtaki.registry.opening import open_store
 from sirtaki.registry.similarity import MODEL_WEIGHT, TOPOLOGY_WEIGHT, Match, nearest, topology_distance
-from sirtaki.registry.store import Store, open_store
+from sirtaki.registry.store import Store
 from sirtaki.registry.topology import LinkClass, Topology
 
 FOREVER_S = 1e9

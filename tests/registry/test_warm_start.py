@@ -6,18 +6,20 @@ from conformance.store import KNOBS, make_entry
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sirtaki.registry.entry import Entry, LinkModel
+from sirtaki.link_model import LinkModel
+from sirtaki.registry.entry import Entry
 from sirtaki.registry.entry_schema import checked_knobs
 from sirtaki.registry.graph import Graph
 from sirtaki.registry.knob_transfer import MAX_UNIT_BYTES, MIN_UNIT_BYTES, Permitted
 from sirtaki.registry.model_graph import chain_graph
-from sirtaki.registry.store import Store, open_store
+from sirtaki.registry.opening import open_store
+from sirtaki.registry.store import Store
 from sirtaki.registry.topology import Topology
 from sirtaki.registry.warm_start import Job, Neighbour, WarmStart, adapted, adapted_all, neighbours
 
 UNIFORM = {**KNOBS, "cuts": None}
 ROUTE = ("gloo", "flat")
-LINK = LinkModel(latency_s=1e-4, bandwidth_bytes_per_s=1e9, concurrency=(1.0, 2.0, 3.0, 3.9, 4.0, 4.0, 4.0, 4.0))
+LINK = LinkModel(alpha_s=1e-4, throughput=(1e9, 2e9, 3e9, 3.9e9, 4e9, 4e9, 4e9, 4e9))
 
 
 def job_like(entry: Entry, *, model: Graph | None = None, ranks: int | None = None, **changes: object) -> Job:
@@ -100,7 +102,7 @@ def test_cuts_carry_over_to_the_same_layout_only() -> None:
 
 def test_cuts_that_fit_the_layout_do_not_carry_over_to_a_very_different_link() -> None:
     entry = replace(make_entry(), link=LINK)
-    start = suited(entry, links={ROUTE: replace(LINK, latency_s=1e-2)})
+    start = suited(entry, links={ROUTE: replace(LINK, alpha_s=1e-2)})
     assert start.lost_cuts
     assert "do not fit this link" in start.explanation
 
@@ -115,14 +117,14 @@ def test_cuts_that_do_not_fit_leave_the_size_and_threads_of_the_unit_with_the_mi
 
 def test_nothing_is_scaled_for_the_same_link() -> None:
     entry = replace(make_entry(), knobs=UNIFORM, link=LINK)
-    start = suited(entry, links={ROUTE: replace(LINK, latency_s=1.2e-4)})
+    start = suited(entry, links={ROUTE: replace(LINK, alpha_s=1.2e-4)})
     assert start.knobs == UNIFORM
     assert ";" not in start.explanation
 
 
 def test_units_grow_with_the_root_of_what_one_latency_is_worth() -> None:
     entry = replace(make_entry(), knobs=UNIFORM, link=LINK)
-    start = suited(entry, links={ROUTE: replace(LINK, latency_s=4e-4)})
+    start = suited(entry, links={ROUTE: replace(LINK, alpha_s=4e-4)})
     assert start.knobs["unit_bytes"] == 2 * UNIFORM["unit_bytes"]
     assert "this link has its latency × 4 and its bandwidth × 1; units 2 times as large" in start.explanation
 
@@ -144,19 +146,19 @@ def test_without_a_measurement_the_ring_tells_what_more_ranks_cost() -> None:
 
 def test_a_link_that_one_stream_fills_gets_one_stream() -> None:
     entry = replace(make_entry(), knobs=UNIFORM, link=LINK)
-    flat = replace(LINK, concurrency=(1.0, 1.0, 1.0))
+    flat = replace(LINK, throughput=(1e9, 1e9, 1e9))
     start = suited(entry, links={ROUTE: flat})
     assert start.knobs["streams"] == 1
     assert "streams 1 instead of 4" in start.explanation
-    assert suited(entry, links={ROUTE: replace(LINK, concurrency=())}).knobs["streams"] == 4
+    assert suited(entry, links={ROUTE: replace(LINK, throughput=(1e9,))}).knobs["streams"] == 4
 
 
 def test_streams_that_start_up_for_longer_get_company() -> None:
     """A unit starts up for 20 times as long as it takes to send: many more streams than there keep the link busy."""
     entry = replace(make_entry(), knobs={**UNIFORM, "streams": 1}, link=LINK)
-    slow = replace(LINK, latency_s=20 * UNIFORM["unit_bytes"] / LINK.bandwidth_bytes_per_s)
+    slow = replace(LINK, alpha_s=20 * UNIFORM["unit_bytes"] / LINK.throughput[0])
     start = suited(entry, links={ROUTE: slow})
-    assert 1 < start.knobs["streams"] <= len(LINK.concurrency)
+    assert 1 < start.knobs["streams"] <= len(LINK.throughput)
 
 
 def test_only_what_is_permitted_is_proposed() -> None:
@@ -176,12 +178,12 @@ def test_only_what_is_permitted_is_proposed() -> None:
 @given(
     st.floats(1e-9, 10),
     st.floats(1, 1e12),
-    st.lists(st.floats(0.1, 30), max_size=24),
+    st.lists(st.floats(0.1, 30), min_size=1, max_size=24),
     st.integers(1, 4096),
 )
 def test_scaled_knobs_stay_in_range(latency_s: float, speed: float, gains: list[float], ranks: int) -> None:
     entry = replace(make_entry(), knobs=UNIFORM, link=LINK)
-    link = LinkModel(latency_s=latency_s, bandwidth_bytes_per_s=speed, concurrency=tuple(gains))
+    link = LinkModel(alpha_s=latency_s, throughput=tuple(speed * gain for gain in gains))
     for changes in ({"links": {ROUTE: link}}, {"ranks": ranks}):
         knobs = suited(entry, **changes).knobs  # type: ignore[arg-type]
         assert MIN_UNIT_BYTES <= knobs["unit_bytes"] <= MAX_UNIT_BYTES
@@ -191,9 +193,9 @@ def test_scaled_knobs_stay_in_range(latency_s: float, speed: float, gains: list[
 SPEEDS = st.floats(1e-12, 1e18)  # what an import may bring
 LINKS = st.none() | st.builds(
     LinkModel,
-    latency_s=SPEEDS,
-    bandwidth_bytes_per_s=st.floats(1e-3, 1e18),
-    concurrency=st.lists(st.floats(1e-9, 1e18), max_size=4).map(tuple),
+    alpha_s=st.just(0.0) | SPEEDS,
+    throughput=st.lists(st.floats(1e-9, 1e18), min_size=1, max_size=4).map(tuple),
+    host_s=st.just(0.0) | SPEEDS,
 )
 CUTS = st.none() | st.lists(st.integers(1, 2**48), unique=True, max_size=4).map(
     lambda stops: [[stop, 0, None if stop % 2 else 512] for stop in sorted(stops)]

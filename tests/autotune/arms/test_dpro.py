@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 from bench.workloads import cluster, workload
 from sirtaki.autotune.arms.dpro import CriticalPathSearch, Dpro, Schedule, coarsened_ends, partial_replay_s
 from sirtaki.autotune.knobs import KnobSpace
-from sirtaki.autotune.model.link import LinkModel
 from sirtaki.autotune.model.planning import PlanningModel
 from sirtaki.autotune.model.profile import Profile
 from sirtaki.autotune.model.simulator import Simulator
 from sirtaki.comm.layout import GradientLayout
 from sirtaki.comm.plan import Algorithm, TransportKind
+from sirtaki.link_model import LinkModel
 
 ROUTE = (TransportKind.GLOO, Algorithm.FLAT)
 MB = 1_000_000

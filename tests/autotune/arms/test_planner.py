@@ -4,13 +4,13 @@ from sirtaki.autotune.arms.asc_wfbp import AscWfbp, AscWfbpN
 from sirtaki.autotune.arms.mg_wfbp import MgWfbp
 from sirtaki.autotune.arms.planner import SMALLEST_UNIT_BYTES, cuts_for_groups
 from sirtaki.autotune.knobs import KnobSpace
-from sirtaki.autotune.model.link import LinkModel
 from sirtaki.autotune.model.planning import PlanningModel
 from sirtaki.autotune.model.profile import Profile
 from sirtaki.autotune.trial import Trial
 from sirtaki.comm.layout import GradientLayout
 from sirtaki.comm.plan import Algorithm, TransportKind
 from sirtaki.errors import TuningError
+from sirtaki.link_model import LinkModel
 
 GLOO = (TransportKind.GLOO, Algorithm.FLAT)
 MPI = (TransportKind.MPI, Algorithm.FLAT)

@@ -6,10 +6,10 @@ from sirtaki.autotune.arms.dpro import Dpro
 from sirtaki.autotune.arms.libra import Libra, LibraM
 from sirtaki.autotune.arms.mg_wfbp import MgWfbp
 from sirtaki.autotune.model.contention import ContentionModel, RateCurve
-from sirtaki.autotune.model.link import LinkModel
 from sirtaki.autotune.model.planning import PlanningModel
 from sirtaki.autotune.model.profile import Profile
 from sirtaki.comm.layout import GradientLayout
+from sirtaki.link_model import LinkModel
 
 PLANNERS = (MgWfbp, AscWfbp, AscWfbpN, Libra, LibraM, Dpro)
 LINK = LinkModel(alpha_s=1e-3, throughput=(3e8, 6e8, 8e8))

@@ -8,7 +8,7 @@ PROGRAM = """
 import json
 from sirtaki.autotune.arms.planners import make_planners
 from sirtaki.autotune.knobs import KIB, MIB, KnobSpace
-from sirtaki.autotune.model.link import LinkModel
+from sirtaki.link_model import LinkModel
 from sirtaki.autotune.model.planning import PlanningModel
 from sirtaki.autotune.model.profile import Profile
 from sirtaki.comm.layout import GradientLayout

@@ -14,8 +14,8 @@ from sirtaki.autotune.arms.grid import GridArm
 from sirtaki.autotune.knobs import MIB, Knobs, KnobSpace
 from sirtaki.autotune.meta.assignment import (
     DEFAULT_ARM,
+    FINALS_ARM,
     REGISTRY_ARM,
-    VERIFY_ARM,
     Assignment,
     Purpose,
     SessionResult,
@@ -151,14 +151,14 @@ def test_the_best_setting_is_found_and_kept_after_beating_the_default() -> None:
     assert job.result.best_span_s == pytest.approx(landscape(BEST))
     assert job.result.default_span_s == pytest.approx(landscape(DEFAULT))
     assert "beat the default" in job.result.reason
-    assert job.run_for(Purpose.GUARD_WINNER)[0] == BEST
-    assert job.run_for(Purpose.GUARD_DEFAULT)[0] == DEFAULT
+    assert BEST in job.run_for(Purpose.FINALS)
+    assert DEFAULT in job.run_for(Purpose.FINALS)
 
 
 def test_after_the_end_the_kept_knobs_are_assigned_with_nothing_to_measure() -> None:
     job = Job(session(ListArm(BEST))).run()
     final = job.session.assignment
-    assert (final.knobs, final.purpose, final.measured_iterations) == (BEST, Purpose.FINAL, 0)
+    assert (final.knobs, final.purpose, final.measured_iterations) == (BEST, Purpose.KEPT, 0)
     with pytest.raises(TuningError, match="over"):
         job.session.record([1.0])
 
@@ -313,9 +313,9 @@ def test_close_finalists_are_measured_again_and_the_lucky_one_loses() -> None:
     lucky, good = streams(2), BEST
     spans = {lucky: iter([0.095, 0.096, *[0.108] * 50]), good: iter([0.1] * 50), DEFAULT: iter([0.2] * 50)}
     job = Job(session(ListArm(lucky, good)), span_of=lambda knobs: next(spans[knobs])).run()
-    assert lucky in job.run_for(Purpose.VERIFY)
+    assert lucky in job.run_for(Purpose.FINALS)
     assert job.result.knobs == good
-    assert any(trial.arm == VERIFY_ARM for trial in job.session.trials)
+    assert any(trial.arm == FINALS_ARM for trial in job.session.trials)
 
 
 def test_a_setting_that_the_surrogate_believes_in_comes_to_the_finals() -> None:
@@ -323,16 +323,14 @@ def test_a_setting_that_the_surrogate_believes_in_comes_to_the_finals() -> None:
     spans = {knobs: 0.1 + 0.001 * i for i, knobs in enumerate(near)} | {DEFAULT: 0.2}
     doubted = Job(session(ListArm(*near)), span_of=spans.__getitem__).run()
     believed = Job(session(Believer(near[-1], *near)), span_of=spans.__getitem__).run()
-    assert near[-1] not in doubted.run_for(Purpose.VERIFY)
-    assert near[-1] in believed.run_for(Purpose.VERIFY)
+    assert near[-1] not in doubted.run_for(Purpose.FINALS)
+    assert near[-1] in believed.run_for(Purpose.FINALS)
 
 
 def test_the_finals_take_more_of_the_budget_the_noisier_it_is() -> None:
-    finals = (Purpose.VERIFY, Purpose.GUARD_WINNER, Purpose.GUARD_DEFAULT)
-
     def share(noise: float) -> float:
         job = Job(session(GridArm(SPACE)), noise=noise).run()
-        in_finals = [now.measured_iterations for now in job.assignments if now.purpose in finals]
+        in_finals = [now.measured_iterations for now in job.assignments if now.purpose is Purpose.FINALS]
         return sum(in_finals) / job.iterations
 
     assert share(0.01) < 0.25 < 0.3 < share(0.2)
@@ -340,7 +338,7 @@ def test_the_finals_take_more_of_the_budget_the_noisier_it_is() -> None:
 
 def test_a_winner_that_loses_to_the_default_in_alternation_is_not_kept() -> None:
     def shifting(knobs: Knobs) -> float:
-        guarding = job.session.assignment.purpose in (Purpose.GUARD_WINNER, Purpose.GUARD_DEFAULT)
+        guarding = job.session.assignment.purpose is Purpose.FINALS
         return {DEFAULT: 0.1, BEST: 0.2 if guarding else 0.05}[knobs]
 
     job = Job(session(ListArm(BEST)), span_of=shifting)
@@ -549,7 +547,7 @@ def test_a_history_that_used_the_budget_leaves_the_guard() -> None:
     history = [Trial(arm="list", knobs=BEST, iterations=500, span_s=0.01)]
     job = Job(session(ListArm(streams(2)), history=history)).run()
     assert job.run_for(Purpose.TRIAL) == []
-    assert job.run_for(Purpose.GUARD_WINNER)[0] == BEST
+    assert BEST in job.run_for(Purpose.FINALS)
 
 
 # Small things.
@@ -557,11 +555,13 @@ def test_a_history_that_used_the_budget_leaves_the_guard() -> None:
 
 def test_the_progress_line_says_where_the_warm_up_is() -> None:
     job = Job(session(ListArm(streams(2), BEST, streams(8))))
-    assert job.session.progress() == "warm-up 0/100: default gloo flat, 32 MiB units, 1 stream"
-    job.run(5)
-    line = job.session.progress()
-    assert "/100: best 100 ms against" in line
-    assert "list leads" in line
+    assert job.session.progress() == (
+        "warm-up, iteration 0 of 100: now measuring the default: gloo flat, 32 MiB units, 1 stream"
+    )
+    job.run(1)
+    assert "iteration 3 of 100: best so far the default; now trying: gloo flat" in job.session.progress()
+    job.run(4)
+    assert "of 100: best so far 2.30× faster than the default, proposed by list; now " in job.session.progress()
 
 
 def test_an_empty_measurement_is_refused() -> None:

@@ -7,13 +7,13 @@ import pytest
 from sirtaki.autotune.knobs import KIB, MIB, Knobs
 from sirtaki.autotune.model.calibration import calibrate_contention, calibrate_link
 from sirtaki.autotune.model.contention import ContentionModel, RateCurve
-from sirtaki.autotune.model.link import LinkModel
 from sirtaki.autotune.model.profile import Profile
 from sirtaki.autotune.model.simulator import Simulator
 from sirtaki.autotune.trial import Trial, TrialStatus
 from sirtaki.comm.layout import GradientLayout
 from sirtaki.comm.plan import TransportKind
 from sirtaki.errors import TuningError
+from sirtaki.link_model import LinkModel
 
 LINK = LinkModel(alpha_s=1.4e-3, throughput=(5e8, 8e8, 9e8, 9e8))
 

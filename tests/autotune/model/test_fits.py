@@ -12,8 +12,8 @@ from sirtaki.autotune.model.fits import (
     fit_contention,
     fit_link,
 )
-from sirtaki.autotune.model.link import LinkModel
 from sirtaki.errors import TuningError
+from sirtaki.link_model import LinkModel
 
 LINK = LinkModel(alpha_s=1.4e-3, throughput=(5e8, 8e8, 9e8, 9e8))
 

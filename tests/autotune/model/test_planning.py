@@ -4,12 +4,12 @@ from dataclasses import replace
 import pytest
 
 from sirtaki.autotune.model.contention import ContentionModel, RateCurve
-from sirtaki.autotune.model.link import LinkModel
 from sirtaki.autotune.model.planning import PlanningModel
 from sirtaki.autotune.model.profile import Profile
 from sirtaki.comm.layout import GradientLayout
 from sirtaki.comm.plan import Algorithm, TransportKind
 from sirtaki.errors import TuningError
+from sirtaki.link_model import LinkModel
 
 GLOO = (TransportKind.GLOO, Algorithm.FLAT)
 TREE = (TransportKind.GLOO, Algorithm.HIERARCHICAL)

@@ -7,12 +7,12 @@ from hypothesis import strategies as st
 
 from sirtaki.autotune.knobs import Cut, Knobs
 from sirtaki.autotune.model.contention import ContentionModel, RateCurve
-from sirtaki.autotune.model.link import LinkModel
 from sirtaki.autotune.model.profile import Profile
 from sirtaki.autotune.model.simulator import Simulator
 from sirtaki.comm.layout import GradientLayout
 from sirtaki.comm.plan import CommPlan, TransportKind, Unit
 from sirtaki.errors import TuningError
+from sirtaki.link_model import LinkModel
 
 MB = 1_000_000
 

@@ -9,12 +9,12 @@ from xml.etree import ElementTree
 import pytest
 
 from sirtaki.autotune.knobs import MIB, Knobs
-from sirtaki.autotune.model.link import LinkModel
 from sirtaki.autotune.model.planning import PlanningModel
 from sirtaki.autotune.model.profile import Profile
 from sirtaki.cli.__main__ import main
 from sirtaki.comm.layout import GradientLayout
 from sirtaki.comm.plan import Algorithm, TransportKind
+from sirtaki.link_model import LinkModel
 
 
 @pytest.fixture

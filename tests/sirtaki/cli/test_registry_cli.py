@@ -11,7 +11,8 @@ from sirtaki.cli import registry as cli
 from sirtaki.errors import RegistryError
 from sirtaki.registry.entry import Entry
 from sirtaki.registry.model_graph import chain_graph
-from sirtaki.registry.store import Store, open_store
+from sirtaki.registry.opening import open_store
+from sirtaki.registry.store import Store
 
 Run = Callable[..., str]
 

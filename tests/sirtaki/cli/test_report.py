@@ -7,7 +7,6 @@ from xml.etree import ElementTree
 import pytest
 
 from sirtaki.autotune.knobs import KIB, Cut, Knobs
-from sirtaki.autotune.model.link import LinkModel
 from sirtaki.autotune.model.planning import PlanningModel
 from sirtaki.autotune.model.profile import Profile
 from sirtaki.cli.report import render, write_report
@@ -16,6 +15,7 @@ from sirtaki.comm.layout import GradientLayout
 from sirtaki.comm.plan import Algorithm, TransportKind
 from sirtaki.engine.trial_log_reader import read_log
 from sirtaki.errors import ConfigError
+from sirtaki.link_model import LinkModel
 
 
 def knobs(unit_kib=1024, streams=1, cuts=None):

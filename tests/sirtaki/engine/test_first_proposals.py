@@ -7,12 +7,12 @@ import pytest
 
 from sirtaki.autotune.arms.planners import make_planners
 from sirtaki.autotune.knobs import KIB, MIB, Cut, Knobs, KnobSpace
-from sirtaki.autotune.model.link import LinkModel
 from sirtaki.autotune.model.planning import PlanningModel
 from sirtaki.autotune.model.profile import Profile
 from sirtaki.comm.layout import GradientLayout
 from sirtaki.comm.plan import Algorithm, TransportKind
 from sirtaki.engine.first_proposals import first_proposals
+from sirtaki.link_model import LinkModel
 from sirtaki.registry.entry import Entry, make_key
 from sirtaki.registry.model_graph import chain_graph
 from sirtaki.registry.topology import Topology

@@ -24,7 +24,8 @@ from sirtaki.comm.plan import Algorithm, TransportKind
 from sirtaki.engine.coordinator import TuningCoordinator
 from sirtaki.engine.knob_choices import checked_plans
 from sirtaki.engine.tuning_cache import TuningCache
-from sirtaki.registry.store import SafeStore, open_store
+from sirtaki.registry.opening import open_store
+from sirtaki.registry.safe_store import SafeStore
 from sirtaki.settings import Settings
 
 ROUTE = (TransportKind.GLOO, Algorithm.FLAT)
@@ -73,7 +74,7 @@ def tuned(registry: Path) -> TuningCoordinator:
         if now.purpose is Purpose.SEARCH:
             coordinator.search(SPACE, lambda: None)
             continue
-        if now.purpose is Purpose.FINAL:
+        if now.purpose is Purpose.KEPT:
             coordinator.end(iteration=iteration)
             return coordinator
         coordinator.record((1 + rng.random(now.measured_iterations)).tolist(), iteration=iteration)
@@ -177,7 +178,7 @@ def faults() -> list[tuple[str, str]]:
         ("sirtaki.engine.tuning_cache.neighbours", "registry"),
         ("sirtaki.engine.tuning_cache.make_key", "left alone"),
         ("sirtaki.engine.tuning_cache.Entry", "not remembered"),
-        ("sirtaki.registry.store.open_store", "without the registry"),
+        ("sirtaki.registry.safe_store.open_store", "without the registry"),
     ]
 
 
@@ -193,7 +194,7 @@ def test_a_fault_anywhere_is_told_once_and_tuning_goes_on_without_it(
     coordinator = TuningCoordinator(given, cache, default=DEFAULT, arms=None, discarded_iterations=1)
     assert not coordinator.recall([layout], SPACE)
     coordinator.search(SPACE, lambda: None if "planners" not in place else model_that_fails())
-    while coordinator.assignment.purpose is not Purpose.FINAL:
+    while coordinator.assignment.purpose is not Purpose.KEPT:
         coordinator.record([1.0] * coordinator.assignment.measured_iterations, iteration=0)
     coordinator.end(iteration=0)
     coordinator.remember()
@@ -213,7 +214,7 @@ def test_arms_that_raise_at_every_touch_leave_the_default(tmp_path: Path) -> Non
     )
     coordinator.recall([layout], SPACE)
     coordinator.search(SPACE, lambda: None)
-    while coordinator.assignment.purpose is not Purpose.FINAL:
+    while coordinator.assignment.purpose is not Purpose.KEPT:
         coordinator.record([1.0] * coordinator.assignment.measured_iterations, iteration=0)
     assert coordinator.assignment.knobs == DEFAULT
 
@@ -224,7 +225,7 @@ def test_one_unit_is_tried_once_on_however_many_streams(tmp_path: Path) -> None:
     coordinator.recall([layout], SPACE)
     coordinator.search(SPACE, lambda: None)
     ran = []
-    while coordinator.assignment.purpose is not Purpose.FINAL:
+    while coordinator.assignment.purpose is not Purpose.KEPT:
         ran.append(coordinator.assignment.knobs)
         coordinator.record([1.0] * coordinator.assignment.measured_iterations, iteration=0)
     assert set(ran) == {DEFAULT}

@@ -3,8 +3,8 @@ import math
 import pytest
 
 from sirtaki.autotune.model.cluster import Cluster
-from sirtaki.autotune.model.link import LinkModel
 from sirtaki.errors import TuningError
+from sirtaki.link_model import LinkModel
 
 
 def test_two_way_links_have_the_papers_parameters():

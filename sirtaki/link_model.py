@@ -1,8 +1,8 @@
 """What an all-reduce costs: start-up time, and throughput as a function of how many run at the same time.
 
-A module of its own because planners, fits, simulator and cluster descriptions all speak of the network through this
-one record. It generalises the α-β model (ASC-WFBP eq. 3) and the two-way contention factor γ (eq. 9) to n ways. What
-LogP calls the gap is in it, too: a host gets through so many all-reduces a second, on however many streams.
+Planners compute with it, and the registry remembers it. It generalises the α-β model (ASC-WFBP eq. 3) and the two-way
+contention factor γ (eq. 9) to n ways. What LogP calls the gap is in it, too: a host gets through so many all-reduces a
+second, on however many streams.
 """
 
 import math
@@ -112,33 +112,3 @@ class LinkModel:
             host_s=data.get("host_s", 0.0),  # profiles that were saved before it was known
             residual=data["residual"],
         )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinkProbe:
-    """Equal all-reduces, as many on each of `streams` streams, all submitted at once.
-
-    Several in a row show the pace that an iteration's units keep; a single one profits from whatever credit an idle
-    link grants (shapers and clouds let short bursts pass).
-
-    Attributes:
-        unit_bytes: size of each.
-        streams: that work side by side.
-        seconds: from the start until the last was done.
-        rounds: all-reduces on each stream.
-    """
-
-    unit_bytes: int
-    streams: int
-    seconds: float
-    rounds: int = 1
-
-    def __post_init__(self) -> None:
-        positive = min(self.unit_bytes, self.streams, self.rounds) >= 1
-        if not (positive and math.isfinite(self.seconds) and self.seconds > 0):
-            raise TuningError(f"a probe needs positive bytes, streams, rounds and seconds, not {self}")
-
-    @property
-    def round_s(self) -> float:
-        """Seconds that one all-reduce on each stream took."""
-        return self.seconds / self.rounds

@@ -1,0 +1,110 @@
+"""What the job and what serves it know of an optimizer's gradients: that they take part in iterations of some ranks."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from enum import IntEnum
+from typing import Protocol
+
+Key = tuple[int, int]
+"""A participant: the number of its process set, and its own there; the same on all ranks of the set."""
+
+
+class Stage(IntEnum):
+    """How far a rank has got in an iteration."""
+
+    ASK = 0
+    """It asks whether any rank has gradients of parameters that several optimizers have."""
+    REDUCE = 1
+    """All its gradients are there, and it waits until they are reduced."""
+    FINISH = 2
+    """It ends the iteration."""
+
+
+Reached = tuple[int, Stage]
+"""An iteration, counted since the participant was made, and how far a rank has got in it."""
+
+
+class Participant(Protocol):
+    """One that takes part in iterations with other ranks.
+
+    Attributes:
+        key: the same on all its ranks.
+        ranks: those that take part, by their rank among all.
+        finished: iterations that have ended.
+        waiting: what this rank waits for in the current iteration, and since when (`time.monotonic()`).
+    """
+
+    key: Key
+    ranks: tuple[int, ...]
+    finished: int
+    waiting: tuple[Stage, float] | None
+
+    @property
+    def given(self) -> int:
+        """Iterations to which this rank has given all its gradients."""
+        ...
+
+    @property
+    def pending(self) -> bool:
+        """Gradients are being reduced."""
+        ...
+
+    @property
+    def on_streams(self) -> bool:
+        """Gradients are on a device on which things happen later than they are called."""
+        ...
+
+    def stalled(self) -> tuple[int, float] | None:
+        """The iteration for whose reduction a device waits, and since when (`time.monotonic()`). Any thread."""
+        ...
+
+    def remember(self) -> None:
+        """Stores what an unfinished warm-up has found. Idempotent."""
+        ...
+
+    def contribute_zeros(self) -> None:
+        """On a rank that has joined: gives zeros to an iteration that the other ranks have not begun to end."""
+        ...
+
+    def finish_joined(self) -> None:
+        """Collective: ends an iteration on a rank that has joined."""
+        ...
+
+    def drop_accumulated(self) -> None:
+        """Gradients of fewer backward passes than are added up before they are reduced do not count."""
+        ...
+
+    def close(self, reason: str) -> None:
+        """Not collective: gradients are not reduced any more, because of `reason`. Idempotent."""
+        ...
+
+
+class Participants:
+    """Those of one job that are in use or not collected yet, the oldest first: they live as long as users keep them."""
+
+    def __init__(self) -> None:
+        self._all: list[weakref.ref[Participant]] = []
+        self._last_finished: weakref.ref[Participant] | None = None
+
+    def __iter__(self) -> Iterator[Participant]:
+        return iter([participant for reference in self._all if (participant := reference()) is not None])
+
+    def add(self, participant: Participant) -> None:
+        """Keeps a weak reference to it."""
+        self._all = [weakref.ref(there) for there in (*self, participant)]
+
+    def remove(self, participant: Participant) -> None:
+        """It is closed."""
+        self._all = [weakref.ref(there) for there in self if there is not participant]
+
+    def note_finished(self, participant: Participant) -> None:
+        """This rank ends an iteration of it."""
+        self._last_finished = weakref.ref(participant)
+
+    @property
+    def in_use(self) -> list[Participant]:
+        """The newest one, and the one that was stepped last."""
+        last = None if self._last_finished is None else self._last_finished()
+        return [*list(self)[-1:], *([] if last is None else [last])]
