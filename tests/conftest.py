@@ -2,14 +2,14 @@
 
 import os
 import shutil
-import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from rank_jobs import Launcher, Play, RankJobs, end, environment, following
 
 # Continuous integration tests changes, not luck; everywhere else each run looks elsewhere.
 settings.register_profile("ci", derandomize=True)
@@ -34,8 +34,16 @@ def mpiexec() -> list[str]:
     return [found, "--allow-run-as-root", "--map-by", ":OVERSUBSCRIBE", "--bind-to", "none"]
 
 
+@pytest.fixture(scope="session")
+def launcher(mpiexec: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
+    """Starts programs on several ranks."""
+    launcher = Launcher(mpiexec, tmp_path_factory.mktemp("ranks"))
+    yield launcher
+    launcher.close()
+
+
 @pytest.fixture
-def run_ranks(mpiexec: list[str], tmp_path: Path) -> RunRanks:
+def run_ranks(launcher: Launcher, tmp_path: Path) -> RunRanks:
     """`run_ranks(program, ranks, *args, env=None, timeout_s=60, check=True)` → the finished job, output as text.
 
     `program` is a file of tests/ranks, or a path. The job must end with exit code 0 unless `check` is false; after
@@ -50,37 +58,32 @@ def run_ranks(mpiexec: list[str], tmp_path: Path) -> RunRanks:
         timeout_s: float = 60.0,
         check: bool = True,
     ) -> subprocess.CompletedProcess[str]:
-        command = [*mpiexec, "-np", str(ranks), sys.executable, str(TESTS / "ranks" / program), *map(str, args)]
-        environ = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "OMPI_MCA_mpi_yield_when_idle": "1",  # there may be more ranks than cores
-            "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)]),
-            "XDG_CACHE_HOME": str(tmp_path / "cache"),
-            **(env or {}),
-        }
-        job = subprocess.Popen(
-            command, env=environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
-        )
+        environ = environment(tmp_path / "cache", env or {})
+        job = launcher.start(program, ranks, args, env=environ, stderr=subprocess.PIPE)
         try:
             out, err = job.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:
-            out, err = _end(job)
+            end(job)
+            out, err = job.communicate()
             pytest.fail(
                 f"{program} on {ranks} ranks did not end within {timeout_s:.0f} s\n{out[-4000:]}\n{err[-8000:]}"
             )
         if check and job.returncode != 0:
             pytest.fail(f"{program} on {ranks} ranks ended with {job.returncode}\n{out[-4000:]}\n{err[-8000:]}")
-        return subprocess.CompletedProcess(command, job.returncode, out, err)
+        return subprocess.CompletedProcess(job.args, job.returncode, out, err)
 
     return run
 
 
-def _end(job: subprocess.Popen[str]) -> tuple[str, str]:
-    """Ends a whole job: mpiexec ends its ranks if it is asked nicely, which may be in groups of their own."""
-    os.killpg(job.pid, signal.SIGTERM)
-    try:
-        return job.communicate(timeout=10.0)
-    except subprocess.TimeoutExpired:
-        os.killpg(job.pid, signal.SIGKILL)
-        return job.communicate()
+@pytest.fixture(scope="session")
+def rank_jobs(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankJobs]:
+    """The jobs whose cases are single tests."""
+    jobs = RankJobs(launcher, tmp_path_factory)
+    yield jobs
+    jobs.close()
+
+
+@pytest.fixture
+def play(request: pytest.FixtureRequest, rank_jobs: RankJobs) -> Play:
+    """`play(rank_case)` passes when all ranks have passed that case."""
+    return lambda case: rank_jobs.play(case, following(request, case))

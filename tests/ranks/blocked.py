@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from conformance.training import run_cases
+from conformance.training import main
 
 import sirtaki.torch as hvd
 
@@ -126,6 +126,5 @@ CASES: list[Callable[[], None]] = [
     two_ranks_wait_at_the_ends_of_different_backward_passes,
 ]
 
-hvd.init()
-run_cases(CASES)
-hvd.shutdown()
+if __name__ == "__main__":
+    main(CASES)

@@ -1,12 +1,10 @@
 """SyncBatchNorm on several ranks equals torch's BatchNorm on the joined batch in one process."""
 
-import sys
-import warnings
 from typing import Any
 
 import pytest
 import torch
-from conformance.training import assert_same_parameters, batch, run_cases
+from conformance.training import assert_same_parameters, batch, main
 from torch import nn
 
 import sirtaki.torch as hvd
@@ -142,7 +140,4 @@ CASES = [
 ]
 
 if __name__ == "__main__":
-    warnings.simplefilter("error")
-    hvd.init()
-    run_cases(CASES, *sys.argv[1:])
-    hvd.shutdown()
+    main(CASES)

@@ -1,17 +1,26 @@
-"""Gradients, process sets, join, names and objects, many cases in one launch. Started by test_collectives.py."""
+"""Gradients, process sets, join, names and objects, case by case. Started by test_collectives.py."""
 
 import warnings
+from collections.abc import Callable
+from functools import wraps
 
 import torch
+from conformance.training import main
 
 import sirtaki.torch as hvd
 
-CASES = []
+CASES: list[Callable[[], None]] = []
 
 
-def case(function):
-    CASES.append(function)
-    return function
+def case(function: Callable[[int, int], None]) -> Callable[[], None]:
+    """Keeps it as a case, which is called with the rank and the number of ranks."""
+
+    @wraps(function)
+    def play() -> None:
+        function(hvd.rank(), hvd.size())
+
+    CASES.append(play)
+    return play
 
 
 def same(found: torch.Tensor, wanted: torch.Tensor) -> None:
@@ -351,15 +360,24 @@ def operations_under_way_end_before_the_join(rank: int, size: int) -> None:
 # ── the whole ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def main() -> None:
-    for _ in range(2):  # after shutdown() everything works once more
-        hvd.init()
-        hvd.init()
-        for function in CASES:
-            function(hvd.rank(), hvd.size())
-        rank, size = hvd.rank(), hvd.size()
-        hvd.shutdown()
+@case
+def initialising_twice_is_once(rank: int, size: int) -> None:
+    hvd.init()
+    assert hvd.size() == size
+
+
+@case
+def everything_works_once_more_after_shutdown(rank: int, size: int) -> None:
+    hvd.shutdown()
+    hvd.init()
+    for each in CASES[: CASES.index(everything_works_once_more_after_shutdown)]:
+        each()
+
+
+@case
+def process_sets_may_be_given_to_init(rank: int, size: int) -> None:
     static = hvd.ProcessSet([size - 1])
+    hvd.shutdown()
     if size > 1:
         hvd.init(process_sets=[static])
         if static.included():
@@ -370,8 +388,7 @@ def main() -> None:
         assert not hvd.is_initialized()
         fails(ValueError, "dynamic", lambda: hvd.init(process_sets="static"))
     hvd.init(process_sets="dynamic")
-    hvd.shutdown()
-    print(f"rank {rank}: {len(CASES)} cases")
 
 
-main()
+if __name__ == "__main__":
+    main(CASES)

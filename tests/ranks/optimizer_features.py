@@ -3,8 +3,6 @@
 import copy
 import io
 import pickle
-import sys
-import warnings
 from collections.abc import Callable
 
 import pytest
@@ -15,7 +13,7 @@ from conformance.training import (
     assert_same_training,
     batch,
     joined,
-    run_cases,
+    main,
 )
 from torch import nn
 
@@ -384,7 +382,4 @@ CASES = [
 ]
 
 if __name__ == "__main__":
-    warnings.simplefilter("error")
-    hvd.init()
-    run_cases(CASES, *sys.argv[1:])
-    hvd.shutdown()
+    main(CASES)

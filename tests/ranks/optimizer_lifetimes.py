@@ -4,7 +4,6 @@ import copy
 import gc
 import os
 import random
-import sys
 import threading
 import time
 import weakref
@@ -18,7 +17,7 @@ from conformance.training import (
     assert_same_training,
     batch,
     joined,
-    run_cases,
+    main,
     sgd,
 )
 from torch import nn
@@ -426,37 +425,50 @@ def shared_bytes() -> int:
     return sum(int(stop, 16) - int(start, 16) for start, stop in ranges)
 
 
+CASES = [
+    a_shared_encoder,
+    a_shared_encoder_in_turns,
+    drawn_turns_of_three_optimizers,
+    only_one_rank_reaches_the_shared_layer,
+    clipping_before_the_first_of_two_steps,
+    shared_with_other_options_is_an_error_on_all_ranks,
+    wrapping_twice_is_an_error,
+    wrapping_the_same_model_again,
+    stages_with_other_parameters_and_options,
+    a_closed_optimizer_says_so,
+    the_borrower_trains_on_when_the_owner_is_gone,
+    dropped_on_one_rank_only,
+    dropped_between_backward_and_step,
+    dropped_optimizers_leave_nothing,
+    optimizers_in_reference_cycles_are_collected,
+    added_parameter_groups_leave_nothing,
+    starting_and_ending_leaves_nothing,
+    memory_is_returned,
+]
+
+
+def drawn_turns_of_three_optimizers_many_times() -> None:
+    drawn_turns_of_three_optimizers(range(100, 140))
+
+
+def many_dropped_optimizers_leave_nothing() -> None:
+    dropped_optimizers_leave_nothing(50)
+
+
+def many_added_parameter_groups_leave_nothing() -> None:
+    added_parameter_groups_leave_nothing(50)
+
+
+def starting_and_ending_many_times_leaves_nothing() -> None:
+    starting_and_ending_leaves_nothing(50)
+
+
+MANY = [
+    drawn_turns_of_three_optimizers_many_times,
+    many_dropped_optimizers_leave_nothing,
+    many_added_parameter_groups_leave_nothing,
+    starting_and_ending_many_times_leaves_nothing,
+]
+
 if __name__ == "__main__":
-    hvd.init()
-    many = "many" in sys.argv
-    run_cases(
-        [
-            a_shared_encoder,
-            a_shared_encoder_in_turns,
-            drawn_turns_of_three_optimizers,
-            only_one_rank_reaches_the_shared_layer,
-            clipping_before_the_first_of_two_steps,
-            shared_with_other_options_is_an_error_on_all_ranks,
-            wrapping_twice_is_an_error,
-            wrapping_the_same_model_again,
-            stages_with_other_parameters_and_options,
-            a_closed_optimizer_says_so,
-            the_borrower_trains_on_when_the_owner_is_gone,
-            dropped_on_one_rank_only,
-            dropped_between_backward_and_step,
-            dropped_optimizers_leave_nothing,
-            optimizers_in_reference_cycles_are_collected,
-            added_parameter_groups_leave_nothing,
-            starting_and_ending_leaves_nothing,
-            memory_is_returned,
-        ]
-        if not many
-        else [
-            lambda: drawn_turns_of_three_optimizers(range(100, 140)),
-            lambda: dropped_optimizers_leave_nothing(50),
-            lambda: added_parameter_groups_leave_nothing(50),
-            lambda: starting_and_ending_leaves_nothing(50),
-        ],
-        *(sys.argv[1:] if not many else ()),
-    )
-    hvd.shutdown()
+    main([*CASES, *MANY])

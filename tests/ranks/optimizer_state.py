@@ -1,13 +1,11 @@
 """Every optimizer of torch.optim starts alike on all ranks after broadcast_optimizer_state."""
 
 import inspect
-import sys
-import warnings
 from typing import Any
 
 import pytest
 import torch
-from conformance.training import assert_equal_on_all_ranks, batch, run_cases
+from conformance.training import assert_equal_on_all_ranks, batch, main
 from torch import nn
 
 import sirtaki.torch as hvd
@@ -137,7 +135,4 @@ CASES = [
 ]
 
 if __name__ == "__main__":
-    warnings.simplefilter("error")
-    hvd.init()
-    run_cases(CASES, *sys.argv[1:])
-    hvd.shutdown()
+    main(CASES)

@@ -4,7 +4,6 @@ import copy
 import math
 import os
 import random
-import sys
 import warnings
 from collections.abc import Callable
 
@@ -15,8 +14,8 @@ from conformance.training import (
     assert_same_training,
     batch,
     joined,
+    main,
     plain_step,
-    run_cases,
 )
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -466,7 +465,4 @@ CASES = [
 ]
 
 if __name__ == "__main__":
-    warnings.simplefilter("error")
-    hvd.init()
-    run_cases(CASES, *sys.argv[1:])
-    hvd.shutdown()
+    main(CASES)

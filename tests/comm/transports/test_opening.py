@@ -4,27 +4,15 @@ import os
 import subprocess
 import sys
 
-import pytest
-from conftest import RunRanks
+from rank_jobs import Job, Play, RankCase, on_ranks, slow
 
 from sirtaki.comm.transports.node_memory import _is_alive
 from sirtaki.comm.transports.resources import StreamCost, held, streams_within
 
-CASES = [
-    "no_descriptors_left",
-    "offers_fit_the_scarcest_rank",
-    "half_opened_streams_are_closed",
-    "a_route_that_does_not_open_is_left_out",
-    "buffers_that_cannot_be_shared_are_not",
-    "an_unreachable_store_leaves_mpi",
-    "shared_memory_needs_no_pidfd",
-]
 
-
-@pytest.mark.parametrize("ranks", [3, pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
-def test_all_ranks_agree_on_what_could_not_be_opened_and_go_on(run_ranks: RunRanks, ranks: int) -> None:
-    job = run_ranks("opening.py", ranks, timeout_s=120)
-    assert [line.removeprefix("ok ") for line in job.stdout.splitlines()] == CASES
+@on_ranks("opening", Job(3), slow(Job(2)), slow(Job(4)))
+def test_all_ranks_agree_on_what_could_not_be_opened_and_go_on(play: Play, rank_case: RankCase) -> None:
+    play(rank_case)
 
 
 def test_streams_fit_into_the_descriptors_and_one_is_always_tried() -> None:

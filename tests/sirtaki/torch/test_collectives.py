@@ -2,6 +2,7 @@
 
 import pytest
 from conftest import RunRanks
+from rank_jobs import Job, Play, RankCase, on_ranks, slow
 
 ENV = {"SIRTAKI_REGISTRY": "off"}
 
@@ -16,9 +17,9 @@ def test_disagreements_are_errors_on_every_rank_and_the_job_goes_on(run_ranks: R
     assert run_ranks("collectives_errors.py", ranks, env=ENV).stdout.count("as they should be") == ranks
 
 
-@pytest.mark.parametrize("ranks", [1, 2, pytest.param(3, marks=pytest.mark.slow), 4])
-def test_groups_joins_gradients_and_process_sets_behave(run_ranks: RunRanks, ranks: int) -> None:
-    assert run_ranks("collectives_behaviour.py", ranks, env=ENV).stdout.count("cases") == ranks
+@on_ranks("collectives_behaviour", *(Job(ranks, env=ENV) for ranks in (1, 2, 4)), slow(Job(3, env=ENV)))
+def test_groups_joins_gradients_and_process_sets_behave(play: Play, rank_case: RankCase) -> None:
+    play(rank_case)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -1,11 +1,8 @@
-from collections.abc import Callable
-from typing import Any
+"""State that one rank has and all ranks get."""
 
-import pytest
-
-UNTUNED = {"SIRTAKI_REGISTRY": "off", "SIRTAKI_WARMUP_ITERATIONS": "0"}
+from rank_jobs import UNTUNED, Job, Play, RankCase, on_ranks, slow
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(1, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
-def test_every_optimizer_and_model_starts_alike_on_all_ranks(run_ranks: Callable[..., Any], ranks: int) -> None:
-    run_ranks("optimizer_state.py", ranks, env=UNTUNED, timeout_s=110)
+@on_ranks("optimizer_state", Job(2, env=UNTUNED), slow(Job(1, env=UNTUNED)), slow(Job(4, env=UNTUNED)))
+def test_every_optimizer_and_model_starts_alike_on_all_ranks(play: Play, rank_case: RankCase) -> None:
+    play(rank_case)

@@ -1,22 +1,16 @@
 """What scripts do to gradients between `backward()` and `step()` gives what one process would give."""
 
-from collections.abc import Callable
-from typing import Any
+from rank_jobs import Job, Play, RankCase, on_ranks, slow
 
-import pytest
-
-RunRanks = Callable[..., Any]
-
-CASES = 8
+ENV = {"SIRTAKI_REGISTRY": "off"}
+UNUSED_ARE_NONE = Job(2, "unused are none", {**ENV, "SIRTAKI_UNUSED": "none"})
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
-def test_edited_gradients_train_as_in_one_process(run_ranks: RunRanks, ranks: int) -> None:
-    done = run_ranks("gradient_edits.py", ranks, env={"SIRTAKI_REGISTRY": "off"}, timeout_s=110)
-    assert done.stdout.count("ok ") == CASES * ranks
+@on_ranks("gradient_edits", Job(2, env=ENV), slow(Job(3, env=ENV)), slow(Job(4, env=ENV)))
+def test_edited_gradients_train_as_in_one_process(play: Play, rank_case: RankCase) -> None:
+    play(rank_case)
 
 
-def test_gradients_that_nobody_computes_are_none_where_that_is_asked_for(run_ranks: RunRanks) -> None:
-    env = {"SIRTAKI_REGISTRY": "off", "SIRTAKI_UNUSED": "none"}
-    done = run_ranks("gradient_edits.py", 2, "unused_gradients", env=env)
-    assert done.stdout.count("ok ") == 2
+@on_ranks("gradient_edits", UNUSED_ARE_NONE, only="unused_gradients")
+def test_gradients_that_nobody_computes_are_none_where_that_is_asked_for(play: Play, rank_case: RankCase) -> None:
+    play(rank_case)

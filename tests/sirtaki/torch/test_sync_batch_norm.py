@@ -1,14 +1,8 @@
-from collections.abc import Callable
-from typing import Any
+"""SyncBatchNorm against a BatchNorm of the joined batch."""
 
-import pytest
-
-UNTUNED = {"SIRTAKI_REGISTRY": "off", "SIRTAKI_WARMUP_ITERATIONS": "0"}
-SLOW = [pytest.param(ranks, marks=pytest.mark.slow) for ranks in (1, 3, 4)]
+from rank_jobs import UNTUNED, Job, Play, RankCase, on_ranks, slow
 
 
-@pytest.mark.parametrize("ranks", [2, *SLOW])
-def test_normalising_on_several_ranks_equals_normalising_the_joined_batch(
-    run_ranks: Callable[..., Any], ranks: int
-) -> None:
-    run_ranks("bn_sync_batch_norm.py", ranks, env=UNTUNED, timeout_s=110)
+@on_ranks("bn_sync_batch_norm", Job(2, env=UNTUNED), *(slow(Job(ranks, env=UNTUNED)) for ranks in (1, 3, 4)))
+def test_normalising_on_several_ranks_equals_normalising_the_joined_batch(play: Play, rank_case: RankCase) -> None:
+    play(rank_case)

@@ -1,0 +1,164 @@
+"""Ranks that need not load PyTorch: they are forked from a process that has.
+
+Half of the suite's processor time would go into `import torch`. The launcher starts
+
+    python preloaded.py FOLDER program.py arguments
+
+for each rank, which hands its arguments, environment and standard streams to a server, lives as long as the rank that
+the server forks, passes signals on to it, and ends as it ends. Ranks of even and of odd number come from two servers,
+so that they have different hash seeds, as two processes have. A fork is otherwise as fresh as a new process: neither
+MPI nor Sirtaki has begun, and there are no other threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import socket
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+SERVERS = 2
+FORWARDED = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+MESSAGE_BYTES = 1 << 18
+
+
+def connect(folder: Path) -> socket.socket:
+    """To the server of this rank."""
+    rank = int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK", "0")))
+    server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    server.connect(str(folder / str(rank % SERVERS)))
+    return server
+
+
+def stand_in(folder: Path, arguments: list[str]) -> None:
+    """Has the program forked, and ends as it ends."""
+    server = connect(folder)
+    wanted = {"arguments": arguments, "environment": dict(os.environ), "folder": os.getcwd()}
+    socket.send_fds(server, [json.dumps(wanted).encode()], [0, 1, 2])
+    for number in FORWARDED:
+        signal.signal(number, lambda number, _: server.send(bytes([number])))
+    status = os.waitstatus_to_exitcode(int.from_bytes(server.recv(8), "little"))
+    if status < 0:
+        if -status in FORWARDED:
+            signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    os._exit(status)
+
+
+class Server:
+    """Forks a rank for everyone who asks; ends, and its ranks with it, when its standard input ends."""
+
+    def __init__(self, address: Path) -> None:
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener.bind(f"{address}.new")
+        self._listener.listen(64)
+        os.rename(f"{address}.new", address)  # who sees the address can connect
+        self._ranks: dict[int, socket.socket] = {}
+        self._wakeups, wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        signal.set_wakeup_fd(wake)
+        self._wake = wake
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+
+    def serve(self) -> dict[str, Any]:
+        """Returns in a rank, with what was asked for."""
+        with selectors.DefaultSelector() as events:
+            for each in (0, self._wakeups, self._listener):
+                events.register(each, selectors.EVENT_READ)
+            while True:
+                for key, _ in events.select():
+                    if key.fileobj == 0:
+                        self._end()
+                    elif key.fileobj == self._wakeups:
+                        os.read(self._wakeups, 4096)
+                        self._tell_ends(events)
+                    elif key.fileobj is self._listener:
+                        if (wanted := self._fork(events)) is not None:
+                            return wanted
+                    else:
+                        self._pass_on(key.data)
+
+    def _fork(self, events: selectors.BaseSelector) -> dict[str, Any] | None:
+        asker, _ = self._listener.accept()
+        message, streams, _, _ = socket.recv_fds(asker, MESSAGE_BYTES, 3)
+        if pid := os.fork():
+            for stream in streams:
+                os.close(stream)
+            self._ranks[pid] = asker
+            events.register(asker, selectors.EVENT_READ, pid)
+            return None
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for number, stream in enumerate(streams):
+            os.dup2(stream, number)
+            os.close(stream)
+        for other in (self._listener, asker, *self._ranks.values()):
+            other.close()
+        for end in (self._wakeups, self._wake):
+            os.close(end)
+        wanted: dict[str, Any] = json.loads(message)
+        return wanted
+
+    def _tell_ends(self, events: selectors.BaseSelector) -> None:
+        while self._ranks:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if not pid:
+                return
+            asker = self._ranks.pop(pid)
+            events.unregister(asker)
+            with asker, contextlib.suppress(OSError):  # the launcher may have killed it
+                asker.send(status.to_bytes(8, "little"))
+
+    def _pass_on(self, pid: int) -> None:
+        if pid not in self._ranks:  # it has ended meanwhile
+            return
+        try:
+            number = self._ranks[pid].recv(1)
+        except OSError:
+            number = b""
+        os.kill(pid, number[0] if number else signal.SIGKILL)
+
+    def _end(self) -> None:
+        for pid in self._ranks:
+            os.kill(pid, signal.SIGKILL)
+        os._exit(0)
+
+
+def become(wanted: dict[str, Any]) -> ModuleType:
+    """Makes this process what `python program.py arguments` is before the program's first line."""
+    os.chdir(wanted["folder"])
+    os.environ.clear()
+    os.environ.update(wanted["environment"])
+    sys.argv[:] = wanted["arguments"]
+    sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
+    module = ModuleType("__main__")
+    module.__file__ = sys.argv[0]
+    sys.modules["__main__"] = module
+    return module
+
+
+if __name__ == "__main__":
+    place = Path(sys.argv[1])
+    if place.is_dir():
+        stand_in(place, sys.argv[2:])
+
+    import mpi4py  # noqa: F401
+    import networkx  # noqa: F401
+    import optuna  # noqa: F401
+    import pytest  # noqa: F401
+    import skopt  # noqa: F401
+    import sqlalchemy  # noqa: F401
+    import torch.distributed  # noqa: F401
+
+    import sirtaki.torch  # noqa: F401
+
+    assert len(os.listdir("/proc/self/task")) == 1, "a process with threads must not be forked"
+    program = become(Server(place).serve())
+    with open(sys.argv[0], encoding="utf-8") as file:
+        code = compile(file.read(), sys.argv[0], "exec")
+    exec(code, program.__dict__)

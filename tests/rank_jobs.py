@@ -1,0 +1,250 @@
+"""Programs of tests/ranks as jobs of several ranks, and the cases of such a program as single tests.
+
+A program that keeps its cases in `CASES` and ends with `conformance.training.main(CASES)` is one launch for all of its
+cases: the ranks say of each when they have passed it, and each is a test of its own:
+
+    @on_ranks("gradient_edits", Job(2), slow(Job(3)))
+    def test_edited_gradients_train_as_in_one_process(rank_case: RankCase, play: Play) -> None:
+        play(rank_case)
+
+`pytest -k "set_to_none and 2-ranks"` starts that one case only.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+import preloaded
+import pytest
+from _pytest.mark.structures import ParameterSet
+
+TESTS = Path(__file__).parent
+
+Play = Callable[["RankCase"], None]
+
+CASE_TIMEOUT_S = 100.0
+
+UNTUNED = {"SIRTAKI_REGISTRY": "off", "SIRTAKI_WARMUP_ITERATIONS": "0"}
+"""Settings of jobs that neither tune nor remember."""
+
+
+def environment(cache: Path, more: Mapping[str, str]) -> dict[str, str]:
+    """Of every rank."""
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "OMPI_MCA_mpi_yield_when_idle": "1",  # there may be more ranks than cores
+        "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)]),
+        "XDG_CACHE_HOME": str(cache),
+        **more,
+    }
+
+
+class Launcher:
+    """Starts programs on several ranks, which are forked from processes that have loaded PyTorch."""
+
+    def __init__(self, mpiexec: Sequence[str], folder: Path) -> None:
+        self._mpiexec, self._folder = mpiexec, folder
+        self._servers: list[subprocess.Popen[bytes]] = []
+
+    def start(
+        self, program: str | Path, ranks: int, args: Sequence[object], *, env: Mapping[str, str], stderr: int | IO[str]
+    ) -> subprocess.Popen[str]:
+        """`program` is a file of tests/ranks, or a path."""
+        if not self._servers:
+            self._preload()
+        each = [sys.executable, TESTS / "preloaded.py", self._folder, TESTS / "ranks" / program, *args]
+        return subprocess.Popen(
+            [*self._mpiexec, "-np", str(ranks), *map(str, each)],
+            env=dict(env),
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            start_new_session=True,
+        )
+
+    def _preload(self) -> None:
+        addresses = [self._folder / str(number) for number in range(preloaded.SERVERS)]
+        for seed, address in enumerate(addresses):
+            self._servers.append(
+                subprocess.Popen(
+                    [sys.executable, TESTS / "preloaded.py", address],
+                    env={**environment(self._folder, {}), "PYTHONHASHSEED": str(seed)},
+                    stdin=subprocess.PIPE,
+                )
+            )
+        while not all(address.exists() for address in addresses):
+            assert all(server.poll() is None for server in self._servers), "PyTorch cannot be loaded"
+            time.sleep(0.05)
+
+    def close(self) -> None:
+        """Ends the processes that ranks were forked from."""
+        for server in self._servers:
+            assert server.stdin is not None
+            server.stdin.close()
+            server.wait(10.0)
+
+
+def end(job: subprocess.Popen[str]) -> None:
+    """Ends a whole job: mpiexec ends its ranks if it is asked nicely, which may be in groups of their own."""
+    if job.poll() is None:
+        os.killpg(job.pid, signal.SIGTERM)
+        try:
+            job.wait(timeout=10.0)
+        except subprocess.TimeoutExpired:
+            os.killpg(job.pid, signal.SIGKILL)
+            job.wait()
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the cases of a program are played on."""
+
+    ranks: int
+    label: str = ""
+    env: Mapping[str, str] = field(default_factory=dict, hash=False)
+
+
+def slow(job: Job) -> ParameterSet:
+    """The same, in `make test-slow` only."""
+    return pytest.param(job, marks=pytest.mark.slow)
+
+
+@dataclass(frozen=True)
+class RankCase:
+    """One case of a program on one job."""
+
+    program: str
+    name: str
+    job: Job
+
+
+def on_ranks(program: str, *jobs: Job | ParameterSet, only: str = "", cases: str = "CASES") -> pytest.MarkDecorator:
+    """Every case of that list whose name contains `only`, on every job; ids are case, ranks and the job's label."""
+    listed = getattr(importlib.import_module(f"ranks.{program}"), cases)
+    names = [case.__name__ for case in listed if only in case.__name__]
+    assert names, f"{program} has no case with {only!r} in its name"
+    marked = [(job.values[0], job.marks) if isinstance(job, ParameterSet) else (job, ()) for job in jobs]
+    return pytest.mark.parametrize(
+        "rank_case",
+        [
+            pytest.param(
+                RankCase(program, name, job),
+                marks=marks,
+                id="-".join(filter(None, (name, f"{job.ranks} ranks", job.label))).replace(" ", "-"),
+            )
+            for job, marks in marked
+            for name in names
+        ],
+    )
+
+
+class RankJob:
+    """A launched program, and which of its cases all ranks have passed."""
+
+    def __init__(self, launcher: Launcher, job: Job, program: str, names: Sequence[str], cache: Path) -> None:
+        self._ranks, self._names = job.ranks, tuple(names)
+        self._passed: dict[str, int] = {}
+        self._out: list[str] = []
+        self._news = threading.Condition()
+        self._errors = cache / "stderr"
+        with self._errors.open("w") as errors:
+            self._job = launcher.start(
+                f"{program}.py", job.ranks, names, env=environment(cache, job.env), stderr=errors
+            )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self._job.stdout is not None
+        for line in self._job.stdout:
+            with self._news:
+                word, _, name = line.strip().partition(" ")
+                if word == "passed":
+                    self._passed[name] = self._passed.get(name, 0) + 1
+                else:
+                    self._out.append(line)
+                self._news.notify_all()
+        self._job.wait()
+        with self._news:
+            self._news.notify_all()
+
+    def wait_for(self, name: str) -> None:
+        """Until all ranks have passed the case; after the last one, until the job has ended as it should."""
+        deadline_s = time.monotonic() + CASE_TIMEOUT_S
+
+        def has_passed() -> bool:
+            return self._passed.get(name, 0) == self._ranks
+
+        with self._news:
+            self._news.wait_for(lambda: has_passed() or not self._reader.is_alive(), deadline_s - time.monotonic())
+            if has_passed() and name != self._names[-1]:
+                return
+        if has_passed():
+            self._reader.join(deadline_s - time.monotonic())
+        if self._reader.is_alive() or self._job.poll() != 0 or not has_passed():
+            late, code = self._reader.is_alive(), self._job.poll()
+            self.close()
+            pytest.fail(
+                f"{name} on {self._ranks} ranks "
+                + (f"did not end within {CASE_TIMEOUT_S:.0f} s" if late else f"ended with {code}")
+                + f"\n{''.join(self._out)[-4000:]}\n{self._errors.read_text()[-8000:]}",
+                pytrace=False,
+            )
+
+    def close(self) -> None:
+        """Ends it if it has not ended."""
+        end(self._job)
+        self._reader.join(10.0)
+        assert self._job.stdout is not None
+        self._job.stdout.close()
+
+
+class RankJobs:
+    """The launched program whose cases are being waited for; one at a time."""
+
+    def __init__(self, launcher: Launcher, caches: pytest.TempPathFactory) -> None:
+        self._launcher, self._caches = launcher, caches
+        self._group: tuple[str, Job] | None = None
+        self._job: RankJob | None = None
+
+    def play(self, case: RankCase, names: Sequence[str]) -> None:
+        """`names`: the cases from this one on that are to be played in the same launch."""
+        if self._job is None or self._group != (case.program, case.job):
+            self.close()
+            self._group = (case.program, case.job)
+            self._job = RankJob(self._launcher, case.job, case.program, names, self._caches.mktemp("cache"))
+        try:
+            self._job.wait_for(case.name)
+        except BaseException:  # the cases after this one get a launch of their own
+            self.close()
+            raise
+        if names[-1] == case.name:
+            self.close()
+
+    def close(self) -> None:
+        """Ends what is under way."""
+        if self._job is not None:
+            self._job.close()
+        self._job = self._group = None
+
+
+def following(request: pytest.FixtureRequest, case: RankCase) -> list[str]:
+    """The names of this case and of those after it, of the same program and job, that this run of pytest has chosen."""
+    chosen = [
+        item.callspec.params["rank_case"]
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and "rank_case" in getattr(getattr(item, "callspec", None), "params", {})
+    ]
+    same = [each.name for each in chosen if (each.program, each.job) == (case.program, case.job)]
+    return same[same.index(case.name) :]
