@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sirtaki.errors import RegistryError
+from sirtaki.gain import faster
 from sirtaki.link_model import LinkModel
 
 from .entry import Entry, EntryKey
@@ -202,7 +203,7 @@ def _source(neighbour: Neighbour, job: Job) -> str:
     entry = neighbour.entry
     if entry.key == job.key:
         state = "what an earlier job found" if entry.complete else "the best so far of a job that was cut short"
-        source = f"{state}, {entry.speedup:.2f} times as fast as the default"
+        source = f"{state}, {faster(entry.default_span_s, entry.best_span_s)} than the default"
     else:
         source = f"{entry.describe()}, distance {neighbour.distance:.2f}"
     return f"{job.name or 'this model'} on {job.topology.describe()}: starting from {source}"

@@ -6,6 +6,7 @@ for, so that no command waits for another's libraries.
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -39,6 +40,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         return int(importlib.import_module(COMMANDS[options.command][0]).main(options))
+    except BrokenPipeError:  # whoever reads, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except SirtakiError as err:
         print(f"sirtaki {options.command}: {err}", file=sys.stderr)
         return 1

@@ -12,13 +12,11 @@ import socket
 import subprocess
 import sys
 import tempfile
+import textwrap
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-
-from rich.console import Console
-from rich.table import Table
 
 import sirtaki
 from sirtaki.autotune.knobs import format_bytes
@@ -80,17 +78,24 @@ def main(options: Namespace) -> int:
 
 
 def _print(findings: list[Finding]) -> None:
-    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
-    table = Table(show_header=False, box=None, pad_edge=False)
     section = ""
     for finding in findings:
-        table.add_row(finding.section if finding.section != section else "", finding.name, finding.value)
+        print(_filled(f"{'' if finding.section == section else finding.section:<12}{finding.name:<20}", finding.value))
         section = finding.section
-    console.print(table, markup=False)
-    for finding in filter(lambda finding: finding.problem, findings):
-        console.print(f"\nProblem: {finding.name}: {finding.problem}\n Remedy: {finding.remedy}", markup=False)
-    if not any(finding.problem for finding in findings):
-        console.print("\nNothing is wrong.")
+    problems = [finding for finding in findings if finding.problem]
+    for finding in problems:
+        print()
+        print(_filled("Problem: ", f"{finding.name}: {finding.problem}"))
+        print(_filled(" Remedy: ", finding.remedy))
+    if not problems:
+        print("\nNothing is wrong.")
+
+
+def _filled(begin: str, text: str) -> str:
+    """In 80 columns, but paths and versions stay in one piece."""
+    indent = " " * len(begin)
+    lines = textwrap.wrap(text, 80 - len(begin), break_long_words=False, break_on_hyphens=False) or [""]
+    return (begin + f"\n{indent}".join(lines)).rstrip()
 
 
 def check_versions() -> Iterator[Finding]:

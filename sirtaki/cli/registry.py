@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sirtaki.errors import RegistryError
+from sirtaki.gain import faster
 from sirtaki.link_model import LinkModel
 from sirtaki.registry.edit_distance import least_distance
 from sirtaki.registry.entry import Entry
@@ -90,7 +91,7 @@ def _list(store: Store, options: Namespace) -> None:
             str(summary.world_size),
             summary.hosts,
             f"{summary.device} {summary.dtype}",
-            f"{summary.default_span_s / summary.best_span_s:.2f}x",
+            faster(summary.default_span_s, summary.best_span_s),
             ", ".join(f"{name}={value}" for name, value in summary.fixed),
             summary.arm,
             f"{summary.n_trials}" if summary.complete else f"{summary.n_trials}, cut short",
@@ -98,7 +99,18 @@ def _list(store: Store, options: Namespace) -> None:
         ]
         for summary in summaries
     ]
-    titles = ["id", "model", "ranks", "hosts", "device", "speed-up", "fixed by the user", "arm", "trials", "made"]
+    titles = [
+        "id",
+        "model",
+        "ranks",
+        "hosts",
+        "device",
+        "than default",
+        "fixed by the user",
+        "proposed by",
+        "trials",
+        "made",
+    ]
     if not any(summary.fixed for summary in summaries):
         place = titles.index("fixed by the user")
         titles, rows = _without(place, titles), [_without(place, row) for row in rows]
@@ -114,6 +126,7 @@ def _show(store: Store, options: Namespace) -> None:
     if knobs["cuts"] is not None:
         knobs["cuts"] = f"{len(knobs['cuts'])} planned units"
     link = entry.link
+    gain = faster(entry.default_span_s, entry.best_span_s)
     facts = {
         "id": entry.id,
         "job": entry.describe(),
@@ -124,9 +137,10 @@ def _show(store: Store, options: Namespace) -> None:
         "gradients": entry.key.gradients or "not noted",
         "fixed by the user": ", ".join(f"{name}={value}" for name, value in entry.key.fixed) or "nothing",
         "knobs": ", ".join(f"{name}={value}" for name, value in knobs.items() if value is not None),
-        "best": f"{1e3 * entry.best_span_s:.3f} ms ± {1e3 * entry.noise_s:.3f}",
-        "default": f"{1e3 * entry.default_span_s:.3f} ms, {entry.speedup:.2f} times as long",
-        "found by": f"{entry.arm or 'unknown'} in {entry.n_trials} trials" + ("" if entry.complete else ", cut short"),
+        "communication": f"{1e3 * entry.best_span_s:.3f} ms ± {1e3 * entry.noise_s:.3f}",
+        "default": f"{1e3 * entry.default_span_s:.3f} ms; the best is {gain}",
+        "proposed by": entry.arm or "unknown",
+        "trials": f"{entry.n_trials}{'' if entry.complete else ', cut short'}",
         "link": "not measured" if link is None else _link(link),
         "made": _date(entry.provenance.created_s),
         "key versions": _versions(entry.key.versions),
@@ -160,11 +174,11 @@ def _similar(store: Store, options: Namespace) -> None:
                 f"{match.distance:.3f}",
                 f"{least[match.id]:.3f}–{match.model_distance:.3f}",
                 f"{match.topology_distance:.3f}",
-                f"{others[match.id].speedup:.2f}x",
+                faster(others[match.id].default_span_s, others[match.id].best_span_s),
             ]
             for match in matches
         ]
-        _print_table(["id", "job", "distance", "of models", "of clusters", "speed-up"], rows)
+        _print_table(["id", "job", "distance", "of models", "of clusters", "than default"], rows)
     if options.plot is not None:
         if not matches:
             raise RegistryError("there is nothing similar to draw: try a larger --max-distance")

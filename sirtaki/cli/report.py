@@ -1,7 +1,6 @@
 """Turns a log of trials into one self-contained page: what was tried, by whom, what it gained, what was chosen.
 
-A module of its own because it is the one place where tuning meets people who look at it afterwards. No scripts, no
-files beside the page; plots are inline SVG.
+No scripts, no files beside the page; plots are inline SVG.
 """
 
 import math
@@ -11,15 +10,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from itertools import cycle
 from pathlib import Path
+from statistics import median
 
 from sirtaki.autotune.knobs import Knobs, format_bytes
-from sirtaki.autotune.meta.assignment import DEFAULT_ARM
+from sirtaki.autotune.meta.assignment import DEFAULT_ARM, Purpose
 from sirtaki.autotune.model.simulator import Simulator
 from sirtaki.comm.plan import Algorithm
-from sirtaki.engine.trial_log_reader import Measurement, TrialLog, read_log
+from sirtaki.engine.trial_log_reader import Measurement, Outcome, TrialLog, read_log
 from sirtaki.errors import ConfigError
+from sirtaki.gain import faster
 
 from .svg import COLORS, DEFAULT_COLOR, WIDTH, Plot, legend, page, swatch
+
+FINALS = (Purpose.FINALS.value, "verify", "guard_winner", "guard_default")  # the latter in logs of older releases
 
 BEST_COLOR, BOUND_COLOR, COMPUTE_COLOR = "#c00000", "#000000", "#c8ccd0"
 
@@ -63,10 +66,11 @@ def render(log: TrialLog) -> str:
             "<h2>Trials</h2>",
             legend(colors | lines),
             _trials_plot(log, colors),
-            "<h2>Share of the trials</h2>",
+            "<h2>Who proposed what ran</h2>",
             _shares_plot(log.measurements, colors),
             *_credits(log.measurements, colors),
             "<h2>Fastest settings</h2>",
+            *_why_not_the_fastest(log),
             _table(log.measurements, colors),
             *_timelines(log),
         ],
@@ -77,21 +81,33 @@ def _summary(log: TrialLog) -> str:
     kept = log.outcome
     words = (
         f"{len(log.measurements)} measurements in {_last_iteration(log.measurements)} training iterations. Kept: "
-        f"<b>{escape(kept.knobs.describe())}</b>, proposed by {escape(kept.arm)}, {_ms(kept.span_s)} an iteration"
+        f"<b>{escape(kept.knobs.describe())}</b>, proposed by {escape(kept.arm)}. {_gain(kept)}"
     )
-    if kept.default_span_s is not None:
-        gain = kept.default_span_s / kept.span_s
-        words += f"; the untuned default took {_ms(kept.default_span_s)}, <b>{gain:.2f} times</b> as long"
     if log.model is not None:
         words += (
-            f". No plan can take less than {_ms(log.model.bound_s)}: the backward pass from its first gradient on, or "
-            "all bytes at the best rate that was measured"
+            f" No plan can take less than {_ms(log.model.bound_s)}: the backward pass from its first gradient on, or "
+            "all bytes at the best rate that was measured."
         )
-    reason = f" The warm-up's own words: {escape(kept.reason)}." if kept.reason else ""
+    reason = f" Why: {escape(kept.reason)}." if kept.reason else ""
     return (
-        f"<p>{words}.{reason} Times run from the first ready gradient to the last reduced one.</p>\n"
-        f"<p>{escape(in_words(kept.knobs))}</p>"
+        f"<p>{words}{reason}</p>\n<p>{escape(in_words(kept.knobs))}</p>\n<p>Times are <i>communication times</i>: from "
+        "the first gradient that is ready to the last one that is reduced. The backward pass runs in the same time.</p>"
     )
+
+
+def _gain(kept: Outcome) -> str:
+    """What tuning has brought, in a sentence."""
+    if kept.default_span_s is None:
+        return f"Communication takes {_ms(kept.span_s)}."
+    before_s, after_s, usual = kept.default_span_s, kept.span_s, kept.usual
+    words = f"Communication takes {_ms(after_s)}, {_ms(before_s)} by default (<b>{faster(before_s, after_s)}</b>)."
+    if usual is not None:
+        words += (
+            f" A step takes {_ms(usual.step_s(after_s))}, {_ms(usual.step_s(before_s))} by default "
+            f"(<b>{faster(usual.step_s(before_s), usual.step_s(after_s))}</b>); the backward pass does not hide "
+            f"{_ms(usual.exposed_s(after_s))} of its communication, {_ms(usual.exposed_s(before_s))} by default."
+        )
+    return words
 
 
 def in_words(knobs: Knobs) -> str:
@@ -115,7 +131,9 @@ def _trials_plot(log: TrialLog, colors: Mapping[str, str]) -> str:
     bound_s = [log.model.bound_s] if log.model is not None and log.model.bound_s > 0 else []
     low, high = (_log_ms(edge([*bound_s, *(trial.span_s for trial in measured)])) for edge in (min, max))
     last = _last_iteration(log.measurements)
-    plot = Plot(x=(0, last), y=(low - 0.05, high + 0.05), x_label="training iteration", y_label="span, ms (log)")
+    plot = Plot(
+        x=(0, last), y=(low - 0.05, high + 0.05), x_label="training iteration", y_label="communication time, ms (log)"
+    )
     if log.default is not None:
         level = _log_ms(log.default.span_s)
         plot.line([(0, level), (last, level)], color=DEFAULT_COLOR, dashed=True)
@@ -174,12 +192,37 @@ def _credits(trials: Sequence[Measurement], colors: Mapping[str, str]) -> Iterat
     told = [trial for trial in trials if trial.credits]
     if not told:
         return
-    plot = Plot(x=(0, _last_iteration(trials)), y=(0, 1), x_label="training iteration", y_label="AUC", height=200)
+    title = "<h2>Credit of each arm</h2>"
+    if not any(credit for trial in told for credit in trial.credits.values()):
+        yield (
+            title
+            + "<p>None has found a setting that is clearly better than all before, so all have had equal turns.</p>"
+        )
+        return
+    plot = Plot(x=(0, _last_iteration(trials)), y=(0, 1), x_label="training iteration", y_label="credit", height=200)
     for arm in told[-1].credits:
         points = [(trial.iteration, trial.credits.get(arm, 0.0)) for trial in told]
         plot.steps(points, color=colors.get(arm, DEFAULT_COLOR))
-    yield "<h2>Credit of each arm (AUC)</h2>"
+    yield title + "<p>It rises when an arm finds a new best, and fades; more credit gets more trials.</p>"
     yield plot.render()
+
+
+def _why_not_the_fastest(log: TrialLog) -> Iterator[str]:
+    """Says so where the first row of the table is not what was kept."""
+    succeeded = [trial for trial in log.measurements if trial.succeeded]
+    if log.result is None or min(succeeded, key=lambda trial: trial.span_s).knobs == log.result.knobs:
+        return
+    compared: dict[Knobs, list[float]] = {}
+    for trial in succeeded:
+        if trial.purpose in FINALS:
+            compared.setdefault(trial.knobs, []).append(trial.span_s)
+    words = "The first row is not what was kept: of many measurements, one is short by luck."
+    if compared:
+        times = sorted((median(spans_s), knobs.describe()) for knobs, spans_s in compared.items())
+        words += " Therefore the fastest settings and the default ran in turns at the end, and took: " + ", ".join(
+            f"{escape(name)} {_ms(span_s)}" for span_s, name in times
+        )
+    yield f"<p>{words}.</p>" if compared else f"<p>{words}</p>"
 
 
 def _table(trials: Sequence[Measurement], colors: Mapping[str, str], *, rows: int = 10) -> str:
@@ -191,7 +234,7 @@ def _table(trials: Sequence[Measurement], colors: Mapping[str, str], *, rows: in
         f'<td class="number">{trial.iteration}</td></tr>'
         for trial in sorted(unique, key=lambda trial: trial.span_s)[:rows]
     )
-    return f"<table><tr><th>Span</th><th>Setting</th><th>Arm</th><th>Iteration</th></tr>{cells}</table>"
+    return f"<table><tr><th>Time</th><th>Setting</th><th>Proposed by</th><th>Iteration</th></tr>{cells}</table>"
 
 
 def _timelines(log: TrialLog) -> Iterator[str]:

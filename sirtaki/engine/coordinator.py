@@ -12,11 +12,13 @@ import math
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 
 from sirtaki.autotune.arms.base import Arm
+from sirtaki.autotune.arms.planner import Planner
 from sirtaki.autotune.arms.planners import make_planners
 from sirtaki.autotune.knobs import Knobs, KnobSpace
 from sirtaki.autotune.meta.assignment import DEFAULT_ARM, Assignment, Purpose, SessionResult
@@ -27,10 +29,12 @@ from sirtaki.autotune.meta.session import WarmupSession
 from sirtaki.autotune.model.planning import PlanningModel
 from sirtaki.comm.layout import GradientLayout
 from sirtaki.comm.plan import Route
+from sirtaki.gain import faster
 from sirtaki.link_model import LinkModel
 from sirtaki.settings import Settings
 
 from .knob_choices import checked_plans
+from .step_times import StepTime, StepTimes
 from .trial_log import TrialLogWriter
 from .tuning_cache import CacheHit, TuningCache
 
@@ -62,6 +66,7 @@ class TuningCoordinator:
 
     Attributes:
         default: what runs untuned.
+        times: of this rank's steps.
     """
 
     def __init__(
@@ -89,6 +94,8 @@ class TuningCoordinator:
         self._session: WarmupSession | None = None
         self._bandit: BanditArm | None = None
         self._model: PlanningModel | None = None
+        self._planners: Sequence[Planner] = ()
+        self.times = StepTimes()
         self._log = TrialLogWriter(settings.trial_log)
         self._told_s = -math.inf
 
@@ -123,13 +130,11 @@ class TuningCoordinator:
             space: what may be chosen.
             make_model: fits the planners' model; None = there is none.
         """
-        self._model = self._attempt("planners", make_model, None)
-        planners: Sequence[Arm] = ()
-        if self._model is not None:
-            self._log.knows(self._model)
-            model = self._model
-            planners = self._attempt("planners", lambda: make_planners(space=space, model=model), [])
-        self._bandit = self._make_bandit(space, planners)
+        self._model = model = self._attempt("planners", make_model, None)
+        if model is not None:
+            self._planners = self._attempt("planners", lambda: make_planners(space=space, model=model), ())
+            self._tell_planners()
+        self._bandit = self._make_bandit(space, self._planners)
         proposals = self._cache.first_proposals(self._layouts, space, self._model)
         for proposal in proposals:
             logger.info("%s", proposal.message)
@@ -146,6 +151,8 @@ class TuningCoordinator:
         if self._session is None:
             return
         assignment = self._session.assignment
+        if assignment.purpose is Purpose.DEFAULT:
+            self._tell_planners()
         self._session.record(spans_s)
         self._log.ran(
             assignment,
@@ -158,6 +165,17 @@ class TuningCoordinator:
             self._told_s = time.monotonic()
             logger.info("%s", self._session.progress())
 
+    def _tell_planners(self) -> None:
+        """The profile was taken in the first iterations; later ones show how long its parts take."""
+        usual = self.times.usual
+        if self._model is None:
+            return
+        if usual is not None:
+            self._model = replace(self._model, profile=usual.at_this_pace(self._model.profile))
+            for planner in self._planners:
+                planner.update_model(self._model)
+        self._log.knows(self._model)
+
     @_guarded
     def end(self, *, iteration: int) -> None:
         """The warm-up is over: stores and tells what it has found."""
@@ -165,8 +183,8 @@ class TuningCoordinator:
         if session is not None:
             result = session.result
             stored = self._cache.keep(result, session.trials, complete=True, links=self._links)
-            logger.info("%s%s", describe_result(result), "; stored in the registry" if stored else "")
-            self._log.ended(result, iteration=iteration)
+            logger.info("%s%s", describe_result(result, self.times.usual), "; stored in the registry" if stored else "")
+            self._log.ended(result, iteration=iteration, usual=self.times.usual)
         self._log.close()
 
     @_guarded
@@ -178,7 +196,7 @@ class TuningCoordinator:
             if self._cache.keep(result, session.trials, complete=False, links=self._links):
                 logger.info(
                     "the job ends before its warm-up: best so far %s; stored in the registry, the next job goes on",
-                    describe_result(result),
+                    describe_result(result, self.times.usual),
                 )
         self._log.close()
 
@@ -232,16 +250,25 @@ class TuningCoordinator:
         return self._model.links if self._model is not None else {}
 
 
-def describe_result(result: SessionResult) -> str:
-    """What the warm-up has found, in one line."""
-    found = f"{result.knobs.describe()}, found by {result.arm}" if result.tuned else "the default"
-    spans = ""
-    if math.isfinite(result.default_span_s) and result.default_span_s > 0:
-        change = 100 * (result.best_span_s / result.default_span_s - 1)
-        spans = (
-            f"{1e3 * result.best_span_s:.3g} ms to synchronise against {1e3 * result.default_span_s:.3g} ms by default "
-            f"({change:+.0f} %), "
-        )
-    return (
-        f"tuned in {result.iterations_used} iterations and {result.n_trials} trials: {spans}{found} ({result.reason})"
-    )
+def describe_result(result: SessionResult, usual: StepTime | None) -> str:
+    """What the warm-up has found, in one line.
+
+    Args:
+        result: of the session.
+        usual: what steps take besides, None = unknown.
+    """
+    found = f"{result.knobs.describe()}, proposed by {result.arm}" if result.tuned else "the default stays"
+    gain = ""
+    if result.tuned and math.isfinite(result.default_span_s) and result.default_span_s > 0:
+        before_s, after_s = result.default_span_s, result.best_span_s
+        gain = f"communication {faster(before_s, after_s)} than with the default"
+        if usual is not None:
+            before, after = usual.step_s(before_s), usual.step_s(after_s)
+            gain = (
+                f"steps take {1e3 * after:.3g} ms instead of {1e3 * before:.3g} ({faster(before, after)}); "
+                f"communication that the backward pass does not hide takes {1e3 * usual.exposed_s(after_s):.3g} ms "
+                f"instead of {1e3 * usual.exposed_s(before_s):.3g}"
+            )
+        gain += "; "
+    trials = f"{result.n_trials} setting{'s' if result.n_trials != 1 else ''}"
+    return f"tuned in {result.iterations_used} iterations with {trials}: {gain}{found} ({result.reason})"

@@ -188,7 +188,10 @@ def planning_model(
         try:
             links[route] = link = fit_link(measured)
         except TuningError as err:
-            logger.info("no plans for %s: %s", name, err)
+            logger.info(
+                "no plans for %s, whose times follow no simple rule here; search techniques try it all the same", name
+            )
+            logger.debug("%s: %s", name, err)
             continue
         curve = " ".join(f"{rate / 1e6:.4g}" for rate in link.throughput)
         logger.debug("%s: α = %.3g ms, o = %.3g ms, G = %s MB/s", name, 1e3 * link.alpha_s, 1e3 * link.host_s, curve)

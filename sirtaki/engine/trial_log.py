@@ -13,6 +13,8 @@ from typing import IO
 from sirtaki.autotune.meta.assignment import Assignment, SessionResult
 from sirtaki.autotune.model.planning import PlanningModel
 
+from .step_times import StepTime
+
 logger = logging.getLogger(__name__)
 
 
@@ -54,8 +56,8 @@ class TrialLogWriter:
             }
         )
 
-    def ended(self, result: SessionResult, *, iteration: int) -> None:
-        """The warm-up is over."""
+    def ended(self, result: SessionResult, *, iteration: int, usual: StepTime | None) -> None:
+        """The warm-up is over; `usual` is what steps take besides communication."""
         self._write(
             {
                 "event": "result",
@@ -68,6 +70,8 @@ class TrialLogWriter:
                 "n_trials": result.n_trials,
                 "reason": result.reason,
                 "tuned": result.tuned,
+                "backward_s": None if usual is None else usual.backward_s,
+                "between_s": None if usual is None else usual.between_s,
             }
         )
 

@@ -1,6 +1,6 @@
 """Reads the log of trials that a tuned job writes: JSON lines, one object each.
 
-A module of its own because the log is data from elsewhere: whatever is wrong with it is found here, with its line.
+The log is data from elsewhere: whatever is wrong with it is found here, with its line.
 
 A line with `knobs` and `spans_s` (or one `span_s`) is a measurement, one with `"event": "result"` the end of a
 warm-up. A line `{"event": "model", **PlanningModel.to_json()}` lets the report show timelines. Other lines are skipped,
@@ -19,6 +19,8 @@ from sirtaki.autotune.knobs import Knobs
 from sirtaki.autotune.model.planning import PlanningModel
 from sirtaki.errors import ConfigError, SirtakiError
 
+from .step_times import StepTime
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
@@ -27,7 +29,7 @@ class Measurement:
     Attributes:
         iteration: training iteration at which it ended.
         arm: who proposed it.
-        purpose: "default", "trial", "verify", …
+        purpose: "default", "trial", "finals", …
         knobs: the setting.
         span_s: median of its spans; infinite where it failed.
         was_best: it became the best so far.
@@ -50,13 +52,19 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What the warm-up kept, or the best so far where it did not end."""
+    """What the warm-up kept, or the best so far where it did not end.
+
+    Attributes:
+        span_s, default_span_s: communication times.
+        usual: what steps take besides; None where the log does not say.
+    """
 
     knobs: Knobs
     arm: str
     span_s: float
     default_span_s: float | None
     reason: str
+    usual: StepTime | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -140,6 +148,7 @@ def _take_in(log: TrialLog, data: Mapping[str, Any], best_s: float) -> float:
             span_s=_positive(data["best_span_s"]),
             default_span_s=None if default_span_s is None else _positive(default_span_s),
             reason=str(data.get("reason", "")),
+            usual=_usual(data.get("backward_s"), data.get("between_s")),
         )
     elif data.get("event") == "model":
         log.model = PlanningModel.from_json(data)
@@ -160,6 +169,12 @@ def _take_in(log: TrialLog, data: Mapping[str, Any], best_s: float) -> float:
         )
         return min(best_s, after_s)
     return best_s
+
+
+def _usual(backward_s: Any, between_s: Any) -> StepTime | None:  # Any: whatever JSON had there
+    if backward_s is None or between_s is None:
+        return None
+    return StepTime(backward_s=float(backward_s), between_s=float(between_s))
 
 
 def _positive(value: Any) -> float:  # Any: whatever JSON had there

@@ -23,6 +23,7 @@ from sirtaki.autotune.trial import Trial
 from sirtaki.comm.layout import GradientLayout
 from sirtaki.comm.plan import Route
 from sirtaki.errors import PlanError, TuningError
+from sirtaki.gain import faster
 from sirtaki.link_model import LinkModel
 from sirtaki.machine import host_kind
 from sirtaki.registry.digest import gradients_fingerprint, layout_fingerprint
@@ -218,8 +219,8 @@ class TuningCache:
         return CacheHit(
             exact=knobs,
             spans_s=(own.best_span_s, own.default_span_s),
-            message=f"found {own.describe()} in the registry ({own.id[:8]}): {1 / own.speedup:.2f} of the default's "
-            f"time with {knobs.describe()}",
+            message=f"found {own.describe()} in the registry ({own.id[:8]}): communication "
+            f"{faster(own.default_span_s, own.best_span_s)} than with the default, by {knobs.describe()}",
         )
 
     def disprove(self) -> None:

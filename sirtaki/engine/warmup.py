@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -44,6 +43,14 @@ logger = logging.getLogger(__name__)
 
 PROBE_S = 0.5
 """What probing may take, besides twice the time that synchronising takes."""
+
+NO_LOG = "; no trial log is written"
+
+
+def without_tuning(settings: Settings, default: Knobs) -> str:
+    """What runs in a job that is not tuned, in one line."""
+    why = "SIRTAKI_TUNE=0" if not settings.tune else "SIRTAKI_WARMUP_ITERATIONS=0"
+    return f"tuning is off ({why}): gradients are reduced by {default.describe()}{NO_LOG if settings.trial_log else ''}"
 
 
 class TunedSynchroniser:
@@ -108,8 +115,8 @@ class TunedSynchroniser:
                 # On a device with streams the first report after a change is of the iteration before it.
                 discarded_iterations=2 if self.on_streams else 1,
             )
-        self._finished_s = math.nan
-        self._between_s = math.nan
+        if not self._tuning and control.rank == 0:
+            logger.info("%s", without_tuning(settings, self._default))
 
     def _default_plan(self, layout: GradientLayout) -> CommPlan:
         """Collective: the untuned plan of a new layout, for which there may not be shared memory any more."""
@@ -173,9 +180,8 @@ class TunedSynchroniser:
             joined: this rank has no data any more and takes part with zeros.
         """
         report = self._sync.finish(joined=joined)
-        if report.ready_s:
-            finished_s = time.perf_counter()
-            self._between_s, self._finished_s = finished_s - report.span_s - self._finished_s, finished_s
+        if self._tuning and self._coordinator is not None:
+            self._coordinator.times.note(report)
         if report.profiled:
             self._after_profiling(report)
         elif self._assignment is not None and not report.ready_s:
@@ -184,7 +190,7 @@ class TunedSynchroniser:
     # ── the warm-up ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def _after_profiling(self, report: IterationReport) -> None:
-        """Collective: the order is known. The first time, the warm-up begins; later, its present knobs go on."""
+        """Collective: the order is known. The first time, the warm-up begins; later, its current knobs go on."""
         if self._tuning and self._assignment is None:
             self._profiled = report
             remembered = False
@@ -226,7 +232,8 @@ class TunedSynchroniser:
             self._space = replace(self._space, threads=self._space.threads[:1])
         if self._coordinator is not None:
             ready_s = [*self._sync.in_layout_order(report.ready_s), report.backward_s]  # the flags are there at the end
-            forward_s = self._between_s if math.isfinite(self._between_s) else 0.0
+            between_s = self._coordinator.times.cold_between_s
+            forward_s = between_s if math.isfinite(between_s) else 0.0
             self._coordinator.search(
                 self._space,
                 lambda: (
@@ -244,7 +251,7 @@ class TunedSynchroniser:
         return found if threads_matter(found) else []
 
     def _after_iteration(self, span_s: float) -> None:
-        """Collective: counts this iteration for the present assignment, and takes the next one if it is complete.
+        """Collective: counts this iteration for the current assignment, and takes the next one if it is complete.
 
         `span_s` of a rank that has joined is not a number: nothing overlaps then, and the iteration shows nothing.
         """
@@ -264,6 +271,7 @@ class TunedSynchroniser:
     def _record(self, spans_s: list[float]) -> None:
         if self._coordinator is not None:
             self._coordinator.record(spans_s, iteration=self._sync.iteration)
+            self._coordinator.times.pause()
 
     def _next_assignment(self) -> None:
         """Collective: the coordinator's next assignment, on all ranks; ends the warm-up if it is the last."""

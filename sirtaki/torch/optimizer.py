@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from sirtaki.comm.gradients.buffers import Reduction
 from sirtaki.engine import job
 from sirtaki.engine.optimizer_gradients import CLOSED, OptimizerGradients
 from sirtaki.engine.reducer_options import ReducerOptions
+from sirtaki.engine.warmup import NO_LOG
 from sirtaki.errors import ConfigError, NotInitializedError
 
 from .adasum_optimizer import wrap_adasum
@@ -23,6 +25,8 @@ from .compression import Compression, Compressor, NoneCompressor, _CastCompresso
 from .derived_class import Distributed, derive, plain_copy, require_plain
 from .mpi_ops import Adasum, Average, Sum, allreduce
 from .process_sets import ProcessSet, global_process_set
+
+logger = logging.getLogger(__name__)
 
 NamedParameters = Iterable[tuple[str, torch.Tensor]]
 
@@ -227,6 +231,7 @@ def DistributedOptimizer(
     if op == Adasum and current.control.size > 1:
         if process_set is not global_process_set:
             raise NotImplementedError("Adasum does not support non-global process sets yet.")
+        logger.info("Adasum is not tuned%s", NO_LOG if current.settings.trial_log else "")
         return wrap_adasum(optimizer, named, compression=compression)
     members = _members(current, process_set)
     gradients = None
@@ -244,6 +249,8 @@ def DistributedOptimizer(
             arms=arms,
         )
         gradients = OptimizerGradients(current, members, named, passes=backward_passes_per_step, options=options)
+    elif members is not None:
+        logger.info("on one rank nothing is reduced, and nothing tuned%s", NO_LOG if current.settings.trial_log else "")
     distributed: _Distributed = derive(_Distributed, optimizer)
     distributed._begin(gradients, process_set)
     distributed._parameter_names = {param: name for name, param in named}

@@ -40,6 +40,16 @@ def test_the_exit_code_says_whether_something_is_wrong(monkeypatch, capsys):
     assert said["findings"][1]["remedy"] == "delete something"
 
 
+def test_lines_end_within_80_columns_but_paths_stay_whole(monkeypatch, capsys):
+    path = "/" + "x" * 90
+    long = doctor.Finding(section="a", name="b", value=f"{'word ' * 40}{path}", problem="it " * 60, remedy=path)
+    monkeypatch.setattr(doctor, "CHECKS", (lambda: iter((long,)),))
+    main(["doctor"])
+    lines = capsys.readouterr().out.splitlines()
+    assert all(len(line) <= 80 for line in lines if path not in line)
+    assert sum(path in line for line in lines) == 2
+
+
 def test_a_problem_is_shown_with_its_remedy_as_it_is_written(monkeypatch, capsys):
     monkeypatch.setattr(doctor, "CHECKS", (lambda: iter((HEALTHY, ILL)),))
     assert main(["doctor"]) == 1

@@ -79,8 +79,34 @@ def svgs(page):
 def test_the_page_says_what_was_kept_and_what_it_gained(log_of):
     page = render(read_log(log_of(*JOB)))
     assert "512 KiB units, 4 streams" in page
-    assert "<b>2.00 times</b> as long" in page
+    assert "200 ms by default (<b>2.00× faster</b>)" in page
+    assert "A step takes" not in page  # the log does not say
     assert "the budget was used up" in page
+
+
+def test_the_page_says_what_steps_gain_where_the_log_knows(log_of):
+    page = render(read_log(log_of(*JOB[:-1], {**RESULT, "backward_s": 0.08, "between_s": 0.1})))
+    assert "A step takes 200 ms, 300 ms by default (<b>1.50× faster</b>)" in page
+    assert "does not hide 20 ms of its communication, 120 ms by default" in page
+
+
+def test_a_kept_setting_that_is_not_the_fastest_of_all_is_explained(log_of):
+    lucky = trial(12, "pbt", knobs(64, 1), 0.05, 0.05)
+    finals = [
+        trial(14, "pbt", knobs(64, 1), 0.12, 0.1, "finals"),
+        trial(16, "grid", knobs(512, 4), 0.1, 0.1, "finals"),
+    ]
+    page = render(read_log(log_of(*JOB[:-1], lucky, *finals, RESULT)))
+    assert "The first row is not what was kept: of many measurements, one is short by luck." in page
+    assert "took: gloo flat, 512 KiB units, 4 streams 100 ms, gloo flat, 64 KiB units, 1 stream 120 ms" in page
+    assert "The first row is not" not in render(read_log(log_of(*JOB)))
+
+
+def test_a_credit_that_is_zero_for_all_is_said_instead_of_drawn(log_of):
+    flat = [{**record, "auc": {"grid": 0.0}} for record in JOB[:-1]]
+    page = render(read_log(log_of(*flat, RESULT)))
+    assert "None has found a setting that is clearly better" in page
+    assert len(svgs(page)) == len(svgs(render(read_log(log_of(*JOB))))) - 1
 
 
 def test_every_measurement_is_a_mark_with_its_setting(log_of):
@@ -144,7 +170,7 @@ def test_the_credit_of_each_arm_is_drawn_as_the_job_wrote_it(log_of):
 def test_a_log_without_credits_has_no_plot_of_them(log_of):
     plain = [{key: value for key, value in record.items() if key != "auc"} for record in JOB]
     page = render(read_log(log_of(*plain)))
-    assert "AUC" not in page
+    assert "Credit" not in page
     assert len(svgs(page)) == 2
 
 

@@ -84,7 +84,10 @@ def found_nothing(log: Path) -> bool:
 
 def test_tuning_can_be_switched_off(run_ranks: RunRanks, tmp_path: Path) -> None:
     for name in ("SIRTAKI_TUNE", "HOROVOD_AUTOTUNE"):
-        assert "warm-up" not in run_ranks("tuning.py", 2, 10, env={name: "0"}).stderr
+        said = run_ranks("tuning.py", 2, 10, env={name: "0", "SIRTAKI_TRIAL_LOG": str(tmp_path / "log")}).stderr
+        assert "warm-up" not in said
+        assert said.count("tuning is off (SIRTAKI_TUNE=0): gradients are reduced by shared_memory flat") == 1
+        assert "no trial log is written" in said
     assert not (tmp_path / "cache" / "sirtaki").exists()
 
 
@@ -112,9 +115,7 @@ def test_what_the_user_fixes_is_not_tuned(run_ranks: RunRanks, tmp_path: Path) -
         ({"HOROVOD_FUSION_THRESHOLD": "-1"}, "HOROVOD_FUSION_THRESHOLD"),
     ],
 )
-def test_settings_that_cannot_be_meant_are_refused_with_the_remedy(
-    run_ranks: RunRanks, env: dict[str, str], says: str
-) -> None:
+def test_invalid_settings_are_refused_with_the_remedy(run_ranks: RunRanks, env: dict[str, str], says: str) -> None:
     job = run_ranks("tuning.py", 2, 5, env=env, check=False)
     assert job.returncode != 0
     assert "ConfigError" in job.stderr
