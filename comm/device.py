@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 
 Event = Any
-"""A moment on a device, as `Device.mark` gives it: a float of the host's clock, or an event."""
+"""A moment on a device, as `Device.record_event` gives it: a float of the host's clock, or an event."""
 
 
 class Device(Protocol):
@@ -69,7 +69,7 @@ class Device(Protocol):
         ...
 
     def order_after(self, event: Event) -> None:
-        """What is launched on the current stream from now on happens after `mark`."""
+        """What is launched on the current stream from now on happens after `event`."""
         ...
 
     def is_reached(self, event: Event) -> bool:

@@ -356,8 +356,14 @@ def _save(connection: Connection, entry: Entry, disproved: Entry | None) -> bool
         if old is not None and old != disproved and not supersedes(entry, old):
             return False
     _put(connection, models, entry.key.model, damaged, body=_compressed(entry.model.to_json()))
-    mark = {"version": SIGNATURE_VERSION, "body": to_bytes(signature(entry.model))}
-    _put(connection, signatures, entry.key.model, damaged, **mark)
+    _put(
+        connection,
+        signatures,
+        entry.key.model,
+        damaged,
+        version=SIGNATURE_VERSION,
+        body=to_bytes(signature(entry.model)),
+    )
     cluster = {"shape": canonical_json(entry.topology.shape().to_json()), "body": _compressed(entry.topology.to_json())}
     _put(connection, topologies, entry.key.topology, damaged, **cluster)
     row = {

@@ -22,7 +22,7 @@ from ..model.planning import PlanningModel
 from .mg_wfbp import merge_gradients, merge_optimally
 from .planner import Planner, cuts_for_groups
 
-VISIBLE_STARTUP = (1.0, 0.5, 0.25, 0.125)  # parts of α that other lanes may leave unhidden
+VISIBLE_STARTUP = (1.0, 0.5, 0.25, 0.125)  # parts of α that other sets of streams may leave unhidden
 
 
 class LayerType(Enum):
@@ -98,9 +98,9 @@ class AscWfbp(Planner):
 class AscWfbpN(Planner):
     """Our N-way generalisation: units *and* streams, on the concurrency curve G(n).
 
-    n streams are divided into n / s lanes of s. A group of merged gradients is cut into s slices that fill a lane
-    side by side, so it pays one start-up; groups take the lanes in turn, so that the start-up of one hides behind the
-    transmission of another. To the merging rule all lanes together are one link of rate G(n) whose start-up is hidden
+    n streams are divided into n / s sets of s. A group of merged gradients is cut into s slices that fill a set
+    side by side, so it pays one start-up; groups take the sets in turn, so that the start-up of one hides behind the
+    transmission of another. To the merging rule all sets together are one link of rate G(n) whose start-up is hidden
     to some part; which part, n and s the simulator picks. MG-WFBP's and the two-way plan compete too. With a contention
     model the winner is tried with each permitted thread count, one for all units.
     """

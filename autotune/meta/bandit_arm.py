@@ -84,7 +84,7 @@ class BanditArm:
 
     @property
     def credits(self) -> dict[str, float]:
-        """Every arm's present AUC."""
+        """Every arm's current AUC."""
         return {name: self.bandit.auc(name) for name in self.bandit.arms}
 
     @property

@@ -213,7 +213,9 @@ class WarmupSession:
                 return self._end(exact, held)
             logger.info(
                 "the registry's setting for this job %s",
-                "holds, but the link has changed: a short search begins there" if held else "did not hold: tuning anew",
+                "holds, but the link has changed: a short search begins there"
+                if held
+                else "did not hold: a search begins",
             )
             if held:
                 self._budget.iterations = min(self._budget.iterations, self._budget.spent + SHORT_SEARCH_ITERATIONS)

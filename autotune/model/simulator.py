@@ -1,4 +1,4 @@
-"""Replays one iteration under a plan: one compute lane, n streams, exact event by event.
+"""Replays one iteration under a plan: computation beside n streams, exact event by event.
 
 A module of its own because it is the planners' objective and the tests' environment; it knows no running system.
 

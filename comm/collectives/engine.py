@@ -1,6 +1,6 @@
 """Operations that each rank may submit in its own order: agreed by name, then performed in the same order everywhere.
 
-A rank joins a *round* only while it has something pending. A round is one small all-reduce (AND) of a vote: a digest
+A rank joins a *round* only while it has something pending. A round is one small all-reduce (AND) of a digest
 of all that this rank has pending, and a bit for each name that is known already (AIACC § V-A). If the digests of all
 ranks are equal, which is the rule, everything may run. Otherwise what all have set may run; and if any rank has
 something that the bits cannot say (a new name, a name whose tensor has changed, a join), everybody's pending operations
@@ -88,7 +88,7 @@ class EagerEngine:
     Attributes:
         last_joined: the rank that joined last.
         awaited: the operation that a thread of the user's waits for, and since when (`time.monotonic()`).
-        settled: how many operations have been performed or refused: each has the same number on all ranks.
+        concluded: how many operations have been performed or refused: each has the same number on all ranks.
     """
 
     def __init__(self, comm: MPI.Comm, failures: FailureBoard, *, where: str = "") -> None:
@@ -115,7 +115,7 @@ class EagerEngine:
         self._closing = False
         self.last_joined = -1
         self.awaited: tuple[str, float] | None = None
-        self.settled = 0
+        self.concluded = 0
 
         # Belong to whoever runs rounds, and are the same on all ranks.
         self._turn = threading.Lock()
@@ -274,14 +274,14 @@ class EagerEngine:
             self._pending.clear()
 
     def _round(self, pending: dict[str, EagerWork], join: ThreadWork | None, closing: bool, unnamed: int) -> bool:
-        """Collective: one round; True if anything was performed or settled."""
-        settled = all(self._names.digest(name) == work.digest for name, work in pending.items())
+        """Collective: one round; True if anything was performed or refused."""
+        known = all(self._names.digest(name) == work.digest for name, work in pending.items())
         if join is not None:
-            bits_suffice = settled and self._join_told and not closing
+            bits_suffice = known and self._join_told and not closing
         else:
             # While a rank has joined, its bits say nothing about operations that it cannot take part in.
             refused = self._joined and any(work.signature.needs_data for work in pending.values())
-            bits_suffice = settled and not refused and not closing
+            bits_suffice = known and not refused and not closing
         digest = 0
         if join is None and not closing and not any(work.signature.problem for work in pending.values()):
             digest = sum(work.digest for work in pending.values()) & _ALL_BITS
@@ -349,7 +349,7 @@ class EagerEngine:
             by_rank = by_name[name]
             problem = mismatch(by_rank) or self._join_problem(by_rank)
             if problem is not None:
-                self.settled += 1
+                self.concluded += 1
                 self._dispute(name, problem)
                 continue
             some = next(iter(by_rank.values()))
@@ -398,7 +398,7 @@ class EagerEngine:
             error = CommError(f"{signatures[0].kind.value.lower()} {names} failed: {err!r}")
         if (trace := timeline.active()) is not None:
             _trace(trace, signatures, works, begin_s)
-        self.settled += len(signatures)
+        self.concluded += len(signatures)
         with self._wake:
             for work in filter(None, works):
                 self._pending.pop(work.signature.name, None)

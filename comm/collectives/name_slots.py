@@ -1,4 +1,4 @@
-"""The names of eager operations that have come before: each has a bit in the vote, the longest unused one loses it.
+"""The names of eager operations that have come before: each has a bit, the longest unused one loses it.
 
 All ranks make the same calls in the same order, so they give a name the same bit without talking about it.
 """

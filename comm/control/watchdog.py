@@ -105,7 +105,7 @@ class Watchdog:
 
     def describe(self) -> str:
         """What this rank does and how far it is, in words; "" if nothing of its script is under way."""
-        doing = [f"waits for {wait.what}" for wait in self._present_waits()]
+        doing = [f"waits for {wait.what}" for wait in self._current_waits()]
         if not doing and (line := self._location()):
             doing = [f"runs {line}"]
         return "; ".join([*doing, *self.progress()])
@@ -114,7 +114,7 @@ class Watchdog:
         """How far this rank is, in words; empty if nothing is under way."""
         return [text for progress in self._progress if (text := progress())]
 
-    def _present_waits(self) -> list[Wait]:
+    def _current_waits(self) -> list[Wait]:
         waits = []
         for source in list(self._waits):
             try:
@@ -172,7 +172,7 @@ class Watchdog:
         if self.failures.error is not None:
             return
         now = time.monotonic()
-        for wait in self._present_waits():
+        for wait in self._current_waits():
             waited_s = now - wait.since_s
             gone = [rank for rank, when in self._left.items() if now - max(when, wait.since_s) > self._leave_grace_s]
             if gone:

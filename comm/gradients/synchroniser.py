@@ -1,12 +1,12 @@
 """Reduces gradients over all ranks while the backward pass still computes others.
 
 In *order-profiling* iterations the ranks negotiate which gradients are ready (`issuing.NegotiatedIssuing`), because
-the order is not known. From then on iterations are *scheduled*: the flat buffers are laid out in the agreed order, and
-units leave in that order as soon as their gradients are in, straight from the hook, without a control message.
+the order is not known. From then on iterations are *scheduled*: gradients lie in the flat buffers in the agreed order,
+and units leave in that order as soon as their gradients are in, straight from the hook, without a control message.
 
 A fixed order costs time if gradients begin to come in another one. Each rank watches that (`order`), and asks with a
 control flag that travels along with the gradients (`control_flags`); if anyone asks, all ranks profile the order again
-in the next iteration, and lay out their buffers anew.
+in the next iteration, and rebuild their buffers.
 
 An iteration goes so: `ready` for each gradient, `reduce` at the end of a backward pass if every gradient has come,
 and `finish`, which reduces in any case and closes the iteration.

@@ -263,17 +263,17 @@ def _timelines(log: TrialLog) -> Iterator[str]:
 def _timeline_plot(simulator: Simulator, knobs: Knobs, *, end_ms: float) -> str:
     plan = knobs.to_plan(simulator.layout)
     timeline = simulator.run(plan)
-    lanes = plan.streams + 1
-    plot = Plot(x=(0, end_ms), y=(0, lanes), x_label="ms", y_label="", height=60 + 22 * lanes, width=WIDTH // 2)
-    plot.box((0, 1e3 * timeline.compute_end_s), (lanes - 0.9, lanes - 0.1), color=COMPUTE_COLOR, title="backward pass")
+    rows = plan.streams + 1
+    plot = Plot(x=(0, end_ms), y=(0, rows), x_label="ms", y_label="", height=60 + 22 * rows, width=WIDTH // 2)
+    plot.box((0, 1e3 * timeline.compute_end_s), (rows - 0.9, rows - 0.1), color=COMPUTE_COLOR, title="backward pass")
     itemsize = simulator.layout.itemsize_bytes
     for index, unit in enumerate(plan.units):
         start_ms, stop_ms = 1e3 * timeline.start_s[index], 1e3 * timeline.stop_s[index]
-        lane = lanes - 2 - unit.stream
+        row = rows - 2 - unit.stream
         title = f"unit {index}: {unit.numel * itemsize} bytes, {start_ms:.2f} to {stop_ms:.2f} ms"
         color = COLORS[0] if index % 2 else COLORS[5]
-        plot.box((start_ms, stop_ms), (lane + 0.1, lane + 0.9), color=color, title=title)
-    ticks = [(lanes - 0.5, "compute"), *((lanes - 1.5 - s, f"stream {s}") for s in range(plan.streams))]
+        plot.box((start_ms, stop_ms), (row + 0.1, row + 0.9), color=color, title=title)
+    ticks = [(rows - 0.5, "compute"), *((rows - 1.5 - s, f"stream {s}") for s in range(plan.streams))]
     return plot.render(y_ticks=ticks)
 
 

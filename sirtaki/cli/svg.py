@@ -69,7 +69,7 @@ class Plot:
         )
 
     def cross(self, x: float, *, color: str, title: str) -> None:
-        """A mark at the upper edge, for what has no value."""
+        """A cross at the upper edge, for what has no value."""
         a, b = self._across(x), TOP + 6
         self._shapes.append(
             f'<path d="M{a - 4:.1f} {b - 4}l8 8m0 -8l-8 8" stroke="{color}" stroke-width="1.6">'

@@ -26,11 +26,11 @@ TELL_ANYWAY_S = 1.0
 
 
 class _Operation(NamedTuple):
-    """An eager operation, of which `settled` others came before it or are under way."""
+    """An eager operation, of which `concluded` others came before it or are under way."""
 
     process_set: int
     name: str
-    settled: int
+    concluded: int
 
 
 class _Iteration(NamedTuple):
@@ -75,7 +75,7 @@ class BlockedRanks:
                 self._lock.release()
 
     def need(self, participant: Participant) -> bool:
-        """Whether this rank must not go on waiting for the present iteration of this optimizer to be reduced.
+        """Whether this rank must not go on waiting for the current iteration of this optimizer to be reduced.
 
         That is so if some rank waits for this one in a place where it has not been yet, and some rank that waits has
         not got all its gradients of the iteration.
@@ -102,7 +102,7 @@ class BlockedRanks:
         ]
         if not waits:  # participants perform operations of their own
             waits = [
-                (engine.awaited[1], _Operation(number, engine.awaited[0], engine.settled))
+                (engine.awaited[1], _Operation(number, engine.awaited[0], engine.concluded))
                 for number, engine in self._rank_sets.engines()
                 if engine.awaited is not None
             ]
@@ -129,7 +129,7 @@ class BlockedRanks:
             engine = self._rank_sets[waited_for.process_set].engine
             return (
                 engine is not None
-                and engine.settled == waited_for.settled
+                and engine.concluded == waited_for.concluded
                 and not engine.has_submitted(waited_for.name)
             )
         iteration, stage = waited_for.reached

@@ -115,7 +115,7 @@ class TuningCoordinator:
     def recall(self, layouts: Sequence[GradientLayout], space: KnobSpace) -> bool:
         """Whether an earlier job of this kind has left a setting, which is then run first; else `search` is due."""
         self._layouts = layouts
-        self._hit = self._cache.recall(layouts, space)
+        self._hit = self._cache.look_up(layouts, space)
         if self._hit.message:
             logger.info("%s", self._hit.message)
         if self._hit.exact is not None:

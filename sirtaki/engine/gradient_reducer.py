@@ -63,7 +63,7 @@ class GradientReducer:
         passes: backward passes whose gradients are added up before they are reduced.
         options: how gradients are reduced.
         finished: iterations that have ended, whatever became of the parameters since.
-        waiting: what this rank waits for in the present iteration, and since when (`time.monotonic()`).
+        waiting: what this rank waits for in the current iteration, and since when (`time.monotonic()`).
         n_reduced: those of them in which gradients were reduced; a shared one may find nothing to reduce.
         shared: several optimizers may use it; the same on all ranks.
         users: those optimizers of this rank that do.
@@ -104,7 +104,7 @@ class GradientReducer:
         job.disposal.start()
         self._attach(named)
         self._watch = ReducerWatch(job.participants, self)
-        job.watchdog.watch(self._watch.present_wait, self._watch.progress)
+        job.watchdog.watch(self._watch.current_wait, self._watch.progress)
         job.participants.add(self)
 
     # ── which parameters ─────────────────────────────────────────────────────────────────────────────────────────
@@ -264,7 +264,7 @@ class GradientReducer:
 
     @property
     def iteration(self) -> int:
-        """Iterations finished so far with the present parameters."""
+        """Iterations finished so far with the current parameters."""
         return 0 if self._sync is None else self._sync.iteration
 
     @property
@@ -445,7 +445,7 @@ def _let_go(
     """Takes away and closes what belongs to one reducer on this rank."""
     job.joining.forget(key)
     if watch is not None:
-        job.watchdog.forget(watch.present_wait, watch.progress)
+        job.watchdog.forget(watch.current_wait, watch.progress)
     for hook in hooks:
         hook.remove()
     if sync is not None:

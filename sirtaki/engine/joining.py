@@ -31,7 +31,7 @@ PAUSE = 0.05
 
 
 @dataclass(slots=True)
-class _Presence:
+class _TakingPart:
     """What this rank takes part in with one optimizer of these ranks, and which joined ranks know of it."""
 
     ranks: tuple[int, ...]
@@ -48,7 +48,7 @@ class Joining:
         self._lock = threading.Lock()
         self._round = 0  # of all ranks joining
         self._joined: dict[int, int] = {}  # rank → the round in which it has joined
-        self._present: dict[Key, _Presence] = {}
+        self._taking_part: dict[Key, _TakingPart] = {}
         self._finished: Counter[int] = Counter()  # iterations by process set
 
     # ── a rank that trains ───────────────────────────────────────────────────────────────────────────────────────
@@ -56,17 +56,17 @@ class Joining:
     def begins(self, participant: Participant, stage: Stage) -> None:
         """This rank takes part in an iteration of this optimizer; those that have joined are told."""
         with self._lock:
-            self._present[participant.key] = _Presence(participant.ranks, (participant.finished, stage))
+            self._taking_part[participant.key] = _TakingPart(participant.ranks, (participant.finished, stage))
             self._tell()
 
     def ends(self, participant: Participant) -> None:
         """An iteration of this optimizer has ended, whether or not this rank has joined."""
         self._finished[participant.key[0]] += 1
-        self._present.pop(participant.key, None)
+        self._taking_part.pop(participant.key, None)
 
     def forget(self, key: Key) -> None:
         """This optimizer is dropped; what was begun is not ended. Any thread."""
-        self._present.pop(key, None)
+        self._taking_part.pop(key, None)
 
     def attend(self) -> None:
         """Tells those that have joined meanwhile; for any thread, now and then while this rank waits."""
@@ -78,11 +78,11 @@ class Joining:
 
     def _tell(self) -> None:
         self._joined |= dict(self._courier.receive(Tag.JOINED))
-        for key, presence in list(self._present.items()):
-            for rank in presence.ranks:
-                if self._joined.get(rank) == self._round and rank not in presence.told:
-                    presence.told.add(rank)
-                    self._courier.send(rank, Tag.ITERATION, (key, presence.reached))
+        for key, mine in list(self._taking_part.items()):
+            for rank in mine.ranks:
+                if self._joined.get(rank) == self._round and rank not in mine.told:
+                    mine.told.add(rank)
+                    self._courier.send(rank, Tag.ITERATION, (key, mine.reached))
 
     # ── a rank that has joined ───────────────────────────────────────────────────────────────────────────────────
 
@@ -99,7 +99,7 @@ class Joining:
         assert engine is not None
         all_have_joined = engine.join((self._finished[GLOBAL], self._finished.total()))
         with self._lock:
-            self._present.clear()
+            self._taking_part.clear()
         self._courier.send_all(Tag.JOINED, self._round)
         substitute = _Substitute(self._participants, self._courier, self._watchdog)
         joined = {self._courier.rank}

@@ -89,7 +89,7 @@ def checked_plans(knobs: Knobs, layouts: Sequence[GradientLayout]) -> list[CommP
     """
     most = max(MOST_UNITS, STREAM_COUNTS[-1] * len(layouts[0].sizes))
     if len(knobs.cuts or ()) > most:
-        raise PlanError(f"{len(knobs.cuts or ())} units are more than the {most} that can be meant here")
+        raise PlanError(f"{len(knobs.cuts or ())} units are more than the {most} that are possible here")
     return plans_for(knobs, layouts)
 
 

@@ -114,7 +114,7 @@ class OptimizerGradients:
         members = self._members
         assert members.control is not None
         said: list[_Owners] = members.control.all_gather(self._owners(named))
-        owners, gone = _settle([there.serials for there in said], [name for name, _ in named])
+        owners, gone = _agreed([there.serials for there in said], [name for name, _ in named])
         for reducer in reducers_of(self._job):
             if reducer.members is members and reducer.key[1] in gone:
                 reducer.close("since another rank has dropped it, and a new one takes its parameters")
@@ -243,7 +243,7 @@ def reducers_of(job: Job) -> list[GradientReducer]:
     return [participant for participant in job.participants if isinstance(participant, GradientReducer)]
 
 
-def _settle(said: Sequence[tuple[int | None, ...]], names: Sequence[str]) -> tuple[list[int | None], set[int]]:
+def _agreed(said: Sequence[tuple[int | None, ...]], names: Sequence[str]) -> tuple[list[int | None], set[int]]:
     """What holds on all ranks: each parameter's owner, None = it is free; and the owners that are gone on some rank.
 
     Raises:
@@ -256,8 +256,8 @@ def _settle(said: Sequence[tuple[int | None, ...]], names: Sequence[str]) -> tup
         if len(owners - {None}) > 1:
             raise MismatchError(f"{name} belongs to different optimizers on different ranks: wrap the same parameters")
     gone = {owner for owners in by_param if None in owners for owner in owners if owner is not None}
-    settled = [next(iter(owners)) if len(owners) == 1 else None for owners in by_param]
-    return [None if owner in gone else owner for owner in settled], gone
+    agreed = [next(iter(owners)) if len(owners) == 1 else None for owners in by_param]
+    return [None if owner in gone else owner for owner in agreed], gone
 
 
 def _split(job: Job, lender: GradientReducer, wanted: set[int]) -> GradientReducer:

@@ -31,7 +31,7 @@ class ReducerWatch:
     def __init__(self, participants: Participants, reducer: Watched) -> None:
         self._participants, self._reducer = participants, weakref.ref(reducer)
 
-    def present_wait(self) -> Wait | None:
+    def current_wait(self) -> Wait | None:
         """What this rank waits for.
 
         Raises:

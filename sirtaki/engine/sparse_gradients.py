@@ -2,7 +2,7 @@
 
 A module of its own because sparse gradients go past the flat buffers. Which parameters have them is not known before
 the first backward pass, and a rank whose batch did not touch an embedding does not know it even then: the ranks agree
-in a learning iteration (`GradientReducer`), in which such gradients are held back here.
+in an order-profiling iteration (`GradientReducer`), in which such gradients are held back here.
 """
 
 from __future__ import annotations

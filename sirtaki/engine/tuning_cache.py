@@ -147,7 +147,7 @@ class TuningCache:
         """Does not watch for the model's graph any more."""
         self._recorder.stop()
 
-    def recall(self, layouts: Sequence[GradientLayout], space: KnobSpace) -> CacheHit:
+    def look_up(self, layouts: Sequence[GradientLayout], space: KnobSpace) -> CacheHit:
         """What is known of this job; the model must have run forward once. Similar jobs' settings come later."""
         try:
             self._job = self._job_of(layouts, space)
@@ -243,7 +243,7 @@ class TuningCache:
                 )
             starts = adapted_all(self._neighbours, job)
             proposals = first_proposals(starts, layouts=layouts, space=space, model=model)
-        except Exception:  # as in `recall`
+        except Exception:  # as in `look_up`
             logger.warning("what similar jobs have found is left alone", exc_info=True)
             return []
         self._found_by.update((proposal.knobs, proposal.arm) for proposal in proposals)

@@ -159,7 +159,7 @@ class _SetForRanks(argparse.Action):
         try:
             text = self.setting.constant if self.setting.constant is not None else self.setting.convert(values)
         except ValueError:
-            parser.error(f"{option} {values}: not a value that can be meant")
+            parser.error(f"{option} {values}: this is not a valid value")
         namespace.rank_variables[variable] = text
 
 

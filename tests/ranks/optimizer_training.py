@@ -125,7 +125,7 @@ def an_order_that_differs_between_ranks_and_iterations() -> None:
 
 def an_order_that_changes_for_good_is_learned_anew() -> None:
     def loss(model: nn.Module, rank: int, iteration: int) -> torch.Tensor:
-        # Only the last rank sees another order; its vote must be enough.
+        # Only the last rank sees another order; its flag must be enough.
         turned = iteration >= 60 and rank == hvd.size() - 1
         return model(batch(rank, iteration, 2, 6), list(range(20))[:: -1 if turned else 1])
 

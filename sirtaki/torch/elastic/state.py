@@ -45,7 +45,7 @@ class State(ABC):
 
     @abstractmethod
     def save(self) -> None:
-        """Keeps the present state in memory."""
+        """Keeps the current state in memory."""
 
     @abstractmethod
     def restore(self) -> None:

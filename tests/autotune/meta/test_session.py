@@ -137,7 +137,7 @@ def streams(count: int) -> Knobs:
 # The usual course.
 
 
-def test_the_default_is_measured_first_and_settles_first() -> None:
+def test_the_default_is_measured_first_after_a_discarded_iteration() -> None:
     first = session().assignment
     assert (first.knobs, first.purpose, first.arm) == (DEFAULT, Purpose.DEFAULT, DEFAULT_ARM)
     assert (first.discarded_iterations, first.measured_iterations) == (1, 2)
@@ -166,23 +166,23 @@ def test_after_the_end_the_kept_knobs_are_assigned_with_nothing_to_measure() -> 
 @settings(max_examples=40, deadline=None)
 @given(
     budget=st.integers(0, 120),
-    settle=st.integers(0, 3),
+    discarded=st.integers(0, 3),
     measured=st.integers(1, 4),
     noise=st.sampled_from([0.0, 0.03, 0.3]),
     seed=st.integers(0, 99),
 )
 def test_the_budget_is_kept_and_the_books_agree(
-    budget: int, settle: int, measured: int, noise: float, seed: int
+    budget: int, discarded: int, measured: int, noise: float, seed: int
 ) -> None:
-    warm_up = session(budget_iterations=budget, discarded_iterations=settle, measured_iterations=measured)
+    warm_up = session(budget_iterations=budget, discarded_iterations=discarded, measured_iterations=measured)
     job = Job(warm_up, noise=noise, seed=seed).run()
-    smallest = 3 * (settle + measured)  # the default, and one round of the guard
+    smallest = 3 * (discarded + measured)  # the default, and one round of the finals
     assert job.session.done
     assert job.iterations == job.result.iterations_used <= max(budget, smallest)
     assert job.result.n_trials == len({now.knobs for now in job.assignments})
 
 
-def test_knobs_that_run_already_need_no_settling() -> None:
+def test_knobs_that_run_already_discard_no_iteration() -> None:
     job = Job(session(GridArm(SPACE)), noise=0.05).run()
     previous = None
     for now in job.assignments:
@@ -543,7 +543,7 @@ def test_a_job_that_goes_on_credits_nobody_for_less_than_the_best_of_before() ->
     assert not any(trial.was_best for trial in second.session.trials if trial.knobs != BEST)
 
 
-def test_a_history_that_used_the_budget_leaves_the_guard() -> None:
+def test_a_history_that_used_the_budget_leaves_the_finals() -> None:
     history = [Trial(arm="list", knobs=BEST, iterations=500, span_s=0.01)]
     job = Job(session(ListArm(streams(2)), history=history)).run()
     assert job.run_for(Purpose.TRIAL) == []

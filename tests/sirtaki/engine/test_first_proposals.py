@@ -1,4 +1,4 @@
-"""What a job tries first, of what similar jobs have found: the registry votes, the job's own model vetoes."""
+"""What a job tries first, of what similar jobs have found: the registry proposes, the job's own model may object."""
 
 import logging
 from dataclasses import replace

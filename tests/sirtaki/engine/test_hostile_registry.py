@@ -86,7 +86,7 @@ def entries(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A registry with this job's entry, an unfinished one of a similar job, and a stranger's."""
     registry = tmp_path_factory.mktemp("registry") / "registry.db"
     cache, layout, _ = a_job(registry)
-    cache.recall([layout], SPACE)
+    cache.look_up([layout], SPACE)
     knobs = Knobs(unit_bytes=MIB, streams=2, transport=ROUTE[0], cuts=(Cut(stop=100), Cut(stop=NUMEL, stream=1)))
     result = SessionResult(
         knobs=knobs,

@@ -73,7 +73,7 @@ def test_hosts_and_devices_are_told_apart_by_their_kind(path: Path) -> None:
         kinds = [Hardware(host=name, device="cpu")] * 2
         memory = TuningCache(settings, list(model.parameters()), ["a", "b"], kinds)
         model(torch.randn(1, 4))
-        assert memory.recall([layout_of(model)], SPACE).exact is None
+        assert memory.look_up([layout_of(model)], SPACE).exact is None
         assert memory.keep(WINNER, TRIALS, complete=True, links={})
     store = open_store(str(path))
     assert sorted(entry.provenance.host_kinds for entry in store.entries()) == [("large",), ("small",)]
@@ -87,7 +87,7 @@ def test_this_process_runs_on_something() -> None:
 
 def test_the_link_of_the_winners_route_is_remembered(path: Path) -> None:
     memory, layout = job(path)
-    assert memory.recall([layout], SPACE).exact is None
+    assert memory.look_up([layout], SPACE).exact is None
     assert memory.keep(WINNER, TRIALS, complete=True, links={ROUTE: LINK})
     assert only_entry(path).link == LINK
 
@@ -95,18 +95,18 @@ def test_the_link_of_the_winners_route_is_remembered(path: Path) -> None:
 @pytest.mark.parametrize("links", [{}, {(TransportKind.MPI, Algorithm.FLAT): LINK}])
 def test_a_link_that_was_not_measured_is_not_made_up(path: Path, links: dict[Route, LinkModel]) -> None:
     memory, layout = job(path)
-    memory.recall([layout], SPACE)
+    memory.look_up([layout], SPACE)
     assert memory.keep(WINNER, TRIALS, complete=True, links=links)
     assert only_entry(path).link is None
 
 
 def test_the_same_job_starts_tuned_and_its_check_forgets_nothing(path: Path) -> None:
     memory, layout = job(path)
-    memory.recall([layout], SPACE)
+    memory.look_up([layout], SPACE)
     memory.keep(WINNER, TRIALS, complete=True, links={ROUTE: LINK})
     first = only_entry(path)
     again, layout = job(path)
-    found = again.recall([layout], SPACE)
+    found = again.look_up([layout], SPACE)
     assert found.exact == KNOBS
     assert again.first_proposals([layout], SPACE, None) == []
     checked = replace(WINNER, arm="registry", n_trials=2)
@@ -118,11 +118,11 @@ def test_the_same_job_starts_tuned_and_its_check_forgets_nothing(path: Path) -> 
 
 def test_what_the_user_has_fixed_since_makes_the_own_entry_a_proposal(path: Path) -> None:
     memory, layout = job(path)
-    memory.recall([layout], SPACE)
+    memory.look_up([layout], SPACE)
     memory.keep(WINNER, TRIALS, complete=True, links={ROUTE: LINK})
     again, layout = job(path)
     narrow = replace(SPACE, streams=(2,))
-    assert again.recall([layout], narrow).exact is None
+    assert again.look_up([layout], narrow).exact is None
     (proposal,) = again.first_proposals([layout], narrow, None)
     assert proposal.knobs == replace(KNOBS, streams=2)
     assert "what an earlier job found" in proposal.message
@@ -131,10 +131,10 @@ def test_what_the_user_has_fixed_since_makes_the_own_entry_a_proposal(path: Path
 
 def test_a_similar_job_gets_proposals_scaled_to_the_link_that_it_has_measured(path: Path) -> None:
     memory, layout = job(path)
-    memory.recall([layout], SPACE)
+    memory.look_up([layout], SPACE)
     memory.keep(WINNER, TRIALS, complete=True, links={ROUTE: LINK})
     deeper, layout = job(path, layers=7, ranks=4)
-    hit = deeper.recall([layout], SPACE)
+    hit = deeper.look_up([layout], SPACE)
     assert (hit.exact, hit.history) == (None, ())
     slow = replace(LINK, alpha_s=16e-3, residual=100.0)  # so vague a fit that it leaves nothing out
     (proposal,) = deeper.first_proposals([layout], SPACE, planning_model(layout, slow))
@@ -148,12 +148,12 @@ def test_a_similar_job_gets_proposals_scaled_to_the_link_that_it_has_measured(pa
 
 def test_the_technique_that_travelled_is_named_when_its_setting_wins_again(path: Path) -> None:
     memory, layout = job(path)
-    memory.recall([layout], SPACE)
+    memory.look_up([layout], SPACE)
     cuts = tuple(Cut(stop=stop) for stop in (layout.numel // 2, layout.numel))
     planned = replace(WINNER, knobs=replace(KNOBS, cuts=cuts), arm="libra")
     memory.keep(planned, TRIALS, complete=True, links={ROUTE: LINK})
     deeper, layout = job(path, layers=7)
-    deeper.recall([layout], SPACE)
+    deeper.look_up([layout], SPACE)
     (proposal,) = deeper.first_proposals([layout], SPACE, planning_model(layout, replace(LINK, residual=100.0)))
     assert "planned anew by libra" in proposal.message
     assert proposal.knobs.cuts is not None
@@ -167,10 +167,10 @@ def test_a_fault_in_what_others_have_stored_never_reaches_the_user(
     path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     memory, layout = job(path)
-    memory.recall([layout], SPACE)
+    memory.look_up([layout], SPACE)
     memory.keep(WINNER, TRIALS, complete=True, links={ROUTE: LINK})
     deeper, layout = job(path, layers=7)
-    deeper.recall([layout], SPACE)
+    deeper.look_up([layout], SPACE)
     monkeypatch.setattr("sirtaki.engine.tuning_cache.adapted_all", lambda *_: 1 / 0)
     assert deeper.first_proposals([layout], SPACE, None) == []
     assert "is left alone" in caplog.text
@@ -178,10 +178,10 @@ def test_a_fault_in_what_others_have_stored_never_reaches_the_user(
 
 def test_an_unfinished_warm_up_is_gone_on_from(path: Path) -> None:
     memory, layout = job(path)
-    memory.recall([layout], SPACE)
+    memory.look_up([layout], SPACE)
     assert memory.keep(WINNER, TRIALS, complete=False, links={ROUTE: LINK})
     again, layout = job(path)
-    found = again.recall([layout], SPACE)
+    found = again.look_up([layout], SPACE)
     assert found.history == tuple(TRIALS)
     assert "going on after 3 trials" in found.message
     assert again.first_proposals([layout], SPACE, None) == []
@@ -190,8 +190,8 @@ def test_an_unfinished_warm_up_is_gone_on_from(path: Path) -> None:
 def test_nothing_is_kept_of_a_job_that_was_not_measured_or_has_no_registry(path: Path, tmp_path: Path) -> None:
     memory, layout = job(path)
     assert not memory.keep(WINNER, TRIALS, complete=True, links={})  # never recalled
-    memory.recall([layout], SPACE)
+    memory.look_up([layout], SPACE)
     assert not memory.keep(replace(WINNER, default_span_s=float("inf")), TRIALS, complete=False, links={})
     off, layout = job(Path("off"))
-    assert off.recall([layout], SPACE).exact is None
+    assert off.look_up([layout], SPACE).exact is None
     assert not off.keep(WINNER, TRIALS, complete=True, links={})
