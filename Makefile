@@ -70,7 +70,7 @@ package: $(STAMP)
 	$(BIN)/python -m pytest -q -m '' tests/test_packaging.py
 
 bench: $(STAMP)
-	for name in hot_path eager allreduce step netlab reality planning_time registry tuner gpu; do \
+	for name in hot_path eager first_steps allreduce step netlab reality planning_time registry tuner gpu; do \
 		$(BIN)/python -m bench.$$name --quick || exit 1; done
 
 clean:

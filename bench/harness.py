@@ -242,8 +242,16 @@ def run_ranks(
     options: Mapping[str, Any],
     *,
     timeout_s: float = 900.0,
+    env: Mapping[str, str] | None = None,
 ) -> Any:
     """Runs `module` on `ranks` ranks of this host and returns the result that its rank 0 gave.
+
+    Args:
+        module: handles `--as-rank`.
+        ranks: how many.
+        options: for `module`'s function of a rank.
+        timeout_s: after this the job is killed.
+        env: added to the ranks' environment.
 
     Raises:
         RuntimeError: a rank failed or the time was up.
@@ -251,7 +259,7 @@ def run_ranks(
     mpiexec = Path(sys.executable).with_name("mpiexec")
     launcher = [str(mpiexec) if mpiexec.exists() else "mpiexec", "--allow-run-as-root", "--bind-to", "none"]
     command = [*launcher, "--map-by", ":OVERSUBSCRIBE", "-np", str(ranks), *rank_argv(module, options)]
-    environment = {**os.environ, **rank_env()}
+    environment = {**os.environ, **rank_env(), **(env or {})}
     try:
         done = subprocess.run(
             command, cwd=REPOSITORY, env=environment, text=True, stdout=subprocess.PIPE, timeout=timeout_s

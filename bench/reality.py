@@ -102,7 +102,7 @@ class Bare:
         from sirtaki.comm.gradients.synchroniser import Reduction, Synchroniser
         from sirtaki.comm.router import Router
         from sirtaki.engine.probes import planning_model, probe_routes
-        from sirtaki.engine.warmup import PROBE_S
+        from sirtaki.engine.warmup import PROBE_S, SPANS
 
         self._control = current.control
         self.model, self._batch = emulated_resnet50(rank=self._control.rank, compute_s=scale * COMPUTE_S, scale=scale)
@@ -122,7 +122,7 @@ class Bare:
         report = self._step()
         while not report.profiled:
             report = self._step()
-        budget_s = PROBE_S + 2 * report.span_s
+        budget_s = PROBE_S + SPANS * report.span_s
         self.probes = probe_routes(self._control, self._router, [ROUTE], max_streams=STREAMS[-1], budget_s=budget_s)
         ready_s = [*self._sync.in_layout_order(report.ready_s), report.backward_s]
         self.known = planning_model(self.layout, ready_s, report.backward_s, self.probes)

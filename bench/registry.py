@@ -129,7 +129,7 @@ def timed(action: Callable[[], Any], repeats: int) -> tuple[list[float], Any]:
 
 def measure(n_entries: int, repeats: int) -> dict[str, Any]:
     rng = random.Random(SEED)
-    importlib.import_module("scipy.optimize")  # a job that tunes has loaded it for its arms
+    importlib.import_module("scipy.optimize")  # its third of a second is not the registry's
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "registry.db"
         store = open_store(str(path))

@@ -3,10 +3,12 @@
 After Li et al., Hyperband (JMLR 2018), one of AIACC's four techniques. The resource is the number of measured
 iterations: a setting starts with one; while optuna's `HyperbandPruner` lets it live it is proposed again with twice
 as many, up to `max_iterations`. The settings themselves are drawn by optuna's TPE sampler, which sees the trials of
-all arms.
+all arms. optuna takes a quarter of a second to import, so that waits until the arm is asked for the first time.
 """
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -30,29 +32,30 @@ class HyperbandArm:
         max_iterations: measured iterations of a setting that survives to the end.
 
     Raises:
-        TuningError: optuna cannot be imported.
+        TuningError: optuna is not installed.
     """
 
     def __init__(
         self, space: KnobSpace, *, rng: np.random.Generator, max_iterations: int = 4, name: str = "hyperband"
     ) -> None:
+        if find_spec("optuna") is None:
+            raise TuningError("the hyperband arm needs optuna: pip install optuna, or leave the arm out")
         self.name = name
-        self._optuna = _import_optuna()
         self._lattice = KnobLattice(space)
         self._max_iterations = max_iterations
-        self._study = self._create_study(int(rng.integers(2**31)))
-        self._distributions = {
-            axis: self._optuna.distributions.IntDistribution(0, length - 1)
-            if axis != "route"
-            else self._optuna.distributions.CategoricalDistribution(range(length))
-            for axis, length in zip(_AXES, self._lattice.shape, strict=True)
-        }
+        self._seed = int(rng.integers(2**31))
+        self._optuna: Any = None  # and what follows, until the arm is asked
+        self._study: Any = None
+        self._distributions: dict[str, Any] = {}
+        self._told_early: list[Trial] = []
         # Settings that are under way: their optuna trial and the iterations they shall have next.
         self._pending: dict[Knobs, tuple[Any, int]] = {}
         self._finished: set[Knobs] = set()  # what the sampler has learnt from already
 
     def ask(self, n: int = 1) -> Sequence[Proposal]:
         """Settings that were promoted and wait for more iterations, then new ones."""
+        if self._study is None:
+            self._open()
         attempts = 0
         while len(self._pending) < n and attempts < 4 * n:
             attempts += 1
@@ -69,6 +72,9 @@ class HyperbandArm:
 
     def tell(self, trials: Sequence[Trial]) -> None:
         """Reports to the settings' optuna trials; settings of other arms become finished optuna trials."""
+        if self._study is None:
+            self._told_early += trials
+            return
         for trial in trials:
             under_way = self._pending.get(trial.knobs)
             if under_way is None:
@@ -108,26 +114,34 @@ class HyperbandArm:
             )
         )
 
-    def _create_study(self, seed: int) -> Any:
-        optuna = self._optuna
+    def _open(self) -> None:
+        # What optuna imports may keep the errors of imports that failed, which keep the frames that led to them: on a
+        # stack of its own, so that these are not the user's with his model in them.
+        with ThreadPoolExecutor(max_workers=1) as stack:
+            stack.submit(self._create_study).result()
+        told, self._told_early = self._told_early, []
+        self.tell(told)
+
+    def _create_study(self) -> None:
+        import optuna
+
         verbosity = optuna.logging.get_verbosity()
         optuna.logging.set_verbosity(optuna.logging.WARNING)  # creating a study is news to nobody
         try:
-            return optuna.create_study(
+            self._optuna = optuna
+            self._study = optuna.create_study(
                 study_name="sirtaki",  # the pruner's brackets depend on it
-                sampler=optuna.samplers.TPESampler(seed=seed, n_startup_trials=8),
+                sampler=optuna.samplers.TPESampler(seed=self._seed, n_startup_trials=8),
                 pruner=optuna.pruners.HyperbandPruner(
                     min_resource=1, max_resource=self._max_iterations, reduction_factor=_REDUCTION_FACTOR
                 ),
             )
         finally:
             optuna.logging.set_verbosity(verbosity)
-
-
-def _import_optuna() -> Any:
-    """Imported when an arm is built, so that `import sirtaki` does not pay for it."""
-    try:
-        import optuna
-    except ImportError as err:
-        raise TuningError("the hyperband arm needs optuna: pip install optuna, or leave the arm out") from err
-    return optuna
+        distributions = optuna.distributions
+        self._distributions = {
+            axis: distributions.IntDistribution(0, length - 1)
+            if axis != "route"
+            else distributions.CategoricalDistribution(range(length))
+            for axis, length in zip(_AXES, self._lattice.shape, strict=True)
+        }

@@ -112,9 +112,36 @@ def _fit_rounds(rounds: Sequence[_Round], on_host: frozenset[_Round]) -> _Rounds
         else:
             row[2 + counts.index(one.streams)] = one.streams * one.unit_bytes / one.seconds
     scale = np.where(rows.max(axis=0) > 0, rows.max(axis=0), 1.0)
-    solution = (scipy.optimize.nnls(rows / scale, np.ones(len(rows)))[0] / scale).tolist()
+    solution = (nonnegative_least_squares(rows / scale, np.ones(len(rows))) / scale).tolist()
     fit = _RoundsFit(alpha_s=solution[0], host_s=solution[1], s_per_byte=dict(zip(counts, solution[2:], strict=True)))
     return replace(fit, residual=root_mean_square(np.array([fit.error(one) for one in rounds])))
+
+
+def nonnegative_least_squares(rows: NDArray[np.float64], targets: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The x ≥ 0 that minimises ‖rows · x − targets‖, `(n_columns,)`.
+
+    Lawson & Hanson, Solving Least Squares Problems, algorithm 23.10: what SciPy's `nnls` does, without the third of a
+    second that importing `scipy.optimize` would cost the first steps of a job.
+    """
+    solution = np.zeros(rows.shape[1])
+    positive = np.zeros(rows.shape[1], dtype=bool)
+    for _ in range(3 * rows.shape[1]):
+        pull = np.where(positive, 0.0, rows.T @ (targets - rows @ solution))
+        if pull.max() <= 1e-12 * np.abs(targets).sum():
+            break
+        positive[pull.argmax()] = True
+        while True:
+            free = np.zeros_like(solution)
+            free[positive] = np.linalg.lstsq(rows[:, positive], targets, rcond=None)[0]
+            below = positive & (free <= 0)
+            if not below.any():
+                break
+            # As far as the first of them allows, which is zero from then on.
+            share = np.min(solution[below] / (solution[below] - free[below]))
+            solution = solution + share * (free - solution)
+            positive &= solution > 1e-15
+        solution = free
+    return solution
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

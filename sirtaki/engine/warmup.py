@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-PROBE_S = 0.5
-"""What probing may take, besides twice the time that synchronising takes."""
+PROBE_S, SPANS = 0.2, 3
+"""What probing may take, besides so many times the time that synchronising takes."""
 
 NO_LOG = "; no trial log is written"
 
@@ -221,7 +221,7 @@ class TunedSynchroniser:
                     self._router,
                     self._space.routes,
                     max_streams=self._space.streams[-1],
-                    budget_s=PROBE_S + 2 * report.span_s,
+                    budget_s=PROBE_S + SPANS * report.span_s,
                 )
                 self._space = narrowed(still_possible(self._space, self._router), probes, default=self._default)
                 threads = self._probe_threads()

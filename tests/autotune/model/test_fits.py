@@ -2,6 +2,9 @@ import math
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.optimize import nnls
 
 from sirtaki.autotune.knobs import KIB, MIB
 from sirtaki.autotune.model.contention import ContentionModel, RateCurve
@@ -11,6 +14,7 @@ from sirtaki.autotune.model.fits import (
     TransmissionSample,
     fit_contention,
     fit_link,
+    nonnegative_least_squares,
 )
 from sirtaki.errors import TuningError
 from sirtaki.link_model import LinkModel
@@ -170,3 +174,16 @@ def test_samples_without_any_pattern_are_refused():
     compute, transmissions = samples_of(CONTENTION, noise=1.5)
     with pytest.raises(TuningError, match=r"LIBRA's . misses the samples"):
         fit_contention(compute, transmissions, alpha_s=1e-4)
+
+
+@given(st.integers(1, 12), st.integers(1, 7), st.integers(0, 2**32 - 1), st.booleans())
+def test_nonnegative_least_squares_are_scipys(n_rows, n_columns, seed, repeat):
+    rng = np.random.default_rng(seed)
+    rows = rng.standard_normal((n_rows, n_columns)) * (rng.random((n_rows, n_columns)) < 0.7)
+    if repeat:
+        rows[:, -1] = rows[:, 0]  # no unique solution
+    targets = rng.standard_normal(n_rows)
+    solution = nonnegative_least_squares(rows, targets)
+    _, least = nnls(rows, targets)
+    assert (solution >= 0).all()
+    assert np.linalg.norm(rows @ solution - targets) <= least + 1e-9
