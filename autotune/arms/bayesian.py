@@ -1,20 +1,24 @@
 """Bayesian optimisation: a Gaussian process over the lattice, expected improvement found exactly.
 
-The lattice has some hundred settings, so that all can be looked at and those already known left out
-(docs/decisions/0010).
+scikit-optimize gives the Gaussian process and the acquisition. Its `Optimizer` is not used: it looks for the
+best acquisition among random points of a continuous space, while the lattice has some hundred settings, which can
+all be looked at and whose known ones can be left out (docs/decisions/0010). It takes a second and a half to load, so
+that waits until the arm has its turn and enough settings are known.
 """
 
 import math
+import warnings
 from collections.abc import Sequence
 from itertools import islice
-from typing import NamedTuple
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..knobs import Knobs, KnobSpace
 from ..lattice import FloatArray, KnobLattice
 from ..trial import Proposal, Trial, TrialStatus
-from .gaussian_process import GaussianProcess
+from .late_import import import_late, require
 
 MAX_FITTED_TRIALS = 60  # the fit is cubic in this; 60 take some 20 ms
 MAX_CANDIDATES = 2000
@@ -34,6 +38,9 @@ class BayesianArm:
     The first proposals, while fewer than `n_initial` settings are known, are random. Spans are fitted as
     logarithms, since noise and gains are shares of the span. The bar to improve on is the fitted mean at the best
     setting and not the luckiest measurement.
+
+    Raises:
+        TuningError: scikit-optimize is not installed.
     """
 
     def __init__(
@@ -45,6 +52,7 @@ class BayesianArm:
         n_initial: int = 4,
     ) -> None:
         self.name = name
+        require(name, "skopt", "scikit-optimize")
         self._lattice = KnobLattice(space)
         self._design = rng.permutation(len(self._lattice)).tolist()
         self._seed = int(rng.integers(2**31))
@@ -94,7 +102,10 @@ class BayesianArm:
     def _believe(self) -> _Belief:
         """Fits the surrogate; kept until the next `tell`, so asking twice gives the same answer."""
         if self._belief is None:
-            process, believed_s = self._fit()
+            acquisition, learning, kernels = import_late(
+                "skopt.acquisition", "skopt.learning", "skopt.learning.gaussian_process.kernels"
+            )
+            model, believed_s = self._fit(learning, kernels)
             y_best = math.log(min(believed_s.values()))
             candidates = [i for i, knobs in enumerate(self._lattice.points) if knobs not in self._known]
             if len(candidates) > MAX_CANDIDATES:
@@ -102,11 +113,15 @@ class BayesianArm:
                 candidates = sorted(draw.choice(candidates, MAX_CANDIDATES, replace=False).tolist())
             improvement = np.empty(0)
             if candidates:
-                improvement = process.expected_improvement(self._lattice.coordinates[candidates], y_best)
-            self._belief = _Belief(candidates, improvement, believed_s)
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # as in _fit
+                    improvement = acquisition.gaussian_ei(
+                        self._lattice.coordinates[candidates], model, y_opt=y_best, xi=0.0
+                    )
+            self._belief = _Belief(candidates, np.maximum(improvement, 0.0), believed_s)
         return self._belief
 
-    def _fit(self) -> tuple[GaussianProcess, dict[Knobs, float]]:
+    def _fit(self, learning: ModuleType, kernels: ModuleType) -> tuple[Any, dict[Knobs, float]]:
         """The fitted process, and its mean at the measured settings in seconds."""
         trials = sorted(self._finite(), key=lambda trial: trial.span_s)[:MAX_FITTED_TRIALS]
         worst = math.log(trials[-1].span_s)
@@ -119,10 +134,21 @@ class BayesianArm:
             if trial.status is TrialStatus.FAILED and len(x) < MAX_FITTED_TRIALS:
                 x.append(self._place(trial))
                 y.append(worst)  # as bad as the worst that ran: keeps away without bending the fit
-        x_ND = np.array(x)
-        process = GaussianProcess.fit(x_ND, np.array(y))
-        mean_N, _ = process.predict(x_ND[: len(trials)])
-        return process, {trial.knobs: math.exp(mean) for trial, mean in zip(trials, mean_N.tolist(), strict=True)}
+        x_ND, y_N = np.array(x), np.array(y)
+        model = learning.GaussianProcessRegressor(
+            kernel=kernels.ConstantKernel(1.0, (0.05, 20.0))
+            * kernels.Matern(length_scale=np.full(x_ND.shape[1], 0.5), length_scale_bounds=(0.15, 5.0), nu=2.5),
+            noise="gaussian",
+            normalize_y=True,
+            n_restarts_optimizer=0,  # one fit from one start, to stay between two iterations
+            random_state=self._seed,
+        )
+        with warnings.catch_warnings():
+            # A length scale at its bound and an L-BFGS that stops early are usual with ten points, and harmless.
+            warnings.simplefilter("ignore")
+            model.fit(x_ND, y_N)
+            mean_N = model.predict(x_ND[: len(trials)])
+        return model, {trial.knobs: math.exp(mean) for trial, mean in zip(trials, mean_N.tolist(), strict=True)}
 
     def _place(self, trial: Trial) -> FloatArray:
         place = self._lattice.place(trial.knobs)

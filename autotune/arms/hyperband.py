@@ -7,17 +7,14 @@ all arms. optuna takes a quarter of a second to import, so that waits until the 
 """
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 
-from sirtaki.errors import TuningError
-
 from ..knobs import Knobs, KnobSpace
 from ..lattice import KnobLattice
 from ..trial import Proposal, Trial, TrialStatus
+from .late_import import import_late, require
 
 _AXES = ("unit_bytes", "streams", "threads", "route")
 _REDUCTION_FACTOR = 2
@@ -38,8 +35,7 @@ class HyperbandArm:
     def __init__(
         self, space: KnobSpace, *, rng: np.random.Generator, max_iterations: int = 4, name: str = "hyperband"
     ) -> None:
-        if find_spec("optuna") is None:
-            raise TuningError("the hyperband arm needs optuna: pip install optuna, or leave the arm out")
+        require(name, "optuna", "optuna")
         self.name = name
         self._lattice = KnobLattice(space)
         self._max_iterations = max_iterations
@@ -115,16 +111,12 @@ class HyperbandArm:
         )
 
     def _open(self) -> None:
-        # What optuna imports may keep the errors of imports that failed, which keep the frames that led to them: on a
-        # stack of its own, so that these are not the user's with his model in them.
-        with ThreadPoolExecutor(max_workers=1) as stack:
-            stack.submit(self._create_study).result()
+        self._create_study()
         told, self._told_early = self._told_early, []
         self.tell(told)
 
     def _create_study(self) -> None:
-        import optuna
-
+        (optuna,) = import_late("optuna")
         verbosity = optuna.logging.get_verbosity()
         optuna.logging.set_verbosity(optuna.logging.WARNING)  # creating a study is news to nobody
         try:
