@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -169,12 +169,26 @@ class EagerEngine:
                 self._wake.notify()
         return work
 
-    def finish(self, work: ThreadWork) -> None:
+    def finish(self, work: ThreadWork, interrupted: Callable[[], bool] | None = None) -> bool:
         """Blocks until `work` is done; runs the rounds if nobody else does, which saves two hand-overs.
+
+        Args:
+            work: of this engine.
+            interrupted: asked now and then whether to stop waiting. Who may be interrupted runs no rounds, since they
+                wait for others.
+
+        Returns:
+            The work is done; False only if it was interrupted.
 
         Raises:
             CommError: the operation or the job failed.
         """
+        if interrupted is not None:
+            while not work.wait(WAIT_SLICE_S):
+                self._failures.check()
+                if interrupted():
+                    return False
+            return True
         if isinstance(work, EagerWork):
             self.awaited = work.signature.name, time.monotonic()
         try:
@@ -192,6 +206,7 @@ class EagerEngine:
         with self._wake:
             if self._pending:
                 self._wake.notify()
+        return True
 
     def join(self, progress: Progress) -> ThreadWork:
         """This rank has no more data: it takes part in the others' all-reduces with zeros until all have joined."""

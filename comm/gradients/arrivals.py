@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .buffers import Arrival, GradientBuffers, HasGrad
+from .buffers import WRITTEN, Arrival, GradientBuffers, HasGrad
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +76,19 @@ class Arrivals:
             param.grad = view.clone()
         self._buffers.clear(index)
         self.add(index, view)
+
+    def note_written(self, index: int) -> None:
+        """What has come for this parameter was written in place before `add` was called."""
+        self.all[:] = [(each, gradient, WRITTEN if each == index else version) for each, gradient, version in self.all]
+
+    @property
+    def written(self) -> list[int]:
+        """Parameters whose gradients were written in place after they came, and are not reduced yet."""
+        return [
+            index
+            for index, gradient, version in self.all
+            if gradient._version != version and self._params[index].grad is gradient
+        ]
 
     def hand_out(self, unused: Sequence[int] = ()) -> Interference:
         """After the reduction: every `.grad` that the user has not set to None holds the reduced gradient.

@@ -169,6 +169,12 @@ class GradientBuffers:
                 self._device.launch(self._places[index].copy_, before._places[index])
                 param.grad = self.view(index) if self.fits(index) else param.grad.clone()
 
+    def detach(self) -> None:
+        """From now on no `.grad` is in the flat buffers."""
+        for param, view in zip(self._params, self.views, strict=True):
+            if param.grad is view:
+                param.grad = view.clone()
+
     def _is_intact(self, index: int) -> bool:
         """The view still lies in the flat buffer."""
         return self.views[index].data_ptr() == self.addresses[index]

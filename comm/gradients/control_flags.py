@@ -1,7 +1,8 @@
 """What ranks tell each other along with the gradients: elements at the end of a flat buffer that are reduced, too.
 
-A rank may ask for the order of the gradients to be profiled again. Any rank that sets a flag is heard by all of them in
-the same iteration, without a message. Flags are read an iteration later, so that no device is waited for.
+A rank may ask for the order of the gradients to be profiled again, and says that one was written before it was reduced.
+Any rank that sets a flag is heard by all of them in the same iteration, without a message. On a device with streams
+flags are read an iteration later, so that it is not waited for.
 """
 
 from collections.abc import Sequence
@@ -10,8 +11,8 @@ import torch
 
 from sirtaki.comm.device import Device, Event, copy_
 
-FLAG_COUNT = 1
-(REPROFILE,) = range(FLAG_COUNT)
+FLAG_COUNT = 2
+REPROFILE, WRITTEN = range(FLAG_COUNT)
 
 
 class ControlFlags:
@@ -21,14 +22,18 @@ class ControlFlags:
         """Args: `elements` are those of the flat buffer that hold the flags, `(FLAG_COUNT,)`."""
         self._device, self._elements = device, elements
         # All that a rank may say, where the flags are, and what was reduced, on the host.
-        self._choices = torch.tensor([[0], [1]], device=elements.device).to(elements.dtype)
+        self._choices = torch.tensor([[0, 0], [1, 0], [0, 1], [1, 1]], device=elements.device).to(elements.dtype)
         self._reduced = torch.zeros(FLAG_COUNT, dtype=elements.dtype)
         device.pin(self._reduced)
         self._read: Event | None = None
 
-    def write(self, *, reprofile: bool) -> None:
+    def write(self, *, reprofile: bool, written: bool = False) -> None:
         """Sets this rank's flags, before the elements are reduced."""
-        self._device.launch(self._elements.copy_, self._choices[int(reprofile)])
+        self._device.launch(self._elements.copy_, self._choices[reprofile + 2 * written])
+
+    def is_set_now(self, flag: int) -> bool:
+        """Whether any rank has set it in this iteration, once that is reduced; not on a device with streams."""
+        return float(self._elements[flag]) > 0.0
 
     def read_back(self) -> None:
         """Takes the reduced elements to the host."""

@@ -15,7 +15,7 @@ class ScheduledUnit:
     """One unit with all that issuing it takes.
 
     Attributes:
-        members: parameters with elements in it.
+        members: parameters with elements in it, of the last unit also those without any.
         due: where it stands among the units of all groups: (position of its last gradient, group, number in plan).
     """
 
@@ -34,6 +34,9 @@ def schedule(
 ) -> list[ScheduledUnit]:
     """The units of all groups, merged by the moment in which their last gradient is expected.
 
+    The one with the control flags, at the end of the first flat buffer, is the last one, and waits for parameters
+    without elements, too.
+
     Args:
         groups: what is reduced.
         plans: one a group.
@@ -44,7 +47,11 @@ def schedule(
         for number, (group, plan) in enumerate(zip(groups, plans, strict=True))
         for unit in _expand(number, group, plan, position)
     ]
-    return sorted(units, key=lambda unit: unit.due)
+    units.sort(key=lambda unit: unit.due)
+    units[-1].members += tuple(
+        index for group in groups for index, numel in zip(group.indices, group.layout.sizes, strict=False) if not numel
+    )
+    return units
 
 
 def _expand(number: int, group: GradientGroup, plan: CommPlan, position: Sequence[int]) -> list[ScheduledUnit]:
@@ -59,6 +66,8 @@ def _expand(number: int, group: GradientGroup, plan: CommPlan, position: Sequenc
                 members.append(group.indices[place])
             place += 1
         last = max((position[index] for index in members), default=len(position))
+        if number == 0 and unit.stop == group.layout.numel:
+            last = len(position)  # with the control flags, which may say something of any gradient
         units.append(
             ScheduledUnit(
                 group,

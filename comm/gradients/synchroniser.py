@@ -28,11 +28,12 @@ from sirtaki.comm.device import Event
 from sirtaki.comm.layout import GradientLayout
 from sirtaki.comm.plan import CommPlan
 from sirtaki.comm.router import Router
-from sirtaki.errors import GradientError, PlanError
+from sirtaki.errors import PlanError
 
+from . import lost_edits
 from .arrivals import Arrivals
 from .buffers import GradientBuffers, HasGrad, Reduction
-from .control_flags import FLAG_COUNT, REPROFILE, ControlFlags, UsageFlags
+from .control_flags import FLAG_COUNT, REPROFILE, WRITTEN, ControlFlags, UsageFlags
 from .in_flight import InFlight, IterationEvents
 from .issuing import Issuing, NegotiatedIssuing, ScheduledIssuing, StreamIssuing
 from .iteration import Interrupted, Iteration
@@ -48,11 +49,6 @@ logger = logging.getLogger(__name__)
 
 PROFILING_ITERATIONS = 2
 """The first iteration runs with cold caches; its order is kept only if the second one cannot be had."""
-
-REMEDY = (
-    "call optimizer.synchronize() before you change gradients, and optimizer.step() inside `with "
-    "optimizer.skip_synchronize():`"
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +78,9 @@ class Synchroniser:
 
     Attributes:
         iteration: iterations finished so far.
+        profile_again: this rank wants the order to be profiled again; True until that begins.
+        problem: what was done to gradients that makes this iteration's undefined, in words; empty until they are
+            reduced, and if all is well.
         in_flight: what the device may still be busy with.
     """
 
@@ -121,7 +120,8 @@ class Synchroniser:
         self._profiling, self._profiled_from = True, 0
         self._order_watch = OrderWatch()
         self._wants_reprofile = False
-        self._warned_of_replacement, self._problem = False, ""
+        self.profile_again = self._warned_of_replacement = self._told_of_writing = False
+        self.problem = ""
         # Autograd computes the gradients of each device in a thread of its own.
         self._one_at_a_time = threading.Lock() if len({param.device for param in params}) > 1 else None
         self._build_buffers(list(range(len(self._params)))[::-1], None)
@@ -229,18 +229,30 @@ class Synchroniser:
         """Some gradient of this iteration is ready and `finish` has not been called."""
         return bool(self._arrivals.all)
 
+    @torch.no_grad()
+    def detach(self) -> None:
+        """Every `.grad` is the user's alone from now on."""
+        self._buffers.detach()
+
     def missing_names(self) -> list[str]:
         """Parameters whose gradients have not come in this iteration."""
         arrived = set(self._arrivals.indices)
         return [name for index, name in enumerate(self._names) if index not in arrived]
 
-    def ready(self, index: int, gradient: torch.Tensor) -> None:
-        """The gradient of parameter `index`, which is what its `.grad` is, is complete. At most once an iteration."""
+    def ready(self, index: int, gradient: torch.Tensor, version: int | None = None) -> None:
+        """The gradient of parameter `index`, its `.grad`, is complete; `version`: as it came, None = now. Once each."""
         if self._one_at_a_time is None:
             self._issuing.ready(index, gradient)
         else:
             with self._one_at_a_time:
                 self._issuing.ready(index, gradient)
+        if version is not None and version != gradient._version:
+            self._arrivals.note_written(index)
+
+    @property
+    def complete(self) -> bool:
+        """All gradients of this iteration are reduced."""
+        return self._complete
 
     @property
     def can_reduce(self) -> bool:
@@ -264,22 +276,14 @@ class Synchroniser:
 
         Raises:
             CommError: a reduction failed, or the job did; gradients are undefined then.
-            GradientError: a hook has written a gradient after it was handed over.
         """
-        complete = self._reduce(interrupted)
-        self._raise_what_was_written()
-        return complete
-
-    def _raise_what_was_written(self) -> None:
-        problem, self._problem = self._problem, ""
-        if problem:
-            raise GradientError(problem)
+        return self._reduce(interrupted)
 
     @torch.no_grad()
     def contribute_zeros(self) -> None:
         """On a rank that has joined: gives zeros to an iteration that others have begun; waits for nobody."""
         self._join()
-        self._flush()
+        self.flush()
 
     def _join(self) -> None:
         if not self._arrivals.all:
@@ -287,11 +291,12 @@ class Synchroniser:
             for param in self._params:
                 param.grad = None
 
-    def _flush(self) -> None:
-        """Sends what has not left."""
+    @torch.no_grad()
+    def flush(self) -> None:
+        """Sends what has not left; waits for nobody. For callers outside: if it `can_reduce`."""
         if self._flushed:
             return
-        self._flushed = True
+        self._flushed, self.problem = True, ""
         self._backward_ended = self._device.record_event()
         self._put_in_missing()
         if self._current.first_ready is None:
@@ -300,7 +305,7 @@ class Synchroniser:
 
     def _reduce(self, interrupted: Interrupted | None) -> bool:
         """Sends what has not left and waits for all of it; False if it was interrupted, and is to be called again."""
-        self._flush()
+        self.flush()
         if not self._issuing.wait(interrupted):
             return False
         self._complete = True
@@ -315,6 +320,8 @@ class Synchroniser:
         if self._usage.wanted:
             self._usage.write([] if self._joined else arrivals.indices)
         if arrivals.own < len(self._params):
+            if arrivals.written:  # all ranks must hear of it; the flags have not left, since some gradient has not come
+                self._flags.write(reprofile=self._wants_reprofile, written=True)
             arrived = set(arrivals.indices)
             for index in range(len(self._params)):
                 if index not in arrived:
@@ -327,18 +334,15 @@ class Synchroniser:
             unused = [index for index, somewhere in enumerate(self._usage.used()) if not somewhere]
         done = arrivals.hand_out(unused)
         if done.written:
-            late = self._missing_from_backward()
-            self._problem = (
-                f"the gradient of {self._names[done.written[0]]} was written before it was reduced"
-                + (f", which ends with step() because {late} had no gradient in this backward pass" if late else "")
-                + f"; {REMEDY}"
-            )
+            self.problem = lost_edits.written(self._names[done.written[0]], self._missing_from_backward())
+        elif not self._device.streams and self._flags.is_set_now(WRITTEN):
+            self.problem = lost_edits.WRITTEN_ELSEWHERE
         if done.replaced and not self._warned_of_replacement:
             self._warned_of_replacement = True
             logger.warning(
                 "the gradient of %s was replaced before it was reduced, and the reduced one is used; %s",
                 self._names[done.replaced[0]],
-                REMEDY,
+                lost_edits.REMEDY,
             )
 
     def _missing_from_backward(self) -> str:
@@ -355,7 +359,6 @@ class Synchroniser:
 
         Raises:
             CommError: a reduction failed, or the job did; gradients are undefined then.
-            GradientError: a gradient was written while it was being reduced.
         """
         self._control.failures.check()
         if joined:
@@ -364,9 +367,7 @@ class Synchroniser:
             self._reduce(None)
         if self._device.streams:
             self.in_flight.units = list(zip(self._schedule.units, self._current.works, strict=True))
-        report = self._report()
-        self._raise_what_was_written()
-        return report
+        return self._report()
 
     def _report(self) -> IterationReport:
         """Collective: closes the books on this iteration."""
@@ -390,6 +391,9 @@ class Synchroniser:
             for event in iteration.ready_events
         )
         reprofile = self._flags.is_set(REPROFILE)
+        if self._device.streams and self._flags.is_set(WRITTEN) and not self._told_of_writing and not self.problem:
+            self.problem = lost_edits.WRITTEN_ELSEWHERE_BEFORE
+        self._told_of_writing = bool(self.problem)
         self._flags.forget()
         self._flags.read_back()
         profiled = self._end_iteration(reprofile=reprofile)
@@ -411,7 +415,7 @@ class Synchroniser:
                 logger.info("gradients come in another order, or in another form, than they did: profiling them again")
                 self._profiling, self._profiled_from = True, self.iteration + 1
                 self._order_watch.profiling_begins(self.iteration + 1)
-                self._wants_reprofile = False
+                self._wants_reprofile = self.profile_again = False
                 self._flags.forget()
         if not profiled:
             self._begin_iteration()
@@ -423,10 +427,10 @@ class Synchroniser:
         own = arrivals.own_indices
         if own == buffers.order:
             self._order_watch.as_expected()
-            self._wants_reprofile = buffers.outdated
+            late = False
         else:
             late = self._order_watch.wants_reprofile(self.iteration, own, buffers.position)
-            self._wants_reprofile = late or buffers.outdated
+        self._wants_reprofile = late or buffers.outdated or self.profile_again
 
     def _end_profiling(self) -> None:
         """Collective: buffers in the agreed order, new ones if the order or a parameter has changed."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
@@ -17,15 +17,18 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import torch
 
-from sirtaki.comm.collectives.requests import Kind, Signature
 from sirtaki.errors import GradientError
 
+from .backward_end import BackwardEnd, LeftBehind
+from .gradient_groups import Arrive, GradientGroups
 from .nan_check import NanCheck
-from .participants import Key, Stage
+from .participants import Stage
+from .reducer_end import let_go
 from .reducer_options import ReducerOptions
 from .reducer_watch import ReducerWatch
 from .same_model import StartCheck, require_same_model
 from .sparse_gradients import SparseReductions
+from .thawed import reduce_thawed
 from .warmup import TunedSynchroniser
 
 if TYPE_CHECKING:
@@ -39,8 +42,6 @@ TOO_OFTEN = (
 )
 
 Named = tuple[str, torch.Tensor]
-Arrive = Callable[[torch.Tensor], None]
-"""What is done with a gradient that is complete."""
 
 
 class User(Protocol):
@@ -64,14 +65,24 @@ class GradientReducer:
         options: how gradients are reduced.
         finished: iterations that have ended, whatever became of the parameters since.
         waiting: what this rank waits for in the current iteration, and since when (`time.monotonic()`).
-        n_reduced: those of them in which gradients were reduced; a shared one may find nothing to reduce.
+        n_reduced: iterations in which gradients were reduced; a shared one may find nothing to reduce.
         shared: several optimizers may use it; the same on all ranks.
         users: those optimizers of this rank that do.
         closed: why it is closed; empty while it is open.
+        sparse: its sparse gradients.
+        failed: a backward pass has raised in this iteration.
+        complete: all gradients of this iteration are reduced and in `.grad`, and it has not ended.
     """
 
     def __init__(
-        self, job: Job, members: RankSet, named: Sequence[Named], *, passes: int, options: ReducerOptions
+        self,
+        job: Job,
+        members: RankSet,
+        named: Sequence[Named],
+        *,
+        passes: int,
+        options: ReducerOptions,
+        known_sparse: Iterable[str] = (),
     ) -> None:
         """Collective.
 
@@ -81,6 +92,7 @@ class GradientReducer:
             named: the parameters with their names, frozen ones too, the same on all ranks.
             passes: backward passes whose gradients are added up before they are reduced.
             options: how to reduce.
+            known_sparse: parameters of which all ranks know that their gradients are sparse.
         """
         assert members.control is not None
         assert members.engine is not None
@@ -97,9 +109,17 @@ class GradientReducer:
         self.users: weakref.WeakSet[User] = weakref.WeakSet()
         self.waiting: tuple[Stage, float] | None = None
         self._prefix = f"optimizer.{self.key[1]}"
-        self._sparse = SparseReductions(self._prefix, options.reduction, members.engine)
+        self.sparse = SparseReductions(
+            self._prefix,
+            options.reduction,
+            members.engine,
+            known_sparse,
+            as_dense=options.sparse_as_dense,
+            unused_as_none=job.settings.unused_as_none,
+        )
+        self.failed = self.complete = False
+        self._left_behind: LeftBehind | None = None
         self._nan_check = NanCheck(members.control) if job.settings.check_nan else None
-        self._in_backward = False
         self._start_check = StartCheck()
         job.disposal.start()
         self._attach(named)
@@ -118,7 +138,8 @@ class GradientReducer:
         self._by_name = dict(self._named)
         self._frozen = [(name, param) for name, param in named if not param.requires_grad]
         require_same_model(self._control, self._named)
-        dense = [number for number, (name, _) in enumerate(self._named) if name not in self._sparse.names]
+        self.sparse.watch(self._by_name)
+        dense = [number for number, (name, _) in enumerate(self._named) if name not in self.sparse.names]
         if dense:
             self._sync = TunedSynchroniser(
                 self._control,
@@ -128,10 +149,11 @@ class GradientReducer:
                 reduction=self.options.reduction,
                 arms=self.options.arms,
             )
-        arrive: dict[int, Arrive] = dict.fromkeys(range(len(self._named)), self._nothing)
+        arrive: list[Arrive] = [partial(self.sparse.start, name) for name, _ in self._named]
         for index, number in enumerate(dense):
             arrive[number] = self._arrival(index)
-        self._gather_groups(arrive)
+        self._groups = GradientGroups(self.options.groups, [param for _, param in self._named])
+        self._groups.hold(arrive)
         self._arrive = arrive
         if self._nan_check is not None:
             self._nan_check.names = [name for name, _ in self._named]
@@ -144,10 +166,6 @@ class GradientReducer:
     def _arrival(self, index: int) -> Arrive:
         assert self._sync is not None
         return partial(self._sync.ready, index)
-
-    @staticmethod
-    def _nothing(gradient: torch.Tensor) -> None:
-        """What a gradient does that is known to be sparse: it is reduced by itself."""
 
     def _detach(self) -> None:
         for hook in self._hooks:
@@ -170,27 +188,6 @@ class GradientReducer:
         """Collective, between iterations: from now on, these of its parameters only."""
         self._attach(named)
 
-    def _gather_groups(self, arrive: dict[int, Arrive]) -> None:
-        """Members of a group wait for the last of them, so that the group leaves as one."""
-        number_of = {id(param): number for number, (_, param) in enumerate(self._named)}
-        self._group_sizes: list[int] = []
-        for group in self.options.groups:
-            members = [number_of[id(param)] for param in group if id(param) in number_of]
-            place = len(self._group_sizes)
-            self._group_sizes.append(len(members))
-            for number in members:
-                arrive[number] = partial(self._arrive_in_group, weakref.ref(self), place, arrive[number])
-
-    @staticmethod
-    def _arrive_in_group(this: weakref.ref[GradientReducer], place: int, leave: Arrive, gradient: torch.Tensor) -> None:
-        self = this()
-        assert self is not None  # or else its hook would not have called this
-        waiting = self._groups_waiting[place]
-        waiting.append(partial(leave, gradient))
-        if len(waiting) == self._group_sizes[place]:
-            for each in waiting:
-                each()
-
     # ── the way of one gradient ──────────────────────────────────────────────────────────────────────────────────
 
     def _make_hook(self, number: int) -> Callable[[torch.Tensor], None]:
@@ -201,6 +198,8 @@ class GradientReducer:
             self = this()
             if self is None:
                 return
+            if not self._in_backward:
+                self._begin_backward()
             passes_left = self._passes_left  # replaced by each finish()
             left = passes_left[number]
             if left > 1:
@@ -209,49 +208,82 @@ class GradientReducer:
             if left < 1:
                 raise AssertionError(TOO_OFTEN)
             passes_left[number] = 0
-            if not self._in_backward:
-                self._in_backward = True
-                torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
             gradient = param.grad
             assert gradient is not None
             if nan_check is not None:
                 nan_check.look(number, gradient)
-            if not gradient.is_sparse or self._makes_dense(number, param):
-                self._arrive[number](param.grad)  # type: ignore[arg-type]  # it is there
+            if gradient.is_sparse:
+                gradient = self._as_it_travels(number)
+            self._arrive[number](gradient)
 
         return hook
 
+    def _begin_backward(self) -> None:
+        """Collective if the pass before has raised: what it has left is dropped."""
+        if self.failed:
+            for participant in sorted(self._job.participants, key=lambda participant: participant.key):
+                participant.drop_failed()
+        self._in_backward = True
+        BackwardEnd(self._end_backward, self._fail_backward)
+
+    def _fail_backward(self) -> None:
+        """A backward pass has raised, wherever that was."""
+        self._in_backward, self.failed = False, True
+        if self._sync is not None:
+            self._sync.detach()  # what is on its way must not come into what the script does with .grad
+        self._left_behind = LeftBehind(param for _, param in self._named)
+
+    def drop_failed(self) -> None:
+        """Collective if a backward pass has raised in this iteration: ends it, and leaves `.grad` as it is."""
+        if not self.failed:
+            return
+        if self._sync is not None:
+            self._sync.detach()
+        kept = [(param, param.grad) for _, param in self._named]
+        for param, _ in kept:
+            param.grad = None
+        self.failed, self._left_behind = False, None
+        self.finish()
+        for param, gradient in kept:
+            param.grad = gradient
+
     def _end_backward(self) -> None:
-        """Called by autograd when a backward pass is over, but not if it raised."""
+        """A backward pass is over: dense gradients that have all come are reduced now, then sparse ones."""
         self._in_backward = False
+        sync, sparse = self._sync, self.sparse
+        dense = sync is not None and sync.can_reduce
+        rows = sparse.pending and not (sparse.missing or self.complete) and (sync is None or dense or sync.complete)
+        if not (dense or rows):
+            return
+        for participant in self._job.participants:  # other ranks may wait for those first
+            participant.flush()
+        self._job.joining.begins(self, Stage.REDUCE)
+        needed = partial(self._job.blocked.need, self)
+        with self.waits(Stage.REDUCE), torch.no_grad():
+            if sync is None or sync.complete or sync.reduce(needed):
+                self.complete = not sparse.missing and sparse.reduce(needed)
+                if sync is not None and sync.profiling:
+                    sparse.make_sparse(sparse.found)
+        if sync is not None and sync.problem:
+            self.finish()  # which raises: what comes next is the next iteration, as on the other ranks
+
+    def flush(self) -> None:
+        """Sends what has not left if all gradients of this iteration have come; waits for nobody."""
         if self._sync is not None and self._sync.can_reduce:
-            self._job.joining.begins(self, Stage.REDUCE)
-            with self.waits(Stage.REDUCE):
-                self._sync.reduce(partial(self._job.blocked.need, self))
+            self._sync.flush()
 
-    @property
-    def backward_aborted(self) -> bool:
-        """A backward pass has raised in its midst, and gradients that came before that are on their way."""
-        return self._in_backward and self.pending
-
-    def _makes_dense(self, number: int, param: torch.Tensor) -> bool:
-        """Whether a sparse gradient has been made dense; else its reduction as a sparse one has begun."""
-        assert param.grad is not None
-        name = self._named[number][0]
-        # Which parameters have sparse gradients is agreed while the order is profiled; later ones are made dense.
-        agreed_later = self._sync is not None and self._sync.profiling
-        if self.options.sparse_as_dense or (name not in self._sparse.names and not agreed_later):
-            param.grad = param.grad.to_dense()
-            return True
-        self._sparse.start(name, param.grad)
-        return False
+    def _as_it_travels(self, number: int) -> torch.Tensor:
+        """A sparse gradient, made dense unless all ranks expect a sparse one."""
+        if self._sync is not None and self.sparse.looks_new(self._named[number][0]) and not self._sync.profiling:
+            self._sync.profile_again()  # the ranks agree on it then
+        return self.sparse.as_it_travels(self._named[number][0])
 
     # ── the end of an iteration ──────────────────────────────────────────────────────────────────────────────────
 
     @property
     def pending(self) -> bool:
         """Gradients are being reduced."""
-        return (self._sync is not None and self._sync.pending) or self._sparse.pending
+        return (self._sync is not None and self._sync.pending) or self.sparse.pending
 
     @property
     def begun(self) -> bool:
@@ -293,8 +325,9 @@ class GradientReducer:
 
     def _begin_iteration(self) -> None:
         self._passes_left = [self.passes] * len(self._named)
-        self._groups_waiting: list[list[Callable[[], None]]] = [[] for _ in self._group_sizes]
-        self._in_backward = False
+        self._groups.begin()
+        self._in_backward = self.failed = self.complete = False
+        self._left_behind = None
 
     def finish(self, *, due: bool = True) -> None:
         """Collective: blocks until all gradients are reduced; afterwards `.grad` holds the result.
@@ -305,12 +338,15 @@ class GradientReducer:
         """
         if not self._named and not any(param.requires_grad for _, param in self._frozen):
             return
+        if self._left_behind is not None and self._left_behind.touched:
+            self.drop_failed()
         self._job.joining.begins(self, Stage.FINISH)
         self._job.participants.note_finished(self)
         self._finish(due=due)
 
     def contribute_zeros(self) -> None:
         """On a rank that has joined: gives zeros to an iteration that the other ranks have not begun to end."""
+        self.sparse.put_in_missing(joined=True)
         if self._sync is not None:
             self._sync.contribute_zeros()
 
@@ -319,20 +355,16 @@ class GradientReducer:
         self._finish(joined=True)
 
     def _finish(self, *, joined: bool = False, due: bool = False) -> None:
-        problem: GradientError | None = None
+        problem = ""
         if not self.shared or self._is_due(due):
             with self.waits(Stage.FINISH):
-                try:
-                    self._end_iteration(joined)
-                except GradientError as err:  # the iteration is over all the same
-                    self._begin_iteration()
-                    problem = err
+                problem = self._end_iteration(joined)
                 self._start_check.look(self._control, self._named)  # nothing has been updated yet
             self.n_reduced += 1
         self.finished += 1
         self._job.joining.ends(self)
-        if problem is not None:
-            raise problem
+        if problem:
+            raise GradientError(problem)
 
     @contextmanager
     def waits(self, stage: Stage) -> Iterator[None]:
@@ -348,7 +380,7 @@ class GradientReducer:
         """Iterations to which this rank has given all its gradients."""
         waits_for_gradients = self.waiting is not None and self.waiting[0] is not Stage.ASK
         complete = waits_for_gradients or not (
-            (self._sync is not None and self._sync.missing_names()) or self._sparse.missing
+            (self._sync is not None and self._sync.missing_names()) or self.sparse.missing
         )
         return self.finished + complete
 
@@ -360,28 +392,44 @@ class GradientReducer:
         self.shared = bool(n_users > 1)
         return bool(anywhere > 0)
 
-    def _end_iteration(self, joined: bool) -> None:
+    def _end_iteration(self, joined: bool) -> str:
+        """Collective: returns what makes the gradients undefined, empty if all is well."""
         if self._nan_check is not None:
             self._nan_check.finish(self._passes_left, [param.grad for _, param in self._named])
         thawed = [param for _, param in self._frozen if param.requires_grad]
-        if joined and not self._sparse.pending:
-            for name in self._sparse.names:
-                self._by_name[name].grad = None
-        held = self._sparse.hold_back(self._by_name) if self._sparse.pending else set()
+        self._send_what_is_left(joined)
         profiling = self._sync is not None and self._sync.profiling
         if self._sync is not None:
             self._sync.finish(joined=joined)
-        agreed_now = self._agree_on_sparse(held) if profiling else set()
-        if self._sparse.names:
-            self._sparse.finish(self._by_name, agreed_now)
+        self.sparse.reduce(None)
+        agreed_now = profiling and self.sparse.agree(self._control, [name for name, _ in self._named])
         if thawed:
-            self._reduce_thawed(thawed)
+            reduce_thawed(
+                thawed,
+                prefix=f"{self._prefix}.thawed",
+                reduction=self.options.reduction,
+                engine=self._engine,
+                unused_as_none=self._job.settings.unused_as_none,
+            )
+        problem = "" if self._sync is None else self._sync.problem
+        self.sparse.end_iteration()
         if thawed or agreed_now:
             self._attach(self._all)
         if joined:
             for _, param in self._named:
                 param.grad = None  # the others' gradients must not add to the next ones of this rank
         self._begin_iteration()
+        return problem
+
+    def _send_what_is_left(self, joined: bool) -> None:
+        """Gradients that have not left, in whatever form they are."""
+        self._groups.release()
+        if any(self._passes_left):
+            for number, (left, (_, param)) in enumerate(zip(self._passes_left, self._named, strict=True)):
+                if left and param.grad is not None and param.grad.is_sparse and param.requires_grad:
+                    self._as_it_travels(number)
+        if not self.complete:
+            self.sparse.put_in_missing(joined=joined)
 
     def drop_accumulated(self) -> None:
         """Gradients of fewer backward passes than are added up before they are reduced do not count."""
@@ -392,33 +440,6 @@ class GradientReducer:
                 param.grad = None
         self._begin_iteration()
 
-    def _agree_on_sparse(self, found: set[str]) -> set[str]:
-        """Collective: parameters whose gradient was sparse on any rank count as such on all; returns the new ones."""
-        mine = np.array([float(name in found) for name, _ in self._named])
-        anywhere = self._control.total(mine) > 0
-        fresh = {name for (name, _), sparse in zip(self._named, anywhere, strict=True) if sparse} - self._sparse.names
-        self._sparse.names |= fresh
-        return fresh
-
-    @torch.no_grad()
-    def _reduce_thawed(self, params: list[torch.Tensor]) -> None:
-        """Collective: gradients of parameters that had no hook yet in this iteration."""
-        reduction = self.options.reduction
-        for number, param in enumerate(params):
-            if param.grad is None:
-                param.grad = torch.zeros_like(param)
-            signature = Signature.of(
-                [param.grad],
-                name=f"{self._prefix}.thawed.{number}",
-                kind=Kind.ALLREDUCE,
-                op=reduction.op.value,
-                factors=(reduction.prescale, reduction.postscale),
-                by_all=True,
-            )
-            work = self._engine.submit(signature, [param.grad])
-            self._engine.finish(work)
-            param.grad.copy_(work.results[0])
-
     # ── the end ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     def close(self, reason: str) -> None:
@@ -426,27 +447,10 @@ class GradientReducer:
         if not self.closed:
             self.closed = reason
             self._job.participants.remove(self)
-            _let_go(self._job, self.key, self._watch, self._hooks, self._sync)
+            let_go(self._job, self.key, self._watch, self._hooks, self._sync)
             self._hooks, self._sync = [], None
 
     def __del__(self) -> None:
         # In any thread, at any time: what must be closed is handed over.
         if not self.closed:
-            self._job.disposal.put(partial(_let_go, self._job, self.key, self._watch, self._hooks, self._sync))
-
-
-def _let_go(
-    job: Job,
-    key: Key,
-    watch: ReducerWatch | None,
-    hooks: Sequence[torch.utils.hooks.RemovableHandle],
-    sync: TunedSynchroniser | None,
-) -> None:
-    """Takes away and closes what belongs to one reducer on this rank."""
-    job.joining.forget(key)
-    if watch is not None:
-        job.watchdog.forget(watch.current_wait, watch.progress)
-    for hook in hooks:
-        hook.remove()
-    if sync is not None:
-        sync.close()
+            self._job.disposal.put(partial(let_go, self._job, self.key, self._watch, self._hooks, self._sync))

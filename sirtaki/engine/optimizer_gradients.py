@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sirtaki.errors import ConfigError, MismatchError, NotInitializedError
+from sirtaki.errors import ConfigError, GradientError, MismatchError, NotInitializedError
 
 from .gradient_reducer import GradientReducer, Named
 from .reducer_options import ReducerOptions
@@ -178,9 +178,21 @@ class OptimizerGradients:
         return any(part.reducer.pending for part in self._parts)
 
     @property
-    def backward_aborted(self) -> bool:
-        """A backward pass has raised in its midst, and gradients that came before that are on their way."""
-        return any(part.reducer.backward_aborted for part in self._parts)
+    def complete(self) -> bool:
+        """All that has come is reduced, though the iteration has not ended."""
+        pending = [part.reducer for part in self._parts if part.reducer.pending]
+        return bool(pending) and all(reducer.complete for reducer in pending)
+
+    @property
+    def failed(self) -> bool:
+        """A backward pass has raised in its midst."""
+        return any(part.reducer.failed for part in self._parts)
+
+    def drop_failed(self) -> None:
+        """Collective after a backward pass that raised: gradients that came before that do not count."""
+        for part in self._parts:
+            part.reducer.drop_failed()
+            part.seen = part.reducer.n_reduced
 
     def drop_accumulated(self) -> None:
         """Gradients of fewer backward passes than are added up before they are reduced do not count."""
@@ -201,12 +213,19 @@ class OptimizerGradients:
 
         Raises:
             NotInitializedError: it is closed.
+            GradientError: a gradient was written while it was being reduced; the iteration has ended all the same.
         """
         self._require_open()
+        problem: GradientError | None = None
         for part in self._parts:
             reducer = part.reducer
-            reducer.finish(due=reducer.n_reduced == part.seen)
+            try:
+                reducer.finish(due=reducer.n_reduced == part.seen)
+            except GradientError as err:
+                problem = err
             part.seen = reducer.n_reduced
+        if problem is not None:
+            raise problem
 
     # ── the end ──────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -264,7 +283,14 @@ def _split(job: Job, lender: GradientReducer, wanted: set[int]) -> GradientReduc
     """Collective: gives these parameters of `lender`, by id, to a new reducer that all its users use, too."""
     lent = [(name, param) for name, param in lender.named if id(param) in wanted]
     lender.keep_only([(name, param) for name, param in lender.named if id(param) not in wanted])
-    reducer = GradientReducer(job, lender.members, lent, passes=lender.passes, options=lender.options)
+    reducer = GradientReducer(
+        job,
+        lender.members,
+        lent,
+        passes=lender.passes,
+        options=lender.options,
+        known_sparse=lender.sparse.known,
+    )
     reducer.n_reduced = lender.n_reduced
     for user in list(lender.users):
         user.use_part(reducer, of=lender)

@@ -72,6 +72,14 @@ class Participant(Protocol):
         """Collective: ends an iteration on a rank that has joined."""
         ...
 
+    def flush(self) -> None:
+        """Sends what has not left if all gradients of this iteration have come; waits for nobody."""
+        ...
+
+    def drop_failed(self) -> None:
+        """Collective if a backward pass has raised in this iteration: ends it, and leaves gradients as they are."""
+        ...
+
     def drop_accumulated(self) -> None:
         """Gradients of fewer backward passes than are added up before they are reduced do not count."""
         ...

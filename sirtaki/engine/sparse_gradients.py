@@ -1,84 +1,186 @@
 """Sparse gradients of one optimizer: their indices and values are gathered from all ranks and added up.
 
-A module of its own because sparse gradients go past the flat buffers. Which parameters have them is not known before
-the first backward pass, and a rank whose batch did not touch an embedding does not know it even then: the ranks agree
-in an order-profiling iteration (`GradientReducer`), in which such gradients are held back here.
+They go past the flat buffers. Which parameters have them is not known before the first backward pass, and a rank whose
+batch did not touch an embedding does not know it even then: until the ranks have agreed on it (`GradientReducer`), such
+gradients travel dense.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from sirtaki.comm.collectives.engine import EagerEngine
-from sirtaki.comm.collectives.sparse import start_sparse_sum
+from sirtaki.comm.collectives.sparse import SparseSum
 from sirtaki.comm.gradients.buffers import Reduction
+from sirtaki.comm.gradients.iteration import Interrupted
+from sirtaki.comm.gradients.lost_edits import REMEDY
+
+if TYPE_CHECKING:
+    from sirtaki.comm.control.plane import ControlPlane
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    """One gradient on its way.
+
+    Attributes:
+        given: what came from this rank's backward pass, and its version; None if something was put in for it.
+    """
+
+    total: SparseSum
+    given: tuple[torch.Tensor, int] | None
 
 
 class SparseReductions:
     """The sparse gradients of one optimizer on one rank.
 
     Attributes:
-        names: parameters of which all ranks know that their gradients are sparse.
+        known: parameters of which all ranks know that their gradients are sparse, whether or not they are watched now.
+        names: those that are watched.
+        found: parameters of which this rank has seen it, and all ranks have not yet agreed.
     """
 
-    def __init__(self, prefix: str, reduction: Reduction, engine: EagerEngine) -> None:
+    def __init__(
+        self,
+        prefix: str,
+        reduction: Reduction,
+        engine: EagerEngine,
+        known: Iterable[str],
+        *,
+        as_dense: bool,
+        unused_as_none: bool,
+    ) -> None:
         """`prefix` of the operations' names; `engine`: of the ranks that take part."""
-        self._prefix, self._engine = prefix, engine
+        self._prefix, self._engine, self._as_dense, self._unused_as_none = prefix, engine, as_dense, unused_as_none
         self._factor = reduction.prescale * reduction.postscale
-        self.names: set[str] = set()
-        self._held: dict[str, torch.Tensor] = {}
-        self._running: dict[str, Callable[[], torch.Tensor]] = {}
+        self.known, self.found, self.names = set(known), set[str](), set[str]()
+        self._params: Mapping[str, torch.Tensor] = {}
+        self._running: dict[str, _Running] = {}
+        self._complete = self._warned = False
+
+    def watch(self, params: Mapping[str, torch.Tensor]) -> None:
+        """Between iterations: from now on, gradients of these parameters are reduced, by name."""
+        self._params = params
+        self.names = self.known & params.keys()
+        self.found.clear()
 
     @property
     def pending(self) -> bool:
         """A sparse gradient of this iteration has come."""
-        return bool(self._held or self._running)
+        return bool(self._running)
 
     @property
     def missing(self) -> set[str]:
         """Parameters whose gradients are known to be sparse and have not come in this iteration."""
         return self.names - self._running.keys()
 
-    def start(self, name: str, gradient: torch.Tensor) -> None:
-        """A sparse gradient is complete: it is sent, or held back if not all ranks expect it yet."""
+    def looks_new(self, name: str) -> bool:
+        """Whether it would be news to other ranks that the gradient of this parameter is sparse."""
+        return not self._as_dense and name not in self.names
+
+    def as_it_travels(self, name: str) -> torch.Tensor:
+        """The sparse gradient of a parameter, made dense, in `.grad`, too, unless all ranks expect a sparse one."""
+        param = self._params[name]
+        assert param.grad is not None
         if name in self.names:
-            self._launch(name, gradient)
-        else:
-            self._held[name] = gradient
+            return param.grad
+        if self.looks_new(name):
+            self.found.add(name)
+        param.grad = param.grad.to_dense()
+        return param.grad
 
-    def hold_back(self, params: Mapping[str, torch.Tensor]) -> set[str]:
-        """Takes held gradients away from their parameters; returns the names of these."""
-        for name in self._held:
-            params[name].grad = None
-        return set(self._held)
+    def make_sparse(self, names: Iterable[str]) -> None:
+        """Gradients of these parameters that have travelled dense are what the backward pass made them."""
+        for name in names:
+            param = self._params[name]
+            if param.grad is not None and not param.grad.is_sparse:
+                param.grad = param.grad.to_sparse(1)
 
-    def _launch(self, name: str, gradient: torch.Tensor) -> None:
+    def agree(self, control: ControlPlane, names: Sequence[str]) -> bool:
+        """Collective: parameters whose gradient was sparse on any rank are known as such to all; True if there are any.
+
+        Args:
+            control: the ranks.
+            names: of all parameters that are watched.
+        """
+        anywhere = control.total(np.array([float(name in self.found) for name in names])) > 0
+        fresh = {name for name, sparse in zip(names, anywhere, strict=True) if sparse}
+        self.make_sparse(fresh)
+        self.known |= fresh
+        return bool(fresh)
+
+    def start(self, name: str, gradient: torch.Tensor, version: int | None = None) -> None:
+        """The gradient of a parameter with sparse ones is complete, and leaves; `version` when it came, None = now."""
+        self._launch(name, gradient, (gradient, gradient._version if version is None else version))
+
+    def _launch(self, name: str, gradient: torch.Tensor, given: tuple[torch.Tensor, int] | None) -> None:
         rows = gradient.detach()
         if not rows.is_sparse or rows.sparse_dim() != 1:
             rows = rows.to_dense().to_sparse(1)
-        self._running[name] = start_sparse_sum(self._engine, rows, f"{self._prefix}.{name}", by_all=True)
+        if rows.is_coalesced():  # else the user could write what is on its way
+            rows = rows.clone()
+        total = SparseSum(self._engine, rows, f"{self._prefix}.{name}", by_all=True)
+        self._running[name] = _Running(total, given)
 
-    def finish(self, params: Mapping[str, torch.Tensor], agreed_now: Iterable[str]) -> None:
-        """Collective: blocks until all sparse gradients are reduced and in `.grad`, coalesced.
+    def put_in_missing(self, *, joined: bool) -> None:
+        """Stands in for gradients that did not come: what is in `.grad` counts as it is, nothing counts as no rows."""
+        if not self._complete:
+            self._warn_of_lost_edits()
+        for name in sorted(self.missing):
+            param = self._params[name]
+            gradient = param.grad if param.requires_grad and not joined else None
+            self._launch(name, _no_rows(param) if gradient is None else gradient, None)
 
-        Args:
-            params: by name.
-            agreed_now: names that were not known to all when this iteration began. What came dense of these has been
-                reduced with the others, and is added.
+    def reduce(self, interrupted: Interrupted | None) -> bool:
+        """Blocks until all that was started is in `.grad`, coalesced; False if it was interrupted.
+
+        A `.grad` that came and was set to None since stays None.
         """
-        fresh = set(agreed_now)
-        for name in sorted(self.names - self._running.keys()):
-            gradient = self._held.get(name) if name in fresh else params[name].grad
-            self._launch(name, _no_rows(params[name]) if gradient is None else gradient)
+        if self._complete:
+            return True
+        if not all(self._running[name].total.wait(interrupted) for name in sorted(self._running)):
+            return False
         for name in sorted(self._running):
-            total = (self._running[name]() * self._factor).coalesce()
-            param = params[name]
-            dense = param.grad if name in fresh else None
-            param.grad = dense + total if dense is not None and bool(dense.any()) else total
+            self._hand_out(self._params[name], self._running[name])
+        self._complete = True
+        return True
+
+    def _hand_out(self, param: torch.Tensor, running: _Running) -> None:
+        total = (running.total.result() * self._factor).coalesce()
+        if running.given is not None:
+            wanted = param.grad is not None
+        else:
+            unused = self._unused_as_none and param.grad is None and not total._nnz()
+            wanted = param.requires_grad and not unused
+        if wanted:
+            param.grad = total
+
+    def _warn_of_lost_edits(self) -> None:
+        """Of gradients that were replaced or written after they came, though they are not reduced yet."""
+        for name, running in self._running.items():
+            gradient = self._params[name].grad
+            if running.given is None or gradient is None or self._warned:
+                continue
+            if gradient is not running.given[0] or gradient._version != running.given[1]:
+                self._warned = True
+                logger.warning(
+                    "the sparse gradient of %s was changed before it was reduced, and the reduced one is used; %s",
+                    name,
+                    REMEDY,
+                )
+
+    def end_iteration(self) -> None:
+        """Nothing has come of the next one."""
         self._running.clear()
-        self._held.clear()
+        self._complete = False
 
 
 def _no_rows(param: torch.Tensor) -> torch.Tensor:

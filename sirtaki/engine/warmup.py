@@ -93,8 +93,8 @@ class TunedSynchroniser:
             unused_as_none=settings.unused_as_none,
         )
         self._knobs = self._default
-        self.ready, self.reduce = self._sync.ready, self._sync.reduce
-        self.contribute_zeros = self._sync.contribute_zeros
+        self.ready, self.flush, self.reduce = self._sync.ready, self._sync.flush, self._sync.reduce
+        self.contribute_zeros, self.detach = self._sync.contribute_zeros, self._sync.detach
         self._arms = arms
         self._tuning = settings.tune and settings.warmup_iterations > 0
         self._assignment: Assignment | None = None
@@ -164,6 +164,11 @@ class TunedSynchroniser:
         return self._sync.missing_names()
 
     @property
+    def complete(self) -> bool:
+        """All gradients of this iteration are reduced."""
+        return self._sync.complete
+
+    @property
     def can_reduce(self) -> bool:
         """Every gradient of this iteration has come; see `Synchroniser.reduce`."""
         return self._sync.can_reduce
@@ -172,6 +177,15 @@ class TunedSynchroniser:
     def profiling(self) -> bool:
         """The order of the gradients is profiled in this iteration; the same on all ranks."""
         return self._sync.profiling
+
+    def profile_again(self) -> None:
+        """Asks for the order to be profiled again in one of the next iterations."""
+        self._sync.profile_again = True
+
+    @property
+    def problem(self) -> str:
+        """What makes the gradients of this iteration undefined; empty until they are reduced, and if all is well."""
+        return self._sync.problem
 
     def finish(self, *, joined: bool = False) -> None:
         """Collective: blocks until all gradients are reduced, and decides what the next iteration runs.

@@ -133,16 +133,18 @@ class _Distributed(Distributed):
         return synchronised
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As the wrapped optimizer's. Collective after a backward pass that raised: its gradients are dropped.
+        """As the wrapped optimizer's. Collective after a backward pass that raised, and where `step()` was left out.
 
         Raises:
-            AssertionError: gradients are being reduced.
+            AssertionError: gradients are being reduced, since some did not come in the backward pass.
         """
-        if self._gradients is not None and self._gradients.pending:
-            if not self._gradients.backward_aborted:
+        if self._gradients is not None:
+            if self._gradients.failed:
+                self._gradients.drop_failed()
+            elif self._gradients.complete:
+                self._gradients.finish()  # its step was left out
+            elif self._gradients.pending:
                 raise AssertionError(RACE)
-            self._gradients.finish()  # what a backward pass that raised has left; all ranks do the same
-        elif self._gradients is not None:
             self._gradients.drop_accumulated()
         super().zero_grad(set_to_none)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from sirtaki.comm.collectives.sparse import start_sparse_sum
+from sirtaki.comm.collectives.sparse import SparseSum
 
 from .process_sets import ProcessSet, engine_of, global_process_set
 from .reduction_ops import Average, Sum
@@ -34,12 +34,12 @@ def sparse_allreduce_async(
     if op not in (Average, Sum):
         raise ValueError(f"sparse_allreduce_async() takes op=Average or op=Sum, not {op!r}")
     engine = engine_of(process_set)
-    total = start_sparse_sum(engine, tensor, name)
+    total = SparseSum(engine, tensor, name)
     if op == Sum:
-        return total
+        return total.result
 
     def average() -> torch.Tensor:
-        summed = total()
+        summed = total.result()
         values = summed._values()
         values = values / engine.size if values.is_floating_point() else values.div(engine.size, rounding_mode="trunc")
         return torch.sparse_coo_tensor(summed._indices(), values, summed.size(), check_invariants=False)

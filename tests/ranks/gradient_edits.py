@@ -6,6 +6,7 @@ step with a model that saw the whole batch.
 
 import copy
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from conformance.training import main
@@ -162,6 +163,53 @@ def a_write_beside_an_unused_parameter_is_an_error_that_says_what_to_write() -> 
             optimizer.step()
 
 
+def a_write_on_one_rank_is_an_error_on_all_of_them() -> None:
+    model = make_model(unused=True)
+    optimizer = hvd.DistributedOptimizer(sgd(model), named_parameters=model.named_parameters())
+    truth = copy.deepcopy(model)
+    reference = sgd(truth)
+    for step in range(8):  # while the order is profiled, and after that
+        writer = step % hvd.size()
+        inputs, wanted = batch(step)
+        rows = slice(4 * hvd.rank(), 4 * hvd.rank() + 4)
+        optimizer.zero_grad()
+        loss_of(model, inputs[rows], wanted[rows]).backward()
+        if hvd.rank() == writer:
+            clip(model, step)
+        try:
+            optimizer.step()
+        except GradientError as err:
+            assert ("another rank" in str(err)) == (hvd.rank() != writer), err
+        else:
+            raise AssertionError(f"rank {writer} wrote a gradient, and rank {hvd.rank()} knows nothing of it")
+        optimizer.zero_grad()
+        loss_of(model, inputs[rows], wanted[rows]).backward()
+        optimizer.step()
+        reference.zero_grad()
+        loss_of(truth, inputs, wanted).backward()
+        truth.spare.grad = torch.zeros_like(truth.spare)  # type: ignore[arg-type]
+        reference.step()
+        compare(model, truth, f"written on one rank, step {step}")
+
+
+def a_step_may_be_left_out() -> None:
+    model = make_model()
+    optimizer = hvd.DistributedOptimizer(sgd(model), named_parameters=model.named_parameters())
+    truth = copy.deepcopy(model)
+    reference = sgd(truth)
+    for step in range(STEPS):
+        inputs, wanted = batch(step)
+        rows = slice(4 * hvd.rank(), 4 * hvd.rank() + 4)
+        optimizer.zero_grad()
+        reference.zero_grad()
+        loss_of(model, inputs[rows], wanted[rows]).backward()
+        loss_of(truth, inputs, wanted).backward()
+        if step % 3 != 1:  # as GradScaler does when something has overflown
+            optimizer.step()
+            reference.step()
+        compare(model, truth, f"left out, step {step}")
+
+
 def a_changed_format_or_dtype_is_followed() -> None:
     def convolutions() -> torch.nn.Module:
         torch.manual_seed(5)
@@ -222,27 +270,29 @@ def an_exception_in_mid_backward_is_forgotten_by_zero_grad() -> None:
         def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
             raise ValueError("out of luck")
 
-    model, truth = make_model(), make_model()
-    optimizer = hvd.DistributedOptimizer(sgd(model), named_parameters=model.named_parameters())
-    reference = sgd(truth)
-    for step in range(STEPS):
-        inputs, wanted = batch(step)
-        rows = slice(4 * hvd.rank(), 4 * hvd.rank() + 4)
-        if step in (0, 1, 4):
-            hidden = Failing.apply(model[0](inputs[rows]))  # type: ignore[no-untyped-call]
-            try:
-                torch.nn.functional.mse_loss(model[3](model[2](hidden)), wanted[rows]).backward()
-            except ValueError:
-                pass
-            else:
-                raise AssertionError("the backward pass ought to have failed")
-        optimizer.zero_grad()
-        reference.zero_grad()
-        loss_of(model, inputs[rows], wanted[rows]).backward()
-        loss_of(truth, inputs, wanted).backward()
-        optimizer.step()
-        reference.step()
-        compare(model, truth, f"after an exception, step {step}")
+    for first in range(3):
+        model, truth = make_model(), make_model()
+        optimizer = hvd.DistributedOptimizer(sgd(model), named_parameters=model.named_parameters())
+        reference = sgd(truth)
+        forget = (optimizer.zero_grad, model.zero_grad, partial(model.zero_grad, set_to_none=False))
+        for step in range(STEPS):
+            inputs, wanted = batch(step)
+            rows = slice(4 * hvd.rank(), 4 * hvd.rank() + 4)
+            if step in (0, 1, 4):
+                hidden = Failing.apply(model[0](inputs[rows]))  # type: ignore[no-untyped-call]
+                try:
+                    torch.nn.functional.mse_loss(model[3](model[2](hidden)), wanted[rows]).backward()
+                except ValueError:
+                    pass
+                else:
+                    raise AssertionError("the backward pass ought to have failed")
+            forget[(step + first) % 3]()
+            reference.zero_grad()
+            loss_of(model, inputs[rows], wanted[rows]).backward()
+            loss_of(truth, inputs, wanted).backward()
+            optimizer.step()
+            reference.step()
+            compare(model, truth, f"after an exception, step {step}")
 
 
 def unused_gradients_are_zeros_or_none() -> None:
@@ -272,6 +322,8 @@ CASES = (
     a_gradient_that_is_set_to_none_stays_none_beside_unused_parameters,
     a_replaced_gradient_beside_an_unused_parameter_is_the_reduced_one,
     a_write_beside_an_unused_parameter_is_an_error_that_says_what_to_write,
+    a_write_on_one_rank_is_an_error_on_all_of_them,
+    a_step_may_be_left_out,
     a_changed_format_or_dtype_is_followed,
     frozen_parameters_are_left_alone,
     an_exception_in_mid_backward_is_forgotten_by_zero_grad,

@@ -351,7 +351,7 @@ def mistakes_are_named() -> None:
         optimizer.set_backward_passes_per_step(0)
     if hvd.size() == 1:
         return
-    mean_square(model, 0, 0).backward()
+    mean_square(model, 0, 0).backward(inputs=list(model[0].parameters()))
     with pytest.raises(AssertionError, match="race condition"):
         optimizer.zero_grad()
     with pytest.raises(AssertionError, match="more than backward_passes_per_step"):

@@ -11,12 +11,15 @@ class Feature(Enum):
     UNWATCHED = "parameters in no optimizer"
     ACCUMULATION = "gradients of several backward passes"
     RAGGED = "a step before the last of these passes"
+    LEFT_OUT = "a step left out"
     NULLED = "gradients set to None between backward() and step()"
     NULLED_EARLY = "the same while others are still to come"
     EDITED = "gradients changed between backward() and step()"
     EDITED_SYNCHRONIZED = "gradients changed between synchronize() and step()"
     EDITED_ON_SOME = "gradients changed on some ranks only"
     REPLACED_EARLY = "gradients replaced while others are still to come"
+    TOO_EARLY = "gradients written while others are still to come, which is an error"
+    SCALED = "losses scaled, and gradients divided by that"
     READ = "gradients looked at between backward() and step()"
     FROZEN = "parameters frozen while training"
     THAWED = "parameters thawed while training"
@@ -58,14 +61,6 @@ class Feature(Enum):
 
 
 NOT_YET: dict[Feature, str] = {
-    Feature.SPARSE: "beside sparse gradients dense ones are not reduced before step() in the first iterations; and one "
-    "that is sparse later than it could be may be copied as a dense one",
-    Feature.SPARSE_ADAM: "rows that no rank has come as zeros",
-    Feature.SPARSE_AS_DENSE: "SparseAdam takes no dense gradients",
-    Feature.JOIN_SPARSE: "not tried",
-    Feature.SHARED: "ranks differ",
-    Feature.DTYPES: "not tried",
-    Feature.REWRAPPED: "the second step raises",
     Feature.COMPILED: "not tried",
 }
 """What is not drawn because it is known to fail, and why."""

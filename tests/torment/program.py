@@ -85,6 +85,7 @@ class Backward(Action):
         retain: `retain_graph=True`.
         again: a second backward pass of the loss that was retained.
         fails_at: the backward pass raises when it comes to this block, and the script catches it.
+        scale: the loss is multiplied by it.
     """
 
     skipped: tuple[int, ...] = ()
@@ -96,6 +97,7 @@ class Backward(Action):
     retain: bool = False
     again: bool = False
     fails_at: int | None = None
+    scale: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,6 +128,23 @@ class ZeroGrad(Action):
 class Edit(Action):
     """Gradients are changed. `how` is a key of `replica.EDITS`."""
 
+    how: str
+    parameters: tuple[str, ...]
+    on: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TooEarly(Action):
+    """Gradients are changed in place before they are reduced: an error on all ranks, which the script catches.
+
+    Attributes:
+        backward: leaves out a block on some rank.
+        how: a key of `replica.IN_PLACE`.
+        on: ranks that change gradients.
+    """
+
+    optimizer: int
+    backward: Backward
     how: str
     parameters: tuple[str, ...]
     on: tuple[int, ...] = ()
@@ -239,6 +258,7 @@ ACTIONS: dict[str, type[Action]] = {
         Synchronize,
         ZeroGrad,
         Edit,
+        TooEarly,
         Read,
         RequireGrad,
         AddGroup,
@@ -317,8 +337,9 @@ def _plain(value: Any) -> Any:  # Any: JSON
 
 def _action(data: dict[str, Any]) -> Action:
     fields = _tuples({key: value for key, value in data.items() if key != "do"})
-    if fields.get("closure") is not None:
-        fields["closure"] = _action(fields["closure"])
+    for name in ("closure", "backward"):
+        if fields.get(name) is not None:
+            fields[name] = _action(fields[name])
     if fields.get("spec") is not None:
         fields["spec"] = OptimizerSpec(**_tuples(fields["spec"]))
     return ACTIONS[data["do"]](**fields)

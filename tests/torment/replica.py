@@ -16,6 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from .program import Backward, Convert, Edit, Kind, OptimizerSpec, Program, RequireGrad
 
 WIDTH, ROWS, WORDS = 8, 2, 7
+SCALE = 4.0
+"""Of losses, where a script scales them as for mixed precision."""
 WIDE = 560  # two weights of 560 * 8 * 8 bytes are larger together than the smallest unit
 
 Optimizer = torch.optim.Optimizer
@@ -133,7 +135,10 @@ EDITS: dict[str, Callable[[Sequence[nn.Parameter]], object]] = {
     "clip_norm": lambda params: nn.utils.clip_grad_norm_(params, 0.05),
     "clip_norm_foreach": lambda params: nn.utils.clip_grad_norm_(params, 0.05, foreach=True),
     "clip_value": lambda params: nn.utils.clip_grad_value_(params, 0.02),
+    "unscale": _in_place(lambda grad: grad.mul_(1 / SCALE)),
 }
+IN_PLACE = ("scale", "clamp", "noise", "zero", "clip_norm", "clip_norm_foreach", "clip_value")
+"""Those that count as a write of the tensor."""
 
 
 def _swap_data(model: nn.Module) -> object:
@@ -214,10 +219,13 @@ class Replica:
         if action.penalty:
             (slope,) = torch.autograd.grad(loss, first, create_graph=True)
             loss = loss + slope.square().sum()
+        loss = loss * action.scale
         self.retained = loss if action.retain else None
         return loss
 
     def _compile(self, place: int) -> Callable[..., torch.Tensor]:
+        if not self._compiled:
+            torch.compiler.reset()  # or else there would soon be too many kinds of blocks for it
         if place not in self._compiled:
             self._compiled[place] = torch.compile(self.blocks[place], backend="aot_eager")
         return self._compiled[place]

@@ -15,6 +15,7 @@ from sirtaki.autotune.knobs import Cut, Knobs
 from sirtaki.autotune.trial import Proposal, Trial
 from sirtaki.comm.gradients.control_flags import FLAG_COUNT
 from sirtaki.comm.plan import TransportKind
+from sirtaki.errors import GradientError
 
 from . import program as actions
 from .eager import OPERATIONS
@@ -160,6 +161,17 @@ class Script:
 
     def _edit(self, action: actions.Edit) -> None:
         self._replica.edit(action)
+
+    def _tooearly(self, action: actions.TooEarly) -> None:
+        optimizer, raised = self.optimizers[action.optimizer], 0.0
+        try:
+            self._backward(action.backward)
+            self._replica.edit(actions.Edit(how=action.how, parameters=action.parameters, on=action.on))
+            optimizer.step()
+        except GradientError:
+            raised = 1.0
+        optimizer.zero_grad()
+        self._look("too early", {"raised": np.array([raised])})
 
     def _read(self, action: actions.Read) -> None:
         self._look("read", self._replica.gradients(action.parameters))

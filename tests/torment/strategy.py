@@ -3,37 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 from hypothesis import strategies as st
 
+from . import program as actions
 from .eager import OPERATIONS
 from .features import DRAWN, Feature
-from .program import (
-    Action,
-    AddGroup,
-    Backward,
-    Broadcast,
-    Convert,
-    Eager,
-    Edit,
-    Epoch,
-    Kind,
-    Load,
-    Nudge,
-    OptimizerSpec,
-    Passes,
-    Program,
-    Read,
-    RequireGrad,
-    Rewrap,
-    Save,
-    Step,
-    Synchronize,
-    Wait,
-    ZeroGrad,
-)
-from .replica import EDITS
+from .program import Action, Backward, Kind, OptimizerSpec, Program
+from .replica import EDITS, IN_PLACE, SCALE
 
 T = TypeVar("T")
 
@@ -45,6 +24,7 @@ ENVIRONMENTS: tuple[dict[str, str], ...] = (
     {"unit_bytes": "65536", "streams": "2"},
     {"local_size": "2", "streams": "3"},
     {"local_size": "2", "algorithm": "hierarchical"},
+    {"unused": "none"},
 )
 
 
@@ -86,6 +66,7 @@ class _Draw:
     # ── the model and its optimizers ─────────────────────────────────────────────────────────────────────────────
 
     def program(self, environment: dict[str, str]) -> Program:
+        self._has_sets = self._ranks > 2 and "algorithm" not in environment  # which some sets would not have
         gates = {
             Kind.SMALL: Feature.SMALL,
             Kind.SINGLE: Feature.SINGLE,
@@ -102,15 +83,15 @@ class _Draw:
         dense = [name for name in self._names if name not in self._sparse]
         hooked = self.some(dense) if dense and self.maybe(10, Feature.HOOKED) else ()
         optimizers = tuple(self._optimizers)
-        actions: list[Action] = []
+        made: list[Action] = []
         for _ in range(self._draw(st.integers(2, 9))):
-            actions += self._phase()
+            made += self._phase()
         tuned = {"warmup_iterations": "1000"} if tunes else {}
         return Program(
             ranks=self._ranks,
             blocks=blocks,
             optimizers=optimizers,
-            actions=(*actions, Wait()),
+            actions=(*made, actions.Wait()),
             frozen=frozen,
             hooked=hooked,
             environment=tuple(sorted({**environment, **tuned}.items())),
@@ -149,7 +130,7 @@ class _Draw:
             options["fp16"] = True
         if self._sparse and self.maybe(25, Feature.SPARSE_AS_DENSE):
             options["sparse_as_dense"] = True
-        if self._ranks > 2 and self.maybe(10, Feature.PROCESS_SETS):
+        if self._has_sets and self.maybe(10, Feature.PROCESS_SETS):
             options["process_set"] = self.one([(0, 1), (0, self._ranks - 1), (1, 2)])
         return options
 
@@ -180,37 +161,65 @@ class _Draw:
         if len(chosen) > 1 and self.maybe(40):
             chosen = list(self._draw(st.permutations(self.some(chosen))))
         specs = [self._optimizers[number] for number in chosen]
-        actions: list[Action] = []
+        made: list[Action] = []
         if not self.maybe(12):
             set_to_none = not self.maybe(30)
-            actions += [ZeroGrad(optimizer=number, set_to_none=set_to_none) for number in chosen]
+            made += [actions.ZeroGrad(optimizer=number, set_to_none=set_to_none) for number in chosen]
         elif self.maybe(50):
-            actions.append(ZeroGrad(set_to_none=not self.maybe(50)))
+            made.append(actions.ZeroGrad(set_to_none=not self.maybe(50)))
         inputs: tuple[str, ...] = ()
         if len(chosen) < len(self._optimizers) or self.maybe(5):
             inputs = tuple(dict.fromkeys(name for spec in specs for name in spec.parameters))
         closures = [spec.rule.startswith("lbfgs") or self.maybe(6, Feature.CLOSURES) for spec in specs]
         if all(closures):
             return [
-                *actions,
-                *(Step(optimizer=number, closure=self._pass(self._optimizers[number].parameters)) for number in chosen),
+                *made,
+                *(
+                    actions.Step(optimizer=number, closure=self._pass(self._optimizers[number].parameters))
+                    for number in chosen
+                ),
             ]
         passes = max(spec.passes for spec in specs)
         if passes > 1 and self.maybe(20, Feature.RAGGED):
             passes -= 1
+        scaled = self.maybe(5, Feature.SCALED)
         for number in range(passes):
-            actions += self._passes(inputs)
+            made += self._passes(inputs, scale=SCALE if scaled else 1.0)
             if number + 1 < passes and self.maybe(10, Feature.EAGER_EARLY):
-                actions.append(self._eager())
-        actions += self._touch()
+                made.append(self._eager())
+        if scaled:
+            return [*made, *self._unscale(chosen)]
+        made += self._touch()
+        if self.maybe(4, Feature.LEFT_OUT):
+            return [*made, *(actions.ZeroGrad(optimizer=number) for number in chosen)]
         for number in chosen:
-            actions += self._step(number)
+            made += self._step(number)
         if self.maybe(10, Feature.READ):
-            actions.append(Read(parameters=self.some(self._names)))
-        return actions
+            made.append(actions.Read(parameters=self.some(self._names)))
+        return made
 
-    def _passes(self, inputs: tuple[str, ...]) -> list[Action]:
-        """One backward pass, or several that are one together."""
+    def _unscale(self, chosen: list[int]) -> list[Action]:
+        """Gradients of a scaled loss are divided before the step, which is left out if they were too large."""
+        made: list[Action] = []
+        for number in chosen:
+            synchronizes = self.maybe(50)
+            made += [actions.Synchronize(optimizer=number)] if synchronizes else []
+            names = tuple(name for name in self._optimizers[number].parameters if name not in self._sparse)
+            made.append(actions.Edit(how="unscale", parameters=names))
+            if self.maybe(25, Feature.LEFT_OUT):
+                made.append(actions.ZeroGrad(optimizer=number))
+            else:
+                made.append(actions.Step(optimizer=number, skip_synchronize=synchronizes))
+        return made
+
+    def _passes(self, inputs: tuple[str, ...], *, scale: float) -> list[Action]:
+        """One backward pass, or several that are one together, of a scaled loss perhaps."""
+        return [
+            replace(action, scale=scale) if isinstance(action, Backward) else action
+            for action in self._unscaled(inputs)
+        ]
+
+    def _unscaled(self, inputs: tuple[str, ...]) -> list[Action]:
         if self.maybe(5, Feature.RETAINED):
             return [Backward(retain=True, inputs=inputs), Backward(again=True, inputs=inputs)]
         if self.maybe(8, Feature.PARTS) and not inputs:
@@ -222,11 +231,10 @@ class _Draw:
                 fails_at=self.one(range(len(self._blocks))),
                 checkpoint="reentrant" if self.maybe(15, Feature.REENTRANT) else "",
             )
-            return [
-                failing,
-                *(ZeroGrad(optimizer=number) for number in range(len(self._optimizers))),
-                self._pass(inputs),
-            ]
+            forget = [actions.ZeroGrad(optimizer=number) for number in range(len(self._optimizers))]
+            if self.maybe(30):
+                forget = [actions.ZeroGrad()]
+            return [failing, *forget, self._pass(inputs)]
         return [self._pass(inputs)]
 
     def _pass(self, inputs: tuple[str, ...]) -> Backward:
@@ -247,65 +255,80 @@ class _Draw:
             skipped=skipped,
             on=on,
             penalty=self.maybe(5, Feature.PENALTY),
-            compiled=self.maybe(1, Feature.COMPILED),
+            compiled=self.maybe(1, Feature.COMPILED) and self.maybe(30),  # takes seconds
         )
 
     def _touch(self) -> list[Action]:
         """What is done to gradients that are reduced, or on their way."""
-        actions: list[Action] = []
+        made: list[Action] = []
         if self.maybe(15, Feature.EAGER_EARLY):
-            actions.append(self._eager())
+            made.append(self._eager())
         if self.maybe(15, Feature.READ):
-            actions.append(Read(parameters=self.some(self._names)))
+            made.append(actions.Read(parameters=self.some(self._names)))
         if self.maybe(25):
-            actions.append(self._edit())
+            made.append(self._edit())
         if self.maybe(5):
-            actions.append(self._edit())
-        return actions
+            made.append(self._edit())
+        return made
 
-    def _edit(self) -> Edit:
+    def _edit(self) -> actions.Edit:
         names = self._names if self.maybe(40) else self.some(self._names)
         names = tuple(name for name in names if name not in self._sparse) or names
         on = self.ranks() if self.maybe(15, Feature.EDITED_ON_SOME) else ()
-        return Edit(how=self.one(tuple(EDITS)), parameters=names, on=on)
+        return actions.Edit(how=self.one(tuple(EDITS)), parameters=names, on=on)
 
     def _step(self, number: int) -> list[Action]:
         if not self.maybe(20):
-            return [Step(optimizer=number)]
-        actions: list[Action] = [Synchronize(optimizer=number)]
+            return [actions.Step(optimizer=number)]
+        made: list[Action] = [actions.Synchronize(optimizer=number)]
         if self.maybe(50):
-            actions += self._touch()
+            made += self._touch()
         skip = not self.maybe(15, Feature.SYNCHRONIZED_TWICE)
-        return [*actions, Step(optimizer=number, skip_synchronize=skip)]
+        return [*made, actions.Step(optimizer=number, skip_synchronize=skip)]
 
     def _eager(self) -> Action:
         if self.maybe(20):
-            return Wait()
-        return Eager(what=self.one(tuple(OPERATIONS)), later=self.maybe(50))
+            return actions.Wait()
+        return actions.Eager(what=self.one(tuple(OPERATIONS)), later=self.maybe(50))
 
     def _between(self) -> list[Action]:
         """What is done between two iterations."""
         number = self.one(range(len(self._optimizers)))
         choices: list[tuple[Feature | None, Callable[[], list[Action]]]] = [
-            (None, lambda: [Nudge()]),
-            (Feature.FROZEN, lambda: [RequireGrad(parameters=self.some(self._names), wanted=False)]),
-            (Feature.THAWED, lambda: [RequireGrad(parameters=self._names, wanted=True)]),
-            (Feature.THAWED, lambda: [RequireGrad(parameters=self.some(self._names), wanted=True)]),
-            (Feature.GROUPS_ADDED, lambda: [AddGroup(optimizer=number, parameters=self.some(self._names))]),
-            (Feature.REWRAPPED, lambda: [Rewrap(optimizer=number, keep_state=self.maybe(40))]),
-            (Feature.REWRAPPED, lambda: [Rewrap(optimizer=number, spec=self._other(number))]),
-            (Feature.ACCUMULATION, lambda: [Passes(optimizer=number, passes=self.one((1, 2, 3)))]),
-            (Feature.SAVED, lambda: [Save(), *self._iteration(), Load()]),
-            (Feature.SAVED, lambda: [Load()]),
-            (Feature.DTYPES, lambda: [Convert(to=self.one(("double", "float", "half", "bfloat16")))]),
-            (Feature.FORMATS, lambda: [Convert(to=self.one(("channels_last", "contiguous", "data", "strides")))]),
-            (Feature.BROADCAST, lambda: [Broadcast(root=self.one(range(self._ranks)))]),
-            (Feature.BROADCAST, lambda: [Broadcast(root=self.one(range(self._ranks)), optimizer=number)]),
+            (None, lambda: [actions.Nudge()]),
+            (Feature.FROZEN, lambda: [actions.RequireGrad(parameters=self.some(self._names), wanted=False)]),
+            (Feature.THAWED, lambda: [actions.RequireGrad(parameters=self._names, wanted=True)]),
+            (Feature.THAWED, lambda: [actions.RequireGrad(parameters=self.some(self._names), wanted=True)]),
+            (Feature.GROUPS_ADDED, lambda: [actions.AddGroup(optimizer=number, parameters=self.some(self._names))]),
+            (Feature.REWRAPPED, lambda: [actions.Rewrap(optimizer=number, keep_state=self.maybe(40))]),
+            (Feature.REWRAPPED, lambda: [actions.Rewrap(optimizer=number, spec=self._other(number))]),
+            (Feature.ACCUMULATION, lambda: [actions.Passes(optimizer=number, passes=self.one((1, 2, 3)))]),
+            (Feature.SAVED, lambda: [actions.Save(), *self._iteration(), actions.Load()]),
+            (Feature.SAVED, lambda: [actions.Load()]),
+            (Feature.DTYPES, lambda: [actions.Convert(to=self.one(("double", "float", "half", "bfloat16")))]),
+            (
+                Feature.FORMATS,
+                lambda: [actions.Convert(to=self.one(("channels_last", "contiguous", "data", "strides")))],
+            ),
+            (Feature.BROADCAST, lambda: [actions.Broadcast(root=self.one(range(self._ranks)))]),
+            (Feature.BROADCAST, lambda: [actions.Broadcast(root=self.one(range(self._ranks)), optimizer=number)]),
             (Feature.EAGER, lambda: [self._eager()]),
+            (Feature.TOO_EARLY, lambda: [self._too_early(number)]),
             (Feature.JOIN, lambda: [self._epoch()]),
-            (None, lambda: [ZeroGrad(optimizer=number), Step(optimizer=number)]),
+            (None, lambda: [actions.ZeroGrad(optimizer=number), actions.Step(optimizer=number)]),
         ]
         return self.one([make for feature, make in choices if feature is None or feature in self._features])()
+
+    def _too_early(self, number: int) -> Action:
+        skipped, on = self.some(range(len(self._blocks))), self.ranks() if self.maybe(40) else ()
+        dense = [name for name in self._optimizers[number].parameters if name not in self._sparse]
+        return actions.TooEarly(
+            optimizer=number,
+            backward=Backward(skipped=skipped, on=on),
+            how=self.one(IN_PLACE),
+            parameters=self.some(dense) if dense else (),
+            on=self.ranks() if self.maybe(40) else (),
+        )
 
     def _other(self, number: int) -> OptimizerSpec:
         """Another optimizer of the same or of other parameters."""
@@ -315,7 +338,7 @@ class _Draw:
         self._optimizers[number] = spec
         return spec
 
-    def _epoch(self) -> Epoch:
+    def _epoch(self) -> actions.Epoch:
         batches = tuple(self._draw(st.integers(0, 5)) for _ in range(self._ranks))
         sparse = Feature.JOIN_SPARSE in self._features
         usable = [
@@ -328,4 +351,4 @@ class _Draw:
         pattern = self._draw(
             st.lists(st.sampled_from([self.some(usable)] + [(n,) for n in usable]), min_size=1, max_size=3)
         )
-        return Epoch(batches=batches if any(batches) else (1, *batches[1:]), order=tuple(pattern))
+        return actions.Epoch(batches=batches if any(batches) else (1, *batches[1:]), order=tuple(pattern))

@@ -1,0 +1,347 @@
+"""All ranks of a program in one process: their replicas and optimizers, and how gradients are added up and reduced."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from .features import Feature
+from .program import Backward, Kind, OptimizerSpec, Program
+from .replica import Optimizer, Replica
+
+Gradients = list[dict[str, torch.Tensor]]
+"""By rank, what one backward pass computes."""
+
+
+class IllegalError(Exception):
+    """No script may do this now. Raised before anything has changed."""
+
+
+def legal(condition: bool, why: str) -> None:
+    """Raises IllegalError unless it is."""
+    if not condition:
+        raise IllegalError(why)
+
+
+@dataclass
+class Wrapped:
+    """One DistributedOptimizer on all ranks.
+
+    Attributes:
+        plain: by rank.
+        members: ranks that reduce.
+        hooked: parameters whose gradients are watched.
+        left: by rank, how often each of these must still come.
+        complete: all are reduced, and the step has not been made.
+        seen: of each parameter, how often it had been reduced when this optimizer last used the result; negative if
+            that is unknown, because a backward pass has failed.
+        synchronized: `synchronize()` was called, and the step has not been made.
+        broken: a backward pass has failed since the last `zero_grad()`.
+    """
+
+    spec: OptimizerSpec
+    plain: list[Optimizer]
+    members: tuple[int, ...]
+    hooked: set[str] = field(default_factory=set)
+    left: list[dict[str, int]] = field(default_factory=list)
+    seen: dict[str, int] = field(default_factory=dict)
+    complete: bool = False
+    synchronized: bool = False
+    broken: bool = False
+
+    def begin(self) -> None:
+        """Nothing has come yet."""
+        self.left = [dict.fromkeys(self.hooked, self.spec.passes) for _ in self.plain]
+        self.complete = False
+
+    def came(self, name: str) -> bool:
+        """On some rank, at least once."""
+        return any(left.get(name, self.spec.passes) < self.spec.passes for left in self.left)
+
+    @property
+    def pending(self) -> bool:
+        """Something has come."""
+        return any(self.came(name) for name in self.hooked)
+
+
+class Lockstep:
+    """What all ranks have, and what their gradients are.
+
+    Attributes:
+        n_ranks: world size.
+        features: what programs may do.
+        replicas: one a rank.
+        names: of all parameters.
+        sparse: those that have sparse gradients.
+        optimizers: those of the script.
+        computed: by rank, what came and is not reduced yet.
+        local: parameters changed by a backward pass since they were last reduced.
+        began: parameters of which something came since the last iteration in which they were reduced ended.
+        reduced: how many such iterations there were, by parameter.
+        divided: parameters of optimizers that have had some in common with others.
+        joined: some ranks have no data any more.
+    """
+
+    def __init__(self, program: Program, features: frozenset[Feature]) -> None:
+        self.features = features
+        self.n_ranks = program.ranks
+        self.replicas = [Replica(program, rank) for rank in range(program.ranks)]
+        self.names = program.parameters
+        self.sparse = {name for name in self.names if program.kind_of(name) is Kind.SPARSE}
+        self.computed: Gradients = [{} for _ in self.replicas]
+        self.local: set[str] = set()
+        self.began: set[str] = set()
+        self.reduced = dict.fromkeys(self.names, 0)
+        self.divided: set[str] = set()
+        self.joined = False
+        self._unused_as_none = dict(program.environment).get("unused") == "none"
+        self.optimizers: list[Wrapped] = []
+        for spec in program.optimizers:
+            self.optimizers.append(self.wrap(spec))
+
+    # ── optimizers ───────────────────────────────────────────────────────────────────────────────────────────────
+
+    def wrap(self, spec: OptimizerSpec) -> Wrapped:
+        """A new optimizer, which is not one of `optimizers` yet."""
+        self.share(spec, spec.parameters)
+        members = spec.process_set or tuple(range(self.n_ranks))
+        wrapped = Wrapped(spec, [replica.optimizer(spec) for replica in self.replicas], members)
+        wrapped.seen = {name: self.reduced[name] for name in spec.parameters}
+        self.attach(wrapped)
+        return wrapped
+
+    def share(self, spec: OptimizerSpec, names: Iterable[str]) -> None:
+        """These parameters go to an optimizer with these options; others may have them, too."""
+        for other in self.optimizers:
+            shared = set(other.spec.parameters) & set(names)
+            legal(not shared or other.spec.options == spec.options, "other options for a shared parameter")
+        for other in self.optimizers:
+            if set(other.spec.parameters) & set(names):
+                self.divided |= {*other.spec.parameters, *spec.parameters}
+        if set(spec.parameters) & self.divided:
+            self.divided |= set(names)
+
+    def attach(self, wrapped: Wrapped) -> None:
+        """From now on, gradients of those parameters are watched that want one."""
+        wrapped.hooked = {name for name in wrapped.spec.parameters if self.wanted(name)}
+        wrapped.begin()
+
+    def wanted(self, name: str) -> bool:
+        """The parameter wants a gradient."""
+        return self.replicas[0].parameters[name].requires_grad
+
+    def at(self, number: int) -> Wrapped:
+        """The optimizer of this number."""
+        legal(number < len(self.optimizers), "no such optimizer")
+        return self.optimizers[number]
+
+    def needs(self, feature: Feature) -> None:
+        """Raises IllegalError unless this feature is on."""
+        legal(feature in self.features, f"{feature.value}: not yet")
+
+    def is_idle(self, wrapped: Wrapped) -> bool:
+        """None of its gradients has come since it was last stepped."""
+        return not (wrapped.pending or wrapped.broken or self.local & set(wrapped.spec.parameters))
+
+    def require_idle(self) -> None:
+        """Raises IllegalError unless all are between two steps."""
+        legal(all(self.is_idle(wrapped) and not wrapped.synchronized for wrapped in self.optimizers), "between steps")
+
+    def is_defined(self, name: str) -> bool:
+        """The gradient is not on its way."""
+        return all(
+            wrapped.complete or self.is_idle(wrapped) for wrapped in self.optimizers if name in wrapped.spec.parameters
+        )
+
+    def has_come(self, name: str, on: Sequence[int]) -> bool:
+        """Completely, on all these ranks; so that nothing is to come."""
+        return not any(wrapped.broken for wrapped in self.optimizers) and all(
+            rank in wrapped.members and wrapped.left[rank].get(name) == 0
+            for wrapped in self.optimizers
+            if name in wrapped.spec.parameters
+            for rank in on or range(self.n_ranks)
+        )
+
+    @property
+    def beside_sparse(self) -> set[str]:
+        """Parameters of optimizers that have sparse gradients, too: these are reduced by themselves."""
+        specs = [wrapped.spec for wrapped in self.optimizers]
+        return {name for spec in specs if self.sparse & set(spec.parameters) for name in spec.parameters}
+
+    def has_all(self, wrapped: Wrapped) -> bool:
+        """Every parameter has a gradient on every rank."""
+        return all(replica.parameters[name].grad is not None for replica in self.replicas for name in wrapped.hooked)
+
+    def replicas_equal(self) -> bool:
+        """All ranks have the same parameters."""
+        first = self.replicas[0]
+        return all(
+            torch.equal(param, replica.parameters[name])
+            for replica in self.replicas
+            for name, param in first.parameters.items()
+        )
+
+    def update(self, wrapped: Wrapped, ranks: Iterable[int]) -> None:
+        """These ranks update the parameters; SparseAdam gets sparse gradients, however they travelled."""
+        for rank in ranks:
+            if wrapped.spec.rule == "sparse_adam" and rank in wrapped.members and len(wrapped.members) > 1:
+                for param in self.replicas[rank].select(wrapped.spec.parameters):
+                    if param.grad is not None and not param.grad.is_sparse:
+                        param.grad = param.grad.to_sparse(1)
+            wrapped.plain[rank].step()
+
+    def copy_state(self, wrapped: Wrapped, root: int) -> None:
+        """All ranks take the state of one."""
+        state = wrapped.plain[root].state_dict()
+        for rank, plain in enumerate(wrapped.plain):
+            if rank != root:
+                plain.load_state_dict(copy.deepcopy(state))
+
+    def drop_gradients(self) -> None:
+        """Every gradient is None."""
+        for replica in self.replicas:
+            replica.blocks.zero_grad()
+
+    # ── backward ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def compute(self, action: Backward, number: int, ranks: Sequence[int] | None = None) -> Gradients:
+        """The gradients on each of `ranks`.
+
+        Raises:
+            IllegalError: a gradient would come too often, or has nowhere to go.
+        """
+        reentrant = action.checkpoint == "reentrant"
+        legal(not (reentrant and (action.inputs or action.penalty or action.retain)), "not with reentrant checkpoints")
+        legal(not (reentrant and action.fails_at is not None), "the parts of such a pass end by themselves")
+        legal(not (action.compiled and (action.penalty or action.checkpoint == "reentrant")), "not compiled")
+        legal(not (action.again and (action.penalty or action.fails_at is not None)), "a loss has been made")
+        gradients: Gradients = [{} for _ in self.replicas]
+        for rank in range(self.n_ranks) if ranks is None else ranks:
+            replica = self.replicas[rank]
+            names = [name for name in action.inputs or self.names if replica.parameters[name].requires_grad]
+            legal(bool(names) or not action.inputs, "nothing to compute")
+            try:
+                loss = replica.loss(action, number, plain=True)
+                found = (
+                    torch.autograd.grad(loss, replica.select(names), retain_graph=action.retain, allow_unused=True)
+                    if names
+                    else ()
+                )
+            except RuntimeError as err:
+                raise IllegalError("PyTorch cannot compute it") from err
+            gradients[rank] = {name: grad for name, grad in zip(names, found, strict=True) if grad is not None}
+        for wrapped in self.optimizers:
+            touched = any(wrapped.hooked & mine.keys() for mine in gradients)
+            legal(not (touched and wrapped.broken), "a backward pass has failed")
+            for rank in wrapped.members:
+                for name in wrapped.hooked & gradients[rank].keys():
+                    legal(wrapped.left[rank][name] > 0, "more than backward_passes_per_step times")
+        return gradients
+
+    def accumulate(self, gradients: Gradients) -> None:
+        """Adds gradients up, and reduces those of optimizers that have all of theirs on all ranks now."""
+        for rank, mine in enumerate(gradients):
+            for name, grad in mine.items():
+                param = self.replicas[rank].parameters[name]
+                param.grad = grad.detach().clone() if param.grad is None else param.grad + grad
+        watched = {name for wrapped in self.optimizers for name in wrapped.spec.parameters}
+        came = {name for mine in gradients for name in mine} & watched
+        self.local |= came
+        self.began |= came
+        for wrapped in self.optimizers:
+            if any(wrapped.hooked & mine.keys() for mine in gradients):
+                wrapped.synchronized = False
+            for rank, mine in enumerate(gradients):
+                for name in wrapped.hooked & mine.keys():
+                    wrapped.left[rank][name] -= 1
+                    if wrapped.left[rank][name] == 0 and rank in wrapped.members:
+                        grad = self.replicas[rank].parameters[name].grad
+                        assert grad is not None
+                        self.computed[rank][name] = grad.clone()
+        active = [rank for rank, mine in enumerate(gradients) if mine]
+        for wrapped in self.optimizers:
+            if self._all_came(wrapped, gradients, [rank for rank in wrapped.members if rank in active]):
+                self.reduce(wrapped)
+                wrapped.complete = True
+
+    def _all_came(self, wrapped: Wrapped, gradients: Gradients, active: Sequence[int]) -> bool:
+        """Everything, and the last of it in this backward pass, on all ranks that have data."""
+        if not (wrapped.hooked and active and (self.joined or len(active) == len(wrapped.members))):
+            return False
+        return {name for name in wrapped.spec.parameters if self.wanted(name)} == wrapped.hooked and all(
+            wrapped.hooked & gradients[rank].keys() and not any(wrapped.left[rank].values()) for rank in active
+        )
+
+    # ── reduction ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def reduce(self, wrapped: Wrapped) -> None:
+        """Makes the gradients equal on all members."""
+        for name in wrapped.spec.parameters:
+            if self.wanted(name) and not (wrapped.came(name) and name not in self.local):
+                self._reduce_one(wrapped, name)
+
+    def finish(self, wrapped: Wrapped) -> None:
+        """Ends an iteration: what is not reduced is reduced now, unless another optimizer has done so."""
+        names = wrapped.spec.parameters
+        shared = {name for other in self.optimizers if other is not wrapped for name in other.spec.parameters}
+        there = {
+            name
+            for name in names
+            if name in shared and name not in self.began and self.reduced[name] != wrapped.seen[name]
+        }
+        legal(not (there and self.began & shared & set(names)), "what is reduced together is not said")
+        legal(all(wrapped.seen[name] >= 0 for name in shared.intersection(names) - self.began), "nor what has failed")
+        for name in names:
+            if name in there or not self.wanted(name):
+                continue
+            if not wrapped.complete and not (wrapped.came(name) and name not in self.local):
+                self._reduce_one(wrapped, name)
+        for name in set(names) - there:
+            self.reduced[name] += 1
+        self.began -= set(names)
+        wrapped.seen = {name: self.reduced[name] for name in names}
+        thawed = {name for name in names if self.wanted(name) and name not in wrapped.hooked}
+        if thawed:
+            self.attach(wrapped)
+        for other in self.optimizers:
+            for name in thawed & set(other.spec.parameters) - other.hooked:
+                other.hooked.add(name)
+                for left in other.left:
+                    left[name] = other.spec.passes
+
+    def _reduce_one(self, wrapped: Wrapped, name: str) -> None:
+        self.local.discard(name)
+        if len(wrapped.members) == 1:
+            self.computed[wrapped.members[0]].pop(name, None)
+            return
+        params = {rank: self.replicas[rank].parameters[name] for rank in wrapped.members}
+        unused = self._unused_as_none and not any(name in self.computed[rank] for rank in params)
+        if unused and (name in wrapped.hooked or all(param.grad is None for param in params.values())):
+            params = {rank: param for rank, param in params.items() if param.grad is not None}
+            if not params:
+                return
+        given = [self.computed[rank].get(name, param.grad) for rank, param in params.items()]
+        like = next(iter(params.values()))
+        if name in self.sparse and not wrapped.spec.sparse_as_dense and all(g is None or g.is_sparse for g in given):
+            total = torch.sparse_coo_tensor(
+                torch.empty((1, 0), dtype=torch.int64),
+                like.new_empty((0, *like.shape[1:])),
+                like.shape,
+                check_invariants=False,
+            )
+        else:
+            total = torch.zeros(like.shape, dtype=torch.float64)
+        for grad in given:
+            if grad is not None:
+                total = total + grad if total.is_sparse or not grad.is_sparse else total + grad.to_dense()
+        if wrapped.spec.op == "average":
+            total = total / len(wrapped.members)
+        total = total.to(like.dtype)
+        total = total.coalesce() if total.is_sparse else total
+        for rank, param in params.items():
+            computed = self.computed[rank].pop(name, None)
+            if computed is None or param.grad is not None:  # else it was set to None after it came
+                param.grad = torch.empty_like(param).copy_(total) if not total.is_sparse else total.clone()
