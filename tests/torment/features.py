@@ -1,4 +1,4 @@
-"""What programs may do, by name, and what is left out because it does not work yet."""
+"""What programs may do, by name."""
 
 from enum import Enum
 
@@ -60,9 +60,7 @@ class Feature(Enum):
     SINGLE = "several dtypes"
 
 
-NOT_YET: dict[Feature, str] = {
-    Feature.COMPILED: "not tried",
-}
-"""What is not drawn because it is known to fail, and why."""
+ALL = frozenset(Feature)
 
-DRAWN = frozenset(Feature) - NOT_YET.keys()
+QUICK = ALL - {Feature.COMPILED}
+"""Without what takes seconds each time."""

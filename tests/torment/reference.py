@@ -27,7 +27,7 @@ from . import program as actions
 from .closures import step_with
 from .eager import OPERATIONS
 from .epoch import play_epoch
-from .features import DRAWN, Feature
+from .features import ALL, Feature
 from .lockstep import IllegalError, Lockstep, Wrapped, legal
 from .program import Action, Backward, Program
 from .replica import Values
@@ -44,7 +44,7 @@ class Reference:
         played: the program without what was not legitimate.
     """
 
-    def __init__(self, program: Program, features: frozenset[Feature] = DRAWN) -> None:
+    def __init__(self, program: Program, features: frozenset[Feature] = ALL) -> None:
         """Plays it; what needs a feature that is not among `features` is not legitimate either."""
         self._world = Lockstep(program, features)
         self._started: list[tuple[str, int]] = []

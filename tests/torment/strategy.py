@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from . import program as actions
 from .eager import OPERATIONS
-from .features import DRAWN, Feature
+from .features import ALL, Feature
 from .program import Action, Backward, Kind, OptimizerSpec, Program
 from .replica import EDITS, IN_PLACE, SCALE
 
@@ -30,7 +30,7 @@ ENVIRONMENTS: tuple[dict[str, str], ...] = (
 
 @st.composite
 def programs(
-    draw: st.DrawFn, ranks: int, *, environment: dict[str, str] | None = None, features: frozenset[Feature] = DRAWN
+    draw: st.DrawFn, ranks: int, *, environment: dict[str, str] | None = None, features: frozenset[Feature] = ALL
 ) -> Program:
     """A program for `ranks` ranks that uses some of `features`."""
     return _Draw(draw, ranks, features).program(environment or {})

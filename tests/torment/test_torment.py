@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
-from torment.features import Feature
+from torment.features import ALL, QUICK, Feature
 from torment.program import Backward, Kind, OptimizerSpec, Program, Step, Wait, ZeroGrad
 from torment.ranks import BrokenError, Ranks
 from torment.reference import Entry, Reference
@@ -29,7 +29,9 @@ def ranks() -> Iterator[Ranks]:
     torch.set_num_threads(threads)
 
 
-def draw_and_torment(ranks: Ranks, *, world: int, count: int, environment: dict[str, str]) -> None:
+def draw_and_torment(
+    ranks: Ranks, *, world: int, count: int, environment: dict[str, str], features: frozenset[Feature] = ALL
+) -> None:
     @settings(
         max_examples=count,
         derandomize=True,
@@ -38,7 +40,7 @@ def draw_and_torment(ranks: Ranks, *, world: int, count: int, environment: dict[
         phases=[Phase.generate, Phase.shrink],
         suppress_health_check=list(HealthCheck),
     )
-    @given(program=programs(world, environment=environment))
+    @given(program=programs(world, environment=environment, features=features))
     def train(program: Program) -> None:
         torment(program, ranks)
 
@@ -57,7 +59,7 @@ def test_programs_that_once_found_a_fault_train_as_one_process_does(example: Pat
     ("world", "count", "unused"), [(1, 10, ""), (2, 70, ""), (3, 40, ""), (3, 30, "none"), (4, 50, "")]
 )
 def test_drawn_programs_train_as_one_process_does(world: int, count: int, unused: str, ranks: Ranks) -> None:
-    draw_and_torment(ranks, world=world, count=count, environment={"unused": unused} if unused else {})
+    draw_and_torment(ranks, world=world, count=count, environment={"unused": unused} if unused else {}, features=QUICK)
 
 
 @pytest.mark.slow
@@ -70,11 +72,11 @@ def test_many_drawn_programs_train_as_one_process_does(world: int, environment: 
 
 @seed(0)
 @settings(max_examples=30, deadline=None, database=None, suppress_health_check=list(HealthCheck))
-@given(program=programs(3, features=frozenset(Feature)))
+@given(program=programs(3, features=ALL))
 def test_programs_survive_json_and_what_is_legitimate_stays_so(program: Program) -> None:
     assert Program.from_json(program.to_json()) == program
-    played = Reference(program, frozenset(Feature)).played
-    assert Reference(played, frozenset(Feature)).played == played
+    played = Reference(program, ALL).played
+    assert Reference(played, ALL).played == played
 
 
 # ── the tormentor sees what is wrong ─────────────────────────────────────────────────────────────────────────────
