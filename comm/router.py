@@ -1,7 +1,4 @@
-"""All the ways by which units can travel in this job, opened when a plan first needs them.
-
-A module of its own because it is the one place that knows which routes exist here: a pair of transport and algorithm.
-"""
+"""All the ways by which units can travel in this job, opened when a plan first needs them."""
 
 from __future__ import annotations
 
@@ -9,31 +6,25 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from sirtaki.errors import PlanError, TransportError
 
 from .control.failure import WAIT_SLICE_S
 from .device import HOST, Device
-from .nccl_streams.communicators import CommunicatorPool, Opener
-from .nccl_streams.nccl import NcclHierarchicalTransport, NcclTransport
-from .nccl_streams.staged import StagedTransport
+from .nccl_streams.communicators import Opener
+from .nccl_streams.nccl import NcclTransport
 from .plan import Algorithm, CommPlan, Route, TransportKind
+from .stream_limits import StreamLimits
+from .transport_factory import TransportFactory
 from .transports.contract import FlatBuffer, ReduceOp, StreamSpec, Transport, Work
-from .transports.gloo import GlooTransport
-from .transports.mpi import MpiTransport
 from .transports.node_memory import share_memory
-from .transports.resources import descriptors_for_streams, held, streams_within
-from .transports.shared_memory import SharedMemoryTransport
+from .transports.resources import held
 
 if TYPE_CHECKING:
     from .control.plane import ControlPlane
 
 logger = logging.getLogger(__name__)
-
-MAX_COMMUNICATORS = 24
-"""NCCL communicators that are open at once; those of one stream with several CTA counts are several."""
 
 
 class Router:
@@ -50,20 +41,11 @@ class Router:
             device: where the gradients are.
             nccl: makes communicators between the ranks' devices; None = they go through the hosts' memory.
         """
-        self._control, self._timeout_s, self._device = control, timeout_s, device
+        self._control, self._device = control, device
         self._transports: dict[Route, Transport] = {}  # those that exist, no stream of which need be open
-        self._nccl, self._pool = nccl, None
-        if nccl is not None:
-            self._pool = CommunicatorPool(
-                nccl,
-                limit=MAX_COMMUNICATORS,
-                worst=lambda value: float(control.maximum(np.array([value]))[0]),
-            )
-        # What streams may take, the same on all ranks; known before any stream is open.
-        self._descriptors = int(control.minimum(np.array([float(descriptors_for_streams())]))[0])
-        self._opened: dict[Route, int] = {}  # how many streams
-        self._refused: dict[Route, int] = {}  # so many streams of a route are not tried, since that failed before
-        self._shares_memory = nccl is None and max(control.local_sizes) > 1 and self._try_sharing()
+        self._factory = TransportFactory(control, timeout_s=timeout_s, device=device, nccl=nccl)
+        self._limits = StreamLimits(control)
+        self._factory.shares_memory = nccl is None and max(control.local_sizes) > 1 and self._try_sharing()
         for route in self.routes:
             self._make_if_possible(route)
 
@@ -78,19 +60,19 @@ class Router:
     def _make_if_possible(self, route: Route) -> None:
         """Collective."""
         try:
-            self._transports[route] = self._make(route)
+            self._transports[route] = self._factory.make(route)
         except TransportError as err:
-            self._refused[route] = 1
+            self._limits.refuse(route)
             if self._control.rank == 0:
                 logger.warning("%s %s cannot be used: %s", route[0].value, route[1].value, err)
 
     def _do_without_sharing(self, error: TransportError) -> None:
         if self._control.rank == 0:
             logger.warning("%s; MPI or Gloo carry gradients within the nodes, too", error)
-        self._shares_memory = False
+        self._factory.shares_memory = False
         for route in [route for route in self._transports if route[0] is TransportKind.STAGED]:  # over shared memory
             self._transports.pop(route).close()
-            self._opened.pop(route, None)
+            self._limits.opened.pop(route, None)
             self._make_if_possible(route)
 
     @property
@@ -101,29 +83,7 @@ class Router:
     @property
     def routes(self) -> tuple[Route, ...]:
         """What a plan may use here, the best guess first; routes that have turned out not to open are left out."""
-        return tuple(route for route in self._existing_routes if self._refused.get(route, 2) > 1)
-
-    @property
-    def _existing_routes(self) -> tuple[Route, ...]:
-        flat, tree = Algorithm.FLAT, Algorithm.HIERARCHICAL
-        if self._nccl is not None:
-            nodes = not self._control.one_node and self._control.is_homogeneous and self._control.local_size > 1
-            return ((TransportKind.NCCL, flat), *([(TransportKind.NCCL, tree)] if nodes else []))
-        if self._device.streams:
-            inner = dict.fromkeys(algorithm for _, algorithm in self._host_routes)
-            return tuple((TransportKind.STAGED, algorithm) for algorithm in inner)
-        return self._host_routes
-
-    @property
-    def _host_routes(self) -> tuple[Route, ...]:
-        flat, tree = Algorithm.FLAT, Algorithm.HIERARCHICAL
-        gloo, mpi = (TransportKind.GLOO, flat), (TransportKind.MPI, flat)
-        if self._control.one_node:
-            shared = ((TransportKind.SHARED_MEMORY, flat),) if self._shares_memory else ()
-            return (*shared, mpi, gloo)
-        if self._shares_memory:
-            return ((TransportKind.GLOO, tree), gloo, mpi, (TransportKind.MPI, tree))
-        return (gloo, mpi)
+        return tuple(route for route in self._factory.routes if self._limits.is_possible(route))
 
     def max_streams(self, routes: Sequence[Route] | None = None) -> int:
         """The largest number of streams that every one of these routes (all) offers.
@@ -140,19 +100,7 @@ class Router:
         return f"{reason}{'; with SIRTAKI_TRANSPORT set there can be ' if more else ''}{' and '.join(more)}"
 
     def _limit(self, route: Route) -> tuple[int, str]:
-        """The largest number of streams of a route, and why there are not more."""
-        name = route[0].value
-        transport = self._transports[route]
-        fit = streams_within(self._descriptors, transport.stream_cost, most=transport.max_streams)
-        refused = self._refused.get(route)
-        if refused is not None and refused <= fit:
-            return max(1, refused - 1), f"more streams of {name} could not be opened"
-        if fit < transport.max_streams:
-            return fit, (
-                f"each stream of {name} takes {transport.stream_cost.descriptors} descriptors on {self._control.size} "
-                f"ranks, and {self._descriptors} can be used (see ulimit -n)"
-            )
-        return fit, f"{name} has at most {fit}"
+        return self._limits.limit(route, self._transports[route])
 
     def threads(self) -> tuple[int, ...]:
         """Thread allowances that every route offers; empty where there are none."""
@@ -164,13 +112,13 @@ class Router:
         if not self._device.streams:
             return self._allocate_on_host(numel, dtype)
         mirror = None
-        if self._nccl is None:
+        if self._factory.pool is None:
             mirror = self._allocate_on_host(numel, dtype)
             self._device.pin(mirror.tensor)
         return FlatBuffer(torch.zeros(numel, dtype=dtype, device=self._device.torch_device), mirror=mirror)
 
     def _allocate_on_host(self, numel: int, dtype: torch.dtype) -> FlatBuffer:
-        if self._shares_memory:
+        if self._factory.shares_memory:
             try:
                 regions = share_memory(self._control, numel * dtype.itemsize)
             except TransportError as err:
@@ -201,25 +149,24 @@ class Router:
             try:
                 self._open(route, streams_of(plan, algorithm))
             except TransportError as err:
-                have = self._opened.get(route, 0)
-                self._refused[route] = have + (plan.streams - have) // 2 + 1
+                self._limits.note_failure(route, plan.streams)
                 raise TransportError(
                     f"{plan.streams} streams of {plan.transport.value} cannot be opened: {err}"
                 ) from err
 
     def _open(self, route: Route, streams: Sequence[StreamSpec]) -> None:
         transport = self._transports[route]
-        have, want = self._opened.get(route, 0), 1 + max(stream.number for stream in streams)
+        have, want = self._limits.opened.get(route, 0), 1 + max(stream.number for stream in streams)
         if want > have:
             # What all ranks can have at the same time they can open; a failure in the middle is slow and hard on Gloo.
             with held(transport.stream_cost * (want - have)) as problem:
                 self._control.agree_on_success(problem)
         transport.open_streams(streams)
-        self._opened[route] = max(have, want)
+        self._limits.opened[route] = max(have, want)
 
     def keep_only(self, plans: Sequence[CommPlan]) -> None:
         """Collective, between iterations: frees the GPU's memory of what only other plans need."""
-        if self._pool is not None:
+        if self._factory.pool is not None:
             keys = [
                 key
                 for (_, algorithm), transport in self._transports.items()
@@ -228,52 +175,7 @@ class Router:
                 for key in transport.keys(streams_of(plan, algorithm))
             ]
             self._device.synchronise()  # what is closed must have nothing in flight
-            self._pool.keep_only(keys)
-
-    def _make(self, route: Route) -> Transport:
-        kind, algorithm = route
-        if kind is TransportKind.NCCL:
-            return self._make_nccl(algorithm)
-        if kind is TransportKind.STAGED:
-            inner = next(host_route for host_route in self._host_routes if host_route[1] is algorithm)
-            return StagedTransport(self._make(inner), self._device, self._control.failures)
-        control = self._control
-        if kind is TransportKind.SHARED_MEMORY:
-            return SharedMemoryTransport(control)
-        if algorithm is Algorithm.HIERARCHICAL:
-            return SharedMemoryTransport(control, across=lambda: self._make_sockets(kind, across=True))
-        return self._make_sockets(kind, across=False)
-
-    def _make_sockets(self, kind: TransportKind, *, across: bool) -> Transport:
-        """Gloo or MPI between all ranks, or across the nodes between those of one local rank."""
-        control = self._control
-        if kind is TransportKind.MPI:
-            return MpiTransport(control.duplicate_cross if across else control.duplicate, control.agree_on_success)
-        store, address = control.store()
-        group = f"local{control.local_rank}" if across else "all"
-        return GlooTransport(
-            store=store,
-            prefix=lambda: f"{control.next_prefix()}/{group}",
-            address=address,
-            rank=control.cross_rank if across else control.rank,
-            size=control.cross_size if across else control.size,
-            timeout_s=self._timeout_s,
-            agree=control.agree_on_success,
-        )
-
-    def _make_nccl(self, algorithm: Algorithm) -> Transport:
-        assert self._pool is not None
-        assert self._nccl is not None
-        control, opener = self._control, self._nccl
-        if algorithm is Algorithm.FLAT:
-            return NcclTransport(self._pool, self._device, opener=opener)
-        return NcclHierarchicalTransport(
-            self._pool,
-            self._device,
-            opener=opener,
-            local_size=control.local_size,
-            local_rank=control.local_rank,
-        )
+            self._factory.pool.keep_only(keys)
 
     def all_reduce(
         self,
@@ -333,8 +235,8 @@ class Router:
         Raises:
             CommError: naming what has failed.
         """
-        if self._pool is not None:
-            self._pool.check()
+        if self._factory.pool is not None:
+            self._factory.pool.check()
 
     def release(self) -> bool:
         """Ends threads and connections of this rank; what only all ranks together can close is left to `close`.
@@ -349,9 +251,9 @@ class Router:
     def close(self) -> None:
         """Collective: closes all transports; may be called twice."""
         self.release()
-        if self._pool is not None and self._control.failures.error is None:
+        if self._factory.pool is not None and self._control.failures.error is None:
             self._device.synchronise()  # what is closed must have nothing in flight
-            self._pool.close()
+            self._factory.pool.close()
 
 
 def streams_of(plan: CommPlan, algorithm: Algorithm) -> list[StreamSpec]:

@@ -1,32 +1,29 @@
 """The store on SQLAlchemy: a SQLite file of one user, or a database server that deployments share.
 
-A module of its own because it is the only one that needs SQLAlchemy's presence; `opening.open_store` imports it.
+`opening.open_store` imports it, and SQLAlchemy with it.
 """
 
-import json
 import logging
-import sqlite3
 import time
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
 
-from sqlalchemy import URL, Connection, Engine, NullPool, Table, create_engine, delete, insert, make_url, select, update
-from sqlalchemy.exc import DatabaseError, IntegrityError, OperationalError, SQLAlchemyError
+from sqlalchemy import URL, Connection, Engine, NullPool, create_engine, delete, insert, make_url, select
+from sqlalchemy.exc import IntegrityError, OperationalError, SQLAlchemyError
 
 from sirtaki.errors import RegistryError
 
-from .digest import canonical_json
-from .entry import Entry, EntryKey, supersedes
+from .entry import Entry, EntryKey
 from .entry_schema import body_from_json
 from .graph import Graph
 from .schema import check_version, distances, entries, migrate, models, signatures, topologies, version_of
 from .signature import SIGNATURE_VERSION, Signatures, from_bytes, is_signature, signature, to_bytes
+from .sql_errors import translated
+from .sql_rows import delete_orphans, expanded, find, load, parsed, save_row
 from .sqlite_file import sqlite_engine
 from .store import Candidate, CorruptStoreError, EntrySummary
-from .topology import ClusterShape, Topology
+from .topology import ClusterShape
 
 logger = logging.getLogger(__name__)
 
@@ -34,9 +31,6 @@ logger = logging.getLogger(__name__)
 _ATTEMPTS = 5
 
 _CONNECT_TIMEOUT_S = 10
-
-# A graph of stated maximum size has less than this many bytes as JSON; more is an attempt to fill our memory.
-_MAX_GRAPH_BYTES = 1 << 27
 
 _SUMMARY = [entries.c[name] for name in EntrySummary.__dataclass_fields__ if name in entries.c]
 _SUMMARY_NAMES = [column.name for column in _SUMMARY]
@@ -93,7 +87,7 @@ class SqlStore:
     def lookup(self, key: EntryKey) -> Entry | None:
         """See `Store.lookup`."""
         with self._reading() as connection, self._skipping(f"entry {key.digest()}"):
-            return next(_load(connection, [key.digest()]), None)
+            return next(load(connection, [key.digest()]), None)
         return None
 
     def save(self, entry: Entry, *, disproved: Entry | None = None) -> bool:
@@ -110,7 +104,7 @@ class SqlStore:
         for _ in range(_ATTEMPTS):
             try:
                 with self._writing() as connection:
-                    return sum(_save(connection, entry, disproved) for entry in new)
+                    return sum(save_row(connection, entry, disproved) for entry in new)
             except RegistryError as err:
                 if not isinstance(err.__cause__, IntegrityError):
                     raise
@@ -134,8 +128,8 @@ class SqlStore:
     def get(self, id_prefix: str) -> Entry:
         """See `Store.get`."""
         with self._reading() as connection:
-            found = _find(connection, id_prefix)
-            entry = next(_load(connection, [found]), None)
+            found = find(connection, id_prefix)
+            entry = next(load(connection, [found]), None)
         if entry is None:
             raise RegistryError(f"entry {found} has lost its model or its cluster: forget it")
         return entry
@@ -145,16 +139,16 @@ class SqlStore:
         for summary in self.summaries():
             try:
                 with self._reading() as connection:
-                    yield from _load(connection, [summary.id])
+                    yield from load(connection, [summary.id])
             except RegistryError as err:
                 logger.warning("entry %s is left out: %s", summary.id, err)
 
     def forget(self, id_prefix: str) -> str:
         """See `Store.forget`."""
         with self._writing() as connection:
-            found = _find(connection, id_prefix)
+            found = find(connection, id_prefix)
             connection.execute(delete(entries).where(entries.c.id == found))
-            _delete_orphans(connection)
+            delete_orphans(connection)
             return found
 
     def prune(self, *, older_than_s: float | None = None, keep: int | None = None) -> int:
@@ -172,7 +166,7 @@ class SqlStore:
                     gone += connection.execute(
                         delete(entries).where(entries.c.id.in_(surplus[start : start + 500]))
                     ).rowcount
-            _delete_orphans(connection)
+            delete_orphans(connection)
             return gone
 
     def candidates(self, device: str, models: Sequence[str]) -> Sequence[Candidate]:
@@ -205,7 +199,7 @@ class SqlStore:
             wanted = models.c.fingerprint.in_(fingerprints[start : start + 500])
             for name, body in connection.execute(select(models.c.fingerprint, models.c.body).where(wanted)):
                 with self._skipping(f"model {name}"):
-                    yield name, Graph.from_json(_expanded(body))
+                    yield name, Graph.from_json(expanded(body))
 
     def shapes(self) -> Mapping[str, ClusterShape]:
         """See `Store.shapes`."""
@@ -214,7 +208,7 @@ class SqlStore:
         found = {}
         for name, shape in rows:
             with self._skipping(f"cluster {name}"):
-                found[name] = ClusterShape.from_json(_parsed(shape))
+                found[name] = ClusterShape.from_json(parsed(shape))
         return found
 
     def distances(self, fingerprint: str) -> Mapping[str, float]:
@@ -275,29 +269,8 @@ class SqlStore:
         ):
             yield connection
 
-    @contextmanager
-    def _translated(self) -> Iterator[None]:
-        """Turns every error of the database and below into a RegistryError that says what to do."""
-        try:
-            yield
-        except ImportError as err:
-            raise RegistryError(f"{self.name} needs a driver that is not installed: {err}") from err
-        except OperationalError as err:
-            if "locked" in str(err.orig):
-                advice = "another process holds it; if none is running, look for one that hangs"
-            else:
-                advice = "check that it exists and may be read and written, or name another one in SIRTAKI_REGISTRY"
-            raise RegistryError(f"the registry {self.name} cannot be used ({_one_line(err.orig)}): {advice}") from err
-        except DatabaseError as err:
-            if self._path is not None and type(err.orig) is sqlite3.DatabaseError:  # its subclasses are other things
-                raise CorruptStoreError(
-                    f"{self.name} is not a registry or is damaged ({err.orig})", self._path
-                ) from err
-            raise RegistryError(f"the registry {self.name} refused a statement ({_one_line(err.orig)})") from err
-        except (SQLAlchemyError, OSError) as err:
-            raise RegistryError(
-                f"the registry {self.name} cannot be used ({err}): name another one in SIRTAKI_REGISTRY"
-            ) from err
+    def _translated(self) -> AbstractContextManager[None]:
+        return translated(self.name, self._path)
 
 
 def file_of(url_or_path: str) -> Path | None:
@@ -326,7 +299,7 @@ def _url(url_or_path: str) -> URL | None:
 def _hosts(shape: str | None) -> str:
     """For a list, which shows a damaged entry rather than none."""
     try:
-        return ClusterShape.from_json(_parsed(shape or "")).describe()
+        return ClusterShape.from_json(parsed(shape or "")).describe()
     except RegistryError:
         return "?"
 
@@ -334,120 +307,6 @@ def _hosts(shape: str | None) -> str:
 def _fixed(body: str) -> tuple[tuple[str, str], ...]:
     """For a list, too."""
     try:
-        return tuple((str(name), str(value)) for name, value in _parsed(body)["key"].get("fixed", {}).items())
+        return tuple((str(name), str(value)) for name, value in parsed(body)["key"].get("fixed", {}).items())
     except (RegistryError, LookupError, TypeError, AttributeError):
         return ()
-
-
-def _one_line(err: object) -> str:
-    return " ".join(str(err).split())
-
-
-def _save(connection: Connection, entry: Entry, disproved: Entry | None) -> bool:
-    mine = entries.c.id == entry.id
-    is_there = connection.execute(select(entries.c.id).where(mine).with_for_update()).first() is not None
-    damaged = False
-    if is_there:
-        try:
-            old = next(_load(connection, [entry.id]), None)
-        except RegistryError as err:
-            logger.warning("entry %s cannot be read and is replaced: %s", entry.id, err)
-            old, damaged = None, True
-        if old is not None and old != disproved and not supersedes(entry, old):
-            return False
-    _put(connection, models, entry.key.model, damaged, body=_compressed(entry.model.to_json()))
-    _put(
-        connection,
-        signatures,
-        entry.key.model,
-        damaged,
-        version=SIGNATURE_VERSION,
-        body=to_bytes(signature(entry.model)),
-    )
-    cluster = {"shape": canonical_json(entry.topology.shape().to_json()), "body": _compressed(entry.topology.to_json())}
-    _put(connection, topologies, entry.key.topology, damaged, **cluster)
-    row = {
-        **{name: getattr(entry.key, name) for name in ("model", "topology", "world_size", "dtype", "device")},
-        **{
-            name: getattr(entry, name)
-            for name in ("id", "complete", "best_span_s", "default_span_s", "n_trials", "arm")
-        },
-        "created_s": entry.provenance.created_s,
-        "model_name": entry.provenance.model_name,
-        "body": canonical_json(entry.body_to_json()),
-    }
-    connection.execute(update(entries).where(mine).values(row) if is_there else insert(entries).values(row))
-    return True
-
-
-def _put(connection: Connection, table: Table, fingerprint: str, overwrites: bool, **values: object) -> None:
-    """What is kept of a graph, if it is not there already or may be damaged."""
-    mine = table.c.fingerprint == fingerprint
-    if connection.execute(select(table.c.fingerprint).where(mine)).first() is None:
-        connection.execute(insert(table).values(fingerprint=fingerprint, **values))
-    elif overwrites:
-        connection.execute(update(table).where(mine).values(**values))
-
-
-def _load(connection: Connection, ids: Sequence[str]) -> Iterator[Entry]:
-    """The entries of these ids with their graphs."""
-    rows = connection.execute(
-        select(entries.c.id, entries.c.body, models.c.body, topologies.c.body)
-        .join(models, models.c.fingerprint == entries.c.model)
-        .join(topologies, topologies.c.fingerprint == entries.c.topology)
-        .where(entries.c.id.in_(ids))
-    )
-    for name, body, model, topology in rows:
-        entry = body_from_json(
-            _parsed(body),
-            model=Graph.from_json(_expanded(model)),
-            topology=Topology.from_json(_expanded(topology)),
-        )
-        if entry.id != name:
-            raise RegistryError("a stored entry is damaged: it is of another job")
-        yield entry
-
-
-def _find(connection: Connection, id_prefix: str) -> str:
-    """The one id that begins like this."""
-    found = list(
-        connection.execute(
-            select(entries.c.id).where(entries.c.id.startswith(id_prefix, autoescape=True)).limit(3)
-        ).scalars()
-    )
-    if len(found) != 1 or not id_prefix:
-        what = "several entries have ids that begin" if found else "no entry has an id that begins"
-        raise RegistryError(f"{what} with {id_prefix!r}: see `sirtaki registry list`")
-    return str(found[0])
-
-
-def _delete_orphans(connection: Connection) -> None:
-    """Graphs that no entry uses, and distances of graphs that are gone."""
-    used = select(entries.c.model).where(entries.c.model == models.c.fingerprint)
-    connection.execute(delete(models).where(~used.exists()))
-    used = select(entries.c.topology).where(entries.c.topology == topologies.c.fingerprint)
-    connection.execute(delete(topologies).where(~used.exists()))
-    for column in (distances.c.low, distances.c.high):
-        connection.execute(delete(distances).where(column.not_in(select(models.c.fingerprint))))
-
-
-def _compressed(data: object) -> bytes:
-    return zlib.compress(canonical_json(data).encode())
-
-
-def _expanded(body: bytes) -> Any:
-    try:
-        inflate = zlib.decompressobj()
-        text = inflate.decompress(body, _MAX_GRAPH_BYTES)
-        if inflate.unconsumed_tail:
-            raise RegistryError(f"a stored graph has more than {_MAX_GRAPH_BYTES} bytes")
-    except (zlib.error, TypeError) as err:
-        raise RegistryError(f"a stored graph is damaged: {err}") from err
-    return _parsed(text)
-
-
-def _parsed(text: str | bytes) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, TypeError, RecursionError) as err:
-        raise RegistryError(f"a stored entry is damaged: {err!r:.200}") from err

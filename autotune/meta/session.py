@@ -173,15 +173,13 @@ class WarmupSession:
         )
 
     def progress(self) -> str:
-        """One line: iteration, best so far against the default, who found it, what runs now."""
+        """One line: iteration, best so far against the default, what runs now."""
         result, now = self.result, self._assignment
         line = f"warm-up, iteration {self._budget.spent} of {self._budget.iterations}: "
         if 0.0 < result.default_span_s < float("inf"):
             found = "the default"
             if result.tuned:
-                found = (
-                    f"{faster(result.default_span_s, result.best_span_s)} than the default, proposed by {result.arm}"
-                )
+                found = f"{faster(result.default_span_s, result.best_span_s)} than the default"
             line += f"best so far {found}; "
         return f"{line}now {now.purpose.description}: {now.knobs.describe()}"
 

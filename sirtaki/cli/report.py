@@ -12,6 +12,7 @@ from itertools import cycle
 from pathlib import Path
 from statistics import median
 
+from sirtaki.autotune.arms.planners import OUR_PLANNERS
 from sirtaki.autotune.knobs import Knobs, format_bytes
 from sirtaki.autotune.meta.assignment import DEFAULT_ARM, Purpose
 from sirtaki.autotune.model.simulator import Simulator
@@ -23,6 +24,12 @@ from sirtaki.gain import faster
 from .svg import COLORS, DEFAULT_COLOR, WIDTH, Plot, legend, page, swatch
 
 FINALS = (Purpose.FINALS.value, "verify", "guard_winner", "guard_default")  # the latter in logs of older releases
+
+WHO = (
+    "<i>default</i> is what runs untuned, <i>registry</i> what earlier jobs have left. "
+    f"{', '.join(f'<i>{planner.name}</i>' for planner in OUR_PLANNERS)} are planners, which compute a setting "
+    "from a model of the job. All others are search techniques. Together they are called arms."
+)
 
 BEST_COLOR, BOUND_COLOR, COMPUTE_COLOR = "#c00000", "#000000", "#c8ccd0"
 
@@ -67,6 +74,7 @@ def render(log: TrialLog) -> str:
             legend(colors | lines),
             _trials_plot(log, colors),
             "<h2>Who proposed what ran</h2>",
+            f"<p>{WHO}</p>",
             _shares_plot(log.measurements, colors),
             *_credits(log.measurements, colors),
             "<h2>Fastest settings</h2>",
@@ -203,7 +211,7 @@ def _credits(trials: Sequence[Measurement], colors: Mapping[str, str]) -> Iterat
     for arm in told[-1].credits:
         points = [(trial.iteration, trial.credits.get(arm, 0.0)) for trial in told]
         plot.steps(points, color=colors.get(arm, DEFAULT_COLOR))
-    yield title + "<p>It rises when an arm finds a new best, and fades; more credit gets more trials.</p>"
+    yield title + "<p>It rises when one finds a new best, and fades; more credit gets more trials.</p>"
     yield plot.render()
 
 

@@ -21,7 +21,7 @@ from sirtaki.autotune.arms.base import Arm
 from sirtaki.autotune.arms.planner import Planner
 from sirtaki.autotune.arms.planners import make_planners
 from sirtaki.autotune.knobs import Knobs, KnobSpace
-from sirtaki.autotune.meta.assignment import DEFAULT_ARM, Assignment, Purpose, SessionResult
+from sirtaki.autotune.meta.assignment import DEFAULT_ARM, REGISTRY_ARM, Assignment, Purpose, SessionResult
 from sirtaki.autotune.meta.auc_bandit import window_for
 from sirtaki.autotune.meta.bandit_arm import BanditArm
 from sirtaki.autotune.meta.ensemble import ITERATIONS_PER_TRIAL, default_arms
@@ -183,7 +183,11 @@ class TuningCoordinator:
         if session is not None:
             result = session.result
             stored = self._cache.keep(result, session.trials, complete=True, links=self._links)
-            logger.info("%s%s", describe_result(result, self.times.usual), "; stored in the registry" if stored else "")
+            logger.info(
+                "%s%s",
+                describe_result(result, self.times.usual, self._who(result.arm)),
+                "; stored in the registry" if stored else "",
+            )
             self._log.ended(result, iteration=iteration, usual=self.times.usual)
         self._log.close()
 
@@ -196,7 +200,7 @@ class TuningCoordinator:
             if self._cache.keep(result, session.trials, complete=False, links=self._links):
                 logger.info(
                     "the job ends before its warm-up: best so far %s; stored in the registry, the next job goes on",
-                    describe_result(result, self.times.usual),
+                    describe_result(result, self.times.usual, self._who(result.arm)),
                 )
         self._log.close()
 
@@ -226,6 +230,13 @@ class TuningCoordinator:
         """Equal where the same units travel in the same order on as many streams."""
         return tuple(plan.on_fewest_streams().fingerprint() for plan in checked_plans(knobs, self._layouts))
 
+    def _who(self, arm: str) -> str:
+        """An arm, for people."""
+        if arm in (REGISTRY_ARM, DEFAULT_ARM):
+            return f"the {arm}"
+        kind = "planner" if any(planner.name == arm for planner in self._planners) else "search technique"
+        return f"the {kind} {arm}"
+
     def _make_bandit(self, space: KnobSpace, planners: Sequence[Arm]) -> BanditArm:
         budget, rng = self._settings.warmup_iterations, np.random.default_rng(self._settings.seed)
         if self._arms is None:
@@ -250,14 +261,15 @@ class TuningCoordinator:
         return self._model.links if self._model is not None else {}
 
 
-def describe_result(result: SessionResult, usual: StepTime | None) -> str:
+def describe_result(result: SessionResult, usual: StepTime | None, who: str) -> str:
     """What the warm-up has found, in one line.
 
     Args:
         result: of the session.
         usual: what steps take besides, None = unknown.
+        who: has proposed what is kept.
     """
-    found = f"{result.knobs.describe()}, proposed by {result.arm}" if result.tuned else "the default stays"
+    found = f"{result.knobs.describe()}, proposed by {who}" if result.tuned else "the default stays"
     gain = ""
     if result.tuned and math.isfinite(result.default_span_s) and result.default_span_s > 0:
         before_s, after_s = result.default_span_s, result.best_span_s

@@ -106,7 +106,7 @@ def _install_hooks() -> None:
         if isinstance(error, CommError):
             time.sleep(LOST_S if isinstance(error, PeerLostError) else VICTIM_S)
         if not _started_by_sirtakirun():
-            _report(job, f"raised {kind.__name__}: {error}", where)
+            _report(job, f"raised {kind.__name__}", where)  # whose message stands above
             _flush()
             load_mpi().COMM_WORLD.Abort(1)
 

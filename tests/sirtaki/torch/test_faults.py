@@ -13,7 +13,11 @@ STALL = {
 @pytest.mark.parametrize(
     ("fault", "code", "says"),
     [
-        ("raise", 1, ["rank 1 raised ValueError: a bad batch", "iteration 10", "has not computed 0.weight"]),
+        (
+            "raise",
+            1,
+            ["ValueError: a bad batch", "rank 1 raised ValueError; it is in iteration 10", "has not computed 0.weight"],
+        ),
         ("exit", 3, ["rank 1 has ended"]),
         ("raise_exit", 9, ["rank 1 has ended its script"]),
         ("leave", 1, ["rank 1 has ended its script"]),

@@ -1,0 +1,125 @@
+"""A warm-up session's job without ranks: made-up times, and a log of what ran."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from sirtaki.autotune.arms.base import Arm
+from sirtaki.autotune.arms.grid import GridArm
+from sirtaki.autotune.knobs import MIB, Knobs, KnobSpace
+from sirtaki.autotune.meta.assignment import (
+    Assignment,
+    Purpose,
+    SessionResult,
+)
+from sirtaki.autotune.meta.session import WarmupSession
+from sirtaki.autotune.trial import Proposal, Trial
+from sirtaki.comm.plan import Algorithm, TransportKind
+
+SPACE = KnobSpace(
+    routes=((TransportKind.GLOO, Algorithm.FLAT),), unit_bytes=(MIB, 64 * MIB), streams=(1, 2, 3, 4, 6, 8)
+)
+DEFAULT = Knobs(unit_bytes=32 * MIB, streams=1, transport=TransportKind.GLOO)
+BEST = Knobs(unit_bytes=4 * MIB, streams=4, transport=TransportKind.GLOO)
+OUTSIDE = Knobs(unit_bytes=4 * MIB, streams=4, transport=TransportKind.MPI)
+
+
+def landscape(knobs: Knobs) -> float:
+    """Seconds; least at BEST, 2.3 times that at DEFAULT."""
+    return 0.1 * (1.0 + 0.1 * math.log2(knobs.unit_bytes / (4 * MIB)) ** 2 + 0.1 * math.log2(knobs.streams / 4) ** 2)
+
+
+class Job:
+    """Runs a session to its end (or for some records) as the training loop does, and keeps a log."""
+
+    def __init__(
+        self,
+        session: WarmupSession,
+        *,
+        span_of: Callable[[Knobs], float] = landscape,
+        noise: float = 0.0,
+        seed: int = 0,
+        search_with: Arm | None = None,
+    ) -> None:
+        self.session = session
+        self._search_with = search_with or ListArm()
+        self.assignments: list[Assignment] = []
+        self._span_of = span_of
+        self._noise = noise
+        self._rng = np.random.default_rng(seed)
+
+    def run(self, records: int = 10_000) -> "Job":
+        for _ in range(records):
+            if self.session.done:
+                break
+            now = self.session.assignment
+            if now.purpose is Purpose.SEARCH:
+                self.session.begin_search(self._search_with, space=SPACE)
+                continue
+            self.assignments.append(now)
+            noise = np.exp(self._noise * self._rng.standard_normal(now.measured_iterations))
+            self.session.record([self._span_of(now.knobs) * factor for factor in noise.tolist()])
+        return self
+
+    @property
+    def result(self) -> SessionResult:
+        return self.session.result
+
+    @property
+    def iterations(self) -> int:
+        return sum(now.discarded_iterations + now.measured_iterations for now in self.assignments)
+
+    def run_for(self, purpose: Purpose) -> list[Knobs]:
+        return [now.knobs for now in self.assignments if now.purpose is purpose]
+
+
+class ListArm:
+    """Proposes given knobs in turn, whatever it is told, and remembers that."""
+
+    name = "list"
+
+    def __init__(self, *proposals: Knobs | Proposal) -> None:
+        self._left = [p if isinstance(p, Proposal) else Proposal(arm=self.name, knobs=p) for p in proposals]
+        self.told: list[Trial] = []
+        self.asked = 0
+
+    def ask(self, n: int = 1) -> Sequence[Proposal]:
+        self.asked += 1
+        now, self._left = self._left[:n], self._left[n:]
+        return now
+
+    def tell(self, trials: Sequence[Trial]) -> None:
+        self.told.extend(trials)
+
+
+class Believer(ListArm):
+    """Its surrogate believes in one setting."""
+
+    def __init__(self, favourite: Knobs, *proposals: Knobs) -> None:
+        super().__init__(*proposals)
+        self._favourite = favourite
+
+    def expected_span_s(self, knobs: Knobs) -> float | None:
+        return 0.01 if knobs == self._favourite else 1.0
+
+
+class Sure(ListArm):
+    """Expects a given share to be left to gain."""
+
+    def __init__(self, expected: float, *proposals: Knobs) -> None:
+        super().__init__(*proposals)
+        self._expected = expected
+
+    def expected_improvement(self) -> float | None:
+        return self._expected
+
+
+def session(arm: Arm | None = None, **options: object) -> WarmupSession:
+    arguments = {"space": SPACE, "default": DEFAULT, "arm": arm or GridArm(SPACE), "rng": np.random.default_rng(0)}
+    return WarmupSession(**{**arguments, **options})  # type: ignore[arg-type]
+
+
+def streams(count: int) -> Knobs:
+    return replace(DEFAULT, streams=count)
