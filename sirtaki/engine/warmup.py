@@ -19,21 +19,19 @@ import torch
 from sirtaki.autotune.arms.base import Arm
 from sirtaki.autotune.knobs import Knobs
 from sirtaki.autotune.meta.assignment import Assignment, Purpose
-from sirtaki.autotune.model.link_probe import LinkProbe
 from sirtaki.comm.gradients.buffers import Reduction
 from sirtaki.comm.gradients.in_flight import InFlight
 from sirtaki.comm.gradients.synchroniser import IterationReport, Synchroniser
 from sirtaki.comm.layout import GradientLayout
-from sirtaki.comm.plan import CommPlan, Route
-from sirtaki.errors import PlanError, TransportError, TuningError
+from sirtaki.comm.plan import CommPlan
+from sirtaki.errors import PlanError, TransportError
 from sirtaki.settings import Settings
 
-from .contention_probe import ThreadProbe, probe_threads, threads_matter
+from .before_search import measure, without_planners
 from .coordinator import TuningCoordinator
 from .devices import open_router
 from .knob_choices import default_knobs, knob_space, plans_for
 from .opening import open_default, still_possible
-from .probes import narrowed, planning_model, probe_routes
 from .tuning_cache import Hardware, TuningCache
 
 if TYPE_CHECKING:
@@ -225,44 +223,19 @@ class TunedSynchroniser:
         """Collective: measures what a search needs, and has it begin."""
         report, layouts = self._profiled, self._sync.layouts
         assert report is not None
-        probes: dict[Route, list[LinkProbe]] = {}
-        threads: list[ThreadProbe] = []
         # Planners plan one flat buffer; of several, each would have to know what the others do.
         if self._arms is None and len(layouts) == 1:
-            try:
-                probes = probe_routes(
-                    self._control,
-                    self._router,
-                    self._space.routes,
-                    max_streams=self._space.streams[-1],
-                    budget_s=PROBE_S + SPANS * report.span_s,
-                )
-                self._space = narrowed(still_possible(self._space, self._router), probes, default=self._default)
-                threads = self._probe_threads()
-            except (PlanError, TransportError, TuningError) as err:  # on all ranks alike: plans and times are agreed
-                logger.warning("tuning goes on without planners, as the network could not be probed: %s", err)
-                probes = {}
-        if not threads:
-            self._space = replace(self._space, threads=self._space.threads[:1])
+            budget_s = PROBE_S + SPANS * report.span_s
+            found = measure(self._control, self._router, self._space, default=self._default, budget_s=budget_s)
+        else:
+            found = without_planners(self._space)
+        self._space = found.space
         if self._coordinator is not None:
             ready_s = [*self._sync.in_layout_order(report.ready_s), report.backward_s]  # the flags are there at the end
             between_s = self._coordinator.times.cold_between_s
-            forward_s = between_s if math.isfinite(between_s) else 0.0
             self._coordinator.search(
-                self._space,
-                lambda: (
-                    planning_model(layouts[0], ready_s, report.backward_s, probes, forward_s=forward_s, threads=threads)
-                    if probes
-                    else None
-                ),
+                self._space, lambda: found.model(layouts[0], ready_s, report.backward_s, between_s)
             )
-
-    def _probe_threads(self) -> list[ThreadProbe]:
-        """Collective: what thread allowances do on the default's route; empty where they make no difference."""
-        if len(self._space.threads) == 1:
-            return []
-        found = probe_threads(self._control, self._router, self._space.routes[0])
-        return found if threads_matter(found) else []
 
     def _after_iteration(self, span_s: float) -> None:
         """Collective: counts this iteration for the current assignment, and takes the next one if it is complete.

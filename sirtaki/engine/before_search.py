@@ -1,0 +1,86 @@
+"""What is measured before a search begins, and what follows from it: what may be chosen, and the planners' model."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from sirtaki.autotune.knobs import Knobs, KnobSpace
+from sirtaki.autotune.model.link_probe import LinkProbe
+from sirtaki.autotune.model.planning import PlanningModel
+from sirtaki.comm.layout import GradientLayout
+from sirtaki.comm.plan import Route
+from sirtaki.errors import PlanError, TransportError, TuningError
+
+from .contention_probe import ThreadProbe, probe_threads, threads_matter
+from .opening import still_possible
+from .probes import narrowed, planning_model, probe_routes
+
+if TYPE_CHECKING:
+    from sirtaki.comm.control.plane import ControlPlane
+    from sirtaki.comm.router import Router
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What was found.
+
+    Attributes:
+        space: what may be chosen.
+        links: probes of each route; none where planners do not take part.
+        threads: what thread allowances do; empty where they make no difference.
+    """
+
+    space: KnobSpace
+    links: Mapping[Route, list[LinkProbe]] = field(default_factory=dict)
+    threads: Sequence[ThreadProbe] = ()
+
+    def model(
+        self, layout: GradientLayout, ready_s: Sequence[float], backward_s: float, between_s: float
+    ) -> PlanningModel | None:
+        """The planners' model; None where there are no planners.
+
+        Args:
+            layout: gradients in the order in which they become ready.
+            ready_s: when each did, `(n_gradients,)`, in the layout's order.
+            backward_s: when the backward pass ended.
+            between_s: from the last reduced gradient to the first ready one; not a number = unknown.
+        """
+        if not self.links:
+            return None
+        forward_s = between_s if math.isfinite(between_s) else 0.0
+        return planning_model(
+            layout, ready_s, backward_s, dict(self.links), forward_s=forward_s, threads=list(self.threads)
+        )
+
+
+def without_planners(space: KnobSpace) -> Measured:
+    """Nothing is measured; nobody tunes threads without knowing what they do."""
+    return Measured(space=replace(space, threads=space.threads[:1]))
+
+
+def measure(control: ControlPlane, router: Router, space: KnobSpace, *, default: Knobs, budget_s: float) -> Measured:
+    """Collective: probes the routes of a space, and leaves out of it what is hopeless.
+
+    Args:
+        control: the ranks.
+        router: carries the probes.
+        space: what may be chosen as far as is known.
+        default: what runs untuned, which stays in the space.
+        budget_s: see `probe_routes`.
+    """
+    try:
+        links = probe_routes(control, router, space.routes, max_streams=space.streams[-1], budget_s=budget_s)
+        space = narrowed(still_possible(space, router), links, default=default)
+        threads = probe_threads(control, router, space.routes[0]) if len(space.threads) > 1 else []
+    except (PlanError, TransportError, TuningError) as err:  # on all ranks alike: plans and times are agreed
+        logger.warning("tuning goes on without planners, as the network could not be probed: %s", err)
+        return without_planners(space)
+    if not threads or not threads_matter(threads):
+        return Measured(space=replace(space, threads=space.threads[:1]), links=links)
+    return Measured(space=space, links=links, threads=threads)
