@@ -24,7 +24,7 @@ from typing import NoReturn
 from sirtaki.launchers import HOROVOD_NAMES, TORCH_NAMES, place
 
 from .as_horovod import SHIM
-from .leftovers import mapped_segments, remove_segments
+from .leftovers import mapped_segments, remove_segments, remove_session_folder
 from .rank_channel import Event, Message
 from .rank_command import unescape
 from .rank_output import mark_unfinished_lines
@@ -161,6 +161,7 @@ def _end_with_parent(parent: int) -> None:
         time.sleep(_ORPHAN_POLL_S)
     if os.getpgrp() == os.getpid():  # so it is under mpiexec
         remove_segments(mapped_segments("self"))
+        remove_session_folder(parent)
         os.killpg(0, signal.SIGKILL)  # at once, with its own children: what it waits for will not come
 
 
