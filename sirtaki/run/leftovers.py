@@ -1,6 +1,7 @@
 """What an MPI library leaves on this machine when its processes are killed: removed by whoever survives them."""
 
 import contextlib
+import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -29,3 +30,13 @@ def remove_segments(segments: set[Path]) -> None:
 def remove_session_folder(mpiexec_pid: int) -> None:
     """Removes the folder of an mpiexec that was killed; one that has ended by itself has removed it."""
     shutil.rmtree(Path(tempfile.gettempdir()) / f"ompi.{mpiexec_pid}", ignore_errors=True)
+
+
+def session_members(sessions: set[int]) -> list[int]:
+    """Processes of this machine that belong to one of `sessions`; Hydra gives each rank a session of its own."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, ValueError):
+            if os.getsid(int(folder.name)) in sessions:
+                found.append(int(folder.name))
+    return found

@@ -21,7 +21,7 @@ from typing import IO
 from sirtaki.errors import LaunchError
 
 from .console import Console
-from .leftovers import mapped_segments, remove_segments, remove_session_folder
+from .leftovers import mapped_segments, remove_segments, remove_session_folder, session_members
 from .mpiexec_notices import Ending, NoticeFilter, killed
 from .output import OutputOptions, RankOutput
 from .rank_channel import Event, Message
@@ -61,6 +61,7 @@ class Supervisor:
         self._doing: dict[int, str] = {}  # what a rank did when mpiexec ended it
         self._unreached: list[str] = []
         self._signal: int | None = None
+        self._janitor: subprocess.Popen[bytes] | None = None
         self._changed = threading.Event()
         self._open_streams = 0
         self._consoles = {"stdout": Console(sys.stdout, "stdout"), "stderr": Console(sys.stderr, "stderr")}
@@ -87,11 +88,14 @@ class Supervisor:
                 )
             except OSError as err:
                 raise LaunchError(f"{command[0]} could not be run: {err}") from err
+            with contextlib.suppress(OSError):  # a machine that is full of processes has none for this
+                self._janitor = _start_janitor(mpiexec.pid)
             pumps = self._start_pumps(mpiexec)
             try:
                 self._wait(mpiexec)
             finally:
                 self._end_all(mpiexec)
+                self._dismiss_janitor()
             for pump in pumps:
                 pump.join(timeout=TERMINATE_GRACE_S)
         if self._signal is not None:
@@ -101,6 +105,11 @@ class Supervisor:
         if mpiexec.returncode != 0 and not self._started:
             raise LaunchError(self._why_nothing_started(mpiexec.returncode))
         return _exit_code(mpiexec.returncode)
+
+    def _dismiss_janitor(self) -> None:
+        if self._janitor is not None:
+            self._tell_janitor("done")
+            self._janitor.communicate()
 
     def _start_pumps(self, mpiexec: subprocess.Popen[bytes]) -> list[threading.Thread]:
         pumps = []
@@ -117,6 +126,13 @@ class Supervisor:
             pumps.append(threading.Thread(target=self._pump, args=[output, stream], name=f"pump-{name}", daemon=True))
             pumps[-1].start()
         return pumps
+
+    def _tell_janitor(self, line: str) -> None:
+        if self._janitor is None or self._janitor.stdin is None:
+            return
+        with contextlib.suppress(OSError):  # somebody has killed it
+            self._janitor.stdin.write(f"{line}\n".encode())
+            self._janitor.stdin.flush()
 
     def _pump(self, output: RankOutput, stream: IO[bytes]) -> None:
         output.pump(stream)
@@ -138,6 +154,8 @@ class Supervisor:
                 case Event.TERMINATED:
                     self._ended.add(message.rank)
                     self._doing[message.rank] = message.reason
+        if message.event is Event.STARTED and message.host == socket.gethostname():
+            self._tell_janitor(str(message.pid))
         if message.event is Event.FAILED:
             self._fail(Ending(rank=message.rank, host=message.host, exit_code=message.exit_code, reason=message.reason))
         self._changed.set()
@@ -218,7 +236,7 @@ class Supervisor:
         mpiexec.wait()
         with self._lock:
             own = {message.pid for message in self._started.values() if message.host == socket.gethostname()}
-        left = _members(sessions={mpiexec.pid, *own})
+        left = session_members({mpiexec.pid, *own})
         segments = set[Path]().union(*map(mapped_segments, left))
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
@@ -260,6 +278,17 @@ def _end_with_parent() -> Callable[[], None]:
     return set_signal
 
 
+def _start_janitor(mpiexec_pid: int) -> subprocess.Popen[bytes]:
+    """A process that cleans up after mpiexec if this one is killed."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "sirtaki.run.janitor", str(mpiexec_pid)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,  # a terminal's Ctrl-C and a killed process group do not reach it
+    )
+
+
 def _is_of(ending: Ending, message: Message) -> bool:
     return message.rank == ending.rank if ending.rank is not None else message.pid == ending.pid
 
@@ -275,13 +304,3 @@ def _is_alive(pid: int) -> bool:
     except OSError:
         return not Path("/proc/self").exists()  # without /proc nothing can be known
     return state not in {"Z", "X"}
-
-
-def _members(sessions: set[int]) -> list[int]:
-    """Processes of this machine that belong to one of `sessions`; Hydra gives each rank a session of its own."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError, ValueError):
-            if os.getsid(int(folder.name)) in sessions:
-                found.append(int(folder.name))
-    return found

@@ -6,7 +6,9 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
 
 import pytest
 
@@ -290,6 +292,31 @@ def test_a_killed_launcher_leaves_nothing_behind(environ, script):
         time.sleep(0.1)
     assert left_behind(environ) == []
     assert [segment for segment in segments if segment.exists()] == []
+
+
+def test_what_a_killed_launchers_mpiexec_and_ranks_leave_is_removed(environ, script):
+    """Whoever would clean up is killed soon, as a machine under load may do it."""
+    job = subprocess.Popen(
+        [sys.executable, "-m", "sirtaki.run", "-np", "2", "python", str(script), "hang"],
+        env=environ, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+    )  # fmt: skip
+    with job:
+        for _ in range(2):
+            assert "up" in job.stdout.readline()
+        own = left_behind(environ)
+        segments = set().union(*(mapped_segments(pid) for pid in own))
+        folders = [Path(tempfile.gettempdir()) / f"ompi.{pid}" for pid in own]
+        assert any(path.exists() for path in [*segments, *folders])
+        job.kill()
+        time.sleep(0.3)
+        for pid in own:
+            with contextlib.suppress(OSError):
+                if int(pid) != job.pid and "janitor" not in Path(f"/proc/{pid}/cmdline").read_text():
+                    os.kill(int(pid), signal.SIGKILL)
+    deadline = time.monotonic() + 20
+    while any(path.exists() for path in [*segments, *folders]) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert [path for path in [*segments, *folders] if path.exists()] == []
 
 
 def test_many_ranks_for_few_cores_are_announced_with_what_they_take(launch):
