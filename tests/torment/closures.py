@@ -6,8 +6,9 @@ import copy
 
 import torch
 
-from .lockstep import Lockstep, Wrapped, legal
+from .lockstep import Lockstep
 from .program import Backward
+from .wrapped import Wrapped, legal
 
 
 def step_with(world: Lockstep, wrapped: Wrapped, closure: Backward, number: int) -> None:

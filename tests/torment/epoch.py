@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from .lockstep import IllegalError, Lockstep, legal
+from .lockstep import Lockstep
 from .program import Backward, Epoch
+from .wrapped import IllegalError, legal
 
 Stepped = Callable[[int, Sequence[int]], None]
 """Notes that these ranks have stepped the optimizer of this number."""

@@ -4,67 +4,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 
 import torch
 
 from .features import Feature
 from .program import Backward, Kind, OptimizerSpec, Program
-from .replica import Optimizer, Replica
+from .replica import Replica
+from .wrapped import IllegalError, Wrapped, legal
 
 Gradients = list[dict[str, torch.Tensor]]
 """By rank, what one backward pass computes."""
-
-
-class IllegalError(Exception):
-    """No script may do this now. Raised before anything has changed."""
-
-
-def legal(condition: bool, why: str) -> None:
-    """Raises IllegalError unless it is."""
-    if not condition:
-        raise IllegalError(why)
-
-
-@dataclass
-class Wrapped:
-    """One DistributedOptimizer on all ranks.
-
-    Attributes:
-        plain: by rank.
-        members: ranks that reduce.
-        hooked: parameters whose gradients are watched.
-        left: by rank, how often each of these must still come.
-        complete: all are reduced, and the step has not been made.
-        seen: of each parameter, how often it had been reduced when this optimizer last used the result; negative if
-            that is unknown, because a backward pass has failed.
-        synchronized: `synchronize()` was called, and the step has not been made.
-        broken: a backward pass has failed since the last `zero_grad()`.
-    """
-
-    spec: OptimizerSpec
-    plain: list[Optimizer]
-    members: tuple[int, ...]
-    hooked: set[str] = field(default_factory=set)
-    left: list[dict[str, int]] = field(default_factory=list)
-    seen: dict[str, int] = field(default_factory=dict)
-    complete: bool = False
-    synchronized: bool = False
-    broken: bool = False
-
-    def begin(self) -> None:
-        """Nothing has come yet."""
-        self.left = [dict.fromkeys(self.hooked, self.spec.passes) for _ in self.plain]
-        self.complete = False
-
-    def came(self, name: str) -> bool:
-        """On some rank, at least once."""
-        return any(left.get(name, self.spec.passes) < self.spec.passes for left in self.left)
-
-    @property
-    def pending(self) -> bool:
-        """Something has come."""
-        return any(self.came(name) for name in self.hooked)
 
 
 class Lockstep:
@@ -325,18 +274,7 @@ class Lockstep:
                 return
         given = [self.computed[rank].get(name, param.grad) for rank, param in params.items()]
         like = next(iter(params.values()))
-        if name in self.sparse and not wrapped.spec.sparse_as_dense and all(g is None or g.is_sparse for g in given):
-            total = torch.sparse_coo_tensor(
-                torch.empty((1, 0), dtype=torch.int64),
-                like.new_empty((0, *like.shape[1:])),
-                like.shape,
-                check_invariants=False,
-            )
-        else:
-            total = torch.zeros(like.shape, dtype=torch.float64)
-        for grad in given:
-            if grad is not None:
-                total = total + grad if total.is_sparse or not grad.is_sparse else total + grad.to_dense()
+        total = _total(given, like, sparse=name in self.sparse and not wrapped.spec.sparse_as_dense)
         if wrapped.spec.op == "average":
             total = total / len(wrapped.members)
         total = total.to(like.dtype)
@@ -345,3 +283,19 @@ class Lockstep:
             computed = self.computed[rank].pop(name, None)
             if computed is None or param.grad is not None:  # else it was set to None after it came
                 param.grad = torch.empty_like(param).copy_(total) if not total.is_sparse else total.clone()
+
+
+def _total(given: Sequence[torch.Tensor | None], like: torch.Tensor, *, sparse: bool) -> torch.Tensor:
+    """The sum of gradients, of which those that are not there are zeros; sparse if none is dense."""
+    total = torch.zeros(like.shape, dtype=torch.float64)
+    if sparse and all(gradient is None or gradient.is_sparse for gradient in given):
+        total = torch.sparse_coo_tensor(
+            torch.empty((1, 0), dtype=torch.int64),
+            like.new_empty((0, *like.shape[1:])),
+            like.shape,
+            check_invariants=False,
+        )
+    for gradient in given:
+        if gradient is not None:
+            total = total + (gradient if total.is_sparse or not gradient.is_sparse else gradient.to_dense())
+    return total

@@ -28,9 +28,12 @@ from .closures import step_with
 from .eager import OPERATIONS
 from .epoch import play_epoch
 from .features import ALL, Feature
-from .lockstep import IllegalError, Lockstep, Wrapped, legal
+from .lockstep import Lockstep
 from .program import Action, Backward, Program
 from .replica import Values
+from .too_early import write_too_early
+from .wrapped import IllegalError, legal
+from .zeroing import zero
 
 Entry = tuple[int, str, Values]
 """(number of the action, what was looked at, the values)."""
@@ -119,44 +122,7 @@ class Reference:
         wrapped.synchronized = True
 
     def _zerograd(self, action: actions.ZeroGrad) -> None:
-        world = self._world
-        if action.optimizer is None:
-            wrapped = [each for each in world.optimizers if each.broken]
-            fine = [each for each in world.optimizers if not each.broken]
-            legal(all(world.is_idle(each) and not each.synchronized for each in fine), "between steps")
-        else:
-            wrapped = [world.at(action.optimizer)]
-        for each in wrapped:
-            self._require_zeroable(each, action)
-        for each in wrapped:
-            self._drop(each)
-        if action.optimizer is None:
-            for replica in world.replicas:
-                replica.blocks.zero_grad(action.set_to_none)
-        else:
-            for plain in wrapped[0].plain:
-                plain.zero_grad(action.set_to_none)
-
-    def _require_zeroable(self, wrapped: Wrapped, action: actions.ZeroGrad) -> None:
-        legal(not wrapped.pending or wrapped.broken or wrapped.complete, "zero_grad() between backward() and step()")
-        legal(not wrapped.broken or action.set_to_none, "what came before the failure is unknown")
-        if wrapped.complete:
-            self._world.needs(Feature.LEFT_OUT)
-
-    def _drop(self, wrapped: Wrapped) -> None:
-        """What has come of this iteration does not count, or is left unused."""
-        world, names = self._world, set(wrapped.spec.parameters)
-        if wrapped.complete:
-            world.finish(wrapped)
-        elif wrapped.broken:
-            wrapped.seen = dict.fromkeys(names, -1)
-            world.began -= names
-            for computed in world.computed:
-                for name in names & computed.keys():
-                    del computed[name]
-        world.local -= names
-        wrapped.broken = wrapped.synchronized = False
-        wrapped.begin()
+        zero(self._world, action)
 
     # ── gradients ────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -178,29 +144,8 @@ class Reference:
             replica.edit(action)
 
     def _tooearly(self, action: actions.TooEarly) -> None:
-        world, wrapped, drawn = self._world, self._world.at(action.optimizer), action.backward
-        world.needs(Feature.TOO_EARLY)
-        world.require_idle()
-        legal(len(world.optimizers) == 1 and 1 < len(wrapped.members) == world.n_ranks, "all ranks must do the same")
-        legal(wrapped.spec.passes == 1 and not wrapped.spec.rule.startswith("lbfgs"), "one pass, one step")
-        legal(not (drawn.retain or drawn.again) and drawn.fails_at is None, "one pass")
-        legal({name for name in wrapped.spec.parameters if world.wanted(name)} == wrapped.hooked, "thawed")
-        gradients, dense = world.compute(drawn, self._number * 100), wrapped.hooked - world.sparse
-        ranks = action.on or range(world.n_ranks)
-        legal(not set(action.parameters) & world.sparse, "what is sparse gives way to what is reduced")
-        legal(
-            any(
-                dense - gradients[rank].keys() and dense & set(action.parameters) & gradients[rank].keys()
-                for rank in ranks
-            ),
-            "nothing is written too early",
-        )
-        world.accumulate(gradients)
-        wrapped.broken = True
-        self._drop(wrapped)
-        for plain in wrapped.plain:
-            plain.zero_grad()
-        for rank in range(world.n_ranks):
+        write_too_early(self._world, action, self._number * 100)
+        for rank in range(self._world.n_ranks):
             self._look(rank, "too early", {"raised": np.array([1.0])})
 
     def _read(self, action: actions.Read) -> None:

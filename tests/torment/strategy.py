@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import TypeVar
+from collections.abc import Callable
 
 from hypothesis import strategies as st
 
 from . import program as actions
-from .eager import OPERATIONS
 from .features import ALL, Feature
+from .iterations import Iterations
 from .program import Action, Backward, Kind, OptimizerSpec, Program
-from .replica import EDITS, IN_PLACE, SCALE
-
-T = TypeVar("T")
+from .replica import IN_PLACE
 
 DENSE_RULES = ("sgd", "momentum", "adam", "fused_adam", "adamw", "rmsprop", "adagrad")
 ENVIRONMENTS: tuple[dict[str, str], ...] = (
@@ -36,59 +32,35 @@ def programs(
     return _Draw(draw, ranks, features).program(environment or {})
 
 
-class _Draw:
-    """The choices of one program. What `rarely` and `maybe` refuse is what Hypothesis shrinks to."""
-
-    def __init__(self, draw: st.DrawFn, ranks: int, features: frozenset[Feature]) -> None:
-        self._draw, self._ranks, self._features = draw, ranks, features
-        self._optimizers: list[OptimizerSpec] = []
-        self._names: tuple[str, ...] = ()
-
-    # ── small choices ────────────────────────────────────────────────────────────────────────────────────────────
-
-    def maybe(self, percent: int, *features: Feature) -> bool:
-        """True in so many per cent of cases, if all features are on."""
-        return self._features.issuperset(features) and self._draw(st.integers(0, 99)) >= 100 - percent
-
-    def one(self, choices: Sequence[T]) -> T:
-        return self._draw(st.sampled_from(choices))
-
-    def some(self, choices: Sequence[T], least: int = 1) -> tuple[T, ...]:
-        """Several of them, in order."""
-        if len(choices) <= least:
-            return tuple(choices)
-        chosen = self._draw(st.lists(st.sampled_from(range(len(choices))), min_size=least, max_size=4, unique=True))
-        return tuple(choices[place] for place in sorted(chosen))
-
-    def ranks(self) -> tuple[int, ...]:
-        return self.some(range(self._ranks))
+class _Draw(Iterations):
+    """The choices of one program: its model, its optimizers, and what is done in and between iterations."""
 
     # ── the model and its optimizers ─────────────────────────────────────────────────────────────────────────────
 
     def program(self, environment: dict[str, str]) -> Program:
-        self._has_sets = self._ranks > 2 and "algorithm" not in environment  # which some sets would not have
+        self._has_sets = self.n_ranks > 2 and "algorithm" not in environment  # which some sets would not have
         gates = {
             Kind.SMALL: Feature.SMALL,
             Kind.SINGLE: Feature.SINGLE,
             Kind.SPARSE: Feature.SPARSE,
         }
-        kinds = [kind for kind in Kind if kind not in gates or gates[kind] in self._features]
-        blocks = tuple(self._draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=5)))
-        bare = Program(ranks=self._ranks, blocks=blocks, optimizers=(), actions=())
-        self._blocks, self._names = blocks, bare.parameters
-        self._sparse = tuple(name for name in self._names if bare.kind_of(name) is Kind.SPARSE)
+        kinds = [kind for kind in Kind if kind not in gates or gates[kind] in self.features]
+        blocks = tuple(self.draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=5)))
+        bare = Program(ranks=self.n_ranks, blocks=blocks, optimizers=(), actions=())
+        self.blocks, self.names = blocks, bare.parameters
+        self.sparse = tuple(name for name in self.names if bare.kind_of(name) is Kind.SPARSE)
         tunes = self.maybe(35, Feature.PLANS)
         self._make_optimizers(tunes)
-        frozen = self.some(self._names) if self.maybe(20, Feature.THAWED) else ()
-        dense = [name for name in self._names if name not in self._sparse]
+        frozen = self.some(self.names) if self.maybe(20, Feature.THAWED) else ()
+        dense = [name for name in self.names if name not in self.sparse]
         hooked = self.some(dense) if dense and self.maybe(10, Feature.HOOKED) else ()
-        optimizers = tuple(self._optimizers)
+        optimizers = tuple(self.optimizers)
         made: list[Action] = []
-        for _ in range(self._draw(st.integers(2, 9))):
+        for _ in range(self.draw(st.integers(2, 9))):
             made += self._phase()
         tuned = {"warmup_iterations": "1000"} if tunes else {}
         return Program(
-            ranks=self._ranks,
+            ranks=self.n_ranks,
             blocks=blocks,
             optimizers=optimizers,
             actions=(*made, actions.Wait()),
@@ -98,10 +70,10 @@ class _Draw:
         )
 
     def _make_optimizers(self, tunes: bool) -> None:
-        count = self.one((1, 1, 1, 2, 2, 3)) if Feature.SEVERAL in self._features else 1
+        count = self.one((1, 1, 1, 2, 2, 3)) if Feature.SEVERAL in self.features else 1
         owned: list[list[str]] = [[] for _ in range(count)]
-        for number in range(len(self._blocks)):
-            mine = [name for name in self._names if name.startswith(f"{number}.")]
+        for number in range(len(self.blocks)):
+            mine = [name for name in self.names if name.startswith(f"{number}.")]
             if self.maybe(8, Feature.UNWATCHED):
                 mine = mine[:-1]
             place = self.one(range(count))
@@ -114,9 +86,9 @@ class _Draw:
             if mine:
                 options = options if shared else self._options()
                 seed = self.one(range(100)) if tunes else None
-                self._optimizers.append(self._spec(mine, options, seed))
-        if not self._optimizers:
-            self._optimizers.append(self._spec(list(self._names), options, None))
+                self.optimizers.append(self._spec(mine, options, seed))
+        if not self.optimizers:
+            self.optimizers.append(self._spec(list(self.names), options, None))
 
     def _options(self) -> dict[str, object]:
         options: dict[str, object] = {}
@@ -128,16 +100,16 @@ class _Draw:
             options["predivide"] = 2.0
         if self.maybe(6, Feature.FP16):
             options["fp16"] = True
-        if self._sparse and self.maybe(25, Feature.SPARSE_AS_DENSE):
+        if self.sparse and self.maybe(25, Feature.SPARSE_AS_DENSE):
             options["sparse_as_dense"] = True
         if self._has_sets and self.maybe(10, Feature.PROCESS_SETS):
-            options["process_set"] = self.one([(0, 1), (0, self._ranks - 1), (1, 2)])
+            options["process_set"] = self.one([(0, 1), (0, self.n_ranks - 1), (1, 2)])
         return options
 
     def _spec(self, names: list[str], options: dict[str, object], seed: int | None) -> OptimizerSpec:
-        sparse = [name for name in names if name in self._sparse]
+        sparse = [name for name in names if name in self.sparse]
         if sparse and len(sparse) == len(names):
-            adam = {"sparse_adam"} if Feature.SPARSE_ADAM in self._features else set()
+            adam = {"sparse_adam"} if Feature.SPARSE_ADAM in self.features else set()
             rule = self.one(("sgd", "adagrad", *adam))
         elif sparse:
             rule = self.one(("sgd", "adagrad"))
@@ -148,180 +120,44 @@ class _Draw:
         groups = self.one((1, 2, 5)) if self.maybe(8, Feature.GROUPED) else 0
         return OptimizerSpec(rule=rule, parameters=tuple(names), plan_seed=seed, groups=groups, **options)  # type: ignore[arg-type]
 
-    # ── what happens ─────────────────────────────────────────────────────────────────────────────────────────────
+    # ── what happens ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def _phase(self) -> list[Action]:
         if self.maybe(60):
             return self._between()
-        return self._iteration()
-
-    def _iteration(self) -> list[Action]:
-        """Zero, backward, step, and what is done in between."""
-        chosen = list(range(len(self._optimizers)))
-        if len(chosen) > 1 and self.maybe(40):
-            chosen = list(self._draw(st.permutations(self.some(chosen))))
-        specs = [self._optimizers[number] for number in chosen]
-        made: list[Action] = []
-        if not self.maybe(12):
-            set_to_none = not self.maybe(30)
-            made += [actions.ZeroGrad(optimizer=number, set_to_none=set_to_none) for number in chosen]
-        elif self.maybe(50):
-            made.append(actions.ZeroGrad(set_to_none=not self.maybe(50)))
-        inputs: tuple[str, ...] = ()
-        if len(chosen) < len(self._optimizers) or self.maybe(5):
-            inputs = tuple(dict.fromkeys(name for spec in specs for name in spec.parameters))
-        closures = [spec.rule.startswith("lbfgs") or self.maybe(6, Feature.CLOSURES) for spec in specs]
-        if all(closures):
-            return [
-                *made,
-                *(
-                    actions.Step(optimizer=number, closure=self._pass(self._optimizers[number].parameters))
-                    for number in chosen
-                ),
-            ]
-        passes = max(spec.passes for spec in specs)
-        if passes > 1 and self.maybe(20, Feature.RAGGED):
-            passes -= 1
-        scaled = self.maybe(5, Feature.SCALED)
-        for number in range(passes):
-            made += self._passes(inputs, scale=SCALE if scaled else 1.0)
-            if number + 1 < passes and self.maybe(10, Feature.EAGER_EARLY):
-                made.append(self._eager())
-        if scaled:
-            return [*made, *self._unscale(chosen)]
-        made += self._touch()
-        if self.maybe(4, Feature.LEFT_OUT):
-            return [*made, *(actions.ZeroGrad(optimizer=number) for number in chosen)]
-        for number in chosen:
-            made += self._step(number)
-        if self.maybe(10, Feature.READ):
-            made.append(actions.Read(parameters=self.some(self._names)))
-        return made
-
-    def _unscale(self, chosen: list[int]) -> list[Action]:
-        """Gradients of a scaled loss are divided before the step, which is left out if they were too large."""
-        made: list[Action] = []
-        for number in chosen:
-            synchronizes = self.maybe(50)
-            made += [actions.Synchronize(optimizer=number)] if synchronizes else []
-            names = tuple(name for name in self._optimizers[number].parameters if name not in self._sparse)
-            made.append(actions.Edit(how="unscale", parameters=names))
-            if self.maybe(25, Feature.LEFT_OUT):
-                made.append(actions.ZeroGrad(optimizer=number))
-            else:
-                made.append(actions.Step(optimizer=number, skip_synchronize=synchronizes))
-        return made
-
-    def _passes(self, inputs: tuple[str, ...], *, scale: float) -> list[Action]:
-        """One backward pass, or several that are one together, of a scaled loss perhaps."""
-        return [
-            replace(action, scale=scale) if isinstance(action, Backward) else action
-            for action in self._unscaled(inputs)
-        ]
-
-    def _unscaled(self, inputs: tuple[str, ...]) -> list[Action]:
-        if self.maybe(5, Feature.RETAINED):
-            return [Backward(retain=True, inputs=inputs), Backward(again=True, inputs=inputs)]
-        if self.maybe(8, Feature.PARTS) and not inputs:
-            first = self.some(self._names)
-            rest = tuple(name for name in self._names if name not in first)
-            return [Backward(inputs=first), *([Backward(inputs=rest)] if rest else [])]
-        if self.maybe(5, Feature.EXCEPTIONS):
-            failing = Backward(
-                fails_at=self.one(range(len(self._blocks))),
-                checkpoint="reentrant" if self.maybe(15, Feature.REENTRANT) else "",
-            )
-            forget = [actions.ZeroGrad(optimizer=number) for number in range(len(self._optimizers))]
-            if self.maybe(30):
-                forget = [actions.ZeroGrad()]
-            return [failing, *forget, self._pass(inputs)]
-        return [self._pass(inputs)]
-
-    def _pass(self, inputs: tuple[str, ...]) -> Backward:
-        checkpoint = ""
-        if self.maybe(6, Feature.CHECKPOINTS):
-            checkpoint = "plain"
-        elif self.maybe(6, Feature.REENTRANT) and not inputs:
-            checkpoint = "reentrant"
-        skipped: tuple[int, ...] = ()
-        on: tuple[int, ...] = ()
-        if self.maybe(10, Feature.UNUSED):
-            skipped = self.some(range(len(self._blocks)))
-        elif self.maybe(10, Feature.UNUSED_SOMEWHERE):
-            skipped, on = self.some(range(len(self._blocks))), self.ranks()
-        return Backward(
-            inputs=inputs,
-            checkpoint=checkpoint,
-            skipped=skipped,
-            on=on,
-            penalty=self.maybe(5, Feature.PENALTY),
-            compiled=self.maybe(1, Feature.COMPILED) and self.maybe(30),  # takes seconds
-        )
-
-    def _touch(self) -> list[Action]:
-        """What is done to gradients that are reduced, or on their way."""
-        made: list[Action] = []
-        if self.maybe(15, Feature.EAGER_EARLY):
-            made.append(self._eager())
-        if self.maybe(15, Feature.READ):
-            made.append(actions.Read(parameters=self.some(self._names)))
-        if self.maybe(25):
-            made.append(self._edit())
-        if self.maybe(5):
-            made.append(self._edit())
-        return made
-
-    def _edit(self) -> actions.Edit:
-        names = self._names if self.maybe(40) else self.some(self._names)
-        names = tuple(name for name in names if name not in self._sparse) or names
-        on = self.ranks() if self.maybe(15, Feature.EDITED_ON_SOME) else ()
-        return actions.Edit(how=self.one(tuple(EDITS)), parameters=names, on=on)
-
-    def _step(self, number: int) -> list[Action]:
-        if not self.maybe(20):
-            return [actions.Step(optimizer=number)]
-        made: list[Action] = [actions.Synchronize(optimizer=number)]
-        if self.maybe(50):
-            made += self._touch()
-        skip = not self.maybe(15, Feature.SYNCHRONIZED_TWICE)
-        return [*made, actions.Step(optimizer=number, skip_synchronize=skip)]
-
-    def _eager(self) -> Action:
-        if self.maybe(20):
-            return actions.Wait()
-        return actions.Eager(what=self.one(tuple(OPERATIONS)), later=self.maybe(50))
+        return self.iteration()
 
     def _between(self) -> list[Action]:
         """What is done between two iterations."""
-        number = self.one(range(len(self._optimizers)))
+        number = self.one(range(len(self.optimizers)))
         choices: list[tuple[Feature | None, Callable[[], list[Action]]]] = [
             (None, lambda: [actions.Nudge()]),
-            (Feature.FROZEN, lambda: [actions.RequireGrad(parameters=self.some(self._names), wanted=False)]),
-            (Feature.THAWED, lambda: [actions.RequireGrad(parameters=self._names, wanted=True)]),
-            (Feature.THAWED, lambda: [actions.RequireGrad(parameters=self.some(self._names), wanted=True)]),
-            (Feature.GROUPS_ADDED, lambda: [actions.AddGroup(optimizer=number, parameters=self.some(self._names))]),
+            (Feature.FROZEN, lambda: [actions.RequireGrad(parameters=self.some(self.names), wanted=False)]),
+            (Feature.THAWED, lambda: [actions.RequireGrad(parameters=self.names, wanted=True)]),
+            (Feature.THAWED, lambda: [actions.RequireGrad(parameters=self.some(self.names), wanted=True)]),
+            (Feature.GROUPS_ADDED, lambda: [actions.AddGroup(optimizer=number, parameters=self.some(self.names))]),
             (Feature.REWRAPPED, lambda: [actions.Rewrap(optimizer=number, keep_state=self.maybe(40))]),
             (Feature.REWRAPPED, lambda: [actions.Rewrap(optimizer=number, spec=self._other(number))]),
             (Feature.ACCUMULATION, lambda: [actions.Passes(optimizer=number, passes=self.one((1, 2, 3)))]),
-            (Feature.SAVED, lambda: [actions.Save(), *self._iteration(), actions.Load()]),
+            (Feature.SAVED, lambda: [actions.Save(), *self.iteration(), actions.Load()]),
             (Feature.SAVED, lambda: [actions.Load()]),
             (Feature.DTYPES, lambda: [actions.Convert(to=self.one(("double", "float", "half", "bfloat16")))]),
             (
                 Feature.FORMATS,
                 lambda: [actions.Convert(to=self.one(("channels_last", "contiguous", "data", "strides")))],
             ),
-            (Feature.BROADCAST, lambda: [actions.Broadcast(root=self.one(range(self._ranks)))]),
-            (Feature.BROADCAST, lambda: [actions.Broadcast(root=self.one(range(self._ranks)), optimizer=number)]),
-            (Feature.EAGER, lambda: [self._eager()]),
+            (Feature.BROADCAST, lambda: [actions.Broadcast(root=self.one(range(self.n_ranks)))]),
+            (Feature.BROADCAST, lambda: [actions.Broadcast(root=self.one(range(self.n_ranks)), optimizer=number)]),
+            (Feature.EAGER, lambda: [self.eager()]),
             (Feature.TOO_EARLY, lambda: [self._too_early(number)]),
             (Feature.JOIN, lambda: [self._epoch()]),
             (None, lambda: [actions.ZeroGrad(optimizer=number), actions.Step(optimizer=number)]),
         ]
-        return self.one([make for feature, make in choices if feature is None or feature in self._features])()
+        return self.one([make for feature, make in choices if feature is None or feature in self.features])()
 
     def _too_early(self, number: int) -> Action:
-        skipped, on = self.some(range(len(self._blocks))), self.ranks() if self.maybe(40) else ()
-        dense = [name for name in self._optimizers[number].parameters if name not in self._sparse]
+        skipped, on = self.some(range(len(self.blocks))), self.ranks() if self.maybe(40) else ()
+        dense = [name for name in self.optimizers[number].parameters if name not in self.sparse]
         return actions.TooEarly(
             optimizer=number,
             backward=Backward(skipped=skipped, on=on),
@@ -332,23 +168,23 @@ class _Draw:
 
     def _other(self, number: int) -> OptimizerSpec:
         """Another optimizer of the same or of other parameters."""
-        old = self._optimizers[number]
-        names = list(old.parameters) if self.maybe(60) else list(self.some(self._names))
+        old = self.optimizers[number]
+        names = list(old.parameters) if self.maybe(60) else list(self.some(self.names))
         spec = self._spec(names, self._options(), old.plan_seed)
-        self._optimizers[number] = spec
+        self.optimizers[number] = spec
         return spec
 
     def _epoch(self) -> actions.Epoch:
-        batches = tuple(self._draw(st.integers(0, 5)) for _ in range(self._ranks))
-        sparse = Feature.JOIN_SPARSE in self._features
+        batches = tuple(self.draw(st.integers(0, 5)) for _ in range(self.n_ranks))
+        sparse = Feature.JOIN_SPARSE in self.features
         usable = [
             number
-            for number, spec in enumerate(self._optimizers)
-            if sparse or not set(spec.parameters) & set(self._sparse)
+            for number, spec in enumerate(self.optimizers)
+            if sparse or not set(spec.parameters) & set(self.sparse)
         ] or [0]
-        if Feature.JOIN_SEVERAL not in self._features:
+        if Feature.JOIN_SEVERAL not in self.features:
             usable = usable[:1]
-        pattern = self._draw(
+        pattern = self.draw(
             st.lists(st.sampled_from([self.some(usable)] + [(n,) for n in usable]), min_size=1, max_size=3)
         )
         return actions.Epoch(batches=batches if any(batches) else (1, *batches[1:]), order=tuple(pattern))
