@@ -18,19 +18,19 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from sirtaki.comm import timeline
-from sirtaki.comm.control.failure import WAIT_SLICE_S, FailureBoard, poll_until
-from sirtaki.comm.control.plane import gather, load_mpi
+from sirtaki.comm.control.failure import WAIT_SLICE_S, FailureBoard
 from sirtaki.comm.control.watchdog import Wait
 from sirtaki.comm.transports.mpi import ThreadWork
 from sirtaki.errors import CommError, MismatchError
 
+from .eager_work import EagerWork, trace_operations
 from .name_slots import CAPACITY, NameSlots
 from .operations import Ranks, perform, zeros_for
-from .requests import DIGEST_BYTES, Presence, Progress, Signature, batches, mismatch
+from .requests import Presence, Progress, Signature, batches, mismatch
+from .round import ALL_BITS, Round
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -39,47 +39,6 @@ LONGEST_PAUSE_S = 2e-3
 """Between rounds that bring nothing: the ranks wait for different things."""
 
 SHORTEST_PAUSE_S = 50e-6
-
-_ALL_BITS = (1 << 8 * DIGEST_BYTES) - 1
-
-Bits = npt.NDArray[np.bool_]
-
-
-class EagerWork(ThreadWork):
-    """An eager operation under way."""
-
-    def __init__(self, signature: Signature, tensors: Sequence[torch.Tensor]) -> None:
-        super().__init__()
-        self.signature, self.tensors = signature, tensors
-        self.digest = signature.digest()
-        self.submitted_s = time.monotonic()
-        self.results: list[torch.Tensor] = []
-        self.written = _written(tensors)
-
-
-def _written(tensors: Sequence[torch.Tensor]) -> torch.cuda.Event | None:
-    """Marks the point of this thread's CUDA stream at which the tensors have their values."""
-    if not tensors or tensors[0].device.type != "cuda":
-        return None
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's
-    event.record(torch.cuda.current_stream(tensors[0].device))
-    return event
-
-
-def _trace(
-    trace: timeline.Timeline, signatures: Sequence[Signature], works: Sequence[EagerWork | None], begin_s: float
-) -> None:
-    """Tells the timeline of operations that have been performed together, and how long they were negotiated."""
-    end_s = time.perf_counter()
-    ages_s = time.monotonic() - end_s  # of one clock against the other
-    for signature, work in zip(signatures, works, strict=True):
-        if work is not None:
-            submitted_s = work.submitted_s - ages_s
-            trace.overlapping(f"NEGOTIATE_{signature.kind.value}", submitted_s, begin_s, operation=signature.name)
-    names = ", ".join(signature.name for signature in signatures)
-    trace.span("eager", signatures[0].kind.value, begin_s, end_s, names=names)
-    for signature in signatures:
-        trace.span("eager", signature.name, begin_s, end_s)
 
 
 class EagerEngine:
@@ -99,10 +58,9 @@ class EagerEngine:
             failures: where a lost job is reported.
             where: names the set of ranks in messages, empty for all ranks.
         """
-        self._bits_comm, self._data = comm.Dup(), comm.Dup()
+        self._rounds, self._data = Round(comm.Dup(), failures), comm.Dup()
         self._ranks = Ranks(self._data, failures)
         self._failures, self._where = failures, where
-        self._and = load_mpi().BAND
         self.rank, self.size = int(comm.rank), int(comm.size)
 
         # Shared by the submitting threads and the one that runs rounds, under `_wake`.
@@ -299,7 +257,7 @@ class EagerEngine:
             bits_suffice = known and not refused and not closing
         digest = 0
         if join is None and not closing and not any(work.signature.problem for work in pending.values()):
-            digest = sum(work.digest for work in pending.values()) & _ALL_BITS
+            digest = sum(work.digest for work in pending.values()) & ALL_BITS
         bits = np.zeros(1 + CAPACITY, dtype=np.bool_)
         bits[0] = bits_suffice
         if join is not None:
@@ -310,7 +268,7 @@ class EagerEngine:
                 bits[1 + slot] = True
         if (trace := timeline.active()) is not None and trace.mark_cycles:
             trace.instant("eager", "CYCLE_START", time.perf_counter())
-        all_equal, result = self._and_bits(digest, bits)
+        all_equal, result = self._rounds.agree(digest, bits)
         if all_equal:
             ready = {name: work.signature for name, work in pending.items()}
             for name in sorted(ready):
@@ -329,23 +287,10 @@ class EagerEngine:
             self._run_batch([ready[name] for name in names], [pending.get(name) for name in names])
         return self._settle_join(join) or bool(ready)
 
-    def _and_bits(self, digest: int, bits: Bits) -> tuple[bool, Bits]:
-        """Collective: whether all ranks have this digest (0 = it equals none), and which bits all have set.
-
-        Next to the digest goes its complement: the AND of both is what one rank sent only if all sent the same.
-        """
-        complement = digest ^ _ALL_BITS if digest else 0
-        mine = digest.to_bytes(DIGEST_BYTES, "big") + complement.to_bytes(DIGEST_BYTES, "big")
-        sent = np.concatenate([np.frombuffer(mine, dtype=np.uint8), np.packbits(bits)])
-        received = np.empty_like(sent)
-        poll_until(self._bits_comm.Iallreduce(sent, received, op=self._and).Test, failures=self._failures)
-        all_equal = bool(digest) and received[: 2 * DIGEST_BYTES].tobytes() == mine
-        return all_equal, np.unpackbits(received[2 * DIGEST_BYTES :], count=bits.size).view(np.bool_)
-
     def _exchange(self, mine: Presence) -> dict[str, Signature]:
         """Collective: everybody's pending operations; the ones that are pending everywhere and agree."""
         self._join_told = mine.joined is not None
-        everybody: list[Presence] = gather(mine, comm=self._bits_comm, failures=self._failures)
+        everybody = self._rounds.exchange(mine)
         self._ended = all(presence.closing for presence in everybody)
         newly_joined = [
             (presence.joined, rank)
@@ -412,7 +357,7 @@ class EagerEngine:
             names = ", ".join(repr(signature.name) for signature in signatures)
             error = CommError(f"{signatures[0].kind.value.lower()} {names} failed: {err!r}")
         if (trace := timeline.active()) is not None:
-            _trace(trace, signatures, works, begin_s)
+            trace_operations(trace, signatures, works, begin_s)
         self.concluded += len(signatures)
         with self._wake:
             for work in filter(None, works):
@@ -448,6 +393,6 @@ class EagerEngine:
         self._thread.join(timeout_s)
         if self._thread.is_alive() or not self._ended:
             return False
-        self._bits_comm.Free()
+        self._rounds.close()
         self._data.Free()
         return True

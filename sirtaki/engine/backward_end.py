@@ -9,7 +9,7 @@ import torch
 
 
 class BackwardEnd:
-    """Calls one of two methods when the present backward pass is over; knows their object by weak references only."""
+    """Calls one of two methods when the current backward pass is over; knows their object by weak references only."""
 
     def __init__(self, ended: Callable[[], None], failed: Callable[[], None]) -> None:
         """To be called in a hook, in a backward pass.

@@ -18,6 +18,7 @@ from sirtaki.autotune.knobs import Knobs, KnobSpace
 from sirtaki.autotune.model.planning import PlanningModel
 from sirtaki.comm.layout import GradientLayout
 from sirtaki.errors import PlanError
+from sirtaki.gain import faster
 from sirtaki.registry.warm_start import WarmStart
 
 from .knob_choices import checked_plans
@@ -101,8 +102,8 @@ def _promising(
         if span_s is None or span_s <= (1 + doubt) * min(known_s):
             kept.append(proposal)
         else:
-            over = span_s / min(known_s)
-            logger.info("not tried, as %.2f times the best plan's time is expected: %s", over, proposal.message)
+            slower = faster(min(known_s), span_s)
+            logger.info("not tried, as it would be %s than the best plan: %s", slower, proposal.message)
     return kept
 
 

@@ -26,7 +26,7 @@ from .participants import Stage
 from .reducer_end import let_go
 from .reducer_options import ReducerOptions
 from .reducer_watch import ReducerWatch
-from .same_model import StartCheck, require_same_model
+from .same_model import Named, StartCheck, require_same_model
 from .sparse_gradients import SparseReductions
 from .thawed import reduce_thawed
 from .warmup import TunedSynchroniser
@@ -40,8 +40,6 @@ TOO_OFTEN = (
     "Gradients were computed more than backward_passes_per_step times before call to step(). "
     "Increase backward_passes_per_step to accumulate gradients locally."
 )
-
-Named = tuple[str, torch.Tensor]
 
 
 class User(Protocol):
@@ -151,7 +149,7 @@ class GradientReducer:
             )
         arrive: list[Arrive] = [partial(self.sparse.start, name) for name, _ in self._named]
         for index, number in enumerate(dense):
-            arrive[number] = self._arrival(index)
+            arrive[number] = partial(self._sync.ready, index)  # type: ignore[union-attr]  # there is one, if any is dense
         self._groups = GradientGroups(self.options.groups, [param for _, param in self._named])
         self._groups.hold(arrive)
         self._arrive = arrive
@@ -162,10 +160,6 @@ class GradientReducer:
             for number, (_, param) in enumerate(self._named)
         ]
         self._begin_iteration()
-
-    def _arrival(self, index: int) -> Arrive:
-        assert self._sync is not None
-        return partial(self._sync.ready, index)
 
     def _detach(self) -> None:
         for hook in self._hooks:

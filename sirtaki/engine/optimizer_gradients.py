@@ -19,8 +19,9 @@ import torch
 
 from sirtaki.errors import ConfigError, GradientError, MismatchError, NotInitializedError
 
-from .gradient_reducer import GradientReducer, Named
+from .gradient_reducer import GradientReducer
 from .reducer_options import ReducerOptions
+from .same_model import Named
 
 if TYPE_CHECKING:
     from sirtaki.comm.collectives.rank_sets import RankSet

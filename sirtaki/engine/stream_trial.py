@@ -17,6 +17,7 @@ import torch
 
 from sirtaki.autotune.knobs import MIB
 from sirtaki.comm.plan import CommPlan, TransportKind, Unit
+from sirtaki.gain import faster
 
 from . import job as job
 from .devices import open_router
@@ -51,9 +52,9 @@ class StreamTrial:
             return "gradients travel through host memory: NCCL does not join these GPUs"
         if self.two_s is None:
             return "one NCCL stream only"
-        change = self.one_s / self.two_s - 1
-        what = "overlap" if change > 0.03 else "do not overlap, or one fills the link"
-        return f"two NCCL streams {what}: {100 * change:+.0f} % throughput of {UNITS} × {UNIT_BYTES // MIB} MiB"
+        what = "overlap" if self.one_s > 1.03 * self.two_s else "do not overlap, or one fills the link"
+        gain = faster(self.one_s, self.two_s)
+        return f"two NCCL streams {what}: {UNITS} × {UNIT_BYTES // MIB} MiB travel {gain} than on one"
 
 
 def try_streams(control: ControlPlane, router: Router) -> StreamTrial:

@@ -51,6 +51,12 @@ def without_tuning(settings: Settings, default: Knobs) -> str:
     return f"tuning is off ({why}): gradients are reduced by {default.describe()}{NO_LOG if settings.trial_log else ''}"
 
 
+def _hosts(control: ControlPlane, settings: Settings) -> list[str]:
+    """By rank. Nodes simulated by a setting count as hosts, so that their results are not taken for one node's."""
+    simulated = control.local_size if settings.local_size else control.size
+    return [f"{host}/{rank // simulated}" for rank, host in enumerate(control.hosts)]
+
+
 class TunedSynchroniser:
     """Reduces gradients, and in the first iterations finds out how."""
 
@@ -74,8 +80,7 @@ class TunedSynchroniser:
             reduction: what is done to every gradient.
             arms: search techniques, None = the usual ones.
         """
-        self._control, self._settings = control.scope(), settings
-        control = self._control
+        self._control = control = control.scope()
         self._router = open_router(control, settings, params)
         total_bytes = sum(param.numel() * reduction.travels_as(param.dtype).itemsize for param in params)
         self._choose = partial(default_knobs, total_bytes=total_bytes, one_node=control.one_node)
@@ -102,12 +107,9 @@ class TunedSynchroniser:
         self._coordinator: TuningCoordinator | None = None
         kinds = control.all_gather(Hardware.here(params[0].device)) if self._tuning and params else []
         if control.rank == 0 and self._tuning:
-            # Nodes simulated by a setting count as hosts, so that their results are not taken for one node's.
-            simulated = control.local_size if settings.local_size else control.size
-            hosts = [f"{host}/{rank // simulated}" for rank, host in enumerate(control.hosts)]
             self._coordinator = TuningCoordinator(
                 settings,
-                TuningCache(settings, params, hosts, kinds),
+                TuningCache(settings, params, _hosts(control, settings), kinds),
                 default=self._default,
                 arms=arms,
                 # On a device with streams the first report after a change is of the iteration before it.

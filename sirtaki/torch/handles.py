@@ -9,7 +9,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from sirtaki.comm.collectives.engine import EagerEngine, EagerWork
+from sirtaki.comm.collectives.eager_work import EagerWork
+from sirtaki.comm.collectives.engine import EagerEngine
 from sirtaki.comm.collectives.requests import Kind, Signature
 
 from .process_sets import ProcessSet, engine_of

@@ -1,0 +1,36 @@
+"""A job's participants live as long as their users keep them."""
+
+import gc
+from typing import Any, cast
+
+from sirtaki.engine.participants import Participant, Participants
+
+
+class Reducer:
+    """A participant of whom only that it exists matters."""
+
+
+def made(participants: Participants) -> Any:
+    reducer = cast(Participant, Reducer())
+    participants.add(reducer)
+    return reducer
+
+
+def test_they_are_named_oldest_first_and_not_kept_alive() -> None:
+    participants = Participants()
+    first, second = made(participants), made(participants)
+    assert list(participants) == [first, second]
+    del first
+    gc.collect()
+    assert list(participants) == [second]
+    participants.remove(second)
+    assert list(participants) == []
+
+
+def test_in_use_are_the_newest_and_the_one_that_was_stepped_last() -> None:
+    participants = Participants()
+    assert participants.in_use == []
+    first, second, third = (made(participants) for _ in range(3))
+    participants.note_finished(first)
+    assert participants.in_use == [third, first]
+    assert second not in participants.in_use
