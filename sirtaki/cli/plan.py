@@ -23,7 +23,7 @@ from sirtaki.engine.trial_log_reader import read_log
 from sirtaki.errors import ConfigError
 from sirtaki.link_model import LinkModel
 
-from .svg import COLORS, DEFAULT_COLOR, Plot, legend, page
+from .svg import COLORS, DEFAULT_COLOR, Plot, framed, legend, page
 
 BYTES_PER_GBIT = 1e9 / 8
 MAX_STREAMS = 24
@@ -129,9 +129,9 @@ def render(rows: Sequence[ScalingRow], model: PlanningModel) -> str:
             f"{alone_ms:.4g} ms without communication.</p>",
             legend(colors),
             "<h2>Iteration time</h2>",
-            _plot(rows, colors, lambda row: 1e3 * row.iteration_s, y=(0, 1.05 * max(times_ms)), y_label="ms"),
+            framed(_plot(rows, colors, lambda row: 1e3 * row.iteration_s, y=(0, 1.05 * max(times_ms)), y_label="ms")),
             "<h2>Efficiency: throughput of a rank as part of what it would be alone</h2>",
-            _plot(rows, colors, lambda row: 100 * row.efficiency, y=(0, 105), y_label="%"),
+            framed(_plot(rows, colors, lambda row: 100 * row.efficiency, y=(0, 105), y_label="%")),
         ],
     )
 

@@ -21,7 +21,7 @@ from sirtaki.engine.trial_log_reader import Measurement, Outcome, TrialLog, read
 from sirtaki.errors import ConfigError
 from sirtaki.gain import faster
 
-from .svg import COLORS, DEFAULT_COLOR, WIDTH, Plot, legend, page, swatch
+from .svg import COLORS, DEFAULT_COLOR, WIDTH, Plot, framed, legend, page, swatch
 
 FINALS = (Purpose.FINALS.value, "verify", "guard_winner", "guard_default")  # the latter in logs of older releases
 
@@ -31,7 +31,7 @@ WHO = (
     "from a model of the job. All others are search techniques. Together they are called arms."
 )
 
-BEST_COLOR, BOUND_COLOR, COMPUTE_COLOR = "#c00000", "#000000", "#c8ccd0"
+BEST_COLOR, BOUND_COLOR, COMPUTE_COLOR = "#d62728", "currentColor", "#c8ccd0"
 
 
 def configure(parser: ArgumentParser) -> None:
@@ -65,21 +65,21 @@ def render(log: TrialLog) -> str:
     """The page."""
     arms = dict.fromkeys(trial.arm for trial in log.measurements if trial.arm != DEFAULT_ARM)
     colors = {DEFAULT_ARM: DEFAULT_COLOR, **dict(zip(arms, cycle(COLORS), strict=False))}
-    lines = {"best so far": BEST_COLOR} | ({"bound": BOUND_COLOR} if log.model is not None else {})
+    lines = {"best so far": BEST_COLOR} | ({"bound": BOUND_COLOR} if log.bound_s is not None else {})
     return page(
         "Tuning report",
         [
             _summary(log),
             "<h2>Trials</h2>",
             legend(colors | lines),
-            _trials_plot(log, colors),
+            framed(_trials_plot(log, colors)),
             "<h2>Who proposed what ran</h2>",
             f"<p>{WHO}</p>",
-            _shares_plot(log.measurements, colors),
+            framed(_shares_plot(log.measurements, colors)),
             *_credits(log.measurements, colors),
             "<h2>Fastest settings</h2>",
             *_why_not_the_fastest(log),
-            _table(log.measurements, colors),
+            framed(_table(log.measurements, colors)),
             *_timelines(log),
         ],
     )
@@ -91,15 +91,26 @@ def _summary(log: TrialLog) -> str:
         f"{len(log.measurements)} measurements in {_last_iteration(log.measurements)} training iterations. Kept: "
         f"<b>{escape(kept.knobs.describe())}</b>, proposed by {escape(kept.arm)}. {_gain(kept)}"
     )
-    if log.model is not None:
-        words += (
-            f" No plan can take less than {_ms(log.model.bound_s)}: the backward pass from its first gradient on, or "
-            "all bytes at the best rate that was measured."
-        )
+    words += _bound(log)
     reason = f" Why: {escape(kept.reason)}." if kept.reason else ""
     return (
         f"<p>{words}{reason}</p>\n<p>{escape(in_words(kept.knobs))}</p>\n<p>Times are <i>communication times</i>: from "
         "the first gradient that is ready to the last one that is reduced. The backward pass runs in the same time.</p>"
+    )
+
+
+def _bound(log: TrialLog) -> str:
+    """What can be reached at all, in a sentence; empty where that is unknown."""
+    if log.model is None or log.bound_s is None:
+        return ""
+    if log.bound_s < log.model.bound_s:
+        return (
+            f" The probes alone would have said that no plan can take less than {_ms(log.model.bound_s)}, but "
+            f"gradients have travelled faster since, so the bound is drawn at the fastest setting, {_ms(log.bound_s)}."
+        )
+    return (
+        f" No plan can take less than {_ms(log.bound_s)}: the backward pass from its first gradient on, or all bytes "
+        "at the best rate that was measured."
     )
 
 
@@ -136,7 +147,7 @@ def in_words(knobs: Knobs) -> str:
 
 def _trials_plot(log: TrialLog, colors: Mapping[str, str]) -> str:
     measured = [trial for trial in log.measurements if trial.succeeded]
-    bound_s = [log.model.bound_s] if log.model is not None and log.model.bound_s > 0 else []
+    bound_s = [] if log.bound_s is None else [log.bound_s]
     low, high = (_log_ms(edge([*bound_s, *(trial.span_s for trial in measured)])) for edge in (min, max))
     last = _last_iteration(log.measurements)
     plot = Plot(
@@ -212,7 +223,7 @@ def _credits(trials: Sequence[Measurement], colors: Mapping[str, str]) -> Iterat
         points = [(trial.iteration, trial.credits.get(arm, 0.0)) for trial in told]
         plot.steps(points, color=colors.get(arm, DEFAULT_COLOR))
     yield title + "<p>It rises when one finds a new best, and fades; more credit gets more trials.</p>"
-    yield plot.render()
+    yield framed(plot.render())
 
 
 def _why_not_the_fastest(log: TrialLog) -> Iterator[str]:
@@ -249,7 +260,9 @@ def _timelines(log: TrialLog) -> Iterator[str]:
     """Default and winner as the simulator sees them, where the log has the job's model of their routes."""
     shown = {"kept": log.outcome.knobs}
     if log.default is not None:
-        shown = {"untuned default": log.default.knobs, **shown}
+        default = log.default.knobs
+        kept_default = default == log.outcome.knobs
+        shown = {"untuned default, kept": default} if kept_default else {"untuned default": default, **shown}
     model = log.model
     if model is None:
         return

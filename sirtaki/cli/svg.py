@@ -8,19 +8,27 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 
-COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7b3294", "#8a6d00", "#1b7837", "#444444")
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7b3294", "#8a6d00", "#1b7837", "#a65628")
 DEFAULT_COLOR = "#888888"
 
 STYLE = """
-body { font: 15px/1.45 system-ui, sans-serif; max-width: 900px; margin: 2em auto; padding: 0 1em; color: #222; }
+:root { color-scheme: light dark; }
+body { font: 15px/1.45 system-ui, sans-serif; max-width: 900px; margin: 2em auto; padding: 0 1em; }
+body { color: #222; background: #fff; }
 h1 { font-size: 1.5em; } h2 { font-size: 1.15em; margin-top: 2em; }
 svg { width: 100%; height: auto; font-size: 11px; fill: #444; }
 .grid { stroke: #e4e4e4; } .axis { stroke: #666; }
-.pair { display: flex; gap: 1em; } .pair > div { flex: 1; min-width: 0; }
+.plot { overflow-x: auto; } .plot > * { min-width: 540px; }
+.pair { display: flex; gap: 1em; align-items: end; } .pair > div { flex: 1; min-width: 0; }
 table { border-collapse: collapse; } td, th { padding: .2em .8em .2em 0; text-align: left; }
-td.number { text-align: right; font-variant-numeric: tabular-nums; }
+td.number { white-space: nowrap; text-align: right; font-variant-numeric: tabular-nums; }
 .swatch { display: inline-block; width: .8em; height: .8em; margin-right: .35em; border-radius: 2px; }
-.legend span { margin-right: 1.1em; white-space: nowrap; }
+.legend span { margin-right: 1.1em; display: inline-block; }
+@media (max-width: 640px) { .pair { display: block; } body { margin: 1em auto; } }
+@media (prefers-color-scheme: dark) {
+  body { color: #ddd; background: #16181b; }
+  svg { fill: #b8bcc2; } .grid { stroke: #33373d; } .axis { stroke: #8a8f96; }
+}
 """
 
 WIDTH, HEIGHT = 860, 300
@@ -130,9 +138,15 @@ def nice_ticks(low: float, high: float, *, about: int = 6) -> list[float]:
 
 def page(title: str, sections: Sequence[str]) -> str:
     """A whole HTML page of its own: the title as a heading, then the sections."""
-    head = f'<meta charset="utf-8"><title>Sirtaki: {escape(title.lower())}</title><style>{STYLE}</style>'
+    meta = '<meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+    head = f"{meta}<title>Sirtaki: {escape(title.lower())}</title><style>{STYLE}</style>"
     body = "\n".join([f"<h1>{escape(title)}</h1>", *sections])
     return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n{body}\n</body></html>\n'
+
+
+def framed(content: str) -> str:
+    """A wide plot or table, to be scrolled where the window is narrow."""
+    return f'<div class="plot">{content}</div>'
 
 
 def legend(colors: Mapping[str, str]) -> str:

@@ -57,8 +57,8 @@ SHAPES = (
 )
 """Bytes of a unit, and streams; what a small budget should know comes first, the link before the processor."""
 
-NEEDED, ENOUGH = 2, 3
-"""So many shapes are measured on every route, and on others than the first at most so many."""
+NEEDED_FIRST, NEEDED, ENOUGH = 3, 2, 3
+"""So many shapes are measured on the first route and on every other, and on the others at most so many."""
 
 
 def probe_routes(
@@ -71,8 +71,8 @@ def probe_routes(
         router: carries the units.
         routes: to measure, the most important first: where there is time, it is measured in more ways than the others.
         max_streams: no more are opened.
-        budget_s: by the clock, opening of connections included; after that each route gets `NEEDED` shapes only, once.
-            The smallest of all ranks' counts.
+        budget_s: by the clock, opening of connections included; after that each route gets the needed shapes only,
+            once. The smallest of all ranks' counts.
     """
     # Every rank must go through the same shapes: neither its own budget nor its own clock may decide.
     budget_s = float(control.minimum(np.array([budget_s]))[0])
@@ -81,9 +81,10 @@ def probe_routes(
     begin_s, spent_s = time.perf_counter(), 0.0
     for route in routes:
         found[route] = []
-        for number, (unit_bytes, streams) in enumerate(SHAPES if route == routes[0] else SHAPES[:ENOUGH]):
+        shapes, needed = (SHAPES, NEEDED_FIRST) if route == routes[0] else (SHAPES[:ENOUGH], NEEDED)
+        for number, (unit_bytes, streams) in enumerate(shapes):
             # What is not known to be slow would have to be tried.
-            if streams > max_streams or (spent_s > budget_s and number >= NEEDED):
+            if streams > max_streams or (spent_s > budget_s and number >= needed):
                 continue
             plan = _probe_plan(route, unit_bytes, streams)
             try:

@@ -87,6 +87,21 @@ class TrialLog:
         return next((m for m in self.measurements if m.purpose == "default" and m.succeeded), None)
 
     @property
+    def fastest_s(self) -> float:
+        """The shortest time of any measurement."""
+        return min(m.span_s for m in self.measurements)
+
+    @property
+    def bound_s(self) -> float | None:
+        """What no setting falls below: the model's bound, unless a measurement has shown the link to carry more.
+
+        None without a model, and where it sets no bound.
+        """
+        if self.model is None or not self.model.bound_s > 0:
+            return None
+        return min(self.model.bound_s, self.fastest_s)
+
+    @property
     def outcome(self) -> Outcome:
         """The result, or without one the last new best."""
         if self.result is not None:

@@ -184,6 +184,16 @@ def test_with_the_jobs_model_the_bound_is_drawn_and_told(log_of):
     assert len([e for e in svgs(render(read_log(log_of(*JOB))))[0].iter() if e.get("stroke-dasharray")]) == 1
 
 
+def test_no_setting_is_shown_below_the_bound(log_of):
+    slow = {**MODEL, "links": [{**link, "link": {**link["link"], "throughput": [1e6]}} for link in MODEL["links"]]}
+    log = read_log(log_of(slow, *JOB))
+    assert log.model.bound_s > log.fastest_s  # the probes were too pessimistic
+    assert log.bound_s == log.fastest_s
+    page = render(log)
+    assert "No plan can take less" not in page
+    assert "the bound is drawn at the fastest setting, 100 ms" in page
+
+
 def test_default_and_winner_stand_side_by_side(log_of):
     page = render(read_log(log_of(MODEL, *JOB)))
     assert page.count('<div class="pair"><div>') == 1

@@ -2,7 +2,7 @@
 
 from conftest import RunRanks
 
-from sirtaki.engine.probes import PASSES, SHAPES, STREAM_BYTES
+from sirtaki.engine.probes import NEEDED_FIRST, PASSES, SHAPES, STREAM_BYTES
 
 
 def shapes_of(output: str) -> list[list[tuple[int, ...]]]:
@@ -14,7 +14,7 @@ def shapes_of(output: str) -> list[list[tuple[int, ...]]]:
 def test_ranks_with_different_budgets_take_the_same_probes(run_ranks: RunRanks) -> None:
     stingy, generous = shapes_of(run_ranks("probes.py", 2, 0.0, 100.0).stdout)
     assert stingy == generous
-    assert {probe[:2] for probe in stingy} == set(SHAPES[:2])
+    assert {probe[:2] for probe in stingy} == set(SHAPES[:NEEDED_FIRST])
 
 
 def test_every_stream_carries_as_much_in_every_probe(run_ranks: RunRanks) -> None:

@@ -1,0 +1,240 @@
+"""What Sirtaki does, in under three minutes: one training job four times, on this host and on four emulated nodes.
+
+    make demo        (or: python -m bench.demo)
+
+The job, a net that learns scikit-learn's digits, runs with PyTorch DDP, with Sirtaki untuned, with Sirtaki that tunes
+while it trains, and once more with what that run has left in the registry. The emulated nodes (`bench.cluster`) are
+network namespaces whose links carry 400 Mbit/s, but one connection only 40, as clouds cap connections; where they cannot
+be made the demonstration says why and goes without. Nothing is left behind but the pages with the reports.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from bench.cluster import ClusterShape, LabError, NetLab, why_unavailable
+from bench.harness import REPOSITORY, give_result, main_or_rank, rank_argv, rank_env, run_ranks, take_result
+from sirtaki.cli.report import write_report
+from sirtaki.gain import faster
+
+SHAPE = ClusterShape(nodes=4, link_bits_per_s=400_000_000, flow_bits_per_s=40_000_000)
+DDP, UNTUNED, TUNED, REMEMBERED = "PyTorch DDP", "Sirtaki, untuned", "Sirtaki, tuned", "Sirtaki, remembered"
+REPORTS = REPOSITORY / "build" / "demo"
+JOB_TIMEOUT_S = 150.0
+MOST_STEPS = 200
+
+say = Console(highlight=False, soft_wrap=True).print
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scene:
+    """Where the job runs.
+
+    Attributes:
+        name: of the report's file.
+        title: of the table.
+        width: of the net's layers.
+        warmup_iterations: the tuner's budget.
+        steps: that are timed, after tuning.
+    """
+
+    name: str
+    title: str
+    width: int
+    warmup_iterations: int
+    steps: int
+
+
+HOST = Scene(name="one-host", title="2 ranks on this host", width=1536, warmup_iterations=60, steps=40)
+NODES = Scene(
+    name="four-nodes",
+    title="4 emulated nodes, links of 400 Mbit/s, one connection gets 40",
+    width=768,
+    warmup_iterations=40,
+    steps=6,
+)
+
+RunJob = Callable[[Mapping[str, Any], Mapping[str, str]], Any]
+"""Runs the ranks with these options and this environment, and gives what rank 0 has found."""
+
+
+def on_rank(options: Mapping[str, Any]) -> None:
+    """What each rank does: trains, by DDP or by Sirtaki, and gives the median time of the last steps."""
+    import torch
+    from mpi4py import MPI
+    from sklearn.datasets import load_digits
+    from torch import nn
+
+    import sirtaki.torch as hvd
+    from bench.contenders import join_gloo
+
+    torch.set_num_threads(1)
+    comm, width = MPI.COMM_WORLD, options["width"]
+    torch.manual_seed(0)
+    model: nn.Module = nn.Sequential(
+        nn.Linear(64, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10)
+    )
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    digits = load_digits()
+    mine = slice(comm.rank, None, comm.size)
+    images, labels = torch.tensor(digits.data[mine], dtype=torch.float32) / 16, torch.tensor(digits.target[mine])
+    if options["ddp"]:
+        join_gloo(comm, address=options["master"])
+        model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    else:
+        hvd.init()
+        optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+
+    def step(number: int) -> tuple[float, float]:
+        begin_s = time.perf_counter()
+        chosen = torch.arange(32 * number, 32 * number + 32) % len(labels)
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(images[chosen]), labels[chosen])
+        loss.backward()
+        optimizer.step()
+        return time.perf_counter() - begin_s, loss.item()
+
+    settled = 0
+    tuned = None if options["ddp"] else optimizer._gradients.reducers[0].tuned
+    while settled < 3 or (tuned is not None and tuned.tuning and settled < MOST_STEPS):
+        step(settled)
+        settled += 1
+    times_s, losses = zip(*(step(settled + number) for number in range(options["steps"])), strict=True)
+    slowest_s = comm.allreduce(median(times_s), op=MPI.MAX)
+    if comm.rank == 0:
+        knobs = "25 MB buckets" if tuned is None else tuned.knobs.describe()
+        give_result({"step_s": slowest_s, "loss": losses[-1], "settled": settled, "setting": knobs})
+    comm.Barrier()
+    if options["ddp"]:
+        torch.distributed.destroy_process_group()
+    else:
+        hvd.shutdown()
+
+
+def play(scene: Scene, run: RunJob, *, master: str) -> dict[str, Any]:
+    """Runs the job four times, writes the report of the tuned one, and gives what was measured by contender."""
+    results: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(prefix="sirtaki-demo-") as folder:
+        registry = {"SIRTAKI_REGISTRY": str(Path(folder) / "registry.db")}
+        log = Path(folder) / "trials.jsonl"
+        environments: dict[str, dict[str, str]] = {
+            DDP: {},
+            UNTUNED: {"SIRTAKI_TUNE": "0"},
+            TUNED: {**registry, "SIRTAKI_TRIAL_LOG": str(log)},
+            REMEMBERED: registry,
+        }
+        for name, env in environments.items():
+            options = {"ddp": name == DDP, "width": scene.width, "steps": scene.steps, "master": master}
+            budget = {"SIRTAKI_WARMUP_ITERATIONS": str(scene.warmup_iterations)}
+            results[name] = result = run(options, {**rank_env(), **budget, **env})
+            say(f"  {name}: {1e3 * result['step_s']:.3g} ms a step with {result['setting']}")
+        REPORTS.mkdir(parents=True, exist_ok=True)
+        write_report(log, REPORTS / f"{scene.name}.html")
+    return results
+
+
+def on_this_host(options: Mapping[str, Any], env: Mapping[str, str]) -> Any:
+    """See `RunJob`."""
+    return run_ranks("bench.demo", 2, options, env=env, timeout_s=JOB_TIMEOUT_S)
+
+
+def on_emulated_nodes() -> dict[str, Any]:
+    """The scene in the emulated cluster.
+
+    Raises:
+        LabError: it cannot be built here, or a job in it failed.
+    """
+    with NetLab(SHAPE) as lab:
+
+        def run(options: Mapping[str, Any], env: Mapping[str, str]) -> Any:
+            argv = rank_argv("bench.demo", options)
+            return take_result(lab.run_ranks(argv, env=env, timeout_s=JOB_TIMEOUT_S))
+
+        return play(NODES, run, master=lab.address(0))
+
+
+def show(scene: Scene, results: Mapping[str, Any]) -> None:
+    """The table of one scene, and where its report is."""
+    table = Table(title=scene.title, title_justify="left")
+    for heading, justify in (("", "left"), ("step", "right"), ("than DDP", "right"), ("settled after", "right")):
+        table.add_column(heading, justify=justify)  # type: ignore[arg-type]  # rich wants literals
+    ddp_s = results[DDP]["step_s"]
+    for name, result in results.items():
+        tells = name in (TUNED, REMEMBERED)
+        gain = "" if name == DDP else faster(ddp_s, result["step_s"])
+        settled = f"{result['settled']} steps" if tells else ""
+        table.add_row(name, f"{1e3 * result['step_s']:.3g} ms", gain, settled)
+    say()
+    say(table)
+    say(f"What tuning tried: {os.path.relpath(REPORTS / f'{scene.name}.html')}")
+
+
+def play_nodes() -> tuple[dict[str, Any] | None, str]:
+    """The results in the emulated cluster, or why there are none; in a user namespace of its own without root."""
+    prefix: list[str] = []
+    if os.geteuid() != 0:
+        prefix = ["unshare", "--user", "--map-root-user"]
+        if shutil.which("unshare") is None or subprocess.run([*prefix, "true"], capture_output=True).returncode:
+            return None, "network namespaces need root, or user namespaces, which this system does not permit"
+    with tempfile.TemporaryDirectory(prefix="sirtaki-demo-") as folder:
+        found = Path(folder) / "found.json"
+        child = subprocess.Popen([*prefix, sys.executable, "-m", "bench.demo", "--nodes", str(found)], cwd=REPOSITORY)
+        try:
+            child.wait()
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                child.kill()  # what it has made ends with it
+            child.wait()
+        outcome = json.loads(found.read_text()) if found.exists() else {"problem": "it ended early"}
+    return outcome.get("results"), outcome.get("problem", "")
+
+
+def main() -> int:
+    """Plays both scenes, or in a process of its own the one of the emulated nodes."""
+    flags = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    flags.add_argument("--nodes", type=Path, metavar="FILE", help=argparse.SUPPRESS)
+    args = flags.parse_args()
+    if args.nodes is not None:
+        outcome: dict[str, Any]
+        try:
+            reason = why_unavailable()
+            outcome = {"problem": reason} if reason is not None else {"results": on_emulated_nodes()}
+        except (LabError, OSError, RuntimeError) as err:
+            outcome = {"problem": str(err).strip().splitlines()[0]}
+        args.nodes.write_text(json.dumps(outcome))
+        return 0
+    try:
+        say(f"One host: a net of {HOST.width} units a layer learns digits on 2 ranks, four times.")
+        on_host = play(HOST, on_this_host, master="127.0.0.1")
+        say(f"\nFour nodes, emulated by network namespaces: the same with {NODES.width} units a layer.")
+        on_nodes, problem = play_nodes()
+    except KeyboardInterrupt:
+        say("interrupted; nothing is left behind")
+        return 130
+    show(HOST, on_host)
+    if on_nodes is not None:
+        show(NODES, on_nodes)
+    else:
+        say(f"\nLeft out: the emulated nodes, on which tuning gains most: {problem}.")
+    say("Left out: GPUs and real networks, which a demonstration on one machine cannot show.")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main_or_rank(main, on_rank))
