@@ -1,0 +1,99 @@
+"""Gradients go into flat buffers and come out of them, and what users do to them meanwhile is seen."""
+
+import pytest
+import torch
+from fakes.gradients import make_buffers, parameters
+
+from sirtaki.comm.gradients.arrivals import Arrivals
+
+SHAPES = ((2, 3), (0,), (5,), (), (2, 2, 2))
+
+
+def all_arrive(params: list[torch.nn.Parameter], arrivals: Arrivals) -> None:
+    for index, param in enumerate(params):
+        assert param.grad is not None
+        arrivals.add(index, param.grad)
+    arrivals.own = len(params)
+    arrivals.copy_in()
+
+
+@pytest.mark.parametrize("order", [None, [4, 2, 0, 1, 3]])
+def test_gradients_lie_one_behind_the_other_in_the_expected_order(order: list[int] | None) -> None:
+    params = parameters(*SHAPES)
+    wanted = torch.cat([params[index].grad.flatten() for index in order or range(5)])  # type: ignore[union-attr]
+    buffers = make_buffers(params, order)
+    all_arrive(params, Arrivals(params, buffers))
+    (group,) = buffers.groups
+    assert torch.equal(group.buffer.tensor[:-2], wanted)
+    assert buffers.flags.numel() == 2
+
+
+def test_every_dtype_has_a_buffer_and_the_first_one_the_flags() -> None:
+    params = [*parameters((3,)), *parameters((2,), dtype=torch.float64), *parameters((4,))]
+    buffers = make_buffers(params)
+    assert [(group.indices, group.buffer.tensor.dtype) for group in buffers.groups] == [
+        ([0, 2], torch.float32),
+        ([1], torch.float64),
+    ]
+    assert [layout.numel for layout in buffers.layouts] == [3 + 4 + 2, 2]
+
+
+def test_after_the_reduction_every_gradient_is_a_view_of_the_flat_buffer() -> None:
+    params = parameters(*SHAPES)
+    buffers = make_buffers(params)
+    arrivals = Arrivals(params, buffers)
+    all_arrive(params, arrivals)
+    buffers.groups[0].buffer.tensor.mul_(0.5)
+    interference = arrivals.hand_out()
+    assert (interference.replaced, interference.written) == ((), ())
+    for index, param in enumerate(params):
+        assert param.grad is buffers.views[index]
+        assert torch.equal(param.grad, 0.5 * parameters(*SHAPES)[index].grad)  # type: ignore[operator]
+
+
+def test_what_a_user_did_before_the_end_of_the_reduction_is_seen() -> None:
+    params = parameters((2,), (2,), (2,), (2,))
+    arrivals = Arrivals(params, make_buffers(params))
+    all_arrive(params, arrivals)
+    params[0].grad = None
+    params[1].grad = torch.ones(2)
+    params[2].grad.mul_(2)  # type: ignore[union-attr]
+    assert arrivals.written == [2]
+    interference = arrivals.hand_out()
+    assert params[0].grad is None, "None stays None"
+    assert (interference.replaced, interference.written) == ((1,), (2,))
+    assert torch.equal(params[1].grad, torch.tensor([100.0, 101.0])), "the reduced gradient takes its place"
+
+
+def test_a_gradient_that_did_not_come_is_zeros_and_one_that_is_there_counts() -> None:
+    params = parameters((2,), (2,), (2,))
+    params[0].grad = None
+    params[2].requires_grad_(False)
+    buffers = make_buffers(params)
+    arrivals = Arrivals(params, buffers)
+    for index in range(3):
+        arrivals.put_in(index)
+    arrivals.copy_in()
+    assert buffers.groups[0].buffer.tensor[:6].tolist() == [0, 0, 100, 101, 0, 0]
+
+
+def test_other_strides_or_another_dtype_make_the_buffers_outdated() -> None:
+    for change in (
+        lambda param: param.data.contiguous(memory_format=torch.channels_last),
+        lambda param: param.data.double(),
+    ):
+        (param,) = parameters((2, 3, 4, 5))
+        buffers = make_buffers([param])
+        assert buffers.fits(0)
+        param.grad = None
+        param.data = change(param)
+        assert not buffers.fits(0)
+        param.grad = torch.empty_like(param).fill_(3.0)
+        arrivals = Arrivals([param], buffers)
+        all_arrive([param], arrivals)
+        assert buffers.outdated
+        arrivals.hand_out()
+        assert param.grad is not None
+        assert param.grad.stride() == param.stride()
+        assert param.grad.dtype is param.dtype
+        assert bool((param.grad == 3.0).all())

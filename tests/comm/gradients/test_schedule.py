@@ -1,0 +1,83 @@
+"""Units leave in one order, each when all its gradients are there."""
+
+import itertools
+import random
+
+import pytest
+import torch
+from fakes.gradients import make_buffers, parameters
+
+from sirtaki.comm.gradients.schedule import Schedule, ScheduledUnit, schedule
+from sirtaki.comm.plan import Algorithm, CommPlan, TransportKind, Unit
+
+
+def plan_of(numel: int, *bounds: int) -> CommPlan:
+    cuts = (0, *bounds, numel)
+    units = tuple(
+        Unit(start=start, stop=stop, stream=0, algorithm=Algorithm.FLAT) for start, stop in itertools.pairwise(cuts)
+    )
+    return CommPlan(numel=numel, units=units, streams=1, transport=TransportKind.MPI)
+
+
+def units_of(shapes: list[tuple[int, ...]], *bounds: int, order: list[int] | None = None) -> list[ScheduledUnit]:
+    buffers = make_buffers(parameters(*shapes), order)
+    (group,) = buffers.groups
+    return schedule([group], [plan_of(group.layout.numel, *bounds)], buffers.position)
+
+
+def test_a_unit_waits_for_every_gradient_of_which_it_has_elements() -> None:
+    units = units_of([(4,), (6,), (2,)], 3, 5, 11)
+    assert [unit.members for unit in units] == [(0,), (0, 1), (1, 2), (2,)]
+
+
+def test_members_are_named_by_parameter_though_the_buffer_has_another_order() -> None:
+    units = units_of([(4,), (6,), (2,)], 7, order=[2, 1, 0])
+    assert [unit.members for unit in units] == [(2, 1), (1, 0)]
+
+
+def test_the_unit_with_the_flags_leaves_last_and_waits_for_parameters_without_elements() -> None:
+    units = units_of([(0,), (3,), (0,)], 2)
+    assert units[-1].stop == 5
+    assert set(units[-1].members) == {0, 1, 2}
+
+
+def test_units_of_two_dtypes_are_merged_by_when_their_last_gradient_comes() -> None:
+    params = [parameters((4,), dtype=dtype)[0] for dtype in (torch.float32, torch.float64, torch.float32)]
+    buffers = make_buffers(params, [0, 1, 2])
+    plans = [plan_of(group.layout.numel, *([4] if group.layout.numel > 4 else [])) for group in buffers.groups]
+    assert [unit.members for unit in schedule(buffers.groups, plans, buffers.position)] == [(0,), (1,), (2,)]
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_whatever_the_order_of_arrival_units_leave_in_theirs_and_never_too_early(seed: int) -> None:
+    rng = random.Random(seed)
+    shapes = [(rng.randrange(0, 6),) for _ in range(rng.randrange(1, 9))]
+    numel = sum(shape[0] for shape in shapes) + 2
+    bounds = sorted(rng.sample(range(1, numel), min(numel - 1, rng.randrange(0, 5))))
+    units = units_of(shapes, *bounds)
+    plan = Schedule(units, len(shapes), held=lambda unit: False)
+    for _ in range(2):  # iterations
+        plan.begin()
+        left: list[ScheduledUnit] = []
+        come: set[int] = set()
+        for index in rng.sample(range(len(shapes)), len(shapes)):
+            come.add(index)
+            for number in plan.units_of[index]:
+                plan.missing[number] -= 1
+            for unit in plan.take_complete():
+                assert set(unit.members) <= come
+                left.append(unit)
+            behind = plan.units[len(left) :]
+            assert not behind or not set(behind[0].members) <= come, "a unit that is complete has not left"
+        assert left == units
+
+
+def test_held_units_leave_with_the_rest() -> None:
+    units = units_of([(4,), (6,)], 4)
+    plan = Schedule(units, 2, held=lambda unit: unit is units[1])
+    for index in (0, 1):
+        for number in plan.units_of[index]:
+            plan.missing[number] -= 1
+    assert list(plan.take_complete()) == units[:1]
+    assert list(plan.take_all()) == units[1:]
+    assert list(plan.take_all()) == []
