@@ -53,7 +53,7 @@ from sirtaki.comm.layout import GradientLayout
 from sirtaki.comm.plan import Algorithm, TransportKind
 
 if TYPE_CHECKING:
-    from sirtaki.engine.job import Runtime
+    from sirtaki.engine.job import Job
 
 MBIT = 1_000_000
 SHAPE = ClusterShape(nodes=4, link_bits_per_s=400 * MBIT, flow_bits_per_s=100 * MBIT)
@@ -97,7 +97,7 @@ def grid_settings(layout: GradientLayout) -> list[Knobs]:
 class Bare:
     """The emulated model over a synchroniser without a tuner: runs what it is told, and says how long it took."""
 
-    def __init__(self, current: Runtime, *, scale: float) -> None:
+    def __init__(self, current: Job, *, scale: float) -> None:
         """Collective: trains until the order of the gradients is known, then probes as the warm-up does."""
         from sirtaki.comm.gradients.synchroniser import Reduction, Synchroniser
         from sirtaki.comm.router import Router

@@ -64,7 +64,7 @@ from sirtaki.autotune.meta.ensemble import default_arms
 from sirtaki.autotune.meta.session import WarmupSession
 from sirtaki.autotune.model.planning import PlanningModel
 from sirtaki.engine.first_proposals import first_proposals
-from sirtaki.engine.tuning_cache import link_of, permitted_by, route_names
+from sirtaki.engine.tuning_cache import permitted_by, route_names
 from sirtaki.registry import warm_start
 from sirtaki.registry.digest import layout_fingerprint
 from sirtaki.registry.entry import Entry, make_key
@@ -244,7 +244,7 @@ def entry_of(place: Place, luck: Luck) -> Entry:
         n_trials=result.n_trials,
         arm=result.arm,
         layout=layout_fingerprint(job.model.layout.sizes, job.model.layout.itemsize_bytes),
-        link=link_of(_measured(job, luck).links[ROUTE]),
+        link=_measured(job, luck).links[ROUTE],
     )
 
 
@@ -257,7 +257,7 @@ def proposals(place: Place, entries: Sequence[Entry], luck: Luck) -> list[Knobs]
         model=model,
         topology=topology,
         layout=layout_fingerprint(job.model.layout.sizes, job.model.layout.itemsize_bytes),
-        links={route_names(ROUTE): link_of(measured.links[ROUTE])} if luck.planners else {},
+        links={route_names(ROUTE): measured.links[ROUTE]} if luck.planners else {},
         permitted=permitted_by(job.space),
         name=place.network,
     )
