@@ -1,6 +1,6 @@
 """All-reduce of one flat buffer by size, streams and transport, against plain Gloo and plain MPI in the same run.
 
-    python -m bench.allreduce [--quick] [--check] [--json PATH] [--ranks 2 4] [--sizes-kib 64 1024 25600]
+    python -m bench.allreduce [--quick] [--check] [--save] [--ranks 2 4] [--sizes-kib 64 1024 25600]
 
 Sirtaki's transports get the buffer in as many equal units as there are streams, all at once; the peers get it whole,
 as one call. A sample is the slowest rank's time from a barrier to the last result. Bus bandwidth is
@@ -19,8 +19,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bench.contenders import join_gloo
-from bench.harness import Bar, Report, Spread, alternate, finish, give_result, main_or_rank, parser, ratios, run_ranks
+from bench.lib.contenders import join_gloo
+from bench.lib.harness import (
+    Bar,
+    Report,
+    Spread,
+    alternate,
+    finish,
+    give_result,
+    main_or_rank,
+    parser,
+    ratios,
+    run_ranks,
+)
 from bench.step import slowest
 from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.plan import CommPlan, Route, Unit

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from bench import chaos_job, chaos_scene
 from bench.chaos_faults import RANKS, SIGNALS, STEPS, TWO, Fault, Scenario, Stage, Strike, draw
 from bench.chaos_scene import STALL_SHUTDOWN_S, Job, Outcome
-from bench.harness import Bar, Report, Spread, finish, parser
+from bench.lib.harness import Bar, Report, Spread, finish, parser
 
 END_S = 20.0
 """From the fault to the end of the job, besides the stall time where that must pass first."""

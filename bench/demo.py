@@ -3,7 +3,7 @@
     make demo        (or: python -m bench.demo)
 
 The job, a net that learns scikit-learn's digits, runs with PyTorch DDP, with Sirtaki untuned, with Sirtaki that tunes
-while it trains, and once more with what that run has left in the registry. The emulated nodes (`bench.cluster`) are
+while it trains, and once more with what that run has left in the registry. The emulated nodes (`bench.lib.cluster`) are
 network namespaces whose links carry 400 Mbit/s, but one connection only 40, as clouds cap connections; where they
 cannot be made the demonstration says why and goes without. Nothing is left behind but the pages with the reports.
 """
@@ -28,8 +28,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from bench.cluster import ClusterShape, LabError, NetLab, why_unavailable
-from bench.harness import REPOSITORY, give_result, main_or_rank, rank_argv, rank_env, run_ranks, take_result
+from bench.lib.cluster import ClusterShape, LabError, NetLab, why_unavailable
+from bench.lib.harness import REPOSITORY, give_result, main_or_rank, rank_argv, rank_env, run_ranks, take_result
 from sirtaki.cli.report import write_report
 from sirtaki.gain import faster
 
@@ -82,7 +82,7 @@ def on_rank(options: Mapping[str, Any]) -> None:
     from torch import nn
 
     import sirtaki.torch as hvd
-    from bench.contenders import join_gloo
+    from bench.lib.contenders import join_gloo
 
     torch.set_num_threads(1)
     comm, width = MPI.COMM_WORLD, options["width"]
@@ -216,6 +216,8 @@ def main() -> int:
             outcome = {"problem": reason} if reason is not None else {"results": on_emulated_nodes()}
         except (LabError, OSError, RuntimeError) as err:
             outcome = {"problem": str(err).strip().splitlines()[0]}
+        except KeyboardInterrupt:
+            return 130
         args.nodes.write_text(json.dumps(outcome))
         return 0
     try:
@@ -226,6 +228,9 @@ def main() -> int:
     except KeyboardInterrupt:
         say("interrupted; nothing is left behind")
         return 130
+    except RuntimeError as err:
+        say(f"the demonstration could not be played: {err}")
+        return 1
     show(HOST, on_host)
     if on_nodes is not None:
         show(NODES, on_nodes)

@@ -1,6 +1,6 @@
 """What a job's beginning costs: `init()`, the optimizer and the first steps, untuned, remembered and tuned anew.
 
-    python -m bench.first_steps [--quick] [--check] [--json PATH] [--ranks 2]
+    python -m bench.first_steps [--quick] [--check] [--save] [--ranks 2]
 
 Jobs of the three kinds take turns. Each trains a net of three layers (1 M parameters), first for two steps without
 Sirtaki, in which PyTorch loads what it needs. Measured on the slowest rank are then `init()`, building the optimizer,
@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from bench.harness import Bar, Report, Spread, alternate, finish, give_result, main_or_rank, parser, run_ranks
+from bench.lib.harness import Bar, Report, Spread, alternate, finish, give_result, main_or_rank, parser, run_ranks
 
 FIRST, MORE = 5, 45
 KINDS = ("untuned", "remembered", "fresh")

@@ -1,6 +1,6 @@
 """What Sirtaki's way through a GPU costs at world size 1, where nothing has to be sent: overhead alone.
 
-    python -m bench.gpu [--quick] [--check] [--json PATH] [--trace PATH]
+    python -m bench.gpu [--quick] [--check] [--save] [--trace PATH]
 
 Takes 3 minutes on one GPU; without one it says so and ends with status 0.
 
@@ -27,9 +27,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from bench.contenders import LEARNING_RATE
-from bench.gpu_models import GPU_MODELS, GpuModel
-from bench.harness import Bar, Report, Spread, alternate, finish, parser, ratios
+from bench.lib.contenders import LEARNING_RATE
+from bench.lib.gpu_models import GPU_MODELS, GpuModel
+from bench.lib.harness import Bar, Report, Spread, alternate, finish, parser, ratios
 
 STREAMS = 4
 UNIT_BYTES = 16 * 1024 * 1024

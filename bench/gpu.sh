@@ -6,7 +6,7 @@
 # became of it; the status of each is in summary.txt.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-results=${1:-bench/results/gpu}
+results=${1:-bench/raw/gpu}
 mkdir -p "$results"
 : >"$results/summary.txt"
 export OMP_NUM_THREADS=1

@@ -1,6 +1,6 @@
 """What synchronising costs besides moving bytes: per gradient, per negotiation round, and when nothing happens.
 
-    python -m bench.hot_path [--quick] [--check] [--json PATH]
+    python -m bench.hot_path [--quick] [--check] [--save]
 
 *Per gradient*: processor time of the training thread (so waiting and other threads do not count) in the backward pass
 and the synchronisation, less that of the same backward pass alone, by the number of gradients; tiny gradients, so that
@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.cluster import ClusterShape, NetLab, why_unavailable
-from bench.contenders import Contender, Ddp, Sirtaki, join_gloo
-from bench.harness import (
+from bench.lib.cluster import ClusterShape, NetLab, why_unavailable
+from bench.lib.contenders import Contender, Ddp, Sirtaki, join_gloo
+from bench.lib.harness import (
     Bar,
     Report,
     Spread,
@@ -38,9 +38,9 @@ from bench.harness import (
     run_ranks,
     take_result,
 )
-from bench.models import EmulatedModel
+from bench.lib.models import EmulatedModel
+from bench.lib.workloads import workload
 from bench.step import slowest
-from bench.workloads import workload
 
 ROUND_BITS = 161
 IDLE_NODES = 2

@@ -1,10 +1,10 @@
 """Training over a network that caps single flows: Sirtaki against PyTorch DDP, as it comes and tuned by hand.
 
-    python -m bench.netlab [--quick] [--check] [--json PATH] [--scale F] [--cases capped equal]
+    python -m bench.netlab [--quick] [--check] [--save] [--scale F] [--cases capped equal]
 
 Takes 12 minutes, 3 with --quick.
 
-Four emulated nodes (`bench.cluster`), one rank each, train the emulated ResNet-50 with 150 ms of compute. All
+Four emulated nodes (`bench.lib.cluster`), one rank each, train the emulated ResNet-50 with 150 ms of compute. All
 contenders live in the same processes and take turns. DDP runs as it comes, and as a well-informed user sets it up:
 `GLOO_SOCKET_IFNAME` listing the interface four and eight times, with buckets of 25 and 8 MB. The bound is
 `max(compute, 2(P-1)/P * gradient bytes / payload rate)` with the payload rate of the same links under many parallel
@@ -26,9 +26,9 @@ from typing import Any
 
 import torch
 
-from bench.cluster import ClusterShape, NetLab, why_unavailable
-from bench.contenders import Contender, Ddp, Sirtaki, join_gloo
-from bench.harness import (
+from bench.lib.cluster import ClusterShape, NetLab, why_unavailable
+from bench.lib.contenders import Contender, Ddp, Sirtaki, join_gloo
+from bench.lib.harness import (
     Bar,
     Report,
     Spread,
@@ -42,7 +42,7 @@ from bench.harness import (
     ratios,
     take_result,
 )
-from bench.models import emulated_resnet50
+from bench.lib.models import emulated_resnet50
 from bench.step import slowest, timed_block
 
 __all__ = ["CASES", "ClusterShape", "NetLab", "payload_bytes_per_s"]

@@ -1,7 +1,7 @@
 """What our models say about the tables and figures of the papers they come from, beside what the papers measured.
 
 A module of its own because it is the check of the models against other people's clusters. Run
-`python -m bench.paper_tables [--json PATH] [--quick] [--check]`; every assumption is printed as a note. Nothing is
+`python -m bench.paper_tables [--save] [--quick] [--check]`; every assumption is printed as a note. Nothing is
 fitted: compute times follow from the ASC-WFBP paper's own table V, network parameters are its a, b and γ.
 """
 
@@ -10,8 +10,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from bench.harness import Bar, Report, finish, parser
-from bench.workloads import BATCH, Workload, workload
+from bench.lib.harness import Bar, Report, finish, parser
+from bench.lib.workloads import BATCH, Workload, workload
 from sirtaki.autotune.arms.asc_wfbp import two_way_cuts
 from sirtaki.autotune.arms.libra_schedule import StageModel, allocate, backward_s, fuse_and_allocate
 from sirtaki.autotune.arms.mg_wfbp import merge_gradients
@@ -47,7 +47,7 @@ READINGS = {
 ASC_NOTES = (
     "ASC-WFBP, compute: forward and backward together are S · t / 32 with S of table V and t of table IV's last column "
     "(for ResNet-152 the 0.273 s that section VI-E gives); one third of it is the forward pass, as for ResNet-152.",
-    "ASC-WFBP, compute of one layer: in proportion to its multiply-adds (bench.networks).",
+    "ASC-WFBP, compute of one layer: in proportion to its multiply-adds (bench.lib.networks).",
     "ASC-WFBP, WFBP sends one message a layer, that is weight and bias of one module together. With one message a "
     "tensor, a = 1.4 ms alone would take longer than the whole iteration that was measured (604 · 1.4 ms = 0.85 s "
     "against 0.778 s for DenseNet-201).",
@@ -153,7 +153,7 @@ LIBRA_NOTES = (
     "LIBRA, communication: γ3 = 0.1, which makes 128 threads reach 84 % of the full rate as figure 1(b) suggests "
     "(14 % less time from 128 to 2048 threads where communication decides); q = p.",
     "LIBRA, MG-N: MG-WFBP's groups with 2048 threads; what NCCL 2.4.8 chose is not stated.",
-    "LIBRA, backward times: bench.workloads at the paper's batch sizes, 1.1 times as fast as an RTX 2080 Ti; the "
+    "LIBRA, backward times: bench.lib.workloads at the paper's batch sizes, 1.1 times as fast as an RTX 2080 Ti; the "
     "forward pass takes half as long. LIBRA without a limit on its groups"
     " and with Z = 300, so that the error that theorem 2 allows stays below the differences shown.",
     "LIBRA, figure 9 shows no numbers; the text gives 21 % over MG-N for VGG16 on 2048 nodes.",

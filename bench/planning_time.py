@@ -1,6 +1,6 @@
 """How long the planners think: a plan is made on one rank in mid-training, while the others wait.
 
-    python -m bench.planning_time [--quick] [--check] [--json PATH]
+    python -m bench.planning_time [--quick] [--check] [--save]
 
 Takes seconds. Processor time, so that other programs do not count. Bars: LIBRA's dynamic programme ≤ 2 s at the
 paper's size (160 layers, 10 groups, 150 chunks, 6 thread counts) and ≤ 5 s with 1000 layers, coarsened; ASC-WFBP's
@@ -16,8 +16,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from bench.harness import Bar, Report, Spread, finish, parser
-from bench.workloads import cluster, workload
+from bench.lib.harness import Bar, Report, Spread, finish, parser
+from bench.lib.workloads import cluster, workload
 from sirtaki.autotune.arms.asc_wfbp import layer_types
 from sirtaki.autotune.arms.libra_schedule import StageModel, coarsen, fuse_and_allocate
 from sirtaki.autotune.arms.planners import OUR_PLANNERS

@@ -1,10 +1,10 @@
 """The simulator against measurement, and the tuner's winner against a sweep of all settings, on the emulated cluster.
 
-    python -m bench.reality [--quick] [--check] [--json PATH] [--scale F]
+    python -m bench.reality [--quick] [--check] [--save] [--scale F]
 
 Takes 9 minutes, 3 with --quick.
 
-Four emulated nodes (`bench.cluster`: link 400 Mbit/s, 100 for a single flow), one rank each, train the emulated
+Four emulated nodes (`bench.lib.cluster`: link 400 Mbit/s, 100 for a single flow), one rank each, train the emulated
 ResNet-50 over Gloo, in one job:
 
 1. Profile and probes are taken by the functions and with the time that the warm-up has for them; what is fitted to
@@ -31,9 +31,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from bench.cluster import ClusterShape, NetLab, why_unavailable
-from bench.contenders import Sirtaki
-from bench.harness import (
+from bench.lib.cluster import ClusterShape, NetLab, why_unavailable
+from bench.lib.contenders import Sirtaki
+from bench.lib.harness import (
     Bar,
     Report,
     Spread,
@@ -46,7 +46,7 @@ from bench.harness import (
     rank_env,
     take_result,
 )
-from bench.models import emulated_resnet50
+from bench.lib.models import emulated_resnet50
 from sirtaki.autotune.knobs import KIB, MIB, Cut, Knobs
 from sirtaki.autotune.model.planning import PlanningModel
 from sirtaki.comm.layout import GradientLayout

@@ -1,6 +1,6 @@
 """How fast the registry answers: the nearest of 10 000 entries, an exact key, a model's graph; and what it takes up.
 
-    python -m bench.registry [--quick] [--json PATH] [--check]
+    python -m bench.registry [--quick] [--save] [--check]
 
 With `--transfer`: what it saves a job that nobody has run before (`bench.registry_transfer`).
 
@@ -10,11 +10,8 @@ the time it is given and then returns the best so far: "of all" is what it would
 computed once are kept, so a later lookup looks further. Loading of libraries is not counted.
 """
 
-import argparse
 import importlib
-import json
 import math
-import platform
 import random
 import resource
 import statistics
@@ -27,7 +24,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from sirtaki import __version__
+from bench.lib.harness import Bar, Report, finish, parser
 from sirtaki.registry.digest import digest
 from sirtaki.registry.entry import Entry, EntryKey, Provenance
 from sirtaki.registry.graph import Graph, Node
@@ -186,42 +183,25 @@ def main() -> int:
         from bench import registry_transfer
 
         return registry_transfer.main()
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="a tenth of the entries")
-    parser.add_argument("--json", type=Path, metavar="PATH")
-    parser.add_argument("--check", action="store_true", help=f"fail above {LOOKUP_BAR_S} s a lookup")
-    args = parser.parse_args()
+    flags = parser(__doc__.splitlines()[0])
+    flags.set_defaults(seed=SEED)
+    args = flags.parse_args()
     figures = measure(1_000 if args.quick else 10_000, 2 if args.quick else 8)
-    print(f"{figures['entries']} entries, {figures['file_bytes'] / 2**20:.1f} MiB on disk, "
-          f"process peak {figures['process_peak_bytes'] / 2**20:.0f} MiB")  # fmt: skip
-    print(f"{'query':<12}{'nodes':>7}{'first ms':>10}{'again ms':>10}{'nearest':>9}{'of all':>9}")
+    report = Report(name="registry", settings={"seed": SEED})
     for lookup in figures["lookups"]:
-        distances = "".join(
-            f"{'–' if lookup[name] is None else format(lookup[name], '.3f'):>9}"
-            for name in ("nearest", "nearest_without_limit")
-        )
-        times = f"{1e3 * lookup['first_s']:>10.1f}{1e3 * lookup['again_s']:>10.1f}"
-        print(f"{lookup['query']:<12}{lookup['nodes']:>7}{times}{distances}")
-    print(f"first lookups: processor {1e3 * figures['lookup_first_cpu_s']:.0f} ms in the middle, "
-          f"{1e3 * figures['lookup_first_worst_cpu_s']:.0f} ms at most")  # fmt: skip
-    print(f"exact key: {1e3 * figures['exact_s']:.2f} ms")
-    if args.json:
-        about = {
-            "bench": "registry",
-            "version": __version__,
-            "python": platform.python_version(),
-            "machine": platform.machine(),
-            "seed": SEED,
-            "units": "seconds and bytes",
-            "bars": {"lookup_first_worst_of_best_s": LOOKUP_BAR_S},
-        }
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps({**about, **figures}, indent=1) + "\n")
+        report.rows.append({key: value for key, value in lookup.items() if not isinstance(value, list)})
+    report.notes += [
+        f"{figures['entries']} entries, {figures['file_bytes'] / 2**20:.1f} MiB on disk, "
+        f"process peak {figures['process_peak_bytes'] / 2**20:.0f} MiB",
+        f"first lookups: processor {1e3 * figures['lookup_first_cpu_s']:.0f} ms in the middle, "
+        f"{1e3 * figures['lookup_first_worst_cpu_s']:.0f} ms at most",
+        f"exact key: {1e3 * figures['exact_s']:.2f} ms",
+    ]
     # The best of three for each query, the worst of all queries: neighbours on the machine are not our doing.
-    if args.check and figures["lookup_first_worst_of_best_s"] > LOOKUP_BAR_S:
-        print(f"lookup_first_worst_of_best_s is {figures['lookup_first_worst_of_best_s']:.3f}, the bar {LOOKUP_BAR_S}")
-        return 1
-    return 0
+    worst_s = figures["lookup_first_worst_of_best_s"]
+    claim = "the slowest query's first look-up, best of three"
+    report.bars.append(Bar(claim=claim, value=worst_s, limit=LOOKUP_BAR_S, unit="s "))
+    return finish(report, args)
 
 
 if __name__ == "__main__":

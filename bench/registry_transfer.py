@@ -1,6 +1,6 @@
 """What the registry saves a job that nobody has run before: leave-one-out on the tuner's simulated jobs.
 
-    python -m bench.registry --transfer [--without-planners] [--quick] [--check] [--json PATH]
+    python -m bench.registry --transfer [--without-planners] [--quick] [--check] [--save]
 
 Jobs, noise, budget and session are `bench.tuner`'s; of its 24 jobs those count where the default is not within 3 % of
 the optimum already. Each runs cold, and with a registry (a real one: a SQLite file, model and topology graphs, the
@@ -40,8 +40,9 @@ from typing import Any
 
 import numpy as np
 
-from bench.harness import Bar, Report, finish, parser
-from bench.networks import NETWORKS
+from bench.lib.harness import Bar, Report, finish, parser
+from bench.lib.networks import NETWORKS
+from bench.lib.workloads import FABRICS, RANKS
 from bench.tuner import (
     BUDGET_ITERATIONS,
     NOISES,
@@ -55,7 +56,6 @@ from bench.tuner import (
     play,
     simulated_job,
 )
-from bench.workloads import FABRICS, RANKS
 from sirtaki.autotune.arms.base import Arm
 from sirtaki.autotune.arms.catalogue import OUR_ARMS
 from sirtaki.autotune.knobs import Knobs
@@ -400,7 +400,7 @@ def main() -> int:
         for noise in NOISES
         if (some := [r for r in runs if (r["scenario"], r["noise"], r["planners"]) == (scenario, noise, planners)])
     ]
-    report = Report(name="registry", rows=rows, bars=bars(rows), settings={"runs": runs})
+    report = Report(name="registry_transfer", rows=rows, bars=bars(rows), settings={"runs": runs})
     counted = len({row["job"] for row in runs})
     report.notes.append(f"{counted} of {n_jobs} jobs (on the others the default is close) × {n_seeds} seeds a row")
     return finish(report, args)

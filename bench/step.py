@@ -1,6 +1,6 @@
 """The whole training step on one host: Sirtaki untuned and tuned against PyTorch DDP, alternating in one run.
 
-    python -m bench.step [--quick] [--check] [--json PATH] [--ranks 1 2 4] [--models resnet50 transformer conv]
+    python -m bench.step [--quick] [--check] [--save] [--ranks 1 2 4] [--models resnet50 transformer conv]
 
 The emulated model computes for 60 ms. Both live in the same processes, each with a copy of the model. A sample is a
 block of steps: the slowest rank's time for it, by the number of steps. With one rank a third contender synchronises
@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from bench.contenders import Contender, Ddp, ModelMaker, Sirtaki, join_gloo
-from bench.harness import (
+from bench.lib.contenders import Contender, Ddp, ModelMaker, Sirtaki, join_gloo
+from bench.lib.harness import (
     Bar,
     Report,
     Spread,
@@ -30,7 +30,7 @@ from bench.harness import (
     ratios,
     run_ranks,
 )
-from bench.models import emulated_resnet50, small_conv, transformer
+from bench.lib.models import emulated_resnet50, small_conv, transformer
 
 EMULATED = "resnet50"
 MODELS = (EMULATED, "transformer", "conv")

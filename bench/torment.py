@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
-from bench.harness import REPOSITORY, Bar, Report, finish, parser
+from bench.lib.harness import REPOSITORY, Bar, Report, finish, parser
 
 sys.path.insert(0, str(REPOSITORY / "tests"))
 

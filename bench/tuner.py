@@ -1,6 +1,6 @@
 """How fast each search technique, each planner and the bandit find good settings, on simulated jobs.
 
-    python -m bench.tuner [--quick] [--check] [--json PATH]
+    python -m bench.tuner [--quick] [--check] [--save]
 
 Each of 24 jobs is a network on a cluster, replayed by `autotune.model.simulator`; a measured span is the simulated
 one times lognormal noise of 3 or 10 %. Every contender runs inside the real warm-up session with its budget of 100
@@ -32,8 +32,8 @@ from typing import Any
 
 import numpy as np
 
-from bench.harness import Bar, Report, finish, parser
-from bench.workloads import FABRICS, RANKS, cluster, workload
+from bench.lib.harness import Bar, Report, finish, parser
+from bench.lib.workloads import FABRICS, RANKS, cluster, workload
 from sirtaki.autotune.arms.asc_wfbp import AscWfbp, AscWfbpN
 from sirtaki.autotune.arms.base import Arm
 from sirtaki.autotune.arms.catalogue import OUR_ARMS, make_arm

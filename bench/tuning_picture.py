@@ -2,8 +2,8 @@
 
     python -m bench.tuning_picture [--log trials.jsonl] [-o docs/pictures/tuning.svg]
 
-Without --log it runs the job, which takes three minutes and root: four emulated nodes (`bench.cluster`), each with a
-link of 400 Mbit/s of which one flow gets 40, train the emulated ResNet-50 at a quarter of its size.
+Without --log it runs the job, which takes three minutes and root: four emulated nodes (`bench.lib.cluster`), each with
+a link of 400 Mbit/s of which one flow gets 40, train the emulated ResNet-50 at a quarter of its size.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from itertools import count, cycle
 from pathlib import Path
 from typing import Any
 
-from bench.cluster import ClusterShape, NetLab
-from bench.contenders import Sirtaki
-from bench.harness import main_or_rank, rank_argv, rank_env
-from bench.models import emulated_resnet50
+from bench.lib.cluster import ClusterShape, NetLab
+from bench.lib.contenders import Sirtaki
+from bench.lib.harness import main_or_rank, rank_argv, rank_env
+from bench.lib.models import emulated_resnet50
 from sirtaki.autotune.meta.session import DEFAULT_ARM
 from sirtaki.cli.svg import COLORS, DEFAULT_COLOR, Plot
 from sirtaki.engine.trial_log_reader import TrialLog, read_log

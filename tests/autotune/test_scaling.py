@@ -4,7 +4,7 @@ from itertools import groupby
 
 import pytest
 
-from bench.workloads import cluster, workload
+from bench.lib.workloads import cluster, workload
 from sirtaki.autotune.arms.planners import make_planners
 from sirtaki.autotune.knobs import MIB, Knobs, KnobSpace
 from sirtaki.autotune.model.contention import ContentionModel, RateCurve

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bench.gpu import overlap_s
-from bench.gpu_models import TokenModel, resnet50_like
+from bench.lib.gpu_models import TokenModel, resnet50_like
 
 REPOSITORY = Path(__file__).parents[2]
 

@@ -4,8 +4,8 @@ import sys
 import pytest
 
 from bench import paper_tables
+from bench.lib.workloads import workload
 from bench.paper_tables import TABLE_V, largest_speedup, layer_wise, libra_throughputs
-from bench.workloads import workload
 
 
 @pytest.mark.parametrize("name", TABLE_V)

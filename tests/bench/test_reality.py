@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench.harness import Report
+from bench.lib.harness import Report
 from bench.reality import ROUTE, STREAMS, grid_settings, judge, random_settings
 from sirtaki.autotune.knobs import KIB, Knobs
 from sirtaki.autotune.model.planning import PlanningModel

@@ -5,7 +5,7 @@ from conformance.oracle import best_span_s
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.workloads import cluster, workload
+from bench.lib.workloads import cluster, workload
 from sirtaki.autotune.arms.dpro import CriticalPathSearch, Dpro, Schedule, coarsened_ends, partial_replay_s
 from sirtaki.autotune.knobs import KnobSpace
 from sirtaki.autotune.model.planning import PlanningModel

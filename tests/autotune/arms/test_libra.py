@@ -1,6 +1,6 @@
 import pytest
 
-from bench.workloads import cluster, workload
+from bench.lib.workloads import cluster, workload
 from sirtaki.autotune.arms.libra import Libra, LibraM
 from sirtaki.autotune.arms.mg_wfbp import MgWfbp
 from sirtaki.autotune.knobs import KnobSpace

@@ -6,7 +6,7 @@ the order of the backward pass with the share of the backward time that each gra
 
 from dataclasses import dataclass
 
-from bench.networks import NETWORKS
+from bench.lib.networks import NETWORKS
 from sirtaki.autotune.model.cluster import Cluster
 from sirtaki.autotune.model.profile import Profile
 from sirtaki.comm.layout import GradientLayout
@@ -42,7 +42,7 @@ class Workload:
         name: of the network.
         layout: gradients in the order of the backward pass.
         compute_shares: each gradient's share of the backward time, `(n_gradients,)`, in proportion to the
-            multiply-adds of its layer (see `bench.networks`); they add up to 1.
+            multiply-adds of its layer (see `bench.lib.networks`); they add up to 1.
         backward_s: the backward time at `BATCH` samples and `SUSTAINED_MACS_PER_S`.
     """
 
@@ -77,7 +77,7 @@ class Workload:
 
 
 def workload(name: str) -> Workload:
-    """One of `bench.networks.NETWORKS` with float32 gradients."""
+    """One of `bench.lib.networks.NETWORKS` with float32 gradients."""
     backward = NETWORKS[name]()[::-1]
     total_macs = sum(parameter.macs for parameter in backward)
     return Workload(

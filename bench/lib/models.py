@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from bench.workloads import Workload, workload
+from bench.lib.workloads import Workload, workload
 
 LEAST_SLEEP_S = 0.3e-3
 """Shorter sleeps are saved up: the kernel would round each of them up."""

@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
-from bench.cluster import FIRST_FLOW_CLASS, FLOW_CLASS_BITS, ClusterShape, LabError, NetLab, why_unavailable
-from bench.cluster import flow_classifier as classifier
+from bench.lib.cluster import FIRST_FLOW_CLASS, FLOW_CLASS_BITS, ClusterShape, LabError, NetLab, why_unavailable
+from bench.lib.cluster import flow_classifier as classifier
 
 needs_lab = pytest.mark.skipif(why_unavailable() is not None, reason=f"no emulated cluster: {why_unavailable()}")
 

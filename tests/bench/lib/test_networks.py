@@ -1,6 +1,6 @@
 import pytest
 
-from bench.networks import NETWORKS
+from bench.lib.networks import NETWORKS
 
 PUBLISHED = {  # parameters, and gradient tensors where a paper or the reference implementation states them
     "vgg16": (138_357_544, 32),

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench import harness
-from bench.harness import Bar, Report, Spread, alternate, finish, parser, ratios, take_result
+from bench.lib import harness
+from bench.lib.harness import Bar, Report, Spread, alternate, finish, parser, ratios, take_result
 
 SAMPLES = st.lists(st.floats(min_value=1e-6, max_value=1e6), min_size=1, max_size=20)
 
@@ -60,6 +60,14 @@ def test_the_file_holds_figures_spread_machine_versions_and_seed(tmp_path):
     assert written["settings"]["seed"] == 7
     assert {"python", "torch"} <= written["versions"].keys()
     assert written["machine"]["cores"] >= 1
+
+
+def test_saving_keeps_a_summary_apart_from_the_samples(tmp_path, monkeypatch):
+    monkeypatch.setattr(harness, "RESULTS", tmp_path)
+    monkeypatch.setattr(harness, "RAW", tmp_path / "raw")
+    assert finish(a_report(value=0.5), parser("a trial").parse_args(["--save"])) == 0
+    assert "samples" not in (tmp_path / "trial.md").read_text()
+    assert json.loads((tmp_path / "raw" / "trial.json").read_text())["rows"][0]["samples_s"] == [0.1, 0.2, 0.3]
 
 
 @pytest.mark.parametrize(("value", "status"), [(0.99, 0), (1.01, 1), (float("nan"), 1)])

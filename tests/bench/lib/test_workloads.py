@@ -1,7 +1,7 @@
 import pytest
 
-from bench.networks import NETWORKS
-from bench.workloads import FABRICS, RANKS, cluster, clusters, workload
+from bench.lib.networks import NETWORKS
+from bench.lib.workloads import FABRICS, RANKS, cluster, clusters, workload
 
 
 @pytest.mark.parametrize("name", NETWORKS)

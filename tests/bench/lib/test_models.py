@@ -3,9 +3,9 @@ import time
 import pytest
 import torch
 
-from bench.contenders import Contender
-from bench.models import EmulatedModel, emulated_resnet50
-from bench.workloads import workload
+from bench.lib.contenders import Contender
+from bench.lib.models import EmulatedModel, emulated_resnet50
+from bench.lib.workloads import workload
 
 
 def a_model(*, compute_s: float = 0.0, value: float = 2.0) -> tuple[EmulatedModel, torch.Tensor]:
