@@ -58,6 +58,8 @@ class _Draw(Iterations):
         made: list[Action] = []
         for _ in range(self.draw(st.integers(2, 9))):
             made += self._phase()
+        # A rank that has all gradients waits for the others until they ask for them.
+        made += [actions.Synchronize(optimizer=number) for number in range(len(self.optimizers))]
         tuned = {"warmup_iterations": "1000"} if tunes else {}
         return Program(
             ranks=self.n_ranks,
