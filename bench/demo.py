@@ -143,7 +143,7 @@ def play(scene: Scene, run: RunJob, *, master: str) -> dict[str, Any]:
             options = {"ddp": name == DDP, "width": scene.width, "steps": scene.steps, "master": master}
             budget = {"SIRTAKI_WARMUP_ITERATIONS": str(scene.warmup_iterations)}
             results[name] = result = run(options, {**rank_env(), **budget, **env})
-            say(f"  {name}: {1e3 * result['step_s']:.3g} ms a step with {result['setting']}")
+            say(f"  {name}: {_time(result['step_s'])} a step with {result['setting']}")
         REPORTS.mkdir(parents=True, exist_ok=True)
         write_report(log, REPORTS / f"{scene.name}.html")
     return results
@@ -169,6 +169,10 @@ def on_emulated_nodes() -> dict[str, Any]:
         return play(NODES, run, master=lab.address(0))
 
 
+def _time(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
+
+
 def show(scene: Scene, results: Mapping[str, Any]) -> None:
     """The table of one scene, and where its report is."""
     table = Table(title=scene.title, title_justify="left")
@@ -179,7 +183,7 @@ def show(scene: Scene, results: Mapping[str, Any]) -> None:
         tells = name in (TUNED, REMEMBERED)
         gain = "" if name == DDP else faster(ddp_s, result["step_s"])
         settled = f"{result['settled']} steps" if tells else ""
-        table.add_row(name, f"{1e3 * result['step_s']:.3g} ms", gain, settled)
+        table.add_row(name, _time(result["step_s"]), gain, settled)
     say()
     say(table)
     say(f"What tuning tried: {os.path.relpath(REPORTS / f'{scene.name}.html')}")
