@@ -1,6 +1,6 @@
 """Drawn training programs on ranks against one process: how many were played, and how many went wrong.
 
-    python -m bench.torment --programs 20000 --json bench/results/torment.json
+    python -m bench.torment --programs 20000 --save
 
 Programs are those of `tests/torment`: whatever a script may do between two steps. Each is played on 1 to 4 ranks of
 this host and in one process in float64, and all that a script may look at is compared after each step. A program that
