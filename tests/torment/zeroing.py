@@ -42,7 +42,7 @@ def _require_zeroable(world: Lockstep, wrapped: Wrapped, action: ZeroGrad) -> No
 def drop(world: Lockstep, wrapped: Wrapped) -> None:
     """What has come of this iteration does not count, or is left unused."""
     names = set(wrapped.spec.parameters)
-    if wrapped.complete:
+    if wrapped.complete and names & world.began:  # else another optimizer has ended this iteration
         world.finish(wrapped)
     elif wrapped.broken:
         wrapped.seen = dict.fromkeys(names, -1)
