@@ -14,8 +14,8 @@ export PATH := $(abspath $(BIN)):$(PATH)
 # PyPI's wheels bring CUDA: 2.7 GB to load, 6 GB on the disk, 3 to 4 minutes.
 TORCH ?= newest
 TORCH_VENV = .venv-torch-$(TORCH)
-CORE = tests/comm tests/sirtaki/engine tests/sirtaki/run tests/sirtaki/torch/test_collectives.py \
-	tests/sirtaki/torch/test_faults.py tests/sirtaki/torch/test_optimizer.py
+CORE = tests/comm/control tests/comm/gradients tests/comm/transports tests/sirtaki/torch/test_collectives.py \
+	tests/sirtaki/torch/test_faults.py tests/sirtaki/torch/test_gradient_edits.py tests/sirtaki/torch/test_optimizer.py
 
 .PHONY: install demo test test-slow install-torch test-torch check docs package bench gpu clean
 

@@ -130,7 +130,7 @@ class Supervisor:
     def _tell_janitor(self, line: str) -> None:
         if self._janitor is None or self._janitor.stdin is None:
             return
-        with contextlib.suppress(OSError):  # somebody has killed it
+        with contextlib.suppress(OSError, ValueError):  # somebody has killed it, or it has been dismissed
             self._janitor.stdin.write(f"{line}\n".encode())
             self._janitor.stdin.flush()
 

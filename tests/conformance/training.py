@@ -89,6 +89,7 @@ def assert_equal_on_all_ranks(model: torch.nn.Module) -> None:
 def main(cases: Sequence[Callable[[], None]]) -> None:
     """Collective: plays the cases that the command line names, or all; each rank says which it has passed."""
     warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", r"`torch\.cpu\.amp\.autocast", FutureWarning)  # PyTorch 2.4, of itself
     hvd.init()
     chosen = [case for case in cases if case.__name__ in sys.argv] or cases
     for case in chosen:
