@@ -13,6 +13,7 @@ MPI nor Sirtaki has begun, and there are no other threads.
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import selectors
@@ -157,6 +158,8 @@ if __name__ == "__main__":
 
     import sirtaki.torch  # noqa: F401
 
+    gc.collect()
+    gc.freeze()  # a collection in a rank must not write to all that is shared
     assert len(os.listdir("/proc/self/task")) == 1, "a process with threads must not be forked"
     program = become(Server(place).serve())
     with open(sys.argv[0], encoding="utf-8") as file:

@@ -94,6 +94,7 @@ def run_chaos(*flags: object, timeout_s: float) -> None:
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
 
 
+@pytest.mark.slow
 @needs_namespaces
 def test_a_rank_that_raises_ends_its_job_and_a_paused_one_does_not():
     run_chaos("--jobs", 20, "--only", "RAISE,PAUSE", timeout_s=110)
