@@ -49,6 +49,10 @@ class User(Protocol):
         """Some of the parameters of a reducer that this one uses belong to `part` from now on."""
         ...
 
+    def fail(self) -> None:
+        """A backward pass has raised that computed gradients of this optimizer."""
+        ...
+
 
 class GradientReducer:
     """Keeps the gradients of some parameters equal on some of the ranks.
@@ -222,7 +226,16 @@ class GradientReducer:
 
     def _fail_backward(self) -> None:
         """A backward pass has raised, wherever that was."""
-        self._in_backward, self.failed = False, True
+        self._in_backward = False
+        self.fail()
+        for user in self.users:  # whose other parts may have gradients of passes before this one
+            user.fail()
+
+    def fail(self) -> None:
+        """What has come in this iteration does not count."""
+        if self.failed:
+            return
+        self.failed = True
         if self._sync is not None:
             self._sync.detach()  # what is on its way must not come into what the script does with .grad
         self._left_behind = LeftBehind(param for _, param in self._named)

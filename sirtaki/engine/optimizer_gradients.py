@@ -189,6 +189,11 @@ class OptimizerGradients:
         """A backward pass has raised in its midst."""
         return any(part.reducer.failed for part in self._parts)
 
+    def fail(self) -> None:
+        """See `User`."""
+        for part in self._parts:
+            part.reducer.fail()
+
     def drop_failed(self) -> None:
         """Collective after a backward pass that raised: gradients that came before that do not count."""
         for part in self._parts:

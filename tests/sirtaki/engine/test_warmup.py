@@ -68,10 +68,11 @@ def test_settings_travel_to_another_deployment_and_to_a_deeper_model(run_ranks: 
     deeper_log = tmp_path / "deeper.jsonl"
     deeper = run_ranks("tuning.py", 4, 50, 4, env={**env, "SIRTAKI_TRIAL_LOG": str(deeper_log)}, timeout_s=120).stderr
     assert "starting from Sequential on 2 ranks" in deeper
-    # What runs right after the default is what that job found, unless this job's own probes speak against it, or it is
-    # what runs anyway.
+    # What runs right after the default is what those jobs found, unless this job's own probes speak against it, or it
+    # is what runs anyway.
     ran = read_records(deeper_log)
-    assert "not tried, as" in deeper or "registry" in {record["arm"] for record in ran[:2]} or found_nothing(first_log)
+    nothing = found_nothing(first_log) or found_nothing(same_log)
+    assert "not tried, as" in deeper or "registry" in {record["arm"] for record in ran[:2]} or nothing
 
 
 def settings_of(log: Path) -> set[str]:
