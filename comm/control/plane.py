@@ -45,8 +45,10 @@ def load_mpi() -> Any:
     try:
         import mpi4py
 
-        _leave_out_fabric_component()
-        ours = "mpi4py.MPI" not in sys.modules and mpi4py.rc.initialize and mpi4py.rc.finalize is None
+        fresh = "mpi4py.MPI" not in sys.modules
+        if fresh:
+            _leave_out_fabric_component()
+        ours = fresh and mpi4py.rc.initialize and mpi4py.rc.finalize is None
         if ours:
             mpi4py.rc.finalize = False  # not at the very end, where nobody can keep it from that
         from mpi4py import MPI
