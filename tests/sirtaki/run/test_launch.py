@@ -74,6 +74,19 @@ def launch(environ, tmp_path):
     return start
 
 
+@contextlib.contextmanager
+def hanging(environ, script):
+    """The launcher of two ranks that are up and do not end by themselves."""
+    job = subprocess.Popen(
+        [sys.executable, "-m", "sirtaki.run", "-np", "2", "python", str(script), "hang"],
+        env=environ, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+    )  # fmt: skip
+    with job:
+        for _ in range(2):
+            assert "up" in job.stdout.readline()
+        yield job
+
+
 def left_behind(environ):
     """Processes that carry this test's mark in their environment."""
     found = []
@@ -120,13 +133,7 @@ def test_a_users_traceback_begins_in_the_users_script(launch, script):
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_to_the_launcher_ends_all_ranks(environ, script, number, code):
-    job = subprocess.Popen(
-        [sys.executable, "-m", "sirtaki.run", "-np", "2", "python", str(script), "hang"],
-        env=environ, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-    )  # fmt: skip
-    with job:
-        for _ in range(2):
-            assert "up" in job.stdout.readline()
+    with hanging(environ, script) as job:
         job.send_signal(number)
         assert job.wait(timeout=LIMIT_S) == code
     assert left_behind(environ) == []
@@ -278,13 +285,7 @@ def test_an_unchanged_ddp_script_runs(launch, tmp_path):
 
 
 def test_a_killed_launcher_leaves_nothing_behind(environ, script):
-    job = subprocess.Popen(
-        [sys.executable, "-m", "sirtaki.run", "-np", "2", "python", str(script), "hang"],
-        env=environ, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-    )  # fmt: skip
-    with job:
-        for _ in range(2):
-            assert "up" in job.stdout.readline()
+    with hanging(environ, script) as job:
         segments = set().union(*(mapped_segments(pid) for pid in left_behind(environ)))
         job.kill()
     deadline = time.monotonic() + 20
@@ -296,13 +297,7 @@ def test_a_killed_launcher_leaves_nothing_behind(environ, script):
 
 def test_what_a_killed_launchers_mpiexec_and_ranks_leave_is_removed(environ, script):
     """Whoever would clean up is killed soon, as a machine under load may do it."""
-    job = subprocess.Popen(
-        [sys.executable, "-m", "sirtaki.run", "-np", "2", "python", str(script), "hang"],
-        env=environ, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-    )  # fmt: skip
-    with job:
-        for _ in range(2):
-            assert "up" in job.stdout.readline()
+    with hanging(environ, script) as job:
         own = left_behind(environ)
         segments = set().union(*(mapped_segments(pid) for pid in own))
         folders = [Path(tempfile.gettempdir()) / f"ompi.{pid}" for pid in own]
