@@ -106,7 +106,7 @@ class Sirtaki(OneRank):
         def hook(param: torch.Tensor) -> None:
             begin_s = time.perf_counter()
             assert param.grad is not None
-            self.sync.ready(index, param.grad)
+            self.sync.ready(index, param.grad, param.grad._version)
             self.hook_s += time.perf_counter() - begin_s
             self.hooked += 1
 

@@ -59,11 +59,15 @@ class FailureBoard:
             self._due_s = now_s + DUTY_PERIOD_S
             self._duty()
 
-    def check(self) -> None:
-        """Raises the failure, if there is one; every wait calls this now and then."""
+    def raise_if_failed(self) -> None:
+        """Raises the failure, if there is one."""
         if self._error is not None:
             # A fresh exception each time: one object raised from several threads would mix their tracebacks.
             raise type(self._error)(*self._error.args)
+
+    def check(self) -> None:
+        """The same, and does what this rank owes to others; every wait calls this now and then."""
+        self.raise_if_failed()
         self.attend()
 
 

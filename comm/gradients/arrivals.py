@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import is_
 
 import torch
 
-from .buffers import WRITTEN, Arrival, GradientBuffers, HasGrad
+from .buffers import GRAD, VERSION, GradientBuffers, HasGrad
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,36 +31,37 @@ class Arrivals:
     same, and counts for the other ranks.
 
     Attributes:
-        all: what has come, in order.
+        indices: of the parameters, in the order in which their gradients came.
+        gradients: what was their `.grad` then, in the same order; the flat buffer's view once it is that.
+        versions: of those tensors; `buffers.WRITTEN` = written since they came.
         own: how many came from this rank's backward pass; the others were put in for it.
     """
 
     def __init__(self, params: Sequence[HasGrad], buffers: GradientBuffers) -> None:
         self._params, self._buffers = params, buffers
-        self.all: list[Arrival] = []
+        # Three lists, as a tuple for each gradient would be one more object to make and to collect.
+        self.indices: list[int] = []
+        self.gradients: list[torch.Tensor] = []
+        self.versions: list[int] = []
         self._copied = 0
         self.own = 0
 
     @property
-    def indices(self) -> list[int]:
-        """Of the parameters, in the order in which their gradients came."""
-        return [index for index, _, _ in self.all]
-
-    @property
     def own_indices(self) -> list[int]:
-        """Those that came from this rank's backward pass."""
-        return [index for index, _, _ in self.all[: self.own]]
+        """Of the parameters whose gradients came from this rank's backward pass."""
+        return self.indices[: self.own]
 
-    def add(self, index: int, gradient: torch.Tensor) -> None:
-        """The gradient of a parameter is complete."""
-        self.all.append((index, gradient, gradient._version))
+    def add(self, index: int, gradient: torch.Tensor, version: int) -> None:
+        """The gradient of a parameter is complete, and had this version when it came."""
+        self.indices.append(index)
+        self.gradients.append(gradient)
+        self.versions.append(version)
 
     def copy_in(self) -> int:
         """Copies what has come since the last time into the flat buffers; returns how many gradients that were."""
-        first, self._copied = self._copied, len(self.all)
-        if first == self._copied:
-            return 0
-        self.all[first:] = self._buffers.copy_in(self.all[first:])
+        first, self._copied = self._copied, len(self.indices)
+        if first < self._copied:
+            self._buffers.copy_in(self.indices, self.gradients, self.versions, first)
         return self._copied - first
 
     def put_in(self, index: int) -> None:
@@ -69,24 +71,20 @@ class Arrivals:
         """
         param = self._params[index]
         if param.grad is not None and param.requires_grad:
-            self.add(index, param.grad)
+            self.add(index, param.grad, param.grad._version)
             return
         view = self._buffers.view(index)
         if param.grad is view:
             param.grad = view.clone()
         self._buffers.clear(index)
-        self.add(index, view)
-
-    def note_written(self, index: int) -> None:
-        """What has come for this parameter was written in place before `add` was called."""
-        self.all[:] = [(each, gradient, WRITTEN if each == index else version) for each, gradient, version in self.all]
+        self.add(index, view, view._version)
 
     @property
     def written(self) -> list[int]:
         """Parameters whose gradients were written in place after they came, and are not reduced yet."""
         return [
             index
-            for index, gradient, version in self.all
+            for index, gradient, version in zip(self.indices, self.gradients, self.versions, strict=True)
             if gradient._version != version and self._params[index].grad is gradient
         ]
 
@@ -97,24 +95,35 @@ class Arrivals:
             unused: parameters that keep None because no rank computed their gradients.
         """
         params, addresses = self._params, self._buffers.addresses
+        if self.own == len(self.indices) and self._is_untouched():
+            return Interference((), ())
         replaced, written, copies = [], [], list[tuple[int, torch.Tensor]]()
         left_alone = set(unused)
-        for place, (index, gradient, version) in enumerate(self.all):
-            param = params[index]
-            current = param.grad
+        arrived = zip(self.indices, self.gradients, self.versions, strict=True)
+        for number, (index, gradient, version) in enumerate(arrived):
+            current = params[index].grad
             if current is gradient:
                 if current._version != version:
                     written.append(index)
                 if current.data_ptr() != addresses[index]:
                     copies.append((index, current))
-            elif place >= self.own:  # put in, so the reduced one is for this rank, too
-                if param.requires_grad and index not in left_alone:
+            elif number >= self.own:  # put in, so the reduced one is for this rank, too
+                if params[index].requires_grad and index not in left_alone:
                     self._give(index, copies)
             elif current is not None:  # None: the user has set it so
                 replaced.append(index)
                 self._give(index, copies)
         self._buffers.copy_out(copies)
         return Interference(tuple(replaced), tuple(written))
+
+    def _is_untouched(self) -> bool:
+        """Every `.grad` is the flat buffer's view, and was not written. The usual case; the loops are C's."""
+        indices, gradients = self.indices, self.gradients
+        return (
+            all(map(is_, map(GRAD, map(self._params.__getitem__, indices)), gradients))
+            and list(map(VERSION, gradients)) == self.versions
+            and list(map(torch.Tensor.data_ptr, gradients)) == list(map(self._buffers.addresses.__getitem__, indices))
+        )
 
     def _give(self, index: int, copies: list[tuple[int, torch.Tensor]]) -> None:
         """Puts the reduced gradient into `.grad`, whatever is there: its place if that fits, else a copy."""

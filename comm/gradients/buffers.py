@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter, is_
 from typing import Protocol
 
 import torch
@@ -93,10 +94,9 @@ def _group_by_dtype(
     return groups
 
 
-Arrival = tuple[int, torch.Tensor, int]
-"""A parameter's index, the tensor that is its `.grad`, and that tensor's version (`WRITTEN` = not as it should be)."""
-
+GRAD, VERSION = attrgetter("grad"), attrgetter("_version")
 WRITTEN = -1
+"""The version of a gradient that was written since it came."""
 
 
 class GradientBuffers:
@@ -145,10 +145,15 @@ class GradientBuffers:
             for index, place in zip(group.indices, group.places, strict=True):
                 self._places[index] = place
         self.views = [place.data for place in self._places]
-        # Of one dimension there is one way to be dense.
-        self._strides = [place.stride() if place.dim() > 1 else () for place in self._places]
+        self._strides = [
+            _strides_to_check(place, param.dtype) for place, param in zip(self._places, params, strict=True)
+        ]
         self.addresses = [place.data_ptr() for place in self._places]
         self._made_for = [param.dtype for param in params]
+        self._params_in_order = [params[index] for index in self.order]
+        self._strides_in_order = [self._strides[index] for index in self.order]
+        self._addresses_in_order = [self.addresses[index] for index in self.order]
+        self._views_in_order = [self.views[index] for index in self.order]
         self.outdated = False
 
     @property
@@ -182,7 +187,7 @@ class GradientBuffers:
     def view(self, index: int) -> torch.Tensor:
         """What to put into a parameter's `.grad`."""
         if not self._is_intact(index):
-            self.views[index] = self._places[index].data
+            self.views[index] = self._views_in_order[self.position[index]] = self._places[index].data
         return self.views[index]
 
     def fits(self, index: int) -> bool:
@@ -199,86 +204,129 @@ class GradientBuffers:
         """Zeros in a parameter's place."""
         self._device.launch(self._places[index].zero_)
 
-    def copy_in(self, fresh: Sequence[Arrival]) -> list[Arrival]:
+    def copy_in(self, indices: list[int], gradients: list[torch.Tensor], versions: list[int], first: int) -> None:
         """Copies gradients into their places, all at once; where they fit, `.grad` is the view from then on.
 
-        Args:
-            fresh: those that have come since the last time.
+        The hot path, with the hooks.
 
-        Returns:
-            For each, what is in `.grad` now unless somebody else has put something there.
+        Args:
+            indices: parameters whose gradients have come.
+            gradients: for each, what was its `.grad` then; afterwards, what is in `.grad` now unless somebody else has
+                put something there.
+            versions: of these tensors, when they came; afterwards, as they are now, `WRITTEN` if they were written.
+            first: where the gradients begin that have come since the last time.
 
         Raises:
             ConfigError: a parameter was moved to another device, or has another shape.
         """
-        params, places, views, strides, addresses = (
-            self._params,
-            self._places,
-            self.views,
-            self._strides,
-            self.addresses,
-        )
-        targets, sources = [], []
-        for index, gradient, _ in fresh:
-            if gradient is not views[index] or gradient.data_ptr() != addresses[index]:
-                targets.append(places[index])
-                sources.append(gradient)
-        if targets:
-            self._copy(targets, sources, fresh)
-        held = []
-        for arrival in fresh:
-            index, gradient, version = arrival
-            view, wanted = views[index], strides[index]
-            if (
-                gradient.dtype is not view.dtype
-                or (wanted and gradient.stride() != wanted)
-                or view.data_ptr() != addresses[index]
-            ):
-                held.append(self._hold_misfit(arrival))
-                continue
-            param = params[index]
-            if gradient is not view and param.grad is gradient:
-                param.grad = view
-                held.append((index, view, view._version if gradient._version == version else WRITTEN))
-            else:
-                held.append(arrival)
-        return held
+        if not self._copy_in_order(indices, gradients, versions, first):
+            self._copy_one_by_one(indices, gradients, versions, first)
 
-    def _copy(self, targets: list[torch.Tensor], sources: list[torch.Tensor], fresh: Sequence[Arrival]) -> None:
+    def _copy_in_order(
+        self, indices: list[int], gradients: list[torch.Tensor], versions: list[int], first: int
+    ) -> bool:
+        """`copy_in` where all is as usual: the loops are C's. False if it is not; nothing is done then."""
+        part = slice(first, len(indices))
+        views, params, fresh = self._views_in_order[part], self._params_in_order[part], gradients[part]
+        strides = self._strides_in_order[part]
+        if not (
+            indices[part] == self.order[part]
+            and list(map(torch.Tensor.data_ptr, views)) == self._addresses_in_order[part]
+            and all(map(is_, map(GRAD, params), fresh))
+            and not any(map(is_, views, fresh))
+            and list(map(VERSION, fresh)) == versions[part]
+            and [gradient.stride() if wanted else () for gradient, wanted in zip(fresh, strides, strict=True)]
+            == strides
+        ):
+            return False
+        self._copy(views, fresh)
         try:
-            with torch.no_grad():  # gradients made with create_graph=True have a graph, the reduced ones have none
+            for param, view in zip(params, views, strict=True):
+                param.grad = view
+        except (RuntimeError, TypeError):  # the parameter has another dtype now, or another shape or device
+            for param, gradient in zip(params, fresh, strict=True):
+                if param.grad is not gradient:
+                    param.grad = gradient
+            return False
+        gradients[part], versions[part] = views, map(VERSION, views)
+        return True
+
+    def _copy_one_by_one(
+        self, indices: list[int], gradients: list[torch.Tensor], versions: list[int], first: int
+    ) -> None:
+        targets, sources, misfits = list[torch.Tensor](), list[torch.Tensor](), list[int]()
+        for number in range(first, len(indices)):
+            index, gradient = indices[number], gradients[number]
+            view, wanted, param = self.views[index], self._strides[index], self._params[index]
+            intact = view.data_ptr() == self.addresses[index]
+            if gradient is view and intact:
+                continue
+            targets.append(self._places[index])
+            sources.append(gradient)
+            if not intact or wanted is None or (wanted and gradient.stride() != wanted):
+                misfits.append(number)
+            elif param.grad is gradient:
+                try:
+                    param.grad = view
+                except (RuntimeError, TypeError):
+                    misfits.append(number)
+                else:
+                    versions[number] = view._version if gradient._version == versions[number] else WRITTEN
+                    gradients[number] = view
+        if targets:
+            self._copy(targets, sources)
+        for number in misfits:
+            self._hold_misfit(number, indices, gradients, versions)
+
+    def _copy(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        try:
+            if (
+                torch.is_grad_enabled()
+            ):  # gradients made with create_graph=True have a graph, the reduced ones have none
+                with torch.no_grad():
+                    self._device.launch(torch._foreach_copy_, targets, sources)
+            else:
                 self._device.launch(torch._foreach_copy_, targets, sources)
         except RuntimeError:
-            for index, gradient, _ in fresh:
-                self._require_same_place(index, gradient)
+            for target, gradient in zip(targets, sources, strict=True):
+                self._require_same_place(target, gradient)
             raise
         self._device.keep(sources)
 
-    def _require_same_place(self, index: int, gradient: torch.Tensor) -> None:
-        place = self._places[index]
+    def _require_same_place(self, place: torch.Tensor, gradient: torch.Tensor) -> None:
         if gradient.device != place.device or gradient.shape != place.shape:
+            pairs = zip(self._names, self._places, self.views, strict=True)
+            name = next(name for name, *own in pairs if any(place is one for one in own))
             raise ConfigError(
-                f"the gradient of {self._names[index]} is {tuple(gradient.shape)} on {gradient.device}, and was "
+                f"the gradient of {name} is {tuple(gradient.shape)} on {gradient.device}, and was "
                 f"{tuple(place.shape)} on {place.device} when its DistributedOptimizer was made: move or resize the "
                 "model first, then make the optimizer"
             )
 
-    def _hold_misfit(self, arrival: Arrival) -> Arrival:
-        """A gradient in another form than its place, or a view whose memory was swapped."""
-        index, gradient, version = arrival
-        self._require_same_place(index, gradient)
+    def _hold_misfit(self, number: int, indices: list[int], gradients: list[torch.Tensor], versions: list[int]) -> None:
+        """A gradient in another form than its place, or one whose view's memory was swapped."""
+        index, gradient = indices[number], gradients[number]
         place, param = self._places[index], self._params[index]
+        self._require_same_place(place, gradient)
         if gradient.dtype is place.dtype and gradient.stride() == place.stride():
             view = self.view(index)
             if param.grad is gradient:
                 param.grad = view
-                return index, view, view._version if gradient._version == version else WRITTEN
+                versions[number] = view._version if gradient._version == versions[number] else WRITTEN
+                gradients[number] = view
         elif gradient.dtype is place.dtype or gradient.dtype is not self._made_for[index]:
             self.outdated = True  # else it travels in another dtype, as was asked for
-        return arrival
 
     def copy_out(self, pairs: Sequence[tuple[int, torch.Tensor]]) -> None:
         """Copies reduced gradients from their places into tensors of another dtype or other strides."""
         if pairs:
-            targets, sources = [target for _, target in pairs], [self._places[index] for index, _ in pairs]
-            self._device.launch(torch._foreach_copy_, targets, sources)
+            with torch.no_grad():  # a gradient made with create_graph=True has a graph
+                targets, sources = [target for _, target in pairs], [self._places[index] for index, _ in pairs]
+                self._device.launch(torch._foreach_copy_, targets, sources)
+
+
+def _strides_to_check(place: torch.Tensor, dtype: torch.dtype) -> tuple[int, ...] | None:
+    """What the strides of a gradient must be if its place may be `.grad`; empty = any, None = it never may."""
+    if place.dtype is not dtype:
+        return None
+    return place.stride() if place.dim() > 1 else ()  # of one dimension there is one way to be dense

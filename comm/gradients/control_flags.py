@@ -22,7 +22,8 @@ class ControlFlags:
         """Args: `elements` are those of the flat buffer that hold the flags, `(FLAG_COUNT,)`."""
         self._device, self._elements = device, elements
         # All that a rank may say, where the flags are, and what was reduced, on the host.
-        self._choices = torch.tensor([[0, 0], [1, 0], [0, 1], [1, 1]], device=elements.device).to(elements.dtype)
+        choices = torch.tensor([[0, 0], [1, 0], [0, 1], [1, 1]], device=elements.device)
+        self._choices = choices.to(elements.dtype).unbind()
         self._reduced = torch.zeros(FLAG_COUNT, dtype=elements.dtype)
         device.pin(self._reduced)
         self._read: Event | None = None
@@ -33,7 +34,7 @@ class ControlFlags:
 
     def is_set_now(self, flag: int) -> bool:
         """Whether any rank has set it in this iteration, once that is reduced; not on a device with streams."""
-        return float(self._elements[flag]) > 0.0
+        return bool(self._elements.tolist()[flag] > 0.0)
 
     def read_back(self) -> None:
         """Takes the reduced elements to the host."""
@@ -49,7 +50,7 @@ class ControlFlags:
         if self._read is None:
             return False
         self._device.wait_for(self._read)
-        return float(self._reduced[flag]) > 0.0
+        return bool(self._reduced.tolist()[flag] > 0.0)
 
 
 class UsageFlags:

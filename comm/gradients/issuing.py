@@ -26,8 +26,8 @@ from .schedule import Schedule, ScheduledUnit
 class Issuing(Protocol):
     """One iteration's strategy."""
 
-    def ready(self, index: int, gradient: torch.Tensor) -> None:
-        """A gradient of this rank is complete."""
+    def ready(self, index: int, gradient: torch.Tensor, version: int) -> None:
+        """A gradient of this rank is complete, and had this version when it came."""
         ...
 
     def flush(self) -> None:
@@ -44,14 +44,17 @@ class ScheduledIssuing:
 
     def __init__(self, iteration: Iteration, schedule: Schedule) -> None:
         self._iteration, self._schedule = iteration, schedule
-        self._arrived, self._units_of = iteration.arrivals.all, schedule.units_of
+        self._arrived, self._units_of = iteration.arrivals, schedule.units_of
         self._missing = schedule.missing
 
-    def ready(self, index: int, gradient: torch.Tensor) -> None:
-        """See `Issuing`. The hot path: all that Python costs a gradient."""
-        if not self._arrived:
+    def ready(self, index: int, gradient: torch.Tensor, version: int) -> None:
+        """See `Issuing`. The hot path."""
+        arrived = self._arrived
+        if not arrived.indices:
             self._iteration.note_first()
-        self._arrived.append((index, gradient, gradient._version))
+        arrived.indices.append(index)  # what `add` does, without the call
+        arrived.gradients.append(gradient)
+        arrived.versions.append(version)
         missing = self._missing
         for unit in self._units_of[index]:
             missing[unit] -= 1
@@ -84,19 +87,19 @@ class StreamIssuing(ScheduledIssuing):
         self._device, self._profiling = device, profiling
         self.deferred = profiling
 
-    def ready(self, index: int, gradient: torch.Tensor) -> None:
+    def ready(self, index: int, gradient: torch.Tensor, version: int) -> None:
         """See `Issuing`."""
         self._device.notice_stream()
-        if not self._arrived:
+        if not self._arrived.indices:
             self.deferred = self._profiling or self._device.users > 1
         if not self.deferred:
-            super().ready(index, gradient)
+            super().ready(index, gradient, version)
             return
-        if not self._arrived:
+        if not self._arrived.indices:
             self._iteration.note_first()
         if self._profiling:
             self._iteration.ready_events[index] = self._device.record_event()
-        self._iteration.arrivals.add(index, gradient)
+        self._arrived.add(index, gradient, version)
 
 
 class NegotiatedIssuing:
@@ -145,12 +148,12 @@ class NegotiatedIssuing:
         self._to_agree = sizes_bytes.size
         self._negotiation.begin(sizes_bytes, granularity_bytes=max(1, self._unit_bytes), on_agreed=self._issue_agreed)
 
-    def ready(self, index: int, gradient: torch.Tensor) -> None:
+    def ready(self, index: int, gradient: torch.Tensor, version: int) -> None:
         """See `Issuing`."""
         if not self._begun:
             self._iteration.note_first()
             self._begin()
-        self._iteration.arrivals.add(index, gradient)
+        self._iteration.arrivals.add(index, gradient, version)
         self._iteration.ready_events[index] = self._iteration.device.record_event()
         self._iteration.copy_in()
         # Bits are kept in layout order, so that agreed neighbours are neighbours in the flat buffer.

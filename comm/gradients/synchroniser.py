@@ -227,9 +227,8 @@ class Synchroniser:
     @property
     def pending(self) -> bool:
         """Some gradient of this iteration is ready and `finish` has not been called."""
-        return bool(self._arrivals.all)
+        return bool(self._arrivals.indices)
 
-    @torch.no_grad()
     def detach(self) -> None:
         """Every `.grad` is the user's alone from now on."""
         self._buffers.detach()
@@ -239,15 +238,13 @@ class Synchroniser:
         arrived = set(self._arrivals.indices)
         return [name for index, name in enumerate(self._names) if index not in arrived]
 
-    def ready(self, index: int, gradient: torch.Tensor, version: int | None = None) -> None:
-        """The gradient of parameter `index`, its `.grad`, is complete; `version`: as it came, None = now. Once each."""
+    def ready(self, index: int, gradient: torch.Tensor, version: int) -> None:
+        """The gradient of parameter `index`, its `.grad`, is complete, and had this version when it came. Once each."""
         if self._one_at_a_time is None:
-            self._issuing.ready(index, gradient)
+            self._issuing.ready(index, gradient, version)
         else:
             with self._one_at_a_time:
-                self._issuing.ready(index, gradient)
-        if version is not None and version != gradient._version:
-            self._arrivals.note_written(index)
+                self._issuing.ready(index, gradient, version)
 
     @property
     def complete(self) -> bool:
@@ -257,12 +254,11 @@ class Synchroniser:
     @property
     def can_reduce(self) -> bool:
         """Every gradient of this iteration has come, so that nothing need be known of what the script does next."""
-        if self._complete or len(self._arrivals.all) < len(self._params):
+        if self._complete or len(self._arrivals.indices) < len(self._params):
             return False
         # All ranks issue the optimizers of one GPU in the order of their steps.
         return not (isinstance(self._issuing, StreamIssuing) and self._issuing.deferred and self._device.users > 1)
 
-    @torch.no_grad()
     def reduce(self, interrupted: Interrupted) -> bool:
         """At the end of a backward pass, if it `can_reduce`: blocks until all gradients are reduced, as DDP does.
 
@@ -279,19 +275,17 @@ class Synchroniser:
         """
         return self._reduce(interrupted)
 
-    @torch.no_grad()
     def contribute_zeros(self) -> None:
         """On a rank that has joined: gives zeros to an iteration that others have begun; waits for nobody."""
         self._join()
         self.flush()
 
     def _join(self) -> None:
-        if not self._arrivals.all:
+        if not self._arrivals.indices:
             self._joined = True
             for param in self._params:
                 param.grad = None
 
-    @torch.no_grad()
     def flush(self) -> None:
         """Sends what has not left; waits for nobody. For callers outside: if it `can_reduce`."""
         if self._flushed:
@@ -316,7 +310,7 @@ class Synchroniser:
 
     def _put_in_missing(self) -> None:
         arrivals = self._arrivals
-        arrivals.own = len(arrivals.all)
+        arrivals.own = len(arrivals.indices)
         if self._usage.wanted:
             self._usage.write([] if self._joined else arrivals.indices)
         if arrivals.own < len(self._params):
@@ -350,7 +344,6 @@ class Synchroniser:
         own = set(self._arrivals.own_indices)
         return next((name for index, name in enumerate(self._names) if index not in own), "")
 
-    @torch.no_grad()
     def finish(self, *, joined: bool = False) -> IterationReport:
         """Collective: blocks until every gradient is reduced, and ends the iteration.
 
@@ -360,7 +353,7 @@ class Synchroniser:
         Raises:
             CommError: a reduction failed, or the job did; gradients are undefined then.
         """
-        self._control.failures.check()
+        self._control.failures.raise_if_failed()
         if joined:
             self._join()
         if not self._complete:

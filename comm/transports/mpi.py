@@ -38,7 +38,8 @@ class ThreadWork:
     """
 
     def __init__(self) -> None:
-        self._done = threading.Event()
+        self._under_way = threading.Lock()  # a lock that is held until then: an Event costs several times as much
+        self._under_way.acquire()
         self._error: CommError | None = None
         self.begun_s = self.done_s = 0.0
 
@@ -46,19 +47,20 @@ class ThreadWork:
         """Called by the working thread, once."""
         self._error = error
         self.done_s = time.perf_counter()
-        self._done.set()
+        self._under_way.release()
 
     def wait(self, timeout_s: float) -> bool:
         """See `Work`."""
-        if not self._done.wait(timeout_s):
+        if not self._under_way.acquire(timeout=timeout_s):
             return False
+        self._under_way.release()  # others may wait, too
         if self._error is not None:
             raise type(self._error)(*self._error.args)
         return True
 
     def is_done(self) -> bool:
         """See `Work`."""
-        return self._done.is_set()
+        return self.done_s > 0.0
 
     def times(self) -> tuple[Event | None, Event | None]:
         """See `Work`."""

@@ -149,10 +149,11 @@ class Doorbell:
             self._lives[life] = rank
             self._poll.register(life, select.POLLIN)
 
-    def ring_all(self) -> None:
-        """Wakes the listening thread of every rank of the node, this one's too."""
+    def ring_others(self) -> None:
+        """Wakes the listening thread of every other rank of the node."""
         for outbox in self._outboxes:
-            self._ring(outbox)
+            if outbox != self._own:
+                self._ring(outbox)
 
     def ring_own(self) -> None:
         """Wakes this rank's listening thread."""

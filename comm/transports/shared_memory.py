@@ -144,8 +144,11 @@ class _Stream:
     def submit(self, task: _Task) -> None:
         """Posts a unit. The queue is filled first, so that the thread finds the task once it sees the count."""
         self._incoming.put(task)
-        self._counters[POSTED, self._me] += 1
-        self._doorbell.ring_all()
+        posted = self._counters[POSTED]
+        posted[self._me] += 1
+        self._doorbell.ring_others()
+        if posted.min() == posted[self._me]:  # else whoever posts last wakes this rank's thread: nobody is so for all
+            self._doorbell.ring_own()
 
     def _run(self) -> None:
         try:
@@ -160,8 +163,7 @@ class _Stream:
     def _advance(self) -> bool:
         """Moves every unit that can move; False if none could."""
         moved = False
-        while not self._incoming.empty():
-            self._to_reduce.append(self._incoming.get())
+        self._take_incoming()
         while self._to_reduce and int(self._counters[POSTED].min()) > self._reduced:
             self._reduce(self._to_reduce.popleft())
             moved = True
@@ -171,6 +173,10 @@ class _Stream:
             self._to_complete.popleft().work.finish()
             moved = True
         return moved
+
+    def _take_incoming(self) -> None:
+        while not self._incoming.empty():
+            self._to_reduce.append(self._incoming.get())
 
     def _bounds(self, task: _Task) -> tuple[int, int]:
         """This rank's share of a unit; empty on ranks that own none."""
@@ -213,13 +219,15 @@ class _Stream:
                 if local_rank != self._me:
                     peer[start:stop].copy_(share)
             self._publish()
+            self._doorbell.ring_own()
 
     def _publish(self) -> None:
         self._counters[REDUCED, self._me] += 1
-        self._doorbell.ring_all()
+        self._doorbell.ring_others()
 
     def _lose(self, rank: int) -> None:
         """A rank of this node has ended; what it has not posted will never come."""
+        self._take_incoming()
         if not (self._to_reduce or self._to_complete or self._crossing.qsize()):
             return
         error = PeerLostError(f"rank {rank} has ended while rank {self._control.rank} waited for its gradients")

@@ -7,8 +7,8 @@ from functools import partial
 
 import torch
 
-Arrive = Callable[..., None]
-"""What is done with a gradient that is complete: `(gradient)`, or `(gradient, version)` if it came some time ago."""
+Arrive = Callable[[torch.Tensor, int], None]
+"""What is done with a gradient that is complete, and its version when it came."""
 
 
 class GradientGroups:
@@ -30,9 +30,9 @@ class GradientGroups:
             for index in group:
                 arrive[index] = partial(self._arrive, place, arrive[index])
 
-    def _arrive(self, place: int, leave: Arrive, gradient: torch.Tensor) -> None:
+    def _arrive(self, place: int, leave: Arrive, gradient: torch.Tensor, version: int) -> None:
         waiting = self._waiting[place]
-        waiting.append(partial(leave, gradient, gradient._version))
+        waiting.append(partial(leave, gradient, version))
         if len(waiting) == len(self._groups[place]):
             for each in waiting:
                 each()

@@ -117,9 +117,9 @@ class SparseReductions:
         self.known |= fresh
         return bool(fresh)
 
-    def start(self, name: str, gradient: torch.Tensor, version: int | None = None) -> None:
-        """The gradient of a parameter with sparse ones is complete, and leaves; `version` when it came, None = now."""
-        self._launch(name, gradient, (gradient, gradient._version if version is None else version))
+    def start(self, name: str, gradient: torch.Tensor, version: int) -> None:
+        """The gradient of a parameter with sparse ones is complete, and leaves; `version`: when it came."""
+        self._launch(name, gradient, (gradient, version))
 
     def _launch(self, name: str, gradient: torch.Tensor, given: tuple[torch.Tensor, int] | None) -> None:
         rows = gradient.detach()

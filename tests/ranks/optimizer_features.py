@@ -146,7 +146,7 @@ def a_group_leaves_as_one() -> None:
         optimizer.step()
     arrived: list[bool] = []
     model[2].weight.register_post_accumulate_grad_hook(
-        lambda _: arrived.append(optimizer._gradients.reducers[0].tuned._sync._arrivals.all != [])
+        lambda _: arrived.append(optimizer._gradients.reducers[0].tuned._sync._arrivals.indices != [])
     )
     optimizer.zero_grad()
     mean_square(model, hvd.rank(), 0).backward()

@@ -99,7 +99,7 @@ class Training:
                 param.grad = late(torch.full_like(param, 1e9))
                 values = gradient(param, index, self.sync.iteration + self.salt, rank)
                 device.launch(param.grad.data.copy_, values)  # as CUDA: the version is counted when it is called
-                self.sync.ready(index, param.grad)
+                self.sync.ready(index, param.grad, param.grad._version)
 
     def step(self) -> None:
         """Reduces, and checks what the default stream finds in the gradients afterwards."""

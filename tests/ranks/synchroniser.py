@@ -60,7 +60,7 @@ def run_iteration(
     for index in order:
         if index not in absent.get(rank, ()):
             params[index].grad = gradient(params[index], index, iteration, rank)
-            sync.ready(index, grad_of(params[index]))
+            sync.ready(index, grad_of(params[index]), grad_of(params[index])._version)
     report = sync.finish()
     for index, param in enumerate(params):
         wanted = mean_gradient(param, index, iteration, absent)
@@ -128,7 +128,7 @@ for dtypes in (DTYPES, MIXED):
 
     # Not in the middle of an iteration, and not with a plan for other gradients.
     params[0].grad = gradient(params[0], 0, sync.iteration, rank)
-    sync.ready(0, grad_of(params[0]))
+    sync.ready(0, grad_of(params[0]), grad_of(params[0])._version)
     assert sync.pending
     with pytest.raises(PlanError, match="between iterations"):
         sync.set_plans([default_plan(layout) for layout in sync.layouts])
@@ -180,7 +180,7 @@ sync = Synchroniser(
 for _ in range(5):
     for index, param in enumerate(params):
         param.grad = gradient(param, index, sync.iteration, rank)
-        sync.ready(index, grad_of(params[index]))
+        sync.ready(index, grad_of(params[index]), grad_of(params[index])._version)
     iteration = sync.iteration
     sync.finish()
     for index, param in enumerate(params):

@@ -12,7 +12,7 @@ SHAPES = ((2, 3), (0,), (5,), (), (2, 2, 2))
 def all_arrive(params: list[torch.nn.Parameter], arrivals: Arrivals) -> None:
     for index, param in enumerate(params):
         assert param.grad is not None
-        arrivals.add(index, param.grad)
+        arrivals.add(index, param.grad, param.grad._version)
     arrivals.own = len(params)
     arrivals.copy_in()
 
