@@ -37,13 +37,9 @@ class InFlight:
     _iterations: list[IterationEvents] = field(default_factory=list)
     _stalled: tuple[int, float] | None = None
 
-    def add(self, events: IterationEvents) -> None:
-        """An iteration more; the last but one is forgotten."""
+    def add(self, events: IterationEvents) -> IterationEvents:
+        """An iteration more; the last but one is forgotten. Returns the one before it; itself, if there is none."""
         self._iterations = [*self._iterations[-1:], events]
-
-    @property
-    def before(self) -> IterationEvents:
-        """The iteration before the last one; the last one, if there is no other."""
         return self._iterations[0]
 
     def stalled(self) -> tuple[int, float] | None:

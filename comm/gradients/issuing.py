@@ -8,6 +8,7 @@ ranks could not be kept otherwise.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -24,7 +25,13 @@ from .schedule import Schedule, ScheduledUnit
 
 
 class Issuing(Protocol):
-    """One iteration's strategy."""
+    """One iteration's strategy.
+
+    Attributes:
+        deferred: nothing leaves before `flush`.
+    """
+
+    deferred: bool
 
     def ready(self, index: int, gradient: torch.Tensor, version: int) -> None:
         """A gradient of this rank is complete, and had this version when it came."""
@@ -43,6 +50,7 @@ class ScheduledIssuing:
     """Units leave in their fixed order as soon as their gradients, and all units before them, are complete."""
 
     def __init__(self, iteration: Iteration, schedule: Schedule) -> None:
+        self.deferred = False
         self._iteration, self._schedule = iteration, schedule
         self._arrived, self._units_of = iteration.arrivals, schedule.units_of
         self._missing = schedule.missing
@@ -102,6 +110,24 @@ class StreamIssuing(ScheduledIssuing):
         self._arrived.add(index, gradient, version)
 
 
+class OneAtATime:
+    """Another strategy, where autograd computes the gradients of several devices in a thread for each."""
+
+    def __init__(self, strategy: Issuing) -> None:
+        self._strategy, self._lock = strategy, threading.Lock()
+        self.flush, self.wait = strategy.flush, strategy.wait
+
+    @property
+    def deferred(self) -> bool:
+        """See `Issuing`."""
+        return self._strategy.deferred
+
+    def ready(self, index: int, gradient: torch.Tensor, version: int) -> None:
+        """See `Issuing`."""
+        with self._lock:
+            self._strategy.ready(index, gradient, version)
+
+
 class NegotiatedIssuing:
     """Gradients leave once all ranks have them, neighbours in the flat buffer together."""
 
@@ -123,6 +149,7 @@ class NegotiatedIssuing:
             plans: their largest unit is what is worth sending at once; units take the plan's streams in turn.
             flags_need_flush: the control flags are complete only with `flush`, else with the last gradient.
         """
+        self.deferred = False
         self._iteration, self._negotiation = iteration, negotiation
         self._buffers, self._plans = buffers, plans
         self._flags_need_flush = flags_need_flush

@@ -26,6 +26,10 @@ class Iteration:
         works: units under way, in the order in which they left.
         first_ready: when the first gradient came; None until then.
         ready_events: when each gradient came, by parameter; only while the order is profiled.
+        backward_ended: when all gradients had come, or were put in; None until then.
+        joined: this rank has no data any more and takes part with zeros.
+        flushed: all units have left.
+        complete: all gradients are reduced.
     """
 
     def __init__(
@@ -42,6 +46,8 @@ class Iteration:
         self.works: list[Work] = []
         self.first_ready: Event | None = None
         self.ready_events = ready_events
+        self.backward_ended: Event | None = None
+        self.joined = self.flushed = self.complete = False
 
     def note_first(self) -> None:
         """The first gradient has come."""

@@ -15,6 +15,8 @@ from sirtaki.comm.plan import TransportKind
 from sirtaki.comm.timeline import Timeline
 from sirtaki.comm.transports.contract import Work
 
+from .in_flight import IterationEvents
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IssuedUnit:
@@ -48,19 +50,17 @@ class IterationTrace:
         """`count` gradients have been copied into the flat buffers."""
         self.copies.append((begin, self.device.record_event(), count))
 
-    def write(
-        self, *, iteration: int, profiling: bool, first_ready: Event, backward_ended: Event, reduced: Event
-    ) -> None:
+    def write(self, events: IterationEvents, *, profiling: bool) -> None:
         """All gradients are reduced, on the device, too."""
         end_s, timeline = time.perf_counter(), self.timeline
 
         def at(moment: Event) -> float:
             # Transports of the host tell the time themselves.
-            return moment if isinstance(moment, float) else end_s - self.device.elapsed_s(moment, reduced)
+            return moment if isinstance(moment, float) else end_s - self.device.elapsed_s(moment, events.reduced)
 
-        first_ready_s, ended_s = at(first_ready), at(backward_ended)
+        first_ready_s, ended_s = at(events.first_ready), at(events.backward_ended)
         kind = "order profiling" if profiling else "scheduled"
-        timeline.span("iterations", f"iteration {iteration}", first_ready_s, end_s, kind=kind)
+        timeline.span("iterations", f"iteration {events.iteration}", first_ready_s, end_s, kind=kind)
         if ended_s > first_ready_s:
             timeline.span("iterations", "backward", first_ready_s, ended_s)
         timeline.span("iterations", "wait", max(first_ready_s, ended_s), end_s)

@@ -1,14 +1,70 @@
-"""What is said of gradients that were changed before they were reduced."""
+"""Notices gradients that were changed before they were reduced, and says so."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .arrivals import Arrivals, Interference
+
+logger = logging.getLogger(__name__)
 
 REMEDY = (
     "call optimizer.synchronize() before you change gradients, and optimizer.step() inside `with "
     "optimizer.skip_synchronize():`"
 )
-WRITTEN_ELSEWHERE = f"another rank has written a gradient before it was reduced; {REMEDY}"
-WRITTEN_ELSEWHERE_BEFORE = f"another rank has written a gradient in the iteration before this one; {REMEDY}"
 
 
-def written(name: str, late: str) -> str:
-    """The gradient of parameter `name` was written; that of `late` did not come, empty = all have come."""
-    why = f", which ends with step() because {late} had no gradient in this backward pass" if late else ""
-    return f"the gradient of {name} was written before it was reduced{why}; {REMEDY}"
+class LostEdits:
+    """What the user did to gradients too early.
+
+    Attributes:
+        problem: what makes the gradients of this iteration undefined, in words; empty if all is well.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        """`names` of the parameters."""
+        self._names = names
+        self.problem = ""
+        self._warned = self._told = False
+
+    def begin(self) -> None:
+        """The gradients of an iteration leave; nothing is known against them."""
+        self.problem = ""
+
+    def look(self, done: Interference, arrivals: Arrivals, *, elsewhere: bool) -> None:
+        """All gradients are reduced.
+
+        Args:
+            done: to this rank's gradients.
+            arrivals: this rank's gradients.
+            elsewhere: another rank says that one of its gradients was written.
+        """
+        if done.written:
+            self.problem = self._written(done.written[0], arrivals)
+        elif elsewhere:
+            self.problem = f"another rank has written a gradient before it was reduced; {REMEDY}"
+        if done.replaced and not self._warned:
+            self._warned = True
+            logger.warning(
+                "the gradient of %s was replaced before it was reduced, and the reduced one is used; %s",
+                self._names[done.replaced[0]],
+                REMEDY,
+            )
+
+    def end(self, *, elsewhere_before: bool) -> None:
+        """The iteration ends; `elsewhere_before`: only now it is heard that a gradient was written in the one before.
+
+        That is so on a device with streams. What a rank knows of itself has been said then.
+        """
+        if elsewhere_before and not self._told and not self.problem:
+            self.problem = f"another rank has written a gradient in the iteration before this one; {REMEDY}"
+        self._told = bool(self.problem)
+
+    def _written(self, index: int, arrivals: Arrivals) -> str:
+        own = set(arrivals.own_indices)
+        late = next((name for other, name in enumerate(self._names) if other not in own), "")
+        why = f", which ends with step() because {late} had no gradient in this backward pass" if late else ""
+        return f"the gradient of {self._names[index]} was written before it was reduced{why}; {REMEDY}"

@@ -15,40 +15,36 @@ and `finish`, which reduces in any case and closes the iteration.
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from sirtaki.comm import timeline
-from sirtaki.comm.device import Event
 from sirtaki.comm.layout import GradientLayout
 from sirtaki.comm.plan import CommPlan
 from sirtaki.comm.router import Router
 from sirtaki.errors import PlanError
 
-from . import lost_edits
 from .arrivals import Arrivals
-from .buffers import GradientBuffers, HasGrad, Reduction
-from .control_flags import FLAG_COUNT, REPROFILE, WRITTEN, ControlFlags, UsageFlags
+from .buffers import HasGrad, Reduction
+from .control_flags import REPROFILE, WRITTEN
 from .in_flight import InFlight, IterationEvents
-from .issuing import Issuing, NegotiatedIssuing, ScheduledIssuing, StreamIssuing
+from .issuing import Issuing, NegotiatedIssuing, OneAtATime, ScheduledIssuing, StreamIssuing
 from .iteration import Interrupted, Iteration
 from .iteration_trace import IterationTrace
+from .lost_edits import LostEdits
 from .negotiation import ReadinessNegotiation
-from .order import OrderWatch, agree_on_order
-from .schedule import Schedule, schedule
+from .order import OrderProfiling, agree_on_order
+from .planned_buffers import PlannedBuffers
 
 if TYPE_CHECKING:
     from sirtaki.comm.control.plane import ControlPlane
 
 logger = logging.getLogger(__name__)
-
-PROFILING_ITERATIONS = 2
-"""The first iteration runs with cold caches; its order is kept only if the second one cannot be had."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,9 +74,6 @@ class Synchroniser:
 
     Attributes:
         iteration: iterations finished so far.
-        profile_again: this rank wants the order to be profiled again; True until that begins.
-        problem: what was done to gradients that makes this iteration's undefined, in words; empty until they are
-            reduced, and if all is well.
         in_flight: what the device may still be busy with.
     """
 
@@ -108,52 +101,37 @@ class Synchroniser:
         """
         self._params, self._names = list(params), list(names)
         self._control, self._router, self._reduction = control, router, reduction
-        self._default_plan = default_plan
         self._device = router.device
-        self._n_flags = FLAG_COUNT + (len(self._params) if unused_as_none else 0)
         self._negotiation = (
             None if self._device.streams else ReadinessNegotiation(control.duplicate(), control.failures)
         )
         self._device.users += 1
+        self._several_devices = len({param.device for param in params}) > 1
         self.iteration = 0
         self.in_flight = InFlight(self._device)
-        self._profiling, self._profiled_from = True, 0
-        self._order_watch = OrderWatch()
-        self._wants_reprofile = False
-        self.profile_again = self._warned_of_replacement = self._told_of_writing = False
-        self.problem = ""
-        # Autograd computes the gradients of each device in a thread of its own.
-        self._one_at_a_time = threading.Lock() if len({param.device for param in params}) > 1 else None
-        self._build_buffers(list(range(len(self._params)))[::-1], None)
+        self._order, self._edits = OrderProfiling(), LostEdits(self._names)
+        self._make_buffers = partial(
+            PlannedBuffers,
+            params=self._params,
+            names=self._names,
+            router=router,
+            reduction=reduction,
+            default_plan=default_plan,
+            unused_as_none=unused_as_none,
+        )
+        self._planned = self._make_buffers(range(len(self._params))[::-1], before=None)
+        self._begin_iteration()
 
     # ── layouts and plans ────────────────────────────────────────────────────────────────────────────────────────
 
     @property
     def layouts(self) -> tuple[GradientLayout, ...]:
         """The current layouts, one a dtype; the first has one element more, the control flags."""
-        return self._buffers.layouts
+        return self._planned.buffers.layouts
 
     def in_layout_order(self, values: Sequence[float]) -> list[float]:
         """Values by parameter index, as reports give them, in the order of the first layout, the flags left out."""
-        return [values[index] for index in self._buffers.groups[0].indices]
-
-    def _build_buffers(self, order: list[int], before: GradientBuffers | None) -> None:
-        """Collective: new flat buffers in the given order of parameters; gradients that are there move along."""
-        self._device.synchronise()  # nothing may use the old ones any more
-        self._buffers = GradientBuffers(
-            order,
-            self._params,
-            self._names,
-            reduction=self._reduction,
-            router=self._router,
-            n_flags=self._n_flags,
-        )
-        if before is not None:
-            self._buffers.take_over(before)
-        flags = self._buffers.flags
-        self._flags = ControlFlags(self._device, flags[:FLAG_COUNT])
-        self._usage = UsageFlags(self._device, flags[FLAG_COUNT:])
-        self._install([self._default_plan(layout) for layout in self._buffers.layouts])
+        return [values[index] for index in self._planned.buffers.groups[0].indices]
 
     def set_plans(self, plans: Sequence[CommPlan]) -> None:
         """Collective, between iterations: sends units by these plans from now on, one a layout.
@@ -165,73 +143,60 @@ class Synchroniser:
         if self.pending:
             raise PlanError("plans change between iterations only, and gradients of this one are in already")
         self._control.require_equal(" ".join(plan.fingerprint() for plan in plans), "the plan")
-        self._install(plans)
-
-    def _install(self, plans: Sequence[CommPlan]) -> None:
-        groups = self._buffers.groups
-        if len(plans) != len(groups):
-            raise PlanError(f"{len(plans)} plans for {len(groups)} layouts")
-        for group, plan in zip(groups, plans, strict=True):
-            if plan.numel != group.layout.numel:
-                raise PlanError(f"a plan of {plan.numel} elements for a layout of {group.layout.numel}")
-            self._router.open_plan(plan)
-        units = schedule(groups, plans, self._buffers.position)
-        # What tells of usage is known at the end only, so the units that carry it never leave before.
-        first, flags_start = groups[0], groups[0].layout.offsets[-2]
-        self._schedule = Schedule(
-            units,
-            len(self._params),
-            held=lambda unit: self._usage.wanted and unit.group is first and unit.stop > flags_start,
-        )
-        self._plans = tuple(plans)
+        self._planned.install(plans)
         self._begin_iteration()
+
+    # ── one iteration ────────────────────────────────────────────────────────────────────────────────────────────
 
     def _begin_iteration(self) -> None:
         """Ready for the next backward pass."""
-        self._schedule.begin()
-        self._flags.write(reprofile=self._wants_reprofile)
+        planned = self._planned
+        planned.schedule.begin()
+        planned.flags.write(reprofile=self._order.asks)
         wanted = timeline.active()
-        self._arrivals = Arrivals(self._params, self._buffers)
+        self._arrivals = Arrivals(self._params, planned.buffers)
         self._current = Iteration(
             self._arrivals,
             router=self._router,
             reduction=self._reduction,
             trace=None if wanted is None else IterationTrace(wanted, self._device),
-            ready_events=[None] * len(self._params) if self._profiling else [],
+            ready_events=[None] * len(self._params) if self._order.active else [],
         )
-        self._issuing = self._strategy()
-        self._joined = self._flushed = self._complete = False
-        self._backward_ended: Event | None = None
-        self._reduced: Event | None = None
+        strategy = self._strategy()
+        self._issuing = OneAtATime(strategy) if self._several_devices else strategy
 
     def _strategy(self) -> Issuing:
+        planned = self._planned
         if self._device.streams:
-            return StreamIssuing(self._current, self._schedule, self._device, profiling=self._profiling)
-        if self._profiling and self._negotiation is not None:
+            return StreamIssuing(self._current, planned.schedule, self._device, profiling=self._order.active)
+        if self._order.active and self._negotiation is not None:
             return NegotiatedIssuing(
                 self._current,
                 self._negotiation,
-                self._buffers,
-                self._plans,
-                flags_need_flush=self._usage.wanted,
+                planned.buffers,
+                planned.plans,
+                flags_need_flush=planned.usage.wanted,
             )
-        return ScheduledIssuing(self._current, self._schedule)
-
-    # ── one iteration ────────────────────────────────────────────────────────────────────────────────────────────
+        return ScheduledIssuing(self._current, planned.schedule)
 
     @property
     def profiling(self) -> bool:
         """The order of the gradients is profiled in this iteration; the same on all ranks."""
-        return self._profiling
+        return self._order.active
+
+    def profile_again(self) -> None:
+        """Asks for the order to be profiled again in one of the next iterations."""
+        self._order.requested = True
 
     @property
     def pending(self) -> bool:
         """Some gradient of this iteration is ready and `finish` has not been called."""
         return bool(self._arrivals.indices)
 
-    def detach(self) -> None:
-        """Every `.grad` is the user's alone from now on."""
-        self._buffers.detach()
+    @property
+    def problem(self) -> str:
+        """What makes the gradients of this iteration undefined; empty until they are reduced, and if all is well."""
+        return self._edits.problem
 
     def missing_names(self) -> list[str]:
         """Parameters whose gradients have not come in this iteration."""
@@ -240,32 +205,33 @@ class Synchroniser:
 
     def ready(self, index: int, gradient: torch.Tensor, version: int) -> None:
         """The gradient of parameter `index`, its `.grad`, is complete, and had this version when it came. Once each."""
-        if self._one_at_a_time is None:
-            self._issuing.ready(index, gradient, version)
-        else:
-            with self._one_at_a_time:
-                self._issuing.ready(index, gradient, version)
+        self._issuing.ready(index, gradient, version)
+
+    def detach(self) -> None:
+        """Every `.grad` is the user's alone from now on."""
+        self._planned.buffers.detach()
 
     @property
     def complete(self) -> bool:
         """All gradients of this iteration are reduced."""
-        return self._complete
+        return self._current.complete
 
     @property
     def can_reduce(self) -> bool:
         """Every gradient of this iteration has come, so that nothing need be known of what the script does next."""
-        if self._complete or len(self._arrivals.indices) < len(self._params):
+        if self._current.complete or len(self._arrivals.indices) < len(self._params):
             return False
         # All ranks issue the optimizers of one GPU in the order of their steps.
-        return not (isinstance(self._issuing, StreamIssuing) and self._issuing.deferred and self._device.users > 1)
+        return not (self._issuing.deferred and self._device.users > 1)
 
-    def reduce(self, interrupted: Interrupted) -> bool:
+    def reduce(self, interrupted: Interrupted | None) -> bool:
         """At the end of a backward pass, if it `can_reduce`: blocks until all gradients are reduced, as DDP does.
 
         Then everything that is done to gradients before the update is done to the reduced ones.
 
         Args:
-            interrupted: asked now and then whether this rank is needed elsewhere; `finish` goes on waiting then.
+            interrupted: asked now and then whether this rank is needed elsewhere; it or `finish` is to be called again
+                then, and goes on waiting.
 
         Returns:
             Every `.grad` holds the reduced gradient.
@@ -273,76 +239,58 @@ class Synchroniser:
         Raises:
             CommError: a reduction failed, or the job did; gradients are undefined then.
         """
-        return self._reduce(interrupted)
-
-    def contribute_zeros(self) -> None:
-        """On a rank that has joined: gives zeros to an iteration that others have begun; waits for nobody."""
-        self._join()
-        self.flush()
-
-    def _join(self) -> None:
-        if not self._arrivals.indices:
-            self._joined = True
-            for param in self._params:
-                param.grad = None
-
-    def flush(self) -> None:
-        """Sends what has not left; waits for nobody. For callers outside: if it `can_reduce`."""
-        if self._flushed:
-            return
-        self._flushed, self.problem = True, ""
-        self._backward_ended = self._device.record_event()
-        self._put_in_missing()
-        if self._current.first_ready is None:
-            self._current.first_ready = self._backward_ended
-        self._issuing.flush()
-
-    def _reduce(self, interrupted: Interrupted | None) -> bool:
-        """Sends what has not left and waits for all of it; False if it was interrupted, and is to be called again."""
         self.flush()
         if not self._issuing.wait(interrupted):
             return False
-        self._complete = True
+        self._current.complete = True
         self._device.release()
         self._reduced = self._device.record_event()
         self._hand_out()
         return True
 
+    def contribute_zeros(self) -> None:
+        """On a rank that has joined: gives zeros to an iteration that others have begun; waits for nobody."""
+        if not self._arrivals.indices:
+            self._current.joined = True
+            for param in self._params:
+                param.grad = None
+        self.flush()
+
+    def flush(self) -> None:
+        """Sends what has not left; waits for nobody. For callers outside: if it `can_reduce`."""
+        iteration = self._current
+        if iteration.flushed:
+            return
+        iteration.flushed = True
+        self._edits.begin()
+        iteration.backward_ended = self._device.record_event()
+        self._put_in_missing()
+        if iteration.first_ready is None:
+            iteration.first_ready = iteration.backward_ended
+        self._issuing.flush()
+
     def _put_in_missing(self) -> None:
-        arrivals = self._arrivals
+        arrivals, planned = self._arrivals, self._planned
         arrivals.own = len(arrivals.indices)
-        if self._usage.wanted:
-            self._usage.write([] if self._joined else arrivals.indices)
+        if planned.usage.wanted:
+            planned.usage.write([] if self._current.joined else arrivals.indices)
         if arrivals.own < len(self._params):
             if arrivals.written:  # all ranks must hear of it; the flags have not left, since some gradient has not come
-                self._flags.write(reprofile=self._wants_reprofile, written=True)
+                planned.flags.write(reprofile=self._order.asks, written=True)
             arrived = set(arrivals.indices)
             for index in range(len(self._params)):
                 if index not in arrived:
                     arrivals.put_in(index)
 
     def _hand_out(self) -> None:
-        arrivals = self._arrivals
-        unused: list[int] = []
-        if self._usage.wanted:
-            unused = [index for index, somewhere in enumerate(self._usage.used()) if not somewhere]
-        done = arrivals.hand_out(unused)
-        if done.written:
-            self.problem = lost_edits.written(self._names[done.written[0]], self._missing_from_backward())
-        elif not self._device.streams and self._flags.is_set_now(WRITTEN):
-            self.problem = lost_edits.WRITTEN_ELSEWHERE
-        if done.replaced and not self._warned_of_replacement:
-            self._warned_of_replacement = True
-            logger.warning(
-                "the gradient of %s was replaced before it was reduced, and the reduced one is used; %s",
-                self._names[done.replaced[0]],
-                lost_edits.REMEDY,
-            )
+        planned, unused = self._planned, list[int]()
+        if planned.usage.wanted:
+            unused = [index for index, somewhere in enumerate(planned.usage.used()) if not somewhere]
+        done = self._arrivals.hand_out(unused)
+        elsewhere = not self._device.streams and planned.flags.is_set_now(WRITTEN)
+        self._edits.look(done, self._arrivals, elsewhere=elsewhere)
 
-    def _missing_from_backward(self) -> str:
-        """The first parameter of which no gradient came from this rank's backward pass; empty if there is none."""
-        own = set(self._arrivals.own_indices)
-        return next((name for index, name in enumerate(self._names) if index not in own), "")
+    # ── its end ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     def finish(self, *, joined: bool = False) -> IterationReport:
         """Collective: blocks until every gradient is reduced, and ends the iteration.
@@ -355,41 +303,29 @@ class Synchroniser:
         """
         self._control.failures.raise_if_failed()
         if joined:
-            self._join()
-        if not self._complete:
-            self._reduce(None)
+            self.contribute_zeros()
+        if not self._current.complete:
+            self.reduce(None)
         if self._device.streams:
-            self.in_flight.units = list(zip(self._schedule.units, self._current.works, strict=True))
+            self.in_flight.units = list(zip(self._planned.schedule.units, self._current.works, strict=True))
         return self._report()
 
     def _report(self) -> IterationReport:
         """Collective: closes the books on this iteration."""
-        device, iteration = self._device, self._current
+        device, iteration, profiling = self._device, self._current, self._order.active
         assert iteration.first_ready is not None
-        events = IterationEvents(self.iteration, iteration.first_ready, self._backward_ended, self._reduced)
-        self.in_flight.add(events)
-        measured = self.in_flight.before if device.streams and not self._profiling else events
+        events = IterationEvents(self.iteration, iteration.first_ready, iteration.backward_ended, self._reduced)
+        before = self.in_flight.add(events)
+        measured = before if device.streams and not profiling else events
         # The host is never more than one iteration ahead.
         device.wait_for(measured.reduced if iteration.trace is None else events.reduced)
         if iteration.trace is not None:
-            iteration.trace.write(
-                iteration=self.iteration,
-                profiling=self._profiling,
-                first_ready=events.first_ready,
-                backward_ended=events.backward_ended,
-                reduced=events.reduced,
-            )
+            iteration.trace.write(events, profiling=profiling)
         ready_s = tuple(
             0.0 if event is None else max(0.0, device.elapsed_s(events.first_ready, event))
             for event in iteration.ready_events
         )
-        reprofile = self._flags.is_set(REPROFILE)
-        if self._device.streams and self._flags.is_set(WRITTEN) and not self._told_of_writing and not self.problem:
-            self.problem = lost_edits.WRITTEN_ELSEWHERE_BEFORE
-        self._told_of_writing = bool(self.problem)
-        self._flags.forget()
-        self._flags.read_back()
-        profiled = self._end_iteration(reprofile=reprofile)
+        profiled = self._end_iteration()
         return IterationReport(
             span_s=device.elapsed_s(measured.first_ready, measured.reduced),
             backward_s=max(0.0, device.elapsed_s(measured.first_ready, measured.backward_ended)),  # may be none at all
@@ -397,47 +333,36 @@ class Synchroniser:
             profiled=profiled,
         )
 
-    def _end_iteration(self, *, reprofile: bool) -> bool:
+    def _end_iteration(self) -> bool:
         """Collective: what the next iteration will be. True if the order has just been profiled."""
-        profiled = self._profiling and self.iteration + 1 - self._profiled_from >= PROFILING_ITERATIONS
+        flags, order = self._planned.flags, self._order
+        reprofile = flags.is_set(REPROFILE)  # those of the iteration before
+        self._edits.end(elsewhere_before=self._device.streams and flags.is_set(WRITTEN))
+        flags.read_back()
+        profiled = order.ends_with(self.iteration)
         if profiled:
             self._end_profiling()
-        elif not self._profiling:
-            self._watch()
+        elif not order.active:
+            order.watch(self.iteration, self._arrivals.own_indices, self._planned.buffers)
             if reprofile:
                 logger.info("gradients come in another order, or in another form, than they did: profiling them again")
-                self._profiling, self._profiled_from = True, self.iteration + 1
-                self._order_watch.profiling_begins(self.iteration + 1)
-                self._wants_reprofile = self.profile_again = False
-                self._flags.forget()
-        if not profiled:
-            self._begin_iteration()
+                order.begin(self.iteration + 1)
+                flags.forget()
+        self._begin_iteration()
         self.iteration += 1
         return profiled
 
-    def _watch(self) -> None:
-        buffers, arrivals = self._buffers, self._arrivals
-        own = arrivals.own_indices
-        if own == buffers.order:
-            self._order_watch.as_expected()
-            late = False
-        else:
-            late = self._order_watch.wants_reprofile(self.iteration, own, buffers.position)
-        self._wants_reprofile = late or buffers.outdated or self.profile_again
-
     def _end_profiling(self) -> None:
         """Collective: buffers in the agreed order, new ones if the order or a parameter has changed."""
-        order = agree_on_order(self._arrivals.indices, self._control, counts=not self._joined)
-        outdated = bool(self._control.maximum(np.array([float(self._buffers.outdated)]))[0])
-        self._profiling = False
-        self._order_watch.profiled(self.iteration)
-        if order != self._buffers.order or outdated:
-            self._build_buffers(order, self._buffers)
-        else:
-            self._begin_iteration()
+        buffers = self._planned.buffers
+        order = agree_on_order(self._arrivals.indices, self._control, counts=not self._current.joined)
+        outdated = bool(self._control.maximum(np.array([float(buffers.outdated)]))[0])
+        self._order.end(self.iteration)
+        if order != buffers.order or outdated:
+            self._planned = self._make_buffers(order, before=self._planned)
 
     def close(self) -> bool:
         """Ends the negotiation thread; gradients keep their values. Once. False if its communicator stays in use."""
         self._device.users -= 1
-        del self._default_plan  # which leads back to whom it belongs
+        del self._make_buffers  # the default plan leads back to whom it belongs
         return self._negotiation is None or self._negotiation.close()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
@@ -19,7 +19,8 @@ import torch
 from sirtaki.errors import GradientError
 
 from .backward_end import BackwardEnd, LeftBehind
-from .gradient_groups import Arrive, GradientGroups
+from .gradient_groups import Arrive
+from .gradient_hooks import GradientHooks
 from .nan_check import NanCheck
 from .participants import Stage
 from .reducer_end import let_go
@@ -32,13 +33,9 @@ from .warmup import TunedSynchroniser
 
 if TYPE_CHECKING:
     from sirtaki.comm.collectives.rank_sets import RankSet
+    from sirtaki.comm.gradients.synchroniser import Synchroniser
 
     from .job import Job
-
-TOO_OFTEN = (
-    "Gradients were computed more than backward_passes_per_step times before call to step(). "
-    "Increase backward_passes_per_step to accumulate gradients locally."
-)
 
 
 class User(Protocol):
@@ -111,8 +108,9 @@ class GradientReducer:
         assert members.control is not None
         assert members.engine is not None
         self._job, self._control, self._engine = job, members.control, members.engine
-        self._sync: TunedSynchroniser | None = None
-        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._tuned: TunedSynchroniser | None = None
+        self._sync: Synchroniser | None = None  # the tuned one's
+        self._hooks: GradientHooks | None = None
         self._watch: ReducerWatch | None = None
         self.closed = ""
         self.passes, self.options = passes, options
@@ -155,7 +153,7 @@ class GradientReducer:
         self.sparse.watch(self._by_name)
         dense = [number for number, (name, _) in enumerate(self._named) if name not in self.sparse.names]
         if dense:
-            self._sync = TunedSynchroniser(
+            self._tuned = TunedSynchroniser(
                 self._control,
                 self._job.settings,
                 [self._named[number][1] for number in dense],
@@ -163,27 +161,28 @@ class GradientReducer:
                 reduction=self.options.reduction,
                 arms=self.options.arms,
             )
+            self._sync = self._tuned.synchroniser
         arrive: list[Arrive] = [partial(self.sparse.start, name) for name, _ in self._named]
         for index, number in enumerate(dense):
             arrive[number] = partial(self._sync.ready, index)  # type: ignore[union-attr]  # there is one, if any is dense
-        self._groups = GradientGroups(self.options.groups, [param for _, param in self._named])
-        self._groups.hold(arrive)
-        self._arrive = arrive
         if self._nan_check is not None:
             self._nan_check.names = [name for name, _ in self._named]
-        self._hooks = [
-            param.register_post_accumulate_grad_hook(self._make_hook(number))  # type: ignore[no-untyped-call]  # torch's
-            for number, (_, param) in enumerate(self._named)
-        ]
+        self._hooks = GradientHooks(
+            [param for _, param in self._named],
+            arrive,
+            self.options.groups,
+            passes=self.passes,
+            owner=self,
+            nan_check=self._nan_check,
+        )
         self._begin_iteration()
 
     def _detach(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
-        if self._sync is not None:
-            self._sync.close()
-            self._sync = None
+        if self._hooks is not None:
+            self._hooks.remove()
+        if self._tuned is not None:
+            self._tuned.close()
+        self._hooks = self._tuned = self._sync = None
 
     @property
     def named(self) -> list[Named]:
@@ -200,45 +199,17 @@ class GradientReducer:
 
     # ── the way of one gradient ──────────────────────────────────────────────────────────────────────────────────
 
-    def _make_hook(self, number: int) -> Callable[[torch.Tensor], None]:
-        # Garbage collection does not see what such a hook holds, so it holds nothing.
-        this, nan_check = weakref.ref(self), self._nan_check
-
-        def hook(param: torch.Tensor) -> None:
-            self = this()
-            if self is None:
-                return
-            if not self._in_backward:
-                self._begin_backward()
-            passes_left = self._passes_left  # replaced by each finish()
-            left = passes_left[number]
-            if left > 1:
-                passes_left[number] = left - 1
-                return
-            if left < 1:
-                raise AssertionError(TOO_OFTEN)
-            passes_left[number] = 0
-            gradient = param.grad
-            assert gradient is not None
-            if nan_check is not None:
-                nan_check.look(number, gradient)
-            if gradient.is_sparse:
-                gradient = self._as_it_travels(number)
-            self._arrive[number](gradient, gradient._version)
-
-        return hook
-
-    def _begin_backward(self) -> None:
-        """Collective if the pass before has raised: what it has left is dropped."""
+    def begin_backward(self) -> None:
+        """See `Owner`. Collective if the pass before has raised: what it has left is dropped."""
         if self.failed:
             for participant in sorted(self._job.participants, key=lambda participant: participant.key):
                 participant.drop_failed()
-        self._in_backward = True
         BackwardEnd(self._end_backward, self._fail_backward)
 
     def _fail_backward(self) -> None:
         """A backward pass has raised, wherever that was."""
-        self._in_backward = False
+        if self._hooks is not None:
+            self._hooks.in_backward = False
         self.fail()
         for user in self.users:  # whose other parts may have gradients of passes before this one
             user.fail()
@@ -268,7 +239,9 @@ class GradientReducer:
 
     def _end_backward(self) -> None:
         """A backward pass is over: dense gradients that have all come are reduced now, then sparse ones."""
-        self._in_backward = False
+        if self._hooks is None:
+            return
+        self._hooks.in_backward = False
         sync, sparse = self._sync, self.sparse
         dense = sync is not None and sync.can_reduce
         rows = sparse.pending and not (sparse.missing or self.complete) and (sync is None or dense or sync.complete)
@@ -291,8 +264,8 @@ class GradientReducer:
         if self._sync is not None and self._sync.can_reduce:
             self._sync.flush()
 
-    def _as_it_travels(self, number: int) -> torch.Tensor:
-        """A sparse gradient, made dense unless all ranks expect a sparse one."""
+    def as_it_travels(self, number: int) -> torch.Tensor:
+        """See `Owner`: made dense unless all ranks expect a sparse one."""
         if self._sync is not None and self.sparse.looks_new(self._named[number][0]) and not self._sync.profiling:
             self._sync.profile_again()  # the ranks agree on it then
         return self.sparse.as_it_travels(self._named[number][0])
@@ -303,6 +276,10 @@ class GradientReducer:
     def pending(self) -> bool:
         """Gradients are being reduced."""
         return (self._sync is not None and self._sync.pending) or self.sparse.pending
+
+    @property
+    def _passes_left(self) -> list[int]:
+        return [] if self._hooks is None else self._hooks.passes_left
 
     @property
     def begun(self) -> bool:
@@ -320,13 +297,13 @@ class GradientReducer:
 
     @property
     def tuned(self) -> TunedSynchroniser | None:
-        """What reduces the dense gradients; None if there are none."""
-        return self._sync
+        """What has the dense gradients reduced; None if there are none."""
+        return self._tuned
 
     @property
     def on_streams(self) -> bool:
         """See `Participant`."""
-        return self._sync is not None and self._sync.on_streams
+        return self._tuned is not None and self._tuned.on_streams
 
     def stalled(self) -> tuple[int, float] | None:
         """See `Participant`."""
@@ -334,8 +311,8 @@ class GradientReducer:
 
     def remember(self) -> None:
         """See `Participant`."""
-        if self._sync is not None:
-            self._sync.remember()
+        if self._tuned is not None:
+            self._tuned.remember()
 
     def set_passes(self, passes: int) -> None:
         """From the next iteration on, gradients of `passes` backward passes are added up before they are reduced."""
@@ -343,9 +320,9 @@ class GradientReducer:
         self._begin_iteration()
 
     def _begin_iteration(self) -> None:
-        self._passes_left = [self.passes] * len(self._named)
-        self._groups.begin()
-        self._in_backward = self.failed = self.complete = False
+        assert self._hooks is not None
+        self._hooks.begin(self.passes)
+        self.failed = self.complete = False
         self._left_behind = None
 
     def finish(self, *, due: bool = True) -> None:
@@ -413,8 +390,8 @@ class GradientReducer:
         thawed = [param for _, param in self._frozen if param.requires_grad]
         self._send_what_is_left(joined)
         profiling = self._sync is not None and self._sync.profiling
-        if self._sync is not None:
-            self._sync.finish(joined=joined)
+        if self._tuned is not None:
+            self._tuned.finish(joined=joined)
         self.sparse.reduce(None)
         agreed_now = profiling and self.sparse.agree(self._control, [name for name, _ in self._named])
         if thawed:
@@ -437,11 +414,12 @@ class GradientReducer:
 
     def _send_what_is_left(self, joined: bool) -> None:
         """Gradients that have not left, in whatever form they are."""
-        self._groups.release()
+        assert self._hooks is not None
+        self._hooks.release()
         if any(self._passes_left):
             for number, (left, (_, param)) in enumerate(zip(self._passes_left, self._named, strict=True)):
                 if left and param.grad is not None and param.grad.is_sparse and param.requires_grad:
-                    self._as_it_travels(number)
+                    self.as_it_travels(number)
         if not self.complete:
             self.sparse.put_in_missing(joined=joined)
 
@@ -461,10 +439,10 @@ class GradientReducer:
         if not self.closed:
             self.closed = reason
             self._job.participants.remove(self)
-            let_go(self._job, self.key, self._watch, self._hooks, self._sync)
-            self._hooks, self._sync = [], None
+            let_go(self._job, self.key, self._watch, self._hooks, self._tuned)
+            self._hooks = self._tuned = self._sync = None
 
     def __del__(self) -> None:
         # In any thread, at any time: what must be closed is handed over.
         if not self.closed:
-            self._job.disposal.put(partial(let_go, self._job, self.key, self._watch, self._hooks, self._sync))
+            self._job.disposal.put(partial(let_go, self._job, self.key, self._watch, self._hooks, self._tuned))

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import torch
-
+from .gradient_hooks import GradientHooks
 from .participants import Key
 from .reducer_watch import ReducerWatch
 from .warmup import TunedSynchroniser
@@ -19,14 +17,14 @@ def let_go(
     job: Job,
     key: Key,
     watch: ReducerWatch | None,
-    hooks: Sequence[torch.utils.hooks.RemovableHandle],
-    sync: TunedSynchroniser | None,
+    hooks: GradientHooks | None,
+    tuned: TunedSynchroniser | None,
 ) -> None:
     """Takes away and closes what belongs to one reducer on this rank."""
     job.joining.forget(key)
     if watch is not None:
         job.watchdog.forget(watch.current_wait, watch.progress)
-    for hook in hooks:
-        hook.remove()
-    if sync is not None:
-        sync.close()
+    if hooks is not None:
+        hooks.remove()
+    if tuned is not None:
+        tuned.close()

@@ -40,10 +40,10 @@ class ReducerWatch:
         reducer = self._reducer()
         if reducer is None:
             return None
-        waiting, iteration, sync = reducer.waiting, reducer.iteration, reducer.tuned
+        waiting, iteration, tuned = reducer.waiting, reducer.iteration, reducer.tuned
         since_s = None if waiting is None else waiting[1]
-        if sync is not None:
-            sync.check()
+        if tuned is not None:
+            tuned.check()
             if since_s is None and (stalled := reducer.stalled()):
                 iteration, since_s = stalled
         return None if since_s is None else Wait(what=f"the gradients of iteration {iteration}", since_s=since_s)
@@ -51,9 +51,10 @@ class ReducerWatch:
     def progress(self) -> str:
         """For the other ranks' watchdogs: how far this rank is; nothing if a later optimizer has taken over."""
         reducer = self._reducer()
-        sync = None if reducer is None else reducer.tuned
-        if reducer is None or sync is None:
+        tuned = None if reducer is None else reducer.tuned
+        if reducer is None or tuned is None:
             return ""
+        sync = tuned.synchroniser
         if not (reducer.pending or reducer.waiting or reducer in self._participants.in_use):
             return ""
         missing = sync.missing_names()

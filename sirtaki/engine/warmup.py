@@ -20,7 +20,6 @@ from sirtaki.autotune.arms.base import Arm
 from sirtaki.autotune.knobs import Knobs
 from sirtaki.autotune.meta.assignment import Assignment, Purpose
 from sirtaki.comm.gradients.buffers import Reduction
-from sirtaki.comm.gradients.in_flight import InFlight
 from sirtaki.comm.gradients.synchroniser import IterationReport, Synchroniser
 from sirtaki.comm.layout import GradientLayout
 from sirtaki.comm.plan import CommPlan
@@ -58,7 +57,11 @@ def _hosts(control: ControlPlane, settings: Settings) -> list[str]:
 
 
 class TunedSynchroniser:
-    """Reduces gradients, and in the first iterations finds out how."""
+    """Has gradients reduced, and in the first iterations finds out how.
+
+    Attributes:
+        synchroniser: what reduces them; only its iterations are ended here, by `finish`.
+    """
 
     def __init__(
         self,
@@ -86,7 +89,7 @@ class TunedSynchroniser:
         self._choose = partial(default_knobs, total_bytes=total_bytes, one_node=control.one_node)
         space = knob_space(self._router, settings, total_bytes)
         self._space, self._default = open_default(space, control, self._router, self._choose)
-        self._sync = Synchroniser(
+        self.synchroniser = self._sync = Synchroniser(
             params,
             names,
             control=control,
@@ -96,8 +99,6 @@ class TunedSynchroniser:
             unused_as_none=settings.unused_as_none,
         )
         self._knobs = self._default
-        self.ready, self.flush, self.reduce = self._sync.ready, self._sync.flush, self._sync.reduce
-        self.contribute_zeros, self.detach = self._sync.contribute_zeros, self._sync.detach
         self._arms = arms
         self._tuning = settings.tune and settings.warmup_iterations > 0
         self._assignment: Assignment | None = None
@@ -126,16 +127,6 @@ class TunedSynchroniser:
         return replace(self._default, cuts=None).to_plan(layout)
 
     @property
-    def iteration(self) -> int:
-        """Iterations finished so far."""
-        return self._sync.iteration
-
-    @property
-    def pending(self) -> bool:
-        """Gradients are being reduced."""
-        return self._sync.pending
-
-    @property
     def knobs(self) -> Knobs:
         """What runs now."""
         return self._knobs
@@ -150,42 +141,9 @@ class TunedSynchroniser:
         """Gradients are on a device on which things happen later than they are called."""
         return self._router.device.streams
 
-    @property
-    def in_flight(self) -> InFlight:
-        """What the device may still be busy with."""
-        return self._sync.in_flight
-
     def check(self) -> None:
         """Raises what a transport has found out by itself; any thread may ask."""
         self._router.check()
-
-    def missing_names(self) -> list[str]:
-        """Parameters whose gradients have not come in this iteration."""
-        return self._sync.missing_names()
-
-    @property
-    def complete(self) -> bool:
-        """All gradients of this iteration are reduced."""
-        return self._sync.complete
-
-    @property
-    def can_reduce(self) -> bool:
-        """Every gradient of this iteration has come; see `Synchroniser.reduce`."""
-        return self._sync.can_reduce
-
-    @property
-    def profiling(self) -> bool:
-        """The order of the gradients is profiled in this iteration; the same on all ranks."""
-        return self._sync.profiling
-
-    def profile_again(self) -> None:
-        """Asks for the order to be profiled again in one of the next iterations."""
-        self._sync.profile_again = True
-
-    @property
-    def problem(self) -> str:
-        """What makes the gradients of this iteration undefined; empty until they are reduced, and if all is well."""
-        return self._sync.problem
 
     def finish(self, *, joined: bool = False) -> None:
         """Collective: blocks until all gradients are reduced, and decides what the next iteration runs.

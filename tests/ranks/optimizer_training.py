@@ -131,7 +131,7 @@ def an_order_that_changes_for_good_is_learned_anew() -> None:
 
     optimizer = assert_same_training(Heads(20).double(), loss, steps=120, tolerance=1e-9)
     if hvd.size() > 1:
-        assert optimizer._gradients.reducers[0].tuned._sync._profiled_from > 100
+        assert optimizer._gradients.reducers[0].tuned.synchroniser._order.since > 100
 
 
 def plans_that_change_in_mid_training() -> None:

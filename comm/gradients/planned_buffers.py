@@ -1,0 +1,94 @@
+"""The flat buffers with the plans by which their units leave, and the flags at their end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from sirtaki.comm.layout import GradientLayout
+from sirtaki.comm.plan import CommPlan
+from sirtaki.comm.router import Router
+from sirtaki.errors import PlanError
+
+from .buffers import GradientBuffers, HasGrad, Reduction
+from .control_flags import FLAG_COUNT, ControlFlags, UsageFlags
+from .schedule import Schedule, schedule
+
+
+class PlannedBuffers:
+    """Flat buffers in one order of the parameters, ready to be reduced.
+
+    Attributes:
+        buffers: where gradients lie.
+        flags: what ranks tell each other along with them.
+        usage: which gradients were computed at all, if anybody asks.
+        plans: the current ones, one a layout.
+        schedule: their units, in the order in which they leave.
+    """
+
+    plans: tuple[CommPlan, ...]
+    schedule: Schedule
+
+    def __init__(
+        self,
+        order: Sequence[int],
+        params: Sequence[HasGrad],
+        names: Sequence[str],
+        *,
+        router: Router,
+        reduction: Reduction,
+        default_plan: Callable[[GradientLayout], CommPlan],
+        unused_as_none: bool,
+        before: PlannedBuffers | None,
+    ) -> None:
+        """Collective.
+
+        Args:
+            order: of the parameters in the buffers, the same on all ranks.
+            params: their gradients are reduced.
+            names: of the parameters.
+            router: allocates, and opens the plans' streams.
+            reduction: tells in which dtype gradients travel.
+            default_plan: the plan of a new layout; the same on all ranks.
+            unused_as_none: there is a flag for each parameter that tells whether its gradient was computed.
+            before: the buffers that these replace; gradients that lie there move along.
+        """
+        self._router, self._n_params = router, len(params)
+        router.device.synchronise()  # nothing may use the old ones any more
+        self.buffers = GradientBuffers(
+            order,
+            params,
+            names,
+            reduction=reduction,
+            router=router,
+            n_flags=FLAG_COUNT + (len(params) if unused_as_none else 0),
+        )
+        if before is not None:
+            self.buffers.take_over(before.buffers)
+        elements = self.buffers.flags
+        self.flags = ControlFlags(router.device, elements[:FLAG_COUNT])
+        self.usage = UsageFlags(router.device, elements[FLAG_COUNT:])
+        self.install([default_plan(layout) for layout in self.buffers.layouts])
+
+    def install(self, plans: Sequence[CommPlan]) -> None:
+        """Collective, between iterations: units leave by these plans from now on.
+
+        Raises:
+            PlanError: a plan does not fit its layout, or has a route or streams that this job does not have.
+            TransportError: on all ranks, streams could not be opened.
+        """
+        groups = self.buffers.groups
+        if len(plans) != len(groups):
+            raise PlanError(f"{len(plans)} plans for {len(groups)} layouts")
+        for group, plan in zip(groups, plans, strict=True):
+            if plan.numel != group.layout.numel:
+                raise PlanError(f"a plan of {plan.numel} elements for a layout of {group.layout.numel}")
+            self._router.open_plan(plan)
+        units = schedule(groups, plans, self.buffers.position)
+        # What tells of usage is known at the end only, so the units that carry it never leave before.
+        first, flags_start = groups[0], groups[0].layout.offsets[-2]
+        self.schedule = Schedule(
+            units,
+            self._n_params,
+            held=lambda unit: self.usage.wanted and unit.group is first and unit.stop > flags_start,
+        )
+        self.plans = tuple(plans)

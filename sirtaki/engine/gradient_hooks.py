@@ -1,0 +1,123 @@
+"""Hooks on parameters: they count backward passes, and pass on each gradient that is complete."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+from .gradient_groups import Arrive, GradientGroups
+from .nan_check import NanCheck
+
+TOO_OFTEN = (
+    "Gradients were computed more than backward_passes_per_step times before call to step(). "
+    "Increase backward_passes_per_step to accumulate gradients locally."
+)
+
+
+class Owner(Protocol):
+    """Whoever reduces these gradients; it owns the hooks, which know it by a weak reference."""
+
+    def begin_backward(self) -> None:
+        """The first gradient of a backward pass has come."""
+        ...
+
+    def as_it_travels(self, number: int) -> torch.Tensor:
+        """The sparse gradient of this parameter has come; returns what is reduced in its place."""
+        ...
+
+
+class GradientHooks:
+    """The hooks on some parameters.
+
+    Attributes:
+        in_backward: a backward pass is under way, and one of these gradients has come.
+        passes_left: for each parameter, the backward passes until its gradient is complete.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[torch.Tensor],
+        arrive: Sequence[Arrive],
+        groups: Sequence[Sequence[torch.Tensor]],
+        *,
+        passes: int,
+        owner: Owner,
+        nan_check: NanCheck | None,
+    ) -> None:
+        """Installs them.
+
+        Args:
+            params: all that want a gradient.
+            arrive: for each parameter, what is done with its gradient once it is complete.
+            groups: parameters whose gradients wait for each other.
+            passes: backward passes whose gradients are added up.
+            owner: see above.
+            nan_check: looks at each complete gradient; None = nobody does.
+        """
+        self._arrive, self._owner, self._nan_check = list(arrive), weakref.ref(owner), nan_check
+        self._groups = GradientGroups(groups, params)
+        self._groups.hold(self._arrive)
+        self.begin(passes)
+        self._handles: list[torch.utils.hooks.RemovableHandle] = [
+            param.register_post_accumulate_grad_hook(self._make(number))  # type: ignore[no-untyped-call]  # torch's
+            for number, param in enumerate(params)
+        ]
+
+    def begin(self, passes: int) -> None:
+        """An iteration begins: nothing has come."""
+        self.passes_left = [passes] * len(self._arrive)
+        self.in_backward = False
+        self._groups.begin()
+
+    def release(self) -> None:
+        """Gradients leave that wait for members of their group that will not come."""
+        self._groups.release()
+
+    def remove(self) -> None:
+        """Takes the hooks away."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _make(self, number: int) -> Callable[[torch.Tensor], None]:
+        # Garbage collection does not see what such a hook holds, so it holds nothing.
+        this = weakref.ref(self)
+
+        def hook(param: torch.Tensor) -> None:
+            """The hot path: this, and what `_arrive` leads to, is what a gradient costs."""
+            self = this()
+            if self is None:
+                return
+            if not self.in_backward:
+                self._begin_backward()
+            if self.passes_left[number] != 1:
+                self._count(number)
+                return
+            self.passes_left[number] = 0
+            gradient = param.grad
+            assert gradient is not None
+            if self._nan_check is not None:
+                self._nan_check.look(number, gradient)
+            if gradient.is_sparse:
+                gradient = self._as_it_travels(number)
+            self._arrive[number](gradient, gradient._version)
+
+        return hook
+
+    def _begin_backward(self) -> None:
+        if (owner := self._owner()) is not None:
+            owner.begin_backward()
+        self.in_backward = True
+
+    def _count(self, number: int) -> None:
+        if self.passes_left[number] < 1:
+            raise AssertionError(TOO_OFTEN)
+        self.passes_left[number] -= 1
+
+    def _as_it_travels(self, number: int) -> torch.Tensor:
+        owner = self._owner()
+        assert owner is not None  # which owns this
+        return owner.as_it_travels(number)
