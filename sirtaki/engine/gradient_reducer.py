@@ -19,13 +19,13 @@ import torch
 from sirtaki.errors import GradientError
 
 from .backward_end import BackwardEnd, LeftBehind
-from .gradient_groups import Arrive
 from .gradient_hooks import GradientHooks
 from .nan_check import NanCheck
 from .participants import Stage
 from .reducer_end import let_go
 from .reducer_options import ReducerOptions
 from .reducer_watch import ReducerWatch
+from .reductions import Reductions
 from .same_model import Named, StartCheck, require_same_model
 from .sparse_gradients import SparseReductions
 from .thawed import reduce_thawed
@@ -33,7 +33,6 @@ from .warmup import TunedSynchroniser
 
 if TYPE_CHECKING:
     from sirtaki.comm.collectives.rank_sets import RankSet
-    from sirtaki.comm.gradients.synchroniser import Synchroniser
 
     from .job import Job
 
@@ -82,7 +81,6 @@ class GradientReducer:
         closed: why it is closed; empty while it is open.
         sparse: its sparse gradients.
         failed: a backward pass has raised in this iteration.
-        complete: all gradients of this iteration are reduced and in `.grad`, and it has not ended.
     """
 
     def __init__(
@@ -108,8 +106,7 @@ class GradientReducer:
         assert members.control is not None
         assert members.engine is not None
         self._job, self._control, self._engine = job, members.control, members.engine
-        self._tuned: TunedSynchroniser | None = None
-        self._sync: Synchroniser | None = None  # the tuned one's
+        self._reductions: Reductions | None = None
         self._hooks: GradientHooks | None = None
         self._watch: ReducerWatch | None = None
         self.closed = ""
@@ -129,7 +126,7 @@ class GradientReducer:
             as_dense=options.sparse_as_dense,
             unused_as_none=job.settings.unused_as_none,
         )
-        self.failed = self.complete = False
+        self.failed = False
         self._left_behind: LeftBehind | None = None
         self._nan_check = NanCheck(members.control) if job.settings.check_nan else None
         self._start_check = StartCheck()
@@ -147,29 +144,14 @@ class GradientReducer:
         self._control.reclaim()
         self._all = list(named)
         self._named = [(name, param) for name, param in named if param.requires_grad]
-        self._by_name = dict(self._named)
         self._frozen = [(name, param) for name, param in named if not param.requires_grad]
         require_same_model(self._control, self._named)
-        self.sparse.watch(self._by_name)
-        dense = [number for number, (name, _) in enumerate(self._named) if name not in self.sparse.names]
-        if dense:
-            self._tuned = TunedSynchroniser(
-                self._control,
-                self._job.settings,
-                [self._named[number][1] for number in dense],
-                [self._named[number][0] for number in dense],
-                reduction=self.options.reduction,
-                arms=self.options.arms,
-            )
-            self._sync = self._tuned.synchroniser
-        arrive: list[Arrive] = [partial(self.sparse.start, name) for name, _ in self._named]
-        for index, number in enumerate(dense):
-            arrive[number] = partial(self._sync.ready, index)  # type: ignore[union-attr]  # there is one, if any is dense
+        self._reductions = Reductions(self._named, self.sparse, self._make_tuned)
         if self._nan_check is not None:
             self._nan_check.names = [name for name, _ in self._named]
         self._hooks = GradientHooks(
             [param for _, param in self._named],
-            arrive,
+            self._reductions.arrive,
             self.options.groups,
             passes=self.passes,
             owner=self,
@@ -177,12 +159,22 @@ class GradientReducer:
         )
         self._begin_iteration()
 
+    def _make_tuned(self, dense: Sequence[Named]) -> TunedSynchroniser:
+        return TunedSynchroniser(
+            self._control,
+            self._job.settings,
+            [param for _, param in dense],
+            [name for name, _ in dense],
+            reduction=self.options.reduction,
+            arms=self.options.arms,
+        )
+
     def _detach(self) -> None:
         if self._hooks is not None:
             self._hooks.remove()
-        if self._tuned is not None:
-            self._tuned.close()
-        self._hooks = self._tuned = self._sync = None
+        if self._reductions is not None:
+            self._reductions.close()
+        self._hooks = self._reductions = None
 
     @property
     def named(self) -> list[Named]:
@@ -219,16 +211,16 @@ class GradientReducer:
         if self.failed:
             return
         self.failed = True
-        if self._sync is not None:
-            self._sync.detach()  # what is on its way must not come into what the script does with .grad
+        if self._reductions is not None:
+            self._reductions.detach()  # what is on its way must not come into what the script does with .grad
         self._left_behind = LeftBehind(param for _, param in self._named)
 
     def drop_failed(self) -> None:
         """Collective if a backward pass has raised in this iteration: ends it, and leaves `.grad` as it is."""
         if not self.failed:
             return
-        if self._sync is not None:
-            self._sync.detach()
+        if self._reductions is not None:
+            self._reductions.detach()
         kept = [(param, param.grad) for _, param in self._named]
         for param, _ in kept:
             param.grad = None
@@ -239,43 +231,40 @@ class GradientReducer:
 
     def _end_backward(self) -> None:
         """A backward pass is over: dense gradients that have all come are reduced now, then sparse ones."""
-        if self._hooks is None:
+        if self._hooks is None or self._reductions is None:
             return
         self._hooks.in_backward = False
-        sync, sparse = self._sync, self.sparse
-        dense = sync is not None and sync.can_reduce
-        rows = sparse.pending and not (sparse.missing or self.complete) and (sync is None or dense or sync.complete)
-        if not (dense or rows):
+        if not self._reductions.can_reduce:
             return
         for participant in self._job.participants:  # other ranks may wait for those first
             participant.flush()
         self._job.joining.begins(self, Stage.REDUCE)
-        needed = partial(self._job.blocked.need, self)
         with self.waits(Stage.REDUCE):
-            if sync is None or sync.complete or sync.reduce(needed):
-                self.complete = not sparse.missing and sparse.reduce(needed)
-                if sync is not None and sync.profiling:
-                    sparse.make_sparse(sparse.found)
-        if sync is not None and sync.problem:
+            self._reductions.reduce(partial(self._job.blocked.need, self))
+        if self._reductions.problem:
             self.finish()  # which raises: what comes next is the next iteration, as on the other ranks
 
     def flush(self) -> None:
         """Sends what has not left if all gradients of this iteration have come; waits for nobody."""
-        if self._sync is not None and self._sync.can_reduce:
-            self._sync.flush()
+        if self._reductions is not None:
+            self._reductions.flush()
 
     def as_it_travels(self, number: int) -> torch.Tensor:
         """See `Owner`: made dense unless all ranks expect a sparse one."""
-        if self._sync is not None and self.sparse.looks_new(self._named[number][0]) and not self._sync.profiling:
-            self._sync.profile_again()  # the ranks agree on it then
-        return self.sparse.as_it_travels(self._named[number][0])
+        assert self._reductions is not None
+        return self._reductions.as_it_travels(number)
 
     # ── the end of an iteration ──────────────────────────────────────────────────────────────────────────────────
 
     @property
     def pending(self) -> bool:
         """Gradients are being reduced."""
-        return (self._sync is not None and self._sync.pending) or self.sparse.pending
+        return self._reductions is not None and self._reductions.pending
+
+    @property
+    def complete(self) -> bool:
+        """All gradients of this iteration are reduced and in `.grad`, and it has not ended."""
+        return self._reductions is not None and self._reductions.complete
 
     @property
     def _passes_left(self) -> list[int]:
@@ -293,26 +282,26 @@ class GradientReducer:
     @property
     def iteration(self) -> int:
         """Iterations finished so far with the current parameters."""
-        return 0 if self._sync is None else self._sync.iteration
+        return 0 if self._reductions is None else self._reductions.iteration
 
     @property
     def tuned(self) -> TunedSynchroniser | None:
         """What has the dense gradients reduced; None if there are none."""
-        return self._tuned
+        return None if self._reductions is None else self._reductions.tuned
 
     @property
     def on_streams(self) -> bool:
         """See `Participant`."""
-        return self._tuned is not None and self._tuned.on_streams
+        return self.tuned is not None and self.tuned.on_streams
 
     def stalled(self) -> tuple[int, float] | None:
         """See `Participant`."""
-        return None if self._sync is None else self._sync.in_flight.stalled()
+        return None if self.tuned is None else self.tuned.synchroniser.in_flight.stalled()
 
     def remember(self) -> None:
         """See `Participant`."""
-        if self._tuned is not None:
-            self._tuned.remember()
+        if self.tuned is not None:
+            self.tuned.remember()
 
     def set_passes(self, passes: int) -> None:
         """From the next iteration on, gradients of `passes` backward passes are added up before they are reduced."""
@@ -320,10 +309,10 @@ class GradientReducer:
         self._begin_iteration()
 
     def _begin_iteration(self) -> None:
-        assert self._hooks is not None
-        self._hooks.begin(self.passes)
-        self.failed = self.complete = False
-        self._left_behind = None
+        if self._hooks is not None and self._reductions is not None:
+            self._hooks.begin(self.passes)
+            self._reductions.complete = False
+        self.failed, self._left_behind = False, None
 
     def finish(self, *, due: bool = True) -> None:
         """Collective: blocks until all gradients are reduced; afterwards `.grad` holds the result.
@@ -342,9 +331,8 @@ class GradientReducer:
 
     def contribute_zeros(self) -> None:
         """On a rank that has joined: gives zeros to an iteration that the other ranks have not begun to end."""
-        self.sparse.put_in_missing(joined=True)
-        if self._sync is not None:
-            self._sync.contribute_zeros()
+        if self._reductions is not None:
+            self._reductions.contribute_zeros()
 
     def finish_joined(self) -> None:
         """Collective: what `finish` is on a rank that has joined."""
@@ -370,10 +358,8 @@ class GradientReducer:
     def given(self) -> int:
         """Iterations to which this rank has given all its gradients."""
         waits_for_gradients = self.waiting is not None and self.waiting[0] is not Stage.ASK
-        complete = waits_for_gradients or not (
-            (self._sync is not None and self._sync.missing_names()) or self.sparse.missing
-        )
-        return self.finished + complete
+        missing = self._reductions is not None and self._reductions.missing
+        return self.finished + (waits_for_gradients or not missing)
 
     def _is_due(self, due: bool) -> bool:
         """Collective: whether any rank has gradients to reduce; ends the sharing when one user is left."""
@@ -385,15 +371,15 @@ class GradientReducer:
 
     def _end_iteration(self, joined: bool) -> str:
         """Collective: returns what makes the gradients undefined, empty if all is well."""
+        assert self._hooks is not None
+        assert self._reductions is not None
         if self._nan_check is not None:
             self._nan_check.finish(self._passes_left, [param.grad for _, param in self._named])
         thawed = [param for _, param in self._frozen if param.requires_grad]
-        self._send_what_is_left(joined)
-        profiling = self._sync is not None and self._sync.profiling
-        if self._tuned is not None:
-            self._tuned.finish(joined=joined)
-        self.sparse.reduce(None)
-        agreed_now = profiling and self.sparse.agree(self._control, [name for name, _ in self._named])
+        self._hooks.release()
+        if any(self._passes_left):
+            self._reductions.note_sparse(self._passes_left)
+        changed = self._reductions.finish(self._control, joined=joined)
         if thawed:
             reduce_thawed(
                 thawed,
@@ -402,26 +388,14 @@ class GradientReducer:
                 engine=self._engine,
                 unused_as_none=self._job.settings.unused_as_none,
             )
-        problem = "" if self._sync is None else self._sync.problem
-        self.sparse.end_iteration()
-        if thawed or agreed_now:
+        problem = self._reductions.problem
+        if thawed or changed:
             self._attach(self._all)
         if joined:
             for _, param in self._named:
                 param.grad = None  # the others' gradients must not add to the next ones of this rank
         self._begin_iteration()
         return problem
-
-    def _send_what_is_left(self, joined: bool) -> None:
-        """Gradients that have not left, in whatever form they are."""
-        assert self._hooks is not None
-        self._hooks.release()
-        if any(self._passes_left):
-            for number, (left, (_, param)) in enumerate(zip(self._passes_left, self._named, strict=True)):
-                if left and param.grad is not None and param.grad.is_sparse and param.requires_grad:
-                    self.as_it_travels(number)
-        if not self.complete:
-            self.sparse.put_in_missing(joined=joined)
 
     def drop_accumulated(self) -> None:
         """Gradients of fewer backward passes than are added up before they are reduced do not count."""
@@ -439,10 +413,10 @@ class GradientReducer:
         if not self.closed:
             self.closed = reason
             self._job.participants.remove(self)
-            let_go(self._job, self.key, self._watch, self._hooks, self._tuned)
-            self._hooks = self._tuned = self._sync = None
+            let_go(self._job, self.key, self._watch, self._hooks, self._reductions)
+            self._hooks = self._reductions = None
 
     def __del__(self) -> None:
         # In any thread, at any time: what must be closed is handed over.
         if not self.closed:
-            self._job.disposal.put(partial(let_go, self._job, self.key, self._watch, self._hooks, self._tuned))
+            self._job.disposal.put(partial(let_go, self._job, self.key, self._watch, self._hooks, self._reductions))

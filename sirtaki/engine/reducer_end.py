@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from .gradient_hooks import GradientHooks
 from .participants import Key
 from .reducer_watch import ReducerWatch
-from .warmup import TunedSynchroniser
+from .reductions import Reductions
 
 if TYPE_CHECKING:
     from .job import Job
@@ -18,7 +18,7 @@ def let_go(
     key: Key,
     watch: ReducerWatch | None,
     hooks: GradientHooks | None,
-    tuned: TunedSynchroniser | None,
+    reductions: Reductions | None,
 ) -> None:
     """Takes away and closes what belongs to one reducer on this rank."""
     job.joining.forget(key)
@@ -26,5 +26,5 @@ def let_go(
         job.watchdog.forget(watch.current_wait, watch.progress)
     if hooks is not None:
         hooks.remove()
-    if tuned is not None:
-        tuned.close()
+    if reductions is not None:
+        reductions.close()
