@@ -6,7 +6,7 @@ must come to the same verdict about it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -106,8 +106,12 @@ class RankSets:
                 return f"A process set with ranks {list(members)} has been added already (id {number})"
         return ""
 
-    def remove(self, number: int | None) -> bool:
+    def remove(self, number: int | None, before: Callable[[int], None] = lambda _: None) -> bool:
         """Collective over all ranks: ends a set; False if there is none of that number or it is set 0.
+
+        Args:
+            number: of the set.
+            before: called with it just before it ends, on all ranks, to end what uses it.
 
         Raises:
             MismatchError: on all ranks, if they name different sets.
@@ -123,6 +127,7 @@ class RankSets:
         assert number is not None
         if busy := [rank for rank, (_, count) in enumerate(said) if count]:
             raise CommError(f"process set {number} has operations under way on rank {busy[0]}; synchronize() them")
+        before(number)
         self._close(number)
         return True
 

@@ -126,6 +126,12 @@ class Job:
             participant.remember()
         return where
 
+    def close_participants(self, number: int) -> None:
+        """Not collective: what uses this process set is closed, since that ends."""
+        for participant in reversed(list(self.participants)):
+            if participant.key[0] == number:
+                participant.close("when its process set was removed")
+
     def close(self, timeout_s: float) -> bool:
         """Collective: waits until all ranks are here, then ends all threads and frees all communicators.
 

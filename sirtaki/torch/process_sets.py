@@ -154,6 +154,8 @@ def _wanted(process_set: ProcessSet) -> list[int]:
 def remove_process_set(process_set: ProcessSet) -> bool:
     """Collective over all ranks: ends a process set; False if it is not open or the global one.
 
+    Optimizers of the set are closed: their next `step()` raises.
+
     Raises:
         HorovodInternalError: on all ranks; they name different sets, or a member has operations under way.
     """
@@ -161,7 +163,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     if process_set is global_process_set:
         return False
     opened = process_set._opened() is not None
-    removed = current.rank_sets.remove(process_set.process_set_id if opened else None)
+    removed = current.rank_sets.remove(process_set.process_set_id if opened else None, current.close_participants)
     if removed:
         process_set.process_set_id = None
     return removed

@@ -18,6 +18,7 @@ from conformance.training import (
 from torch import nn
 
 import sirtaki.torch as hvd
+from sirtaki.errors import NotInitializedError
 
 
 class Words(nn.Module):
@@ -225,6 +226,15 @@ def a_process_set_trains_by_itself() -> None:
         optimizer.step()
     both.step()
     hvd.barrier()
+    assert_same_training(mlp(), mean_square)
+    assert hvd.remove_process_set(evens)
+    removed = mine is evens
+    if removed:
+        with pytest.raises(NotInitializedError, match=r"closed when its process set was removed; make a new one"):
+            both.step()
+    mean_square(model, hvd.rank(), 0).backward()  # hooks are gone where the set is, the others train on
+    if not removed:
+        both.step()
     assert_same_training(mlp(), mean_square)
     unopened = hvd.ProcessSet([0])
     with pytest.raises(ValueError, match="has not been initialized"):

@@ -30,6 +30,18 @@ def test_training_on_ranks_equals_training_on_the_joined_batch(play: Play, rank_
     play(rank_case)
 
 
+@on_ranks(
+    "optimizer_types",
+    job(2),
+    slow(job(1)),
+    slow(job(2, "tuned")),
+    slow(job(3, "small units")),
+    slow(job(4, "two nodes")),
+)
+def test_types_and_strides_of_all_kinds_train_right(play: Play, rank_case: RankCase) -> None:
+    play(rank_case)
+
+
 @on_ranks("optimizer_training", job(2, "tuned"), only="plans_that_change")
 def test_plans_tried_by_the_warmup_change_no_gradient(play: Play, rank_case: RankCase) -> None:
     play(rank_case)
@@ -47,6 +59,16 @@ def test_shared_parameters_and_dropped_closed_and_rewrapped_optimizers_train_rig
     play(rank_case)
 
 
+@on_ranks("optimizer_leftovers", job(2), slow(job(1)), slow(job(3)), slow(job(3, "tuned")), slow(job(4, "two nodes")))
+def test_dropped_optimizers_and_ended_jobs_leave_nothing(play: Play, rank_case: RankCase) -> None:
+    play(rank_case)
+
+
 @on_ranks("optimizer_lifetimes", slow(job(2)), slow(job(2, "gloo")), cases="MANY")
+def test_many_turns_train_right(play: Play, rank_case: RankCase) -> None:
+    play(rank_case)
+
+
+@on_ranks("optimizer_leftovers", slow(job(2)), slow(job(2, "gloo")), cases="MANY")
 def test_many_lifetimes_leave_nothing(play: Play, rank_case: RankCase) -> None:
     play(rank_case)

@@ -1,0 +1,82 @@
+"""Training with a DistributedOptimizer equals training in one process, whatever the types and strides."""
+
+from collections.abc import Callable
+
+import torch
+from conformance.training import assert_equal_on_all_ranks, assert_same_training, batch, main
+from ranks.optimizer_training import mean_square, mlp
+from torch import nn
+
+import sirtaki.torch as hvd
+
+
+def bfloat16_autocast() -> None:
+    def loss(model: nn.Module, rank: int, iteration: int) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return mean_square(model, rank, iteration)
+
+    assert_same_training(mlp(torch.float32), loss, tolerance=2e-3)
+
+
+def smaller_types_on_the_wire() -> None:
+    for compression, tolerance in ((hvd.Compression.fp16, 2e-3), (hvd.Compression.bf16, 1e-2)):
+        for clears in (True, False):
+
+            def step(optimizer: torch.optim.Optimizer, loss: Callable[[], torch.Tensor], clears: bool = clears) -> None:
+                optimizer.zero_grad(set_to_none=clears)
+                loss().backward()
+                optimizer.step()
+
+            model = mlp(torch.float32)
+            assert_same_training(model, mean_square, step=step, compression=compression, tolerance=tolerance)
+            assert_equal_on_all_ranks(model)
+            assert all(param.grad.dtype == torch.float32 for param in model.parameters())
+
+
+class MixedTypes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.wide, self.single = nn.Linear(24, 50).double(), nn.Linear(50, 50).float()
+        self.small = nn.Linear(50, 10).bfloat16()
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = self.single(torch.tanh(self.wide(inputs)).float())
+        return self.small(torch.tanh(hidden).bfloat16()).double()
+
+
+def several_dtypes_in_one_model() -> None:
+    model = MixedTypes()
+    assert_same_training(model, mean_square, tolerance=3e-2)
+    assert_equal_on_all_ranks(model)
+    model = MixedTypes()
+    assert_same_training(model, mean_square, compression=hvd.Compression.bf16, tolerance=3e-2)
+
+
+def channels_last_and_fused_updates() -> None:
+    def net() -> nn.Module:
+        torch.manual_seed(0)
+        layers = (nn.Conv2d(3, 8, 3), nn.Tanh(), nn.Conv2d(8, 5, 2), nn.Flatten(), nn.Linear(45, 2))
+        return nn.Sequential(*layers).double().to(memory_format=torch.channels_last)
+
+    def loss(model: nn.Module, rank: int, iteration: int) -> torch.Tensor:
+        images = batch(rank, iteration, 4, 3, 6, 6).to(memory_format=torch.channels_last)
+        return model(images).square().mean()
+
+    for keywords in ({}, {"fused": True}, {"foreach": True}):
+
+        def make(model: nn.Module, keywords: dict[str, bool] = keywords) -> torch.optim.Optimizer:
+            return torch.optim.Adam(model.parameters(), lr=0.01, **keywords)
+
+        assert_same_training(net(), loss, make_optimizer=make, tolerance=1e-8)
+
+
+CASES = [
+    bfloat16_autocast,
+    smaller_types_on_the_wire,
+    several_dtypes_in_one_model,
+    channels_last_and_fused_updates,
+]
+
+if __name__ == "__main__":
+    main(CASES)
