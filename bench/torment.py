@@ -100,11 +100,12 @@ def main() -> int:
     report = Report(name="torment")
     begin_s, number, all_actions = time.monotonic(), 1000 * args.seed, Counter[str]()
     for world, share in SHARES.items():
-        tallies = {" ".join(chosen.values()) or "default": Tally(args.keep) for chosen in ENVIRONMENTS}
+        environments = [chosen for chosen in ENVIRONMENTS if world % int(chosen.get("local_size", "1")) == 0]
+        tallies = {" ".join(chosen.values()) or "default": Tally(args.keep) for chosen in environments}
         with Ranks(world) as ranks:
             left, turn = round(share * total), 0
             while left > 0:
-                environment = ENVIRONMENTS[turn % len(ENVIRONMENTS)]
+                environment = environments[turn % len(environments)]
                 count = min(left, CHUNK)
                 tally = tallies[" ".join(environment.values()) or "default"]
                 tally.chunk(ranks, world, environment, count, number)

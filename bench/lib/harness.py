@@ -308,7 +308,7 @@ def finish(report: Report, args: argparse.Namespace) -> int:
     raw = [*([args.json] if args.json else []), *([RAW / f"{report.name}.json"] if args.save else [])]
     for path in raw:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(found, indent=1) + "\n")
+        path.write_text(json.dumps(found, indent=1, default=str) + "\n")
     if args.save:
         (RESULTS / f"{report.name}.md").write_text(summary(found), encoding="utf-8")
     missed = [bar.claim for bar in report.bars if not bar.met]

@@ -88,6 +88,14 @@ class Arrivals:
             if gradient._version != version and self._params[index].grad is gradient
         ]
 
+    @property
+    def replaced(self) -> bool:
+        """The user has put another tensor into some `.grad` since its gradient came, which is not reduced yet."""
+        return any(
+            (current := self._params[index].grad) is not gradient and current is not None
+            for index, gradient in zip(self.indices, self.gradients, strict=True)
+        )
+
     def hand_out(self, unused: Sequence[int] = ()) -> Interference:
         """After the reduction: every `.grad` that the user has not set to None holds the reduced gradient.
 

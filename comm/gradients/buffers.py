@@ -153,6 +153,7 @@ class GradientBuffers:
         self._params_in_order = [params[index] for index in self.order]
         self._strides_in_order = [self._strides[index] for index in self.order]
         self._addresses_in_order = [self.addresses[index] for index in self.order]
+        self._places_in_order = [self._places[index] for index in self.order]
         self._views_in_order = [self.views[index] for index in self.order]
         self.outdated = False
 
@@ -239,7 +240,7 @@ class GradientBuffers:
             == strides
         ):
             return False
-        self._copy(views, fresh)
+        self._copy(self._places_in_order[part], fresh)
         try:
             for param, view in zip(params, views, strict=True):
                 param.grad = view
@@ -295,8 +296,7 @@ class GradientBuffers:
 
     def _require_same_place(self, place: torch.Tensor, gradient: torch.Tensor) -> None:
         if gradient.device != place.device or gradient.shape != place.shape:
-            pairs = zip(self._names, self._places, self.views, strict=True)
-            name = next(name for name, *own in pairs if any(place is one for one in own))
+            name = next(name for name, own in zip(self._names, self._places, strict=True) if own is place)
             raise ConfigError(
                 f"the gradient of {name} is {tuple(gradient.shape)} on {gradient.device}, and was "
                 f"{tuple(place.shape)} on {place.device} when its DistributedOptimizer was made: move or resize the "

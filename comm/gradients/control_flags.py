@@ -1,18 +1,40 @@
 """What ranks tell each other along with the gradients: elements at the end of a flat buffer that are reduced, too.
 
-A rank may ask for the order of the gradients to be profiled again, and says that one was written before it was reduced.
 Any rank that sets a flag is heard by all of them in the same iteration, without a message. On a device with streams
 flags are read an iteration later, so that it is not waited for.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
 from sirtaki.comm.device import Device, Event, copy_
 
-FLAG_COUNT = 2
-REPROFILE, WRITTEN = range(FLAG_COUNT)
+
+class Said(NamedTuple):
+    """What at least one rank says.
+
+    Attributes:
+        reprofile: the order of the gradients should be profiled again.
+        written: a gradient was written before it was reduced.
+        replaced: `.grad` was replaced before it was reduced; it gives way to what is reduced.
+        complete: all gradients came in the backward pass, so it ended with their reduction; what is done to them
+            afterwards holds.
+    """
+
+    reprofile: bool = False
+    written: bool = False
+    replaced: bool = False
+    complete: bool = False
+
+    @property
+    def edits_differ(self) -> bool:
+        """Ranks that have done the same to their gradients would have different ones."""
+        return self.replaced and self.complete
+
+
+FLAG_COUNT = len(Said._fields)
 
 
 class ControlFlags:
@@ -22,19 +44,19 @@ class ControlFlags:
         """Args: `elements` are those of the flat buffer that hold the flags, `(FLAG_COUNT,)`."""
         self._device, self._elements = device, elements
         # All that a rank may say, where the flags are, and what was reduced, on the host.
-        choices = torch.tensor([[0, 0], [1, 0], [0, 1], [1, 1]], device=elements.device)
-        self._choices = choices.to(elements.dtype).unbind()
+        choices = torch.cartesian_prod(*[torch.arange(2, device=elements.device)] * FLAG_COUNT).to(elements.dtype)
+        self._choices = {Said(*map(bool, choice.tolist())): choice for choice in choices}
         self._reduced = torch.zeros(FLAG_COUNT, dtype=elements.dtype)
         device.pin(self._reduced)
         self._read: Event | None = None
 
-    def write(self, *, reprofile: bool, written: bool = False) -> None:
+    def write(self, said: Said) -> None:
         """Sets this rank's flags, before the elements are reduced."""
-        self._device.launch(self._elements.copy_, self._choices[reprofile + 2 * written])
+        self._device.launch(self._elements.copy_, self._choices[said])
 
-    def is_set_now(self, flag: int) -> bool:
-        """Whether any rank has set it in this iteration, once that is reduced; not on a device with streams."""
-        return bool(self._elements.tolist()[flag] > 0.0)
+    def now(self) -> Said:
+        """What is said in this iteration, once that is reduced; not on a device with streams."""
+        return Said(*[element > 0.0 for element in self._elements.tolist()])
 
     def read_back(self) -> None:
         """Takes the reduced elements to the host."""
@@ -45,12 +67,12 @@ class ControlFlags:
         """What was read last does not matter any more."""
         self._read = None
 
-    def is_set(self, flag: int) -> bool:
-        """Whether any rank had set it when the flags were last read; waits for the copy if it must."""
+    def before(self) -> Said:
+        """What was said when the flags were last read; waits for the copy if it must."""
         if self._read is None:
-            return False
+            return Said()
         self._device.wait_for(self._read)
-        return bool(self._reduced.tolist()[flag] > 0.0)
+        return Said(*[element > 0.0 for element in self._reduced.tolist()])
 
 
 class UsageFlags:

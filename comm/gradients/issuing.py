@@ -203,17 +203,21 @@ class NegotiatedIssuing:
                     runs[-1] = (runs[-1][0], stop)
                 else:
                     runs.append((start, stop))
-            route = (plan.transport, plan.units[0].algorithm)
+            algorithm = plan.units[0].algorithm
+            route = (plan.transport, algorithm)
+            # Of the streams that a plan may use only those are open that its units do use.
+            streams = sorted({unit.stream for unit in plan.units if unit.algorithm is algorithm})
             for start, stop in runs:
                 for low in range(start, stop, limit):
-                    stream = self._turn % plan.streams
+                    stream = streams[self._turn % len(streams)]
                     self._turn += 1
                     self._iteration.issue(ScheduledUnit(group, low, min(low + limit, stop), stream, route))
         self._to_agree -= len(positions)
         if not self._to_agree:  # flags are last
             first, plan = self._buffers.groups[0], self._plans[0]
             start, stop = first.layout.offsets[-2:]
-            self._iteration.issue(ScheduledUnit(first, start, stop, 0, (plan.transport, plan.units[0].algorithm)))
+            begin = plan.units[0]
+            self._iteration.issue(ScheduledUnit(first, start, stop, begin.stream, (plan.transport, begin.algorithm)))
 
     def flush(self) -> None:
         """See `Issuing`."""

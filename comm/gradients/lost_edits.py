@@ -6,6 +6,8 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from .control_flags import Said
+
 if TYPE_CHECKING:
     from .arrivals import Arrivals, Interference
 
@@ -34,19 +36,23 @@ class LostEdits:
         """The gradients of an iteration leave; nothing is known against them."""
         self.problem = ""
 
-    def look(self, done: Interference, arrivals: Arrivals, *, elsewhere: bool) -> None:
+    def look(self, done: Interference, arrivals: Arrivals, said: Said) -> None:
         """All gradients are reduced.
 
         Args:
             done: to this rank's gradients.
             arrivals: this rank's gradients.
-            elsewhere: another rank says that one of its gradients was written.
+            said: by all ranks in this iteration.
         """
         if done.written:
-            self.problem = self._written(done.written[0], arrivals)
-        elif elsewhere:
+            self.problem = self._too_early("written", done.written[0], arrivals)
+        elif said.written:
             self.problem = f"another rank has written a gradient before it was reduced; {REMEDY}"
-        if done.replaced and not self._warned:
+        elif said.edits_differ and done.replaced:
+            self.problem = self._too_early("replaced", done.replaced[0], arrivals)
+        elif said.edits_differ:
+            self.problem = f"another rank has replaced a gradient before it was reduced; {REMEDY}"
+        elif done.replaced and not self._warned:
             self._warned = True
             logger.warning(
                 "the gradient of %s was replaced before it was reduced, and the reduced one is used; %s",
@@ -54,17 +60,17 @@ class LostEdits:
                 REMEDY,
             )
 
-    def end(self, *, elsewhere_before: bool) -> None:
-        """The iteration ends; `elsewhere_before`: only now it is heard that a gradient was written in the one before.
+    def hear_late(self, before: Said) -> None:
+        """An iteration ends on a device with streams, where it is heard only now what was said in the one before.
 
-        That is so on a device with streams. What a rank knows of itself has been said then.
+        What a rank knows of itself has been said then.
         """
-        if elsewhere_before and not self._told and not self.problem:
-            self.problem = f"another rank has written a gradient in the iteration before this one; {REMEDY}"
+        if (before.written or before.edits_differ) and not self._told and not self.problem:
+            self.problem = f"another rank has changed a gradient too early in the iteration before this one; {REMEDY}"
         self._told = bool(self.problem)
 
-    def _written(self, index: int, arrivals: Arrivals) -> str:
+    def _too_early(self, changed: str, index: int, arrivals: Arrivals) -> str:
         own = set(arrivals.own_indices)
         late = next((name for other, name in enumerate(self._names) if other not in own), "")
         why = f", which ends with step() because {late} had no gradient in this backward pass" if late else ""
-        return f"the gradient of {self._names[index]} was written before it was reduced{why}; {REMEDY}"
+        return f"the gradient of {self._names[index]} was {changed} before it was reduced{why}; {REMEDY}"

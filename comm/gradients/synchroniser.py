@@ -31,7 +31,7 @@ from sirtaki.errors import PlanError
 
 from .arrivals import Arrivals
 from .buffers import HasGrad, Reduction
-from .control_flags import REPROFILE, WRITTEN
+from .control_flags import Said
 from .in_flight import InFlight, IterationEvents
 from .issuing import Issuing, NegotiatedIssuing, OneAtATime, ScheduledIssuing, StreamIssuing
 from .iteration import Interrupted, Iteration
@@ -152,7 +152,7 @@ class Synchroniser:
         """Ready for the next backward pass."""
         planned = self._planned
         planned.schedule.begin()
-        planned.flags.write(reprofile=self._order.asks)
+        planned.flags.write(Said(reprofile=self._order.asks, complete=True))
         wanted = timeline.active()
         self._arrivals = Arrivals(self._params, planned.buffers)
         self._current = Iteration(
@@ -219,10 +219,14 @@ class Synchroniser:
     @property
     def can_reduce(self) -> bool:
         """Every gradient of this iteration has come, so that nothing need be known of what the script does next."""
-        if self._current.complete or len(self._arrivals.indices) < len(self._params):
-            return False
+        return not (self._current.complete or self._waits_for_step)
+
+    @property
+    def _waits_for_step(self) -> bool:
+        if len(self._arrivals.indices) < len(self._params):
+            return True
         # All ranks issue the optimizers of one GPU in the order of their steps.
-        return not (self._issuing.deferred and self._device.users > 1)
+        return self._issuing.deferred and self._device.users > 1
 
     def reduce(self, interrupted: Interrupted | None) -> bool:
         """At the end of a backward pass, if it `can_reduce`: blocks until all gradients are reduced, as DDP does.
@@ -274,9 +278,10 @@ class Synchroniser:
         arrivals.own = len(arrivals.indices)
         if planned.usage.wanted:
             planned.usage.write([] if self._current.joined else arrivals.indices)
+        if self._waits_for_step:  # so the flags have not left
+            edits = Said(written=bool(arrivals.written), replaced=arrivals.replaced)
+            planned.flags.write(edits._replace(reprofile=self._order.asks))
         if arrivals.own < len(self._params):
-            if arrivals.written:  # all ranks must hear of it; the flags have not left, since some gradient has not come
-                planned.flags.write(reprofile=self._order.asks, written=True)
             arrived = set(arrivals.indices)
             for index in range(len(self._params)):
                 if index not in arrived:
@@ -287,8 +292,7 @@ class Synchroniser:
         if planned.usage.wanted:
             unused = [index for index, somewhere in enumerate(planned.usage.used()) if not somewhere]
         done = self._arrivals.hand_out(unused)
-        elsewhere = not self._device.streams and planned.flags.is_set_now(WRITTEN)
-        self._edits.look(done, self._arrivals, elsewhere=elsewhere)
+        self._edits.look(done, self._arrivals, Said() if self._device.streams else planned.flags.now())
 
     # ── its end ──────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -336,15 +340,16 @@ class Synchroniser:
     def _end_iteration(self) -> bool:
         """Collective: what the next iteration will be. True if the order has just been profiled."""
         flags, order = self._planned.flags, self._order
-        reprofile = flags.is_set(REPROFILE)  # those of the iteration before
-        self._edits.end(elsewhere_before=self._device.streams and flags.is_set(WRITTEN))
+        before = flags.before()  # in the iteration before, if not forgotten
+        if self._device.streams:
+            self._edits.hear_late(before)
         flags.read_back()
         profiled = order.ends_with(self.iteration)
         if profiled:
             self._end_profiling()
         elif not order.active:
             order.watch(self.iteration, self._arrivals.own_indices, self._planned.buffers)
-            if reprofile:
+            if before.reprofile:
                 logger.info("gradients come in another order, or in another form, than they did: profiling them again")
                 order.begin(self.iteration + 1)
                 flags.forget()

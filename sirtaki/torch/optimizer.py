@@ -242,7 +242,7 @@ def DistributedOptimizer(
         reduction = Reduction(
             prescale=1.0 / gradient_predivide_factor,
             postscale=gradient_predivide_factor / count if op == Average else 1.0,
-            wire_dtype=_wire_dtypes(compression, {param.dtype for _, param in named}),
+            wire_dtype=_wire_dtypes(compression),
         )
         options = ReducerOptions(
             reduction=reduction,
@@ -330,11 +330,10 @@ def _named_parameters(
     return [(name_of[id(param)], param) for param in params]
 
 
-def _wire_dtypes(
-    compression: type[Compressor], dtypes: set[torch.dtype]
-) -> tuple[tuple[torch.dtype, torch.dtype], ...]:
+def _wire_dtypes(compression: type[Compressor]) -> tuple[tuple[torch.dtype, torch.dtype], ...]:
     if issubclass(compression, NoneCompressor):
         return ()
     if not issubclass(compression, _CastCompressor):
         raise ConfigError(f"compression= takes Compression.none, .fp16 or .bf16, not {compression!r}")
-    return tuple((dtype, compression.wire) for dtype in sorted(dtypes, key=str) if dtype.is_floating_point)
+    # Of all parameters that there are or may be, so that optimizers of one compression agree on those that they share.
+    return tuple((dtype, compression.wire) for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64))

@@ -192,6 +192,38 @@ def a_write_on_one_rank_is_an_error_on_all_of_them() -> None:
         compare(model, truth, f"written on one rank, step {step}")
 
 
+def a_gradient_that_is_replaced_where_others_have_reduced_theirs_is_an_error_on_all_ranks() -> None:
+    """One rank misses a gradient, so what it replaces comes before the reduction, and after it on the others."""
+    if hvd.size() == 1:
+        return
+    model = make_model(unused=True)
+    optimizer = hvd.DistributedOptimizer(sgd(model), named_parameters=model.named_parameters())
+    truth = copy.deepcopy(model)
+    reference = sgd(truth)
+    for step in range(8):  # while the order is profiled, and after that
+        late = step % hvd.size()
+        inputs, wanted = batch(step)
+        rows = slice(4 * hvd.rank(), 4 * hvd.rank() + 4)
+        optimizer.zero_grad()
+        loss = loss_of(model, inputs[rows], wanted[rows])
+        try:
+            (loss if hvd.rank() == late else loss + model.spare.sum()).backward()
+            replace(model, step)
+            optimizer.step()
+        except GradientError as err:
+            assert ("another rank" in str(err)) == (hvd.rank() != late), err
+            assert "replaced" in str(err), err
+        else:
+            raise AssertionError(f"rank {hvd.rank()} has other gradients than others, and knows nothing of it")
+        optimizer.zero_grad()
+        reference.zero_grad()
+        (loss_of(model, inputs[rows], wanted[rows]) + model.spare.sum()).backward()
+        (loss_of(truth, inputs, wanted) + truth.spare.sum()).backward()
+        optimizer.step()
+        reference.step()
+        compare(model, truth, f"replaced on rank {late} too early, step {step}")
+
+
 def a_step_may_be_left_out() -> None:
     model = make_model()
     optimizer = hvd.DistributedOptimizer(sgd(model), named_parameters=model.named_parameters())
@@ -323,6 +355,7 @@ CASES = (
     a_replaced_gradient_beside_an_unused_parameter_is_the_reduced_one,
     a_write_beside_an_unused_parameter_is_an_error_that_says_what_to_write,
     a_write_on_one_rank_is_an_error_on_all_of_them,
+    a_gradient_that_is_replaced_where_others_have_reduced_theirs_is_an_error_on_all_ranks,
     a_step_may_be_left_out,
     a_changed_format_or_dtype_is_followed,
     frozen_parameters_are_left_alone,

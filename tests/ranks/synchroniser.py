@@ -112,6 +112,11 @@ for dtypes in (DTYPES, MIXED):
         sync.set_plans([knobs.to_plan(layout) for layout in sync.layouts])
         for _ in range(3):
             run_iteration(sync, params, fixed)
+    # The order may be profiled again under a plan that has fewer units than streams: the others are not open.
+    few = Knobs(unit_bytes=1 << 30, streams=4, transport=router.routes[0][0], algorithm=router.routes[0][1])
+    sync.set_plans([few.to_plan(layout) for layout in sync.layouts])
+    sync.profile_again()
+    assert any(run_iteration(sync, params, fixed).profiled for _ in range(6))
     numel = sync.layouts[0].numel
     cut = Knobs(
         unit_bytes=4096, streams=2, transport=router.routes[0][0], cuts=(Cut(stop=5), Cut(stop=numel, stream=1))

@@ -185,6 +185,7 @@ class Lockstep:
         for wrapped in self.optimizers:
             touched = any(wrapped.hooked & mine.keys() for mine in gradients)
             legal(not (touched and wrapped.broken), "a backward pass has failed")
+            legal(not (touched and wrapped.replaced), "where all has come then, it would have been too early")
             for rank in wrapped.members:
                 for name in wrapped.hooked & gradients[rank].keys():
                     legal(wrapped.left[rank][name] > 0, "more than backward_passes_per_step times")

@@ -134,12 +134,15 @@ class Reference:
                 legal(replaces and self._world.has_come(name, action.on), "it is on its way")
                 apart = self._world.divided | self._world.beside_sparse
                 legal(null or name not in apart, "perhaps it is reduced")
+                legal(null or not any(wrapped.reduced_on_some for wrapped in owners), "an error on all ranks")
                 self._world.needs(Feature.NULLED_EARLY if null else Feature.REPLACED_EARLY)
             elif any(wrapped.complete for wrapped in owners):
                 self._world.needs(Feature.NULLED if null else Feature.EDITED)
             elif any(wrapped.synchronized for wrapped in owners):
                 self._world.needs(Feature.EDITED_SYNCHRONIZED)
             legal(null or name not in self._world.sparse, "sparse")
+            for wrapped in owners:
+                wrapped.replaced |= replaces and not null and not wrapped.complete
         for replica in self._world.replicas:
             replica.edit(action)
 

@@ -32,6 +32,7 @@ class Wrapped:
             that is unknown, because a backward pass has failed.
         synchronized: `synchronize()` was called, and the step has not been made.
         broken: a backward pass has failed since the last `zero_grad()`.
+        replaced: some `.grad` was replaced before it was reduced.
     """
 
     spec: OptimizerSpec
@@ -43,11 +44,17 @@ class Wrapped:
     complete: bool = False
     synchronized: bool = False
     broken: bool = False
+    replaced: bool = False
 
     def begin(self) -> None:
         """Nothing has come yet."""
         self.left = [dict.fromkeys(self.hooked, self.spec.passes) for _ in self.plain]
-        self.complete = False
+        self.complete = self.replaced = False
+
+    @property
+    def reduced_on_some(self) -> bool:
+        """Ranks to which all their gradients have come have reduced them, others have not."""
+        return not self.complete and not all(any(self.left[rank].values()) for rank in self.members)
 
     def came(self, name: str) -> bool:
         """On some rank, at least once."""

@@ -6,28 +6,27 @@ import pytest
 import torch
 
 from sirtaki.comm.device import HostDevice
-from sirtaki.comm.gradients.control_flags import FLAG_COUNT, REPROFILE, WRITTEN, ControlFlags, UsageFlags
+from sirtaki.comm.gradients.control_flags import FLAG_COUNT, ControlFlags, Said, UsageFlags
+
+ALL = [Said(*map(bool, bits)) for bits in itertools.product((0, 1), repeat=FLAG_COUNT)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize(("own", "others"), list(itertools.product([(0, 0), (0, 1), (1, 0), (1, 1)], repeat=2)))
-def test_what_any_rank_sets_is_heard_after_the_sum(
-    dtype: torch.dtype, own: tuple[int, int], others: tuple[int, int]
-) -> None:
+def test_what_any_rank_says_is_heard_after_the_sum(dtype: torch.dtype) -> None:
     buffer = torch.zeros(FLAG_COUNT, dtype=dtype)
     flags = ControlFlags(HostDevice(), buffer)
-    flags.write(reprofile=bool(own[0]), written=bool(own[1]))
-    buffer += 7 * torch.tensor(others, dtype=dtype)  # of seven other ranks
-    buffer /= 8  # an average
-    for flag in (REPROFILE, WRITTEN):
-        assert flags.is_set_now(flag) == bool(own[flag] or others[flag])
-        assert not flags.is_set(flag), "it has not been read yet"
-    flags.read_back()
-    buffer.zero_()
-    heard = [bool(mine or theirs) for mine, theirs in zip(own, others, strict=True)]
-    assert [flags.is_set(flag) for flag in (REPROFILE, WRITTEN)] == heard
-    flags.forget()
-    assert not flags.is_set(REPROFILE)
+    for own, others in itertools.product(ALL, repeat=2):
+        flags.write(own)
+        buffer += 7 * torch.tensor(others, dtype=dtype)  # of seven other ranks
+        buffer /= 8  # an average
+        heard = Said(*(mine or theirs for mine, theirs in zip(own, others, strict=True)))
+        assert flags.now() == heard
+        assert flags.before() == Said(), "it has not been read yet"
+        flags.read_back()
+        buffer.zero_()
+        assert flags.before() == heard
+        flags.forget()
+        assert flags.before() == Said()
 
 
 def test_usage_is_known_for_each_parameter() -> None:
