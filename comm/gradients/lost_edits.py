@@ -45,11 +45,13 @@ class LostEdits:
             said: by all ranks in this iteration.
         """
         if done.written:
-            self.problem = self._too_early("written", done.written[0], arrivals)
+            name, why = self._names[done.written[0]], self._why_late(arrivals)
+            self.problem = f"the gradient of {name} was written before it was reduced{why}; {REMEDY}"
         elif said.written:
             self.problem = f"another rank has written a gradient before it was reduced; {REMEDY}"
         elif said.edits_differ and done.replaced:
-            self.problem = self._too_early("replaced", done.replaced[0], arrivals)
+            name, why = self._names[done.replaced[0]], self._why_late(arrivals)
+            self.problem = f"the gradient of {name} was replaced before it was reduced{why}; {REMEDY}"
         elif said.edits_differ:
             self.problem = f"another rank has replaced a gradient before it was reduced; {REMEDY}"
         elif done.replaced and not self._warned:
@@ -69,8 +71,7 @@ class LostEdits:
             self.problem = f"another rank has changed a gradient too early in the iteration before this one; {REMEDY}"
         self._told = bool(self.problem)
 
-    def _too_early(self, changed: str, index: int, arrivals: Arrivals) -> str:
+    def _why_late(self, arrivals: Arrivals) -> str:
         own = set(arrivals.own_indices)
-        late = next((name for other, name in enumerate(self._names) if other not in own), "")
-        why = f", which ends with step() because {late} had no gradient in this backward pass" if late else ""
-        return f"the gradient of {self._names[index]} was {changed} before it was reduced{why}; {REMEDY}"
+        late = next((name for index, name in enumerate(self._names) if index not in own), "")
+        return f", which ends with step() because {late} had no gradient in this backward pass" if late else ""
