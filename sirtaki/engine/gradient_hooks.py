@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -15,6 +16,22 @@ TOO_OFTEN = (
     "Gradients were computed more than backward_passes_per_step times before call to step(). "
     "Increase backward_passes_per_step to accumulate gradients locally."
 )
+
+
+Ready = Callable[[int, torch.Tensor, int], None]
+"""`Synchroniser.ready`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dense:
+    """What is done with a dense gradient that is complete."""
+
+    ready: Ready
+    index: int
+
+    def __call__(self, gradient: torch.Tensor, version: int) -> None:
+        """See `Arrive`."""
+        self.ready(self.index, gradient, version)
 
 
 class Owner(Protocol):
@@ -43,6 +60,7 @@ class GradientHooks:
         arrive: Sequence[Arrive],
         groups: Sequence[Sequence[torch.Tensor]],
         *,
+        ready: Ready | None,
         passes: int,
         owner: Owner,
         nan_check: NanCheck | None,
@@ -53,11 +71,13 @@ class GradientHooks:
             params: all that want a gradient.
             arrive: for each parameter, what is done with its gradient once it is complete.
             groups: parameters whose gradients wait for each other.
+            ready: what `arrive` leads to where it is a `Dense` one: the hooks call it without a detour.
             passes: backward passes whose gradients are added up.
             owner: see above.
             nan_check: looks at each complete gradient; None = nobody does.
         """
         self._arrive, self._owner, self._nan_check = list(arrive), weakref.ref(owner), nan_check
+        self._ready = ready
         self._groups = GradientGroups(groups, params)
         self._groups.hold(self._arrive)
         self.begin(passes)
@@ -84,10 +104,11 @@ class GradientHooks:
 
     def _make(self, number: int) -> Callable[[torch.Tensor], None]:
         # Garbage collection does not see what such a hook holds, so it holds nothing.
-        this = weakref.ref(self)
+        this, arrive = weakref.ref(self), self._arrive[number]
+        index = arrive.index if isinstance(arrive, Dense) else -1
 
         def hook(param: torch.Tensor) -> None:
-            """The hot path: this, and what `_arrive` leads to, is what a gradient costs."""
+            """The hot path: this, and what it calls at its end, is what a gradient costs."""
             self = this()
             if self is None:
                 return
@@ -103,7 +124,10 @@ class GradientHooks:
                 self._nan_check.look(number, gradient)
             if gradient.is_sparse:
                 gradient = self._as_it_travels(number)
-            self._arrive[number](gradient, gradient._version)
+            if index >= 0:
+                self._ready(index, gradient, gradient._version)  # type: ignore[misc]  # it is there
+            else:
+                self._arrive[number](gradient, gradient._version)
 
         return hook
 

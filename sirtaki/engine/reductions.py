@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from .gradient_groups import Arrive
+from .gradient_hooks import Dense
 from .same_model import Named
 from .sparse_gradients import SparseReductions
 from .warmup import TunedSynchroniser
@@ -24,6 +25,7 @@ class Reductions:
 
     Attributes:
         arrive: for each parameter, what is done with its gradient once it is complete.
+        ready: the dense ones' part of that; None if there are none.
         tuned: what has the dense gradients reduced; None if there are none.
         complete: all gradients of this iteration are reduced and in `.grad`, and it has not ended.
     """
@@ -50,7 +52,8 @@ class Reductions:
         self.arrive: list[Arrive] = [partial(sparse.start, name) for name, _ in named]
         for index, number in enumerate(dense):
             assert self._sync is not None
-            self.arrive[number] = partial(self._sync.ready, index)
+            self.arrive[number] = Dense(self._sync.ready, index)
+        self.ready = None if self._sync is None else self._sync.ready
         self.complete = False
 
     # ── what has come ────────────────────────────────────────────────────────────────────────────────────────────
