@@ -97,3 +97,44 @@ def test_other_strides_or_another_dtype_make_the_buffers_outdated() -> None:
         assert param.grad.stride() == param.stride()
         assert param.grad.dtype is param.dtype
         assert bool((param.grad == 3.0).all())
+
+
+def test_gradients_out_of_order_or_of_several_kinds_are_copied_one_by_one() -> None:
+    params = parameters(*SHAPES)
+    buffers = make_buffers(params)
+    arrivals = Arrivals(params, buffers)
+    wanted = [param.grad.clone() for param in params]  # type: ignore[union-attr]
+    params[2].grad.data = params[2].grad.data.clone()  # type: ignore[union-attr]
+    for index in (3, 0, 4, 2, 1):
+        gradient = params[index].grad
+        assert gradient is not None
+        arrivals.add(index, gradient, gradient._version)
+    params[0].grad = torch.full((2, 3), -1.0)  # replaced
+    params[4].grad = None
+    params[1].grad.add_(1)  # type: ignore[union-attr]  # written
+    arrivals.own = len(params)
+    arrivals.copy_in()
+    wanted[1] += 1
+    for index, value in enumerate(wanted):
+        assert torch.equal(buffers.view(index), value)
+    assert [params[index].grad is buffers.view(index) for index in range(5)] == [False, True, True, True, False]
+    done = arrivals.hand_out()
+    assert done.replaced == (0,)
+    assert done.written == (1,)
+    assert params[0].grad is buffers.view(0)
+    assert params[4].grad is None
+
+
+def test_a_parameter_of_another_type_now_keeps_its_gradient_and_asks_for_new_buffers() -> None:
+    params = parameters((2, 2), (3,))
+    buffers = make_buffers(params)
+    params[1].data = params[1].data.double()
+    params[1].grad = torch.ones(3, dtype=torch.float64)
+    arrivals = Arrivals(params, buffers)
+    all_arrive(params, arrivals)
+    assert buffers.outdated
+    assert params[0].grad is buffers.view(0)
+    buffers.view(1).fill_(7)
+    arrivals.hand_out()
+    assert params[1].grad.dtype is torch.float64
+    assert params[1].grad.tolist() == [7, 7, 7]

@@ -1,8 +1,15 @@
 """The order of gradients: agreed, and watched."""
 
 import numpy as np
+from fakes.gradients import make_buffers, parameters
 
-from sirtaki.comm.gradients.order import DISORDERLY_ITERATIONS, PATIENCE_ITERATIONS, OrderWatch, agree_on_order
+from sirtaki.comm.gradients.order import (
+    DISORDERLY_ITERATIONS,
+    PATIENCE_ITERATIONS,
+    OrderProfiling,
+    OrderWatch,
+    agree_on_order,
+)
 
 
 class SumOf:
@@ -55,3 +62,25 @@ def test_an_order_that_never_settles_is_not_chased() -> None:
             watch.profiled(number + 2)
             profiles.append(number)
     assert len(profiles) <= 2000 // (2 * PATIENCE_ITERATIONS) + 1
+
+
+def test_the_order_is_profiled_in_two_iterations_and_again_when_this_rank_wants_it() -> None:
+    params = parameters((2,), (3,), (4,))
+    buffers, profiling = make_buffers(params), OrderProfiling()
+    assert [profiling.ends_with(iteration) for iteration in (0, 1)] == [False, True]
+    profiling.end(1)
+    profiling.watch(2, [0, 1, 2], buffers)
+    assert not profiling.active
+    assert not profiling.asks
+    profiling.requested = True
+    profiling.watch(3, [0, 1, 2], buffers)
+    assert profiling.asks
+    profiling.begin(5)
+    assert profiling.active
+    assert not profiling.asks
+    assert not profiling.requested
+    assert [profiling.ends_with(iteration) for iteration in (5, 6)] == [False, True]
+    profiling.end(6)
+    buffers.outdated = True
+    profiling.watch(7, [0, 1, 2], buffers)
+    assert profiling.asks
