@@ -65,7 +65,7 @@ HOST = Scene(name="one-host", title="2 ranks on this host", width=1536, warmup_i
 NODES = Scene(
     name="four-nodes",
     title="4 emulated nodes, links of 400 Mbit/s, one connection gets 40",
-    width=1408,
+    width=1024,
     warmup_iterations=40,
     steps=5,
 )

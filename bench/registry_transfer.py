@@ -42,20 +42,9 @@ import numpy as np
 
 from bench.lib.harness import Bar, Report, finish, parser
 from bench.lib.networks import NETWORKS
+from bench.lib.simulated_jobs import ROUTE, Job, jobs, misjudged, optimum_s, simulated_job
 from bench.lib.workloads import FABRICS, RANKS
-from bench.tuner import (
-    BUDGET_ITERATIONS,
-    NOISES,
-    PLANNERS,
-    ROUTE,
-    Job,
-    Truth,
-    jobs,
-    misjudged,
-    optimum_s,
-    play,
-    simulated_job,
-)
+from bench.tuner import BUDGET_ITERATIONS, NOISES, PLANNERS, Truth, play
 from sirtaki.autotune.arms.base import Arm
 from sirtaki.autotune.arms.catalogue import OUR_ARMS
 from sirtaki.autotune.knobs import Knobs

@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+from bench.lib.simulated_jobs import jobs, optimum_s
 from bench.registry_transfer import (
     ASKED,
     SCENARIOS,
@@ -16,7 +17,7 @@ from bench.registry_transfer import (
     standard_errors,
     summary,
 )
-from bench.tuner import Truth, jobs, optimum_s
+from bench.tuner import Truth
 from sirtaki.autotune.knobs import Knobs
 from sirtaki.registry.similarity import topology_distance
 

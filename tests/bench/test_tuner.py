@@ -6,9 +6,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from bench import tuner
-from bench.tuner import ROUTE, HorovodTruth, Job, Listed, Truth, bars, jobs, misjudged, optimum_s, run, summary
+from bench.lib import simulated_jobs
+from bench.lib.simulated_jobs import ROUTE, Job, jobs, misjudged, optimum_s
+from bench.tuner import HorovodTruth, Listed, Truth, bars, contenders, run, summary
 from sirtaki.autotune.knobs import KIB, MIB, Knobs, KnobSpace
+from sirtaki.autotune.lattice import KnobLattice
 from sirtaki.autotune.model.planning import PlanningModel
 from sirtaki.autotune.model.profile import Profile
 from sirtaki.autotune.trial import Proposal
@@ -35,7 +37,7 @@ def truth(job: Job) -> Truth:
 def test_the_jobs_meet_every_cluster_twice_and_every_network() -> None:
     names = [job.name for job in jobs(24)]
     assert len(set(names)) == 24
-    assert {name.split(", ")[0] for name in names} == set(tuner.NETWORKS)
+    assert {name.split(", ")[0] for name in names} == set(simulated_jobs.NETWORKS)
     assert all(sum(cluster in name for name in names) == 2 for cluster in {n.split(", ", 1)[1] for n in names})
 
 
@@ -44,7 +46,7 @@ def test_every_default_lies_in_its_space() -> None:
 
 
 def test_no_setting_of_the_searched_lattice_beats_the_optimum(truth: Truth) -> None:
-    settings = tuner.KnobLattice(truth.job.space).points
+    settings = KnobLattice(truth.job.space).points
     assert min(map(truth.span_s, settings)) >= truth.optimum_s
 
 
@@ -58,7 +60,7 @@ def test_planners_get_a_model_that_is_off_by_the_noise(job: Job) -> None:
 
 
 def test_a_run_counts_iterations_until_the_kept_setting_is_close(truth: Truth) -> None:
-    best = min(tuner.KnobLattice(truth.job.space).points, key=truth.span_s)
+    best = min(KnobLattice(truth.job.space).points, key=truth.span_s)
     found = run(truth, Listed("good", [Proposal(arm="good", knobs=best)]), noise=0.03, seed=0)
     nothing = run(truth, Listed("idle", []), noise=0.03, seed=0)
     assert 3 < found.found_at <= found.iterations
@@ -68,7 +70,7 @@ def test_a_run_counts_iterations_until_the_kept_setting_is_close(truth: Truth) -
 
 
 def test_a_default_that_is_close_is_found_at_once(truth: Truth) -> None:
-    best = min(tuner.KnobLattice(truth.job.space).points, key=truth.span_s)
+    best = min(KnobLattice(truth.job.space).points, key=truth.span_s)
     already = Truth(replace(truth.job, default=best), optimum_s=truth.optimum_s)
     assert run(already, Listed("idle", []), noise=0.03, seed=0).found_at == 0.0
 
@@ -84,7 +86,7 @@ def test_the_horovod_like_peer_waits_for_its_cycles_and_fuses_up_to_its_threshol
 
 @pytest.mark.parametrize("name", ["bandit", "bandit as printed", "random", "grid", "asc_wfbp_n", "horovod-like"])
 def test_every_kind_of_contender_runs(name: str, truth: Truth) -> None:
-    make = tuner.contenders()[name]
+    make = contenders()[name]
     here = HorovodTruth(truth.job, optimum_s=truth.optimum_s) if name == "horovod-like" else truth
     outcome = run(here, make(here.job, 0.03, 1), noise=0.03, seed=1)
     assert outcome == run(here, make(here.job, 0.03, 1), noise=0.03, seed=1)
