@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from bench import chaos_job, chaos_scene
 from bench.chaos_faults import RANKS, SIGNALS, STEPS, TWO, Fault, Scenario, Stage, Strike, draw
-from bench.chaos_scene import STALL_SHUTDOWN_S, Job, Outcome
+from bench.chaos_scene import STALL_SHUTDOWN_S, STOPPED_S, Job, Outcome
 from bench.lib.harness import Bar, Report, Spread, finish, parser
 
 END_S = 20.0
@@ -45,8 +45,10 @@ def judge(scenario: Scenario, outcome: Outcome, reference: NDArray[np.float64]) 
         complaints.append(f"exit code {outcome.returncode}, not {' or '.join(map(str, sorted(codes)))}")
     if outcome.returncode == 0:
         complaints += _wrong_weights(outcome, reference)
-    slow_s = END_S + (STALL_SHUTDOWN_S if any(strike.fault is Fault.STOP for strike, _ in fatal) else 0.0)
-    if outcome.end_s > slow_s:
+    stops = [(strike, steps) for strike, steps in fatal if strike.fault is Fault.STOP]
+    # A rank that has nothing to do any more holds nobody up, and the job ends with it.
+    stopped_s = STOPPED_S if any(_came_late(*stop) for stop in stops) else STALL_SHUTDOWN_S if stops else 0.0
+    if outcome.end_s > END_S + stopped_s:
         complaints.append(f"took {outcome.end_s:.1f} s to end")
     if fatal and outcome.returncode != 0 and not _is_silenced(outcome):
         complaints += _unsaid(fatal, outcome.said)

@@ -30,6 +30,8 @@ LEAVE_S = 12.0
 
 STALL_WARNING_S = 10.0
 STALL_SHUTDOWN_S = 20.0
+STOPPED_S = 2 * STALL_SHUTDOWN_S
+"""After this long a stopped rank goes on."""
 DISK_BYTES = 2 << 20
 SHM = Path("/dev/shm")
 PROGRAM = Path(__file__).with_name("chaos_job.py")
@@ -283,7 +285,7 @@ class Job:
         if strike.fault in SIGNALS:
             return _signal(pid, SIGNALS[strike.fault])
         stopped = _signal(pid, signal.SIGSTOP)
-        lasts_s = strike.lasts_s if strike.fault is Fault.PAUSE else 2 * STALL_SHUTDOWN_S
+        lasts_s = strike.lasts_s if strike.fault is Fault.PAUSE else STOPPED_S
         if stopped:
             resume = threading.Timer(lasts_s, _signal, args=[pid, signal.SIGCONT])
             resume.daemon = True

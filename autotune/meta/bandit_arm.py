@@ -101,8 +101,11 @@ class BanditArm:
             return otherwise
         try:
             return call(self._arms[name])
-        except Exception:
-            logger.warning("the search technique %r failed and is left out from now on", name, exc_info=True)
+        except Exception as err:
+            logger.warning(
+                "the search technique %r failed and is left out from now on: %s: %s", name, type(err).__name__, err
+            )
+            logger.debug("where it failed", exc_info=True)
             del self._arms[name]
             return otherwise
 
