@@ -62,6 +62,8 @@ class Tally:
             try:
                 played = torment(program, ranks).played
             except WrongError as err:
+                if not smallest:  # what happens once in a while may not happen again while it is made smaller
+                    self._tell(err, f"{world}.{number}.first")
                 smallest[:] = [err]
                 raise
             if not smallest:
