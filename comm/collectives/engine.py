@@ -193,10 +193,17 @@ class EagerEngine:
     def close(self, timeout_s: float = 5.0) -> bool:
         """Collective: ends the thread after a last round with all ranks; what is pending fails.
 
+        Waits for them, since nobody may call MPI_Finalize while the thread is in MPI.
+
+        Args:
+            timeout_s: how long the thread may take to end if the job has failed.
+
         Returns:
-            False if the other ranks did not come; the communicators are kept then.
+            False if the job has failed before the other ranks came; the communicators are kept then.
         """
         self._pending.close()
+        while self._thread.is_alive() and self._failures.error is None:
+            self._thread.join(0.1)
         self._thread.join(timeout_s)
         if self._thread.is_alive() or not self._rounds.ended:
             return False

@@ -37,8 +37,8 @@ class Dense:
 class Owner(Protocol):
     """Whoever reduces these gradients; it owns the hooks, which know it by a weak reference."""
 
-    def begin_backward(self) -> None:
-        """The first gradient of a backward pass has come."""
+    def begin_backward(self) -> GradientHooks | None:
+        """The first gradient of a backward pass has come; returns the hooks that count from now on."""
         ...
 
     def as_it_travels(self, number: int) -> torch.Tensor:
@@ -81,9 +81,10 @@ class GradientHooks:
         self._groups = GradientGroups(groups, params)
         self._groups.hold(self._arrive)
         self.begin(passes)
+        self._params, self._hooks = list(params), [self._make(number) for number in range(len(params))]
         self._handles: list[torch.utils.hooks.RemovableHandle] = [
-            param.register_post_accumulate_grad_hook(self._make(number))  # type: ignore[no-untyped-call]  # torch's
-            for number, param in enumerate(params)
+            param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]  # torch's
+            for param, hook in zip(params, self._hooks, strict=True)
         ]
 
     def begin(self, passes: int) -> None:
@@ -112,8 +113,8 @@ class GradientHooks:
             self = this()
             if self is None:
                 return
-            if not self.in_backward:
-                self._begin_backward()
+            if not self.in_backward and not self._begin_backward(param):
+                return
             if self.passes_left[number] != 1:
                 self._count(number)
                 return
@@ -131,10 +132,19 @@ class GradientHooks:
 
         return hook
 
-    def _begin_backward(self) -> None:
-        if (owner := self._owner()) is not None:
-            owner.begin_backward()
-        self.in_backward = True
+    def _begin_backward(self, param: torch.Tensor) -> bool:
+        """False if other hooks have taken the place of these, and care for this gradient."""
+        owner = self._owner()
+        current = None if owner is None else owner.begin_backward()
+        if current is None:
+            return False
+        current.in_backward = True
+        if current is self:
+            return True
+        for own, hook in zip(current._params, current._hooks, strict=True):
+            if own is param:
+                hook(param)
+        return False
 
     def _count(self, number: int) -> None:
         if self.passes_left[number] < 1:

@@ -192,12 +192,13 @@ class GradientReducer:
 
     # ── the way of one gradient ──────────────────────────────────────────────────────────────────────────────────
 
-    def begin_backward(self) -> None:
+    def begin_backward(self) -> GradientHooks | None:
         """See `Owner`. Collective if the pass before has raised: what it has left is dropped."""
         if self.failed:
             for participant in sorted(self._job.participants, key=lambda participant: participant.key):
                 participant.drop_failed()
         BackwardEnd(self._end_backward, self._fail_backward)
+        return self._hooks
 
     def _fail_backward(self) -> None:
         """A backward pass has raised, wherever that was."""

@@ -84,6 +84,8 @@ class Reference:
         if action.fails_at is None:
             self._world.accumulate(gradients)
             return
+        watched = {name for wrapped in self._world.optimizers for name in wrapped.spec.parameters}
+        legal(all(name in watched for mine in gradients for name in mine), "nobody zeroes what it leaves there")
         for wrapped in self._world.optimizers:
             if any(wrapped.hooked & set(mine) for mine in gradients):
                 wrapped.broken = True

@@ -15,11 +15,13 @@ class Recorder:
 
     def __init__(self) -> None:
         self.begun = 0
+        self.hooks: GradientHooks | None = None
         self.arrived: list[tuple[int, int]] = []
         self.sparse: list[int] = []
 
-    def begin_backward(self) -> None:
+    def begin_backward(self) -> GradientHooks | None:
         self.begun += 1
+        return self.hooks
 
     def as_it_travels(self, number: int) -> torch.Tensor:
         self.sparse.append(number)
@@ -43,9 +45,10 @@ def hooked(
         Dense(recorder.ready, 10 * number) if number != 1 else partial(recorder.arrive, number)
         for number in range(len(params))
     ]
-    return GradientHooks(
+    recorder.hooks = GradientHooks(
         params, arrive, groups or [], ready=recorder.ready, passes=passes, owner=recorder, nan_check=None
     )
+    return recorder.hooks
 
 
 @pytest.fixture
@@ -106,12 +109,31 @@ def test_a_sparse_gradient_travels_as_the_owner_says() -> None:
     keep.remove()
 
 
+def test_hooks_that_are_replaced_in_the_first_gradients_hook_pass_it_on(params: list[torch.nn.Parameter]) -> None:
+    """What a failed pass has left is ended there, which may change what is watched."""
+
+    class Replacing(Recorder):
+        def begin_backward(self) -> GradientHooks | None:
+            if not self.begun and self.hooks is not None:
+                self.hooks.remove()
+                hooked(self, params[::-1])
+            return super().begin_backward()
+
+    recorder = Replacing()
+    hooked(recorder, params).passes_left[:] = [0, 1, 0]  # of a pass before
+    backward(params)
+    assert sorted(index for index, _ in recorder.arrived) == [0, 20, 101]
+    assert recorder.hooks is not None
+    assert recorder.hooks.passes_left == [0, 0, 0]
+
+
 def test_hooks_end_with_their_owner_and_keep_nothing_alive(params: list[torch.nn.Parameter]) -> None:
     recorder = Recorder()
     hooks = hooked(recorder, params)
     gone = weakref.ref(hooks)
     gc.disable()
     try:
+        recorder.hooks = None
         del hooks
         assert gone() is None, "reference counting suffices"
     finally:

@@ -53,3 +53,9 @@ def test_without_a_fault_all_ranks_finish_also_where_a_process_they_forked_ends(
 ) -> None:
     env = {"SIRTAKI_REGISTRY": "off", "SIRTAKI_TUNE": "0"}
     assert run_ranks("faults.py", 3, fault, env=env).stdout.count("done") == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_rank_that_is_stopped_while_it_leaves_is_waited_for(run_ranks: RunRanks, ranks: int) -> None:
+    assert run_ranks("late_to_leave.py", ranks, timeout_s=60).stdout.count("ok") == ranks
