@@ -16,6 +16,10 @@ Gradients = list[dict[str, torch.Tensor]]
 """By rank, what one backward pass computes."""
 
 
+LARGE = 16.0
+"""Of gradients that travel as float16: they may cancel out, and are rounded to 2**-10 of their size before."""
+
+
 class Lockstep:
     """What all ranks have, and what their gradients are.
 
@@ -274,6 +278,8 @@ class Lockstep:
             if not params:
                 return
         given = [self.computed[rank].get(name, param.grad) for rank, param in params.items()]
+        if wrapped.spec.fp16 and any(gradient is not None and _largest(gradient) > LARGE for gradient in given):
+            raise ValueError("the sum of such gradients is not known in float16")  # the program ends before
         like = next(iter(params.values()))
         total = _total(given, like, sparse=name in self.sparse and not wrapped.spec.sparse_as_dense)
         if wrapped.spec.op == "average":
@@ -284,6 +290,11 @@ class Lockstep:
             computed = self.computed[rank].pop(name, None)
             if computed is None or param.grad is not None:  # else it was set to None after it came
                 param.grad = torch.empty_like(param).copy_(total) if not total.is_sparse else total.clone()
+
+
+def _largest(gradient: torch.Tensor) -> float:
+    values = gradient.coalesce().values() if gradient.is_sparse else gradient
+    return float(values.abs().max()) if values.numel() else 0.0
 
 
 def _total(given: Sequence[torch.Tensor | None], like: torch.Tensor, *, sparse: bool) -> torch.Tensor:
