@@ -18,7 +18,7 @@ was drawn, or is left of it while Hypothesis shrinks it, is a legitimate program
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -57,7 +57,8 @@ class Reference:
         self.trace: list[list[Entry]] = [[] for _ in self._world.replicas]
         self.played = replace(program, actions=tuple(self._play(program.actions)))
 
-    def _play(self, drawn: Sequence[Action]) -> Iterable[Action]:
+    def _play(self, drawn: Sequence[Action]) -> list[Action]:
+        played, n_sound = list[Action](), 0
         for action in drawn:
             retained = [replica.retained for replica in self._world.replicas]
             self._pending_entries = []
@@ -68,11 +69,16 @@ class Reference:
                     replica.retained = loss
                 continue
             except (RuntimeError, ValueError, TypeError, KeyError, IndexError):
-                return  # PyTorch itself refuses it, and has perhaps done a part
+                break  # PyTorch itself refuses it, and has perhaps done a part
             for rank, label, values in self._pending_entries:
                 self.trace[rank].append((self._number, label, values))
             self._number += 1
-            yield action
+            played.append(action)
+            if not any(wrapped.reduced_on_some for wrapped in self._world.optimizers):
+                n_sound = self._number
+        # Not where some ranks wait in their backward pass for others that come no more.
+        self.trace = [[entry for entry in trace if entry[0] < n_sound] for trace in self.trace]
+        return played[:n_sound]
 
     def _look(self, rank: int, label: str, values: Values) -> None:
         self._pending_entries.append((rank, label, values))

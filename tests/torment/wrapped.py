@@ -54,7 +54,8 @@ class Wrapped:
     @property
     def reduced_on_some(self) -> bool:
         """Ranks to which all their gradients have come have reduced them, others have not."""
-        return not self.complete and not all(any(self.left[rank].values()) for rank in self.members)
+        came = [not any(self.left[rank].values()) for rank in self.members]
+        return bool(self.hooked) and any(came) and not self.complete
 
     def came(self, name: str) -> bool:
         """On some rank, at least once."""
