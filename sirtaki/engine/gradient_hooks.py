@@ -60,7 +60,6 @@ class GradientHooks:
         arrive: Sequence[Arrive],
         groups: Sequence[Sequence[torch.Tensor]],
         *,
-        ready: Ready | None,
         passes: int,
         owner: Owner,
         nan_check: NanCheck | None,
@@ -69,15 +68,15 @@ class GradientHooks:
 
         Args:
             params: all that want a gradient.
-            arrive: for each parameter, what is done with its gradient once it is complete.
+            arrive: for each parameter, what is done with its gradient once it is complete; all `Dense` ones are of one
+                synchroniser, which the hooks call without a detour.
             groups: parameters whose gradients wait for each other.
-            ready: what `arrive` leads to where it is a `Dense` one: the hooks call it without a detour.
             passes: backward passes whose gradients are added up.
             owner: see above.
             nan_check: looks at each complete gradient; None = nobody does.
         """
         self._arrive, self._owner, self._nan_check = list(arrive), weakref.ref(owner), nan_check
-        self._ready = ready
+        self._ready = next((there.ready for there in arrive if isinstance(there, Dense)), None)
         self._groups = GradientGroups(groups, params)
         self._groups.hold(self._arrive)
         self.begin(passes)

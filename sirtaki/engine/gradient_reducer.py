@@ -153,7 +153,6 @@ class GradientReducer:
             [param for _, param in self._named],
             self._reductions.arrive,
             self.options.groups,
-            ready=self._reductions.ready,
             passes=self.passes,
             owner=self,
             nan_check=self._nan_check,

@@ -25,7 +25,6 @@ class Reductions:
 
     Attributes:
         arrive: for each parameter, what is done with its gradient once it is complete.
-        ready: the dense ones' part of that; None if there are none.
         tuned: what has the dense gradients reduced; None if there are none.
         complete: all gradients of this iteration are reduced and in `.grad`, and it has not ended.
     """
@@ -53,7 +52,6 @@ class Reductions:
         for index, number in enumerate(dense):
             assert self._sync is not None
             self.arrive[number] = Dense(self._sync.ready, index)
-        self.ready = None if self._sync is None else self._sync.ready
         self.complete = False
 
     # ── what has come ────────────────────────────────────────────────────────────────────────────────────────────

@@ -45,9 +45,7 @@ def hooked(
         Dense(recorder.ready, 10 * number) if number != 1 else partial(recorder.arrive, number)
         for number in range(len(params))
     ]
-    recorder.hooks = GradientHooks(
-        params, arrive, groups or [], ready=recorder.ready, passes=passes, owner=recorder, nan_check=None
-    )
+    recorder.hooks = GradientHooks(params, arrive, groups or [], passes=passes, owner=recorder, nan_check=None)
     return recorder.hooks
 
 
