@@ -150,11 +150,6 @@ class GradientBuffers:
         ]
         self.addresses = [place.data_ptr() for place in self._places]
         self._made_for = [param.dtype for param in params]
-        self._params_in_order = [params[index] for index in self.order]
-        self._strides_in_order = [self._strides[index] for index in self.order]
-        self._addresses_in_order = [self.addresses[index] for index in self.order]
-        self._places_in_order = [self._places[index] for index in self.order]
-        self._views_in_order = [self.views[index] for index in self.order]
         self.outdated = False
 
     @property
@@ -188,7 +183,7 @@ class GradientBuffers:
     def view(self, index: int) -> torch.Tensor:
         """What to put into a parameter's `.grad`."""
         if not self._is_intact(index):
-            self.views[index] = self._views_in_order[self.position[index]] = self._places[index].data
+            self.views[index] = self._places[index].data
         return self.views[index]
 
     def fits(self, index: int) -> bool:
@@ -220,19 +215,19 @@ class GradientBuffers:
         Raises:
             ConfigError: a parameter was moved to another device, or has another shape.
         """
-        if not self._copy_in_order(indices, gradients, versions, first):
+        if not self._copy_as_usual(indices, gradients, versions, first):
             self._copy_one_by_one(indices, gradients, versions, first)
 
-    def _copy_in_order(
+    def _copy_as_usual(
         self, indices: list[int], gradients: list[torch.Tensor], versions: list[int], first: int
     ) -> bool:
-        """`copy_in` where all is as usual: the loops are C's. False if it is not; nothing is done then."""
+        """`copy_in` if every gradient fits its place: the loops are C's. False, and nothing done, if one does not."""
         part = slice(first, len(indices))
-        views, params, fresh = self._views_in_order[part], self._params_in_order[part], gradients[part]
-        strides = self._strides_in_order[part]
+        own, fresh = indices[part], gradients[part]
+        views, params = list(map(self.views.__getitem__, own)), list(map(self._params.__getitem__, own))
+        strides = list(map(self._strides.__getitem__, own))
         if not (
-            indices[part] == self.order[part]
-            and list(map(torch.Tensor.data_ptr, views)) == self._addresses_in_order[part]
+            list(map(torch.Tensor.data_ptr, views)) == list(map(self.addresses.__getitem__, own))
             and all(map(is_, map(GRAD, params), fresh))
             and not any(map(is_, views, fresh))
             and list(map(VERSION, fresh)) == versions[part]
@@ -240,7 +235,7 @@ class GradientBuffers:
             == strides
         ):
             return False
-        self._copy(self._places_in_order[part], fresh)
+        self._copy(list(map(self._places.__getitem__, own)), fresh)
         try:
             for param, view in zip(params, views, strict=True):
                 param.grad = view
@@ -272,8 +267,7 @@ class GradientBuffers:
                 except (RuntimeError, TypeError):
                     misfits.append(number)
                 else:
-                    versions[number] = view._version if gradient._version == versions[number] else WRITTEN
-                    gradients[number] = view
+                    _take(view, number, gradients, versions)
         if targets:
             self._copy(targets, sources)
         for number in misfits:
@@ -281,9 +275,8 @@ class GradientBuffers:
 
     def _copy(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         try:
-            if (
-                torch.is_grad_enabled()
-            ):  # gradients made with create_graph=True have a graph, the reduced ones have none
+            # Gradients made with create_graph=True have a graph, the reduced ones have none.
+            if torch.is_grad_enabled():
                 with torch.no_grad():
                     self._device.launch(torch._foreach_copy_, targets, sources)
             else:
@@ -312,8 +305,7 @@ class GradientBuffers:
             view = self.view(index)
             if param.grad is gradient:
                 param.grad = view
-                versions[number] = view._version if gradient._version == versions[number] else WRITTEN
-                gradients[number] = view
+                _take(view, number, gradients, versions)
         elif gradient.dtype is place.dtype or gradient.dtype is not self._made_for[index]:
             self.outdated = True  # else it travels in another dtype, as was asked for
 
@@ -323,6 +315,12 @@ class GradientBuffers:
             with torch.no_grad():  # a gradient made with create_graph=True has a graph
                 targets, sources = [target for _, target in pairs], [self._places[index] for index, _ in pairs]
                 self._device.launch(torch._foreach_copy_, targets, sources)
+
+
+def _take(view: torch.Tensor, number: int, gradients: list[torch.Tensor], versions: list[int]) -> None:
+    """The view stands for a gradient from now on; that it was written before is not forgotten."""
+    versions[number] = view._version if gradients[number]._version == versions[number] else WRITTEN
+    gradients[number] = view
 
 
 def _strides_to_check(place: torch.Tensor, dtype: torch.dtype) -> tuple[int, ...] | None:

@@ -162,6 +162,10 @@ class NegotiatedIssuing:
             ),
             default=1,
         )
+        # Of the streams that a plan may use only those are open that its units do use.
+        self._streams = [
+            sorted({unit.stream for unit in plan.units if unit.algorithm is plan.units[0].algorithm}) for plan in plans
+        ]
 
     def _begin(self) -> None:
         self._begun = True
@@ -190,7 +194,7 @@ class NegotiatedIssuing:
         """In the negotiation's thread: reduces gradients that are ready everywhere."""
         order = self._buffers.order
         agreed = {order[position] for position in positions if position < len(order)}
-        for group, plan in zip(self._buffers.groups, self._plans, strict=True):
+        for group, plan, streams in zip(self._buffers.groups, self._plans, self._streams, strict=True):
             if not plan.units:
                 continue
             offsets, limit = group.layout.offsets, max(1, self._unit_bytes // group.layout.itemsize_bytes)
@@ -203,10 +207,7 @@ class NegotiatedIssuing:
                     runs[-1] = (runs[-1][0], stop)
                 else:
                     runs.append((start, stop))
-            algorithm = plan.units[0].algorithm
-            route = (plan.transport, algorithm)
-            # Of the streams that a plan may use only those are open that its units do use.
-            streams = sorted({unit.stream for unit in plan.units if unit.algorithm is algorithm})
+            route = (plan.transport, plan.units[0].algorithm)
             for start, stop in runs:
                 for low in range(start, stop, limit):
                     stream = streams[self._turn % len(streams)]

@@ -340,7 +340,7 @@ class Synchroniser:
     def _end_iteration(self) -> bool:
         """Collective: what the next iteration will be. True if the order has just been profiled."""
         flags, order = self._planned.flags, self._order
-        before = flags.before()  # in the iteration before, if not forgotten
+        before = flags.before()
         if self._device.streams:
             self._edits.hear_late(before)
         flags.read_back()

@@ -49,6 +49,20 @@ def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=0.01)
 
 
+def own_rows() -> slice:
+    """This rank's rows of a batch."""
+    return slice(4 * hvd.rank(), 4 * hvd.rank() + 4)
+
+
+def both_sides(
+    *, unused: bool = False, make: Callable[[torch.nn.Module], torch.optim.Optimizer] = sgd
+) -> tuple[torch.nn.Sequential, torch.optim.Optimizer, torch.nn.Sequential, torch.optim.Optimizer]:
+    """A model that all ranks train, with its optimizer, and an equal one that sees the whole batch."""
+    model = make_model(unused=unused)
+    truth = copy.deepcopy(model)
+    return model, hvd.DistributedOptimizer(make(model), named_parameters=model.named_parameters()), truth, make(truth)
+
+
 def compare(model: torch.nn.Module, truth: torch.nn.Module, what: str) -> None:
     for (name, param), wanted in zip(model.named_parameters(), truth.parameters(), strict=True):
         torch.testing.assert_close(
@@ -66,13 +80,10 @@ def train(
     what: str,
 ) -> None:
     """The same steps on both sides; `change` comes before the forward pass, `edit` before the step."""
-    model = make_model(unused=unused)
-    truth = copy.deepcopy(model)
-    optimizer = hvd.DistributedOptimizer(make(model), named_parameters=model.named_parameters())
-    reference = make(truth)
+    model, optimizer, truth, reference = both_sides(unused=unused, make=make)
     for step in range(STEPS):
         inputs, wanted = batch(step)
-        rows = slice(4 * hvd.rank(), 4 * hvd.rank() + 4)
+        rows = own_rows()
         for side, each, x, y in (
             (model, optimizer, inputs[rows], wanted[rows]),
             (truth, reference, inputs, wanted),
@@ -122,12 +133,10 @@ def a_gradient_that_is_set_to_none_stays_none_beside_unused_parameters() -> None
 
 
 def a_replaced_gradient_beside_an_unused_parameter_is_the_reduced_one() -> None:
-    model, truth = make_model(unused=True), make_model(unused=True)
-    optimizer = hvd.DistributedOptimizer(sgd(model), named_parameters=model.named_parameters())
-    reference = sgd(truth)
+    model, optimizer, truth, reference = both_sides(unused=True)
     for step in range(STEPS):
         inputs, wanted = batch(step)
-        rows = slice(4 * hvd.rank(), 4 * hvd.rank() + 4)
+        rows = own_rows()
         optimizer.zero_grad()
         reference.zero_grad()
         loss_of(model, inputs[rows], wanted[rows]).backward()
@@ -164,14 +173,11 @@ def a_write_beside_an_unused_parameter_is_an_error_that_says_what_to_write() -> 
 
 
 def a_write_on_one_rank_is_an_error_on_all_of_them() -> None:
-    model = make_model(unused=True)
-    optimizer = hvd.DistributedOptimizer(sgd(model), named_parameters=model.named_parameters())
-    truth = copy.deepcopy(model)
-    reference = sgd(truth)
+    model, optimizer, truth, reference = both_sides(unused=True)
     for step in range(8):  # while the order is profiled, and after that
         writer = step % hvd.size()
         inputs, wanted = batch(step)
-        rows = slice(4 * hvd.rank(), 4 * hvd.rank() + 4)
+        rows = own_rows()
         optimizer.zero_grad()
         loss_of(model, inputs[rows], wanted[rows]).backward()
         if hvd.rank() == writer:
@@ -196,14 +202,11 @@ def a_gradient_that_is_replaced_where_others_have_reduced_theirs_is_an_error_on_
     """One rank misses a gradient, so what it replaces comes before the reduction, and after it on the others."""
     if hvd.size() == 1:
         return
-    model = make_model(unused=True)
-    optimizer = hvd.DistributedOptimizer(sgd(model), named_parameters=model.named_parameters())
-    truth = copy.deepcopy(model)
-    reference = sgd(truth)
+    model, optimizer, truth, reference = both_sides(unused=True)
     for step in range(8):  # while the order is profiled, and after that
         late = step % hvd.size()
         inputs, wanted = batch(step)
-        rows = slice(4 * hvd.rank(), 4 * hvd.rank() + 4)
+        rows = own_rows()
         optimizer.zero_grad()
         loss = loss_of(model, inputs[rows], wanted[rows])
         try:
@@ -225,13 +228,10 @@ def a_gradient_that_is_replaced_where_others_have_reduced_theirs_is_an_error_on_
 
 
 def a_step_may_be_left_out() -> None:
-    model = make_model()
-    optimizer = hvd.DistributedOptimizer(sgd(model), named_parameters=model.named_parameters())
-    truth = copy.deepcopy(model)
-    reference = sgd(truth)
+    model, optimizer, truth, reference = both_sides()
     for step in range(STEPS):
         inputs, wanted = batch(step)
-        rows = slice(4 * hvd.rank(), 4 * hvd.rank() + 4)
+        rows = own_rows()
         optimizer.zero_grad()
         reference.zero_grad()
         loss_of(model, inputs[rows], wanted[rows]).backward()
@@ -309,7 +309,7 @@ def an_exception_in_mid_backward_is_forgotten_by_zero_grad() -> None:
         forget = (optimizer.zero_grad, model.zero_grad, partial(model.zero_grad, set_to_none=False))
         for step in range(STEPS):
             inputs, wanted = batch(step)
-            rows = slice(4 * hvd.rank(), 4 * hvd.rank() + 4)
+            rows = own_rows()
             if step in (0, 1, 4):
                 hidden = Failing.apply(model[0](inputs[rows]))  # type: ignore[no-untyped-call]
                 try:

@@ -119,6 +119,11 @@ class Lockstep:
         )
 
     @property
+    def watched(self) -> set[str]:
+        """Parameters of some optimizer."""
+        return {name for wrapped in self.optimizers for name in wrapped.spec.parameters}
+
+    @property
     def beside_sparse(self) -> set[str]:
         """Parameters of optimizers that have sparse gradients, too: these are reduced by themselves."""
         specs = [wrapped.spec for wrapped in self.optimizers]
@@ -203,8 +208,7 @@ class Lockstep:
             for name, grad in mine.items():
                 param = self.replicas[rank].parameters[name]
                 param.grad = grad.detach().clone() if param.grad is None else param.grad + grad
-        watched = {name for wrapped in self.optimizers for name in wrapped.spec.parameters}
-        came = {name for mine in gradients for name in mine} & watched
+        came = {name for mine in gradients for name in mine} & self.watched
         self.local |= came
         self.began |= came
         for wrapped in self.optimizers:

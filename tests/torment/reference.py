@@ -90,7 +90,7 @@ class Reference:
         if action.fails_at is None:
             self._world.accumulate(gradients)
             return
-        watched = {name for wrapped in self._world.optimizers for name in wrapped.spec.parameters}
+        watched = self._world.watched
         legal(all(name in watched for mine in gradients for name in mine), "nobody zeroes what it leaves there")
         for wrapped in self._world.optimizers:
             if any(wrapped.hooked & set(mine) for mine in gradients):
@@ -160,7 +160,7 @@ class Reference:
             self._look(rank, "too early", {"raised": np.array([1.0])})
 
     def _read(self, action: actions.Read) -> None:
-        watched = {name for wrapped in self._world.optimizers for name in wrapped.spec.parameters}
+        watched = self._world.watched
         legal(all(self._world.is_defined(name) and name in watched for name in action.parameters), "it is on its way")
         if any(wrapped.complete for wrapped in self._world.optimizers):
             self._world.needs(Feature.READ)
