@@ -38,6 +38,9 @@ from .zeroing import zero
 Entry = tuple[int, str, Values]
 """(number of the action, what was looked at, the values)."""
 
+DIVERGED = 100.0
+"""Weights of this size have grown over few steps, and rounding with them, beyond any tolerance."""
+
 
 class Reference:
     """Plays a program on all ranks.
@@ -119,7 +122,10 @@ class Reference:
         wrapped.begin()
         for rank in ranks:
             replica = self._world.replicas[rank]
-            self._look(rank, f"optimizer {number}", replica.values(wrapped.spec.parameters))
+            weights = replica.values(wrapped.spec.parameters)
+            if any(weight is not None and np.abs(weight).max(initial=0.0) > DIVERGED for weight in weights.values()):
+                raise ValueError("what follows is rounding, grown with the weights")  # the program ends before
+            self._look(rank, f"optimizer {number}", weights)
             self._look(rank, f"optimizer {number}", replica.gradients(wrapped.spec.parameters))
 
     def _synchronize(self, action: actions.Synchronize) -> None:
