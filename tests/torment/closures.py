@@ -27,6 +27,9 @@ def step_with(world: Lockstep, wrapped: Wrapped, closure: Backward, number: int)
     others = {name for other in world.optimizers if other is not wrapped for name in other.spec.parameters}
     legal(not (lbfgs and others & gradients[0].keys()), "LBFGS calls the closure several times")
     legal(not (lbfgs and closure.penalty), "the loss is wanted, too")
+    if wrapped.spec.rule == "lbfgs_search":
+        params = world.replicas[0].parameters.values()
+        legal(all(param.dtype == torch.float64 for param in params), "a line search would be decided by rounding")
     if lbfgs:
         _lbfgs(world, wrapped, closure, number)
         return
