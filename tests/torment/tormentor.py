@@ -40,7 +40,7 @@ def replay(reference: Reference, ranks: Ranks) -> Reference:
 
 
 def tolerance_of(program: Program) -> float:
-    """How far values may be off, relative to 1 or to their tensor's largest: rounding of the program's coarsest dtype."""
+    """How far values may be off, relative to 1 or to their tensor's largest: what its coarsest dtype rounds to."""
     kinds = {"double"} | {action.to for action in program.actions if isinstance(action, Convert)}
     if Kind.SINGLE in program.blocks:
         kinds.add("float")
