@@ -26,7 +26,7 @@ sys.path.insert(0, str(REPOSITORY / "tests"))
 
 from torment.program import Program
 from torment.ranks import Ranks
-from torment.strategy import ENVIRONMENTS, programs
+from torment.strategy import environments_of, programs
 from torment.tormentor import WrongError, torment
 
 SHARES = {1: 0.04, 2: 0.3, 3: 0.36, 4: 0.3}
@@ -102,7 +102,7 @@ def main() -> int:
     report = Report(name="torment")
     begin_s, number, all_actions = time.monotonic(), 1000 * args.seed, Counter[str]()
     for world, share in SHARES.items():
-        environments = [chosen for chosen in ENVIRONMENTS if _fits(chosen, world)]
+        environments = environments_of(world)
         tallies = {" ".join(chosen.values()) or "default": Tally(args.keep) for chosen in environments}
         with Ranks(world) as ranks:
             left, turn = round(share * total), 0
@@ -121,12 +121,6 @@ def main() -> int:
     report.notes.append(f"{time.monotonic() - begin_s:.0f} s")
     report.bars.append(Bar(claim="programs that train otherwise than one process does", value=wrong, limit=0.0))
     return finish(report, args)
-
-
-def _fits(environment: dict[str, str], world: int) -> bool:
-    """Whether so many ranks can be on nodes of that many, and on several where they go from node to node."""
-    local_size = int(environment.get("local_size", "1"))
-    return world % local_size == 0 and (world > local_size or "algorithm" not in environment)
 
 
 def _row(world: int, name: str, tally: Tally) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sirtaki.errors import PlanError, TransportError
+from sirtaki.errors import CommError, PlanError, TransportError
 
 from .control.failure import WAIT_SLICE_S
 from .device import HOST, Device
@@ -222,11 +222,15 @@ class Router:
         Raises:
             CommError: a reduction failed, or the job did.
         """
-        for work in works:
-            while not work.wait(WAIT_SLICE_S):
-                self._control.failures.check()
-                if interrupted and interrupted():
-                    return False
+        try:
+            for work in works:
+                while not work.wait(WAIT_SLICE_S):
+                    self._control.failures.check()
+                    if interrupted and interrupted():
+                        return False
+        except CommError:
+            self._control.failures.blame()  # a rank that drops its optimizer and leaves closes its connections first
+            raise
         return True
 
     def check(self) -> None:

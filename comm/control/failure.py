@@ -23,14 +23,23 @@ WAIT_SLICE_S = 0.02
 """How often a wait for other ranks looks whether the job has failed, or another rank wants something of this one."""
 
 
+BLAME_S = 2.0
+"""How long a rank whose connection broke waits to hear which rank has left."""
+
+
 class FailureBoard:
-    """Holds the first failure of this rank's job; threads write and read it without locks."""
+    """Holds the first failure of this rank's job; threads write and read it without locks.
+
+    Attributes:
+        suspicious: a connection broke, so whoever has left is to blame without further ado.
+    """
 
     def __init__(self) -> None:
         self._error: CommError | None = None
         self._listeners: list[Callable[[], None]] = []
         self._duty: Callable[[], None] | None = None
         self._due_s = 0.0
+        self.suspicious = False
 
     def report(self, error: CommError) -> None:
         """Keeps `error` unless an earlier one is there; the first one is told to those who listen."""
@@ -65,8 +74,16 @@ class FailureBoard:
             # A fresh exception each time: one object raised from several threads would mix their tracebacks.
             raise type(self._error)(*self._error.args)
 
+    def blame(self) -> None:
+        """Raises the failure, which may become known a little later than the broken connection that it led to."""
+        self.suspicious = True
+        deadline_s = time.monotonic() + BLAME_S
+        while self._error is None and time.monotonic() < deadline_s:
+            time.sleep(WAIT_SLICE_S)
+        self.raise_if_failed()
+
     def check(self) -> None:
-        """The same, and does what this rank owes to others; every wait calls this now and then."""
+        """Raises the failure, and does what this rank owes to others; every wait calls this now and then."""
         self.raise_if_failed()
         self.attend()
 

@@ -174,7 +174,8 @@ class Watchdog:
         now = time.monotonic()
         for wait in self._current_waits():
             waited_s = now - wait.since_s
-            gone = [rank for rank, when in self._left.items() if now - max(when, wait.since_s) > self._leave_grace_s]
+            grace_s = 0.0 if self.failures.suspicious else self._leave_grace_s
+            gone = [rank for rank, when in self._left.items() if now - max(when, wait.since_s) >= grace_s]
             if gone:
                 self.fail(
                     PeerLostError(

@@ -24,6 +24,12 @@ ENVIRONMENTS: tuple[dict[str, str], ...] = (
 )
 
 
+def environments_of(world: int) -> list[dict[str, str]]:
+    """Those in which so many ranks fill nodes of a size, and are on several where they go from node to node."""
+    sizes = [(environment, int(environment.get("local_size", "1"))) for environment in ENVIRONMENTS]
+    return [each for each, size in sizes if world % size == 0 and (world > size or "algorithm" not in each)]
+
+
 @st.composite
 def programs(
     draw: st.DrawFn, ranks: int, *, environment: dict[str, str] | None = None, features: frozenset[Feature] = ALL

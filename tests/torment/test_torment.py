@@ -12,7 +12,7 @@ from torment.features import ALL, QUICK, Feature
 from torment.program import Backward, Kind, OptimizerSpec, Program, Step, Wait, ZeroGrad
 from torment.ranks import BrokenError, Ranks
 from torment.reference import Entry, Reference
-from torment.strategy import ENVIRONMENTS, programs
+from torment.strategy import environments_of, programs
 from torment.tormentor import compare, torment
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # programs do what PyTorch and Sirtaki warn of
@@ -64,8 +64,14 @@ def test_drawn_programs_train_as_one_process_does(world: int, count: int, unused
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("world", [2, 3, 4])
-@pytest.mark.parametrize("environment", ENVIRONMENTS, ids=lambda chosen: " ".join(chosen.values()) or "default")
+@pytest.mark.parametrize(
+    ("world", "environment"),
+    [
+        pytest.param(world, environment, id=f"{world}-{' '.join(environment.values()) or 'default'}")
+        for world in (2, 3, 4)
+        for environment in environments_of(world)
+    ],
+)
 def test_many_drawn_programs_train_as_one_process_does(world: int, environment: dict[str, str], ranks: Ranks) -> None:
     draw_and_torment(ranks, world=world, count=280, environment=environment)
 
