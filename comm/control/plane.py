@@ -350,9 +350,11 @@ class ControlPlane:
         """Collective: raises on every rank if any has a `problem`; empty = this one has none.
 
         Raises:
-            TransportError: names the first ranks and their problems.
+            TransportError: names ranks and their problems, first what the fewest have: others may have waited for them.
         """
-        found = [f"rank {rank}: {text}" for rank, text in enumerate(self.all_gather(problem)) if text]
+        problems: list[str] = self.all_gather(problem)
+        unlucky = sorted((problems.count(text), rank) for rank, text in enumerate(problems) if text)
+        found = [f"rank {rank}: {problems[rank]}" for _, rank in unlucky]
         if found:
             raise TransportError("; ".join(found[:3]) + (f"; and {len(found) - 3} more" if len(found) > 3 else ""))
 
