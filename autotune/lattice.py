@@ -62,9 +62,15 @@ class KnobLattice:
         )
 
     def place(self, knobs: Knobs) -> FloatArray | None:
-        """Coordinates of the nearest setting, `(n_dimensions,)`, or None as in `index_of`."""
+        """Coordinates of a setting, between the lattice's where its unit size is; None as in `index_of`."""
         index = self.index_of(knobs)
-        return None if index is None else np.array(self._place(index))
+        if index is None:
+            return None
+        place = self._place(index)
+        if self.shape[0] > 1:
+            low, high = self.space.unit_bytes_log2
+            place[0] = (np.log2(knobs.unit_bytes) - low) / (high - low)
+        return np.array(place)
 
     def snap(self, cube: FloatArray) -> Knobs:
         """The knobs at a point of the unit cube with one column an axis (fixed axes too), `(4,)`."""

@@ -25,12 +25,12 @@ import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from bench.lib.bare import Bare
 from bench.lib.cluster import ClusterShape, NetLab, why_unavailable
 from bench.lib.contenders import Sirtaki
 from bench.lib.harness import (
@@ -53,7 +53,7 @@ from sirtaki.comm.layout import GradientLayout
 from sirtaki.comm.plan import Algorithm, TransportKind
 
 if TYPE_CHECKING:
-    from sirtaki.engine.job import Job
+    pass
 
 MBIT = 1_000_000
 SHAPE = ClusterShape(nodes=4, link_bits_per_s=400 * MBIT, flow_bits_per_s=100 * MBIT)
@@ -94,66 +94,10 @@ def grid_settings(layout: GradientLayout) -> list[Knobs]:
 # ── on the ranks ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Bare:
-    """The emulated model over a synchroniser without a tuner: runs what it is told, and says how long it took."""
-
-    def __init__(self, current: Job, *, scale: float) -> None:
-        """Collective: trains until the order of the gradients is known, then probes as the warm-up does."""
-        from sirtaki.comm.gradients.synchroniser import Reduction, Synchroniser
-        from sirtaki.comm.router import Router
-        from sirtaki.engine.probes import planning_model, probe_routes
-        from sirtaki.engine.warmup import PROBE_S, SPANS
-
-        self._control = current.control
-        self.model, self._batch = emulated_resnet50(rank=self._control.rank, compute_s=scale * COMPUTE_S, scale=scale)
-        self._params = list(self.model.parameters())
-        self._router = Router(self._control, timeout_s=current.settings.transport_timeout_s)
-        self._sync = Synchroniser(
-            self._params,
-            [str(number) for number in range(len(self._params))],
-            control=self._control,
-            router=self._router,
-            reduction=Reduction(postscale=1 / self._control.size),
-            default_plan=Knobs(unit_bytes=MIB, streams=4, transport=ROUTE[0]).to_plan,
-        )
-        for index, param in enumerate(self._params):
-            ready = partial(self._sync.ready, index)
-            param.register_post_accumulate_grad_hook(lambda param, ready=ready: ready(param.grad))  # type: ignore[no-untyped-call]
-        report = self._step()
-        while not report.profiled:
-            report = self._step()
-        budget_s = PROBE_S + SPANS * report.span_s
-        self.probes = probe_routes(self._control, self._router, [ROUTE], max_streams=STREAMS[-1], budget_s=budget_s)
-        ready_s = [*self._sync.in_layout_order(report.ready_s), report.backward_s]
-        self.known = planning_model(self.layout, ready_s, report.backward_s, self.probes)
-
-    @property
-    def layout(self) -> GradientLayout:
-        """Of the only flat buffer, the votes included."""
-        return self._sync.layouts[0]
-
-    def _step(self) -> Any:
-        self.model(self._batch).sum().backward()
-        report = self._sync.finish()
-        for param in self._params:
-            param.grad = None
-        return report
-
-    def span_s(self, knobs: Knobs) -> float:
-        """Collective: the span of one step with this setting, after one that does not count."""
-        self._sync.set_plans([knobs.to_plan(self.layout)])
-        self._step()
-        return float(self._control.minimum(np.array([self._step().span_s]))[0])
-
-    def spans_s(self, settings: Sequence[Knobs], rounds: int, seed: int) -> list[list[float]]:
-        """Collective: `rounds` spans of each setting, which take turns."""
-        turns = {str(number): partial(self.span_s, knobs) for number, knobs in enumerate(settings)}
-        return list(alternate(turns, rounds, seed=seed).values())
-
-    def close(self) -> None:
-        """Collective."""
-        self._sync.close()
-        self._router.close()
+def spans_s(bare: Bare, settings: Sequence[Knobs], rounds: int, seed: int) -> list[list[float]]:
+    """Collective: `rounds` spans of each setting, which take turns."""
+    turns = {str(number): lambda knobs=knobs: bare.measure(knobs)[0] for number, knobs in enumerate(settings)}
+    return list(alternate(turns, rounds, seed=seed).values())
 
 
 def on_rank(options: Mapping[str, Any]) -> None:
@@ -165,26 +109,26 @@ def on_rank(options: Mapping[str, Any]) -> None:
     hvd.init()
     current = job.current()
     rank = current.control.rank
-    bare = Bare(current, scale=options["scale"])
+    scale = options["scale"]
+    model, batch = emulated_resnet50(rank=rank, compute_s=scale * COMPUTE_S, scale=scale)
+    bare = Bare(current, model, batch, only=ROUTE)
     if rank == 0 and bare.known is None:
         raise RuntimeError("no model fits the probes; SIRTAKI_LOG_LEVEL=info says why")
     plans = random_settings(bare.layout, options["plans"], np.random.default_rng(options["seed"]))
-    plan_spans_s = bare.spans_s(plans, options["rounds"], options["seed"])
+    plan_spans_s = spans_s(bare, plans, options["rounds"], options["seed"])
 
-    tuned = Sirtaki(
-        lambda: emulated_resnet50(rank=rank, compute_s=options["scale"] * COMPUTE_S, scale=options["scale"]), tune=True
-    )
+    tuned = Sirtaki(lambda: emulated_resnet50(rank=rank, compute_s=scale * COMPUTE_S, scale=scale), tune=True)
     begin_s = time.perf_counter()
     tuned.warm_up()
     warmup_s = time.perf_counter() - begin_s
     sync = tuned.optimizer._gradients.reducers[0].tuned  # type: ignore[attr-defined]
     winner: Knobs = sync.knobs
     grid = [knobs for knobs in grid_settings(bare.layout) if knobs != winner]
-    grid_spans_s = bare.spans_s(grid, options["grid_rounds"], options["seed"])
+    grid_spans_s = spans_s(bare, grid, options["grid_rounds"], options["seed"])
     order = sorted(range(len(grid)), key=lambda place: statistics.median(grid_spans_s[place]))
     places = current.control.broadcast(order[:BEST_OF_GRID])  # the same on all ranks
     field = [winner, *(grid[place] for place in places)]
-    field_spans_s = bare.spans_s(field, options["final_rounds"], options["seed"])
+    field_spans_s = spans_s(bare, field, options["final_rounds"], options["seed"])
     if rank == 0:
         assert bare.known is not None
         give_result(

@@ -47,3 +47,19 @@ class Surrogate(Protocol):
 def expected_span_s(arm: Arm, knobs: Knobs) -> float | None:
     """What the arm believes that these knobs take; None where it has no opinion."""
     return arm.expected_span_s(knobs) if isinstance(arm, Surrogate) else None
+
+
+@runtime_checkable
+class Screen(Protocol):
+    """An arm with a surrogate can say which of several candidates are worth a trial, whoever proposes them."""
+
+    def promise(self, candidates: Sequence[Knobs]) -> Sequence[float] | None:
+        """Share of the best span that each is expected to save, `(n_candidates,)`; infinite for what it has no
+        opinion of. None = it cannot say yet.
+        """
+        ...
+
+
+def promise(arm: Arm, candidates: Sequence[Knobs]) -> Sequence[float] | None:
+    """What the arm thinks of each; None where it has no opinion."""
+    return arm.promise(candidates) if isinstance(arm, Screen) else None

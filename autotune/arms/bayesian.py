@@ -8,28 +8,34 @@ that waits until the arm has its turn and enough settings are known.
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..knobs import Knobs, KnobSpace
+from ..knobs import KIB, Knobs, KnobSpace
 from ..lattice import FloatArray, KnobLattice
 from ..trial import Proposal, Trial, TrialStatus
 from .late_import import import_late, require
 
 MAX_FITTED_TRIALS = 60  # the fit is cubic in this; 60 take some 20 ms
 MAX_CANDIDATES = 2000
+HOPELESS = 2.5  # times the best: how much worse something is makes no difference, but would bend the fit
+REFINED = 4  # settings around which unit sizes between the lattice's are candidates, too
+FINE_STEPS, FINE_STEPS_PER_OCTAVE = 8, 8
 
 
 class _Belief(NamedTuple):
-    """What the surrogate expects of the settings nobody has tried; logarithms of seconds."""
+    """What the surrogate expects; logarithms of seconds."""
 
-    candidates: list[int]  # indices into the lattice
-    improvement: FloatArray  # expected improvement over the best setting, (n_candidates,)
+    model: Any
+    y_best: float  # fitted mean at the best setting
     believed_s: dict[Knobs, float]  # seconds that the measured settings truly take
+    candidates: list[Knobs]  # nobody has tried them
+    improvement: FloatArray  # expected improvement over the best setting, (n_candidates,)
 
 
 class BayesianArm:
@@ -49,28 +55,28 @@ class BayesianArm:
         *,
         rng: np.random.Generator,
         name: str = "bayesian",
-        n_initial: int = 4,
+        n_initial: int | None = None,
     ) -> None:
         self.name = name
         require(name, "skopt", "scikit-optimize")
         self._lattice = KnobLattice(space)
-        self._design = rng.permutation(len(self._lattice)).tolist()
+        self._design = _design(self._lattice, rng)
         self._seed = int(rng.integers(2**31))
-        self._n_initial = n_initial
+        self._n_initial = 2 + 2 * len(space.routes) if n_initial is None else n_initial
         self._known: dict[Knobs, Trial] = {}  # the latest trial of a setting holds all its measurements
         self._belief: _Belief | None = None
 
     def ask(self, n: int = 1) -> Sequence[Proposal]:
         """Up to `n` settings not yet measured, the most promising first."""
         if len(self._finite()) < self._n_initial:
-            fresh = (self._lattice.points[i] for i in self._design if self._lattice.points[i] not in self._known)
+            fresh = (knobs for knobs in self._design if knobs not in self._known)
             return [Proposal(arm=self.name, knobs=knobs, reason="initial design") for knobs in islice(fresh, n)]
         belief = self._believe()
         order = np.argsort(-belief.improvement, kind="stable")[:n]
         return [
             Proposal(
                 arm=self.name,
-                knobs=self._lattice.points[belief.candidates[i]],
+                knobs=belief.candidates[i],
                 reason=f"expected improvement {100 * belief.improvement[i]:.2g} %",
             )
             for i in order
@@ -85,51 +91,81 @@ class BayesianArm:
 
     def expected_improvement(self) -> float | None:
         """Largest share of the best span that an untried setting is expected to save; None = too early to say."""
-        if len(self._finite()) < 2 * self._n_initial:
+        if len(self._finite()) < self._n_initial:
             return None
         improvement = self._believe().improvement
         return float(improvement.max()) if len(improvement) else 0.0
 
     def expected_span_s(self, knobs: Knobs) -> float | None:
         """What a measured setting truly takes by the surrogate; None for others, and while it is too early to say."""
-        if len(self._finite()) < 2 * self._n_initial:
+        if len(self._finite()) < self._n_initial:
             return None
         return self._believe().believed_s.get(knobs)
 
     def _finite(self) -> list[Trial]:
         return [trial for trial in self._known.values() if math.isfinite(trial.span_s)]
 
+    def promise(self, candidates: Sequence[Knobs]) -> list[float] | None:
+        """Expected improvement of each, as a share of the best span; None = too early to say.
+
+        What has no place on the lattice promises anything.
+        """
+        if len(self._finite()) < self._n_initial:
+            return None
+        belief, places = self._believe(), [self._lattice.place(knobs) for knobs in candidates]
+        known = [place for place in places if place is not None]
+        values = iter(self._improvement(belief.model, belief.y_best, np.array(known)).tolist() if known else [])
+        return [math.inf if place is None else next(values) for place in places]
+
     def _believe(self) -> _Belief:
         """Fits the surrogate; kept until the next `tell`, so asking twice gives the same answer."""
         if self._belief is None:
-            acquisition, learning, kernels = import_late(
-                "skopt.acquisition", "skopt.learning", "skopt.learning.gaussian_process.kernels"
-            )
+            learning, kernels = import_late("skopt.learning", "skopt.learning.gaussian_process.kernels")
             model, believed_s = self._fit(learning, kernels)
             y_best = math.log(min(believed_s.values()))
-            candidates = [i for i, knobs in enumerate(self._lattice.points) if knobs not in self._known]
-            if len(candidates) > MAX_CANDIDATES:
-                draw = np.random.default_rng(self._seed + len(self._known))
-                candidates = sorted(draw.choice(candidates, MAX_CANDIDATES, replace=False).tolist())
-            improvement = np.empty(0)
-            if candidates:
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # as in _fit
-                    improvement = acquisition.gaussian_ei(
-                        self._lattice.coordinates[candidates], model, y_opt=y_best, xi=0.0
-                    )
-            self._belief = _Belief(candidates, np.maximum(improvement, 0.0), believed_s)
+            candidates = self._candidates(believed_s)
+            places = np.array([self._lattice.place(knobs) for knobs in candidates])
+            improvement = self._improvement(model, y_best, places) if candidates else np.empty(0)
+            self._belief = _Belief(model, y_best, believed_s, candidates, improvement)
         return self._belief
+
+    @staticmethod
+    def _improvement(model: Any, y_best: float, places: FloatArray) -> FloatArray:
+        (acquisition,) = import_late("skopt.acquisition")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # as in _fit
+            improvement = acquisition.gaussian_ei(places, model, y_opt=y_best, xi=0.0)
+            cost = np.exp(np.maximum(model.predict(places) - y_best, 0.0))
+        return np.asarray(np.maximum(improvement, 0.0) / cost)
+
+    def _candidates(self, believed_s: Mapping[Knobs, float]) -> list[Knobs]:
+        """The lattice, and unit sizes between its points around the best settings; without what is known."""
+        lattice = self._lattice.points
+        if len(lattice) > MAX_CANDIDATES:
+            draw = np.random.default_rng(self._seed + len(self._known))
+            lattice = tuple(lattice[i] for i in sorted(draw.choice(len(lattice), MAX_CANDIDATES, replace=False)))
+        low, high = self._lattice.space.unit_bytes
+        grain = KIB if low >= 16 * KIB else 1
+        counts = self._lattice.space.streams
+        around: list[Knobs] = []
+        for knobs in sorted(believed_s, key=lambda one: believed_s[one])[:REFINED]:
+            place = counts.index(knobs.streams)
+            for streams in counts[max(0, place - 1) : place + 2]:
+                middle = round(FINE_STEPS_PER_OCTAVE * math.log2(knobs.unit_bytes))
+                for step in range(middle - FINE_STEPS, middle + FINE_STEPS + 1):
+                    size = round(2 ** (step / FINE_STEPS_PER_OCTAVE) / grain) * grain
+                    around.append(replace(knobs, unit_bytes=min(max(size, low), high), streams=streams))
+        return [knobs for knobs in dict.fromkeys((*lattice, *around)) if knobs not in self._known]
 
     def _fit(self, learning: ModuleType, kernels: ModuleType) -> tuple[Any, dict[Knobs, float]]:
         """The fitted process, and its mean at the measured settings in seconds."""
         trials = sorted(self._finite(), key=lambda trial: trial.span_s)[:MAX_FITTED_TRIALS]
-        worst = math.log(trials[-1].span_s)
+        worst = math.log(min(trials[-1].span_s, HOPELESS * trials[0].span_s))
         x: list[FloatArray] = []
         y: list[float] = []
         for trial in trials:
             x.append(self._place(trial))
-            y.append(math.log(trial.span_s))
+            y.append(min(math.log(trial.span_s), worst))
         for trial in self._known.values():
             if trial.status is TrialStatus.FAILED and len(x) < MAX_FITTED_TRIALS:
                 x.append(self._place(trial))
@@ -137,7 +173,7 @@ class BayesianArm:
         x_ND, y_N = np.array(x), np.array(y)
         model = learning.GaussianProcessRegressor(
             kernel=kernels.ConstantKernel(1.0, (0.05, 20.0))
-            * kernels.Matern(length_scale=np.full(x_ND.shape[1], 0.5), length_scale_bounds=(0.15, 5.0), nu=2.5),
+            * kernels.Matern(length_scale=np.full(x_ND.shape[1], 0.5), length_scale_bounds=(0.1, 5.0), nu=2.5),
             noise="gaussian",
             normalize_y=True,
             n_restarts_optimizer=0,  # one fit from one start, to stay between two iterations
@@ -154,3 +190,16 @@ class BayesianArm:
         place = self._lattice.place(trial.knobs)
         assert place is not None, "tell() keeps only what lies on the lattice"
         return place
+
+
+def _design(lattice: KnobLattice, rng: np.random.Generator) -> list[Knobs]:
+    """Few streams and many on each route first, with units of a size drawn from the middle; then anything."""
+    n_sizes, n_streams, n_threads, n_routes = lattice.shape
+    first = []
+    for turn in range(2):
+        for route in range(n_routes):
+            few, half = bool((turn + route) % 2), n_streams // 2
+            streams = int(rng.integers(max(1, half)) if few else rng.integers(half, n_streams))
+            size = int(rng.integers(n_sizes // 4, max(n_sizes // 4 + 1, 3 * n_sizes // 4)))
+            first.append(lattice.at((size, streams, int(rng.integers(n_threads)), route)))
+    return list(dict.fromkeys([*first, *(lattice.points[i] for i in rng.permutation(len(lattice)).tolist())]))

@@ -13,10 +13,14 @@ from sirtaki.comm.plan import SMALLEST_UNIT_BYTES, Route
 from sirtaki.errors import TuningError
 
 from ..knobs import Cut, Knobs, KnobSpace
+from ..model.forecast import Forecast
 from ..model.planning import PlanningModel
 from ..trial import Proposal, Trial
 
 logger = logging.getLogger(__name__)
+
+WORTH_A_TRIAL = 0.005
+"""Share of the span that a plan must be predicted to save over the best that has been measured."""
 
 
 class Planner(ABC):
@@ -28,12 +32,21 @@ class Planner(ABC):
 
     name: str
 
-    def __init__(self, *, space: KnobSpace, model: PlanningModel | None = None) -> None:
+    def __init__(
+        self, *, space: KnobSpace, model: PlanningModel | None = None, forecast: Forecast | None = None
+    ) -> None:
+        """Plans with `model`, and holds its tongue while trials speak against `forecast`, which planners share."""
         self.space = space
+        self.forecast = forecast
         self._model: PlanningModel | None = None
         self._to_ask: list[Proposal] | None = []
         if model is not None:
             self.update_model(model)
+
+    @property
+    def doubted(self) -> bool:
+        """Trials have spoken against the model."""
+        return self.forecast is not None and not self.forecast.believed
 
     @abstractmethod
     def cuts(self, model: PlanningModel, route: Route) -> tuple[Cut, ...]:
@@ -45,19 +58,27 @@ class Planner(ABC):
 
     def update_model(self, model: PlanningModel) -> None:
         """Takes over a new model; plans anew if it differs from the last by more than its own error."""
+        if self.forecast is not None:
+            self.forecast.update_model(model)
         if self._model is None or model.differs_from(self._model):
             self._model = model
             self._to_ask = None
 
     def ask(self, n: int = 1) -> Sequence[Proposal]:
         """Up to `n` plans, one for each route, the most promising first; each is proposed once."""
+        if self.doubted:
+            return []
         if self._to_ask is None:
             self._to_ask = self._plan()
+        if self.forecast is not None:
+            self._to_ask = [one for one in self._to_ask if self.forecast.promises(one.knobs, gain=WORTH_A_TRIAL)]
         asked, self._to_ask = self._to_ask[:n], self._to_ask[n:]
         return asked
 
     def tell(self, trials: Sequence[Trial]) -> None:
         """Drops plans that another arm has had measured already."""
+        if self.forecast is not None:
+            self.forecast.tell(trials)
         if self._to_ask:
             tried = {trial.knobs for trial in trials}
             self._to_ask = [proposal for proposal in self._to_ask if proposal.knobs not in tried]

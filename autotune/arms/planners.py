@@ -4,6 +4,7 @@ A module of its own because planners are built from a space and a model, while t
 """
 
 from ..knobs import KnobSpace
+from ..model.forecast import Forecast
 from ..model.planning import PlanningModel
 from .asc_wfbp import AscWfbp, AscWfbpN
 from .dpro import Dpro
@@ -21,4 +22,9 @@ def make_planners(*, space: KnobSpace, model: PlanningModel | None = None) -> li
     where there are threads to allocate: elsewhere its plan is MG-WFBP's.
     """
     threads = len(space.threads) > 1
-    return [planner(space=space, model=model) for planner in OUR_PLANNERS if planner is not LibraM or threads]
+    forecast = None if model is None else Forecast(model)
+    return [
+        planner(space=space, model=model, forecast=forecast)
+        for planner in OUR_PLANNERS
+        if planner is not LibraM or threads
+    ]

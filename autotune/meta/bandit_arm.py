@@ -14,7 +14,7 @@ import numpy as np
 
 from sirtaki.errors import TuningError
 
-from ..arms.base import Arm, expected_improvement, expected_span_s
+from ..arms.base import Arm, expected_improvement, expected_span_s, promise
 from ..knobs import Knobs
 from ..trial import Proposal, Trial
 from .auc_bandit import AUCBandit, Opening
@@ -22,6 +22,9 @@ from .auc_bandit import AUCBandit, Opening
 logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
+
+SCREENED = 8  # proposals of an arm among which the surrogate chooses
+WORTH_A_TRIAL = 0.001  # share of the span that a trial must be expected to save
 
 
 class BanditArm:
@@ -38,6 +41,8 @@ class BanditArm:
         window: uses that the bandit remembers (see `window_for`).
         exploration: C of the AUC formula.
         opening: order of the arms' first turns.
+        doubted: whether what the arms' space was narrowed by has turned out to be wrong.
+        wider: makes arms that see the whole space, which then take over from those of their names.
     """
 
     def __init__(
@@ -49,18 +54,22 @@ class BanditArm:
         exploration: float = 0.2,
         opening: Opening = Opening.RANDOM,
         name: str = "bandit",
+        doubted: Callable[[], bool] | None = None,
+        wider: Callable[[], Sequence[Arm]] | None = None,
     ) -> None:
         self.name = name
         self.bandit = AUCBandit([arm.name for arm in arms], window=window, exploration=exploration)
         self._arms = {arm.name: arm for arm in arms}
         self._rng = rng
         self._opening = opening
+        self._doubted, self._wider = doubted, wider
+        self._told: list[Trial] = []
 
     def ask(self, n: int = 1) -> Sequence[Proposal]:
         """One proposal of each of the best-scored arms in turn, `n` in all, fewer if all arms run dry."""
         ranking = self.bandit.ranking(self._rng, opening=self._opening)
         if n == 1:
-            return next((proposals for name in ranking if (proposals := self._ask_arm(name, 1))), [])
+            return next((good[:1] for name in ranking if (good := self._screened(self._ask_arm(name, SCREENED)))), [])
         rounds = zip_longest(*(self._ask_arm(name, n) for name in ranking))
         return [proposal for turn in rounds for proposal in turn if proposal is not None][:n]
 
@@ -69,8 +78,19 @@ class BanditArm:
         for trial in trials:
             if trial.arm in self.bandit.arms:
                 self.bandit.push(trial.arm, was_best=trial.was_best)
+        self._told += trials
         for name in list(self._arms):
             self._try(name, lambda arm: arm.tell(trials), None)
+        if self._wider is not None and self._doubted is not None and self._doubted():
+            self._widen(self._wider())
+            self._wider = None
+
+    def _widen(self, arms: Sequence[Arm]) -> None:
+        """Puts arms in the place of those of their names; they learn what these have learnt."""
+        for arm in arms:
+            if arm.name in self._arms:
+                self._arms[arm.name] = arm
+                self._try(arm.name, lambda arm: arm.tell(self._told), None)
 
     def expected_improvement(self) -> float | None:
         """The largest that any arm still expects; None if no arm can say."""
@@ -91,6 +111,16 @@ class BanditArm:
     def leader(self) -> str:
         """The arm with the most credit, ties to the one given first."""
         return max(self.bandit.arms, key=self.bandit.auc)
+
+    def _screened(self, proposals: Sequence[Proposal]) -> Sequence[Proposal]:
+        """Those that the first arm with an opinion gives a chance, the best first; as they came where none has one."""
+        knobs = [proposal.knobs for proposal in proposals]
+        opinions = (self._try(name, lambda arm: promise(arm, knobs), None) for name in list(self._arms))
+        promised = next((opinion for opinion in opinions if opinion is not None), None) if proposals else None
+        if promised is None:
+            return proposals
+        chances = sorted(zip(promised, range(len(proposals)), strict=True), key=lambda pair: (-pair[0], pair[1]))
+        return [proposals[place] for chance, place in chances if chance >= WORTH_A_TRIAL]
 
     def _ask_arm(self, name: str, n: int) -> Sequence[Proposal]:
         return self._try(name, lambda arm: _proposals(arm.ask(n), n, name), ())

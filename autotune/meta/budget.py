@@ -2,9 +2,11 @@
 
 from dataclasses import dataclass
 
-RESERVE_PER_NOISE = 6.0  # share of the budget kept for the finals over the noise, within the bounds below
+RESERVE_PER_NOISE = 7.0  # share of the budget kept for the finals over the noise, within the bounds below
+QUIET = 0.015  # noise that needs no reserve
 MIN_RESERVE, MAX_RESERVE = 0.15, 0.6
-NOISY = 0.05  # from this noise on, turns in the finals take all the iterations that are left
+REFINEMENT = 0.12  # share of the budget
+NOISY = 0.06  # from this noise on, turns in the finals take all the iterations that are left
 
 
 @dataclass(slots=True, kw_only=True)
@@ -33,6 +35,10 @@ class Budget:
         """What two settings take that run in turns."""
         return 2 * self.turn
 
+    def for_refinement(self, noise: float) -> int:
+        """Iterations for neighbours of the fastest setting, of those for trials: none where noise hides them."""
+        return 0 if noise > NOISY else round(REFINEMENT * self.iterations)
+
     @property
     def left(self) -> int:
         """Iterations that have not run."""
@@ -40,7 +46,7 @@ class Budget:
 
     def left_for_trials(self, noise: float) -> int:
         """The others are kept for the finals, the more the noisier it is; negative where they are used already."""
-        share = min(max(RESERVE_PER_NOISE * noise, MIN_RESERVE), MAX_RESERVE)
+        share = min(max(RESERVE_PER_NOISE * (noise - QUIET), MIN_RESERVE), MAX_RESERVE)
         return self.left - max(self.duel, round(share * self.iterations))
 
     def turn_iterations(self, noise: float, *, field: int, rounds: int) -> int:

@@ -18,6 +18,7 @@ from .budget import NOISY
 from .ledger import CLEAR, Ledger
 from .trials import Trials
 
+INDIFFERENT = 0.001  # share of the span that may be lost by not comparing any further
 HOPELESS = 3.0  # standard errors behind the fastest at which a setting has no place in the finals
 
 
@@ -75,7 +76,11 @@ class Finals:
             stay = max((len(field) + 1) // 2, 2 if noisy else 1)
             field = sorted(field, key=lambda knobs: trials.setting(knobs).span_s)[:stay]
             best = trials.setting(field[0])
-            field = [knobs for knobs in field if ledger.lead(trials.setting(knobs), best) > -CLEAR]
+            field = [
+                knobs
+                for knobs in field
+                if knobs == best.knobs or ledger.at_stake(best, trials.setting(knobs)) > INDIFFERENT
+            ]
             lead = duel.lead(duel[best.knobs], duel[trials.default])
             with_default = abs(lead) < CLEAR
             n_running = len(field) + with_default

@@ -120,9 +120,20 @@ class Ledger:
         seen = statistics.median(self._differences) * _DEVIATIONS_PER_MEDIAN_DIFFERENCE if n else 0.0
         return math.sqrt((_PRIOR_WEIGHT * PRIOR_NOISE**2 + n * seen**2) / (_PRIOR_WEIGHT + n))
 
+    def at_stake(self, first: Setting, second: Setting) -> float:
+        """Share of the span that is lost on average by taking `first` for the faster one, as it seems to be."""
+        if math.isinf(first.span_s) or math.isinf(second.span_s):
+            return 0.0
+        error, lead = self._error(first, second), math.log(second.span_s / first.span_s)
+        luck = statistics.NormalDist()
+        return error * luck.pdf(lead / error) - lead * luck.cdf(-lead / error)
+
+    def _error(self, first: Setting, second: Setting) -> float:
+        """Standard error of the difference between two settings' logarithms."""
+        return self.noise * math.sqrt(1.0 / len(first.spans_s) + 1.0 / len(second.spans_s))
+
     def lead(self, first: Setting, second: Setting) -> float:
         """By how many standard errors `first` is faster than `second`; negative if it is slower."""
         if math.isinf(first.span_s) or math.isinf(second.span_s):
             return 0.0 if first.span_s == second.span_s else math.copysign(math.inf, second.span_s - first.span_s)
-        error = self.noise * math.sqrt(1.0 / len(first.spans_s) + 1.0 / len(second.spans_s))
-        return math.log(second.span_s / first.span_s) / error
+        return math.log(second.span_s / first.span_s) / self._error(first, second)

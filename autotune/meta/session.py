@@ -27,16 +27,19 @@ from sirtaki.gain import faster
 from ..arms.base import Arm, expected_improvement
 from ..knobs import Knobs, KnobSpace
 from ..trial import Proposal, Trial
-from .assignment import DEFAULT_ARM, REGISTRY_ARM, Assignment, Purpose, SessionResult
+from .assignment import DEFAULT_ARM, REFINEMENT_ARM, REGISTRY_ARM, Assignment, Purpose, SessionResult
 from .budget import Budget
 from .finals import Finals, finalists
 from .ledger import CLEAR
+from .neighbours import untried
 from .proposals import Proposals
 from .trials import Trials
 
 logger = logging.getLogger(__name__)
 
-WORTHWHILE = 0.01  # the share of the span that must be in reach to go on searching
+PROMISING = 1.0  # standard errors behind the best at which a setting is not measured again
+WORTHWHILE = 0.005  # the share of the span that must be in reach to go on searching
+NOISES_WORTHWHILE = 8.0  # a smaller share of the noise could not be told from it
 MAX_EXACT_ROUNDS = 3  # that a remembered setting gets to beat the default
 OTHER_LINK = 3.0  # how many times as much or as little time a remembered setting takes on a link that has changed
 SHORT_SEARCH_ITERATIONS = 40  # from a setting that is good, but was found on another link
@@ -76,6 +79,7 @@ class WarmupSession:
         seeds: settings of similar jobs; the first proposals.
         history: an earlier, unfinished session's `trials`; counted into the budget.
         identity: knobs with equal identity are the same setting and not run twice.
+        refine: what lies next to the fastest setting is run, too, after the arms have had their trials.
     """
 
     def __init__(
@@ -93,6 +97,7 @@ class WarmupSession:
         seeds: Sequence[Knobs] = (),
         history: Sequence[Trial] = (),
         identity: Callable[[Knobs], Hashable] = lambda knobs: knobs,
+        refine: bool = True,
     ) -> None:
         if discarded_iterations < 0 or measured_iterations < 1:
             raise TuningError(
@@ -109,6 +114,7 @@ class WarmupSession:
         # No session has more trials than iterations, whatever is claimed.
         self._history = tuple(trial for trial in history[-budget_iterations:] if self._proposals.accepts(trial.knobs))
         self._most_finalists = 3 if budget_iterations >= 60 else 2
+        self._refines = refine
         self._patience = max(8, budget_iterations // (4 * self._budget.turn))
         self._outcome: tuple[Knobs, str] | None = None
         self._script = self._warm_up()
@@ -230,6 +236,8 @@ class WarmupSession:
             yield from self._trials.run_default()
         self._trials.take_in(self._history)
         why = yield from self._search()
+        if self._refines:
+            yield from self._refine()
         field = finalists(self._trials, most=self._most_finalists)
         if not field:
             return self._end(self._default, f"nothing came near the default; {why}")
@@ -266,15 +274,34 @@ class WarmupSession:
     def _search(self) -> Generator[Assignment, Sequence[float], str]:
         """Runs trials until the budget, the patience or the proposals end; says which."""
         while True:
-            if self._trials.left < self._budget.discarded + 1:
+            if self._trials.left - self._for_refinement < self._budget.discarded + 1:
                 return f"budget of {self._budget.iterations} iterations used"
             if self._trials.since_best >= self._patience:
                 expected = expected_improvement(self._trials.arm)
-                if expected is None or expected < WORTHWHILE:
+                worthwhile = max(WORTHWHILE, self._trials.ledger.noise / NOISES_WORTHWHILE)
+                if expected is not None and expected < worthwhile:
                     return f"no new best in {self._trials.since_best} trials"
             proposal = self._proposals.next()
             if proposal is None:
                 return "nothing left to propose"
+            yield from self._race(proposal)
+            self._trials.finish(proposal)
+
+    @property
+    def _for_refinement(self) -> int:
+        return self._budget.for_refinement(self._trials.ledger.noise) if self._refines else 0
+
+    def _refine(self) -> _Script:
+        """Runs what lies next to the fastest setting, until nothing new does or its share of the budget is used."""
+        until = self._trials.left - self._for_refinement
+        while self._trials.left > max(until, self._budget.discarded):
+            ledger, space = self._trials.ledger, self._proposals.space
+            tried = [setting.knobs for setting in ledger.ranked()]
+            beside = untried(tried[0], space, tried) if tried else iter(())
+            knobs = next((one for one in beside if self._proposals.accepts(one) and ledger.find(one) is None), None)
+            if knobs is None:
+                return
+            proposal = Proposal(arm=REFINEMENT_ARM, knobs=knobs, reason="next to the fastest")
             yield from self._race(proposal)
             self._trials.finish(proposal)
 
@@ -288,7 +315,7 @@ class WarmupSession:
             setting = trials.setting(proposal.knobs)
             enough = len(setting.spans_s) >= wanted
             lead = trials.ledger.lead(setting, rival) if rival else 0.0
-            hopeless = setting.failed or lead < -CLEAR
+            hopeless = setting.failed or lead < -PROMISING
             undecided = rival is not None and 0.0 <= lead <= CLEAR and len(setting.spans_s) < 2 * wanted
             if hopeless or (enough and not undecided) or trials.left < 1:
                 return

@@ -44,11 +44,13 @@ class ClusterShape:
         nodes: how many.
         link_bits_per_s: rate of each node's link, upwards and downwards alike.
         flow_bits_per_s: most that one TCP connection gets in one direction.
+        delay_s: that every packet is held up for, once on its way.
     """
 
     nodes: int = 4
     link_bits_per_s: int = 400_000_000
     flow_bits_per_s: int = 100_000_000
+    delay_s: float = 0.0
 
 
 def why_unavailable() -> str | None:
@@ -291,8 +293,13 @@ def _uplink(shape: ClusterShape) -> str:
 
 
 def _downlink(shape: ClusterShape, port: str) -> str:
-    """`tc` commands for a bridge's port: the link's rate."""
-    return _link_classes(port, shape) + _filter(port, flow_classifier(flows=False))
+    """`tc` commands for a bridge's port: the link's rate, and the delay."""
+    delays = "".join(
+        f"qdisc add dev {port} parent 1:{leaf:x} netem delay {round(1e6 * shape.delay_s)}us limit 100000\n"
+        for leaf in (ACK_CLASS, OTHER_CLASS)
+        if shape.delay_s > 0
+    )
+    return _link_classes(port, shape) + delays + _filter(port, flow_classifier(flows=False))
 
 
 def _filter(device: str, bytecode: str) -> str:

@@ -32,11 +32,13 @@ class Measured:
 
     Attributes:
         space: what may be chosen.
+        promising: the space without what probes have shown to be hopeless, as long as probes are believed.
         links: probes of each route; none where planners do not take part.
         threads: what thread allowances do; empty where they make no difference.
     """
 
     space: KnobSpace
+    promising: KnobSpace
     links: Mapping[Route, list[LinkProbe]] = field(default_factory=dict)
     threads: Sequence[ThreadProbe] = ()
 
@@ -61,11 +63,12 @@ class Measured:
 
 def without_planners(space: KnobSpace) -> Measured:
     """Nothing is measured; nobody tunes threads without knowing what they do."""
-    return Measured(space=replace(space, threads=space.threads[:1]))
+    space = replace(space, threads=space.threads[:1])
+    return Measured(space=space, promising=space)
 
 
 def measure(control: ControlPlane, router: Router, space: KnobSpace, *, default: Knobs, budget_s: float) -> Measured:
-    """Collective: probes the routes of a space, and leaves out of it what is hopeless.
+    """Collective: probes the routes of a space.
 
     Args:
         control: the ranks.
@@ -76,11 +79,11 @@ def measure(control: ControlPlane, router: Router, space: KnobSpace, *, default:
     """
     try:
         links = probe_routes(control, router, space.routes, max_streams=space.streams[-1], budget_s=budget_s)
-        space = narrowed(still_possible(space, router), links, default=default)
+        space = still_possible(space, router)
         threads = probe_threads(control, router, space.routes[0]) if len(space.threads) > 1 else []
     except (PlanError, TransportError, TuningError) as err:  # on all ranks alike: plans and times are agreed
         logger.warning("tuning goes on without planners, as the network could not be probed: %s", err)
         return without_planners(space)
     if not threads or not threads_matter(threads):
-        return Measured(space=replace(space, threads=space.threads[:1]), links=links)
-    return Measured(space=space, links=links, threads=threads)
+        threads, space = [], replace(space, threads=space.threads[:1])
+    return Measured(space=space, promising=narrowed(space, links, default=default), links=links, threads=threads)

@@ -123,18 +123,19 @@ class TuningCoordinator:
         return self._session is not None
 
     @_guarded
-    def search(self, space: KnobSpace, make_model: Callable[[], PlanningModel | None]) -> None:
+    def search(self, space: KnobSpace, promising: KnobSpace, make_model: Callable[[], PlanningModel | None]) -> None:
         """Begins a search, in the session that is there or in a new one.
 
         Args:
             space: what may be chosen.
+            promising: what techniques choose from while trials bear the planners' model out.
             make_model: fits the planners' model; None = there is none.
         """
         self._model = model = self._attempt("planners", make_model, None)
         if model is not None:
-            self._planners = self._attempt("planners", lambda: make_planners(space=space, model=model), ())
+            self._planners = self._attempt("planners", lambda: make_planners(space=promising, model=model), ())
             self._tell_planners()
-        self._bandit = self._make_bandit(space, self._planners)
+        self._bandit = self._make_bandit(space, promising)
         proposals = self._cache.first_proposals(self._layouts, space, self._model)
         for proposal in proposals:
             logger.info("%s", proposal.message)
@@ -237,10 +238,17 @@ class TuningCoordinator:
         kind = "planner" if any(planner.name == arm for planner in self._planners) else "search technique"
         return f"the {kind} {arm}"
 
-    def _make_bandit(self, space: KnobSpace, planners: Sequence[Arm]) -> BanditArm:
+    def _make_bandit(self, space: KnobSpace, promising: KnobSpace) -> BanditArm:
         budget, rng = self._settings.warmup_iterations, np.random.default_rng(self._settings.seed)
         if self._arms is None:
-            build = functools.partial(default_arms, space=space, rng=rng, budget_iterations=budget, planners=planners)
+            build = functools.partial(
+                default_arms,
+                space=promising,
+                whole_space=space,
+                rng=rng,
+                budget_iterations=budget,
+                planners=self._planners,
+            )
             # What arms import may keep the errors of imports that failed, which keep the frames that led to them: on
             # a stack of its own, so that these are not the user's with his model in them.
             with ThreadPoolExecutor(max_workers=1) as stack:

@@ -194,7 +194,7 @@ class TunedSynchroniser:
             ready_s = [*self._sync.in_layout_order(report.ready_s), report.backward_s]  # the flags are there at the end
             between_s = self._coordinator.times.cold_between_s
             self._coordinator.search(
-                self._space, lambda: found.model(layouts[0], ready_s, report.backward_s, between_s)
+                found.space, found.promising, lambda: found.model(layouts[0], ready_s, report.backward_s, between_s)
             )
 
     def _after_iteration(self, span_s: float) -> None:

@@ -117,7 +117,13 @@ class Sure(ListArm):
 
 
 def session(arm: Arm | None = None, **options: object) -> WarmupSession:
-    arguments = {"space": SPACE, "default": DEFAULT, "arm": arm or GridArm(SPACE), "rng": np.random.default_rng(0)}
+    arguments = {
+        "space": SPACE,
+        "default": DEFAULT,
+        "arm": arm or GridArm(SPACE),
+        "rng": np.random.default_rng(0),
+        "refine": False,
+    }
     return WarmupSession(**{**arguments, **options})  # type: ignore[arg-type]
 
 

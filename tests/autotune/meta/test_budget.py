@@ -7,7 +7,7 @@ def test_trials_may_use_what_the_finals_do_not_need() -> None:
     budget = Budget(iterations=100, discarded=1, measured=2)
     assert (budget.turn, budget.duel) == (3, 6)
     assert budget.left_for_trials(noise=0.0) == 100 - 15
-    assert budget.left_for_trials(noise=0.05) == 100 - 30
+    assert budget.left_for_trials(noise=0.05) == 100 - 25
     assert budget.left_for_trials(noise=1.0) == 100 - 60
     budget.spent = 95
     assert budget.left == 5

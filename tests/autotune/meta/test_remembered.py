@@ -170,7 +170,7 @@ def bandit_of(*arms: Arm) -> BanditArm:
     return BanditArm(arms, rng=np.random.default_rng(0), window=20, opening=Opening.AS_GIVEN)
 
 
-@pytest.mark.parametrize("records", [7, 30])
+@pytest.mark.parametrize("records", [5, 30])
 def test_the_bandit_of_a_job_that_goes_on_knows_what_each_arm_has_earned(records: int) -> None:
     arms = Named("lucky", streams(2), BEST), Named("unlucky", replace(DEFAULT, unit_bytes=64 * MIB), streams(8))
     before = bandit_of(*arms)

@@ -65,14 +65,14 @@ def tuned(registry: Path) -> TuningCoordinator:
     cache, layout, given = a_job(registry)
     coordinator = TuningCoordinator(given, cache, default=DEFAULT, arms=None, discarded_iterations=1)
     if not coordinator.recall([layout], SPACE):
-        coordinator.search(SPACE, lambda: None)
+        coordinator.search(SPACE, SPACE, lambda: None)
     rng = np.random.default_rng(0)
     for iteration in range(200):
         now = coordinator.assignment
         assert checked_plans(now.knobs, [layout])
         assert now.knobs in SPACE
         if now.purpose is Purpose.SEARCH:
-            coordinator.search(SPACE, lambda: None)
+            coordinator.search(SPACE, SPACE, lambda: None)
             continue
         if now.purpose is Purpose.KEPT:
             coordinator.end(iteration=iteration)
@@ -193,7 +193,7 @@ def test_a_fault_anywhere_is_told_once_and_tuning_goes_on_without_it(
     cache, layout, given = a_job(tmp_path / "registry.db")
     coordinator = TuningCoordinator(given, cache, default=DEFAULT, arms=None, discarded_iterations=1)
     assert not coordinator.recall([layout], SPACE)
-    coordinator.search(SPACE, lambda: None if "planners" not in place else model_that_fails())
+    coordinator.search(SPACE, SPACE, lambda: None if "planners" not in place else model_that_fails())
     while coordinator.assignment.purpose is not Purpose.KEPT:
         coordinator.record([1.0] * coordinator.assignment.measured_iterations, iteration=0)
     coordinator.end(iteration=0)
@@ -213,7 +213,7 @@ def test_arms_that_raise_at_every_touch_leave_the_default(tmp_path: Path) -> Non
         given, cache, default=DEFAULT, arms=[Broken("a"), Broken("b")], discarded_iterations=1
     )
     coordinator.recall([layout], SPACE)
-    coordinator.search(SPACE, lambda: None)
+    coordinator.search(SPACE, SPACE, lambda: None)
     while coordinator.assignment.purpose is not Purpose.KEPT:
         coordinator.record([1.0] * coordinator.assignment.measured_iterations, iteration=0)
     assert coordinator.assignment.knobs == DEFAULT
@@ -223,7 +223,7 @@ def test_one_unit_is_tried_once_on_however_many_streams(tmp_path: Path) -> None:
     cache, layout, given = a_job(tmp_path / "registry.db")
     coordinator = TuningCoordinator(given, cache, default=DEFAULT, arms=[OneUnit()], discarded_iterations=1)
     coordinator.recall([layout], SPACE)
-    coordinator.search(SPACE, lambda: None)
+    coordinator.search(SPACE, SPACE, lambda: None)
     ran = []
     while coordinator.assignment.purpose is not Purpose.KEPT:
         ran.append(coordinator.assignment.knobs)

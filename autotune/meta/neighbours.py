@@ -1,0 +1,49 @@
+"""The settings next to one: what no surrogate is asked about, since it may be sure of what it has not seen.
+
+A module of its own because it is the last word of a search, whatever the arms are: a surrogate that takes the landscape
+for smoother than it is never tries the next number of streams, and nobody else does either.
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from ..knobs import KIB, Knobs, KnobSpace
+
+STEP_OCTAVES = 0.5
+NEAR_OCTAVES = 0.3
+"""Unit sizes that differ by less are neighbours that have been tried."""
+
+
+def neighbours(knobs: Knobs, space: KnobSpace) -> Iterator[Knobs]:
+    """Settings that differ in one knob by one step: streams, unit size, route, threads; none of explicit cuts."""
+    if knobs.cuts is not None:
+        return
+    if knobs.streams in space.streams:
+        place = space.streams.index(knobs.streams)
+        for streams in (*space.streams[max(0, place - 1) : place], *space.streams[place + 1 : place + 2]):
+            yield replace(knobs, streams=streams)
+    low, high = space.unit_bytes
+    grain = KIB if low >= 16 * KIB else 1
+    for step in (-STEP_OCTAVES, STEP_OCTAVES):
+        size = round(knobs.unit_bytes * 2**step / grain) * grain
+        if low <= size <= high:
+            yield replace(knobs, unit_bytes=size)
+    for transport, algorithm in space.routes:
+        if (transport, algorithm) != (knobs.transport, knobs.algorithm):
+            yield replace(knobs, transport=transport, algorithm=algorithm)
+    if knobs.threads in space.threads:
+        place = space.threads.index(knobs.threads)
+        for threads in (*space.threads[max(0, place - 1) : place], *space.threads[place + 1 : place + 2]):
+            yield replace(knobs, threads=threads)
+
+
+def untried(knobs: Knobs, space: KnobSpace, tried: Iterable[Knobs]) -> Iterator[Knobs]:
+    """The neighbours that no tried setting is near to."""
+    known = [one for one in tried if one.cuts is None]
+    return (one for one in neighbours(knobs, space) if not any(_near(one, other) for other in known))
+
+
+def _near(first: Knobs, second: Knobs) -> bool:
+    same = replace(first, unit_bytes=second.unit_bytes) == second
+    return same and abs(math.log2(first.unit_bytes / second.unit_bytes)) < NEAR_OCTAVES

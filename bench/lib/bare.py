@@ -1,0 +1,108 @@
+"""A network over a synchroniser without a tuner, to measure what single settings cost.
+
+A module of its own because the sweeps and the comparison with the simulator measure in the same way.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from sirtaki.autotune.knobs import Knobs
+from sirtaki.comm.layout import GradientLayout
+from sirtaki.comm.plan import Route
+
+if TYPE_CHECKING:
+    from sirtaki.engine.job import Job
+
+
+class Bare:
+    """Runs what it is told, and says how long it took.
+
+    Attributes:
+        space: what may be chosen, and `narrowed` by the probes.
+        default: what would run untuned.
+        probes: of each route.
+        known: the planners' model; None where none fits.
+    """
+
+    def __init__(self, current: Job, model: nn.Module, batch: torch.Tensor, *, only: Route | None = None) -> None:
+        """Collective: trains until the order of the gradients is known, then probes as the warm-up does.
+
+        Args:
+            current: the job.
+            model: the network.
+            batch: its input.
+            only: the route that is used, None = all that there are.
+        """
+        from sirtaki.comm.gradients.buffers import Reduction
+        from sirtaki.comm.gradients.synchroniser import Synchroniser
+        from sirtaki.comm.router import Router
+        from sirtaki.engine.knob_choices import default_knobs, knob_space
+        from sirtaki.engine.probes import narrowed, planning_model, probe_routes
+        from sirtaki.engine.warmup import PROBE_S, SPANS
+
+        self._control = current.control
+        self._model, self._batch = model, batch
+        self._params = list(model.parameters())
+        self._router = Router(self._control, timeout_s=current.settings.transport_timeout_s)
+        total_bytes = sum(param.numel() * param.itemsize for param in self._params)
+        self.space = knob_space(self._router, current.settings, total_bytes)
+        if only is not None:
+            self.space = replace(self.space, routes=(only,))
+        self.default = default_knobs(self.space, total_bytes=total_bytes, one_node=self._control.one_node)
+        self._sync = Synchroniser(
+            self._params,
+            [str(number) for number in range(len(self._params))],
+            control=self._control,
+            router=self._router,
+            reduction=Reduction(postscale=1 / self._control.size),
+            default_plan=self.default.to_plan,
+        )
+        for index, param in enumerate(self._params):
+            ready = partial(self._sync.ready, index)
+            param.register_post_accumulate_grad_hook(lambda param, ready=ready: ready(param.grad, param.grad._version))  # type: ignore[no-untyped-call]
+        report = self._step()
+        while not report.profiled:
+            report = self._step()
+        budget_s = PROBE_S + SPANS * report.span_s
+        max_streams = self.space.streams[-1]
+        self.probes = probe_routes(
+            self._control, self._router, self.space.routes, max_streams=max_streams, budget_s=budget_s
+        )
+        ready_s = [*self._sync.in_layout_order(report.ready_s), report.backward_s]
+        self.narrowed = narrowed(self.space, self.probes, default=self.default)
+        self.known = planning_model(self.layout, ready_s, report.backward_s, self.probes)
+
+    @property
+    def layout(self) -> GradientLayout:
+        """Of the only flat buffer, the control flags included."""
+        return self._sync.layouts[0]
+
+    def _step(self) -> Any:
+        self._model(self._batch).sum().backward()
+        report = self._sync.finish()
+        for param in self._params:
+            param.grad = None
+        return report
+
+    def measure(self, knobs: Knobs) -> tuple[float, float]:
+        """Collective: span and time of one step with this setting, after one that does not count."""
+        self._sync.set_plans([knobs.to_plan(self.layout)])
+        self._step()
+        begin_s = time.perf_counter()
+        span_s = self._step().span_s
+        step_s = time.perf_counter() - begin_s
+        shortest_s, negative_s = self._control.minimum(np.array([span_s, -step_s])).tolist()
+        return shortest_s, -negative_s
+
+    def close(self) -> None:
+        """Collective."""
+        self._sync.close()
+        self._router.close()

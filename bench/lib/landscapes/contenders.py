@@ -1,0 +1,309 @@
+"""Who is put on a landscape: Sirtaki, its parts, and optimisers that know nothing of gradients."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+
+from sirtaki.autotune.arms.base import Arm
+from sirtaki.autotune.arms.catalogue import OUR_ARMS, make_arm
+from sirtaki.autotune.arms.planners import make_planners
+from sirtaki.autotune.knobs import Knobs, KnobSpace
+from sirtaki.autotune.lattice import KnobLattice
+from sirtaki.autotune.meta.auc_bandit import Opening
+from sirtaki.autotune.meta.ensemble import default_arms
+from sirtaki.autotune.meta.session import WarmupSession
+
+from .landscape import Landscape
+
+CLOSE = 0.03
+"""Share of the best within which a setting counts as found."""
+
+MEASURED = 2
+"""Iterations of a trial that are measured, after one that is not, where a contender does not say otherwise."""
+
+
+@dataclass(kw_only=True)
+class Course:
+    """One run of a contender on a landscape.
+
+    Attributes:
+        landscape: the job.
+        noise: of a measurement.
+        rng: luck.
+        iterations: that have run.
+        spent_s: time that they have taken.
+        default_s: time that they would have taken untuned.
+        found_at: iteration at which what would be kept was first close to the best; infinite if never.
+    """
+
+    landscape: Landscape
+    noise: float
+    rng: np.random.Generator
+    iterations: int = 0
+    spent_s: float = 0.0
+    default_s: float = 0.0
+    found_at: float = math.inf
+
+    def run(self, knobs: Knobs, *, discarded: int, measured: int) -> list[float]:
+        """Measured spans of a setting."""
+        spans_s = []
+        for number in range(discarded + measured):
+            self.spent_s += self.landscape.span_s(knobs, self.iterations)
+            self.default_s += self.landscape.span_s(self.landscape.default, self.iterations)
+            if number >= discarded:
+                spans_s.append(self.landscape.measure_s(knobs, self.iterations, self.noise, self.rng))
+            self.iterations += 1
+        return spans_s
+
+    def would_keep(self, knobs: Knobs) -> None:
+        """What would run on if the warm-up ended now."""
+        if math.isinf(self.found_at) and self.landscape.regret(knobs) <= CLOSE:
+            self.found_at = self.iterations
+
+    def outcome(self, kept: Knobs) -> dict[str, Any]:
+        """What came of it."""
+        default_s = self.landscape.span_s(self.landscape.default)
+        return {
+            "regret": self.landscape.regret(kept),
+            "over_default": self.landscape.span_s(kept) / default_s,
+            "found_at": None if math.isinf(self.found_at) else self.found_at,
+            "iterations": self.iterations,
+            "cost": self.spent_s / self.default_s,
+            "kept": kept.describe(),
+        }
+
+
+Contender = Callable[[Landscape, int, float, int], dict[str, Any]]
+"""What comes of a landscape, a budget of iterations, a noise and a seed."""
+
+
+# ── Sirtaki ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+MakeArm = Callable[[Landscape, KnobSpace, Sequence[Arm], int, int], Arm]
+
+
+def in_session(
+    landscape: Landscape, budget: int, noise: float, seed: int, *, make_arm: MakeArm, planners: bool
+) -> dict[str, Any]:
+    """A warm-up session as a job runs it."""
+    course = Course(landscape=landscape, noise=noise, rng=np.random.default_rng([seed, 2]))
+    space, plans = landscape.space, list[Arm]()
+    if planners:
+        space, model = landscape.probed(noise, np.random.default_rng([seed, 3]))
+        if model is not None:
+            plans += make_planners(space=space, model=model)
+    session = WarmupSession(
+        space=landscape.space,
+        default=landscape.default,
+        arm=make_arm(landscape, space, plans, budget, seed),
+        rng=np.random.default_rng(seed),
+        budget_iterations=budget,
+        seeds=landscape.seeds,
+    )
+    while not session.done:
+        now = session.assignment
+        session.record(course.run(now.knobs, discarded=now.discarded_iterations, measured=now.measured_iterations))
+        course.would_keep(session.result.knobs)
+    return course.outcome(session.result.knobs)
+
+
+def _ensemble(
+    landscape: Landscape,
+    space: KnobSpace,
+    planners: Sequence[Arm],
+    budget: int,
+    seed: int,
+    *,
+    opening: Opening = Opening.AS_GIVEN,
+) -> Arm:
+    return default_arms(
+        space=space,
+        rng=np.random.default_rng(seed),
+        budget_iterations=budget,
+        names=list(OUR_ARMS),
+        planners=planners,
+        opening=opening,
+        whole_space=landscape.space,
+    )
+
+
+def _alone(
+    landscape: Landscape, space: KnobSpace, planners: Sequence[Arm], budget: int, seed: int, *, name: str
+) -> Arm:
+    for planner in planners:
+        if planner.name == name:
+            return planner
+    if name not in OUR_ARMS:
+        return _Nobody()
+    return make_arm(name, space=space, rng=np.random.default_rng(seed))
+
+
+class _Nobody:
+    """A planner where there is no model."""
+
+    name = "nobody"
+
+    def ask(self, n: int = 1) -> Sequence[Any]:
+        return ()
+
+    def tell(self, trials: Sequence[Any]) -> None:
+        pass
+
+
+# ── others ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Searcher(Protocol):
+    """An optimiser."""
+
+    def ask(self) -> Knobs:
+        """What to measure next."""
+        ...
+
+    def tell(self, knobs: Knobs, span_s: float) -> None:
+        """What it took."""
+        ...
+
+
+def search(
+    landscape: Landscape, budget: int, noise: float, seed: int, *, make: Callable[[Landscape, int], Searcher]
+) -> dict[str, Any]:
+    """The default first, then what the optimiser asks for; the fastest by its mean is kept."""
+    course = Course(landscape=landscape, noise=noise, rng=np.random.default_rng([seed, 2]))
+    searcher = make(landscape, seed)
+    seen: dict[Knobs, list[float]] = {}
+    knobs = landscape.default
+    while course.iterations + 1 + MEASURED <= budget:
+        spans_s = course.run(knobs, discarded=1, measured=MEASURED)
+        seen.setdefault(knobs, []).extend(spans_s)
+        searcher.tell(knobs, float(np.mean(spans_s)))
+        best = min(seen, key=lambda one: float(np.mean(seen[one])))
+        course.would_keep(best)
+        knobs = searcher.ask()
+    return course.outcome(best)
+
+
+class Random:
+    """Draws without looking."""
+
+    def __init__(self, landscape: Landscape, seed: int) -> None:
+        self._rng = np.random.default_rng([seed, 5])
+        self._points = KnobLattice(landscape.space).points
+
+    def ask(self) -> Knobs:
+        """Any point of the lattice."""
+        return self._points[int(self._rng.integers(len(self._points)))]
+
+    def tell(self, knobs: Knobs, span_s: float) -> None:
+        """Nothing is learnt."""
+
+
+def _knobs(space: KnobSpace, log2_bytes: float, streams: int, route: int) -> Knobs:
+    transport, algorithm = space.routes[route]
+    low, high = space.unit_bytes
+    unit_bytes = min(max(round(2**log2_bytes), low), high)
+    return Knobs(unit_bytes=unit_bytes, streams=space.streams[streams], transport=transport, algorithm=algorithm)
+
+
+def _values(space: KnobSpace, knobs: Knobs) -> tuple[float, int, int]:
+    route = space.routes.index((knobs.transport, knobs.algorithm))
+    return math.log2(knobs.unit_bytes), space.streams.index(knobs.streams), route
+
+
+class Optuna:
+    """A sampler of optuna over size (log scale), streams and route."""
+
+    def __init__(self, landscape: Landscape, seed: int, *, sampler: str) -> None:
+        import optuna
+
+        optuna.logging.set_verbosity(optuna.logging.ERROR)
+        space, self._optuna = landscape.space, optuna
+        warnings.simplefilter("ignore")
+        self._study = optuna.create_study(sampler=getattr(optuna.samplers, sampler)(seed=seed))
+        self._space = space
+        distributions = optuna.distributions
+        self._distributions = {
+            "log2_bytes": distributions.FloatDistribution(*space.unit_bytes_log2),
+            "streams": distributions.IntDistribution(0, len(space.streams) - 1),
+            "route": distributions.CategoricalDistribution(range(len(space.routes))),
+        }
+        self._trial: Any = None
+
+    def ask(self) -> Knobs:
+        """The sampler's next point."""
+        self._trial = self._study.ask(self._distributions)
+        params = self._trial.params
+        return _knobs(self._space, params["log2_bytes"], params["streams"], params["route"])
+
+    def tell(self, knobs: Knobs, span_s: float) -> None:
+        """The logarithm, which suits all of them."""
+        if self._trial is not None:
+            self._study.tell(self._trial, math.log(span_s))
+            return
+        params = dict(zip(self._distributions, _values(self._space, knobs), strict=True))
+        self._study.add_trial(
+            self._optuna.trial.create_trial(params=params, distributions=self._distributions, value=math.log(span_s))
+        )
+
+
+class Skopt:
+    """scikit-optimize's Gaussian process; also over the size alone, on one stream of the default's route."""
+
+    def __init__(self, landscape: Landscape, seed: int, *, size_only: bool = False) -> None:
+        import skopt
+
+        space = self._space = landscape.space
+        self._size_only, self._default = size_only, landscape.default
+        dimensions: list[Any] = [space.unit_bytes_log2]
+        if not size_only:
+            dimensions += [(0, len(space.streams) - 1), list(range(len(space.routes)))]
+        warnings.simplefilter("ignore")
+        self._optimizer = skopt.Optimizer(
+            dimensions, "GP", n_initial_points=5 if size_only else 8, acq_func="EI", random_state=seed
+        )
+        self._asked: list[Any] | None = None
+
+    def ask(self) -> Knobs:
+        """The largest expected improvement."""
+        self._asked = self._optimizer.ask()
+        log2_bytes, streams, route = (*self._asked, 0, 0)[:3] if self._size_only else self._asked
+        return _knobs(self._space, log2_bytes, int(streams), int(route))
+
+    def tell(self, knobs: Knobs, span_s: float) -> None:
+        """The logarithm, as for the others."""
+        place = self._asked
+        if place is None:
+            log2_bytes, streams, route = _values(self._space, knobs)
+            place = [log2_bytes] if self._size_only else [log2_bytes, streams, route]
+        self._optimizer.tell(place, math.log(span_s))
+
+
+SIRTAKI, WITHOUT_PLANNERS, AIACC = "sirtaki", "sirtaki without planners", "AIACC's four, as printed"
+
+SIRTAKIS: dict[str, Contender] = {
+    SIRTAKI: partial(in_session, make_arm=_ensemble, planners=True),
+    WITHOUT_PLANNERS: partial(in_session, make_arm=_ensemble, planners=False),
+}
+OTHERS: dict[str, Contender] = {
+    "random": partial(search, make=Random),
+    "optuna TPE": partial(search, make=partial(Optuna, sampler="TPESampler")),
+    "optuna GP": partial(search, make=partial(Optuna, sampler="GPSampler")),
+    "scikit-optimize GP": partial(search, make=Skopt),
+    "horovod-like": partial(search, make=partial(Skopt, size_only=True)),
+}
+ARMS: dict[str, Contender] = {
+    AIACC: partial(in_session, make_arm=partial(_ensemble, opening=Opening.RANDOM), planners=False),
+    **{name: partial(in_session, make_arm=partial(_alone, name=name), planners=False) for name in OUR_ARMS},
+    **{
+        name: partial(in_session, make_arm=partial(_alone, name=name), planners=True)
+        for name in ("asc_wfbp_n", "libra", "dpro", "asc_wfbp", "mg_wfbp")
+    },
+}
+CONTENDERS: dict[str, Contender] = {**SIRTAKIS, **OTHERS, **ARMS}

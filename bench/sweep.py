@@ -1,0 +1,269 @@
+"""Records what every setting costs a real job, for tuners to be put on later (`bench.landscapes`).
+
+    python -m bench.sweep --job two-ranks-transformer        (--list shows the jobs; --all records them one by one)
+
+A job trains a network on this host, or an emulated one on the emulated cluster, over a synchroniser without a tuner.
+Settings are a lattice of unit sizes, streams and routes, the untuned one, and what each planner makes of probes that
+are taken as the warm-up takes them. All take turns in random order, round after round; each time the first step after
+the change does not count. What is kept, in `bench/recorded/JOB.json`, is each setting's span (first gradient ready
+to last one reduced, on the rank where it is shortest, as the tuner judges it) and the time of the whole step (the
+longest over the ranks), of every round, and the planners' model.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from bench.lib.bare import Bare
+from bench.lib.cluster import ClusterShape, NetLab, why_unavailable
+from bench.lib.harness import (
+    REPOSITORY,
+    alternate,
+    give_result,
+    machine,
+    main_or_rank,
+    parser,
+    rank_argv,
+    rank_env,
+    run_ranks,
+    take_result,
+    versions,
+)
+from bench.lib.models import emulated_resnet50, small_conv, transformer
+from sirtaki.autotune.knobs import KIB, Knobs
+
+RECORDED = REPOSITORY / "bench" / "recorded"
+MBIT = 1_000_000
+STREAMS = (1, 2, 3, 4, 6, 8, 12, 16, 24)
+OCTAVES = 9  # unit sizes from 64 KiB to 16 MiB
+JOB_TIMEOUT_S = 1800.0
+
+Made = tuple[nn.Module, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedJob:
+    """A job to record.
+
+    Attributes:
+        name: of the file.
+        ranks: in all.
+        make: the network and its input, by rank.
+        cluster: emulated nodes, None = this host.
+        delay_ms: that the nodes' links add to every packet.
+        ranks_per_node: on the emulated cluster.
+        octaves: unit sizes, each twice the one before.
+        streams: numbers of streams.
+        rounds: measurements of each setting.
+    """
+
+    name: str
+    ranks: int
+    make: Callable[[int], Made]
+    cluster: ClusterShape | None = None
+    ranks_per_node: int = 1
+    octaves: int = OCTAVES
+    streams: tuple[int, ...] = STREAMS
+    rounds: int = 5
+
+
+def _emulated(rank: int, *, scale: float = 0.1) -> Made:
+    return emulated_resnet50(rank=rank, compute_s=2.4 * scale, scale=scale)
+
+
+def _small_conv(rank: int) -> Made:
+    return small_conv(rank=rank)
+
+
+def _transformer(rank: int) -> Made:
+    return transformer(rank=rank)
+
+
+def _cluster(link: int, flow: int, *, nodes: int = 4, delay_ms: float = 0.0) -> ClusterShape:
+    return ClusterShape(nodes=nodes, link_bits_per_s=link * MBIT, flow_bits_per_s=flow * MBIT, delay_s=1e-3 * delay_ms)
+
+
+_FEW = {"streams": (1, 2, 4, 8, 16), "rounds": 4}
+
+JOBS = {
+    job.name: job
+    for job in (
+        RecordedJob(name="two-ranks-transformer", ranks=2, make=_transformer),
+        RecordedJob(name="two-ranks-conv", ranks=2, make=_small_conv),
+        RecordedJob(name="two-ranks-resnet", ranks=2, make=_emulated),
+        RecordedJob(name="four-ranks-transformer", ranks=4, make=_transformer, **_FEW),
+        RecordedJob(name="four-ranks-conv", ranks=4, make=_small_conv, **_FEW),
+        RecordedJob(name="four-ranks-resnet", ranks=4, make=_emulated, **_FEW),
+        RecordedJob(name="cluster-400-100", ranks=4, make=_emulated, cluster=_cluster(400, 100), rounds=4),
+        RecordedJob(name="cluster-200-200", ranks=4, make=_emulated, cluster=_cluster(200, 200), rounds=4),
+        RecordedJob(
+            name="cluster-400-100-delay", ranks=4, make=_emulated, cluster=_cluster(400, 100, delay_ms=5), rounds=4
+        ),
+        RecordedJob(
+            name="cluster-2x2", ranks=4, make=_emulated, cluster=_cluster(400, 100, nodes=2), ranks_per_node=2, **_FEW
+        ),
+    )
+}
+
+
+# ── on the ranks ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def settings(bare: Bare, job: RecordedJob) -> list[Knobs]:
+    """The lattice and the untuned one."""
+    sizes = [64 * KIB * 2**octave for octave in range(job.octaves)]
+    sizes = [size for size in sizes if size <= bare.space.unit_bytes[1]]
+    streams = [count for count in job.streams if count <= bare.space.streams[-1]]
+    points = [
+        Knobs(unit_bytes=size, streams=count, transport=transport, algorithm=algorithm)
+        for size, count, (transport, algorithm) in product(sizes, streams, bare.space.routes)
+    ]
+    return list(dict.fromkeys([bare.default, *points]))
+
+
+def on_rank(options: Mapping[str, Any]) -> None:
+    """What each rank does; the first one gives the result."""
+    import sirtaki.torch as hvd
+    from sirtaki.autotune.arms.planners import make_planners
+    from sirtaki.engine import job as engine_job
+
+    torch.set_num_threads(1)
+    hvd.init()
+    job, current = JOBS[options["job"]], engine_job.current()
+    bare = Bare(current, *job.make(current.control.rank))
+    plans: list[tuple[str, Knobs]] = []
+    if bare.known is not None:
+        for planner in make_planners(space=bare.space, model=bare.known):
+            plans += [(planner.name, proposal.knobs) for proposal in planner.ask(len(bare.space.routes))]
+    plans = current.control.broadcast(plans)
+    points = settings(bare, job)
+    begin_s = time.monotonic()
+    turns = {number: partial(bare.measure, knobs) for number, knobs in enumerate([*points, *(one for _, one in plans)])}
+    measured: Any = alternate(turns, job.rounds, seed=options["seed"])  # type: ignore[arg-type,type-var]
+    if current.control.rank == 0:
+        layout = bare.layout
+        rows = [
+            {
+                "arm": "" if number < len(points) else plans[number - len(points)][0],
+                "knobs": (points[number] if number < len(points) else plans[number - len(points)][1]).to_json(),
+                "spans_s": [_short(span_s) for span_s, _ in samples],
+                "steps_s": [_short(step_s) for _, step_s in samples],
+            }
+            for number, samples in measured.items()
+        ]
+        give_result(
+            {
+                "sizes": list(layout.sizes),
+                "default": bare.default.to_json(),
+                "routes": [[transport.value, algorithm.value] for transport, algorithm in bare.space.routes],
+                "streams": list(bare.space.streams),
+                "narrowed_routes": [
+                    [transport.value, algorithm.value] for transport, algorithm in bare.narrowed.routes
+                ],
+                "narrowed_streams": list(bare.narrowed.streams),
+                "unit_bytes": list(bare.space.unit_bytes),
+                "model": None if bare.known is None else bare.known.to_json(),
+                "rows": rows,
+                "seconds": round(time.monotonic() - begin_s),
+            }
+        )
+    current.control.barrier()
+    bare.close()
+    hvd.shutdown()
+
+
+def _short(seconds: float) -> float:
+    return float(f"{seconds:.4g}")
+
+
+# ── files ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def record(job: RecordedJob, *, seed: int) -> Path:
+    """Runs a job and writes its file."""
+    options = {"job": job.name, "seed": seed}
+    if job.cluster is None:
+        result = run_ranks("bench.sweep", job.ranks, options, env=rank_env(), timeout_s=JOB_TIMEOUT_S)
+    else:
+        with NetLab(job.cluster) as lab:
+            output = lab.run_ranks(
+                rank_argv("bench.sweep", options),
+                env=rank_env(),
+                timeout_s=JOB_TIMEOUT_S,
+                ranks_per_node=job.ranks_per_node,
+            )
+        result = take_result(output)
+    head = {
+        "job": job.name,
+        "command": f"python -m bench.sweep --job {job.name}",
+        "taken_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "machine": machine(),
+        "versions": versions(),
+    }
+    rows = result.pop("rows")
+    RECORDED.mkdir(exist_ok=True)
+    path = RECORDED / f"{job.name}.json"
+    lines = ",\n".join(json.dumps(row, separators=(",", ":")) for row in rows)
+    body = json.dumps({**head, **result}, separators=(",", ":"))
+    path.write_text(f'{body[:-1]},"rows":[\n{lines}\n]}}\n')
+    return path
+
+
+def describe(path: Path) -> str:
+    """What a file says, in two lines."""
+    data = json.loads(path.read_text())
+    rows: Sequence[Mapping[str, Any]] = data["rows"]
+    medians = {json.dumps(row["knobs"]): statistics.median(row["spans_s"]) for row in rows}
+    default_s = medians[json.dumps(data["default"])]
+    best = min(rows, key=lambda row: statistics.median(row["spans_s"]))
+    best_s = statistics.median(best["spans_s"])
+    scatter = statistics.median(
+        statistics.median(abs(span_s - statistics.median(row["spans_s"])) for span_s in row["spans_s"])
+        / statistics.median(row["spans_s"])
+        for row in rows
+    )
+    who = f"{Knobs.from_json(best['knobs']).describe()}{', ' + best['arm'] if best['arm'] else ''}"
+    return (
+        f"{data['job']}: {len(rows)} settings in {data['seconds']} s, untuned {1e3 * default_s:.4g} ms, best "
+        f"{1e3 * best_s:.4g} ms ({who}), "
+        f"typical deviation {100 * scatter:.1f} %, {path.stat().st_size / 1024:.0f} KiB"
+    )
+
+
+def main() -> int:
+    """Records one job, or all."""
+    flags = parser(__doc__.split("\n")[0])
+    flags.add_argument("--job", choices=JOBS)
+    flags.add_argument("--all", action="store_true")
+    flags.add_argument("--list", action="store_true", help="the jobs, and what is recorded of them")
+    args = flags.parse_args()
+    if args.list:
+        for name in JOBS:
+            path = RECORDED / f"{name}.json"
+            print(describe(path) if path.exists() else f"{name}: not recorded")
+        return 0
+    names = list(JOBS) if args.all else [args.job]
+    if names == [None]:
+        flags.error("--job, --all or --list")
+    for name in names:
+        if JOBS[name].cluster is not None and (reason := why_unavailable()) is not None:
+            print(f"{name}: the emulated cluster cannot run here: {reason}", file=sys.stderr)
+            continue
+        print(describe(record(JOBS[name], seed=args.seed)), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main_or_rank(main, on_rank))
