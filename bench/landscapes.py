@@ -1,0 +1,185 @@
+"""Whether the tuner is right where its own model is not: jobs of other physics, formulas, and recorded sweeps.
+
+    python -m bench.landscapes --open                    the families it was developed on
+    python -m bench.landscapes --check --save            those held back
+
+Every landscape (`bench.lib.landscapes`) knows what each setting truly takes; none shares code with Sirtaki's
+simulator. Planners get what probes of the landscape's idle network would have shown. All contenders have the same
+space, the same training iterations and the same noise (4 %), and each seed is a job of its own.
+
+- *regret*: true time of the setting kept over the best of all uniform ones, less one; never below zero.
+- *within 3 %*: training iterations until the setting that would be kept is that good; the share of runs that end so.
+- *cost*: time that the warm-up took over what its iterations would have taken untuned.
+
+Sirtaki and its arms run in a warm-up session as a job does; optimisers that know nothing of gradients (optuna's and
+scikit-optimize's) measure the default, then whatever they ask for, three iterations each, and keep the fastest. The
+Horovod-like tuner searches the unit size alone, on one stream.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import statistics
+import sys
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from typing import Any
+
+import numpy as np
+
+from bench.lib.harness import Bar, Report, finish, parser
+from bench.lib.landscapes import families, recorded
+from bench.lib.landscapes.contenders import ARMS, CLOSE, CONTENDERS, OTHERS, SIRTAKI, SIRTAKIS
+from bench.lib.landscapes.landscape import Landscape
+
+OPEN_RECORDINGS = ("two-ranks-conv", "four-ranks-transformer", "cluster-400-100")
+"""Recorded jobs that the tuner may be developed on; the others are held back."""
+
+FEWER_SEEDS = {"optuna GP": 8, "scikit-optimize GP": 8, **dict.fromkeys(ARMS, 4)}
+"""Of contenders whose every proposal takes long, and of single arms."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """Runs that one process does."""
+
+    family: str
+    contenders: tuple[str, ...]
+    seed: int
+    noise: float
+    budget: int
+
+
+def landscape(family: str, seed: int) -> Landscape:
+    """A family's job of that seed; a recorded job is the same for every seed."""
+    for path in recorded.recordings():
+        if path.stem == family:
+            return recorded.recorded(path)
+    make: Callable[[np.random.Generator], Landscape] = getattr(families, family)
+    return make(np.random.default_rng([seed, 7]))
+
+
+def run_task(task: Task) -> list[dict[str, Any]]:
+    """One JSON-ready row a contender."""
+    warnings.simplefilter("ignore")
+    logging.disable(logging.CRITICAL)  # probes that fit no model say so
+    rows = []
+    for name in task.contenders:
+        scape = landscape(task.family, task.seed)
+        outcome = CONTENDERS[name](scape, task.budget, task.noise, task.seed)
+        ratio = scape.span_s(scape.default) / scape.span_s(scape.best)
+        head = {"family": scape.family, "contender": name, "seed": task.seed, "default_over_best": ratio}
+        rows.append({**head, **outcome})
+    return rows
+
+
+def summary(rows: Sequence[dict[str, Any]], name: str) -> dict[str, Any]:
+    """One contender over all families; means are means over families."""
+    regrets = by_family(rows, name, "regret")
+    mine = [row for row in rows if row["contender"] == name]
+    found = [math.inf if row["found_at"] is None else row["found_at"] for row in mine]
+    return {
+        "contender": name,
+        "mean regret": statistics.fmean(regrets.values()),
+        "worst family": max(regrets.values()),
+        "ends within 3 %": statistics.fmean(row["regret"] <= CLOSE for row in mine),
+        "median iterations to 3 %": statistics.median(found),
+        "cost of the warm-up": statistics.fmean(row["cost"] for row in mine),
+        "worst / default": max(row["over_default"] for row in mine),
+        "runs": len(mine),
+    }
+
+
+def by_family(rows: Sequence[dict[str, Any]], name: str, what: str, *, like: str | None = None) -> dict[str, float]:
+    """A contender's mean in each family, over those seeds that another one has had, too."""
+    seeds = {row["seed"] for row in rows if row["contender"] == (like or name)}
+    values: dict[str, list[float]] = defaultdict(list)
+    for row in rows:
+        if row["contender"] == name and row["seed"] in seeds:
+            values[row["family"]].append(row[what])
+    return {family: statistics.fmean(mine) for family, mine in values.items()}
+
+
+def families_table(rows: Sequence[dict[str, Any]], names: Sequence[str]) -> list[dict[str, Any]]:
+    """One row a family: the default, and the mean regret of Sirtaki and its rivals."""
+    regrets = {name: by_family(rows, name, "regret") for name in names}
+    default = by_family(rows, SIRTAKI, "default_over_best")
+    return [
+        {"family": family, "default / best": ratio, **{name: regrets[name].get(family, math.nan) for name in names}}
+        for family, ratio in default.items()
+    ]
+
+
+def bars(rows: Sequence[dict[str, Any]]) -> list[Bar]:
+    """What is asked of the tuner."""
+    ours = summary(rows, SIRTAKI)
+    asked = [
+        Bar(claim="mean regret", value=ours["mean regret"], limit=0.03),
+        Bar(claim="median iterations to 3 %", value=ours["median iterations to 3 %"], limit=20),
+        Bar(claim="cost of the warm-up", value=ours["cost of the warm-up"], limit=1.10),
+        Bar(claim="slowest setting kept over the default", value=ours["worst / default"], limit=1.02),
+    ]
+    rivals = [name for name in OTHERS if any(row["contender"] == name for row in rows)]
+    if rivals:
+        best = min(rivals, key=lambda name: summary(rows, name)["mean regret"])
+        theirs = {name: by_family(rows, name, "regret") for name in rivals}
+        mine = {name: by_family(rows, SIRTAKI, "regret", like=name) for name in rivals}
+        ratio = statistics.fmean(mine[best].values()) / statistics.fmean(theirs[best].values())
+        behind = max(mine[name][family] - regret for name in rivals for family, regret in theirs[name].items())
+        asked += [
+            Bar(claim=f"mean regret over that of the best other contender ({best})", value=ratio, limit=0.5),
+            Bar(claim="regret behind the best contender in the worst family", value=behind, limit=0.03),
+        ]
+    return asked
+
+
+def main() -> int:
+    """The exit status."""
+    flags = parser(__doc__ or "")
+    flags.add_argument("--open", action="store_true", help="the families that the tuner was developed on")
+    flags.add_argument("--seeds", type=int, default=20)
+    flags.add_argument("--noise", type=float, default=0.04)
+    flags.add_argument("--budget", type=int, default=100, metavar="ITERATIONS")
+    flags.add_argument("--only", nargs="*", metavar="CONTENDER", help=f"besides {SIRTAKI}")
+    flags.add_argument("--workers", type=int, default=2, help="processes")
+    args = flags.parse_args()
+    made = families.OPEN if args.open else families.HELD_BACK
+    names = [family.__name__ for family in made]
+    names += [path.stem for path in recorded.recordings() if (path.stem in OPEN_RECORDINGS) == args.open]
+    contenders = [name for name in CONTENDERS if args.only is None or name == SIRTAKI or name in args.only]
+    n_seeds = 2 if args.quick else args.seeds
+    tasks = [
+        Task(
+            family=family,
+            contenders=tuple(name for name in contenders if number < FEWER_SEEDS.get(name, n_seeds)),
+            seed=args.seed + number,
+            noise=args.noise,
+            budget=args.budget,
+        )
+        for number in range(n_seeds)
+        for family in names
+    ]
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the workers: small matrices, many processes
+    with ProcessPoolExecutor(args.workers, mp_context=get_context("spawn")) as pool:
+        rows = [row for done in pool.map(run_task, tasks) for row in done]
+    report = Report(name="landscapes_open" if args.open else "landscapes")
+    report.settings["runs"] = rows
+    report.rows += [summary(rows, name) for name in contenders]
+    shown = [name for name in (*SIRTAKIS, *OTHERS) if name in contenders]
+    report.rows += families_table(rows, shown)
+    report.notes.append(
+        f"{n_seeds} seeds (at most 8 of Gaussian processes, 4 of single arms), {args.budget} iterations, noise "
+        f"{100 * args.noise:g} %; the second table is the mean regret by family"
+    )
+    report.bars += bars(rows)
+    return finish(report, args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
