@@ -95,7 +95,7 @@ def _cluster(link: int, flow: int, *, nodes: int = 4, delay_ms: float = 0.0) -> 
     return ClusterShape(nodes=nodes, link_bits_per_s=link * MBIT, flow_bits_per_s=flow * MBIT, delay_s=1e-3 * delay_ms)
 
 
-_FEW = {"streams": (1, 2, 4, 8, 16), "rounds": 4}
+_FEW: dict[str, Any] = {"streams": (1, 2, 4, 8, 16), "rounds": 4}
 
 JOBS = {
     job.name: job
@@ -107,9 +107,9 @@ JOBS = {
         RecordedJob(name="four-ranks-conv", ranks=4, make=_small_conv, **_FEW),
         RecordedJob(name="four-ranks-resnet", ranks=4, make=_emulated, **_FEW),
         RecordedJob(name="cluster-400-100", ranks=4, make=_emulated, cluster=_cluster(400, 100), rounds=4),
-        RecordedJob(name="cluster-200-200", ranks=4, make=_emulated, cluster=_cluster(200, 200), rounds=4),
+        RecordedJob(name="cluster-200-200", ranks=4, make=_emulated, cluster=_cluster(200, 200), **_FEW),
         RecordedJob(
-            name="cluster-400-100-delay", ranks=4, make=_emulated, cluster=_cluster(400, 100, delay_ms=5), rounds=4
+            name="cluster-400-100-delay", ranks=4, make=_emulated, cluster=_cluster(400, 100, delay_ms=5), **_FEW
         ),
         RecordedJob(
             name="cluster-2x2", ranks=4, make=_emulated, cluster=_cluster(400, 100, nodes=2), ranks_per_node=2, **_FEW

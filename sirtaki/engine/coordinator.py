@@ -21,7 +21,14 @@ from sirtaki.autotune.arms.base import Arm
 from sirtaki.autotune.arms.planner import Planner
 from sirtaki.autotune.arms.planners import make_planners
 from sirtaki.autotune.knobs import Knobs, KnobSpace
-from sirtaki.autotune.meta.assignment import DEFAULT_ARM, REFINEMENT_ARM, REGISTRY_ARM, Assignment, Purpose, SessionResult
+from sirtaki.autotune.meta.assignment import (
+    DEFAULT_ARM,
+    REFINEMENT_ARM,
+    REGISTRY_ARM,
+    Assignment,
+    Purpose,
+    SessionResult,
+)
 from sirtaki.autotune.meta.auc_bandit import window_for
 from sirtaki.autotune.meta.bandit_arm import BanditArm
 from sirtaki.autotune.meta.ensemble import ITERATIONS_PER_TRIAL, default_arms
