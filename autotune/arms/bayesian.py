@@ -1,9 +1,9 @@
-"""Bayesian optimisation: a Gaussian process over the lattice, expected improvement found exactly.
+"""Bayesian optimisation: a Gaussian process over the lattice and around its best settings.
 
 scikit-optimize gives the Gaussian process and the acquisition. Its `Optimizer` is not used: it looks for the
 best acquisition among random points of a continuous space, while the lattice has some hundred settings, which can
-all be looked at and whose known ones can be left out (docs/decisions/0010). It takes a second and a half to load, so
-that waits until the arm has its turn and enough settings are known.
+all be looked at and whose known ones can be left out (docs/decisions/0010, 0098). It takes a second and a half to
+load, so that waits until the arm has its turn and enough settings are known.
 """
 
 import math
@@ -35,15 +35,16 @@ class _Belief(NamedTuple):
     y_best: float  # fitted mean at the best setting
     believed_s: dict[Knobs, float]  # seconds that the measured settings truly take
     candidates: list[Knobs]  # nobody has tried them
-    improvement: FloatArray  # expected improvement over the best setting, (n_candidates,)
+    promised: FloatArray  # see `BayesianArm`, (n_candidates,)
 
 
 class BayesianArm:
-    """Proposes the settings with the largest expected improvement; learns from every arm's trials.
+    """Proposes what promises most; learns from every arm's trials, and has an opinion of what others propose.
 
-    The first proposals, while fewer than `n_initial` settings are known, are random. Spans are fitted as
-    logarithms, since noise and gains are shares of the span. The bar to improve on is the fitted mean at the best
-    setting and not the luckiest measurement.
+    What promises is the expected improvement over what the trial is expected to take (Snoek et al., Practical Bayesian
+    Optimization, 2012: per second). The first proposals, while fewer than `n_initial` settings are known, are few
+    streams and many on each route. Spans are fitted as logarithms, since noise and gains are shares of the span. The
+    bar to improve on is the fitted mean at the best setting and not the luckiest measurement.
 
     Raises:
         TuningError: scikit-optimize is not installed.
@@ -72,12 +73,12 @@ class BayesianArm:
             fresh = (knobs for knobs in self._design if knobs not in self._known)
             return [Proposal(arm=self.name, knobs=knobs, reason="initial design") for knobs in islice(fresh, n)]
         belief = self._believe()
-        order = np.argsort(-belief.improvement, kind="stable")[:n]
+        order = np.argsort(-belief.promised, kind="stable")[:n]
         return [
             Proposal(
                 arm=self.name,
                 knobs=belief.candidates[i],
-                reason=f"expected improvement {100 * belief.improvement[i]:.2g} %",
+                reason=f"promises {100 * belief.promised[i]:.2g} %",
             )
             for i in order
         ]
@@ -93,8 +94,8 @@ class BayesianArm:
         """Largest share of the best span that an untried setting is expected to save; None = too early to say."""
         if len(self._finite()) < self._n_initial:
             return None
-        improvement = self._believe().improvement
-        return float(improvement.max()) if len(improvement) else 0.0
+        promised = self._believe().promised
+        return float(promised.max()) if len(promised) else 0.0
 
     def expected_span_s(self, knobs: Knobs) -> float | None:
         """What a measured setting truly takes by the surrogate; None for others, and while it is too early to say."""
@@ -102,11 +103,8 @@ class BayesianArm:
             return None
         return self._believe().believed_s.get(knobs)
 
-    def _finite(self) -> list[Trial]:
-        return [trial for trial in self._known.values() if math.isfinite(trial.span_s)]
-
     def promise(self, candidates: Sequence[Knobs]) -> list[float] | None:
-        """Expected improvement of each, as a share of the best span; None = too early to say.
+        """What each promises, as a share of the best span; None = too early to say.
 
         What has no place on the lattice promises anything.
         """
@@ -114,8 +112,11 @@ class BayesianArm:
             return None
         belief, places = self._believe(), [self._lattice.place(knobs) for knobs in candidates]
         known = [place for place in places if place is not None]
-        values = iter(self._improvement(belief.model, belief.y_best, np.array(known)).tolist() if known else [])
+        values = iter(self._promised(belief.model, belief.y_best, np.array(known)).tolist() if known else [])
         return [math.inf if place is None else next(values) for place in places]
+
+    def _finite(self) -> list[Trial]:
+        return [trial for trial in self._known.values() if math.isfinite(trial.span_s)]
 
     def _believe(self) -> _Belief:
         """Fits the surrogate; kept until the next `tell`, so asking twice gives the same answer."""
@@ -125,12 +126,12 @@ class BayesianArm:
             y_best = math.log(min(believed_s.values()))
             candidates = self._candidates(believed_s)
             places = np.array([self._lattice.place(knobs) for knobs in candidates])
-            improvement = self._improvement(model, y_best, places) if candidates else np.empty(0)
-            self._belief = _Belief(model, y_best, believed_s, candidates, improvement)
+            promised = self._promised(model, y_best, places) if candidates else np.empty(0)
+            self._belief = _Belief(model, y_best, believed_s, candidates, promised)
         return self._belief
 
     @staticmethod
-    def _improvement(model: Any, y_best: float, places: FloatArray) -> FloatArray:
+    def _promised(model: Any, y_best: float, places: FloatArray) -> FloatArray:
         (acquisition,) = import_late("skopt.acquisition")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # as in _fit
