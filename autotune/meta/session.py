@@ -4,14 +4,13 @@ The session is pure: no process group, file, thread, clock or sleep. It lives on
 (`assignment`), takes the measured spans (`record`), and that rank tells the others. Its course is written down as one
 generator, `_warm_up`, that yields assignments and is sent their spans, so it reads in the order in which it happens:
 
-    default → trials → finals against each other and the default → done
+    default → trials → neighbours of the fastest → finals against each other and the default → done
 
 A setting that an earlier job has left for this very job is run first, in turns with the default. If it holds, that is
 the end; if it does not, or if the link is not what it was, the session asks for an arm (`Purpose.SEARCH`), so that what
 a search needs (probes, planners) is made only then, and begins the usual course.
 
-A trial is a race: it is measured once, given up if it is clearly slower than the best, and measured more often the
-closer it comes. More measurements of what runs already cost no discarded iteration. A share of the budget
+A share of the budget
 that grows with the noise is kept for the finals, where the fastest settings and those that the arms' surrogate believes
 in run in turns with the default.
 """
@@ -24,22 +23,19 @@ import numpy as np
 from sirtaki.errors import TuningError
 from sirtaki.gain import faster
 
-from ..arms.base import Arm, expected_improvement
+from ..arms.base import Arm
 from ..knobs import Knobs, KnobSpace
 from ..trial import Proposal, Trial
-from .assignment import DEFAULT_ARM, REFINEMENT_ARM, REGISTRY_ARM, Assignment, Purpose, SessionResult
+from .assignment import DEFAULT_ARM, REGISTRY_ARM, Assignment, Purpose, SessionResult
 from .budget import Budget
 from .finals import Finals, finalists
 from .ledger import CLEAR
-from .neighbours import untried
 from .proposals import Proposals
+from .search import Search
 from .trials import Trials
 
 logger = logging.getLogger(__name__)
 
-PROMISING = 1.0  # standard errors behind the best at which a setting is not measured again
-WORTHWHILE = 0.005  # the share of the span that must be in reach to go on searching
-NOISES_WORTHWHILE = 8.0  # a smaller share of the noise could not be told from it
 MAX_EXACT_ROUNDS = 3  # that a remembered setting gets to beat the default
 OTHER_LINK = 3.0  # how many times as much or as little time a remembered setting takes on a link that has changed
 SHORT_SEARCH_ITERATIONS = 40  # from a setting that is good, but was found on another link
@@ -115,7 +111,6 @@ class WarmupSession:
         self._history = tuple(trial for trial in history[-budget_iterations:] if self._proposals.accepts(trial.knobs))
         self._most_finalists = 3 if budget_iterations >= 60 else 2
         self._refines = refine
-        self._patience = max(8, budget_iterations // (4 * self._budget.turn))
         self._outcome: tuple[Knobs, str] | None = None
         self._script = self._warm_up()
         self._assignment = next(self._script)
@@ -235,9 +230,9 @@ class WarmupSession:
         else:
             yield from self._trials.run_default()
         self._trials.take_in(self._history)
-        why = yield from self._search()
-        if self._refines:
-            yield from self._refine()
+        search = Search(trials=self._trials, proposals=self._proposals)
+        why = yield from search.run(for_refinement=self._for_refinement)
+        yield from search.refine(self._for_refinement)
         field = finalists(self._trials, most=self._most_finalists)
         if not field:
             return self._end(self._default, f"nothing came near the default; {why}")
@@ -271,54 +266,9 @@ class WarmupSession:
         ratios = [self._trials.setting(knobs).span_s / then_s for knobs, then_s in both]
         return min(ratios) > OTHER_LINK or max(ratios) < 1 / OTHER_LINK
 
-    def _search(self) -> Generator[Assignment, Sequence[float], str]:
-        """Runs trials until the budget, the patience or the proposals end; says which."""
-        while True:
-            if self._trials.left - self._for_refinement < self._budget.discarded + 1:
-                return f"budget of {self._budget.iterations} iterations used"
-            if self._trials.since_best >= self._patience:
-                expected = expected_improvement(self._trials.arm)
-                worthwhile = max(WORTHWHILE, self._trials.ledger.noise / NOISES_WORTHWHILE)
-                if expected is not None and expected < worthwhile:
-                    return f"no new best in {self._trials.since_best} trials"
-            proposal = self._proposals.next()
-            if proposal is None:
-                return "nothing left to propose"
-            yield from self._race(proposal)
-            self._trials.finish(proposal)
-
     @property
     def _for_refinement(self) -> int:
         return self._budget.for_refinement(self._trials.ledger.noise) if self._refines else 0
-
-    def _refine(self) -> _Script:
-        """Runs what lies next to the fastest setting, until nothing new does or its share of the budget is used."""
-        until = self._trials.left - self._for_refinement
-        while self._trials.left > max(until, self._budget.discarded):
-            ledger, space = self._trials.ledger, self._proposals.space
-            tried = [setting.knobs for setting in ledger.ranked()]
-            beside = untried(tried[0], space, tried) if tried else iter(())
-            knobs = next((one for one in beside if self._proposals.accepts(one) and ledger.find(one) is None), None)
-            if knobs is None:
-                return
-            proposal = Proposal(arm=REFINEMENT_ARM, knobs=knobs, reason="next to the fastest")
-            yield from self._race(proposal)
-            self._trials.finish(proposal)
-
-    def _race(self, proposal: Proposal) -> _Script:
-        """Measures a proposal as often as it takes to tell it from the best."""
-        wanted = proposal.iterations or self._budget.measured
-        trials = self._trials
-        rival = next((best for best in trials.ledger.ranked() if not trials.same(best.knobs, proposal.knobs)), None)
-        while True:
-            yield from trials.run(proposal.knobs, arm=proposal.arm, purpose=Purpose.TRIAL, measured=1)
-            setting = trials.setting(proposal.knobs)
-            enough = len(setting.spans_s) >= wanted
-            lead = trials.ledger.lead(setting, rival) if rival else 0.0
-            hopeless = setting.failed or lead < -PROMISING
-            undecided = rival is not None and 0.0 <= lead <= CLEAR and len(setting.spans_s) < 2 * wanted
-            if hopeless or (enough and not undecided) or trials.left < 1:
-                return
 
     def _end(self, knobs: Knobs, reason: str) -> None:
         self._outcome = knobs, reason
