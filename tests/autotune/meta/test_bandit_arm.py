@@ -196,3 +196,47 @@ def test_an_arm_that_expects_no_number_is_left_out(answer: object) -> None:
     assert both.expected_improvement() is None
     assert both.expected_span_s(knobs(1)) is None
     assert [proposal.arm for proposal in both.ask(2)] == ["sane"]
+
+
+class Judge(ListArm):
+    """Its surrogate promises what it is told to, by the number of streams."""
+
+    def __init__(self, name: str, promises: dict[int, float]) -> None:
+        super().__init__(name, [])
+        self._promises = promises
+
+    def promise(self, candidates: Sequence[Knobs]) -> list[float]:
+        return [self._promises[candidate.streams] for candidate in candidates]
+
+
+def test_the_surrogate_picks_among_what_an_arm_proposes() -> None:
+    arm = bandit(ListArm("one", [1, 2, 3]), Judge("judge", {1: 0.01, 2: 0.2, 3: 0.0}))
+    (proposal,) = arm.ask()
+    assert (proposal.arm, proposal.knobs.streams) == ("one", 2)
+
+
+def test_an_arm_whose_every_proposal_is_hopeless_is_passed_over() -> None:
+    hopeless, good = ListArm("hopeless", [1, 2]), ListArm("good", [3])
+    arm = bandit(hopeless, good, Judge("judge", {1: 0.0, 2: 0.0005, 3: 0.01}))
+    assert {arm.ask()[0].arm for _ in range(20)} == {"good"}
+
+
+def test_a_plan_of_which_the_surrogate_knows_nothing_passes() -> None:
+    arm = bandit(ListArm("planner", [1]), Judge("judge", {1: float("inf")}))
+    assert arm.ask()[0].arm == "planner"
+
+
+def test_arms_of_the_whole_space_take_over_once_and_know_all_trials() -> None:
+    narrow, wide = ListArm("one", [1]), ListArm("one", [7])
+    doubts = iter([False, True, True])
+    arm = BanditArm(
+        [narrow], rng=np.random.default_rng(0), window=20, doubted=lambda: next(doubts), wider=lambda: [wide]
+    )
+    arm.tell([trial("one", 1)])
+    assert not wide.told
+    arm.tell([trial("one", 2)])
+    assert [each.knobs.streams for each in wide.told] == [1, 2]
+    arm.tell([trial("one", 3)])
+    assert [each.knobs.streams for each in wide.told] == [1, 2, 3]
+    assert len(narrow.told) == 2
+    assert arm.ask()[0].knobs.streams == 7

@@ -1,6 +1,7 @@
 """Waiting, and being told that waiting is of no use."""
 
 import itertools
+import threading
 
 import pytest
 
@@ -33,3 +34,16 @@ def test_the_first_failure_is_kept() -> None:
     for _ in range(2):
         with pytest.raises(PeerLostError, match="first"):
             board.check()
+
+
+def test_after_a_broken_connection_the_failure_that_led_to_it_is_waited_for() -> None:
+    failures = FailureBoard()
+    threading.Timer(0.1, failures.report, [PeerLostError("rank 1 has ended its script")]).start()
+    with pytest.raises(PeerLostError, match="rank 1"):
+        failures.blame()
+    assert failures.suspicious
+
+
+def test_where_nobody_is_to_blame_the_broken_connection_is_all_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sirtaki.comm.control.failure.BLAME_S", 0.05)
+    FailureBoard().blame()

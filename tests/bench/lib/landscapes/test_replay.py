@@ -1,4 +1,4 @@
-"""The replay's physics, by hand, and against the simulator where both should agree."""
+"""The replay's physics by hand, and every family of landscapes."""
 
 from __future__ import annotations
 

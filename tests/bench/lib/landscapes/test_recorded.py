@@ -1,0 +1,99 @@
+"""A recorded sweep as a landscape."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bench.landscapes import bars, by_family, summary
+from bench.lib.landscapes.contenders import CONTENDERS, SIRTAKI
+from bench.lib.landscapes.recorded import Recorded, recorded, recordings
+from sirtaki.autotune.knobs import KIB, Cut, Knobs
+from sirtaki.comm.plan import TransportKind
+
+SIZES, STREAMS = (64 * KIB, 128 * KIB, 256 * KIB), (1, 2, 4)
+PLANNED = Knobs(unit_bytes=64 * KIB, streams=2, transport=TransportKind.GLOO, cuts=(Cut(stop=10), Cut(stop=60000)))
+
+
+def knobs(size: int, streams: int) -> Knobs:
+    return Knobs(unit_bytes=size, streams=streams, transport=TransportKind.GLOO)
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Recorded:
+    rows = [
+        {"arm": "", "knobs": knobs(size, streams).to_json(), "spans_s": [span_s, 2 * span_s, span_s / 2]}
+        for size in SIZES
+        for streams in STREAMS
+        for span_s in [1e-6 * size / streams]
+    ]
+    rows.append({"arm": "planner", "knobs": PLANNED.to_json(), "spans_s": [0.01]})
+    data = {
+        "job": "small",
+        "sizes": [60000],
+        "default": knobs(SIZES[0], 1).to_json(),
+        "routes": [["gloo", "flat"]],
+        "streams": list(STREAMS),
+        "narrowed_routes": [["gloo", "flat"]],
+        "narrowed_streams": [1, 2],
+        "model": None,
+        "rows": rows,
+    }
+    path = tmp_path / "small.json"
+    path.write_text(json.dumps(data))
+    return recorded(path)
+
+
+def test_a_measurement_is_one_of_those_that_were_taken(job: Recorded) -> None:
+    rng, span_s = np.random.default_rng(0), 1e-6 * SIZES[1] / 2
+    drawn = {job.measure_s(knobs(SIZES[1], 2), 0, 0.5, rng) for _ in range(50)}
+    assert drawn == {span_s, 2 * span_s, span_s / 2}
+    assert job.span_s(knobs(SIZES[1], 2)) == span_s
+
+
+def test_what_lies_between_counts_as_the_nearest(job: Recorded) -> None:
+    assert job.nearest(knobs(SIZES[1] + 5000, 3)) == knobs(SIZES[1], 4)
+    assert job.span_s(knobs(SIZES[2] - 5000, 4)) == job.span_s(knobs(SIZES[2], 4))
+
+
+def test_plans_that_were_not_recorded_cannot_be_run(job: Recorded) -> None:
+    other = replace(PLANNED, cuts=(Cut(stop=11), Cut(stop=60000)))
+    assert job.span_s(PLANNED) == 0.01
+    assert math.isinf(job.measure_s(other, 0, 0.04, np.random.default_rng(0)))
+
+
+def test_the_best_is_uniform_and_recorded(job: Recorded) -> None:
+    assert job.nearest(job.best) == knobs(SIZES[0], 4)
+    assert job.probed(0.04, np.random.default_rng(0))[0].streams == (1, 2)
+
+
+def test_a_warm_up_runs_on_it(job: Recorded) -> None:
+    outcome = CONTENDERS[SIRTAKI](job, 60, 0.04, 0)
+    assert outcome["over_default"] <= 1.0
+
+
+def test_what_is_kept_of_real_jobs_can_be_read() -> None:
+    for path in recordings():
+        job = recorded(path)
+        assert job.default in job.space
+        assert 0.0 < job.span_s(job.best) <= job.span_s(job.default)
+    assert sum(path.stat().st_size for path in recordings()) <= 500 * KIB
+
+
+def row(contender: str, family: str, seed: int, regret: float) -> dict[str, object]:
+    head = {"contender": contender, "family": family, "seed": seed, "regret": regret}
+    return {**head, "found_at": 9, "cost": 1.0, "over_default": 0.9}
+
+
+def test_contenders_are_compared_on_the_seeds_that_both_have_had() -> None:
+    rows = [row(SIRTAKI, "a", seed, 0.01 * (1 + 9 * seed)) for seed in range(2)] + [row("optuna GP", "a", 0, 0.04)]
+    assert summary(rows, SIRTAKI)["mean regret"] == pytest.approx(0.055)
+    assert by_family(rows, SIRTAKI, "regret", like="optuna GP") == {"a": 0.01}
+    found = {bar.claim: bar.value for bar in bars(rows)}
+    assert found["mean regret over that of the best other contender (optuna GP)"] == pytest.approx(0.25)
+    assert found["regret behind the best contender in the worst family"] == pytest.approx(-0.03)
