@@ -43,6 +43,7 @@ from bench.lib.harness import (
 )
 from bench.lib.models import emulated_resnet50, small_conv, transformer
 from sirtaki.autotune.knobs import KIB, Knobs
+from sirtaki.comm.plan import Algorithm, Route, TransportKind
 
 RECORDED = REPOSITORY / "bench" / "recorded"
 MBIT = 1_000_000
@@ -66,6 +67,7 @@ class RecordedJob:
         ranks_per_node: on the emulated cluster.
         octaves: unit sizes, each twice the one before.
         streams: numbers of streams.
+        only: the route that is recorded, None = all.
         rounds: measurements of each setting.
     """
 
@@ -76,6 +78,7 @@ class RecordedJob:
     ranks_per_node: int = 1
     octaves: int = OCTAVES
     streams: tuple[int, ...] = STREAMS
+    only: Route | None = None
     rounds: int = 5
 
 
@@ -96,6 +99,7 @@ def _cluster(link: int, flow: int, *, nodes: int = 4, delay_ms: float = 0.0) -> 
 
 
 _FEW: dict[str, Any] = {"streams": (1, 2, 4, 8, 16), "rounds": 4}
+_CLUSTER: dict[str, Any] = {**_FEW, "octaves": 7, "only": (TransportKind.GLOO, Algorithm.FLAT)}
 
 JOBS = {
     job.name: job
@@ -106,10 +110,10 @@ JOBS = {
         RecordedJob(name="four-ranks-transformer", ranks=4, make=_transformer, **_FEW),
         RecordedJob(name="four-ranks-conv", ranks=4, make=_small_conv, **_FEW),
         RecordedJob(name="four-ranks-resnet", ranks=4, make=_emulated, **_FEW),
-        RecordedJob(name="cluster-400-100", ranks=4, make=_emulated, cluster=_cluster(400, 100), rounds=4),
-        RecordedJob(name="cluster-200-200", ranks=4, make=_emulated, cluster=_cluster(200, 200), **_FEW),
+        RecordedJob(name="cluster-400-100", ranks=4, make=_emulated, cluster=_cluster(400, 100), **_CLUSTER),
+        RecordedJob(name="cluster-200-200", ranks=4, make=_emulated, cluster=_cluster(200, 200), **_CLUSTER),
         RecordedJob(
-            name="cluster-400-100-delay", ranks=4, make=_emulated, cluster=_cluster(400, 100, delay_ms=5), **_FEW
+            name="cluster-400-100-delay", ranks=4, make=_emulated, cluster=_cluster(400, 100, delay_ms=5), **_CLUSTER
         ),
         RecordedJob(
             name="cluster-2x2", ranks=4, make=_emulated, cluster=_cluster(400, 100, nodes=2), ranks_per_node=2, **_FEW
@@ -142,7 +146,7 @@ def on_rank(options: Mapping[str, Any]) -> None:
     torch.set_num_threads(1)
     hvd.init()
     job, current = JOBS[options["job"]], engine_job.current()
-    bare = Bare(current, *job.make(current.control.rank))
+    bare = Bare(current, *job.make(current.control.rank), only=job.only)
     plans: list[tuple[str, Knobs]] = []
     if bare.known is not None:
         for planner in make_planners(space=bare.space, model=bare.known):
