@@ -41,7 +41,7 @@ from bench.lib.landscapes.landscape import Landscape
 OPEN_RECORDINGS = ("two-ranks-conv", "four-ranks-transformer", "cluster-400-100")
 """Recorded jobs that the tuner may be developed on; the others are held back."""
 
-FEWER_SEEDS = {"optuna GP": 8, "scikit-optimize GP": 8, **dict.fromkeys(ARMS, 4)}
+FEWER_SEEDS = {"optuna GP": 6, "scikit-optimize GP": 6, **dict.fromkeys(ARMS, 4)}
 """Of contenders whose every proposal takes long, and of single arms."""
 
 
@@ -174,7 +174,7 @@ def main() -> int:
     shown = [name for name in (*SIRTAKIS, *OTHERS) if name in contenders]
     report.rows += families_table(rows, shown)
     report.notes.append(
-        f"{n_seeds} seeds (at most 8 of Gaussian processes, 4 of single arms), {args.budget} iterations, noise "
+        f"{n_seeds} seeds (at most 6 of Gaussian processes, 4 of single arms), {args.budget} iterations, noise "
         f"{100 * args.noise:g} %; the second table is the mean regret by family"
     )
     report.bars += bars(rows)
