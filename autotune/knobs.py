@@ -165,6 +165,11 @@ class KnobSpace:
             and (knobs.transport, knobs.algorithm) in self.routes
         )
 
+    def whole_unit_bytes(self, size: float) -> int:
+        """The nearest size in whole KiB, where there is room for them."""
+        grain = KIB if self.unit_bytes[0] >= 16 * KIB else 1
+        return round(size / grain) * grain
+
     @property
     def unit_bytes_log2(self) -> tuple[float, float]:
         """Bounds of `unit_bytes` on the scale on which it is searched."""

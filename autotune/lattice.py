@@ -10,7 +10,7 @@ from itertools import product
 import numpy as np
 import numpy.typing as npt
 
-from .knobs import KIB, Knobs, KnobSpace
+from .knobs import Knobs, KnobSpace
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -28,7 +28,7 @@ class KnobLattice:
 
     def __init__(self, space: KnobSpace, *, steps_per_octave: int = 2) -> None:
         self.space = space
-        self.unit_bytes = _log_spaced(*space.unit_bytes, steps_per_octave)
+        self.unit_bytes = _log_spaced(space, steps_per_octave)
         self.shape = (len(self.unit_bytes), len(space.streams), len(space.threads), len(space.routes))
         indices = tuple(product(*(range(length) for length in self.shape)))
         self.points: tuple[Knobs, ...] = tuple(self.at(index) for index in indices)
@@ -83,10 +83,10 @@ class KnobLattice:
         return scaled + ([float(index[3] == route) for route in range(routes)] if routes > 1 else [])
 
 
-def _log_spaced(low: int, high: int, steps_per_octave: int) -> tuple[int, ...]:
-    """From `low` to `high`, both included, in equal steps on the log scale; whole KiB where there is room."""
+def _log_spaced(space: KnobSpace, steps_per_octave: int) -> tuple[int, ...]:
+    """From the smallest unit to the largest, both included, in equal steps on the log scale."""
+    low, high = space.unit_bytes
     n_steps = max(1, round(np.log2(high / low) * steps_per_octave))
     values = np.geomspace(low, high, n_steps + 1)
-    grain = KIB if low >= 16 * KIB else 1
-    inner = {min(high, max(low, round(value / grain) * grain)) for value in values}
+    inner = {min(high, max(low, space.whole_unit_bytes(value))) for value in values}
     return tuple(sorted({low, high, *inner}))

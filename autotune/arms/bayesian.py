@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..knobs import KIB, Knobs, KnobSpace
+from ..knobs import Knobs, KnobSpace
 from ..lattice import FloatArray, KnobLattice
 from ..trial import Proposal, Trial, TrialStatus
 from .late_import import import_late, require
@@ -145,16 +145,15 @@ class BayesianArm:
         if len(lattice) > MAX_CANDIDATES:
             draw = np.random.default_rng(self._seed + len(self._known))
             lattice = tuple(lattice[i] for i in sorted(draw.choice(len(lattice), MAX_CANDIDATES, replace=False)))
-        low, high = self._lattice.space.unit_bytes
-        grain = KIB if low >= 16 * KIB else 1
-        counts = self._lattice.space.streams
+        space = self._lattice.space
+        (low, high), counts = space.unit_bytes, space.streams
         around: list[Knobs] = []
         for knobs in sorted(believed_s, key=lambda one: believed_s[one])[:REFINED]:
             place = counts.index(knobs.streams)
             for streams in counts[max(0, place - 1) : place + 2]:
                 middle = round(FINE_STEPS_PER_OCTAVE * math.log2(knobs.unit_bytes))
                 for step in range(middle - FINE_STEPS, middle + FINE_STEPS + 1):
-                    size = round(2 ** (step / FINE_STEPS_PER_OCTAVE) / grain) * grain
+                    size = space.whole_unit_bytes(2 ** (step / FINE_STEPS_PER_OCTAVE))
                     around.append(replace(knobs, unit_bytes=min(max(size, low), high), streams=streams))
         return [knobs for knobs in dict.fromkeys((*lattice, *around)) if knobs not in self._known]
 

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from ..knobs import KIB, Knobs, KnobSpace
+from ..knobs import Knobs, KnobSpace
 
 STEP_OCTAVES = 0.5
 NEAR_OCTAVES = 0.3
@@ -24,9 +24,8 @@ def neighbours(knobs: Knobs, space: KnobSpace) -> Iterator[Knobs]:
         for streams in (*space.streams[max(0, place - 1) : place], *space.streams[place + 1 : place + 2]):
             yield replace(knobs, streams=streams)
     low, high = space.unit_bytes
-    grain = KIB if low >= 16 * KIB else 1
     for step in (-STEP_OCTAVES, STEP_OCTAVES):
-        size = round(knobs.unit_bytes * 2**step / grain) * grain
+        size = space.whole_unit_bytes(knobs.unit_bytes * 2**step)
         if low <= size <= high:
             yield replace(knobs, unit_bytes=size)
     for transport, algorithm in space.routes:

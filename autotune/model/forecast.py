@@ -89,8 +89,8 @@ class Forecast:
         predicted_s, pairs = self.predicted_s(knobs), self._pairs()
         if predicted_s is None or not pairs:
             return True
-        best_s, best_predicted_s = min(pairs)
-        return predicted_s * best_s < (1.0 - gain) * best_s * best_predicted_s
+        _, best_predicted_s = min(pairs)
+        return predicted_s < (1.0 - gain) * best_predicted_s
 
     def _pairs(self) -> list[tuple[float, float]]:
         both = ((measured_s, self.predicted_s(knobs)) for knobs, measured_s in self._measured_s.items())
