@@ -3,11 +3,13 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from sirtaki.comm.layout import GradientLayout
 from sirtaki.comm.plan import LARGEST_UNIT_BYTES, SMALLEST_UNIT_BYTES, Algorithm, CommPlan, TransportKind, Unit
 from sirtaki.errors import PlanError
+
+_T = TypeVar("_T")
 
 KIB = 1024
 MIB = 1024 * KIB
@@ -165,6 +167,14 @@ class KnobSpace:
             and (knobs.transport, knobs.algorithm) in self.routes
         )
 
+    def streams_around(self, streams: int) -> tuple[int, ...]:
+        """That permitted count and the ones next to it, ascending; none if it is not permitted."""
+        return _around(self.streams, streams)
+
+    def threads_around(self, threads: int | None) -> tuple[int | None, ...]:
+        """That permitted allowance and the ones next to it, ascending; none if it is not permitted."""
+        return _around(self.threads, threads)
+
     def whole_unit_bytes(self, size: float) -> int:
         """The nearest size in whole KiB, where there is room for them."""
         grain = KIB if self.unit_bytes[0] >= 16 * KIB else 1
@@ -174,3 +184,10 @@ class KnobSpace:
     def unit_bytes_log2(self) -> tuple[float, float]:
         """Bounds of `unit_bytes` on the scale on which it is searched."""
         return math.log2(self.unit_bytes[0]), math.log2(self.unit_bytes[1])
+
+
+def _around(choices: tuple[_T, ...], one: _T) -> tuple[_T, ...]:
+    if one not in choices:
+        return ()
+    place = choices.index(one)
+    return choices[max(0, place - 1) : place + 2]

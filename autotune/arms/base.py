@@ -21,6 +21,19 @@ class Arm(Protocol):
         ...
 
 
+class Nobody:
+    """The arm where there is none: it has nothing to propose."""
+
+    name = "nobody"
+
+    def ask(self, n: int = 1) -> Sequence[Proposal]:
+        """Nothing."""
+        return ()
+
+    def tell(self, trials: Sequence[Trial]) -> None:
+        """Learns nothing."""
+
+
 @runtime_checkable
 class Forecaster(Protocol):
     """An arm with a surrogate can say what is left to gain; the session stops early where that is noise."""

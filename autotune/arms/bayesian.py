@@ -146,11 +146,10 @@ class BayesianArm:
             draw = np.random.default_rng(self._seed + len(self._known))
             lattice = tuple(lattice[i] for i in sorted(draw.choice(len(lattice), MAX_CANDIDATES, replace=False)))
         space = self._lattice.space
-        (low, high), counts = space.unit_bytes, space.streams
+        low, high = space.unit_bytes
         around: list[Knobs] = []
         for knobs in sorted(believed_s, key=lambda one: believed_s[one])[:REFINED]:
-            place = counts.index(knobs.streams)
-            for streams in counts[max(0, place - 1) : place + 2]:
+            for streams in space.streams_around(knobs.streams):
                 middle = round(FINE_STEPS_PER_OCTAVE * math.log2(knobs.unit_bytes))
                 for step in range(middle - FINE_STEPS, middle + FINE_STEPS + 1):
                     size = space.whole_unit_bytes(2 ** (step / FINE_STEPS_PER_OCTAVE))

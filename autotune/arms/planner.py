@@ -19,7 +19,7 @@ from ..trial import Proposal, Trial
 
 logger = logging.getLogger(__name__)
 
-WORTH_A_TRIAL = 0.005
+LEAST_PREDICTED_GAIN = 0.005
 """Share of the span that a plan must be predicted to save over the best that has been measured."""
 
 
@@ -71,7 +71,7 @@ class Planner(ABC):
         if self._to_ask is None:
             self._to_ask = self._plan()
         if self.forecast is not None:
-            self._to_ask = [one for one in self._to_ask if self.forecast.promises(one.knobs, gain=WORTH_A_TRIAL)]
+            self._to_ask = [one for one in self._to_ask if self.forecast.promises(one.knobs, gain=LEAST_PREDICTED_GAIN)]
         asked, self._to_ask = self._to_ask[:n], self._to_ask[n:]
         return asked
 

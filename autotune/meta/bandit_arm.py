@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 SCREENED = 8  # proposals of an arm among which the surrogate chooses
-WORTH_A_TRIAL = 0.001  # share of the span that a trial must be expected to save
+LEAST_PROMISE = 0.001  # share of the span that a trial must be expected to save
 
 
 class BanditArm:
@@ -120,7 +120,7 @@ class BanditArm:
         if promised is None:
             return proposals
         chances = sorted(zip(promised, range(len(proposals)), strict=True), key=lambda pair: (-pair[0], pair[1]))
-        return [proposals[place] for chance, place in chances if chance >= WORTH_A_TRIAL]
+        return [proposals[place] for chance, place in chances if chance >= LEAST_PROMISE]
 
     def _ask_arm(self, name: str, n: int) -> Sequence[Proposal]:
         return self._try(name, lambda arm: _proposals(arm.ask(n), n, name), ())

@@ -19,9 +19,8 @@ def neighbours(knobs: Knobs, space: KnobSpace) -> Iterator[Knobs]:
     """Settings that differ in one knob by one step: streams, unit size, route, threads; none of explicit cuts."""
     if knobs.cuts is not None:
         return
-    if knobs.streams in space.streams:
-        place = space.streams.index(knobs.streams)
-        for streams in (*space.streams[max(0, place - 1) : place], *space.streams[place + 1 : place + 2]):
+    for streams in space.streams_around(knobs.streams):
+        if streams != knobs.streams:
             yield replace(knobs, streams=streams)
     low, high = space.unit_bytes
     for step in (-STEP_OCTAVES, STEP_OCTAVES):
@@ -31,9 +30,8 @@ def neighbours(knobs: Knobs, space: KnobSpace) -> Iterator[Knobs]:
     for transport, algorithm in space.routes:
         if (transport, algorithm) != (knobs.transport, knobs.algorithm):
             yield replace(knobs, transport=transport, algorithm=algorithm)
-    if knobs.threads in space.threads:
-        place = space.threads.index(knobs.threads)
-        for threads in (*space.threads[max(0, place - 1) : place], *space.threads[place + 1 : place + 2]):
+    for threads in space.threads_around(knobs.threads):
+        if threads != knobs.threads:
             yield replace(knobs, threads=threads)
 
 

@@ -23,7 +23,7 @@ import numpy as np
 from sirtaki.errors import TuningError
 from sirtaki.gain import faster
 
-from ..arms.base import Arm
+from ..arms.base import Arm, Nobody
 from ..knobs import Knobs, KnobSpace
 from ..trial import Proposal, Trial
 from .assignment import DEFAULT_ARM, REGISTRY_ARM, Assignment, Purpose, SessionResult
@@ -41,21 +41,6 @@ OTHER_LINK = 3.0  # how many times as much or as little time a remembered settin
 SHORT_SEARCH_ITERATIONS = 40  # from a setting that is good, but was found on another link
 
 _Script = Generator[Assignment, Sequence[float], None]
-
-
-class _Nobody:
-    """The arm of a session that has no arm yet."""
-
-    name = "nobody"
-
-    def ask(self, n: int = 1) -> Sequence[Proposal]:
-        return ()
-
-    def tell(self, trials: Sequence[Trial]) -> None:
-        pass
-
-
-_NOBODY = _Nobody()
 
 
 class WarmupSession:
@@ -104,7 +89,7 @@ class WarmupSession:
         self._budget = Budget(
             iterations=budget_iterations, discarded=discarded_iterations, measured=measured_iterations
         )
-        self._trials = Trials(default=default, budget=self._budget, identity=identity, arm=arm or _NOBODY)
+        self._trials = Trials(default=default, budget=self._budget, identity=identity, arm=arm or Nobody())
         self._exact, self._exact_spans_s = exact, exact_spans_s
         self._proposals = Proposals(self._trials, space=space, seeds=seeds)
         # No session has more trials than iterations, whatever is claimed.

@@ -150,6 +150,13 @@ def test_a_space_holds_what_every_knob_permits_and_nothing_else(outside: dict[st
     assert Knobs(**{**inside, **outside}) not in SPACE
 
 
+def test_a_count_has_itself_and_the_permitted_ones_next_to_it_around() -> None:
+    space = KnobSpace(routes=((TransportKind.GLOO, Algorithm.FLAT),), streams=(1, 2, 4, 8), threads=(None, 256, 512))
+    assert [space.streams_around(count) for count in (1, 2, 8)] == [(1, 2), (1, 2, 4), (4, 8)]
+    assert space.streams_around(3) == ()
+    assert space.threads_around(None) == (None, 256)
+
+
 def test_explicit_cuts_bring_their_own_threads() -> None:
     knobs = Knobs(unit_bytes=MIB, streams=1, threads=4096, transport=TransportKind.GLOO, cuts=(Cut(stop=1),))
     assert knobs in SPACE

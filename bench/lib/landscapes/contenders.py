@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from sirtaki.autotune.arms.base import Arm
+from sirtaki.autotune.arms.base import Arm, Nobody
 from sirtaki.autotune.arms.catalogue import OUR_ARMS, make_arm
 from sirtaki.autotune.arms.planners import make_planners
 from sirtaki.autotune.knobs import Knobs, KnobSpace
@@ -141,20 +141,8 @@ def _alone(
         if planner.name == name:
             return planner
     if name not in OUR_ARMS:
-        return _Nobody()
+        return Nobody()  # a planner where there is no model
     return make_arm(name, space=space, rng=np.random.default_rng(seed))
-
-
-class _Nobody:
-    """A planner where there is no model."""
-
-    name = "nobody"
-
-    def ask(self, n: int = 1) -> Sequence[Any]:
-        return ()
-
-    def tell(self, trials: Sequence[Any]) -> None:
-        pass
 
 
 # ── others ───────────────────────────────────────────────────────────────────────────────────────────────────────
