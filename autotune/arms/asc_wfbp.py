@@ -115,9 +115,7 @@ class AscWfbpN(Planner):
             return round(simulator.run_cuts(cuts).span_s, 6), len(cuts)
 
         best = min(dict.fromkeys(self._candidates(model, model.links[route])), key=cost)  # the first of equals
-        if model.contention is None:
-            return best
-        return min((tuple(replace(cut, threads=r) for cut in best) for r in self.space.threads), key=cost)
+        return min((tuple(replace(cut, threads=r) for cut in best) for r in self.allocations(model)), key=cost)
 
     def _candidates(self, model: PlanningModel, link: LinkModel) -> Iterator[tuple[Cut, ...]]:
         layout, ready_s = model.layout, model.profile.issuable_s

@@ -41,7 +41,7 @@ class Libra(Planner):
         return min(candidates, key=lambda cuts: simulator.run_cuts(cuts).span_s)
 
     def _cuts_on(self, model: PlanningModel, link: LinkModel, streams: int) -> tuple[Cut, ...]:
-        allocations = self._allocations(model)
+        allocations = self.allocations(model)
         ends, choices = self._plan_groups(model, link, stage_model(model, link, allocations, streams=streams))
         threads = [allocations[choice] for choice in choices]
         return cuts_for_groups(model.layout, ends, streams=streams, slices=streams, threads=threads)
@@ -59,10 +59,6 @@ class Libra(Planner):
             stages,
         )
         return [runs[end - 1] for end in plan.ends], plan.choices
-
-    def _allocations(self, model: PlanningModel) -> tuple[int | None, ...]:
-        """R: the thread counts to choose from; without a contention model there is nothing to weigh."""
-        return self.space.threads if model.contention is not None else (None,)
 
     def _enough(self, link: LinkModel) -> int:
         best = max(link.total_bytes_per_s(streams) for streams in self.space.streams)

@@ -99,6 +99,14 @@ class Planner(ABC):
             plans.append((span_s, Proposal(arm=self.name, knobs=knobs, reason=reason)))
         return [proposal for _, proposal in sorted(plans, key=lambda plan: plan[0])]
 
+    def allocations(self, model: PlanningModel) -> tuple[int | None, ...]:
+        """LIBRA's R: the thread counts to choose from. Only None where nobody has measured what they do.
+
+        None, NCCL's own choice, is no count: the model takes it for the one that it resembles, so it would win ties.
+        """
+        counts = tuple(threads for threads in self.space.threads if threads is not None)
+        return counts if counts and model.contention is not None else (None,)
+
     def _knobs(self, layout: GradientLayout, route: Route, cuts: tuple[Cut, ...]) -> Knobs:
         used = 1 + max(cut.stream for cut in cuts)
         streams = next((n for n in self.space.streams if n >= used), None)
@@ -112,6 +120,7 @@ class Planner(ABC):
             streams=streams,
             transport=route[0],
             algorithm=route[1],
+            threads=self.space.threads[0],
             cuts=cuts,
         )
 

@@ -3,6 +3,9 @@
 Nothing here waits: a unit is put on its communicator's stream after what was packed so far, and whoever waits for it
 makes *its stream* wait. NCCL needs the same order of operations on all ranks, over all communicators of a GPU, and one
 thread at a time that puts them there; the synchroniser keeps the order, a lock the rest.
+
+A stream has a communicator for each number of CTAs. They are one stream all the same: a unit waits for the one before
+it on its stream, whichever communicator carried that (LIBRA's stages follow one another, and so does the simulator).
 """
 
 from __future__ import annotations
@@ -97,7 +100,7 @@ class NcclTransport:
         self._pool, self._device = pool, device
         self.max_streams, self.threads = opener.max_streams, opener.threads
         self.stream_cost = StreamCost()  # NCCL's own; the pool looks after the device's memory
-        self._leads: dict[StreamSpec, Any] = {}
+        self._leads: dict[int, Any] = {}
 
     def keys(self, streams: Sequence[StreamSpec]) -> list[CommunicatorKey]:
         """The communicators that these streams need."""
@@ -122,17 +125,30 @@ class NcclTransport:
         if unit.numel() == 0:
             return NOTHING_TO_DO
         with ISSUING:
-            work, left = self._issue(unit, stream, op, scale)
+            work, left = self._issue_in_turn(unit, stream, op, scale)
         unit_work = NcclWork(work, self._device, unit, left, f"elements [{start}, {stop}) on stream {stream.number}")
         if timeline.active() is not None:
-            unit_work.note_end(self._lead(stream))
+            unit_work.note_end(self._lead(stream.number))
         return unit_work
 
-    def _lead(self, stream: StreamSpec) -> Any:  # Any: a stream of the device
-        """A stream of this stream's that is not NCCL's."""
-        if stream not in self._leads:
-            self._leads[stream] = self._device.make_stream()
-        return self._leads[stream]
+    def _lead(self, number: int) -> Any:  # Any: a stream of the device
+        """A stream of the device for this stream that is not NCCL's."""
+        if number not in self._leads:
+            self._leads[number] = self._device.make_stream()
+        return self._leads[number]
+
+    def _issue_in_turn(
+        self, unit: torch.Tensor, stream: StreamSpec, op: ReduceOp, scale: float
+    ) -> tuple[GroupWork, float]:
+        """As `_issue`, behind the stream's last unit, which another communicator may have carried."""
+        if sum(key.stream == stream.number and key.scope is Scope.ALL for key in self._pool.keys()) == 1:  # noqa: SIM118
+            return self._issue(unit, stream, op, scale)
+        packed = self._device.record_event()
+        with self._device.on(self._lead(stream.number)):
+            self._device.order_after(packed)
+            work, left = self._issue(unit, stream, op, scale)
+            work.wait()
+        return work, left
 
     def _group(self, stream: StreamSpec, scope: Scope) -> Group:
         return self._pool[CommunicatorKey(stream.number, ctas_for(stream.threads), scope)]
@@ -182,7 +198,7 @@ class NcclHierarchicalTransport(NcclTransport):
         packed = self._device.record_event()
         works: list[GroupWork] = []
         left = scale
-        with self._device.on(self._lead(stream)):
+        with self._device.on(self._lead(stream.number)):
             self._device.order_after(packed)
             if rest.numel():
                 work, rest_left = _all_reduce(self._group(stream, Scope.ALL), rest, op, scale)

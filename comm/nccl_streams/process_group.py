@@ -24,7 +24,7 @@ from sirtaki.errors import CommError
 
 from .communicators import CommunicatorKey, Group, GroupWork, Opener, Scope
 from .cuda_device import CudaDevice
-from .support import THREADS_PER_CTA, NcclVersions
+from .support import NcclVersions, allowances
 
 if TYPE_CHECKING:
     from sirtaki.comm.control.plane import ControlPlane
@@ -36,7 +36,6 @@ NO_HANDLING = "0"
 """torch says that a communicator has failed and leaves the rest to us, who can name the ranks; by default it ends the
 process. It must not abort the communicator either: what waits for it on the GPU would go on with wrong gradients."""
 
-ALLOWANCES = tuple(THREADS_PER_CTA * ctas for ctas in (1, 2, 4, 8, 16))
 PREMULTIPLIED = (torch.float16, torch.float32, torch.float64)
 """dtypes that NCCL's pre-multiplied sum takes through every version of torch."""
 
@@ -107,7 +106,7 @@ class NcclOpener:
         self._control, self._device = control, device
         self._timeout = datetime.timedelta(seconds=timeout_s)
         self.max_streams = max_streams
-        self.threads = ALLOWANCES
+        self.threads = allowances(max_streams)
 
     def open(self, key: CommunicatorKey) -> Group:
         """Collective: see `Opener`. The communicator has done its first operation when this returns."""

@@ -19,13 +19,16 @@ LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
 ORDERED_NCCL = (2, 26)
 OVERLAPPING_CUDA = (12, 3)
 
-MAX_STREAMS = 16
-"""More communicators than that have not been seen to pay, and each takes memory on the GPU."""
+MAX_STREAMS = 24
+"""As AIACC used at most; how many of them fit into the GPU's memory, `CommunicatorPool` sees when a plan is opened."""
 
 THREADS_PER_CTA = 512
 """NCCL's block size on current GPUs (`NCCL_NTHREADS`, which is one for the whole process)."""
 
 MAX_CTAS = 32
+
+ALLOWANCES = tuple(THREADS_PER_CTA * ctas for ctas in (1, 2, 4, 8, 16))
+"""GPU threads that a unit may be allowed: each another number of CTAs, since fewer than a block's are a block, too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +84,11 @@ def _dotted(version: tuple[int, ...]) -> str:
 def ask_for_launch_order() -> None:
     """Has NCCL keep the host's order, unless the user has said otherwise; before the first communicator of all."""
     os.environ.setdefault(LAUNCH_ORDER, "1")
+
+
+def allowances(max_streams: int) -> tuple[int, ...]:
+    """Thread allowances to choose from: none where communicators must not overlap, as each takes one of its own."""
+    return ALLOWANCES if max_streams > 1 else ()
 
 
 def ctas_for(threads: int | None) -> int | None:

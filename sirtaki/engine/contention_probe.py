@@ -1,8 +1,8 @@
 """Measures how all-reduces and computation slow each other down on one GPU, by the threads that the all-reduces get.
 
 LIBRA's samples (above eq. 5 and 6): communication alone, computation alone, and both at once, for several thread
-allowances. A module of its own because it is only asked where threads can be allotted, and because the tuner must be
-offered threads only where they make a difference that is more than noise.
+allowances, and for none, which is NCCL's own choice. A module of its own because it is only asked where threads can be
+allotted, and because the tuner must be offered threads only where they make a difference that is more than noise.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class ThreadProbe:
     """One allowance, measured `REPETITIONS` times; each time the slowest rank's.
 
     Attributes:
-        threads: of each all-reduce.
+        threads: of each all-reduce; None = as many as NCCL takes by itself.
         unit_bytes: of each all-reduce.
         alone_s: an all-reduce with nothing beside it, `(REPETITIONS,)`.
         beside_s: an all-reduce beside computation, `(REPETITIONS,)`.
@@ -54,7 +54,7 @@ class ThreadProbe:
         undisturbed_s: the computation with nothing beside it, `(REPETITIONS,)`.
     """
 
-    threads: int
+    threads: int | None
     unit_bytes: int
     alone_s: tuple[float, ...]
     beside_s: tuple[float, ...]
@@ -63,13 +63,13 @@ class ThreadProbe:
 
 
 def probe_threads(control: ControlPlane, router: Router, route: Route) -> list[ThreadProbe]:
-    """Collective: measures every allowance that the router offers, on one stream of `route`."""
+    """Collective: measures no allowance and every one that the router offers, on one stream of `route`."""
     device = router.device
     buffer = router.allocate(max(UNIT_BYTES) // 4, torch.float32)
     matrix = torch.zeros(MATRIX, MATRIX, device=device.torch_device)
     product = torch.empty_like(matrix)
     probes = []
-    for threads in router.threads():
+    for threads in (None, *router.threads()):
         for unit_bytes in UNIT_BYTES:
             plan = _one_unit(route, unit_bytes, threads)
             router.open_plan(plan)
@@ -89,7 +89,7 @@ def probe_threads(control: ControlPlane, router: Router, route: Route) -> list[T
     return probes
 
 
-def _one_unit(route: Route, unit_bytes: int, threads: int) -> CommPlan:
+def _one_unit(route: Route, unit_bytes: int, threads: int | None) -> CommPlan:
     unit = Unit(start=0, stop=unit_bytes // 4, threads=threads, algorithm=route[1])
     return CommPlan(numel=unit.stop, units=(unit,), streams=1, transport=route[0])
 
@@ -156,22 +156,37 @@ def contention_model(probes: list[ThreadProbe], *, alpha_s: float) -> Contention
     """LIBRA's g, p and q from the probes; None, and a line in the log, where they do not fit.
 
     Args:
-        probes: of at least two allowances.
+        probes: of none and of at least two allowances.
         alpha_s: the start-up time of an all-reduce on the same route.
     """
+    counted = [(probe.threads, probe) for probe in probes if probe.threads is not None]
     compute = [
-        ComputeSample(alone_s=alone_s, seconds=seconds, threads=probe.threads)
-        for probe in probes
+        ComputeSample(alone_s=alone_s, seconds=seconds, threads=threads)
+        for threads, probe in counted
         for alone_s, seconds in zip(probe.undisturbed_s, probe.compute_s, strict=True)
     ]
     transmissions = [
-        TransmissionSample(unit_bytes=probe.unit_bytes, seconds=seconds, threads=probe.threads, overlapped=overlapped)
-        for probe in probes
+        TransmissionSample(unit_bytes=probe.unit_bytes, seconds=seconds, threads=threads, overlapped=overlapped)
+        for threads, probe in counted
         for overlapped, column in ((True, probe.beside_s), (False, probe.alone_s))
         for seconds in column
     ]
     try:
-        return fit_contention(compute, transmissions, alpha_s=alpha_s)
+        return fit_contention(compute, transmissions, alpha_s=alpha_s, default_threads=_most_like_none(probes))
     except TuningError as err:
         logger.info("no model of contention: %s", err)
         return None
+
+
+def _most_like_none(probes: list[ThreadProbe]) -> int:
+    """The allowance whose times are nearest to those without one, as ratios."""
+    log_s = {
+        (probe.threads, probe.unit_bytes): np.log(np.median([probe.alone_s, probe.beside_s, probe.compute_s], axis=1))
+        for probe in probes
+    }
+    off = {
+        threads: sum(float(np.abs(log_s[threads, size] - log_s[None, size]).sum()) for size in UNIT_BYTES)
+        for threads, _ in log_s
+        if threads is not None
+    }
+    return min(off, key=lambda threads: off[threads])

@@ -1,6 +1,9 @@
+from dataclasses import replace
+
 import pytest
 
 from bench.lib.workloads import cluster, workload
+from sirtaki.autotune.arms.asc_wfbp import AscWfbpN
 from sirtaki.autotune.arms.libra import Libra, LibraM
 from sirtaki.autotune.arms.mg_wfbp import MgWfbp
 from sirtaki.autotune.knobs import KnobSpace
@@ -62,6 +65,19 @@ def test_long_computation_gets_few_threads_and_short_computation_many():
         inner = [cut.threads for cut in knobs.cuts[:-1]]
         typical[backward_s] = sum(inner) / len(inner)
     assert typical[2.0] < typical[0.05]
+
+
+@pytest.mark.parametrize("arm", [Libra, LibraM, AscWfbpN])
+def test_units_get_threads_that_were_counted_not_nccls_own_choice(arm):
+    model = model_of("resnet50")
+    (proposal,) = arm(space=replace(SPACE, threads=(None, *THREADS)), model=model).ask()
+    assert all(cut.threads in THREADS for cut in proposal.knobs.cuts)
+
+
+def test_threads_that_the_user_has_fixed_are_every_units():
+    (proposal,) = Libra(space=replace(SPACE, threads=(2048,)), model=model_of("resnet50", contention=None)).ask()
+    plan = proposal.knobs.to_plan(workload("resnet50").layout)
+    assert {unit.threads for unit in plan.units} == {2048}
 
 
 def test_without_contention_no_threads_are_named_and_the_plan_is_no_worse_than_mg_wfbp():

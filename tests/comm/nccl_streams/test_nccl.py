@@ -1,12 +1,17 @@
 """Plans become communicators, and factors that NCCL does not take on the way are multiplied afterwards."""
 
+import time
+from typing import Any
+
+import pytest
 import torch
-from fakes.groups import LoneOpener
+from fakes.groups import LoneGroup, LoneOpener
+from fakes.streams import FakeDevice, FakeWork
 
 from sirtaki.autotune.knobs import Cut, Knobs
 from sirtaki.comm.device import HOST
 from sirtaki.comm.layout import GradientLayout
-from sirtaki.comm.nccl_streams.communicators import CommunicatorKey, CommunicatorPool, Scope
+from sirtaki.comm.nccl_streams.communicators import CommunicatorKey, CommunicatorPool, Group, GroupWork, Scope
 from sirtaki.comm.nccl_streams.nccl import NcclHierarchicalTransport, NcclTransport
 from sirtaki.comm.plan import Algorithm, TransportKind
 from sirtaki.comm.router import streams_of
@@ -62,3 +67,67 @@ def test_nothing_is_sent_for_an_empty_range() -> None:
     opener = LoneOpener()
     flat = NcclTransport(pool_of(opener), HOST, opener=opener)
     assert flat.all_reduce(FlatBuffer(torch.ones(3)), 2, 2, stream=StreamSpec(5), op=ReduceOp.SUM, scale=1.0).wait(0.0)
+
+
+class SlowGroup(LoneGroup):
+    """Reduces on a stream of its own, and notes when it began and ended."""
+
+    def __init__(self, device: FakeDevice, notes: list[str]) -> None:
+        super().__init__(multiplies=False)
+        self._device, self._notes, self._stream = device, notes, device.make_stream()
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> GroupWork:
+        unit = int(tensor[0])
+
+        def reduce() -> None:
+            self._notes.append(f"begin {unit}")
+            time.sleep(0.01)
+            self._notes.append(f"end {unit}")
+
+        packed = self._device.record_event()
+        with self._device.on(self._stream):
+            self._device.order_after(packed)
+            self._device.launch(reduce)
+            return FakeWork(self._device, self._device.record_event())
+
+
+class SlowOpener(LoneOpener):
+    def __init__(self, device: FakeDevice, notes: list[str]) -> None:
+        super().__init__()
+        self._device, self._notes = device, notes
+
+    def open(self, key: CommunicatorKey) -> Group:
+        return SlowGroup(self._device, self._notes)
+
+
+@pytest.mark.parametrize("kind", [NcclTransport, NcclHierarchicalTransport])
+def test_units_of_one_stream_follow_one_another_whatever_their_threads(kind: Any) -> None:
+    """On communicators of their own, which nothing else would keep from overlapping."""
+    device, notes = FakeDevice(), list[str]()
+    opener = SlowOpener(device, notes)
+    node = {} if kind is NcclTransport else {"local_size": 8, "local_rank": 0}  # units are too small for shares
+    transport = kind(pool_of(opener), device, opener=opener, **node)
+    streams = [StreamSpec(0, threads) for threads in (None, 2048, None, 512, 512, 2048)]
+    transport.open_streams(streams)
+    buffer = FlatBuffer(torch.arange(len(streams), dtype=torch.float32))
+    works = [
+        transport.all_reduce(buffer, unit, unit + 1, stream=stream, op=ReduceOp.SUM, scale=1.0)
+        for unit, stream in enumerate(streams)
+    ]
+    for work in works:
+        assert work.wait(1.0)
+    device.synchronise()
+    assert notes == [f"{what} {unit}" for unit in range(len(streams)) for what in ("begin", "end")]
+
+
+def test_streams_overlap_whatever_their_threads() -> None:
+    device, notes = FakeDevice(), list[str]()
+    opener = SlowOpener(device, notes)
+    transport = NcclTransport(pool_of(opener), device, opener=opener)
+    streams = [StreamSpec(number, threads) for number in range(4) for threads in (None, 2048)]
+    transport.open_streams(streams)
+    buffer = FlatBuffer(torch.arange(len(streams), dtype=torch.float32))
+    for unit, stream in enumerate(streams):
+        transport.all_reduce(buffer, unit, unit + 1, stream=stream, op=ReduceOp.SUM, scale=1.0)
+    device.synchronise()
+    assert {note.split()[0] for note in notes[:3]} == {"begin"}

@@ -5,7 +5,14 @@ from dataclasses import replace
 
 import pytest
 
-from sirtaki.comm.nccl_streams.support import LAUNCH_ORDER, NcclVersions, ask_for_launch_order, ctas_for
+from sirtaki.comm.nccl_streams.support import (
+    ALLOWANCES,
+    LAUNCH_ORDER,
+    NcclVersions,
+    allowances,
+    ask_for_launch_order,
+    ctas_for,
+)
 
 GOOD = NcclVersions(nccl=(2, 27, 3), cuda_runtime=(12, 8), cuda_driver=(12, 4), launch_order="1")
 
@@ -44,3 +51,12 @@ def test_the_users_own_choice_of_launch_order_stands(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(("threads", "ctas"), [(None, None), (128, 1), (512, 1), (1024, 2), (4096, 8), (1_000_000, 32)])
 def test_threads_become_ctas(threads: int | None, ctas: int | None) -> None:
     assert ctas_for(threads) == ctas
+
+
+def test_each_allowance_is_another_number_of_ctas() -> None:
+    assert len({ctas_for(threads) for threads in ALLOWANCES}) == len(ALLOWANCES)
+
+
+def test_allowances_which_take_communicators_of_their_own_are_offered_where_those_overlap() -> None:
+    assert allowances(GOOD.max_streams) == ALLOWANCES
+    assert allowances(replace(GOOD, nccl=(2, 25, 1)).max_streams) == ()

@@ -15,12 +15,16 @@ ALPHA_S, COMPUTE_S = 2e-5, 8e-3
 
 
 def probes(
-    noise: float, *, threads: tuple[int, ...] = (512, 1024, 2048, 4096, 8192), matter: bool = True
+    noise: float,
+    *,
+    threads: tuple[int | None, ...] = (None, 512, 1024, 2048, 4096, 8192),
+    matter: bool = True,
+    nccls_own: int = 512,
 ) -> list[ThreadProbe]:
     rng = np.random.default_rng(3)
     found = []
     for count in threads:
-        seen = count if matter else 512
+        seen = (count or nccls_own) if matter else 512
         for unit_bytes in UNIT_BYTES:
             exact = {
                 "alone_s": ALPHA_S + TRUTH.alone.seconds(unit_bytes, seen),
@@ -53,6 +57,13 @@ def test_libras_model_comes_out_of_the_probes() -> None:
         assert abs(model.compute_speed(threads) / TRUTH.compute_speed(threads) - 1) < 0.05
         for ours, true in ((model.alone, TRUTH.alone), (model.overlapped, TRUTH.overlapped)):
             assert abs(ours.bytes_per_s(threads) / true.bytes_per_s(threads) - 1) < 0.1
+
+
+def test_nccls_own_choice_counts_as_the_allowance_that_it_resembles() -> None:
+    for threads in (512, 4096, 8192):
+        model = contention_model(probes(0.002, nccls_own=threads), alpha_s=ALPHA_S)
+        assert model is not None
+        assert model.default_threads == threads
 
 
 def test_probes_that_fit_nothing_give_no_model() -> None:
