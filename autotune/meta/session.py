@@ -21,7 +21,6 @@ from collections.abc import Callable, Generator, Hashable, Sequence
 import numpy as np
 
 from sirtaki.errors import TuningError
-from sirtaki.gain import faster
 
 from ..arms.base import Arm, Nobody
 from ..knobs import Knobs, KnobSpace
@@ -158,16 +157,10 @@ class WarmupSession:
             tuned=knobs != self._default,
         )
 
-    def progress(self) -> str:
-        """One line: iteration, best so far against the default, what runs now."""
-        result, now = self.result, self._assignment
-        line = f"warm-up, iteration {self._budget.spent} of {self._budget.iterations}: "
-        if 0.0 < result.default_span_s < float("inf"):
-            found = "the default"
-            if result.tuned:
-                found = f"{faster(result.default_span_s, result.best_span_s)} than the default"
-            line += f"best so far {found}; "
-        return f"{line}now {now.purpose.description}: {now.knobs.describe()}"
+    @property
+    def iterations_at_most(self) -> int:
+        """Training iterations until the end, those that have run included, if nothing ends it earlier."""
+        return self._budget.iterations
 
     def begin_search(self, arm: Arm, *, space: KnobSpace, seeds: Sequence[Knobs] = ()) -> None:
         """Goes on from `Purpose.SEARCH`, as if nothing had been found but with what was measured.

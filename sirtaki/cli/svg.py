@@ -32,7 +32,7 @@ td.number { white-space: nowrap; text-align: right; font-variant-numeric: tabula
 """
 
 WIDTH, HEIGHT = 860, 300
-LEFT, RIGHT, TOP, BOTTOM = 64, 12, 12, 40
+LEFT, RIGHT, TOP, BOTTOM = 80, 12, 12, 40
 
 
 @dataclass(slots=True, kw_only=True)
@@ -84,12 +84,14 @@ class Plot:
             f"<title>{escape(title)}</title></path>"
         )
 
-    def box(self, x: tuple[float, float], y: tuple[float, float], *, color: str, title: str = "") -> None:
+    def box(
+        self, x: tuple[float, float], y: tuple[float, float], *, color: str, title: str = "", opacity: float = 1.0
+    ) -> None:
         """A filled rectangle with a tooltip."""
         left, right, top, bottom = self._across(x[0]), self._across(x[1]), self._up(y[1]), self._up(y[0])
         self._shapes.append(
             f'<rect x="{left:.1f}" y="{top:.1f}" width="{max(0.6, right - left):.1f}" height="{bottom - top:.1f}" '
-            f'fill="{color}"><title>{escape(title)}</title></rect>'
+            f'fill="{color}" fill-opacity="{opacity:.3g}"><title>{escape(title)}</title></rect>'
         )
 
     def render(
@@ -134,6 +136,18 @@ def nice_ticks(low: float, high: float, *, about: int = 6) -> list[float]:
     step = next(magnitude * m for m in (1, 2, 5, 10) if (high - low) / (magnitude * m) <= about)
     first = math.ceil(low / step)
     return [round(i * step, 12) for i in range(first, math.floor(high / step) + 1)]
+
+
+def log_ms(seconds: float) -> float:
+    """Where a time lies on an axis of `log_ms_ticks`."""
+    return math.log10(1e3 * seconds)
+
+
+def log_ms_ticks(low: float, high: float) -> list[tuple[float, str]]:
+    """Places and labels of round milliseconds from `low` to `high`, both by `log_ms`; few where there are decades."""
+    steps = (1, 1.5, 2, 3, 5, 7) if high - low < 1.5 else (1, 3)
+    ticks_ms = [m * 10.0**e for e in range(math.floor(low), math.ceil(high) + 1) for m in steps]
+    return [(math.log10(tick), f"{tick:g}") for tick in ticks_ms if low <= math.log10(tick) <= high]
 
 
 def page(title: str, sections: Sequence[str]) -> str:

@@ -27,7 +27,6 @@ from sirtaki.autotune.meta.assignment import (
     REGISTRY_ARM,
     Assignment,
     Purpose,
-    SessionResult,
 )
 from sirtaki.autotune.meta.auc_bandit import window_for
 from sirtaki.autotune.meta.bandit_arm import BanditArm
@@ -36,14 +35,14 @@ from sirtaki.autotune.meta.session import WarmupSession
 from sirtaki.autotune.model.planning import PlanningModel
 from sirtaki.comm.layout import GradientLayout
 from sirtaki.comm.plan import Route
-from sirtaki.gain import faster
 from sirtaki.link_model import LinkModel
 from sirtaki.settings import Settings
 
 from .knob_choices import checked_plans
-from .step_times import StepTime, StepTimes
+from .step_times import StepTimes
 from .trial_log import TrialLogWriter
 from .tuning_cache import CacheHit, TuningCache
+from .tuning_messages import describe_progress, describe_result
 
 logger = logging.getLogger(__name__)
 
@@ -168,10 +167,11 @@ class TuningCoordinator:
             iteration=iteration,
             best_span_s=self._session.result.best_span_s,
             credits={} if self._bandit is None else self._bandit.credits,
+            forecast=self._planners[0].forecast if self._planners else None,
         )
         if time.monotonic() - self._told_s > PROGRESS_EVERY_S:
             self._told_s = time.monotonic()
-            logger.info("%s", self._session.progress())
+            logger.info("%s", describe_progress(self._session, self.times.usual))
 
     def _tell_planners(self) -> None:
         """The profile was taken in the first iterations; later ones show how long its parts take."""
@@ -274,28 +274,3 @@ class TuningCoordinator:
     def _links(self) -> Mapping[Route, LinkModel]:
         """What probes have shown of each route."""
         return self._model.links if self._model is not None else {}
-
-
-def describe_result(result: SessionResult, usual: StepTime | None, who: str) -> str:
-    """What the warm-up has found, in one line.
-
-    Args:
-        result: of the session.
-        usual: what steps take besides, None = unknown.
-        who: has proposed what is kept.
-    """
-    found = f"{result.knobs.describe()}, proposed by {who}" if result.tuned else "the default stays"
-    gain = ""
-    if result.tuned and math.isfinite(result.default_span_s) and result.default_span_s > 0:
-        before_s, after_s = result.default_span_s, result.best_span_s
-        gain = f"communication {faster(before_s, after_s)} than with the default"
-        if usual is not None:
-            before, after = usual.step_s(before_s), usual.step_s(after_s)
-            gain = (
-                f"steps take {1e3 * after:.3g} ms instead of {1e3 * before:.3g} ({faster(before, after)}); "
-                f"communication that the backward pass does not hide takes {1e3 * usual.exposed_s(after_s):.3g} ms "
-                f"instead of {1e3 * usual.exposed_s(before_s):.3g}"
-            )
-        gain += "; "
-    trials = f"{result.n_trials} setting{'s' if result.n_trials != 1 else ''}"
-    return f"tuned in {result.iterations_used} iterations with {trials}: {gain}{found} ({result.reason})"

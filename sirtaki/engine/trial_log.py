@@ -6,16 +6,21 @@ import contextlib
 import json
 import logging
 import math
+import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
 from sirtaki.autotune.meta.assignment import Assignment, SessionResult
+from sirtaki.autotune.model.forecast import Forecast
 from sirtaki.autotune.model.planning import PlanningModel
 
 from .step_times import StepTime
 
 logger = logging.getLogger(__name__)
+
+VERSION = 2
+"""Of the format; 1 had neither `version` and `tuner` nor predictions."""
 
 
 class TrialLogWriter:
@@ -23,6 +28,7 @@ class TrialLogWriter:
 
     def __init__(self, path: str | None) -> None:
         self._file: IO[str] | None = None
+        self._tuner = uuid.uuid4().hex[:8]  # other optimizers and later jobs may append to the same file
         if path is not None:
             try:
                 self._file = Path(path).open("a", encoding="utf-8")  # noqa: SIM115  # stays open for the whole warm-up
@@ -41,8 +47,18 @@ class TrialLogWriter:
         iteration: int,
         best_span_s: float,
         credits: Mapping[str, float],
+        forecast: Forecast | None,
     ) -> None:
-        """An assignment has run until `iteration`; `credits` is each arm's AUC since."""
+        """An assignment has run.
+
+        Args:
+            assignment: what ran.
+            spans_s: its measured spans.
+            iteration: at which it ended.
+            best_span_s: the best setting's time so far.
+            credits: each arm's AUC since.
+            forecast: the planners' model, None = there is none.
+        """
         self._write(
             {
                 "event": "trial",
@@ -53,6 +69,9 @@ class TrialLogWriter:
                 "spans_s": [span if math.isfinite(span) else None for span in spans_s],
                 "best_span_s": best_span_s if math.isfinite(best_span_s) else None,
                 "auc": {arm: round(credit, 4) for arm, credit in credits.items()},
+                "predicted_s": None if forecast is None else forecast.predicted_s(assignment.knobs),
+                "agreement": None if forecast is None else round(forecast.agreement, 4),
+                "believed": None if forecast is None else forecast.believed,
             }
         )
 
@@ -79,7 +98,7 @@ class TrialLogWriter:
         if self._file is None:
             return
         try:
-            self._file.write(json.dumps(record) + "\n")
+            self._file.write(json.dumps({"version": VERSION, "tuner": self._tuner, **record}) + "\n")
             self._file.flush()
         except (OSError, ValueError, TypeError) as err:  # what an arm puts into knobs need be no JSON
             logger.warning("the trial log cannot be written any more: %s", err)

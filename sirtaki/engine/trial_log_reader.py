@@ -4,7 +4,8 @@ The log is data from elsewhere: whatever is wrong with it is found here, with it
 
 A line with `knobs` and `spans_s` (or one `span_s`) is a measurement, one with `"event": "result"` the end of a
 warm-up. A line `{"event": "model", **PlanningModel.to_json()}` lets the report show timelines. Other lines are skipped,
-so that the log may grow. Jobs append to the same file; the last one counts.
+so that the log may grow. Jobs, and several optimizers of a job, append to the same file; the one that measured last
+counts. Lines of version 1 do not say whose they are, which is then found by their order.
 """
 
 import json
@@ -20,6 +21,7 @@ from sirtaki.autotune.model.planning import PlanningModel
 from sirtaki.errors import ConfigError, SirtakiError
 
 from .step_times import StepTime
+from .trial_log import VERSION
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +35,11 @@ class Measurement:
         knobs: the setting.
         span_s: median of its spans; infinite where it failed.
         was_best: it became the best so far.
+        best_s: the best so far, after it.
         credits: the bandit's credit (AUC) of each arm after it; empty where the log has none.
+        predicted_s: its span by the planners' model; None where that says nothing.
+        agreement: of that model with what has run so far (`Forecast.agreement`); None without a model.
+        believed: that model, after it; None without a model.
     """
 
     iteration: int
@@ -42,7 +48,11 @@ class Measurement:
     knobs: Knobs
     span_s: float
     was_best: bool
+    best_s: float = math.inf
     credits: Mapping[str, float] = field(default_factory=dict)
+    predicted_s: float | None = None
+    agreement: float | None = None
+    believed: bool | None = None
 
     @property
     def succeeded(self) -> bool:
@@ -69,10 +79,10 @@ class Outcome:
 
 @dataclass(slots=True, kw_only=True)
 class TrialLog:
-    """Everything in a log that the report uses.
+    """Everything in a log that the report uses, of one job and optimizer.
 
     Attributes:
-        measurements: of the last job, in their order.
+        measurements: in their order.
         result: how its warm-up ended, None if it did not.
         model: what its planners knew, None if the log has none.
     """
@@ -85,6 +95,11 @@ class TrialLog:
     def default(self) -> Measurement | None:
         """The first measurement of the untuned setting."""
         return next((m for m in self.measurements if m.purpose == "default" and m.succeeded), None)
+
+    @property
+    def last_iteration(self) -> int:
+        """At which the last measurement ended."""
+        return max(m.iteration for m in self.measurements)
 
     @property
     def fastest_s(self) -> float:
@@ -127,8 +142,7 @@ def read_log(path: Path) -> TrialLog:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as err:
         raise ConfigError(f"the log {path} cannot be read: {err}") from err
-    log = TrialLog()
-    best_s = math.inf
+    logs: dict[str, TrialLog] = {}
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -136,14 +150,29 @@ def read_log(path: Path) -> TrialLog:
             data = json.loads(line)
             if not isinstance(data, dict):
                 raise TypeError(f"a JSON {type(data).__name__} where an object was expected")
-            if _begins_another_job(log, data):
-                log, best_s = TrialLog(), math.inf
-            best_s = _take_in(log, data, best_s)
+            if int(data.get("version", 1)) > VERSION:
+                raise ConfigError(
+                    f"its version is {data['version']}, this Sirtaki knows {VERSION}: install a newer one"
+                )
+            _sort_in(logs, data)
         except (KeyError, TypeError, ValueError, OverflowError, SirtakiError) as err:
             raise ConfigError(f"line {number} of {path} is not part of a log of trials: {err!r}") from err
-    if not any(m.succeeded for m in log.measurements):
+    measured = [log for log in logs.values() if any(m.succeeded for m in log.measurements)]
+    if not measured:
         raise ConfigError(f"the log {path} has no measured trial; was it written by a job that was tuned?")
-    return log
+    return measured[-1]
+
+
+def _sort_in(logs: dict[str, TrialLog], data: Mapping[str, Any]) -> None:
+    """Adds one line to the log that it belongs to; the log that was measured last is the last of `logs`."""
+    tuner = str(data.get("tuner", ""))
+    log = logs.get(tuner, TrialLog())
+    if "tuner" not in data and _begins_another_job(log, data):
+        log = TrialLog()
+    _take_in(log, data)
+    if "knobs" in data:
+        logs.pop(tuner, None)
+    logs[tuner] = log
 
 
 def _begins_another_job(log: TrialLog, data: Mapping[str, Any]) -> bool:
@@ -153,37 +182,42 @@ def _begins_another_job(log: TrialLog, data: Mapping[str, Any]) -> bool:
     return bool(log.measurements and "knobs" in data and int(data["iteration"]) < log.measurements[-1].iteration)
 
 
-def _take_in(log: TrialLog, data: Mapping[str, Any], best_s: float) -> float:
-    """Adds one line; the best span after it."""
+def _take_in(log: TrialLog, data: Mapping[str, Any]) -> None:
+    """Adds one line."""
     if data.get("event") == "result":
-        default_span_s = data.get("default_span_s")
         log.result = Outcome(
             knobs=Knobs.from_json(data["knobs"]),
             arm=str(data["arm"]),
             span_s=_positive(data["best_span_s"]),
-            default_span_s=None if default_span_s is None else _positive(default_span_s),
+            default_span_s=_positive_or_none(data.get("default_span_s")),
             reason=str(data.get("reason", "")),
             usual=_usual(data.get("backward_s"), data.get("between_s")),
         )
     elif data.get("event") == "model":
         log.model = PlanningModel.from_json(data)
     elif "knobs" in data:
-        spans_s = [_positive(span) for span in data.get("spans_s", [data.get("span_s")]) if span is not None]
-        best_after_s = data.get("best_span_s")
-        after_s = best_s if best_after_s is None else _positive(best_after_s)
         log.measurements.append(
-            Measurement(
-                iteration=int(data["iteration"]),
-                arm=str(data["arm"]),
-                purpose=str(data.get("purpose", "trial")),
-                knobs=Knobs.from_json(data["knobs"]),
-                span_s=median(spans_s) if spans_s else math.inf,
-                was_best=bool(data.get("was_best", after_s < best_s)),
-                credits={str(arm): float(credit) for arm, credit in data.get("auc", {}).items()},
-            )
+            _measurement(data, best_s=log.measurements[-1].best_s if log.measurements else math.inf)
         )
-        return min(best_s, after_s)
-    return best_s
+
+
+def _measurement(data: Mapping[str, Any], *, best_s: float) -> Measurement:
+    """What one line says; `best_s` was the best before."""
+    spans_s = [_positive(span) for span in data.get("spans_s", [data.get("span_s")]) if span is not None]
+    best_after_s = _positive_or_none(data.get("best_span_s")) or best_s
+    return Measurement(
+        iteration=int(data["iteration"]),
+        arm=str(data["arm"]),
+        purpose=str(data.get("purpose", "trial")),
+        knobs=Knobs.from_json(data["knobs"]),
+        span_s=median(spans_s) if spans_s else math.inf,
+        was_best=bool(data.get("was_best", best_after_s < best_s)),
+        best_s=min(best_s, best_after_s),
+        credits={str(arm): float(credit) for arm, credit in data.get("auc", {}).items()},
+        predicted_s=_positive_or_none(data.get("predicted_s")),
+        agreement=None if data.get("agreement") is None else float(data["agreement"]),
+        believed=None if data.get("believed") is None else bool(data["believed"]),
+    )
 
 
 def _usual(backward_s: Any, between_s: Any) -> StepTime | None:  # Any: whatever JSON had there
@@ -197,3 +231,7 @@ def _positive(value: Any) -> float:  # Any: whatever JSON had there
     if not seconds > 0:
         raise ValueError(f"a time of {seconds} s")
     return seconds
+
+
+def _positive_or_none(value: Any) -> float | None:  # Any: whatever JSON had there
+    return None if value is None else _positive(value)

@@ -200,17 +200,6 @@ def test_a_budget_too_small_for_a_trial_keeps_the_default() -> None:
 # Small things.
 
 
-def test_the_progress_line_says_where_the_warm_up_is() -> None:
-    job = Job(session(ListArm(streams(2), BEST, streams(8))))
-    assert job.session.progress() == (
-        "warm-up, iteration 0 of 100: now measuring the default: gloo flat, 32 MiB units, 1 stream"
-    )
-    job.run(1)
-    assert "iteration 3 of 100: best so far the default; now trying: gloo flat" in job.session.progress()
-    job.run(4)
-    assert "of 100: best so far 2.30× faster than the default; now " in job.session.progress()
-
-
 def test_an_empty_measurement_is_refused() -> None:
     with pytest.raises(TuningError, match="must not be empty"):
         session().record([])

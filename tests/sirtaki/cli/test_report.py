@@ -9,6 +9,7 @@ import pytest
 from sirtaki.autotune.knobs import KIB, Cut, Knobs
 from sirtaki.autotune.model.planning import PlanningModel
 from sirtaki.autotune.model.profile import Profile
+from sirtaki.cli.__main__ import main
 from sirtaki.cli.report import render, write_report
 from sirtaki.cli.svg import nice_ticks
 from sirtaki.comm.layout import GradientLayout
@@ -79,14 +80,14 @@ def svgs(page):
 def test_the_page_says_what_was_kept_and_what_it_gained(log_of):
     page = render(read_log(log_of(*JOB)))
     assert "512 KiB units, 4 streams" in page
-    assert "200 ms by default (<b>2.00× faster</b>)" in page
+    assert "200 ms by default (2.00× faster)" in page
     assert "A step takes" not in page  # the log does not say
     assert "the budget was used up" in page
 
 
 def test_the_page_says_what_steps_gain_where_the_log_knows(log_of):
     page = render(read_log(log_of(*JOB[:-1], {**RESULT, "backward_s": 0.08, "between_s": 0.1})))
-    assert "A step takes 200 ms, 300 ms by default (<b>1.50× faster</b>)" in page
+    assert "A step takes 200 ms, 300 ms by default (1.50× faster)" in page
     assert "does not hide 20 ms of its communication, 120 ms by default" in page
 
 
@@ -102,11 +103,10 @@ def test_a_kept_setting_that_is_not_the_fastest_of_all_is_explained(log_of):
     assert "The first row is not" not in render(read_log(log_of(*JOB)))
 
 
-def test_a_credit_that_is_zero_for_all_is_said_instead_of_drawn(log_of):
+def test_a_credit_that_is_zero_for_all_is_said(log_of):
     flat = [{**record, "auc": {"grid": 0.0}} for record in JOB[:-1]]
-    page = render(read_log(log_of(*flat, RESULT)))
-    assert "None has found a setting that is clearly better" in page
-    assert len(svgs(page)) == len(svgs(render(read_log(log_of(*JOB))))) - 1
+    assert "None has found a setting that is clearly better" in render(read_log(log_of(*flat, RESULT)))
+    assert "None has found" not in render(read_log(log_of(*JOB)))
 
 
 def test_every_measurement_is_a_mark_with_its_setting(log_of):
@@ -158,19 +158,72 @@ def test_with_the_jobs_model_the_default_and_the_winner_are_drawn_as_timelines(l
     assert len(boxes) == 1 + 2  # the backward pass and two units
 
 
+def boxes_of(plot):
+    """Opacity of the boxes of each row, by their tooltip's first word."""
+    found = {}
+    for element in plot.iter():
+        if element.tag.endswith("rect"):
+            found.setdefault(element[0].text.split(":")[0], []).append(float(element.get("fill-opacity")))
+    return found
+
+
 def test_the_credit_of_each_arm_is_drawn_as_the_job_wrote_it(log_of):
-    plot = svgs(render(read_log(log_of(*JOB))))[2]
-    lines = [element.get("points") for element in plot.iter() if element.tag.endswith("polyline")]
-    assert len(lines) == 2
-    heights = [{point.split(",")[1] for point in line.split()} for line in lines]
-    assert len(heights[0]) == 1  # grid's stays at 0.5
-    assert len(heights[1]) == 4  # pbt's falls with each trial
+    rows = boxes_of(svgs(render(read_log(log_of(*JOB))))[2])
+    assert len(set(rows["grid"])) == 1  # stays at 0.5
+    assert rows["pbt"] == sorted(rows["pbt"], reverse=True)
+    assert len(set(rows["pbt"])) == 4  # falls with each trial
+
+
+def predicted(record, predicted_s, agreement=0.8, *, believed=True):
+    return {**record, "predicted_s": predicted_s, "agreement": agreement, "believed": believed}
+
+
+def test_planners_have_no_row_of_credit_while_their_model_is_not_believed(log_of):
+    credits = {"auc": {"grid": 0.5, "libra": 0.5}}
+    records = [predicted({**record, **credits}, 0.1, believed=record is JOB[0]) for record in JOB[:3]]
+    rows = boxes_of(svgs(render(read_log(log_of(*records))))[2])
+    assert (len(rows["grid"]), len(rows["libra"])) == (3, 1)
+
+
+def test_every_prediction_is_drawn_against_what_was_measured(log_of):
+    records = [predicted(JOB[0], 0.21), predicted(JOB[1], 0.05), JOB[2], RESULT]
+    page = render(read_log(log_of(*records)))
+    assert "<h2>Predicted and measured</h2>" in page
+    titles = [element.text for element in svgs(page)[3].iter() if element.tag.endswith("title")]
+    assert [title.split(":")[0] for title in titles] == [
+        "predicted 210 ms, measured 200 ms",
+        "predicted 50 ms, measured 100 ms",
+    ]
+    assert "predicted to be faster in 90 % of the cases" in page
+    assert "were not asked any more" not in page
+
+
+def test_a_model_that_was_doubted_is_said_to_be(log_of):
+    records = [predicted(JOB[0], 0.21), predicted(JOB[1], 0.5, -0.6, believed=False), RESULT]
+    page = render(read_log(log_of(*records)))
+    assert "predicted to be faster in 20 % of the cases" in page
+    assert "From iteration 6 on it was below 70 %, so planners were not asked any more." in page
+
+
+def test_without_predictions_nothing_is_said_of_them(log_of):
+    assert "Predicted and measured" not in render(read_log(log_of(MODEL, *JOB)))
+
+
+def test_the_terminal_shows_what_the_page_says(log_of, tmp_path, capsys):
+    log = log_of(predicted(JOB[0], 0.21), predicted(JOB[1], 0.05), *JOB[2:])
+    assert main(["report", str(log), "-o", str(tmp_path / "page.html")]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "Kept: gloo flat, 512 KiB units, 4 streams, proposed by grid." in said
+    assert "100 ms 50 ms gloo flat, 512 KiB units, 4 streams grid 6" in said
+    assert "predicted to be faster in 90 % of the cases" in said
+    assert "how many of them were the best so far: grid 1 (1), pbt 1 (0), <b>bold</b> 1 (0)." in said
+    assert said.endswith("page.html")
 
 
 def test_a_log_without_credits_has_no_plot_of_them(log_of):
     plain = [{key: value for key, value in record.items() if key != "auc"} for record in JOB]
     page = render(read_log(log_of(*plain)))
-    assert "Credit" not in page
+    assert "trusted" not in page
     assert len(svgs(page)) == 2
 
 

@@ -26,16 +26,16 @@ def test_a_real_jobs_log_becomes_a_report_and_a_forecast(
 
     assert main(["report", str(log)]) == 0
     page = log.with_suffix(".html").read_text()
-    for promised in ("No plan can take less than", "Credit of each arm", "Gradients travel in"):
+    for promised in ("No plan can take less than", "Which arm was trusted when", "Gradients travel in"):
         assert promised in page
     plots = [ElementTree.fromstring(svg) for svg in re.findall(r"<svg.*?</svg>", page, flags=re.DOTALL)]
     # On a busy machine the probes of a route may be too far from any model; a setting on it has no timeline then.
     known = {(link["transport"], link["algorithm"]) for link in model["links"]}
     shown = [(record["knobs"]["transport"], record["knobs"]["algorithm"]) for record in (trials[0], records[-1])]
-    has_credits = any(credit for trial in trials for credit in trial["auc"].values())
+    has_predictions = any(trial["predicted_s"] for trial in trials)
     timelines = 1 + (trials[0]["knobs"] != records[-1]["knobs"])  # the default's; the winner's if that is another
-    # Trials, who proposed what, credits, timelines.
-    assert len(plots) == 2 + has_credits + timelines * (known >= set(shown))
+    # Trials, who proposed what, credits, predictions, timelines.
+    assert len(plots) == 3 + has_predictions + timelines * (known >= set(shown))
 
     capsys.readouterr()
     described = ["--ranks", "2,64", "--link-gbit", "25", "--flow-gbit", "10"]
