@@ -4,7 +4,7 @@ A module of its own because it is the one planner that improves a schedule step 
 paper. Of its strategies, tensor fusion and tensor partition apply here (theorem 2); a training script's computation
 is not ours to fuse, so theorem 1's saving is zero and its condition never holds.
 
-Search speed-ups (section 5.3): *coarsened view*, gradients of one operation (ready at the same time) start as one
+Search speed-ups (section 5.3): *coarsened view*, gradients of one operation (ready within a moment) start as one
 tensor; *partial replay*, t_sync(s, k) replays that tensor's messages alone, once for each size; *symmetry*, what
 is decided for a pair of tensors is decided for all pairs of these sizes on the path, as in repeated blocks.
 """
@@ -210,12 +210,17 @@ def partial_replay_s(link: LinkModel, tensor_bytes: int, partitions: int) -> flo
 
 
 def coarsened_ends(simulator: Simulator) -> list[int]:
-    """The coarsened view: gradients that become ready together are one tensor, and empty ones join a neighbour."""
+    """The coarsened view: gradients that become ready together are one tensor, and empty ones join a neighbour.
+
+    Together is: less than a start-up time after the first of them. Gradients of one operation are never measured as
+    ready at one time, since hooks run one after the other, and so close theorem 2 would fuse them on an idle link, too.
+    """
     layout, issuable_s = simulator.layout, simulator.issuable_s
     ends: list[int] = []
     for end in range(1, len(layout.sizes) + 1):
         last = end == len(layout.sizes)
-        together = not last and issuable_s[end] == issuable_s[end - 1]
+        after_s = 0.0 if last else issuable_s[end] - issuable_s[ends[-1] if ends else 0]
+        together = not last and (after_s == 0.0 or after_s < simulator.link.startup_s)
         empty = layout.offsets[end] == (layout.offsets[ends[-1]] if ends else 0)
         if not together and not empty:
             ends.append(end)

@@ -31,6 +31,18 @@ def test_the_coarsened_view_joins_gradients_that_become_ready_together():
     assert coarsened_ends(simulator_of([1, 1, 1, 1], [1.0, 0.0, 1.0, 0.0])) == [2, 4]
 
 
+def test_the_coarsened_view_joins_what_hooks_saw_a_moment_apart():
+    durations_s = [1.0, 0.004, 1.0, 0.004, 0.004]
+    assert coarsened_ends(simulator_of([1] * 5, durations_s, alpha_s=0.01)) == [2, 5]
+    assert coarsened_ends(simulator_of([1] * 5, durations_s, alpha_s=0.0)) == [1, 2, 3, 4, 5]  # nothing to be saved
+
+
+def test_a_long_row_of_gradients_is_not_one_tensor():
+    """Each is close to the one before, but not to the first."""
+    ends = coarsened_ends(simulator_of([1] * 100, [0.01] * 100, alpha_s=0.015))
+    assert ends == list(range(2, 101, 2))
+
+
 def test_the_coarsened_view_leaves_no_tensor_without_elements():
     assert coarsened_ends(simulator_of([0, 1, 0, 1, 0], [1.0] * 5)) == [2, 5]
 
@@ -100,4 +112,4 @@ def test_bert_base_is_searched_in_under_ten_seconds():
     began = time.process_time()
     (proposal,) = Dpro(space=KnobSpace(routes=(ROUTE,)), model=model).ask()
     assert time.process_time() - began < 10
-    assert proposal.knobs.streams == 3
+    assert proposal.knobs.streams >= 3  # as many flows fill the link
