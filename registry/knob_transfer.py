@@ -16,6 +16,8 @@ from typing import Any
 
 from sirtaki.link_model import LinkModel
 
+from .topology import LinkClass
+
 MIN_UNIT_BYTES = 64 * 1024
 MAX_UNIT_BYTES = 256 * 1024 * 1024
 
@@ -73,6 +75,11 @@ def route_of(knobs: Mapping[str, Any]) -> RouteNames:
 def alike(factor: float) -> bool:
     """Whether a ratio is near enough to one not to be acted on."""
     return 1 / _ALIKE < factor < _ALIKE
+
+
+def link_class(link: LinkModel) -> LinkClass:
+    """The class of a measured link: of its throughput on as many streams as it takes, and its start-up time."""
+    return LinkClass.of(bandwidth_bytes_per_s=max(link.throughput), latency_s=_startup_s(link))
 
 
 def link_ratios(there: LinkModel, here: LinkModel) -> tuple[float, float]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .edit_distance import (
+    DOUBLING_COST,
     EDGE_COST,
     NODE_COST,
     Floats,
@@ -55,19 +56,25 @@ class Match:
     topology_distance: float
 
 
-def topology_distance(first: ClusterShape, second: ClusterShape) -> float:
+def topology_distance(first: ClusterShape, second: ClusterShape, *, link_octaves: int = 0) -> float:
     """Normalised cost of turning one cluster into the other, host by host; 0 to 1, symmetric.
 
-    The edit distance of the two `Topology.host_graph`s, with like hosts paired first and the others by size.
+    The edit distance of the two `Topology.host_graph`s, with like hosts paired first and the others by size. Edges
+    carry the bandwidth of the network (AIACC § VI): relabelling one costs a part for each doubling, up to the whole.
+
+    Args:
+        first: a cluster.
+        second: another one.
+        link_octaves: between the measured links of the two (`LinkClass.octaves_from`), as far as they are known.
     """
-    if first == second:
+    if first == second and link_octaves == 0:
         return 0.0
     counts = [Counter({(detail, ranks): count for detail, ranks, count in shape.hosts}) for shape in (first, second)]
     alike = counts[0] & counts[1]
     n_hosts = [count.total() for count in counts]
     cost = (NODE_COST + EDGE_COST) * abs(n_hosts[0] - n_hosts[1])
-    if first.network != second.network:
-        cost += EDGE_COST * min(n_hosts)
+    share = 1.0 if first.network != second.network else min(1.0, DOUBLING_COST * link_octaves)
+    cost += EDGE_COST * share * min(n_hosts)
     left, right = (sorted((count - alike).items(), key=_by_size) for count in counts)
     while left and right:  # the largest hosts of either that are still without a partner
         (host, n_left), (other, n_right) = left[0], right[0]

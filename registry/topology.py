@@ -51,6 +51,11 @@ class LinkClass:
             latency_log2=None if latency_s is None else round(math.log2(latency_s * 1e9)),
         )
 
+    def octaves_from(self, other: "LinkClass") -> int:
+        """Doublings of bandwidth and latency that lie between two links; what is unknown of either counts nothing."""
+        pairs = ((self.bandwidth_log2, other.bandwidth_log2), (self.latency_log2, other.latency_log2))
+        return sum(abs(mine - theirs) for mine, theirs in pairs if mine is not None and theirs is not None)
+
     def __str__(self) -> str:
         bandwidth = "?" if self.bandwidth_log2 is None else f"2^{self.bandwidth_log2} B/s"
         latency = "?" if self.latency_log2 is None else f"2^{self.latency_log2} ns"

@@ -21,13 +21,14 @@ from .knob_transfer import (
     RouteNames,
     alike,
     bounded,
+    link_class,
     link_ratios,
     route_of,
     scaled_streams,
     unit_factor,
     with_uniform_units,
 )
-from .similarity import nearest
+from .similarity import TOPOLOGY_WEIGHT, nearest, topology_distance
 from .store import CorruptStoreError, Store
 from .topology import Topology
 
@@ -96,23 +97,37 @@ class WarmStart:
 def neighbours(store: Store, job: Job, *, k: int = 3, max_distance: float = 0.6) -> list[Neighbour]:
     """The `k` entries of other jobs that are nearest, nearest first; those that cannot be read are left out.
 
+    What was measured of their links is not in the key, so it is looked at here: of twice as many as are wanted.
+
     Raises:
         RegistryError: the store cannot be read.
     """
     key = job.key
     found = nearest(
-        store, job.model, job.topology, dtype=key.dtype, device=key.device, k=k + 1, max_distance=max_distance
+        store, job.model, job.topology, dtype=key.dtype, device=key.device, k=2 * k + 1, max_distance=max_distance
     )
-    others = [match for match in found if match.id != key.digest()][:k]
     readable = []
-    for match in others:
+    for match in found:
+        if match.id == key.digest():
+            continue
         try:
-            readable.append(Neighbour(entry=store.get(match.id), distance=match.distance))
+            entry = store.get(match.id)
+            readable.append(Neighbour(entry=entry, distance=match.distance + _farther_by_link(entry, job)))
         except CorruptStoreError:
             raise
         except RegistryError as err:
             logger.info("entry %s of the registry is passed over: %s", match.id, err)
-    return readable
+    return sorted(readable, key=lambda neighbour: neighbour.distance)[:k]
+
+
+def _farther_by_link(entry: Entry, job: Job) -> float:
+    """What the measured links add to the distance, at one number of ranks: nothing where one of them is not known."""
+    there, here = _resized_link(entry, job), job.links.get(route_of(entry.knobs))
+    if there is None or here is None:
+        return 0.0
+    octaves = link_class(there).octaves_from(link_class(here))
+    shapes = entry.topology.shape(), job.topology.shape()
+    return TOPOLOGY_WEIGHT * (topology_distance(*shapes, link_octaves=octaves) - topology_distance(*shapes))
 
 
 def adapted_all(found: Sequence[Neighbour], job: Job) -> list[WarmStart]:
@@ -165,10 +180,15 @@ def adapted(neighbour: Neighbour, job: Job) -> WarmStart:
 
 def _link_here(entry: Entry, job: Job, route: RouteNames) -> LinkModel | None:
     """The job's link as measured, else the entry's with the job's number of ranks; None where neither is known."""
-    if route in job.links or entry.link is None:
-        return job.links.get(route)
+    return job.links[route] if route in job.links else _resized_link(entry, job)
+
+
+def _resized_link(entry: Entry, job: Job) -> LinkModel | None:
+    """The entry's link with the job's number of ranks; None where it is not known."""
     there, here = entry.key.world_size, job.key.world_size
-    return entry.link.rescaled(from_ranks=there, to_ranks=here) if min(there, here) > 1 else entry.link
+    if entry.link is None or min(there, here) == 1:
+        return entry.link
+    return entry.link.rescaled(from_ranks=there, to_ranks=here)
 
 
 def _link_ratios(entry: Entry, job: Job, here: LinkModel | None) -> tuple[float, float]:

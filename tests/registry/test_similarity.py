@@ -151,6 +151,14 @@ def test_cluster_distance_is_an_edit_distance_of_the_host_graphs(first: Topology
     assert found <= general + 0.05 or found == pytest.approx(general)
 
 
+def test_cluster_distance_grows_with_the_difference_of_measured_links() -> None:
+    """1, 10 and 100 Gbit/s between like hosts, up to what a relabelled edge costs."""
+    base = hosts(8)
+    far = [topology_distance(base.shape(), base.shape(), link_octaves=octaves) for octaves in (0, 3, 7, 8, 20)]
+    labelled = Topology(places=base.places, host_kinds=base.host_kinds, network_link=LinkClass(bandwidth_log2=30))
+    assert far[0] == 0.0 < far[1] < far[2] < far[3] == far[4] == topology_distance(base.shape(), labelled.shape())
+
+
 def test_cluster_distance_grows_with_the_difference_in_size() -> None:
     base = hosts(8).shape()
     near, far = hosts(10).shape(), hosts(64).shape()

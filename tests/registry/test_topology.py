@@ -76,6 +76,13 @@ def test_measurements_that_differ_little_fall_into_one_class() -> None:
             LinkClass.of(bandwidth_bytes_per_s=speed)
 
 
+def test_links_differ_by_doublings_of_what_is_known_of_both() -> None:
+    slow, fast = (LinkClass.of(bandwidth_bytes_per_s=rate, latency_s=1e-5) for rate in (1.25e8, 1.25e10))
+    assert slow.octaves_from(fast) == fast.octaves_from(slow) in (6, 7)
+    assert slow.octaves_from(LinkClass.of(bandwidth_bytes_per_s=1.25e8, latency_s=4e-5)) == 2
+    assert slow.octaves_from(LinkClass()) == 0
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -88,6 +88,32 @@ def test_nearer_entries_come_first_and_equal_knobs_once(store: Store) -> None:
     assert starts[0].distance < starts[1].distance
 
 
+def test_of_equally_similar_jobs_that_on_the_most_similar_link_comes_first(store: Store) -> None:
+    """The key knows no measured link: other models of a cluster are looked through for theirs."""
+    own = make_entry(model=chain_graph([100] * 10))
+    for number, rate in enumerate((1e10, 1e7, 1e8, 1e9)):
+        other = make_entry(model=chain_graph([100] * 9 + [101 + number]))
+        store.save(replace(other, knobs=UNIFORM, link=LinkModel(alpha_s=1e-4, throughput=(rate,))))
+    for here, order in ((1e7, [1e7, 1e8, 1e9]), (1e10, [1e10, 1e9, 1e8])):
+        link = LinkModel(alpha_s=1e-4, throughput=(here,))
+        found = neighbours(store, job_like(own, links={ROUTE: link}))
+        assert [neighbour.entry.link.throughput[0] for neighbour in found if neighbour.entry.link] == order
+        assert found[0].distance < found[1].distance < found[2].distance
+
+
+def test_a_link_that_was_not_measured_takes_no_job_farther_away(store: Store) -> None:
+    store.save(replace(make_entry(ranks=8), link=None))
+    job = job_like(make_entry())
+    known = replace(job, links={ROUTE: LINK})
+    assert neighbours(store, job) == neighbours(store, known)
+
+
+def test_the_same_link_under_more_ranks_is_no_other_link(store: Store) -> None:
+    store.save(replace(make_entry(ranks=16), knobs=UNIFORM, link=LINK.rescaled(from_ranks=4, to_ranks=16)))
+    job = job_like(make_entry())
+    assert neighbours(store, replace(job, links={ROUTE: LINK})) == neighbours(store, job)
+
+
 def test_cuts_carry_over_to_the_same_layout_only() -> None:
     entry = make_entry()
     assert suited(entry).knobs["cuts"] == KNOBS["cuts"]
