@@ -33,6 +33,7 @@ from typing import Any
 import numpy as np
 
 from bench.lib.harness import Bar, Report, finish, parser
+from bench.lib.horovod import horovod_groups
 from bench.lib.simulated_jobs import ROUTE, Job, jobs, misjudged, optimum_s
 from sirtaki.autotune.arms.asc_wfbp import AscWfbp, AscWfbpN
 from sirtaki.autotune.arms.base import Arm
@@ -40,8 +41,8 @@ from sirtaki.autotune.arms.catalogue import OUR_ARMS, make_arm
 from sirtaki.autotune.arms.dpro import Dpro
 from sirtaki.autotune.arms.libra import Libra, LibraM
 from sirtaki.autotune.arms.mg_wfbp import MgWfbp
-from sirtaki.autotune.arms.planner import Planner
-from sirtaki.autotune.knobs import MIB, Cut, Knobs, KnobSpace
+from sirtaki.autotune.arms.planner import Planner, cuts_for_groups
+from sirtaki.autotune.knobs import MIB, Knobs, KnobSpace
 from sirtaki.autotune.lattice import KnobLattice
 from sirtaki.autotune.meta.assignment import Assignment
 from sirtaki.autotune.meta.auc_bandit import Opening
@@ -205,16 +206,13 @@ class HorovodTruth(Truth):
     def _simulate(self, knobs: Knobs) -> float:
         model = self.job.model
         layout, cycle_s = model.layout, 1e-4 * (knobs.threads or 1)
-        ticks = [math.ceil(ready_s / cycle_s) for ready_s in model.profile.issuable_s]
-        cuts: list[Cut] = []
-        start = 0
-        for i, (tick, stop) in enumerate(zip(ticks, layout.offsets[1:], strict=True)):
-            more = i + 1 < len(ticks) and ticks[i + 1] == tick
-            fits = more and (layout.offsets[i + 2] - start) * layout.itemsize_bytes <= knobs.unit_bytes
-            if not fits and stop > start:
-                cuts.append(Cut(stop=stop))
-                start = stop
-        ready_s = tuple(tick * cycle_s for tick in ticks)
+        ends, ready_s = horovod_groups(
+            model.profile.issuable_s,
+            [size * layout.itemsize_bytes for size in layout.sizes],
+            cycle_s=cycle_s,
+            fusion_bytes=knobs.unit_bytes,
+        )
+        cuts = cuts_for_groups(layout, ends, streams=1)
         profile = Profile(ready_s=ready_s, compute_s=max(model.profile.compute_s, ready_s[-1]))
         simulator = Simulator(layout=layout, profile=profile, link=model.links[ROUTE], contention=model.contention)
         first_ready_s = min(model.profile.ready_s)

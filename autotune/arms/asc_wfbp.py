@@ -6,6 +6,7 @@ the measured concurrency curve G(n). References are to the ASC-WFBP paper.
 Where the printed listing contradicts the text, the text holds: line 8 adds τ_b[l] and t_b[l − 1], eq. (21) means the
 time at which layer l − 1 is ready; line 12 adds t_b to τ_c, eq. (17) and (29) to τ_b. A penalty counts only while the
 other message still runs, which eq. (13) presupposes, and after merging "layer l + 1" is the message before this one.
+That these types are optimal (theorem 1) does not hold under the paper's own model: docs/explanation/planners.md.
 """
 
 from collections.abc import Iterator, Sequence

@@ -20,6 +20,12 @@ def test_layer_wise_messages_keep_bytes_and_compute():
     assert sum(layers.compute_shares) == pytest.approx(1)
 
 
+def test_without_contention_no_thread_of_mg_wfbp_slows_the_computation():
+    throughputs = libra_throughputs("xception", 64)
+    assert throughputs["MG-CF"] > throughputs["MG-N"]
+    assert throughputs["LIBRA"] > throughputs["H-N"]
+
+
 def test_every_method_of_figure_9_is_slower_on_more_nodes_and_no_faster_than_a_single_node():
     few, many = (libra_throughputs("bert_base", nodes) for nodes in (16, 512))
     assert all(many[method] < few[method] <= 1 for method in few)
@@ -35,6 +41,6 @@ def test_the_command_writes_each_prediction_beside_the_paper_and_fails_a_check_t
     report = json.loads(path.read_text())
     assert status == (1 if any(not bar["met"] for bar in report["bars"]) else 0)
     beside = [row for row in report["rows"] if row["paper"] is not None]
-    assert len(beside) >= 2 * 12 + 4
+    assert len(beside) >= 2 * 12 + 4 + 2 + 10  # tables IV and V; LIBRA's and AIACC's figures
     assert all(row["error_percent"] == pytest.approx(100 * (row["predicted"] / row["paper"] - 1)) for row in beside)
     assert "bert_base, MG-WFBP" in capsys.readouterr().out

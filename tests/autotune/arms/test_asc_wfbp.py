@@ -41,6 +41,22 @@ def test_the_last_layer_is_always_sent():
     assert layer_types([1.0], [5], **PAPER) == [S]
 
 
+def test_theorem_1_merges_where_the_papers_own_model_says_that_two_at_once_are_faster():
+    """Two layers that are ready at once: eq. (32) compares merging with sending one *after* the other."""
+    sizes, alpha_s, beta_s_per_byte, gamma = (10_000_000, 10_000_000), 1.0, 1e-6, 1.5
+    assert layer_types([0.0, 0.0], sizes, alpha_s=alpha_s, beta_s_per_byte=beta_s_per_byte, gamma=gamma) == [M, S]
+    model = PlanningModel(
+        layout=GradientLayout(sizes=sizes, itemsize_bytes=1),
+        profile=Profile.from_durations([0.0, 0.0]),
+        links={ROUTE: LinkModel.two_way(alpha_s=alpha_s, beta_s_per_byte=beta_s_per_byte, gamma=gamma)},
+    )
+    space = KnobSpace(routes=(ROUTE,), streams=(1, 2))
+    assert span_s(AscWfbp(space=space, model=model), model) == pytest.approx(alpha_s + 20)  # eq. (34)
+    at_once_s = alpha_s + gamma * 10  # eq. (9)
+    assert best_span_s(model, ROUTE, streams=2) == pytest.approx(at_once_s)
+    assert span_s(AscWfbpN(space=space, model=model), model) == pytest.approx(at_once_s)
+
+
 def test_a_thousand_layers_take_under_fifty_milliseconds():
     ready_s = [i * 1e-4 for i in range(1000)]
     began = time.process_time()
