@@ -1,10 +1,8 @@
-"""A network over a synchroniser without a tuner, to measure what single settings cost.
-
-A module of its own because the sweeps and the comparison with the simulator measure in the same way.
-"""
+"""A network over a synchroniser without a tuner, to measure what single settings cost."""
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import replace
 from functools import partial
@@ -44,8 +42,8 @@ class Bare:
         from sirtaki.comm.gradients.buffers import Reduction
         from sirtaki.comm.gradients.synchroniser import Synchroniser
         from sirtaki.comm.router import Router
+        from sirtaki.engine.before_search import measure
         from sirtaki.engine.knob_choices import default_knobs, knob_space
-        from sirtaki.engine.probes import narrowed, planning_model, probe_routes
         from sirtaki.engine.warmup import PROBE_S, SPANS
 
         self._control = current.control
@@ -53,10 +51,10 @@ class Bare:
         self._params = list(model.parameters())
         self._router = Router(self._control, timeout_s=current.settings.transport_timeout_s)
         total_bytes = sum(param.numel() * param.itemsize for param in self._params)
-        self.space = knob_space(self._router, current.settings, total_bytes)
+        space = knob_space(self._router, current.settings, total_bytes)
         if only is not None:
-            self.space = replace(self.space, routes=(only,))
-        self.default = default_knobs(self.space, total_bytes=total_bytes, one_node=self._control.one_node)
+            space = replace(space, routes=(only,))
+        self.default = default_knobs(space, total_bytes=total_bytes, one_node=self._control.one_node)
         self._sync = Synchroniser(
             self._params,
             [str(number) for number in range(len(self._params))],
@@ -72,13 +70,10 @@ class Bare:
         while not report.profiled:
             report = self._step()
         budget_s = PROBE_S + SPANS * report.span_s
-        max_streams = self.space.streams[-1]
-        self.probes = probe_routes(
-            self._control, self._router, self.space.routes, max_streams=max_streams, budget_s=budget_s
-        )
+        found = measure(self._control, self._router, space, default=self.default, budget_s=budget_s)
+        self.space, self.narrowed, self.probes = found.space, found.promising, found.links
         ready_s = [*self._sync.in_layout_order(report.ready_s), report.backward_s]
-        self.narrowed = narrowed(self.space, self.probes, default=self.default)
-        self.known = planning_model(self.layout, ready_s, report.backward_s, self.probes)
+        self.known = found.model(self.layout, ready_s, report.backward_s, between_s=math.nan)
 
     @property
     def layout(self) -> GradientLayout:
@@ -99,8 +94,7 @@ class Bare:
         begin_s = time.perf_counter()
         span_s = self._step().span_s
         step_s = time.perf_counter() - begin_s
-        shortest_s, negative_s = self._control.minimum(np.array([span_s, -step_s])).tolist()
-        return shortest_s, -negative_s
+        return float(self._control.minimum(np.array([span_s]))[0]), float(self._control.maximum(np.array([step_s]))[0])
 
     def close(self) -> None:
         """Collective."""
