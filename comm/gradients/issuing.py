@@ -25,13 +25,12 @@ from .schedule import Schedule, ScheduledUnit
 
 
 class Issuing(Protocol):
-    """One iteration's strategy.
+    """One iteration's strategy."""
 
-    Attributes:
-        deferred: nothing leaves before `flush`.
-    """
-
-    deferred: bool
+    @property
+    def deferred(self) -> bool:
+        """Nothing leaves before `flush`."""
+        ...
 
     def ready(self, index: int, gradient: torch.Tensor, version: int) -> None:
         """A gradient of this rank is complete, and had this version when it came."""

@@ -27,6 +27,7 @@ class Iteration:
         first_ready: when the first gradient came; None until then.
         ready_events: when each gradient came, by parameter; only while the order is profiled.
         backward_ended: when all gradients had come, or were put in; None until then.
+        reduced: when all of them were reduced; None until then.
         joined: this rank has no data any more and takes part with zeros.
         flushed: all units have left.
         complete: all gradients are reduced.
@@ -47,6 +48,7 @@ class Iteration:
         self.first_ready: Event | None = None
         self.ready_events = ready_events
         self.backward_ended: Event | None = None
+        self.reduced: Event | None = None
         self.joined = self.flushed = self.complete = False
 
     def note_first(self) -> None:

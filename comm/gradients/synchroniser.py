@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -32,9 +31,11 @@ from sirtaki.errors import PlanError
 from .arrivals import Arrivals
 from .buffers import HasGrad, Reduction
 from .control_flags import Said
-from .in_flight import InFlight, IterationEvents
+from .current_iteration import CurrentIteration
+from .in_flight import InFlight
 from .issuing import Issuing, NegotiatedIssuing, OneAtATime, ScheduledIssuing, StreamIssuing
 from .iteration import Interrupted, Iteration
+from .iteration_report import IterationReport, report
 from .iteration_trace import IterationTrace
 from .lost_edits import LostEdits
 from .negotiation import ReadinessNegotiation
@@ -45,25 +46,6 @@ if TYPE_CHECKING:
     from sirtaki.comm.control.plane import ControlPlane
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class IterationReport:
-    """What one iteration measured on this rank.
-
-    Attributes:
-        span_s: from the first ready gradient to the last reduced one; on a device with streams, of the iteration
-            before, except in order-profiling iterations.
-        backward_s: from the first ready gradient to the end of the backward pass, of the same iteration.
-        ready_s: when each gradient became ready after the first, by parameter index, `(n_gradients,)`; only
-            order-profiling iterations record it.
-        profiled: the order was profiled in this iteration: layouts may be new, and plans the default again.
-    """
-
-    span_s: float
-    backward_s: float
-    ready_s: tuple[float, ...] = ()
-    profiled: bool = False
 
 
 class Synchroniser:
@@ -155,7 +137,7 @@ class Synchroniser:
         planned.flags.write(Said(reprofile=self._order.asks, complete=True))
         wanted = timeline.active()
         self._arrivals = Arrivals(self._params, planned.buffers)
-        self._current = Iteration(
+        self._iteration = Iteration(
             self._arrivals,
             router=self._router,
             reduction=self._reduction,
@@ -164,20 +146,21 @@ class Synchroniser:
         )
         strategy = self._strategy()
         self._issuing = OneAtATime(strategy) if self._several_devices else strategy
+        self._current = CurrentIteration(self._iteration, self._issuing, planned, self._order, self._edits)
 
     def _strategy(self) -> Issuing:
         planned = self._planned
         if self._device.streams:
-            return StreamIssuing(self._current, planned.schedule, self._device, profiling=self._order.active)
+            return StreamIssuing(self._iteration, planned.schedule, self._device, profiling=self._order.active)
         if self._order.active and self._negotiation is not None:
             return NegotiatedIssuing(
-                self._current,
+                self._iteration,
                 self._negotiation,
                 planned.buffers,
                 planned.plans,
                 flags_need_flush=planned.usage.wanted,
             )
-        return ScheduledIssuing(self._current, planned.schedule)
+        return ScheduledIssuing(self._iteration, planned.schedule)
 
     @property
     def profiling(self) -> bool:
@@ -214,19 +197,12 @@ class Synchroniser:
     @property
     def complete(self) -> bool:
         """All gradients of this iteration are reduced."""
-        return self._current.complete
+        return self._iteration.complete
 
     @property
     def can_reduce(self) -> bool:
         """Every gradient of this iteration has come, so that nothing need be known of what the script does next."""
-        return not (self._current.complete or self._waits_for_step)
-
-    @property
-    def _waits_for_step(self) -> bool:
-        if len(self._arrivals.indices) < len(self._params):
-            return True
-        # All ranks issue the optimizers of one GPU in the order of their steps.
-        return self._issuing.deferred and self._device.users > 1
+        return self._current.can_reduce
 
     def reduce(self, interrupted: Interrupted | None) -> bool:
         """At the end of a backward pass, if it `can_reduce`: blocks until all gradients are reduced, as DDP does.
@@ -243,56 +219,19 @@ class Synchroniser:
         Raises:
             CommError: a reduction failed, or the job did; gradients are undefined then.
         """
-        self.flush()
-        if not self._issuing.wait(interrupted):
-            return False
-        self._current.complete = True
-        self._device.release()
-        self._reduced = self._device.record_event()
-        self._hand_out()
-        return True
+        return self._current.reduce(interrupted)
 
     def contribute_zeros(self) -> None:
         """On a rank that has joined: gives zeros to an iteration that others have begun; waits for nobody."""
         if not self._arrivals.indices:
-            self._current.joined = True
+            self._iteration.joined = True
             for param in self._params:
                 param.grad = None
-        self.flush()
+        self._current.flush()
 
     def flush(self) -> None:
         """Sends what has not left; waits for nobody. For callers outside: if it `can_reduce`."""
-        iteration = self._current
-        if iteration.flushed:
-            return
-        iteration.flushed = True
-        self._edits.begin()
-        iteration.backward_ended = self._device.record_event()
-        self._put_in_missing()
-        if iteration.first_ready is None:
-            iteration.first_ready = iteration.backward_ended
-        self._issuing.flush()
-
-    def _put_in_missing(self) -> None:
-        arrivals, planned = self._arrivals, self._planned
-        arrivals.own = len(arrivals.indices)
-        if planned.usage.wanted:
-            planned.usage.write([] if self._current.joined else arrivals.indices)
-        if self._waits_for_step:  # so the flags have not left
-            edits = Said(written=bool(arrivals.written), replaced=arrivals.replaced)
-            planned.flags.write(edits._replace(reprofile=self._order.asks))
-        if arrivals.own < len(self._params):
-            arrived = set(arrivals.indices)
-            for index in range(len(self._params)):
-                if index not in arrived:
-                    arrivals.put_in(index)
-
-    def _hand_out(self) -> None:
-        planned, unused = self._planned, list[int]()
-        if planned.usage.wanted:
-            unused = [index for index, somewhere in enumerate(planned.usage.used()) if not somewhere]
-        done = self._arrivals.hand_out(unused)
-        self._edits.look(done, self._arrivals, Said() if self._device.streams else planned.flags.now())
+        self._current.flush()
 
     # ── its end ──────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -308,43 +247,28 @@ class Synchroniser:
         self._control.failures.raise_if_failed()
         if joined:
             self.contribute_zeros()
-        if not self._current.complete:
-            self.reduce(None)
+        iteration, order = self._iteration, self._order
+        if not iteration.complete:
+            self._current.reduce(None)
         if self._device.streams:
-            self.in_flight.units = list(zip(self._planned.schedule.units, self._current.works, strict=True))
-        return self._report()
-
-    def _report(self) -> IterationReport:
-        """Collective: closes the books on this iteration."""
-        device, iteration, profiling = self._device, self._current, self._order.active
-        assert iteration.first_ready is not None
-        events = IterationEvents(self.iteration, iteration.first_ready, iteration.backward_ended, self._reduced)
-        before = self.in_flight.add(events)
-        measured = before if device.streams and not profiling else events
-        # The host is never more than one iteration ahead.
-        device.wait_for(measured.reduced if iteration.trace is None else events.reduced)
-        if iteration.trace is not None:
-            iteration.trace.write(events, profiling=profiling)
-        ready_s = tuple(
-            0.0 if event is None else max(0.0, device.elapsed_s(events.first_ready, event))
-            for event in iteration.ready_events
+            self.in_flight.units = list(zip(self._planned.schedule.units, iteration.works, strict=True))
+        measured = report(
+            iteration,
+            self.in_flight,
+            number=self.iteration,
+            profiling=order.active,
+            profiled=order.ends_with(self.iteration),
         )
-        profiled = self._end_iteration()
-        return IterationReport(
-            span_s=device.elapsed_s(measured.first_ready, measured.reduced),
-            backward_s=max(0.0, device.elapsed_s(measured.first_ready, measured.backward_ended)),  # may be none at all
-            ready_s=ready_s,
-            profiled=profiled,
-        )
+        self._end_iteration(profiled=measured.profiled)
+        return measured
 
-    def _end_iteration(self) -> bool:
-        """Collective: what the next iteration will be. True if the order has just been profiled."""
+    def _end_iteration(self, *, profiled: bool) -> None:
+        """Collective: what the next iteration will be."""
         flags, order = self._planned.flags, self._order
         before = flags.before()
         if self._device.streams:
             self._edits.hear_late(before)
         flags.read_back()
-        profiled = order.ends_with(self.iteration)
         if profiled:
             self._end_profiling()
         elif not order.active:
@@ -355,12 +279,11 @@ class Synchroniser:
                 flags.forget()
         self._begin_iteration()
         self.iteration += 1
-        return profiled
 
     def _end_profiling(self) -> None:
         """Collective: buffers in the agreed order, new ones if the order or a parameter has changed."""
         buffers = self._planned.buffers
-        order = agree_on_order(self._arrivals.indices, self._control, counts=not self._current.joined)
+        order = agree_on_order(self._arrivals.indices, self._control, counts=not self._iteration.joined)
         outdated = bool(self._control.maximum(np.array([float(buffers.outdated)]))[0])
         self._order.end(self.iteration)
         if order != buffers.order or outdated:

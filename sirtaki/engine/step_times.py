@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from sirtaki.autotune.model.profile import Profile
-from sirtaki.comm.gradients.synchroniser import IterationReport
+from sirtaki.comm.gradients.iteration_report import IterationReport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,8 @@ from sirtaki.autotune.arms.base import Arm
 from sirtaki.autotune.knobs import Knobs
 from sirtaki.autotune.meta.assignment import Assignment, Purpose
 from sirtaki.comm.gradients.buffers import Reduction
-from sirtaki.comm.gradients.synchroniser import IterationReport, Synchroniser
+from sirtaki.comm.gradients.iteration_report import IterationReport
+from sirtaki.comm.gradients.synchroniser import Synchroniser
 from sirtaki.comm.layout import GradientLayout
 from sirtaki.comm.plan import CommPlan
 from sirtaki.errors import PlanError, TransportError

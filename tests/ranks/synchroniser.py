@@ -9,7 +9,8 @@ import torch
 from sirtaki.autotune.knobs import Cut, Knobs
 from sirtaki.comm.control.plane import ControlPlane, load_mpi
 from sirtaki.comm.gradients.buffers import Reduction
-from sirtaki.comm.gradients.synchroniser import IterationReport, Synchroniser
+from sirtaki.comm.gradients.iteration_report import IterationReport
+from sirtaki.comm.gradients.synchroniser import Synchroniser
 from sirtaki.comm.layout import GradientLayout
 from sirtaki.comm.plan import CommPlan
 from sirtaki.comm.router import Router

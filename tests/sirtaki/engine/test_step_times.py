@@ -5,7 +5,7 @@ import time
 import pytest
 
 from sirtaki.autotune.model.profile import Profile
-from sirtaki.comm.gradients.synchroniser import IterationReport
+from sirtaki.comm.gradients.iteration_report import IterationReport
 from sirtaki.engine.step_times import StepTime, StepTimes
 
 USUAL = StepTime(backward_s=0.02, between_s=0.03)
