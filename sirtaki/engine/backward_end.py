@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import torch
 
@@ -31,21 +31,3 @@ class BackwardEnd:
     def __del__(self) -> None:
         if not self._over and (failed := self._failed()) is not None:
             failed()
-
-
-class LeftBehind:
-    """What is in `.grad` when a backward pass has raised."""
-
-    def __init__(self, params: Iterable[torch.Tensor]) -> None:
-        self._found = [(param, param.grad, _version(param.grad)) for param in params]
-
-    @property
-    def touched(self) -> bool:
-        """The script has changed or dropped some of it since."""
-        return any(
-            param.grad is not gradient or _version(gradient) != version for param, gradient, version in self._found
-        )
-
-
-def _version(gradient: torch.Tensor | None) -> int:
-    return 0 if gradient is None else gradient._version

@@ -83,9 +83,9 @@ class BlockedRanks:
         with self._lock:
             self._read()
             others = [blocked for blocked in self._others.values() if blocked is not None]
-        return any(blocked.given.get(participant.key, math.inf) <= participant.finished for blocked in others) and any(
-            self._is_missing(blocked.waits_for, participant) for blocked in others
-        )
+        return any(
+            blocked.given.get(participant.key, math.inf) <= participant.progress.finished for blocked in others
+        ) and any(self._is_missing(blocked.waits_for, participant) for blocked in others)
 
     def _read(self) -> None:
         self._others |= dict(self._courier.receive(Tag.BLOCKED))
@@ -95,16 +95,15 @@ class BlockedRanks:
         now_s = time.monotonic()
         participants = list(self._participants)
         waits: list[tuple[float, _Operation | _Iteration]] = [
-            (since_s, _Iteration(participant.key, (participant.finished, stage)))
+            (waiting[1], _Iteration(participant.key, (participant.progress.finished, waiting[0])))
             for participant in participants
-            if participant.waiting is not None
-            for stage, since_s in [participant.waiting]
+            if (waiting := participant.progress.waiting) is not None
         ]
         if not waits:  # participants perform operations of their own
             waits = [
-                (engine.awaited[1], _Operation(number, engine.awaited[0], engine.concluded))
+                (awaited[1], _Operation(number, awaited[0], engine.concluded))
                 for number, engine in self._rank_sets.engines()
-                if engine.awaited is not None
+                if (awaited := engine.awaited) is not None
             ]
         since_s, waits_for = min(waits, key=lambda wait: wait[0], default=(now_s, None))
         if waits_for is None or now_s - since_s < TELL_S:
@@ -115,7 +114,8 @@ class BlockedRanks:
             now_s - since_s < TELL_ANYWAY_S
             and not asks
             and not any(
-                participant.pending and given[participant.key] == participant.finished for participant in participants
+                participant.pending and given[participant.key] == participant.progress.finished
+                for participant in participants
             )
         ):
             return None
@@ -134,7 +134,7 @@ class BlockedRanks:
             )
         iteration, stage = waited_for.reached
         return any(
-            (each.given if stage is Stage.REDUCE else each.finished) <= iteration
+            (each.given if stage is Stage.REDUCE else each.progress.finished) <= iteration
             for each in self._participants
             if each.key == waited_for.key and (each is not participant or stage is Stage.ASK)
         )

@@ -88,9 +88,15 @@ class GradientHooks:
 
     def begin(self, passes: int) -> None:
         """An iteration begins: nothing has come."""
-        self.passes_left = [passes] * len(self._arrive)
+        self._passes, self.passes_left = passes, [passes] * len(self._arrive)
         self.in_backward = False
         self._groups.begin()
+
+    @property
+    def counted(self) -> list[torch.Tensor]:
+        """Parameters whose gradients have come in this iteration, of some backward pass."""
+        passes = self._passes
+        return [param for param, left in zip(self._params, self.passes_left, strict=True) if left != passes]
 
     def release(self) -> None:
         """Gradients leave that wait for members of their group that will not come."""

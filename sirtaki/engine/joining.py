@@ -56,7 +56,7 @@ class Joining:
     def begins(self, participant: Participant, stage: Stage) -> None:
         """This rank takes part in an iteration of this optimizer; those that have joined are told."""
         with self._lock:
-            self._taking_part[participant.key] = _TakingPart(participant.ranks, (participant.finished, stage))
+            self._taking_part[participant.key] = _TakingPart(participant.ranks, (participant.progress.finished, stage))
             self._tell()
 
     def ends(self, participant: Participant) -> None:
@@ -170,7 +170,7 @@ class _Substitute:
 
     def _catch_up(self, participant: Participant, target: Reached) -> None:
         """Begins all that lies between what was begun and `target`: the others need not wait for each end."""
-        iteration, stage = self._begun.get(participant.key, (participant.finished - 1, Stage.FINISH))
+        iteration, stage = self._begun.get(participant.key, (participant.progress.finished - 1, Stage.FINISH))
         while (iteration, stage) < target:
             if stage is Stage.REDUCE:
                 stage = Stage.FINISH

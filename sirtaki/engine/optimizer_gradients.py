@@ -35,7 +35,7 @@ CLOSED = "this DistributedOptimizer was closed {reason}; make a new one: hvd.Dis
 
 @dataclass(slots=True)
 class _Part:
-    """One reducer, and its `n_reduced` when this optimizer last used the result."""
+    """One reducer, and its `sharing.n_reduced` when this optimizer last used the result."""
 
     reducer: GradientReducer
     seen: int
@@ -72,7 +72,7 @@ class OptimizerGradients:
         return [part.reducer for part in self._parts]
 
     def _use(self, reducer: GradientReducer, seen: int) -> None:
-        reducer.users.add(self)
+        reducer.sharing.users.add(self)
         self._parts = sorted([*self._parts, _Part(reducer, seen)], key=lambda part: part.reducer.key[1])
 
     def use_part(self, part: GradientReducer, *, of: GradientReducer) -> None:
@@ -93,19 +93,19 @@ class OptimizerGradients:
             lender = lenders[serial]
             if serial in in_flight:
                 lender.finish()
-                lender.shared = True  # until its optimizer has seen that this iteration is finished
+                lender.sharing.active = True  # until its optimizer has seen that this iteration is finished
             wanted = {id(param) for (_, param), owner in zip(named, owners, strict=True) if owner == serial}
             if len(wanted) < len(lender.named):
                 lender = _split(job, lender, wanted)
-            lender.shared = True
-            self._use(lender, lender.n_reduced)
+            lender.sharing.active = True
+            self._use(lender, lender.sharing.n_reduced)
         free = [item for item, owner in zip(named, owners, strict=True) if owner is None]
-        home = next((reducer for reducer in self.reducers if not reducer.shared), None)
+        home = next((reducer for reducer in self.reducers if not reducer.sharing.active), None)
         if free and home is not None:
-            home.extend(free)
+            home.attach([*home.named, *free])
         elif free or not self._parts:
             reducer = GradientReducer(job, members, free, passes=self._passes, options=self._options)
-            self._use(reducer, reducer.n_reduced)
+            self._use(reducer, reducer.sharing.n_reduced)
 
     def _agree_on_owners(self, named: Sequence[Named]) -> tuple[list[int | None], set[int]]:
         """Collective: the serial of the reducer that each parameter belongs to, None = it is free.
@@ -198,7 +198,7 @@ class OptimizerGradients:
         """Collective after a backward pass that raised: gradients that came before that do not count."""
         for part in self._parts:
             part.reducer.drop_failed()
-            part.seen = part.reducer.n_reduced
+            part.seen = part.reducer.sharing.n_reduced
 
     def drop_accumulated(self) -> None:
         """Gradients of fewer backward passes than are added up before they are reduced do not count."""
@@ -226,10 +226,10 @@ class OptimizerGradients:
         for part in self._parts:
             reducer = part.reducer
             try:
-                reducer.finish(due=reducer.n_reduced == part.seen)
+                reducer.finish(due=reducer.sharing.n_reduced == part.seen)
             except GradientError as err:
                 problem = err
-            part.seen = reducer.n_reduced
+            part.seen = reducer.sharing.n_reduced
         if problem is not None:
             raise problem
 
@@ -243,8 +243,8 @@ class OptimizerGradients:
         """Not collective: this optimizer's gradients are not reduced any more. Idempotent."""
         parts, self._parts = self._parts, []
         for part in parts:
-            part.reducer.users.discard(self)
-            if not part.reducer.users:
+            part.reducer.sharing.users.discard(self)
+            if not part.reducer.sharing.users:
                 part.reducer.close("by close()")
 
 
@@ -288,7 +288,7 @@ def _agreed(said: Sequence[tuple[int | None, ...]], names: Sequence[str]) -> tup
 def _split(job: Job, lender: GradientReducer, wanted: set[int]) -> GradientReducer:
     """Collective: gives these parameters of `lender`, by id, to a new reducer that all its users use, too."""
     lent = [(name, param) for name, param in lender.named if id(param) in wanted]
-    lender.keep_only([(name, param) for name, param in lender.named if id(param) not in wanted])
+    lender.attach([(name, param) for name, param in lender.named if id(param) not in wanted])
     reducer = GradientReducer(
         job,
         lender.members,
@@ -297,7 +297,7 @@ def _split(job: Job, lender: GradientReducer, wanted: set[int]) -> GradientReduc
         options=lender.options,
         known_sparse=lender.sparse.known,
     )
-    reducer.n_reduced = lender.n_reduced
-    for user in list(lender.users):
+    reducer.sharing.n_reduced = lender.sharing.n_reduced
+    for user in list(lender.sharing.users):
         user.use_part(reducer, of=lender)
     return reducer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Iterator
 from enum import IntEnum
@@ -26,20 +27,53 @@ Reached = tuple[int, Stage]
 """An iteration, counted since the participant was made, and how far a rank has got in it."""
 
 
+class Progress:
+    """How far this rank is in the iterations of one participant; any thread may read it.
+
+    Attributes:
+        finished: iterations that have ended, whatever became of the parameters since.
+        waiting: what this rank waits for in the current iteration, and since when (`time.monotonic()`).
+    """
+
+    def __init__(self) -> None:
+        self.finished = 0
+        self.waiting: tuple[Stage, float] | None = None
+
+    def waits(self, stage: Stage) -> Waiting:
+        """Inside, this rank waits for others; the watchdog and the other ranks hear of it if that lasts."""
+        return Waiting(self, stage)
+
+    def given(self, *, missing: bool) -> int:
+        """Iterations to which this rank has given all its gradients; `missing`: some of the current one's."""
+        waiting = self.waiting
+        return self.finished + (not missing or (waiting is not None and waiting[0] is not Stage.ASK))
+
+
+class Waiting:
+    """While this rank waits for others. `contextlib.contextmanager` costs several times as much."""
+
+    def __init__(self, progress: Progress, stage: Stage) -> None:
+        self._progress, self._stage = progress, stage
+
+    def __enter__(self) -> None:
+        self._progress.waiting = self._stage, time.monotonic()
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.waiting = None
+
+
 class Participant(Protocol):
     """One that takes part in iterations with other ranks.
 
     Attributes:
         key: the same on all its ranks.
         ranks: those that take part, by their rank among all.
-        finished: iterations that have ended.
-        waiting: what this rank waits for in the current iteration, and since when (`time.monotonic()`).
+        progress: how far this rank is in them.
     """
 
     key: Key
     ranks: tuple[int, ...]
-    finished: int
-    waiting: tuple[Stage, float] | None
+    progress: Progress
 
     @property
     def given(self) -> int:
@@ -106,6 +140,16 @@ class Participants:
     def remove(self, participant: Participant) -> None:
         """It is closed."""
         self._all = [weakref.ref(there) for there in self if there is not participant]
+
+    def drop_failed(self) -> None:
+        """Collective after a backward pass that raised: what it has left is dropped, in the same order on all ranks."""
+        for participant in sorted(self, key=lambda participant: participant.key):
+            participant.drop_failed()
+
+    def flush(self) -> None:
+        """Sends what has not left of iterations whose gradients have all come; waits for nobody."""
+        for participant in self:
+            participant.flush()
 
     def note_finished(self, participant: Participant) -> None:
         """This rank ends an iteration of it."""

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .gradient_hooks import GradientHooks
+from .hooked_parameters import HookedParameters
 from .participants import Key
 from .reducer_watch import ReducerWatch
-from .reductions import Reductions
 
 if TYPE_CHECKING:
     from .job import Job
@@ -17,14 +16,11 @@ def let_go(
     job: Job,
     key: Key,
     watch: ReducerWatch | None,
-    hooks: GradientHooks | None,
-    reductions: Reductions | None,
+    parameters: HookedParameters | None,
 ) -> None:
     """Takes away and closes what belongs to one reducer on this rank."""
     job.joining.forget(key)
     if watch is not None:
         job.watchdog.forget(watch.current_wait, watch.progress)
-    if hooks is not None:
-        hooks.remove()
-    if reductions is not None:
-        reductions.close()
+    if parameters is not None:
+        parameters.close()

@@ -15,11 +15,6 @@ class Watched(Participant, Protocol):
     """A reducer, as far as this module knows it."""
 
     @property
-    def iteration(self) -> int:
-        """Iterations finished so far with the current parameters."""
-        ...
-
-    @property
     def tuned(self) -> TunedSynchroniser | None:
         """What reduces the dense gradients; None if there are none."""
         ...
@@ -40,10 +35,11 @@ class ReducerWatch:
         reducer = self._reducer()
         if reducer is None:
             return None
-        waiting, iteration, tuned = reducer.waiting, reducer.iteration, reducer.tuned
+        waiting, iteration, tuned = reducer.progress.waiting, 0, reducer.tuned
         since_s = None if waiting is None else waiting[1]
         if tuned is not None:
             tuned.check()
+            iteration = tuned.synchroniser.iteration
             if since_s is None and (stalled := reducer.stalled()):
                 iteration, since_s = stalled
         return None if since_s is None else Wait(what=f"the gradients of iteration {iteration}", since_s=since_s)
@@ -55,7 +51,7 @@ class ReducerWatch:
         if reducer is None or tuned is None:
             return ""
         sync = tuned.synchroniser
-        if not (reducer.pending or reducer.waiting or reducer in self._participants.in_use):
+        if not (reducer.pending or reducer.progress.waiting or reducer in self._participants.in_use):
             return ""
         missing = sync.missing_names()
         shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")

@@ -124,11 +124,6 @@ class Reductions:
         """What makes the gradients of this iteration undefined; empty until they are reduced, and if all is well."""
         return "" if self._sync is None else self._sync.problem
 
-    @property
-    def iteration(self) -> int:
-        """Iterations finished so far."""
-        return 0 if self._sync is None else self._sync.iteration
-
     def finish(self, control: ControlPlane, *, joined: bool) -> bool:
         """Collective: blocks until all is reduced; True if gradients were found to be sparse, so that this must change.
 

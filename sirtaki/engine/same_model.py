@@ -57,16 +57,20 @@ def _describe(name: str, param: torch.Tensor) -> str:
 
 
 class StartCheck:
-    """Looks once whether all ranks begin with the same parameters, and warns if they do not."""
+    """Looks once whether all ranks begin with the same parameters, and warns if they do not.
+
+    Attributes:
+        done: it has looked.
+    """
 
     def __init__(self) -> None:
-        self._done = False
+        self.done = False
 
     def look(self, control: ControlPlane, named: Sequence[Named]) -> None:
         """Collective at the first call, before the first update; does nothing after that."""
-        if self._done or not named:
+        if self.done or not named:
             return
-        self._done = True
+        self.done = True
         first = _first_difference(control, checksums([param for _, param in named]))
         if first is not None and control.rank == 0:
             logger.warning(

@@ -102,6 +102,8 @@ def starting_and_ending_leaves_nothing(times: int = 3) -> None:
         hvd.shutdown()
         with pytest.raises(NotInitializedError, match=r"closed by shutdown\(\)"):
             optimizer.step()
+        optimizer.zero_grad()  # which takes nobody else
+        assert all(param.grad is None for param in model.parameters())
         hvd.init()
 
     if hvd.size() > 1:

@@ -259,7 +259,7 @@ def the_borrower_trains_on_when_the_owner_is_gone() -> None:
             turn(theirs, joined(loss_of(1), alone, iteration), [1])
             assert_same_parameters(model, alone, 1e-11, f"after step {iteration}")
         if hvd.size() > 1:
-            assert not any(reducer.shared for reducer in borrower._gradients.reducers)
+            assert not any(reducer.sharing.active for reducer in borrower._gradients.reducers)
 
 
 def dropped_on_one_rank_only() -> None:
@@ -278,6 +278,8 @@ def dropped_on_one_rank_only() -> None:
     if kept and hvd.size() > 1:
         with pytest.raises(NotInitializedError, match="another rank has dropped it"):
             kept[0].step()
+        kept[0].zero_grad()
+        assert all(param.grad is None for group in kept[0].param_groups for param in group["params"])
 
 
 def dropped_between_backward_and_step() -> None:

@@ -1,0 +1,79 @@
+"""What the gradients of one reducer are reduced with, whatever its parameters are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from .nan_check import NanCheck
+from .reducer_options import ReducerOptions
+from .same_model import Named, StartCheck
+from .sparse_gradients import SparseReductions
+from .thawed import reduce_thawed
+from .warmup import TunedSynchroniser
+
+if TYPE_CHECKING:
+    from sirtaki.comm.collectives.rank_sets import RankSet
+    from sirtaki.settings import Settings
+
+
+class ReducerResources:
+    """The ranks, and means to reduce dense, sparse and thawed gradients over them.
+
+    Attributes:
+        control: of the ranks that take part.
+        options: how gradients are reduced.
+        sparse: sparse gradients, which are known from one set of parameters to the next.
+        nan_check: looks at each complete gradient; None = nobody does.
+        start_check: looks at the parameters before the first update.
+    """
+
+    def __init__(
+        self, members: RankSet, settings: Settings, options: ReducerOptions, *, prefix: str, known_sparse: Iterable[str]
+    ) -> None:
+        """Starts nothing.
+
+        Args:
+            members: the ranks that take part, with their control plane.
+            settings: of the job.
+            options: how to reduce.
+            prefix: of the operations' names.
+            known_sparse: parameters of which all ranks know that their gradients are sparse.
+        """
+        assert members.control is not None
+        assert members.engine is not None
+        self.control, self._engine = members.control, members.engine
+        self._settings, self.options, self._prefix = settings, options, prefix
+        self.sparse = SparseReductions(
+            prefix,
+            options.reduction,
+            members.engine,
+            known_sparse,
+            as_dense=options.sparse_as_dense,
+            unused_as_none=settings.unused_as_none,
+        )
+        self.nan_check = NanCheck(members.control) if settings.check_nan else None
+        self.start_check = StartCheck()
+
+    def make_tuned(self, dense: Sequence[Named]) -> TunedSynchroniser:
+        """Collective: what reduces the dense gradients of these parameters; closed by the caller."""
+        return TunedSynchroniser(
+            self.control,
+            self._settings,
+            [param for _, param in dense],
+            [name for name, _ in dense],
+            reduction=self.options.reduction,
+            arms=self.options.arms,
+        )
+
+    def reduce_thawed(self, params: Sequence[torch.Tensor]) -> None:
+        """Collective: reduces gradients of parameters that have no hook yet, the same on all ranks."""
+        reduce_thawed(
+            params,
+            prefix=f"{self._prefix}.thawed",
+            reduction=self.options.reduction,
+            engine=self._engine,
+            unused_as_none=self._settings.unused_as_none,
+        )
