@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from sirtaki.comm.layout import GradientLayout
-from sirtaki.comm.plan import LARGEST_UNIT_BYTES, SMALLEST_UNIT_BYTES, Algorithm, CommPlan, TransportKind, Unit
+from sirtaki.comm.plan import Algorithm, CommPlan, TransportKind, Unit
 from sirtaki.errors import PlanError
+from sirtaki.unit_sizes import LARGEST_UNIT_BYTES, SMALLEST_UNIT_BYTES
 
 _T = TypeVar("_T")
 

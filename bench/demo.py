@@ -28,12 +28,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from bench.lib.cluster import ClusterShape, LabError, NetLab, why_unavailable
+from bench.lib.cluster import LabError, LabShape, NetLab, why_unavailable
 from bench.lib.harness import REPOSITORY, give_result, main_or_rank, rank_argv, rank_env, run_ranks, take_result
 from sirtaki.cli.report import write_report
 from sirtaki.gain import faster
 
-SHAPE = ClusterShape(nodes=4, link_bits_per_s=400_000_000, flow_bits_per_s=40_000_000)
+SHAPE = LabShape(nodes=4, link_bits_per_s=400_000_000, flow_bits_per_s=40_000_000)
 DDP, UNTUNED, TUNED, REMEMBERED = "PyTorch DDP", "Sirtaki, untuned", "Sirtaki, tuned", "Sirtaki, remembered"
 REPORTS = REPOSITORY / "build" / "demo"
 JOB_TIMEOUT_S = 150.0

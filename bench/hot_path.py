@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.lib.cluster import ClusterShape, NetLab, why_unavailable
+from bench.lib.cluster import LabShape, NetLab, why_unavailable
 from bench.lib.contenders import Contender, Ddp, Sirtaki, join_gloo
 from bench.lib.harness import (
     Bar,
@@ -211,7 +211,7 @@ def measure_idle(report: Report, args: Any) -> None:
     if (reason := why_unavailable()) is not None:
         report.notes.append(f"no traffic of an idle job was measured: {reason}")
         return
-    with NetLab(ClusterShape(nodes=IDLE_NODES)) as lab:
+    with NetLab(LabShape(nodes=IDLE_NODES)) as lab:
         result = take_result(lab.run_ranks(rank_argv("bench.hot_path", options), env=rank_env(), ranks_per_node=2))
     report.rows += [
         {"what": "idle rank: share of a processor", "figure": 100 * result["processor_share"], "unit": "%"},

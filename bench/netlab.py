@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from bench.lib.cluster import ClusterShape, NetLab, why_unavailable
+from bench.lib.cluster import LabShape, NetLab, why_unavailable
 from bench.lib.contenders import Contender, Ddp, Sirtaki, join_gloo
 from bench.lib.harness import (
     Bar,
@@ -45,12 +45,12 @@ from bench.lib.harness import (
 from bench.lib.models import emulated_resnet50
 from bench.step import slowest, timed_block
 
-__all__ = ["CASES", "ClusterShape", "NetLab", "payload_bytes_per_s"]
+__all__ = ["CASES", "LabShape", "NetLab", "payload_bytes_per_s"]
 
 MBIT = 1_000_000
 CASES = {
-    "capped": ClusterShape(nodes=4, link_bits_per_s=400 * MBIT, flow_bits_per_s=100 * MBIT),
-    "equal": ClusterShape(nodes=4, link_bits_per_s=200 * MBIT, flow_bits_per_s=200 * MBIT),
+    "capped": LabShape(nodes=4, link_bits_per_s=400 * MBIT, flow_bits_per_s=100 * MBIT),
+    "equal": LabShape(nodes=4, link_bits_per_s=200 * MBIT, flow_bits_per_s=200 * MBIT),
 }
 COMPUTE_S = 0.15
 FLOWS = 16

@@ -31,7 +31,7 @@ import numpy as np
 import torch
 
 from bench.lib.bare import Bare
-from bench.lib.cluster import ClusterShape, NetLab, why_unavailable
+from bench.lib.cluster import LabShape, NetLab, why_unavailable
 from bench.lib.contenders import Sirtaki
 from bench.lib.harness import (
     Bar,
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     pass
 
 MBIT = 1_000_000
-SHAPE = ClusterShape(nodes=4, link_bits_per_s=400 * MBIT, flow_bits_per_s=100 * MBIT)
+SHAPE = LabShape(nodes=4, link_bits_per_s=400 * MBIT, flow_bits_per_s=100 * MBIT)
 ROUTE = (TransportKind.GLOO, Algorithm.FLAT)
 STREAMS = (1, 2, 3, 4, 6, 8, 12, 16, 24)
 COMPUTE_S = 2.4  # of the whole model; two thirds of it are the backward pass

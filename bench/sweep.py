@@ -27,9 +27,8 @@ import torch
 from torch import nn
 
 from bench.lib.bare import Bare
-from bench.lib.cluster import ClusterShape, NetLab, why_unavailable
+from bench.lib.cluster import LabShape, NetLab, why_unavailable
 from bench.lib.harness import (
-    REPOSITORY,
     alternate,
     give_result,
     machine,
@@ -41,11 +40,12 @@ from bench.lib.harness import (
     take_result,
     versions,
 )
+from bench.lib.landscapes.recorded import RECORDED
 from bench.lib.models import emulated_resnet50, small_conv, transformer
-from sirtaki.autotune.knobs import KIB, Knobs
+from sirtaki.autotune.knobs import Knobs
 from sirtaki.comm.plan import Algorithm, Route, TransportKind
+from sirtaki.unit_sizes import SMALLEST_UNIT_BYTES
 
-RECORDED = REPOSITORY / "bench" / "recorded"
 MBIT = 1_000_000
 STREAMS = (1, 2, 3, 4, 6, 8, 12, 16, 24)
 OCTAVES = 9  # unit sizes from 64 KiB to 16 MiB
@@ -74,7 +74,7 @@ class RecordedJob:
     name: str
     ranks: int
     make: Callable[[int], Made]
-    cluster: ClusterShape | None = None
+    cluster: LabShape | None = None
     ranks_per_node: int = 1
     octaves: int = OCTAVES
     streams: tuple[int, ...] = STREAMS
@@ -94,8 +94,8 @@ def _transformer(rank: int) -> Made:
     return transformer(rank=rank)
 
 
-def _cluster(link: int, flow: int, *, nodes: int = 4, delay_ms: float = 0.0) -> ClusterShape:
-    return ClusterShape(nodes=nodes, link_bits_per_s=link * MBIT, flow_bits_per_s=flow * MBIT, delay_s=1e-3 * delay_ms)
+def _cluster(link: int, flow: int, *, nodes: int = 4, delay_ms: float = 0.0) -> LabShape:
+    return LabShape(nodes=nodes, link_bits_per_s=link * MBIT, flow_bits_per_s=flow * MBIT, delay_s=1e-3 * delay_ms)
 
 
 _FEW: dict[str, Any] = {"streams": (1, 2, 4, 8, 16), "rounds": 4}
@@ -127,7 +127,7 @@ JOBS = {
 
 def settings(bare: Bare, job: RecordedJob) -> list[Knobs]:
     """The lattice and the untuned one."""
-    sizes = [64 * KIB * 2**octave for octave in range(job.octaves)]
+    sizes = [SMALLEST_UNIT_BYTES * 2**octave for octave in range(job.octaves)]
     sizes = [size for size in sizes if size <= bare.space.unit_bytes[1]]
     streams = [count for count in job.streams if count <= bare.space.streams[-1]]
     points = [

@@ -18,7 +18,7 @@ from itertools import count, cycle
 from pathlib import Path
 from typing import Any
 
-from bench.lib.cluster import ClusterShape, NetLab
+from bench.lib.cluster import LabShape, NetLab
 from bench.lib.contenders import Sirtaki
 from bench.lib.harness import main_or_rank, rank_argv, rank_env
 from bench.lib.models import emulated_resnet50
@@ -26,7 +26,7 @@ from sirtaki.autotune.meta.session import DEFAULT_ARM
 from sirtaki.cli.svg import COLORS, DEFAULT_COLOR, Plot
 from sirtaki.engine.trial_log_reader import TrialLog, read_log
 
-SHAPE = ClusterShape(nodes=4, link_bits_per_s=400_000_000, flow_bits_per_s=40_000_000)
+SHAPE = LabShape(nodes=4, link_bits_per_s=400_000_000, flow_bits_per_s=40_000_000)
 SCALE = 0.25
 COMPUTE_S = 0.15
 JOB_TIMEOUT_S = 600.0

@@ -34,9 +34,6 @@ class TransportKind(Enum):
 Route = tuple[TransportKind, Algorithm]
 """The way of a unit: by which transport, and how the ranks go about it."""
 
-SMALLEST_UNIT_BYTES, LARGEST_UNIT_BYTES = 64 * 1024, 256 * 1024**2
-"""The range of the tuner; below it the start-up of a reduction is all that counts."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:

@@ -15,11 +15,9 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from sirtaki.link_model import LinkModel
+from sirtaki.unit_sizes import LARGEST_UNIT_BYTES, SMALLEST_UNIT_BYTES
 
 from .topology import LinkClass
-
-MIN_UNIT_BYTES = 64 * 1024
-MAX_UNIT_BYTES = 256 * 1024 * 1024
 
 # Sizes and speeds are taken for alike where they differ by less than this factor: α and β are noisy.
 _ALIKE = 1.25
@@ -47,7 +45,7 @@ class Permitted:
 
     routes: tuple[RouteNames, ...]
     streams: tuple[int, ...]
-    unit_bytes: tuple[int, int] = (MIN_UNIT_BYTES, MAX_UNIT_BYTES)
+    unit_bytes: tuple[int, int] = (SMALLEST_UNIT_BYTES, LARGEST_UNIT_BYTES)
     threads: tuple[int | None, ...] = (None,)
 
     def nearest(self, knobs: Mapping[str, Any]) -> dict[str, Any]:
@@ -120,7 +118,7 @@ def scaled_streams(knobs: Mapping[str, Any], there: LinkModel, here: LinkModel, 
 
 def bounded(unit_bytes: float) -> int:
     """A unit size that any job may have."""
-    return max(MIN_UNIT_BYTES, min(MAX_UNIT_BYTES, round(unit_bytes)))
+    return max(SMALLEST_UNIT_BYTES, min(LARGEST_UNIT_BYTES, round(unit_bytes)))
 
 
 def _startup_s(link: LinkModel) -> float:

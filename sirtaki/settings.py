@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from sirtaki.comm.plan import SMALLEST_UNIT_BYTES, Algorithm, TransportKind
+from sirtaki.comm.plan import Algorithm, TransportKind
 from sirtaki.errors import ConfigError
+from sirtaki.unit_sizes import SMALLEST_UNIT_BYTES
 
 REGISTRY_OFF = "off"
 TIMELINE_DYNAMIC = "DYNAMIC"

@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from sirtaki.comm.plan import SMALLEST_UNIT_BYTES, Route
+from sirtaki.comm.plan import Route
 from sirtaki.link_model import LinkModel
+from sirtaki.unit_sizes import SMALLEST_UNIT_BYTES
 
 from ..knobs import Cut
 from ..model.planning import PlanningModel

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from statistics import median
 
 from sirtaki.comm.layout import GradientLayout
-from sirtaki.comm.plan import SMALLEST_UNIT_BYTES, Route
+from sirtaki.comm.plan import Route
 from sirtaki.errors import TuningError
+from sirtaki.unit_sizes import SMALLEST_UNIT_BYTES
 
 from ..knobs import Cut, Knobs, KnobSpace
 from ..model.forecast import Forecast

@@ -37,7 +37,7 @@ class LabError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ClusterShape:
+class LabShape:
     """What the cluster looks like.
 
     Attributes:
@@ -70,7 +70,7 @@ class NetLab:
         LabError: this machine cannot do it, or a command of the setup failed; the message says which.
     """
 
-    def __init__(self, shape: ClusterShape = ClusterShape()) -> None:
+    def __init__(self, shape: LabShape = LabShape()) -> None:
         self.shape = shape
         self._switch: subprocess.Popen[str] | None = None
         self._directory: Path | None = None
@@ -266,7 +266,7 @@ nsenter --target $pid --net sh -eu -c '
     return f"set -eu\n{bridge}{nodes}{joins}\necho > {place}/ready\nexec sleep infinity\n"
 
 
-def _link_classes(device: str, shape: ClusterShape) -> str:
+def _link_classes(device: str, shape: LabShape) -> str:
     """The classes that both directions have: the link, acknowledgements, and what is not TCP."""
     link = shape.link_bits_per_s
     return (
@@ -278,7 +278,7 @@ def _link_classes(device: str, shape: ClusterShape) -> str:
     )
 
 
-def _uplink(shape: ClusterShape) -> str:
+def _uplink(shape: LabShape) -> str:
     """`tc` commands for a node's own interface: the link's rate, and under it the cap for each flow.
 
     A flow class is guaranteed next to nothing and borrows from the link up to its ceiling: HTB serves guarantees even
@@ -292,7 +292,7 @@ def _uplink(shape: ClusterShape) -> str:
     return _link_classes("eth0", shape) + classes + _filter("eth0", flow_classifier(flows=True))
 
 
-def _downlink(shape: ClusterShape, port: str) -> str:
+def _downlink(shape: LabShape, port: str) -> str:
     """`tc` commands for a bridge's port: the link's rate, and the delay."""
     delays = "".join(
         f"qdisc add dev {port} parent 1:{leaf:x} netem delay {round(1e6 * shape.delay_s)}us limit 100000\n"

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from bench.lib.workloads import FABRICS, RANKS, cluster, workload
-from sirtaki.autotune.knobs import KIB, MIB, Knobs, KnobSpace
+from sirtaki.autotune.knobs import Knobs, KnobSpace
 from sirtaki.autotune.lattice import KnobLattice
 from sirtaki.autotune.model.contention import ContentionModel, RateCurve
 from sirtaki.autotune.model.planning import PlanningModel
@@ -15,6 +15,7 @@ from sirtaki.autotune.model.simulator import Simulator
 from sirtaki.comm.plan import Algorithm, TransportKind
 from sirtaki.engine.knob_choices import default_knobs
 from sirtaki.link_model import LinkModel
+from sirtaki.unit_sizes import LARGEST_UNIT_BYTES, SMALLEST_UNIT_BYTES
 
 ROUTE = (TransportKind.NCCL, Algorithm.FLAT)
 THREADS = (512, 1024, 2048, 4096)
@@ -68,7 +69,7 @@ def simulated_job(network: str, router: str, ranks: int) -> Job:
     link = cluster(router, ranks).link()
     space = KnobSpace(
         routes=(ROUTE,),
-        unit_bytes=(64 * KIB, min(256 * MIB, load.layout.total_bytes)),
+        unit_bytes=(SMALLEST_UNIT_BYTES, min(LARGEST_UNIT_BYTES, load.layout.total_bytes)),
         threads=THREADS if gpu_threads else (None,),
     )
     model = PlanningModel(

@@ -7,10 +7,11 @@ from dataclasses import replace
 
 from sirtaki.autotune.knobs import KIB, MIB, Knobs, KnobSpace
 from sirtaki.comm.layout import GradientLayout
-from sirtaki.comm.plan import LARGEST_UNIT_BYTES, SMALLEST_UNIT_BYTES, CommPlan, TransportKind
+from sirtaki.comm.plan import CommPlan, TransportKind
 from sirtaki.comm.router import Router
 from sirtaki.errors import ConfigError, PlanError
 from sirtaki.settings import Settings
+from sirtaki.unit_sizes import LARGEST_UNIT_BYTES, SMALLEST_UNIT_BYTES
 
 DEFAULT_UNITS = 16
 DEFAULT_UNIT_BYTES = (512 * KIB, 4 * MIB)

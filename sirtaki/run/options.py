@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import sirtaki
-from sirtaki.comm.plan import SMALLEST_UNIT_BYTES
 from sirtaki.settings import WITHOUT_EFFECT
+from sirtaki.unit_sizes import SMALLEST_UNIT_BYTES
 
 START_TIMEOUT_S = 60.0
 

@@ -10,12 +10,13 @@ from sirtaki.link_model import LinkModel
 from sirtaki.registry.entry import Entry
 from sirtaki.registry.entry_schema import checked_knobs
 from sirtaki.registry.graph import Graph
-from sirtaki.registry.knob_transfer import MAX_UNIT_BYTES, MIN_UNIT_BYTES, Permitted
+from sirtaki.registry.knob_transfer import Permitted
 from sirtaki.registry.model_graph import chain_graph
 from sirtaki.registry.opening import open_store
 from sirtaki.registry.store import Store
 from sirtaki.registry.topology import Topology
 from sirtaki.registry.warm_start import Job, Neighbour, WarmStart, adapted, adapted_all, neighbours
+from sirtaki.unit_sizes import LARGEST_UNIT_BYTES, SMALLEST_UNIT_BYTES
 
 UNIFORM = {**KNOBS, "cuts": None}
 ROUTE = ("gloo", "flat")
@@ -121,7 +122,7 @@ def test_cuts_carry_over_to_the_same_layout_only() -> None:
     for layout in ("", "other"):
         start = suited(replace(entry, link=None), layout=layout)
         assert start.knobs["cuts"] is None
-        assert start.knobs["unit_bytes"] == MIN_UNIT_BYTES
+        assert start.knobs["unit_bytes"] == SMALLEST_UNIT_BYTES
         assert start.lost_cuts
         assert "do not fit this layout" in start.explanation
 
@@ -212,7 +213,7 @@ def test_scaled_knobs_stay_in_range(latency_s: float, speed: float, gains: list[
     link = LinkModel(alpha_s=latency_s, throughput=tuple(speed * gain for gain in gains))
     for changes in ({"links": {ROUTE: link}}, {"ranks": ranks}):
         knobs = suited(entry, **changes).knobs  # type: ignore[arg-type]
-        assert MIN_UNIT_BYTES <= knobs["unit_bytes"] <= MAX_UNIT_BYTES
+        assert SMALLEST_UNIT_BYTES <= knobs["unit_bytes"] <= LARGEST_UNIT_BYTES
         assert 1 <= knobs["streams"] <= 24
 
 

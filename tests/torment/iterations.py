@@ -10,7 +10,7 @@ from . import program as actions
 from .choices import Choices
 from .eager import OPERATIONS
 from .features import Feature
-from .program import Action, Backward, Kind, OptimizerSpec
+from .program import Action, Backward, BlockKind, OptimizerSpec
 from .replica import EDITS, SCALE
 
 
@@ -24,7 +24,7 @@ class Iterations(Choices):
         optimizers: as they are at this point of the program.
     """
 
-    blocks: tuple[Kind, ...] = ()
+    blocks: tuple[BlockKind, ...] = ()
     names: tuple[str, ...] = ()
     sparse: tuple[str, ...] = ()
 

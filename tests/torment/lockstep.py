@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from .features import Feature
-from .program import Backward, Kind, OptimizerSpec, Program
+from .program import Backward, BlockKind, OptimizerSpec, Program
 from .replica import Replica
 from .wrapped import IllegalError, Wrapped, legal
 
@@ -43,7 +43,7 @@ class Lockstep:
         self.n_ranks = program.ranks
         self.replicas = [Replica(program, rank) for rank in range(program.ranks)]
         self.names = program.parameters
-        self.sparse = {name for name in self.names if program.kind_of(name) is Kind.SPARSE}
+        self.sparse = {name for name in self.names if program.kind_of(name) is BlockKind.SPARSE}
         self.computed: Gradients = [{} for _ in self.replicas]
         self.local: set[str] = set()
         self.began: set[str] = set()

@@ -14,7 +14,7 @@ from enum import Enum
 from typing import Any, Self
 
 
-class Kind(Enum):
+class BlockKind(Enum):
     """Of a block of the model."""
 
     LINEAR = "linear"
@@ -29,15 +29,15 @@ class Kind(Enum):
 
 
 PARAMETERS = {
-    Kind.LINEAR: ("weight", "bias"),
-    Kind.WIDE: ("up.weight", "down.weight"),
-    Kind.CONVOLUTION: ("conv.weight", "conv.bias"),
-    Kind.NORM: ("norm.weight", "norm.bias"),
-    Kind.TRANSPOSED: ("weight",),
-    Kind.SMALL: ("gain", "nothing"),
-    Kind.SINGLE: ("weight", "bias"),
-    Kind.EMBEDDING: ("table.weight",),
-    Kind.SPARSE: ("table.weight",),
+    BlockKind.LINEAR: ("weight", "bias"),
+    BlockKind.WIDE: ("up.weight", "down.weight"),
+    BlockKind.CONVOLUTION: ("conv.weight", "conv.bias"),
+    BlockKind.NORM: ("norm.weight", "norm.bias"),
+    BlockKind.TRANSPOSED: ("weight",),
+    BlockKind.SMALL: ("gain", "nothing"),
+    BlockKind.SINGLE: ("weight", "bias"),
+    BlockKind.EMBEDDING: ("table.weight",),
+    BlockKind.SPARSE: ("table.weight",),
 }
 
 
@@ -289,7 +289,7 @@ class Program:
     """
 
     ranks: int
-    blocks: tuple[Kind, ...]
+    blocks: tuple[BlockKind, ...]
     optimizers: tuple[OptimizerSpec, ...]
     actions: tuple[Action, ...]
     frozen: tuple[str, ...] = ()
@@ -301,7 +301,7 @@ class Program:
         """All of the model's."""
         return tuple(f"{number}.{name}" for number, kind in enumerate(self.blocks) for name in PARAMETERS[kind])
 
-    def kind_of(self, parameter: str) -> Kind:
+    def kind_of(self, parameter: str) -> BlockKind:
         """The block that a parameter belongs to."""
         return self.blocks[int(parameter.split(".")[0])]
 
@@ -313,7 +313,7 @@ class Program:
     def from_json(cls, text: str) -> Self:
         """The program that `to_json` wrote."""
         data = json.loads(text)
-        data["blocks"] = tuple(Kind(kind) for kind in data["blocks"])
+        data["blocks"] = tuple(BlockKind(kind) for kind in data["blocks"])
         data["optimizers"] = tuple(OptimizerSpec(**_tuples(spec)) for spec in data["optimizers"])
         data["actions"] = tuple(_action(action) for action in data["actions"])
         return cls(**_tuples(data))

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from .program import Backward, Convert, Edit, Kind, OptimizerSpec, Program, RequireGrad
+from .program import Backward, BlockKind, Convert, Edit, OptimizerSpec, Program, RequireGrad
 
 WIDTH, ROWS, WORDS = 8, 2, 7
 SCALE = 4.0
@@ -56,44 +56,44 @@ class _Fails(torch.autograd.Function):
 class _Block(nn.Module):
     """One block: adds something to its input of shape `(ROWS, WIDTH)`, given the words of each row `(ROWS, 2)`."""
 
-    def __init__(self, kind: Kind) -> None:
+    def __init__(self, kind: BlockKind) -> None:
         super().__init__()
         self.kind = kind
         match kind:
-            case Kind.LINEAR | Kind.SINGLE:
-                dtype = torch.float32 if kind is Kind.SINGLE else torch.float64
+            case BlockKind.LINEAR | BlockKind.SINGLE:
+                dtype = torch.float32 if kind is BlockKind.SINGLE else torch.float64
                 self.weight = nn.Parameter(0.4 * torch.randn(WIDTH, WIDTH, dtype=dtype))
                 self.bias = nn.Parameter(0.1 * torch.randn(WIDTH, dtype=dtype))
-            case Kind.WIDE:
+            case BlockKind.WIDE:
                 self.up = nn.Linear(WIDTH, WIDE, bias=False, dtype=torch.float64)
                 self.down = nn.Linear(WIDE, WIDTH, bias=False, dtype=torch.float64)
-            case Kind.CONVOLUTION:
+            case BlockKind.CONVOLUTION:
                 self.conv = nn.Conv2d(2, 2, 3, padding=1, dtype=torch.float64)
-            case Kind.NORM:
+            case BlockKind.NORM:
                 self.norm = nn.LayerNorm(WIDTH, dtype=torch.float64)
-            case Kind.TRANSPOSED:
+            case BlockKind.TRANSPOSED:
                 self.weight = nn.Parameter((0.4 * torch.randn(WIDTH, WIDTH, dtype=torch.float64)).t())
-            case Kind.SMALL:
+            case BlockKind.SMALL:
                 self.gain = nn.Parameter(torch.tensor(0.7, dtype=torch.float64))
                 self.nothing = nn.Parameter(torch.empty(0, 3, dtype=torch.float64))
-            case Kind.EMBEDDING | Kind.SPARSE:
-                self.table = nn.Embedding(WORDS, WIDTH, sparse=kind is Kind.SPARSE, dtype=torch.float64)
+            case BlockKind.EMBEDDING | BlockKind.SPARSE:
+                self.table = nn.Embedding(WORDS, WIDTH, sparse=kind is BlockKind.SPARSE, dtype=torch.float64)
 
     def forward(self, x: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
         match self.kind:
-            case Kind.LINEAR | Kind.SINGLE:
+            case BlockKind.LINEAR | BlockKind.SINGLE:
                 return x + torch.tanh(x.to(self.weight.dtype) @ self.weight + self.bias).to(x.dtype)
-            case Kind.WIDE:
+            case BlockKind.WIDE:
                 return x + self.down(torch.tanh(self.up(x)))
-            case Kind.CONVOLUTION:
+            case BlockKind.CONVOLUTION:
                 return x + torch.tanh(self.conv(x.reshape(-1, 2, 2, 2))).reshape(-1, WIDTH)
-            case Kind.NORM:
+            case BlockKind.NORM:
                 return self.norm(x)
-            case Kind.TRANSPOSED:
+            case BlockKind.TRANSPOSED:
                 return x + 0.5 * functional.linear(x, self.weight)
-            case Kind.SMALL:
+            case BlockKind.SMALL:
                 return x * self.gain + self.nothing.sum()
-            case Kind.EMBEDDING | Kind.SPARSE:
+            case BlockKind.EMBEDDING | BlockKind.SPARSE:
                 return x + self.table(words).sum(1).to(x.dtype)
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from . import program as actions
 from .features import ALL, Feature
 from .iterations import Iterations
-from .program import Action, Backward, Kind, OptimizerSpec, Program
+from .program import Action, Backward, BlockKind, OptimizerSpec, Program
 from .replica import IN_PLACE
 
 DENSE_RULES = ("sgd", "momentum", "adam", "fused_adam", "adamw", "rmsprop", "adagrad")
@@ -46,15 +46,15 @@ class _Draw(Iterations):
     def program(self, environment: dict[str, str]) -> Program:
         self._has_sets = self.n_ranks > 2 and "algorithm" not in environment  # which some sets would not have
         gates = {
-            Kind.SMALL: Feature.SMALL,
-            Kind.SINGLE: Feature.SINGLE,
-            Kind.SPARSE: Feature.SPARSE,
+            BlockKind.SMALL: Feature.SMALL,
+            BlockKind.SINGLE: Feature.SINGLE,
+            BlockKind.SPARSE: Feature.SPARSE,
         }
-        kinds = [kind for kind in Kind if kind not in gates or gates[kind] in self.features]
+        kinds = [kind for kind in BlockKind if kind not in gates or gates[kind] in self.features]
         blocks = tuple(self.draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=5)))
         bare = Program(ranks=self.n_ranks, blocks=blocks, optimizers=(), actions=())
         self.blocks, self.names = blocks, bare.parameters
-        self.sparse = tuple(name for name in self.names if bare.kind_of(name) is Kind.SPARSE)
+        self.sparse = tuple(name for name in self.names if bare.kind_of(name) is BlockKind.SPARSE)
         tunes = self.maybe(35, Feature.PLANS)
         self._make_optimizers(tunes)
         frozen = self.some(self.names) if self.maybe(20, Feature.THAWED) else ()

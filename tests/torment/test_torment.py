@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from torment.features import ALL, QUICK, Feature
-from torment.program import Backward, Kind, OptimizerSpec, Program, Step, Wait, ZeroGrad
+from torment.program import Backward, BlockKind, OptimizerSpec, Program, Step, Wait, ZeroGrad
 from torment.ranks import BrokenError, Ranks
 from torment.reference import Entry, Reference
 from torment.strategy import environments_of, programs
@@ -89,7 +89,7 @@ def test_programs_survive_json_and_what_is_legitimate_stays_so(program: Program)
 
 TRAINED = Program(
     ranks=2,
-    blocks=(Kind.LINEAR,),
+    blocks=(BlockKind.LINEAR,),
     optimizers=(OptimizerSpec(rule="sgd", parameters=("0.weight", "0.bias")),),
     actions=(Backward(), Step(optimizer=0)),
 )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .program import Convert, Kind, OptimizerSpec, Program, Rewrap
+from .program import BlockKind, Convert, OptimizerSpec, Program, Rewrap
 from .ranks import BrokenError, Ranks
 from .reference import Entry, Reference
 
@@ -42,7 +42,7 @@ def replay(reference: Reference, ranks: Ranks) -> Reference:
 def tolerance_of(program: Program) -> float:
     """How far values may be off, relative to 1 or to their tensor's largest: what its coarsest dtype rounds to."""
     kinds = {"double"} | {action.to for action in program.actions if isinstance(action, Convert)}
-    if Kind.SINGLE in program.blocks:
+    if BlockKind.SINGLE in program.blocks:
         kinds.add("float")
     specs: list[OptimizerSpec | None] = [*program.optimizers]
     specs += [action.spec for action in program.actions if isinstance(action, Rewrap)]

@@ -19,6 +19,7 @@ from sirtaki.autotune.model.profile import Profile
 from sirtaki.comm.layout import GradientLayout
 from sirtaki.comm.plan import Algorithm, Route, TransportKind
 from sirtaki.engine.knob_choices import default_knobs
+from sirtaki.unit_sizes import SMALLEST_UNIT_BYTES
 
 from .landscape import Landscape
 from .replay import Message, Physics, replay, round_s
@@ -41,7 +42,7 @@ def _job(rng: _Rng) -> tuple[GradientLayout, Profile]:
 
 def _space(layout: GradientLayout, routes: Sequence[Route] = ROUTES) -> KnobSpace:
     largest = 1 << (layout.total_bytes - 1).bit_length()
-    return KnobSpace(routes=tuple(routes), unit_bytes=(64 * KIB, largest))
+    return KnobSpace(routes=tuple(routes), unit_bytes=(SMALLEST_UNIT_BYTES, largest))
 
 
 def _default(space: KnobSpace, layout: GradientLayout) -> Knobs:

@@ -2,7 +2,7 @@ import pytest
 
 from sirtaki.autotune.arms.asc_wfbp import AscWfbp, AscWfbpN
 from sirtaki.autotune.arms.mg_wfbp import MgWfbp
-from sirtaki.autotune.arms.planner import SMALLEST_UNIT_BYTES, cuts_for_groups
+from sirtaki.autotune.arms.planner import cuts_for_groups
 from sirtaki.autotune.knobs import KnobSpace
 from sirtaki.autotune.model.planning import PlanningModel
 from sirtaki.autotune.model.profile import Profile
@@ -11,6 +11,7 @@ from sirtaki.comm.layout import GradientLayout
 from sirtaki.comm.plan import Algorithm, TransportKind
 from sirtaki.errors import TuningError
 from sirtaki.link_model import LinkModel
+from sirtaki.unit_sizes import SMALLEST_UNIT_BYTES
 
 GLOO = (TransportKind.GLOO, Algorithm.FLAT)
 MPI = (TransportKind.MPI, Algorithm.FLAT)

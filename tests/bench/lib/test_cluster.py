@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from bench.lib.cluster import FIRST_FLOW_CLASS, FLOW_CLASS_BITS, ClusterShape, LabError, NetLab, why_unavailable
+from bench.lib.cluster import FIRST_FLOW_CLASS, FLOW_CLASS_BITS, LabError, LabShape, NetLab, why_unavailable
 from bench.lib.cluster import flow_classifier as classifier
 
 needs_lab = pytest.mark.skipif(why_unavailable() is not None, reason=f"no emulated cluster: {why_unavailable()}")
@@ -112,7 +112,7 @@ def test_a_machine_that_cannot_emulate_a_cluster_says_why(monkeypatch, user, too
 @needs_lab
 @pytest.mark.skipif(sys.platform != "linux", reason="namespaces")
 def test_nodes_have_names_and_addresses_and_a_flow_is_capped_and_nothing_is_left_behind():
-    shape = ClusterShape(nodes=2, link_bits_per_s=80_000_000, flow_bits_per_s=20_000_000)
+    shape = LabShape(nodes=2, link_bits_per_s=80_000_000, flow_bits_per_s=20_000_000)
     with NetLab(shape) as lab:
         assert said_on(lab, 1, ["hostname"]) == "sirtaki-n1\n"
         with lab.popen(1, [sys.executable, "-c", RECEIVE], stdout=subprocess.PIPE) as receiver:
@@ -132,7 +132,7 @@ def test_nodes_have_names_and_addresses_and_a_flow_is_capped_and_nothing_is_left
 @needs_lab
 def test_an_mpi_job_runs_over_the_nodes_and_a_failing_one_is_an_error():
     rank = "import os; from mpi4py import MPI; c = MPI.COMM_WORLD; print(c.allreduce(1), os.environ['MARK'])"
-    with NetLab(ClusterShape(nodes=2)) as lab:
+    with NetLab(LabShape(nodes=2)) as lab:
         output = lab.run_ranks([sys.executable, "-c", rank], ranks_per_node=2, env={"MARK": "here"}, timeout_s=60)
         assert output.split("\n").count("4 here") == 4
         with pytest.raises(LabError, match="ended with status 3"):
