@@ -1,8 +1,7 @@
 """The finite set of knobs that the search techniques choose from, and their coordinates in the unit cube.
 
-A module of its own because every search technique needs the same three things: a finite list of settings (so
-that a duplicate is recognised and the best acquisition is found exactly), a distance between them (so that a
-surrogate can interpolate), and the nearest setting to a point (so that continuous proposals can be run).
+A finite list of settings lets a search technique recognise duplicates and find the best acquisition exactly; a
+distance between settings lets a surrogate interpolate; and continuous proposals run as the nearest setting to a point.
 """
 
 from itertools import product

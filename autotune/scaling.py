@@ -1,7 +1,6 @@
 """How a job would scale on a cluster that is only described: what if there were 64 nodes at 25 Gbit/s?
 
-A module of its own because it puts planners and simulator together without a running job. Pure: the command line
-prints and plots what comes back.
+Planners and simulator without a running job. Pure: the command line prints and plots what comes back.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -1,6 +1,6 @@
 """Latency of a small eager all-reduce: `hvd.allreduce` of 64 floats, by kind of name, beside plain MPI's.
 
-A module of its own because scripts call these once a step, and Horovod's 1 ms cycle is the floor that users know.
+Scripts call these once a step, and Horovod's 1 ms cycle is the floor that users know.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What our models say about the tables and figures of the papers they come from, beside what the papers measured.
 
-A module of its own because it is the check of the models against other people's clusters. Run
-`python -m bench.paper_tables [--save] [--quick] [--check]`; every assumption is printed as a note. Nothing is
-fitted: compute times follow from the ASC-WFBP paper's own table V, network parameters are its a, b and γ.
+The check of the models against other people's clusters. Run `python -m bench.paper_tables [--save] [--quick]
+[--check]`; every assumption is printed as a note. Nothing is fitted: compute times follow from the ASC-WFBP paper's
+own table V, network parameters are its a, b and γ.
 """
 
 import sys

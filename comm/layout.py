@@ -1,6 +1,6 @@
 """Where each gradient lies in its flat buffer: the order and offsets of all gradients of one dtype and device.
 
-A module of its own because plans, arms, planners and the simulator need layouts without torch.
+Without torch: plans, arms, planners and the simulator need layouts, too.
 """
 
 from bisect import bisect_left, bisect_right

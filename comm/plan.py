@@ -1,7 +1,7 @@
 """What is sent: the units of a flat buffer, each with its stream, thread allowance and algorithm.
 
-A module of its own because it is the one type that `autotune` builds and `comm` executes. A plan holds its
-invariants by construction: each element lies in exactly one unit, in order, on a stream that exists.
+`autotune` builds it and `comm` executes it. A plan holds its invariants by construction: each element lies in exactly
+one unit, in order, on a stream that exists.
 """
 
 import hashlib

@@ -1,7 +1,4 @@
-"""Digests that are equal in every process, on every rank and machine: no `hash()`, no order of sets.
-
-A module of its own because keys, graphs, topologies and layouts are all digested the same way.
-"""
+"""Digests that are equal in every process, on every rank and machine: no `hash()`, no order of sets."""
 
 import hashlib
 import json

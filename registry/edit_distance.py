@@ -6,7 +6,7 @@ and the optimal assignment of nodes with half of their edges each (Blumenthal an
 any assignment of nodes really costs (Riesen and Bunke, 2009): one is built from nodes that look alike with all of
 their neighbours, and the optimal assignment settles what is left.
 
-A module of its own because it is pure arithmetic on graphs, tested against networkx's exact routine.
+Pure arithmetic on graphs, tested against networkx's exact routine.
 
 Suffixes: N nodes of the first graph, M of the second.
 """

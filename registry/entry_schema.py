@@ -1,7 +1,7 @@
 """Checks an entry that comes from elsewhere, field by field: types, ranges, sizes, and nothing unknown.
 
-A module of its own because an import is data from strangers: this is the border, and all behind it may trust an entry.
-Nothing here is executed or looked up by name; nesting is as deep as the schema and no deeper.
+An import is data from strangers: this is the border, and all behind it may trust an entry. Nothing here is executed or
+looked up by name; nesting is as deep as the schema and no deeper.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,7 @@
 """Entries as a file: what `sirtaki registry export` writes and `import` believes only after looking at every field.
 
-A module of its own because a file may come from anywhere: it is parsed here, under limits, into checked entries or an
-error that names the entry and the field.
+A file may come from anywhere: it is parsed here, under limits, into checked entries or an error that names the entry
+and the field.
 """
 
 import json

@@ -1,6 +1,6 @@
 """A labelled graph as plain data: what models and clusters have in common when they are compared.
 
-A module of its own because similarity, the store and the pictures need graphs without torch and without networkx.
+It needs neither torch nor networkx.
 """
 
 from collections.abc import Mapping, Sequence

@@ -4,7 +4,7 @@ A node is an operation together with the parameters it uses. What says little ab
 dPRO's coarsened view: operations that only change a tensor's shape vanish, and runs of operations without parameters
 are collapsed into the operation before them. ResNet-152 has about 400 nodes then, not 1500.
 
-A module of its own because it is the only one here that looks into torch's graphs; it keeps no tensor.
+Of the registry's modules only this one looks into torch's graphs; it keeps no tensor.
 """
 
 import re

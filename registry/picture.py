@@ -1,6 +1,6 @@
 """Two model graphs side by side, with what was matched in the same colour.
 
-A module of its own because it alone needs matplotlib, which is an extra.
+It needs matplotlib, which is an extra.
 """
 
 from collections.abc import Sequence

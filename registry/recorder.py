@@ -3,7 +3,6 @@
 A global module hook sees which call is the outermost; a hook on that module then sees its output, which leads to the
 whole graph. Inside the call no global hook is left, and neither hook may be traced: else `torch.compile` would compile
 the model once with and once without it.
-A module of its own because what hooks may do to somebody's training wants more care than reading the graph does.
 """
 
 import logging

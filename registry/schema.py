@@ -1,7 +1,7 @@
 """The registry's tables and how older ones are brought up to date.
 
-A module of its own because a schema outlives the code that wrote it. Migrations are only ever added: number n turns
-schema n into n + 1, and all that are missing run in one transaction, so a job that dies half-way leaves the old schema.
+A schema outlives the code that wrote it. Migrations are only ever added: number n turns schema n into n + 1, and all
+that are missing run in one transaction, so a job that dies half-way leaves the old schema.
 """
 
 from collections.abc import Callable, Sequence

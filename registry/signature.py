@@ -1,7 +1,7 @@
 """Label histograms of fixed width: a lower bound on edit distance for thousands of graphs in one sweep.
 
-A module of its own because signatures are made when a graph is stored and compared long after, without the graph.
-Labels are hashed into bins. Two labels in one bin can only make two graphs look more alike, so the bound still holds.
+Signatures are made when a graph is stored and compared long after, without the graph. Labels are hashed into bins. Two
+labels in one bin can only make two graphs look more alike, so the bound still holds.
 """
 
 from collections import Counter

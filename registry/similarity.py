@@ -1,8 +1,7 @@
 """The entries nearest to a job: model and cluster apart, then together, among thousands in a fraction of a second.
 
-A module of its own because it decides what "similar" means and how little of the store has to be read to find it:
-histograms of all models are compared in one sweep, and graphs are read and matched only as long as they could still
-be nearer than those found.
+Histograms of all models are compared in one sweep, and graphs are read and matched only as long as they could still be
+nearer than those found.
 """
 
 import time

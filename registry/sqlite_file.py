@@ -1,7 +1,6 @@
 """Opens a SQLite file so that many jobs can write it at once and none can leave it half-written.
 
-A module of its own because how to lock, journal and fall back to reading is SQLite's business alone; the store above
-knows only SQL.
+How to lock, journal and fall back to reading is decided here; the store above knows only SQL.
 """
 
 import os

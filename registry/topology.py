@@ -1,7 +1,7 @@
 """The cluster as the registry sees it: which ranks share a host and a device, and how fast the links between them are.
 
-A module of its own because a job describes its cluster once, before anything is known about its model. Host names
-are dropped on the way in: two clusters built alike are the same cluster.
+A job describes its cluster once, before anything is known about its model. Host names are dropped on the way in: two
+clusters built alike are the same cluster.
 """
 
 import json

@@ -1,8 +1,7 @@
 """What a job should try first, given what similar jobs have found: the nearest entries' knobs, scaled.
 
-A module of its own because it is the only place that changes remembered knobs, and says how; it reads nothing but
-entries. What is similar can be looked up before the job has measured anything; what it means for the job (`adapted`)
-is better asked when it has measured its link.
+Nothing else changes remembered knobs; it reads nothing but entries. What is similar can be looked up before the job
+has measured anything; what it means for the job (`adapted`) is better asked when it has measured its link.
 """
 
 import logging

@@ -1,6 +1,6 @@
 """What this process may use of its machine, after affinity masks and cgroup limits, and of what kind the machine is.
 
-A module of its own because `os.cpu_count()` tells of the host, while a container's share is what ranks divide.
+`os.cpu_count()` tells of the host, while a container's share is what ranks divide.
 """
 
 import math

@@ -1,7 +1,7 @@
 """ASC-WFBP: choose for each gradient between sending it, merging it, and sending it beside the one before.
 
-A module of its own because it holds both the paper's two-way rule (eq. 21-40, listing 1) and our generalisation to
-the measured concurrency curve G(n). References are to the ASC-WFBP paper.
+It holds the paper's two-way rule (eq. 21-40, listing 1) and our generalisation to the measured concurrency curve G(n).
+References are to the ASC-WFBP paper.
 
 Where the printed listing contradicts the text, the text holds: line 8 adds τ_b[l] and t_b[l − 1], eq. (21) means the
 time at which layer l − 1 is ready; line 12 adds t_b to τ_c, eq. (17) and (29) to τ_b. A penalty counts only while the

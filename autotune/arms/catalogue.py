@@ -1,8 +1,8 @@
 """The search techniques by name: our own, and those that other packages bring by entry point.
 
-A module of its own because names are what users write (`arms=["bayesian", "mine"]`) and what packages can add: an
-entry point in the group `sirtaki.arms` is a callable like `make(space, rng)` that returns an `Arm`. Each technique
-is imported when it is built. Planners are not here: they need a model of the job, not a name alone.
+Names are what users write (`arms=["bayesian", "mine"]`) and what packages can add: an entry point in the group
+`sirtaki.arms` is a callable like `make(space, rng)` that returns an `Arm`. Each technique is imported when it is
+built. Planners are not here: they need a model of the job, not a name alone.
 """
 
 import logging

@@ -1,8 +1,7 @@
 """dPRO: follow the critical path of the simulated iteration, and fuse and partition the tensors that lie on it.
 
-A module of its own because it is the one planner that improves a schedule step by step. References are to the dPRO
-paper. Of its strategies, tensor fusion and tensor partition apply here (theorem 2); a training script's computation
-is not ours to fuse, so theorem 1's saving is zero and its condition never holds.
+References are to the dPRO paper. Of its strategies, tensor fusion and tensor partition apply here (theorem 2); a
+training script's computation is not ours to fuse, so theorem 1's saving is zero and its condition never holds.
 
 Search speed-ups (section 5.3): *coarsened view*, gradients of one operation (ready within a moment) start as one
 tensor; *partial replay*, t_sync(s, k) replays that tensor's messages alone, once for each size; *symmetry*, what

@@ -1,7 +1,6 @@
 """LIBRA and LIBRA-M: groups of gradients and the GPU threads that communicate them, against contention.
 
-A module of its own because it joins LIBRA's programme (`libra_schedule`) to routes, streams and knobs. References are
-to the LIBRA paper.
+LIBRA's programme (`libra_schedule`) for the routes, streams and knobs of a job. References are to the LIBRA paper.
 
 The paper uses one stream. On links that one flow cannot fill, one stream is hopeless whatever its threads, so each
 planner also plans for the fewest streams that nearly saturate the concurrency curve: a group then travels in as many

@@ -1,7 +1,7 @@
 """LIBRA's stages and dynamic programme: groups of layers and GPU threads for each, beside the computation.
 
-A module of its own because it is arithmetic on arrays, without knobs, routes or arms. References are to the LIBRA
-paper. Legend: L layers, J thread allocations, Z chunks of computation, K groups; b computation seconds, c bytes.
+Arithmetic on arrays, without knobs, routes or arms. References are to the LIBRA paper. Legend: L layers, J thread
+allocations, Z chunks of computation, K groups; b computation seconds, c bytes.
 
 The programme is listing 1's, rearranged so that numpy can do it. Eq. (5) makes a stage that ends before the backward
 pass (z < Z, so without residual communication, eq. 19) last b + (p + a)(1 − v) where v = b / g is the compute speed

@@ -1,8 +1,8 @@
 """MG-WFBP: merge a gradient into the next one where waiting for that costs less than another start-up.
 
-A module of its own because the rule is the basis of ASC-WFBP and LIBRA-M too. Reference: ASC-WFBP eq. (3)-(6), after
-Shi et al., MG-WFBP, INFOCOM 2019. One stream, one message at a time. Beside the paper's rule stands the exact optimum
-of the same model, which the rule misses where a chain of short waits adds up (`docs/decisions/0020`).
+ASC-WFBP and LIBRA-M build on the rule. Reference: ASC-WFBP eq. (3)-(6), after Shi et al., MG-WFBP, INFOCOM 2019. One
+stream, one message at a time. Beside the paper's rule stands the exact optimum of the same model, which the rule
+misses where a chain of short waits adds up (`docs/decisions/0020`).
 """
 
 from collections import deque

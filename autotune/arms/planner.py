@@ -1,6 +1,6 @@
 """What all planners share: an arm that asks once for each route, and again when the model has moved.
 
-A module of its own so that a planner is nothing but its rule: which gradients travel together, on which streams.
+So a planner is nothing but its rule: which gradients travel together, on which streams.
 """
 
 import logging

@@ -1,7 +1,4 @@
-"""All planners in one list: what a session adds to the search techniques once the job has a model.
-
-A module of its own because planners are built from a space and a model, while the catalogue builds techniques by name.
-"""
+"""All planners in one list: what a session adds to the search techniques once the job has a model."""
 
 from ..knobs import KnobSpace
 from ..model.forecast import Forecast

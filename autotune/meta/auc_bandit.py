@@ -5,7 +5,7 @@ arm's uses in it. AUC_t is the area under a curve that goes up where a use found
 did not, so late wins count more: `AUC_t = 2/(n(n+1)) · Σ i·V_i` over the arm's n uses, oldest i = 1. The sum is
 kept up to date in O(1) (OpenTuner's way); the tests hold it against the formula.
 
-A module of its own because it is pure: it sees pairs of (arm, was it a new best) and nothing else.
+Pure: it sees pairs of (arm, was it a new best) and nothing else.
 """
 
 import math

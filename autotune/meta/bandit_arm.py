@@ -1,6 +1,6 @@
 """Several arms behind the interface of one: the bandit decides whose proposal is measured next.
 
-A module of its own because the session shall hold one arm and have no special case for many.
+So the session holds one arm and has no special case for many.
 """
 
 import logging

@@ -1,7 +1,4 @@
-"""Builds the bandit over all arms of a job: search techniques by name, planners, and arms given by the user.
-
-A module of its own because arms do not know the meta-solver, and the session does not know names.
-"""
+"""Builds the bandit over all arms of a job: search techniques by name, planners, and arms given by the user."""
 
 import logging
 from collections.abc import Sequence

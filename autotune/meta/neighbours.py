@@ -1,7 +1,7 @@
 """The settings next to one: what no surrogate is asked about, since it may be sure of what it has not seen.
 
-A module of its own because it is the last word of a search, whatever the arms are: a surrogate that takes the landscape
-for smoother than it is never tries the next number of streams, and nobody else does either.
+The last word of a search, whatever the arms are: a surrogate that takes the landscape for smoother than it is never
+tries the next number of streams, and nobody else does either.
 """
 
 import math

@@ -1,7 +1,7 @@
 """Models corrected by whole trials: what the warm-up measures anyway, with the simulator as the form to be fitted.
 
-A module of its own because the fits of `fits` need measurements of one thing at a time, while a trial's span is the
-work of all parameters together; so little can be asked of it: a few factors, not a curve.
+The fits of `fits` need measurements of one thing at a time, while a trial's span is the work of all parameters
+together; so little can be asked of it: a few factors, not a curve.
 """
 
 import math

@@ -1,7 +1,7 @@
 """A cluster described in a few numbers instead of measured: for simulations of machines nobody has here.
 
-A module of its own because a description (ranks, link rate, what one flow may take) is what a user or a benchmark
-can state; the `LinkModel` that follows from it by the ring all-reduce's formulas is what everything else needs.
+Ranks, link rate and what one flow may take are what a user or a benchmark can state; the `LinkModel` that follows from
+them by the ring all-reduce's formulas is what everything else needs.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,6 @@
 """How communication and computation slow each other down on one GPU: LIBRA's g(b, r), p(c, r) and q(c, r).
 
-A module of its own because the functional forms (LIBRA eq. 5-6) may change with the hardware while the planners and
-the simulator that call them stay as they are.
+The functional forms are LIBRA's (eq. 5-6); on other hardware they may be others.
 """
 
 import math

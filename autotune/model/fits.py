@@ -1,7 +1,7 @@
 """Models from measurements: α, β and the concurrency curve from probes, LIBRA's g, p and q from overlap samples.
 
-A module of its own because fitting is where measured data meets the models' forms: every fit gives its residual, and
-refuses with the reason where the form does not describe the data, since a plan from a wrong model is worse than none.
+Every fit gives its residual, and refuses with the reason where the form does not describe the data, since a plan from
+a wrong model is worse than none.
 """
 
 import math

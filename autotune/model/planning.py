@@ -1,7 +1,7 @@
 """All that a planner knows about a job: its gradients, when they are ready, and what each route costs.
 
-A module of its own because planners are built before the warm-up has measured anything; this record is what the
-session hands them once it has, and again when it knows better.
+Planners are built before the warm-up has measured anything; the session hands them this once it has, and again when it
+knows better.
 """
 
 from collections.abc import Mapping

@@ -1,7 +1,6 @@
 """When each gradient of an iteration becomes ready, measured once and then used by planners and simulator.
 
-A module of its own because it is the one thing the planners need to know about the model being trained; how the
-times were taken (hooks, a saved file, a benchmark's layer list) does not matter to them.
+How the times were taken (hooks, a saved file, a benchmark's layer list) does not matter to planners.
 """
 
 import math

@@ -1,6 +1,6 @@
 """Replays one iteration under a plan: computation beside n streams, exact event by event.
 
-A module of its own because it is the planners' objective and the tests' environment; it knows no running system.
+The planners' objective and the tests' environment; it knows no running system.
 
 What is modelled (docs/explanation/planners.md). Units are issued in plan order as soon as all their gradients are
 ready. Each stream works through its units in turn: a start-up of α, which takes no throughput, then the transmission.

@@ -1,7 +1,7 @@
 """A cluster on one machine: nodes with host names of their own, a link rate each, and a cap on every single flow.
 
-A module of its own because benchmarks and tests use the same cluster. Clouds cap a TCP flow far below the link
-(AWS: 5-10 of 25-100 Gbit/s); that is what this one imitates, at rates that two cores can carry.
+Clouds cap a TCP flow far below the link (AWS: 5-10 of 25-100 Gbit/s); that is what this one imitates, at rates that
+two cores can carry.
 
     node k: network, UTS, IPC and mount namespaces, host name sirtaki-n<k>, address 10.77.0.<k+1>, a /dev/shm of its own
     eth0 of node k ── veth ── port k of a bridge in a namespace that holds nothing else

@@ -1,7 +1,7 @@
 """Who runs against whom: PyTorch DDP and Sirtaki, each with a model of its own, in the same processes.
 
-A module of its own because the benchmarks of the step share it. Both sides get the same model, the same optimizer and
-the same loop; only what reduces the gradients differs. Every rank builds the same contenders in the same order.
+Both sides get the same model, the same optimizer and the same loop; only what reduces the gradients differs. Every
+rank builds the same contenders in the same order.
 """
 
 from __future__ import annotations

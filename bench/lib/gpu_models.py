@@ -1,7 +1,6 @@
 """Networks of the size that people train on GPUs, built from torch's own parts, with a batch each.
 
-A module of its own because `bench.gpu` is about overhead; these are its workloads. Targets are left out: the sum of
-the outputs is as good a loss for timing.
+The workloads of `bench.gpu`. Targets are left out: the sum of the outputs is as good a loss for timing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What all benchmarks share: flags, repeated measurements and their spread, bars, tables, summaries, raw series.
 
-A module of its own so that every figure is taken, judged and written down in the same way. A benchmark gives a
-function that measures and gets an exit status: 0, or 1 where `--check` was given and a bar is missed.
+Every figure is taken, judged and written down in the same way. A benchmark gives a function that measures and gets an
+exit status: 0, or 1 where `--check` was given and a bar is missed.
 """
 
 from __future__ import annotations

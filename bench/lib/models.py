@@ -1,7 +1,6 @@
 """The networks that the step benchmarks train: one that only sleeps where a GPU would compute, and real small ones.
 
-A module of its own because `step`, `netlab` and `hot_path` share them. All parameters start equal on all ranks, and
-inputs come from a seed and the rank.
+All parameters start equal on all ranks, and inputs come from a seed and the rank.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The networks of the benchmarks as lists of parameters with their compute cost, from their construction rules.
 
-A module of its own because the rules (which layer follows which) have nothing to do with clusters or plans. Sizes and
-names are those of the reference implementations in PyTorch (torchvision, timm, transformers), without weights.
+Sizes and names are those of the reference implementations in PyTorch (torchvision, timm, transformers), without
+weights.
 
 Cost is in multiply-adds for one sample: a convolution or linear layer costs its weight's uses; attention's two
 products are charged to the projection behind them. A normalisation or an embedding is bound by memory, so an element

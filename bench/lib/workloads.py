@@ -1,7 +1,7 @@
 """What the benchmarks train on: layer lists of known networks, and descriptions of clusters.
 
-A module of its own because every benchmark and the tuner's environment share it. A workload is a gradient layout in
-the order of the backward pass with the share of the backward time that each gradient takes.
+A workload is a gradient layout in the order of the backward pass with the share of the backward time that each
+gradient takes.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
 """Subsets of the ranks, each with an engine for eager operations of its own; set 0 is all ranks.
 
-A module of its own because making and ending a set is collective over *all* ranks, members or not, and all of them
-must come to the same verdict about it.
+Making and ending a set is collective over *all* ranks, members or not, and all of them come to the same verdict about
+it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Which address of this host the other hosts can reach: what process groups over TCP must be told.
 
-A module of its own because a host's name often resolves to loopback, or not at all, in containers and clouds.
+A host's name often resolves to loopback, or not at all, in containers and clouds.
 """
 
 import fcntl

@@ -1,7 +1,7 @@
 """The one place where a rank learns that the job is lost, and the one way to wait without waiting for ever.
 
-A module of its own because every wait of every transport looks here: a failure found by one thread (a peer died,
-the watchdog gave up) must end the waits of all the others.
+Every wait of every transport looks here: a failure found by one thread (a peer died, the watchdog gave up) must end
+the waits of all the others.
 """
 
 import os

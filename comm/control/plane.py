@@ -1,7 +1,7 @@
 """The control plane: who the ranks are, and the small things they agree on, over MPI.
 
-A module of its own because it is the only one that starts MPI and the store; everything else is handed
-communicators. MPI carries no gradients here, only decisions of a few bytes.
+Only this module starts MPI and the store; everything else is handed communicators. MPI carries no gradients here, only
+decisions of a few bytes.
 """
 
 from __future__ import annotations

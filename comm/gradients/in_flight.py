@@ -1,6 +1,6 @@
 """The last two iterations of a synchroniser, which a device with streams may still be busy with.
 
-A module of its own because the watchdog's thread asks here whether the device waits for other ranks, and since when.
+The watchdog's thread asks here whether the device waits for other ranks, and since when.
 """
 
 from __future__ import annotations

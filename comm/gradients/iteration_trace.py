@@ -1,6 +1,6 @@
 """What a synchroniser tells the timeline of one iteration: copies, and each unit's way through queue and transport.
 
-A module of its own so that the hot path holds nothing of it but a test whether it is there.
+Where no timeline is written, there is none.
 """
 
 from __future__ import annotations

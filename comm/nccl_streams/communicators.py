@@ -1,7 +1,7 @@
 """A pool of communicators: one for each stream and number of CTAs that plans ask for, opened by all ranks together.
 
-A module of its own because NCCL fixes CTAs when a communicator is made, and communicators take memory on the GPU: what
-is open, what is closed for it, and in which order, must be the same on all ranks, and needs no GPU to be tested.
+NCCL fixes CTAs when a communicator is made, and communicators take memory on the GPU: what is open, what is closed for
+it, and in which order, must be the same on all ranks, and needs no GPU to be tested.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What this machine's NCCL can do: whether several communicators may run at the same time, and with how many.
 
-A module of its own because these are rules about versions, which change, and which can be tested without a GPU.
+Rules about versions, which change, and which can be tested without a GPU.
 
 Before NCCL 2.26 all operations of all communicators of a device had to be put into one order by the caller. Since then
 `NCCL_LAUNCH_ORDER_IMPLICIT=1` makes NCCL keep the order in which the host has issued them; with CUDA 12.3 or newer

@@ -1,7 +1,7 @@
 """`sirtaki plan`: what if there were 64 nodes at 25 Gbit/s? Planners and simulator on a job's saved profile.
 
 The profile is a line of the log that a tuned job writes to SIRTAKI_TRIAL_LOG: when each gradient was ready, and what
-all-reduces cost on each route. A module of its own as every command is.
+all-reduces cost on each route.
 """
 
 import json

@@ -1,7 +1,4 @@
-"""A few shapes of SVG with axes, enough for the pages of `sirtaki report` and `sirtaki plan`.
-
-A module of its own so that the pages speak of trials and arms, not of pixels.
-"""
+"""A few shapes of SVG with axes, enough for the pages of `sirtaki report` and `sirtaki plan`."""
 
 import math
 from collections.abc import Mapping, Sequence

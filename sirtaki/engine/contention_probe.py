@@ -1,8 +1,8 @@
 """Measures how all-reduces and computation slow each other down on one GPU, by the threads that the all-reduces get.
 
 LIBRA's samples (above eq. 5 and 6): communication alone, computation alone, and both at once, for several thread
-allowances, and for none, which is NCCL's own choice. A module of its own because it is only asked where threads can be
-allotted, and because the tuner must be offered threads only where they make a difference that is more than noise.
+allowances, and for none, which is NCCL's own choice. Taken where threads can be allotted; the tuner is offered threads
+only where they make a difference that is more than noise.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Where a model's gradients are, and what carries them from there.
-
-A module of its own because it is the one place of the façade that knows CUDA.
-"""
+"""Where a model's gradients are, and what carries them from there."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """What a job tries first: similar jobs' settings, if this job's own model of itself has nothing against them.
 
-A module of its own because it is where three sources meet: the registry says what was good elsewhere, planners make
-plans anew that do not travel, and the simulator of this job's measured link says what to expect of either.
+Three sources meet: the registry says what was good elsewhere, planners make plans anew that do not travel, and the
+simulator of this job's measured link says what to expect of either.
 
 The registry proposes, the model may object. Settings that the model expects to be slower than the best plan it knows by
 more than `INDIFFERENCE` are left out: each would cost iterations. Those that it cannot tell apart run in the order of

@@ -1,8 +1,8 @@
 """Names the rank, parameter and iteration that first brought a NaN or an infinity (`SIRTAKI_CHECK_NAN=1`).
 
-A module of its own because it looks at gradients *before* they are reduced, which is the only moment in which it can
-be told who made them: afterwards all ranks have the same NaN. Each gradient is read once more (its sum tells); a
-closer look is taken only where the sum is not finite.
+It looks at gradients *before* they are reduced, which is the only moment in which it can be told who made them:
+afterwards all ranks have the same NaN. Each gradient is read once more (its sum tells); a closer look is taken only
+where the sum is not finite.
 """
 
 from __future__ import annotations

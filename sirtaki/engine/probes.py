@@ -1,7 +1,4 @@
-"""Measures what all-reduces cost on each route, before the first trial: what the analytical planners plan with.
-
-A module of its own because it is the one place where `autotune`'s models are filled from real transfers.
-"""
+"""Measures what all-reduces cost on each route, before the first trial: what the analytical planners plan with."""
 
 from __future__ import annotations
 

@@ -33,8 +33,8 @@ def require_same_model(control: ControlPlane, named: Sequence[Named]) -> None:
         MismatchError: tells the first parameter that differs, on rank 0 and on the first rank where it does.
     """
     texts = [_describe(name, param) for name, param in named]
-    counts = control.minimum(np.array([len(texts), -len(texts)], dtype=np.float64))
-    fewest, most = int(counts[0]), int(-counts[1])
+    count = np.array([len(texts)], dtype=np.float64)
+    fewest, most = int(control.minimum(count)[0]), int(control.maximum(count)[0])
     digests = np.array([zlib.crc32(text.encode()) for text in texts[:fewest]], dtype=np.float64)
     first = _first_difference(control, digests)
     if first is None and fewest == most:
@@ -115,6 +115,5 @@ def _is_dense(values: torch.Tensor) -> bool:
 
 def _first_difference(control: ControlPlane, values: npt.NDArray[np.float64]) -> int | None:
     """Collective: the first place in which the ranks' values differ, None = they are equal."""
-    extremes = control.minimum(np.concatenate([values, -values]))
-    different = np.flatnonzero(extremes[: values.size] != -extremes[values.size :])
+    different = np.flatnonzero(control.minimum(values) != control.maximum(values))
     return int(different[0]) if different.size else None

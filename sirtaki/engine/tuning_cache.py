@@ -1,6 +1,6 @@
 """What the registry knows of this job, and what this job leaves there; on one rank only.
 
-A module of its own because it is where `autotune`'s types meet `registry`'s, which know nothing of each other.
+`autotune`'s types meet `registry`'s here, which know nothing of each other.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Gives Sirtaki's modules under Horovod's names: `horovod.torch` is `sirtaki.torch`, the same module object.
 
-A module of its own because the shim package must hold nothing but the name.
+The shim package holds nothing but the name.
 """
 
 import importlib

@@ -1,7 +1,7 @@
 """Holds a running mpiexec: starts it, hears its ranks, and sees to it that all of them end.
 
-A module of its own because mpiexec alone does not keep that promise: Open MPI 5.0's may stop for ever when a rank
-dies while another one connects, and Hydra waits for ranks that wait for one that has left.
+mpiexec alone does not keep that promise: Open MPI 5.0's may stop for ever when a rank dies while another one connects,
+and Hydra waits for ranks that wait for one that has left.
 """
 
 import contextlib

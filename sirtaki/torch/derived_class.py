@@ -1,6 +1,6 @@
 """Making an optimizer of a class derived from another's, over the same parameter groups and state.
 
-A module of its own because both distributed optimizers are made this way.
+Both distributed optimizers are made this way.
 """
 
 from __future__ import annotations
