@@ -1,10 +1,11 @@
-"""Population-based training's search: a few settings that copy the better ones and change a little.
+"""Population-based training's search: a few settings of which the worst copies one of the best and changes a little.
 
 After Jaderberg et al., Population Based Training of Neural Networks (2017), one of AIACC's four techniques. What a
 member is there, a network being trained with its hyper-parameters, is here a setting alone: all members train the same
-network, so *exploit* copies knobs and no weights. The steps are those of the paper: a member whose turn it is and
-that is among the worst takes over the knobs of one of the best (truncation selection); then its knobs are perturbed
-or, now and then, drawn anew.
+network, so *exploit* copies knobs and no weights, and a member that is not among the worst has nothing to go on with.
+So it is always the worst member's turn: it takes over the knobs of one of the best (truncation selection), which are
+perturbed or, now and then, drawn anew (explore), and it stays where it has got to, good or bad, until it is the worst
+again.
 """
 
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from ..knobs import Knobs, KnobSpace
 from ..lattice import KnobLattice
 from ..trial import Proposal, Trial
 
-_TRUNCATION = 0.25  # share of the population that is replaced, and that is copied
+_TRUNCATION = 0.25  # share of the population that is copied
 _RESAMPLE = 0.15  # chance that an axis is drawn anew
 _MOVE = 0.6  # chance that an axis moves otherwise
 _MAX_TRIES = 32  # perturbations until one is new
@@ -31,7 +32,7 @@ class _Member:
 
 
 class PBTArm:
-    """A small population on the lattice; others' good trials immigrate in place of the worst member.
+    """A small population on the lattice; other arms' trials immigrate where they are better than the worst member.
 
     Args:
         space: what may be chosen.
@@ -45,50 +46,45 @@ class PBTArm:
         self._rng = rng
         self._size = max(2, min(population, len(self._lattice)))
         self._members: list[_Member] = []
-        self._turn = 0
         self._known: set[Knobs] = set()
 
     def ask(self, n: int = 1) -> Sequence[Proposal]:
-        """Up to `n` perturbed members, or random first ones; empty once everything near has been measured."""
+        """Up to `n` places for the worst member to go to, or random first ones; empty once everything was measured."""
         proposals: list[Proposal] = []
-        for place in range(n):
-            child = self._child(self._turn + place, {proposal.knobs for proposal in proposals} | self._known)
-            if child is not None:
-                proposals.append(Proposal(arm=self.name, knobs=child))
+        for _ in range(n):
+            place = self._place({proposal.knobs for proposal in proposals} | self._known)
+            if place is not None:
+                proposals.append(Proposal(arm=self.name, knobs=place))
         return proposals
 
     def tell(self, trials: Sequence[Trial]) -> None:
-        """A trial that is better than the worst member takes its place."""
+        """The worst member moves to what this arm has asked for, and to what others have found if that is better."""
         for trial in trials:
-            self._turn += trial.arm == self.name
             self._known.add(trial.knobs)
             index = self._lattice.index_of(trial.knobs)
             if index is None:
                 continue
             # A setting measured again replaces its own entry: the latest trial holds all measurements.
             self._members = [member for member in self._members if member.index != index]
-            self._members.append(_Member(index=index, span_s=trial.span_s))
-            self._members.sort(key=lambda member: member.span_s)
-            del self._members[self._size :]
+            if len(self._members) == self._size and (trial.arm == self.name or trial.span_s < self._members[-1].span_s):
+                del self._members[-1]
+            if len(self._members) < self._size:
+                self._members.append(_Member(index=index, span_s=trial.span_s))
+                self._members.sort(key=lambda member: member.span_s)
 
-    def _child(self, turn: int, taken: set[Knobs]) -> Knobs | None:
+    def _place(self, taken: set[Knobs]) -> Knobs | None:
         for _ in range(_MAX_TRIES):
-            parent = self._exploit(turn)
-            index = self._random() if parent is None else self._explore(parent)
-            knobs = self._lattice.at(index)
+            knobs = self._lattice.at(
+                self._random() if len(self._members) < self._size else self._explore(self._exploit())
+            )
             if knobs not in taken:
                 return knobs
         return next((knobs for knobs in self._lattice.points if knobs not in taken), None)
 
-    def _exploit(self, turn: int) -> Index | None:
-        """The knobs of the member whose turn it is, or of one of the best if it is among the worst."""
-        if len(self._members) < self._size:
-            return None
-        place = turn % self._size
+    def _exploit(self) -> Index:
+        """The knobs of one of the best members."""
         best = max(1, round(_TRUNCATION * self._size))
-        if place >= self._size - best:
-            place = int(self._rng.integers(best))
-        return self._members[place].index
+        return self._members[int(self._rng.integers(best))].index
 
     def _explore(self, parent: Index) -> Index:
         """Moves axes by a step or two, or draws them anew (the paper's perturb and resample)."""

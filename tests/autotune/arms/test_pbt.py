@@ -1,11 +1,13 @@
 """The population climbs, copies its better members and takes in others' good trials."""
 
+from dataclasses import replace
+
 import numpy as np
 from conformance.arm import GPU, ONLY_STREAMS, WIDE, converse, span_of, trial_of
 
 from sirtaki.autotune.arms.pbt import PBTArm
 from sirtaki.autotune.lattice import KnobLattice
-from sirtaki.autotune.trial import Proposal
+from sirtaki.autotune.trial import Proposal, Trial
 
 
 def test_it_comes_close_to_the_optimum_in_most_runs() -> None:
@@ -32,6 +34,39 @@ def test_the_children_of_good_immigrants_are_better_than_random() -> None:
     children = [span_of(proposal.knobs) for proposal in arm.ask(20)]
     everybody = [span_of(knobs) for knobs in KnobLattice(WIDE).points]
     assert np.median(children) < np.quantile(everybody, 0.25)
+
+
+def members_of(arm: PBTArm) -> dict[int, float]:
+    """Number of streams and span of each member."""
+    return {WIDE.streams[member.index[1]]: member.span_s for member in arm._members}
+
+
+def with_members(spans_s: dict[int, float]) -> PBTArm:
+    """A population of settings that differ in their streams."""
+    arm = PBTArm(WIDE, rng=np.random.default_rng(0), population=len(spans_s))
+    arm.tell([measured(streams, span_s, arm="somebody else") for streams, span_s in spans_s.items()])
+    return arm
+
+
+def measured(streams: int, span_s: float, *, arm: str) -> Trial:
+    knobs = replace(KnobLattice(WIDE).points[0], streams=streams)
+    return replace(trial_of(Proposal(arm=arm, knobs=knobs)), span_s=span_s)
+
+
+def test_the_worst_member_moves_and_stays_where_it_has_got_to_even_if_that_is_worse() -> None:
+    arm = with_members({1: 1.0, 2: 2.0, 4: 3.0})
+    arm.tell([measured(8, 9.0, arm="pbt")])
+    assert members_of(arm) == {1: 1.0, 2: 2.0, 8: 9.0}
+    arm.tell([measured(16, 1.5, arm="pbt")])
+    assert members_of(arm) == {1: 1.0, 16: 1.5, 2: 2.0}
+
+
+def test_what_others_have_found_immigrates_only_if_it_is_better_than_the_worst() -> None:
+    arm = with_members({1: 1.0, 2: 2.0, 4: 3.0})
+    arm.tell([measured(8, 9.0, arm="grid")])
+    assert members_of(arm) == {1: 1.0, 2: 2.0, 4: 3.0}
+    arm.tell([measured(8, 2.5, arm="grid")])
+    assert members_of(arm) == {1: 1.0, 2: 2.0, 8: 2.5}
 
 
 def test_several_proposals_at_once_differ() -> None:
