@@ -224,5 +224,5 @@ def _source(neighbour: Neighbour, job: Job) -> str:
         state = "what an earlier job found" if entry.complete else "the best so far of a job that was cut short"
         source = f"{state}, {faster(entry.default_span_s, entry.best_span_s)} than the default"
     else:
-        source = f"{entry.describe()}, distance {neighbour.distance:.2f}"
+        source = f"what a similar job found, {entry.describe()}, distance {neighbour.distance:.2f} of 1"
     return f"{job.name or 'this model'} on {job.topology.describe()}: starting from {source}"

@@ -4,6 +4,8 @@ import json
 import sys
 import time
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from collections import Counter
+from collections.abc import Set
 from contextlib import ExitStack, closing
 from dataclasses import asdict
 from pathlib import Path
@@ -84,12 +86,14 @@ def _list(store: Store, options: Namespace) -> None:
     if not summaries:
         print("nothing is remembered yet", file=sys.stderr)
         return
+    models = _told_apart({(summary.model_name, summary.model) for summary in summaries})
+    clusters = _told_apart({(summary.hosts, summary.topology) for summary in summaries})
     rows = [
         [
             summary.id[:8],
-            summary.model_name or summary.model[:8],
+            models[summary.model],
             str(summary.world_size),
-            summary.hosts,
+            clusters[summary.topology],
             f"{summary.device} {summary.dtype}",
             faster(summary.default_span_s, summary.best_span_s),
             ", ".join(f"{name}={value}" for name, value in summary.fixed),
@@ -115,6 +119,15 @@ def _list(store: Store, options: Namespace) -> None:
         place = titles.index("fixed by the user")
         titles, rows = _without(place, titles), [_without(place, row) for row in rows]
     _print_table(titles, rows)
+
+
+def _told_apart(named: Set[tuple[str, str]]) -> dict[str, str]:
+    """What to call each graph: by its name, and by its fingerprint, too, where others have the same."""
+    count = Counter(name for name, _ in named)
+    return {
+        fingerprint: (name if count[name] == 1 else f"{name} {fingerprint[:4]}") if name else fingerprint[:8]
+        for name, fingerprint in named
+    }
 
 
 def _show(store: Store, options: Namespace) -> None:

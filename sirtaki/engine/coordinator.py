@@ -169,7 +169,7 @@ class TuningCoordinator:
             credits={} if self._bandit is None else self._bandit.credits,
             forecast=self._planners[0].forecast if self._planners else None,
         )
-        if time.monotonic() - self._told_s > PROGRESS_EVERY_S:
+        if not self._session.done and time.monotonic() - self._told_s > PROGRESS_EVERY_S:
             self._told_s = time.monotonic()
             logger.info("%s", describe_progress(self._session, self.times.usual))
 
@@ -207,7 +207,7 @@ class TuningCoordinator:
             result = session.result
             if self._cache.keep(result, session.trials, complete=False, links=self._links):
                 logger.info(
-                    "the job ends before its warm-up: best so far %s; stored in the registry, the next job goes on",
+                    "the job ends before its warm-up, %s; stored in the registry, the next job goes on",
                     describe_result(result, self.times.usual, self._who(result.arm)),
                 )
         self._log.close()

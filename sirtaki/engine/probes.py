@@ -187,18 +187,22 @@ def planning_model(
     from sirtaki.autotune.model.fits import fit_link  # imports scipy, which only a rank that plans should wait for
 
     links: dict[Route, LinkModel] = {}
+    unfit: list[str] = []
     for route, measured in probes.items():
         name = f"{route[0].value} {route[1].value}"
         try:
             links[route] = link = fit_link(measured)
         except TuningError as err:
-            logger.info(
-                "no plans for %s, whose times follow no simple rule here; search techniques try it all the same", name
-            )
+            unfit.append(name)
             logger.debug("%s: %s", name, err)
             continue
         curve = " ".join(f"{rate / 1e6:.4g}" for rate in link.throughput)
         logger.debug("%s: α = %.3g ms, o = %.3g ms, G = %s MB/s", name, 1e3 * link.alpha_s, 1e3 * link.host_s, curve)
+    if unfit:
+        logger.info(
+            "no plans for %s: its times follow no simple rule here; search techniques try it all the same",
+            ", ".join(unfit),
+        )
     if not links or not all(math.isfinite(moment) for moment in ready_s):
         return None
     profile = Profile(ready_s=tuple(ready_s), compute_s=max(compute_s, *ready_s), forward_s=max(0.0, forward_s))

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any, NoReturn, Protocol
 
 from sirtaki.comm.control.plane import load_mpi, skip_finalize
-from sirtaki.errors import CommError, PeerLostError
+from sirtaki.errors import CommError, MismatchError, PeerLostError
 
 VICTIM_S = 2.0
 """How long a rank whose communication failed waits before it ends the job: the cause should be heard first."""
@@ -97,16 +97,19 @@ def _install_hooks() -> None:
         where = _interrupted(job) if job is not None and job.size > 1 else []
         if where and _started_by_sirtakirun():  # which says itself who raised what
             error.add_note(f"This rank {'; '.join(where)}.")
-        # torch.distributed catches what its inner hooks print, and would print it only after the job has ended.
-        with contextlib.redirect_stderr(sys.__stderr__):
-            previous_hook(kind, error, trace)
+        told_elsewhere = job is not None and job.rank > 0 and isinstance(error, MismatchError)
+        if not told_elsewhere or _started_by_sirtakirun():
+            # torch.distributed catches what its inner hooks print, and would print it only after the job has ended.
+            with contextlib.redirect_stderr(sys.__stderr__):
+                previous_hook(kind, error, trace)
         if job is None or job.size == 1:
             return
         _job = None  # nothing is left to wait for at the exit
         if isinstance(error, CommError):
             time.sleep(LOST_S if isinstance(error, PeerLostError) else VICTIM_S)
         if not _started_by_sirtakirun():
-            _report(job, f"raised {kind.__name__}", where)  # whose message stands above
+            message = f": {error}" if told_elsewhere else ""  # elsewhere it stands above
+            _report(job, f"raised {kind.__name__}{message}", where)
             _flush()
             load_mpi().COMM_WORLD.Abort(1)
 

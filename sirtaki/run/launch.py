@@ -26,6 +26,9 @@ _OUTER_JOB = ("PMIX_", "PMI_", "OMPI_COMM_WORLD", "OMPI_UNIVERSE", "PRTE_LAUNCHE
 _OUTER_RANK = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "HOSTNAME")
 _RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT")
 
+START_TIMEOUT_S = 60.0
+"""Besides a second for each rank that a core gets."""
+
 CROWD = 4
 """Ranks a core from which on the user is told what that means."""
 
@@ -80,7 +83,8 @@ def launch(options: argparse.Namespace) -> int:
         timestamps=options.timestamps,
         folder=output_folder(options.output_filename) if options.output_filename else None,
     )
-    supervisor = Supervisor(ranks=ranks, start_timeout_s=options.start_timeout, output=output)
+    start_timeout_s = options.start_timeout or START_TIMEOUT_S + local_ranks / usable_cores()
+    supervisor = Supervisor(ranks=ranks, start_timeout_s=start_timeout_s, output=output)
     return supervisor.run(words, {**environ, **ssh_variables(job)})
 
 

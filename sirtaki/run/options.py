@@ -18,12 +18,10 @@ import sirtaki
 from sirtaki.settings import WITHOUT_EFFECT
 from sirtaki.unit_sizes import SMALLEST_UNIT_BYTES
 
-START_TIMEOUT_S = 60.0
-
 _USUAL = """examples:
-  sirtakirun -np 4 python train.py --lr 0.1          four ranks on this machine
-  sirtakirun -H node1:4,node2:4 python train.py      eight on two machines
-  sirtakirun --as-horovod -np 4 python train.py      `import horovod` gives Sirtaki
+  sirtakirun -np 4 python train.py --lr 0.1       four ranks on this machine
+  sirtakirun -H node1:4,node2:4 python train.py   eight on two machines
+  sirtakirun --as-horovod -np 4 python train.py   `import horovod` is Sirtaki
 """
 
 _ELSEWHERE = {
@@ -200,8 +198,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="sirtakirun",
         usage="sirtakirun [options] -np N python train.py …",
-        description="Starts a script on N ranks with the mpiexec that belongs to this Python's MPI library.\n\n"
-        + _USUAL,
+        description="Starts a script on N ranks, with the mpiexec of this Python's MPI library.\n\n" + _USUAL,
         epilog=textwrap.fill(accepted, 79, subsequent_indent="  ", break_on_hyphens=False),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -216,7 +213,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--as-horovod", action="store_true", help="`import horovod` gives Sirtaki in the ranks")
     add("--verbose", action="store_true", help="say what is started and with what")
     add("--config-file", metavar="FILE", help="options from a YAML, TOML or JSON file; the command line wins")
-    add("--start-timeout", type=_seconds, default=START_TIMEOUT_S, metavar="S", help="seconds for all ranks to start")
+    add("--start-timeout", type=_seconds, metavar="S", help="seconds for all ranks to start (60, more for a crowd)")
     add(
         "--network-interfaces",
         "--network-interface",

@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
+from io import BytesIO
 from itertools import pairwise
 from pathlib import Path
 from typing import IO
@@ -11,8 +12,9 @@ from typing import IO
 from sirtaki.errors import ConfigError
 
 from .console import Console, say
+from .error_texts import ErrorTexts
 from .mpiexec_notices import NoticeFilter
-from .rank_channel import PATTERN, UNFINISHED, Message
+from .rank_channel import PATTERN, UNFINISHED, Event, Message
 
 # `[1,0]<stdout>: ` and, in some versions, `[prterun-host-123@1,0]<stdout>: ` from Open MPI; `[0] ` from Hydra.
 _OPEN_MPI_TAG = re.compile(rb"\[(?:[^\]@\s]*@)?\d+,(\d+)\]<std\w+>: ?")
@@ -56,6 +58,7 @@ class RankOutput:
         self._notices = notices
         self._tag = _HYDRA_TAG if options.hydra else _OPEN_MPI_TAG
         self._files: dict[int, IO[bytes] | None] = {}
+        self._errors = ErrorTexts()
         self._open: int | None = None  # the rank that wrote last
         self._returned = False  # and that line ended with a carriage return
 
@@ -64,6 +67,8 @@ class RankOutput:
         with stream:
             for line in stream:
                 self.write(line)
+        for rank in self._errors.ranks:
+            self._show_error(rank)
         self._show_own(self._notices.rest())
         if self.options.prefix:
             self._finish_line()
@@ -80,8 +85,13 @@ class RankOutput:
     def _write_part(self, part: bytes) -> None:
         tag = self._tag.match(part)
         text = part if tag is None else part[tag.end() :]
-        for message in PATTERN.finditer(text):
-            self._on_message(Message.decode(message))
+        for found in PATTERN.finditer(text):
+            message = Message.decode(found)
+            if message.event is Event.RAISES:
+                self._errors.begin(message.rank, message.reason)
+            else:
+                self._show_error(message.rank)
+            self._on_message(message)
         text, messages = PATTERN.subn(b"", text)
         if messages and not text:
             return
@@ -90,7 +100,12 @@ class RankOutput:
         else:
             text = text.removesuffix(UNFINISHED)
             self._keep(int(tag[1]), text)
-            self._show(int(tag[1]), text)
+            if not self._errors.take(int(tag[1]), text):
+                self._show(int(tag[1]), text)
+
+    def _show_error(self, rank: int) -> None:
+        for line in BytesIO(self._errors.end(rank)):
+            self._show(rank, line)
 
     def _show(self, rank: int, text: bytes) -> None:
         """Shows a rank's text, which need not be a whole line; a line that another rank began is ended first."""

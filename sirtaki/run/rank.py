@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from sirtaki.errors import PeerLostError
 from sirtaki.launchers import HOROVOD_NAMES, TORCH_NAMES, place
 
 from .as_horovod import SHIM
@@ -83,9 +84,17 @@ def _fail(err: BaseException) -> None:
             trace = err.__traceback__
             while trace is not None and trace.tb_frame.f_code.co_filename in {__file__, runpy.__file__, _FROZEN_RUNPY}:
                 trace = trace.tb_next  # a user's traceback begins in the user's script
+            _tell(Event.RAISES, reason=f"{type(err).__name__}: {err}" if isinstance(err, PeerLostError) else "")
             sys.last_value = err  # as the interpreter does; who ends MPI looks there
             sys.excepthook(type(err), err.with_traceback(trace), trace)
-            _end(1, reason=f"{type(err).__name__}: {err}".splitlines()[0])
+            _end(1, reason=f"{type(err).__name__}: {err}".splitlines()[0] + _hint(err))
+
+
+def _hint(err: BaseException) -> str:
+    """What to do about it, where that is known."""
+    if isinstance(err, ModuleNotFoundError) and str(err.name).partition(".")[0] == "horovod":
+        return "; with --as-horovod `import horovod` gives Sirtaki"
+    return ""
 
 
 def _import_shim() -> None:

@@ -24,6 +24,7 @@ class Event(Enum):
     STARTED = "started"
     HANDED_OVER = "handed_over"  # to a program that is not Python; how it ends is seen by mpiexec only
     FINISHED = "finished"
+    RAISES = "raises"  # it writes the error that ends it until `FAILED`; a reason = it was another's error that did it
     FAILED = "failed"
     TERMINATED = "terminated"  # mpiexec ends it, since another one has failed; the reason is where it was
 
@@ -35,7 +36,7 @@ class Message:
     Attributes:
         pid: of the rank's process on `host`.
         exit_code: what it ends with, 0 unless it failed.
-        reason: why it failed, or where it was, in words.
+        reason: why it failed or raises, or where it was, in words.
     """
 
     event: Event

@@ -38,6 +38,8 @@ TERMINATE_GRACE_S = 3.0
 START_REPORT_S = 10.0
 """How often to say how many ranks have started, until all have."""
 
+_NAMED = 8  # of the ranks that have not started
+
 _POLL_S = 1.0
 """How often to look for what announces itself by no event: vanished ranks, limits, a killed mpiexec."""
 
@@ -154,6 +156,8 @@ class Supervisor:
                 case Event.TERMINATED:
                     self._ended.add(message.rank)
                     self._doing[message.rank] = message.reason
+                case Event.RAISES:
+                    pass  # how it ends is heard soon
         if message.event is Event.STARTED and message.host == socket.gethostname():
             self._tell_janitor(str(message.pid))
         if message.event is Event.FAILED:
@@ -202,8 +206,9 @@ class Supervisor:
                 failed = self._failure is not None
                 vanished = [rank for rank in self._started if rank not in self._ended and self._has_vanished(rank)]
             if missing and not failed and now > started_at + self.start_timeout_s:
+                named = ", ".join(map(str, missing[:_NAMED])) + (", …" if len(missing) > _NAMED else "")
                 raise LaunchError(
-                    f"ranks {', '.join(map(str, missing))} of {self.ranks} did not start within "
+                    f"{len(missing)} of {self.ranks} ranks ({named}) did not start within "
                     f"{self.start_timeout_s:g} s; check that their hosts can be reached by ssh without a password "
                     "and have the same Python environment, or allow more with --start-timeout"
                 )

@@ -23,6 +23,7 @@ class Fault(Enum):
     STOP_CALLING = "stop_calling"
     EXIT_IN_C = "exit_in_c"
     FORK = "fork"
+    MISMATCH = "mismatch"  # of all ranks, at the beginning
 
 
 def commit(fault: Fault) -> None:
@@ -49,6 +50,8 @@ def commit(fault: Fault) -> None:
 
 def main(fault: Fault) -> None:
     hvd.init()
+    if fault is Fault.MISMATCH:
+        hvd.allreduce(torch.ones(3 + hvd.rank()), name="x")
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
     optimizer = hvd.DistributedOptimizer(

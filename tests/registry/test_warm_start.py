@@ -71,7 +71,8 @@ def test_a_similar_entry_is_explained(store: Store) -> None:
     (start,) = warm_starts(store, job_like(make_entry(), model=chain_graph([100] * 11), ranks=8))
     assert 0 < start.distance < 0.6
     assert start.explanation.startswith(
-        f"Net on 8 ranks on 4 hosts: starting from Réseau on 4 ranks on 2 hosts, distance {start.distance:.2f}"
+        f"Net on 8 ranks on 4 hosts: starting from what a similar job found, "
+        f"Réseau on 4 ranks on 2 hosts, distance {start.distance:.2f} of 1"
     )
 
 

@@ -61,6 +61,13 @@ def test_list_shows_every_entry_in_a_line(run: Run, entries: list[Entry]) -> Non
     assert "2.00× faster" in lines[2]
 
 
+def test_models_of_one_name_are_told_apart(run: Run, store: Store) -> None:
+    entries = [make_entry(model=chain_graph([100] * layers)) for layers in (3, 4)]
+    assert store.save_all(entries) == 2
+    lines = run("list").splitlines()[1:]
+    assert [re.split(" {2,}", line)[1] for line in lines] == [f"Réseau {entry.key.model[:4]}" for entry in entries]
+
+
 def test_list_of_a_new_registry_is_empty(run: Run, store: Store) -> None:
     assert run("list") == ""
     assert json.loads(run("list", "--json")) == []

@@ -139,7 +139,7 @@ def test_a_similar_job_gets_proposals_scaled_to_the_link_that_it_has_measured(pa
     slow = replace(LINK, alpha_s=16e-3, residual=100.0)  # so vague a fit that it leaves nothing out
     (proposal,) = deeper.first_proposals([layout], SPACE, planning_model(layout, slow))
     assert proposal.message.startswith(
-        "Sequential on 4 ranks on 4 hosts: starting from Sequential on 2 ranks on 2 hosts"
+        "Sequential on 4 ranks on 4 hosts: starting from what a similar job found, Sequential on 2 ranks on 2 hosts"
     )
     assert "its latency × 16" in proposal.message
     assert proposal.knobs.unit_bytes > 3 * MIB

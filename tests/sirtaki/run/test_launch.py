@@ -131,6 +131,13 @@ def test_a_users_traceback_begins_in_the_users_script(launch, script):
     assert str(script) in lines[start + 1]
 
 
+def test_an_error_that_all_ranks_raise_is_shown_once_with_its_remedy(launch, tmp_path):
+    (tmp_path / "script.py").write_text("import horovod.torch\n")
+    job = launch("-np", 2, "python", tmp_path / "script.py")
+    assert job.stderr.count("Traceback") == 1
+    assert "No module named 'horovod'; with --as-horovod `import horovod` gives Sirtaki" in job.stderr
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_to_the_launcher_ends_all_ranks(environ, script, number, code):
     with hanging(environ, script) as job:

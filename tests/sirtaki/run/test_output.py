@@ -70,6 +70,45 @@ def test_messages_are_heard_and_not_shown(event):
     assert shown(b"[1,0]<stderr>: tail" + message.encode().encode()) == ("[0] tail\n", [message])
 
 
+def raising(rank, event=Event.RAISES, reason=""):
+    message = Message(event=event, rank=rank, pid=7, host="n", reason=reason)
+    return b"[1,%d]<stderr>: " % rank + message.encode().encode()
+
+
+def error_of(rank, *lines, end=Event.FAILED, reason=""):
+    written = b"".join(b"[1,%d]<stderr>: %s\n" % (rank, line) for line in lines)
+    return [raising(rank, reason=reason), *written.splitlines(keepends=True), *([raising(rank, end)] if end else [])]
+
+
+def test_errors_of_several_ranks_are_shown_one_after_the_other():
+    first, second = error_of(0, b"Traceback", b" a", b"E: x"), error_of(1, b"Traceback", b" b", b"E: y")
+    mixed = b"".join(line for pair in zip(first, second, strict=True) for line in pair)
+    assert shown(mixed)[0] == "[0] Traceback\n[0]  a\n[0] E: x\n[1] Traceback\n[1]  b\n[1] E: y\n"
+
+
+def test_an_error_that_several_ranks_raise_is_shown_once():
+    lines = [line for rank in (2, 0, 1) for line in error_of(rank, b"Traceback", b"E: x")]
+    expected = "[2] Traceback\n[2] E: x\n[0] the same error as on rank 2\n[1] the same error as on rank 2\n"
+    assert shown(b"".join(lines))[0] == expected
+
+
+def test_where_the_cause_has_been_shown_its_victims_are_brief():
+    victim = error_of(0, b"Traceback", b" a", b"PeerLostError: rank 1", reason="PeerLostError: rank 1")
+    cause = error_of(1, b"Traceback", b"E: x")
+    assert shown(b"".join([*cause, *victim]))[0].endswith("[1] E: x\n[0] PeerLostError: rank 1\n")
+    assert shown(b"".join([*victim, *cause]))[0].startswith("[0] Traceback\n[0]  a\n")
+
+
+@pytest.mark.parametrize("end", [None, Event.TERMINATED])
+def test_an_error_is_shown_though_its_rank_is_ended_meanwhile(end):
+    assert shown(b"".join(error_of(0, b"Traceback", b"E: x", end=end)))[0] == "[0] Traceback\n[0] E: x\n"
+
+
+def test_what_a_rank_writes_after_its_error_is_shown_at_once():
+    late = b"[1,0]<stderr>: late\n"
+    assert shown(b"".join(error_of(0, b"E: x")) + late)[0] == "[0] E: x\n[0] late\n"
+
+
 def test_files_get_each_ranks_lines(tmp_path):
     shown(b"[1,0]<stdout>: a\n[1,1]<stdout>: b\n[1,0]<stdout>: c\nown\n", folder=tmp_path)
     assert (tmp_path / "rank.0" / "stdout").read_text() == "a\nc\n"

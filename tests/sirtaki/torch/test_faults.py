@@ -38,6 +38,13 @@ def test_a_failing_rank_ends_the_job_and_is_named(
     assert "done" not in job.stdout
 
 
+def test_what_ranks_disagree_about_is_told_in_full_by_rank_0_and_in_a_line_by_the_others(run_ranks: RunRanks) -> None:
+    job = run_ranks("faults.py", 3, "mismatch", env={**STALL, "SIRTAKI_TUNE": "0"}, check=False, timeout_s=90)
+    assert job.returncode == 1
+    assert job.stderr.count("Traceback") == 1
+    assert job.stderr.count("raised MismatchError: Mismatched ALLREDUCE tensor shapes") == 2
+
+
 @pytest.mark.slow
 def test_a_stall_is_a_warning_before_it_is_an_error(run_ranks: RunRanks) -> None:
     job = run_ranks("faults.py", 2, "stop_calling", env=STALL, check=False, timeout_s=60)
