@@ -159,6 +159,12 @@ class KnobSpace:
         if list(self.streams) != sorted(set(self.streams)) or self.streams[0] < 1:
             raise PlanError(f"stream counts must be positive and ascending: {self.streams}")
 
+    @property
+    def has_choices(self) -> bool:
+        """There is more than one setting."""
+        low, high = self.unit_bytes
+        return low < high or max(len(self.routes), len(self.streams), len(self.threads)) > 1
+
     def __contains__(self, knobs: Knobs) -> bool:
         return (
             self.unit_bytes[0] <= knobs.unit_bytes <= self.unit_bytes[1]

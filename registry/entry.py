@@ -37,6 +37,8 @@ class EntryKey:
         versions: library versions that matter, as pairs sorted by name.
         gradients: `digest.gradients_fingerprint` of the gradients that are reduced; empty in entries of old releases.
         fixed: knobs that the user has fixed and their values, as pairs sorted by name.
+        condition: how long communication took against the job's usual, such as "4×", if it had changed in mid-job;
+            empty = as usual. Jobs look up what is usual; the others are proposals to them, like those of similar jobs.
     """
 
     model: str
@@ -47,13 +49,14 @@ class EntryKey:
     versions: tuple[tuple[str, str], ...] = ()
     gradients: str = ""
     fixed: tuple[tuple[str, str], ...] = ()
+    condition: str = ""
 
     def digest(self) -> str:
         """A digest that is equal exactly for equal keys."""
         return digest("key", canonical_json(self.to_json()))[:32]
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON-ready dict; what is empty of the last two fields is left out, so that old entries keep their ids."""
+        """A JSON-ready dict; what is empty of the last three fields is left out, so that old entries keep their ids."""
         return {
             "model": self.model,
             "topology": self.topology,
@@ -63,6 +66,7 @@ class EntryKey:
             "versions": dict(self.versions),
             **({"gradients": self.gradients} if self.gradients else {}),
             **({"fixed": dict(self.fixed)} if self.fixed else {}),
+            **({"condition": self.condition} if self.condition else {}),
         }
 
 

@@ -135,7 +135,7 @@ def _key(data: object) -> EntryKey:
         "key",
         data,
         ("model", "topology", "world_size", "dtype", "device", "versions"),
-        optional=("gradients", "fixed"),  # older releases know neither
+        optional=("gradients", "fixed", "condition"),  # older releases know none
     )
     return EntryKey(
         model=_text("key.model", fields["model"]),
@@ -146,6 +146,7 @@ def _key(data: object) -> EntryKey:
         versions=_versions("key.versions", fields["versions"]),
         gradients=_text("key.gradients", fields.get("gradients", "")),
         fixed=_versions("key.fixed", fields.get("fixed", {})),
+        condition=_text("key.condition", fields.get("condition", "")),
     )
 
 

@@ -120,7 +120,10 @@ class SqlStore:
             )
             return [
                 EntrySummary(
-                    **dict(zip(_SUMMARY_NAMES, row, strict=False)), hosts=_hosts(row[-2]), fixed=_fixed(row[-1])
+                    **dict(zip(_SUMMARY_NAMES, row, strict=False)),
+                    hosts=_hosts(row[-2]),
+                    fixed=_fixed(row[-1]),
+                    condition=_condition(row[-1]),
                 )
                 for row in rows
             ]
@@ -310,3 +313,11 @@ def _fixed(body: str) -> tuple[tuple[str, str], ...]:
         return tuple((str(name), str(value)) for name, value in parsed(body)["key"].get("fixed", {}).items())
     except (RegistryError, LookupError, TypeError, AttributeError):
         return ()
+
+
+def _condition(body: str) -> str:
+    """For a list, too."""
+    try:
+        return str(parsed(body)["key"].get("condition", ""))
+    except (RegistryError, LookupError, TypeError, AttributeError):
+        return ""

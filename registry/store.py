@@ -28,6 +28,7 @@ class EntrySummary:
     Attributes:
         hosts: number and kinds of its hosts, as `ClusterShape.describe` gives them.
         fixed: knobs that the user had fixed.
+        condition: see `EntryKey`.
     """
 
     id: str
@@ -45,6 +46,7 @@ class EntrySummary:
     model_name: str
     hosts: str
     fixed: tuple[tuple[str, str], ...]
+    condition: str
 
 
 class Candidate(NamedTuple):

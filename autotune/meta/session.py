@@ -47,7 +47,7 @@ class WarmupSession:
 
     Args:
         space: proposals outside it are refused.
-        default: the untuned setting, measured first; what stays if nothing beats it.
+        default: the untuned setting, measured first; what stays if nothing beats it. In a re-tune, the one that runs.
         arm: proposes; told every trial. None = nobody, until `begin_search`; only with `exact`.
         rng: the order in which finalists are run.
         budget_iterations: training iterations in all, discarded ones and finals included.
@@ -60,6 +60,7 @@ class WarmupSession:
         history: an earlier, unfinished session's `trials`; counted into the budget.
         identity: knobs with equal identity are the same setting and not run twice.
         refine: what lies next to the fastest setting is run, too, after the arms have had their trials.
+        retune: it is no warm-up: `default` runs already.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class WarmupSession:
         history: Sequence[Trial] = (),
         identity: Callable[[Knobs], Hashable] = lambda knobs: knobs,
         refine: bool = True,
+        retune: bool = False,
     ) -> None:
         if discarded_iterations < 0 or measured_iterations < 1:
             raise TuningError(
@@ -88,7 +90,14 @@ class WarmupSession:
         self._budget = Budget(
             iterations=budget_iterations, discarded=discarded_iterations, measured=measured_iterations
         )
-        self._trials = Trials(default=default, budget=self._budget, identity=identity, arm=arm or Nobody())
+        self._trials = Trials(
+            default=default,
+            budget=self._budget,
+            identity=identity,
+            arm=arm or Nobody(),
+            running=default if retune else None,
+        )
+        self._called = "the setting that ran" if retune else "the default"
         self._exact, self._exact_spans_s = exact, exact_spans_s
         self._proposals = Proposals(self._trials, space=space, seeds=seeds)
         # No session has more trials than iterations, whatever is claimed.
@@ -213,11 +222,11 @@ class WarmupSession:
         yield from search.refine(self._for_refinement)
         field = finalists(self._trials, most=self._most_finalists)
         if not field:
-            return self._end(self._default, f"nothing came near the default; {why}")
+            return self._end(self._default, f"nothing came near {self._called}; {why}")
         kept = yield from Finals(trials=self._trials, rng=self._rng).run(field)
         if kept is None:
-            return self._end(self._default, f"no finalist beat the default; {why}")
-        return self._end(kept, f"beat the default in alternating iterations; {why}")
+            return self._end(self._default, f"no finalist beat {self._called}; {why}")
+        return self._end(kept, f"beat {self._called} in alternating iterations; {why}")
 
     def _check(self, exact: Knobs) -> Generator[Assignment, Sequence[float], str]:
         """Runs an earlier job's result in turns with the default; why it is kept, empty if it is not."""

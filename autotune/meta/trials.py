@@ -29,13 +29,21 @@ class Trials:
         arm: who is told.
     """
 
-    def __init__(self, *, default: Knobs, budget: Budget, identity: Callable[[Knobs], Hashable], arm: Arm) -> None:
+    def __init__(
+        self,
+        *,
+        default: Knobs,
+        budget: Budget,
+        identity: Callable[[Knobs], Hashable],
+        arm: Arm,
+        running: Knobs | None = None,
+    ) -> None:
         self.default, self.budget, self.arm = default, budget, arm
         self.identity = identity
         self.ledger = Ledger(identity=identity)
         self.all: list[Trial] = []
         self.since_best = 0
-        self._running: Knobs | None = None
+        self._running = running
         self._incumbent: Setting | None = None  # the last new best, at first the default
 
     def run(self, knobs: Knobs, *, arm: str, purpose: Purpose, measured: int) -> Run:

@@ -11,6 +11,8 @@ import torch
 
 from sirtaki.comm.device import Device, Event, copy_
 
+from .pace import Pace
+
 
 class Said(NamedTuple):
     """What at least one rank says.
@@ -21,38 +23,56 @@ class Said(NamedTuple):
         replaced: `.grad` was replaced before it was reduced; it gives way to what is reduced.
         complete: all gradients came in the backward pass, so it ended with their reduction; what is done to them
             afterwards holds.
+        not_slower: reductions do not take clearly longer than they did. Said in the negative: if nobody says so, all
+            ranks find them slower.
+        not_faster: nor do they take clearly less long.
     """
 
     reprofile: bool = False
     written: bool = False
     replaced: bool = False
     complete: bool = False
+    not_slower: bool = False
+    not_faster: bool = False
 
     @property
     def edits_differ(self) -> bool:
         """Ranks that have done the same to their gradients would have different ones."""
         return self.replaced and self.complete
 
+    @property
+    def pace(self) -> Pace:
+        """What all ranks find; as usual where they differ, or where nothing was said."""
+        if self.not_slower == self.not_faster:
+            return Pace.USUAL
+        return Pace.SLOWER if self.not_faster else Pace.FASTER
+
 
 FLAG_COUNT = len(Said._fields)
 
 
 class ControlFlags:
-    """The flags of one flat buffer."""
+    """The flags of one flat buffer.
+
+    Attributes:
+        pace: what this rank finds of reductions, which it says along with all else.
+    """
 
     def __init__(self, device: Device, elements: torch.Tensor) -> None:
         """Args: `elements` are those of the flat buffer that hold the flags, `(FLAG_COUNT,)`."""
         self._device, self._elements = device, elements
         # All that a rank may say, where the flags are, and what was reduced, on the host.
         choices = torch.cartesian_prod(*[torch.arange(2, device=elements.device)] * FLAG_COUNT).to(elements.dtype)
-        self._choices = {Said(*map(bool, choice.tolist())): choice for choice in choices}
+        self._choices = {tuple(map(bool, choice.tolist())): choice for choice in choices}
         self._reduced = torch.zeros(FLAG_COUNT, dtype=elements.dtype)
         device.pin(self._reduced)
         self._read: Event | None = None
+        self.pace = Pace.USUAL
 
     def write(self, said: Said) -> None:
-        """Sets this rank's flags, before the elements are reduced."""
-        self._device.launch(self._elements.copy_, self._choices[said])
+        """Sets this rank's flags, before the elements are reduced; those of its pace are added."""
+        choice = self._choices[(*said[:-2], self.pace is not Pace.SLOWER, self.pace is not Pace.FASTER)]
+        self._device.launch(self._elements.copy_, choice)
 
     def now(self) -> Said:
         """What is said in this iteration, once that is reduced; not on a device with streams."""

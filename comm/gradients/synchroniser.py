@@ -40,6 +40,7 @@ from .iteration_trace import IterationTrace
 from .lost_edits import LostEdits
 from .negotiation import ReadinessNegotiation
 from .order import OrderProfiling, agree_on_order
+from .pace import Pace
 from .planned_buffers import PlannedBuffers
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ class Synchroniser:
     Attributes:
         iteration: iterations finished so far.
         in_flight: what the device may still be busy with.
+        pace: what all ranks find of reductions, as they have said with `say_pace` by the iteration before the last.
     """
 
     def __init__(
@@ -90,6 +92,7 @@ class Synchroniser:
         self._device.users += 1
         self._several_devices = len({param.device for param in params}) > 1
         self.iteration = 0
+        self.pace = Pace.USUAL
         self.in_flight = InFlight(self._device)
         self._order, self._edits = OrderProfiling(), LostEdits(self._names)
         self._make_buffers = partial(
@@ -171,6 +174,13 @@ class Synchroniser:
         """Asks for the order to be profiled again in one of the next iterations."""
         self._order.requested = True
 
+    def say_pace(self, pace: Pace) -> None:
+        """Between iterations: what this rank finds of reductions; told along with the gradients until it changes."""
+        flags = self._planned.flags
+        if pace is not flags.pace:
+            flags.pace = pace
+            self._begin_iteration()
+
     @property
     def pending(self) -> bool:
         """Some gradient of this iteration is ready and `finish` has not been called."""
@@ -225,6 +235,7 @@ class Synchroniser:
         """On a rank that has joined: gives zeros to an iteration that others have begun; waits for nobody."""
         if not self._arrivals.indices:
             self._iteration.joined = True
+            self._planned.flags.pace = Pace.USUAL  # without data it knows nothing of that
             for param in self._params:
                 param.grad = None
         self._current.flush()
@@ -269,14 +280,17 @@ class Synchroniser:
         if self._device.streams:
             self._edits.hear_late(before)
         flags.read_back()
+        self.pace = Pace.USUAL
         if profiled:
             self._end_profiling()
         elif not order.active:
             order.watch(self.iteration, self._arrivals.own_indices, self._planned.buffers)
+            self.pace = before.pace
             if before.reprofile:
                 logger.info("gradients come in another order, or in another form, than they did: profiling them again")
                 order.begin(self.iteration + 1)
                 flags.forget()
+                self.pace = Pace.USUAL  # what it is compared with was in another order
         self._begin_iteration()
         self.iteration += 1
 

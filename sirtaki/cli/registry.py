@@ -97,6 +97,7 @@ def _list(store: Store, options: Namespace) -> None:
             f"{summary.device} {summary.dtype}",
             faster(summary.default_span_s, summary.best_span_s),
             ", ".join(f"{name}={value}" for name, value in summary.fixed),
+            summary.condition,
             summary.arm,
             f"{summary.n_trials}" if summary.complete else f"{summary.n_trials}, cut short",
             _date(summary.created_s),
@@ -111,13 +112,15 @@ def _list(store: Store, options: Namespace) -> None:
         "device",
         "than default",
         "fixed by the user",
+        "communication took",
         "proposed by",
         "trials",
         "made",
     ]
-    if not any(summary.fixed for summary in summaries):
-        place = titles.index("fixed by the user")
-        titles, rows = _without(place, titles), [_without(place, row) for row in rows]
+    for optional in ("fixed by the user", "communication took"):
+        place = titles.index(optional)
+        if not any(row[place] for row in rows):
+            titles, rows = _without(place, titles), [_without(place, row) for row in rows]
     _print_table(titles, rows)
 
 
@@ -149,6 +152,7 @@ def _show(store: Store, options: Namespace) -> None:
         "elements": f"{entry.key.dtype} on {entry.key.device}",
         "gradients": entry.key.gradients or "not noted",
         "fixed by the user": ", ".join(f"{name}={value}" for name, value in entry.key.fixed) or "nothing",
+        "communication took": f"{entry.key.condition or '1×'} its usual time",
         "knobs": ", ".join(f"{name}={value}" for name, value in knobs.items() if value is not None),
         "communication": f"{1e3 * entry.best_span_s:.3f} ms ± {1e3 * entry.noise_s:.3f}",
         "default": f"{1e3 * entry.default_span_s:.3f} ms; the best is {gain}",

@@ -8,7 +8,7 @@ from sirtaki.autotune.knobs import Knobs, format_bytes
 from sirtaki.autotune.meta.assignment import DEFAULT_ARM, Purpose
 from sirtaki.autotune.model.forecast import BELIEVED
 from sirtaki.comm.plan import Algorithm
-from sirtaki.engine.trial_log_reader import Measurement, Outcome, TrialLog
+from sirtaki.engine.trial_log_reader import Measurement, Outcome, Retune, TrialLog
 from sirtaki.gain import faster
 
 FINALS = (Purpose.FINALS.value, "verify", "guard_winner", "guard_default")  # the latter in logs of older releases
@@ -23,6 +23,20 @@ def summary(log: TrialLog) -> Iterator[str]:
     yield from _bound(log)
     if kept.reason:
         yield f"Why: {kept.reason}."
+    yield from map(_retune, log.retunes)
+
+
+def _retune(retune: Retune) -> str:
+    """Why there was a re-tune and what came of it, in one sentence."""
+    took = "was not what it had been" if retune.ratio is None else f"took {retune.ratio:.2g} times as long as before"
+    begin = f"After iteration {retune.iteration} communication {took}:"
+    found = retune.result
+    if found is None:
+        return f"{begin} the log ends before another setting was chosen."
+    if found.knobs == retune.running:
+        return f"{begin} nothing better was found."
+    gain = "" if found.default_span_s is None else f", {faster(found.default_span_s, found.span_s)} than what ran"
+    return f"{begin} from then on {found.knobs.describe()}{gain}."
 
 
 def _gain(kept: Outcome) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Decides, on one rank, what the iterations of the warm-up run, and remembers what was found.
+"""Decides, on one rank, what the iterations of the warm-up and of re-tunes run, and remembers what was found.
 
 No fault in here reaches training: whatever a session, an arm, a model or the registry raises is logged once, and what
 raised is done without: the registry is as if empty, there are no planners, or, at worst, the untuned default runs.
@@ -27,6 +27,7 @@ from sirtaki.autotune.meta.assignment import (
     REGISTRY_ARM,
     Assignment,
     Purpose,
+    SessionResult,
 )
 from sirtaki.autotune.meta.auc_bandit import window_for
 from sirtaki.autotune.meta.bandit_arm import BanditArm
@@ -41,8 +42,8 @@ from sirtaki.settings import Settings
 from .knob_choices import checked_plans
 from .step_times import StepTimes
 from .trial_log import TrialLogWriter
-from .tuning_cache import CacheHit, TuningCache
-from .tuning_messages import describe_progress, describe_result
+from .tuning_cache import CacheHit, TuningCache, condition_of
+from .tuning_messages import describe_change, describe_progress, describe_result, describe_retune
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +51,12 @@ _T = TypeVar("_T")
 _P = ParamSpec("_P")
 
 PROGRESS_EVERY_S = 5.0
+
+RETUNE_ITERATIONS = 20
+"""That a re-tune takes at most."""
+
+EARLIER_SETTINGS = 2
+"""Of those that were kept before in this job, so many are tried in a re-tune."""
 
 
 def _guarded(
@@ -61,8 +68,9 @@ def _guarded(
         try:
             method(self, *args, **kwargs)
         except Exception:
-            logger.warning("tuning has failed and ends here; the default runs from now on", exc_info=True)
-            self._session = None
+            stays = "the default" if self._stays is None else "what ran before"
+            logger.warning("tuning has failed and ends here; %s runs from now on", stays, exc_info=True)
+            self._session, self.failed = None, True
 
     return guarded
 
@@ -73,6 +81,7 @@ class TuningCoordinator:
     Attributes:
         default: what runs untuned.
         times: of this rank's steps.
+        failed: there was a fault in tuning; it does not begin again.
     """
 
     def __init__(
@@ -98,6 +107,10 @@ class TuningCoordinator:
         self._layouts: Sequence[GradientLayout] = ()
         self._hit = CacheHit()
         self._session: WarmupSession | None = None
+        self._stays: Knobs | None = None  # what runs without a session; None = the default
+        self._usual_default_s = math.nan
+        self._earlier: list[Knobs] = []  # what was kept before that, the last one first
+        self._retuning = self.failed = False
         self._bandit: BanditArm | None = None
         self._model: PlanningModel | None = None
         self._planners: Sequence[Planner] = ()
@@ -107,11 +120,11 @@ class TuningCoordinator:
 
     @property
     def assignment(self) -> Assignment:
-        """What to run now; the default, for good, where there is no session."""
+        """What to run now; for good where there is no session: the default, or what was kept before a re-tune."""
         if self._session is not None:
             return self._session.assignment
         return Assignment(
-            knobs=self.default,
+            knobs=self._stays or self.default,
             discarded_iterations=0,
             measured_iterations=0,
             arm=DEFAULT_ARM,
@@ -129,6 +142,25 @@ class TuningCoordinator:
         return self._session is not None
 
     @_guarded
+    def retune(self, running: Knobs, layouts: Sequence[GradientLayout], *, ratio: float, iteration: int) -> None:
+        """Communication has changed: `search` follows, and what it finds is compared with what runs.
+
+        Args:
+            running: what runs.
+            layouts: of the gradients.
+            ratio: how many times as long communication takes as when that was chosen; not a number = unknown.
+            iteration: training iterations so far.
+        """
+        logger.info("%s", describe_change(ratio, RETUNE_ITERATIONS))
+        self._retuning, self._stays, self._layouts, self._hit = True, running, layouts, CacheHit()
+        self._bandit, self._model, self._planners = None, None, ()
+        self._cache.look_again()
+        cold_between_s = self.times.cold_between_s
+        self.times = StepTimes()
+        self.times.cold_between_s = cold_between_s
+        self._log.retunes(running, ratio, iteration=iteration)
+
+    @_guarded
     def search(self, space: KnobSpace, promising: KnobSpace, make_model: Callable[[], PlanningModel | None]) -> None:
         """Begins a search, in the session that is there or in a new one.
 
@@ -144,8 +176,10 @@ class TuningCoordinator:
         self._bandit = self._make_bandit(space, promising)
         proposals = self._cache.first_proposals(self._layouts, space, self._model)
         for proposal in proposals:
-            logger.info("%s", proposal.message)
+            logger.log(logging.DEBUG if self._retuning else logging.INFO, "%s", proposal.message)
         seeds = [proposal.knobs for proposal in proposals]
+        if self._retuning:
+            seeds = [self.default, *self._earlier[:EARLIER_SETTINGS], *seeds]
         if self._session is None:
             self._begin(space, self._bandit, seeds)
         else:
@@ -156,6 +190,8 @@ class TuningCoordinator:
     def record(self, spans_s: Sequence[float], *, iteration: int) -> None:
         """Tells the session what its assignment has measured until `iteration`."""
         if self._session is None:
+            if math.inf in spans_s:  # what stays cannot be run
+                self._stays = None
             return
         assignment = self._session.assignment
         if assignment.purpose is Purpose.DEFAULT:
@@ -169,7 +205,8 @@ class TuningCoordinator:
             credits={} if self._bandit is None else self._bandit.credits,
             forecast=self._planners[0].forecast if self._planners else None,
         )
-        if not self._session.done and time.monotonic() - self._told_s > PROGRESS_EVERY_S:
+        quiet = self._session.done or self._retuning
+        if not quiet and time.monotonic() - self._told_s > PROGRESS_EVERY_S:
             self._told_s = time.monotonic()
             logger.info("%s", describe_progress(self._session, self.times.usual))
 
@@ -182,28 +219,49 @@ class TuningCoordinator:
             self._model = replace(self._model, profile=usual.at_this_pace(self._model.profile))
             for planner in self._planners:
                 planner.update_model(self._model)
-        self._log.knows(self._model)
+        if not self._retuning:
+            self._log.knows(self._model)
 
     @_guarded
     def end(self, *, iteration: int) -> None:
         """The warm-up is over: stores and tells what it has found."""
         session, self._session = self._session, None
-        if session is not None:
-            result = session.result
+        if session is None:
+            return
+        result = session.result
+        if self._retuning:
+            stored = self._keep_condition(session)
+            told = describe_retune(result, self._whence(result))
+        else:
             stored = self._cache.keep(result, session.trials, complete=True, links=self._links)
-            logger.info(
-                "%s%s",
-                describe_result(result, self.times.usual, self._who(result.arm)),
-                "; stored in the registry" if stored else "",
-            )
-            self._log.ended(result, iteration=iteration, usual=self.times.usual)
-        self._log.close()
+            told = describe_result(result, self.times.usual, self._who(result.arm))
+            self._usual_default_s = result.default_span_s
+        logger.info("%s%s", told, "; stored in the registry" if stored else "")
+        self._log.ended(result, iteration=iteration, usual=self.times.usual)
+        earlier = [] if self._stays is None else [self._stays]
+        self._earlier = [*earlier, *(knobs for knobs in self._earlier if knobs not in (result.knobs, *earlier))]
+        self._stays = result.knobs
+
+    def _keep_condition(self, session: WarmupSession) -> bool:
+        """What holds while communication is as it is now goes beside what was found before, not into its place."""
+        default_s = next((trial.span_s for trial in session.trials if trial.knobs == self.default), math.nan)
+        condition = condition_of(default_s / self._usual_default_s)
+        result = replace(session.result, default_span_s=default_s)
+        return bool(condition) and self._cache.keep(
+            result, session.trials, complete=True, links=self._links, condition=condition
+        )
+
+    def _whence(self, result: SessionResult) -> str:
+        """Where the setting of a re-tune comes from."""
+        if result.knobs == self.default:
+            return "the untuned default"
+        return "as earlier in this job" if result.knobs in self._earlier else f"proposed by {self._who(result.arm)}"
 
     @_guarded
     def remember(self) -> None:
         """Stores what an unfinished warm-up has found, so that the next job goes on from it. Idempotent."""
         session, self._session = self._session, None
-        if session is not None:
+        if session is not None and not self._retuning:
             result = session.result
             if self._cache.keep(result, session.trials, complete=False, links=self._links):
                 logger.info(
@@ -222,10 +280,11 @@ class TuningCoordinator:
     def _begin(self, space: KnobSpace, arm: Arm | None, seeds: Sequence[Knobs] = ()) -> None:
         self._session = WarmupSession(
             space=space,
-            default=self.default,
+            default=self._stays or self.default,
             arm=arm,
             rng=np.random.default_rng(self._settings.seed),
-            budget_iterations=self._settings.warmup_iterations,
+            budget_iterations=self._budget_iterations,
+            retune=self._retuning,
             discarded_iterations=self._discarded_iterations,
             exact=self._hit.exact if arm is None else None,
             exact_spans_s=self._hit.spans_s,
@@ -233,6 +292,10 @@ class TuningCoordinator:
             history=self._hit.history,
             identity=functools.cache(self._identity),
         )
+
+    @property
+    def _budget_iterations(self) -> int:
+        return RETUNE_ITERATIONS if self._retuning else self._settings.warmup_iterations
 
     def _identity(self, knobs: Knobs) -> Hashable:
         """Equal where the same units travel in the same order on as many streams."""
@@ -246,7 +309,7 @@ class TuningCoordinator:
         return f"the {kind} {arm}"
 
     def _make_bandit(self, space: KnobSpace, promising: KnobSpace) -> BanditArm:
-        budget, rng = self._settings.warmup_iterations, np.random.default_rng(self._settings.seed)
+        budget, rng = self._budget_iterations, np.random.default_rng(self._settings.seed)
         if self._arms is None:
             build = functools.partial(
                 default_arms,

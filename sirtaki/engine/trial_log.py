@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
+from sirtaki.autotune.knobs import Knobs
 from sirtaki.autotune.meta.assignment import Assignment, SessionResult
 from sirtaki.autotune.model.forecast import Forecast
 from sirtaki.autotune.model.planning import PlanningModel
@@ -38,6 +39,17 @@ class TrialLogWriter:
     def knows(self, model: PlanningModel) -> None:
         """What the planners have been told about this job; also the saved profile for `sirtaki plan`."""
         self._write({"event": "model", **model.to_json()})
+
+    def retunes(self, running: Knobs, ratio: float, *, iteration: int) -> None:
+        """After `iteration` a re-tune begins: communication takes `ratio` times as long as it did by `running`."""
+        self._write(
+            {
+                "event": "retune",
+                "iteration": iteration,
+                "ratio": ratio if math.isfinite(ratio) else None,
+                "running": running.to_json(),
+            }
+        )
 
     def ran(
         self,

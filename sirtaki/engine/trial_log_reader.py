@@ -78,6 +78,25 @@ class Outcome:
 
 
 @dataclass(slots=True, kw_only=True)
+class Retune:
+    """A short search after the warm-up.
+
+    Attributes:
+        iteration: after which it began.
+        ratio: how many times as long communication took then; None where the log does not say.
+        running: what ran until then.
+        measurements: in their order.
+        result: what has run since, None if the log ends before that; its default is what ran until then.
+    """
+
+    iteration: int
+    ratio: float | None
+    running: Knobs
+    measurements: list[Measurement] = field(default_factory=list)
+    result: Outcome | None = None
+
+
+@dataclass(slots=True, kw_only=True)
 class TrialLog:
     """Everything in a log that the report uses, of one job and optimizer.
 
@@ -85,11 +104,13 @@ class TrialLog:
         measurements: in their order.
         result: how its warm-up ended, None if it did not.
         model: what its planners knew, None if the log has none.
+        retunes: what came after the warm-up.
     """
 
     measurements: list[Measurement] = field(default_factory=list)
     result: Outcome | None = None
     model: PlanningModel | None = None
+    retunes: list[Retune] = field(default_factory=list)
 
     @property
     def default(self) -> Measurement | None:
@@ -184,8 +205,13 @@ def _begins_another_job(log: TrialLog, data: Mapping[str, Any]) -> bool:
 
 def _take_in(log: TrialLog, data: Mapping[str, Any]) -> None:
     """Adds one line."""
-    if data.get("event") == "result":
-        log.result = Outcome(
+    part = log.retunes[-1] if log.retunes else log
+    if data.get("event") == "retune":
+        ratio = _positive_or_none(data.get("ratio"))
+        running = Knobs.from_json(data["running"])
+        log.retunes.append(Retune(iteration=int(data["iteration"]), ratio=ratio, running=running))
+    elif data.get("event") == "result":
+        part.result = Outcome(
             knobs=Knobs.from_json(data["knobs"]),
             arm=str(data["arm"]),
             span_s=_positive(data["best_span_s"]),
@@ -196,9 +222,8 @@ def _take_in(log: TrialLog, data: Mapping[str, Any]) -> None:
     elif data.get("event") == "model":
         log.model = PlanningModel.from_json(data)
     elif "knobs" in data:
-        log.measurements.append(
-            _measurement(data, best_s=log.measurements[-1].best_s if log.measurements else math.inf)
-        )
+        best_s = part.measurements[-1].best_s if part.measurements else math.inf
+        part.measurements.append(_measurement(data, best_s=best_s))
 
 
 def _measurement(data: Mapping[str, Any], *, best_s: float) -> Measurement:

@@ -93,6 +93,12 @@ def route_names(route: Route) -> tuple[str, str]:
     return route[0].value, route[1].value
 
 
+def condition_of(ratio: float) -> str:
+    """How many times as long as usual the default takes, in powers of two; empty = as usual, or unknown."""
+    power = round(math.log2(ratio)) if 0.0 < ratio < math.inf else 0
+    return f"{2.0**power:g}×" if power else ""
+
+
 def permitted_by(space: KnobSpace) -> Permitted:
     """A knob space as the registry knows it."""
     return Permitted(
@@ -227,6 +233,10 @@ class TuningCache:
         """This job's own entry did not hold, or not for the link as it is now: what `keep` is given replaces it."""
         self._disproved = self._own
 
+    def look_again(self) -> None:
+        """Links have changed: other jobs' settings may be nearer than those that were."""
+        self._neighbours = None
+
     def first_proposals(
         self, layouts: Sequence[GradientLayout], space: KnobSpace, model: PlanningModel | None
     ) -> list[FirstProposal]:
@@ -250,7 +260,13 @@ class TuningCache:
         return proposals
 
     def keep(
-        self, result: SessionResult, trials: Sequence[Trial], *, complete: bool, links: Mapping[Route, LinkModel]
+        self,
+        result: SessionResult,
+        trials: Sequence[Trial],
+        *,
+        complete: bool,
+        links: Mapping[Route, LinkModel],
+        condition: str = "",
     ) -> bool:
         """Stores what the warm-up has found; True if it was kept.
 
@@ -259,12 +275,17 @@ class TuningCache:
             trials: of the session.
             complete: the warm-up has come to its end.
             links: what was measured of each route.
+            condition: see `EntryKey`; what was found under one goes beside the job's own entry.
         """
         spans = (result.best_span_s, result.default_span_s)
         if self._job is None or not all(0 < span < math.inf for span in spans):
             return False
         try:
-            entry = self._entry(self._job, result, trials, complete=complete, links=links)
+            if condition:
+                job = replace(self._job, key=replace(self._job.key, condition=condition))
+                entry = self._entry(job, None, result, trials, complete=complete, links=links)
+                return self._with_store(lambda store: store.save(entry))
+            entry = self._entry(self._job, self._own, result, trials, complete=complete, links=links)
             return self._with_store(lambda store: store.save(entry, disproved=self._disproved))
         except Exception as err:
             logger.warning("this job's settings are not remembered: %s", err)
@@ -273,13 +294,14 @@ class TuningCache:
     def _entry(
         self,
         job: Job,
+        own: Entry | None,
         result: SessionResult,
         trials: Sequence[Trial],
         *,
         complete: bool,
         links: Mapping[Route, LinkModel],
     ) -> Entry:
-        own, route = self._own, (result.knobs.transport, result.knobs.algorithm)
+        route = (result.knobs.transport, result.knobs.algorithm)
         # A remembered setting that was only checked was found then, by whom it was found then.
         checked = own is not None and own.complete and own.knobs == result.knobs.to_json()
         link = links.get(route)
@@ -300,7 +322,7 @@ class TuningCache:
             default_span_s=result.default_span_s,
             noise_s=result.noise_s,
             n_trials=len(trials) + (own.n_trials if checked and own is not None else 0),
-            arm=self._found_by.get(result.knobs, result.arm),
+            arm=self._found_by.setdefault(result.knobs, result.arm),
             complete=complete,
             layout=job.layout,
             trials=() if complete else tuple(trial.to_json() for trial in trials),

@@ -69,3 +69,28 @@ def describe_result(result: SessionResult, usual: StepTime | None, who: str) -> 
         gain += "; "
     trials = f"{result.n_trials} setting{'s' if result.n_trials != 1 else ''}"
     return f"tuned in {result.iterations_used} iterations with {trials}: {gain}{found} ({result.reason})"
+
+
+def describe_change(ratio: float, iterations: int) -> str:
+    """Why a re-tune of at most so many iterations begins, in one line.
+
+    Args:
+        ratio: how many times as long communication takes as it did; not a number = unknown.
+        iterations: that it may take.
+    """
+    times = f"{ratio:.2g}" if math.isfinite(ratio) else "?"
+    return (
+        f"communication takes {times} times as long as when this setting was chosen: "
+        f"trying others for at most {iterations} iterations"
+    )
+
+
+def describe_retune(result: SessionResult, whence: str) -> str:
+    """What a re-tune has found, in one line; `whence` is where that comes from."""
+    if not result.tuned:
+        return f"nothing better found in {result.iterations_used} iterations: the setting stays ({result.reason})"
+    return (
+        f"tuned again in {result.iterations_used} iterations: communication "
+        f"{faster(result.default_span_s, result.best_span_s)} than with the setting that ran; "
+        f"{result.knobs.describe()}, {whence} ({result.reason})"
+    )

@@ -1,7 +1,8 @@
 """A synchroniser that tunes itself: where `comm`, `autotune` and `registry` meet.
 
 Every rank runs the same iterations; on rank 0 a coordinator decides, from spans of which all ranks have taken the
-minimum, and the others do what it broadcasts. After the warm-up nothing of this costs anything.
+minimum, and the others do what it broadcasts. After the warm-up each rank watches its own spans; if all of them say,
+by flags that travel with the gradients, that communication takes longer or less long than it did, there is a re-tune.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from sirtaki.autotune.knobs import Knobs
 from sirtaki.autotune.meta.assignment import Assignment, Purpose
 from sirtaki.comm.gradients.buffers import Reduction
 from sirtaki.comm.gradients.iteration_report import IterationReport
+from sirtaki.comm.gradients.pace import Pace
 from sirtaki.comm.gradients.synchroniser import Synchroniser
 from sirtaki.comm.layout import GradientLayout
 from sirtaki.comm.plan import CommPlan
@@ -30,6 +32,7 @@ from sirtaki.settings import Settings
 from .before_search import measure, without_planners
 from .coordinator import TuningCoordinator
 from .devices import open_router
+from .drift import DriftWatch
 from .knob_choices import default_knobs, knob_space, plans_for
 from .opening import open_default, still_possible
 from .tuning_cache import Hardware, TuningCache
@@ -107,6 +110,8 @@ class TunedSynchroniser:
         self._spans_s: list[float] = []
         self._profiled: IterationReport | None = None
         self._coordinator: TuningCoordinator | None = None
+        retunes = self._tuning and settings.retune and control.size > 1 and self._space.has_choices
+        self._drift = DriftWatch() if retunes else None
         kinds = control.all_gather(Hardware.here(params[0].device)) if self._tuning and params else []
         if control.rank == 0 and self._tuning:
             self._coordinator = TuningCoordinator(
@@ -157,15 +162,22 @@ class TunedSynchroniser:
             self._coordinator.times.note(report)
         if report.profiled:
             self._after_profiling(report)
-        elif self._assignment is not None and not report.ready_s:
-            self._after_iteration(math.nan if joined else report.span_s)
+        elif not report.ready_s:
+            span_s = math.nan if joined else report.span_s
+            if self._assignment is not None:
+                self._after_iteration(span_s)
+            elif self._drift is not None:
+                self._watch(self._drift, span_s, self._sync.pace)
 
     # ── the warm-up ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def _after_profiling(self, report: IterationReport) -> None:
         """Collective: the order is known. The first time, the warm-up begins; later, its current knobs go on."""
+        self._profiled = report
+        if self._drift is not None:
+            self._drift.reordered()
+            self._sync.say_pace(Pace.USUAL)
         if self._tuning and self._assignment is None:
-            self._profiled = report
             remembered = False
             if self._coordinator is not None:
                 self._coordinator.default = self._default
@@ -251,6 +263,27 @@ class TunedSynchroniser:
         self._router.keep_only(plans_for(self._knobs, self._sync.layouts))
         if self._coordinator is not None:
             self._coordinator.end(iteration=self._sync.iteration)
+
+    # ── after the warm-up ────────────────────────────────────────────────────────────────────────────────────────
+
+    def _watch(self, drift: DriftWatch, span_s: float, agreed: Pace) -> None:
+        """Collective if all ranks have agreed that communication has changed; else nothing but arithmetic."""
+        if agreed is not Pace.USUAL and drift.due:
+            self._retune(drift)
+            return
+        drift.note(span_s)
+        if self._coordinator is None or not self._coordinator.failed:
+            self._sync.say_pace(drift.pace)
+
+    def _retune(self, drift: DriftWatch) -> None:
+        """Collective: a short search begins with what runs now."""
+        if self._coordinator is not None:
+            self._coordinator.retune(self._knobs, self._sync.layouts, ratio=drift.ratio, iteration=self._sync.iteration)
+        drift.retuned()
+        self._sync.say_pace(Pace.USUAL)
+        self._tuning = True
+        self._search()
+        self._next_assignment()
 
     def remember(self) -> None:
         """Stores what an unfinished warm-up has found, so that the next job goes on from it. Idempotent."""

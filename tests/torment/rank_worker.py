@@ -1,6 +1,7 @@
 """A rank that plays one program after the other, as a socket tells it: `python -m torment.rank_worker SOCKET PID`.
 
 Sirtaki is started anew when the world size or the settings change, and every few programs. The rank ends with PID.
+With SIRTAKI_TEST_RETUNE set, programs that are tuned re-tune at every opportunity.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import warnings
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
 
+from fakes import restless
 from mpi4py import MPI
 
 import sirtaki.torch as hvd
@@ -59,6 +61,8 @@ class Worker:
         hvd.shutdown()
         self._running = wanted
         given = {PREFIX + name.upper(): value for name, value in program.environment}
+        if RETUNES and "SIRTAKI_WARMUP_ITERATIONS" in given:
+            given.update(restless.WARM_UP)
         for name in [name for name in os.environ if name.startswith(PREFIX)]:
             del os.environ[name]
         os.environ.update({**DEFAULTS, **given})
@@ -67,6 +71,7 @@ class Worker:
             hvd.init(comm=None if program.ranks == self._world.size else list(range(program.ranks)))
 
 
+RETUNES = "SIRTAKI_TEST_RETUNE" in os.environ
 DEFAULTS = {f"{PREFIX}REGISTRY": "off", f"{PREFIX}LOG_LEVEL": "error", f"{PREFIX}WARMUP_ITERATIONS": "0"}
 
 
@@ -74,6 +79,8 @@ def serve(connection: Connection) -> None:
     """Plays until the other side says so or is gone."""
     worker = Worker()
     connection.send((MPI.COMM_WORLD.rank, os.getpid()))
+    if RETUNES:
+        restless.begin(MPI.COMM_WORLD.rank)
     while True:
         try:
             text = connection.recv()

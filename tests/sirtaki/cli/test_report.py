@@ -280,6 +280,29 @@ def test_a_job_that_was_cut_short_shows_its_best_so_far(log_of):
     assert (outcome.arm, outcome.span_s, outcome.default_span_s) == ("grid", 0.1, 0.2)
 
 
+def of_one_tuner(*records):
+    return [{**record, "version": 2, "tuner": "1f2e"} for record in records]
+
+
+def test_a_re_tune_is_told_and_leaves_what_the_warm_up_has_found_as_it_is(log_of):
+    again = {**RESULT, "iteration": 130, "knobs": knobs(512, 1).to_json(), "default_span_s": 0.4, "best_span_s": 0.2}
+    retune = {"event": "retune", "iteration": 112, "ratio": 4.04, "running": RESULT["knobs"]}
+    path = log_of(*of_one_tuner(*JOB, retune, trial(115, "default", knobs(512, 4), 0.4, 0.4, "default"), again))
+    log = read_log(path)
+    assert [m.iteration for m in log.measurements] == [3, 6, 9, 12]
+    assert log.outcome.knobs == knobs(512, 4)
+    assert [m.iteration for m in log.retunes[0].measurements] == [115]
+    page = render(log)
+    assert "After iteration 112 communication took 4 times as long as before: from then on" in page
+    assert "2.00× faster than what ran" in page
+
+
+def test_of_a_re_tune_that_found_nothing_or_did_not_end_that_is_said(log_of):
+    retune = {"event": "retune", "iteration": 112, "ratio": None, "running": RESULT["knobs"]}
+    assert "the log ends before another setting was chosen" in render(read_log(log_of(*of_one_tuner(*JOB, retune))))
+    assert "nothing better was found" in render(read_log(log_of(*of_one_tuner(*JOB, retune, RESULT))))
+
+
 def test_of_several_jobs_in_a_file_the_last_counts(log_of):
     second = [trial(2, "default", knobs(64), 0.5, 0.5, "default")]
     assert len(read_log(log_of(*JOB, *second)).measurements) == 1

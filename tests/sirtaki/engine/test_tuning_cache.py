@@ -1,5 +1,6 @@
 """What a job remembers and finds again; the sessions' results are made up."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from sirtaki.autotune.model.profile import Profile
 from sirtaki.autotune.trial import Trial
 from sirtaki.comm.layout import GradientLayout
 from sirtaki.comm.plan import Algorithm, Route, TransportKind
-from sirtaki.engine.tuning_cache import Hardware, TuningCache
+from sirtaki.engine.tuning_cache import Hardware, TuningCache, condition_of
 from sirtaki.link_model import LinkModel
 from sirtaki.registry.entry import Entry
 from sirtaki.registry.opening import open_store
@@ -195,3 +196,28 @@ def test_nothing_is_kept_of_a_job_that_was_not_measured_or_has_no_registry(path:
     off, layout = job(Path("off"))
     assert off.look_up([layout], SPACE).exact is None
     assert not off.keep(WINNER, TRIALS, complete=True, links={})
+
+
+def test_what_was_found_on_a_changed_link_leaves_the_jobs_own_entry_alone(path: Path) -> None:
+    memory, layout = job(path)
+    memory.look_up([layout], SPACE)
+    assert memory.keep(WINNER, TRIALS, complete=True, links={ROUTE: LINK})
+    slower = LinkModel(alpha_s=1e-3, throughput=(1e8, 1.1e8))
+    other = replace(WINNER, knobs=replace(KNOBS, streams=1), default_span_s=4.0, best_span_s=3.9)
+    assert memory.keep(other, TRIALS, complete=True, links={ROUTE: slower}, condition="4×")
+    store = open_store(str(path))
+    assert sorted(entry.key.condition for entry in store.entries()) == ["", "4×"]
+    assert sorted(summary.condition for summary in store.summaries()) == ["", "4×"]
+    again, layout = job(path)
+    hit = again.look_up([layout], SPACE)
+    assert hit.exact == KNOBS
+    proposals = again.first_proposals([layout], SPACE, planning_model(layout, slower))
+    assert replace(KNOBS, streams=1) in [proposal.knobs for proposal in proposals]
+
+
+@pytest.mark.parametrize(
+    ("ratio", "condition"),
+    [(1.0, ""), (1.3, ""), (1.6, "2×"), (4.4, "4×"), (0.3, "0.25×"), (math.nan, ""), (math.inf, ""), (0.0, "")],
+)
+def test_conditions_are_told_apart_by_powers_of_two(ratio: float, condition: str) -> None:
+    assert condition_of(ratio) == condition

@@ -1,0 +1,46 @@
+"""Re-tunes at every opportunity: ranks find at random that reductions have changed, and agree now and then."""
+
+from __future__ import annotations
+
+import random
+
+from sirtaki.comm.gradients.pace import Pace
+from sirtaki.engine import coordinator, warmup
+from sirtaki.engine.drift import DriftWatch
+
+WARM_UP = {"SIRTAKI_WARMUP_ITERATIONS": "7"}
+"""Short, so that there is something after it."""
+
+FINDINGS = (Pace.USUAL, Pace.SLOWER, Pace.SLOWER, Pace.SLOWER, Pace.SLOWER, Pace.FASTER)
+
+
+class RestlessWatch(DriftWatch):
+    """Finds what the dice say."""
+
+    dice = random.Random()
+
+    @property
+    def due(self) -> bool:
+        return self._iterations >= 2
+
+    def note(self, span_s: float) -> None:
+        self._iterations += 1
+        self.pace = self.dice.choice(FINDINGS) if self.due and span_s > 0.0 else Pace.USUAL
+
+
+def begin(rank: int) -> None:
+    """From now on in this process."""
+    RestlessWatch.dice.seed(rank)
+    coordinator.RETUNE_ITERATIONS = 16
+    warmup.DriftWatch = RestlessWatch  # type: ignore[misc]
+
+
+def count(began: list[int]) -> None:
+    """Notes the iteration of each re-tune of this process."""
+    retune = warmup.TunedSynchroniser._retune
+
+    def noting(self: warmup.TunedSynchroniser, drift: DriftWatch) -> None:
+        began.append(self.synchroniser.iteration)
+        retune(self, drift)
+
+    warmup.TunedSynchroniser._retune = noting  # type: ignore[method-assign]

@@ -1,0 +1,182 @@
+"""Trains while ranks re-tune at every opportunity, or once a simulated link gets slower. Started by test_retuning.py.
+
+    retuning.py restless SEED ITERATIONS    ranks find at random that communication has changed
+    retuning.py slower ITERATIONS           it really takes longer from iteration 45 on; ends after the re-tune
+
+With SIRTAKI_TEST_STREAMS set, on a device with streams that is no GPU.
+
+Each iteration's gradients are compared with those of one process that has the batches of all ranks.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from fakes import restless
+from fakes.streams import FakeDevice, FakeOpener
+
+import sirtaki.torch as hvd
+from sirtaki.autotune.knobs import Knobs
+from sirtaki.autotune.trial import Proposal, Trial
+from sirtaki.comm.plan import TransportKind
+from sirtaki.comm.router import Router
+from sirtaki.engine import contention_probe, drift, warmup
+
+WIDTH, ROWS = 64, 4
+STREAMS = os.environ.pop("SIRTAKI_TEST_STREAMS", "")
+
+began: list[int] = []  # iterations after which a re-tune began
+restless.count(began)
+
+
+class AnyKnobs:
+    """An arm that proposes whatever is possible."""
+
+    name = "any"
+
+    def __init__(self, seed: int) -> None:
+        self._rng = np.random.default_rng(seed)
+
+    def ask(self, n: int = 1) -> Sequence[Proposal]:
+        transports = [TransportKind.NCCL] if STREAMS else [TransportKind.SHARED_MEMORY, TransportKind.GLOO]
+        knobs = Knobs(
+            unit_bytes=int(2 ** self._rng.uniform(16, 20)),
+            streams=int(self._rng.integers(1, 5)),
+            transport=transports[int(self._rng.integers(len(transports)))],
+        )
+        return [Proposal(arm=self.name, knobs=knobs)]
+
+    def tell(self, trials: Sequence[Trial]) -> None:
+        pass
+
+
+def network() -> torch.nn.Sequential:
+    layers = [torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.Tanh()) for _ in range(6)]
+    return torch.nn.Sequential(*layers).double()
+
+
+class FailingBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
+        raise ValueError("on purpose")
+
+
+class Training:
+    """A model on all ranks, and the same on this rank alone with everybody's batches."""
+
+    def __init__(self, parts: list[tuple[int, int]], arm_seed: int | None = None) -> None:
+        torch.manual_seed(0)
+        self.model, self.alone = network(), network()
+        self.alone.load_state_dict(self.model.state_dict())
+        self.optimizers = [
+            hvd.DistributedOptimizer(
+                torch.optim.SGD(self.model[first:last].parameters(), lr=0.05),
+                named_parameters=self.model[first:last].named_parameters(),
+                op=hvd.Sum,
+                arms=None if arm_seed is None else [AnyKnobs(arm_seed)],
+            )
+            for first, last in parts
+        ]
+        self.number = 0
+
+    def step(self, ranks: list[int], *, fails: bool = False) -> None:
+        """An iteration in which these ranks have data; `fails`: the first backward pass raises half-way."""
+        self.number += 1
+        batches = {rank: self._batch(rank) for rank in ranks}
+        mine = batches[hvd.rank()]
+        self.model.zero_grad()
+        if fails:
+            try:
+                self.model[3:](FailingBackward.apply(self.model[:3](mine))).square().mean().backward()
+            except ValueError:
+                self.model.zero_grad()
+        self.model(mine).square().mean().backward()
+        for optimizer in self.optimizers:
+            optimizer.synchronize()
+        self.alone.zero_grad()
+        for batch in batches.values():
+            self.alone(batch).square().mean().backward()
+        for ours, theirs in zip(self.model.parameters(), self.alone.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-9, atol=1e-14)
+        for optimizer in self.optimizers:
+            with optimizer.skip_synchronize():
+                optimizer.step()
+        with torch.no_grad():
+            for theirs in self.alone.parameters():
+                theirs -= 0.05 * theirs.grad
+
+    def _batch(self, rank: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(1000 * self.number + rank)
+        return torch.randn(ROWS, WIDTH, generator=generator, dtype=torch.float64)
+
+    def join(self) -> None:
+        """Ranks without data take part until all have come; then all have the same model again."""
+        hvd.join()
+        self.number = hvd.broadcast_object(self.number, root_rank=0)
+        hvd.broadcast_parameters(self.model.state_dict(), root_rank=0)
+        self.alone.load_state_dict(self.model.state_dict())
+
+
+def play(seed: int, iterations: int) -> None:
+    rng = np.random.default_rng(seed)  # the same on all ranks
+    training = Training([[(0, 6)], [(0, 4), (4, 6)]][seed % 2], None if seed % 5 == 0 else seed)
+    everybody = list(range(hvd.size()))
+    done = 0
+    while done < iterations:
+        for _ in range(int(rng.integers(5, 30))):
+            training.step(everybody, fails=rng.random() < 0.1)
+            done += 1
+        if rng.random() < 0.7:  # the last ranks run out of data one after the other; rank 0 has most
+            left = sorted((int(count) for count in rng.integers(0, 12, hvd.size())), reverse=True)
+            for number in range(left[hvd.rank()]):
+                training.step([rank for rank in everybody if left[rank] > number])
+            training.join()
+
+
+def get_slower() -> None:
+    """From some iteration on every unit takes longer on its way."""
+    state = {"pause_s": 0.015}
+    wait_for = Router.wait_for
+
+    def slow(self: Router, works: list[object], **options: object) -> bool:
+        time.sleep(state["pause_s"] if works else 0.0)
+        return wait_for(self, works, **options)  # type: ignore[arg-type]
+
+    Router.wait_for = slow  # type: ignore[method-assign]
+    training = Training([(0, 6)])
+    for number in range(int(sys.argv[2])):
+        if number == 45:
+            state["pause_s"] *= 6
+        training.step(list(range(hvd.size())))
+        if began and training.number > began[0] + 25:
+            break
+
+
+def said() -> Iterator[str]:
+    yield f"re-tunes {len(began)} at {began[:6]}"
+    yield f"on all ranks alike: {len({tuple(each) for each in hvd.allgather_object(began)}) == 1}"
+
+
+if STREAMS:
+    device = FakeDevice(seed=7)
+    contention_probe.MATRIX, contention_probe.UNIT_BYTES = 64, (1 << 14, 1 << 16)  # there is no GPU to fill
+    warmup.open_router = lambda control, settings, params: Router(
+        control, timeout_s=30.0, device=device, nccl=FakeOpener(control, device)
+    )
+hvd.init()
+if sys.argv[1] == "restless":
+    restless.begin(hvd.rank())
+    play(int(sys.argv[2]), int(sys.argv[3]))
+else:
+    drift.REFERENCE, drift.COOL_DOWN = 12, 1000
+    get_slower()
+for line in said():
+    print(line, flush=True)
+hvd.shutdown()
