@@ -63,10 +63,10 @@ class FailureBoard:
 
     def attend(self) -> None:
         """Does what this rank owes to others while it waits, if it is time again."""
-        now_s = time.monotonic()
-        if self._duty is not None and self._error is None and now_s >= self._due_s:
+        now_s, duty = time.monotonic(), self._duty
+        if duty is not None and self._error is None and now_s >= self._due_s:
             self._due_s = now_s + DUTY_PERIOD_S
-            self._duty()
+            duty()
 
     def raise_if_failed(self) -> None:
         """Raises the failure, if there is one."""

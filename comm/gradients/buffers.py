@@ -140,6 +140,9 @@ class GradientBuffers:
         for position, index in enumerate(order):
             self.position[index] = position
         self.groups = _group_by_dtype(order, params, names, reduction=reduction, router=router, n_flags=n_flags)
+        first = self.groups[0]
+        # Of complex flags only the real parts are written; what was in the memory before must not be reduced with them.
+        self._device.launch(first.buffer.tensor[first.layout.offsets[-2] :].zero_)
         self._places = [torch.empty(0)] * len(params)
         for group in self.groups:
             for index, place in zip(group.indices, group.places, strict=True):
@@ -159,9 +162,10 @@ class GradientBuffers:
 
     @property
     def flags(self) -> torch.Tensor:
-        """The elements of the control flags, `(n_flags,)`."""
+        """The elements of the control flags, `(n_flags,)`; in a complex buffer their real parts."""
         first = self.groups[0]
-        return first.buffer.tensor[first.layout.offsets[-2] :]
+        elements = first.buffer.tensor[first.layout.offsets[-2] :]
+        return torch.view_as_real(elements)[:, 0] if elements.is_complex() else elements
 
     def take_over(self, before: GradientBuffers) -> None:
         """Gradients that lie in the buffers that were there before move into these."""

@@ -41,7 +41,7 @@ class GradientReducer:
 
     Attributes:
         key: the number of the ranks' process set and its own there, the same on all of these ranks.
-        members: the ranks that take part.
+        members: the ranks that take part, with their control plane.
         ranks: the same, by their rank among all.
         passes: backward passes whose gradients are added up before they are reduced.
         options: how gradients are reduced.
@@ -65,7 +65,7 @@ class GradientReducer:
 
         Args:
             job: of this process.
-            members: have a control plane.
+            members: see above.
             named: the parameters with their names, frozen ones too, the same on all ranks.
             passes: see above.
             options: see above.
@@ -91,15 +91,17 @@ class GradientReducer:
         job.watchdog.watch(self._watch.current_wait, self._watch.progress)
         job.participants.add(self)
 
-    # ── which parameters ─────────────────────────────────────────────────────────────────────────────────────────
-
     def attach(self, named: Sequence[Named]) -> None:
         """Collective, between iterations: from now on, these are its parameters, frozen ones too."""
         if self._parameters is not None:
             before, self._parameters = self._parameters, None
             before.close()
         self._resources.control.reclaim()
-        self._parameters = HookedParameters(named, self._resources, passes=self.passes, owner=self)
+        try:
+            self._parameters = HookedParameters(named, self._resources, passes=self.passes, owner=self)
+        except Exception:
+            self.close("when its parameters changed, which failed")
+            raise
         self._begin_iteration()
 
     @property
@@ -257,12 +259,10 @@ class GradientReducer:
         """Collective: returns what makes the gradients undefined, empty if all is well."""
         parameters = self._parameters
         assert parameters is not None
-        outdated = parameters.finish(joined=joined)
-        problem = parameters.reductions.problem
-        if outdated:
+        if parameters.finish(joined=joined):
             self.attach(parameters.all)
         self._begin_iteration()
-        return problem
+        return parameters.reductions.problem
 
     def drop_accumulated(self) -> None:
         """Gradients of fewer backward passes than are added up before they are reduced do not count."""

@@ -42,14 +42,18 @@ class HookedParameters:
         self.reductions = Reductions(self.named, resources.sparse, resources.make_tuned)
         if resources.nan_check is not None:
             resources.nan_check.names = [name for name, _ in self.named]
-        self.hooks = GradientHooks(
-            [param for _, param in self.named],
-            self.reductions.arrive,
-            resources.options.groups,
-            passes=passes,
-            owner=owner,
-            nan_check=resources.nan_check,
-        )
+        try:
+            self.hooks = GradientHooks(
+                [param for _, param in self.named],
+                self.reductions.arrive,
+                resources.options.groups,
+                passes=passes,
+                owner=owner,
+                nan_check=resources.nan_check,
+            )
+        except RuntimeError:  # torch's, for what is no leaf
+            self.reductions.close()
+            raise
 
     def begin(self, passes: int) -> None:
         """An iteration begins: nothing has come, and `passes` backward passes are added up."""

@@ -372,6 +372,16 @@ def mistakes_are_named() -> None:
     optimizer.zero_grad()
     with pytest.raises(hvd.HorovodInternalError, match="disagree about the model"):
         hvd.DistributedOptimizer(plain_sgd(nn.Linear(3, 3 + (hvd.rank() == 1))))
+    with pytest.raises(hvd.HorovodInternalError, match="disagree about the model"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3 + hvd.rank()))]})
+    optimizer.zero_grad()
+    mean_square(model, 0, 0).backward()
+    with pytest.raises(NotInitializedError, match="closed when its parameters changed, which failed; make a new one"):
+        optimizer.step()
+    inner = (2 * torch.ones(3, requires_grad=True)).requires_grad_()
+    inner.retain_grad()
+    with pytest.raises(RuntimeError, match="non-leaf"):
+        hvd.DistributedOptimizer(torch.optim.SGD([inner], lr=0.1))
     assert_same_training(mlp(), mean_square)
 
 

@@ -53,6 +53,24 @@ def several_dtypes_in_one_model() -> None:
     assert_same_training(model, mean_square, compression=hvd.Compression.bf16, tolerance=3e-2)
 
 
+class ComplexTypes(nn.Module):
+    """The gradient that comes first, and so has the control flags beside it, is complex."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.real, self.plane = nn.Linear(24, 12).double(), nn.Linear(6, 5, dtype=torch.complex128)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.plane(torch.view_as_complex(self.real(inputs).view(-1, 6, 2))).abs()
+
+
+def complex_parameters() -> None:
+    model = ComplexTypes()
+    assert_same_training(model, mean_square, tolerance=1e-8)
+    assert_equal_on_all_ranks(model)
+
+
 def channels_last_and_fused_updates() -> None:
     def net() -> nn.Module:
         torch.manual_seed(0)
@@ -75,6 +93,7 @@ CASES = [
     bfloat16_autocast,
     smaller_types_on_the_wire,
     several_dtypes_in_one_model,
+    complex_parameters,
     channels_last_and_fused_updates,
 ]
 
