@@ -196,6 +196,8 @@ class TuningCoordinator:
         assignment = self._session.assignment
         if assignment.purpose is Purpose.DEFAULT:
             self._tell_planners()
+        forecast = self._planners[0].forecast if self._planners else None
+        predicted_s = None if forecast is None else forecast.predicted_s(assignment.knobs)
         self._session.record(spans_s)
         self._log.ran(
             assignment,
@@ -203,7 +205,8 @@ class TuningCoordinator:
             iteration=iteration,
             best_span_s=self._session.result.best_span_s,
             credits={} if self._bandit is None else self._bandit.credits,
-            forecast=self._planners[0].forecast if self._planners else None,
+            predicted_s=predicted_s,
+            forecast=forecast,
         )
         quiet = self._session.done or self._retuning
         if not quiet and time.monotonic() - self._told_s > PROGRESS_EVERY_S:
@@ -237,6 +240,7 @@ class TuningCoordinator:
             told = describe_result(result, self.times.usual, self._who(result.arm))
             self._usual_default_s = result.default_span_s
         logger.info("%s%s", told, "; stored in the registry" if stored else "")
+        self._tell_planners()  # for the report, and for `sirtaki plan`
         self._log.ended(result, iteration=iteration, usual=self.times.usual)
         earlier = [] if self._stays is None else [self._stays]
         self._earlier = [*earlier, *(knobs for knobs in self._earlier if knobs not in (result.knobs, *earlier))]
@@ -265,7 +269,7 @@ class TuningCoordinator:
             result = session.result
             if self._cache.keep(result, session.trials, complete=False, links=self._links):
                 logger.info(
-                    "the job ends before its warm-up, %s; stored in the registry, the next job goes on",
+                    "the job ends before its warm-up; until now %s; stored in the registry, the next job goes on",
                     describe_result(result, self.times.usual, self._who(result.arm)),
                 )
         self._log.close()

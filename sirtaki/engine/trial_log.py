@@ -59,6 +59,7 @@ class TrialLogWriter:
         iteration: int,
         best_span_s: float,
         credits: Mapping[str, float],
+        predicted_s: float | None,
         forecast: Forecast | None,
     ) -> None:
         """An assignment has run.
@@ -69,7 +70,8 @@ class TrialLogWriter:
             iteration: at which it ended.
             best_span_s: the best setting's time so far.
             credits: each arm's AUC since.
-            forecast: the planners' model, None = there is none.
+            predicted_s: its span by the planners' model, None = that says nothing.
+            forecast: that model's, with this trial, None = there is no model.
         """
         self._write(
             {
@@ -81,7 +83,7 @@ class TrialLogWriter:
                 "spans_s": [span if math.isfinite(span) else None for span in spans_s],
                 "best_span_s": best_span_s if math.isfinite(best_span_s) else None,
                 "auc": {arm: round(credit, 4) for arm, credit in credits.items()},
-                "predicted_s": None if forecast is None else forecast.predicted_s(assignment.knobs),
+                "predicted_s": predicted_s,
                 "agreement": None if forecast is None else round(forecast.agreement, 4),
                 "believed": None if forecast is None else forecast.believed,
             }

@@ -17,7 +17,7 @@ def test_a_real_jobs_log_becomes_a_report_and_a_forecast(
     log, forecast = tmp_path / "trials.jsonl", tmp_path / "scaling.html"
     run_ranks("tuning.py", 2, 40, env={"SIRTAKI_WARMUP_ITERATIONS": "30", "SIRTAKI_TRIAL_LOG": str(log)})
     records = [json.loads(line) for line in log.read_text().splitlines()]
-    cold, model = [record for record in records if record["event"] == "model"]
+    cold, *_, model = [record for record in records if record["event"] == "model"]
     assert 0.0 < model["profile"]["forward_s"] <= cold["profile"]["forward_s"]
     assert 0.0 < model["profile"]["compute_s"] <= cold["profile"]["compute_s"]
     trials = [record for record in records if record["event"] == "trial"]

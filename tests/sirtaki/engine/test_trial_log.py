@@ -38,7 +38,15 @@ def write(log: TrialLogWriter, knobs: Knobs, span_s: float, *, iteration: int, f
     assignment = Assignment(
         knobs=knobs, discarded_iterations=1, measured_iterations=1, arm="grid", purpose=Purpose.TRIAL
     )
-    log.ran(assignment, [span_s], iteration=iteration, best_span_s=span_s, credits={"grid": 0.5}, forecast=forecast)
+    log.ran(
+        assignment,
+        [span_s],
+        iteration=iteration,
+        best_span_s=span_s,
+        credits={"grid": 0.5},
+        predicted_s=forecast and forecast.predicted_s(knobs),
+        forecast=forecast,
+    )
 
 
 def test_what_a_model_predicted_and_whether_it_was_believed_can_be_read_again(tmp_path: Path) -> None:
