@@ -200,7 +200,7 @@ def planning_model(
         logger.debug("%s: α = %.3g ms, o = %.3g ms, G = %s MB/s", name, 1e3 * link.alpha_s, 1e3 * link.host_s, curve)
     if unfit:
         logger.info(
-            "no plans for %s: its times follow no simple rule here; search techniques try it all the same",
+            "no plans for %s, whose times follow no simple rule here; search techniques try it all the same",
             ", ".join(unfit),
         )
     if not links or not all(math.isfinite(moment) for moment in ready_s):
