@@ -2,10 +2,12 @@
 
 An arm's score is `AUC_t + C·sqrt(2·log2|H| / H_t)`: H the sliding window of the latest uses of all arms, H_t this
 arm's uses in it. AUC_t is the area under a curve that goes up where a use found a new best and stays flat where it
-did not, so late wins count more: `AUC_t = 2/(n(n+1)) · Σ i·V_i` over the arm's n uses, oldest i = 1. The sum is
-kept up to date in O(1) (OpenTuner's way); the tests hold it against the formula.
+did not, as a share of that under a curve that always goes up. An early win lifts the rest of the curve, so it counts
+more: with n uses, oldest i = 1, `AUC_t = 2/(n(n+1)) · Σ (n + 1 - i)·V_i`. OpenTuner, which AIACC follows otherwise,
+weighs a win by i, so that late ones count more; measurement prefers neither (docs/decisions/0106). What is long ago
+is forgotten by the window. The area is kept up to date in O(1); the tests hold it against the drawn curve.
 
-Pure: it sees pairs of (arm, was it a new best) and nothing else.
+It is pure: it sees pairs of (arm, was it a new best) and nothing else.
 """
 
 import math
@@ -31,24 +33,23 @@ class _Uses:
     """One arm's uses in the window."""
 
     count: int = 0  # n
-    weighted_wins: int = 0  # S = Σ i·V_i, oldest use i = 1
-    wins: int = 0  # D = Σ V_i
+    wins: int = 0  # Σ V_i, the height of the curve
+    area: int = 0  # under it
 
     def push(self, won: bool) -> None:
         self.count += 1
-        if won:
-            self.weighted_wins += self.count
-            self.wins += 1
+        self.wins += won
+        self.area += self.wins
 
     def evict_oldest(self, won: bool) -> None:
+        self.area -= won * self.count  # it had lifted the curve at its own place and at all later ones
         self.count -= 1
-        self.weighted_wins -= self.wins  # every later use moves one place forward, the oldest leaves with i = 1
         self.wins -= won
 
 
 def window_for(budget_trials: int, n_arms: int) -> int:
-    """A window that slides within the budget, and still holds a few uses of every arm."""
-    return max(4 * n_arms, budget_trials // 2, 1)
+    """A window that slides within the budget, and has room for every arm."""
+    return max(n_arms, budget_trials // 2, 1)
 
 
 class AUCBandit:
@@ -93,7 +94,7 @@ class AUCBandit:
     def auc(self, arm: str) -> float:
         """AUC_t, from 0 (never a new best) to 1 (always); 0 for an arm outside the window."""
         uses = self._uses[arm]
-        return 2.0 * uses.weighted_wins / (uses.count * (uses.count + 1)) if uses.count else 0.0
+        return 2.0 * uses.area / (uses.count * (uses.count + 1)) if uses.count else 0.0
 
     def score(self, arm: str) -> float:
         """Credit plus exploration; infinite for an arm without a use in the window."""

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy as np
 import pytest
@@ -18,10 +19,9 @@ windows = st.integers(min_value=1, max_value=25)
 
 
 def textbook_auc(arm: str, window: Sequence[tuple[str, bool]]) -> float:
-    """AIACC § VI, OpenTuner: 2 / (n(n+1)) · Σ i·V_i over the arm's own uses, oldest i = 1."""
+    """AIACC § VI: under a curve that goes up with each win of the arm, over that under one that always goes up."""
     wins = [won for user, won in window if user == arm]
-    n = len(wins)
-    return 2.0 / (n * (n + 1)) * sum(i * won for i, won in enumerate(wins, start=1)) if n else 0.0
+    return sum(accumulate(wins)) / sum(accumulate([True] * len(wins))) if wins else 0.0
 
 
 def textbook_score(arm: str, window: Sequence[tuple[str, bool]], exploration: float) -> float:
@@ -67,11 +67,17 @@ def test_an_arm_whose_uses_have_left_the_window_comes_first_again() -> None:
     assert bandit.ranking(np.random.default_rng(0))[0] == "grid"
 
 
-def test_late_wins_count_more_than_early_ones() -> None:
+def test_early_wins_count_more_than_late_ones_since_they_lift_the_rest_of_the_curve() -> None:
     late = replay([("grid", False), ("grid", False), ("grid", True)], window=10)
     early = replay([("grid", True), ("grid", False), ("grid", False)], window=10)
-    assert late.auc("grid") == pytest.approx(3 / 6)
-    assert early.auc("grid") == pytest.approx(1 / 6)
+    assert late.auc("grid") == pytest.approx(1 / 6)
+    assert early.auc("grid") == pytest.approx(3 / 6)
+
+
+def test_a_win_is_forgotten_once_it_has_left_the_window() -> None:
+    uses = [("grid", True), *[("pbt", False)] * 8, ("grid", False)]
+    assert replay(uses, window=10).auc("grid") == pytest.approx(2 / 3)
+    assert replay([*uses, ("pbt", False)], window=10).auc("grid") == 0.0
 
 
 def test_an_arm_that_always_wins_has_the_whole_area() -> None:
@@ -99,9 +105,10 @@ def test_a_single_use_in_a_window_of_one_is_scored() -> None:
     assert bandit.score("grid") == 1.0  # log2(1) = 0: no exploration
 
 
-def test_the_window_scales_with_the_budget_and_holds_some_uses_of_each_arm() -> None:
+def test_the_window_slides_within_the_budget_and_has_room_for_every_arm() -> None:
     assert window_for(100, 4) == 50
-    assert window_for(10, 4) == 16
+    assert window_for(33, 10) == 16
+    assert window_for(10, 8) == 8
 
 
 @pytest.mark.parametrize("arms", [(), ("grid", "grid")])
