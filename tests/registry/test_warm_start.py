@@ -107,6 +107,17 @@ def test_of_equally_similar_jobs_that_on_the_most_similar_link_comes_first(store
         assert found[0].distance < found[1].distance < found[2].distance
 
 
+def test_of_what_a_job_has_found_under_other_conditions_that_of_the_link_as_it_is_now_comes_first(store: Store) -> None:
+    own = replace(make_entry(), knobs=UNIFORM, link=LINK)
+    links = {"4×": replace(LINK, throughput=(2.5e8, 5e8)), "0.25×": replace(LINK, throughput=(4e9, 8e9))}
+    for condition, link in links.items():
+        store.save(replace(own, key=replace(own.key, condition=condition), link=link))
+    for condition, link in links.items():
+        nearest, other = neighbours(store, job_like(own, links={ROUTE: link}))
+        assert nearest.entry.key.condition == condition
+        assert nearest.distance == 0.0 < other.distance
+
+
 def test_a_link_that_was_not_measured_takes_no_job_farther_away(store: Store) -> None:
     store.save(replace(make_entry(ranks=8), link=None))
     job = job_like(make_entry())
