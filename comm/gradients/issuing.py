@@ -21,6 +21,7 @@ from sirtaki.comm.plan import CommPlan
 from .buffers import GradientBuffers
 from .iteration import Interrupted, Iteration
 from .negotiation import ReadinessNegotiation
+from .planned_buffers import PlannedBuffers
 from .schedule import Schedule, ScheduledUnit
 
 
@@ -229,3 +230,32 @@ class NegotiatedIssuing:
     def wait(self, interrupted: Interrupted | None) -> bool:
         """See `Issuing`."""
         return self._negotiation.wait(interrupted) and self._iteration.wait(interrupted)
+
+
+def issuing_of(
+    iteration: Iteration,
+    planned: PlannedBuffers,
+    negotiation: ReadinessNegotiation | None,
+    *,
+    profiling: bool,
+    several_devices: bool,
+) -> Issuing:
+    """The strategy of an iteration.
+
+    Args:
+        iteration: it begins now.
+        planned: where its gradients lie, and in which units they leave.
+        negotiation: finds out what is ready everywhere; None on a device with streams.
+        profiling: the order of the gradients is profiled.
+        several_devices: autograd computes them in several threads.
+    """
+    strategy: Issuing
+    if negotiation is None:
+        strategy = StreamIssuing(iteration, planned.schedule, iteration.device, profiling=profiling)
+    elif profiling:
+        strategy = NegotiatedIssuing(
+            iteration, negotiation, planned.buffers, planned.plans, flags_need_flush=planned.usage.wanted
+        )
+    else:
+        strategy = ScheduledIssuing(iteration, planned.schedule)
+    return OneAtATime(strategy) if several_devices else strategy

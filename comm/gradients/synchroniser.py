@@ -33,7 +33,7 @@ from .buffers import HasGrad, Reduction
 from .control_flags import Said
 from .current_iteration import CurrentIteration
 from .in_flight import InFlight
-from .issuing import Issuing, NegotiatedIssuing, OneAtATime, ScheduledIssuing, StreamIssuing
+from .issuing import issuing_of
 from .iteration import Interrupted, Iteration
 from .iteration_report import IterationReport, report
 from .iteration_trace import IterationTrace
@@ -147,23 +147,14 @@ class Synchroniser:
             trace=None if wanted is None else IterationTrace(wanted, self._device),
             ready_events=[None] * len(self._params) if self._order.active else [],
         )
-        strategy = self._strategy()
-        self._issuing = OneAtATime(strategy) if self._several_devices else strategy
+        self._issuing = issuing_of(
+            self._iteration,
+            planned,
+            self._negotiation,
+            profiling=self._order.active,
+            several_devices=self._several_devices,
+        )
         self._current = CurrentIteration(self._iteration, self._issuing, planned, self._order, self._edits)
-
-    def _strategy(self) -> Issuing:
-        planned = self._planned
-        if self._device.streams:
-            return StreamIssuing(self._iteration, planned.schedule, self._device, profiling=self._order.active)
-        if self._order.active and self._negotiation is not None:
-            return NegotiatedIssuing(
-                self._iteration,
-                self._negotiation,
-                planned.buffers,
-                planned.plans,
-                flags_need_flush=planned.usage.wanted,
-            )
-        return ScheduledIssuing(self._iteration, planned.schedule)
 
     @property
     def profiling(self) -> bool:

@@ -176,7 +176,8 @@ class Lockstep:
         legal(not (reentrant and action.fails_at is not None), "the parts of such a pass end by themselves")
         legal(not (action.compiled and (action.penalty or action.checkpoint == "reentrant")), "not compiled")
         legal(not (action.again and (action.penalty or action.fails_at is not None)), "a loss has been made")
-        apart = any(w.spec.rule.startswith("fused") and len(w.members) < self.n_ranks for w in self.optimizers)
+        unreduced = max(2, self.n_ranks)  # on some rank gradients stay as PyTorch has computed them
+        apart = any(w.spec.rule.startswith("fused") and len(w.members) < unreduced for w in self.optimizers)
         legal(not (action.penalty and apart), "PyTorch's own fused updates misread gradients of other strides")
         gradients: Gradients = [{} for _ in self.replicas]
         for rank in range(self.n_ranks) if ranks is None else ranks:
