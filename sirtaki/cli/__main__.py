@@ -18,7 +18,7 @@ COMMANDS = {
     "doctor": ("sirtaki.cli.doctor", "what is here, what of it can be used, and what is wrong"),
     "plan": ("sirtaki.cli.plan", "how a job whose log is here would scale on other clusters"),
     "registry": ("sirtaki.cli.registry", "what is remembered: list, show, compare, export, import, remove"),
-    "report": ("sirtaki.cli.report", "what a job's tuning tried, gained and chose, as one HTML page"),
+    "report": ("sirtaki.cli.report", "what a job's tuning tried, gained and chose: in short, and as an HTML page"),
 }
 
 
