@@ -228,9 +228,9 @@ class Router:
                     self._control.failures.check()
                     if interrupted and interrupted():
                         return False
-        except CommError:
-            self._control.failures.blame()  # a rank that drops its optimizer and leaves closes its connections first
-            raise
+        except CommError as err:
+            # A rank that drops its optimizer and leaves closes its connections first.
+            raise self._control.failures.cause_of(err) from None
         return True
 
     def check(self) -> None:

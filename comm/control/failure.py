@@ -71,16 +71,15 @@ class FailureBoard:
     def raise_if_failed(self) -> None:
         """Raises the failure, if there is one."""
         if self._error is not None:
-            # A fresh exception each time: one object raised from several threads would mix their tracebacks.
-            raise type(self._error)(*self._error.args)
+            raise _fresh(self._error)
 
-    def blame(self) -> None:
-        """Raises the failure, which may become known a little later than the broken connection that it led to."""
+    def cause_of(self, error: CommError) -> CommError:
+        """What has failed, which may become known a little later than the `error` that it led to; else that."""
         self.suspicious = True
         deadline_s = time.monotonic() + BLAME_S
         while self._error is None and time.monotonic() < deadline_s:
             time.sleep(WAIT_SLICE_S)
-        self.raise_if_failed()
+        return error if self._error is None else _fresh(self._error)
 
     def check(self) -> None:
         """Raises the failure, and does what this rank owes to others; every wait calls this now and then."""
@@ -104,3 +103,8 @@ def poll_until(test: Callable[[], bool], *, failures: FailureBoard) -> None:
         failures.check()
         time.sleep(sleep_s)
         sleep_s = min(2 * sleep_s, LONGEST_SLEEP_S)
+
+
+def _fresh(error: CommError) -> CommError:
+    """Another exception that says the same: one object raised from several threads would mix their tracebacks."""
+    return type(error)(*error.args)
