@@ -24,7 +24,7 @@ from sirtaki.errors import CommError
 
 from .communicators import CommunicatorKey, Group, GroupWork, Opener, Scope
 from .cuda_device import CudaDevice
-from .support import NcclVersions, allowances
+from .support import ALLOWANCES, NcclVersions
 
 if TYPE_CHECKING:
     from sirtaki.comm.control.plane import ControlPlane
@@ -106,7 +106,7 @@ class NcclOpener:
         self._control, self._device = control, device
         self._timeout = datetime.timedelta(seconds=timeout_s)
         self.max_streams = max_streams
-        self.threads = allowances(max_streams)
+        self.threads = ALLOWANCES
 
     def open(self, key: CommunicatorKey) -> Group:
         """Collective: see `Opener`. The communicator has done its first operation when this returns."""

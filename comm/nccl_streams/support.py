@@ -86,11 +86,6 @@ def ask_for_launch_order() -> None:
     os.environ.setdefault(LAUNCH_ORDER, "1")
 
 
-def allowances(max_streams: int) -> tuple[int, ...]:
-    """Thread allowances to choose from: none where communicators must not overlap, as each takes one of its own."""
-    return ALLOWANCES if max_streams > 1 else ()
-
-
 def ctas_for(threads: int | None) -> int | None:
     """CTAs (thread blocks) of a communicator that may use so many GPU threads (LIBRA's r); None = NCCL decides."""
     if threads is None:

@@ -49,10 +49,12 @@ def knob_space(router: Router, settings: Settings, total_bytes: int) -> KnobSpac
         raise ConfigError(
             f"SIRTAKI_STREAMS={settings.streams} is more than the {limit} possible here: {router.why_not_more(routes)}"
         )
+    # Each allowance takes a communicator of its own, and where there is one stream only communicators must not overlap.
+    allowances = router.threads() if limit > 1 else ()
     largest = min(LARGEST_UNIT_BYTES, max(SMALLEST_UNIT_BYTES, 1 << (total_bytes - 1).bit_length()))
     return KnobSpace(
         routes=routes,
-        threads=(settings.threads,) if settings.threads and router.threads() else (None, *router.threads()),
+        threads=(settings.threads,) if settings.threads and router.threads() else (None, *allowances),
         unit_bytes=(settings.unit_bytes,) * 2 if settings.unit_bytes else (SMALLEST_UNIT_BYTES, largest),
         streams=(settings.streams,) if settings.streams else tuple(n for n in STREAM_COUNTS if n <= limit),
     )

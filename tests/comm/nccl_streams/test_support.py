@@ -9,7 +9,6 @@ from sirtaki.comm.nccl_streams.support import (
     ALLOWANCES,
     LAUNCH_ORDER,
     NcclVersions,
-    allowances,
     ask_for_launch_order,
     ctas_for,
 )
@@ -55,8 +54,3 @@ def test_threads_become_ctas(threads: int | None, ctas: int | None) -> None:
 
 def test_each_allowance_is_another_number_of_ctas() -> None:
     assert len({ctas_for(threads) for threads in ALLOWANCES}) == len(ALLOWANCES)
-
-
-def test_allowances_which_take_communicators_of_their_own_are_offered_where_those_overlap() -> None:
-    assert allowances(GOOD.max_streams) == ALLOWANCES
-    assert allowances(replace(GOOD, nccl=(2, 25, 1)).max_streams) == ()
