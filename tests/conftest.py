@@ -1,11 +1,13 @@
 """Starting a program on several ranks from a test."""
 
+import json
 import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -87,3 +89,15 @@ def rank_jobs(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> I
 def play(request: pytest.FixtureRequest, rank_jobs: RankJobs) -> Play:
     """`play(rank_case)` passes when all ranks have passed that case."""
     return lambda case: rank_jobs.play(case, following(request, case))
+
+
+@pytest.fixture
+def log_of(tmp_path: Path) -> Callable[..., Path]:
+    """Writes records as a trial log."""
+
+    def write(*records: dict[str, Any]) -> Path:
+        path = tmp_path / "trials.jsonl"
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+        return path
+
+    return write
