@@ -6,6 +6,7 @@ import copy
 
 import torch
 
+from .backward import compute
 from .lockstep import Lockstep
 from .program import Backward
 from .wrapped import Wrapped, legal
@@ -23,7 +24,7 @@ def step_with(world: Lockstep, wrapped: Wrapped, closure: Backward, number: int)
     lbfgs = wrapped.spec.rule.startswith("lbfgs")
     if lbfgs:
         legal(len(wrapped.members) == world.n_ranks and world.replicas_equal(), "LBFGS takes the same steps everywhere")
-    gradients = world.compute(closure, number)
+    gradients = compute(world, closure, number)
     others = {name for other in world.optimizers if other is not wrapped for name in other.spec.parameters}
     legal(not (lbfgs and others & gradients[0].keys()), "LBFGS calls the closure several times")
     legal(not (lbfgs and closure.penalty), "the loss is wanted, too")
@@ -40,7 +41,7 @@ def step_with(world: Lockstep, wrapped: Wrapped, closure: Backward, number: int)
 def _call(world: Lockstep, wrapped: Wrapped, closure: Backward, number: int) -> None:
     for plain in wrapped.plain:
         plain.zero_grad()
-    world.accumulate(world.compute(closure, number))
+    world.accumulate(compute(world, closure, number))
     world.finish(wrapped)
     wrapped.begin()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from .backward import compute
 from .lockstep import Lockstep
 from .program import Backward, Epoch
 from .wrapped import IllegalError, legal
@@ -59,7 +60,7 @@ def _batch(world: Lockstep, optimizers: Sequence[int], number: int, active: Sequ
         for plain in wrapped.plain:
             plain.zero_grad()
         inputs = tuple(name for name in wrapped.spec.parameters if world.wanted(name))
-        world.accumulate(world.compute(Backward(inputs=inputs), number, active))
+        world.accumulate(compute(world, Backward(inputs=inputs), number, active))
         world.finish(wrapped)
         world.update(wrapped, active)
         stepped(place, active)

@@ -24,6 +24,7 @@ from dataclasses import replace
 import numpy as np
 
 from . import program as actions
+from .backward import compute
 from .closures import step_with
 from .eager import OPERATIONS
 from .epoch import play_epoch
@@ -87,7 +88,7 @@ class Reference:
         self._pending_entries.append((rank, label, values))
 
     def _backward(self, action: Backward) -> None:
-        gradients = self._world.compute(action, self._number * 100)
+        gradients = compute(self._world, action, self._number * 100)
         if len(self._world.optimizers) > 1 and any(mine.keys() != gradients[0].keys() for mine in gradients):
             self._world.needs(Feature.UNEVEN)
         if action.fails_at is None:

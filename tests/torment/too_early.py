@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .backward import compute
 from .features import Feature
 from .lockstep import Lockstep
 from .program import TooEarly
@@ -22,7 +23,7 @@ def write_too_early(world: Lockstep, action: TooEarly, number: int) -> None:
     legal(wrapped.spec.passes == 1 and not wrapped.spec.rule.startswith("lbfgs"), "one pass, one step")
     legal(not (drawn.retain or drawn.again) and drawn.fails_at is None, "one pass")
     legal({name for name in wrapped.spec.parameters if world.wanted(name)} == wrapped.hooked, "thawed")
-    gradients, dense = world.compute(drawn, number), wrapped.hooked - world.sparse
+    gradients, dense = compute(world, drawn, number), wrapped.hooked - world.sparse
     ranks = action.on or range(world.n_ranks)
     legal(not set(action.parameters) & world.sparse, "what is sparse gives way to what is reduced")
     legal(
