@@ -34,7 +34,7 @@ class Purpose(Enum):
 _DESCRIPTIONS = {
     Purpose.DEFAULT: "measuring the default",
     Purpose.TRIAL: "trying",
-    Purpose.FINALS: "comparing the fastest with the default",
+    Purpose.FINALS: "comparing in turns",
     Purpose.SEARCH: "preparing a search",
     Purpose.KEPT: "keeping",
 }

@@ -78,11 +78,12 @@ def describe_change(ratio: float, iterations: int) -> str:
         ratio: how many times as long communication takes as it did; not a number = unknown.
         iterations: that it may take.
     """
-    times = f"{ratio:.2g}" if math.isfinite(ratio) else "?"
-    return (
-        f"communication takes {times} times as long as when this setting was chosen: "
-        f"trying others for at most {iterations} iterations"
+    takes = (
+        f"communication takes {ratio:.2g} times as long as when"
+        if math.isfinite(ratio)
+        else "communication no longer takes as long as when"
     )
+    return f"{takes} this setting was chosen: trying others for at most {iterations} iterations"
 
 
 def describe_retune(result: SessionResult, whence: str) -> str:

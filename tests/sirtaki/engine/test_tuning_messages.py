@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -11,7 +12,7 @@ from sirtaki.autotune.meta.session import WarmupSession
 from sirtaki.autotune.trial import Proposal, Trial
 from sirtaki.comm.plan import Algorithm, TransportKind
 from sirtaki.engine.step_times import StepTime
-from sirtaki.engine.tuning_messages import describe_progress, describe_result
+from sirtaki.engine.tuning_messages import describe_change, describe_progress, describe_result
 
 USUAL = StepTime(backward_s=0.04, between_s=0.1)
 SPACE = KnobSpace(routes=((TransportKind.GLOO, Algorithm.FLAT),), streams=(1, 2, 4))
@@ -79,3 +80,10 @@ def test_the_result_says_what_steps_gain() -> None:
     assert "steps take 250 ms instead of 300 (1.20× faster)" in said
     assert "takes 110 ms instead of 160" in said
     assert "2 streams, proposed by the search technique two" in said
+
+
+def test_why_a_re_tune_begins_is_told_also_where_the_ratio_is_unknown() -> None:
+    assert describe_change(2.34, 20).startswith("communication takes 2.3 times as long as when this setting was chosen")
+    assert describe_change(math.nan, 20).startswith(
+        "communication no longer takes as long as when this setting was chosen"
+    )
