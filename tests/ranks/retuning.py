@@ -100,6 +100,8 @@ class Training:
         self.model(mine).square().mean().backward()
         for optimizer in self.optimizers:
             optimizer.synchronize()
+        if STREAMS:
+            device.synchronise()
         self.alone.zero_grad()
         for batch in batches.values():
             self.alone(batch).square().mean().backward()
