@@ -189,9 +189,9 @@ class TuningCoordinator:
     @_guarded
     def record(self, spans_s: Sequence[float], *, iteration: int) -> None:
         """Tells the session what its assignment has measured until `iteration`."""
-        if self._session is None:
+        if self._session is None or self._session.done:
             if math.inf in spans_s:  # what stays cannot be run
-                self._stays = None
+                self._session = self._stays = None
             return
         assignment = self._session.assignment
         if assignment.purpose is Purpose.DEFAULT:

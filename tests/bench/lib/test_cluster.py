@@ -139,3 +139,15 @@ def test_an_mpi_job_runs_over_the_nodes_and_a_failing_one_is_an_error():
             lab.run_ranks(["sh", "-c", "exit 3"], timeout_s=60)
         with pytest.raises(LabError, match="took longer than 1 s"):
             lab.run_ranks(["sleep", "100"], timeout_s=1)
+
+
+@needs_lab
+def test_links_are_given_another_rate_while_they_are_used() -> None:
+    with NetLab(LabShape(nodes=2, link_bits_per_s=400_000_000, flow_bits_per_s=400_000_000)) as lab:
+        lab.reshape(LabShape(nodes=2, link_bits_per_s=20_000_000, flow_bits_per_s=20_000_000))
+        with lab.popen(1, [sys.executable, "-c", RECEIVE], stdout=subprocess.PIPE) as receiver:
+            assert receiver.stdout is not None
+            receiver.stdout.readline()
+            said_on(lab, 0, [sys.executable, "-c", SEND])
+            rate = float(receiver.communicate(timeout=20)[0])
+    assert rate < 1.1 * 20e6 / 8
