@@ -211,6 +211,13 @@ class NetLab:
             self._tc(self._enter_node(node), _uplink(self.shape))
             self._tc([], _downlink(self.shape, f"port{node}"))
 
+    def reshape(self, shape: LabShape) -> None:
+        """Gives all links another rate and another cap for each flow, while jobs run; a delay stays what it was."""
+        self.shape = shape
+        for node in range(shape.nodes):
+            self._tc(self._enter_node(node), _as_changes(_uplink(shape)))
+            self._tc([], _as_changes(_downlink(shape, f"port{node}")))
+
     def _tc(self, enter_node: Sequence[str], commands: str) -> None:
         program = ["tc", "-batch", "-"]
         done = subprocess.run([*self._enter(), *enter_node, *program], input=commands, text=True, capture_output=True)
@@ -290,6 +297,12 @@ def _uplink(shape: LabShape) -> str:
         for index in range(1 << FLOW_CLASS_BITS)
     )
     return _link_classes("eth0", shape) + classes + _filter("eth0", flow_classifier(flows=True))
+
+
+def _as_changes(commands: str) -> str:
+    """The same classes, which are there already."""
+    lines = (line for line in commands.splitlines(keepends=True) if line.startswith("class add"))
+    return "".join(line.replace("class add", "class change", 1) for line in lines)
 
 
 def _downlink(shape: LabShape, port: str) -> str:
