@@ -6,7 +6,7 @@ from html import escape
 from sirtaki.autotune.arms.planners import OUR_PLANNERS
 from sirtaki.engine.trial_log_reader import TrialLog
 
-from .report_words import in_order, ms
+from .report_words import in_order, ms, searching
 from .svg import DEFAULT_COLOR, Plot, framed, log_ms, log_ms_ticks
 
 PLANNERS = {planner.name for planner in OUR_PLANNERS}
@@ -43,7 +43,7 @@ def trust(log: TrialLog, colors: Mapping[str, str]) -> Iterator[str]:
                 title=f"{arm}: credit {credit:.2g}",
                 opacity=FAINTEST + (1.0 - FAINTEST) * min(max(credit, 0.0), 1.0),
             )
-    for trial in log.measurements:
+    for trial in searching(log):
         if trial.arm in place and trial.succeeded:
             title = f"{ms(trial.span_s)}: {trial.arm}, {trial.knobs.describe()}"
             plot.dot(trial.iteration, place[trial.arm] + 0.5, color="currentColor", title=title, large=trial.was_best)

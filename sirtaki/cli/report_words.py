@@ -114,11 +114,11 @@ def in_order(log: TrialLog) -> Iterator[str]:
     predicted = [trial for trial in log.measurements if trial.succeeded and trial.predicted_s is not None]
     if not predicted or predicted[-1].agreement is None or len({trial.knobs for trial in predicted}) < 2:
         return
-    off = median(abs(trial.span_s / trial.predicted_s - 1.0) for trial in predicted if trial.predicted_s is not None)
+    times = median(trial.span_s / trial.predicted_s for trial in predicted if trial.predicted_s is not None)
     yield (
         f"Of two settings that ran, the faster one was the one that the planners' model had predicted to be faster in "
         f"{_right(predicted[-1].agreement):.0f} % of the cases (the more they differ the more they count; 50 % is "
-        f"guessing). The median of measured times was {100 * off:.0f} % off the predicted one."
+        f"guessing). In the median, measured times were {times:.2g} times the predicted ones."
     )
     first_doubted = next((trial for trial in log.measurements if trial.believed is False), None)
     if first_doubted is not None:

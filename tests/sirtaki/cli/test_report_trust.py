@@ -43,6 +43,7 @@ def test_every_prediction_is_drawn_against_what_was_measured(log_of):
         "predicted 50 ms, measured 100 ms",
     ]
     assert "predicted to be faster in 90 % of the cases" in page
+    assert "In the median, measured times were 1.5 times the predicted ones." in page
     assert "were not asked any more" not in page
 
 
@@ -62,3 +63,11 @@ def test_a_log_without_credits_has_no_plot_of_them(log_of):
     page = render(read_log(log_of(*plain)))
     assert "trusted" not in page
     assert len(svgs(page)) == 2
+
+
+def test_a_trial_is_a_dot_in_its_arms_row_and_a_repetition_in_the_finals_is_none(log_of):
+    def dots(*records):
+        return sum(element.tag.endswith("circle") for element in svgs(render(read_log(log_of(*records))))[2].iter())
+
+    finals = {**JOB[1], "iteration": 18, "purpose": "finals"}
+    assert dots(*JOB) == dots(*JOB[:-1], finals, RESULT) == 2  # the third has failed
