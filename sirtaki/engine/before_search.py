@@ -42,6 +42,11 @@ class Measured:
     links: Mapping[Route, list[LinkProbe]] = field(default_factory=dict)
     threads: Sequence[ThreadProbe] = ()
 
+    def with_routes(self, routes: Sequence[Route]) -> Measured:
+        """The same, if these may be chosen, whether or not they were probed."""
+        space, promising = (replace(space, routes=tuple(routes)) for space in (self.space, self.promising))
+        return replace(self, space=space, promising=promising)
+
     def model(
         self, layout: GradientLayout, ready_s: Sequence[float], backward_s: float, between_s: float
     ) -> PlanningModel | None:

@@ -25,7 +25,7 @@ from sirtaki.comm.gradients.iteration_report import IterationReport
 from sirtaki.comm.gradients.pace import Pace
 from sirtaki.comm.gradients.synchroniser import Synchroniser
 from sirtaki.comm.layout import GradientLayout
-from sirtaki.comm.plan import CommPlan
+from sirtaki.comm.plan import CommPlan, Route
 from sirtaki.errors import PlanError, TransportError
 from sirtaki.settings import Settings
 
@@ -192,14 +192,17 @@ class TunedSynchroniser:
                 logger.info("%s cannot be run any more: %s", self._knobs.describe(), err)
                 self._knobs = self._default
 
-    def _search(self) -> None:
-        """Collective: measures what a search needs, and has it begin."""
+    def _search(self, routes: Sequence[Route] = ()) -> None:
+        """Collective: measures what a search needs, and has it begin; of the links only those of `routes` if given."""
         report, layouts = self._profiled, self._sync.layouts
         assert report is not None
         # Planners plan one flat buffer; of several, each would have to know what the others do.
         if self._arms is None and len(layouts) == 1:
             budget_s = PROBE_S + SPANS * report.span_s
-            found = measure(self._control, self._router, self._space, default=self._default, budget_s=budget_s)
+            probed = replace(self._space, routes=tuple(routes) or self._space.routes)
+            found = measure(self._control, self._router, probed, default=self._default, budget_s=budget_s)
+            if routes:
+                found = found.with_routes(self._space.routes)
         else:
             found = without_planners(self._space)
         self._space = found.space
@@ -282,7 +285,8 @@ class TunedSynchroniser:
         drift.retuned()
         self._sync.say_pace(Pace.USUAL)
         self._tuning = True
-        self._search()
+        running = (self._knobs.transport, self._knobs.algorithm)
+        self._search([route for route in self._space.routes if route == running])
         self._next_assignment()
 
     def remember(self) -> None:
