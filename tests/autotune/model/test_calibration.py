@@ -44,9 +44,19 @@ def test_a_wrong_link_is_corrected_by_trials(noise, tolerance):
     assert fitted.throughput[3] == pytest.approx(LINK.throughput[3], rel=tolerance)
 
 
-def test_a_correction_keeps_the_processors_time():
+def test_a_correction_finds_the_processors_time():
+    link = replace(LINK, host_s=2e-3)
+    wrong = replace(link, host_s=0.5e-3)
+    assert calibrate_link(wrong, layout=LAYOUT, profile=PROFILE, trials=trials_on(link)).host_s == pytest.approx(
+        2e-3, rel=0.1
+    )
+
+
+def test_a_correction_keeps_what_is_right():
     link = replace(LINK, host_s=1e-3)
-    assert calibrate_link(link, layout=LAYOUT, profile=PROFILE, trials=trials_on(link)).host_s == 1e-3
+    fitted = calibrate_link(link, layout=LAYOUT, profile=PROFILE, trials=trials_on(link))
+    assert fitted.host_s == pytest.approx(link.host_s, rel=1e-3)
+    assert fitted.alpha_s == pytest.approx(link.alpha_s, rel=1e-3)
 
 
 def test_failed_trials_correct_nothing():
@@ -54,7 +64,7 @@ def test_failed_trials_correct_nothing():
         Trial(arm="grid", knobs=t.knobs, iterations=1, span_s=math.inf, status=TrialStatus.FAILED)
         for t in trials_on(LINK)
     ]
-    with pytest.raises(TuningError, match="4 completed trials"):
+    with pytest.raises(TuningError, match="4 trials or more that ran"):
         calibrate_link(LINK, layout=LAYOUT, profile=PROFILE, trials=trials)
 
 
@@ -103,7 +113,7 @@ def test_contention_needs_three_thread_counts_and_six_trials():
     few = trials_with_threads(threads=(128, 512))
     with pytest.raises(TuningError, match=r"not to \[128, 512\]"):
         calibrate_contention(LINK, layout=LAYOUT, profile=PROFILE, trials=few)
-    with pytest.raises(TuningError, match="6 completed trials"):
+    with pytest.raises(TuningError, match="6 trials or more that ran"):
         calibrate_contention(LINK, layout=LAYOUT, profile=PROFILE, trials=few[:5])
 
 
