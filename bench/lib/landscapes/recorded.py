@@ -2,6 +2,11 @@
 
 What is between the recorded settings counts as the nearest of its route; of explicit cuts only what the planners
 proposed in the real job is known, and everything else cannot be run.
+
+A setting that was measured a few times beside other work looks faster or slower than it is, and the fastest of hundreds
+is the luckiest of them. What each truly takes is therefore an empirical Bayes estimate (James and Stein's): the medians
+are drawn towards a smooth surface over unit sizes and streams, one a route, by as much as their scatter around it can
+be told from that of the measurements. Where rounds agree nothing changes.
 """
 
 from __future__ import annotations
@@ -9,6 +14,8 @@ from __future__ import annotations
 import json
 import math
 import statistics
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,9 +26,12 @@ from sirtaki.autotune.knobs import Knobs, KnobSpace
 from sirtaki.autotune.model.planning import PlanningModel
 from sirtaki.autotune.model.profile import Profile
 from sirtaki.comm.layout import GradientLayout
-from sirtaki.comm.plan import Algorithm, TransportKind
+from sirtaki.comm.plan import Algorithm, Route, TransportKind
 
 from .landscape import Landscape
+
+SURFACE = 6
+"""Terms of a quadratic surface over two knobs."""
 
 RECORDED = Path(__file__).resolve().parents[2] / "recorded"
 
@@ -62,10 +72,35 @@ class Recorded(Landscape):
         return self.narrow_space, self.model
 
 
+def estimated(samples_s: Mapping[Knobs, Sequence[float]]) -> dict[Knobs, list[float]]:
+    """Measured spans, each uniform setting's moved by one factor, so that their median is what it truly takes."""
+    routes: dict[Route, list[Knobs]] = defaultdict(list)
+    for knobs in samples_s:
+        if knobs.cuts is None:
+            routes[knobs.transport, knobs.algorithm].append(knobs)
+    found = {knobs: list(spans_s) for knobs, spans_s in samples_s.items()}
+    for settings in routes.values():
+        if len(settings) <= SURFACE:
+            continue
+        logs = [np.log(samples_s[knobs]) for knobs in settings]
+        medians = np.array([np.median(log) for log in logs])
+        size, streams = np.log2([(knobs.unit_bytes, knobs.streams) for knobs in settings]).T
+        terms = np.stack([size**0, size, streams, size**2, streams**2, size * streams], axis=1)
+        surface = terms @ np.linalg.lstsq(terms, medians)[0]
+        deviations = [np.median(abs(log - median)) for log, median in zip(logs, medians, strict=True)]
+        # A median's variance is π/2 times a mean's; a normal deviate's median deviation is 0.6745 of its standard one.
+        error = math.pi / 2 * (np.median(deviations) / 0.6745) ** 2 / statistics.fmean(len(log) for log in logs)
+        scatter = float(((medians - surface) ** 2).sum() / (len(settings) - SURFACE))
+        kept = max(0.0, 1.0 - error / scatter) if scatter > 0.0 else 1.0
+        for knobs, factor in zip(settings, np.exp((1.0 - kept) * (surface - medians)).tolist(), strict=True):
+            found[knobs] = [span_s * factor for span_s in samples_s[knobs]]
+    return found
+
+
 def recorded(path: Path) -> Recorded:
     """The landscape of a file that `bench.sweep` wrote."""
     data = json.loads(path.read_text())
-    samples_s = {Knobs.from_json(row["knobs"]): row["spans_s"] for row in data["rows"]}
+    samples_s = estimated({Knobs.from_json(row["knobs"]): row["spans_s"] for row in data["rows"]})
     medians_s = {knobs: statistics.median(spans_s) for knobs, spans_s in samples_s.items()}
     layout = GradientLayout(sizes=tuple(data["sizes"]))
     model = None if data["model"] is None else PlanningModel.from_json(data["model"])

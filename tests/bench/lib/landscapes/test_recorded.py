@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 
 from bench.landscapes import bars, by_family, summary
 from bench.lib.landscapes.contenders import CONTENDERS, SIRTAKI
-from bench.lib.landscapes.recorded import Recorded, recorded, recordings
+from bench.lib.landscapes.recorded import Recorded, estimated, recorded, recordings
 from sirtaki.autotune.knobs import KIB, Cut, Knobs
 from sirtaki.comm.plan import TransportKind
 
@@ -52,8 +53,35 @@ def job(tmp_path: Path) -> Recorded:
 def test_a_measurement_is_one_of_those_that_were_taken(job: Recorded) -> None:
     rng, span_s = np.random.default_rng(0), 1e-6 * SIZES[1] / 2
     drawn = {job.measure_s(knobs(SIZES[1], 2), 0, 0.5, rng) for _ in range(50)}
-    assert drawn == {span_s, 2 * span_s, span_s / 2}
-    assert job.span_s(knobs(SIZES[1], 2)) == span_s
+    assert sorted(drawn) == pytest.approx([span_s / 2, span_s, 2 * span_s])
+    assert job.span_s(knobs(SIZES[1], 2)) == pytest.approx(span_s)
+
+
+def measured(true_s: Mapping[Knobs, float], noise: float, rounds: int, seed: int) -> dict[Knobs, list[float]]:
+    rng = np.random.default_rng(seed)
+    return {one: (span_s * np.exp(noise * rng.standard_normal(rounds))).tolist() for one, span_s in true_s.items()}
+
+
+def valley() -> dict[Knobs, float]:
+    """Seconds: smooth, but for one cliff of 30 %."""
+    at = {(size, streams): math.log2(size) - 17 + 0.5 * math.log2(streams) for size in SIZES for streams in range(1, 9)}
+    return {knobs(*place): math.exp(0.1 * height**2) * (1.3 if place[1] > 6 else 1.0) for place, height in at.items()}
+
+
+def test_luck_is_taken_out_of_what_was_measured_a_few_times() -> None:
+    true_s = valley()
+    errors: dict[str, list[float]] = {"raw": [], "estimated": []}
+    for seed in range(10):
+        spans_s = measured(true_s, 0.2, 5, seed)
+        for name, found in (("raw", spans_s), ("estimated", estimated(spans_s))):
+            errors[name] += [abs(math.log(np.median(found[one]) / true_s[one])) for one in true_s]
+    assert np.mean(errors["estimated"]) < 0.75 * np.mean(errors["raw"])
+
+
+def test_what_was_measured_well_stays_as_it_is() -> None:
+    spans_s = measured(valley(), 0.002, 5, 0)
+    found = estimated(spans_s)
+    assert all(found[one] == pytest.approx(spans_s[one], rel=1e-3) for one in spans_s)
 
 
 def test_what_lies_between_counts_as_the_nearest(job: Recorded) -> None:
