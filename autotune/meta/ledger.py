@@ -11,9 +11,8 @@ from ..trial import Trial, TrialStatus
 
 CLEAR = 2.0  # standard errors between two settings that are told apart
 PRIOR_NOISE = 0.05  # what a network's spans usually scatter, until this one's has been seen
-_PRIOR_WEIGHT = 3  # in repeated measurements
-# For normal noise the median of |x1 - x2| is 0.6745·sqrt(2) standard deviations.
-_DEVIATIONS_PER_MEDIAN_DIFFERENCE = 1.0 / (0.6745 * math.sqrt(2.0))
+_PRIOR_WEIGHT = 4  # in repeated measurements
+_OUTLIER = 2.5  # standard deviations from which on a difference counts as no larger
 
 
 @dataclass(slots=True, kw_only=True)
@@ -113,12 +112,14 @@ class Ledger:
     def noise(self) -> float:
         """Standard deviation of one measured span, as a share of it.
 
-        From the differences between successive measurements of the same setting, by their median, so that a few
-        outliers do not matter; mixed with `PRIOR_NOISE` while there are few.
+        From the differences between successive measurements of the same setting, of which outliers are cut to size;
+        mixed with `PRIOR_NOISE` while there are few.
         """
         n = len(self._differences)
-        seen = statistics.median(self._differences) * _DEVIATIONS_PER_MEDIAN_DIFFERENCE if n else 0.0
-        return math.sqrt((_PRIOR_WEIGHT * PRIOR_NOISE**2 + n * seen**2) / (_PRIOR_WEIGHT + n))
+        # Of normal deviates the median size is 0.6745 standard deviations.
+        longest = _OUTLIER * statistics.median(self._differences) / 0.6745 if n else 0.0
+        squares = sum(min(difference, longest) ** 2 / 2.0 for difference in self._differences)
+        return math.sqrt((_PRIOR_WEIGHT * PRIOR_NOISE**2 + squares) / (_PRIOR_WEIGHT + n))
 
     def at_stake(self, first: Setting, second: Setting) -> float:
         """Share of the span that is lost on average by taking `first` for the faster one, as it seems to be."""
