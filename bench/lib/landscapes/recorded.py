@@ -1,7 +1,7 @@
 """Recorded sweeps of real jobs (`bench.sweep`) as landscapes: a measurement is drawn from those that were taken.
 
-What is between the recorded settings counts as the nearest of its route; of explicit cuts only what the planners
-proposed in the real job is known, and everything else cannot be run.
+What is between the recorded settings counts as the nearest of its route. A plan with explicit cuts that the planners did
+not propose in the real job counts as units of its median size.
 
 A setting that was measured a few times beside other work looks faster or slower than it is, and the fastest of hundreds
 is the luckiest of them. What each truly takes is therefore an empirical Bayes estimate (James and Stein's): the medians
@@ -57,8 +57,8 @@ class Recorded(Landscape):
 
     def nearest(self, knobs: Knobs) -> Knobs | None:
         """The recorded setting that these count as."""
-        if knobs in self.samples_s or knobs.cuts is not None:
-            return knobs if knobs in self.samples_s else None
+        if knobs in self.samples_s:
+            return knobs
         route = (knobs.transport, knobs.algorithm)
         candidates = [one for one in self.samples_s if one.cuts is None and (one.transport, one.algorithm) == route]
 
