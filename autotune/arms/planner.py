@@ -61,7 +61,7 @@ class Planner(ABC):
         """Takes over a new model; plans anew if it differs from the last by more than its own error."""
         if self.forecast is not None:
             self.forecast.update_model(model)
-        if self._model is not model and (self._model is None or model.differs_from(self._model)):
+        if self._model is None or model.differs_from(self._model):
             self._model = model
             self._to_ask = None
 
@@ -69,8 +69,6 @@ class Planner(ABC):
         """Up to `n` plans, one for each route, the most promising first; each is proposed once."""
         if self.doubted:
             return []
-        if self.forecast is not None:
-            self.update_model(self.forecast.model)  # trials may have shown other links than the probes
         if self._to_ask is None:
             self._to_ask = self._plan()
         if self.forecast is not None:

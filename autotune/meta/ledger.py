@@ -11,7 +11,7 @@ from ..trial import Trial, TrialStatus
 
 CLEAR = 2.0  # standard errors between two settings that are told apart
 PRIOR_NOISE = 0.05  # what a network's spans usually scatter, until this one's has been seen
-_PRIOR_WEIGHT = 4  # in repeated measurements
+_PRIOR_WEIGHT = 3  # in repeated measurements
 _OUTLIER = 2.5  # standard deviations from which on a difference counts as no larger
 
 

@@ -4,25 +4,32 @@ The fits of `fits` need measurements of one thing at a time, while a trial's spa
 together; so little can be asked of it: a few factors, not a curve.
 """
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from statistics import median
 
 import numpy as np
 import scipy  # loads `optimize`, which takes half a second, when it is first asked for
 from numpy.typing import NDArray
 
 from sirtaki.comm.layout import GradientLayout
-from sirtaki.comm.plan import CommPlan
+from sirtaki.comm.plan import CommPlan, Route
 from sirtaki.errors import TuningError
 from sirtaki.link_model import LinkModel
 
 from ..trial import Trial, TrialStatus
 from .contention import ContentionModel, RateCurve
 from .fits import MAX_RESIDUAL, root_mean_square
+from .planning import PlanningModel
 from .profile import Profile
 from .simulator import Simulator
 
+logger = logging.getLogger(__name__)
+
+FEWEST_TRIALS = 5  # of a route
+OFF = 0.1  # the share by which predictions may miss
 MAX_PLANS = 12  # the plans with the fewest units count, which keeps a calibration to a quarter of a second
 KEPT_BACK = 0.03
 """A factor of e costs the fit as much as a trial that is missed by this share: what no trial shows stays as it was."""
@@ -68,6 +75,30 @@ def calibrate_link(
         raise TuningError(f"the simulator misses the trials by {residual:.0%}; at most {max_residual:.0%} is trusted")
     best = corrected(fit.x)
     return replace(best, residual=residual)
+
+
+def fitted_to_trials(model: PlanningModel, trials: Sequence[Trial]) -> PlanningModel:
+    """The model with those links fitted to trials that these tell more of than probes (LIBRA's algorithm 2).
+
+    A link stays as it is where half of its trials are met within `OFF`, fewer than `FEWEST_TRIALS` ran, or none fits.
+    """
+    links = dict(model.links)
+    for route, link in model.links.items():
+        ran = [trial for trial in trials if (trial.knobs.transport, trial.knobs.algorithm) == route]
+        ran = [trial for trial in ran if trial.status is not TrialStatus.FAILED and math.isfinite(trial.span_s)]
+        if len(ran) < FEWEST_TRIALS or _missed(model, route, ran) <= OFF:
+            continue
+        try:
+            links[route] = calibrate_link(link, layout=model.layout, profile=model.profile, trials=ran)
+        except TuningError as err:
+            logger.debug("%s: %s", route[0].value, err)
+    return replace(model, links=links)
+
+
+def _missed(model: PlanningModel, route: Route, trials: Sequence[Trial]) -> float:
+    """By how much the median of the predictions misses the trials, as a logarithm."""
+    simulator = model.simulator(route)
+    return median([abs(math.log(simulator.run_knobs(trial.knobs).span_s / trial.span_s)) for trial in trials])
 
 
 def _link_correction(link: LinkModel) -> Callable[[NDArray[np.float64]], LinkModel]:

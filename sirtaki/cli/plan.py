@@ -1,25 +1,28 @@
 """`sirtaki plan`: what if there were 64 nodes at 25 Gbit/s? Planners and simulator on a job's saved profile.
 
 The profile is a line of the log that a tuned job writes to SIRTAKI_TRIAL_LOG: when each gradient was ready, and what
-all-reduces cost on each route.
+all-reduces cost on each route. Links that its trials speak against are fitted to them: probes see an idle network.
 """
 
 import json
 import math
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
+from statistics import median
 
 from rich.console import Console
 from rich.table import Table
 
 from sirtaki.autotune.knobs import MIB, Knobs, KnobSpace, format_bytes
+from sirtaki.autotune.model.calibration import fitted_to_trials
 from sirtaki.autotune.model.cluster import Cluster
 from sirtaki.autotune.model.planning import PlanningModel
 from sirtaki.autotune.scaling import DEFAULT, ScalingRow, scaling_table
-from sirtaki.engine.trial_log_reader import read_log
+from sirtaki.autotune.trial import Trial
+from sirtaki.engine.trial_log_reader import TrialLog, read_log
 from sirtaki.errors import ConfigError
 from sirtaki.link_model import LinkModel
 
@@ -61,6 +64,7 @@ def main(options: Namespace) -> int:
     model = log.model
     if model is None:
         raise ConfigError(f"{options.log} holds no profile; planners did not take part in that job")
+    model = fitted_to_trials(model, list(_trials(log)))
     route = next(iter(model.links))
     space = KnobSpace(routes=(route,), streams=tuple(range(1, MAX_STREAMS + 1)))
     untuned = Knobs(unit_bytes=4 * MIB, streams=4, transport=route[0]) if log.default is None else log.default.knobs
@@ -84,6 +88,16 @@ def main(options: Namespace) -> int:
         if options.plot is not None:
             print(f"wrote {options.plot}")
     return 0
+
+
+def _trials(log: TrialLog) -> Iterator[Trial]:
+    """One of each setting that ran, however often it was measured."""
+    spans_s: dict[Knobs, list[float]] = {}
+    for measured in log.measurements:
+        if measured.succeeded:
+            spans_s.setdefault(measured.knobs, []).append(measured.span_s)
+    for knobs, times_s in spans_s.items():
+        yield Trial(arm="", knobs=knobs, iterations=len(times_s), span_s=median(times_s))
 
 
 def _link(options: Namespace, model: PlanningModel) -> Callable[[int], LinkModel]:

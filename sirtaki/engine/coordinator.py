@@ -92,6 +92,7 @@ class TuningCoordinator:
         default: Knobs,
         arms: Sequence[Arm] | None,
         discarded_iterations: int,
+        presumed: bool = True,
     ) -> None:
         """A session follows with `recall` or `search`.
 
@@ -101,9 +102,10 @@ class TuningCoordinator:
             default: what runs untuned.
             arms: search techniques, None = the usual ones.
             discarded_iterations: after a change of knobs.
+            presumed: planners are asked before trials have borne their model out.
         """
         self._settings, self._cache, self._arms, self.default = settings, cache, arms, default
-        self._discarded_iterations = discarded_iterations
+        self._discarded_iterations, self._presumed = discarded_iterations, presumed
         self._layouts: Sequence[GradientLayout] = ()
         self._hit = CacheHit()
         self._session: WarmupSession | None = None
@@ -171,7 +173,8 @@ class TuningCoordinator:
         """
         self._model = model = self._attempt("planners", make_model, None)
         if model is not None:
-            self._planners = self._attempt("planners", lambda: make_planners(space=promising, model=model), ())
+            make = functools.partial(make_planners, space=promising, model=model, presumed=self._presumed)
+            self._planners = self._attempt("planners", make, ())
             self._tell_planners()
         self._bandit = self._make_bandit(space, promising)
         proposals = self._cache.first_proposals(self._layouts, space, self._model)

@@ -121,6 +121,8 @@ class TunedSynchroniser:
                 arms=arms,
                 # On a device with streams the first report after a change is of the iteration before it.
                 discarded_iterations=2 if self.on_streams else 1,
+                # The ranks of one host communicate on the processors that compute, which no probe has shown.
+                presumed=self.on_streams or not control.one_node,
             )
         if not self._tuning and control.rank == 0:
             logger.info("%s", without_tuning(settings, self._default))

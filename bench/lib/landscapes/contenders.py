@@ -98,7 +98,7 @@ def in_session(
     if planners:
         space, model = landscape.probed(noise, np.random.default_rng([seed, 3]))
         if model is not None:
-            plans += make_planners(space=space, model=model)
+            plans += make_planners(space=space, model=model, presumed=landscape.presumed)
     session = WarmupSession(
         space=landscape.space,
         default=landscape.default,

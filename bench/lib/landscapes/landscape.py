@@ -49,6 +49,7 @@ class Landscape:
         luck: of a measurement.
         probe: seconds of a probe on the idle network: route, bytes, streams, rounds; None = it cannot be probed.
         seeds: what the registry proposes.
+        presumed: probes show what a job will see, as far as anyone can tell beforehand; not within one host.
         steps_per_octave: of unit sizes, where the best is looked for.
     """
 
@@ -64,6 +65,7 @@ class Landscape:
     luck: Luck = lognormal
     probe: Callable[[Route, int, int, int], float] | None = None
     seeds: tuple[Knobs, ...] = ()
+    presumed: bool = True
     steps_per_octave: int = 2
     _known: dict[tuple[Knobs, bool], float] = field(default_factory=dict)
 

@@ -1,7 +1,7 @@
 """Recorded sweeps of real jobs (`bench.sweep`) as landscapes: a measurement is drawn from those that were taken.
 
-What is between the recorded settings counts as the nearest of its route. A plan with explicit cuts that the planners did
-not propose in the real job counts as units of its median size.
+What is between the recorded settings counts as the nearest of its route. A plan with explicit cuts that no planner
+proposed in the real job counts as units of its median size.
 
 A setting that was measured a few times beside other work looks faster or slower than it is, and the fastest of hundreds
 is the luckiest of them. What each truly takes is therefore an empirical Bayes estimate (James and Stein's): the medians
@@ -125,6 +125,7 @@ def recorded(path: Path) -> Recorded:
         narrow_space=space(data["narrowed_routes"], data["narrowed_streams"]),
         model=model,
         steps_per_octave=1,
+        presumed=[TransportKind.SHARED_MEMORY.value, Algorithm.FLAT.value] not in data["routes"],  # of one host
     )
 
     def truth(knobs: Knobs) -> float:

@@ -5,13 +5,14 @@ import numpy as np
 import pytest
 
 from sirtaki.autotune.knobs import KIB, MIB, Knobs
-from sirtaki.autotune.model.calibration import calibrate_contention, calibrate_link
+from sirtaki.autotune.model.calibration import calibrate_contention, calibrate_link, fitted_to_trials
 from sirtaki.autotune.model.contention import ContentionModel, RateCurve
+from sirtaki.autotune.model.planning import PlanningModel
 from sirtaki.autotune.model.profile import Profile
 from sirtaki.autotune.model.simulator import Simulator
 from sirtaki.autotune.trial import Trial, TrialStatus
 from sirtaki.comm.layout import GradientLayout
-from sirtaki.comm.plan import TransportKind
+from sirtaki.comm.plan import Algorithm, TransportKind
 from sirtaki.errors import TuningError
 from sirtaki.link_model import LinkModel
 
@@ -124,3 +125,37 @@ def test_spans_that_no_contention_explains_are_refused():
     ]
     with pytest.raises(TuningError, match="contention misses the trials"):
         calibrate_contention(LINK, layout=LAYOUT, profile=PROFILE, trials=trials)
+
+
+# ── a job's model ────────────────────────────────────────────────────────────────────────────────────────────────
+
+GLOO, MPI = (TransportKind.GLOO, Algorithm.FLAT), (TransportKind.MPI, Algorithm.FLAT)
+PROBED = LinkModel(alpha_s=1e-3, throughput=(4e8, 8e8, 1.2e9, 1.6e9))
+"""Of an idle network: streams do not hinder each other there."""
+
+
+def planning_model(link: LinkModel) -> PlanningModel:
+    return PlanningModel(layout=LAYOUT, profile=PROFILE, links={GLOO: link, MPI: link})
+
+
+def worst_miss(model: PlanningModel) -> float:
+    simulator = model.simulator(GLOO)
+    return max(abs(math.log(simulator.run_knobs(trial.knobs).span_s / trial.span_s)) for trial in trials_on(LINK))
+
+
+def test_what_trials_speak_against_is_fitted_to_them_and_nothing_else() -> None:
+    probed = planning_model(PROBED)
+    fitted = fitted_to_trials(probed, trials_on(LINK, noise=0.03)[:7])
+    assert worst_miss(fitted) < worst_miss(probed) / 2
+    assert fitted.links[MPI] == PROBED
+
+
+def test_links_that_meet_the_trials_stay_as_they_were_probed() -> None:
+    assert fitted_to_trials(planning_model(LINK), trials_on(LINK, noise=0.03)) == planning_model(LINK)
+
+
+def test_few_trials_and_such_as_no_link_explains_change_nothing() -> None:
+    probed = planning_model(PROBED)
+    assert fitted_to_trials(probed, trials_on(LINK)[:4]) == probed
+    wild = [replace(trial, span_s=0.01 * 7.0 ** ((5 * i) % 9)) for i, trial in enumerate(trials_on(LINK))]
+    assert fitted_to_trials(probed, wild) == probed

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -52,6 +53,24 @@ def test_a_measured_link_is_carried_over_to_more_ranks(log: Path, capsys: pytest
     table = rows(capsys, str(log), "--ranks", "4,2", "--measured-ranks", "2")
     assert [row["ranks"] for row in table] == sorted(row["ranks"] for row in table)
     assert {row["ranks"] for row in table} == {2, 4}
+
+
+def test_a_link_that_the_jobs_trials_speak_against_is_fitted_to_them(
+    log: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = rows(capsys, str(log), "--ranks", "2", "--measured-ranks", "2")
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    model = PlanningModel.from_json(lines[0])
+    busy = LinkModel(alpha_s=1e-3, throughput=(2e8, 3e8))  # five times as slow as it was while idle
+    simulator = replace(model, links=dict.fromkeys(model.links, busy)).simulator(next(iter(model.links)))
+    for size in (1, 4, 16):
+        for streams in (1, 2):
+            knobs = Knobs(unit_bytes=size * MIB, streams=streams, transport=TransportKind.GLOO)
+            span_s = simulator.run_knobs(knobs).span_s
+            lines.append({**lines[1], "purpose": "trial", "knobs": knobs.to_json(), "spans_s": [span_s]})
+    log.write_text("\n".join(map(json.dumps, lines)))
+    after = rows(capsys, str(log), "--ranks", "2", "--measured-ranks", "2")
+    assert min(row["iteration_s"] for row in after) > 2 * min(row["iteration_s"] for row in before)
 
 
 def test_the_expected_scaling_is_plotted_as_a_page_of_its_own(

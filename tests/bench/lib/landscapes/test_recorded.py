@@ -89,14 +89,15 @@ def test_what_lies_between_counts_as_the_nearest(job: Recorded) -> None:
     assert job.span_s(knobs(SIZES[2] - 5000, 4)) == job.span_s(knobs(SIZES[2], 4))
 
 
-def test_plans_that_were_not_recorded_cannot_be_run(job: Recorded) -> None:
+def test_plans_that_were_not_recorded_count_as_units_of_their_size(job: Recorded) -> None:
     other = replace(PLANNED, cuts=(Cut(stop=11), Cut(stop=60000)))
     assert job.span_s(PLANNED) == 0.01
-    assert math.isinf(job.measure_s(other, 0, 0.04, np.random.default_rng(0)))
+    assert job.span_s(other) == job.span_s(replace(other, cuts=None))
 
 
 def test_the_best_is_uniform_and_recorded(job: Recorded) -> None:
     assert job.nearest(job.best) == knobs(SIZES[0], 4)
+    assert job.presumed  # there is no memory that ranks share
     assert job.probed(0.04, np.random.default_rng(0))[0].streams == (1, 2)
 
 
