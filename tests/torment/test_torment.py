@@ -56,7 +56,7 @@ def test_programs_that_once_found_a_fault_train_as_one_process_does(example: Pat
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("world", "count", "unused"), [(1, 10, ""), (2, 70, ""), (3, 40, ""), (3, 30, "none"), (4, 50, "")]
+    ("world", "count", "unused"), [(1, 10, ""), (2, 40, ""), (3, 25, ""), (3, 20, "none"), (4, 25, "")]
 )
 def test_drawn_programs_train_as_one_process_does(world: int, count: int, unused: str, ranks: Ranks) -> None:
     draw_and_torment(ranks, world=world, count=count, environment={"unused": unused} if unused else {}, features=QUICK)
@@ -146,6 +146,7 @@ def test_the_reference_is_training_on_the_joined_batch() -> None:
 
 def test_a_rank_that_raises_is_told_of_and_the_next_program_gets_new_ranks(ranks: Ranks) -> None:
     illegitimate = replace(TRAINED, actions=(Backward(inputs=("0.bias",)), ZeroGrad(optimizer=0), Wait()))
+    torment(TRAINED, ranks)
     starts = ranks.starts
     with pytest.raises(BrokenError, match="rank 0 raised"):
         ranks.play(illegitimate)

@@ -41,7 +41,7 @@ def test_one_stream_is_compared_with_two(run_ranks: RunRanks) -> None:
     run(run_ranks, "nccl-gain", 2)
 
 
-@pytest.mark.parametrize("what", ["nccl-train", "staged-train"])
+@pytest.mark.parametrize("what", ["nccl-train", pytest.param("staged-train", marks=SLOW)])
 @pytest.mark.parametrize("ranks", [2, pytest.param(1, marks=SLOW), pytest.param(3, marks=SLOW)])
 def test_gradients_equal_the_mean_though_everything_happens_late(run_ranks: RunRanks, what: str, ranks: int) -> None:
     run(run_ranks, what, ranks, 12)

@@ -11,7 +11,7 @@ def passed(output: str) -> list[str]:
     return [line.removeprefix("ok ").rsplit(" ", 2)[0] for line in output.splitlines() if line.startswith("ok ")]
 
 
-@pytest.mark.parametrize("ranks", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_route_of_one_node_reduces_right(run_ranks: RunRanks, ranks: int) -> None:
     assert passed(run_ranks("transports.py", ranks).stdout) == ONE_NODE
 

@@ -45,6 +45,7 @@ def test_a_job_that_ends_early_leaves_its_trials_to_the_next(run_ranks: RunRanks
     assert "tuned in" in second
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(360)  # three jobs, and the machine may be busy
 def test_settings_travel_to_another_deployment_and_to_a_deeper_model(run_ranks: RunRanks, tmp_path: Path) -> None:
     """Job A tunes; its entry is exported and imported elsewhere; B starts tuned, C (deeper, more ranks) from it."""

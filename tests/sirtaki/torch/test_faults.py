@@ -19,10 +19,10 @@ STALL = {
             ["ValueError: a bad batch", "rank 1 raised ValueError; it is in iteration 10", "has not computed 0.weight"],
         ),
         ("exit", 3, ["rank 1 has ended"]),
-        ("raise_exit", 9, ["rank 1 has ended its script"]),
+        pytest.param("raise_exit", 9, ["rank 1 has ended its script"], marks=pytest.mark.slow),
         ("leave", 1, ["rank 1 has ended its script"]),
         ("kill", 137, ["signal 9"]),
-        ("exit_in_c", 5, ["Exit code:    5"]),
+        pytest.param("exit_in_c", 5, ["Exit code:    5"], marks=pytest.mark.slow),
         ("stop_calling", 1, ["missing: rank 1 runs faults.py", "in commit", "has not computed 0.weight"]),
     ],
 )
@@ -54,7 +54,7 @@ def test_a_stall_is_a_warning_before_it_is_an_error(run_ranks: RunRanks) -> None
     assert "StallError" in job.stderr
 
 
-@pytest.mark.parametrize("fault", ["none", "fork"])
+@pytest.mark.parametrize("fault", [pytest.param("none", marks=pytest.mark.slow), "fork"])
 def test_without_a_fault_all_ranks_finish_also_where_a_process_they_forked_ends(
     run_ranks: RunRanks, fault: str
 ) -> None:
