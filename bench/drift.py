@@ -4,7 +4,7 @@
 
 Takes 20 minutes (as root). Four emulated nodes (`bench.lib.cluster`), one rank each, train the emulated ResNet-50,
 scaled down. In each case a job warms up, then the condition changes and later changes back: the link from 400 to
-100 Mbit/s; a cap of 10 Mbit/s for each flow; a node whose computation takes three times as long. After that, watching
+100 Mbit/s; a cap of 10 Mbit/s for each flow; a node whose computation takes 30 times as long. After that, watching
 is off, and a sweep of streams and unit sizes runs under both conditions. A step counts on the slowest rank.
 
 A change is answered after so many iterations: from the change until the median of seven steps, and that of all steps
@@ -58,9 +58,9 @@ CHANGED = {
 WORDS = {
     "link": "link 400 → 100 Mbit/s",
     "cap": "flows capped at 10 Mbit/s",
-    "node": "one node computes three times as long",
+    "node": "one node computes 30 times as long",
 }
-SLOWED = 3.0
+SLOWED = 30.0
 STREAMS = (1, 2, 4, 8, 16, 24)
 UNIT_BYTES = (128 << 10, 512 << 10, 2 << 20)
 SWEEP_STEPS = 4
