@@ -10,36 +10,27 @@ import functools
 import logging
 import math
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 
 from sirtaki.autotune.arms.base import Arm
-from sirtaki.autotune.arms.planner import Planner
-from sirtaki.autotune.arms.planners import make_planners
 from sirtaki.autotune.knobs import Knobs, KnobSpace
 from sirtaki.autotune.meta.assignment import (
     DEFAULT_ARM,
-    REFINEMENT_ARM,
-    REGISTRY_ARM,
     Assignment,
     Purpose,
     SessionResult,
 )
-from sirtaki.autotune.meta.auc_bandit import window_for
-from sirtaki.autotune.meta.bandit_arm import BanditArm
-from sirtaki.autotune.meta.ensemble import ITERATIONS_PER_TRIAL, default_arms
 from sirtaki.autotune.meta.session import WarmupSession
 from sirtaki.autotune.model.planning import PlanningModel
 from sirtaki.comm.layout import GradientLayout
-from sirtaki.comm.plan import Route
-from sirtaki.link_model import LinkModel
 from sirtaki.settings import Settings
 
 from .knob_choices import checked_plans
+from .searchers import Searchers
 from .step_times import StepTimes
 from .trial_log import TrialLogWriter
 from .tuning_cache import CacheHit, TuningCache, condition_of
@@ -104,8 +95,9 @@ class TuningCoordinator:
             discarded_iterations: after a change of knobs.
             presumed: planners are asked before trials have borne their model out.
         """
-        self._settings, self._cache, self._arms, self.default = settings, cache, arms, default
-        self._discarded_iterations, self._presumed = discarded_iterations, presumed
+        self._settings, self._cache, self.default = settings, cache, default
+        self._discarded_iterations = discarded_iterations
+        self._searchers = Searchers(arms, seed=settings.seed, presumed=presumed)
         self._layouts: Sequence[GradientLayout] = ()
         self._hit = CacheHit()
         self._session: WarmupSession | None = None
@@ -113,9 +105,6 @@ class TuningCoordinator:
         self._usual_default_s = math.nan
         self._earlier: list[Knobs] = []  # what was kept before that, the last one first
         self._retuning = self.failed = False
-        self._bandit: BanditArm | None = None
-        self._model: PlanningModel | None = None
-        self._planners: Sequence[Planner] = ()
         self.times = StepTimes()
         self._log = TrialLogWriter(settings.trial_log)
         self._told_s = -math.inf
@@ -155,7 +144,7 @@ class TuningCoordinator:
         """
         logger.info("%s", describe_change(ratio, RETUNE_ITERATIONS))
         self._retuning, self._stays, self._layouts, self._hit = True, running, layouts, CacheHit()
-        self._bandit, self._model, self._planners = None, None, ()
+        self._searchers.leave()
         self._cache.look_again()
         cold_between_s = self.times.cold_between_s
         self.times = StepTimes()
@@ -171,23 +160,21 @@ class TuningCoordinator:
             promising: what techniques choose from while trials bear the planners' model out.
             make_model: fits the planners' model; None = there is none.
         """
-        self._model = model = self._attempt("planners", make_model, None)
-        if model is not None:
-            make = functools.partial(make_planners, space=promising, model=model, presumed=self._presumed)
-            self._planners = self._attempt("planners", make, ())
-            self._tell_planners()
-        self._bandit = self._make_bandit(space, promising)
-        proposals = self._cache.first_proposals(self._layouts, space, self._model)
+        bandit = self._searchers.make(
+            space, promising, make_model, budget_iterations=self._budget_iterations, usual=self.times.usual
+        )
+        self._log_model()
+        proposals = self._cache.first_proposals(self._layouts, space, self._searchers.model)
         for proposal in proposals:
             logger.log(logging.DEBUG if self._retuning else logging.INFO, "%s", proposal.message)
         seeds = [proposal.knobs for proposal in proposals]
         if self._retuning:
             seeds = [self.default, *self._earlier[:EARLIER_SETTINGS], *seeds]
         if self._session is None:
-            self._begin(space, self._bandit, seeds)
+            self._begin(space, bandit, seeds)
         else:
             self._cache.disprove()
-            self._session.begin_search(self._bandit, space=space, seeds=seeds)
+            self._session.begin_search(bandit, space=space, seeds=seeds)
 
     @_guarded
     def record(self, spans_s: Sequence[float], *, iteration: int) -> None:
@@ -198,8 +185,8 @@ class TuningCoordinator:
             return
         assignment = self._session.assignment
         if assignment.purpose is Purpose.DEFAULT:
-            self._tell_planners()
-        forecast = self._planners[0].forecast if self._planners else None
+            self._tell_pace()
+        forecast = self._searchers.forecast
         predicted_s = None if forecast is None else forecast.predicted_s(assignment.knobs)
         self._session.record(spans_s)
         self._log.ran(
@@ -207,7 +194,7 @@ class TuningCoordinator:
             spans_s,
             iteration=iteration,
             best_span_s=self._session.result.best_span_s,
-            credits={} if self._bandit is None else self._bandit.credits,
+            credits=self._searchers.credits,
             predicted_s=predicted_s,
             forecast=forecast,
         )
@@ -216,17 +203,13 @@ class TuningCoordinator:
             self._told_s = time.monotonic()
             logger.info("%s", describe_progress(self._session, self.times.usual))
 
-    def _tell_planners(self) -> None:
-        """The profile was taken in the first iterations; later ones show how long its parts take."""
-        usual = self.times.usual
-        if self._model is None:
-            return
-        if usual is not None:
-            self._model = replace(self._model, profile=usual.at_this_pace(self._model.profile))
-            for planner in self._planners:
-                planner.update_model(self._model)
-        if not self._retuning:
-            self._log.knows(self._model)
+    def _tell_pace(self) -> None:
+        self._searchers.know_pace(self.times.usual)
+        self._log_model()
+
+    def _log_model(self) -> None:
+        if self._searchers.model is not None and not self._retuning:
+            self._log.knows(self._searchers.model)
 
     @_guarded
     def end(self, *, iteration: int) -> None:
@@ -239,11 +222,11 @@ class TuningCoordinator:
             stored = self._keep_condition(session)
             told = describe_retune(result, self._whence(result))
         else:
-            stored = self._cache.keep(result, session.trials, complete=True, links=self._links)
-            told = describe_result(result, self.times.usual, self._who(result.arm))
+            stored = self._cache.keep(result, session.trials, complete=True, links=self._searchers.links)
+            told = describe_result(result, self.times.usual, self._searchers.name(result.arm))
             self._usual_default_s = result.default_span_s
         logger.info("%s%s", told, "; stored in the registry" if stored else "")
-        self._tell_planners()  # for the report, and for `sirtaki plan`
+        self._tell_pace()  # for the report, and for `sirtaki plan`
         self._log.ended(result, iteration=iteration, usual=self.times.usual)
         earlier = [] if self._stays is None else [self._stays]
         self._earlier = [*earlier, *(knobs for knobs in self._earlier if knobs not in (result.knobs, *earlier))]
@@ -255,14 +238,18 @@ class TuningCoordinator:
         condition = condition_of(default_s / self._usual_default_s)
         result = replace(session.result, default_span_s=default_s)
         return bool(condition) and self._cache.keep(
-            result, session.trials, complete=True, links=self._links, condition=condition
+            result, session.trials, complete=True, links=self._searchers.links, condition=condition
         )
 
     def _whence(self, result: SessionResult) -> str:
         """Where the setting of a re-tune comes from."""
         if result.knobs == self.default:
             return "the untuned default"
-        return "as earlier in this job" if result.knobs in self._earlier else f"proposed by {self._who(result.arm)}"
+        return (
+            "as earlier in this job"
+            if result.knobs in self._earlier
+            else f"proposed by {self._searchers.name(result.arm)}"
+        )
 
     @_guarded
     def remember(self) -> None:
@@ -270,10 +257,10 @@ class TuningCoordinator:
         session, self._session = self._session, None
         if session is not None and not self._retuning:
             result = session.result
-            if self._cache.keep(result, session.trials, complete=False, links=self._links):
+            if self._cache.keep(result, session.trials, complete=False, links=self._searchers.links):
                 logger.info(
                     "the job ends before its warm-up; until now %s; stored in the registry, the next job goes on",
-                    describe_result(result, self.times.usual, self._who(result.arm)),
+                    describe_result(result, self.times.usual, self._searchers.name(result.arm)),
                 )
         self._log.close()
 
@@ -307,40 +294,3 @@ class TuningCoordinator:
     def _identity(self, knobs: Knobs) -> Hashable:
         """Equal where the same units travel in the same order on as many streams."""
         return tuple(plan.on_fewest_streams().fingerprint() for plan in checked_plans(knobs, self._layouts))
-
-    def _who(self, arm: str) -> str:
-        """An arm, for people."""
-        if arm in (REGISTRY_ARM, DEFAULT_ARM, REFINEMENT_ARM):
-            return f"the {arm}"
-        kind = "planner" if any(planner.name == arm for planner in self._planners) else "search technique"
-        return f"the {kind} {arm}"
-
-    def _make_bandit(self, space: KnobSpace, promising: KnobSpace) -> BanditArm:
-        budget, rng = self._budget_iterations, np.random.default_rng(self._settings.seed)
-        if self._arms is None:
-            build = functools.partial(
-                default_arms,
-                space=promising,
-                whole_space=space,
-                rng=rng,
-                budget_iterations=budget,
-                planners=self._planners,
-            )
-            # What arms import may keep the errors of imports that failed, which keep the frames that led to them: on
-            # a stack of its own, so that these are not the user's with his model in them.
-            with ThreadPoolExecutor(max_workers=1) as stack:
-                return stack.submit(build).result()
-        return BanditArm(self._arms, rng=rng, window=window_for(budget // ITERATIONS_PER_TRIAL, len(self._arms)))
-
-    @staticmethod
-    def _attempt(what: str, action: Callable[[], _T], otherwise: _T) -> _T:
-        try:
-            return action()
-        except Exception:
-            logger.warning("tuning goes on without %s", what, exc_info=True)
-            return otherwise
-
-    @property
-    def _links(self) -> Mapping[Route, LinkModel]:
-        """What probes have shown of each route."""
-        return self._model.links if self._model is not None else {}

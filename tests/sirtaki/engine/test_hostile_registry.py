@@ -172,8 +172,8 @@ class Broken:
 
 def faults() -> list[tuple[str, str]]:
     return [
-        ("sirtaki.engine.coordinator.make_planners", "without planners"),
-        ("sirtaki.engine.coordinator.default_arms", "tuning has failed"),
+        ("sirtaki.engine.searchers.make_planners", "without planners"),
+        ("sirtaki.engine.searchers.default_arms", "tuning has failed"),
         ("sirtaki.engine.coordinator.WarmupSession", "tuning has failed"),
         ("sirtaki.engine.tuning_cache.neighbours", "registry"),
         ("sirtaki.engine.tuning_cache.make_key", "left alone"),
