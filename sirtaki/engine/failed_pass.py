@@ -10,10 +10,15 @@ from .hooked_parameters import HookedParameters
 
 
 class FailedPass:
-    """What it has left in `.grad`."""
+    """What it has left in `.grad`.
+
+    Attributes:
+        number: of the pass, see `Participant.failed_in`; of the last one, if several have raised in this iteration.
+    """
 
     def __init__(self, parameters: HookedParameters) -> None:
         """Takes `.grad` out of the flat buffers: what is on its way must not come into what the script does with it."""
+        self.number = 0
         parameters.reductions.detach()
         self._parameters = parameters
         self._left = [(param, param.grad, _version(param.grad)) for _, param in parameters.named]

@@ -113,8 +113,7 @@ class GradientReducer:
 
     def begin_backward(self) -> GradientHooks | None:
         """See `Owner`. Collective if the pass before has raised: what it has left is dropped."""
-        if self._failed is not None:
-            self._job.participants.drop_failed()
+        self._job.participants.begin_backward(self)
         BackwardEnd(self._end_backward, self._fail_backward)
         return None if self._parameters is None else self._parameters.hooks
 
@@ -127,14 +126,15 @@ class GradientReducer:
             user.fail()
 
     @property
-    def failed(self) -> bool:
-        """A backward pass has raised in this iteration."""
-        return self._failed is not None
+    def failed_in(self) -> int | None:
+        """See `Participant`."""
+        return None if self._failed is None else self._failed.number
 
     def fail(self) -> None:
         """What has come in this iteration does not count."""
-        if self._failed is None and self._parameters is not None:
-            self._failed = FailedPass(self._parameters)
+        if self._parameters is not None:
+            self._failed = self._failed or FailedPass(self._parameters)
+            self._failed.number = self._job.participants.n_begun
 
     def drop_failed(self) -> None:
         """See `Participant`."""

@@ -187,7 +187,7 @@ class OptimizerGradients:
     @property
     def failed(self) -> bool:
         """A backward pass has raised in its midst."""
-        return any(part.reducer.failed for part in self._parts)
+        return any(part.reducer.failed_in is not None for part in self._parts)
 
     def fail(self) -> None:
         """See `User`."""

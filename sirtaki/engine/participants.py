@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 import weakref
 from collections.abc import Iterator
@@ -76,6 +77,11 @@ class Participant(Protocol):
     progress: Progress
 
     @property
+    def failed_in(self) -> int | None:
+        """The backward pass that has raised in this iteration, by `Participants.n_begun`; None = none has."""
+        ...
+
+    @property
     def given(self) -> int:
         """Iterations to which this rank has given all its gradients."""
         ...
@@ -124,9 +130,15 @@ class Participant(Protocol):
 
 
 class Participants:
-    """Those of one job that are in use or not collected yet, the oldest first: they live as long as users keep them."""
+    """Those of one job that are in use or not collected yet, the oldest first: they live as long as users keep them.
+
+    Attributes:
+        n_begun: how often a participant's first gradient of a backward pass has come on this rank. It is the same for
+            all that fail in one pass, and another in the next.
+    """
 
     def __init__(self) -> None:
+        self.n_begun = 0
         self._all: list[weakref.ref[Participant]] = []
         self._last_finished: weakref.ref[Participant] | None = None
 
@@ -141,10 +153,25 @@ class Participants:
         """It is closed."""
         self._all = [weakref.ref(there) for there in self if there is not participant]
 
-    def drop_failed(self) -> None:
-        """Collective after a backward pass that raised: what it has left is dropped, in the same order on all ranks."""
+    def begin_backward(self, participant: Participant) -> None:
+        """Its first gradient of a backward pass has come. Collective if the pass before has raised."""
+        if participant.failed_in is not None:
+            self._drop_failed(participant.failed_in)
+        self.n_begun += 1
+
+    def _drop_failed(self, number: int) -> None:
+        """Collective after a backward pass that raised: what it has left is dropped, in the same order on all ranks.
+
+        Not what another pass has left: the other ranks may have no more of whom that is, or not go on with it yet.
+
+        Args:
+            number: of the pass, see `Participant.failed_in`.
+        """
+        if sum(participant.failed_in == number for participant in self) > 1:
+            gc.collect()  # other ranks may have collected what this one's script has dropped, too
         for participant in sorted(self, key=lambda participant: participant.key):
-            participant.drop_failed()
+            if participant.failed_in == number:
+                participant.drop_failed()
 
     def flush(self) -> None:
         """Sends what has not left of iterations whose gradients have all come; waits for nobody."""

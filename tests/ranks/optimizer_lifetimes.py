@@ -302,6 +302,104 @@ def dropped_between_backward_and_step() -> None:
     assert_equal_on_all_ranks(model)
 
 
+class Raises(torch.autograd.Function):
+    """Goes through its own backward pass with an error."""
+
+    @staticmethod
+    def forward(ctx: object, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
+        raise ValueError("half-way")
+
+
+def fail(model: Trunk, *heads: int) -> None:
+    """One backward pass that raises when it has come through these heads and the upper layer."""
+    hidden = model.high(Raises.apply(model.low(batch(hvd.rank(), 0, 4, 12))))  # type: ignore[no-untyped-call]
+    with pytest.raises(ValueError, match="half-way"):
+        sum((model.heads[head](hidden).sum() for head in heads), torch.zeros(())).backward()
+
+
+def goes_on_alone(model: Trunk, optimizer: torch.optim.Optimizer, number: int) -> None:
+    """After a failed pass, that optimizer, and as plain ones its like in one process."""
+    model.zero_grad()
+    alone = copy.deepcopy(model)
+    reference = make(alone, number + 1)[number]
+    for iteration in range(3):
+        loss_of(number)(model, hvd.rank(), iteration).backward()
+        optimizer.step()
+        model.zero_grad()
+        turn([reference], joined(loss_of(number), alone, iteration), [0])
+        assert_same_parameters(model, alone, 1e-11, f"after step {iteration}")
+
+
+def one_that_has_failed_is_dropped_on_one_rank_only_before_another_fails() -> None:
+    models = [Trunk() for _ in range(2)]
+    optimizers = [hvd.DistributedOptimizer(make(model, 1)[0]) for model in models]
+    for model, optimizer in zip(models, optimizers, strict=True):
+        goes_on_alone(model, optimizer, 0)
+    fail(models[0], 0)
+    if hvd.rank() == 0:
+        del optimizers[0], optimizer
+        gc.collect()
+    fail(models[1], 0)
+    goes_on_alone(models[1], optimizers[-1], 0)
+
+
+def of_two_that_fail_in_one_pass_one_is_dropped_and_collected_on_one_rank_only() -> None:
+    models = [Trunk() for _ in range(2)]
+    optimizers = [hvd.DistributedOptimizer(make(model, 1)[0]) for model in models]
+    hidden = Raises.apply(models[0].low(batch(hvd.rank(), 0, 4, 12)))  # type: ignore[no-untyped-call]
+    with pytest.raises(ValueError, match="half-way"):
+        sum((model.heads[0](model.high(hidden)).sum() for model in models), torch.zeros(())).backward()
+    trainer: dict[str, object] = {"optimizer": optimizers.pop(0)}
+    trainer["callback"] = trainer  # only a collection of garbage ends it
+    gc.disable()
+    try:
+        del trainer
+        if hvd.rank() == 0:
+            gc.collect()
+        goes_on_alone(models[1], optimizers[0], 0)
+    finally:
+        gc.enable()
+
+
+def one_that_has_failed_waits_while_another_goes_on() -> None:
+    models = [Trunk() for _ in range(2)]
+    optimizers = [hvd.DistributedOptimizer(make(model, 1)[0]) for model in models]
+    for number in (0, 1):
+        fail(models[number], 0)
+    for number in (1, 0, 1):
+        goes_on_alone(models[number], optimizers[number], 0)
+
+
+def drawn_failures_of_three_optimizers(seeds: Sequence[int] = (1,)) -> None:
+    """Passes of one or several of them raise, one after another, before they train on together or in turns."""
+    for seed in seeds:
+        drawn = random.Random(seed)
+        model = Trunk()
+        alone = copy.deepcopy(model)
+        ours, theirs = [hvd.DistributedOptimizer(each) for each in make(model, 3)], make(alone, 3)
+        for iteration in range(8):
+            for _ in range(drawn.randint(0, 3)):
+                fail(model, *drawn.sample(range(3), drawn.randint(1, 3)))
+                if drawn.random() < 0.5:
+                    ours[drawn.randrange(3)].zero_grad()
+            order = drawn.sample(range(3), drawn.randint(1, 3))
+            losses = [loss_of(number) for number in order]
+
+            def total(net: nn.Module, rank: int, now: int, losses: list = losses) -> torch.Tensor:
+                return sum((loss(net, rank, now) for loss in losses), torch.zeros(()))
+
+            model.zero_grad()
+            total(model, hvd.rank(), iteration).backward()
+            for number in order:
+                ours[number].step()
+            turn(theirs, joined(total, alone, iteration), order)
+            assert_same_parameters(model, alone, 1e-11, f"seed {seed}, after turn {iteration}")
+
+
 CASES = [
     a_shared_encoder,
     a_shared_encoder_in_turns,
@@ -316,6 +414,10 @@ CASES = [
     the_borrower_trains_on_when_the_owner_is_gone,
     dropped_on_one_rank_only,
     dropped_between_backward_and_step,
+    one_that_has_failed_is_dropped_on_one_rank_only_before_another_fails,
+    of_two_that_fail_in_one_pass_one_is_dropped_and_collected_on_one_rank_only,
+    one_that_has_failed_waits_while_another_goes_on,
+    drawn_failures_of_three_optimizers,
 ]
 
 
@@ -323,7 +425,11 @@ def drawn_turns_of_three_optimizers_many_times() -> None:
     drawn_turns_of_three_optimizers(range(100, 140))
 
 
-MANY = [drawn_turns_of_three_optimizers_many_times]
+def drawn_failures_of_three_optimizers_many_times() -> None:
+    drawn_failures_of_three_optimizers(range(100, 130))
+
+
+MANY = [drawn_turns_of_three_optimizers_many_times, drawn_failures_of_three_optimizers_many_times]
 
 if __name__ == "__main__":
     main([*CASES, *MANY])
