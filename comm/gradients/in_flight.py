@@ -42,6 +42,11 @@ class InFlight:
         self._iterations = [*self._iterations[-1:], events]
         return self._iterations[0]
 
+    @property
+    def busy(self) -> bool:
+        """The device is not done with these iterations. Any thread may ask."""
+        return not all(self.device.is_reached(events.reduced) for events in self._iterations)
+
     def stalled(self) -> tuple[int, float] | None:
         """The iteration of which the backward pass is over on the device but not the reduction, and since when.
 

@@ -194,6 +194,11 @@ class GradientReducer:
         """See `Participant`."""
         return (tuned := self.tuned) is not None and tuned.on_streams
 
+    @property
+    def busy(self) -> bool:
+        """See `Participant`."""
+        return (tuned := self.tuned) is not None and tuned.synchroniser.in_flight.busy
+
     def stalled(self) -> tuple[int, float] | None:
         """See `Participant`."""
         return None if (tuned := self.tuned) is None else tuned.synchroniser.in_flight.stalled()

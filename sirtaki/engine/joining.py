@@ -32,11 +32,16 @@ PAUSE = 0.05
 
 @dataclass(slots=True)
 class _TakingPart:
-    """What this rank takes part in with one optimizer of these ranks, and which joined ranks know of it."""
+    """What this rank takes part in with one optimizer of these ranks, and which joined ranks know of it.
 
+    `ended`: on the host; a device may still wait there for a rank that has joined meanwhile.
+    """
+
+    key: Key
     ranks: tuple[int, ...]
     reached: Reached
     told: set[int] = field(default_factory=set)
+    ended: bool = False
 
 
 class Joining:
@@ -48,7 +53,7 @@ class Joining:
         self._lock = threading.Lock()
         self._round = 0  # of all ranks joining
         self._joined: dict[int, int] = {}  # rank → the round in which it has joined
-        self._taking_part: dict[Key, _TakingPart] = {}
+        self._taking_part: list[_TakingPart] = []  # in the order in which it has begun
         self._finished: Counter[int] = Counter()  # iterations by process set
 
     # ── a rank that trains ───────────────────────────────────────────────────────────────────────────────────────
@@ -56,17 +61,39 @@ class Joining:
     def begins(self, participant: Participant, stage: Stage) -> None:
         """This rank takes part in an iteration of this optimizer; those that have joined are told."""
         with self._lock:
-            self._taking_part[participant.key] = _TakingPart(participant.ranks, (participant.progress.finished, stage))
+            now = _TakingPart(participant.key, participant.ranks, (participant.progress.finished, stage))
+            place = self._current(participant.key)
+            if place is None:
+                self._taking_part.append(now)
+            else:
+                self._taking_part[place] = now
             self._tell()
+
+    def _current(self, key: Key) -> int | None:
+        """Where the iteration of this optimizer stands that has not ended."""
+        places = (place for place, mine in enumerate(self._taking_part) if mine.key == key and not mine.ended)
+        return next(places, None)
 
     def ends(self, participant: Participant) -> None:
         """An iteration of this optimizer has ended, whether or not this rank has joined."""
         self._finished[participant.key[0]] += 1
-        self._taking_part.pop(participant.key, None)
+        with self._lock:
+            place = self._current(participant.key)
+            if place is not None:
+                self._taking_part[place].ended = True
+            self._let_go()
 
     def forget(self, key: Key) -> None:
-        """This optimizer is dropped; what was begun is not ended. Any thread."""
-        self._taking_part.pop(key, None)
+        """This optimizer is dropped; what was begun is not ended. Any thread, at any time: takes no lock."""
+        for mine in self._taking_part:
+            if mine.key == key:
+                mine.ended = True
+
+    def _let_go(self) -> None:
+        """What has ended on the device, too: the others may drop that optimizer."""
+        if any(mine.ended for mine in self._taking_part):
+            busy = {participant.key for participant in self._participants if participant.busy}
+            self._taking_part = [mine for mine in self._taking_part if not mine.ended or mine.key in busy]
 
     def attend(self) -> None:
         """Tells those that have joined meanwhile; for any thread, now and then while this rank waits."""
@@ -78,11 +105,12 @@ class Joining:
 
     def _tell(self) -> None:
         self._joined |= dict(self._courier.receive(Tag.JOINED))
-        for key, mine in list(self._taking_part.items()):
+        self._let_go()
+        for mine in self._taking_part:
             for rank in mine.ranks:
                 if self._joined.get(rank) == self._round and rank not in mine.told:
                     mine.told.add(rank)
-                    self._courier.send(rank, Tag.ITERATION, (key, mine.reached))
+                    self._courier.send(rank, Tag.ITERATION, (mine.key, mine.reached))
 
     # ── a rank that has joined ───────────────────────────────────────────────────────────────────────────────────
 
@@ -97,6 +125,10 @@ class Joining:
         """
         engine = self._rank_sets[GLOBAL].engine
         assert engine is not None
+        while any(participant.busy for participant in self._participants):  # may wait for one that has joined
+            self._watchdog.failures.check()
+            self.attend()
+            time.sleep(SHORTEST_PAUSE_S)
         all_have_joined = engine.join((self._finished[GLOBAL], self._finished.total()))
         with self._lock:
             self._taking_part.clear()
@@ -139,6 +171,7 @@ class _Substitute:
         self._participants, self._courier, self._watchdog = participants, courier, watchdog
         self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]  # torch's
         self._reached: defaultdict[Key, dict[int, Reached]] = defaultdict(dict)  # by rank
+        self._announced: list[tuple[Key, Reached]] = []  # and not all ranks have reached it
         self._begun: dict[Key, Reached] = {}
         self._tasks: dict[int, queue.SimpleQueue[Callable[[], None] | None]] = {}
         self._threads: list[threading.Thread] = []
@@ -158,14 +191,19 @@ class _Substitute:
         news = self._courier.receive(Tag.ITERATION)
         for rank, (key, reached) in news:
             self._reached[key][rank] = reached
-        for key, by_rank in self._reached.items():
-            participant = self._participant(key)
+            if (key, reached) not in self._announced:
+                self._announced.append((key, reached))
+        for announced in list(self._announced):  # in the order in which devices wait for it
+            key, (number, stage) = announced
+            participant, by_rank = self._participant(key), self._reached[key]
             training = [rank for rank in participant.ranks if rank not in joined]
             if not training:
-                ended = max(number if stage is Stage.FINISH else number - 1 for number, stage in by_rank.values())
-                self._catch_up(participant, (ended, Stage.FINISH))
-            elif all(rank in by_rank for rank in training):
-                self._catch_up(participant, min(by_rank[rank] for rank in training))
+                self._catch_up(participant, (number if stage is Stage.FINISH else number - 1, Stage.FINISH))
+            elif all(rank in by_rank and by_rank[rank] >= announced[1] for rank in training):
+                self._catch_up(participant, announced[1])
+            else:
+                continue
+            self._announced.remove(announced)
         return bool(news)
 
     def _catch_up(self, participant: Participant, target: Reached) -> None:

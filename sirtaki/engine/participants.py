@@ -96,6 +96,11 @@ class Participant(Protocol):
         """Gradients are on a device on which things happen later than they are called."""
         ...
 
+    @property
+    def busy(self) -> bool:
+        """A device is not done with iterations that have ended on the host. Any thread."""
+        ...
+
     def stalled(self) -> tuple[int, float] | None:
         """The iteration for whose reduction a device waits, and since when (`time.monotonic()`). Any thread."""
         ...

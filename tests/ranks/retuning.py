@@ -135,7 +135,7 @@ def play(seed: int, iterations: int) -> None:
         for _ in range(int(rng.integers(5, 30))):
             training.step(everybody, fails=rng.random() < 0.1)
             done += 1
-        if not STREAMS and rng.random() < 0.7:  # the last ranks run out of data one after the other; rank 0 has most
+        if rng.random() < 0.7:  # the last ranks run out of data one after the other; rank 0 has most
             left = sorted((int(count) for count in rng.integers(0, 12, hvd.size())), reverse=True)
             for number in range(left[hvd.rank()]):
                 training.step([rank for rank in everybody if left[rank] > number])

@@ -42,6 +42,15 @@ def test_only_a_reduction_after_the_end_of_its_backward_pass_can_stall() -> None
     assert in_flight.stalled() is None
 
 
+def test_a_device_is_busy_until_the_last_iteration_is_reduced() -> None:
+    device, in_flight = made()
+    device.now = 24.0
+    assert in_flight.busy
+    device.now = 25.0
+    assert not in_flight.busy
+    assert not InFlight(device).busy  # type: ignore[arg-type]
+
+
 def test_the_first_unit_that_is_not_reduced_is_named() -> None:
     _, in_flight = made()
     assert in_flight.unreduced_unit() == ""
