@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 # Two jobs may insert the same key or graph at the same moment; the one that loses tries again and then updates.
 _ATTEMPTS = 5
 
-_CONNECT_TIMEOUT_S = 10
+_POSTGRESQL = {"connect_timeout": 10, "client_encoding": "utf8"}  # s; a database of SQL_ASCII would answer in bytes
 
 _SUMMARY = [entries.c[name] for name in EntrySummary.__dataclass_fields__ if name in entries.c]
 _SUMMARY_NAMES = [column.name for column in _SUMMARY]
@@ -49,7 +49,7 @@ class SqlStore:
         else:
             assert url is not None
             with self._translated():
-                connect_args = {"connect_timeout": _CONNECT_TIMEOUT_S} if url.get_backend_name() == "postgresql" else {}
+                connect_args = _POSTGRESQL if url.get_backend_name() == "postgresql" else {}
                 self._engine = create_engine(url, poolclass=NullPool, connect_args=connect_args)
                 self._prepare(self._engine)
 

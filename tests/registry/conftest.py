@@ -19,7 +19,7 @@ def postgresql_url() -> Iterator[str]:
     url = os.environ.get("SIRTAKI_TEST_POSTGRESQL_URL")
     if not url:
         pytest.skip("SIRTAKI_TEST_POSTGRESQL_URL names no PostgreSQL server")
-    engine = create_engine(url)
+    engine = create_engine(url, connect_args={"client_encoding": "utf8"})
     schema.metadata.drop_all(engine)
     yield url
     schema.metadata.drop_all(engine)
