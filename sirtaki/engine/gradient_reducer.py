@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from sirtaki.comm.gradients.in_flight import InFlight
 from sirtaki.errors import GradientError
 
 from .backward_end import BackwardEnd
@@ -190,18 +191,9 @@ class GradientReducer:
         return None if (parameters := self._parameters) is None else parameters.reductions.tuned
 
     @property
-    def on_streams(self) -> bool:
+    def in_flight(self) -> InFlight | None:
         """See `Participant`."""
-        return (tuned := self.tuned) is not None and tuned.on_streams
-
-    @property
-    def busy(self) -> bool:
-        """See `Participant`."""
-        return (tuned := self.tuned) is not None and tuned.synchroniser.in_flight.busy
-
-    def stalled(self) -> tuple[int, float] | None:
-        """See `Participant`."""
-        return None if (tuned := self.tuned) is None else tuned.synchroniser.in_flight.stalled()
+        return None if (tuned := self.tuned) is None else tuned.synchroniser.in_flight
 
     def remember(self) -> None:
         """See `Participant`."""

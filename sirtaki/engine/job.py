@@ -18,6 +18,7 @@ from sirtaki.comm.control.clocks import align_clocks
 from sirtaki.comm.control.courier import Courier
 from sirtaki.comm.control.plane import ControlPlane, load_mpi
 from sirtaki.comm.control.watchdog import Watchdog
+from sirtaki.comm.gradients.in_flight import InFlight
 from sirtaki.comm.nccl_streams.support import ask_for_launch_order
 from sirtaki.comm.transports.resources import raise_descriptor_limit
 from sirtaki.errors import CommError, ConfigError, NotInitializedError
@@ -82,8 +83,12 @@ class Job:
         self.blocked.attend()
 
     def _on_failure(self) -> None:
-        if any(participant.on_streams for participant in self.participants):
+        if any(in_flight.device.streams for in_flight in self._in_flight()):
             threading.Thread(target=self._end_if_a_device_waits, name="sirtaki-end", daemon=True).start()
+
+    def _in_flight(self) -> list[InFlight]:
+        found = (participant.in_flight for participant in self.participants)
+        return [in_flight for in_flight in found if in_flight is not None]
 
     def _end_if_a_device_waits(self) -> None:
         """The job has failed. A GPU that waits for others can't be told, nor what is to run on it after that.
@@ -93,7 +98,7 @@ class Job:
         """
         deadline = time.monotonic() + DEVICE_S
         while time.monotonic() < deadline and _job is self:
-            if any(participant.stalled() for participant in self.participants):
+            if any(in_flight.stalled() for in_flight in self._in_flight()):
                 break
             time.sleep(0.05)
         if _job is self:

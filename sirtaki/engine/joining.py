@@ -92,7 +92,7 @@ class Joining:
     def _let_go(self) -> None:
         """What has ended on the device, too: the others may drop that optimizer."""
         if any(mine.ended for mine in self._taking_part):
-            busy = {participant.key for participant in self._participants if participant.busy}
+            busy = {participant.key for participant in self._participants if _is_busy(participant)}
             self._taking_part = [mine for mine in self._taking_part if not mine.ended or mine.key in busy]
 
     def attend(self) -> None:
@@ -125,7 +125,7 @@ class Joining:
         """
         engine = self._rank_sets[GLOBAL].engine
         assert engine is not None
-        while any(participant.busy for participant in self._participants):  # may wait for one that has joined
+        while any(map(_is_busy, self._participants)):  # may wait for one that has joined
             self._watchdog.failures.check()
             self.attend()
             time.sleep(SHORTEST_PAUSE_S)
@@ -154,6 +154,11 @@ class Joining:
         self._round += 1
         engine.finish(all_have_joined)
         return engine.last_joined
+
+
+def _is_busy(participant: Participant) -> bool:
+    """A device is not done with iterations that have ended on the host."""
+    return (in_flight := participant.in_flight) is not None and in_flight.busy
 
 
 def _pause_s(moved_s: float) -> float:

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from enum import IntEnum
 from typing import Protocol
 
+from sirtaki.comm.gradients.in_flight import InFlight
+
 Key = tuple[int, int]
 """A participant: the number of its process set, and its own there; the same on all ranks of the set."""
 
@@ -92,17 +94,8 @@ class Participant(Protocol):
         ...
 
     @property
-    def on_streams(self) -> bool:
-        """Gradients are on a device on which things happen later than they are called."""
-        ...
-
-    @property
-    def busy(self) -> bool:
-        """A device is not done with iterations that have ended on the host. Any thread."""
-        ...
-
-    def stalled(self) -> tuple[int, float] | None:
-        """The iteration for whose reduction a device waits, and since when (`time.monotonic()`). Any thread."""
+    def in_flight(self) -> InFlight | None:
+        """What a device may still be busy with; None where nothing is reduced. Any thread."""
         ...
 
     def remember(self) -> None:

@@ -40,7 +40,7 @@ class ReducerWatch:
         if tuned is not None:
             tuned.check()
             iteration = tuned.synchroniser.iteration
-            if since_s is None and (stalled := reducer.stalled()):
+            if since_s is None and (stalled := tuned.synchroniser.in_flight.stalled()):
                 iteration, since_s = stalled
         return None if since_s is None else Wait(what=f"the gradients of iteration {iteration}", since_s=since_s)
 
