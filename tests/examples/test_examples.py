@@ -49,11 +49,13 @@ def test_the_language_model_learns_though_ranks_have_different_amounts_of_text(r
     assert bits[-1] < bits[0] < 7
 
 
+@pytest.mark.slow
 def test_the_elastic_looking_script_learns_on_ranks_that_stay(run_ranks: RunRanks) -> None:
     out = run_ranks(EXAMPLES / "elastic_digits.py", 2, env=ENV, timeout_s=60).stdout
     assert float(re.findall(r"accuracy: ([\d.]+) %", out)[-1]) > 90
 
 
+@pytest.mark.slow
 def test_process_sets_learn_different_functions(run_ranks: RunRanks) -> None:
     out = run_ranks(EXAMPLES / "process_sets.py", 3, env=ENV, timeout_s=60).stdout
     learned = re.findall(r"rank (\d) has learned (\w+), mean squared error ([\d.e-]+)", out)

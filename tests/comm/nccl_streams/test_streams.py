@@ -24,6 +24,7 @@ def test_units_on_several_communicators_pass_the_conformance_suite(run_ranks: Ru
     assert "route nccl flat" in run(run_ranks, "nccl-conform", ranks)
 
 
+@SLOW
 def test_hierarchical_units_pass_the_conformance_suite(run_ranks: RunRanks) -> None:
     assert "route nccl hierarchical" in run(run_ranks, "nccl-conform", 4, local_size="2")
 

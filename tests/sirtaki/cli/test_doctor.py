@@ -164,6 +164,7 @@ def test_every_command_has_a_module_that_can_be_configured_and_help(capsys):
         assert f"sirtaki {name}" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_nccl_streams_are_tried_with_a_rank_on_each_gpu(monkeypatch):
     assert "one GPU" in doctor.nccl_streams(1).value
     # Here the ranks have no GPU, so the trial goes through the host's memory and says so.

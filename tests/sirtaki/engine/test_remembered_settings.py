@@ -52,7 +52,7 @@ def test_jobs_that_reduce_other_parts_of_one_model_do_not_run_each_others_settin
 @pytest.mark.parametrize(
     ("ranks", "damages"),
     [
-        (2, SOME_DAMAGES),
+        pytest.param(2, SOME_DAMAGES, marks=pytest.mark.slow),
         pytest.param(2, ALL_DAMAGES, marks=pytest.mark.slow),
         pytest.param(3, ALL_DAMAGES, marks=pytest.mark.slow),
     ],
@@ -72,6 +72,7 @@ def test_whatever_is_in_the_registry_jobs_train_right_and_put_it_right(
     assert list(tmp_path.glob("registry.db.broken-*"))
 
 
+@pytest.mark.slow
 def test_a_job_with_fixed_knobs_or_a_full_disk_leaves_the_free_jobs_entry_alone(
     run_ranks: RunRanks, tmp_path: Path
 ) -> None:

@@ -37,6 +37,7 @@ def test_a_job_tunes_while_it_trains_right_and_the_next_one_starts_tuned(
     assert read_records(tmp_path / "second.jsonl")[0]["knobs"] == records[-1]["knobs"]
 
 
+@pytest.mark.slow
 def test_a_job_that_ends_early_leaves_its_trials_to_the_next(run_ranks: RunRanks) -> None:
     first = run_ranks("tuning.py", 2, 15).stderr
     assert "the job ends before its warm-up" in first
