@@ -22,7 +22,7 @@ def on_rank(options: Mapping[str, Any]) -> None:
     import torch
 
     import sirtaki.torch as hvd
-    from sirtaki.comm.control.plane import load_mpi
+    from sirtaki.comm.control.mpi import load_mpi
 
     hvd.init()
     mpi, tensor = load_mpi(), torch.ones(NUMEL)

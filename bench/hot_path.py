@@ -111,18 +111,18 @@ def cost_per_gradient(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def round_latency(comm: Any, options: Mapping[str, Any]) -> list[float]:
     """Collective: seconds of a negotiation round, a sample being the mean of a few in a row, on the slowest rank."""
-    from sirtaki.comm.control.failure import FailureBoard
+    from sirtaki.comm.control.mpi import world
     from sirtaki.comm.gradients.negotiation import agree
 
-    own, board, samples = comm.Dup(), FailureBoard(), []
+    own, samples = world(comm).duplicate(), []
     bits = np.ones(ROUND_BITS, dtype=np.bool_)
 
     def rounds() -> None:
         for _ in range(options["rounds"]):
-            agree(bits, comm=own, failures=board)
+            agree(bits, comm=own, failures=own.failures)
             begin_s = time.perf_counter()
             for _ in range(50):
-                agree(bits, comm=own, failures=board)
+                agree(bits, comm=own, failures=own.failures)
             samples.append((time.perf_counter() - begin_s) / 50)
 
     thread = threading.Thread(target=rounds)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from .control.communicator import Backend
+from .control.mpi import mpi_of
 from .control.plane import ControlPlane
 from .device import Device
 from .nccl_streams.communicators import CommunicatorPool, Opener
@@ -57,10 +59,14 @@ class TransportFactory:
         gloo, mpi = (TransportKind.GLOO, FLAT), (TransportKind.MPI, FLAT)
         if self._control.one_node:
             shared = ((TransportKind.SHARED_MEMORY, FLAT),) if self.shares_memory else ()
-            return (*shared, mpi, gloo)
-        if self.shares_memory:
-            return ((TransportKind.GLOO, TREE), gloo, mpi, (TransportKind.MPI, TREE))
-        return (gloo, mpi)
+            routes = (*shared, mpi, gloo)
+        elif self.shares_memory:
+            routes = ((TransportKind.GLOO, TREE), gloo, mpi, (TransportKind.MPI, TREE))
+        else:
+            routes = (gloo, mpi)
+        if self._control.backend is Backend.MPI:
+            return routes
+        return tuple(route for route in routes if route[0] is not TransportKind.MPI)
 
     def make(self, route: Route) -> Transport:
         """Collective.
@@ -84,7 +90,8 @@ class TransportFactory:
         """Gloo or MPI between all ranks, or across the nodes between those of one local rank."""
         control = self._control
         if kind is TransportKind.MPI:
-            return MpiTransport(control.duplicate_cross if across else control.duplicate, control.agree_on_success)
+            duplicate = control.duplicate_cross if across else control.duplicate
+            return MpiTransport(lambda: mpi_of(duplicate()), control.agree_on_success)
         store, address = control.store()
         group = f"local{control.local_rank}" if across else "all"
         return GlooTransport(

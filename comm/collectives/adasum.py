@@ -9,12 +9,10 @@ same vector.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 
-if TYPE_CHECKING:
-    from mpi4py import MPI
+from sirtaki.comm.control.communicator import Communicator, Test
 
 
 def combine(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
@@ -26,14 +24,14 @@ def combine(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     return (a_share * a + b_share * b).to(one.dtype)
 
 
-def adasum_(vector: torch.Tensor, *, comm: MPI.Comm, wait: Callable[[MPI.Request], None]) -> None:
+def adasum_(vector: torch.Tensor, *, comm: Communicator, wait: Callable[[Test], None]) -> None:
     """Collective: replaces a contiguous 1-d CPU vector by the Adasum of all ranks'; their number is a power of two."""
     distance = 1
     while distance < comm.size:
         partner = comm.rank ^ distance
         theirs = torch.empty_like(vector)
-        receiving = comm.Irecv(theirs.numpy(), source=partner)
-        wait(comm.Isend(vector.numpy(), dest=partner))
+        receiving = comm.receive(theirs.numpy(), partner)
+        wait(comm.send(vector.numpy(), partner))
         wait(receiving)
         # Both partners compute the same expression in the same order, so they get the same bits.
         low, high = (vector, theirs) if comm.rank < partner else (theirs, vector)

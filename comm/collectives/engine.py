@@ -14,11 +14,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
 from sirtaki.comm import timeline
+from sirtaki.comm.control.communicator import Communicator
 from sirtaki.comm.control.failure import WAIT_SLICE_S, FailureBoard
 from sirtaki.comm.control.watchdog import Wait
 from sirtaki.comm.transports.mpi import ThreadWork
@@ -28,9 +28,6 @@ from .eager_work import EagerWork
 from .pending import Pending
 from .requests import Progress, Signature
 from .rounds import Rounds
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 LONGEST_PAUSE_S = 2e-3
 """Between rounds that bring nothing: the ranks wait for different things."""
@@ -45,7 +42,7 @@ class EagerEngine:
         awaited: the operation that a thread of the user's waits for, and since when (`time.monotonic()`).
     """
 
-    def __init__(self, comm: MPI.Comm, failures: FailureBoard, *, where: str = "") -> None:
+    def __init__(self, comm: Communicator, failures: FailureBoard, *, where: str = "") -> None:
         """Collective over `comm`, of which the engine gets two duplicates.
 
         Args:
@@ -56,7 +53,7 @@ class EagerEngine:
         self._pending = Pending(where)
         self._rounds = Rounds(comm, failures, self._pending)
         self._failures = failures
-        self.rank, self.size = int(comm.rank), int(comm.size)
+        self.rank, self.size = comm.rank, comm.size
         self.awaited: tuple[str, float] | None = None
         self._turn = threading.Lock()  # of whoever runs rounds
         self._pause_s = 0.0

@@ -1,4 +1,4 @@
-"""Eager operations on tensors over MPI, in the thread that agreed on them.
+"""Eager operations on tensors over the control plane, in the thread that agreed on them.
 
 Requests are non-blocking and tested in a loop, so that a lost job ends the wait. Tensors on other devices than the
 CPU are copied to it and back.
@@ -10,21 +10,18 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from itertools import chain, islice, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from sirtaki.comm.control.communicator import Communicator, Op, Test
 from sirtaki.comm.control.failure import FailureBoard
-from sirtaki.comm.control.plane import load_mpi
 from sirtaki.comm.transports.scaling import HALF_DTYPES, scale_
 
 from .adasum import adasum_
 from .requests import ADASUM, Kind, Signature
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 Tensors = list[torch.Tensor]
 
@@ -40,18 +37,17 @@ TESTS_A_YIELD = 8
 class Ranks:
     """The ranks that take part, and how to wait for them."""
 
-    def __init__(self, comm: MPI.Comm, failures: FailureBoard) -> None:
+    def __init__(self, comm: Communicator, failures: FailureBoard) -> None:
         """Keeps `comm`, which nobody else uses at the same time."""
         self.comm, self._failures = comm, failures
         self.rank, self.size = comm.rank, comm.size
 
-    def wait(self, request: MPI.Request) -> None:
-        """Returns once the request is complete.
+    def wait(self, test: Test) -> None:
+        """Returns once the operation is complete.
 
         Raises:
             CommError: the job failed meanwhile.
         """
-        test: Callable[[], bool] = request.Test
         if test():
             return
         give_up_spinning = time.perf_counter() + SPIN_S
@@ -67,7 +63,7 @@ class Ranks:
     def all_gather(self, values: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Collective: the small arrays of all ranks, `(size, *values.shape)`."""
         gathered = np.empty((self.size, *values.shape), dtype=np.int64)
-        self.wait(self.comm.Iallgather(values, gathered))
+        self.wait(self.comm.all_gather(values, gathered))
         return gathered
 
 
@@ -138,28 +134,22 @@ def _reduced(flat: torch.Tensor, signature: Signature, ranks: Ranks) -> torch.Te
     """Collective: a 1-d tensor, scaled, reduced and scaled."""
     received = _work_copy(flat, signature.factors[0])
     if received.numel():
-        buffer = _reducible(received)
-        ranks.wait(ranks.comm.Iallreduce(load_mpi().IN_PLACE, buffer, op=_operation(signature.op)))
+        ranks.wait(ranks.comm.all_reduce(_reducible(received), Op(signature.op)))
     scale_(received, signature.factors[1])
     return received.to(flat.dtype)
 
 
 def _work_copy(flat: torch.Tensor, prescale: float) -> torch.Tensor:
-    """A scaled copy in a dtype that MPI knows: halves as float32."""
+    """A scaled copy in a dtype that every backend knows: halves as float32."""
     copy = flat.float() if flat.dtype in HALF_DTYPES else flat.clone()
     scale_(copy, prescale)
     return copy
 
 
 def _reducible(tensor: torch.Tensor) -> npt.NDArray[Any]:
-    """The memory of a tensor as MPI reduces it: bool as the bytes 0 and 1."""
+    """The memory of a tensor as it is reduced: bool as the bytes 0 and 1."""
     array: npt.NDArray[Any] = (tensor.view(torch.uint8) if tensor.dtype is torch.bool else tensor).numpy()
     return array
-
-
-def _operation(op: str) -> Any:  # Any: MPI.Op, from a module that is loaded late
-    mpi = load_mpi()
-    return {"sum": mpi.SUM, "min": mpi.MIN, "max": mpi.MAX, "product": mpi.PROD}[op]
 
 
 def _adasum(signature: Signature, inputs: Tensors, ranks: Ranks) -> Tensors:
@@ -176,12 +166,12 @@ def _adasum(signature: Signature, inputs: Tensors, ranks: Ranks) -> Tensors:
 def _broadcast(signature: Signature, inputs: Tensors, ranks: Ranks) -> Tensors:
     results = [tensor.clone() for tensor in inputs]
     for result in results:
-        ranks.wait(ranks.comm.Ibcast(_bytes(result), root=signature.root))
+        ranks.wait(ranks.comm.broadcast(_bytes(result), signature.root))
     return results
 
 
 def _barrier(signature: Signature, inputs: Tensors, ranks: Ranks) -> Tensors:
-    ranks.wait(ranks.comm.Ibarrier())
+    ranks.wait(ranks.comm.barrier())
     return []
 
 
@@ -192,7 +182,7 @@ def _all_gather(signature: Signature, inputs: Tensors, ranks: Ranks) -> Tensors:
     for tensor, rows_of in zip(inputs, rows.T, strict=True):
         result = tensor.new_empty((int(rows_of.sum()), *tensor.shape[1:]))
         counts = (rows_of * _row_bytes(tensor)).tolist()
-        ranks.wait(ranks.comm.Iallgatherv(_bytes(tensor), [_bytes(result), counts]))
+        ranks.wait(ranks.comm.all_gather(_bytes(tensor), _bytes(result), counts))
         results.append(result)
     return results
 
@@ -202,11 +192,11 @@ def _all_to_all(signature: Signature, inputs: Tensors, ranks: Ranks) -> Tensors:
     tensor, splits = inputs
     sent = splits.numpy().astype(np.int64)
     received = np.empty_like(sent)
-    ranks.wait(ranks.comm.Ialltoall(sent, received))
+    ranks.wait(ranks.comm.all_to_all(sent, received))
     result = tensor.new_empty((int(received.sum()), *tensor.shape[1:]))
     row_bytes = _row_bytes(tensor)
-    outgoing = [_bytes(tensor), (sent * row_bytes).tolist()]
-    ranks.wait(ranks.comm.Ialltoallv(outgoing, [_bytes(result), (received * row_bytes).tolist()]))
+    counts = (sent * row_bytes).tolist(), (received * row_bytes).tolist()
+    ranks.wait(ranks.comm.all_to_all(_bytes(tensor), _bytes(result), counts))
     return [result, torch.from_numpy(received.astype(np.int32))]
 
 
@@ -220,9 +210,7 @@ def _reduce_scatter(signature: Signature, inputs: Tensors, ranks: Ranks) -> Tens
         sent = _work_copy(tensor.reshape(-1), signature.factors[0])
         part = sent.new_empty(counts[ranks.rank])
         if sent.numel():
-            ranks.wait(
-                ranks.comm.Ireduce_scatter(_reducible(sent), _reducible(part), counts, op=_operation(signature.op))
-            )
+            ranks.wait(ranks.comm.reduce_scatter(_reducible(sent), _reducible(part), counts, Op(signature.op)))
         scale_(part, signature.factors[1])
         own_rows = bounds[ranks.rank + 1] - bounds[ranks.rank]
         results.append(part.to(tensor.dtype).view(own_rows, *tensor.shape[1:]))
@@ -239,7 +227,7 @@ def _row_bytes(tensor: torch.Tensor) -> int:
 
 
 def _bytes(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
-    """The memory of a contiguous CPU tensor, as MPI takes it, whatever its dtype."""
+    """The memory of a contiguous CPU tensor, as it travels, whatever its dtype."""
     if tensor.numel() == 0:
         return np.empty(0, dtype=np.uint8)
     # Not reshape(-1): dimensions of length 1 may have any stride, and the result would inherit it.

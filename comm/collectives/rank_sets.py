@@ -8,17 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from sirtaki.comm.control.communicator import Communicator
 from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.control.watchdog import Watchdog
 from sirtaki.errors import CommError, ConfigError, MismatchError
 
 from .engine import EagerEngine
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
-
 
 GLOBAL = 0
 """The number of the set of all ranks."""
@@ -38,7 +34,7 @@ class RankSet:
 
     number: int
     ranks: tuple[int, ...]
-    comm: MPI.Comm | None
+    comm: Communicator | None
     engine: EagerEngine | None
     control: ControlPlane | None = None
 
@@ -92,8 +88,7 @@ class RankSets:
         self._last += 1
         comm = None
         if self._control.rank in members:
-            everybody: MPI.Intracomm = self._control.comm  # type: ignore[assignment]  # that is what it is
-            comm = everybody.Create_group(everybody.group.Incl(list(members)))
+            comm = self._control.comm.subset(members)
         self._open(self._last, members, comm)
         return self._last
 
@@ -131,7 +126,7 @@ class RankSets:
         self._close(number)
         return True
 
-    def _open(self, number: int, ranks: tuple[int, ...], comm: MPI.Comm | None) -> None:
+    def _open(self, number: int, ranks: tuple[int, ...], comm: Communicator | None) -> None:
         engine = None
         if comm is not None:
             where = f" of process set {number} (ranks {', '.join(map(str, ranks))})" if number else ""
@@ -147,7 +142,7 @@ class RankSets:
         if there.engine.close() and number:
             if there.control is not None:
                 there.control.close()
-            there.comm.Free()
+            there.comm.free()
 
     def close(self) -> None:
         """Collective over all ranks: ends all sets."""

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from sirtaki.comm import timeline
+from sirtaki.comm.control.communicator import Communicator, Op
 from sirtaki.comm.control.failure import FailureBoard, poll_until
-from sirtaki.comm.control.plane import gather, load_mpi
+from sirtaki.comm.control.plane import gather
 from sirtaki.comm.transports.mpi import ThreadWork
 from sirtaki.errors import CommError
 
@@ -21,9 +21,6 @@ from .operations import Ranks, perform, zeros_for
 from .pending import Pending, Snapshot
 from .requests import DIGEST_BYTES, Presence, Signature, batches, mismatch
 
-if TYPE_CHECKING:
-    from mpi4py import MPI
-
 _ALL_BITS = (1 << 8 * DIGEST_BYTES) - 1
 
 Bits = npt.NDArray[np.bool_]
@@ -32,10 +29,9 @@ Bits = npt.NDArray[np.bool_]
 class _Messages:
     """What the ranks tell each other in a round: bits, or everything that they have pending."""
 
-    def __init__(self, comm: MPI.Comm, failures: FailureBoard) -> None:
+    def __init__(self, comm: Communicator, failures: FailureBoard) -> None:
         """Keeps `comm`, which nobody else uses."""
         self._comm, self._failures = comm, failures
-        self._and = load_mpi().BAND
 
     def agree(self, digest: int, bits: Bits) -> tuple[bool, Bits]:
         """Collective: whether all ranks have this digest (0 = it equals none), and which bits all have set.
@@ -45,18 +41,17 @@ class _Messages:
         complement = digest ^ _ALL_BITS if digest else 0
         mine = digest.to_bytes(DIGEST_BYTES, "big") + complement.to_bytes(DIGEST_BYTES, "big")
         sent = np.concatenate([np.frombuffer(mine, dtype=np.uint8), np.packbits(bits)])
-        received = np.empty_like(sent)
-        poll_until(self._comm.Iallreduce(sent, received, op=self._and).Test, failures=self._failures)
-        all_equal = bool(digest) and received[: 2 * DIGEST_BYTES].tobytes() == mine
-        return all_equal, np.unpackbits(received[2 * DIGEST_BYTES :], count=bits.size).view(np.bool_)
+        poll_until(self._comm.all_reduce(sent, Op.AND), failures=self._failures)
+        all_equal = bool(digest) and sent[: 2 * DIGEST_BYTES].tobytes() == mine
+        return all_equal, np.unpackbits(sent[2 * DIGEST_BYTES :], count=bits.size).view(np.bool_)
 
     def exchange(self, mine: Presence) -> list[Presence]:
         """Collective: what every rank has pending."""
-        return gather(mine, comm=self._comm, failures=self._failures)
+        return gather(mine, comm=self._comm)
 
     def close(self) -> None:
         """Frees the communicator; when all ranks do."""
-        self._comm.Free()
+        self._comm.free()
 
 
 class Rounds:
@@ -68,10 +63,10 @@ class Rounds:
         ended: all ranks have taken their leave.
     """
 
-    def __init__(self, comm: MPI.Comm, failures: FailureBoard, pending: Pending) -> None:
+    def __init__(self, comm: Communicator, failures: FailureBoard, pending: Pending) -> None:
         """Collective over `comm`, of which two duplicates are kept."""
-        self._messages, self._data = _Messages(comm.Dup(), failures), comm.Dup()
-        self._ranks, self._size = Ranks(self._data, failures), int(comm.size)
+        self._messages, self._data = _Messages(comm.duplicate(), failures), comm.duplicate()
+        self._ranks, self._size = Ranks(self._data, failures), comm.size
         self._pending = pending
         self.last_joined = -1
         self.concluded = 0
@@ -198,4 +193,4 @@ class Rounds:
     def close(self) -> None:
         """Frees the communicators; when all ranks do."""
         self._messages.close()
-        self._data.Free()
+        self._data.free()

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 
+from .failure import poll_until
 from .plane import ControlPlane
 
 QUESTIONS = 16
@@ -37,16 +39,17 @@ def align_clocks(control: ControlPlane, *, now_s: Callable[[], float] = time.per
     """
     answers = []
     comm, question, answer = control.comm, np.zeros(1), np.zeros(1)
+    wait = partial(poll_until, failures=control.failures)
     for rank in range(1, control.size):
         for _ in range(QUESTIONS):
             if control.rank == 0:
-                comm.Recv(question, source=rank)
+                wait(comm.receive(question, rank))
                 answer[0] = now_s()
-                comm.Send(answer, dest=rank)
+                wait(comm.send(answer, rank))
             elif control.rank == rank:
                 asked_s = now_s()
-                comm.Send(question, dest=0)
-                comm.Recv(answer, source=0)
+                wait(comm.send(question, 0))
+                wait(comm.receive(answer, 0))
                 answers.append((asked_s, float(answer[0]), now_s()))
     origin_s: float = control.broadcast(now_s() if control.rank == 0 else None)
     return (offset_from(answers) if answers else 0.0) - origin_s

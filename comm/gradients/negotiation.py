@@ -10,40 +10,35 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from sirtaki.comm import timeline
+from sirtaki.comm.control.communicator import Array, Communicator, Op, Test
 from sirtaki.comm.control.failure import WAIT_SLICE_S, FailureBoard, poll_until
-from sirtaki.comm.control.plane import load_mpi
 from sirtaki.errors import CommError
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 logger = logging.getLogger(__name__)
 
 Bits = npt.NDArray[np.bool_]
 
 
-_given_up: list[MPI.Request] = []
-"""Rounds that other ranks never joined; MPI still knows their buffers, which the requests keep."""
+_given_up: list[tuple[Test, Array]] = []
+"""Rounds that other ranks never joined; who carries them still knows their arrays."""
 
 
 def agree(
-    bits: Bits, *, comm: MPI.Comm, failures: FailureBoard, closing: Callable[[], bool] = lambda: False
+    bits: Bits, *, comm: Communicator, failures: FailureBoard, closing: Callable[[], bool] = lambda: False
 ) -> Bits | None:
     """Collective: one round; the bits that are set on every rank, `(n,)`. None if it was given up, being `closing`."""
     packed = np.packbits(bits)
-    result = np.empty_like(packed)
-    request = comm.Iallreduce(packed, result, op=load_mpi().BAND)
-    poll_until(lambda: request.Test() or closing(), failures=failures)
-    if not request.Test():
-        _given_up.append(request)
+    test = comm.all_reduce(packed, Op.AND)
+    poll_until(lambda: test() or closing(), failures=failures)
+    if not test():
+        _given_up.append((test, packed))
         return None
-    return np.unpackbits(result, count=bits.size).view(np.bool_)
+    return np.unpackbits(packed, count=bits.size).view(np.bool_)
 
 
 class ReadinessNegotiation:
@@ -54,7 +49,7 @@ class ReadinessNegotiation:
     every gradient is agreed. All ranks see the same results, so all stop after the same round.
     """
 
-    def __init__(self, comm: MPI.Comm, failures: FailureBoard) -> None:
+    def __init__(self, comm: Communicator, failures: FailureBoard) -> None:
         """Keeps `comm` for its thread, which starts with the first backward pass."""
         self._comm, self._failures = comm, failures
         self._wake = threading.Condition()

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sirtaki.comm.control.plane import load_mpi
+from sirtaki.comm.control.mpi import load_mpi
 from sirtaki.comm.device import Event
 from sirtaki.comm.plan import TransportKind
 from sirtaki.errors import CommError

@@ -15,8 +15,10 @@ from sirtaki.comm import timeline
 from sirtaki.comm.collectives.engine import EagerEngine
 from sirtaki.comm.collectives.rank_sets import RankSets
 from sirtaki.comm.control.clocks import align_clocks
+from sirtaki.comm.control.communicator import Communicator
 from sirtaki.comm.control.courier import Courier
-from sirtaki.comm.control.plane import ControlPlane, load_mpi
+from sirtaki.comm.control.mpi import world
+from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.control.watchdog import Watchdog
 from sirtaki.comm.gradients.in_flight import InFlight
 from sirtaki.comm.nccl_streams.support import ask_for_launch_order
@@ -46,7 +48,7 @@ DEVICE_S = 5.0
 class Job:
     """The state of one initialised process."""
 
-    def __init__(self, settings: Settings, comm: MPI.Comm) -> None:
+    def __init__(self, settings: Settings, comm: Communicator) -> None:
         """Collective over `comm`."""
         self.settings = settings
         self.control = ControlPlane(comm, local_size=settings.local_size, interface=settings.gloo_interface)
@@ -122,6 +124,10 @@ class Job:
     def describe(self) -> str:
         """What this rank does, in words."""
         return self.watchdog.describe()
+
+    def abort(self, reason: str) -> None:
+        """Ends the job on all ranks, at once, and with MPI this process."""
+        self.control.comm.abort(reason)
 
     def interrupt(self) -> list[str]:
         """Keeps what the warm-up has found so far, and says where this rank is, in words."""
@@ -233,16 +239,16 @@ def init(comm: Sequence[int] | MPI.Comm | None = None) -> None:
     process_end.watch(_job)
 
 
-def _communicator(comm: Sequence[int] | MPI.Comm | None) -> MPI.Comm:
-    world: MPI.Intracomm = load_mpi().COMM_WORLD
-    check_world_size(world.size)
+def _communicator(comm: Sequence[int] | MPI.Comm | None) -> Communicator:
+    everybody = world()
+    check_world_size(everybody.size)
     if not comm:
-        return world
+        return everybody
     if not isinstance(comm, Sequence):
-        return comm
-    if world.rank not in comm:
-        raise ConfigError(f"rank {world.rank} called init(comm={list(comm)}), which does not name it")
-    return world.Create_group(world.group.Incl(list(comm)))
+        return world(comm)
+    if everybody.rank not in comm:
+        raise ConfigError(f"rank {everybody.rank} called init(comm={list(comm)}), which does not name it")
+    return everybody.subset(comm)
 
 
 def shutdown() -> None:

@@ -10,7 +10,7 @@ import time
 from types import TracebackType
 from typing import Any, NoReturn, Protocol
 
-from sirtaki.comm.control.plane import load_mpi, skip_finalize
+from sirtaki.comm.control.mpi import skip_finalize
 from sirtaki.errors import CommError, MismatchError, PeerLostError
 
 VICTIM_S = 2.0
@@ -45,6 +45,10 @@ class Endable(Protocol):
 
     def close(self, timeout_s: float) -> bool:
         """Collective: waits for the other ranks; may be called again where they did not come."""
+        ...
+
+    def abort(self, reason: str) -> None:
+        """Ends the job on all ranks, at once."""
         ...
 
     def describe(self) -> str:
@@ -111,7 +115,8 @@ def _install_hooks() -> None:
             message = f": {error}" if told_elsewhere else ""  # elsewhere it stands above
             _report(job, f"raised {kind.__name__}{message}", where)
             _flush()
-            load_mpi().COMM_WORLD.Abort(1)
+            job.abort(f"rank {job.rank} raised {kind.__name__}: {error}")
+            _leave(1)
 
     def on_exit(status: Any = None) -> NoReturn:  # Any: as sys.exit
         global _exit_code

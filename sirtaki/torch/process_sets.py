@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from sirtaki.comm.collectives.engine import EagerEngine
 from sirtaki.comm.collectives.rank_sets import GLOBAL, RankSet
-from sirtaki.comm.control.plane import load_mpi
+from sirtaki.comm.control.mpi import load_mpi, mpi_of
 from sirtaki.engine import job
 from sirtaki.errors import ConfigError
 
@@ -144,7 +144,9 @@ def _wanted(process_set: ProcessSet) -> list[int]:
     mine: list[int] = []
     if process_set.mpi_comm != MPI.COMM_NULL:
         group = process_set.mpi_comm.group
-        mine = [int(rank) for rank in MPI.Group.Translate_ranks(group, list(range(group.size)), control.comm.group)]
+        mine = [
+            int(rank) for rank in MPI.Group.Translate_ranks(group, list(range(group.size)), mpi_of(control.comm).group)
+        ]
     named: list[list[int]] = [ranks for ranks in control.all_gather(mine) if ranks]
     if len({tuple(ranks) for ranks in named}) != 1:
         raise ConfigError("a process set's communicator must be one and the same on its members, COMM_NULL elsewhere")

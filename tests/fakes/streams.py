@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from sirtaki.comm.control.mpi import mpi_of
 from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.nccl_streams.communicators import CommunicatorKey, Group, GroupWork, Scope
 from sirtaki.comm.transports.contract import ReduceOp
@@ -253,10 +254,10 @@ class FakeOpener:
         comm = {
             Scope.ALL: control.duplicate,
             Scope.ACROSS: control.duplicate_cross,
-            Scope.NODE: control.node.Dup,
+            Scope.NODE: control.node.duplicate,
         }[key.scope]()
         self.opened.append(key)
-        self.groups[key] = FakeGroup(self, key, comm)
+        self.groups[key] = FakeGroup(self, key, mpi_of(comm))
         return self.groups[key]
 
     def memory_bytes(self) -> tuple[int, int]:

@@ -8,11 +8,12 @@ import pytest
 
 from sirtaki.comm.control import plane
 from sirtaki.comm.control.courier import Courier, Tag
-from sirtaki.comm.control.plane import ControlPlane, load_mpi
+from sirtaki.comm.control.mpi import world
+from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.errors import ConfigError, MismatchError
 
 local_size = int(sys.argv[1]) if sys.argv[1] != "all" else None
-control = ControlPlane(load_mpi().COMM_WORLD, local_size=local_size)
+control = ControlPlane(world(), local_size=local_size)
 rank, size = control.rank, control.size
 local = local_size or size
 
@@ -65,7 +66,7 @@ control.close()
 
 # Two hosts of one name are two.
 with mock.patch.object(plane, "_host_identity", return_value=("localhost", f"boot {rank % 2}")):
-    apart = ControlPlane(load_mpi().COMM_WORLD)
+    apart = ControlPlane(world())
 assert apart.hosts == [other % 2 for other in range(size)]
 assert len(set(apart.host_names)) == 1
 apart.close()
@@ -73,5 +74,5 @@ apart.close()
 # A node size that does not divide the ranks is refused by all of them.
 if size > 1:
     with pytest.raises(ConfigError, match="SIRTAKI_LOCAL_SIZE"):
-        ControlPlane(load_mpi().COMM_WORLD, local_size=size + 1)
+        ControlPlane(world(), local_size=size + 1)
 print(f"ok {rank}")

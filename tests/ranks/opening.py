@@ -16,7 +16,8 @@ import torch
 from conformance.transport import expected, values
 
 from sirtaki.comm.control import plane
-from sirtaki.comm.control.plane import ControlPlane, load_mpi
+from sirtaki.comm.control.mpi import world
+from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.plan import Algorithm, CommPlan, TransportKind, Unit
 from sirtaki.comm.router import Route, Router
 from sirtaki.comm.transports import gloo, node_memory
@@ -161,7 +162,7 @@ def buffers_that_cannot_be_shared_are_not() -> None:
 
 
 def an_unreachable_store_leaves_mpi() -> None:
-    apart = ControlPlane(load_mpi().COMM_WORLD)
+    apart = ControlPlane(world())
     with broken(plane, "reach", TransportError("rank 0 cannot be reached")):
         router = Router(apart, timeout_s=30.0)
     assert router.routes == (SHARED, MPI)
@@ -195,14 +196,14 @@ CASES = [
 ]
 
 if __name__ == "__main__":
-    control = ControlPlane(load_mpi().COMM_WORLD)
+    control = ControlPlane(world())
     unlucky = control.rank == control.size - 1
     for case in [case for case in CASES if case.__name__ in sys.argv] or CASES:
         try:
             case()
         except BaseException:
             traceback.print_exc()
-            load_mpi().COMM_WORLD.Abort(1)
+            control.comm.abort("a case has failed")
         control.barrier()
         print(f"passed {case.__name__}", flush=True)
     control.close()

@@ -2,11 +2,12 @@
 
 import sys
 
-from sirtaki.comm.control.plane import ControlPlane, load_mpi
+from sirtaki.comm.control.mpi import world
+from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.router import Router
 from sirtaki.engine.probes import probe_routes
 
-control = ControlPlane(load_mpi().COMM_WORLD)
+control = ControlPlane(world())
 router = Router(control, timeout_s=30)
 route = router.routes[-1]
 budget_s = float(sys.argv[1 + control.rank])

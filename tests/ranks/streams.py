@@ -13,7 +13,8 @@ from conformance.transport import check_route
 from fakes.streams import FakeDevice, FakeOpener
 
 from sirtaki.autotune.knobs import Knobs
-from sirtaki.comm.control.plane import ControlPlane, load_mpi
+from sirtaki.comm.control.mpi import world
+from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.gradients.buffers import Reduction
 from sirtaki.comm.gradients.synchroniser import Synchroniser
 from sirtaki.comm.layout import GradientLayout
@@ -25,7 +26,7 @@ from sirtaki.comm.router import Router
 from sirtaki.engine.stream_trial import try_streams
 
 local_size = os.environ.get("TEST_LOCAL_SIZE")
-control = ControlPlane(load_mpi().COMM_WORLD, local_size=int(local_size) if local_size else None)
+control = ControlPlane(world(), local_size=int(local_size) if local_size else None)
 rank, size = control.rank, control.size
 through_nccl = sys.argv[1].startswith("nccl")
 device: Any

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from sirtaki.autotune.knobs import Cut, Knobs
-from sirtaki.comm.control.plane import ControlPlane, load_mpi
+from sirtaki.comm.control.mpi import world
+from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.gradients.buffers import Reduction
 from sirtaki.comm.gradients.iteration_report import IterationReport
 from sirtaki.comm.gradients.synchroniser import Synchroniser
@@ -16,7 +17,7 @@ from sirtaki.comm.plan import CommPlan
 from sirtaki.comm.router import Router
 from sirtaki.errors import MismatchError, PlanError
 
-control = ControlPlane(load_mpi().COMM_WORLD)
+control = ControlPlane(world())
 rank, size = control.rank, control.size
 ITERATIONS = int(sys.argv[1])
 

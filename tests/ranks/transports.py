@@ -5,11 +5,12 @@ import time
 
 from conformance.transport import check_route
 
-from sirtaki.comm.control.plane import ControlPlane, load_mpi
+from sirtaki.comm.control.mpi import world
+from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.router import Router
 
 local_size = os.environ.get("TEST_LOCAL_SIZE")
-control = ControlPlane(load_mpi().COMM_WORLD, local_size=int(local_size) if local_size else None)
+control = ControlPlane(world(), local_size=int(local_size) if local_size else None)
 router = Router(control, timeout_s=30.0)
 for route in router.routes:
     begin = time.perf_counter()

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mpi4py import MPI
 
 from sirtaki.comm.control import watchdog
 from sirtaki.comm.control.courier import Courier
 from sirtaki.comm.control.failure import FailureBoard
+from sirtaki.comm.control.mpi import load_mpi, world
 from sirtaki.comm.control.watchdog import MOST_FAILURES, Watchdog
 
 
@@ -19,7 +19,7 @@ from sirtaki.comm.control.watchdog import MOST_FAILURES, Watchdog
 def dog(monkeypatch: pytest.MonkeyPatch) -> Watchdog:
     """One that nobody has started: there is one rank only."""
     monkeypatch.setattr(watchdog, "TICK_S", 0.001)
-    return Watchdog(Courier(MPI.COMM_SELF), FailureBoard(), warning_s=60.0, shutdown_s=None)
+    return Watchdog(Courier(world(load_mpi().COMM_SELF)), FailureBoard(), warning_s=60.0, shutdown_s=None)
 
 
 def looks(dog: Watchdog, look: Callable[[], None], seconds: float) -> None:

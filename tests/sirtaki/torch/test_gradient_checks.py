@@ -6,13 +6,14 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from sirtaki.comm.control.plane import ControlPlane, load_mpi
+from sirtaki.comm.control.mpi import load_mpi, world
+from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.engine.nan_check import NanCheck
 
 
 @pytest.fixture(scope="module")
 def control() -> ControlPlane:
-    return ControlPlane(load_mpi().COMM_SELF)
+    return ControlPlane(world(load_mpi().COMM_SELF))
 
 
 @pytest.fixture(autouse=True)
