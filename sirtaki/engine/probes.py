@@ -22,6 +22,7 @@ from sirtaki.errors import PlanError, TransportError, TuningError
 from sirtaki.link_model import LinkModel
 
 from .contention_probe import ThreadProbe, contention_model
+from .probe_budget import PASSES, SMALL_BYTES, SOUNDING_BYTES, STREAM_BYTES, ProbeBudget, ProbeSize
 
 if TYPE_CHECKING:
     from sirtaki.comm.control.plane import ControlPlane
@@ -31,12 +32,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-STREAM_BYTES = MIB
-"""What each stream carries in one pass of a probe, cut into units."""
-
-PASSES = 2
-"""That are timed as one, after one that is not."""
-
 SHORT_S = 0.02
 MOST_REPEATS = 3
 """A probe is repeated until it has taken so long or been taken so often: hiccups outlast short ones."""
@@ -45,14 +40,14 @@ SHAPES = (
     (64 * KIB, 1),
     (MIB, 1),
     (MIB, 4),
+    (MIB, 16),
     (64 * KIB, 4),
     (MIB, 8),
     (64 * KIB, 8),
     (MIB, 2),
     (256 * KIB, 1),
-    (MIB, 16),
 )
-"""Bytes of a unit, and streams; what a small budget should know comes first, the link before the processor."""
+"""Bytes of a unit where there is time, and streams; what a small budget should know comes first."""
 
 NEEDED_FIRST, NEEDED, ENOUGH = 3, 2, 3
 """So many shapes are measured on the first route and on every other, and on the others at most so many."""
@@ -63,40 +58,63 @@ def probe_routes(
 ) -> dict[Route, list[LinkProbe]]:
     """Collective: times a few all-reduces on each route, the first ones first, for about `budget_s` in all.
 
+    Where the link is slow, probes carry less (`ProbeBudget`), and only the needed shapes may exceed the budget.
+
     Args:
         control: the ranks.
         router: carries the units.
         routes: to measure, the most important first: where there is time, it is measured in more ways than the others.
         max_streams: no more are opened.
-        budget_s: by the clock, opening of connections included; after that each route gets the needed shapes only,
-            once. The smallest of all ranks' counts.
+        budget_s: by the clock, opening of connections included. The smallest of all ranks' counts.
     """
     # Every rank must go through the same shapes: neither its own budget nor its own clock may decide.
     budget_s = float(control.minimum(np.array([budget_s]))[0])
     buffer = router.allocate(max_streams * STREAM_BYTES // 4, torch.float32)
-    found: dict[Route, list[LinkProbe]] = {}
-    begin_s, spent_s = time.perf_counter(), 0.0
+    found: dict[Route, list[LinkProbe]] = {route: [] for route in routes}
+    needed_after = NEEDED_FIRST + NEEDED * (len(routes) - 1)
+    begin_s = time.perf_counter()
     for route in routes:
-        found[route] = []
         shapes, needed = (SHAPES, NEEDED_FIRST) if route == routes[0] else (SHAPES[:ENOUGH], NEEDED)
+        try:
+            soundings_s = tuple(_sounding_s(control, router, route, buffer, size) for size in SOUNDING_BYTES)
+        except (PlanError, TransportError) as err:  # on all ranks alike
+            logger.info("not probed: %s", err)
+            needed_after -= needed
+            continue
+        mine_s = [*soundings_s, time.perf_counter() - begin_s]
+        small_s, large_s, spent_s = control.maximum(np.array(mine_s)).tolist()
+        budget = ProbeBudget((small_s, large_s))
+        seen: set[tuple[int, int]] = set()
+        most = min(max_streams, router.max_streams([route]))
         for number, (unit_bytes, streams) in enumerate(shapes):
+            needed_more = needed_after - number if number < needed else 0
+            size = budget.size(unit_bytes, streams, left_s=budget_s - spent_s, needed_more=needed_more)
             # What is not known to be slow would have to be tried.
-            if streams > max_streams or (spent_s > budget_s and number >= needed):
+            if streams > most or size is None or (size.unit_bytes, streams) in seen:
                 continue
-            plan = _probe_plan(route, unit_bytes, streams)
+            plan = _probe_plan(route, size, streams)
             try:
                 router.open_plan(plan)
             except (PlanError, TransportError) as err:  # on all ranks alike
                 logger.info("not probed: %s", err)
                 continue
-            rounds, probed_s = PASSES * STREAM_BYTES // unit_bytes, 0.0
+            seen.add((size.unit_bytes, streams))
+            probed_s = 0.0
             for repeat in range(MOST_REPEATS):
-                mine_s = _probe_s(control, router, plan, buffer, is_first=repeat == 0)
-                seconds, spent_s = control.maximum(np.array([mine_s, time.perf_counter() - begin_s])).tolist()
-                found[route].append(LinkProbe(unit_bytes=unit_bytes, streams=streams, seconds=seconds, rounds=rounds))
+                mine_s = [
+                    _probe_s(control, router, plan, buffer, is_first=repeat == 0),
+                    time.perf_counter() - begin_s,
+                ]
+                seconds, spent_s = control.maximum(np.array(mine_s)).tolist()
+                probe = LinkProbe(
+                    unit_bytes=size.unit_bytes, streams=streams, seconds=seconds, rounds=PASSES * size.rounds
+                )
+                found[route].append(probe)
+                budget.learn(streams=streams, unit_bytes=size.unit_bytes, round_s=probe.round_s)
                 probed_s += seconds
                 if probed_s > SHORT_S or spent_s > budget_s:
                     break
+        needed_after -= needed
     return found
 
 
@@ -107,7 +125,8 @@ def narrowed(space: KnobSpace, probes: Mapping[Route, Sequence[LinkProbe]], *, d
     half of what the default's route carries at best, are left out; the default stays.
     """
     rates = {
-        route: _rates([probe for probe in measured if probe.unit_bytes == MIB]) for route, measured in probes.items()
+        route: _rates([probe for probe in measured if probe.unit_bytes > SMALL_BYTES])
+        for route, measured in probes.items()
     }
     best = {route: max(by_streams.values()) for route, by_streams in rates.items() if by_streams}
     if not best:
@@ -132,15 +151,26 @@ def _rates(probes: Sequence[LinkProbe]) -> dict[int, float]:
     return rates
 
 
-def _probe_plan(route: Route, unit_bytes: int, streams: int) -> CommPlan:
-    """`STREAM_BYTES` on each stream, in units that take the streams in turn."""
+def _probe_plan(route: Route, size: ProbeSize, streams: int) -> CommPlan:
+    """So many rounds on each stream, in units that take the streams in turn."""
     transport, algorithm = route
-    numel = unit_bytes // 4
+    numel = size.unit_bytes // 4
     units = tuple(
         Unit(start=number * numel, stop=(number + 1) * numel, stream=number % streams, algorithm=algorithm)
-        for number in range(streams * STREAM_BYTES // unit_bytes)
+        for number in range(streams * size.rounds)
     )
     return CommPlan(numel=len(units) * numel, units=units, streams=streams, transport=transport)
+
+
+def _sounding_s(control: ControlPlane, router: Router, route: Route, buffer: FlatBuffer, unit_bytes: int) -> float:
+    """Collective: seconds that one all-reduce takes, roughly, on this rank; the second one, on open connections.
+
+    Raises:
+        PlanError | TransportError: on all ranks, the route cannot be opened.
+    """
+    plan = _probe_plan(route, ProbeSize(unit_bytes=unit_bytes, rounds=1), 1)
+    router.open_plan(plan)
+    return _probe_s(control, router, plan, buffer, is_first=True) / PASSES
 
 
 def _probe_s(control: ControlPlane, router: Router, plan: CommPlan, buffer: FlatBuffer, *, is_first: bool) -> float:

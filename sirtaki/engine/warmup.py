@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-PROBE_S, SPANS = 0.2, 3
-"""What probing may take, besides so many times the time that synchronising takes."""
+PROBE_S, SPANS, MOST_PROBING_S = 0.2, 3, 5.0
+"""What probing may take, besides so many times the time that synchronising takes, and at most."""
 
 NO_LOG = "; no trial log is written"
 
@@ -200,7 +200,7 @@ class TunedSynchroniser:
         assert report is not None
         # Planners plan one flat buffer; of several, each would have to know what the others do.
         if self._arms is None and len(layouts) == 1:
-            budget_s = PROBE_S + SPANS * report.span_s
+            budget_s = min(PROBE_S + SPANS * report.span_s, MOST_PROBING_S)
             probed = replace(self._space, routes=tuple(routes) or self._space.routes)
             found = measure(self._control, self._router, probed, default=self._default, budget_s=budget_s)
             if routes:
