@@ -29,6 +29,7 @@ from .assignment import DEFAULT_ARM, REGISTRY_ARM, Assignment, Purpose, SessionR
 from .budget import Budget
 from .finals import Finals, finalists
 from .ledger import CLEAR
+from .promise import Promise
 from .proposals import Proposals
 from .search import Search
 from .trials import Trials
@@ -36,7 +37,6 @@ from .trials import Trials
 logger = logging.getLogger(__name__)
 
 MAX_EXACT_ROUNDS = 3  # that a remembered setting gets to beat the default
-OTHER_LINK = 3.0  # how many times as much or as little time a remembered setting takes on a link that has changed
 SHORT_SEARCH_ITERATIONS = 40  # from a setting that is good, but was found on another link
 
 _Script = Generator[Assignment, Sequence[float], None]
@@ -54,8 +54,8 @@ class WarmupSession:
         discarded_iterations: iterations after a change of knobs that are not measured.
         measured_iterations: measured iterations of a trial that is not given up early.
         exact: the registry's setting for this very job: run at once, and kept unless the default is clearly faster.
-        exact_spans_s: what that setting and the default took in that job, None = unknown. If both take clearly more or
-            both clearly less now (`OTHER_LINK`), the link has changed: a short search follows, from that setting on.
+        promise: what that job measured, None = unknown. If the first iterations break it, the link has changed: a short
+            search follows, from that setting on.
         seeds: settings of similar jobs; the first proposals.
         history: an earlier, unfinished session's `trials`; counted into the budget.
         identity: knobs with equal identity are the same setting and not run twice.
@@ -74,7 +74,7 @@ class WarmupSession:
         discarded_iterations: int = 1,
         measured_iterations: int = 2,
         exact: Knobs | None = None,
-        exact_spans_s: tuple[float, float] | None = None,
+        promise: Promise | None = None,
         seeds: Sequence[Knobs] = (),
         history: Sequence[Trial] = (),
         identity: Callable[[Knobs], Hashable] = lambda knobs: knobs,
@@ -98,7 +98,7 @@ class WarmupSession:
             running=default if retune else None,
         )
         self._called = "the setting that ran" if retune else "the default"
-        self._exact, self._exact_spans_s = exact, exact_spans_s
+        self._exact, self._promise = exact, promise
         self._proposals = Proposals(self._trials, space=space, seeds=seeds)
         # No session has more trials than iterations, whatever is claimed.
         self._history = tuple(trial for trial in history[-budget_iterations:] if self._proposals.accepts(trial.knobs))
@@ -246,12 +246,11 @@ class WarmupSession:
         return "" if kept is None else "the registry's setting for this job, checked against the default"
 
     def _link_has_changed(self, exact: Knobs) -> bool:
-        """Whether both settings now take clearly less, or clearly more time than in the job that `exact` is of."""
-        if self._exact_spans_s is None:
+        """Whether this job's first iterations are not like those of the job that `exact` is of."""
+        if self._promise is None:
             return False
-        both = zip((exact, self._default), self._exact_spans_s, strict=True)
-        ratios = [self._trials.setting(knobs).span_s / then_s for knobs, then_s in both]
-        return min(ratios) > OTHER_LINK or max(ratios) < 1 / OTHER_LINK
+        setting, default = self._trials.setting(exact), self._trials.setting(self._default)
+        return self._promise.broken_by(setting, default, noise=self._trials.ledger.noise)
 
     @property
     def _for_refinement(self) -> int:

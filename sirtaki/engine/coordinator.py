@@ -46,6 +46,10 @@ PROGRESS_EVERY_S = 5.0
 RETUNE_ITERATIONS = 20
 """That a re-tune takes at most."""
 
+
+MEASURED, MEASURED_IN_RETUNE = 2, 1
+"""Iterations of a trial. There are few in a re-tune, and what is worth changing to shows in one."""
+
 EARLIER_SETTINGS = 2
 """Of those that were kept before in this job, so many are tried in a re-tune."""
 
@@ -278,10 +282,11 @@ class TuningCoordinator:
             arm=arm,
             rng=np.random.default_rng(self._settings.seed),
             budget_iterations=self._budget_iterations,
+            measured_iterations=MEASURED_IN_RETUNE if self._retuning else MEASURED,
             retune=self._retuning,
             discarded_iterations=self._discarded_iterations,
             exact=self._hit.exact if arm is None else None,
-            exact_spans_s=self._hit.spans_s,
+            promise=self._hit.promise,
             seeds=seeds,
             history=self._hit.history,
             identity=functools.cache(self._identity),

@@ -18,6 +18,7 @@ import torch
 import sirtaki
 from sirtaki.autotune.knobs import Knobs, KnobSpace
 from sirtaki.autotune.meta.assignment import SessionResult
+from sirtaki.autotune.meta.promise import Promise
 from sirtaki.autotune.model.planning import PlanningModel
 from sirtaki.autotune.trial import Trial
 from sirtaki.comm.layout import GradientLayout
@@ -42,6 +43,12 @@ logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
+OTHER_TIMES, OTHER_TIMES_ON_ONE_HOST = 1.5, 3.0
+"""How many times as much or as little time communication may take, until its link is another one.
+
+Within one host it takes longer where others keep the processors busy, for as long as they do.
+"""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheHit:
@@ -49,13 +56,13 @@ class CacheHit:
 
     Attributes:
         exact: the knobs that this very job ended its warm-up with.
-        spans_s: what they and the default took in that job; None where there are no such knobs.
+        promise: what that job measured of them; None where there are no such knobs.
         history: trials of a warm-up that was cut short.
         message: where this comes from, for the log; empty if there is nothing.
     """
 
     exact: Knobs | None = None
-    spans_s: tuple[float, float] | None = None
+    promise: Promise | None = None
     history: tuple[Trial, ...] = ()
     message: str = ""
 
@@ -224,7 +231,12 @@ class TuningCache:
         self._found_by[knobs] = own.arm
         return CacheHit(
             exact=knobs,
-            spans_s=(own.best_span_s, own.default_span_s),
+            promise=Promise(
+                exact_s=own.best_span_s,
+                default_s=own.default_span_s,
+                noise=own.noise_s / own.best_span_s,
+                other_times=OTHER_TIMES if own.topology.n_hosts > 1 else OTHER_TIMES_ON_ONE_HOST,
+            ),
             message=f"found {own.describe()} in the registry ({own.id[:8]}): communication "
             f"{faster(own.default_span_s, own.best_span_s)} than with the default, by {knobs.describe()}",
         )
@@ -286,10 +298,20 @@ class TuningCache:
                 entry = self._entry(job, None, result, trials, complete=complete, links=links)
                 return self._with_store(lambda store: store.save(entry))
             entry = self._entry(self._job, self._own, result, trials, complete=complete, links=links)
-            return self._with_store(lambda store: store.save(entry, disproved=self._disproved))
+            kept = self._with_store(lambda store: store.save(entry, disproved=self._disproved))
+            if kept and self._disproved is not None and self._disproved.complete:
+                self._keep_aside(self._disproved, entry)
+            return kept
         except Exception as err:
             logger.warning("this job's settings are not remembered: %s", err)
             return False
+
+    def _keep_aside(self, before: Entry, now: Entry) -> None:
+        """What was right while communication took longer, or less long, is right again when it does."""
+        condition = condition_of(before.default_span_s / now.default_span_s)
+        if condition and before.key == now.key:
+            aside = replace(before, key=replace(before.key, condition=condition))
+            self._with_store(lambda store: store.save(aside))
 
     def _entry(
         self,

@@ -1,15 +1,31 @@
-"""Trains a small model for some iterations and says what runs at the end. Started by test_tuning.py."""
+"""Trains a small model for some iterations and says what runs at the end. Started by test_warmup.py.
+
+With TEST_PAUSE_S set, units are on their way for so much longer.
+"""
 
 import os
 import sys
+import time
 
 import torch
 
 import sirtaki.torch as hvd
+from sirtaki.comm.router import Router
 
 iterations = int(sys.argv[1])
 layers = int(sys.argv[2]) if len(sys.argv) > 2 else 1
 device = torch.device(os.environ.get("TEST_DEVICE", "cpu"))
+pause_s = float(os.environ.get("TEST_PAUSE_S", "0"))
+
+
+def slowed_down() -> None:
+    wait_for = Router.wait_for
+
+    def slow(self: Router, works: list[object], **options: object) -> bool:
+        time.sleep(pause_s if works else 0.0)
+        return wait_for(self, works, **options)  # type: ignore[arg-type]
+
+    Router.wait_for = slow  # type: ignore[method-assign]
 
 
 def network() -> torch.nn.Module:
@@ -18,6 +34,8 @@ def network() -> torch.nn.Module:
     return torch.nn.Sequential(*first, *hidden, torch.nn.Linear(256, 10)).double().to(device)
 
 
+if pause_s:
+    slowed_down()
 hvd.init()
 os.environ.setdefault("NCCL_HOSTID", f"rank{hvd.rank()}")  # ranks of a test may share a GPU
 torch.manual_seed(0)

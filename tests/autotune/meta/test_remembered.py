@@ -15,6 +15,7 @@ from sirtaki.autotune.meta.assignment import (
 )
 from sirtaki.autotune.meta.auc_bandit import Opening
 from sirtaki.autotune.meta.bandit_arm import BanditArm
+from sirtaki.autotune.meta.promise import Promise
 from sirtaki.autotune.trial import Trial
 from sirtaki.errors import PlanError, TuningError
 
@@ -70,12 +71,26 @@ def test_after_a_registrys_setting_that_loses_similar_jobs_settings_come_first_w
 def test_a_registrys_setting_is_where_a_short_search_begins_if_the_link_has_changed(exact: Knobs, times: float) -> None:
     better = replace(BEST, unit_bytes=8 * MIB)
     arm = ListArm(better)
-    spans_s = (times * landscape(exact), times * landscape(DEFAULT))
-    warm_up = session(exact=exact, exact_spans_s=spans_s, budget_iterations=1000)
+    promise = Promise(exact_s=times * landscape(exact), default_s=times * landscape(DEFAULT))
+    warm_up = session(exact=exact, promise=promise, budget_iterations=1000)
     job = Job(warm_up, search_with=arm, span_of=lambda knobs: 0.05 if knobs == better else landscape(knobs)).run()
     assert job.result.knobs == (exact if times == 1.0 else better)
     assert job.result.iterations_used < 60
     assert arm.asked == (0 if times == 1.0 else 2)
+
+
+def test_a_registrys_setting_that_gains_less_than_it_did_is_where_a_short_search_begins() -> None:
+    better = replace(BEST, unit_bytes=8 * MIB)
+    promise = Promise(exact_s=landscape(DEFAULT) / 3.0, default_s=landscape(DEFAULT))
+    spans_s = {BEST: 0.9 * landscape(DEFAULT), better: landscape(DEFAULT) / 2.0}
+    arm = ListArm(better)
+    job = Job(
+        session(exact=BEST, promise=promise),
+        search_with=arm,
+        span_of=lambda knobs: spans_s.get(knobs, landscape(DEFAULT)),
+    ).run()
+    assert job.result.knobs == better
+    assert job.assignments[0].knobs == BEST
 
 
 @pytest.mark.parametrize("exact", [BEST, None])

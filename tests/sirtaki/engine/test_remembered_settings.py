@@ -45,7 +45,7 @@ def test_jobs_that_reduce_other_parts_of_one_model_do_not_run_each_others_settin
     first, again = log.split("done: body and head")[:2]
     assert "found Sequential" not in first
     assert again.count("found Sequential") == 2
-    assert len(entries_of(registry)) == 4
+    assert len([entry for entry in entries_of(registry) if not entry.key.condition]) == 4
 
 
 @pytest.mark.timeout(360)

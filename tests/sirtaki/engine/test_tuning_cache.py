@@ -9,12 +9,19 @@ import torch
 
 from sirtaki.autotune.knobs import KIB, MIB, Cut, Knobs, KnobSpace
 from sirtaki.autotune.meta.assignment import SessionResult
+from sirtaki.autotune.meta.promise import Promise
 from sirtaki.autotune.model.planning import PlanningModel
 from sirtaki.autotune.model.profile import Profile
 from sirtaki.autotune.trial import Trial
 from sirtaki.comm.layout import GradientLayout
 from sirtaki.comm.plan import Algorithm, Route, TransportKind
-from sirtaki.engine.tuning_cache import Hardware, TuningCache, condition_of
+from sirtaki.engine.tuning_cache import (
+    OTHER_TIMES,
+    OTHER_TIMES_ON_ONE_HOST,
+    Hardware,
+    TuningCache,
+    condition_of,
+)
 from sirtaki.link_model import LinkModel
 from sirtaki.registry.entry import Entry
 from sirtaki.registry.opening import open_store
@@ -115,6 +122,32 @@ def test_the_same_job_starts_tuned_and_its_check_forgets_nothing(path: Path) -> 
     second = only_entry(path)
     assert second.id == first.id
     assert (second.arm, second.n_trials, second.link) == ("grid", 5, first.link)
+
+
+@pytest.mark.parametrize(("times", "condition"), [(4.0, "0.25×"), (0.5, "2×"), (1.1, None)])
+def test_what_was_found_on_another_link_is_kept_aside(path: Path, times: float, condition: str | None) -> None:
+    memory, layout = job(path)
+    memory.look_up([layout], SPACE)
+    memory.keep(WINNER, TRIALS, complete=True, links={ROUTE: LINK})
+    again, layout = job(path)
+    again.look_up([layout], SPACE)
+    again.disprove()
+    other = replace(
+        WINNER, knobs=replace(KNOBS, streams=8), best_span_s=0.4 * times, default_span_s=WINNER.default_span_s * times
+    )
+    assert again.keep(other, TRIALS, complete=True, links={})
+    found = {entry.key.condition: entry.knobs["streams"] for entry in open_store(str(path)).entries()}
+    assert found == {"": 8, **({condition: 4} if condition else {})}
+
+
+def test_an_entry_promises_what_its_job_measured_and_more_is_forgiven_within_one_host(path: Path) -> None:
+    memory, layout = job(path)
+    memory.look_up([layout], SPACE)
+    memory.keep(WINNER, TRIALS, complete=True, links={ROUTE: LINK})
+    again, layout = job(path)
+    promise = again.look_up([layout], SPACE).promise
+    assert promise == Promise(exact_s=0.5, default_s=1.0, noise=0.02, other_times=OTHER_TIMES)
+    assert OTHER_TIMES < OTHER_TIMES_ON_ONE_HOST
 
 
 def test_what_the_user_has_fixed_since_makes_the_own_entry_a_proposal(path: Path) -> None:

@@ -37,6 +37,26 @@ def test_a_job_tunes_while_it_trains_right_and_the_next_one_starts_tuned(
     assert read_records(tmp_path / "second.jsonl")[0]["knobs"] == records[-1]["knobs"]
 
 
+def test_a_remembered_setting_is_where_a_short_search_begins_if_the_link_has_changed(
+    run_ranks: RunRanks, tmp_path: Path
+) -> None:
+    env = {"SIRTAKI_WARMUP_ITERATIONS": "20"}
+
+    def said(pause_s: float, name: str) -> tuple[str, int]:
+        log = tmp_path / name
+        job = run_ranks("tuning.py", 2, 75, env={**env, "TEST_PAUSE_S": str(pause_s), "SIRTAKI_TRIAL_LOG": str(log)})
+        return job.stderr, len({json.dumps(record["knobs"]) for record in read_records(log)})
+
+    said(0.01, "first")
+    again, tried = said(0.01, "again")
+    assert "found Sequential" in again
+    assert tried <= 2 or "did not hold" in again  # the noise of a busy machine
+    assert "the link has changed" not in again
+    slower, tried = said(0.1, "slower")
+    assert "the link has changed: a short search begins there" in slower
+    assert tried > 2
+
+
 @pytest.mark.slow
 def test_a_job_that_ends_early_leaves_its_trials_to_the_next(run_ranks: RunRanks) -> None:
     first = run_ranks("tuning.py", 2, 15).stderr
