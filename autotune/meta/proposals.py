@@ -4,13 +4,16 @@ import logging
 from collections.abc import Sequence
 
 from ..knobs import Knobs, KnobSpace
+from ..lattice import KnobLattice
 from ..trial import Proposal, Trial, TrialStatus
-from .assignment import REGISTRY_ARM
+from .assignment import REFINEMENT_ARM, REGISTRY_ARM
 from .trials import Trials
 
 logger = logging.getLogger(__name__)
 
 MAX_RETRIES = 8  # proposals in a row that need not be run, until the arm is taken to have run dry
+FEW = 16  # settings that are all tried: those of a model of a unit or two, where most knobs come to the same
+MOST_POINTS = 100  # of a lattice that is looked at for that
 
 
 class Proposals:
@@ -31,7 +34,7 @@ class Proposals:
         for _ in range(MAX_RETRIES):
             asked = [self._next_seed()] if self.seeds else self._trials.arm.ask(1)
             if not asked:
-                return None
+                break
             proposal = asked[0]
             if not self.accepts(proposal.knobs):
                 self._trials.tell(
@@ -51,7 +54,17 @@ class Proposals:
             self._trials.tell(
                 known.as_trial(arm=proposal.arm, knobs=proposal.knobs, status=TrialStatus.COMPLETE, was_best=False)
             )
-        return None
+        return self._overlooked()
+
+    def _overlooked(self) -> Proposal | None:
+        """Where there are few settings in all: one that nobody has proposed; to try it costs less than to doubt."""
+        lattice = KnobLattice(self.space)
+        if len(lattice) > MOST_POINTS:
+            return None
+        distinct = {self._trials.identity(knobs): knobs for knobs in lattice.points if self.accepts(knobs)}
+        left = (knobs for knobs in distinct.values() if self._trials.ledger.find(knobs) is None)
+        knobs = next(left, None) if len(distinct) <= FEW else None
+        return None if knobs is None else Proposal(arm=REFINEMENT_ARM, knobs=knobs, reason="nobody has proposed it")
 
     def _next_seed(self) -> Proposal:
         return Proposal(arm=REGISTRY_ARM, knobs=self.seeds.pop(0), reason="a similar job's")
