@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from sirtaki.comm.layout import GradientLayout
-from sirtaki.comm.plan import Algorithm, CommPlan, TransportKind, Unit
+from sirtaki.comm.plan import Algorithm, CommPlan, Route, TransportKind, Unit
 from sirtaki.errors import PlanError
 from sirtaki.unit_sizes import LARGEST_UNIT_BYTES, SMALLEST_UNIT_BYTES
 
@@ -143,12 +143,14 @@ class KnobSpace:
         streams: permitted counts, ascending.
         threads: permitted allowances, ascending; `(None,)` where the transport has none.
         routes: permitted pairs of transport and algorithm, the default one first.
+        most_streams: of routes that do not offer all counts, the largest that they do.
     """
 
-    routes: tuple[tuple[TransportKind, Algorithm], ...]
+    routes: tuple[Route, ...]
     unit_bytes: tuple[int, int] = (SMALLEST_UNIT_BYTES, LARGEST_UNIT_BYTES)
     streams: tuple[int, ...] = (1, 2, 3, 4, 6, 8, 12, 16, 24)
     threads: tuple[int | None, ...] = (None,)
+    most_streams: tuple[tuple[Route, int], ...] = ()
 
     def __post_init__(self) -> None:
         low, high = self.unit_bytes
@@ -158,6 +160,13 @@ class KnobSpace:
             raise PlanError("a knob space needs at least one route, stream count and thread allowance")
         if list(self.streams) != sorted(set(self.streams)) or self.streams[0] < 1:
             raise PlanError(f"stream counts must be positive and ascending: {self.streams}")
+        if not all(self.streams_on(route) for route in self.routes):
+            raise PlanError(f"no permitted number of streams is possible on every route: {self.most_streams}")
+
+    def streams_on(self, route: Route) -> tuple[int, ...]:
+        """Permitted counts on a route, ascending."""
+        most = dict(self.most_streams).get(route, self.streams[-1])
+        return tuple(count for count in self.streams if count <= most)
 
     @property
     def has_choices(self) -> bool:
@@ -168,7 +177,7 @@ class KnobSpace:
     def __contains__(self, knobs: Knobs) -> bool:
         return (
             self.unit_bytes[0] <= knobs.unit_bytes <= self.unit_bytes[1]
-            and knobs.streams in self.streams
+            and knobs.streams in self.streams_on((knobs.transport, knobs.algorithm))
             and (knobs.threads in self.threads or knobs.cuts is not None)
             and all(cut.threads is None or cut.threads in self.threads for cut in knobs.cuts or ())
             and (knobs.transport, knobs.algorithm) in self.routes

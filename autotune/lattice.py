@@ -30,19 +30,21 @@ class KnobLattice:
         self.unit_bytes = _log_spaced(space, steps_per_octave)
         self.shape = (len(self.unit_bytes), len(space.streams), len(space.threads), len(space.routes))
         indices = tuple(product(*(range(length) for length in self.shape)))
-        self.points: tuple[Knobs, ...] = tuple(self.at(index) for index in indices)
-        self.coordinates: FloatArray = np.array([self._place(index) for index in indices])
+        places = {self.at(index): self._place(index) for index in indices if self._is_offered(index)}
+        self.points: tuple[Knobs, ...] = tuple(places)
+        self.coordinates: FloatArray = np.array(list(places.values()))
 
     def __len__(self) -> int:
         return len(self.points)
 
     def at(self, index: tuple[int, ...]) -> Knobs:
-        """The knobs at one index of each axis."""
+        """The knobs at one index of each axis; as many streams as the route offers, if that is fewer."""
         unit, streams, threads, route = index
         transport, algorithm = self.space.routes[route]
+        offered = self.space.streams_on((transport, algorithm))
         return Knobs(
             unit_bytes=self.unit_bytes[unit],
-            streams=self.space.streams[streams],
+            streams=offered[min(streams, len(offered) - 1)],
             threads=self.space.threads[threads],
             transport=transport,
             algorithm=algorithm,
@@ -75,6 +77,9 @@ class KnobLattice:
         """The knobs at a point of the unit cube with one column an axis (fixed axes too), `(4,)`."""
         index = (min(int(u * length), length - 1) for u, length in zip(cube, self.shape, strict=True))
         return self.at(tuple(index))
+
+    def _is_offered(self, index: tuple[int, ...]) -> bool:
+        return index[1] < len(self.space.streams_on(self.space.routes[index[3]]))
 
     def _place(self, index: tuple[int, ...]) -> list[float]:
         scaled = [i / (length - 1) for i, length in zip(index[:3], self.shape[:3], strict=True) if length > 1]

@@ -93,9 +93,9 @@ class Router:
         return min(self._limit(route)[0] for route in routes or self.routes)
 
     def why_not_more(self, routes: Sequence[Route]) -> str:
-        """What holds `max_streams` of these routes down, and which ones offer more, in words."""
+        """What holds the first of these routes down, and which ones offer more streams, in words."""
         limits = {route: self._limit(route) for route in routes}
-        lowest, reason = min(limits.values())
+        lowest, reason = limits[routes[0]]
         more = sorted({f"{limit} on {route[0].value}" for route, (limit, _) in limits.items() if limit > lowest})
         return f"{reason}{'; with SIRTAKI_TRANSPORT set there can be ' if more else ''}{' and '.join(more)}"
 

@@ -91,7 +91,7 @@ class AscWfbp(Planner):
 
     def cuts(self, model: PlanningModel, route: Route) -> tuple[Cut, ...]:
         """Messages by listing 1 on two streams."""
-        if self.space.streams[-1] < 2:
+        if self.space.streams_on(route)[-1] < 2:
             raise TuningError("simultaneous communication needs two streams, one is permitted")
         return two_way_cuts(model.layout, model.profile.issuable_s, model.links[route])
 
@@ -115,18 +115,19 @@ class AscWfbpN(Planner):
         def cost(cuts: tuple[Cut, ...]) -> tuple[float, int]:
             return round(simulator.run_cuts(cuts).span_s, 6), len(cuts)
 
-        best = min(dict.fromkeys(self._candidates(model, model.links[route])), key=cost)  # the first of equals
+        best = min(dict.fromkeys(self._candidates(model, route)), key=cost)  # the first of equals
         return min((tuple(replace(cut, threads=r) for cut in best) for r in self.allocations(model)), key=cost)
 
-    def _candidates(self, model: PlanningModel, link: LinkModel) -> Iterator[tuple[Cut, ...]]:
-        layout, ready_s = model.layout, model.profile.issuable_s
+    def _candidates(self, model: PlanningModel, route: Route) -> Iterator[tuple[Cut, ...]]:
+        layout, ready_s, link = model.layout, model.profile.issuable_s, model.links[route]
+        permitted = self.space.streams_on(route)
         sizes_bytes = [size * layout.itemsize_bytes for size in layout.sizes]
         beta_s_per_byte = link.beta_s_per_byte
         merged = merge_gradients(ready_s, sizes_bytes, alpha_s=link.startup_s, beta_s_per_byte=beta_s_per_byte)
         yield cuts_for_groups(layout, merged, streams=1)
-        if self.space.streams[-1] >= 2:
+        if permitted[-1] >= 2:
             yield two_way_cuts(layout, ready_s, link)
-        for streams in self.space.streams:
+        for streams in permitted:
             beta_s_per_byte = 1 / link.total_bytes_per_s(streams)
             for visible in VISIBLE_STARTUP if streams > 1 else (1.0,):
                 alpha_s = visible * link.startup_s

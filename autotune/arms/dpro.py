@@ -33,7 +33,7 @@ class Dpro(Planner):
         """One search for each permitted number of streams; the simulator picks."""
         simulator = model.simulator(route)
         best = min(
-            (CriticalPathSearch(simulator, streams=streams).run() for streams in self.space.streams),
+            (CriticalPathSearch(simulator, streams=streams).run() for streams in self.space.streams_on(route)),
             key=lambda schedule: (round(schedule.timeline.span_s, 6), len(schedule.cuts)),
         )
         return best.cuts

@@ -35,7 +35,7 @@ class Libra(Planner):
         link, simulator = model.links[route], model.simulator(route)
         candidates = [
             self._cuts_on(model, link, streams)
-            for streams in dict.fromkeys((self.space.streams[0], self._enough(link)))
+            for streams in dict.fromkeys((self.space.streams[0], self._enough(link, route)))
         ]
         return min(candidates, key=lambda cuts: simulator.run_cuts(cuts).span_s)
 
@@ -59,9 +59,10 @@ class Libra(Planner):
         )
         return [runs[end - 1] for end in plan.ends], plan.choices
 
-    def _enough(self, link: LinkModel) -> int:
-        best = max(link.total_bytes_per_s(streams) for streams in self.space.streams)
-        return next(n for n in self.space.streams if link.total_bytes_per_s(n) >= SATURATED * best)
+    def _enough(self, link: LinkModel, route: Route) -> int:
+        permitted = self.space.streams_on(route)
+        best = max(link.total_bytes_per_s(streams) for streams in permitted)
+        return next(n for n in permitted if link.total_bytes_per_s(n) >= SATURATED * best)
 
 
 class LibraM(Libra):

@@ -110,9 +110,10 @@ class Planner(ABC):
 
     def _knobs(self, layout: GradientLayout, route: Route, cuts: tuple[Cut, ...]) -> Knobs:
         used = 1 + max(cut.stream for cut in cuts)
-        streams = next((n for n in self.space.streams if n >= used), None)
+        permitted = self.space.streams_on(route)
+        streams = next((n for n in permitted if n >= used), None)
         if streams is None:
-            raise TuningError(f"the plan needs {used} streams, {self.space.streams[-1]} are permitted")
+            raise TuningError(f"the plan needs {used} streams, {permitted[-1]} are permitted")
         starts = [0, *(cut.stop for cut in cuts)]
         typical = median(cut.stop - start for start, cut in zip(starts, cuts, strict=False)) * layout.itemsize_bytes
         low, high = self.space.unit_bytes

@@ -38,7 +38,8 @@ def neighbours(knobs: Knobs, space: KnobSpace) -> Iterator[Knobs]:
 def untried(knobs: Knobs, space: KnobSpace, tried: Iterable[Knobs]) -> Iterator[Knobs]:
     """The neighbours that no tried setting is near to."""
     known = [one for one in tried if one.cuts is None]
-    return (one for one in neighbours(knobs, space) if not any(_near(one, other) for other in known))
+    near = (one for one in neighbours(knobs, space) if one in space)
+    return (one for one in near if not any(_near(one, other) for other in known))
 
 
 def _near(first: Knobs, second: Knobs) -> bool:

@@ -117,7 +117,11 @@ class Opener(Protocol):
 
 
 class CommunicatorPool:
-    """The communicators that are open; those that were needed longest ago are closed for others."""
+    """The communicators that are open; those that were needed longest ago are closed for others.
+
+    Attributes:
+        limit: so many may be open.
+    """
 
     def __init__(self, opener: Opener, *, limit: int, worst: Callable[[float], float]) -> None:
         """Opens nothing.
@@ -127,7 +131,7 @@ class CommunicatorPool:
             limit: so many may be open.
             worst: collective: the largest of the ranks' values.
         """
-        self._opener, self._limit, self._worst = opener, limit, worst
+        self._opener, self.limit, self._worst = opener, limit, worst
         self._open: OrderedDict[CommunicatorKey, Group] = OrderedDict()  # longest unused first
         self._taken_share = 0.0  # of the memory, by all that are open, on the rank where it is most
 
@@ -149,8 +153,8 @@ class CommunicatorPool:
             CommError: the ranks cannot connect.
         """
         wanted = list(dict.fromkeys(keys))
-        if len(wanted) > self._limit:
-            raise PlanError(f"the plan needs {len(wanted)} communicators; at most {self._limit} are kept open")
+        if len(wanted) > self.limit:
+            raise PlanError(f"the plan needs {len(wanted)} communicators; at most {self.limit} are kept open")
         for key in wanted:
             if key in self._open:
                 self._open.move_to_end(key)
@@ -168,7 +172,7 @@ class CommunicatorPool:
         return group
 
     def _make_room(self, wanted: Sequence[CommunicatorKey], key: CommunicatorKey) -> None:
-        while len(self._open) >= self._limit or (self._open and self._expected_share() > MEMORY_SHARE):
+        while len(self._open) >= self.limit or (self._open and self._expected_share() > MEMORY_SHARE):
             unused = next((other for other in self._open if other not in wanted), None)
             if unused is None:
                 raise PlanError(

@@ -98,7 +98,8 @@ class NcclTransport:
             opener: knows how many streams and which thread allowances there may be.
         """
         self._pool, self._device = pool, device
-        self.max_streams, self.threads = opener.max_streams, opener.threads
+        self.max_streams = min(opener.max_streams, pool.limit // len(self.scopes))
+        self.threads = opener.threads
         self.stream_cost = StreamCost()  # NCCL's own; the pool looks after the device's memory
         self._leads: dict[int, Any] = {}
 

@@ -44,11 +44,16 @@ def knob_space(router: Router, settings: Settings, total_bytes: int) -> KnobSpac
     if not routes:
         possible = ", ".join(f"{kind.value} {algorithm.value}" for kind, algorithm in router.routes)
         raise ConfigError(f"the transport and algorithm asked for are not possible here; possible: {possible}")
-    limit = router.max_streams(routes)
-    if settings.streams is not None and settings.streams > limit:
-        raise ConfigError(
-            f"SIRTAKI_STREAMS={settings.streams} is more than the {limit} possible here: {router.why_not_more(routes)}"
-        )
+    # No route is offered more streams than the best guess takes: a longer list costs trials.
+    limits = {route: router.max_streams([route]) for route in routes}
+    limit = limits[routes[0]]
+    if settings.streams is not None:
+        if settings.streams > limit:
+            raise ConfigError(
+                f"SIRTAKI_STREAMS={settings.streams} is more than the {limit} possible here: "
+                f"{router.why_not_more(routes)}"
+            )
+        routes = tuple(route for route in routes if limits[route] >= settings.streams)
     # Each allowance takes a communicator of its own, and where there is one stream only communicators must not overlap.
     allowances = router.threads() if limit > 1 else ()
     largest = min(LARGEST_UNIT_BYTES, max(SMALLEST_UNIT_BYTES, 1 << (total_bytes - 1).bit_length()))
@@ -57,6 +62,7 @@ def knob_space(router: Router, settings: Settings, total_bytes: int) -> KnobSpac
         threads=(settings.threads,) if settings.threads and router.threads() else (None, *allowances),
         unit_bytes=(settings.unit_bytes,) * 2 if settings.unit_bytes else (SMALLEST_UNIT_BYTES, largest),
         streams=(settings.streams,) if settings.streams else tuple(n for n in STREAM_COUNTS if n <= limit),
+        most_streams=tuple((route, limits[route]) for route in routes if limits[route] < limit),
     )
 
 
@@ -70,7 +76,7 @@ def default_knobs(space: KnobSpace, *, total_bytes: int, one_node: bool) -> Knob
     streams = DEFAULT_STREAMS_ONE_NODE if one_node else DEFAULT_STREAMS
     return Knobs(
         unit_bytes=min(max(unit_bytes, low), high),
-        streams=max((n for n in space.streams if n <= streams), default=space.streams[0]),
+        streams=max((n for n in space.streams_on(space.routes[0]) if n <= streams), default=space.streams[0]),
         transport=transport,
         algorithm=algorithm,
         threads=space.threads[0],

@@ -32,8 +32,14 @@ def still_possible(space: KnobSpace, router: Router) -> KnobSpace:
             "nothing that may carry gradients here can be opened: see the warnings above, `sirtaki doctor`, and what "
             "SIRTAKI_TRANSPORT, SIRTAKI_ALGORITHM and SIRTAKI_STREAMS allow"
         )
-    limit = router.max_streams(routes)
-    return replace(space, routes=routes, streams=tuple(n for n in space.streams if n <= limit))
+    limits = {route: router.max_streams([route]) for route in routes}
+    limit = limits[routes[0]]
+    return replace(
+        space,
+        routes=routes,
+        streams=tuple(n for n in space.streams if n <= limit),
+        most_streams=tuple((route, most) for route, most in limits.items() if most < limit),
+    )
 
 
 def open_default(

@@ -67,3 +67,13 @@ def test_explicit_cuts_and_foreign_knobs_have_no_place(knobs: Knobs) -> None:
     lattice = KnobLattice(KnobSpace(routes=(GLOO,), unit_bytes=(MIB, 4 * MIB)))
     assert lattice.index_of(knobs) is None
     assert lattice.place(knobs) is None
+
+
+def test_a_route_has_only_points_with_as_many_streams_as_it_offers() -> None:
+    flat, tree = (TransportKind.GLOO, Algorithm.FLAT), (TransportKind.GLOO, Algorithm.HIERARCHICAL)
+    space = KnobSpace(routes=(flat, tree), streams=(1, 2, 4, 8), most_streams=((tree, 4),))
+    lattice = KnobLattice(space)
+    assert len(lattice.points) == len(lattice.coordinates) == len(set(lattice.points))
+    assert {point.streams for point in lattice.points if point.algorithm is Algorithm.HIERARCHICAL} == {1, 2, 4}
+    assert {point.streams for point in lattice.points if point.algorithm is Algorithm.FLAT} == {1, 2, 4, 8}
+    assert all(lattice.at((0, streams, 0, 1)) in space for streams in range(4))

@@ -46,6 +46,13 @@ def test_a_plan_is_proposed_once_and_fits_the_space(planner):
     assert arm.ask(5) == []
 
 
+@pytest.mark.parametrize("planner", PLANNERS)
+def test_a_plan_has_no_more_streams_than_its_route_offers(planner):
+    few = KnobSpace(routes=(GLOO, MPI), most_streams=((MPI, 1),))
+    arm = planner(space=few, model=model_of([100_000] * 20, links={MPI: LINK}))
+    assert all(proposal.knobs in few for proposal in arm.ask(2))
+
+
 def test_the_route_with_the_shorter_simulated_span_comes_first():
     fast = LinkModel(alpha_s=1e-4, throughput=(1e9,))
     arm = MgWfbp(space=SPACE, model=model_of([1_000_000] * 4, links={GLOO: LINK, MPI: fast}))

@@ -46,6 +46,16 @@ def test_the_hierarchical_algorithm_needs_three_for_each() -> None:
     assert tree.keys([StreamSpec(2)]) == [CommunicatorKey(2, None, scope) for scope in Scope]
 
 
+def test_an_algorithm_offers_as_many_streams_as_it_can_have_communicators_for() -> None:
+    opener = LoneOpener()
+    opener.max_streams = 24
+    node = {"local_size": 1, "local_rank": 0}
+    assert NcclTransport(pool_of(opener), HOST, opener=opener).max_streams == 24
+    tree = NcclHierarchicalTransport(pool_of(opener), HOST, opener=opener, **node)
+    assert tree.max_streams == 8
+    tree.open_streams([StreamSpec(number) for number in range(tree.max_streams)])
+
+
 def test_a_factor_is_applied_once_whoever_does_it() -> None:
     for multiplies in (False, True):
         opener = LoneOpener(multiplies=multiplies)
