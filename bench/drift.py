@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.lib.cluster import LabShape, NetLab, why_unavailable
+from bench.lib.cluster import LabError, LabShape, NetLab, why_unavailable
 from bench.lib.contenders import Sirtaki
 from bench.lib.harness import (
     Bar,
@@ -92,8 +92,10 @@ class Scene:
             self._model.durations_s = [(SLOWED if slow else 1.0) * duration_s for duration_s in self._usual_s]
         elif self._comm.rank == 0:
             (self._folder / f"want{self._number}").write_text(case if changed else "usual")
-            while not (self._folder / f"done{self._number}").exists():
+            while not (done := self._folder / f"done{self._number}").exists():
                 time.sleep(0.05)
+            if problem := done.read_text():
+                raise LabError(problem)
         self._comm.Barrier()
 
 
@@ -176,13 +178,18 @@ def on_rank(options: Mapping[str, Any]) -> None:
 
 
 def change_as_asked(lab: NetLab, folder: Path, over: threading.Event) -> None:
-    """Gives the links the shape that the job asks for, until it is over."""
+    """Gives the links the shape that the job asks for, until it is over; where it cannot, it says so to the job."""
     number = 1
     while not over.wait(0.05):
         wanted = folder / f"want{number}"
         if wanted.exists() and (name := wanted.read_text()):
-            lab.reshape(CHANGED.get(name, USUAL))
-            (folder / f"done{number}").touch()
+            problem = ""
+            try:
+                lab.reshape(CHANGED.get(name, USUAL))
+            except LabError as err:
+                problem = str(err)
+            (folder / f"done{number}.part").write_text(problem)
+            (folder / f"done{number}.part").rename(folder / f"done{number}")
             number += 1
 
 
