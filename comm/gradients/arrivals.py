@@ -115,6 +115,7 @@ class Arrivals:
                     written.append(index)
                 if current.data_ptr() != addresses[index]:
                     copies.append((index, current))
+                    self._buffers.view(index)  # one whose memory was swapped is not used again
             elif number >= self.own:  # put in, so the reduced one is for this rank, too
                 if params[index].requires_grad and index not in left_alone:
                     self._give(index, copies)
@@ -126,11 +127,13 @@ class Arrivals:
 
     def _is_untouched(self) -> bool:
         """Every `.grad` is the flat buffer's view, and was not written. The usual case; the loops are C's."""
-        indices, gradients = self.indices, self.gradients
+        if not self.indices:
+            return True
+        known, gradients = self._buffers.known(self.indices), self.gradients
         return (
-            all(map(is_, map(GRAD, map(self._params.__getitem__, indices)), gradients))
+            all(map(is_, map(GRAD, known.params), gradients))
             and list(map(VERSION, gradients)) == self.versions
-            and list(map(torch.Tensor.data_ptr, gradients)) == list(map(self._buffers.addresses.__getitem__, indices))
+            and list(map(torch.Tensor.data_ptr, gradients)) == known.addresses
         )
 
     def _give(self, index: int, copies: list[tuple[int, torch.Tensor]]) -> None:

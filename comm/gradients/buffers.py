@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter, is_
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -99,6 +99,17 @@ WRITTEN = -1
 """The version of a gradient that was written since it came."""
 
 
+class Known(NamedTuple):
+    """What is known of some parameters, one list for each thing, so that loops over them can be C's."""
+
+    indices: list[int]
+    params: list[HasGrad]
+    views: list[torch.Tensor]
+    places: list[torch.Tensor]
+    strides: list[tuple[int, ...] | None]
+    addresses: list[int]
+
+
 class GradientBuffers:
     """The flat buffers of one optimizer in one order of its parameters, and the way of gradients in and out.
 
@@ -153,6 +164,7 @@ class GradientBuffers:
         ]
         self.addresses = [place.data_ptr() for place in self._places]
         self._made_for = [param.dtype for param in params]
+        self._known: dict[tuple[int, int], Known] = {}  # by the first parameter, and how many there are
         self.outdated = False
 
     @property
@@ -188,6 +200,7 @@ class GradientBuffers:
         """What to put into a parameter's `.grad`."""
         if not self._is_intact(index):
             self.views[index] = self._places[index].data
+            self._known.clear()
         return self.views[index]
 
     def fits(self, index: int) -> bool:
@@ -228,18 +241,16 @@ class GradientBuffers:
         """`copy_in` if every gradient fits its place: the loops are C's. False, and nothing done, if one does not."""
         part = slice(first, len(indices))
         own, fresh = indices[part], gradients[part]
-        views, params = list(map(self.views.__getitem__, own)), list(map(self._params.__getitem__, own))
-        strides = list(map(self._strides.__getitem__, own))
+        _, params, views, places, strides, _ = self.known(own)
         if not (
-            list(map(torch.Tensor.data_ptr, views)) == list(map(self.addresses.__getitem__, own))
-            and all(map(is_, map(GRAD, params), fresh))
+            all(map(is_, map(GRAD, params), fresh))
             and not any(map(is_, views, fresh))
             and list(map(VERSION, fresh)) == versions[part]
             and [gradient.stride() if wanted else () for gradient, wanted in zip(fresh, strides, strict=True)]
             == strides
         ):
             return False
-        self._copy(list(map(self._places.__getitem__, own)), fresh)
+        self._copy(places, fresh)
         try:
             for param, view in zip(params, views, strict=True):
                 param.grad = view
@@ -250,6 +261,21 @@ class GradientBuffers:
             return False
         gradients[part], versions[part] = views, map(VERSION, views)
         return True
+
+    def known(self, indices: list[int]) -> Known:
+        """What is known of these parameters, in this order; looked up once where the order stays the same."""
+        key = (indices[0], len(indices))
+        found = self._known.get(key)
+        if found is None or found.indices != indices:
+            found = self._known[key] = Known(
+                list(indices),
+                [self._params[index] for index in indices],
+                [self.views[index] for index in indices],
+                [self._places[index] for index in indices],
+                [self._strides[index] for index in indices],
+                [self.addresses[index] for index in indices],
+            )
+        return found
 
     def _copy_one_by_one(
         self, indices: list[int], gradients: list[torch.Tensor], versions: list[int], first: int

@@ -59,28 +59,35 @@ class Joining:
     # ── a rank that trains ───────────────────────────────────────────────────────────────────────────────────────
 
     def begins(self, participant: Participant, stage: Stage) -> None:
-        """This rank takes part in an iteration of this optimizer; those that have joined are told."""
-        with self._lock:
-            now = _TakingPart(participant.key, participant.ranks, (participant.progress.finished, stage))
-            place = self._current(participant.key)
-            if place is None:
-                self._taking_part.append(now)
-            else:
-                self._taking_part[place] = now
-            self._tell()
+        """This rank takes part in an iteration of this optimizer; those that have joined are told.
 
-    def _current(self, key: Key) -> int | None:
-        """Where the iteration of this optimizer stands that has not ended."""
-        places = (place for place, mine in enumerate(self._taking_part) if mine.key == key and not mine.ended)
-        return next(places, None)
+        Looks for no messages: that nobody has joined is the usual case, and while this rank waits, it does look.
+        """
+        reached = participant.progress.finished, stage
+        with self._lock:
+            mine = self._current(participant.key)
+            if mine is None:
+                self._taking_part.append(_TakingPart(participant.key, participant.ranks, reached))
+            else:
+                mine.reached = reached
+                mine.told.clear()
+            if self._joined:
+                self._tell()
+
+    def _current(self, key: Key) -> _TakingPart | None:
+        """The iteration of this optimizer that has not ended."""
+        for mine in self._taking_part:
+            if mine.key == key and not mine.ended:
+                return mine
+        return None
 
     def ends(self, participant: Participant) -> None:
         """An iteration of this optimizer has ended, whether or not this rank has joined."""
         self._finished[participant.key[0]] += 1
         with self._lock:
-            place = self._current(participant.key)
-            if place is not None:
-                self._taking_part[place].ended = True
+            mine = self._current(participant.key)
+            if mine is not None:
+                mine.ended = True
             self._let_go()
 
     def forget(self, key: Key) -> None:
@@ -151,7 +158,9 @@ class Joining:
         substitute.wait()
         for participant in self._participants:
             participant.drop_accumulated()
-        self._round += 1
+        with self._lock:
+            self._round += 1
+            self._joined = {rank: number for rank, number in self._joined.items() if number >= self._round}
         engine.finish(all_have_joined)
         return engine.last_joined
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from fakes.gradients import make_buffers, parameters
 
-from sirtaki.comm.gradients.arrivals import Arrivals
+from sirtaki.comm.gradients.arrivals import Arrivals, Interference
 
 SHAPES = ((2, 3), (0,), (5,), (), (2, 2, 2))
 
@@ -63,6 +63,40 @@ def test_what_a_user_did_before_the_end_of_the_reduction_is_seen() -> None:
     assert params[0].grad is None, "None stays None"
     assert (interference.replaced, interference.written) == ((1,), (2,))
     assert torch.equal(params[1].grad, torch.tensor([100.0, 101.0])), "the reduced gradient takes its place"
+
+
+def test_a_view_whose_memory_was_swapped_gets_the_reduced_gradient_and_is_not_used_again() -> None:
+    params = parameters((2,), (2,))
+    buffers = make_buffers(params)
+    for _ in range(2):
+        fresh = torch.tensor([3.0, 4.0])
+        params[0].grad, params[1].grad = fresh, fresh.clone()
+        arrivals = Arrivals(params, buffers)
+        all_arrive(params, arrivals)
+        buffers.groups[0].buffer.tensor.mul_(2)
+        arrivals.hand_out()
+        assert [param.grad.tolist() for param in params] == [[6, 8], [6, 8]]  # type: ignore[union-attr]
+        in_place = [param.grad.data_ptr() == buffers.addresses[index] for index, param in enumerate(params)]  # type: ignore[union-attr]
+        params[0].grad.data = torch.zeros(2)
+    assert in_place == [False, True], "in the iteration after the swap it is copied out"
+    assert buffers.views[0].data_ptr() == buffers.addresses[0]
+
+
+def test_gradients_may_come_in_another_order_each_time() -> None:
+    params = parameters((2,), (3,), (4,))
+    buffers = make_buffers(params)
+    for order in ([0, 1, 2], [0, 2, 1], [0, 1, 2]):
+        values = [torch.randn(param.shape) for param in params]
+        for param, value in zip(params, values, strict=True):
+            param.grad = value.clone()
+        arrivals = Arrivals(params, buffers)
+        for index in order:
+            arrivals.add(index, params[index].grad, 0)  # type: ignore[arg-type]
+        arrivals.own = 3
+        arrivals.copy_in()
+        assert arrivals.hand_out() == Interference((), ())
+        for param, value in zip(params, values, strict=True):
+            assert torch.equal(param.grad, value)  # type: ignore[arg-type]
 
 
 def test_a_gradient_that_did_not_come_is_zeros_and_one_that_is_there_counts() -> None:
