@@ -7,7 +7,7 @@ it, and in which order, must be the same on all ranks, and needs no GPU to be te
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -133,6 +133,7 @@ class CommunicatorPool:
         """
         self._opener, self.limit, self._worst = opener, limit, worst
         self._open: OrderedDict[CommunicatorKey, Group] = OrderedDict()  # longest unused first
+        self._per_stream: Counter[tuple[int, Scope]] = Counter()
         self._taken_share = 0.0  # of the memory, by all that are open, on the rank where it is most
 
     def __getitem__(self, key: CommunicatorKey) -> Group:
@@ -144,6 +145,10 @@ class CommunicatorPool:
     def keys(self) -> tuple[CommunicatorKey, ...]:
         """What is open, longest unused first."""
         return tuple(self._open)
+
+    def count(self, stream: int, scope: Scope) -> int:
+        """Of how many numbers of CTAs communicators are open for this stream."""
+        return self._per_stream[stream, scope]
 
     def require(self, keys: Sequence[CommunicatorKey]) -> None:
         """Collective, with nothing in flight: opens those of `keys` that are not open, in their order.
@@ -162,6 +167,7 @@ class CommunicatorPool:
             if key not in self._open:
                 self._make_room(wanted, key)
                 self._open[key] = self._make(key)
+                self._per_stream[key.stream, key.scope] += 1
 
     def _make(self, key: CommunicatorKey) -> Group:
         free_before, total = self._opener.memory_bytes()
@@ -188,6 +194,7 @@ class CommunicatorPool:
     def _close(self, key: CommunicatorKey) -> None:
         self._taken_share -= self._taken_share / len(self._open)
         self._open.pop(key).close()
+        self._per_stream[key.stream, key.scope] -= 1
         logger.debug("NCCL %s is closed", key)
 
     def keep_only(self, keys: Iterable[CommunicatorKey]) -> None:

@@ -142,7 +142,7 @@ class NcclTransport:
         self, unit: torch.Tensor, stream: StreamSpec, op: ReduceOp, scale: float
     ) -> tuple[GroupWork, float]:
         """As `_issue`, behind the stream's last unit, which another communicator may have carried."""
-        if sum(key.stream == stream.number and key.scope is Scope.ALL for key in self._pool.keys()) == 1:  # noqa: SIM118
+        if self._pool.count(stream.number, Scope.ALL) == 1:
             return self._issue(unit, stream, op, scale)
         packed = self._device.record_event()
         with self._device.on(self._lead(stream.number)):

@@ -10,6 +10,7 @@ from functools import partial
 
 import torch
 from conformance.training import main
+from fakes.backward import Raises
 
 import sirtaki.torch as hvd
 from sirtaki.errors import GradientError
@@ -293,15 +294,6 @@ def frozen_parameters_are_left_alone() -> None:
 
 
 def an_exception_in_mid_backward_is_forgotten_by_zero_grad() -> None:
-    class Failing(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: object, tensor: torch.Tensor) -> torch.Tensor:
-            return tensor.clone()
-
-        @staticmethod
-        def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
-            raise ValueError("out of luck")
-
     for first in range(3):
         model, truth = make_model(), make_model()
         optimizer = hvd.DistributedOptimizer(sgd(model), named_parameters=model.named_parameters())
@@ -311,7 +303,7 @@ def an_exception_in_mid_backward_is_forgotten_by_zero_grad() -> None:
             inputs, wanted = batch(step)
             rows = own_rows()
             if step in (0, 1, 4):
-                hidden = Failing.apply(model[0](inputs[rows]))  # type: ignore[no-untyped-call]
+                hidden = Raises.apply(model[0](inputs[rows]))  # type: ignore[no-untyped-call]
                 try:
                     torch.nn.functional.mse_loss(model[3](model[2](hidden)), wanted[rows]).backward()
                 except ValueError:

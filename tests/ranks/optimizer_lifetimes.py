@@ -16,6 +16,7 @@ from conformance.training import (
     main,
     sgd,
 )
+from fakes.backward import Raises
 from torch import nn
 
 import sirtaki.torch as hvd
@@ -300,18 +301,6 @@ def dropped_between_backward_and_step() -> None:
     optimizer = hvd.DistributedOptimizer(sgd(model))  # takes over what is under way
     optimizer.step()
     assert_equal_on_all_ranks(model)
-
-
-class Raises(torch.autograd.Function):
-    """Goes through its own backward pass with an error."""
-
-    @staticmethod
-    def forward(ctx: object, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.clone()
-
-    @staticmethod
-    def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
-        raise ValueError("half-way")
 
 
 def fail(model: Trunk, *heads: int) -> None:

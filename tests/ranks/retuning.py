@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 from fakes import restless
+from fakes.backward import Raises
 from fakes.streams import FakeDevice, FakeOpener
 
 import sirtaki.torch as hvd
@@ -58,16 +59,6 @@ def network() -> torch.nn.Sequential:
     return torch.nn.Sequential(*layers).double()
 
 
-class FailingBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
-        raise ValueError("on purpose")
-
-
 class Training:
     """A model on all ranks, and the same on this rank alone with everybody's batches."""
 
@@ -94,7 +85,7 @@ class Training:
         self.model.zero_grad()
         if fails:
             try:
-                self.model[3:](FailingBackward.apply(self.model[:3](mine))).square().mean().backward()
+                self.model[3:](Raises.apply(self.model[:3](mine))).square().mean().backward()
             except ValueError:
                 self.model.zero_grad()
         self.model(mine).square().mean().backward()

@@ -36,6 +36,14 @@ def test_a_stream_with_other_ctas_or_other_ranks_is_another_communicator() -> No
     assert [str(key) for key in several] == ["stream 0", "stream 0 with 4 CTAs", "stream 0 with 4 CTAs (node)"]
 
 
+def test_the_pool_counts_what_is_open_for_a_stream() -> None:
+    pool = pool_of(LoneOpener(), limit=3)
+    pool.require([CommunicatorKey(0), CommunicatorKey(0, 4), CommunicatorKey(0, 4, Scope.NODE)])
+    assert [pool.count(0, Scope.ALL), pool.count(0, Scope.NODE), pool.count(1, Scope.ALL)] == [2, 1, 0]
+    pool.require(keys(1))
+    assert [pool.count(0, Scope.ALL), pool.count(1, Scope.ALL)] == [1, 1], "the one unused longest is closed"
+
+
 def test_what_was_unused_longest_is_closed_for_others() -> None:
     opener = LoneOpener()
     pool = pool_of(opener, limit=3)
