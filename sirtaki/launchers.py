@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from sirtaki.errors import ConfigError
 
@@ -12,6 +13,19 @@ _PLACES = {
     "LOCAL_RANK": ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID"),
     "LOCAL_SIZE": ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"),
 }
+
+# Of any mpiexec, or a batch system that starts ranks of MPI as one: these, MVAPICH, Cray's and IBM's.
+_OF_MPI = (
+    "OMPI_COMM_WORLD_SIZE",
+    "PMI_RANK",
+    "PMI_SIZE",
+    "PMIX_RANK",
+    "MPI_LOCALRANKID",
+    "MV2_COMM_WORLD_RANK",
+    "PALS_RANKID",
+    "ALPS_APP_PE",
+    "JSM_NAMESPACE_RANK",
+)
 
 HOROVOD_NAMES = {name: f"HOROVOD_{name}" for name in _PLACES}
 """What scripts for Horovod read, by quantity."""
@@ -25,6 +39,90 @@ _REMEDY = "start it with `sirtakirun -np {size} python …`"
 def place(name: str, environ: Mapping[str, str] = os.environ) -> int | None:
     """RANK, SIZE, LOCAL_RANK or LOCAL_SIZE as the launcher has it, None where it does not tell."""
     return next((int(environ[key]) for key in _PLACES[name] if environ.get(key, "").isdecimal()), None)
+
+
+def started_by_torchrun(environ: Mapping[str, str] = os.environ) -> bool:
+    """The nearest launcher is torchrun: sirtakirun takes its variables out."""
+    return "TORCHELASTIC_RUN_ID" in environ
+
+
+def started_by_mpi(environ: Mapping[str, str] = os.environ) -> bool:
+    """An mpiexec has started this process, or a batch system has that serves MPI."""
+    return any(name in environ for name in _OF_MPI)
+
+
+def started_by_srun(environ: Mapping[str, str] = os.environ) -> bool:
+    """One of several tasks of srun."""
+    return _step_tasks(environ) > 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TorchPlace:
+    """The place that torchrun's variables give a process.
+
+    Attributes:
+        host, port: where the ranks meet; "" and 0 for a rank alone.
+        agent_store: torchrun keeps the store; else rank 0 opens it.
+        attempt: names the job and its start among restarts.
+    """
+
+    rank: int
+    size: int
+    host: str
+    port: int
+    agent_store: bool
+    attempt: str
+
+
+def torch_place(environ: Mapping[str, str] = os.environ) -> TorchPlace | None:
+    """What torchrun, or whoever sets the same variables, says; None if nobody does.
+
+    Raises:
+        ConfigError: a variable is missing or disagrees with another one; with the remedy.
+    """
+    if not (environ.get("RANK", "") and environ.get("WORLD_SIZE", "")):
+        return None
+    rank, size = _number("RANK", environ, least=0), _number("WORLD_SIZE", environ, least=1)
+    if rank >= size:
+        raise ConfigError(f"RANK={rank} is not below WORLD_SIZE={size}: ranks are numbered from 0")
+    local, local_size = environ.get("LOCAL_RANK", ""), environ.get("LOCAL_WORLD_SIZE", "")
+    if local and local_size:
+        if _number("LOCAL_RANK", environ, least=0) >= _number("LOCAL_WORLD_SIZE", environ, least=1):
+            raise ConfigError(f"LOCAL_RANK={local} is not below LOCAL_WORLD_SIZE={local_size}")
+        if int(local_size) > size:
+            raise ConfigError(f"LOCAL_WORLD_SIZE={local_size} is more than WORLD_SIZE={size}")
+    host, port = environ.get("MASTER_ADDR", ""), 0
+    if size > 1:
+        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]
+        if missing:
+            raise ConfigError(
+                f"WORLD_SIZE={size} says {size} ranks, but {' and '.join(missing)} is not set, so they cannot find "
+                "each other; start them with torchrun or sirtakirun, or set it (if this process is meant to be alone: "
+                "unset RANK and WORLD_SIZE)"
+            )
+        port = _number("MASTER_PORT", environ, least=1)
+    attempt = f"{environ.get('TORCHELASTIC_RUN_ID', 'none')}/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    return TorchPlace(
+        rank=rank,
+        size=size,
+        host=host,
+        port=port,
+        agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true",
+        attempt=attempt,
+    )
+
+
+def _number(name: str, environ: Mapping[str, str], *, least: int) -> int:
+    text = environ[name].strip()
+    if not text.isdecimal() or int(text) < least:
+        raise ConfigError(f"{name}={text!r} is no whole number from {least}; torchrun sets it, or you do")
+    return int(text)
+
+
+def _step_tasks(environ: Mapping[str, str]) -> int:
+    """Tasks that srun has started. SLURM_NTASKS stands in every process of an allocation; this in a step's only."""
+    steps = environ.get("SLURM_STEP_NUM_TASKS", "")
+    return int(steps) if steps.isdecimal() else 0
 
 
 def check_world_size(size: int, environ: Mapping[str, str] = os.environ) -> None:
@@ -47,17 +145,16 @@ def check_world_size(size: int, environ: Mapping[str, str] = os.environ) -> None
             )
     if any(told.values()) or size > 1:
         return
-    # No MPI launcher has started this process. SLURM_NTASKS stands in every process of an allocation; only srun
-    # writes how many tasks a step has, and a batch script's or an interactive shell's step has one.
-    steps = environ.get("SLURM_STEP_NUM_TASKS", "")
-    if steps.isdecimal() and int(steps) > 1:
+    # No MPI launcher has started this process; a batch script's or an interactive shell's step has one task.
+    if (steps := _step_tasks(environ)) > 1:
         raise ConfigError(
             f"srun has started {steps} tasks, but each is alone in its MPI world; use `srun --mpi=pmix` (`srun "
-            f"--mpi=list` says what is there), or in the allocation {_REMEDY.format(size=steps)}"
+            f"--mpi=list` says what is there), or in the allocation {_REMEDY.format(size=steps)}, or set RANK, "
+            "WORLD_SIZE, MASTER_ADDR and MASTER_PORT, which need no MPI"
         )
     world = environ.get("WORLD_SIZE", "")
     if environ.get("RANK", "").isdecimal() and world.isdecimal() and int(world) > 1:
         raise ConfigError(
             f"WORLD_SIZE={world} says {world} ranks, but this process is alone in its MPI world, as under torchrun; "
-            f"{_REMEDY.format(size=world)} (if it is meant to be alone: unset RANK and WORLD_SIZE)"
+            f"leave out SIRTAKI_CONTROL=mpi, or {_REMEDY.format(size=world)}"
         )

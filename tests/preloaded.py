@@ -31,7 +31,8 @@ MESSAGE_BYTES = 1 << 18
 
 def connect(folder: Path) -> socket.socket:
     """To the server of this rank."""
-    rank = int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK", "0")))
+    names = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK")
+    rank = int(next((os.environ[name] for name in names if name in os.environ), "0"))
     server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     server.connect(str(folder / str(rank % SERVERS)))
     return server

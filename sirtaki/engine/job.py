@@ -15,16 +15,14 @@ from sirtaki.comm import timeline
 from sirtaki.comm.collectives.engine import EagerEngine
 from sirtaki.comm.collectives.rank_sets import RankSets
 from sirtaki.comm.control.clocks import align_clocks
-from sirtaki.comm.control.communicator import Communicator
+from sirtaki.comm.control.communicator import Backend, Communicator
 from sirtaki.comm.control.courier import Courier
-from sirtaki.comm.control.mpi import world
 from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.control.watchdog import Watchdog
 from sirtaki.comm.gradients.in_flight import InFlight
 from sirtaki.comm.nccl_streams.support import ask_for_launch_order
 from sirtaki.comm.transports.resources import raise_descriptor_limit
-from sirtaki.errors import CommError, ConfigError, NotInitializedError
-from sirtaki.launchers import check_world_size
+from sirtaki.errors import CommError, NotInitializedError
 from sirtaki.settings import NEVER_S, Settings
 
 from . import process_end
@@ -32,6 +30,7 @@ from .blocked import BlockedRanks
 from .disposal import Disposal
 from .joining import Joining
 from .participants import Participants
+from .ranks import open_ranks
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -49,8 +48,8 @@ class Job:
     """The state of one initialised process."""
 
     def __init__(self, settings: Settings, comm: Communicator) -> None:
-        """Collective over `comm`."""
-        self.settings = settings
+        """Collective over `comm`, which ends with the job."""
+        self.settings, self._ranks = settings, comm
         self.control = ControlPlane(comm, local_size=settings.local_size, interface=settings.gloo_interface)
         _start_logging(settings, self.control.rank)
         self.courier = Courier(self.control.duplicate())
@@ -117,6 +116,11 @@ class Job:
         return self.control.size
 
     @property
+    def backend(self) -> Backend:
+        """What carries the control plane."""
+        return self.control.backend
+
+    @property
     def failure(self) -> CommError | None:
         """Why the job is lost, None while all is well."""
         return self.control.failures.error
@@ -127,7 +131,7 @@ class Job:
 
     def abort(self, reason: str) -> None:
         """Ends the job on all ranks, at once, and with MPI this process."""
-        self.control.comm.abort(reason)
+        self._ranks.abort(reason)
 
     def interrupt(self) -> list[str]:
         """Keeps what the warm-up has found so far, and says where this rank is, in words."""
@@ -147,7 +151,7 @@ class Job:
         """Collective: waits until all ranks are here, then ends all threads and frees all communicators.
 
         Returns:
-            False if other ranks did not come within `timeout_s`; nothing of MPI is freed then, and it may be
+            False if other ranks did not come within `timeout_s`; no communicator is freed then, and it may be
             called again.
         """
         self.control.failures.while_waiting(None)
@@ -160,6 +164,7 @@ class Job:
             self.rank_sets.close()
             self.watchdog.close()
             self.control.close()
+            self._ranks.free()
         return everybody
 
 
@@ -214,8 +219,8 @@ def init(comm: Sequence[int] | MPI.Comm | None = None) -> None:
 
     Raises:
         ConfigError: an environment variable is invalid, this rank is not in `comm`, or the launcher has meant more
-            ranks than MPI sees.
-        CommError: there is no usable MPI library.
+            ranks than there are.
+        CommError: there is no usable MPI library, or ranks do not come.
     """
     global _job
     if _job is not None:
@@ -223,7 +228,7 @@ def init(comm: Sequence[int] | MPI.Comm | None = None) -> None:
     settings = Settings.from_environ()
     ask_for_launch_order()
     raise_descriptor_limit()
-    _job = Job(settings, _communicator(comm))
+    _job = Job(settings, open_ranks(settings, comm))
     control = _job.control
     # Scripts read these, as under horovodrun.
     for name, value in (
@@ -237,18 +242,6 @@ def init(comm: Sequence[int] | MPI.Comm | None = None) -> None:
     ):
         os.environ[f"HOROVOD_{name}"] = str(value)
     process_end.watch(_job)
-
-
-def _communicator(comm: Sequence[int] | MPI.Comm | None) -> Communicator:
-    everybody = world()
-    check_world_size(everybody.size)
-    if not comm:
-        return everybody
-    if not isinstance(comm, Sequence):
-        return world(comm)
-    if everybody.rank not in comm:
-        raise ConfigError(f"rank {everybody.rank} called init(comm={list(comm)}), which does not name it")
-    return everybody.subset(comm)
 
 
 def shutdown() -> None:

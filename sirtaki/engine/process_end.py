@@ -10,6 +10,7 @@ import time
 from types import TracebackType
 from typing import Any, NoReturn, Protocol
 
+from sirtaki.comm.control.communicator import Backend
 from sirtaki.comm.control.mpi import skip_finalize
 from sirtaki.errors import CommError, MismatchError, PeerLostError
 
@@ -17,7 +18,7 @@ VICTIM_S = 2.0
 """How long a rank whose communication failed waits before it ends the job: the cause should be heard first."""
 
 LOST_S = 15.0
-"""The same where another rank is about to end, or has: it ends the job, and its exit code is the one to keep."""
+"""The same over MPI where another rank is about to end, or has: it ends the job, and its exit code is to be kept."""
 
 EXIT_S = 5.0
 """How long a rank that ends with an exit code waits for the others; they must hear of it soon."""
@@ -36,6 +37,11 @@ class Endable(Protocol):
     @property
     def size(self) -> int:
         """How many ranks there are."""
+        ...
+
+    @property
+    def backend(self) -> Backend:
+        """What carries the control plane."""
         ...
 
     @property
@@ -101,7 +107,11 @@ def _install_hooks() -> None:
         where = _interrupted(job) if job is not None and job.size > 1 else []
         if where and _started_by_sirtakirun():  # which says itself who raised what
             error.add_note(f"This rank {'; '.join(where)}.")
-        told_elsewhere = job is not None and job.rank > 0 and isinstance(error, MismatchError)
+        over_mesh = job is not None and job.backend is Backend.MESH
+        told_elsewhere = job is not None and (
+            (job.rank > 0 and isinstance(error, MismatchError))
+            or (over_mesh and job.size > 1 and isinstance(error, PeerLostError))
+        )
         if not told_elsewhere or _started_by_sirtakirun():
             # torch.distributed catches what its inner hooks print, and would print it only after the job has ended.
             with contextlib.redirect_stderr(sys.__stderr__):
@@ -109,11 +119,16 @@ def _install_hooks() -> None:
         if job is None or job.size == 1:
             return
         _job = None  # nothing is left to wait for at the exit
+        what = f"raised {kind.__name__}" + (f": {error}" if told_elsewhere else "")  # elsewhere it stands above
+        if over_mesh and isinstance(error, PeerLostError):
+            what = f"ends, since {error}"
+        if over_mesh:  # the launcher may end this process while it waits
+            _report(job, what, where)
         if isinstance(error, CommError):
-            time.sleep(LOST_S if isinstance(error, PeerLostError) else VICTIM_S)
+            time.sleep(LOST_S if isinstance(error, PeerLostError) and not over_mesh else VICTIM_S)
         if not _started_by_sirtakirun():
-            message = f": {error}" if told_elsewhere else ""  # elsewhere it stands above
-            _report(job, f"raised {kind.__name__}{message}", where)
+            if not over_mesh:
+                _report(job, what, where)
             _flush()
             job.abort(f"rank {job.rank} raised {kind.__name__}: {error}")
             _leave(1)
@@ -143,7 +158,10 @@ def _at_exit() -> None:
             return
     where = _interrupted(job)
     if code != 0:
-        _report(job, f"has ended with exit code {code} while others are at work", where)
+        reason = f"has ended with exit code {code} while others are at work"
+        _report(job, reason, where)
+        if job.backend is Backend.MESH:  # MPI would take its own exit code
+            job.abort(f"rank {job.rank} {reason}")
         _leave(code)
     _report(job, f"ends after {job.failure}", where)
     # `raise SystemExit(9)` passes by `sys.exit`: Python knows the exit code, and nobody else. Unless it is 0 mpiexec

@@ -22,7 +22,16 @@ from .rank_command import RankCommand, rank_command
 from .supervisor import Supervisor
 
 # What an outer MPI job leaves in the environment; mpiexec would believe to be one of its ranks.
-_OUTER_JOB = ("PMIX_", "PMI_", "OMPI_COMM_WORLD", "OMPI_UNIVERSE", "PRTE_LAUNCHED", "HYDI_", "MPI_LOCAL")
+_OUTER_JOB = (
+    "PMIX_",
+    "PMI_",
+    "OMPI_COMM_WORLD",
+    "OMPI_UNIVERSE",
+    "PRTE_LAUNCHED",
+    "HYDI_",
+    "MPI_LOCAL",
+    "TORCHELASTIC_",
+)
 _OUTER_RANK = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "HOSTNAME")
 _RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT")
 

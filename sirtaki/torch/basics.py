@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
+import sys
 from collections.abc import Sequence
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
 
+from sirtaki.comm.control.communicator import Backend
 from sirtaki.engine import job
 from sirtaki.engine.job import is_initialized, shutdown
-from sirtaki.errors import ConfigError, SirtakiError
-from sirtaki.settings import TIMELINE_DYNAMIC
+from sirtaki.engine.ranks import choose_backend
+from sirtaki.errors import ConfigError, LaunchError, SirtakiError
+from sirtaki.mpi_library import find_mpi_library
+from sirtaki.settings import TIMELINE_DYNAMIC, Settings
 
 from .process_sets import ProcessSet, open_static
 from .timeline import start_timeline
@@ -56,7 +62,7 @@ def init(comm: Sequence[int] | MPI.Comm | None = None, process_sets: Sequence[Pr
 
     Raises:
         ValueError: an environment variable or argument is invalid.
-        HorovodInternalError: there is no usable MPI library.
+        HorovodInternalError: there is no usable MPI library where one is needed, or ranks do not come.
     """
     if is_initialized():
         return
@@ -110,21 +116,32 @@ def is_homogeneous() -> bool:
 
 
 def mpi_threads_supported() -> bool:
-    """Several threads may call MPI: always, since `init()` insists on it.
+    """Several threads may call MPI: wherever it is the control plane, since `init()` insists on it.
 
     Raises:
         NotInitializedError: `init()` has not been called.
     """
-    return job.current().control.size > 0
+    return job.current().backend is Backend.MPI
 
 
 def mpi_enabled() -> bool:
-    """MPI is the control plane: always."""
-    return True
+    """MPI is the control plane; before `init()`: it would be."""
+    if is_initialized():
+        return job.current().backend is Backend.MPI
+    return choose_backend(Settings.from_environ()) is Backend.MPI
 
 
+@cache
 def mpi_built() -> bool:
-    """MPI can be used: always."""
+    """There is an MPI library that mpi4py can load; asked in another process, since loading it has consequences."""
+    if "mpi4py.MPI" in sys.modules:
+        return True
+    if importlib.util.find_spec("mpi4py") is None:
+        return False
+    try:
+        find_mpi_library(sys.executable)
+    except LaunchError:
+        return False
     return True
 
 

@@ -8,12 +8,13 @@ import pytest
 
 from sirtaki.comm.control import plane
 from sirtaki.comm.control.courier import Courier, Tag
-from sirtaki.comm.control.mpi import world
 from sirtaki.comm.control.plane import ControlPlane
+from sirtaki.engine.ranks import open_ranks
 from sirtaki.errors import ConfigError, MismatchError
+from sirtaki.settings import Settings
 
 local_size = int(sys.argv[1]) if sys.argv[1] != "all" else None
-control = ControlPlane(world(), local_size=local_size)
+control = ControlPlane(open_ranks(Settings.from_environ()), local_size=local_size)
 rank, size = control.rank, control.size
 local = local_size or size
 
@@ -65,8 +66,8 @@ control.barrier()
 control.close()
 
 # Two hosts of one name are two.
-with mock.patch.object(plane, "_host_identity", return_value=("localhost", f"boot {rank % 2}")):
-    apart = ControlPlane(world())
+with mock.patch.object(plane, "host_identity", return_value=("localhost", f"boot {rank % 2}")):
+    apart = ControlPlane(open_ranks(Settings.from_environ()))
 assert apart.hosts == [other % 2 for other in range(size)]
 assert len(set(apart.host_names)) == 1
 apart.close()
@@ -74,5 +75,5 @@ apart.close()
 # A node size that does not divide the ranks is refused by all of them.
 if size > 1:
     with pytest.raises(ConfigError, match="SIRTAKI_LOCAL_SIZE"):
-        ControlPlane(world(), local_size=size + 1)
+        ControlPlane(open_ranks(Settings.from_environ()), local_size=size + 1)
 print(f"ok {rank}")

@@ -16,13 +16,14 @@ import torch
 from conformance.transport import expected, values
 
 from sirtaki.comm.control import plane
-from sirtaki.comm.control.mpi import world
 from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.plan import Algorithm, CommPlan, TransportKind, Unit
 from sirtaki.comm.router import Route, Router
 from sirtaki.comm.transports import gloo, node_memory
 from sirtaki.comm.transports.contract import FlatBuffer, ReduceOp
+from sirtaki.engine.ranks import open_ranks
 from sirtaki.errors import PlanError, TransportError
+from sirtaki.settings import Settings
 
 SHARED, MPI, GLOO = (
     (kind, Algorithm.FLAT) for kind in (TransportKind.SHARED_MEMORY, TransportKind.MPI, TransportKind.GLOO)
@@ -162,7 +163,7 @@ def buffers_that_cannot_be_shared_are_not() -> None:
 
 
 def an_unreachable_store_leaves_mpi() -> None:
-    apart = ControlPlane(world())
+    apart = ControlPlane(open_ranks(Settings.from_environ()))
     with broken(plane, "reach", TransportError("rank 0 cannot be reached")):
         router = Router(apart, timeout_s=30.0)
     assert router.routes == (SHARED, MPI)
@@ -196,7 +197,7 @@ CASES = [
 ]
 
 if __name__ == "__main__":
-    control = ControlPlane(world())
+    control = ControlPlane(open_ranks(Settings.from_environ()))
     unlucky = control.rank == control.size - 1
     for case in [case for case in CASES if case.__name__ in sys.argv] or CASES:
         try:

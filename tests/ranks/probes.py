@@ -2,12 +2,13 @@
 
 import sys
 
-from sirtaki.comm.control.mpi import world
 from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.router import Router
 from sirtaki.engine.probes import probe_routes
+from sirtaki.engine.ranks import open_ranks
+from sirtaki.settings import Settings
 
-control = ControlPlane(world())
+control = ControlPlane(open_ranks(Settings.from_environ()))
 router = Router(control, timeout_s=30)
 route = router.routes[-1]
 budget_s = float(sys.argv[1 + control.rank])

@@ -141,7 +141,7 @@ DAMAGES = {
     "the file gone": lambda: [Path(f"{REGISTRY}{suffix}").unlink(missing_ok=True) for suffix in ("", "-wal", "-shm")],
 }
 
-rank = int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK", "0")))
+rank = int(next(os.environ[name] for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK") if name in os.environ))
 for step in sys.argv[1:]:
     if step in DAMAGES:
         if rank == 0:  # before it takes part in the next job's beginning

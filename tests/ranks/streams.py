@@ -13,7 +13,6 @@ from conformance.transport import check_route
 from fakes.streams import FakeDevice, FakeOpener
 
 from sirtaki.autotune.knobs import Knobs
-from sirtaki.comm.control.mpi import world
 from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.gradients.buffers import Reduction
 from sirtaki.comm.gradients.synchroniser import Synchroniser
@@ -23,10 +22,12 @@ from sirtaki.comm.nccl_streams.process_group import find_nccl
 from sirtaki.comm.nccl_streams.support import ask_for_launch_order
 from sirtaki.comm.plan import CommPlan
 from sirtaki.comm.router import Router
+from sirtaki.engine.ranks import open_ranks
 from sirtaki.engine.stream_trial import try_streams
+from sirtaki.settings import Settings
 
 local_size = os.environ.get("TEST_LOCAL_SIZE")
-control = ControlPlane(world(), local_size=int(local_size) if local_size else None)
+control = ControlPlane(open_ranks(Settings.from_environ()), local_size=int(local_size) if local_size else None)
 rank, size = control.rank, control.size
 through_nccl = sys.argv[1].startswith("nccl")
 device: Any

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from sirtaki.autotune.knobs import Cut, Knobs
-from sirtaki.comm.control.mpi import world
 from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.gradients.buffers import Reduction
 from sirtaki.comm.gradients.iteration_report import IterationReport
@@ -15,9 +14,11 @@ from sirtaki.comm.gradients.synchroniser import Synchroniser
 from sirtaki.comm.layout import GradientLayout
 from sirtaki.comm.plan import CommPlan
 from sirtaki.comm.router import Router
+from sirtaki.engine.ranks import open_ranks
 from sirtaki.errors import MismatchError, PlanError
+from sirtaki.settings import Settings
 
-control = ControlPlane(world())
+control = ControlPlane(open_ranks(Settings.from_environ()))
 rank, size = control.rank, control.size
 ITERATIONS = int(sys.argv[1])
 

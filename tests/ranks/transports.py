@@ -5,12 +5,13 @@ import time
 
 from conformance.transport import check_route
 
-from sirtaki.comm.control.mpi import world
 from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.router import Router
+from sirtaki.engine.ranks import open_ranks
+from sirtaki.settings import Settings
 
 local_size = os.environ.get("TEST_LOCAL_SIZE")
-control = ControlPlane(world(), local_size=int(local_size) if local_size else None)
+control = ControlPlane(open_ranks(Settings.from_environ()), local_size=int(local_size) if local_size else None)
 router = Router(control, timeout_s=30.0)
 for route in router.routes:
     begin = time.perf_counter()

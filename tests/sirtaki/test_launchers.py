@@ -1,7 +1,7 @@
 import pytest
 
 from sirtaki.errors import ConfigError
-from sirtaki.launchers import check_world_size, place
+from sirtaki.launchers import TorchPlace, check_world_size, place, torch_place
 
 SBATCH = {"SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_TASKS_PER_NODE": "4(x2)"}
 
@@ -9,7 +9,11 @@ SBATCH = {"SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM
 @pytest.mark.parametrize(
     ("environ", "size", "says"),
     [
-        ({"RANK": "0", "WORLD_SIZE": "2"}, 1, r"WORLD_SIZE=2 .*torchrun.*`sirtakirun -np 2 python …`.*unset RANK"),
+        (
+            {"RANK": "0", "WORLD_SIZE": "2"},
+            1,
+            "WORLD_SIZE=2 .*torchrun.*SIRTAKI_CONTROL=mpi.*sirtakirun -np 2",
+        ),
         (
             {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "1"},
             1,
@@ -51,3 +55,38 @@ def test_a_rank_reads_its_place_from_whichever_launcher_it_was():
     assert place("RANK", {"PMI_RANK": "3"}) == 3
     assert place("SIZE", {"OMPI_COMM_WORLD_SIZE": "4", "SLURM_NTASKS": "9"}) == 4
     assert place("LOCAL_RANK", {}) is None
+
+
+TORCH = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
+
+
+def test_torchruns_variables_are_a_place():
+    assert torch_place({}) is None
+    assert torch_place({"WORLD_SIZE": "4"}) is None  # somebody's setting: no rank goes with it
+    expected = TorchPlace(rank=1, size=4, host="node0", port=29500, agent_store=False, attempt="none/0")
+    assert torch_place(TORCH) == expected
+    elastic = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_RESTART_COUNT": "2"}
+    place = torch_place(TORCH | elastic)
+    assert place is not None
+    assert (place.agent_store, place.attempt) == (True, "x/2")
+    alone = torch_place({"RANK": "0", "WORLD_SIZE": "1"})
+    assert alone is not None
+    assert (alone.size, alone.port) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"RANK": "4"}, "RANK=4 is not below WORLD_SIZE=4"),
+        ({"RANK": "one"}, "RANK='one' is no whole number"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE='0' is no whole number from 1"),
+        ({"MASTER_PORT": "http"}, "MASTER_PORT='http'"),
+        ({"MASTER_ADDR": ""}, "MASTER_ADDR is not set.*torchrun or sirtakirun.*unset RANK"),
+        ({"MASTER_ADDR": "", "MASTER_PORT": ""}, "MASTER_ADDR and MASTER_PORT is not set"),
+        ({"LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "2"}, "LOCAL_RANK=2 is not below LOCAL_WORLD_SIZE=2"),
+        ({"LOCAL_WORLD_SIZE": "8"}, "LOCAL_WORLD_SIZE=8 is more than WORLD_SIZE=4"),
+    ],
+)
+def test_variables_that_do_not_fit_together_are_refused(changes, says):
+    with pytest.raises(ConfigError, match=says):
+        torch_place(TORCH | changes)

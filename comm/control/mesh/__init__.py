@@ -1,0 +1,1 @@
+"""The control plane over direct TCP connections between all ranks, without a coordinator."""

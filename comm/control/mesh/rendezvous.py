@@ -1,0 +1,302 @@
+"""How the ranks of a mesh find each other: through PyTorch's TCPStore, which is needed no more once they have.
+
+What stands in the store is JSON: nothing that came from it is ever unpickled. Whoever reaches the store can read the
+secret that rank 0 makes, unless the user has given the ranks one (docs/decisions/0113).
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import logging
+import secrets
+import socket
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from sirtaki.comm.control.addresses import LOOPBACK, host_identity, own_addresses
+from sirtaki.errors import CommError, ConfigError, PeerLostError, SirtakiError
+
+from . import handshake
+from .communicator import MeshCommunicator
+from .handshake import Acceptor, NoProof
+from .links import Links
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store, TCPStore
+
+logger = logging.getLogger(__name__)
+
+_LOOK_S = 0.02
+_NOTICE_S = 10.0
+"""A wait that lasts so long is told."""
+
+WRONG_SECRET_S = 3.0
+"""How long a rank that does not prove itself has to be another one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meeting:
+    """Where the ranks of a job meet, as all of them are told.
+
+    Attributes:
+        rank: of this process.
+        size: how many there are.
+        host, port: of the store.
+        agent_store: the launcher keeps it; else rank 0 opens it.
+        name: no other meeting at this store has it.
+        members: ranks that meet, if not all do.
+    """
+
+    rank: int
+    size: int
+    host: str = ""
+    port: int = 0
+    agent_store: bool = False
+    name: str = ""
+    members: tuple[int, ...] = ()
+
+
+_stores: dict[tuple[str, int], TCPStore] = {}
+"""Those of rank 0 stay open: other ranks may still read."""
+
+_met: Counter[tuple[str, int]] = Counter()
+"""How often this process has met there: `init()` may be called again."""
+
+
+def alone() -> MeshCommunicator:
+    """The mesh of one rank."""
+    return MeshCommunicator(Links(0, {}, heartbeat_s=None))
+
+
+def meet(
+    meeting: Meeting, *, interface: str | None, secret: str | None, timeout_s: float, heartbeat_s: float | None
+) -> MeshCommunicator:
+    """Collective: connects the ranks, each with each.
+
+    Args:
+        meeting: where they meet.
+        interface: name of the network interface that joins the hosts; None = any.
+        secret: of the job; None = rank 0 makes one and hands it out through the store.
+        timeout_s: how long to wait for the others in all.
+        heartbeat_s: a rank that is silent for so long later is given up; None = never.
+
+    Returns:
+        The communicator of all of them; with it the mesh ends.
+
+    Raises:
+        ConfigError: what the ranks were told does not fit together.
+        CommError: some do not come or cannot be reached.
+    """
+    members = meeting.members or tuple(range(meeting.size))
+    if len(members) == 1:
+        return alone()
+    deadline_s = time.monotonic() + timeout_s
+    name = f"{meeting.name}/{','.join(map(str, meeting.members))}"
+    _met[name, meeting.rank] += 1
+    prefix = f"sirtaki/{name}/{_met[name, meeting.rank]}"
+    table = _Table(_store(meeting, deadline_s), prefix, meeting, members, deadline_s)
+    try:
+        key = _agree(table, meeting, secret)
+        sockets = _connect(table, meeting, key, interface)
+    except SirtakiError as err:
+        table.tell_problem(err)
+        raise
+    own = members.index(meeting.rank)
+    return MeshCommunicator(
+        Links(own, {members.index(rank): sock for rank, sock in sockets.items()}, heartbeat_s=heartbeat_s)
+    )
+
+
+def _store(meeting: Meeting, deadline_s: float) -> Store:
+    """The store at the meeting's address."""
+    from torch._C._distributed_c10d import TCPStore
+
+    timeout = datetime.timedelta(seconds=max(1.0, deadline_s - time.monotonic()))
+    place = meeting.host, meeting.port
+    if not meeting.agent_store and meeting.rank == (meeting.members or (0,))[0]:
+        if place not in _stores:
+            try:
+                # multi_tenant: the script's own process groups may meet at the same port
+                _stores[place] = TCPStore(
+                    *place, is_master=True, wait_for_workers=False, timeout=timeout, multi_tenant=True
+                )
+            except (OSError, RuntimeError) as err:
+                raise ConfigError(
+                    f"rank {meeting.rank} cannot listen at MASTER_PORT={meeting.port}: {_first_line(err)}; does "
+                    "another job use it? Give each job a port of its own"
+                ) from err
+        return _stores[place]
+    _wait_for_master(meeting, deadline_s)
+    try:
+        return TCPStore(*place, is_master=False, timeout=timeout)
+    except (OSError, RuntimeError) as err:
+        raise CommError(f"there is no store at {meeting.host}:{meeting.port}: {_first_line(err)}") from err
+
+
+def _wait_for_master(meeting: Meeting, deadline_s: float) -> None:
+    notice_s, problem = time.monotonic() + _NOTICE_S, ""
+    while time.monotonic() < deadline_s:
+        try:
+            with socket.create_connection((meeting.host, meeting.port), timeout=2.0):
+                return
+        except socket.gaierror as err:
+            raise ConfigError(f"MASTER_ADDR={meeting.host} names no host ({err.strerror})") from err
+        except OSError as err:
+            problem = str(err)
+        if time.monotonic() > notice_s:
+            notice_s = deadline_s
+            logger.warning("rank %d waits for rank 0 at %s:%d", meeting.rank, meeting.host, meeting.port)
+        time.sleep(0.1)
+    raise CommError(
+        f"rank {meeting.rank} finds nobody at {meeting.host}:{meeting.port} ({problem}); is rank 0 running, are "
+        "MASTER_ADDR and MASTER_PORT right, does a firewall stand between? SIRTAKI_START_TIMEOUT_S=… waits longer"
+    )
+
+
+def _first_line(err: Exception) -> str:
+    return (str(err).splitlines() or [type(err).__name__])[0]
+
+
+class _Table:
+    """What the ranks tell each other through the store."""
+
+    def __init__(self, store: Store, prefix: str, meeting: Meeting, members: Sequence[int], deadline_s: float) -> None:
+        self._store, self._prefix, self._meeting, self.members = store, prefix, meeting, members
+        self.deadline_s = deadline_s
+
+    def tell(self, what: str, value: Any) -> None:
+        """Of this rank, for all."""
+        self._call("set", self._key(what, self._meeting.rank), json.dumps(value))
+
+    def read(self, what: str, ranks: Sequence[int]) -> list[Any]:
+        """What these ranks have told.
+
+        Raises:
+            CommError: one of them does not come, or has met a problem.
+        """
+        keys = [self._key(what, rank) for rank in ranks]
+        notice_s = time.monotonic() + _NOTICE_S
+        while not self._call("check", keys):
+            self.raise_problem()
+            now_s = time.monotonic()
+            if now_s > min(notice_s, self.deadline_s):
+                missing = [rank for rank, key in zip(ranks, keys, strict=True) if not self._call("check", [key])]
+                text = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing[:8]))}"
+                if now_s > self.deadline_s and missing:
+                    raise CommError(
+                        f"{text} of {self._meeting.size} did not come to {self._meeting.host}:{self._meeting.port} in "
+                        "time; are all processes started, with one WORLD_SIZE and different RANKs? "
+                        "SIRTAKI_START_TIMEOUT_S=… waits longer"
+                    )
+                notice_s = self.deadline_s
+                logger.warning("rank %d waits for %s", self._meeting.rank, text)
+            time.sleep(_LOOK_S)
+        return [json.loads(self._call("get", key)) for key in keys]
+
+    def claim(self) -> bool:
+        """Whether this process is the first that says to be this rank."""
+        return bool(self._call("add", self._key("claim", self._meeting.rank), 1) == 1)
+
+    def tell_problem(self, error: SirtakiError) -> None:
+        """For those who wait: they need not find it out by waiting."""
+        with suppress(CommError):
+            self._call("set", f"{self._prefix}/problem", json.dumps(str(error)))
+
+    def raise_problem(self) -> None:
+        """Raises what another rank has told."""
+        key = f"{self._prefix}/problem"
+        if self._call("check", [key]):
+            raise CommError(str(json.loads(self._call("get", key))))
+
+    def _key(self, what: str, rank: int) -> str:
+        return f"{self._prefix}/{what}/{rank}"
+
+    def _call(self, method: str, *arguments: Any) -> Any:  # Any: as the store's methods
+        try:
+            return getattr(self._store, method)(*arguments)
+        except RuntimeError as err:
+            raise PeerLostError(f"the store is gone, and rank 0 or the launcher with it: {_first_line(err)}") from err
+
+
+def _agree(table: _Table, meeting: Meeting, secret: str | None) -> bytes:
+    """Collective: the job's key."""
+    if not table.claim():
+        raise ConfigError(
+            f"two processes say that they are rank {meeting.rank} at {meeting.host}:{meeting.port}; each needs a "
+            "RANK of its own, and each job a MASTER_PORT of its own"
+        )
+    table.tell("here", {"size": meeting.size, "secret": secret is not None, "host": host_identity()})
+    first = table.members[0]
+    if meeting.rank == first:
+        table.tell("job", {"id": secrets.token_hex(16), "secret": None if secret else secrets.token_hex(32)})
+    everybody = table.read("here", table.members)
+    for rank, other in zip(table.members, everybody, strict=True):
+        if other["size"] != everybody[0]["size"]:
+            raise ConfigError(
+                f"WORLD_SIZE is {everybody[0]['size']} on rank {first} and {other['size']} on rank {rank}; it must be "
+                "one on all ranks"
+            )
+        if other["secret"] != everybody[0]["secret"]:
+            raise ConfigError(f"SIRTAKI_SECRET is set on one of the ranks {first} and {rank} only; all need the same")
+    (job,) = table.read("job", [first])
+    return handshake.job_key(secret or job["secret"], job["id"])
+
+
+def _connect(table: _Table, meeting: Meeting, key: bytes, interface: str | None) -> dict[int, socket.socket]:
+    """Collective: connections to all others, by rank. Each rank connects to those before it."""
+    hosts = [tuple(other["host"]) for other in table.read("here", table.members)]
+    addresses = [LOOPBACK] if len(set(hosts)) == 1 else own_addresses(interface)
+    number = table.members.index(meeting.rank)
+    try:
+        acceptor = Acceptor(addresses, key=key, own=meeting.rank, expected=table.members[number + 1 :])
+    except OSError as err:
+        raise CommError(f"rank {meeting.rank} cannot listen at {', '.join(addresses)}: {err}") from err
+    sockets: dict[int, socket.socket] = {}
+    try:
+        table.tell("places", acceptor.places)
+        for rank, places in zip(table.members[:number], table.read("places", table.members[:number]), strict=True):
+            sockets[rank] = _reach(table, rank, places, key=key, own=meeting.rank)
+        while not acceptor.wait(0.2):
+            table.raise_problem()
+            if time.monotonic() > table.deadline_s:
+                raise CommError(
+                    f"rank {acceptor.missing[0]} did not connect to rank {meeting.rank} at {', '.join(addresses)}"
+                    + (f"; {acceptor.refused} connections did not prove themselves" if acceptor.refused else "")
+                    + "; name the interface that joins the hosts in SIRTAKI_GLOO_IFACE"
+                )
+    except BaseException:
+        for sock in (*sockets.values(), *acceptor.close().values()):
+            sock.close()
+        raise
+    return sockets | acceptor.close()
+
+
+def _reach(table: _Table, rank: int, places: list[tuple[str, int]], *, key: bytes, own: int) -> socket.socket:
+    """A connection to that rank, at the first of its places that proves to be it."""
+    problem: Exception = CommError("it listens nowhere")
+    unproved_s = float("inf")
+    while time.monotonic() < min(table.deadline_s, unproved_s):
+        for host, port in places:
+            try:
+                return handshake.connect((host, port), key=key, own=own, other=rank)
+            except NoProof as err:
+                problem, unproved_s = err, min(unproved_s, time.monotonic() + WRONG_SECRET_S)
+            except OSError as err:
+                problem = err
+        table.raise_problem()
+        time.sleep(0.1)
+    if isinstance(problem, NoProof):
+        raise ConfigError(
+            f"rank {rank} and rank {own} do not prove themselves to each other: SIRTAKI_SECRET must be the same on all "
+            f"ranks ({problem})"
+        )
+    tried = ", ".join(f"{host}:{port}" for host, port in places)
+    raise CommError(
+        f"rank {rank} cannot be reached at {tried} ({problem}); name the interface that joins the hosts in "
+        "SIRTAKI_GLOO_IFACE"
+    )

@@ -1,0 +1,95 @@
+"""Which ranks a job has, and what carries their control plane: as the launcher's environment or the user says."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from sirtaki.comm.control.communicator import Backend, Communicator
+from sirtaki.comm.control.mesh.rendezvous import Meeting, alone, meet
+from sirtaki.comm.plan import TransportKind
+from sirtaki.errors import ConfigError
+from sirtaki.launchers import check_world_size, started_by_mpi, started_by_srun, started_by_torchrun, torch_place
+from sirtaki.settings import Settings
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+
+def choose_backend(settings: Settings, environ: Mapping[str, str] = os.environ) -> Backend:
+    """What the user has set, else what the launcher speaks; a rank that nobody has launched needs no MPI."""
+    if settings.control is not None:
+        return settings.control
+    if started_by_torchrun(environ):
+        return Backend.MESH
+    if started_by_mpi(environ):
+        return Backend.MPI
+    if environ.get("RANK") and environ.get("WORLD_SIZE"):
+        return Backend.MESH
+    wants_mpi = settings.transport is TransportKind.MPI or "mpi4py.MPI" in sys.modules
+    return Backend.MPI if wants_mpi or started_by_srun(environ) else Backend.MESH
+
+
+def open_ranks(settings: Settings, comm: Sequence[int] | MPI.Comm | None = None) -> Communicator:
+    """Collective: the communicator of all ranks of the job; freeing it is the last thing that a job does.
+
+    Args:
+        settings: of this process.
+        comm: None = all ranks that the launcher started; an mpi4py communicator; or a list of ranks, which only
+            those ranks call with.
+
+    Raises:
+        ConfigError: variables are missing or disagree, or this rank is not in `comm`.
+        CommError: there is no usable MPI library, or the ranks do not find each other.
+    """
+    if comm is None or isinstance(comm, Sequence):
+        over_mpi = choose_backend(settings) is Backend.MPI
+        return _over_mpi(comm) if over_mpi else _over_mesh(settings, comm)
+    if settings.control is Backend.MESH:
+        raise ConfigError("init(comm=…) was given an MPI communicator, but SIRTAKI_CONTROL is mesh; leave it out")
+    return _over_mpi(comm)
+
+
+def _over_mpi(comm: Sequence[int] | MPI.Comm | None) -> Communicator:
+    from sirtaki.comm.control.mpi import world
+
+    everybody = world()
+    check_world_size(everybody.size)
+    if not comm:
+        return everybody
+    if not isinstance(comm, Sequence):
+        return world(comm)
+    _check_named(everybody.rank, comm)
+    return everybody.subset(comm)
+
+
+def _over_mesh(settings: Settings, comm: Sequence[int] | None) -> Communicator:
+    place = torch_place()
+    if place is None:
+        _check_named(0, comm)
+        return alone()
+    _check_named(place.rank, comm)
+    if odd := [rank for rank in comm or () if not 0 <= rank < place.size]:
+        raise ConfigError(f"init(comm={list(comm or ())}) names rank {odd[0]}, but there are {place.size}")
+    return meet(
+        Meeting(
+            rank=place.rank,
+            size=place.size,
+            host=place.host,
+            port=place.port,
+            agent_store=place.agent_store,
+            name=place.attempt,
+            members=tuple(comm or ()),
+        ),
+        interface=settings.gloo_interface,
+        secret=settings.secret,
+        timeout_s=settings.start_timeout_s,
+        heartbeat_s=settings.heartbeat_s,
+    )
+
+
+def _check_named(rank: int, comm: Sequence[int] | None) -> None:
+    if comm and rank not in comm:
+        raise ConfigError(f"rank {rank} called init(comm={list(comm)}), which does not name it")

@@ -1,0 +1,57 @@
+"""Starts ranks without MPI: `python plain_ranks.py N command …`, with the variables that torchrun sets.
+
+Ends as the first rank that fails, after it has ended the others; with 0 if none does.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from typing import IO
+
+GRACE_S = 5.0
+"""How long the others have to find out by themselves that a rank is gone."""
+
+
+def forward(output: IO[bytes]) -> None:
+    """In whole lines: those of several ranks must not mix."""
+    for line in output:
+        os.write(1, line)
+
+
+def main(size: int, command: list[str]) -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    common = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    ranks = [
+        subprocess.Popen(
+            command,
+            env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+        )
+        for rank in range(size)
+    ]
+    forwarders = [threading.Thread(target=forward, args=[rank.stdout], daemon=True) for rank in ranks]
+    for forwarder in forwarders:
+        forwarder.start()
+    first, deadline_s = 0, float("inf")
+    while any(rank.poll() is None for rank in ranks):
+        failed = [rank.returncode for rank in ranks if rank.returncode]
+        if failed and not first:
+            first, deadline_s = failed[0], time.monotonic() + GRACE_S
+        if time.monotonic() > deadline_s:
+            for rank in ranks:
+                rank.send_signal(signal.SIGTERM if time.monotonic() < deadline_s + GRACE_S else signal.SIGKILL)
+        time.sleep(0.02)
+    for forwarder in forwarders:
+        forwarder.join(GRACE_S)
+    first = first or next((rank.returncode for rank in ranks if rank.returncode), 0)
+    return 128 - first if first < 0 else first
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), sys.argv[2:]))

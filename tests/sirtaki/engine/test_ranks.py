@@ -1,0 +1,58 @@
+"""What carries the control plane follows from who has started the process, unless the user says otherwise."""
+
+import sys
+
+import pytest
+
+from sirtaki.comm.control.communicator import Backend
+from sirtaki.engine.ranks import choose_backend, open_ranks
+from sirtaki.errors import ConfigError
+from sirtaki.settings import Settings
+
+TORCH = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
+TORCHRUN = {**TORCH, "TORCHELASTIC_RUN_ID": "x"}
+MPIEXEC = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "1"}
+SRUN = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "1"}
+
+
+@pytest.fixture(autouse=True)
+def without_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "mpi4py.MPI", raising=False)
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, Backend.MESH),
+        (TORCH, Backend.MESH),
+        (TORCHRUN, Backend.MESH),
+        (MPIEXEC, Backend.MPI),
+        ({"PMI_RANK": "0"}, Backend.MPI),
+        ({"PMIX_RANK": "0", **SRUN}, Backend.MPI),
+        ({**MPIEXEC, **TORCH}, Backend.MPI),  # sirtakirun's ranks have both
+        ({**MPIEXEC, **TORCHRUN}, Backend.MESH),  # a torchrun on each host that mpiexec has started
+        (SRUN, Backend.MPI),  # which says what is missing
+        ({**SRUN, **TORCH}, Backend.MESH),
+    ],
+)
+def test_the_nearest_launcher_decides(environ: dict[str, str], expected: Backend) -> None:
+    assert choose_backend(Settings(), environ) is expected
+    for backend in Backend:
+        assert choose_backend(Settings(control=backend), environ) is backend
+
+
+def test_a_rank_that_nobody_has_launched_needs_mpi_only_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert choose_backend(Settings.from_environ({"SIRTAKI_TRANSPORT": "mpi"}), {}) is Backend.MPI
+    monkeypatch.setitem(sys.modules, "mpi4py.MPI", object())  # the script has it
+    assert choose_backend(Settings(), {}) is Backend.MPI
+
+
+def test_a_list_of_ranks_must_name_those_that_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in TORCH.items():
+        monkeypatch.setenv(name, value)
+    settings = Settings(control=Backend.MESH)
+    with pytest.raises(ConfigError, match=r"rank 1 called init\(comm=\[0, 2\]\), which does not name it"):
+        open_ranks(settings, [0, 2])
+    with pytest.raises(ConfigError, match="names rank 7, but there are 4"):
+        open_ranks(settings, [1, 7])
+    assert open_ranks(settings, [1]).size == 1
