@@ -153,7 +153,6 @@ if __name__ == "__main__":
     import networkx  # noqa: F401
     import optuna  # noqa: F401
     import pytest  # noqa: F401
-    import skopt  # noqa: F401
     import sqlalchemy  # noqa: F401
     import torch.distributed  # noqa: F401
 

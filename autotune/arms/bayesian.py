@@ -1,25 +1,21 @@
 """Bayesian optimisation: a Gaussian process over the lattice and around its best settings.
 
-scikit-optimize gives the Gaussian process and the acquisition. Its `Optimizer` is not used: it looks for the
-best acquisition among random points of a continuous space, while the lattice has some hundred settings, which can
-all be looked at and whose known ones can be left out (docs/decisions/0010, 0098). It takes a second and a half to
-load, so that waits until the arm has its turn and enough settings are known.
+The lattice has some hundred settings, which can all be looked at and whose known ones can be left out, so no sampler
+of a library is used that looks for the best acquisition among random points (docs/decisions/0010, 0098, 0117).
 """
 
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
-from types import ModuleType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from ..knobs import Knobs, KnobSpace
 from ..lattice import FloatArray, KnobLattice
 from ..trial import Proposal, Trial, TrialStatus
-from .late_import import import_late, require
+from .gaussian_process import GaussianProcess, IntArray
 
 MAX_FITTED_TRIALS = 60  # the fit is cubic in this; 60 take some 20 ms
 MAX_CANDIDATES = 2000
@@ -31,8 +27,8 @@ FINE_STEPS, FINE_STEPS_PER_OCTAVE = 8, 8
 class _Belief(NamedTuple):
     """What the surrogate expects; logarithms of seconds."""
 
-    model: Any
-    y_best: float  # fitted mean at the best setting
+    model: GaussianProcess
+    best: Knobs  # measured, and fastest by the fitted mean
     believed_s: dict[Knobs, float]  # seconds that the measured settings truly take
     candidates: list[Knobs]  # nobody has tried them
     promised: FloatArray  # see `BayesianArm`, (n_candidates,)
@@ -45,9 +41,6 @@ class BayesianArm:
     Optimization, 2012: per second). The first proposals, while fewer than `n_initial` settings are known, are few
     streams and many on each route. Spans are fitted as logarithms, since noise and gains are shares of the span. The
     bar to improve on is the fitted mean at the best setting and not the luckiest measurement.
-
-    Raises:
-        TuningError: scikit-optimize is not installed.
     """
 
     def __init__(
@@ -59,13 +52,15 @@ class BayesianArm:
         n_initial: int | None = None,
     ) -> None:
         self.name = name
-        require(name, "skopt", "scikit-optimize")
         self._lattice = KnobLattice(space)
         self._design = _design(self._lattice, rng)
         self._seed = int(rng.integers(2**31))
         self._n_initial = 2 + 2 * len(space.routes) if n_initial is None else n_initial
         self._known: dict[Knobs, Trial] = {}  # the latest trial of a setting holds all its measurements
         self._belief: _Belief | None = None
+        self._known_places: dict[Knobs, FloatArray] = dict(
+            zip(self._lattice.points, self._lattice.coordinates, strict=True)
+        )
 
     def ask(self, n: int = 1) -> Sequence[Proposal]:
         """Up to `n` settings not yet measured, the most promising first."""
@@ -111,8 +106,8 @@ class BayesianArm:
         if len(self._finite()) < self._n_initial:
             return None
         belief, places = self._believe(), [self._lattice.place(knobs) for knobs in candidates]
-        known = [place for place in places if place is not None]
-        values = iter(self._promised(belief.model, belief.y_best, np.array(known)).tolist() if known else [])
+        known = [knobs for knobs, place in zip(candidates, places, strict=True) if place is not None]
+        values = iter(self._promised(belief.model, belief.best, known).tolist() if known else [])
         return [math.inf if place is None else next(values) for place in places]
 
     def _finite(self) -> list[Trial]:
@@ -121,23 +116,34 @@ class BayesianArm:
     def _believe(self) -> _Belief:
         """Fits the surrogate; kept until the next `tell`, so asking twice gives the same answer."""
         if self._belief is None:
-            learning, kernels = import_late("skopt.learning", "skopt.learning.gaussian_process.kernels")
-            model, believed_s = self._fit(learning, kernels)
-            y_best = math.log(min(believed_s.values()))
+            model, believed_s = self._fit()
+            best = min(believed_s, key=lambda knobs: believed_s[knobs])
             candidates = self._candidates(believed_s)
-            places = np.array([self._lattice.place(knobs) for knobs in candidates])
-            promised = self._promised(model, y_best, places) if candidates else np.empty(0)
-            self._belief = _Belief(model, y_best, believed_s, candidates, promised)
+            promised = self._promised(model, best, candidates) if candidates else np.empty(0)
+            self._belief = _Belief(model, best, believed_s, candidates, promised)
         return self._belief
 
-    @staticmethod
-    def _promised(model: Any, y_best: float, places: FloatArray) -> FloatArray:
-        (acquisition,) = import_late("skopt.acquisition")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # as in _fit
-            improvement = acquisition.gaussian_ei(places, model, y_opt=y_best, xi=0.0)
-            cost = np.exp(np.maximum(model.predict(places) - y_best, 0.0))
-        return np.asarray(np.maximum(improvement, 0.0) / cost)
+    def _promised(self, model: GaussianProcess, best: Knobs, candidates: Sequence[Knobs]) -> FloatArray:
+        mean_KM, deviation_KM = model.predict(*self._places([best, *candidates]))
+        ahead_KM = (mean_KM[:, :1] - mean_KM[:, 1:]) / deviation_KM[:, 1:]
+        improvement_KM = deviation_KM[:, 1:] * (ahead_KM * _cdf(ahead_KM) + _pdf(ahead_KM))
+        cost_M = np.exp(np.maximum(model.weights @ (mean_KM[:, 1:] - mean_KM[:, :1]), 0.0))
+        return np.asarray(model.weights @ improvement_KM / cost_M)
+
+    def _places(self, settings: Sequence[Knobs]) -> tuple[FloatArray, IntArray]:
+        """Coordinates but for the route, `(n, n_dimensions)`, and the number of the route, `(n,)`."""
+        n_routes = self._lattice.shape[3]
+        places = np.array([self._place(knobs) for knobs in settings])
+        routes = [self._lattice.space.routes.index((knobs.transport, knobs.algorithm)) for knobs in settings]
+        return places[:, : places.shape[1] - n_routes] if n_routes > 1 else places, np.array(routes)
+
+    def _place(self, knobs: Knobs) -> FloatArray:
+        place = self._known_places.get(knobs)
+        if place is None:
+            place = self._lattice.place(knobs)
+            assert place is not None, "only what lies on the lattice is learnt and proposed"
+            self._known_places[knobs] = place
+        return place
 
     def _candidates(self, believed_s: Mapping[Knobs, float]) -> list[Knobs]:
         """The lattice, and unit sizes between its points around the best settings; without what is known."""
@@ -156,39 +162,44 @@ class BayesianArm:
                     around.append(replace(knobs, unit_bytes=min(max(size, low), high), streams=streams))
         return [knobs for knobs in dict.fromkeys((*lattice, *around)) if knobs not in self._known]
 
-    def _fit(self, learning: ModuleType, kernels: ModuleType) -> tuple[Any, dict[Knobs, float]]:
+    def _fit(self) -> tuple[GaussianProcess, dict[Knobs, float]]:
         """The fitted process, and its mean at the measured settings in seconds."""
         trials = sorted(self._finite(), key=lambda trial: trial.span_s)[:MAX_FITTED_TRIALS]
         worst = math.log(min(trials[-1].span_s, HOPELESS * trials[0].span_s))
-        x: list[FloatArray] = []
-        y: list[float] = []
-        for trial in trials:
-            x.append(self._place(trial))
-            y.append(min(math.log(trial.span_s), worst))
+        settings = [trial.knobs for trial in trials]
+        y = [min(math.log(trial.span_s), worst) for trial in trials]
+        measured = [max(1, trial.iterations) for trial in trials]
         for trial in self._known.values():
-            if trial.status is TrialStatus.FAILED and len(x) < MAX_FITTED_TRIALS:
-                x.append(self._place(trial))
+            if trial.status is TrialStatus.FAILED and len(settings) < MAX_FITTED_TRIALS:
+                settings.append(trial.knobs)
                 y.append(worst)  # as bad as the worst that ran: keeps away without bending the fit
-        x_ND, y_N = np.array(x), np.array(y)
-        model = learning.GaussianProcessRegressor(
-            kernel=kernels.ConstantKernel(1.0, (0.05, 20.0))
-            * kernels.Matern(length_scale=np.full(x_ND.shape[1], 0.5), length_scale_bounds=(0.1, 5.0), nu=2.5),
-            noise="gaussian",
-            normalize_y=True,
-            n_restarts_optimizer=0,  # one fit from one start, to stay between two iterations
-            random_state=self._seed,
-        )
-        with warnings.catch_warnings():
-            # A length scale at its bound and an L-BFGS that stops early are usual with ten points, and harmless.
-            warnings.simplefilter("ignore")
-            model.fit(x_ND, y_N)
-            mean_N = model.predict(x_ND[: len(trials)])
-        return model, {trial.knobs: math.exp(mean) for trial, mean in zip(trials, mean_N.tolist(), strict=True)}
+                measured.append(1)
+        places, routes = self._places(settings)
+        model = GaussianProcess(places, routes, np.array(y), np.array(measured, dtype=float), **_scatter(trials))
+        mean_KN, _ = model.predict(places[: len(trials)], routes[: len(trials)])
+        believed = np.exp(model.weights @ mean_KN).tolist()
+        return model, dict(zip(settings, believed, strict=False))
 
-    def _place(self, trial: Trial) -> FloatArray:
-        place = self._lattice.place(trial.knobs)
-        assert place is not None, "tell() keeps only what lies on the lattice"
-        return place
+
+def _scatter(trials: Sequence[Trial]) -> dict[str, float]:
+    """Noise of one measurement from those that were repeated, outliers cut, and how many repetitions there were."""
+    repeated = [(trial.noise_s / trial.span_s, trial.iterations - 1) for trial in trials if trial.noise_s > 0.0]
+    if not repeated:
+        return {"noise": 1.0, "repetitions": 0.0}
+    deviations, counts = np.array(repeated).T
+    deviations = np.minimum(math.sqrt(2.1) * deviations, 5.0 * np.median(deviations))
+    return {"noise": math.sqrt(np.average(deviations**2, weights=counts)), "repetitions": float(counts.sum())}
+
+
+_erf = np.frompyfunc(math.erf, 1, 1)
+
+
+def _cdf(z: FloatArray) -> FloatArray:
+    return 0.5 * (1.0 + np.asarray(_erf(z / math.sqrt(2.0)), dtype=np.float64))
+
+
+def _pdf(z: FloatArray) -> FloatArray:
+    return np.asarray(np.exp(-0.5 * z**2) / math.sqrt(2.0 * math.pi))
 
 
 def _design(lattice: KnobLattice, rng: np.random.Generator) -> list[Knobs]:

@@ -4,8 +4,9 @@ from dataclasses import dataclass
 
 RESERVE_PER_NOISE = 7.0  # share of the budget kept for the finals over the noise, within the bounds below
 QUIET = 0.015  # noise that needs no reserve
-MIN_RESERVE, MAX_RESERVE = 0.15, 0.6
+MIN_RESERVE, MAX_RESERVE = 0.15, 0.3
 REFINEMENT = 0.12  # share of the budget
+SHORT = 60  # iterations below which trials are too few to spend some on neighbours
 NOISY = 0.06  # from this noise on, turns in the finals take all the iterations that are left
 
 
@@ -37,7 +38,7 @@ class Budget:
 
     def for_refinement(self, noise: float) -> int:
         """Iterations for neighbours of the fastest setting, of those for trials: none where noise hides them."""
-        return 0 if noise > NOISY else round(REFINEMENT * self.iterations)
+        return 0 if noise > NOISY or self.iterations < SHORT else round(REFINEMENT * self.iterations)
 
     @property
     def left(self) -> int:

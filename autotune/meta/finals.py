@@ -6,11 +6,9 @@ alone (docs/decisions/0011, 0026).
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 
 import numpy as np
 
-from ..arms.base import expected_span_s
 from ..knobs import Knobs
 from ..trial import Proposal
 from .assignment import DEFAULT_ARM, FINALS_ARM, Assignment, Purpose
@@ -31,10 +29,8 @@ def finalists(trials: Trials, *, most: int) -> list[Knobs]:
         for setting in ranked
         if not trials.same(setting.knobs, trials.default) and ledger.lead(setting, ranked[0]) > -HOPELESS
     ]
-    beliefs = {rival: expected_span_s(trials.arm, rival) for rival in rivals}
-    believed = sorted((belief, place) for place, belief in enumerate(beliefs.values()) if belief is not None)
-    in_turns = zip_longest(rivals, (rivals[place] for _, place in believed))
-    field = list(dict.fromkeys(knobs for pair in in_turns for knobs in pair if knobs is not None))
+    in_turns = zip(rivals, sorted(rivals, key=trials.believed_s), strict=True)
+    field = list(dict.fromkeys(knobs for pair in in_turns for knobs in pair))
     affordable = budget.left // budget.turn - 1  # beside the default
     return field[: max(1, min(most, affordable))]
 
@@ -74,7 +70,7 @@ class Finals:
             measured = self._turn_iterations(field, with_default, noisy)
             yield from self._round(field, duel, with_default=with_default, measured=measured, first=number == 0)
             stay = max((len(field) + 1) // 2, 2 if noisy else 1)
-            field = sorted(field, key=lambda knobs: trials.setting(knobs).span_s)[:stay]
+            field = sorted(field, key=trials.believed_s)[:stay]
             best = trials.setting(field[0])
             field = [
                 knobs

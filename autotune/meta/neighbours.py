@@ -16,9 +16,10 @@ NEAR_OCTAVES = 0.3
 
 
 def neighbours(knobs: Knobs, space: KnobSpace) -> Iterator[Knobs]:
-    """Settings that differ in one knob by one step: streams, unit size, route, threads; none of explicit cuts."""
+    """Settings that differ in one knob by one step: streams, unit size, route, threads; a plan counts as uniform."""
     if knobs.cuts is not None:
-        return
+        knobs = replace(knobs, cuts=None)
+        yield knobs
     for streams in space.streams_around(knobs.streams):
         if streams != knobs.streams:
             yield replace(knobs, streams=streams)

@@ -16,8 +16,7 @@ from .proposals import Proposals
 from .trials import Trials
 
 PROMISING = 1.0  # standard errors behind the best at which a setting is not measured again
-WORTHWHILE = 0.005  # the share of the span that must be in reach to go on searching
-NOISES_WORTHWHILE = 8.0  # a smaller share of the noise could not be told from it
+WORTHWHILE = 0.001  # the share of the span that must be in reach to go on searching
 
 _Script = Generator[Assignment, Sequence[float], None]
 
@@ -43,8 +42,7 @@ class Search:
                 return f"budget of {budget.iterations} iterations used"
             if self.trials.since_best >= patience:
                 expected = expected_improvement(self.trials.arm)
-                worthwhile = max(WORTHWHILE, self.trials.ledger.noise / NOISES_WORTHWHILE)
-                if expected is not None and expected < worthwhile:
+                if expected is not None and expected < WORTHWHILE:
                     return f"no new best in {self.trials.since_best} trials"
             proposal = self.proposals.next()
             if proposal is None:
@@ -52,10 +50,9 @@ class Search:
             yield from self._race(proposal)
             self.trials.finish(proposal)
 
-    def refine(self, iterations: int) -> _Script:
-        """Runs what lies next to the fastest setting, until nothing new does or these iterations are used."""
-        until = self.trials.left - iterations
-        while self.trials.left > max(until, self.trials.budget.discarded):
+    def refine(self) -> _Script:
+        """Runs what lies next to the fastest setting, until nothing new does or the iterations for trials are used."""
+        while self.trials.left > self.trials.budget.discarded:
             ledger, space = self.trials.ledger, self.proposals.space
             tried = [setting.knobs for setting in ledger.ranked()]
             beside = untried(tried[0], space, tried) if tried else iter(())

@@ -219,7 +219,8 @@ class WarmupSession:
         self._trials.take_in(self._history)
         search = Search(trials=self._trials, proposals=self._proposals)
         why = yield from search.run(for_refinement=self._for_refinement)
-        yield from search.refine(self._for_refinement)
+        if self._for_refinement:
+            yield from search.refine()
         field = finalists(self._trials, most=self._most_finalists)
         if not field:
             return self._end(self._default, f"nothing came near {self._called}; {why}")

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable, Generator, Hashable, Sequence
 from dataclasses import replace
 
-from ..arms.base import Arm
+from ..arms.base import Arm, expected_span_s
 from ..knobs import Knobs
 from ..trial import Proposal, Trial, TrialStatus
 from .assignment import DEFAULT_ARM, REGISTRY_ARM, Assignment, Purpose
@@ -112,6 +112,11 @@ class Trials:
     def setting(self, knobs: Knobs) -> Setting:
         """What was measured of these knobs, perhaps nothing."""
         return self.ledger.find(knobs) or Setting(knobs=knobs, arm=DEFAULT_ARM)
+
+    def believed_s(self, knobs: Knobs) -> float:
+        """What a setting truly takes by the arm's surrogate, which knows its neighbours; as measured if unknown."""
+        belief = expected_span_s(self.arm, knobs)
+        return self.setting(knobs).span_s if belief is None else belief
 
     def best_so_far(self) -> Knobs:
         """The fastest, if it leads the default by more than the noise: of many settings one is fast by luck.

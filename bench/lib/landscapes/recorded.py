@@ -51,9 +51,18 @@ class Recorded(Landscape):
     model: PlanningModel | None
 
     def measure_s(self, knobs: Knobs, iteration: int, noise: float, rng: np.random.Generator) -> float:
-        """One of the recorded measurements; the noise is theirs."""
+        """Near one of the recorded measurements, with their spread: a smoothed bootstrap (Silverman and Young, 1987).
+
+        Four or five measurements drawn as they are would repeat themselves, as if there were no noise.
+        """
         known = self.nearest(knobs)
-        return math.inf if known is None else float(rng.choice(self.samples_s[known]))
+        if known is None:
+            return math.inf
+        logs = np.log(self.samples_s[known])
+        width = 1.06 * len(logs) ** -0.2  # Silverman's, in standard deviations
+        middle, spread = float(np.median(logs)), float(np.std(logs))
+        deviation = rng.choice(logs) - middle + width * spread * rng.standard_normal()
+        return math.exp(middle + deviation / math.sqrt(1.0 + width**2))
 
     def nearest(self, knobs: Knobs) -> Knobs | None:
         """The recorded setting that these count as."""

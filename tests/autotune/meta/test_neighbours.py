@@ -27,8 +27,8 @@ def test_at_the_edge_there_are_fewer() -> None:
     }
 
 
-def test_explicit_cuts_have_none() -> None:
-    assert not list(neighbours(replace(BEST, cuts=(Cut(stop=5),)), SPACE))
+def test_those_of_a_plan_are_uniform_units_of_its_size_and_what_lies_next_to_them() -> None:
+    assert list(neighbours(replace(BEST, cuts=(Cut(stop=5),)), SPACE)) == [BEST, *neighbours(BEST, SPACE)]
 
 
 def test_what_is_near_to_a_tried_setting_is_tried() -> None:

@@ -50,10 +50,12 @@ def job(tmp_path: Path) -> Recorded:
     return recorded(path)
 
 
-def test_a_measurement_is_one_of_those_that_were_taken(job: Recorded) -> None:
+def test_measurements_scatter_as_those_that_were_taken_and_do_not_repeat_themselves(job: Recorded) -> None:
     rng, span_s = np.random.default_rng(0), 1e-6 * SIZES[1] / 2
-    drawn = {job.measure_s(knobs(SIZES[1], 2), 0, 0.5, rng) for _ in range(50)}
-    assert sorted(drawn) == pytest.approx([span_s / 2, span_s, 2 * span_s])
+    drawn = np.log([job.measure_s(knobs(SIZES[1], 2), 0, 0.5, rng) for _ in range(2000)])
+    assert len(set(drawn)) == len(drawn)
+    assert np.median(drawn) == pytest.approx(np.log(span_s), abs=0.1)
+    assert np.std(drawn) == pytest.approx(np.std(np.log([0.5, 1.0, 2.0])), rel=0.1)
     assert job.span_s(knobs(SIZES[1], 2)) == pytest.approx(span_s)
 
 
@@ -103,7 +105,7 @@ def test_the_best_is_uniform_and_recorded(job: Recorded) -> None:
 
 def test_a_warm_up_runs_on_it(job: Recorded) -> None:
     outcome = CONTENDERS[SIRTAKI](job, 60, 0.04, 0)
-    assert outcome["over_default"] <= 1.0
+    assert outcome["over_default"] <= 1.0 + 1e-9
 
 
 def test_what_is_kept_of_real_jobs_can_be_read() -> None:
