@@ -52,10 +52,14 @@ class Connection:
         ended: nothing more can come.
     """
 
-    def __init__(self, sock: socket.socket, rank: int) -> None:
-        """Owns the socket from now on."""
+    def __init__(self, sock: socket.socket, rank: int, *, silence_s: float | None = None) -> None:
+        """Owns the socket from now on; the kernel breaks it where the other host has been silent for so long."""
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if silence_s is not None:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, int(silence_s)))
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * silence_s))
         self._socket, self.rank = sock, rank
         self.heard_s = time.monotonic()
         self.said_bye = self.ended = False

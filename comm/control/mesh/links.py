@@ -56,7 +56,7 @@ class Links:
         """
         self.rank, self.size = rank, len(sockets) + 1
         self.failures = FailureBoard()
-        self._connections = {other: Connection(sock, other) for other, sock in sockets.items()}
+        self._connections = {other: Connection(sock, other, silence_s=heartbeat_s) for other, sock in sockets.items()}
         self._mailboxes: dict[int, Mailbox] = {}
         self._freed: set[int] = {MESH}
         self._backlogged: set[Connection] = set()

@@ -1,6 +1,6 @@
 """Training with a DistributedOptimizer equals training in one process."""
 
-from rank_jobs import UNTUNED, Job, Play, RankCase, on_ranks, slow
+from rank_jobs import OVER_MESH, UNTUNED, Job, Play, RankCase, on_ranks, slow
 
 SETTINGS = {
     "": UNTUNED,
@@ -8,6 +8,7 @@ SETTINGS = {
     "always tuning": {"SIRTAKI_REGISTRY": "off", "SIRTAKI_WARMUP_ITERATIONS": "100000"},
     "small units": {**UNTUNED, "SIRTAKI_UNIT_BYTES": "65536"},
     "two nodes": {**UNTUNED, "SIRTAKI_LOCAL_SIZE": "2", "SIRTAKI_STREAMS": "3"},
+    "mesh": {**UNTUNED, **OVER_MESH},
     "gloo": {**UNTUNED, "SIRTAKI_TRANSPORT": "gloo", "SIRTAKI_STREAMS": "3"},
 }
 
@@ -20,6 +21,7 @@ def job(ranks: int, label: str = "") -> Job:
     "optimizer_training",
     job(2),
     slow(job(1)),
+    slow(job(3, "mesh")),
     slow(job(2, "tuned")),
     slow(job(3, "small units")),
     slow(job(3, "always tuning")),
@@ -47,7 +49,15 @@ def test_plans_tried_by_the_warmup_change_no_gradient(play: Play, rank_case: Ran
     play(rank_case)
 
 
-@on_ranks("optimizer_features", job(3), slow(job(1)), slow(job(2, "tuned")), slow(job(4)), slow(job(4, "tuned")))
+@on_ranks(
+    "optimizer_features",
+    job(3),
+    slow(job(3, "mesh")),
+    slow(job(1)),
+    slow(job(2, "tuned")),
+    slow(job(4)),
+    slow(job(4, "tuned")),
+)
 def test_sparse_gradients_groups_process_sets_and_join_train_right(play: Play, rank_case: RankCase) -> None:
     play(rank_case)
 
