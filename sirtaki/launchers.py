@@ -96,7 +96,7 @@ def torch_place(environ: Mapping[str, str] = os.environ) -> TorchPlace | None:
         missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]
         if missing:
             raise ConfigError(
-                f"WORLD_SIZE={size} says {size} ranks, but {' and '.join(missing)} is not set, so they cannot find "
+                f"WORLD_SIZE={size} says {size} ranks, but not {' nor '.join(missing)}, so they cannot find "
                 "each other; start them with torchrun or sirtakirun, or set it (if this process is meant to be alone: "
                 "unset RANK and WORLD_SIZE)"
             )

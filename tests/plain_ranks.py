@@ -38,18 +38,22 @@ def main(size: int, command: list[str]) -> int:
     forwarders = [threading.Thread(target=forward, args=[rank.stdout], daemon=True) for rank in ranks]
     for forwarder in forwarders:
         forwarder.start()
-    first, deadline_s = 0, float("inf")
-    while any(rank.poll() is None for rank in ranks):
-        failed = [rank.returncode for rank in ranks if rank.returncode]
-        if failed and not first:
-            first, deadline_s = failed[0], time.monotonic() + GRACE_S
+    failed: dict[int, int] = {}  # exit codes by rank, in order, until the others are ended
+    deadline_s = float("inf")
+    while [rank for rank in ranks if rank.poll() is None]:
+        if time.monotonic() < deadline_s:
+            failed |= {number: rank.returncode for number, rank in enumerate(ranks) if rank.returncode}
+        if failed and deadline_s == float("inf"):
+            deadline_s = time.monotonic() + GRACE_S
         if time.monotonic() > deadline_s:
             for rank in ranks:
                 rank.send_signal(signal.SIGTERM if time.monotonic() < deadline_s + GRACE_S else signal.SIGKILL)
         time.sleep(0.02)
     for forwarder in forwarders:
         forwarder.join(GRACE_S)
-    first = first or next((rank.returncode for rank in ranks if rank.returncode), 0)
+    failed = failed or {number: rank.returncode for number, rank in enumerate(ranks) if rank.returncode}
+    codes = [*failed.values(), 0]
+    first = next((code for code in codes if code < 0), codes[0])  # on a busy machine others may have ended meanwhile
     return 128 - first if first < 0 else first
 
 

@@ -100,6 +100,11 @@ def meet(
     _met[name, meeting.rank] += 1
     prefix = f"sirtaki/{name}/{_met[name, meeting.rank]}"
     table = _Table(_store(meeting, deadline_s), prefix, meeting, members, deadline_s)
+    if not table.claim():  # which must not trouble those who are right
+        raise ConfigError(
+            f"two processes say that they are rank {meeting.rank} at {meeting.host}:{meeting.port}; each needs a "
+            "RANK of its own, and each job a MASTER_PORT of its own"
+        )
     try:
         key = _agree(table, meeting, secret)
         sockets = _connect(table, meeting, key, interface)
@@ -225,11 +230,6 @@ class _Table:
 
 def _agree(table: _Table, meeting: Meeting, secret: str | None) -> bytes:
     """Collective: the job's key."""
-    if not table.claim():
-        raise ConfigError(
-            f"two processes say that they are rank {meeting.rank} at {meeting.host}:{meeting.port}; each needs a "
-            "RANK of its own, and each job a MASTER_PORT of its own"
-        )
     table.tell("here", {"size": meeting.size, "secret": secret is not None, "host": host_identity()})
     first = table.members[0]
     if meeting.rank == first:
