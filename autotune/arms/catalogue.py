@@ -48,12 +48,23 @@ def _hyperband(space: KnobSpace, rng: np.random.Generator) -> Arm:
     return HyperbandArm(space, rng=rng)
 
 
+def _scikit_optimize(space: KnobSpace, rng: np.random.Generator) -> Arm:
+    from .scikit_optimize import ScikitOptimizeArm
+
+    return ScikitOptimizeArm(space, rng=rng)
+
+
 OUR_ARMS: Mapping[str, MakeArm] = {"grid": _grid, "pbt": _pbt, "bayesian": _bayesian, "hyperband": _hyperband}
+"""Those that tune where nobody has chosen others."""
+
+FURTHER_ARMS: Mapping[str, MakeArm] = {"scikit_optimize": _scikit_optimize}
+"""For whoever names them."""
 
 
 def third_party_arms() -> dict[str, Callable[[], MakeArm]]:
     """Names and loaders of the arms that installed packages bring; nothing of theirs is imported yet."""
-    return {point.name: point.load for point in entry_points(group=ENTRY_POINT_GROUP) if point.name not in OUR_ARMS}
+    ours = {*OUR_ARMS, *FURTHER_ARMS}
+    return {point.name: point.load for point in entry_points(group=ENTRY_POINT_GROUP) if point.name not in ours}
 
 
 def make_arm(name: str, *, space: KnobSpace, rng: np.random.Generator) -> Arm:
@@ -62,11 +73,12 @@ def make_arm(name: str, *, space: KnobSpace, rng: np.random.Generator) -> Arm:
     Raises:
         TuningError: there is no arm of that name, or it cannot be built; the message says why.
     """
-    if name in OUR_ARMS:
-        return OUR_ARMS[name](space, rng)
+    ours = {**OUR_ARMS, **FURTHER_ARMS}
+    if name in ours:
+        return ours[name](space, rng)
     loaders = third_party_arms()
     if name not in loaders:
-        raise TuningError(f"there is no search technique {name!r}; there are {', '.join([*OUR_ARMS, *loaders])}")
+        raise TuningError(f"there is no search technique {name!r}; there are {', '.join([*ours, *loaders])}")
     try:
         arm: object = loaders[name]()(space, rng)
     except Exception as err:  # somebody else's code may raise anything

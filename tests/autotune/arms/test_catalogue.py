@@ -9,7 +9,7 @@ import pytest
 from conformance.arm import WIDE
 
 from sirtaki.autotune.arms import catalogue
-from sirtaki.autotune.arms.catalogue import OUR_ARMS, make_arm
+from sirtaki.autotune.arms.catalogue import FURTHER_ARMS, OUR_ARMS, make_arm
 from sirtaki.autotune.knobs import KnobSpace
 from sirtaki.autotune.meta.ensemble import default_arms
 from sirtaki.autotune.trial import Proposal, Trial
@@ -53,7 +53,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return install
 
 
-@pytest.mark.parametrize("name", OUR_ARMS)
+@pytest.mark.parametrize("name", [*OUR_ARMS, *FURTHER_ARMS])
 def test_our_arms_are_built_by_name(name: str) -> None:
     assert make_arm(name, space=WIDE, rng=np.random.default_rng(0)).name == name
 
@@ -71,7 +71,7 @@ def test_a_package_cannot_replace_one_of_ours(installed: Callable[..., None]) ->
 
 def test_an_unknown_name_is_refused_with_the_names_there_are(installed: Callable[..., None]) -> None:
     installed(mine=make_mine)
-    with pytest.raises(TuningError, match="'gird'; there are grid, pbt, bayesian, hyperband, mine"):
+    with pytest.raises(TuningError, match="'gird'; there are grid, pbt, bayesian, hyperband, scikit_optimize, mine"):
         make_arm("gird", space=WIDE, rng=np.random.default_rng(0))
 
 

@@ -11,6 +11,7 @@ from sirtaki.autotune.arms.bayesian import BayesianArm
 from sirtaki.autotune.arms.grid import GridArm
 from sirtaki.autotune.arms.hyperband import HyperbandArm
 from sirtaki.autotune.arms.pbt import PBTArm
+from sirtaki.autotune.arms.scikit_optimize import ScikitOptimizeArm
 from sirtaki.autotune.knobs import KnobSpace
 from sirtaki.autotune.meta.bandit_arm import BanditArm
 
@@ -31,11 +32,19 @@ def hyperband(space: KnobSpace, rng: np.random.Generator) -> Arm:
     return HyperbandArm(space, rng=rng)
 
 
+def scikit_optimize(space: KnobSpace, rng: np.random.Generator) -> Arm:
+    return ScikitOptimizeArm(space, rng=rng)
+
+
 def bandit(space: KnobSpace, rng: np.random.Generator) -> Arm:
     return BanditArm([GridArm(space), BayesianArm(space, rng=rng)], rng=rng, window=6)
 
 
 @pytest.mark.parametrize("check", ARM_CHECKS, ids=lambda check: check.__name__)
-@pytest.mark.parametrize("make", [grid, bayesian, pbt, hyperband, bandit], ids=lambda make: make.__name__)
+@pytest.mark.parametrize(
+    "make",
+    [grid, bayesian, pbt, hyperband, pytest.param(scikit_optimize, marks=pytest.mark.slow), bandit],
+    ids=lambda make: make.__name__,
+)
 def test_search_technique(check: Callable[[MakeArm], None], make: MakeArm) -> None:
     check(make)
