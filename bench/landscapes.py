@@ -23,6 +23,7 @@ import math
 import os
 import statistics
 import sys
+import time
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -70,8 +71,8 @@ def run_task(task: Task) -> list[dict[str, Any]]:
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)  # probes that fit no model say so
     rows = []
+    scape = landscape(task.family, task.seed)
     for name in task.contenders:
-        scape = landscape(task.family, task.seed)
         outcome = CONTENDERS[name](scape, task.budget, task.noise, task.seed)
         ratio = scape.span_s(scape.default) / scape.span_s(scape.best)
         head = {"family": scape.family, "contender": name, "seed": task.seed, "default_over_best": ratio}
@@ -147,6 +148,7 @@ def main() -> int:
     flags.add_argument("--noise", type=float, default=0.04)
     flags.add_argument("--budget", type=int, default=100, metavar="ITERATIONS")
     flags.add_argument("--only", nargs="*", metavar="CONTENDER", help=f"besides {SIRTAKI}")
+    flags.add_argument("--minutes", type=float, help="begin no further seed after these")
     flags.add_argument("--workers", type=int, default=2, help="processes")
     args = flags.parse_args()
     made = families.OPEN if args.open else families.HELD_BACK
@@ -154,20 +156,28 @@ def main() -> int:
     names += [path.stem for path in recorded.recordings() if (path.stem in OPEN_RECORDINGS) == args.open]
     contenders = [name for name in CONTENDERS if args.only is None or name == SIRTAKI or name in args.only]
     n_seeds = 2 if args.quick else args.seeds
-    tasks = [
-        Task(
-            family=family,
-            contenders=tuple(name for name in contenders if number < FEWER_SEEDS.get(name, n_seeds)),
-            seed=args.seed + number,
-            noise=args.noise,
-            budget=args.budget,
-        )
+    seeds = [
+        [
+            Task(
+                family=family,
+                contenders=tuple(name for name in contenders if number < FEWER_SEEDS.get(name, n_seeds)),
+                seed=args.seed + number,
+                noise=args.noise,
+                budget=args.budget,
+            )
+            for family in names
+        ]
         for number in range(n_seeds)
-        for family in names
     ]
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the workers: small matrices, many processes
+    rows: list[dict[str, Any]] = []
+    until_s = math.inf if args.minutes is None else time.monotonic() + 60 * args.minutes
     with ProcessPoolExecutor(args.workers, mp_context=get_context("spawn")) as pool:
-        rows = [row for done in pool.map(run_task, tasks) for row in done]
+        for n_done, tasks in enumerate(seeds):
+            if time.monotonic() > until_s:
+                n_seeds = n_done
+                break
+            rows += [row for done in pool.map(run_task, tasks) for row in done]
     report = Report(name="landscapes_open" if args.open else "landscapes")
     report.settings["runs"] = rows
     report.rows += [summary(rows, name) for name in contenders]
