@@ -39,6 +39,8 @@ CONTROL = "SIRTAKI_TEST_CONTROL"
 
 OVER_MESH = {CONTROL: "mesh"}
 
+ONLY_OVER_MPI = pytest.mark.skipif(os.environ.get(CONTROL) == "mesh", reason="what it tries goes over MPI")
+
 UNTUNED = {"SIRTAKI_REGISTRY": "off", "SIRTAKI_WARMUP_ITERATIONS": "0"}
 """Settings of jobs that neither tune nor remember."""
 

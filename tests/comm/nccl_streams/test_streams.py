@@ -7,6 +7,9 @@ import re
 
 import pytest
 from conftest import RunRanks
+from rank_jobs import ONLY_OVER_MPI
+
+pytestmark = ONLY_OVER_MPI  # which plays NCCL here
 
 
 def run(run_ranks: RunRanks, what: str, ranks: int, iterations: int = 1, *, local_size: str = "") -> str:

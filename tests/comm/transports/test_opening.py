@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from rank_jobs import Job, Play, RankCase, on_ranks, slow
+from rank_jobs import ONLY_OVER_MPI, Job, Play, RankCase, on_ranks, slow
 
 from sirtaki.comm.transports.node_memory import _is_alive
 from sirtaki.comm.transports.opening import open_together
@@ -13,6 +13,7 @@ from sirtaki.comm.transports.resources import StreamCost, held, streams_within
 from sirtaki.errors import TransportError
 
 
+@ONLY_OVER_MPI
 @on_ranks("opening", Job(3), slow(Job(2)), slow(Job(4)))
 def test_all_ranks_agree_on_what_could_not_be_opened_and_go_on(play: Play, rank_case: RankCase) -> None:
     play(rank_case)

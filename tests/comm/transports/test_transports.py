@@ -1,10 +1,16 @@
 """Every route of a job passes the conformance suite, on one node and on simulated ones."""
 
+import os
+
 import pytest
 from conftest import RunRanks
+from rank_jobs import CONTROL, OVER_MESH
 
 ONE_NODE = ["shared_memory flat", "mpi flat", "gloo flat"]
 SEVERAL_NODES = ["gloo hierarchical", "gloo flat", "mpi flat", "mpi hierarchical"]
+WITHOUT_MPI = ["shared_memory flat", "gloo flat"]
+if os.environ.get(CONTROL) == "mesh":
+    ONE_NODE, SEVERAL_NODES = WITHOUT_MPI, ["gloo hierarchical", "gloo flat"]
 
 
 def passed(output: str) -> list[str]:
@@ -17,11 +23,17 @@ def test_every_route_of_one_node_reduces_right(run_ranks: RunRanks, ranks: int) 
 
 
 def test_a_single_rank_has_routes_that_work_too(run_ranks: RunRanks) -> None:
-    assert passed(run_ranks("transports.py", 1).stdout) == ["mpi flat", "gloo flat"]
+    assert passed(run_ranks("transports.py", 1).stdout) == ONE_NODE[1:]
 
 
 def test_every_route_between_simulated_nodes_reduces_right(run_ranks: RunRanks) -> None:
     assert passed(run_ranks("transports.py", 4, env={"TEST_LOCAL_SIZE": "2"}).stdout) == SEVERAL_NODES
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_every_route_without_mpi_reduces_right(run_ranks: RunRanks, ranks: int) -> None:
+    assert passed(run_ranks("transports.py", ranks, env=OVER_MESH).stdout) == WITHOUT_MPI
 
 
 @pytest.mark.slow
