@@ -1,0 +1,74 @@
+"""Who belongs to a job whose ranks come and go: generations, each a list of ranks, and what tells of the next one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Flag
+from typing import Protocol
+
+from sirtaki.comm.control.mesh.rendezvous import Meeting
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """A rank of a generation.
+
+    Attributes:
+        host: as the launcher calls it.
+        slot: which of the ranks of that host.
+        is_new: it was not in the generation before, so that it has no state of the job's.
+    """
+
+    host: str
+    slot: int
+    is_new: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """One membership: ranks that start together and end as soon as one of them is lost, or others come.
+
+    Members that were there before keep their order and come first, as far as ranks of a host are neighbours; rank 0 is
+    one of them, unless all are new.
+
+    Attributes:
+        number: from 1, growing.
+        members: by rank.
+        meeting: where they meet, with this process's rank.
+    """
+
+    number: int
+    members: tuple[Member, ...]
+    meeting: Meeting
+
+
+class Change(Flag):
+    """What the next generation would differ in."""
+
+    ADDED = 1
+    REMOVED = 2
+
+
+class Membership(Protocol):
+    """What a rank asks of the agent that is its parent; from one thread at a time."""
+
+    def join(self, *, after: int, timeout_s: float) -> Generation:
+        """Not collective, but completes only once all members of the next generation have called it. Blocks.
+
+        Args:
+            after: number of the generation that this rank leaves; 0 = it has been in none.
+            timeout_s: how long to wait.
+
+        Raises:
+            CommError: there is no next generation for this rank: it is not wanted any more, too few
+                hosts are left, or the agent is gone.
+        """
+        ...
+
+    def change(self) -> Change:
+        """Cheap, never blocks: what has changed since the present generation began; 0 = nothing."""
+        ...
+
+    def finished(self) -> None:
+        """This rank has done its work: the job is not restarted for its sake."""
+        ...
