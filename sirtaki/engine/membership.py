@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Flag
 from typing import Protocol
@@ -16,7 +17,7 @@ class Member:
     Attributes:
         host: as the launcher calls it.
         slot: which of the ranks of that host.
-        is_new: it was not in the generation before, so that it has no state of the job's.
+        is_new: it has no state of the job's, since it has never been in a generation that gave it one.
     """
 
     host: str
@@ -28,8 +29,8 @@ class Member:
 class Generation:
     """One membership: ranks that start together and end as soon as one of them is lost, or others come.
 
-    Members that were there before keep their order and come first, as far as ranks of a host are neighbours; rank 0 is
-    one of them, unless all are new.
+    Members that are not new keep their order and come first, as far as ranks of a host are neighbours; rank 0 is one of
+    them, unless all are new.
 
     Attributes:
         number: from 1, growing.
@@ -52,11 +53,12 @@ class Change(Flag):
 class Membership(Protocol):
     """What a rank asks of the agent that is its parent; from one thread at a time."""
 
-    def join(self, *, after: int, timeout_s: float) -> Generation:
+    def join(self, *, after: int, is_new: bool, timeout_s: float) -> Generation:
         """Not collective, but completes only once all members of the next generation have called it. Blocks.
 
         Args:
             after: number of the generation that this rank leaves; 0 = it has been in none.
+            is_new: it has no state of the job's: none of the generations that it was in has lived to give it one.
             timeout_s: how long to wait.
 
         Raises:
@@ -72,3 +74,17 @@ class Membership(Protocol):
     def finished(self) -> None:
         """This rank has done its work: the job is not restarted for its sake."""
         ...
+
+
+_open_membership: Callable[[], Membership | None] = lambda: None
+
+
+def register(open_membership: Callable[[], Membership | None]) -> None:
+    """Before `init()`: what to ask there for the membership of this process; it answers None where ranks stay."""
+    global _open_membership
+    _open_membership = open_membership
+
+
+def open_membership() -> Membership | None:
+    """That of this process; None where ranks stay."""
+    return _open_membership()
