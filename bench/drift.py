@@ -8,7 +8,8 @@ scaled down. In each case a job warms up, then the condition changes and later c
 is off, and a sweep of streams and unit sizes runs under both conditions. A step counts on the slowest rank.
 
 A change is answered after so many iterations: from the change until the median of seven steps, and that of all steps
-that follow in this condition, is within 10 % of the sweep's best, the kept setting included. Bar: ≤ 40.
+that follow in this condition, is within 10 % of the sweep's best, the kept setting included. Bar: ≤ 40. Where the
+machine has other work, steps are slow now and then; so what was found is compared with the best in turns, too.
 
 Hours of training with nothing but noise are given to the detector alone: spans with 10 % noise, a twentieth of them
 five times as long, at 10 iterations a second. Bar: no re-tune.
@@ -111,11 +112,10 @@ def steps(contender: Sirtaki, count: int) -> tuple[list[float], list[bool]]:
     return times_s, tuning
 
 
-def sweep(contender: Sirtaki, comm: Any) -> dict[str, list[float]]:
-    """Collective: steps of the kept setting and of the fastest ones, on the slowest rank."""
+def sweep(contender: Sirtaki, comm: Any, kept: Knobs) -> dict[str, list[float]]:
+    """Collective: steps of the setting kept under this condition and of the fastest ones, on the slowest rank."""
     tuned = contender._sync
     assert tuned is not None
-    kept = tuned.knobs
 
     def turn(knobs: Knobs) -> list[float]:
         tuned._apply(knobs)
@@ -156,20 +156,21 @@ def on_rank(options: Mapping[str, Any]) -> None:
     for _ in range(2):
         job.step()
     job.warm_up()
-    phases = []
+    phases, kept = [], {}
     for changed in (None, True, False):
         if changed is not None:
             scene.change(options["case"], changed=changed)
         before = job._sync.knobs.describe()
         times_s, tuning = steps(job, options["quiet"] if changed is None else options["steps"])
         slowest_s = np.max(comm.allgather(times_s), axis=0).tolist()
-        after = job._sync.knobs.describe()
+        kept[changed] = job._sync.knobs
+        after = kept[changed].describe()
         phases.append({"steps_s": slowest_s, "tuning": tuning, "before": before, "after": after})
     job._sync._drift = None
     sweeps = {}
     for changed in (False, True):
         scene.change(options["case"], changed=changed)
-        sweeps[str(changed)] = sweep(job, comm)
+        sweeps[str(changed)] = sweep(job, comm, kept[changed])
     job.check_average((comm.size + 1) / 2)
     if comm.rank == 0:
         give_result({"phases": phases, "sweeps": sweeps, "warmup_steps": job.warmup_steps})
@@ -225,6 +226,7 @@ def measure(report: Report, case: str, options: Mapping[str, Any]) -> None:
         best_s = min(median(times_s) for times_s in settings.values())
         searching = [number for number, tuning in enumerate(phase["tuning"]) if tuning]
         answered = answered_after(phase["steps_s"], best_s)
+        in_turns = median(settings[phase["after"]]) / best_s
         report.rows.append(
             {
                 "change": name,
@@ -234,6 +236,7 @@ def measure(report: Report, case: str, options: Mapping[str, Any]) -> None:
                 "sweeps_best_s": best_s,
                 "re_tune": f"{searching[0]} – {searching[-1] + 1}" if searching else "none",
                 "within_10_percent_after": answered,
+                "kept_of_best_in_turns": in_turns,
                 "before": phase["before"],
                 "after": phase["after"],
                 "steps_s": phase["steps_s"],
@@ -242,6 +245,8 @@ def measure(report: Report, case: str, options: Mapping[str, Any]) -> None:
         )
         value = float("nan") if answered is None else float(answered)
         report.bars.append(Bar(claim=f"{name}: iterations to within 10 % of the best", value=value, limit=LIMIT))
+        claim = f"{name}: the setting found, in turns with the sweep's best"
+        report.bars.append(Bar(claim=claim, value=in_turns, limit=WITHIN))
 
 
 def quiet_hour(seed: int) -> int:

@@ -42,10 +42,10 @@ class Measured:
     links: Mapping[Route, list[LinkProbe]] = field(default_factory=dict)
     threads: Sequence[ThreadProbe] = ()
 
-    def with_routes(self, routes: Sequence[Route]) -> Measured:
-        """The same, if these may be chosen, whether or not they were probed."""
-        space, promising = (replace(space, routes=tuple(routes)) for space in (self.space, self.promising))
-        return replace(self, space=space, promising=promising)
+    def with_routes(self, routes: Sequence[Route], *, promising: Sequence[Route]) -> Measured:
+        """The same, if these may be chosen, whether or not they were probed, and some of them promise something."""
+        narrow = replace(self.promising, routes=tuple(promising))
+        return replace(self, space=replace(self.space, routes=tuple(routes)), promising=narrow)
 
     def model(
         self, layout: GradientLayout, ready_s: Sequence[float], backward_s: float, between_s: float

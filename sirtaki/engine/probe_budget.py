@@ -5,6 +5,7 @@ Pure: it decides by times that all ranks have agreed on, so that all decide alik
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -21,6 +22,9 @@ SMALL_BYTES, LEAST_LARGE_BYTES = 64 * KIB, 128 * KIB
 
 SOUNDING_BYTES = (4 * KIB, SMALL_BYTES)
 """Of single all-reduces that tell what probes will take."""
+
+GOES_ON = 0.5
+"""Where twice the streams have carried twice as much, four times are expected to carry so much more, as an exponent."""
 
 LEAST_SHARE = 0.25
 """Of an all-reduce's time, what counts as transmission at least."""
@@ -61,8 +65,12 @@ class ProbeBudget:
         return size_bytes / max(seconds - self._alpha_s, LEAST_SHARE * seconds)
 
     def expected_s(self, size: ProbeSize, *, streams: int) -> float:
-        """What a probe takes at most, if more streams carry no less together than those that were seen."""
-        rate = max((rate for count, rate in self._probed.items() if count <= streams), default=self._sounded)
+        """What a probe takes: more streams carry more together half as much as those have that were seen."""
+        probed = [(count, rate) for count, rate in self._probed.items() if count <= streams]
+        count, rate = max(probed, default=(1, self._sounded))
+        one = self._probed.get(1, rate)
+        if count > 1 and streams > count and rate > one:
+            rate *= (streams / count) ** (GOES_ON * min(1.0, math.log(rate / one) / math.log(count)))
         return (1 + PASSES) * size.rounds * (self._alpha_s + streams * size.unit_bytes / rate)
 
     def size(self, unit_bytes: int, streams: int, *, left_s: float, needed_more: int) -> ProbeSize | None:

@@ -109,6 +109,7 @@ class TunedSynchroniser:
         self._to_discard = 0
         self._spans_s: list[float] = []
         self._profiled: IterationReport | None = None
+        self._promising: Sequence[Route] = ()  # by the probes of the warm-up
         self._coordinator: TuningCoordinator | None = None
         retunes = self._tuning and settings.retune and control.size > 1 and self._space.has_choices
         self._drift = DriftWatch() if retunes else None
@@ -194,17 +195,26 @@ class TunedSynchroniser:
                 logger.info("%s cannot be run any more: %s", self._knobs.describe(), err)
                 self._knobs = self._default
 
-    def _search(self, routes: Sequence[Route] = ()) -> None:
-        """Collective: measures what a search needs, and has it begin; of the links only those of `routes` if given."""
+    def _search(self, routes: Sequence[Route] = (), *, span_s: float = math.nan) -> None:
+        """Collective: measures what a search needs, and has it begin.
+
+        Args:
+            routes: only their links are measured; empty = all.
+            span_s: what synchronising takes now on this rank; not a number = as when the order was profiled.
+        """
         report, layouts = self._profiled, self._sync.layouts
         assert report is not None
         # Planners plan one flat buffer; of several, each would have to know what the others do.
         if self._arms is None and len(layouts) == 1:
-            budget_s = min(PROBE_S + SPANS * report.span_s, MOST_PROBING_S)
+            budget_s = min(PROBE_S + SPANS * (span_s if span_s > 0.0 else report.span_s), MOST_PROBING_S)
             probed = replace(self._space, routes=tuple(routes) or self._space.routes)
             found = measure(self._control, self._router, probed, default=self._default, budget_s=budget_s)
             if routes:
-                found = found.with_routes(self._space.routes)
+                # What was slow on the idle network in the warm-up costs too much to try again.
+                likely = [route for route in self._space.routes if route in {*routes, *self._promising}]
+                found = found.with_routes(self._space.routes, promising=likely)
+            else:
+                self._promising = found.promising.routes
         else:
             found = without_planners(self._space)
         self._space = found.space
@@ -274,13 +284,13 @@ class TunedSynchroniser:
     def _watch(self, drift: DriftWatch, span_s: float, agreed: Pace) -> None:
         """Collective if all ranks have agreed that communication has changed; else nothing but arithmetic."""
         if agreed is not Pace.USUAL and drift.due:
-            self._retune(drift)
+            self._retune(drift, span_s)
             return
         drift.note(span_s)
         if self._coordinator is None or not self._coordinator.failed:
             self._sync.say_pace(drift.pace)
 
-    def _retune(self, drift: DriftWatch) -> None:
+    def _retune(self, drift: DriftWatch, span_s: float) -> None:
         """Collective: a short search begins with what runs now."""
         if self._coordinator is not None:
             self._coordinator.retune(self._knobs, self._sync.layouts, ratio=drift.ratio, iteration=self._sync.iteration)
@@ -288,7 +298,7 @@ class TunedSynchroniser:
         self._sync.say_pace(Pace.USUAL)
         self._tuning = True
         running = (self._knobs.transport, self._knobs.algorithm)
-        self._search([route for route in self._space.routes if route == running])
+        self._search([route for route in self._space.routes if route == running], span_s=span_s)
         self._next_assignment()
 
     def remember(self) -> None:

@@ -39,8 +39,8 @@ def count(began: list[int]) -> None:
     """Notes the iteration of each re-tune of this process."""
     retune = warmup.TunedSynchroniser._retune
 
-    def noting(self: warmup.TunedSynchroniser, drift: DriftWatch) -> None:
+    def noting(self: warmup.TunedSynchroniser, drift: DriftWatch, span_s: float) -> None:
         began.append(self.synchroniser.iteration)
-        retune(self, drift)
+        retune(self, drift, span_s)
 
     warmup.TunedSynchroniser._retune = noting  # type: ignore[method-assign]

@@ -67,7 +67,7 @@ def test_a_slow_link_is_probed_within_the_budget_in_two_sizes_and_on_several_str
 
 
 def test_many_streams_are_probed_where_each_flow_is_capped() -> None:
-    taken, _ = Link(alpha_s=1e-3, link_bytes_per_s=3e7, flow_bytes_per_s=8e5).probed(4.0)
+    taken, _ = Link(alpha_s=1e-3, link_bytes_per_s=3e7, flow_bytes_per_s=8e5).probed(3.5)
     assert 16 in {streams for _, streams in taken}
 
 
