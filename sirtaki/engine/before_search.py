@@ -43,8 +43,11 @@ class Measured:
     threads: Sequence[ThreadProbe] = ()
 
     def with_routes(self, routes: Sequence[Route], *, promising: Sequence[Route]) -> Measured:
-        """The same, if these may be chosen, whether or not they were probed, and some of them promise something."""
-        narrow = replace(self.promising, routes=tuple(promising))
+        """The same, if these may be chosen, whether or not they were probed, and only some of them promise something.
+
+        What was slow on an idle network costs too much to be tried again while probes are believed.
+        """
+        narrow = replace(self.promising, routes=tuple(route for route in routes if route in promising))
         return replace(self, space=replace(self.space, routes=tuple(routes)), promising=narrow)
 
     def model(

@@ -196,11 +196,9 @@ class TunedSynchroniser:
                 self._knobs = self._default
 
     def _search(self, routes: Sequence[Route] = (), *, span_s: float = math.nan) -> None:
-        """Collective: measures what a search needs, and has it begin.
+        """Collective: measures what a search needs (links of `routes` only, if given), and has it begin.
 
-        Args:
-            routes: only their links are measured; empty = all.
-            span_s: what synchronising takes now on this rank; not a number = as when the order was profiled.
+        `span_s` is what synchronising takes now on this rank; not a number = as when the order was profiled.
         """
         report, layouts = self._profiled, self._sync.layouts
         assert report is not None
@@ -210,9 +208,7 @@ class TunedSynchroniser:
             probed = replace(self._space, routes=tuple(routes) or self._space.routes)
             found = measure(self._control, self._router, probed, default=self._default, budget_s=budget_s)
             if routes:
-                # What was slow on the idle network in the warm-up costs too much to try again.
-                likely = [route for route in self._space.routes if route in {*routes, *self._promising}]
-                found = found.with_routes(self._space.routes, promising=likely)
+                found = found.with_routes(self._space.routes, promising=[*routes, *self._promising])
             else:
                 self._promising = found.promising.routes
         else:
