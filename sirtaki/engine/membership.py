@@ -76,15 +76,15 @@ class Membership(Protocol):
         ...
 
 
-_open_membership: Callable[[], Membership | None] = lambda: None
+_opener: Callable[[], Membership | None] | None = None
 
 
-def register(open_membership: Callable[[], Membership | None]) -> None:
-    """Before `init()`: what to ask there for the membership of this process; it answers None where ranks stay."""
-    global _open_membership
-    _open_membership = open_membership
+def register(opener: Callable[[], Membership | None] | None) -> None:
+    """Before `init()`: who is asked there for the membership of this process, and answers None where ranks stay."""
+    global _opener
+    _opener = opener
 
 
 def open_membership() -> Membership | None:
     """That of this process; None where ranks stay."""
-    return _open_membership()
+    return None if _opener is None else _opener()
