@@ -8,6 +8,11 @@ from enum import Flag
 from typing import Protocol
 
 from sirtaki.comm.control.mesh.rendezvous import Meeting
+from sirtaki.errors import CommError
+
+
+class Dismissed(CommError):
+    """This rank is not wanted any more: it leaves, and with exit code 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,8 +21,9 @@ class Member:
 
     Attributes:
         host: as the launcher calls it.
-        slot: which of the ranks of that host.
-        is_new: it has no state of the job's, since it has never been in a generation that gave it one.
+        slot: its place on that host, for as long as it lives; other ranks of the host have other ones, with gaps
+            where some have gone.
+        is_new: it does not hold the job's state: it was in no generation before, or in one that ended too soon.
     """
 
     host: str
@@ -29,8 +35,9 @@ class Member:
 class Generation:
     """One membership: ranks that start together and end as soon as one of them is lost, or others come.
 
-    Members that are not new keep their order and come first, as far as ranks of a host are neighbours; rank 0 is one of
-    them, unless all are new.
+    Members that hold the job's state keep their order and come first, as far as ranks of a host are neighbours; rank 0
+    is one of them, unless all are new. Where any is new all must synchronise, whatever was known of changes when they
+    left the one before: a rank may come in between.
 
     Attributes:
         number: from 1, growing.
@@ -53,22 +60,27 @@ class Change(Flag):
 class Membership(Protocol):
     """What a rank asks of the agent that is its parent; from one thread at a time."""
 
-    def join(self, *, after: int, is_new: bool, timeout_s: float) -> Generation:
+    def join(self, *, after: int, has_state: bool, timeout_s: float) -> Generation:
         """Not collective, but completes only once all members of the next generation have called it. Blocks.
 
         Args:
             after: number of the generation that this rank leaves; 0 = it has been in none.
-            is_new: it has no state of the job's: none of the generations that it was in has lived to give it one.
+            has_state: this rank holds the job's state: it has synchronised in some generation. Who has been killed
+                before that must not become the one whose state all take.
             timeout_s: how long to wait.
 
         Raises:
-            CommError: there is no next generation for this rank: it is not wanted any more, too few
-                hosts are left, or the agent is gone.
+            Dismissed: this rank is not wanted any more.
+            CommError: there is no next generation: too few hosts are left in time, or the agent is gone.
         """
         ...
 
     def change(self) -> Change:
-        """Cheap, never blocks: what has changed since the present generation began; 0 = nothing."""
+        """Cheap, never blocks: what has changed since the present generation began; 0 = nothing.
+
+        REMOVED also where a member has died: who notices nothing of it, since it communicates with nobody just now or
+        waits for a connection, learns it here.
+        """
         ...
 
     def finished(self) -> None:
