@@ -147,7 +147,7 @@ def main() -> int:
     flags.add_argument("--seeds", type=int, default=20)
     flags.add_argument("--noise", type=float, default=0.04)
     flags.add_argument("--budget", type=int, default=100, metavar="ITERATIONS")
-    flags.add_argument("--only", nargs="*", metavar="CONTENDER", help=f"besides {SIRTAKI}")
+    flags.add_argument("--only", nargs="*", choices=CONTENDERS, metavar="CONTENDER", help=f"besides {SIRTAKI}")
     flags.add_argument("--minutes", type=float, help="begin no further seed after these")
     flags.add_argument("--workers", type=int, default=2, help="processes")
     args = flags.parse_args()
