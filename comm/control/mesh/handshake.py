@@ -130,6 +130,23 @@ class _Unproved:
         self._send(_WELCOME)
 
 
+def listen(addresses: Sequence[str]) -> list[socket.socket]:
+    """Listens at a port of each address, and nowhere else.
+
+    Raises:
+        OSError: it cannot.
+    """
+    listeners: list[socket.socket] = []
+    try:
+        for address in addresses:
+            listeners.append(socket.create_server((address, 0), backlog=512))  # noqa: PERF401  # closed if one fails
+    except OSError:
+        for listener in listeners:
+            listener.close()
+        raise
+    return listeners
+
+
 class Acceptor:
     """Accepts the connections of other ranks, in a thread; strangers cost a time limit and no more.
 
@@ -137,23 +154,13 @@ class Acceptor:
         refused: connections that did not prove themselves.
     """
 
-    def __init__(self, addresses: Sequence[str], *, key: bytes, own: int, expected: Sequence[int]) -> None:
-        """Listens at a port of each address, and nowhere else.
-
-        Raises:
-            OSError: it cannot.
-        """
+    def __init__(self, listeners: Sequence[socket.socket], *, key: bytes, own: int, expected: Sequence[int]) -> None:
+        """The listeners become its own."""
         self._key, self._own, self._expected = key, own, set(expected)
         self._accepted: dict[int, socket.socket] = {}
         self._closing = threading.Event()
         self.refused = 0
-        self._listeners: list[socket.socket] = []
-        try:
-            for address in addresses:
-                self._listeners.append(socket.create_server((address, 0), backlog=512))
-        except OSError:
-            self._close_listeners()
-            raise
+        self._listeners = listeners
         self._thread = threading.Thread(target=self._run, name="sirtaki-accept", daemon=True)
         self._thread.start()
 
@@ -176,12 +183,9 @@ class Acceptor:
         """Stops listening, and gives the connections by rank; they are the caller's."""
         self._closing.set()
         self._thread.join()
-        self._close_listeners()
-        return self._accepted
-
-    def _close_listeners(self) -> None:
         for listener in self._listeners:
             listener.close()
+        return self._accepted
 
     def _run(self) -> None:
         unproved: dict[int, _Unproved] = {}

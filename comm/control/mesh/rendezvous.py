@@ -22,8 +22,9 @@ from sirtaki.comm.control.addresses import LOOPBACK, host_identity, own_addresse
 from sirtaki.errors import CommError, ConfigError, PeerLostError, SirtakiError
 
 from . import handshake
+from .appointment import Appointment, keep
 from .communicator import MeshCommunicator
-from .handshake import Acceptor, NoProof
+from .handshake import Acceptor, NoProof, listen
 from .links import Links
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ class Meeting:
         agent_store: the launcher keeps it; else rank 0 opens it.
         name: no other meeting at this store has it.
         members: ranks that meet, if not all do.
+        appointment: of a launcher that knows all ranks, so that they need no store.
     """
 
     rank: int
@@ -59,6 +61,7 @@ class Meeting:
     agent_store: bool = False
     name: str = ""
     members: tuple[int, ...] = ()
+    appointment: Appointment | None = None
 
 
 _stores: dict[tuple[str, int], TCPStore] = {}
@@ -80,8 +83,9 @@ def meet(
 
     Args:
         meeting: where they meet.
-        interface: name of the network interface that joins the hosts; None = any.
-        secret: of the job; None = rank 0 makes one and hands it out through the store.
+        interface: name of the network interface that joins the hosts; None = any. With an appointment it has been
+            chosen.
+        secret: of the job, which an appointment has, too; None = rank 0 makes one and hands it out through the store.
         timeout_s: how long to wait for the others in all.
         heartbeat_s: a rank that is silent for so long later is given up; None = never.
 
@@ -92,6 +96,9 @@ def meet(
         ConfigError: what the ranks were told does not fit together.
         CommError: some do not come or cannot be reached.
     """
+    if meeting.appointment is not None:
+        sockets = keep(meeting.appointment, rank=meeting.rank, name=meeting.name, timeout_s=timeout_s)
+        return MeshCommunicator(Links(meeting.rank, sockets, heartbeat_s=heartbeat_s))
     members = meeting.members or tuple(range(meeting.size))
     if len(members) == 1:
         return alone()
@@ -253,9 +260,10 @@ def _connect(table: _Table, meeting: Meeting, key: bytes, interface: str | None)
     addresses = [LOOPBACK] if len(set(hosts)) == 1 else own_addresses(interface)
     number = table.members.index(meeting.rank)
     try:
-        acceptor = Acceptor(addresses, key=key, own=meeting.rank, expected=table.members[number + 1 :])
+        listeners = listen(addresses)
     except OSError as err:
         raise CommError(f"rank {meeting.rank} cannot listen at {', '.join(addresses)}: {err}") from err
+    acceptor = Acceptor(listeners, key=key, own=meeting.rank, expected=table.members[number + 1 :])
     sockets: dict[int, socket.socket] = {}
     try:
         table.tell("places", acceptor.places)

@@ -10,7 +10,7 @@ import pytest
 from fakes.meshes import until
 
 from sirtaki.comm.control.mesh import handshake
-from sirtaki.comm.control.mesh.handshake import Acceptor, NoProof, connect, job_key
+from sirtaki.comm.control.mesh.handshake import Acceptor, NoProof, connect, job_key, listen
 
 KEY = job_key("secret", "job")
 
@@ -18,7 +18,7 @@ KEY = job_key("secret", "job")
 @pytest.fixture
 def acceptor() -> Iterator[Acceptor]:
     """Of rank 0, which waits for ranks 1 and 2."""
-    acceptor = Acceptor(["127.0.0.1"], key=KEY, own=0, expected=[1, 2])
+    acceptor = Acceptor(listen(["127.0.0.1"]), key=KEY, own=0, expected=[1, 2])
     yield acceptor
     for sock in acceptor.close().values():
         sock.close()
