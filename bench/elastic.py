@@ -1,0 +1,223 @@
+"""What the loss of a rank costs: processes of a running job are killed one by one.
+
+    python -m bench.elastic [--quick] [--check] [--save] [--ranks 3 4 8] [--kills 50]
+
+Each job trains a small net on one host (`bench.lib.elastic`) and commits every five steps. Whenever all ranks are
+there, a random one gets SIGKILL. *Recovery*: from the signal until each survivor has finished an iteration among the
+survivors. *Join*: the step during which the new rank came, on the slowest of the others. Every line that the processes
+have written is checked in the end: commits equal on all ranks, none lost that had returned.
+
+torchft (`pip install torchft`) trains the same net beside it in the same run, one process a replica, its lighthouse
+told to look every 50 ms; this benchmark starts its processes again.
+
+Bars: median recovery ≤ 1 s, worst ≤ 2 s; a join ≤ 2 s; nothing lost.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from bench.lib.elastic.history import Diaries, Event, faults, joins_s, recovered_at_s
+from bench.lib.harness import RANK_ENV, REPOSITORY, Bar, Report, Spread, finish, parser
+
+COMMIT_EVERY, ENDLESS = 5, 10**9
+MEDIAN_LIMIT_S, WORST_LIMIT_S, JOIN_LIMIT_S = 1.0, 2.0, 2.0
+PATIENCE_S = 90.0
+"""After a kill, for the survivors, and for the new process."""
+
+LOOK_S, CALM_S = 0.05, 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Killed:
+    """What one job has gone through.
+
+    Attributes:
+        recoveries_s: one a kill; infinite where survivors did not go on.
+        joins_s: one a new process.
+        faults: what was lost.
+    """
+
+    recoveries_s: list[float] = field(default_factory=list)
+    joins_s: list[float] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
+
+
+def environment() -> dict[str, str]:
+    """Of all processes."""
+    places = [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
+    return os.environ | RANK_ENV | {"PYTHONPATH": os.pathsep.join(filter(None, places))}
+
+
+@contextmanager
+def sirtaki_job(folder: Path, ranks: int) -> Iterator[Callable[[], None]]:
+    """A job under sirtakirun, which starts killed ranks again."""
+    command = [sys.executable, "-m", "sirtaki.run", "-np", str(ranks), "--min-np", "1", "--max-np", str(ranks)]
+    training = [sys.executable, "-m", "bench.lib.elastic.training", str(folder), str(ENDLESS), str(COMMIT_EVERY)]
+    with (folder / "output.txt").open("w") as output:
+        job = subprocess.Popen([*command, *training], env=environment(), stdout=output, stderr=output)
+        try:
+            yield lambda: None
+        finally:
+            job.send_signal(signal.SIGTERM)
+            try:
+                job.wait(20)
+            except subprocess.TimeoutExpired:
+                job.kill()
+                job.wait()
+
+
+@contextmanager
+def torchft_job(folder: Path, ranks: int) -> Iterator[Callable[[], None]]:
+    """As many replicas, which the function given starts again."""
+    from torchft.coordination import LighthouseServer
+
+    lighthouse = LighthouseServer(
+        bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=200, quorum_tick_ms=50, heartbeat_timeout_ms=1000
+    )
+    replicas: list[subprocess.Popen[bytes]] = []
+    with (folder / "output.txt").open("w") as output:
+
+        def start(number: int) -> subprocess.Popen[bytes]:
+            words = [str(folder), str(ENDLESS), str(number), lighthouse.address()]
+            command = [sys.executable, "-m", "bench.lib.elastic.torchft_replica", *words]
+            return subprocess.Popen(command, env=environment(), stdout=output, stderr=output)
+
+        def look() -> None:
+            for number, replica in enumerate(replicas):
+                if replica.poll() is not None:
+                    replicas[number] = start(number)
+
+        replicas += [start(number) for number in range(ranks)]
+        try:
+            yield look
+        finally:
+            for replica in replicas:
+                replica.kill()
+                replica.wait()
+            lighthouse.shutdown()
+
+
+CONTENDERS = {"sirtaki": sirtaki_job, "torchft": torchft_job}
+
+
+def complete(alive: Mapping[int, Sequence[Event]], ranks: int) -> bool:
+    """All ranks are there, and have been for a while."""
+    if len(alive) != ranks or any(own[-1].size != ranks or own[-1].kind == "end" for own in alive.values()):
+        return False
+    began_s = [next((e.at_s for e in reversed(own) if e.size != ranks), own[0].at_s) for own in alive.values()]
+    return time.time() - max(began_s) > CALM_S
+
+
+def wait_until(true: Callable[[], bool], look: Callable[[], None]) -> bool:
+    """False if it is not within `PATIENCE_S`."""
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not true():
+        look()
+        if time.monotonic() > deadline_s:
+            return False
+        time.sleep(LOOK_S)
+    return True
+
+
+def kill_one_by_one(contender: str, ranks: int, kills: int, *, seed: int) -> Killed:
+    """One job, `kills` kills."""
+    rng, found, dead = random.Random(seed), Killed(), set[int]()
+    with tempfile.TemporaryDirectory(prefix="sirtaki-bench-") as name:
+        folder = Path(name)
+        diaries = Diaries(folder)
+
+        def alive() -> dict[int, list[Event]]:
+            return {pid: events for pid, events in diaries.read().items() if pid not in dead}
+
+        with CONTENDERS[contender](folder, ranks) as look:
+            for number in range(kills + 1):
+                if not wait_until(lambda: complete(alive(), ranks), look):
+                    found.faults.append(f"{ranks} ranks were not there in {PATIENCE_S:.0f} s: {tail(folder)}")
+                    break
+                if number == kills:
+                    break
+                time.sleep(rng.uniform(0.0, 0.3))
+                victim = rng.choice(sorted(alive()))
+                survivors = alive().keys() - {victim}
+                killed_s = time.time()
+                os.kill(victim, signal.SIGKILL)
+                dead.add(victim)
+
+                def end_s(survivors: Set[int] = survivors, killed_s: float = killed_s) -> float | None:
+                    events = {pid: own for pid, own in diaries.read().items() if pid in survivors}
+                    return recovered_at_s(events, killed_s=killed_s, size=ranks)
+
+                if not wait_until(lambda wait=end_s: wait() is not None, look):
+                    found.recoveries_s.append(float("inf"))
+                    found.faults.append(f"survivors did not go on: {tail(folder)}")
+                    break
+                found.recoveries_s.append((end_s() or 0.0) - killed_s)
+        found.joins_s.extend(joins_s(diaries.read()))
+        found.faults.extend(faults(diaries.events))
+    return found
+
+
+def tail(folder: Path) -> str:
+    """The last words of a job."""
+    return " / ".join((folder / "output.txt").read_text(errors="replace").splitlines()[-3:])
+
+
+def main() -> int:
+    """Runs the jobs."""
+    flags = parser(__doc__.split("\n")[0])
+    flags.add_argument("--ranks", type=int, nargs="+", default=[3, 4, 8])
+    flags.add_argument("--kills", type=int, help="in each job")
+    flags.add_argument("--only", choices=CONTENDERS, help="one contender")
+    args = flags.parse_args()
+    args.kills = args.kills or (5 if args.quick else 50)
+    report = Report(name="elastic", settings={"ranks": args.ranks, "kills": args.kills})
+    contenders = [name for name in CONTENDERS if args.only in (None, name)]
+    if "torchft" in contenders and importlib.util.find_spec("torchft") is None:
+        contenders.remove("torchft")
+        report.notes.append("torchft is not installed here (pip install torchft), so it did not run beside")
+    for ranks in args.ranks:
+        for contender in contenders:
+            found = kill_one_by_one(contender, ranks, args.kills, seed=args.seed)
+            report.rows.append(
+                {
+                    "contender": contender,
+                    "ranks": ranks,
+                    "kills": len(found.recoveries_s),
+                    "recovery_s": Spread.of(found.recoveries_s or [float("nan")]),
+                    "worst_s": max(found.recoveries_s, default=float("nan")),
+                    "join_s": Spread.of(found.joins_s or [float("nan")]),
+                    "faults": len(found.faults),
+                }
+            )
+            report.notes += [f"{contender}, {ranks} ranks: {fault}" for fault in found.faults[:5]]
+            if contender == "sirtaki":
+                report.bars += bars(found, ranks)
+    return finish(report, args)
+
+
+def bars(found: Killed, ranks: int) -> list[Bar]:
+    """What was promised of a job."""
+    nan = [float("nan")]
+    recovery, join = Spread.of(found.recoveries_s or nan), Spread.of(found.joins_s or nan)
+    return [
+        Bar(claim=f"median recovery, {ranks} ranks", value=recovery.median, limit=MEDIAN_LIMIT_S, unit="s "),
+        Bar(claim=f"worst recovery, {ranks} ranks", value=recovery.maximum, limit=WORST_LIMIT_S, unit="s "),
+        Bar(claim=f"worst join, {ranks} ranks", value=join.maximum, limit=JOIN_LIMIT_S, unit="s "),
+        Bar(claim=f"lost or unequal commits, {ranks} ranks", value=len(found.faults), limit=0),
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,83 @@
+"""The training that all contenders run: a small net, and a line in a file for each thing that has happened.
+
+python -m bench.lib.elastic.training FOLDER STEPS COMMIT_EVERY      started by sirtakirun
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+
+LAYERS, WIDTH, BATCH = 8, 256, 16
+
+
+def make_model() -> nn.Module:
+    """The same in all processes."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+
+
+def loss_of(model: nn.Module) -> torch.Tensor:
+    """Of a batch of this process's own."""
+    return model(torch.randn(BATCH, WIDTH)).square().mean()
+
+
+class Diary:
+    """Lines of one process, `FOLDER/PID.jsonl`, each written at once: they outlive a SIGKILL."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = (folder / f"{os.getpid()}.jsonl").open("a", buffering=1)
+
+    def note(self, event: str, **what: int | str) -> None:
+        """`event` has happened, now."""
+        self._file.write(json.dumps({"event": event, "at_s": time.time(), **what}) + "\n")
+
+
+def main(folder: str, steps: str, commit_every: str) -> None:
+    """Trains for so many steps, however often ranks come and go."""
+    import sirtaki.torch as hvd
+    from sirtaki.torch.exceptions import HostsUpdatedInterrupt
+
+    hvd.init()
+    model, diary = make_model(), Diary(Path(folder))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+
+    def digest() -> str:
+        digest = hashlib.sha256()
+        for param in model.parameters():
+            digest.update(param.detach().numpy().tobytes())
+        return digest.hexdigest()[:16]
+
+    @hvd.elastic.run
+    def train(state: hvd.elastic.TorchState) -> None:
+        diary.note("resume", step=state.step, size=hvd.size(), rank=hvd.rank(), hash=digest())
+        while state.step < int(steps):
+            optimizer.zero_grad()
+            loss_of(model).backward()
+            optimizer.step()
+            state.step += 1
+            diary.note("step", step=state.step, size=hvd.size())
+            if state.step % int(commit_every) == 0:
+                try:
+                    state.commit()
+                except HostsUpdatedInterrupt:
+                    diary.note("commit", step=state.step, size=hvd.size(), hash=digest())
+                    raise
+                diary.note("commit", step=state.step, size=hvd.size(), hash=digest())
+
+    train(hvd.elastic.TorchState(model=model, optimizer=optimizer, step=0))
+    diary.note("end", step=int(steps), size=hvd.size())
+    hvd.shutdown()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
