@@ -201,7 +201,7 @@ class NegotiatedIssuing:
             runs: list[tuple[int, int]] = []
             for position, index in enumerate(group.indices):
                 start, stop = offsets[position], offsets[position + 1]
-                if index not in agreed or start == stop:
+                if index not in agreed:
                     continue
                 if runs and runs[-1][1] == start and stop - runs[-1][0] <= limit:
                     runs[-1] = (runs[-1][0], stop)

@@ -8,6 +8,8 @@ from typing import Any
 
 from sirtaki.comm.control.mesh.communicator import MeshCommunicator
 from sirtaki.comm.control.mesh.links import Links
+from sirtaki.comm.control.plane import ControlPlane
+from sirtaki.errors import CommError
 
 
 def connected(size: int, *, heartbeat_s: float | None = None) -> list[Links]:
@@ -40,6 +42,40 @@ def on_all(links: Sequence[Links], act: Callable[[MeshCommunicator], Any]) -> li
         if isinstance(result, BaseException):
             raise result
     return results
+
+
+def among(size: int, act: Callable[[MeshCommunicator], Any]) -> list[Any]:
+    """What `act` returns on each of so many ranks; where one raises, the waits of the others end."""
+    links = connected(size)
+    raised: list[BaseException] = []
+
+    def guarded(comm: MeshCommunicator) -> Any:
+        try:
+            return act(comm)
+        except BaseException as err:
+            raised.append(err)
+            for each in links:
+                each.failures.report(CommError(f"rank {comm.rank} has raised {err!r}"))
+            raise
+
+    try:
+        return on_all(links, guarded)
+    except BaseException:
+        raise raised[0] from None  # the others' are of its making
+    finally:
+        close(links)
+
+
+def on_planes(size: int, act: Callable[[ControlPlane], Any], *, local_size: int | None = None) -> list[Any]:
+    """What `act` returns with the control plane of each of so many ranks, on nodes of `local_size`."""
+
+    def run(comm: MeshCommunicator) -> Any:
+        control = ControlPlane(comm, local_size=local_size)
+        result = act(control)
+        control.close()
+        return result
+
+    return among(size, run)
 
 
 def close(links: Sequence[Links]) -> None:

@@ -51,20 +51,6 @@ def test_after_the_reduction_every_gradient_is_a_view_of_the_flat_buffer() -> No
         assert torch.equal(param.grad, 0.5 * parameters(*SHAPES)[index].grad)  # type: ignore[operator]
 
 
-def test_what_a_user_did_before_the_end_of_the_reduction_is_seen() -> None:
-    params = parameters((2,), (2,), (2,), (2,))
-    arrivals = Arrivals(params, make_buffers(params))
-    all_arrive(params, arrivals)
-    params[0].grad = None
-    params[1].grad = torch.ones(2)
-    params[2].grad.mul_(2)  # type: ignore[union-attr]
-    assert arrivals.written == [2]
-    interference = arrivals.hand_out()
-    assert params[0].grad is None, "None stays None"
-    assert (interference.replaced, interference.written) == ((1,), (2,))
-    assert torch.equal(params[1].grad, torch.tensor([100.0, 101.0])), "the reduced gradient takes its place"
-
-
 def test_a_view_whose_memory_was_swapped_gets_the_reduced_gradient_and_is_not_used_again() -> None:
     params = parameters((2,), (2,))
     buffers = make_buffers(params)
@@ -97,18 +83,6 @@ def test_gradients_may_come_in_another_order_each_time() -> None:
         assert arrivals.hand_out() == Interference((), ())
         for param, value in zip(params, values, strict=True):
             assert torch.equal(param.grad, value)  # type: ignore[arg-type]
-
-
-def test_a_gradient_that_did_not_come_is_zeros_and_one_that_is_there_counts() -> None:
-    params = parameters((2,), (2,), (2,))
-    params[0].grad = None
-    params[2].requires_grad_(False)
-    buffers = make_buffers(params)
-    arrivals = Arrivals(params, buffers)
-    for index in range(3):
-        arrivals.put_in(index)
-    arrivals.copy_in()
-    assert buffers.groups[0].buffer.tensor[:6].tolist() == [0, 0, 100, 101, 0, 0]
 
 
 def test_other_strides_or_another_dtype_make_the_buffers_outdated() -> None:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from fakes.gradients import LonelyRouter, parameters
+from fakes.gradients import LonelyRouter, make_planned, parameters
 
 from sirtaki.comm.gradients.arrivals import Arrivals
 from sirtaki.comm.gradients.buffers import Reduction
@@ -14,17 +14,8 @@ from sirtaki.comm.gradients.iteration import Interrupted, Iteration
 from sirtaki.comm.gradients.lost_edits import LostEdits
 from sirtaki.comm.gradients.order import OrderProfiling
 from sirtaki.comm.gradients.planned_buffers import PlannedBuffers
-from sirtaki.comm.layout import GradientLayout
-from sirtaki.comm.plan import CommPlan, TransportKind, Unit
 
 RANKS = 3
-
-
-class Router(LonelyRouter):
-    """Opens any plan."""
-
-    def open_plan(self, plan: CommPlan) -> None:
-        assert plan.numel
 
 
 class AllAtOnce:
@@ -61,22 +52,8 @@ class Made:
         interruptions: int = 0,
         unused_as_none: bool = False,
     ) -> None:
-        def one_unit(layout: GradientLayout) -> CommPlan:
-            whole = (Unit(start=0, stop=layout.numel),)
-            return CommPlan(numel=layout.numel, units=whole, streams=1, transport=TransportKind.MPI)
-
-        names = [f"p{index}" for index in range(len(params))]
-        router = Router()
-        self.planned = PlannedBuffers(
-            range(len(params)),
-            params,
-            names,
-            router=router,  # type: ignore[arg-type]
-            reduction=Reduction(),
-            default_plan=one_unit,
-            unused_as_none=unused_as_none,
-            before=None,
-        )
+        router = LonelyRouter()
+        self.planned = make_planned(params, router=router, unused_as_none=unused_as_none)
         self.planned.flags.write(Said(complete=True))
         self.arrivals = Arrivals(params, self.planned.buffers)
         self.iteration = Iteration(
@@ -87,7 +64,7 @@ class Made:
             ready_events=[],
         )
         self.issuing = AllAtOnce(self.iteration, self.planned, interruptions)
-        self.edits = LostEdits(names)
+        self.edits = LostEdits([f"p{index}" for index in range(len(params))])
         self.current = CurrentIteration(self.iteration, self.issuing, self.planned, OrderProfiling(), self.edits)
         for index in came:
             gradient = params[index].grad

@@ -1,22 +1,12 @@
 """Units leave in one order, each when all its gradients are there."""
 
-import itertools
 import random
 
 import pytest
 import torch
-from fakes.gradients import make_buffers, parameters
+from fakes.gradients import make_buffers, parameters, plan_of
 
 from sirtaki.comm.gradients.schedule import Schedule, ScheduledUnit, schedule
-from sirtaki.comm.plan import Algorithm, CommPlan, TransportKind, Unit
-
-
-def plan_of(numel: int, *bounds: int) -> CommPlan:
-    cuts = (0, *bounds, numel)
-    units = tuple(
-        Unit(start=start, stop=stop, stream=0, algorithm=Algorithm.FLAT) for start, stop in itertools.pairwise(cuts)
-    )
-    return CommPlan(numel=numel, units=units, streams=1, transport=TransportKind.MPI)
 
 
 def units_of(shapes: list[tuple[int, ...]], *bounds: int, order: list[int] | None = None) -> list[ScheduledUnit]:

@@ -1,0 +1,256 @@
+"""Operations from any thread in any order: performed once, waited for by anybody, and never left behind."""
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fakes.meshes import among, until
+
+from sirtaki.comm import timeline
+from sirtaki.comm.collectives.eager_work import EagerWork
+from sirtaki.comm.collectives.engine import EagerEngine
+from sirtaki.comm.collectives.requests import Kind, Signature
+from sirtaki.comm.control.communicator import Communicator
+from sirtaki.errors import CommError
+
+SIZE = 3
+
+
+def signature(name: str, **rest: Any) -> Signature:
+    return Signature(name=name, kind=Kind.ALLREDUCE, shapes=((2,),), dtypes=("float32",), **{"op": "sum", **rest})
+
+
+def submit(engine: EagerEngine, name: str, value: float = 1.0, *, wake: bool = True) -> EagerWork:
+    return engine.submit(signature(name), [torch.full((2,), value)], wake=wake)
+
+
+def on_engines(act: Callable[[EagerEngine], Any], *, size: int = SIZE) -> list[Any]:
+    """What `act` returns on each rank; its engine is closed with those of the others."""
+
+    def run(comm: Communicator) -> Any:
+        engine = EagerEngine(comm, comm.failures)
+        result = act(engine)
+        assert engine.close()
+        assert not engine._thread.is_alive()
+        return result
+
+    return among(size, run)
+
+
+def test_operations_in_any_order_from_any_thread_give_each_its_result() -> None:
+    def act(engine: EagerEngine) -> None:
+        own = random.Random(engine.rank)
+        names = [f"n{number}" for number in range(40)]
+        own.shuffle(names)
+        found: dict[str, float] = {}
+
+        def some(part: list[str], *, waits: bool) -> None:
+            works = {name: submit(engine, name, float(name[1:]), wake=not waits) for name in part}
+            for name in own.sample(part, len(part)):
+                assert engine.finish(works[name])
+                found[name] = float(works[name].results[0][0])
+
+        threads = [threading.Thread(target=some, args=[names[at::4]], kwargs={"waits": at > 1}) for at in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert found == {name: SIZE * float(name[1:]) for name in names}
+        assert engine.concluded == 40
+
+    on_engines(act)
+
+
+def test_what_nobody_waits_for_is_performed_by_the_engines_thread() -> None:
+    def act(engine: EagerEngine) -> None:
+        work = submit(engine, "a")
+        until(work.is_done)
+        assert work.results[0].tolist() == [SIZE, SIZE]
+        assert engine.pending == 0
+
+    on_engines(act)
+
+
+def test_what_was_submitted_quietly_is_performed_though_another_one_was_waited_for() -> None:
+    def act(engine: EagerEngine) -> None:
+        left = submit(engine, "left", wake=False)
+        if engine.rank == 0:
+            engine.finish(submit(engine, "waited", wake=False))
+        else:
+            submit(engine, "waited")
+        until(left.is_done)
+
+    on_engines(act)
+
+
+def test_a_name_is_under_way_until_it_is_done() -> None:
+    def act(engine: EagerEngine) -> None:
+        if engine.rank == 0:
+            work = submit(engine, "a")
+            assert engine.has_submitted("a")
+            assert not engine.has_submitted("b")
+            assert engine.pending == 1
+            assert engine.progress() == "has submitted a"
+            waits = engine.oldest_wait()
+            assert waits is not None
+            assert "'a'" in waits.what
+            with pytest.raises(ValueError, match="same name"):
+                submit(engine, "a")
+            submit(engine, "go")
+        else:
+            engine.finish(submit(engine, "go"))
+            work = submit(engine, "a")
+        engine.finish(work)
+        assert (engine.pending, engine.progress(), engine.oldest_wait()) == (0, "", None)
+
+    on_engines(act, size=2)
+
+
+def test_unnamed_operations_are_paired_by_their_order() -> None:
+    assert (
+        on_engines(lambda engine: [engine.unnamed("a"), engine.unnamed("b")], size=2)
+        == [["a.noname.1", "b.noname.2"]] * 2
+    )
+
+
+def test_a_wait_that_is_interrupted_leaves_the_operation_under_way() -> None:
+    def act(engine: EagerEngine) -> None:
+        asked = []
+        if engine.rank == 0:
+            work = submit(engine, "a")
+            assert not engine.finish(work, lambda: bool(asked.append(1)) or len(asked) == 2)
+            assert len(asked) == 2
+            assert engine.has_submitted("a")
+            submit(engine, "go")
+        else:
+            engine.finish(submit(engine, "go"))
+            work = submit(engine, "a")
+        assert engine.finish(work, lambda: False)
+
+    on_engines(act, size=2)
+
+
+def test_who_waits_is_known_with_the_name_and_since_when() -> None:
+    def act(engine: EagerEngine) -> None:
+        assert engine.awaited is None
+        if engine.rank == 0:
+            begin_s = time.monotonic()
+            thread = threading.Thread(target=lambda: engine.finish(submit(engine, "a", wake=False)))
+            thread.start()
+            until(lambda: engine.awaited is not None)
+            assert engine.awaited is not None
+            assert engine.awaited[0] == "a"
+            assert begin_s <= engine.awaited[1] <= time.monotonic()
+            submit(engine, "go")
+            thread.join()
+        else:
+            engine.finish(submit(engine, "go"))
+            engine.finish(submit(engine, "a"))
+        assert engine.awaited is None
+
+    on_engines(act, size=2)
+
+
+def test_joined_ranks_are_told_who_joined_last() -> None:
+    def act(engine: EagerEngine) -> int:
+        work = submit(engine, "a") if engine.rank else None
+        if work is not None:
+            engine.finish(work)
+            assert work.results[0].tolist() == [SIZE - 1.0] * 2
+        assert engine.finish(engine.join((engine.rank,)))
+        return engine.last_joined
+
+    assert on_engines(act) == [2, 2, 2]
+
+
+def test_a_join_is_waited_for_since_the_others_last_got_on() -> None:
+    looked = threading.Event()
+
+    def act(engine: EagerEngine) -> None:
+        if engine.rank == 0:
+            join = engine.join((0,))
+            first = engine.oldest_wait()
+            assert first is not None
+            assert first.what == "join()"
+            time.sleep(0.01)
+            engine.note_progress()
+            second = engine.oldest_wait()
+            assert second is not None
+            assert second.since_s >= first.since_s + 0.01
+            looked.set()
+        else:
+            assert looked.wait(10.0)
+            join = engine.join((0,))
+        engine.finish(join)
+
+    on_engines(act, size=2)
+
+
+def test_what_is_pending_when_a_rank_takes_leave_fails_there_and_nothing_new_begins() -> None:
+    def act(comm: Communicator) -> None:
+        engine = EagerEngine(comm, comm.failures)
+        work = submit(engine, "alone") if comm.rank == 0 else None
+        assert engine.close()
+        if work is not None:
+            with pytest.raises(CommError, match="shut down while"):
+                work.wait(0.0)
+        with pytest.raises(CommError, match="during shutdown"):
+            submit(engine, "late")
+
+    among(2, act)
+
+
+def test_a_lost_job_ends_waits_threads_and_later_calls() -> None:
+    def act(comm: Communicator) -> None:
+        engine = EagerEngine(comm, comm.failures)
+        if comm.rank == 0:
+            work = submit(engine, "a")
+            threading.Timer(0.05, lambda: comm.failures.report(CommError("rank 1 has ended"))).start()
+            with pytest.raises(CommError, match="rank 1 has ended"):
+                engine.finish(work)
+            with pytest.raises(CommError, match="rank 1 has ended"):
+                submit(engine, "b")
+            with pytest.raises(CommError, match="rank 1 has ended"):
+                engine.join((0,))
+        else:
+            comm.failures.report(CommError("rank 1 has ended"))
+        assert not engine.close(timeout_s=2.0)
+        assert not engine._thread.is_alive() or comm.rank == 1
+
+    among(2, act)
+
+
+def test_an_interrupt_in_a_round_fails_the_job_and_all_that_is_pending() -> None:
+    def act(comm: Communicator) -> None:
+        engine = EagerEngine(comm, comm.failures)
+
+        def interrupted(mine: object) -> bool:
+            raise comm.failures.error or KeyboardInterrupt()
+
+        engine._rounds.run = interrupted  # type: ignore[method-assign, assignment]
+        work = submit(engine, "a", wake=False)
+        with pytest.raises(KeyboardInterrupt):
+            engine.finish(work)
+        with pytest.raises(CommError, match="eager operations failed: KeyboardInterrupt"):
+            work.wait(0.0)
+        assert comm.failures.error is not None
+        assert not engine.close(timeout_s=0.1)
+
+    among(1, act)
+
+
+def test_rounds_are_marked_in_a_timeline_that_wants_them(tmp_path: Path) -> None:
+    trace = timeline.Timeline(tmp_path / "trace.json", timeline.Writer(job="1", rank=0), mark_cycles=True)
+    timeline.start(trace)
+    try:
+        on_engines(lambda engine: engine.finish(submit(engine, "a", wake=False)), size=1)
+    finally:
+        timeline.stop()
+    text = (tmp_path / "trace.json").read_text()
+    assert "CYCLE_START" in text
+    assert "NEGOTIATE_ALLREDUCE" in text
