@@ -78,14 +78,15 @@ def test_what_nobody_waits_for_is_performed_by_the_engines_thread() -> None:
 
 def test_what_was_submitted_quietly_is_performed_though_another_one_was_waited_for() -> None:
     def act(engine: EagerEngine) -> None:
-        left = submit(engine, "left", wake=False)
         if engine.rank == 0:
+            left = submit(engine, "left", wake=False)
             engine.finish(submit(engine, "waited", wake=False))
         else:
-            submit(engine, "waited")
+            engine.finish(submit(engine, "waited", wake=False))
+            left = submit(engine, "left")
         until(left.is_done)
 
-    on_engines(act)
+    on_engines(act, size=2)
 
 
 def test_a_name_is_under_way_until_it_is_done() -> None:
@@ -213,6 +214,8 @@ def test_a_lost_job_ends_waits_threads_and_later_calls() -> None:
             threading.Timer(0.05, lambda: comm.failures.report(CommError("rank 1 has ended"))).start()
             with pytest.raises(CommError, match="rank 1 has ended"):
                 engine.finish(work)
+            with pytest.raises(CommError, match="rank 1 has ended"):
+                engine.finish(EagerWork(signature("b"), []), lambda: False)
             with pytest.raises(CommError, match="rank 1 has ended"):
                 submit(engine, "b")
             with pytest.raises(CommError, match="rank 1 has ended"):

@@ -3,15 +3,17 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from fakes.meshes import among
 
+from sirtaki.comm.collectives import rounds
 from sirtaki.comm.collectives.eager_work import EagerWork
-from sirtaki.comm.collectives.name_slots import CAPACITY
+from sirtaki.comm.collectives.name_slots import CAPACITY, NameSlots
 from sirtaki.comm.collectives.pending import Pending
 from sirtaki.comm.collectives.requests import Kind, Signature
-from sirtaki.comm.collectives.rounds import Rounds
+from sirtaki.comm.collectives.rounds import Rounds, _Messages
 from sirtaki.comm.control.communicator import Communicator
 from sirtaki.comm.transports.mpi import ThreadWork
 from sirtaki.errors import CommError, MismatchError
@@ -110,6 +112,50 @@ def test_names_that_all_ranks_know_are_agreed_by_bits() -> None:
     on_ranks(act)
 
 
+def test_names_that_were_exchanged_are_known_from_then_on() -> None:
+    def act(rank: Rank) -> None:
+        rank.submit("a")
+        left = rank.submit("b") if rank.rank else None
+        rank.round()
+        assert rank.exchanges == 1
+        again = rank.submit("a")
+        rank.round()
+        assert value(again) == SIZE
+        assert left is None or not left.is_done()
+        assert rank.exchanges == 1
+
+    on_ranks(act)
+
+
+def test_names_in_use_stay_known_where_there_are_few_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rounds, "CAPACITY", 3)
+    monkeypatch.setattr(rounds, "NameSlots", lambda: NameSlots(3))
+
+    def act(rank: Rank) -> None:
+        for names in ("abc", "a", "d"):
+            for name in names:
+                rank.submit(name)
+            rank.round()
+        for name in "ac" if rank.rank else "a":  # so that only bits can tell
+            rank.submit(name)
+        rank.round()
+        assert rank.exchanges == 0
+
+    on_ranks(act)
+
+
+def test_equal_digests_are_told_from_those_of_which_one_has_all_bits_of_the_other() -> None:
+    def act(comm: Communicator) -> None:
+        messages = _Messages(comm, comm.failures)
+        for digests, equal in (((1, 3), False), ((3, 1), False), ((3, 3), True), ((0, 0), False), ((0, 3), False)):
+            bits = np.array([True, comm.rank == 0, False] * 4)
+            found, common = messages.agree(digests[comm.rank], bits)
+            assert found == equal
+            assert common.tolist() == [True, False, False] * 4
+
+    among(2, act)
+
+
 def test_a_name_whose_tensor_has_changed_is_exchanged_again_and_learnt_anew() -> None:
     def act(rank: Rank) -> None:
         rank.submit("a")
@@ -159,11 +205,12 @@ def test_a_rank_that_submits_a_refused_operation_later_gets_the_same_error() -> 
     on_ranks(act)
 
 
-def test_an_operation_that_cannot_be_taken_part_in_fails_everywhere_with_the_reason() -> None:
+@pytest.mark.parametrize("unable", [{1}, {1, 2}, {0, 1, 2}])
+def test_an_operation_that_cannot_be_taken_part_in_fails_everywhere_with_the_reason(unable: set[int]) -> None:
     def act(rank: Rank) -> None:
-        work = rank.submit("a", problem="its tensor is on a GPU that is not there" if rank.rank == 1 else "")
+        work = rank.submit("a", problem="its tensor is on a GPU that is not there" if rank.rank in unable else "")
         rank.round()
-        with pytest.raises(MismatchError, match="Rank 1 cannot take part in ALLREDUCE: its tensor"):
+        with pytest.raises(MismatchError, match=f"Rank {min(unable)} cannot take part in ALLREDUCE: its tensor"):
             work.wait(0.0)
 
     on_ranks(act)
@@ -200,9 +247,10 @@ def test_a_rank_that_has_joined_takes_part_in_all_reduces_with_zeros_until_all_h
         while not join.is_done():
             rank.round()
         assert rank.rounds.last_joined == 2
-        work = rank.submit("a", 5.0)  # all begin anew
+        works = [rank.submit("a", 5.0), rank.submit(f"of {rank.rank}")]  # all begin anew
         rank.round()
-        assert value(work) == 5.0 * SIZE
+        assert value(works[0]) == 5.0 * SIZE
+        assert not works[1].is_done()
 
     on_ranks(act)
 
@@ -217,6 +265,22 @@ def test_of_ranks_that_join_in_one_round_the_one_that_got_farthest_joined_last()
     assert on_ranks(act) == [1, 1, 1]
 
 
+def test_who_joined_in_an_earlier_round_did_not_join_last_however_far_it_got() -> None:
+    def act(rank: Rank) -> int:
+        if rank.rank == 0:
+            join = rank.pending.join((9,))
+        else:
+            rank.submit("a")
+        rank.round()
+        if rank.rank:
+            join = rank.pending.join((rank.rank,))
+        rank.round()
+        assert join.wait(0.0)
+        return rank.rounds.last_joined
+
+    assert on_ranks(act) == [2, 2, 2]
+
+
 def test_after_all_have_joined_unnamed_operations_have_the_same_names_again() -> None:
     def act(rank: Rank) -> str:
         for _ in range(rank.rank):
@@ -228,25 +292,41 @@ def test_after_all_have_joined_unnamed_operations_have_the_same_names_again() ->
     assert on_ranks(act) == ["allreduce.noname.3"] * 3
 
 
-def test_while_a_rank_has_joined_what_needs_its_data_is_refused() -> None:
+@pytest.mark.parametrize("known", [False, True])
+def test_while_a_rank_has_joined_what_needs_its_data_is_refused(known: bool) -> None:
     def act(rank: Rank) -> None:
+        if known:
+            rank.submit("a", kind=Kind.ALLGATHER)
+            rank.round()
         if rank.rank == 0:
             rank.pending.join((0,))
         else:
-            work = rank.submit("a", kind=Kind.ALLGATHER)
-        rank.round()
+            other = rank.submit("b")
+        assert rank.round()  # all know that it has joined
         if rank.rank:
+            assert value(other) == SIZE - 1
+        work = rank.submit("a", kind=Kind.ALLGATHER) if rank.rank else None
+        rank.round()
+        if work is not None:
             with pytest.raises(MismatchError, match="Allgather is not supported with Join"):
                 work.wait(0.0)
 
     on_ranks(act)
 
 
-def test_what_joined_ranks_submit_too_waits_for_them() -> None:
+@pytest.mark.parametrize("known", [False, True])
+def test_what_joined_ranks_submit_too_waits_for_them(known: bool) -> None:
     def act(rank: Rank) -> None:
+        if known:
+            rank.submit("a", by_all=True)
+            rank.round()
         if rank.rank == 0:
             rank.pending.join((0,))
-            rank.submit("other", by_all=True)
+        else:
+            other = rank.submit("b")
+        assert rank.round()  # all know that it has joined
+        if rank.rank:
+            assert value(other) == SIZE - 1
         works = [rank.submit("a", by_all=True)] if rank.rank else []
         rank.round()
         assert not any(work.is_done() for work in works)

@@ -1,0 +1,363 @@
+"""Units through memory that a node shares; in these tests its ranks are threads of one process."""
+
+import os
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from fakes.meshes import on_planes, until
+
+from sirtaki.comm.control.communicator import Communicator, Op
+from sirtaki.comm.control.failure import poll_until
+from sirtaki.comm.control.plane import ControlPlane
+from sirtaki.comm.plan import TransportKind
+from sirtaki.comm.transports import shared_memory
+from sirtaki.comm.transports.contract import NOTHING_TO_DO, FlatBuffer, ReduceOp, StreamSpec, Work
+from sirtaki.comm.transports.node_memory import share_memory
+from sirtaki.comm.transports.resources import StreamCost
+from sirtaki.comm.transports.shared_memory import SharedMemoryTransport, reduce_share
+from sirtaki.errors import CommError, PeerLostError, TransportError
+
+SIZE = 3
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64)
+
+
+def values(rank: int, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randint(1, 5, (numel,), generator=generator).to(dtype)
+
+
+def wanted(size: int, numel: int, op: ReduceOp = ReduceOp.SUM) -> torch.Tensor:
+    parts = torch.stack([values(rank, numel).double() for rank in range(size)])
+    return {
+        ReduceOp.SUM: parts.sum(0),
+        ReduceOp.PRODUCT: parts.prod(0),
+        ReduceOp.MIN: parts.amin(0),
+        ReduceOp.MAX: parts.amax(0),
+    }[op]
+
+
+def shared(control: ControlPlane, tensor: torch.Tensor) -> FlatBuffer:
+    """Collective: a buffer with these values that the node shares."""
+    regions = share_memory(control, tensor.numel() * tensor.dtype.itemsize)
+    peers = tuple(region.view(tensor.dtype) for region in regions)
+    peers[control.local_rank].copy_(tensor)
+    return FlatBuffer(peers[control.local_rank], peers)
+
+
+def reduce(
+    transport: SharedMemoryTransport,
+    buffer: FlatBuffer,
+    start: int,
+    stop: int,
+    *,
+    stream: int = 0,
+    op: ReduceOp = ReduceOp.SUM,
+    scale: float = 1.0,
+) -> Work:
+    return transport.all_reduce(buffer, start, stop, stream=StreamSpec(stream), op=op, scale=scale)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("op", ReduceOp)
+def test_a_share_is_reduced_in_pieces_and_written_everywhere(
+    op: ReduceOp, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_memory, "CHUNK_ELEMENTS", 4)
+    buffers = [values(rank, 20, dtype) for rank in range(SIZE)]
+    before = [buffer.clone() for buffer in buffers]
+    reduce_share(buffers, 3, 14, op=op, scale=1.0, outputs=buffers)
+    for buffer, old in zip(buffers, before, strict=True):
+        assert torch.equal(buffer[3:14].double(), wanted(SIZE, 20, op)[3:14])
+        assert torch.equal(buffer[:3], old[:3])
+        assert torch.equal(buffer[14:], old[14:])
+
+
+def test_the_result_goes_only_where_it_is_wanted_and_is_scaled_once() -> None:
+    buffers, output = [torch.tensor([2.0, 4.0]), torch.tensor([1.0, 3.0])], torch.zeros(2)
+    reduce_share(buffers, 0, 2, op=ReduceOp.SUM, scale=0.5, outputs=[output, buffers[1]])
+    assert output.tolist() == [1.5, 3.5]
+    assert [buffer.tolist() for buffer in buffers] == [[2.0, 4.0], [1.5, 3.5]]
+
+
+@pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.MAX])
+def test_halves_are_accumulated_wide_and_rounded_once(op: ReduceOp) -> None:
+    buffers = [torch.tensor([value]).half() for value in (2048.0, 1.0, 1.0)]
+    reduce_share(buffers, 0, 1, op=op, scale=2.0, outputs=buffers)
+    assert buffers[2].tolist() == [4100.0 if op is ReduceOp.SUM else 4096.0]
+
+
+def test_an_empty_share_touches_nothing() -> None:
+    buffer = torch.ones(3)
+    reduce_share([buffer, buffer], 2, 2, op=ReduceOp.SUM, scale=3.0, outputs=[buffer])
+    assert buffer.tolist() == [1.0] * 3
+
+
+@pytest.mark.parametrize("numel", [1, 2, 7, 40_000])
+def test_units_smaller_and_larger_than_the_node_are_reduced(numel: int) -> None:
+    def act(control: ControlPlane) -> None:
+        transport = SharedMemoryTransport(control)
+        transport.open_streams([StreamSpec(0)])
+        buffer = shared(control, values(control.rank, numel + 2))
+        control.barrier()
+        work = reduce(transport, buffer, 1, numel + 1, scale=0.5)
+        assert work.wait(10.0)
+        assert work.is_done()
+        begun, done = work.times()
+        assert begun is not None
+        assert done is not None
+        assert begun <= done
+        control.barrier()
+        found = buffer.tensor.double()
+        assert torch.equal(found[1:-1], 0.5 * wanted(SIZE, numel + 2)[1:-1])
+        assert torch.equal(found[[0, -1]], values(control.rank, numel + 2).double()[[0, -1]])
+        control.barrier()
+        assert transport.close()
+
+    on_planes(SIZE, act)
+
+
+def test_an_empty_unit_needs_no_stream() -> None:
+    def act(control: ControlPlane) -> None:
+        assert reduce(SharedMemoryTransport(control), FlatBuffer(torch.ones(3)), 1, 1) is NOTHING_TO_DO
+
+    on_planes(1, act)
+
+
+def test_units_of_several_streams_go_beside_each_other_whatever_the_order_of_the_streams() -> None:
+    def act(control: ControlPlane) -> None:
+        transport = SharedMemoryTransport(control)
+        transport.open_streams([StreamSpec(2), StreamSpec(0)])
+        assert len(transport._streams) == 3
+        buffer = shared(control, values(control.rank, 300))
+        control.barrier()
+        works: list[Work] = []
+        for stream in [(control.rank + turn) % 3 for turn in range(3)]:  # each rank begins with another stream
+            works += [reduce(transport, buffer, low, low + 3, stream=stream) for low in range(stream * 3, 300, 9)]
+        for work in reversed(works):
+            assert work.wait(10.0)
+        control.barrier()
+        covered = torch.cat([torch.arange(low, min(low + 3, 300)) for low in range(0, 300, 3)])
+        assert torch.equal(buffer.tensor.double()[covered], wanted(SIZE, 300)[covered])
+        control.barrier()
+        transport.close()
+
+    on_planes(SIZE, act)
+
+
+def test_a_unit_waits_for_the_last_rank_and_everybody_sleeps_meanwhile() -> None:
+    def act(control: ControlPlane) -> None:
+        transport = SharedMemoryTransport(control)
+        transport.open_streams([StreamSpec(0)])
+        buffer = shared(control, torch.ones(4))
+        control.barrier()
+        if control.rank:
+            work = reduce(transport, buffer, 0, 4)
+            assert not work.wait(0.05)
+            assert buffer.tensor.tolist() == [1.0] * 4
+        control.barrier()
+        if not control.rank:
+            work = reduce(transport, buffer, 0, 4)
+        assert work.wait(10.0)
+        assert buffer.tensor.tolist() == [3.0] * 4
+        control.barrier()
+        transport.close()
+
+    on_planes(SIZE, act)
+
+
+class Crossing:
+    """Reduces over the nodes through the control plane; what it is asked for is noted."""
+
+    kind, max_streams, threads = TransportKind.GLOO, 7, ()
+    stream_cost = StreamCost(descriptors=5, threads=2)
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+        self.opened: list[StreamSpec] = []
+        self.ranges: list[tuple[int, int]] = []
+        self.closed = False
+
+    def open_streams(self, streams: Sequence[StreamSpec]) -> None:
+        self.opened += streams
+
+    def all_reduce(
+        self, buffer: FlatBuffer, start: int, stop: int, *, stream: StreamSpec, op: ReduceOp, scale: float
+    ) -> Work:
+        self.ranges.append((start, stop))
+        unit = buffer.tensor[start:stop]
+        return _Crosses(self._comm, unit, Op(op.value), scale) if unit.numel() else NOTHING_TO_DO
+
+    def close(self) -> bool:
+        self.closed = True
+        return True
+
+
+class _Crosses:
+    def __init__(self, comm: Communicator, unit: torch.Tensor, op: Op, scale: float) -> None:
+        self._comm, self._unit, self._scale = comm, unit, scale
+        self._test = comm.all_reduce(unit.numpy(), op)
+
+    def wait(self, timeout_s: float) -> bool:
+        poll_until(self._test, failures=self._comm.failures)
+        self._unit.mul_(self._scale)
+        return True
+
+    def is_done(self) -> bool:
+        return self._test()
+
+    def times(self) -> tuple[None, None]:
+        return None, None
+
+
+@pytest.mark.parametrize("op", ReduceOp)
+def test_over_several_nodes_each_rank_carries_its_share_across(op: ReduceOp) -> None:
+    def act(control: ControlPlane) -> list[tuple[int, int]]:
+        crossings: list[Crossing] = []
+
+        def across() -> Crossing:
+            crossings.append(Crossing(control.duplicate_cross()))
+            return crossings[-1]
+
+        transport = SharedMemoryTransport(control, across=across)
+        assert transport.max_streams == 7
+        assert transport.stream_cost == StreamCost(descriptors=2 * 2 + 3 + 5, threads=1 + 2 + 1)
+        transport.open_streams([StreamSpec(1)])
+        assert [len(crossing.opened) for crossing in crossings] == [0, 1, 1]  # the first one was an example
+        buffer = shared(control, values(control.rank, 9, torch.float64))
+        control.barrier()
+        works = [reduce(transport, buffer, 0, 4, op=op, scale=2.0, stream=1), reduce(transport, buffer, 4, 9, op=op)]
+        assert all(work.wait(10.0) for work in works)
+        control.barrier()
+        assert torch.equal(buffer.tensor[:4], 2.0 * wanted(4, 9, op)[:4])
+        assert torch.equal(buffer.tensor[4:], wanted(4, 9, op)[4:])
+        control.barrier()
+        assert transport.close()
+        assert [crossing.closed for crossing in crossings] == [False, True, True]
+        return [*crossings[2].ranges, *crossings[1].ranges]
+
+    assert on_planes(4, act, local_size=2) == [[(0, 2), (4, 6)], [(2, 4), (6, 9)]] * 2
+
+
+def test_a_failure_across_the_nodes_is_reported_on_this_rank() -> None:
+    class Fails(Crossing):
+        def all_reduce(self, *args: Any, **named: Any) -> Work:
+            class Failed(_Crosses):
+                def __init__(self) -> None:
+                    pass
+
+                def wait(self, timeout_s: float) -> bool:
+                    raise CommError("the link is gone")
+
+            return Failed()
+
+    def act(control: ControlPlane) -> None:
+        transport = SharedMemoryTransport(control, across=lambda: Fails(control.cross))
+        transport.open_streams([StreamSpec(0)])
+        work = reduce(transport, shared(control, torch.ones(2)), 0, 2)
+        until(lambda: control.failures.error is not None)
+        assert str(control.failures.error) == "the link is gone"
+        assert not work.is_done()
+        transport.close()
+
+    on_planes(1, act)
+
+
+def test_a_rank_that_ends_fails_what_waits_for_it_and_is_no_failure_where_nothing_does() -> None:
+    def act(control: ControlPlane) -> None:
+        transport = SharedMemoryTransport(control)
+        transport.open_streams([StreamSpec(0)])
+        buffer = shared(control, torch.ones(4))
+        if control.rank == 0:
+            (stream,) = transport._streams
+            ended, listen = [1], stream._doorbell.listen
+            stream._doorbell.listen = lambda timeout_s: [ended.pop()] if ended else listen(0.01)  # type: ignore[method-assign]
+            stream._doorbell.ring_own()
+            until(lambda: not ended)
+            assert control.failures.error is None
+            work = reduce(transport, buffer, 0, 4)
+            ended.append(1)
+            with pytest.raises(PeerLostError, match="rank 1 has ended while rank 0 waited for its gradients"):
+                work.wait(10.0)
+            assert isinstance(control.failures.error, PeerLostError)
+        transport.close()
+
+    on_planes(2, act)
+
+
+def test_an_error_in_a_streams_thread_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    caught: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", caught.append)
+
+    def act(control: ControlPlane) -> None:
+        transport = SharedMemoryTransport(control)
+        transport.open_streams([StreamSpec(0)])
+        reduce(transport, FlatBuffer(torch.ones(2), (torch.ones(2), "no tensor")), 0, 2)  # type: ignore[arg-type]
+        until(lambda: control.failures.error is not None)
+        assert "shared memory failed on rank 0: " in str(control.failures.error)
+        transport.close()
+
+    on_planes(1, act)
+    until(lambda: len(caught) == 1)
+
+
+def test_a_stream_that_one_rank_cannot_open_is_open_nowhere_and_the_others_go_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def act(control: ControlPlane) -> None:
+        transport = SharedMemoryTransport(control)
+        transport.open_streams([StreamSpec(0)])
+        control.barrier()
+        start = shared_memory._Stream._start
+
+        def refuse(stream: Any, targets: Any) -> str:
+            return "out of threads" if stream._control.rank == 1 else start(stream, targets)
+
+        if control.rank == 0:
+            monkeypatch.setattr(shared_memory._Stream, "_start", refuse)
+        control.barrier()
+        with pytest.raises(TransportError, match="rank 1: out of threads"):
+            transport.open_streams([StreamSpec(2)])
+        assert len(transport._streams) == 1
+        buffer = shared(control, torch.ones(4))
+        control.barrier()
+        assert reduce(transport, buffer, 0, 4).wait(10.0)
+        assert buffer.tensor.tolist() == [2.0] * 4
+        control.barrier()
+        transport.close()
+
+    on_planes(2, act)
+
+
+def test_a_thread_that_cannot_be_started_is_told_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Scarce(threading.Thread):
+        def start(self) -> None:
+            if self.name.startswith("sirtaki-shm"):
+                raise RuntimeError("can't start new thread")
+            super().start()
+
+    def act(control: ControlPlane) -> None:
+        monkeypatch.setattr(shared_memory.threading, "Thread", Scarce)
+        with pytest.raises(TransportError, match="rank 0: shared-memory stream 0: can't start new thread"):
+            SharedMemoryTransport(control).open_streams([StreamSpec(0)])
+
+    on_planes(1, act)
+
+
+def test_a_closed_transport_leaves_no_thread_and_no_descriptor_and_closing_twice_is_fine() -> None:
+    def act(control: ControlPlane) -> None:
+        before = len(os.listdir("/proc/self/fd"))
+        transport = SharedMemoryTransport(control)
+        transport.open_streams([StreamSpec(1)])
+        taken = len(os.listdir("/proc/self/fd")) - before
+        assert 0 < taken <= 2 * transport.stream_cost.descriptors
+        threads = [thread for stream in transport._streams for thread in stream._threads]
+        assert len(threads) == 2 * transport.stream_cost.threads
+        assert transport.close()
+        assert transport.close()
+        assert not any(thread.is_alive() for thread in threads)
+        assert len(os.listdir("/proc/self/fd")) == before
+
+    on_planes(1, act)
