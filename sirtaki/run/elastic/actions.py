@@ -1,0 +1,97 @@
+"""What the rules of membership want done; who does it reports back what became of it."""
+
+from dataclasses import dataclass
+
+from sirtaki.engine.membership import Change
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartAgent:
+    """Start the agent of a host."""
+
+    host: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopAgent:
+    """The host is not used any more, and no rank is left there."""
+
+    host: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartRank:
+    """Start a process.
+
+    Attributes:
+        worker: names it in this job; no other one has had the number.
+    """
+
+    worker: int
+    host: str
+    slot: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KillRank:
+    """End a process with all it has started.
+
+    Attributes:
+        at_once: without asking it first.
+    """
+
+    worker: int
+    host: str
+    at_once: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dismiss:
+    """Answer the rank that waits for a generation: it is not wanted any more."""
+
+    worker: int
+    host: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tell:
+    """Let members know that the generation is to change."""
+
+    workers: tuple[int, ...]
+    change: Change
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """Answer all that wait: this is their generation.
+
+    Attributes:
+        workers: by rank.
+        new: those of them that do not hold the job's state.
+    """
+
+    number: int
+    workers: tuple[int, ...]
+    new: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Say:
+    """A line for the user."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class End:
+    """The job has ended; nothing follows.
+
+    Attributes:
+        text: why, for the user; "" = as it should.
+    """
+
+    exit_code: int
+    text: str = ""
+
+
+Action = StartAgent | StopAgent | StartRank | KillRank | Dismiss | Tell | Form | Say | End

@@ -1,0 +1,335 @@
+"""The rules of membership of a job whose ranks come and go.
+
+Pure: what happens is told with its time, and what is to be done comes back. Whoever asks for a generation waits in
+`join` until there is one, so that two members never believe in different generations of one number: a generation begins
+only when every member of the one before has asked, ended or been killed.
+"""
+
+from collections.abc import Mapping
+
+from sirtaki.engine.membership import Change
+
+from .actions import Action, Dismiss, End, Form, KillRank, Say, StartAgent, StartRank, StopAgent, Tell
+from .host_pool import HostPool
+from .policy import OnFailure, Policy
+from .roll import Roll
+from .workers import Phase, RankEnd, Worker, ranked, seniority
+
+
+class JobMembers:
+    """Decides who starts, who belongs to the next generation, who is given up, and when the job has ended.
+
+    Each method tells of an event, in the order in which they have happened, and returns what is to be done about it.
+    """
+
+    def __init__(self, policy: Policy, pool: HostPool) -> None:
+        self.policy, self.pool = policy, pool
+        self.roll = Roll()
+        self.agents: dict[str, bool] = {}
+        """Agents by host; False = being started."""
+        self.is_over = False
+        self._actions: list[Action] = []
+        self._told = Change(0)
+        self._failure: tuple[str, RankEnd] | None = None  # the first since the present generation began
+        self._ended_well = self._ended_badly = False  # a process has, before the first generation
+        self._short_since_s: float | None = None
+        self._enough_since_s: float | None = None
+        self._host_problem = ""
+
+    def found(self, hosts: Mapping[str, int], now_s: float) -> list[Action]:
+        """Discovery says which hosts there are, with how many slots each."""
+        before = self.pool.known
+        self.pool.find(hosts)
+        if before and before != self.pool.known:
+            self._say(_difference(before, self.pool.known))
+        return self._settle(now_s)
+
+    def agent_up(self, host: str, now_s: float) -> list[Action]:
+        """The agent of that host can start ranks."""
+        if host in self.agents:
+            self.agents[host] = True
+        return self._settle(now_s)
+
+    def agent_lost(self, host: str, why: str, now_s: float) -> list[Action]:
+        """The agent of that host, and all its ranks, are gone or cannot be reached."""
+        if self.agents.pop(host, None) is None or self.is_over:
+            return []
+        lost = [worker for worker in self.roll.workers.values() if worker.host == host]
+        for worker in lost:
+            del self.roll.workers[worker.number]
+        ranks = [str(worker.rank) for worker in lost if worker.rank is not None and worker.phase is not Phase.DISMISSED]
+        with_it = f" with rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}" if ranks else ""
+        self._host_problem = f"host {host} is lost ({why})"
+        self._failure = self._failure or (f"host {host}", RankEnd(exit_code=1, reason=why))
+        wanted = host in self.pool.usable
+        self._say(f"{self._host_problem}{with_it}{self._left_out(host, now_s) if wanted else ''}{self._go_on()}")
+        return self._settle(now_s)
+
+    def joined(self, number: int, *, has_state: bool, now_s: float) -> list[Action]:
+        """A process asks for the generation after the one that it was in."""
+        worker = self.roll.workers.get(number)
+        if worker is None or self.is_over:
+            return []
+        if worker.phase in (Phase.DISMISSED, Phase.FINISHED):
+            self._actions.append(Dismiss(worker=number, host=worker.host))
+        else:
+            worker.has_state = worker.has_state or has_state
+            self.roll.has_state = self.roll.has_state or has_state
+            worker.enter(Phase.WAITING, now_s)
+        return self._settle(now_s)
+
+    def finished(self, number: int, now_s: float) -> list[Action]:
+        """A process has done its work; it may still live for a while."""
+        worker = self.roll.workers.get(number)
+        if worker is not None and worker.phase is Phase.MEMBER:
+            worker.enter(Phase.FINISHED, now_s)
+            self.roll.has_succeeded = True
+        return self._settle(now_s)
+
+    def ended(self, number: int, end: RankEnd, now_s: float) -> list[Action]:
+        """A process is there no more."""
+        worker = self.roll.workers.pop(number, None)
+        if worker is None or self.is_over:
+            return []
+        if worker.phase is Phase.FINISHED and end.exit_code:
+            self._say(f"{worker.label} {end.text}, but it had done its work")
+        elif worker.phase is Phase.MEMBER and end.exit_code == 0 and not worker.is_leaving:
+            self.roll.has_succeeded = True
+        elif worker.phase not in (Phase.DISMISSED, Phase.FINISHED):
+            self._lose(worker, end, now_s)
+        return self._settle(now_s)
+
+    def tick(self, now_s: float) -> list[Action]:
+        """Time has passed; to be told often, as limits are looked after here."""
+        return self._settle(now_s)
+
+    def _lose(self, worker: Worker, end: RankEnd, now_s: float) -> None:
+        """A process has failed, or ended before it was a member."""
+        if end.exit_code == 0:
+            self._ended_well = True
+            if self.roll.generation == 0:
+                return
+            end = RankEnd(exit_code=1, reason="it ended before it was a member")
+        self._failure, self._ended_badly = self._failure or (worker.label, end), True
+        if worker.verdict:
+            text = worker.verdict
+        elif worker.is_leaving:
+            text = f"{end.text}; it was to leave"
+        else:
+            text = end.text
+        settled = worker.phase is Phase.MEMBER and now_s - worker.since_s >= self.policy.settled_s
+        if settled:
+            self.pool.clear(worker.host)
+        drop = self.policy.on_failure is OnFailure.DROP_HOST
+        if not drop and not settled and (worker.generation == 0 or not end.is_signal):
+            drop = self.pool.strike(worker.host)
+        usable = self.pool.usable
+        if drop and worker.host in usable:
+            what = self._left_out(worker.host, now_s)
+        elif worker.slot < usable.get(worker.host, 0) and self._may_start():
+            what = "; replaced in place"
+        else:
+            what = ""
+        self._say(f"{worker.label} {text}{what}{self._go_on()}")
+
+    def _left_out(self, host: str, now_s: float) -> str:
+        cooldown_s = self.pool.drop(host, now_s)
+        how_long = "from now on" if cooldown_s is None else f"for {cooldown_s:.0f} s"
+        return f"; host {host} is left out {how_long}"
+
+    def _go_on(self) -> str:
+        left = len([worker for worker in self.roll.survivors if worker.host in self.pool.usable])
+        return f", {left} go{'es' * (left == 1)} on" if left else ""
+
+    def _may_start(self) -> bool:
+        """Whether a rank that starts now would find anybody who goes on with it."""
+        if self.roll.has_succeeded or (self._ended_well and not self.roll.generation):
+            return False
+        if self.roll.generation == 0:
+            return not self._ended_badly or bool(self.roll.present(Phase.WAITING))
+        return bool(self.roll.of_generation(Phase.MEMBER, Phase.WAITING))
+
+    def _settle(self, now_s: float) -> list[Action]:
+        """Decides all that follows from what is known."""
+        if not self.is_over:
+            for host in self.pool.take_back(now_s):
+                self._say(f"host {host} is used again")
+            self._send_away(now_s)
+            self._conclude()
+        if not self.is_over:
+            self._staff(now_s)
+            self._advance(now_s)
+        if not self.is_over:
+            self._tell_members()
+            self._give_up(now_s)
+        actions, self._actions = self._actions, []
+        return actions
+
+    def _send_away(self, now_s: float) -> None:
+        usable = self.pool.usable
+        for worker in self.roll.present(Phase.STARTING, Phase.WAITING, Phase.MEMBER):
+            worker.is_leaving = worker.slot >= usable.get(worker.host, 0)
+        if self.policy.max_ranks is not None:  # hosts have come back before those who replace them were there
+            for worker in sorted(self.roll.wanted, key=seniority)[self.policy.max_ranks :]:
+                worker.is_leaving = True
+        for worker in self.roll.present(Phase.STARTING):
+            if worker.is_leaving:
+                self._kill(worker, at_once=False)
+                worker.enter(Phase.DISMISSED, now_s)
+        for worker in list(self.roll.dismissible()):
+            self._actions.append(Dismiss(worker=worker.number, host=worker.host))
+            worker.enter(Phase.DISMISSED, now_s)
+        for worker in self.roll.present(Phase.DISMISSED):
+            if now_s - worker.since_s > self.policy.leave_s:
+                self._kill(worker, at_once=True)
+                worker.since_s = now_s
+        for host in [host for host in self.agents if host not in usable]:
+            if all(worker.host != host for worker in self.roll.workers.values()):
+                del self.agents[host]
+                self._actions.append(StopAgent(host=host))
+
+    def _conclude(self) -> None:
+        """Ends the job if nobody is left, or all have done what they can."""
+        roll = self.roll
+        if roll.generation and not roll.of_generation(Phase.MEMBER, Phase.FINISHED):
+            if roll.has_succeeded:
+                self._end(0)
+            elif not roll.of_generation(Phase.WAITING) and self._failure is not None:
+                self._end_failed("all ranks of the job have failed")
+        elif not roll.generation and not roll.workers:
+            if self._ended_badly:
+                self._end_failed("no rank has come as far as to join the job")
+            elif self._ended_well:
+                self._end(0)
+            elif self._host_problem and not self.agents and not self.pool.usable:
+                self._end(1, f"{self._host_problem}; no host is left")
+
+    def _end_failed(self, text: str) -> None:
+        assert self._failure is not None  # who calls has looked
+        label, end = self._failure
+        self._end(end.exit_code, f"{text}; the first was {label}, which {end.text}")
+
+    def _staff(self, now_s: float) -> None:
+        """Starts agents and ranks where there is room."""
+        if not self._may_start():
+            return
+        most = self.policy.max_ranks
+        room = sum(self.pool.usable.values()) if most is None else most - len(self.roll.wanted)
+        for host, slots in self.pool.usable.items():
+            free = self.roll.free_slots(host, slots)[: max(0, room)]
+            if free and host not in self.agents:
+                self.agents[host] = False
+                self._actions.append(StartAgent(host=host))
+            room -= len(free)
+            for slot in free if self.agents.get(host) else ():
+                worker = self.roll.add(host, slot, now_s)
+                self._actions.append(StartRank(worker=worker.number, host=host, slot=slot))
+
+    def _advance(self, now_s: float) -> None:
+        """Begins the next generation once all members of this one have left it."""
+        roll = self.roll
+        if roll.is_running:
+            asked = [worker.since_s for worker in roll.of_generation(Phase.WAITING)]
+            if asked and now_s - min(asked) > self.policy.leave_s:
+                for worker in roll.of_generation(Phase.MEMBER):
+                    if not worker.verdict:
+                        worker.verdict = f"did not leave its generation within {self.policy.leave_s:g} s and was killed"
+                        self._kill(worker, at_once=True)
+            return
+        candidates = roll.candidates(self.policy.max_ranks)
+        if roll.has_state and not any(worker.has_state for worker in candidates):
+            if not any(worker.has_state for worker in roll.workers.values()):
+                self._end(*self._state_lost())
+            return
+        if len(candidates) < (self.policy.min_ranks if roll.generation else self.policy.start_ranks):
+            self._enough_since_s = None
+            return
+        self._enough_since_s = now_s if self._enough_since_s is None else self._enough_since_s
+        coming = any(not worker.is_leaving for worker in roll.present(Phase.STARTING)) or not all(self.agents.values())
+        if not roll.generation and coming and now_s - self._enough_since_s < self.policy.start_grace_s:
+            return
+        if self.policy.reset_limit is not None and roll.generation > self.policy.reset_limit:
+            limit = self.policy.reset_limit
+            self._end(1, f"--reset-limit {limit}: the job would begin anew for the {_th(limit + 1)} time")
+            return
+        self._form(candidates, now_s)
+
+    def _form(self, candidates: list[Worker], now_s: float) -> None:
+        roll = self.roll
+        members = ranked(candidates, list(self.pool.known))
+        roll.generation += 1
+        roll.members = tuple(worker.number for worker in members)
+        roll.has_succeeded = False
+        for rank, worker in enumerate(members):
+            worker.rank, worker.generation = rank, roll.generation
+            worker.enter(Phase.MEMBER, now_s)
+        new = frozenset(worker.number for worker in members if not worker.has_state)
+        self._actions.append(Form(number=roll.generation, workers=roll.members, new=new))
+        self._say(_announcement(roll.generation, members, new))
+        self._told, self._failure, self._enough_since_s, self._host_problem = Change(0), None, None, ""
+
+    def _state_lost(self) -> tuple[int, str]:
+        label, end = self._failure or ("", RankEnd(exit_code=1))
+        why = f"; the first that failed was {label}, which {end.text}" if label else ""
+        return end.exit_code, f"nobody is left who holds the state of the job{why}"
+
+    def _tell_members(self) -> None:
+        roll = self.roll
+        if not roll.is_running or roll.has_succeeded:
+            return
+        change = (Change.ADDED if roll.newcomers else Change(0)) | (Change.REMOVED if roll.is_diminished else Change(0))
+        if news := change & ~self._told:
+            self._told |= news
+            members = tuple(worker.number for worker in roll.of_generation(Phase.MEMBER))
+            self._actions.append(Tell(workers=members, change=news))
+
+    def _give_up(self, now_s: float) -> None:
+        """Ends the job if it has waited for ranks for too long."""
+        if self.roll.is_running or self.roll.present(Phase.FINISHED):
+            self._short_since_s = None
+            return
+        self._short_since_s = now_s if self._short_since_s is None else self._short_since_s
+        if now_s - self._short_since_s > self.policy.timeout_s:
+            least = self.policy.min_ranks if self.roll.generation else self.policy.start_ranks
+            came = len(self.roll.candidates(self.policy.max_ranks))
+            self._end(
+                1,
+                f"{came} of at least {least} ranks came within {self.policy.timeout_s:g} s; --elastic-timeout waits "
+                f"longer, --min-np goes on with fewer{f'; {self._host_problem}' if self._host_problem else ''}",
+            )
+
+    def _kill(self, worker: Worker, *, at_once: bool) -> None:
+        self._actions.append(KillRank(worker=worker.number, host=worker.host, at_once=at_once))
+
+    def _end(self, exit_code: int, text: str = "") -> None:
+        self.is_over = True
+        for worker in self.roll.present(Phase.WAITING):
+            self._actions.append(Dismiss(worker=worker.number, host=worker.host))
+        self._actions.append(End(exit_code=exit_code, text=text))
+
+    def _say(self, text: str) -> None:
+        self._actions.append(Say(text=text))
+
+
+def _difference(before: Mapping[str, int], after: Mapping[str, int]) -> str:
+    """What discovery has changed, for the user."""
+    parts = [f"host {host} with {slots} slots is new" for host, slots in after.items() if host not in before]
+    parts += [f"host {host} is gone" for host in before if host not in after]
+    parts += [
+        f"host {host} has {slots} slots instead of {before[host]}"
+        for host, slots in after.items()
+        if before.get(host, slots) != slots
+    ]
+    return "; ".join(parts)
+
+
+def _announcement(generation: int, members: list[Worker], new: frozenset[int]) -> str:
+    hosts = dict.fromkeys(worker.host for worker in members)
+    placed = ", ".join(f"{sum(worker.host == host for worker in members)} on {host}" for host in hosts)
+    fresh = f", {len(new)} of them new" if 0 < len(new) < len(members) else ""
+    return f"generation {generation}: {len(members)} ranks ({placed}){fresh}"
+
+
+def _th(number: int) -> str:
+    last = "th" if 10 <= number % 100 <= 20 else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number}{last}"

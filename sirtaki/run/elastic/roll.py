@@ -1,0 +1,98 @@
+"""The processes of a job whose ranks come and go, and its present generation: facts and questions, no decisions."""
+
+from collections.abc import Iterator
+
+from .workers import Phase, Worker, seniority
+
+
+class Roll:
+    """Who is there.
+
+    Attributes:
+        workers: by number; who has ended is not among them.
+        generation: the present one's number; 0 = none has begun.
+        members: of the present generation, by rank, dead ones too.
+        has_succeeded: a member of the present generation has done its work.
+        has_state: somebody has said that it holds the job's state.
+    """
+
+    def __init__(self) -> None:
+        self.workers: dict[int, Worker] = {}
+        self.generation = 0
+        self.members: tuple[int, ...] = ()
+        self.has_succeeded = False
+        self.has_state = False
+        self._numbers = 0
+
+    def add(self, host: str, slot: int, now_s: float) -> Worker:
+        """A new process."""
+        self._numbers += 1
+        worker = self.workers[self._numbers] = Worker(number=self._numbers, host=host, slot=slot, since_s=now_s)
+        return worker
+
+    def present(self, *phases: Phase) -> list[Worker]:
+        """Processes in one of these phases."""
+        return [worker for worker in self.workers.values() if worker.phase in phases]
+
+    def of_generation(self, *phases: Phase) -> list[Worker]:
+        """Members of the present generation that are there, in one of these phases; by rank."""
+        found = (self.workers[number] for number in self.members if number in self.workers)
+        return [worker for worker in found if worker.phase in phases]
+
+    @property
+    def survivors(self) -> list[Worker]:
+        """Members that go on."""
+        return [worker for worker in self.of_generation(Phase.MEMBER, Phase.WAITING) if not worker.is_leaving]
+
+    @property
+    def wanted(self) -> list[Worker]:
+        """Processes that are, or may become, members."""
+        active = self.present(Phase.STARTING, Phase.WAITING, Phase.MEMBER)
+        return [worker for worker in active if not worker.is_leaving]
+
+    @property
+    def is_running(self) -> bool:
+        """Members of the present generation have not asked for another one."""
+        return bool(self.of_generation(Phase.MEMBER))
+
+    @property
+    def newcomers(self) -> list[Worker]:
+        """Who waits, and was in no member of the present generation."""
+        waiting = self.present(Phase.WAITING)
+        return [worker for worker in waiting if worker.number not in self.members and not worker.is_leaving]
+
+    @property
+    def is_diminished(self) -> bool:
+        """A member of the present generation has died, or is to leave while others stay."""
+        there = self.of_generation(*Phase)
+        if len(there) < len(self.members):
+            return True
+        stay = any(worker.phase is not Phase.STARTING for worker in self.wanted)
+        return stay and any(worker.is_leaving for worker in there)
+
+    def candidates(self, most: int | None) -> list[Worker]:
+        """Of those who wait, who would be the members of the next generation, at most so many.
+
+        Who is to leave stays while nobody else holds the job's state: it hands it over first.
+        """
+        waiting = self.present(Phase.WAITING)
+        wanted = [worker for worker in waiting if not worker.is_leaving]
+        if any(worker.has_state for worker in wanted):
+            return wanted
+        leaving = sorted((worker for worker in waiting if worker.is_leaving and worker.has_state), key=seniority)
+        if most is not None:
+            leaving = leaving[: max(1, most - len(wanted))]
+            wanted = wanted[: most - len(leaving)]
+        return wanted + leaving
+
+    def dismissible(self) -> Iterator[Worker]:
+        """Those who are to leave and wait to be told so."""
+        has_heir = any(worker.has_state for worker in self.wanted)
+        for worker in self.present(Phase.WAITING):
+            if worker.is_leaving and (has_heir or not worker.has_state):
+                yield worker
+
+    def free_slots(self, host: str, slots: int) -> list[int]:
+        """Places where no process is."""
+        taken = {worker.slot for worker in self.workers.values() if worker.host == host}
+        return [slot for slot in range(slots) if slot not in taken]

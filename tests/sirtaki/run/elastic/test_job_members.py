@@ -1,0 +1,497 @@
+"""The rules of membership: single stories, and random histories against what must hold in every one of them."""
+
+import heapq
+import itertools
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from sirtaki.engine.membership import Change
+from sirtaki.run.elastic.actions import (
+    Action,
+    Dismiss,
+    End,
+    Form,
+    KillRank,
+    Say,
+    StartAgent,
+    StartRank,
+    StopAgent,
+    Tell,
+)
+from sirtaki.run.elastic.host_pool import HostPool
+from sirtaki.run.elastic.job_members import JobMembers
+from sirtaki.run.elastic.policy import OnFailure, Policy
+from sirtaki.run.elastic.workers import Phase, RankEnd
+
+KILLED = RankEnd(exit_code=137)
+RAISED = RankEnd(exit_code=3, reason="ValueError: a bad batch")
+WELL = RankEnd(exit_code=0)
+
+
+class Story:
+    """A job whose agents start at once, and whose ranks do what the test says."""
+
+    def __init__(self, hosts: dict[str, int], **policy: Any) -> None:
+        values = {"start_ranks": 2, "min_ranks": 2} | policy
+        self.members = JobMembers(Policy(**values), HostPool(Policy(**values), random.Random(0)))
+        self.now_s = 0.0
+        self.all: list[Action] = []
+        self.does(self.members.found, hosts)
+
+    def does(self, event: Callable[..., list[Action]], *args: Any, **kwargs: Any) -> list[Action]:
+        """What the rules want done about it; agents that they want are there at once."""
+        actions = event(*args, **kwargs, now_s=self.now_s)
+        self.all += actions
+        for action in actions:
+            if isinstance(action, StartAgent):
+                actions = actions + self.does(self.members.agent_up, action.host)
+        return actions
+
+    def join(self, *workers: int, has_state: bool = False) -> list[Action]:
+        return [action for worker in workers for action in self.does(self.members.joined, worker, has_state=has_state)]
+
+    def end(self, worker: int, how: RankEnd) -> list[Action]:
+        return self.does(self.members.ended, worker, how)
+
+    def wait(self, seconds: float) -> list[Action]:
+        self.now_s += seconds
+        return self.does(self.members.tick)
+
+    @property
+    def said(self) -> list[str]:
+        return [action.text for action in self.all if isinstance(action, Say)]
+
+
+def of(kind: type, actions: list[Action]) -> list[Any]:
+    return [action for action in actions if isinstance(action, kind)]
+
+
+def running(hosts: dict[str, int], **policy: Any) -> Story:
+    """A job in its first generation, with a rank in every slot."""
+    story = Story(hosts, **policy)
+    story.join(*range(1, sum(hosts.values()) + 1))
+    assert story.members.roll.generation == 1
+    return story
+
+
+def test_the_first_generation_begins_once_all_that_have_started_have_joined() -> None:
+    story = Story({"a": 2, "b": 1})
+    assert [(rank.worker, rank.host, rank.slot) for rank in of(StartRank, story.all)] == [
+        (1, "a", 0),
+        (2, "a", 1),
+        (3, "b", 0),
+    ]
+    assert of(Form, story.join(3, 2)) == []
+    (form,) = of(Form, story.join(1))
+    assert (form.number, form.workers, form.new) == (1, (1, 2, 3), {1, 2, 3})
+
+
+def test_the_first_generation_does_not_wait_for_ever_for_a_rank_that_does_not_come() -> None:
+    story = Story({"a": 3}, start_grace_s=10.0)
+    story.join(1, 2)
+    assert of(Form, story.wait(9.0)) == []
+    assert of(Form, story.wait(2.0))[0].workers == (1, 2)
+    (tell,) = of(Tell, story.join(3))
+    assert (tell.workers, tell.change) == ((1, 2), Change.ADDED)
+
+
+def test_survivors_of_a_killed_rank_go_on_at_once_and_its_successor_joins_later() -> None:
+    story = running({"a": 2, "b": 2})
+    actions = story.end(3, KILLED)
+    assert of(StartRank, actions) == [StartRank(worker=5, host="b", slot=0)]
+    assert of(Tell, actions) == [Tell(workers=(1, 2, 4), change=Change.REMOVED)]
+    assert of(Say, actions)[0].text == ("rank 2 (host b, slot 0) was killed by SIGKILL; replaced in place, 3 go on")
+    (form,) = of(Form, story.join(1, 4, 2, has_state=True))
+    assert (form.number, form.workers, form.new) == (2, (1, 2, 4), set())
+    (tell,) = of(Tell, story.join(5))
+    assert tell == Tell(workers=(1, 2, 4), change=Change.ADDED)
+    (form,) = of(Form, story.join(4, 2, 1, has_state=True))
+    assert (form.number, form.workers, form.new) == (3, (1, 2, 4, 5), {5})
+
+
+def test_rank_0_holds_the_state_even_where_a_new_rank_stands_before_it_on_another_host() -> None:
+    story = running({"a": 1, "b": 1}, min_ranks=1)
+    story.end(1, KILLED)
+    story.join(2, has_state=True)
+    story.join(3)
+    (form,) = of(Form, story.join(2, has_state=True))
+    assert (form.workers, form.new) == ((2, 3), {3})
+    story.end(2, KILLED)  # before the new rank has synchronised
+    assert "state" in of(End, story.join(3))[0].text
+
+
+def test_a_member_without_state_does_not_come_before_one_that_has_it() -> None:
+    story = running({"a": 2, "b": 1}, min_ranks=1)
+    story.end(1, KILLED)
+    story.join(2, 3, has_state=True)  # on a and b
+    story.join(4)  # on a
+    story.join(2, 3, has_state=True)
+    assert story.members.roll.members == (2, 4, 3)
+    story.end(2, KILLED)
+    story.join(4)
+    assert of(Form, story.join(3, has_state=True))[0].workers == (3, 4)
+
+
+def test_below_the_least_number_survivors_wait_for_the_successor() -> None:
+    story = running({"a": 2})
+    story.end(1, KILLED)
+    assert of(Form, story.join(2, has_state=True)) == []
+    (form,) = of(Form, story.join(3))
+    assert (form.workers, form.new) == ((2, 3), {3})
+
+
+def test_below_the_least_number_they_do_not_wait_for_ever() -> None:
+    story = running({"a": 2}, timeout_s=60.0)
+    story.end(1, KILLED)
+    story.join(2, has_state=True)
+    assert of(End, story.wait(59.0)) == []
+    (end,) = of(End, story.wait(2.0))
+    assert end.exit_code == 1
+    assert "1 of at least 2 ranks came within 60 s" in end.text
+
+
+def test_a_member_that_does_not_leave_its_generation_is_killed() -> None:
+    story = running({"a": 3})
+    story.end(1, KILLED)
+    story.join(2, has_state=True)
+    assert of(KillRank, story.wait(29.0)) == []
+    assert of(KillRank, story.wait(2.0)) == [KillRank(worker=3, host="a", at_once=True)]
+    assert of(KillRank, story.wait(2.0)) == []
+    story.end(3, KILLED)
+    assert "rank 2 (host a, slot 2) did not leave its generation within 30 s and was killed" in story.said[-1]
+    assert of(Form, story.join(4))[0].workers == (2, 4)
+
+
+def test_a_host_that_discovery_takes_away_is_left_at_the_next_commit() -> None:
+    story = running({"a": 2, "b": 1})
+    assert of(Tell, story.does(story.members.found, {"a": 2})) == [Tell(workers=(1, 2, 3), change=Change.REMOVED)]
+    assert of(Form, story.join(3, 1, has_state=True)) == []
+    actions = story.join(2, has_state=True)
+    assert of(Form, actions)[0].workers == (1, 2)
+    assert of(Dismiss, story.all) == [Dismiss(worker=3, host="b")]
+    assert of(StopAgent, story.end(3, WELL)) == [StopAgent(host="b")]
+    assert "host b is gone" in story.said
+
+
+def test_who_is_to_leave_hands_the_state_over_first() -> None:
+    story = running({"a": 1}, start_ranks=1, min_ranks=1)
+    story.does(story.members.found, {"b": 1})
+    story.join(1, has_state=True)  # and nobody else is there: it goes on
+    assert story.members.roll.members == (1,)
+    story.join(2)
+    (form,) = of(Form, story.join(1, has_state=True))
+    assert (form.workers, form.new) == ((1, 2), {2})
+    story.join(1, has_state=True)
+    (form,) = of(Form, story.join(2, has_state=True))
+    assert form.workers == (2,)
+    assert Dismiss(worker=1, host="a") in story.all
+
+
+def test_hosts_that_come_back_while_their_ranks_are_still_there_keep_them() -> None:
+    story = running({"a": 1, "b": 1})
+    story.does(story.members.found, {"a": 1})
+    story.does(story.members.found, {"a": 1, "b": 1})
+    assert of(Form, story.join(1, 2, has_state=True))[0].workers == (1, 2)
+
+
+def test_there_are_never_more_ranks_than_wanted() -> None:
+    story = Story({"a": 2, "b": 4}, max_ranks=3)
+    assert len(of(StartRank, story.all)) == 3
+    assert len(of(StartAgent, Story({"a": 3, "b": 3}, max_ranks=3).all)) == 1
+
+
+def test_a_rank_that_fails_again_and_again_leaves_its_host_out() -> None:
+    story = running({"a": 2, "b": 1}, cooldown_s=(10.0, 100.0))
+    for worker in (3, 4):
+        story.end(worker, RAISED)
+    assert story.said[-1].endswith("replaced in place, 2 go on")
+    assert of(StartRank, story.end(5, RAISED)) == []
+    assert "host b is left out for" in story.said[-1]
+    assert of(StartRank, story.wait(12.0)) == [StartRank(worker=6, host="b", slot=0)]
+    assert "host b is used again" in story.said
+
+
+def test_a_killed_rank_that_had_joined_is_no_mark_against_its_host() -> None:
+    story = running({"a": 2}, min_ranks=1)
+    for _ in range(10):
+        alive = [worker.number for worker in story.members.roll.of_generation(Phase.MEMBER)]
+        story.end(alive[-1], KILLED)
+        story.join(alive[0], has_state=True)
+        story.join(max(story.members.roll.workers))
+        story.join(alive[0], has_state=True)
+        assert len(story.members.roll.members) == 2
+
+
+def test_horovods_policy_drops_the_host_for_good() -> None:
+    story = running({"a": 2, "b": 2}, on_failure=OnFailure.DROP_HOST)
+    story.end(3, KILLED)
+    assert story.said[-1] == ("rank 2 (host b, slot 0) was killed by SIGKILL; host b is left out from now on, 2 go on")
+    assert of(Form, story.join(4, 1, 2, has_state=True))[0].workers == (1, 2)
+    assert of(Dismiss, story.all) == [Dismiss(worker=4, host="b")]
+    assert of(StartRank, story.wait(1e5)) == []
+
+
+def test_a_dropped_host_stays_away_longer_each_time() -> None:
+    policy = Policy(start_ranks=1, min_ranks=1, cooldown_s=(10.0, 60.0))
+    pool = HostPool(policy, random.Random(1))
+    pool.find({"a": 1})
+    times_s = []
+    for _ in range(5):
+        times_s.append(pool.drop("a", 0.0))
+        assert pool.usable == {}
+        assert pool.take_back(times_s[-1] - 0.1) == []
+        assert pool.take_back(times_s[-1]) == ["a"]
+    assert times_s == [pytest.approx(wanted, rel=0.1) for wanted in (10, 20, 40, 60, 60)]
+    assert max(times_s) <= 60.0
+
+
+def test_all_have_failed_is_the_failure_of_the_first() -> None:
+    story = running({"a": 2})
+    story.end(2, RAISED)
+    (end,) = of(End, story.end(1, RankEnd(exit_code=1, reason="PeerLostError: rank 1 died")))
+    assert end.exit_code == 3
+    assert "rank 1 (host a, slot 1), which failed (ValueError: a bad batch)" in end.text
+
+
+def test_a_script_that_cannot_run_ends_the_job_at_once() -> None:
+    story = Story({"a": 2})
+    story.end(1, RankEnd(exit_code=2))
+    (end,) = of(End, story.end(2, RankEnd(exit_code=2)))
+    assert end.exit_code == 2
+    assert len(of(StartRank, story.all)) == 2
+
+
+def test_a_program_that_joins_nothing_ends_well() -> None:
+    story = Story({"a": 2})
+    story.end(1, WELL)
+    assert of(End, story.end(2, WELL)) == [End(exit_code=0)]
+
+
+def test_a_job_has_succeeded_once_all_have_reported_and_one_has_finished() -> None:
+    story = running({"a": 3})
+    story.does(story.members.finished, 1)
+    assert of(End, story.end(1, WELL)) == []
+    story.end(2, KILLED)
+    assert len(of(StartRank, story.all)) == 3  # nobody is started for a job that is nearly over
+    assert of(End, story.join(3, has_state=True)) == [End(exit_code=0)]
+    assert of(Dismiss, story.all) == [Dismiss(worker=3, host="a")]
+
+
+def test_the_limit_of_resets_holds() -> None:
+    story = running({"a": 3}, min_ranks=1, reset_limit=1)
+    story.end(1, KILLED)
+    assert of(Form, story.join(2, 3, has_state=True))
+    story.end(2, KILLED)
+    (end,) = of(End, story.join(3, has_state=True))
+    assert "--reset-limit 1: the job would begin anew for the 2nd time" in end.text
+
+
+def test_a_lost_host_is_told_in_one_line_and_left_out() -> None:
+    story = running({"a": 1, "b": 2}, min_ranks=1, cooldown_s=(30.0, 60.0))
+    story.does(story.members.agent_lost, "b", "it is silent")
+    assert story.said[-1].startswith("host b is lost (it is silent) with ranks 1, 2; host b is left out for 3")
+    assert story.said[-1].endswith(" s, 1 goes on")
+    assert of(Form, story.join(1, has_state=True))[0].workers == (1,)
+    assert of(StartAgent, story.wait(40.0)) == [StartAgent(host="b")]
+
+
+def test_hosts_that_cannot_be_reached_at_the_start_end_the_job() -> None:
+    members = JobMembers(
+        Policy(start_ranks=1, min_ranks=1), HostPool(Policy(start_ranks=1, min_ranks=1), random.Random())
+    )
+    members.found({"a": 1}, 0.0)
+    (end,) = of(End, members.agent_lost("a", "ssh ended with exit code 255", 1.0))
+    assert end == End(exit_code=1, text="host a is lost (ssh ended with exit code 255); no host is left")
+
+
+def test_a_host_that_cannot_be_reached_does_not_keep_another_one_from_starting() -> None:
+    policy = Policy(start_ranks=1, min_ranks=1)
+    members = JobMembers(policy, HostPool(policy, random.Random()))
+    members.found({"a": 1, "b": 1}, 0.0)
+    assert of(End, members.agent_lost("a", "ssh ended with exit code 255", 1.0)) == []
+    assert of(StartRank, members.agent_up("b", 2.0)) == [StartRank(worker=1, host="b", slot=0)]
+
+
+class World:
+    """Plays hosts, agents and ranks of a job at random, in simulated time, and looks at each thing that it is told.
+
+    A rank joins some seconds after its start, synchronises some time after each generation has begun, leaves it at the
+    next commit once it has been told of a change or a member is gone, and may die or stop at any moment.
+    """
+
+    FAULTS_S = 200.0
+    """After it nothing fails any more, and the job must come to rest."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = rng = random.Random(seed)
+        self.min_ranks, self.max_ranks = rng.randint(1, 3), rng.choice([None, 3, 5])
+        policy = Policy(
+            start_ranks=self.min_ranks,
+            min_ranks=self.min_ranks,
+            max_ranks=self.max_ranks,
+            timeout_s=200.0,
+            on_failure=rng.choice(list(OnFailure)),
+            cooldown_s=(5.0, 20.0),
+        )
+        self.members = JobMembers(policy, HostPool(policy, random.Random(seed)))
+        self.hosts = {host: rng.randint(1, 3) for host in "abc"}
+        self.ordinal = itertools.count()
+        self.events: list[tuple[float, int, Callable[[], None]]] = []
+        self.now_s = 0.0
+        self.phase: dict[int, str] = {}  # as the rank sees it
+        self.place: dict[int, tuple[str, int]] = {}
+        self.generation: dict[int, int] = {}
+        self.state: dict[int, bool] = {}
+        self.synced = False
+        self.stopped: set[int] = set()
+        self.order: tuple[int, ...] = ()
+        self.end: End | None = None
+        self.forms = 0
+
+    def later(self, delay_s: float, what: Callable[[], None]) -> None:
+        heapq.heappush(self.events, (self.now_s + delay_s, next(self.ordinal), what))
+
+    def play(self) -> None:
+        self.later(0.0, lambda: self.do(self.members.found(self.hosts, self.now_s)))
+        for at_s in range(1, 600):
+            self.later(float(at_s), lambda: self.do(self.members.tick(self.now_s)))
+        for _ in range(self.rng.randint(0, 25)):
+            self.later(self.rng.uniform(0.0, self.FAULTS_S), self.disturb)
+        self.later(self.FAULTS_S, self.calm)
+        while self.events and self.end is None:
+            self.now_s, _, what = heapq.heappop(self.events)
+            what()
+        if self.end is None:
+            alive = {worker for worker, phase in self.phase.items() if phase == "member"}
+            slots = sum(self.hosts.values())
+            assert len(alive) == min(slots, self.max_ranks or slots)
+            assert set(self.order) == alive
+
+    def calm(self) -> None:
+        self.hosts = self.hosts or {"a": 3}
+        for worker in list(self.stopped):
+            self.die(worker, KILLED)
+        self.do(self.members.found(self.hosts, self.now_s))
+
+    def disturb(self) -> None:
+        alive = [worker for worker, phase in self.phase.items() if phase != "gone"]
+        what = self.rng.random()
+        if what < 0.45 and alive:
+            self.die(self.rng.choice(alive), self.rng.choice([KILLED, KILLED, RAISED]))
+        elif what < 0.55 and alive:
+            self.stopped.add(self.rng.choice(alive))
+        elif what < 0.7 and self.members.agents:
+            self.lose(self.rng.choice(list(self.members.agents)))
+        else:
+            self.hosts = {host: self.rng.randint(1, 3) for host in "abcd" if self.rng.random() < 0.7}
+            self.do(self.members.found(self.hosts, self.now_s))
+
+    def lose(self, host: str) -> None:
+        for worker, phase in self.phase.items():
+            if phase != "gone" and self.place[worker][0] == host:
+                self.bury(worker)
+        self.do(self.members.agent_lost(host, "it is silent", self.now_s))
+
+    def bury(self, worker: int) -> None:
+        self.phase[worker] = "gone"
+        self.stopped.discard(worker)
+        if worker in self.order:  # those who communicate with it notice
+            for other in self.order:
+                self.later(
+                    self.rng.uniform(0.0, 2.0), lambda other=other, own=self.generation[other]: self.leave(other, own)
+                )
+
+    def die(self, worker: int, how: RankEnd) -> None:
+        if self.phase[worker] != "gone":
+            self.bury(worker)
+            self.do(self.members.ended(worker, how, self.now_s))
+
+    def leave(self, worker: int, generation: int) -> None:
+        if worker in self.stopped or self.phase[worker] != "member" or self.generation[worker] != generation:
+            return
+        self.join(worker)
+
+    def join(self, worker: int) -> None:
+        if self.phase[worker] != "gone" and worker not in self.stopped:
+            self.phase[worker] = "waiting"
+            self.do(self.members.joined(worker, has_state=self.state[worker], now_s=self.now_s))
+
+    def sync(self, members: tuple[int, ...], number: int) -> None:
+        here = [worker for worker in members if self.phase[worker] == "member" and self.generation[worker] == number]
+        if len(here) == len(members) and not self.stopped & set(members):
+            self.synced = True
+            self.state.update(dict.fromkeys(members, True))
+
+    def do(self, actions: list[Action]) -> None:
+        assert self.end is None or not actions
+        for action in actions:
+            match action:
+                case StartAgent():
+                    self.later(
+                        self.rng.uniform(0.1, 1.0),
+                        lambda host=action.host: self.do(self.members.agent_up(host, self.now_s)),
+                    )
+                case StartRank():
+                    taken = {self.place[worker] for worker, phase in self.phase.items() if phase != "gone"}
+                    assert (action.host, action.slot) not in taken
+                    assert action.host in self.members.agents
+                    worker = action.worker
+                    self.phase[worker], self.state[worker], self.generation[worker] = "starting", False, 0
+                    self.place[worker] = action.host, action.slot
+                    self.later(self.rng.uniform(1.0, 5.0), lambda worker=worker: self.join(worker))
+                case KillRank():
+                    self.later(0.01, lambda worker=action.worker: self.die(worker, KILLED))
+                case Dismiss():
+                    assert self.phase[action.worker] == "waiting"
+                    self.later(0.5, lambda worker=action.worker: self.die(worker, WELL))
+                case Tell():
+                    for worker in action.workers:
+                        own = self.generation[worker]
+                        self.later(self.rng.uniform(0.0, 2.0), lambda worker=worker, own=own: self.leave(worker, own))
+                case Form():
+                    self.begin(action)
+                case End():
+                    self.end = action
+                    if action.exit_code == 0:
+                        pytest.fail("nobody has finished")
+
+    def begin(self, form: Form) -> None:
+        """What must hold whenever a generation begins."""
+        self.forms += 1
+        assert form.number == self.forms
+        assert all(self.phase[worker] == "waiting" or worker in self.stopped for worker in form.workers)
+        assert not [
+            worker for worker in self.order if self.phase[worker] == "member"
+        ]  # nobody is still in the last one
+        assert self.min_ranks <= len(form.workers) <= (self.max_ranks or 99)
+        assert form.new == {worker for worker in form.workers if not self.state[worker]}
+        assert not self.synced or self.state[form.workers[0]]
+        hosts = [self.place[worker][0] for worker in form.workers]
+        assert len([host for host, _ in itertools.groupby(hosts)]) == len(set(hosts))
+        for host in set(hosts):
+            old = [w for w in form.workers if self.place[w][0] == host and self.state[w]]
+            assert old == [w for w in self.order if w in old] + [w for w in old if w not in self.order]
+        self.order = form.workers
+        for worker in form.workers:
+            self.phase[worker], self.generation[worker] = "member", form.number
+        self.later(self.rng.uniform(0.1, 1.0), lambda: self.sync(form.workers, form.number))
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_random_histories_keep_the_rules_and_come_to_rest(block: int) -> None:
+    endings = 0
+    for seed in range(30 * block, 30 * block + 30):
+        world = World(seed)
+        world.play()
+        endings += world.end is not None
+    assert endings < 25  # most of them go on
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", range(50))
+def test_many_random_histories(block: int) -> None:
+    for seed in range(10_000 + 200 * block, 10_000 + 200 * block + 200):
+        World(seed).play()
