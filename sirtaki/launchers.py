@@ -33,6 +33,9 @@ HOROVOD_NAMES = {name: f"HOROVOD_{name}" for name in _PLACES}
 TORCH_NAMES = {"RANK": "RANK", "SIZE": "WORLD_SIZE", "LOCAL_RANK": "LOCAL_RANK", "LOCAL_SIZE": "LOCAL_WORLD_SIZE"}
 """What `torch.distributed.init_process_group()` and scripts for torchrun read, by quantity."""
 
+AGENT = "SIRTAKI_AGENT"
+"""In ranks that come and go: the descriptor through which they talk to the agent that has started them."""
+
 _REMEDY = "start it with `sirtakirun -np {size} python …`"
 
 

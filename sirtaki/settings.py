@@ -16,6 +16,7 @@ from typing import Any
 from sirtaki.comm.control.communicator import Backend
 from sirtaki.comm.plan import Algorithm, TransportKind
 from sirtaki.errors import ConfigError
+from sirtaki.launchers import AGENT
 from sirtaki.unit_sizes import SMALLEST_UNIT_BYTES
 
 REGISTRY_OFF = "off"
@@ -47,6 +48,7 @@ class Settings:
         secret: of the job, which ranks of a mesh prove to know; None = rank 0 makes one.
         heartbeat_s: a rank of a mesh that is silent for so long is given up; None, set by 0: never.
         start_timeout_s: how long the ranks of a mesh wait for each other at the start.
+        elastic_timeout_s: how long a rank of an elastic job waits for enough others.
         stall_check: watch for ranks that do not come.
         stall_warning_s: seconds after which missing ranks are named in a warning.
         stall_shutdown_s: seconds after which missing ranks are an error; None, set by 0: never.
@@ -77,6 +79,7 @@ class Settings:
     secret: str | None = field(default=None, repr=False)
     heartbeat_s: float | None = 30.0
     start_timeout_s: float = 120.0
+    elastic_timeout_s: float = 600.0
     stall_check: bool = True
     stall_warning_s: float = 60.0
     stall_shutdown_s: float | None = 600.0
@@ -261,6 +264,8 @@ VARIABLES: tuple[Variable, ...] = (
     _variable("SIRTAKI_SECRET", "secret", _TEXT),
     _variable("SIRTAKI_HEARTBEAT_S", "heartbeat_s", _LIMIT),
     _variable("SIRTAKI_START_TIMEOUT_S", "start_timeout_s", _SECONDS),
+    _variable("HOROVOD_ELASTIC_TIMEOUT", "elastic_timeout_s", _SECONDS),
+    _variable("SIRTAKI_ELASTIC_TIMEOUT_S", "elastic_timeout_s", _SECONDS),
     _variable("HOROVOD_STALL_CHECK_DISABLE", "stall_check", _NOT_FLAG),
     _variable("SIRTAKI_STALL_CHECK", "stall_check", _FLAG),
     _variable("HOROVOD_STALL_CHECK_TIME_SECONDS", "stall_warning_s", _SECONDS),
@@ -301,7 +306,6 @@ WITHOUT_EFFECT: Mapping[str, str] = {
     "HOROVOD_CPU_OPERATIONS": "transports are tuned; use SIRTAKI_TRANSPORT to fix one",
     "HOROVOD_CONTROLLER": "use SIRTAKI_CONTROL",
     "HOROVOD_MPI_THREADS_DISABLE": "the thread level is what the MPI library offers",
-    "HOROVOD_ELASTIC_TIMEOUT": "elastic training is not there yet",
 }
 
 
@@ -309,7 +313,7 @@ def _refuse_unknown(present: Mapping[str, str]) -> None:
     """A misspelt switch must not be overlooked; names below `SIRTAKI_TEST_` are the tests' own."""
     known = [variable.name for variable in VARIABLES]
     for name in present:
-        if name.startswith("SIRTAKI_") and not name.startswith("SIRTAKI_TEST_") and name not in known:
+        if name.startswith("SIRTAKI_") and not name.startswith("SIRTAKI_TEST_") and name not in (*known, AGENT):
             ours = [candidate for candidate in known if candidate.startswith("SIRTAKI_")]
             near = difflib.get_close_matches(name, ours, n=1, cutoff=0)[0]
             raise ConfigError(f"{name} is not a setting; the nearest one is {near} (all: {', '.join(ours)})")

@@ -8,8 +8,9 @@ from sirtaki.errors import ConfigError, LaunchError
 
 from .config_file import arguments_from_file
 from .console import open_standard_streams, say
+from .elastic.launch import launch_elastic
 from .launch import launch
-from .options import option_names, parse
+from .options import is_elastic, option_names, parse
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -28,7 +29,7 @@ def main(arguments: list[str] | None = None) -> int:
         if options.config_file:
             from_file = arguments_from_file(Path(options.config_file), option_names())
             options = parse([*from_file, *arguments])
-        return launch(options)
+        return launch_elastic(options) if is_elastic(options) else launch(options)
     except (ConfigError, LaunchError) as err:
         say(str(err))
         return 2 if isinstance(err, ConfigError) else 1

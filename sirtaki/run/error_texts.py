@@ -1,10 +1,14 @@
 """What ranks write about the errors that end them: each in one piece, and no more than is needed to see the cause."""
 
+from collections.abc import Callable
+
 
 class ErrorTexts:
     """Holds back what a rank writes from `begin` to `end`."""
 
-    def __init__(self) -> None:
+    def __init__(self, label: Callable[[int], str] = str) -> None:
+        """`label` says what the user calls a rank."""
+        self._label = label
         self._held: dict[int, bytes] = {}
         self._brief: dict[int, str] = {}
         self._shown: dict[bytes, int] = {}  # by which rank first
@@ -37,4 +41,4 @@ class ErrorTexts:
         if brief and self._shown:
             return f"{brief}\n".encode()
         first = self._shown.setdefault(text, rank) if text else rank
-        return text if first == rank else f"the same error as on rank {first}\n".encode()
+        return text if first == rank else f"the same error as on rank {self._label(first)}\n".encode()

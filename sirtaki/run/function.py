@@ -59,7 +59,7 @@ def run(
     del disable_cache, use_gloo, use_mpi
     elastic = (min_num_proc, max_num_proc, slots, reset_limit, cooldown_range, host_discovery_script, min_np, max_np)
     if any(value is not None for value in elastic):
-        raise ConfigError("elastic training is not there yet; give num_proc (and hosts) only")
+        raise ConfigError("run() has a fixed number of ranks; start elastic jobs with sirtakirun --min-np")
     ranks = np or num_proc
     options = {
         "-np": ranks,

@@ -25,6 +25,19 @@ class Host:
         return self.name in {"localhost", "127.0.0.1", own, own.partition(".")[0]}
 
 
+def given_hosts(listed: str | None, hostfile: str | None, environ: Mapping[str, str]) -> tuple[Host, ...]:
+    """The hosts that the user names, else those of a Slurm allocation; empty = this one.
+
+    Raises:
+        ConfigError: what is given names no hosts.
+    """
+    if listed:
+        return parse_hosts(listed)
+    if hostfile:
+        return read_hostfile(Path(hostfile))
+    return slurm_hosts(environ)
+
+
 def parse_hosts(text: str) -> tuple[Host, ...]:
     """`node1:4,node2:4` → hosts; without a number a host has one slot.
 

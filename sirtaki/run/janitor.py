@@ -1,8 +1,9 @@
-"""Outlives a launcher that is killed: `python -m sirtaki.run.janitor MPIEXEC_PID`, started beside mpiexec.
+"""Outlives a launcher that is killed: `python -m sirtaki.run.janitor MPIEXEC_PID [SECONDS]`, started beside mpiexec.
 
 mpiexec is asked to end when its launcher dies (`Supervisor`), but may die of the closed output before it has cleaned
 up, and may kill its ranks before they have. On standard input come the processes of ranks on this host, a line each,
-and "done" if the launcher has seen to everything itself.
+with a minus once they have ended, and "done" if the launcher has seen to everything itself. Agents of elastic jobs,
+whose ranks nobody else ends, give the seconds as 0.
 """
 
 import contextlib
@@ -20,16 +21,19 @@ END_S = 8.0
 
 def main() -> None:
     """Returns when the launcher has, or when nothing of its job is left on this host."""
-    sessions = {int(sys.argv[1])}
+    sessions, end_s = {int(sys.argv[1])}, float(sys.argv[2]) if len(sys.argv) > 2 else END_S
     for line in sys.stdin:
         if line == "done\n":
             return
-        sessions.add(int(line))
+        if line.startswith("-"):
+            sessions.discard(-int(line))
+        else:
+            sessions.add(int(line))
     segments: set[Path] = set()
-    deadline_s = time.monotonic() + END_S
+    deadline_s = time.monotonic() + end_s
     while left := session_members(sessions):
         segments.update(*map(mapped_segments, left))
-        if time.monotonic() > deadline_s:
+        if time.monotonic() >= deadline_s:
             for pid in left:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)

@@ -2,7 +2,7 @@
 
 Horovod's options that set something here become the environment variable of the ranks that says the same; those
 without a meaning are accepted with a note, so that a launch script need not change; those that ask for what is not
-there (elastic training) are refused.
+there are refused.
 """
 
 import argparse
@@ -18,10 +18,13 @@ import sirtaki
 from sirtaki.settings import WITHOUT_EFFECT
 from sirtaki.unit_sizes import SMALLEST_UNIT_BYTES
 
+from .elastic.policy import OnFailure
+
 _USUAL = """examples:
   sirtakirun -np 4 python train.py --lr 0.1       four ranks on this machine
   sirtakirun -H node1:4,node2:4 python train.py   eight on two machines
   sirtakirun --as-horovod -np 4 python train.py   `import horovod` is Sirtaki
+  sirtakirun -np 4 --min-np 2 python train.py     goes on when ranks are killed
 """
 
 _ELSEWHERE = {
@@ -29,8 +32,6 @@ _ELSEWHERE = {
     "--host": "-H", "--env": "-x",
 }  # fmt: skip
 """What other launchers call it."""
-
-_ELASTIC = "elastic training is not there yet; start with a fixed -np"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,13 +129,6 @@ RANK_SETTINGS: tuple[RankSetting, ...] = (
 
 # Options that are refused: flags, number of arguments, why.
 REFUSED: tuple[tuple[tuple[str, ...], int, str], ...] = (
-    (("--min-np", "--min-num-proc"), 1, _ELASTIC),
-    (("--max-np", "--max-num-proc"), 1, _ELASTIC),
-    (("--slots-per-host",), 1, _ELASTIC),
-    (("--elastic-timeout",), 1, _ELASTIC),
-    (("--reset-limit",), 1, _ELASTIC),
-    (("--blacklist-cooldown-range",), 2, _ELASTIC),
-    (("--host-discovery-script",), 1, _ELASTIC),
     (("--jsrun",), 0, "LSF's jsrun is not supported; give the hosts with -H or --hostfile"),
 )
 
@@ -244,12 +238,63 @@ def build_parser() -> argparse.ArgumentParser:
             *setting.flags, action=_SetForRanks, setting=setting, dest=argparse.SUPPRESS, help=setting.help,
             metavar="VALUE",
         )  # fmt: skip
+    _add_elastic(parser)
     for flags, arguments, why in REFUSED:
         parser.add_argument(
             *flags, action=_Refuse, nargs=arguments, why=why, dest=argparse.SUPPRESS, help=argparse.SUPPRESS
         )
     parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser
+
+
+def _add_elastic(parser: argparse.ArgumentParser) -> None:
+    """The options of jobs whose ranks come and go."""
+    group = parser.add_argument_group(
+        "ranks that come and go",
+        "for scripts with hvd.elastic:\n  sirtakirun --min-np 2 --host-discovery-script ./hosts.sh python train.py",
+    )
+    add = group.add_argument
+    add(
+        "--min-np",
+        "--min-num-proc",
+        dest="min_ranks",
+        type=_positive,
+        metavar="N",
+        help="go on with so few ranks (-np)",
+    )
+    add("--max-np", "--max-num-proc", dest="max_ranks", type=_positive, metavar="N", help="start no more than so many")
+    add(
+        "--host-discovery-script",
+        metavar="FILE",
+        help="prints the hosts of now, name or name:slots; asked every second",
+    )
+    add("--slots-per-host", type=_positive, metavar="N", help="of hosts for which no number is given (1)")
+    add("--elastic-timeout", type=_seconds, metavar="S", help="how long to wait for enough ranks (600)")
+    add("--reset-limit", type=int, metavar="N", help="end the job when it would begin anew once more than so often")
+    add(
+        "--on-failure",
+        choices=[choice.value for choice in OnFailure],
+        help="a failed rank's place: start another one there (the default), or leave its whole host out (the default "
+        "with --as-horovod)",
+    )
+    add(
+        "--blacklist-cooldown-range",
+        nargs=2,
+        type=_seconds,
+        metavar=("LOW", "HIGH"),
+        help="seconds for which a failed host is left out, twice as long each time (30 600; with drop-host: for good)",
+    )
+    add(
+        "--agent-command",
+        default="",
+        metavar="COMMAND",
+        help="starts what runs on a host, instead of ssh or srun: 'kubectl exec -i {host} -- {command}'",
+    )
+
+
+def is_elastic(options: argparse.Namespace) -> bool:
+    """Whether ranks may come and go."""
+    return bool(options.min_ranks or options.max_ranks or options.host_discovery_script)
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -261,6 +306,12 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         del options.command[0]
     if options.hosts and options.hostfile:
         parser.error("-H and --hostfile both say where to run; give one")
+    if options.host_discovery_script and (options.hosts or options.hostfile):
+        parser.error("--host-discovery-script and -H or --hostfile both say where to run; give one")
+    for flag in ("slots_per_host", "elastic_timeout", "reset_limit", "on_failure", "blacklist_cooldown_range"):
+        if getattr(options, flag) is not None and not is_elastic(options):
+            name = f"--{flag.replace('_', '-')}"
+            parser.error(f"{name} is for ranks that come and go; give --min-np, too")
     if options.disable_cache:
         options.notes.append("--disable-cache has no effect here: nothing is cached")
     return options

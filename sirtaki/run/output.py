@@ -7,13 +7,12 @@ from datetime import datetime
 from io import BytesIO
 from itertools import pairwise
 from pathlib import Path
-from typing import IO
+from typing import IO, Protocol
 
 from sirtaki.errors import ConfigError
 
 from .console import Console, say
 from .error_texts import ErrorTexts
-from .mpiexec_notices import NoticeFilter
 from .rank_channel import PATTERN, UNFINISHED, Event, Message
 
 # `[1,0]<stdout>: ` and, in some versions, `[prterun-host-123@1,0]<stdout>: ` from Open MPI; `[0] ` from Hydra.
@@ -31,12 +30,28 @@ class OutputOptions:
         prefix: lines on the console begin with the rank.
         timestamps: and with the time.
         folder: also write `rank.N/stdout` and `rank.N/stderr` below it, None = console only.
+        label: what stands in a line's prefix for the number that it is marked with.
+        place: and in which folder below `folder` its file is.
     """
 
     hydra: bool
     prefix: bool = True
     timestamps: bool = False
     folder: Path | None = None
+    label: Callable[[int], str] = str
+    place: Callable[[int], str] = "rank.{}".format
+
+
+class Notices(Protocol):
+    """Takes what no rank has written."""
+
+    def take(self, text: bytes) -> bytes:
+        """A line, or a part of one → what is to be shown of it now."""
+        ...
+
+    def rest(self) -> bytes:
+        """What has been kept back, at the end."""
+        ...
 
 
 class RankOutput:
@@ -48,7 +63,7 @@ class RankOutput:
         *,
         console: Console,
         on_message: Callable[[Message], None],
-        notices: NoticeFilter,
+        notices: Notices,
         options: OutputOptions,
     ) -> None:
         self.name = name
@@ -58,7 +73,8 @@ class RankOutput:
         self._notices = notices
         self._tag = _HYDRA_TAG if options.hydra else _OPEN_MPI_TAG
         self._files: dict[int, IO[bytes] | None] = {}
-        self._errors = ErrorTexts()
+        self._places: set[Path] = set()
+        self._errors = ErrorTexts(options.label)
         self._open: int | None = None  # the rank that wrote last
         self._returned = False  # and that line ended with a carriage return
 
@@ -67,6 +83,10 @@ class RankOutput:
         with stream:
             for line in stream:
                 self.write(line)
+        self.finish()
+
+    def finish(self) -> None:
+        """Nothing more comes."""
         for rank in self._errors.ranks:
             self._show_error(rank)
         self._show_own(self._notices.rest())
@@ -133,7 +153,7 @@ class RankOutput:
         self._returned = False
 
     def _head(self, rank: int) -> bytes:
-        return self._time() + (b"[%d] " % rank if self.options.prefix else b"")
+        return self._time() + (f"[{self.options.label(rank)}] ".encode() if self.options.prefix else b"")
 
     def _time(self) -> bytes:
         if not self.options.timestamps:
@@ -155,9 +175,11 @@ class RankOutput:
             self._files[rank] = None
 
     def _open_file(self, rank: int, folder: Path) -> IO[bytes]:
-        place = folder / f"rank.{rank}"
+        place = folder / self.options.place(rank)
         place.mkdir(parents=True, exist_ok=True)
-        file = self._files[rank] = (place / self.name).open("wb", buffering=0)
+        kept = place in self._places  # by one that has been replaced
+        self._places.add(place)
+        file = self._files[rank] = (place / self.name).open("ab" if kept else "wb", buffering=0)
         return file
 
 

@@ -22,14 +22,14 @@ from pathlib import Path
 from typing import NoReturn
 
 from sirtaki.errors import PeerLostError
-from sirtaki.launchers import HOROVOD_NAMES, TORCH_NAMES, place
+from sirtaki.launchers import AGENT, HOROVOD_NAMES, TORCH_NAMES, place
 
 from .as_horovod import SHIM
 from .leftovers import mapped_segments, remove_segments, remove_session_folder
 from .rank_channel import Event, Message
 from .rank_command import unescape
 from .rank_output import mark_unfinished_lines
-from .termination import answer_termination, doing
+from .termination import answer_termination, doing, end_with_parent
 
 EXIT_GRACE_S = 3.0
 """How long a failed rank's exit handlers may take; they must not wait for ranks that wait for this one."""
@@ -48,6 +48,8 @@ def main() -> None:
     command = [unescape(word) for word in options.command]
     del command[: command[:1] == ["--"]]
     _set_place_variables()
+    if AGENT in os.environ:
+        end_with_parent(signal.SIGKILL)()
     if options.exec:
         _tell(Event.HANDED_OVER)
         os.execvp(command[0], command)

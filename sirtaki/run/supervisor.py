@@ -5,7 +5,6 @@ and Hydra waits for ranks that wait for one that has left.
 """
 
 import contextlib
-import ctypes
 import os
 import signal
 import socket
@@ -13,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import IO
@@ -25,6 +24,7 @@ from .leftovers import mapped_segments, remove_segments, remove_session_folder, 
 from .mpiexec_notices import Ending, NoticeFilter, killed
 from .output import OutputOptions, RankOutput
 from .rank_channel import Event, Message
+from .termination import end_with_parent
 
 FAILURE_GRACE_S = 3.0
 """After a rank has failed the others may say what they missed, and mpiexec may end them itself."""
@@ -86,7 +86,7 @@ class Supervisor:
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
                     start_new_session=True,  # a terminal's Ctrl-C comes to us alone; and the session is ours to end
-                    preexec_fn=_end_with_parent() if sys.platform == "linux" else None,
+                    preexec_fn=end_with_parent(signal.SIGTERM) if sys.platform == "linux" else None,
                 )
             except OSError as err:
                 raise LaunchError(f"{command[0]} could not be run: {err}") from err
@@ -270,17 +270,6 @@ class Supervisor:
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
-
-
-def _end_with_parent() -> Callable[[], None]:
-    """For the child, before it becomes mpiexec: when the launcher is killed, mpiexec is asked to end and clean up."""
-    libc = ctypes.CDLL(None)  # looked up before the fork, after which no lock may be taken
-    pr_set_pdeathsig = 1
-
-    def set_signal() -> None:
-        libc.prctl(pr_set_pdeathsig, signal.SIGTERM)
-
-    return set_signal
 
 
 def _start_janitor(mpiexec_pid: int) -> subprocess.Popen[bytes]:

@@ -1,5 +1,6 @@
-"""What a rank does when mpiexec ends it, because another one has died: it says where it was and cleans up."""
+"""How a rank ends when mpiexec ends it, or its parent dies: it says where it was and cleans up, or is killed."""
 
+import ctypes
 import os
 import signal
 import sys
@@ -35,3 +36,14 @@ def doing() -> str:
     """What this rank does and how far it is, in words; "" if its script has no job of Sirtaki's."""
     process_end = sys.modules.get("sirtaki.engine.process_end")
     return "" if process_end is None else str(process_end.describe())
+
+
+def end_with_parent(number: signal.Signals) -> Callable[[], None]:
+    """For a child: what it calls so that the kernel sends it this signal when its parent dies. Linux only."""
+    libc = ctypes.CDLL(None)  # looked up before a fork, after which no lock may be taken
+    pr_set_pdeathsig = 1
+
+    def set_signal() -> None:
+        libc.prctl(pr_set_pdeathsig, number)
+
+    return set_signal

@@ -84,10 +84,11 @@ def _read(sock: socket.socket, length: int) -> bytes:
     return read
 
 
-class _Unproved:
-    """A connection that somebody has made."""
+class Candidate:
+    """A connection that somebody has made, and that has not proved itself yet."""
 
     def __init__(self, sock: socket.socket) -> None:
+        """Takes a socket that does not block."""
         self.sock, self.deadline_s = sock, time.monotonic() + HANDSHAKE_S
         self.hello = self.read = b""
         self.challenge = secrets.token_bytes(_CHALLENGE_BYTES)
@@ -188,7 +189,7 @@ class Acceptor:
         return self._accepted
 
     def _run(self) -> None:
-        unproved: dict[int, _Unproved] = {}
+        unproved: dict[int, Candidate] = {}
         with selectors.DefaultSelector() as events:
             for listener in self._listeners:
                 listener.setblocking(False)
@@ -208,7 +209,7 @@ class Acceptor:
                             sock.setblocking(False)
                             if len(unproved) >= MAX_UNPROVED:
                                 drop(next(iter(unproved)))
-                            unproved[sock.fileno()] = _Unproved(sock)
+                            unproved[sock.fileno()] = Candidate(sock)
                             events.register(sock, selectors.EVENT_READ)
                         continue
                     candidate = unproved[chosen.fd]

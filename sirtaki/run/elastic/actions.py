@@ -55,10 +55,15 @@ class Dismiss:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tell:
-    """Let members know that the generation is to change."""
+    """Let members know that the generation is to change.
+
+    Attributes:
+        lost: which member has died first, for who waits for it; "" = none.
+    """
 
     workers: tuple[int, ...]
     change: Change
+    lost: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

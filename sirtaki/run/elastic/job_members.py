@@ -11,6 +11,7 @@ from sirtaki.engine.membership import Change
 
 from .actions import Action, Dismiss, End, Form, KillRank, Say, StartAgent, StartRank, StopAgent, Tell
 from .host_pool import HostPool
+from .news import announcement, difference, ordinal
 from .policy import OnFailure, Policy
 from .roll import Roll
 from .workers import Phase, RankEnd, Worker, ranked, seniority
@@ -29,7 +30,8 @@ class JobMembers:
         """Agents by host; False = being started."""
         self.is_over = False
         self._actions: list[Action] = []
-        self._told = Change(0)
+        self._told, self._told_lost = Change(0), ""
+        self._lost = ""  # a member of the present generation, and how
         self._failure: tuple[str, RankEnd] | None = None  # the first since the present generation began
         self._ended_well = self._ended_badly = False  # a process has, before the first generation
         self._short_since_s: float | None = None
@@ -41,7 +43,7 @@ class JobMembers:
         before = self.pool.known
         self.pool.find(hosts)
         if before and before != self.pool.known:
-            self._say(_difference(before, self.pool.known))
+            self._say(difference(before, self.pool.known))
         return self._settle(now_s)
 
     def agent_up(self, host: str, now_s: float) -> list[Action]:
@@ -60,6 +62,7 @@ class JobMembers:
         ranks = [str(worker.rank) for worker in lost if worker.rank is not None and worker.phase is not Phase.DISMISSED]
         with_it = f" with rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}" if ranks else ""
         self._host_problem = f"host {host} is lost ({why})"
+        self._lost = self._lost or self._host_problem
         self._failure = self._failure or (f"host {host}", RankEnd(exit_code=1, reason=why))
         wanted = host in self.pool.usable
         self._say(f"{self._host_problem}{with_it}{self._left_out(host, now_s) if wanted else ''}{self._go_on()}")
@@ -91,6 +94,8 @@ class JobMembers:
         worker = self.roll.workers.pop(number, None)
         if worker is None or self.is_over:
             return []
+        if worker.phase is Phase.MEMBER:
+            self._lost = self._lost or f"{worker.label} {end.text}"
         if worker.phase is Phase.FINISHED and end.exit_code:
             self._say(f"{worker.label} {end.text}, but it had done its work")
         elif worker.phase is Phase.MEMBER and end.exit_code == 0 and not worker.is_leaving:
@@ -236,6 +241,8 @@ class JobMembers:
                         worker.verdict = f"did not leave its generation within {self.policy.leave_s:g} s and was killed"
                         self._kill(worker, at_once=True)
             return
+        if roll.has_succeeded:
+            return  # those who have done their work have not ended yet
         candidates = roll.candidates(self.policy.max_ranks)
         if roll.has_state and not any(worker.has_state for worker in candidates):
             if not any(worker.has_state for worker in roll.workers.values()):
@@ -250,23 +257,19 @@ class JobMembers:
             return
         if self.policy.reset_limit is not None and roll.generation > self.policy.reset_limit:
             limit = self.policy.reset_limit
-            self._end(1, f"--reset-limit {limit}: the job would begin anew for the {_th(limit + 1)} time")
+            self._end(1, f"--reset-limit {limit}: the job would begin anew for the {ordinal(limit + 1)} time")
             return
         self._form(candidates, now_s)
 
     def _form(self, candidates: list[Worker], now_s: float) -> None:
         roll = self.roll
         members = ranked(candidates, list(self.pool.known))
-        roll.generation += 1
-        roll.members = tuple(worker.number for worker in members)
-        roll.has_succeeded = False
-        for rank, worker in enumerate(members):
-            worker.rank, worker.generation = rank, roll.generation
-            worker.enter(Phase.MEMBER, now_s)
+        roll.begin(members, now_s)
         new = frozenset(worker.number for worker in members if not worker.has_state)
         self._actions.append(Form(number=roll.generation, workers=roll.members, new=new))
-        self._say(_announcement(roll.generation, members, new))
-        self._told, self._failure, self._enough_since_s, self._host_problem = Change(0), None, None, ""
+        self._say(announcement(roll.generation, members, new))
+        self._told, self._told_lost, self._lost = Change(0), "", ""
+        self._failure, self._enough_since_s, self._host_problem = None, None, ""
 
     def _state_lost(self) -> tuple[int, str]:
         label, end = self._failure or ("", RankEnd(exit_code=1))
@@ -278,10 +281,11 @@ class JobMembers:
         if not roll.is_running or roll.has_succeeded:
             return
         change = (Change.ADDED if roll.newcomers else Change(0)) | (Change.REMOVED if roll.is_diminished else Change(0))
-        if news := change & ~self._told:
-            self._told |= news
+        lost = self._lost if len(roll.of_generation(*Phase)) < len(roll.members) else ""
+        if (news := change & ~self._told) or lost != self._told_lost:
+            self._told, self._told_lost = self._told | news, lost
             members = tuple(worker.number for worker in roll.of_generation(Phase.MEMBER))
-            self._actions.append(Tell(workers=members, change=news))
+            self._actions.append(Tell(workers=members, change=news, lost=lost))
 
     def _give_up(self, now_s: float) -> None:
         """Ends the job if it has waited for ranks for too long."""
@@ -309,27 +313,3 @@ class JobMembers:
 
     def _say(self, text: str) -> None:
         self._actions.append(Say(text=text))
-
-
-def _difference(before: Mapping[str, int], after: Mapping[str, int]) -> str:
-    """What discovery has changed, for the user."""
-    parts = [f"host {host} with {slots} slots is new" for host, slots in after.items() if host not in before]
-    parts += [f"host {host} is gone" for host in before if host not in after]
-    parts += [
-        f"host {host} has {slots} slots instead of {before[host]}"
-        for host, slots in after.items()
-        if before.get(host, slots) != slots
-    ]
-    return "; ".join(parts)
-
-
-def _announcement(generation: int, members: list[Worker], new: frozenset[int]) -> str:
-    hosts = dict.fromkeys(worker.host for worker in members)
-    placed = ", ".join(f"{sum(worker.host == host for worker in members)} on {host}" for host in hosts)
-    fresh = f", {len(new)} of them new" if 0 < len(new) < len(members) else ""
-    return f"generation {generation}: {len(members)} ranks ({placed}){fresh}"
-
-
-def _th(number: int) -> str:
-    last = "th" if 10 <= number % 100 <= 20 else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
-    return f"{number}{last}"

@@ -23,12 +23,35 @@ class Roll:
         self.has_succeeded = False
         self.has_state = False
         self._numbers = 0
+        self._places: dict[int, tuple[str, int]] = {}
+        self._ranks: dict[int, int] = {}
 
     def add(self, host: str, slot: int, now_s: float) -> Worker:
         """A new process."""
         self._numbers += 1
+        self._places[self._numbers] = host, slot
         worker = self.workers[self._numbers] = Worker(number=self._numbers, host=host, slot=slot, since_s=now_s)
         return worker
+
+    def begin(self, members: list[Worker], now_s: float) -> None:
+        """The next generation, with these members in the order of their ranks."""
+        self.generation += 1
+        self.members = tuple(worker.number for worker in members)
+        self.has_succeeded = False
+        for rank, worker in enumerate(members):
+            worker.rank, worker.generation = rank, self.generation
+            self._ranks[worker.number] = rank
+            worker.enter(Phase.MEMBER, now_s)
+
+    def label(self, number: int) -> str:
+        """How a process, which may have ended, is called in the output: its rank, as far as it has one."""
+        host, slot = self._places.get(number, ("?", 0))
+        return str(self._ranks.get(number, f"{host}:{slot}"))
+
+    def place(self, number: int) -> str:
+        """Its host and slot as a name for a folder."""
+        host, slot = self._places.get(number, ("unknown", 0))
+        return f"{host}.{slot}"
 
     def present(self, *phases: Phase) -> list[Worker]:
         """Processes in one of these phases."""

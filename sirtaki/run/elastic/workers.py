@@ -102,4 +102,6 @@ class RankEnd:
             except ValueError:
                 name = f"signal {self.exit_code - 128}"
             return f"was killed by {name}"
+        if not self.exit_code:
+            return "ended"
         return f"failed ({self.reason or f'exit code {self.exit_code}'})"

@@ -1,0 +1,134 @@
+"""A rank's way to the agent that has started it, through a socket that it has inherited."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from sirtaki.comm.control.mesh.appointment import Appointment, Attendee, attendee, open_places
+from sirtaki.comm.control.mesh.rendezvous import Meeting
+from sirtaki.errors import CommError, ConfigError
+from sirtaki.json_channel import JsonChannel
+from sirtaki.launchers import AGENT
+
+from .membership import Change, Dismissed, Generation, Member
+
+_NO_CHANGE = Change(0)
+
+
+class AgentClient:
+    """The membership of a rank, as the agent of its host knows it."""
+
+    def __init__(self, sock: socket.socket, *, interface: str | None, one_host: bool = False) -> None:
+        """The socket becomes its own.
+
+        Args:
+            sock: connected to the agent.
+            interface: name of the network interface that joins the hosts; None = any.
+            one_host: the job will never have another host.
+        """
+        self._channel = JsonChannel(sock)
+        self._interface, self._one_host = interface, one_host
+        self._changed, self._lost = _NO_CHANGE, ""
+
+    def join(self, *, after: int, has_state: bool, timeout_s: float) -> Generation:
+        """See `Membership`."""
+        deadline_s = time.monotonic() + timeout_s
+        listeners = open_places(self._interface, loopback_only=self._one_host)
+        try:
+            own = attendee(listeners)
+            places = {"host": own.host, "places": own.places}
+            self._channel.send({"ask": "join", "after": after, "has_state": has_state, "attendee": places})
+            answer = self._wait_for_answer(deadline_s)
+            if answer["is"] == "dismissed":
+                raise Dismissed("this rank is not wanted any more")
+            return self._generation(answer, listeners)
+        except BaseException:
+            for listener in listeners:
+                listener.close()
+            raise
+
+    def change(self) -> Change:
+        """See `Membership`."""
+        try:
+            for message in self._channel.receive():
+                self._note(message)
+        except ConnectionError:
+            pass  # whoever asks for the next generation is told
+        return self._changed
+
+    def finished(self) -> None:
+        """See `Membership`."""
+        self._channel.send({"ask": "finished"})
+
+    def close(self) -> None:
+        """The rank is a member of nothing any more."""
+        self._channel.close()
+
+    def _wait_for_answer(self, deadline_s: float) -> dict[str, Any]:
+        while (left_s := deadline_s - time.monotonic()) > 0:
+            select.select([self._channel], [self._channel] if self._channel.has_unsent else [], [], left_s)
+            self._channel.flush()
+            try:
+                messages = self._channel.receive()
+            except ConnectionError as err:
+                raise CommError(f"the agent of this host is gone ({err})") from err
+            for number, message in enumerate(messages):
+                if message.get("is") in ("generation", "dismissed"):
+                    self._changed, self._lost = _NO_CHANGE, ""
+                    for later in messages[number + 1 :]:
+                        self._note(later)
+                    return message
+        raise CommError("the other ranks of the next generation did not come in time")
+
+    def _note(self, message: Mapping[str, Any]) -> None:
+        if message.get("is") == "change":
+            self._changed |= Change(message["change"])
+            self._lost = self._lost or message["lost"]
+
+    def _in_vain(self) -> str:
+        self.change()
+        return self._lost
+
+    def _generation(self, answer: Mapping[str, Any], listeners: tuple[socket.socket, ...]) -> Generation:
+        attendees = tuple(
+            Attendee(host=tuple(each["host"]), places=tuple((host, port) for host, port in each["places"]))
+            for each in answer["attendees"]
+        )
+        appointment = Appointment(
+            attendees=attendees, secret=answer["secret"], listeners=listeners, in_vain=self._in_vain
+        )
+        number, members = answer["number"], answer["members"]
+        return Generation(
+            number=number,
+            members=tuple(Member(host=host, slot=slot, is_new=is_new) for host, slot, is_new in members),
+            meeting=Meeting(
+                rank=answer["rank"], size=len(members), name=f"{answer['job']}/{number}", appointment=appointment
+            ),
+        )
+
+
+def open_agent(*, interface: str | None, environ: Mapping[str, str] = os.environ) -> AgentClient | None:
+    """The membership of this process; None where no agent has started it.
+
+    Raises:
+        ConfigError: this process has inherited the variable, but not the socket: a script has started it.
+    """
+    text = environ.get(AGENT, "")
+    if not text:
+        return None
+    descriptor, _, hosts = text.partition(",")
+    try:
+        sock = socket.socket(fileno=int(descriptor))
+        sock.getpeername()
+    except (OSError, ValueError) as err:
+        raise ConfigError(
+            f"{AGENT}={text}, but this process has no socket of that number: is it one that a rank has started? Only "
+            "the rank itself may call init() in an elastic job"
+        ) from err
+    sock.set_inheritable(False)
+    return AgentClient(sock, interface=interface, one_host=hosts == "one")

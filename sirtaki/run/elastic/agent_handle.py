@@ -1,0 +1,99 @@
+"""An agent as the driver has it: the process that starts it, its output, its connection."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import IO
+
+from sirtaki.json_channel import JsonChannel
+
+
+class AgentHandle:
+    """One agent from its start to its end; used once.
+
+    Attributes:
+        host, number: of the agent.
+        channel: to it, None until it has connected.
+        heard_s: when something has come from it last.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        number: int,
+        words: Sequence[str],
+        environ: Mapping[str, str],
+        config: bytes,
+        pump: Callable[[str, IO[bytes]], None],
+    ) -> None:
+        """Starts it.
+
+        Args:
+            host: its host.
+            number: names it in the job.
+            words: the command line.
+            environ: of the command.
+            config: what the agent is told, a line.
+            pump: reads a stream ("stdout" or "stderr") to its end, in a thread.
+
+        Raises:
+            OSError: the command cannot be run.
+        """
+        self.host, self.number = host, number
+        self.channel: JsonChannel | None = None
+        self.started_s = self.heard_s = time.monotonic()
+        self.program = words[0]
+        self._process = subprocess.Popen(
+            words,
+            env=dict(environ),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,  # a terminal's Ctrl-C comes to the driver alone
+        )
+        self._pumps = [
+            threading.Thread(target=pump, args=[name, stream], name=f"pump-{host}-{name}", daemon=True)
+            for name, stream in (("stdout", self._process.stdout), ("stderr", self._process.stderr))
+        ]
+        for thread in self._pumps:
+            thread.start()
+        assert self._process.stdin is not None  # a pipe
+        with contextlib.suppress(OSError):  # it has ended already, which is found soon
+            self._process.stdin.write(config)
+            self._process.stdin.flush()
+
+    @property
+    def exit_code(self) -> int | None:
+        """Of the command; None = it runs."""
+        return self._process.poll()
+
+    def disconnect(self) -> None:
+        """Its agent ends its ranks and itself as soon as it notices."""
+        if self.channel is not None:
+            self.channel.close()
+        self._close_input()
+
+    def wait(self, timeout_s: float) -> None:
+        """For its end and its output, at most so long; then the command is killed."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(max(0.0, timeout_s))
+        self.disconnect()
+        if self._process.poll() is None:
+            for number in (signal.SIGTERM, signal.SIGKILL):
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(self._process.pid, number)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(1.0)
+        for pump in self._pumps:
+            pump.join(1.0)
+
+    def _close_input(self) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            if self._process.stdin is not None:
+                self._process.stdin.close()

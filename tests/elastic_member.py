@@ -1,0 +1,102 @@
+"""A rank of a job whose ranks come and go, without PyTorch, so that it starts in tenths of a second.
+
+    elastic_member.py FOLDER
+
+It counts steps with the others, takes over the count of those who were there before, and leaves its
+generation as `hvd.elastic` does: at the next step once it is told of a change, at once where communication fails. The
+job ends when there is a file FOLDER/stop. What has happened stands in FOLDER/PID.jsonl, a record a line.
+"""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+from sirtaki.comm.control.communicator import Communicator, Op
+from sirtaki.comm.control.failure import poll_until
+from sirtaki.comm.control.mesh.rendezvous import meet
+from sirtaki.engine.agent_client import AgentClient, open_agent
+from sirtaki.engine.membership import Dismissed, Generation
+from sirtaki.errors import CommError
+
+STEP_S = 0.01
+HEARTBEAT_S = 2.0
+
+FOLDER = Path(sys.argv[1])
+
+
+def note(**record: object) -> None:
+    with (FOLDER / f"{os.getpid()}.jsonl").open("a") as file:
+        file.write(json.dumps({"pid": os.getpid(), "at_s": time.time(), **record}) + "\n")
+
+
+def largest(ranks: Communicator, *values: int) -> list[int]:
+    array = np.array(values, dtype=np.int64)
+    poll_until(ranks.all_reduce(array, Op.MAXIMUM), failures=ranks.failures)
+    return [int(value) for value in array]
+
+
+class Counter:
+    """What is trained here."""
+
+    def __init__(self) -> None:
+        self.steps, self.has_state = 0, False
+
+    def train(self, ranks: Communicator, client: AgentClient, generation: Generation) -> bool:
+        """Until the generation has changed; whether the job is over."""
+        (self.steps,) = largest(ranks, self.steps if self.has_state else 0)
+        self.has_state = True
+        members = [[member.host, member.slot, member.is_new] for member in generation.members]
+        note(
+            is_="generation",
+            number=generation.number,
+            rank=ranks.rank,
+            size=ranks.size,
+            steps=self.steps,
+            members=members,
+        )
+        while True:
+            changed, stops = largest(ranks, client.change().value, (FOLDER / "stop").exists())
+            self.steps += 1
+            if stops:
+                return True
+            if changed:
+                return False
+            time.sleep(STEP_S)
+
+
+def main() -> None:
+    if (FOLDER / "with_child").exists():
+        subprocess.Popen(["sleep", "300"])
+    client = open_agent(interface=None)
+    assert client is not None
+    counter, number = Counter(), 0
+    while True:
+        try:
+            generation = client.join(after=number, has_state=counter.has_state, timeout_s=60.0)
+        except Dismissed:
+            note(is_="dismissed")
+            return
+        number = generation.number
+        ranks = None
+        try:
+            ranks = meet(generation.meeting, interface=None, secret=None, timeout_s=30.0, heartbeat_s=HEARTBEAT_S)
+            if counter.train(ranks, client, generation):
+                client.finished()
+                note(is_="finished", steps=counter.steps)
+                print(f"finished after {counter.steps} steps", flush=True)
+                return
+            ranks.free()
+        except CommError as err:
+            note(is_="failure", number=number, text=str(err))
+            if ranks is not None:
+                with contextlib.suppress(CommError):
+                    ranks.abort("the generation has ended")
+
+
+main()

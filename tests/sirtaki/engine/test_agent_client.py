@@ -1,0 +1,153 @@
+"""What a rank hears from its agent, who is played by the test."""
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from sirtaki.engine.agent_client import AgentClient, open_agent
+from sirtaki.engine.membership import Change, Dismissed, Generation, Member
+from sirtaki.errors import CommError, ConfigError
+from sirtaki.json_channel import JsonChannel
+from sirtaki.launchers import AGENT
+
+
+class Agent:
+    """The other end."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.channel = JsonChannel(sock)
+
+    def hear(self) -> dict[str, Any]:
+        deadline_s = time.monotonic() + 5.0
+        while time.monotonic() < deadline_s:
+            if messages := self.channel.receive():
+                (message,) = messages
+                return message
+            time.sleep(0.001)
+        pytest.fail("nothing comes")
+
+    def begin(self, asked: dict[str, Any], **changes: Any) -> None:
+        values = {"is": "generation", "number": 1, "rank": 0, "job": "job", "secret": "secret"}
+        members = {"members": [["a", 0, True]], "attendees": [asked["attendee"]]}
+        self.channel.send({**values, **members, **changes})
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[AgentClient, Agent]]:
+    own, other = socket.socketpair()
+    client, agent = AgentClient(own, interface=None, one_host=True), Agent(other)
+    yield client, agent
+    client.close()
+    agent.channel.close()
+
+
+def join(client: AgentClient, **values: Any) -> tuple[threading.Thread, list[Any]]:
+    found: list[Any] = []
+
+    def ask() -> None:
+        try:
+            found.append(client.join(**{"after": 0, "has_state": False, "timeout_s": 5.0} | values))
+        except CommError as err:
+            found.append(err)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    return thread, found
+
+
+def joined(client: AgentClient, agent: Agent, **changes: Any) -> Generation:
+    thread, found = join(client)
+    agent.begin(agent.hear(), **changes)
+    thread.join()
+    for listener in found[0].meeting.appointment.listeners:
+        listener.close()
+    return found[0]
+
+
+def test_a_rank_says_what_it_leaves_and_hears_who_the_members_are(ends: tuple[AgentClient, Agent]) -> None:
+    client, agent = ends
+    thread, found = join(client, after=3, has_state=True)
+    asked = agent.hear()
+    assert (asked["ask"], asked["after"], asked["has_state"]) == ("join", 3, True)
+    (place,) = asked["attendee"]["places"]
+    assert place[0] == "127.0.0.1"
+    other = {"host": ["elsewhere"], "places": [["10.0.0.1", 5]]}
+    agent.begin(
+        asked, number=4, rank=1, members=[["b", 2, False], ["a", 0, True]], attendees=[other, asked["attendee"]]
+    )
+    thread.join()
+    (generation,) = found
+    assert generation.number == 4
+    assert generation.members == (
+        Member(host="b", slot=2, is_new=False),
+        Member(host="a", slot=0, is_new=True),
+    )
+    meeting = generation.meeting
+    assert (meeting.rank, meeting.size, meeting.name) == (1, 2, "job/4")
+    assert meeting.appointment.attendees[0].places == (("10.0.0.1", 5),)
+    assert "secret" not in repr(generation)
+    (listener,) = meeting.appointment.listeners
+    assert [*listener.getsockname()] == place
+    listener.close()
+
+
+def test_changes_add_up_until_the_next_generation(ends: tuple[AgentClient, Agent]) -> None:
+    client, agent = ends
+    joined(client, agent)
+    assert client.change() == Change(0)
+    for change in (Change.ADDED, Change.REMOVED):
+        agent.channel.send({"is": "change", "change": change.value, "lost": ""})
+    assert client.change() == Change.ADDED | Change.REMOVED
+    joined(client, agent, number=2)
+    assert client.change() == Change(0)
+
+
+def test_a_rank_that_meets_the_others_hears_of_one_that_has_died(ends: tuple[AgentClient, Agent]) -> None:
+    client, agent = ends
+    generation = joined(client, agent)
+    assert generation.meeting.appointment.in_vain() == ""
+    agent.channel.send({"is": "change", "change": Change.REMOVED.value, "lost": "rank 1 was killed"})
+    assert generation.meeting.appointment.in_vain() == "rank 1 was killed"
+    assert client.change() == Change.REMOVED
+
+
+def test_a_rank_that_is_dismissed_is_told(ends: tuple[AgentClient, Agent]) -> None:
+    client, agent = ends
+    thread, found = join(client)
+    agent.hear()
+    agent.channel.send({"is": "dismissed"})
+    thread.join()
+    assert isinstance(found[0], Dismissed)
+
+
+def test_nobody_waits_for_an_agent_that_is_gone_nor_for_ever(ends: tuple[AgentClient, Agent]) -> None:
+    client, agent = ends
+    with pytest.raises(CommError, match="in time"):
+        client.join(after=0, has_state=False, timeout_s=0.1)
+    agent.channel.close()
+    with pytest.raises(CommError, match="agent of this host is gone"):
+        client.join(after=0, has_state=False, timeout_s=5.0)
+    assert client.change() == Change(0)
+    client.finished()
+
+
+def test_the_socket_is_found_in_the_environment_and_not_passed_on() -> None:
+    own, other = socket.socketpair()
+    own.set_inheritable(True)
+    descriptor = own.detach()
+    client = open_agent(interface=None, environ={AGENT: f"{descriptor},many"})
+    assert client is not None
+    assert not os.get_inheritable(descriptor)
+    client.close()
+    other.close()
+    assert open_agent(interface=None, environ={}) is None
+
+
+def test_a_process_that_has_inherited_the_variable_only_is_told_so() -> None:
+    with pytest.raises(ConfigError, match="is it one that a rank has started"):
+        open_agent(interface=None, environ={AGENT: "9999,one"})

@@ -1,0 +1,181 @@
+"""Jobs of real processes whose ranks come and go: ranks, agents, driver and hosts are lost and found."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+AGENTS = ("--agent-command", "{command}")
+
+
+def places(generation: list[dict]) -> list[tuple[str, int]]:
+    return [(host, slot) for host, slot, _ in generation[0]["members"]]
+
+
+def test_survivors_of_a_killed_rank_go_on_at_once_and_another_one_takes_its_place(
+    start: Callable, tmp_path: Path
+) -> None:
+    job = start("-np", 3, "--min-np", 2, "--output-filename", tmp_path / "output")
+    first = job.of_size(3)
+    assert places(first) == [("localhost", slot) for slot in range(3)]
+    killed_s = time.time()
+    os.kill(first[1]["pid"], signal.SIGKILL)
+    job.until(lambda: job.generation(2))
+    assert max(record["at_s"] for record in job.generation(2)) - killed_s < 2.0
+    assert [record["pid"] for record in job.generation(2)] == [first[0]["pid"], first[2]["pid"]]
+    third = job.of_size(3)
+    assert [record["pid"] for record in third][:2] == [first[0]["pid"], first[2]["pid"]]
+    assert [new for _, _, new in third[0]["members"]] == [False, False, True]
+    assert len({record["steps"] for record in third}) == 1
+    assert third[0]["steps"] >= job.generation(2)[0]["steps"] > 0
+    assert job.stop() == 0
+    assert "rank 1 (host localhost, slot 1) was killed by SIGKILL; replaced in place, 2 go on" in job.said
+    lines = (job.folder / "out").read_text().splitlines()
+    assert sorted(line.split("]")[0] for line in lines) == ["[0", "[1", "[2"]
+    assert "finished after" in (tmp_path / "output" / "localhost.1" / "stdout").read_text()
+
+
+@pytest.mark.slow
+def test_rank_0_may_be_killed(start: Callable) -> None:
+    job = start("-np", 2, "--min-np", 1)
+    first = job.of_size(2)
+    os.kill(first[0]["pid"], signal.SIGKILL)
+    job.until(lambda: len(job.generation(3)) == 2)
+    assert job.generation(3)[0]["pid"] == first[1]["pid"]
+    assert job.stop() == 0
+
+
+def test_hosts_come_and_go_as_discovery_says_and_nonsense_changes_nothing(start: Callable, tmp_path: Path) -> None:
+    hosts, script = tmp_path / "hosts", tmp_path / "hosts.sh"
+    hosts.write_text("a:1\n\nb\n")
+    script.write_text(f"#!/bin/sh\ncat {hosts}\n")
+    script.chmod(0o755)
+    job = start("--min-np", 2, "--max-np", 3, "--slots-per-host", 1, "--host-discovery-script", script, *AGENTS)
+    first = job.of_size(2)
+    assert places(first) == [("a", 0), ("b", 0)]
+    hosts.write_text("a:1\nb\nc:4\n")
+    second = job.of_size(3)
+    assert places(second) == [("a", 0), ("b", 0), ("c", 0)]
+    hosts.write_text("a:1\nb\nc:many\n")
+    job.until(lambda: any("'c:many', which is no host" in line for line in job.said))
+    hosts.write_text("c:4\n")
+    job.until(lambda: job.generation() and places(job.generation())[0][0] == "c" and len(job.generation()) == 3)
+    last = job.generation()
+    assert last[0]["pid"] == second[2]["pid"]
+    assert last[0]["steps"] > second[0]["steps"]
+    assert {record["pid"] for record in job.records if record["is_"] == "dismissed"} == {
+        record["pid"] for record in first
+    }
+    assert job.stop() == 0
+    assert [line for line in job.said if line.startswith("host ") and "script" not in line] == [
+        "host c with 4 slots is new",
+        "host a is gone; host b is gone",
+    ]
+
+
+def test_the_ranks_of_a_killed_agent_end_with_all_that_they_have_started(start: Callable) -> None:
+    job = start("-H", "a:1,b:2", "--min-np", 1, "--blacklist-cooldown-range", 1, 2, *AGENTS)
+    (job.folder / "with_child").touch()
+    before = job.of_size(3)
+    assert places(before) == [("a", 0), ("b", 0), ("b", 1)]
+    gone = {record["pid"] for record in before[1:]}
+    os.kill(job.agents()["b"], signal.SIGKILL)
+    job.until(lambda: not gone & set(job.processes()))
+    job.until(lambda: len([line for line in job.processes().values() if line.startswith("sleep")]) in (1, 3))
+    after = job.of_size(3)
+    assert after[0]["pid"] == before[0]["pid"]
+    assert job.stop() == 0
+    assert any(
+        line.startswith("host b is lost (its agent is gone) with ranks 1, 2; host b is left out") for line in job.said
+    )
+    assert "host b is used again" in job.said
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_nothing_is_left_of_a_job_whose_driver_is_killed(start: Callable, number: signal.Signals) -> None:
+    job = start("-H", "a:1,b:1", "--min-np", 1, *AGENTS)
+    job.of_size(2)
+    for pid in job.processes():  # nor does what proves who belongs to the job stand where others can read it
+        shown = Path(f"/proc/{pid}/cmdline").read_bytes() + Path(f"/proc/{pid}/environ").read_bytes()
+        assert b"secret" not in shown.lower()
+    os.kill(job.process.pid, number)
+    assert job.wait() == (-9 if number is signal.SIGKILL else 143)
+    job.until(lambda: not job.processes(), timeout_s=6.0)
+
+
+@pytest.mark.slow
+def test_nothing_is_left_where_driver_and_agents_are_killed(start: Callable) -> None:
+    job = start("-H", "a:1,b:1", "--min-np", 1, *AGENTS)
+    (job.folder / "with_child").touch()
+    job.of_size(2)
+    for pid in (*job.agents().values(), job.process.pid):
+        os.kill(pid, signal.SIGKILL)
+    job.until(lambda: not job.processes(), timeout_s=6.0)
+    job.wait()
+
+
+def test_a_script_that_fails_everywhere_fails_once_and_says_why(start: Callable) -> None:
+    job = start("-np", 2, "--min-np", 1, command=["python", "-c", "raise ValueError('a bad batch')"])
+    assert job.wait() == 1
+    assert job.said[-1].startswith("no rank has come as far as to join the job; the first was")
+    assert "ValueError: a bad batch" in job.said[-1]
+    assert job.err.count("Traceback") == 1
+
+
+def test_programs_that_join_nothing_end_well(start: Callable) -> None:
+    job = start(
+        "-np", 2, "--min-np", 2, "-x", "GREETING=hello", command=["sh", "-c", "echo $GREETING $HOROVOD_HOSTNAME"]
+    )
+    assert job.wait() == 0
+    assert sorted((job.folder / "out").read_text().splitlines()) == [
+        "[localhost:0] hello localhost",
+        "[localhost:1] hello localhost",
+    ]
+
+
+@pytest.mark.slow
+def test_a_rank_that_stands_still_is_evicted_and_refused_when_it_comes_back(start: Callable) -> None:
+    job = start("-np", 3, "--min-np", 2)
+    first = job.of_size(3)
+    os.kill(first[1]["pid"], signal.SIGSTOP)
+    job.until(lambda: len(job.generation(2)) == 2, timeout_s=60.0)
+    assert any("did not leave its generation within 30 s and was killed" in line for line in job.said)
+    assert first[1]["pid"] not in job.processes()
+    job.of_size(3)
+    assert job.stop() == 0
+
+
+@pytest.mark.slow
+def test_a_rank_that_stands_still_for_a_second_is_tolerated(start: Callable) -> None:
+    job = start("-np", 2, "--min-np", 1)
+    first = job.of_size(2)
+    os.kill(first[1]["pid"], signal.SIGSTOP)
+    time.sleep(1.0)
+    os.kill(first[1]["pid"], signal.SIGCONT)
+    time.sleep(2.0)
+    assert job.stop() == 0
+    assert job.said == ["generation 1: 2 ranks (2 on localhost)"]
+
+
+@pytest.mark.slow
+def test_fifty_random_kills(start: Callable) -> None:
+    import random
+
+    rng = random.Random(0)
+    job = start("-np", 4, "--min-np", 1)
+    steps = 0
+    for _ in range(50):
+        job.until(lambda: len(job.generation()) >= 2, timeout_s=30.0)
+        generation = job.generation()
+        assert generation[0]["steps"] >= steps
+        steps = generation[0]["steps"]
+        time.sleep(rng.uniform(0.0, 0.3))
+        try:
+            os.kill(rng.choice(generation)["pid"], signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+    job.of_size(4)
+    assert job.stop() == 0
