@@ -111,6 +111,9 @@ def test_what_one_rank_cannot_share_is_an_error_on_all_and_leaves_nothing(
 def test_a_file_that_is_not_the_one_that_was_offered_means_another_container() -> None:
     def act(control: ControlPlane) -> None:
         offered, other = os.pipe()
+        control.barrier()
+        before = descriptors()
+        control.barrier()
         wrong = control.rank == 1
         gather = control.all_gather
         # What rank 1 says is true of another process namespace.
@@ -119,6 +122,9 @@ def test_a_file_that_is_not_the_one_that_was_offered_means_another_container() -
         )
         with pytest.raises(TransportError, match="is not rank 1: they live in different containers"):
             open_peers(control, offered, os.O_RDONLY)
+        control.barrier()
+        assert descriptors() <= before
+        control.barrier()
         os.close(offered)
         os.close(other)
 

@@ -1,0 +1,346 @@
+"""What can carry units, how many streams of it, and what is left when something cannot be opened."""
+
+import logging
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from fakes.meshes import on_planes
+
+from sirtaki.comm import router as router_module
+from sirtaki.comm.control.failure import FailureBoard
+from sirtaki.comm.control.plane import ControlPlane
+from sirtaki.comm.device import HostDevice
+from sirtaki.comm.plan import Algorithm, CommPlan, Route, TransportKind, Unit
+from sirtaki.comm.router import Router, streams_of
+from sirtaki.comm.transports.contract import NOTHING_TO_DO, FlatBuffer, StreamSpec, Work
+from sirtaki.comm.transports.resources import StreamCost
+from sirtaki.errors import CommError, PeerLostError, PlanError, TransportError
+
+FLAT, TREE = Algorithm.FLAT, Algorithm.HIERARCHICAL
+GLOO, MPI, STAGED = TransportKind.GLOO, TransportKind.MPI, TransportKind.STAGED
+
+
+class Transport:
+    """Opens at most `possible` streams, and notes what is asked of it."""
+
+    def __init__(self, route: Route, *, max_streams: int, threads: tuple[int, ...], descriptors: int) -> None:
+        self.kind, self.max_streams, self.threads = route[0], max_streams, threads
+        self.stream_cost = StreamCost(descriptors=descriptors)
+        self.possible = max_streams
+        self.opened: list[list[StreamSpec]] = []
+        self.asked: list[tuple[int, int, dict[str, Any]]] = []
+        self.closed, self.ends = 0, True
+
+    def open_streams(self, streams: Sequence[StreamSpec]) -> None:
+        if max(stream.number for stream in streams) >= self.possible:
+            raise TransportError("no more threads")
+        self.opened.append(list(streams))
+
+    def all_reduce(self, buffer: FlatBuffer, start: int, stop: int, **how: Any) -> Work:
+        self.asked.append((start, stop, how))
+        return NOTHING_TO_DO
+
+    def close(self) -> bool:
+        self.closed += 1
+        return self.ends
+
+
+class Factory:
+    """Makes those; class attributes say what there is."""
+
+    all_routes: tuple[Route, ...] = ((GLOO, TREE), (GLOO, FLAT), (MPI, FLAT))
+    limits: ClassVar[dict[Route, int]] = {}
+    threads: ClassVar[dict[Route, tuple[int, ...]]] = {}
+    impossible: frozenset[Route] = frozenset()
+    descriptors = 0
+
+    def __init__(self, control: Any, **rest: Any) -> None:
+        self.pool: Any = None
+        self.shares_memory = False
+        self.made: list[Route] = []
+
+    @property
+    def routes(self) -> tuple[Route, ...]:
+        return self.all_routes
+
+    def make(self, route: Route) -> Transport:
+        self.made.append(route)
+        if route in self.impossible:
+            raise TransportError("no such network")
+        return Transport(
+            route,
+            max_streams=self.limits.get(route, 24),
+            threads=self.threads.get(route, ()),
+            descriptors=self.descriptors,
+        )
+
+
+Make = Callable[..., Router]
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch) -> Make:
+    def made(*, device: HostDevice | None = None, descriptors: int = 10_000, nccl: Any = None, **there: Any) -> Router:
+        monkeypatch.setattr(router_module, "TransportFactory", type("There", (Factory,), there))
+        control = SimpleNamespace(
+            rank=0,
+            size=2,
+            local_rank=0,
+            local_sizes=[1, 1],
+            failures=FailureBoard(),
+            minimum=lambda values: np.full_like(values, descriptors),
+            agree_on_success=lambda problem: None,
+        )
+        return Router(control, timeout_s=1.0, device=device or HostDevice(), nccl=nccl)  # type: ignore[arg-type]
+
+    return made
+
+
+def plan(streams: int, *algorithms: Algorithm, kind: TransportKind = GLOO) -> CommPlan:
+    """Units of one element, on the streams in turn."""
+    units = tuple(
+        Unit(start=number, stop=number + 1, stream=number % streams, algorithm=algorithm)
+        for number, algorithm in enumerate(algorithms)
+    )
+    return CommPlan(numel=len(units), units=units, streams=streams, transport=kind)
+
+
+def transport(router: Router, route: Route) -> Transport:
+    found: Any = router._transports[route]
+    return found  # type: ignore[no-any-return]
+
+
+def test_the_streams_that_a_plan_uses_are_named_once_for_each_algorithm() -> None:
+    units = (
+        Unit(start=0, stop=1, stream=2, threads=512),
+        Unit(start=1, stop=2, stream=0, algorithm=TREE),
+        Unit(start=2, stop=3, stream=2, threads=512),
+        Unit(start=3, stop=4, stream=2),
+    )
+    there = CommPlan(numel=4, units=units, streams=3, transport=GLOO)
+    assert streams_of(there, FLAT) == [StreamSpec(2, 512), StreamSpec(2, None)]
+    assert streams_of(there, TREE) == [StreamSpec(0)]
+
+
+def test_routes_that_cannot_be_made_are_left_out_and_told_by_rank_0(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        router = make(impossible={(GLOO, FLAT)})
+    assert router.routes == ((GLOO, TREE), (MPI, FLAT))
+    assert [record.getMessage() for record in caplog.records] == ["gloo flat cannot be used: no such network"]
+    with pytest.raises(PlanError, match="gloo with the flat algorithm is not possible here; possible: gloo hier"):
+        router.open_plan(plan(1, FLAT))
+
+
+def test_the_streams_that_all_routes_offer_are_as_many_as_the_poorest_has(make: Make) -> None:
+    router = make(limits={(GLOO, TREE): 7, (MPI, FLAT): 3})
+    assert router.max_streams() == 3
+    assert router.max_streams([(GLOO, TREE), (GLOO, FLAT)]) == 7
+    assert router.why_not_more([(MPI, FLAT)]) == "mpi has at most 3"
+    assert router.why_not_more([(MPI, FLAT), (GLOO, FLAT), (GLOO, TREE)]) == (
+        "mpi has at most 3; with SIRTAKI_TRANSPORT set there can be 24 on gloo and 7 on gloo"
+    )
+    assert router.why_not_more([(GLOO, FLAT), (MPI, FLAT)]) == "gloo has at most 24"
+
+
+def test_thread_allowances_are_those_that_every_route_has(make: Make) -> None:
+    every = Factory.all_routes
+    router = make(threads=dict(zip(every, [(512, 1024, 2048), (2048, 512), (512, 2048)], strict=True)))
+    assert router.threads() == (512, 2048)
+    assert make(threads={every[0]: (512,)}).threads() == ()
+
+
+def test_a_plan_opens_the_streams_of_each_of_its_algorithms_in_one_order(make: Make) -> None:
+    router = make()
+    router.open_plan(plan(3, TREE, FLAT, TREE))
+    assert transport(router, (GLOO, FLAT)).opened == [[StreamSpec(1)]]
+    assert transport(router, (GLOO, TREE)).opened == [[StreamSpec(0), StreamSpec(2)]]
+    assert transport(router, (MPI, FLAT)).opened == []
+
+
+def test_more_streams_than_are_possible_are_refused_with_the_reason(make: Make) -> None:
+    router = make(limits={(GLOO, FLAT): 2})
+    with pytest.raises(PlanError, match="at most 2 streams are possible, not 3: gloo has at most 2"):
+        router.open_plan(plan(3, FLAT))
+    assert transport(router, (GLOO, FLAT)).opened == []
+
+
+def test_streams_that_could_not_be_opened_are_an_error_and_half_of_them_are_not_tried_again(make: Make) -> None:
+    router = make()
+    gloo = transport(router, (GLOO, FLAT))
+    gloo.possible = 4
+    router.open_plan(plan(4, *[FLAT] * 4))
+    with pytest.raises(TransportError, match="12 streams of gloo cannot be opened: no more threads"):
+        router.open_plan(plan(12, *[FLAT] * 12))
+    assert router.max_streams([(GLOO, FLAT)]) == 8
+    with pytest.raises(PlanError, match="more streams of gloo could not be opened"):
+        router.open_plan(plan(9, *[FLAT] * 9))
+    router.open_plan(plan(2, FLAT, FLAT))  # what was open is
+    assert len(gloo.opened) == 2
+
+
+def test_what_all_ranks_cannot_have_together_is_not_begun(make: Make) -> None:
+    router = make(descriptors=5)
+    asked: list[str] = []
+
+    def agree(problem: str) -> None:
+        asked.append(problem)
+        if len(asked) == 2:
+            raise TransportError("rank 1: 10 more descriptors cannot be had")
+
+    router._control.agree_on_success = agree  # type: ignore[method-assign]
+    router.open_plan(plan(1, FLAT))
+    router.open_plan(plan(1, FLAT))  # nothing more to have
+    assert len(asked) == 1
+    with pytest.raises(TransportError, match="3 streams of gloo cannot be opened: rank 1: 10 more descriptors"):
+        router.open_plan(plan(3, FLAT, FLAT, FLAT))
+    assert len(transport(router, (GLOO, FLAT)).opened) == 2
+
+
+def test_units_go_by_the_route_stream_and_allowance_of_the_plan(make: Make) -> None:
+    router = make()
+    units = (Unit(start=0, stop=2, stream=1, threads=512), Unit(start=2, stop=5, algorithm=TREE))
+    works = router.all_reduce_plan(
+        FlatBuffer(torch.zeros(5)), CommPlan(numel=5, units=units, streams=2, transport=GLOO), scale=0.5
+    )
+    assert len(works) == 2
+    ((start, stop, how),) = transport(router, (GLOO, FLAT)).asked
+    assert (start, stop, how["stream"], how["scale"]) == (0, 2, StreamSpec(1, 512), 0.5)
+    ((start, stop, how),) = transport(router, (GLOO, TREE)).asked
+    assert (start, stop, how["stream"]) == (2, 5, StreamSpec(0, None))
+
+
+class Late:
+    """Done at the n-th question."""
+
+    def __init__(self, questions: int, error: CommError | None = None) -> None:
+        self.left, self._error = questions, error
+
+    def wait(self, timeout_s: float) -> bool:
+        self.left -= 1
+        if self.left <= 0 and self._error is not None:
+            raise self._error
+        return self.left <= 0
+
+
+def test_a_wait_ends_with_the_last_work_or_when_it_is_interrupted(make: Make) -> None:
+    router = make()
+    works: Any = [Late(1), Late(3), Late(2)]
+    assert router.wait_for(works)
+    assert [work.left for work in works] == [0, 0, 0]
+    answers = iter([False, True])
+    works = [Late(9), Late(1)]
+    assert not router.wait_for(works, interrupted=lambda: next(answers))
+    assert [work.left for work in works] == [7, 1]
+    assert router.wait_for([])
+
+
+def test_who_has_left_is_to_blame_for_a_connection_that_broke(make: Make) -> None:
+    router = make()
+    router._control.failures.report(PeerLostError("rank 1 has ended"))
+    with pytest.raises(PeerLostError, match="rank 1 has ended"):
+        router.wait_for([Late(1, CommError("connection closed"))])  # type: ignore[list-item]
+    with pytest.raises(PeerLostError, match="rank 1 has ended"):
+        router.wait_for([Late(5)])  # type: ignore[list-item]
+
+
+def test_a_released_router_has_closed_every_transport_once(make: Make) -> None:
+    router = make()
+    there: list[Any] = list(router._transports.values())
+    there[1].ends = False
+    assert not router.release()
+    router.close()
+    assert [each.closed for each in there] == [1, 1, 1]
+
+
+class Streams(HostDevice):
+    streams = True
+
+    def __init__(self) -> None:
+        self.pinned: list[torch.Tensor] = []
+
+    def pin(self, tensor: torch.Tensor) -> None:
+        self.pinned.append(tensor)
+
+
+def test_a_devices_buffer_has_a_mirror_on_the_host_unless_nccl_carries_it(make: Make) -> None:
+    device = Streams()
+    router = make(device=device, all_routes=((STAGED, FLAT),))
+    buffer = router.allocate(5, torch.float16)
+    assert buffer.mirror is not None
+    assert buffer.mirror.tensor.tolist() == buffer.tensor.tolist() == [0.0] * 5
+    assert buffer.tensor.dtype is buffer.mirror.tensor.dtype is torch.float16
+    assert device.pinned[0] is buffer.mirror.tensor
+    router._factory.pool = SimpleNamespace()  # type: ignore[assignment]
+    assert router.allocate(5, torch.float16).mirror is None
+    assert len(device.pinned) == 1
+
+
+def test_without_nccl_there_is_nothing_to_check_and_nothing_to_keep(make: Make) -> None:
+    router = make()
+    router.check()
+    router.keep_only([plan(1, FLAT)])
+
+
+def test_nccls_pool_is_checked_and_closed_unless_the_job_is_lost(make: Make) -> None:
+    for lost in (False, True):
+        router, log = make(), list[str]()
+        router._factory.pool = SimpleNamespace(  # type: ignore[assignment]
+            check=lambda log=log: log.append("check"), close=lambda log=log: log.append("close")
+        )
+        router.check()
+        if lost:
+            router._control.failures.report(CommError("rank 1 has ended"))
+        router.close()
+        assert log == (["check"] if lost else ["check", "close"])
+
+
+def test_ranks_of_a_node_share_their_buffers() -> None:
+    def act(control: ControlPlane) -> None:
+        router = Router(control, timeout_s=5.0)
+        assert router.routes[0] == (TransportKind.SHARED_MEMORY, FLAT)
+        buffer = router.allocate(3, torch.int64)
+        assert buffer.tensor is buffer.peers[control.rank]
+        buffer.tensor.fill_(control.rank + 1)
+        control.barrier()
+        assert [peer.tolist() for peer in buffer.peers] == [[1] * 3, [2] * 3]
+        control.barrier()
+        router.close()
+
+    on_planes(2, act)
+
+
+@pytest.mark.parametrize("fails_at", [0, 1])
+def test_where_memory_cannot_be_shared_everything_goes_without(
+    fails_at: int, make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tried: list[int] = []
+
+    def share(control: Any, size_bytes: int) -> list[torch.Tensor]:
+        tried.append(size_bytes)
+        if len(tried) > fails_at:
+            raise TransportError("no memory files here")
+        return [torch.zeros(size_bytes, dtype=torch.uint8)]
+
+    monkeypatch.setattr(router_module, "share_memory", share)
+    # Of a job with two ranks on this node.
+    monkeypatch.setattr(
+        router_module, "max", lambda sizes, *rest: 2 if sizes == [1, 1] else max(sizes, *rest), raising=False
+    )
+    with caplog.at_level(logging.WARNING):
+        router = make(all_routes=((STAGED, FLAT),), device=Streams())
+        staged = transport(router, (STAGED, FLAT))
+        buffer = router.allocate(4, torch.float32)
+    assert buffer.mirror is not None
+    assert buffer.mirror.peers == ()
+    assert "no memory files here; MPI or Gloo carry gradients within the nodes, too" in caplog.text
+    assert tried == [1, 16][: fails_at + 1]
+    # What was made to go over shared memory is made anew.
+    assert staged.closed == fails_at
+    assert (transport(router, (STAGED, FLAT)) is staged) == (not fails_at)
+    assert not router._factory.shares_memory
