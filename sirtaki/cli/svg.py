@@ -62,8 +62,9 @@ class Plot:
     def steps(self, points: Sequence[tuple[float, float]], *, color: str) -> None:
         """A line that keeps each value until the next one, and the last to the right edge."""
         path: list[tuple[float, float]] = []
-        for (x, y), (following, _) in zip(points, [*points[1:], (self.x[1], 0.0)], strict=True):
-            path += [(x, y), (following, y)]
+        ends = [*(x for x, _ in points[1:]), self.x[1]]
+        for (x, y), end in zip(points, ends, strict=False):  # without points there is no end, either
+            path += [(x, y), (end, y)]
         self.line(path, color=color)
 
     def dot(self, x: float, y: float, *, color: str, title: str, large: bool = False) -> None:

@@ -168,6 +168,7 @@ def test_more_streams_than_are_possible_are_refused_with_the_reason(make: Make) 
     with pytest.raises(PlanError, match="at most 2 streams are possible, not 3: gloo has at most 2"):
         router.open_plan(plan(3, FLAT))
     assert transport(router, (GLOO, FLAT)).opened == []
+    router.open_plan(plan(2, FLAT, FLAT))
 
 
 def test_streams_that_could_not_be_opened_are_an_error_and_half_of_them_are_not_tried_again(make: Make) -> None:
@@ -194,12 +195,12 @@ def test_what_all_ranks_cannot_have_together_is_not_begun(make: Make) -> None:
             raise TransportError("rank 1: 10 more descriptors cannot be had")
 
     router._control.agree_on_success = agree  # type: ignore[method-assign]
-    router.open_plan(plan(1, FLAT))
-    router.open_plan(plan(1, FLAT))  # nothing more to have
+    for streams in (2, 1, 2):  # after the first there is nothing more to have
+        router.open_plan(plan(streams, *[FLAT] * streams))
     assert len(asked) == 1
     with pytest.raises(TransportError, match="3 streams of gloo cannot be opened: rank 1: 10 more descriptors"):
         router.open_plan(plan(3, FLAT, FLAT, FLAT))
-    assert len(transport(router, (GLOO, FLAT)).opened) == 2
+    assert len(transport(router, (GLOO, FLAT)).opened) == 3
 
 
 def test_units_go_by_the_route_stream_and_allowance_of_the_plan(make: Make) -> None:

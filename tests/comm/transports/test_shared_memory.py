@@ -15,7 +15,7 @@ from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.plan import TransportKind
 from sirtaki.comm.transports import shared_memory
 from sirtaki.comm.transports.contract import NOTHING_TO_DO, FlatBuffer, ReduceOp, StreamSpec, Work
-from sirtaki.comm.transports.node_memory import share_memory
+from sirtaki.comm.transports.node_memory import Doorbell, share_memory
 from sirtaki.comm.transports.resources import StreamCost
 from sirtaki.comm.transports.shared_memory import SharedMemoryTransport, reduce_share
 from sirtaki.errors import CommError, PeerLostError, TransportError
@@ -241,6 +241,46 @@ def test_over_several_nodes_each_rank_carries_its_share_across(op: ReduceOp) -> 
     assert on_planes(4, act, local_size=2) == [[(0, 2), (4, 6)], [(2, 4), (6, 9)]] * 2
 
 
+def test_where_nodes_are_of_different_sizes_some_ranks_carry_nothing_across() -> None:
+    def act(control: ControlPlane) -> list[tuple[int, int]]:
+        # Ranks 0 and 1 are on one node, rank 2 is alone.
+        control.local_sizes = [2, 2, 1]
+        control.node_ranks = [2] if control.rank == 2 else [0, 1]
+        control.local_rank, control.local_size = control.node_ranks.index(control.rank), len(control.node_ranks)
+        across = control.comm.subset([0, 2] if control.local_rank == 0 else [1])
+        crossings: list[Crossing] = []
+
+        def make() -> Crossing:
+            crossings.append(Crossing(across))
+            return crossings[-1]
+
+        transport = SharedMemoryTransport(control, across=make)
+        transport.open_streams([StreamSpec(0)])
+        buffer = shared(control, values(control.rank, 5))
+        control.barrier()
+        assert reduce(transport, buffer, 0, 5).wait(10.0)
+        control.barrier()
+        assert torch.equal(buffer.tensor.double(), wanted(3, 5))
+        control.barrier()
+        transport.close()
+        return crossings[1].ranges
+
+    assert on_planes(3, act) == [[(0, 5)], [(0, 0)], [(0, 5)]]
+
+
+def test_the_last_to_post_a_unit_needs_nobody_to_wake_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    listen = Doorbell.listen
+    monkeypatch.setattr(Doorbell, "listen", lambda bell, timeout_s: listen(bell, 60.0))
+
+    def act(control: ControlPlane) -> None:
+        transport = SharedMemoryTransport(control)
+        transport.open_streams([StreamSpec(0)])
+        assert reduce(transport, shared(control, torch.ones(2)), 0, 2).wait(20.0)
+        transport.close()
+
+    on_planes(1, act)
+
+
 def test_a_failure_across_the_nodes_is_reported_on_this_rank() -> None:
     class Fails(Crossing):
         def all_reduce(self, *args: Any, **named: Any) -> Work:
@@ -339,9 +379,11 @@ def test_a_thread_that_cannot_be_started_is_told_in_words(monkeypatch: pytest.Mo
             super().start()
 
     def act(control: ControlPlane) -> None:
+        before = len(os.listdir("/proc/self/fd"))
         monkeypatch.setattr(shared_memory.threading, "Thread", Scarce)
         with pytest.raises(TransportError, match="rank 0: shared-memory stream 0: can't start new thread"):
             SharedMemoryTransport(control).open_streams([StreamSpec(0)])
+        assert len(os.listdir("/proc/self/fd")) == before
 
     on_planes(1, act)
 
