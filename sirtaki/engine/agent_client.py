@@ -16,6 +16,7 @@ from sirtaki.json_channel import JsonChannel
 from sirtaki.launchers import AGENT
 
 from .membership import Change, Dismissed, Generation, Member
+from .preloading import load_what_training_needs
 
 _NO_CHANGE = Change(0)
 
@@ -38,6 +39,8 @@ class AgentClient:
     def join(self, *, after: int, has_state: bool, timeout_s: float) -> Generation:
         """See `Membership`."""
         deadline_s = time.monotonic() + timeout_s
+        if after == 0:
+            load_what_training_needs()
         listeners = open_places(self._interface, loopback_only=self._one_host)
         try:
             own = attendee(listeners)

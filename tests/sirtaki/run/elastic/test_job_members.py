@@ -385,7 +385,10 @@ class World:
 
     def finish(self) -> None:
         """The members have done their work; some of them see others end, and take it for a failure."""
-        first, *others = [worker for worker in self.order if self.phase[worker] == "member"]
+        first, *others = [worker for worker in self.order if self.phase[worker] == "member"] or [0]
+        if not first:  # too few are left, and the job is about to be given up
+            self.finishes = False
+            return
         self.do(self.members.finished(first, self.now_s))
         self.later(self.rng.uniform(0.0, 3.0), lambda: self.die(first, WELL))
         for worker in others:
