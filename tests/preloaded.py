@@ -154,6 +154,7 @@ if __name__ == "__main__":
     import optuna  # noqa: F401
     import pytest  # noqa: F401
     import sqlalchemy  # noqa: F401
+    import torch._dynamo  # which the first optimizer of a process loads
     import torch.distributed  # noqa: F401
 
     import sirtaki.torch  # noqa: F401
