@@ -16,6 +16,7 @@ from .transports.contract import Transport
 from .transports.gloo import GlooTransport
 from .transports.mpi import MpiTransport
 from .transports.shared_memory import SharedMemoryTransport
+from .transports.watchful_store import WatchfulStore
 
 MAX_COMMUNICATORS = 24
 """NCCL communicators that are open at once; those of one stream with several CTA counts are several."""
@@ -95,7 +96,7 @@ class TransportFactory:
         store, address = control.store()
         group = f"local{control.local_rank}" if across else "all"
         return GlooTransport(
-            store=store,
+            store=WatchfulStore(store, control.failures),
             prefix=lambda: f"{control.next_prefix()}/{group}",
             address=address,
             rank=control.cross_rank if across else control.rank,

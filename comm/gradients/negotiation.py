@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sirtaki.comm import timeline
-from sirtaki.comm.control.communicator import Communicator, Op, Test
+from sirtaki.comm.control.communicator import Backend, Communicator, Op, Test
 from sirtaki.comm.control.failure import WAIT_SLICE_S, FailureBoard, poll_until
 from sirtaki.errors import CommError
 
@@ -25,7 +25,7 @@ Bits = npt.NDArray[np.bool_]
 
 
 _given_up: list[Test] = []
-"""Rounds that other ranks never joined; who carries them still knows their arrays, which these keep."""
+"""Rounds that other ranks never joined; MPI still knows their arrays, which these keep."""
 
 
 def agree(
@@ -36,7 +36,8 @@ def agree(
     test = comm.all_reduce(packed, Op.AND)
     poll_until(lambda: test() or closing(), failures=failures)
     if not test():
-        _given_up.append(test)
+        if comm.backend is Backend.MPI:
+            _given_up.append(test)
         return None
     return np.unpackbits(packed, count=bits.size).view(np.bool_)
 

@@ -208,7 +208,7 @@ class _Stream:
         while (crossing := self._crossing.get()) is not None:
             task, work = crossing
             try:
-                while not work.wait(timeout_s=1.0):
+                while not work.wait(timeout_s=0.1):
                     self._control.failures.check()
             except CommError as err:
                 self._control.failures.report(err)

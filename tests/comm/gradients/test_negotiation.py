@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 
-from sirtaki.comm.control.communicator import Op
+from sirtaki.comm.control.communicator import Backend, Op
 from sirtaki.comm.control.failure import FailureBoard
 from sirtaki.comm.gradients.negotiation import ReadinessNegotiation
 from sirtaki.errors import CommError
@@ -27,6 +27,8 @@ class Rounds:
 
 
 class Communicator:
+    backend = Backend.MPI
+
     def __init__(self, rounds: Rounds) -> None:
         self._rounds, self.used = rounds, 0
 
