@@ -68,19 +68,24 @@ class Launcher:
         self, program: str | Path, ranks: int, args: Sequence[object], *, env: Mapping[str, str], stderr: int | IO[str]
     ) -> subprocess.Popen[str]:
         """`program` is a file of tests/ranks, or a path."""
-        if not self._servers:
-            self._preload()
-        each = [sys.executable, TESTS / "preloaded.py", self._folder, TESTS / "ranks" / program, *args]
+        each = self.command_of_one(program, args)
         over_mesh = env.get(CONTROL) == "mesh"
         starter = [sys.executable, TESTS / "plain_ranks.py"] if over_mesh else [*self._mpiexec, "-np"]
         return subprocess.Popen(
-            [*map(str, starter), str(ranks), *map(str, each)],
+            [*map(str, starter), str(ranks), *each],
             env=dict(env),
             text=True,
             stdout=subprocess.PIPE,
             stderr=stderr,
             start_new_session=True,
         )
+
+    def command_of_one(self, program: str | Path, args: Sequence[object]) -> list[str]:
+        """What starts one process of it."""
+        if not self._servers:
+            self._preload()
+        each = [sys.executable, TESTS / "preloaded.py", self._folder, TESTS / "ranks" / program, *args]
+        return list(map(str, each))
 
     def _preload(self) -> None:
         addresses = [self._folder / str(number) for number in range(preloaded.SERVERS)]

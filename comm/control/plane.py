@@ -288,6 +288,12 @@ class ControlPlane:
             comm.free()
         self._rendezvous.store = None
 
+    def abandon(self) -> None:
+        """Not collective, over a mesh that has failed: gives up what belongs to this rank."""
+        self._scopes.clear()
+        self._owned.clear()
+        self._rendezvous.store = None
+
     def _free_owned(self) -> None:
         for comm in self._owned:
             comm.free()

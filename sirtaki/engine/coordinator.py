@@ -26,9 +26,11 @@ from sirtaki.autotune.meta.assignment import (
 )
 from sirtaki.autotune.meta.session import WarmupSession
 from sirtaki.autotune.model.planning import PlanningModel
+from sirtaki.autotune.trial import Trial
 from sirtaki.comm.layout import GradientLayout
 from sirtaki.settings import Settings
 
+from .carried_tuning import NOTHING_BROUGHT, Carrying
 from .knob_choices import checked_plans
 from .searchers import Searchers
 from .step_times import StepTimes
@@ -109,6 +111,7 @@ class TuningCoordinator:
         self._usual_default_s = math.nan
         self._earlier: list[Knobs] = []  # what was kept before that, the last one first
         self._retuning = self.failed = False
+        self._suggested: list[Knobs] = []  # by the generation before
         self.times = StepTimes()
         self._log = TrialLogWriter(settings.trial_log)
         self._told_s = -math.inf
@@ -126,15 +129,37 @@ class TuningCoordinator:
             purpose=Purpose.KEPT,
         )
 
-    def recall(self, layouts: Sequence[GradientLayout], space: KnobSpace) -> bool:
-        """Whether an earlier job of this kind has left a setting, which is then run first; else `search` is due."""
+    def recall(self, layouts: Sequence[GradientLayout], space: KnobSpace, carrying: Carrying = NOTHING_BROUGHT) -> bool:
+        """Whether an earlier job, or generation, has left a setting, which is then run first; else `search` is due."""
         self._layouts = layouts
         self._hit = self._cache.look_up(layouts, space)
         if self._hit.message:
             logger.info("%s", self._hit.message)
         if self._hit.exact is not None:
             self._begin(space, None)
-        return self._session is not None
+        return self._session is not None or self._go_on_from(carrying, space)
+
+    def _go_on_from(self, carrying: Carrying, space: KnobSpace) -> bool:
+        """Whether what ran in the generation before runs on, for good; else what was found then helps the search."""
+        before = carrying.before
+        if before is None or before.knobs not in space:
+            return False
+        if before.settled:
+            logger.info("what ran before runs on: %s", before.knobs.describe())
+            self._stays = before.knobs
+        elif before.place == carrying.place and before.trials:
+            logger.info("the warm-up goes on after %d trials", len(before.trials))
+            self._hit = replace(self._hit, history=before.trials)
+        else:
+            self._suggested = [before.knobs]
+        return before.settled
+
+    def hand_over(self) -> tuple[Knobs, tuple[Trial, ...]] | None:
+        """See `Decides`."""
+        session, self._session = self._session, None
+        if session is None or self._retuning or not session.trials:
+            return None
+        return session.result.knobs, session.trials
 
     @_guarded
     def retune(self, running: Knobs, layouts: Sequence[GradientLayout], *, ratio: float, iteration: int) -> None:
@@ -171,7 +196,7 @@ class TuningCoordinator:
         proposals = self._cache.first_proposals(self._layouts, space, self._searchers.model)
         for proposal in proposals:
             logger.log(logging.DEBUG if self._retuning else logging.INFO, "%s", proposal.message)
-        seeds = [proposal.knobs for proposal in proposals]
+        seeds = [*self._suggested, *(proposal.knobs for proposal in proposals)]
         if self._retuning:
             seeds = [self.default, *self._earlier[:EARLIER_SETTINGS], *seeds]
         if self._session is None:

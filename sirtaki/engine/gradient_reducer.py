@@ -81,7 +81,7 @@ class GradientReducer:
         self.key = (members.number, next(job.serials[members.number]))
         self.progress = Progress()
         self._resources = ReducerResources(
-            members, job.settings, options, prefix=f"optimizer.{self.key[1]}", known_sparse=known_sparse
+            job, members, options, prefix=f"optimizer.{self.key[1]}", known_sparse=known_sparse
         )
         self.sparse = self._resources.sparse
         self.sharing: Sharing[GradientReducer] = Sharing(self._resources.control, self.progress)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
@@ -17,18 +18,21 @@ from sirtaki.comm.collectives.rank_sets import RankSets
 from sirtaki.comm.control.clocks import align_clocks
 from sirtaki.comm.control.communicator import Backend, Communicator
 from sirtaki.comm.control.courier import Courier
+from sirtaki.comm.control.failure import poll_until
 from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.control.watchdog import Watchdog
 from sirtaki.comm.gradients.in_flight import InFlight
 from sirtaki.comm.nccl_streams.support import ask_for_launch_order
 from sirtaki.comm.transports.resources import raise_descriptor_limit
-from sirtaki.errors import CommError, NotInitializedError
+from sirtaki.errors import CommError, ConfigError, NotInitializedError, PeerLostError
 from sirtaki.settings import NEVER_S, Settings
 
 from . import process_end
 from .blocked import BlockedRanks
 from .disposal import Disposal
+from .generations import Generations, of_this_process
 from .joining import Joining
+from .membership import Dismissed
 from .participants import Participants
 from .ranks import open_ranks
 
@@ -40,17 +44,37 @@ logger = logging.getLogger(__name__)
 SHUTDOWN_S = 30.0
 """How long `shutdown()` waits for the other ranks to call it, too."""
 
+LEAVE_S = 5.0
+"""How long ranks that agree to leave a generation wait for each other."""
+
 DEVICE_S = 5.0
 """How long a job that has failed may go on before a device that waits ends it."""
 
 
 class Job:
-    """The state of one initialised process."""
+    """The state of one initialised process; where ranks come and go, of one generation.
 
-    def __init__(self, settings: Settings, comm: Communicator) -> None:
-        """Collective over `comm`, which ends with the job."""
-        self.settings, self._ranks = settings, comm
+    Attributes:
+        elastic: see above; None where ranks stay, and the loss of one is the end.
+        settled: scripts may communicate; else some ranks are new and some are not, and they have not met in
+            `elastic.run`.
+        training: the function that `elastic.run` repeats is running.
+    """
+
+    def __init__(self, settings: Settings, comm: Communicator, elastic: Generations | None = None) -> None:
+        """Collective over `comm`, which ends with the job.
+
+        Args:
+            settings: of this process.
+            comm: all ranks of the job.
+            elastic: where ranks come and go: a job is one generation of it.
+        """
+        self.settings, self._ranks, self.elastic = settings, comm, elastic
+        self.settled, self.training = elastic is None or elastic.in_step, False
+        # What other ranks may fail comes before what would have to be ended then.
         self.control = ControlPlane(comm, local_size=settings.local_size, interface=settings.gloo_interface)
+        self.job: str = self.control.broadcast(f"{time.time_ns()}.{os.getpid()}")
+        self.clock_offset_s = align_clocks(self.control) if settings.timeline is not None else None
         _start_logging(settings, self.control.rank)
         self.courier = Courier(self.control.duplicate())
         self.watchdog = Watchdog(
@@ -60,8 +84,6 @@ class Job:
             shutdown_s=settings.missing_ranks_limit_s,
         )
         self.rank_sets = RankSets(self.control, self.watchdog)
-        self.job: str = self.control.broadcast(f"{time.time_ns()}.{os.getpid()}")
-        self.clock_offset_s = align_clocks(self.control) if settings.timeline is not None else None
         # Numbers for optimizers, by process set: the same on all ranks of the set.
         self.serials: defaultdict[int, Iterator[int]] = defaultdict(itertools.count)
         self.disposal = Disposal()
@@ -167,6 +189,38 @@ class Job:
             self._ranks.free()
         return everybody
 
+    # ── where ranks come and go ──────────────────────────────────────────────────────────────────────────────────
+
+    def give_up(self, reason: str) -> None:
+        """Not collective: this rank leaves the generation, which all others are told; waits for nobody."""
+        self.control.failures.report(PeerLostError(reason))
+        self._ranks.abort(reason)
+
+    def wait_for_leave(self) -> None:
+        """Collective, when all have agreed to leave: nobody leaves while another one still has to hear of it."""
+        deadline_s = time.monotonic() + LEAVE_S
+        test = self.control.comm.barrier()
+        with contextlib.suppress(CommError):  # then all have heard: nobody leaves before
+            poll_until(lambda: test() or time.monotonic() > deadline_s, failures=self.control.failures)
+        if not test():
+            self.give_up(f"rank {self.rank} leaves, and others do not")
+        self.control.failures.report(PeerLostError("this rank has left the generation"))
+
+    def abandon(self) -> None:
+        """Not collective, after `give_up` or `wait_for_leave`: ends all that belongs to the generation on this rank."""
+        assert self.elastic is not None
+        self.control.failures.while_waiting(None)
+        self.elastic.tuning.going_on = True
+        for participant in reversed(list(self.participants)):
+            participant.close(f"at the end of generation {self.elastic.number}")
+        self.elastic.tuning.going_on = False
+        self.disposal.stop()
+        timeline.stop()
+        self.rank_sets.close()
+        self.watchdog.close()
+        self.control.abandon()
+        self._ranks.free()
+
 
 class _RankFormatter(logging.Formatter):
     """`[12:30:01 sirtaki 0] message`: the rank stands in every line, once."""
@@ -220,6 +274,7 @@ def init(comm: Sequence[int] | MPI.Comm | None = None) -> None:
     Raises:
         ConfigError: an environment variable is invalid, this rank is not in `comm`, or the launcher has meant more
             ranks than there are.
+        LaunchError: where ranks come and go: there is no generation for this rank.
         CommError: there is no usable MPI library, or ranks do not come.
     """
     global _job
@@ -228,7 +283,13 @@ def init(comm: Sequence[int] | MPI.Comm | None = None) -> None:
     settings = Settings.from_environ()
     ask_for_launch_order()
     raise_descriptor_limit()
-    _job = Job(settings, open_ranks(settings, comm))
+    elastic = of_this_process()
+    if elastic is None:
+        _job = Job(settings, open_ranks(settings, comm))
+    else:
+        if comm is not None:
+            raise ConfigError("init(comm=…) names ranks, but in an elastic job the launcher says who takes part")
+        _job = _next_generation(settings, elastic)
     control = _job.control
     # Scripts read these, as under horovodrun.
     for name, value in (
@@ -239,9 +300,52 @@ def init(comm: Sequence[int] | MPI.Comm | None = None) -> None:
         ("CROSS_RANK", control.cross_rank),
         ("CROSS_SIZE", control.cross_size),
         ("HOSTNAME", control.host_names[control.rank]),
+        *([("ELASTIC", 1)] if elastic is not None else []),
     ):
         os.environ[f"HOROVOD_{name}"] = str(value)
     process_end.watch(_job)
+
+
+def _next_generation(settings: Settings, elastic: Generations) -> Job:
+    """Collective over its members: the first of the next generations that lives to be opened.
+
+    Raises:
+        SystemExit: this rank is not wanted any more: it leaves with exit code 0.
+        LaunchError: there is no next generation.
+    """
+    while True:
+        try:
+            ranks = elastic.meet_next(settings)
+        except Dismissed as err:
+            logger.warning("this rank is not wanted any more, and ends: %s", err)
+            raise SystemExit(0) from None
+        try:
+            return Job(settings, ranks, elastic)
+        except BaseException as err:
+            ranks.abort(f"rank {ranks.rank} could not open generation {elastic.number}: {err}")
+            ranks.free()
+            if not isinstance(err, CommError):
+                raise
+            logger.info("generation %d has ended before it was open: %s", elastic.number, err)
+
+
+def leave(*, together: bool, reason: str = "") -> None:
+    """Ends this rank's part in the generation, so that `init()` may join the next one. Harmless if it has ended.
+
+    Args:
+        together: collective; all ranks have agreed to.
+        reason: what the others are told otherwise.
+    """
+    global _job
+    if _job is None:
+        return
+    job, _job = _job, None
+    process_end.forget()
+    if together:
+        job.wait_for_leave()
+    else:
+        job.give_up(reason)
+    job.abandon()
 
 
 def shutdown() -> None:
@@ -252,5 +356,9 @@ def shutdown() -> None:
     job, _job = _job, None
     if job.close(SHUTDOWN_S):
         process_end.forget()
+    elif job.elastic is not None:
+        process_end.forget()
+        job.give_up(f"rank {job.rank} has shut down")
+        job.abandon()
     else:
         logger.warning("shutdown: other ranks did not call it within %.0f s", SHUTDOWN_S)

@@ -7,6 +7,7 @@ import contextlib
 import os
 import sys
 import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NoReturn, Protocol
 
@@ -57,6 +58,15 @@ class Endable(Protocol):
         """Ends the job on all ranks, at once."""
         ...
 
+    @property
+    def elastic(self) -> object | None:
+        """Where ranks come and go: the others go on without this one."""
+        ...
+
+    def give_up(self, reason: str) -> None:
+        """Where ranks come and go: tells the others that this one leaves."""
+        ...
+
     def describe(self) -> str:
         """What this rank does and how far it is, in words."""
         ...
@@ -67,7 +77,9 @@ class Endable(Protocol):
 
 
 _job: Endable | None = None
+_at_success: list[Callable[[], None]] = []
 _exit_code: int | None = None
+_raised = False
 _pid: int | None = None
 
 
@@ -86,6 +98,11 @@ def forget() -> None:
     _job = None
 
 
+def at_success(act: Callable[[], None]) -> None:
+    """From now on `act` is called when the script has come to its end without an error."""
+    _at_success.append(act)
+
+
 def describe() -> str:
     """What this rank does, in words; "" without a job."""
     return "" if _job is None else _job.describe()
@@ -102,8 +119,9 @@ def _install_hooks() -> None:
     previous_hook, previous_exit = sys.excepthook, sys.exit
 
     def on_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        global _job
+        global _job, _raised
         job = _job if os.getpid() == _pid else None
+        _raised = True
         where = _interrupted(job) if job is not None and job.size > 1 else []
         if where and _started_by_sirtakirun():  # which says itself who raised what
             error.add_note(f"This rank {'; '.join(where)}.")
@@ -124,7 +142,7 @@ def _install_hooks() -> None:
             what = f"ends, since {error}"
         if over_mesh:  # the launcher may end this process while it waits
             _report(job, what, where)
-        if isinstance(error, CommError):
+        if isinstance(error, CommError) and job.elastic is None:
             time.sleep(LOST_S if isinstance(error, PeerLostError) and not over_mesh else VICTIM_S)
         if not _started_by_sirtakirun():
             if not over_mesh:
@@ -150,9 +168,15 @@ def _at_exit() -> None:
         if not skip_finalize():
             _leave(_exit_code or 0)
         return
+    code = _exit_code or 0
+    if code == 0 and not _raised:
+        for act in _at_success:
+            act()
     if job is None or job.size == 1 or job.close(EXIT_S):
         return
-    code = _exit_code or 0
+    if code == 0 and job.elastic is not None:
+        job.give_up(f"rank {job.rank} has ended its script")
+        return
     while job.failure is None and code == 0:
         if job.close(_AGAIN_S):
             return

@@ -16,7 +16,8 @@ from .warmup import TunedSynchroniser
 
 if TYPE_CHECKING:
     from sirtaki.comm.collectives.rank_sets import RankSet
-    from sirtaki.settings import Settings
+
+    from .job import Job
 
 
 class ReducerResources:
@@ -31,13 +32,13 @@ class ReducerResources:
     """
 
     def __init__(
-        self, members: RankSet, settings: Settings, options: ReducerOptions, *, prefix: str, known_sparse: Iterable[str]
+        self, job: Job, members: RankSet, options: ReducerOptions, *, prefix: str, known_sparse: Iterable[str]
     ) -> None:
         """Starts nothing.
 
         Args:
+            job: of this process.
             members: the ranks that take part, with their control plane.
-            settings: of the job.
             options: how to reduce.
             prefix: of the operations' names.
             known_sparse: parameters of which all ranks know that their gradients are sparse.
@@ -45,7 +46,9 @@ class ReducerResources:
         assert members.control is not None
         assert members.engine is not None
         self.control, self._engine = members.control, members.engine
-        self._settings, self.options, self._prefix = settings, options, prefix
+        settings = self._settings = job.settings
+        self.options, self._prefix = options, prefix
+        self._carried = None if job.elastic is None else job.elastic.tuning
         self.sparse = SparseReductions(
             prefix,
             options.reduction,
@@ -66,6 +69,7 @@ class ReducerResources:
             [name for name, _ in dense],
             reduction=self.options.reduction,
             arms=self.options.arms,
+            carried=self._carried,
         )
 
     def reduce_thawed(self, params: Sequence[torch.Tensor]) -> None:

@@ -30,6 +30,7 @@ from sirtaki.errors import PlanError, TransportError
 from sirtaki.settings import Settings
 
 from .before_search import measure, without_planners
+from .carried_tuning import CarriedTuning, Carrying
 from .coordinator import TuningCoordinator
 from .devices import open_router
 from .drift import DriftWatch
@@ -75,7 +76,8 @@ class TunedSynchroniser:
         names: Sequence[str],
         *,
         reduction: Reduction,
-        arms: Sequence[Arm] | None,
+        arms: Sequence[Arm] | None = None,
+        carried: CarriedTuning | None = None,
     ) -> None:
         """Collective.
 
@@ -86,8 +88,10 @@ class TunedSynchroniser:
             names: of the parameters.
             reduction: what is done to every gradient.
             arms: search techniques, None = the usual ones.
+            carried: of the generations of this job; None where ranks stay.
         """
         self._control = control = control.scope()
+        self._carrying = Carrying(carried, names, params, control.hosts)
         self._router = open_router(control, settings, params)
         total_bytes = sum(param.numel() * reduction.travels_as(param.dtype).itemsize for param in params)
         self._choose = partial(default_knobs, total_bytes=total_bytes, one_node=control.one_node)
@@ -184,7 +188,7 @@ class TunedSynchroniser:
             remembered = False
             if self._coordinator is not None:
                 self._coordinator.default = self._default
-                remembered = self._coordinator.recall(self._sync.layouts, self._space)
+                remembered = self._coordinator.recall(self._sync.layouts, self._space, self._carrying)
             if not self._control.broadcast(remembered):
                 self._search()
             self._next_assignment()
@@ -270,7 +274,7 @@ class TunedSynchroniser:
         self._knobs = knobs
 
     def _end(self) -> None:
-        self._tuning, self._assignment = False, None
+        self._tuning, self._assignment, self._carrying.kept = False, None, self._knobs
         self._router.keep_only(plans_for(self._knobs, self._sync.layouts))
         if self._coordinator is not None:
             self._coordinator.end(iteration=self._sync.iteration)
@@ -307,6 +311,8 @@ class TunedSynchroniser:
 
         What only all ranks together can close is left to the control plane's `reclaim`.
         """
+        if self._carrying.going_on:
+            self._carrying.leave(None if self._assignment is None else self._knobs, self._coordinator)
         if self._coordinator is not None:
             self._coordinator.close()
         if all([self._sync.close(), self._router.release()]):

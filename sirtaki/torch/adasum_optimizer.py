@@ -15,9 +15,11 @@ import torch
 
 from sirtaki.comm.collectives.rank_sets import GLOBAL
 from sirtaki.engine import job
+from sirtaki.engine.carried_tuning import key_of
 
 from .compression import Compressor
 from .derived_class import Distributed, derive, plain_copy
+from .lasting_optimizers import require_attached
 from .mpi_ops import Adasum, allreduce_async_, synchronize
 
 
@@ -28,6 +30,16 @@ class _AdasumDistributed(Distributed):
     _parameter_names: dict[torch.Tensor, str]
     _compression: type[Compressor]
     _serial: int
+
+    @property
+    def _signature(self) -> str:
+        return f"adasum/{key_of([name for name, _ in self._named], [param for _, param in self._named])}"
+
+    def _attach(self, current: job.Job) -> None:
+        size = current.control.size
+        if size & (size - 1):
+            raise NotImplementedError(f"Adasum needs a number of ranks that is a power of two, not {size}")
+        self._serial, self._detached = next(current.serials[GLOBAL]), ""
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Gradients add up on this rank until `step()`, however many backward passes there are.
@@ -53,6 +65,7 @@ class _AdasumDistributed(Distributed):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # Any: as torch
         """Collective: each rank makes its own update; the parameters move by their combination."""
+        require_attached(self)
         params = [param for _, param in self._named if param.requires_grad]
         starts = [param.detach().clone() for param in params]
         loss = super().step(closure)
@@ -78,23 +91,15 @@ class _AdasumDistributed(Distributed):
 
 def wrap_adasum(
     optimizer: torch.optim.Optimizer, named: Sequence[tuple[str, torch.Tensor]], *, compression: type[Compressor]
-) -> torch.optim.Optimizer:
-    """An optimizer of a class derived from `optimizer`'s that combines updates.
+) -> Distributed:
+    """An optimizer of a class derived from `optimizer`'s that combines updates, once it is attached to ranks.
 
     Args:
         optimizer: the optimizer to wrap.
         named: all its parameters.
         compression: how updates travel.
-
-    Raises:
-        NotImplementedError: the number of ranks is not a power of two.
     """
-    current = job.current()
-    size = current.control.size
-    if size & (size - 1):
-        raise NotImplementedError(f"Adasum needs a number of ranks that is a power of two, not {size}")
     distributed = derive(_AdasumDistributed, optimizer)
     distributed._named, distributed._compression = named, compression
     distributed._parameter_names = {param: name for name, param in named}
-    distributed._serial = next(current.serials[GLOBAL])
     return distributed

@@ -13,12 +13,14 @@ import torch
 
 from sirtaki.comm.control.communicator import Backend
 from sirtaki.engine import job
-from sirtaki.engine.job import is_initialized, shutdown
+from sirtaki.engine.job import is_initialized
 from sirtaki.engine.ranks import choose_backend
 from sirtaki.errors import ConfigError, LaunchError, SirtakiError
 from sirtaki.mpi_library import find_mpi_library
 from sirtaki.settings import TIMELINE_DYNAMIC, Settings
 
+from . import handles, lasting_optimizers
+from . import process_sets as process_sets_
 from .process_sets import ProcessSet, open_static
 from .timeline import start_timeline
 
@@ -66,6 +68,8 @@ def init(comm: Sequence[int] | MPI.Comm | None = None, process_sets: Sequence[Pr
     """
     if is_initialized():
         return
+    global _process_sets
+    _process_sets = process_sets
     job.init(comm)
     try:
         open_static(process_sets)
@@ -78,6 +82,35 @@ def init(comm: Sequence[int] | MPI.Comm | None = None, process_sets: Sequence[Pr
             start_timeline(settings.timeline, settings.timeline_mark_cycles)
         except ConfigError as err:
             logger.warning("%s; the job goes on without it", err)
+
+
+_process_sets: Sequence[ProcessSet] | str | None = None  # as `init` was given them last
+
+
+def init_again() -> None:
+    """Collective over the members of the next generation, once this process has left the one before: as `init` did.
+
+    Raises:
+        HorovodInternalError: a member was lost meanwhile.
+        LaunchError: there is no next generation.
+    """
+    job.init()
+    open_static(_process_sets)
+
+
+def shutdown() -> None:
+    """Collective: ends Sirtaki on all ranks; `init()` may be called again. Harmless if it was not started."""
+    elastic = is_initialized() and job.current().elastic is not None
+    job.shutdown()
+    if elastic:
+        let_go()
+
+
+def let_go() -> None:
+    """Not collective: what the script holds of a generation of an elastic job, which has ended, waits for the next."""
+    handles.forget_all()
+    lasting_optimizers.detach_all()
+    process_sets_.end_generation()
 
 
 def rank() -> int:

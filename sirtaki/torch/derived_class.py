@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from sirtaki.engine.job import Job
 from sirtaki.errors import ConfigError
 
 Mixin = TypeVar("Mixin", bound="Distributed")
@@ -19,9 +20,36 @@ class Distributed(torch.optim.Optimizer):
 
     Attributes:
         _wrapped: the optimizer that this one was made of; a scheduler may still hold it.
+        _detached: why it belongs to no ranks just now; empty if it does.
+        _of_training: it was made by the function that `elastic.run` repeats.
+        _closed: `close` was called.
     """
 
     _wrapped: torch.optim.Optimizer
+    _detached = ""
+    _of_training = False
+    _closed = False
+
+    @property
+    def _signature(self) -> str:
+        """Equal on two ranks if their optimizers may belong together."""
+        raise NotImplementedError
+
+    def _attach(self, current: Job) -> None:
+        """Collective over those it trains with: from now on it belongs to these ranks.
+
+        Raises:
+            ConfigError: it cannot.
+            NotImplementedError: it cannot.
+        """
+        raise NotImplementedError
+
+    def _detach(self, why: str) -> None:
+        """Not collective: it belongs to no ranks; gradients of an iteration that has not ended do not count."""
+        self._detached = why
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.grad = None
 
 
 def require_plain(optimizer: torch.optim.Optimizer) -> None:

@@ -3,11 +3,11 @@
 from sirtaki.errors import CommError
 
 HorovodInternalError = CommError
-"""Communication failed."""
+"""Communication failed: inside `elastic.run`, where ranks come and go, training goes on; elsewhere the job ends."""
 
 
 class HostsUpdatedInterrupt(Exception):
-    """Hosts have come or gone; never raised here, since a job's ranks do not change.
+    """Hosts have come or gone; raised on all ranks at once, where ranks come and go.
 
     Attributes:
         skip_sync: the state need not be synchronised before training goes on.

@@ -84,6 +84,11 @@ class Call:
         return engine.unnamed(prefix) if self.name is None else f"{prefix}.{self.name}"
 
 
+def forget_all() -> None:
+    """No handle is known any more: the ranks that they were of have parted."""
+    _pending.clear()
+
+
 def poll(handle: int) -> bool:
     """True if `synchronize(handle)` would not block."""
     pending = _pending.get(handle)

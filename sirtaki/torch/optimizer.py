@@ -12,17 +12,16 @@ from typing import Any
 import torch
 
 from sirtaki.autotune.arms.base import Arm
-from sirtaki.comm.collectives.rank_sets import GLOBAL, RankSet
-from sirtaki.comm.gradients.buffers import Reduction
 from sirtaki.engine import job
 from sirtaki.engine.optimizer_gradients import CLOSED, OptimizerGradients
-from sirtaki.engine.reducer_options import ReducerOptions
 from sirtaki.engine.warmup import NO_LOG
 from sirtaki.errors import ConfigError, NotInitializedError
 
 from .adasum_optimizer import wrap_adasum
 from .compression import Compression, Compressor, NoneCompressor, _CastCompressor
 from .derived_class import Distributed, derive, plain_copy, require_plain
+from .gradient_recipe import GradientRecipe
+from .lasting_optimizers import keep, require_attached
 from .mpi_ops import Adasum, Average, Sum, allreduce
 from .process_sets import ProcessSet, global_process_set
 
@@ -45,22 +44,33 @@ class _Distributed(Distributed):
     """What is mixed into the class of the wrapped optimizer.
 
     Attributes:
+        _recipe: what the user has asked for.
         _gradients: keeps the gradients equal; None where there is nobody to be equal to.
-        _process_set: the ranks that train together.
         _parameter_names: of each parameter, the name in messages; scripts written for Horovod read it.
-        _closed: `close` was called.
     """
 
+    _recipe: GradientRecipe
     _gradients: OptimizerGradients | None
     _parameter_names: dict[torch.Tensor, str]
-    _process_set: ProcessSet
-    _closed: bool
     _synchronized: bool
     _should_synchronize: bool
 
-    def _begin(self, gradients: OptimizerGradients | None, process_set: ProcessSet) -> None:
-        self._gradients, self._process_set, self._closed = gradients, process_set, False
+    def _begin(self, recipe: GradientRecipe) -> None:
+        self._recipe, self._gradients = recipe, None
+        self._parameter_names = {param: name for name, param in recipe.named}
         self._synchronized, self._should_synchronize = False, True
+
+    @property
+    def _signature(self) -> str:
+        return self._recipe.signature
+
+    def _attach(self, current: job.Job) -> None:
+        self._gradients = self._recipe.make(current)
+        self._detached = ""
+
+    def _detach(self, why: str) -> None:
+        super()._detach(why)
+        self._gradients, self._synchronized = None, False
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """From the next step on, gradients are reduced after `passes` backward passes.
@@ -70,6 +80,7 @@ class _Distributed(Distributed):
         """
         if passes <= 0:
             raise ValueError("backward_passes_per_step must be > 0")
+        self._recipe.passes = passes
         if self._gradients is not None:
             self._gradients.set_passes(passes)
 
@@ -128,7 +139,7 @@ class _Distributed(Distributed):
             if not decides_by_loss:
                 return loss
             # A line search must take the same decisions on all ranks, so they must see the same loss.
-            return allreduce(torch.as_tensor(loss).detach(), process_set=self._process_set)
+            return allreduce(torch.as_tensor(loss).detach(), process_set=self._recipe.process_set)
 
         return synchronised
 
@@ -155,6 +166,7 @@ class _Distributed(Distributed):
         number = len(self.param_groups) - 1
         added = [(f"group.{number}.{index}", param) for index, param in enumerate(self.param_groups[-1]["params"])]
         self._parameter_names |= {param: name for name, param in added}
+        self._recipe.named = [*self._recipe.named, *added]
         if self._gradients is not None:
             self._gradients.extend(added)
 
@@ -171,6 +183,7 @@ class _Distributed(Distributed):
     def _require_open(self) -> None:
         if self._closed:
             raise NotInitializedError(CLOSED.format(reason="by close()"))
+        require_attached(self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As the wrapped optimizer's, which stays the same as this one: a scheduler may hold it."""
@@ -230,49 +243,28 @@ def DistributedOptimizer(
     named = _named_parameters(optimizer, named_parameters)
     divided = _divide(groups, [param for _, param in named if param.requires_grad])
     current = job.current()
-    if op == Adasum and current.control.size > 1:
+    if op == Adasum and (current.control.size > 1 or current.elastic is not None):
         if process_set is not global_process_set:
             raise NotImplementedError("Adasum does not support non-global process sets yet.")
         logger.info("Adasum is not tuned%s", NO_LOG if current.settings.trial_log else "")
-        return wrap_adasum(optimizer, named, compression=compression)
-    members = _members(current, process_set)
-    gradients = None
-    if members is not None and len(members.ranks) > 1:
-        count = len(members.ranks)
-        reduction = Reduction(
-            prescale=1.0 / gradient_predivide_factor,
-            postscale=gradient_predivide_factor / count if op == Average else 1.0,
-            wire_dtype=_wire_dtypes(compression),
-        )
-        options = ReducerOptions(
-            reduction=reduction,
-            sparse_as_dense=sparse_as_dense,
-            groups=divided,
-            arms=arms,
-        )
-        gradients = OptimizerGradients(current, members, named, passes=backward_passes_per_step, options=options)
-    elif members is not None:
-        logger.info("on one rank nothing is reduced, and nothing tuned%s", NO_LOG if current.settings.trial_log else "")
+        combining = wrap_adasum(optimizer, named, compression=compression)
+        keep(combining, current)
+        return combining
+    recipe = GradientRecipe(
+        named=named,
+        wire_dtype=_wire_dtypes(compression),
+        passes=backward_passes_per_step,
+        op=op,
+        predivide=gradient_predivide_factor,
+        sparse_as_dense=sparse_as_dense,
+        groups=divided,
+        arms=arms,
+        process_set=process_set,
+    )
     distributed: _Distributed = derive(_Distributed, optimizer)
-    distributed._begin(gradients, process_set)
-    distributed._parameter_names = {param: name for name, param in named}
+    distributed._begin(recipe)
+    keep(distributed, current)
     return distributed
-
-
-def _members(current: job.Job, process_set: ProcessSet) -> RankSet | None:
-    """Collective over the set: its members, with their control plane; None on other ranks.
-
-    Raises:
-        ValueError: the process set is not open.
-    """
-    if process_set is global_process_set:
-        return current.rank_sets[GLOBAL]
-    if process_set.included() is None:
-        raise ConfigError(f"{process_set} has not been initialized: pass it to init() or add_process_set() first")
-    assert process_set.process_set_id is not None
-    if not process_set.included():
-        return None
-    return current.rank_sets.members(process_set.process_set_id)
 
 
 def _divide(

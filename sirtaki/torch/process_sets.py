@@ -9,7 +9,7 @@ from sirtaki.comm.collectives.engine import EagerEngine
 from sirtaki.comm.collectives.rank_sets import GLOBAL, RankSet
 from sirtaki.comm.control.mpi import load_mpi, mpi_of
 from sirtaki.engine import job
-from sirtaki.errors import ConfigError
+from sirtaki.errors import ConfigError, NotInitializedError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -84,6 +84,11 @@ class _GlobalProcessSet(ProcessSet):
         return there
 
 
+UNSETTLED = (
+    "this rank has come to a job under way, whose other ranks are in hvd.elastic.run: communicate inside of it only; "
+    "state that is committed there needs no broadcast before"
+)
+
 global_process_set: ProcessSet = _GlobalProcessSet()
 """All ranks; the default of every operation."""
 
@@ -95,15 +100,31 @@ def engine_of(process_set: ProcessSet) -> EagerEngine:
         NotInitializedError: `init()` has not been called.
         ConfigError: the set is not open, or this rank is not in it.
     """
+    current = job.current()
+    if not current.settled:
+        raise NotInitializedError(UNSETTLED)
     if process_set is global_process_set:
-        return job.current().engine
-    rank = job.current().control.rank
-    there = process_set._opened()
-    if there is None:
-        raise ConfigError(f"{process_set} has not been initialized: pass it to init() or add_process_set() first")
+        return current.engine
+    rank = current.control.rank
+    there = require_opened(process_set)
     if there.engine is None:
         raise ConfigError(f"rank {rank} is not in the process set of ranks {list(there.ranks)}")
     return there.engine
+
+
+def require_opened(process_set: ProcessSet) -> RankSet:
+    """An open set.
+
+    Raises:
+        NotInitializedError: `init()` has not been called.
+        ConfigError: the set is not open.
+    """
+    size = job.current().control.size
+    if (there := process_set._opened()) is not None:
+        return there
+    if process_set in _lasting and process_set.ranks and process_set.ranks[-1] >= size:
+        raise ConfigError(f"the process set of ranks {process_set.ranks} does not fit the {size} ranks that there are")
+    raise ConfigError(f"{process_set} has not been initialized: pass it to init() or add_process_set() first")
 
 
 def members(process_set: ProcessSet) -> tuple[int, ...]:
@@ -112,11 +133,7 @@ def members(process_set: ProcessSet) -> tuple[int, ...]:
     Raises:
         ConfigError: the set is not open.
     """
-    there = process_set._opened()
-    if there is None:
-        engine_of(process_set)  # says what is wrong
-        raise AssertionError("unreachable")
-    return there.ranks
+    return require_opened(process_set).ranks
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
@@ -129,6 +146,10 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     current = job.current()
     if not isinstance(process_set, ProcessSet):
         process_set = ProcessSet(process_set)
+    if current.elastic is not None and not current.training and process_set not in _lasting:
+        _lasting.append(process_set)
+        if not current.settled:
+            return process_set  # opened once this rank meets the others
     process_set.process_set_id = current.rank_sets.add(_wanted(process_set))
     process_set.ranks = list(current.rank_sets[process_set.process_set_id].ranks)
     return process_set
@@ -168,6 +189,8 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     removed = current.rank_sets.remove(process_set.process_set_id if opened else None, current.close_participants)
     if removed:
         process_set.process_set_id = None
+        if process_set in _lasting:
+            _lasting.remove(process_set)
     return removed
 
 
@@ -183,4 +206,49 @@ def open_static(process_sets: Sequence[ProcessSet] | str | None) -> None:
         raise ConfigError(f"process_sets= takes a list of ProcessSet or 'dynamic', not {process_sets!r}")
     for process_set in process_sets:
         if process_set is not global_process_set:
-            add_process_set(process_set)
+            _open_static(process_set)
+
+
+def _open_static(process_set: ProcessSet) -> None:
+    """Collective. Where ranks come and go a set may have more of them another time; its use tells that it does not fit.
+
+    In a job under way, `init()` is called by all ranks of each generation, so that it is opened right now.
+    """
+    current = job.current()
+    if current.elastic is None:
+        add_process_set(process_set)
+        return
+    if process_set not in _lasting:
+        _lasting.append(process_set)
+    if process_set.ranks is not None:
+        open_again([process_set])
+
+
+# ── where ranks come and go ──────────────────────────────────────────────────────────────────────────────────────
+
+
+_lasting: list[ProcessSet] = []
+"""Those of `init()`, and those that were added outside of the function that `elastic.run` repeats."""
+
+
+def end_generation() -> None:
+    """Not collective: no set is open any more."""
+    for process_set in _lasting:
+        process_set.process_set_id = None
+
+
+def lasting() -> dict[tuple[int, ...], ProcessSet]:
+    """Sets to be opened again that are not open, by their ranks."""
+    return {tuple(there.ranks): there for there in _lasting if there.ranks is not None and there._opened() is None}
+
+
+def open_again(process_sets: Sequence[ProcessSet]) -> None:
+    """Collective over all ranks, in one order: opens those that fit; all ranks that there are may be one of them."""
+    current = job.current()
+    everybody = list(range(current.control.size))
+    for process_set in process_sets:
+        assert process_set.ranks is not None
+        if process_set.ranks == everybody:
+            process_set.process_set_id = GLOBAL
+        elif process_set.ranks[-1] < len(everybody):
+            process_set.process_set_id = current.rank_sets.add(process_set.ranks)

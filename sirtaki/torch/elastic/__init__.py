@@ -1,8 +1,7 @@
-"""Horovod's `elastic` interface over a fixed set of ranks: `import sirtaki.torch.elastic`, or `hvd.elastic`.
+"""Horovod's `elastic` interface: `import sirtaki.torch.elastic`, or `hvd.elastic`.
 
-Scripts written for elastic training run: state is committed, synchronised and restored, and the sampler deals out what
-an epoch has left. Ranks do not come and go; the loss of one ends the job, and its next start goes on from what the
-script itself has saved.
+State is committed, synchronised and restored, and the sampler deals out what an epoch has left. Where a launcher lets
+ranks come and go, training goes on when one is lost, comes or leaves; where ranks stay, the loss of one ends the job.
 """
 
 from ..basics import init, shutdown

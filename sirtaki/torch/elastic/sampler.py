@@ -5,11 +5,24 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sized
+from dataclasses import dataclass
 from typing import Any
 
 from torch.utils.data import Sampler
 
 from sirtaki.engine import job
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """How far an epoch had come: the first `length` of `processed`, which grows at its end only."""
+
+    epoch: int
+    processed: list[int]
+    length: int
+
+    def __deepcopy__(self, memo: object) -> Mark:
+        return self
 
 
 class ElasticSampler(Sampler[int]):
@@ -24,9 +37,14 @@ class ElasticSampler(Sampler[int]):
             seed: of that order.
         """
         self.dataset, self.shuffle, self.seed = dataset, shuffle, seed
-        self.epoch = 0
-        self.processed_indices: set[int] = set()
+        self._begin(0, [])
         self.reset()
+
+    def _begin(self, epoch: int, processed: Iterable[int]) -> None:
+        self.epoch = epoch
+        self._in_order = list(processed)
+        self.processed_indices = set(self._in_order)
+        self._told = len(self._in_order)
 
     @property
     def processed_num(self) -> int:
@@ -35,8 +53,7 @@ class ElasticSampler(Sampler[int]):
 
     def set_epoch(self, epoch: int) -> None:
         """Begins an epoch: nothing of it has been processed."""
-        self.epoch = epoch
-        self.processed_indices = set()
+        self._begin(epoch, [])
         self.reset()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
@@ -45,7 +62,9 @@ class ElasticSampler(Sampler[int]):
 
     def record_indices(self, indices: Iterable[int]) -> None:
         """These indices have been processed."""
-        self.processed_indices.update(indices)
+        new = [index for index in indices if index not in self.processed_indices]
+        self._in_order += new
+        self.processed_indices.update(new)
 
     def get_indices(self, batch_idx: int, batch_size: int) -> list[int]:
         """The indices of this rank's batch of that number."""
@@ -71,9 +90,32 @@ class ElasticSampler(Sampler[int]):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Goes on from there."""
-        self.epoch = state_dict["epoch"]
-        self.processed_indices = set(state_dict["processed_indices"])
+        self._begin(state_dict["epoch"], sorted(state_dict["processed_indices"]))
         self.reset()
+
+    # ── for commits ──────────────────────────────────────────────────────────────────────────────────────────────
+
+    def mark(self) -> Mark:
+        """Where it is; takes the same time however much has been processed."""
+        return Mark(self.epoch, self._in_order, len(self._in_order))
+
+    def rewind(self, mark: Mark) -> None:
+        """Goes back to there."""
+        told = self._told if mark.processed is self._in_order else mark.length
+        self._begin(mark.epoch, mark.processed[: mark.length])
+        self._told = min(told, mark.length)
+        self.reset()
+
+    def news(self) -> tuple[int, list[int]]:
+        """The epoch, and what this rank has processed of it since the other ranks were last told."""
+        return self.epoch, self._in_order[self._told :]
+
+    def hear(self, said: Iterable[tuple[int, list[int]]]) -> None:
+        """What all ranks have processed, this one among them, since they were last told."""
+        for epoch, indices in said:
+            if epoch == self.epoch:
+                self.record_indices(indices)
+        self._told = len(self._in_order)
 
     def __iter__(self) -> Iterator[int]:
         """This rank's indices."""

@@ -5,21 +5,73 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from sirtaki.engine import job
+from sirtaki.engine.membership import Change
+
+from ..exceptions import HostsUpdatedInterrupt
 from ..functions import allgather_object, broadcast_object, broadcast_optimizer_state, broadcast_parameters
-from .sampler import ElasticSampler
+from .commits import Commit, Commits, copied
+from .sampler import ElasticSampler, Mark
 
 SYNC_ROOT = 0
-"""Whose state all ranks take: no rank is older than another."""
+"""Whose state all ranks take: where ranks come and go, rank 0 is one that has been there."""
 
 
-class State(ABC):
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """Which commits a rank holds.
+
+    Attributes:
+        written: number of its newest one; -1 = none.
+        completed: the newest one that it knows all ranks to hold.
+    """
+
+    written: int = -1
+    completed: int = -1
+
+
+class _KeepsNoCommits:
+    """What `elastic.run` asks of a state, beside what Horovod's scripts define."""
+
+    def _news(self) -> Any:
+        """What the other ranks are to hear when they look for changes (Any: whatever pickles)."""
+
+    def _complete(self, news: Sequence[Any]) -> None:
+        """All ranks hold what was saved last.
+
+        Args:
+            news: of all ranks.
+        """
+
+    def _standing(self) -> Standing:
+        """Which commits this rank holds."""
+        return Standing()
+
+    def _go_back(self, number: int) -> None:
+        """Goes back to that commit, or stays at the newest one if it is not held."""
+
+    def _count_from(self, number: int) -> None:
+        """What is saved next has that number."""
+
+
+class State(_KeepsNoCommits, ABC):
     """Something that can be saved in memory, restored, and made equal on all ranks."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self, bcast_object: Callable[[Any], Any] | None = None, get_rank: Callable[[], int] | None = None
+    ) -> None:
+        """Keeps nothing.
+
+        Args:
+            bcast_object: shares rank 0's object (Any: whatever pickles); None = `hvd.broadcast_object`.
+            get_rank: accepted for Horovod's sake.
+        """
+        self._bcast_object = bcast_object or (lambda value: broadcast_object(value, SYNC_ROOT))
         self._reset_callbacks: list[Callable[[], None]] = []
 
     def register_reset_callbacks(self, callbacks: Sequence[Callable[[], None]]) -> None:
@@ -33,14 +85,36 @@ class State(ABC):
             callback()
 
     def commit(self) -> None:
-        """Saves the state, and looks whether hosts have changed."""
+        """Saves the state, and looks whether hosts have changed. Collective where ranks come and go.
+
+        When it returns, or raises `HostsUpdatedInterrupt`, all ranks hold what was saved.
+
+        Raises:
+            HostsUpdatedInterrupt: on all ranks, hosts have come or gone.
+            HorovodInternalError: a rank is lost.
+        """
         self.save()
         self.check_host_updates()
 
-    def check_host_updates(self) -> None:  # noqa: B027  # part of the interface
-        """Does nothing: the ranks of a job do not change."""
+    def check_host_updates(self) -> None:
+        """Raises if hosts have come or gone. Collective where ranks come and go; nothing where they stay.
 
-    def reset(self) -> None:  # noqa: B027  # sub-classes may do something
+        Raises:
+            HostsUpdatedInterrupt: on all ranks.
+            HorovodInternalError: a rank is lost.
+        """
+        current = job.current()
+        if current.elastic is None:
+            return
+        said = current.control.all_gather((current.elastic.change().value, self._news()))
+        self._complete([news for _, news in said])
+        changes = Change(0)
+        for change, _ in said:
+            changes |= Change(change)
+        if changes:
+            raise HostsUpdatedInterrupt(skip_sync=changes == Change.REMOVED)
+
+    def reset(self) -> None:
         """Called by `on_reset`; for sub-classes."""
 
     @abstractmethod
@@ -59,29 +133,63 @@ class State(ABC):
 class ObjectState(State):
     """Plain picklable values, kept as attributes."""
 
-    def __init__(self, **values: Any) -> None:
-        super().__init__()
+    def __init__(
+        self,
+        bcast_object: Callable[[Any], Any] | None = None,
+        get_rank: Callable[[], int] | None = None,
+        **values: Any,
+    ) -> None:
+        """Keeps the values, and saves them.
+
+        Args:
+            bcast_object: see `State`.
+            get_rank: see `State`.
+            values: by name; they become attributes.
+        """
+        super().__init__(bcast_object, get_rank)
         self._names = list(values)
         for name, value in values.items():
             setattr(self, name, value)
-        self._saved = self._values()
+        self._commits = Commits()
+        self.save()
 
-    def _values(self) -> dict[str, Any]:
-        return {name: copy.deepcopy(getattr(self, name)) for name in self._names}
+    def _tree(self) -> dict[str, Any]:
+        """What is saved; copied by the caller."""
+        return {"values": {name: getattr(self, name) for name in self._names}}
 
     def save(self) -> None:
         """See `State`."""
-        self._saved = self._values()
+        self._commits.write(self._tree())
 
     def restore(self) -> None:
         """See `State`."""
-        for name, value in self._saved.items():
-            setattr(self, name, copy.deepcopy(value))
+        self._put_back(self._commits.newest)
+
+    def _put_back(self, commit: Commit) -> None:
+        for name, value in commit.tree["values"].items():
+            setattr(self, name, copied(value))
 
     def sync(self) -> None:
         """See `State`."""
-        self._saved = broadcast_object(self._values(), SYNC_ROOT)
-        self.restore()
+        for name, value in self._bcast_object(copy.deepcopy(self._tree()["values"])).items():
+            setattr(self, name, value)
+        self.save()
+
+    def _complete(self, news: Sequence[Any]) -> None:
+        self._commits.completed = self._commits.newest.number
+
+    def _standing(self) -> Standing:
+        return Standing(written=self._commits.newest.number, completed=self._commits.completed)
+
+    def _go_back(self, number: int) -> None:
+        self._commits.drop_after(number)
+        commit = self._commits.newest
+        self._put_back(commit)
+        if commit.random is not None:
+            commit.random.put_back()
+
+    def _count_from(self, number: int) -> None:
+        self._commits.count_from(number)
 
 
 class TorchState(ObjectState):
@@ -90,33 +198,52 @@ class TorchState(ObjectState):
     def __init__(
         self, model: torch.nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None, **kwargs: Any
     ) -> None:
+        """Keeps what is given as attributes, and saves it.
+
+        Args:
+            model: broadcast by its `state_dict()`, as all modules are.
+            optimizer: as all optimizers, too.
+            kwargs: modules, optimizers, `ElasticSampler`s, and anything that pickles.
+        """
         given = {"model": model, "optimizer": optimizer, **kwargs}
         stateful = {name: value for name, value in given.items() if isinstance(value, _STATEFUL)}
-        self._stateful = stateful
+        self._stateful: dict[str, Any] = {}
         for name, value in stateful.items():
             setattr(self, name, value)
-        self._saved_states = self._states()
+        self._stateful = stateful
         super().__init__(**{name: value for name, value in given.items() if name in kwargs and name not in stateful})
 
-    def _states(self) -> dict[str, Any]:
-        return {name: copy.deepcopy(value.state_dict()) for name, value in self._stateful.items()}
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in getattr(self, "_stateful", {}):
+            self._stateful[name] = value
+        super().__setattr__(name, value)
 
-    def save(self) -> None:
-        """See `State`."""
-        self._saved_states = self._states()
-        super().save()
+    @property
+    def _samplers(self) -> dict[str, ElasticSampler]:
+        return {name: value for name, value in self._stateful.items() if isinstance(value, ElasticSampler)}
 
-    def restore(self) -> None:
-        """See `State`."""
-        for name, value in self._stateful.items():
-            value.load_state_dict(copy.deepcopy(self._saved_states[name]))
-        super().restore()
+    def _marks(self) -> dict[str, Mark]:
+        return {name: sampler.mark() for name, sampler in self._samplers.items()}
+
+    def _tree(self) -> dict[str, Any]:
+        states = {
+            name: value.state_dict() for name, value in self._stateful.items() if not isinstance(value, ElasticSampler)
+        }
+        return {**super()._tree(), "states": states, "marks": self._marks()}
+
+    def _put_back(self, commit: Commit) -> None:
+        for name, state in commit.tree["states"].items():
+            # Parameters are written in place; an optimizer keeps the tensors that it is given.
+            value = self._stateful[name]
+            value.load_state_dict(state if isinstance(value, torch.nn.Module) else copied(state))
+        for name, mark in commit.tree["marks"].items():
+            self._stateful[name].rewind(mark)
+        super()._put_back(commit)
 
     def reset(self) -> None:
         """Deals out anew what the samplers have left."""
-        for value in self._stateful.values():
-            if isinstance(value, ElasticSampler):
-                value.reset()
+        for sampler in self._samplers.values():
+            sampler.reset()
 
     def sync(self) -> None:
         """See `State`; what the ranks' samplers have processed is put together."""
@@ -125,12 +252,21 @@ class TorchState(ObjectState):
                 broadcast_parameters(value.state_dict(), SYNC_ROOT)
             elif isinstance(value, ElasticSampler):
                 states = allgather_object(value.state_dict())
-                processed = set().union(*(state["processed_indices"] for state in states))
-                value.load_state_dict({"epoch": states[SYNC_ROOT]["epoch"], "processed_indices": processed})
+                epoch = states[SYNC_ROOT]["epoch"]
+                known = (state["processed_indices"] for state in states if state["epoch"] == epoch)
+                value.load_state_dict({"epoch": epoch, "processed_indices": set().union(*known)})
             elif not isinstance(value, torch.optim.LBFGS):
                 broadcast_optimizer_state(value, SYNC_ROOT)
-        self._saved_states = self._states()
         super().sync()
+
+    def _news(self) -> dict[str, tuple[int, list[int]]]:
+        return {name: sampler.news() for name, sampler in self._samplers.items()}
+
+    def _complete(self, news: Sequence[Any]) -> None:
+        for name, sampler in self._samplers.items():
+            sampler.hear([said[name] for said in news if said is not None and name in said])
+        self._commits.newest.tree["marks"] = self._marks()
+        super()._complete(news)
 
 
 _STATEFUL = (torch.nn.Module, torch.optim.Optimizer, ElasticSampler)

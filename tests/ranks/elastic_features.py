@@ -1,0 +1,114 @@
+"""Operations, `join` and process sets on ranks that are lost. Started by test_features.py: `… LOG {"play": NAME}`."""
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from fakes.told_membership import ToldMembership
+from ranks.elastic_member import Log
+
+import sirtaki.torch as hvd
+from sirtaki.engine import membership
+
+MANY = 1 << 20
+
+WAITS: list[Callable[[torch.optim.Optimizer], Any]] = [
+    lambda _: hvd.allreduce(torch.ones(3), name="one"),
+    lambda _: hvd.barrier(),
+    lambda _: hvd.join(),
+    lambda _: hvd.allgather(torch.ones(MANY)),
+    lambda _: hvd.broadcast(torch.ones(MANY), 0),
+    lambda optimizer: optimizer.step(),
+]
+"""In each of them one rank less waits for the one that is lost."""
+
+
+def waits() -> None:
+    weight = torch.nn.Parameter(torch.ones(4))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=0.1))
+    state = hvd.elastic.ObjectState(step=0)
+
+    @hvd.elastic.run
+    def train(state: Any) -> None:
+        while state.step < len(WAITS):
+            step, state.step = state.step, state.step + 1
+            state.commit()
+            if there.worker == step + 1:
+                log("kill", step=step)
+                os.kill(os.getpid(), signal.SIGKILL)
+            try:
+                WAITS[step](optimizer)
+            except hvd.HorovodInternalError as err:
+                log("raised", step=step, message=str(err))
+                raise
+            log("returned", step=step)
+
+    train(state)
+
+
+def sets() -> None:
+    first, outer = hvd.ProcessSet([0, 1]), hvd.ProcessSet([0, 2])
+    hvd.init(process_sets=[first])
+    hvd.add_process_set(outer)
+    weight = torch.nn.Parameter(torch.zeros(1))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), process_set=first)
+    state = hvd.elastic.TorchState(optimizer=optimizer, calls=0)
+
+    @hvd.elastic.run
+    def train(state: Any) -> None:
+        inside = hvd.add_process_set([0]) if state.calls == 0 else None
+        said: dict[str, Any] = {"size": hvd.size(), "rank": hvd.rank(), "inside": inside is not None}
+        for name, there_ in (("first", first), ("outer", outer)):
+            try:
+                if there_.included() is not False:
+                    said[name] = hvd.allreduce(torch.ones(1), op=hvd.Sum, process_set=there_).item()
+            except ValueError as err:
+                said[name] = str(err)
+        with torch.no_grad():
+            weight.zero_()
+        optimizer.zero_grad()
+        (weight * (hvd.rank() + 1)).sum().backward()
+        optimizer.step()
+        log("train", **said, weight=weight.item())
+        state.calls += 1
+        state.commit()
+        if there.worker == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if state.calls == 1:
+            hvd.barrier()
+
+    train(state)
+
+
+def beginning() -> None:
+    """A rank is lost before the others communicate; and a script that does not know `elastic.run` trains, too."""
+    weight = torch.nn.Parameter(torch.zeros(1))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0))
+    if there.worker == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    state = hvd.elastic.TorchState(optimizer=optimizer)
+    hvd.elastic.run(lambda state: state.commit())(state)
+    plain = hvd.DistributedOptimizer(torch.optim.SGD([other := torch.nn.Parameter(torch.zeros(1))], lr=1.0))
+    for _ in range(3):
+        plain.zero_grad()
+        (other * (hvd.rank() + 1)).sum().backward()
+        plain.step()
+    log("train", size=hvd.size(), weight=other.item())
+
+
+PLAYS = {"waits": waits, "sets": sets, "beginning": beginning}
+
+if __name__ == "__main__":
+    there = ToldMembership()
+    membership.register(lambda: there)
+    log = Log(Path(sys.argv[1]))
+    play = PLAYS[json.loads(sys.argv[2])["play"]]
+    if play is not sets:
+        hvd.init()
+    play()
+    log("end")

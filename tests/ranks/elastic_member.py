@@ -1,0 +1,264 @@
+"""A training script for ranks that come and go, which says all that it does, and fails where it is told to.
+
+Started by test_generations.py: `elastic_member.py LOG PLAN`, where PLAN is JSON (see `Plan`). Each line of LOG is what
+happened in this process: `{"what": …, "s": time.monotonic(), …}`.
+"""
+
+import gc
+import hashlib
+import json
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from fakes.told_membership import ToldMembership
+
+import sirtaki.torch as hvd
+from sirtaki.engine import job, membership
+
+
+@dataclass
+class Plan:
+    """How long to train, and what goes wrong.
+
+    Attributes:
+        iterations: of the whole job.
+        until_told: the job ends when there is a file beside the log that is called `end`.
+        commit_every: iterations.
+        samples: of an epoch.
+        batch: samples a rank.
+        pause_s: in each iteration.
+        inside: the optimizer is made by the function that is repeated.
+        width: of the model's layers.
+        faults: `[worker, iteration, phase, action]`: at that phase of that iteration, once.
+    """
+
+    iterations: int = 12
+    until_told: bool = False
+    commit_every: int = 2
+    samples: int = 64
+    batch: int = 2
+    pause_s: float = 0.0
+    inside: bool = False
+    width: int = 16
+    passes: int = 1
+    faults: list[tuple[int, int, str, str]] = field(default_factory=list)
+
+
+class Log:
+    """Lines that outlive the process."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+    def __call__(self, what: str, **more: Any) -> None:
+        os.write(self._file, json.dumps({"what": what, "s": time.monotonic(), **more}).encode() + b"\n")
+
+
+def hash_of(model: torch.nn.Module) -> str:
+    digest = hashlib.blake2b(digest_size=8)
+    for parameter in model.parameters():
+        digest.update(parameter.detach().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def make_model(width: int) -> torch.nn.Module:
+    torch.manual_seed(1)
+    return torch.nn.Sequential(torch.nn.Linear(8, width), torch.nn.Tanh(), torch.nn.Linear(width, 4))
+
+
+def data(indices: list[int]) -> torch.Tensor:
+    """`(n, 8)`: a row for each sample."""
+    rows = [torch.randn(8, generator=torch.Generator().manual_seed(index)) for index in indices]
+    return torch.stack(rows)
+
+
+def loss_of(model: torch.nn.Module, indices: list[int]) -> torch.Tensor:
+    return (model(data(indices)) - 1.0).square().mean()
+
+
+def taken_of_the_process() -> dict[str, int]:
+    """Descriptors, threads, mappings, and pages in memory."""
+    gc.collect()
+    return {
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "threads": len(os.listdir("/proc/self/task")),
+        "mappings": len(Path("/proc/self/maps").read_text().splitlines()),
+        "pages": int(Path("/proc/self/statm").read_text().split()[1]),
+    }
+
+
+class Touchy:
+    """A value of the state that acts when it is copied or pickled."""
+
+    def __init__(self, act: Callable[[str], None]) -> None:
+        self.act = act
+
+    def __deepcopy__(self, memo: object) -> "Touchy":
+        self.act("saving")
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        self.act("syncing")
+        return _make_touchy, ()
+
+
+def _make_touchy() -> Touchy:
+    return Touchy(faults.strike)
+
+
+class Faults:
+    def __init__(self, worker: int, plan: Plan, log: Log) -> None:
+        self.worker, self.log, self.iteration = worker, log, 0
+        self._due = [fault for fault in plan.faults if fault[0] == worker]
+
+    def strike(self, phase: str) -> None:
+        for fault in list(self._due):
+            if fault[1] <= self.iteration and fault[2] == phase:
+                self._due.remove(fault)
+                self.log("fault", phase=phase, action=fault[3])
+                getattr(self, fault[3])()
+
+    def kill(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def stop(self) -> None:
+        """For a second."""
+        pid = os.getpid()
+        if os.fork() == 0:
+            time.sleep(1.0)
+            os.kill(pid, signal.SIGCONT)
+            os._exit(0)
+        os.kill(pid, signal.SIGSTOP)
+
+    def add(self) -> None:
+        """Has another rank started."""
+        there.say(kind="add")
+        time.sleep(0.5)
+
+    def leave(self) -> None:
+        """Is dismissed."""
+        there.say(kind="dismiss")
+        time.sleep(0.2)
+
+    def raise_(self) -> None:
+        raise hvd.HorovodInternalError("as if communication had failed")
+
+
+def watch(there: ToldMembership, faults: Faults) -> None:
+    """Says when a generation ends and the next one begins, and has faults there."""
+    answered, opened, gave_up = there.join, job.Job.__init__, job.Job.give_up
+
+    def give_up(self: job.Job, reason: str) -> None:
+        faults.log("noticed", reason=reason)
+        gave_up(self, reason)
+
+    def join(**how: Any) -> Any:
+        faults.log("left")
+        generation = answered(**how)
+        faults.log("joined", generation=generation.number)
+        faults.strike("joined")
+        return generation
+
+    def open_job(self: job.Job, *how: Any) -> None:
+        faults.log("met")
+        faults.strike("met")
+        opened(self, *how)
+        faults.log("open")
+
+    there.join = join  # type: ignore[method-assign]
+    job.Job.__init__, job.Job.give_up = open_job, give_up  # type: ignore[method-assign]
+
+
+def main() -> None:
+    plan = Plan(**json.loads(sys.argv[2]))
+    end = Path(sys.argv[1]).with_name("end")
+    faults.log("start")
+    hvd.init()
+    model = make_model(plan.width)
+
+    def make_optimizer() -> torch.optim.Optimizer:
+        sgd = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        return hvd.DistributedOptimizer(sgd, model.named_parameters(), backward_passes_per_step=plan.passes)
+
+    made = None if plan.inside else make_optimizer()
+    sampler = hvd.elastic.ElasticSampler(range(plan.samples), seed=5)
+    more = {} if made is None else {"optimizer": made}
+    state = hvd.elastic.TorchState(
+        model=model, sampler=sampler, iteration=0, epoch=0, touchy=Touchy(faults.strike), **more
+    )
+    state.register_reset_callbacks([lambda: faults.strike("callback")])
+    model[2].weight.register_post_accumulate_grad_hook(lambda _: faults.strike("backward"))
+
+    def iterate(optimizer: torch.optim.Optimizer) -> None:
+        faults.iteration = state.iteration
+        optimizer.zero_grad()
+        if len(sampler) == 0 or state.batch_of(sampler) == []:
+            state.epoch += 1
+            sampler.set_epoch(state.epoch)
+            state.first = 0
+        indices = state.batch_of(sampler)
+        faults.strike("forward")
+        for number in range(plan.passes):
+            loss_of(model, indices[number :: plan.passes]).backward()
+        faults.strike("before_step")
+        optimizer.step()
+        faults.strike("step")
+        sampler.record_indices(indices)
+        state.first += plan.batch
+        faults.log(
+            "iteration",
+            number=state.iteration,
+            epoch=state.epoch,
+            indices=indices,
+            generation=job.current().elastic.number,  # type: ignore[union-attr]
+            rank=hvd.rank(),
+            size=hvd.size(),
+            hash=hash_of(model),
+            draw=random.random(),
+        )
+        state.iteration += 1
+        if plan.pause_s:
+            time.sleep(plan.pause_s)
+
+    @hvd.elastic.run
+    def train(state: Any) -> None:
+        faults.log(
+            "train",
+            iteration=state.iteration,
+            size=hvd.size(),
+            rank=int(os.environ["HOROVOD_RANK"]),
+            hash=hash_of(model),
+            **taken_of_the_process(),
+        )
+        state.first = 0
+        optimizer = made or make_optimizer()
+        optimizer.register_step_pre_hook(lambda *_: faults.strike("in_step"))
+        while state.iteration < plan.iterations:
+            iterate(optimizer)
+            if plan.until_told and hvd.allreduce(torch.tensor(float(end.exists())), op=hvd.Max, name="end") > 0:
+                break
+            if state.iteration % plan.commit_every == 0:
+                faults.strike("commit")
+                state.commit()
+                faults.log("commit", iteration=state.iteration, hash=hash_of(model))
+
+    state.batch_of = lambda sampler: list(sampler)[state.first : state.first + plan.batch]
+    state.first = 0
+    train(state)
+    faults.log("end", iteration=state.iteration, hash=hash_of(model))
+
+
+if __name__ == "__main__":
+    there = ToldMembership()
+    membership.register(lambda: there)
+    faults = Faults(there.worker, Plan(**json.loads(sys.argv[2])), Log(Path(sys.argv[1])))
+    watch(there, faults)
+    main()

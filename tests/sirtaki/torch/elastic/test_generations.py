@@ -1,0 +1,174 @@
+"""Ranks are killed, stopped, added and dismissed in all phases of training: commits stay, and bits agree."""
+
+from __future__ import annotations
+
+import os
+import random
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from elastic_jobs import ElasticJob
+from rank_jobs import Launcher
+
+Start = Callable[..., ElasticJob]
+
+GLOO = {"SIRTAKI_TRANSPORT": "gloo", "SIRTAKI_STREAMS": "3"}
+
+
+@pytest.fixture
+def start(launcher: Launcher, tmp_path: Path) -> Start:
+    """Makes a job."""
+    return lambda **how: ElasticJob(launcher, tmp_path, **how)
+
+
+def slow(*values: object) -> object:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    "phase",
+    ["backward", slow("forward"), slow("before_step"), "in_step", slow("step"), slow("commit"), "saving"],
+)
+def test_a_rank_is_killed(start: Start, phase: str) -> None:
+    with start(ranks=3, faults=[(1, 5, phase, "kill")]) as job:
+        job.run().check(ended=2, killed=1)
+
+
+@pytest.mark.parametrize("phase", ["callback", "joined", "met", "syncing"])
+@pytest.mark.slow
+def test_a_rank_is_killed_while_others_recover(start: Start, phase: str) -> None:
+    with start(ranks=4, faults=[(2, 5, "backward", "kill"), (0, 5, phase, "kill")]) as job:
+        job.run().check(ended=2, killed=2)
+
+
+def test_rank_0_and_another_one_are_killed_in_the_same_moment_and_replaced(start: Start) -> None:
+    with start(
+        ranks=4, iterations=30, pause_s=0.02, faults=[(0, 5, "in_step", "kill"), (3, 5, "in_step", "kill")]
+    ) as job:
+        job.replaces = True
+        job.run().check(ended=4, killed=2)
+
+
+def test_one_of_three_is_left(start: Start) -> None:
+    with start(ranks=3, faults=[(1, 5, "in_step", "kill"), (0, 5, "backward", "kill")]) as job:
+        judge = job.run()
+    judge.check(ended=1, killed=2)
+    assert judge.effective()[-1][0]["size"] == 1
+
+
+def test_a_rank_comes_and_one_is_dismissed(start: Start) -> None:
+    faults = [(0, 3, "before_step", "add"), (1, 21, "before_step", "leave")]
+    with start(ranks=2, iterations=40, pause_s=0.02, faults=faults) as job:
+        judge = job.run()
+    judge.check(ended=2, dismissed=1)
+    sizes = [lines[0]["size"] for lines in judge.effective()]
+    assert [sizes[0], max(sizes), sizes[-1]] == [2, 3, 2]
+
+
+@pytest.mark.parametrize("phase", ["joined", slow("met")])
+def test_who_comes_dies_before_it_has_state(start: Start, phase: str) -> None:
+    faults = [(0, 3, "before_step", "add"), (2, 0, phase, "kill")]
+    with start(ranks=2, iterations=30, pause_s=0.02, faults=faults) as job:
+        job.run().check(ended=2, killed=1)
+
+
+@pytest.mark.slow
+def test_one_comes_while_another_dies(start: Start) -> None:
+    faults = [
+        (0, 3, "before_step", "add"),
+        (1, 4, "commit", "kill"),
+        (2, 5, "in_step", "add"),
+        (0, 9, "in_step", "kill"),
+    ]
+    with start(ranks=3, iterations=40, pause_s=0.02, faults=faults) as job:
+        job.run().check(ended=3, killed=2)
+
+
+def test_a_rank_that_is_stopped_for_a_second_is_waited_for(start: Start) -> None:
+    with start(ranks=2, faults=[(1, 5, "in_step", "stop")]) as job:
+        judge = job.run()
+    judge.check(ended=2)
+    assert len({line["generation"] for line in judge.lines("iteration")}) == 1
+
+
+def test_an_error_of_the_scripts_own_is_recovered_from_by_all(start: Start) -> None:
+    with start(ranks=3, faults=[(1, 5, "before_step", "raise_")]) as job:
+        judge = job.run()
+    judge.check(ended=3)
+    assert {line["generation"] for line in judge.lines("iteration")} == {1, 2}
+
+
+@pytest.mark.parametrize(
+    ("how", "env"),
+    [
+        ({"inside": True}, {}),
+        slow({"passes": 2, "batch": 4}, {}),
+        slow({"commit_every": 1}, {}),
+        ({"width": 3000}, GLOO),
+        slow({}, {"SIRTAKI_LOCAL_SIZE": "1", "SIRTAKI_TRANSPORT": "gloo"}),
+    ],
+)
+def test_scripts_and_transports_of_other_kinds(start: Start, how: dict[str, object], env: dict[str, str]) -> None:
+    with start(ranks=3, env=env, faults=[(1, 5, "backward", "kill")], **how) as job:
+        judge = job.run()
+        if env:  # which adds in another order
+            judge._check_reference = lambda history: None  # type: ignore[method-assign]
+        judge.check(ended=2, killed=1)
+
+
+@pytest.mark.parametrize("env", [{}, GLOO])
+@pytest.mark.slow
+def test_a_hundred_generations_leave_nothing(start: Start, env: dict[str, str]) -> None:
+    faults = [(1, number, "before_step", "raise_") for number in range(2, 102)]
+    with start(ranks=2, iterations=110, commit_every=1, width=4000, env=env, faults=faults) as job:
+        judge = job.run(120.0)
+    judge.check(ended=2)
+    for log in judge.logs.values():
+        calls = [line for line in log if line["what"] == "train"]
+        assert len(calls) == 101
+        early, late = calls[20], calls[-1]
+        for what in ("descriptors", "threads", "mappings"):
+            assert late[what] <= early[what] + 2, f"{what}: {[call[what] for call in calls]}"
+        assert late["pages"] <= early["pages"] + 2000, f"{[call['pages'] for call in calls]}"
+
+
+def test_what_the_tuner_has_found_runs_on(start: Start) -> None:
+    env = {"SIRTAKI_WARMUP_ITERATIONS": "8", "SIRTAKI_TRANSPORT": "shared_memory"}
+    with start(ranks=3, iterations=40, env=env, faults=[(0, 30, "in_step", "kill")]) as job:
+        judge = job.run()
+    judge.check(ended=2, killed=1)
+    assert "what ran before runs on" in judge.output
+
+
+PHASES = ("noticed", "left", "joined", "met", "open", "train", "iteration")
+
+
+@pytest.mark.slow
+def test_many_random_kills_lose_nothing(start: Start, tmp_path: Path) -> None:
+    """SIRTAKI_TEST_KILLS=200 for more of them; prints what a loss takes."""
+    kills, rng, ranks = int(os.environ.get("SIRTAKI_TEST_KILLS", "12")), random.Random(4), 4
+    killed: list[tuple[float, int]] = []
+    with start(ranks=ranks, iterations=10**6, until_told=True, pause_s=0.005, samples=4000) as job:
+        job.replaces = True
+        while job.wait_for(ranks) and len(killed) < kills:
+            time.sleep(rng.uniform(0.0, 0.6))
+            worker = rng.choice(job.keeper.present())
+            killed.append((job.kill(worker), worker))
+            while worker in job.keeper.present():
+                time.sleep(0.005)
+        (tmp_path / "end").touch()
+        judge = job.run()
+    judge.iterations = 1 + max(line["number"] for line in judge.lines("iteration"))
+    judge.check(ended=ranks, killed=kills)
+    lines = {what: judge.lines(what) for what in PHASES}
+    taken: dict[str, list[float]] = {what: [] for what in PHASES}
+    for at_s, worker in killed:
+        for what in PHASES:
+            after = [line["s"] - at_s for line in lines[what] if line["s"] > at_s and line["worker"] != worker]
+            taken[what].append(min(after, default=0.0))
+    for what, times_s in taken.items():
+        print(f"{what}: median {1000 * statistics.median(times_s):.0f} ms, worst {1000 * max(times_s):.0f} ms")
+    assert statistics.median(taken["iteration"]) < 2.0
