@@ -11,6 +11,7 @@ from sirtaki.errors import CommError, LaunchError
 from sirtaki.settings import Settings
 
 from . import process_end
+from .agent_client import open_agent
 from .carried_tuning import CarriedTuning
 from .membership import Change, Dismissed, Generation, Membership, open_membership
 
@@ -98,10 +99,17 @@ class Generations:
 _of_process: Generations | None = None
 
 
-def of_this_process() -> Generations | None:
-    """Where ranks come and go; None where they stay."""
+def of_this_process(settings: Settings) -> Generations | None:
+    """Where ranks come and go; None where they stay.
+
+    Raises:
+        ConfigError: an agent has started this process's parent, not this process.
+    """
     global _of_process
-    if _of_process is None and (membership := open_membership()) is not None:
+    if _of_process is None:
+        membership = open_membership() or open_agent(interface=settings.gloo_interface)
+        if membership is None:
+            return None
         _of_process = Generations(membership)
         process_end.at_success(_of_process.finished)
     return _of_process

@@ -283,7 +283,7 @@ def init(comm: Sequence[int] | MPI.Comm | None = None) -> None:
     settings = Settings.from_environ()
     ask_for_launch_order()
     raise_descriptor_limit()
-    elastic = of_this_process()
+    elastic = of_this_process(settings)
     if elastic is None:
         _job = Job(settings, open_ranks(settings, comm))
     else:

@@ -11,7 +11,7 @@ from sirtaki.comm.control.communicator import Backend, Communicator
 from sirtaki.comm.control.mesh.rendezvous import Meeting, alone, meet
 from sirtaki.comm.plan import TransportKind
 from sirtaki.errors import ConfigError
-from sirtaki.launchers import AGENT, check_world_size, started_by_mpi, started_by_srun, started_by_torchrun, torch_place
+from sirtaki.launchers import check_world_size, started_by_mpi, started_by_srun, started_by_torchrun, torch_place
 from sirtaki.settings import Settings
 
 if TYPE_CHECKING:
@@ -68,8 +68,6 @@ def _over_mpi(comm: Sequence[int] | MPI.Comm | None) -> Communicator:
 def _over_mesh(settings: Settings, comm: Sequence[int] | None) -> Communicator:
     place = torch_place()
     if place is None:
-        if AGENT in os.environ:
-            raise ConfigError("ranks that come and go need hvd.elastic, which this version has on ranks that stay only")
         _check_named(0, comm)
         return alone()
     _check_named(place.rank, comm)

@@ -77,9 +77,9 @@ def test_who_is_registered_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(generations.process_end, "_at_success", [])
     try:
         register(lambda: None)
-        assert generations.of_this_process() is None
+        assert generations.of_this_process(Settings()) is None
         register(lambda: Membership(True))
-        assert generations.of_this_process() is generations.of_this_process() is not None
+        assert generations.of_this_process(Settings()) is generations.of_this_process(Settings()) is not None
         assert len(generations.process_end._at_success) == 1
     finally:
         register(None)
