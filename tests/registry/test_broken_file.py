@@ -2,12 +2,15 @@
 
 import sqlite3
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from sirtaki.errors import RegistryError
+from sirtaki.registry import broken_file
 from sirtaki.registry.broken_file import set_aside
+from sirtaki.registry.sqlite_file import is_damaged
 
 
 @pytest.fixture
@@ -61,7 +64,15 @@ def test_what_another_job_has_replaced_stays(path: Path) -> None:
     assert not path.exists()
 
 
-def test_of_many_jobs_at_once_one_puts_it_aside_and_the_new_one_stays(path: Path) -> None:
+def test_of_many_jobs_at_once_one_puts_it_aside_and_the_new_one_stays(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slowly(path: Path) -> bool:
+        found = is_damaged(path)
+        time.sleep(0.01)
+        return found
+
+    monkeypatch.setattr(broken_file, "is_damaged", slowly)
     path.write_bytes(b"garbage" * 999)
     meeting = threading.Barrier(6)
 

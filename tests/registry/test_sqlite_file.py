@@ -111,7 +111,9 @@ def test_readers_see_what_was_there_while_somebody_writes(path: Path) -> None:
             assert reading.execute(text("SELECT x FROM kept")).scalar_one() == 0
 
 
-def test_damage_is_told_from_what_is_not_there_and_what_is_in_use(path: Path) -> None:
+def test_damage_is_told_from_what_is_not_there_and_what_is_in_use(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sqlite_file, "_is_on_network", lambda path: True)  # a writer keeps readers out there
+    monkeypatch.setattr(sqlite_file, "_BUSY_TIMEOUT_S", 0.05)
     assert not is_damaged(path)
     assert not path.exists()
     make(path)
