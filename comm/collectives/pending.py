@@ -192,10 +192,11 @@ class Pending:
             self._works.clear()
 
     def close(self) -> None:
-        """This rank takes its leave; what is pending fails."""
+        """This rank takes its leave; what is pending fails. Why it cannot take part in something it tells before."""
         with self._changed:
             self._closing = True
-            for work in self._works.values():
-                work.finish(CommError("shut down while the operation was pending"))
-            self._works.clear()
+            for name, work in list(self._works.items()):
+                if not work.signature.problem:
+                    work.finish(CommError("shut down while the operation was pending"))
+                    del self._works[name]
             self._changed.notify_all()

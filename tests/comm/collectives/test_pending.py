@@ -65,3 +65,16 @@ def test_who_has_taken_leave_submits_nothing_more_and_what_was_pending_fails() -
         early.wait(0.0)
     with pytest.raises(CommError, match="during shutdown"):
         pending.add(work("later"), wake=False)
+
+
+def test_why_this_rank_cannot_take_part_is_told_though_it_takes_leave() -> None:
+    pending = Pending("")
+    unable = EagerWork(Signature(name="unable", kind=Kind.ALLREDUCE, problem="no such rows"), [])
+    pending.add(unable, wake=False)
+    pending.add(work("able"), wake=False)
+    pending.close()
+    there = pending.snapshot(0.0)
+    assert there is not None
+    assert list(there.works) == ["unable"]
+    pending.refuse("unable", "Rank 0 cannot take part")
+    assert len(pending) == 0

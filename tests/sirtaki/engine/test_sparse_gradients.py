@@ -196,6 +196,16 @@ def test_what_is_found_sparse_travels_dense_until_all_have_agreed() -> None:
     on_ranks(act, known="")
 
 
+def test_what_was_known_before_is_known_beside_what_is_found() -> None:
+    def act(rank: Rank) -> None:
+        rank.params["b"].grad = rows(rank.rank)
+        rank.sparse.as_it_travels("b")
+        assert rank.sparse.agree(rank.control, ["a", "b"])
+        assert rank.sparse.known == {"a", "b"}
+
+    on_ranks(act, known="a")
+
+
 def test_where_sparse_ones_are_made_dense_nothing_is_found() -> None:
     def act(rank: Rank) -> None:
         rank.params["a"].grad = rows(1)

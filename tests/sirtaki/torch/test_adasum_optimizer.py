@@ -1,0 +1,106 @@
+"""Updates are combined instead of gradients: each rank makes its own, and all move alike."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from fakes.jobs import on_jobs
+
+from sirtaki.torch.adasum_optimizer import wrap_adasum
+from sirtaki.torch.compression import Compression
+from sirtaki.torch.derived_class import Distributed
+
+
+def made(
+    *, lr: float = 1.0, momentum: float = 0.0, compression: Any = Compression.none
+) -> tuple[Any, torch.nn.Parameter]:
+    param = torch.nn.Parameter(torch.zeros(2))
+    plain = torch.optim.SGD([param], lr=lr, momentum=momentum)
+    return wrap_adasum(plain, [("weight", param)], compression=compression), param
+
+
+def test_updates_at_right_angles_are_added_and_parallel_ones_averaged() -> None:
+    def act(rank: int) -> None:
+        optimizer, param = made()
+        param.grad = torch.eye(2)[rank].clone()
+        optimizer.step()
+        assert param.tolist() == [-1.0, -1.0]
+        param.grad = torch.tensor([1.0, 0.0]) * (rank + 1)
+        optimizer.step()
+        assert param.tolist() == [-2.5, -1.0]
+
+    on_jobs(2, act)
+
+
+def test_it_is_the_wrapped_optimizers_own_update_that_travels() -> None:
+    def act(rank: int) -> None:
+        optimizer, param = made(lr=0.5, momentum=0.5)
+        for _ in range(2):
+            param.grad = torch.ones(2)
+            loss = optimizer.step(lambda: 7.0)
+        assert loss == 7.0
+        assert param.tolist() == [-0.5 - 0.75] * 2
+        assert isinstance(optimizer, Distributed)
+
+    on_jobs(2, act)
+
+
+def test_updates_can_travel_smaller() -> None:
+    def act(rank: int) -> None:
+        optimizer, param = made(compression=Compression.fp16)
+        param.grad = torch.full((2,), 1.0 + 2**-12)
+        optimizer.step()
+        assert param.tolist() == [-1.0, -1.0]
+
+    on_jobs(2, act)
+
+
+def test_frozen_parameters_do_not_travel() -> None:
+    def act(rank: int) -> None:
+        params = [torch.nn.Parameter(torch.zeros(1), requires_grad=rank_wants) for rank_wants in (False, True)]
+        optimizer = wrap_adasum(
+            torch.optim.SGD(params, lr=1.0), list(zip("ab", params, strict=True)), compression=Compression.none
+        )
+        params[1].grad = torch.ones(1)
+        optimizer.step()
+        assert [param.item() for param in params] == [0.0, -1.0]
+
+    on_jobs(2, act)
+
+
+def test_two_optimizers_do_not_mix() -> None:
+    def act(rank: int) -> None:
+        one, first = made()
+        other, second = made()
+        for (optimizer, param), value in (((one, first), 1.0), ((other, second), 2.0)):
+            param.grad = torch.full((2,), value)
+            optimizer.step()
+        assert (first.tolist(), second.tolist()) == ([-1.0] * 2, [-2.0] * 2)
+
+    on_jobs(2, act)
+
+
+def test_what_adasum_has_no_use_for_is_harmless_or_refused() -> None:
+    def act(rank: int) -> None:
+        optimizer, param = made()
+        optimizer.synchronize()
+        optimizer.set_backward_passes_per_step(3)
+        with pytest.raises(ValueError, match="must be > 0"):
+            optimizer.set_backward_passes_per_step(0)
+        with pytest.raises(AssertionError, match="not supported when using Adasum"), optimizer.skip_synchronize():
+            pass
+        assert type(copy.deepcopy(optimizer)) is torch.optim.SGD
+        optimizer.load_state_dict({**optimizer.state_dict()})
+        assert optimizer._wrapped.param_groups is optimizer.param_groups
+        assert param.tolist() == [0.0, 0.0]
+
+    on_jobs(1, act)
+
+
+def test_a_number_of_ranks_that_is_no_power_of_two_is_refused() -> None:
+    def act(rank: int) -> None:
+        with pytest.raises(NotImplementedError, match="a power of two, not 3"):
+            made()
+
+    on_jobs(3, act)
