@@ -3,9 +3,9 @@
     python -m bench.step [--quick] [--check] [--save] [--ranks 1 2 4] [--models resnet50 transformer conv]
 
 The emulated model computes for 60 ms. Both live in the same processes, each with a copy of the model. A sample is a
-block of steps: the slowest rank's time for it, by the number of steps. With one rank a third contender synchronises
-nothing. Bars: untuned ≤ 1.00 of DDP's step at 2 and 4 ranks, tuned ≤ 0.80 at 4
-ranks on the emulated model, and no more overhead than DDP at one rank.
+block of steps: the slowest rank's time for it, by the number of steps. With one rank one contender synchronises
+nothing. "ddp, attached" is DDP with `sirtaki.torch.ddp.attach(model)`. Bars: untuned ≤ 1.00 of DDP's step at 2 and 4
+ranks, tuned ≤ 0.80 at 4 ranks on the emulated model, attached ≤ 0.95, and no more overhead than DDP at one rank.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from bench.lib.contenders import Contender, Ddp, ModelMaker, Sirtaki, join_gloo
+from bench.lib.contenders import Attached, Contender, Ddp, ModelMaker, Sirtaki, join_gloo
 from bench.lib.harness import (
     Bar,
     Report,
@@ -35,6 +35,7 @@ from bench.lib.models import emulated_resnet50, small_conv, transformer
 EMULATED = "resnet50"
 MODELS = (EMULATED, "transformer", "conv")
 COMPUTE_S = 0.06
+ATTACHED = "ddp, attached"
 
 
 def make_model(name: str, *, rank: int, compute_s: float, scale: float, seed: int) -> ModelMaker:
@@ -89,10 +90,12 @@ def on_rank(options: Mapping[str, Any]) -> None:
         seed=options["seed"],
     )
     tuned = Sirtaki(model, tune=True)
+    attached = Attached(model)
     alone: dict[str, Contender] = {"alone": Contender(model)} if comm.size == 1 else {}
     contenders: dict[str, Contender] = {
         **alone,
         "ddp": Ddp(model),
+        ATTACHED: attached,
         "untuned": Sirtaki(model, tune=False),
         "tuned": tuned,
     }
@@ -102,6 +105,7 @@ def on_rank(options: Mapping[str, Any]) -> None:
     begin_s = time.perf_counter()
     tuned.warm_up()
     warmup_s = time.perf_counter() - begin_s
+    attached.warm_up()
     blocks = {
         name: timed_block(contender, options["steps"], barrier=comm.Barrier) for name, contender in contenders.items()
     }
@@ -113,7 +117,7 @@ def on_rank(options: Mapping[str, Any]) -> None:
         give_result(
             {
                 "samples": samples,
-                "warmup_steps": tuned.warmup_steps,
+                "warmup_steps": {"tuned": tuned.warmup_steps, ATTACHED: attached.warmup_steps},
                 "warmup_s": warmup_s,
                 "setups": {name: contender.describe() for name, contender in contenders.items()},
             }
@@ -136,11 +140,12 @@ def measure(report: Report, model: str, ranks: int, options: Mapping[str, Any]) 
                 "step_s": Spread.of(times_s),
                 "ratio_to_ddp": ratios(times_s, samples["ddp"]),
                 "setup": result["setups"][name],
-                "warmup_steps": result["warmup_steps"] if name == "tuned" else None,
+                "warmup_steps": result["warmup_steps"].get(name),
                 "samples_s": times_s,
             }
         )
     limits = {"untuned": 1.0, "tuned": 0.8 if ranks == 4 and model == EMULATED else 1.0}
+    limits[ATTACHED] = 1.02 if ranks == 1 else 0.95
     for name, limit in limits.items():
         ratio = ratios(samples[name], samples["ddp"]).median
         report.bars.append(Bar(claim=f"{model}, {ranks} ranks: {name} step / DDP's", value=ratio, limit=limit))

@@ -99,6 +99,33 @@ class Ddp(Contender):
         return self._description
 
 
+class Attached(Ddp):
+    """The same, and one line: `sirtaki.torch.ddp.attach(model)`."""
+
+    def __init__(self, make_model: ModelMaker, *, bucket_mb: float = 25.0) -> None:
+        """Collective; `hvd.init()` and `join_gloo` come first. The first steps are the warm-up."""
+        super().__init__(make_model, bucket_mb=bucket_mb)
+        import sirtaki.torch.ddp
+        from sirtaki.engine import job
+        from sirtaki.engine.optimizer_gradients import reducers_of
+
+        assert isinstance(self.forward, nn.parallel.DistributedDataParallel)
+        sirtaki.torch.ddp.attach(self.forward)
+        self._reducer = reducers_of(job.current())[-1]
+        self.warmup_steps = 0
+
+    def warm_up(self, limit: int = 1000) -> None:
+        """Collective: steps until the tuner is content, at most `limit`."""
+        while self.warmup_steps < limit and self._reducer.tuned is not None and self._reducer.tuned.tuning:
+            self.step()
+            self.warmup_steps += 1
+
+    def describe(self) -> str:
+        """See `Contender`."""
+        knobs = "" if self._reducer.tuned is None else self._reducer.tuned.knobs.describe()
+        return f"{super().describe()}; {knobs}"
+
+
 class Sirtaki(Contender):
     """An ordinary Horovod loop over `sirtaki.torch`."""
 

@@ -98,6 +98,10 @@ class GradientHooks:
         passes = self._passes
         return [param for param, left in zip(self._params, self.passes_left, strict=True) if left != passes]
 
+    def arrive(self, number: int) -> None:
+        """For gradients that autograd does not bring: that of a parameter has come, and is in its `.grad`."""
+        self._hooks[number](self._params[number])
+
     def release(self) -> None:
         """Gradients leave that wait for members of their group that will not come."""
         self._groups.release()

@@ -115,8 +115,14 @@ class GradientReducer:
     def begin_backward(self) -> GradientHooks | None:
         """See `Owner`. Collective if the pass before has raised: what it has left is dropped."""
         self._job.participants.begin_backward(self)
-        BackwardEnd(self._end_backward, self._fail_backward)
+        if torch._C._current_graph_task_id() >= 0:  # DDP's join() brings gradients without a pass
+            BackwardEnd(self._end_backward, self._fail_backward)
         return None if self._parameters is None else self._parameters.hooks
+
+    def arrive(self, number: int) -> None:
+        """For gradients that autograd does not bring: that of a parameter, by its number among those that want one."""
+        if self._parameters is not None:
+            self._parameters.hooks.arrive(number)
 
     def _fail_backward(self) -> None:
         """A backward pass has raised, wherever that was."""

@@ -34,10 +34,11 @@ from .generations import Generations, of_this_process
 from .joining import Joining
 from .membership import Dismissed
 from .participants import Participants
-from .ranks import open_ranks
+from .ranks import open_beside, open_ranks
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+    from torch.distributed import ProcessGroup
 
 logger = logging.getLogger(__name__)
 
@@ -264,12 +265,13 @@ def is_initialized() -> bool:
     return _job is not None
 
 
-def init(comm: Sequence[int] | MPI.Comm | None = None) -> None:
+def init(comm: Sequence[int] | MPI.Comm | None = None, *, beside: ProcessGroup | None = None) -> None:
     """Collective: starts Sirtaki on all ranks; harmless if it has been started.
 
     Args:
         comm: None = all ranks that the launcher started; an mpi4py communicator; or a list of ranks, which only
             those ranks call with.
+        beside: a process group of PyTorch's, whose ranks are the job's; `comm` is left out then.
 
     Raises:
         ConfigError: an environment variable is invalid, this rank is not in `comm`, or the launcher has meant more
@@ -285,10 +287,10 @@ def init(comm: Sequence[int] | MPI.Comm | None = None) -> None:
     raise_descriptor_limit()
     elastic = of_this_process(settings)
     if elastic is None:
-        _job = Job(settings, open_ranks(settings, comm))
+        _job = Job(settings, open_ranks(settings, comm) if beside is None else open_beside(settings, beside))
     else:
-        if comm is not None:
-            raise ConfigError("init(comm=…) names ranks, but in an elastic job the launcher says who takes part")
+        if comm is not None or beside is not None:
+            raise ConfigError("ranks are named, but in an elastic job the launcher says who takes part")
         _job = _next_generation(settings, elastic)
     control = _job.control
     # Scripts read these, as under horovodrun.

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import secrets
 import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from sirtaki.comm.control.communicator import Backend, Communicator
+from sirtaki.comm.control.mesh.appointment import Appointment, Attendee, attendee, open_places
 from sirtaki.comm.control.mesh.rendezvous import Meeting, alone, meet
 from sirtaki.comm.plan import TransportKind
 from sirtaki.errors import ConfigError
@@ -16,6 +18,7 @@ from sirtaki.settings import Settings
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+    from torch.distributed import ProcessGroup
 
 
 def choose_backend(settings: Settings, environ: Mapping[str, str] = os.environ) -> Backend:
@@ -30,6 +33,36 @@ def choose_backend(settings: Settings, environ: Mapping[str, str] = os.environ) 
         return Backend.MESH
     wants_mpi = settings.transport is TransportKind.MPI or "mpi4py.MPI" in sys.modules
     return Backend.MPI if wants_mpi or started_by_srun(environ) else Backend.MESH
+
+
+def open_beside(settings: Settings, group: ProcessGroup) -> Communicator:
+    """Collective over a process group of PyTorch's: a mesh of the same ranks, in the same order.
+
+    Raises:
+        CommError: the ranks do not find each other.
+    """
+    import torch.distributed as dist
+
+    size = dist.get_world_size(group)
+    if size == 1:
+        return alone()
+    listeners = open_places(settings.gloo_interface)
+    mine = attendee(listeners), settings.secret or secrets.token_hex(32), secrets.token_hex(16)
+    told: list[tuple[Attendee, str, str]] = [mine] * size
+    dist.all_gather_object(told, mine, group=group)
+    attendees, (_, secret, name) = tuple(there for there, _, _ in told), told[0]
+    return meet(
+        Meeting(
+            rank=dist.get_rank(group),
+            size=size,
+            name=name,
+            appointment=Appointment(attendees=attendees, secret=secret, listeners=listeners),
+        ),
+        interface=settings.gloo_interface,
+        secret=secret,
+        timeout_s=settings.start_timeout_s,
+        heartbeat_s=settings.heartbeat_s,
+    )
 
 
 def open_ranks(settings: Settings, comm: Sequence[int] | MPI.Comm | None = None) -> Communicator:

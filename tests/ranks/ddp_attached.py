@@ -1,0 +1,278 @@
+"""Models of DistributedDataParallel that Sirtaki reduces, against one process in float64. Started by test_ddp.py.
+
+Without MPI, and with a process group that knows nothing of Sirtaki: `attach()` makes the job. Each case trains on every
+rank, and compares each step with a model that sees all ranks' batches.
+"""
+
+import copy
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import torch
+import torch.distributed as dist
+from conformance.training import main
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import sirtaki.torch as hvd
+from sirtaki.errors import ConfigError, GradientError
+from sirtaki.torch import ddp
+
+STEPS = 8
+SMALL_BUCKETS_MB = 0.001
+
+Loss = Callable[[nn.Module, int, int], torch.Tensor]
+"""(model, rank, step) → what that rank minimises."""
+
+
+def batch(rank: int, step: int, *shape: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(7919 * step + rank)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+def dense_model() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(6, 33), nn.Tanh(), nn.Linear(33, 17), nn.LayerNorm(17), nn.Linear(17, 3)).double()
+
+
+def dense_loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    return model(batch(rank, step, 5, 6)).square().mean()
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def attached(model: nn.Module, **options: object) -> DistributedDataParallel:
+    """Collective."""
+    wrapped = DistributedDataParallel(model, **{"bucket_cap_mb": SMALL_BUCKETS_MB, **options})
+    ddp.attach(wrapped)
+    return wrapped
+
+
+def ranks() -> range:
+    return range(dist.get_world_size())
+
+
+def assert_same(model: nn.Module, alone: nn.Module, when: object) -> None:
+    for (name, param), wanted in zip(model.named_parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(
+            param, wanted, rtol=1e-11, atol=1e-11, msg=lambda text, n=name: f"{n} {when}: {text}"
+        )
+
+
+def trains_alike(
+    model: nn.Module,
+    loss: Loss = dense_loss,
+    *,
+    passes: int = 1,
+    clip: float | None = None,
+    to_none: bool = True,
+    steps: int = STEPS,
+    **options: object,
+) -> None:
+    """Collective: `model` under DDP on all ranks, and a copy of it alone; compares the parameters after each step."""
+    alone = copy.deepcopy(model)
+    wrapped, reference, optimizer = attached(model, **options), sgd(alone), sgd(model)
+    for step in range(steps):
+        optimizer.zero_grad(set_to_none=to_none)
+        reference.zero_grad()
+        for number in range(passes):
+            with wrapped.no_sync() if number < passes - 1 else nullcontext():
+                loss(wrapped, dist.get_rank(), passes * step + number).backward()
+            sum(loss(alone, rank, passes * step + number) for rank in ranks()).div(len(ranks())).backward()
+        if clip is not None:
+            norms = [nn.utils.clip_grad_norm_(one.parameters(), clip) for one in (model, alone)]
+            torch.testing.assert_close(*norms)
+        optimizer.step()
+        reference.step()
+        assert_same(model, alone, f"after step {step}")
+
+
+def a_model_trains_as_in_one_process() -> None:
+    trains_alike(dense_model())
+
+
+def gradients_may_be_views_of_buckets() -> None:
+    trains_alike(dense_model(), gradient_as_bucket_view=True)
+
+
+def gradients_may_stay_and_be_zeroed() -> None:
+    trains_alike(dense_model(), gradient_as_bucket_view=True, to_none=False)
+
+
+def one_bucket_may_hold_all() -> None:
+    trains_alike(dense_model(), bucket_cap_mb=25)
+
+
+def a_static_graph_is_followed() -> None:
+    trains_alike(dense_model(), static_graph=True)
+
+
+def passes_may_be_added_up_without_synchronising() -> None:
+    trains_alike(dense_model(), passes=3)
+
+
+def reduced_gradients_may_be_clipped() -> None:
+    trains_alike(dense_model(), clip=0.05)
+
+
+def convolutions_in_channels_last_keep_their_strides() -> None:
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3), nn.Flatten(), nn.Linear(16, 2)).double()
+
+    def loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+        return model(batch(rank, step, 2, 3, 6, 6).contiguous(memory_format=torch.channels_last)).square().mean()
+
+    trains_alike(model.to(memory_format=torch.channels_last), loss)
+
+
+class Branches(nn.Module):
+    """Uses a branch that depends on the rank and step, and never one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.trunk = nn.Linear(6, 8)
+        self.branches = nn.ModuleList(nn.Linear(8, 2) for _ in range(4))
+        self.frozen = nn.Linear(8, 2).requires_grad_(False)
+
+    def forward(self, inputs: torch.Tensor, which: int) -> torch.Tensor:
+        hidden = self.trunk(inputs)
+        return self.branches[which](hidden) + self.frozen(hidden)
+
+
+def parameters_may_be_unused_on_some_ranks_and_frozen() -> None:
+    def loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+        return model(batch(rank, step, 5, 6), (rank + step) % 3).square().mean()
+
+    model = Branches().double()
+    alone = copy.deepcopy(model)
+    wrapped, reference, optimizer = attached(model, find_unused_parameters=True), sgd(alone), sgd(model)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        reference.zero_grad()
+        loss(wrapped, dist.get_rank(), step).backward()
+        sum(loss(alone, rank, step) for rank in ranks()).div(len(ranks())).backward()
+        optimizer.step()
+        reference.step()
+        assert_same(model, alone, f"after step {step}")
+    assert all(param.grad is None for param in model.branches[3].parameters())
+
+
+def two_types_travel_beside_each_other() -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(9)
+            self.low, self.high = nn.Linear(6, 8), nn.Linear(8, 2).double()
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            return self.high(torch.tanh(self.low(inputs.float())).double())
+
+    model = Mixed()
+    wrapped, optimizer = attached(model), sgd(model)
+    alone = copy.deepcopy(model)
+    for step in range(3):
+        optimizer.zero_grad()
+        alone.zero_grad()
+        dense_loss(wrapped, dist.get_rank(), step).backward()
+        sum(dense_loss(alone, rank, step) for rank in ranks()).div(len(ranks())).backward()
+        for param, wanted in zip(model.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(param.grad, wanted.grad, rtol=1e-5, atol=1e-6)
+
+
+def two_models_may_be_trained_in_turns() -> None:
+    models = [dense_model(), Branches().double()]
+    copies = [copy.deepcopy(model) for model in models]
+    wrapped = [attached(models[0]), attached(models[1], find_unused_parameters=True)]
+    losses: list[Loss] = [dense_loss, lambda model, rank, step: model(batch(rank, step, 5, 6), 1).square().mean()]
+    for step in range(STEPS):
+        for model, alone, ours, loss in zip(models, copies, wrapped, losses, strict=True):
+            for one, total in ((model, None), (alone, ranks())):
+                optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
+                optimizer.zero_grad()
+                if total is None:
+                    loss(ours, dist.get_rank(), step).backward()
+                else:
+                    sum(loss(alone, rank, step) for rank in total).div(len(total)).backward()
+                optimizer.step()
+            assert_same(model, alone, f"after step {step}")
+
+
+def ranks_may_have_unequal_numbers_of_batches() -> None:
+    """As with DDP's own reduction: those that have joined give zeros, and the divisor stays."""
+    model, peer = dense_model(), dense_model()
+    sides = [(attached(model), sgd(model)), (DistributedDataParallel(peer), sgd(peer))]
+    for wrapped, optimizer in sides:
+        with wrapped.join(divide_by_initial_world_size=True):
+            for step in range(4 + 2 * dist.get_rank()):
+                optimizer.zero_grad()
+                dense_loss(wrapped, dist.get_rank(), step).backward()
+                optimizer.step()
+    assert_same(model, peer, "after all batches")
+
+
+def many_steps_are_tuned_and_stay_right() -> None:
+    trains_alike(dense_model(), steps=130)
+
+
+def a_sparse_gradient_is_refused_on_all_ranks() -> None:
+    torch.manual_seed(11)
+    model = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 2)).double()
+    wrapped = attached(model)
+    try:
+        wrapped(torch.tensor([dist.get_rank()])).sum().backward()
+    except (GradientError, RuntimeError) as err:
+        assert "sparse=False" in str(err), err
+    else:
+        raise AssertionError("it was not refused")
+
+
+def what_cannot_be_attached_is_refused() -> None:
+    def refused(model: object, word: str) -> None:
+        try:
+            ddp.attach(model)  # type: ignore[arg-type]
+        except (ConfigError, RuntimeError) as err:
+            assert word in str(err), err
+        else:
+            raise AssertionError("it was not refused")
+
+    refused(dense_model(), "not a Sequential")
+    refused(attached(dense_model()), "register_comm_hook")
+    for rank in ranks():
+        alone = dist.new_group([rank])
+        if rank == dist.get_rank() and len(ranks()) > 1:
+            refused(DistributedDataParallel(dense_model(), process_group=alone), "has all ranks")
+
+
+def its_ranks_are_those_of_the_process_group() -> None:
+    attached(dense_model())
+    assert (hvd.rank(), hvd.size()) == (dist.get_rank(), dist.get_world_size())
+
+
+CASES = (
+    its_ranks_are_those_of_the_process_group,
+    a_model_trains_as_in_one_process,
+    gradients_may_be_views_of_buckets,
+    gradients_may_stay_and_be_zeroed,
+    one_bucket_may_hold_all,
+    a_static_graph_is_followed,
+    passes_may_be_added_up_without_synchronising,
+    reduced_gradients_may_be_clipped,
+    convolutions_in_channels_last_keep_their_strides,
+    parameters_may_be_unused_on_some_ranks_and_frozen,
+    two_types_travel_beside_each_other,
+    two_models_may_be_trained_in_turns,
+    ranks_may_have_unequal_numbers_of_batches,
+    many_steps_are_tuned_and_stay_right,
+    what_cannot_be_attached_is_refused,
+    a_sparse_gradient_is_refused_on_all_ranks,
+)
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    attached(dense_model())  # the job begins here
+    main(CASES)
+    dist.destroy_process_group()
