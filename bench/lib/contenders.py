@@ -111,19 +111,18 @@ class Attached(Ddp):
 
         assert isinstance(self.forward, nn.parallel.DistributedDataParallel)
         sirtaki.torch.ddp.attach(self.forward)
-        self._reducer = reducers_of(job.current())[-1]
+        self._sync = next((reducer.tuned for reducer in reversed(reducers_of(job.current()))), None)
         self.warmup_steps = 0
 
     def warm_up(self, limit: int = 1000) -> None:
         """Collective: steps until the tuner is content, at most `limit`."""
-        while self.warmup_steps < limit and self._reducer.tuned is not None and self._reducer.tuned.tuning:
+        while self.warmup_steps < limit and self._sync is not None and self._sync.tuning:
             self.step()
             self.warmup_steps += 1
 
     def describe(self) -> str:
         """See `Contender`."""
-        knobs = "" if self._reducer.tuned is None else self._reducer.tuned.knobs.describe()
-        return f"{super().describe()}; {knobs}"
+        return f"{super().describe()}; {self._sync.knobs.describe() if self._sync is not None else 'one rank'}"
 
 
 class Sirtaki(Contender):

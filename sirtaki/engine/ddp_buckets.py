@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
+from torch.utils.dlpack import from_dlpack
 
 from sirtaki.errors import GradientError
 
@@ -56,9 +57,7 @@ class DdpBuckets:
             passes=1,
             options=options,
         )
-        self._buckets: list[tuple[torch.futures.Future[torch.Tensor], torch.Tensor]] = []
-        self._gradients: list[torch.Tensor] = []
-        self._owners: list[torch.Tensor] = []
+        self._buckets: list[_Bucket] = []
 
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Collective: takes one bucket. With the last one of an iteration it blocks until all of them are reduced.
@@ -70,39 +69,65 @@ class DdpBuckets:
             GradientError: a gradient is sparse.
             CommError: a reduction failed, or the job did.
         """
-        tensor = bucket.buffer()
-        if tensor.is_sparse:
+        if bucket.buffer().is_sparse:
             raise GradientError(SPARSE)
         if bucket.index() == 0:  # what is left of a pass that raised does not count
             self._forget()
-        devices: list[int | str | torch.device] | None = [tensor.device] if tensor.is_cuda else None
-        future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
-        self._buckets.append((future, tensor))
-        for param, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
-            number = self._number[id(param)]
-            own = self._stand_ins[number]
-            own.grad = gradient
-            self._gradients.append(gradient)
-            self._owners.append(own)
+        numbers = [self._number[id(param)] for param in bucket.parameters()]
+        found = _Bucket(bucket, [self._stand_ins[number] for number in numbers])
+        self._buckets.append(found)
+        for number in numbers:
             self._reducer.arrive(number)
         if bucket.is_last():
             self._finish()
-        return future
+        return found.future
 
     def _finish(self) -> None:
         self._reducer.finish()
-        reduced = [own.grad for own in self._owners if own.grad is not None]
-        torch._foreach_copy_(self._gradients, reduced)
-        done = self._buckets
+        for bucket in self._buckets:
+            bucket.future.set_result(bucket.reduced())
         self._forget()
-        for future, tensor in done:
-            future.set_result(tensor)
 
     def _forget(self) -> None:
-        for own in self._owners:
-            own.grad = None
-        self._buckets, self._gradients, self._owners = [], [], []
+        for bucket in self._buckets:
+            for own in bucket.owners:
+                own.grad = None
+        self._buckets = []
 
-    def close(self) -> None:
-        """Not collective: nothing is reduced any more. Idempotent."""
-        self._reducer.close("by detach()")
+
+class _Bucket:
+    """One bucket in one iteration.
+
+    Attributes:
+        owners: of its gradients, in its order.
+        future: done when they are reduced.
+    """
+
+    def __init__(self, bucket: GradBucket, owners: list[torch.Tensor]) -> None:
+        self._tensor, self._gradients, self.owners = bucket.buffer(), bucket.gradients(), owners
+        devices: list[int | str | torch.device] = [self._tensor.device]
+        self.future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
+            devices=devices if self._tensor.is_cuda else None
+        )
+        for own, gradient in zip(owners, self._gradients, strict=True):
+            own.grad = gradient
+
+    def reduced(self) -> torch.Tensor:
+        """After the reduction, what DDP takes for the bucket, `(numel,)`: the flat buffer itself if its gradients lie
+        there one behind the other, as they do once their order is known; else its own tensor, to which they are copied.
+        """
+        places = [own.grad for own in self.owners if own.grad is not None]
+        if _one_behind_the_other(places):
+            piece = places[0].as_strided((self._tensor.numel(),), (1,))
+            return from_dlpack(piece)  # a storage that begins there: DDP counts from the storage's beginning
+        torch._foreach_copy_(self._gradients, places)
+        return self._tensor
+
+
+def _one_behind_the_other(tensors: list[torch.Tensor]) -> bool:
+    address = tensors[0].data_ptr()
+    for tensor in tensors:
+        if tensor.data_ptr() != address:
+            return False
+        address += tensor.nbytes
+    return True
