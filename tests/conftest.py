@@ -1,6 +1,7 @@
 """Starting a program on several ranks from a test."""
 
 import json
+import logging
 import os
 import shutil
 import subprocess
@@ -21,6 +22,12 @@ if os.environ.get("CI"):
 TESTS = Path(__file__).parent
 
 RunRanks = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(autouse=True)
+def _log_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a test of this process has taken Sirtaki's log away from the root logger, as `init()` does."""
+    monkeypatch.setattr(logging.getLogger("sirtaki"), "propagate", True)
 
 
 @pytest.fixture(scope="session")

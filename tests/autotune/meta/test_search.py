@@ -92,8 +92,9 @@ def test_an_arm_may_ask_for_more_measurements() -> None:
     assert made.measured(streams(2)) == 5
 
 
-def test_what_could_not_be_run_is_not_run_again() -> None:
-    made = Made(ListArm(streams(2)), span_of=spans({2: float("inf")}))
+@pytest.mark.parametrize("has_rival", [True, False])
+def test_what_could_not_be_run_is_not_run_again(has_rival: bool) -> None:
+    made = Made(ListArm(streams(2)), span_of=spans({2: float("inf")}), default_runs=has_rival)
     made.run()
     assert made.measured(streams(2)) == 1
     assert made.trials.all[-1].status is TrialStatus.FAILED

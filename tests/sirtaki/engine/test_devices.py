@@ -50,10 +50,13 @@ def test_gradients_on_the_host_need_no_device(opened: Opened) -> None:
 
 
 @pytest.mark.parametrize(("places", "index"), [(["cpu", "cuda:1", "cuda:0"], 1), (["cuda"], 3)])
-def test_those_on_gpus_go_by_nccl_on_the_first_one(places: list[str], index: int, opened: Opened) -> None:
+def test_those_on_gpus_go_by_nccl_on_the_first_one(
+    places: list[str], index: int, opened: Opened, caplog: pytest.LogCaptureFixture
+) -> None:
     open_router(None, settings(), on(*places))  # type: ignore[arg-type]
     device = f"cuda {index}"
     assert opened == {"timeout_s": 9.0, "device": device, "nccl": f"nccl on {device}, if it is there, 9.0"}
+    assert caplog.messages == []
 
 
 def test_nccl_can_be_asked_for_or_left_out(opened: Opened) -> None:

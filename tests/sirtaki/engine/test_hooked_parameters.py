@@ -148,6 +148,7 @@ def test_hooks_are_made_anew_where_gradients_were_sparse_or_a_parameter_was_thaw
     if thaws:
         made.params["b"].requires_grad_()
     assert made.hooked.finish(joined=False) == anew
+    assert made.params["a"].grad is not None
     assert made.reductions.log[-1] == ("finish", False)
     assert made.thawed == ([made.params["b"]] if thaws else [])
     assert made.looked == [["a", "b", "c"] if thaws else ["a", "c"]]

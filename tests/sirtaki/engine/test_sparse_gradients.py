@@ -170,6 +170,32 @@ def test_changes_before_the_reduction_are_lost_and_told_once(
     assert len(told) == (SIZE if edit else 0)  # once a rank
 
 
+def test_what_is_on_its_way_cannot_be_written_any_more() -> None:
+    def act(rank: Rank) -> None:
+        if rank.rank == 0:
+            gradient = rows(0).coalesce()
+            rank.give("a", gradient)
+            gradient.values().mul_(9.0)
+        rank.control.barrier()
+        if rank.rank == 1:
+            rank.give("a", rows(0))
+        rank.finish()
+        assert rank.first_of_each_row("a") == [2.0, 0.0, 0.0, 0.0]
+
+    on_ranks(act, known="a")
+
+
+def test_what_is_reduced_is_handed_out_once() -> None:
+    def act(rank: Rank) -> None:
+        rank.give("a", rows(0))
+        assert rank.sparse.reduce(None)
+        rank.params["a"].grad = mine = rows(3)
+        assert rank.sparse.reduce(None)
+        assert rank.params["a"].grad is mine
+
+    on_ranks(act, known="a")
+
+
 def test_what_is_found_sparse_travels_dense_until_all_have_agreed() -> None:
     def act(rank: Rank) -> None:
         for name in "ab":

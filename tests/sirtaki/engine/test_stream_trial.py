@@ -11,6 +11,7 @@ from fakes.gradients import LonelyRouter
 from sirtaki.comm.device import HostDevice
 from sirtaki.comm.plan import Algorithm, CommPlan, TransportKind
 from sirtaki.comm.transports.contract import NOTHING_TO_DO, FlatBuffer, Work
+from sirtaki.engine import stream_trial
 from sirtaki.engine.stream_trial import ROUNDS, UNIT_BYTES, UNITS, StreamTrial, try_streams
 
 
@@ -59,6 +60,11 @@ def test_streams_take_turns_and_the_rounds_that_open_connections_do_not_count() 
     two = router.ran[1]
     assert [unit.stream for unit in two.units] == [0, 1] * (UNITS // 2)
     assert {unit.numel * torch.float32.itemsize for unit in two.units} == {UNIT_BYTES}
+
+
+def test_of_a_single_round_the_first_one_does_not_count_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream_trial, "ROUNDS", 1)
+    assert tried(Router(4, {1: 2.0, 2: 1.0})).one_s == 2.0
 
 
 def test_the_slowest_rank_counts() -> None:

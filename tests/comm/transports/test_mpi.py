@@ -1,0 +1,137 @@
+"""Streams whose threads make MPI's calls; here over this process alone, where a reduction changes nothing."""
+
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sirtaki.comm.control.mpi import load_mpi
+from sirtaki.comm.transports import mpi
+from sirtaki.comm.transports.contract import NOTHING_TO_DO, FlatBuffer, ReduceOp, StreamSpec
+from sirtaki.comm.transports.mpi import MpiTransport, ThreadWork, mpi_all_reduce_
+from sirtaki.errors import CommError, TransportError
+
+
+def transport(agree: Any = lambda problem: None, duplicate: Any = None) -> MpiTransport:
+    return MpiTransport(duplicate or (lambda: load_mpi().COMM_SELF), agree)
+
+
+def reduce(there: MpiTransport, tensor: torch.Tensor, start: int, stop: int, *, stream: int = 0) -> Any:
+    return there.all_reduce(FlatBuffer(tensor), start, stop, stream=StreamSpec(stream), op=ReduceOp.SUM, scale=0.5)
+
+
+def test_a_work_is_over_once_it_is_finished_for_all_who_wait() -> None:
+    work = ThreadWork()
+    assert not work.wait(0.0)
+    assert not work.is_done()
+    assert work.times() == (None, None)
+    ended: list[bool] = []
+    threads = [threading.Thread(target=lambda: ended.append(work.wait(10.0))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    work.begun_s = before_s = time.perf_counter()
+    work.finish()
+    for thread in threads:
+        thread.join()
+    assert ended == [True] * 3
+    begun, done = work.times()
+    assert begun == before_s
+    assert done is not None
+    assert done >= before_s
+    assert work.is_done()
+
+
+def test_everybody_who_waits_for_a_failed_work_hears_of_it() -> None:
+    work = ThreadWork()
+    work.finish(TransportError("no stream"))
+    errors = []
+    for _ in range(2):
+        with pytest.raises(TransportError, match="no stream") as caught:
+            work.wait(0.0)
+        errors.append(caught.value)
+    assert errors[0] is not errors[1]
+    assert work.is_done()
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64]
+)
+@pytest.mark.parametrize("op", ReduceOp)
+def test_every_dtype_and_operation_is_known_to_mpi(dtype: torch.dtype, op: ReduceOp) -> None:
+    tensor = torch.tensor([2, 4, 6]).to(dtype)
+    mpi_all_reduce_(tensor, comm=load_mpi().COMM_SELF, op=op, scale=0.5)
+    assert tensor.dtype is dtype
+    assert tensor.tolist() == [1, 2, 3]
+
+
+def test_units_are_reduced_in_their_range_in_the_order_of_their_stream() -> None:
+    there = transport()
+    there.open_streams([StreamSpec(1)])
+    tensor = torch.ones(6)
+    works = [reduce(there, tensor, 1, 3, stream=1), reduce(there, tensor, 2, 4, stream=1), reduce(there, tensor, 5, 6)]
+    assert all(work.wait(5.0) for work in works)
+    assert tensor.tolist() == [1.0, 0.5, 0.25, 0.5, 1.0, 0.5]
+    begun, done = works[0].times()
+    assert begun <= done <= works[1].times()[1]
+    assert there.close()
+
+
+def test_an_empty_unit_needs_no_stream() -> None:
+    assert reduce(transport(), torch.ones(3), 2, 2) is NOTHING_TO_DO
+
+
+def test_what_mpi_raises_reaches_who_waits_and_the_next_unit_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = transport()
+    there.open_streams([StreamSpec(0)])
+    with monkeypatch.context() as patch:
+
+        def fail(*args: Any, **named: Any) -> None:
+            raise ValueError("MPI_ERR_TRUNCATE")
+
+        patch.setattr(mpi, "mpi_all_reduce_", fail)
+        with pytest.raises(CommError, match=r"MPI failed in elements \[1, 2\) on stream 0: MPI_ERR_TRUNCATE"):
+            reduce(there, torch.ones(2), 1, 2).wait(5.0)
+    assert reduce(there, torch.ones(2), 0, 2).wait(5.0)
+    there.close()
+
+
+def test_a_stream_that_another_rank_cannot_open_is_closed_here() -> None:
+    opened: list[Any] = []
+
+    def agree(problem: str) -> None:
+        if len(opened) == 2:
+            raise TransportError("rank 1: MPI stream 1: out of threads")
+
+    def duplicate() -> Any:
+        opened.append(SimpleNamespace())
+        return load_mpi().COMM_SELF
+
+    there = transport(agree, duplicate)
+    there.open_streams([StreamSpec(0)])
+    before = threading.active_count()
+    with pytest.raises(TransportError, match="rank 1: MPI stream 1"):
+        there.open_streams([StreamSpec(1)])
+    assert threading.active_count() == before
+    assert reduce(there, torch.ones(1), 0, 1).wait(5.0)
+    there.close()
+
+
+def test_threads_do_what_they_have_before_they_end_and_one_that_hangs_is_told() -> None:
+    before = threading.active_count()
+    there = transport()
+    there.open_streams([StreamSpec(1)])
+    assert threading.active_count() == before + 2
+    works = [reduce(there, torch.ones(1000), 0, 1000) for _ in range(20)]
+    assert there.close()
+    assert all(work.is_done() for work in works)
+    assert threading.active_count() == before
+    assert there.close()
+    hangs = transport()
+    hangs.open_streams([StreamSpec(0)])
+    release = threading.Event()
+    hangs._streams[0].tasks.put(lambda: release.wait() and None)
+    assert not hangs.close()
+    release.set()
