@@ -1,6 +1,7 @@
-"""A script in the style of Horovod's elastic examples, on ranks that stay: state is committed and restored.
+"""A script in the style of Horovod's elastic examples: state is committed, restored, and shared with ranks that come.
 
 sirtakirun -np 2 python examples/elastic_digits.py
+sirtakirun -np 2 --min-np 1 --max-np 4 python examples/elastic_digits.py
 """
 
 import torch

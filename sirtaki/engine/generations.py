@@ -31,7 +31,7 @@ class Generations:
         """Keeps the membership, which is asked by the main thread only."""
         self._membership = membership
         self.current: Generation | None = None
-        self.has_state = False
+        self.has_state = self._dismissed = False
         self.tuning = CarriedTuning()
 
     @property
@@ -49,11 +49,9 @@ class Generations:
         return self._membership.change()
 
     def finished(self) -> None:
-        """The script has come to its end in this process."""
-        try:
+        """The script has come to its end in this process, which has not been dismissed."""
+        if not self._dismissed:
             self._membership.finished()
-        except CommError as err:  # the launcher sees the exit code, too
-            logger.info("the launcher does not hear that this rank has finished: %s", err)
 
     def meet_next(self, settings: Settings) -> Communicator:
         """Collective over the members of the next generation: blocks until they have met.
@@ -71,6 +69,7 @@ class Generations:
                     after=self.number, has_state=self.has_state, timeout_s=settings.elastic_timeout_s
                 )
             except Dismissed:
+                self._dismissed = True
                 raise
             except CommError as err:
                 raise LaunchError(f"there is no generation after {self.number} for this rank: {err}") from err

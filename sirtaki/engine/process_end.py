@@ -205,8 +205,9 @@ def _report(job: Endable, reason: str, where: list[str]) -> None:
     """Says who ends the job and where that rank was; sirtakirun says the former itself."""
     if where or not _started_by_sirtakirun():
         place = "".join(f"; it {text}" for text in where)
+        then = "the job ends" if job.elastic is None else "it leaves the job"
         with contextlib.suppress(OSError, ValueError, AttributeError):  # standard error is closed, full or None
-            print(f"sirtaki: rank {job.rank} {reason}{place}; the job ends", file=sys.__stderr__, flush=True)
+            print(f"sirtaki: rank {job.rank} {reason}{place}; {then}", file=sys.__stderr__, flush=True)
 
 
 def _started_by_sirtakirun() -> bool:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 from torch.utils.data import Sampler
 
 from sirtaki.engine import job
@@ -25,6 +25,13 @@ class Mark:
         return self
 
 
+class _Deal(NamedTuple):
+    """What was dealt out: what was not processed then, and this rank's part of it."""
+
+    remaining: list[int]
+    own: list[int]
+
+
 class ElasticSampler(Sampler[int]):
     """Indices of a data set, dealt out to the ranks in turn; `record_batch` after each batch is what it remembers."""
 
@@ -37,6 +44,7 @@ class ElasticSampler(Sampler[int]):
             seed: of that order.
         """
         self.dataset, self.shuffle, self.seed = dataset, shuffle, seed
+        self._dealt: _Deal | None = None
         self._begin(0, [])
         self.reset()
 
@@ -62,6 +70,7 @@ class ElasticSampler(Sampler[int]):
 
     def record_indices(self, indices: Iterable[int]) -> None:
         """These indices have been processed."""
+        self._deal()  # as they were before
         new = [index for index in indices if index not in self.processed_indices]
         self._in_order += new
         self.processed_indices.update(new)
@@ -74,15 +83,39 @@ class ElasticSampler(Sampler[int]):
         """Deals out what is not processed, as evenly as possible: some indices come twice to make ends meet."""
         control = job.current().control
         self.rank, self.num_replicas = control.rank, control.size
-        self.remaining_indices = [index for index in range(len(self.dataset)) if index not in self.processed_indices]
-        self.num_samples = math.ceil(len(self.remaining_indices) / self.num_replicas)
-        self.total_size = self.num_samples * self.num_replicas
-        order = self.remaining_indices.copy()
-        if self.shuffle:
-            random.Random(self.seed + self.epoch).shuffle(order)
-        while order and len(order) < self.total_size:
-            order += order[: self.total_size - len(order)]
-        self.indices = order[self.rank :: self.num_replicas]
+        self._dealt = None  # until somebody asks: there are several resets in a row where ranks come and go
+
+    def _deal(self) -> _Deal:
+        if self._dealt is None:
+            left = np.ones(len(self.dataset), dtype=np.bool_)
+            left[self._in_order] = False
+            order = remaining = np.flatnonzero(left)
+            if self.shuffle:
+                # Of NumPy's generators the one whose numbers are the same in all versions.
+                order = np.random.RandomState((self.seed + self.epoch) % 2**32).permutation(remaining)
+            own = np.arange(self.rank, self.num_replicas * math.ceil(len(order) / self.num_replicas), self.num_replicas)
+            self._dealt = _Deal(remaining.tolist(), order[own % max(1, len(order))].tolist())
+        return self._dealt
+
+    @property
+    def indices(self) -> list[int]:
+        """This rank's, in the order in which they are dealt out."""
+        return self._deal().own
+
+    @property
+    def remaining_indices(self) -> list[int]:
+        """Those of all ranks that were not processed when they were dealt out."""
+        return self._deal().remaining
+
+    @property
+    def num_samples(self) -> int:
+        """How many this rank has."""
+        return len(self.indices)
+
+    @property
+    def total_size(self) -> int:
+        """How many all ranks have together, those that come twice included."""
+        return self.num_samples * self.num_replicas
 
     def state_dict(self) -> dict[str, Any]:
         """What has been processed of which epoch."""

@@ -30,7 +30,6 @@ class Membership:
 
     def finished(self) -> None:
         self.n_finished += 1
-        raise CommError("the agent is gone")
 
 
 def test_a_rank_says_where_it_comes_from() -> None:
@@ -44,7 +43,7 @@ def test_a_rank_says_where_it_comes_from() -> None:
     assert (elastic.number, elastic.in_step) == (2, True)
     assert membership.asked == [(0, False), (1, True)]
     assert elastic.change() is Change.ADDED
-    elastic.finished()  # which nobody needs to hear
+    elastic.finished()
     assert membership.n_finished == 1
 
 
@@ -68,8 +67,15 @@ def test_a_generation_that_loses_a_member_before_all_have_met_is_left_for_the_ne
 def test_where_there_is_no_next_generation_it_is_no_failure_of_communication() -> None:
     with pytest.raises(LaunchError, match=r"no generation after 0.*too few hosts"):
         Generations(Membership(CommError("too few hosts"))).meet_next(Settings())
+
+
+def test_who_is_dismissed_has_not_finished_the_job() -> None:
+    membership = Membership(Dismissed("its host is drained"))
+    elastic = Generations(membership)
     with pytest.raises(Dismissed):
-        Generations(Membership(Dismissed("its host is drained"))).meet_next(Settings())
+        elastic.meet_next(Settings())
+    elastic.finished()
+    assert membership.n_finished == 0
 
 
 def test_who_is_registered_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,3 +74,27 @@ def test_a_state_that_is_loaded_is_gone_on_with(be: object) -> None:
     assert sampler.state_dict() == {"epoch": 4, "processed_indices": {1, 3}}
     assert sampler.news() == (4, [])
     assert set(sampler) == set(range(23)) - {1, 3}
+
+
+def test_a_deal_is_even_covers_what_is_left_and_is_that_of_the_moment_of_the_reset(be: object) -> None:
+    for size, length in ((1, 5), (3, 7), (4, 2), (2, 0)):
+        samplers = samplers_of(be, size, length)
+        dealt = [list(sampler) for sampler in samplers]
+        assert set().union(*dealt) == set(range(length))
+        assert {len(part) for part in dealt} == {-(-length // size)}
+        assert {sampler.total_size for sampler in samplers} == {size * -(-length // size)}
+    (sampler,) = samplers_of(be, 1, 4)
+    sampler.record_indices([2])
+    assert set(sampler) == set(sampler.remaining_indices) == {0, 1, 2, 3}  # until it is reset
+    sampler.reset()
+    assert (set(sampler), len(sampler)) == ({0, 1, 3}, 3)
+    first = list(sampler)
+    sampler.set_epoch(1)
+    sampler.record_indices([2])
+    sampler.reset()
+    assert sorted(first) == sorted(sampler)
+
+
+def test_the_order_of_an_epoch_is_one_in_all_versions(be: object) -> None:
+    (sampler,) = samplers_of(be, 1, 8)
+    assert list(sampler) == [5, 7, 4, 6, 3, 1, 0, 2]
