@@ -44,10 +44,6 @@ THROUGH_OTHERS = {
     "sirtaki/run/rank.py",
     "sirtaki/run/rank_environment.py",
     "sirtaki/torch/basics.py",
-    "sirtaki/torch/elastic/random_state.py",
-    "sirtaki/torch/elastic/repeating.py",
-    "sirtaki/torch/elastic/state.py",
-    "sirtaki/torch/gradient_recipe.py",
     "sirtaki/torch/process_sets.py",
 }
 """Tested by programs of several ranks, or through others, but not yet by themselves. Nothing is added here."""

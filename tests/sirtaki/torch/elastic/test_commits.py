@@ -1,14 +1,11 @@
 """Of two committed copies one is whole at any moment, and no tensor is allocated twice."""
 
 import collections
-import random
 
-import numpy as np
 import pytest
 import torch
 
 from sirtaki.torch.elastic.commits import Commits, copied
-from sirtaki.torch.elastic.random_state import RandomState
 
 
 class Refuses:
@@ -65,10 +62,3 @@ def test_copies_are_of_their_own_types_and_share_nothing() -> None:
     again = copied({"model": {"weight": torch.ones(5)}, "list": [1]}, before)  # of other shapes
     assert again["model"]["weight"].shape == (5,)
     assert again["list"] == [1]
-
-
-def test_random_generators_go_on_where_they_were() -> None:
-    now = RandomState.now()
-    drawn = [random.random(), np.random.random(), torch.rand(1).item()]
-    now.put_back()
-    assert [random.random(), np.random.random(), torch.rand(1).item()] == drawn
