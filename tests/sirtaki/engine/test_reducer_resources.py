@@ -15,9 +15,10 @@ from sirtaki.settings import Settings
 
 def made(options: ReducerOptions | None = None, **environ: str) -> ReducerResources:
     members: Any = SimpleNamespace(control="the ranks", engine="the engine")
+    job: Any = SimpleNamespace(settings=Settings.from_environ(environ), elastic=SimpleNamespace(tuning="carried"))
     return ReducerResources(
+        job,
         members,
-        Settings.from_environ(environ),
         options or ReducerOptions(reduction=Reduction(prescale=0.5)),
         prefix="optimizer.3",
         known_sparse=["emb"],
@@ -52,7 +53,7 @@ def test_dense_gradients_get_a_synchroniser_of_their_names_and_what_is_asked_for
     ((control, settings, tensors, names), more) = given[0]
     assert (control, isinstance(settings, Settings), names) == ("the ranks", True, ["a", "b"])
     assert tensors[1] is params[1]
-    assert more == {"reduction": Reduction(postscale=0.25), "arms": ()}
+    assert more == {"reduction": Reduction(postscale=0.25), "arms": (), "carried": "carried"}
 
 
 @pytest.mark.parametrize("unused", ["zeros", "none"])

@@ -30,7 +30,7 @@ def slow(*values: object) -> object:
 
 @pytest.mark.parametrize(
     "phase",
-    ["backward", slow("forward"), slow("before_step"), "in_step", slow("step"), slow("commit"), "saving"],
+    ["backward", slow("forward"), slow("before_step"), "in_step", slow("step"), slow("commit"), slow("saving")],
 )
 def test_a_rank_is_killed(start: Start, phase: str) -> None:
     with start(ranks=3, faults=[(1, 5, phase, "kill")]) as job:
@@ -94,6 +94,7 @@ def test_a_rank_that_is_stopped_for_a_second_is_waited_for(start: Start) -> None
     assert len({line["generation"] for line in judge.lines("iteration")}) == 1
 
 
+@pytest.mark.slow
 def test_an_error_of_the_scripts_own_is_recovered_from_by_all(start: Start) -> None:
     with start(ranks=3, faults=[(1, 5, "before_step", "raise_")]) as job:
         judge = job.run()
