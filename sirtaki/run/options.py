@@ -285,6 +285,11 @@ def _add_elastic(parser: argparse.ArgumentParser) -> None:
         help="seconds for which a failed host is left out, twice as long each time (30 600; with drop-host: for good)",
     )
     add(
+        "--on-driver-loss",
+        choices=["end", "go-on"],
+        help="where sirtakirun itself is killed or lost: end the job (the default), or have an agent take its place",
+    )
+    add(
         "--agent-command",
         default="",
         metavar="COMMAND",
@@ -308,7 +313,14 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         parser.error("-H and --hostfile both say where to run; give one")
     if options.host_discovery_script and (options.hosts or options.hostfile):
         parser.error("--host-discovery-script and -H or --hostfile both say where to run; give one")
-    for flag in ("slots_per_host", "elastic_timeout", "reset_limit", "on_failure", "blacklist_cooldown_range"):
+    for flag in (
+        "slots_per_host",
+        "elastic_timeout",
+        "reset_limit",
+        "on_failure",
+        "blacklist_cooldown_range",
+        "on_driver_loss",
+    ):
         if getattr(options, flag) is not None and not is_elastic(options):
             name = f"--{flag.replace('_', '-')}"
             parser.error(f"{name} is for ranks that come and go; give --min-np, too")

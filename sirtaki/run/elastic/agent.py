@@ -8,24 +8,24 @@ goes through one connection, both ends of which have proved to know the secret.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import selectors
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import replace
 from types import FrameType
 from typing import Any
 
-from sirtaki.comm.control.mesh.handshake import connect, job_key
 from sirtaki.errors import CommError
 from sirtaki.json_channel import JsonChannel
 
+from .agent_config import AgentConfig
 from .rank_process import RankProcess
-from .workers import RankEnd
+from .succession import Succession, agents_key, reach_driver
+from .workers import Phase, RankEnd
 
 BEAT_S = 2.0
 """How often agent and driver tell each other that they are there."""
@@ -33,7 +33,6 @@ BEAT_S = 2.0
 DRIVER_SILENT_S = 60.0
 """After which a driver is given up: it may have been stopped for a while by its terminal."""
 
-CONNECT_S = 20.0
 KILL_GRACE_S = 3.0
 """Between asking a rank to end and killing it."""
 
@@ -41,50 +40,13 @@ _POLL_S = 0.5
 _POLL_WITHOUT_PIDFD_S = 0.05
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AgentConfig:
-    """What an agent is told on its standard input.
-
-    Attributes:
-        host: as the job calls it.
-        number: of the agent; no other one of the job has had it.
-        places: where the driver listens.
-        secret: of the job.
-        job: names it.
-        command: what a rank runs.
-        environ: what is added to this process's environment for ranks.
-        folder: where they run.
-        hosts: "one" if there will never be another host, else "many".
-    """
-
-    host: str
-    number: int
-    places: tuple[tuple[str, int], ...]
-    secret: str = field(repr=False)
-    job: str
-    command: tuple[str, ...]
-    environ: Mapping[str, str]
-    folder: str
-    hosts: str
-
-    @classmethod
-    def decode(cls, line: bytes) -> AgentConfig:
-        """From JSON; ValueError, TypeError or KeyError if it is something else."""
-        values = json.loads(line)
-        places = tuple((host, port) for host, port in values["places"])
-        return cls(**{**values, "places": places, "command": tuple(values["command"])})
-
-
-def agents_key(secret: str, job: str) -> bytes:
-    """With which agents and driver prove themselves; ranks of a generation have other ones."""
-    return job_key(secret, f"{job}/agents")
-
-
 class Agent:
     """Starts and ends ranks as the driver says, and passes on what they ask and what they are told."""
 
     def __init__(self, config: AgentConfig, driver: JsonChannel, janitor: subprocess.Popen[bytes] | None) -> None:
         self._config, self._driver, self._janitor = config, driver, janitor
+        self._succession = Succession(config) if config.estate is not None else None
+        self._generation: Mapping[str, Any] = {"number": 0, "workers": []}
         self._ranks: dict[int, RankProcess] = {}
         self._kill_at_s: dict[int, float] = {}
         self._events = selectors.DefaultSelector()
@@ -98,12 +60,36 @@ class Agent:
         """Returns when the driver says so, or is gone; no rank is left."""
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self._end)
-        self._driver.send({"is": "up"})
+        if self._succession is not None:
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)  # of an ssh whose other end is gone
+        self._driver.send({"is": "up", **self._report()})
         while not self._ends or self._ranks:
             self._look()
         for rank in self._ranks.values():
             rank.kill()
         self._driver.send({"is": "gone"})
+        self._driver.close()
+        if self._succession is not None:
+            self._succession.close()
+
+    def _report(self) -> dict[str, Any]:
+        """What a driver that knows nothing of this agent has to know."""
+        ranks = [[rank.worker, rank.slot, *rank.progress.told] for rank in self._ranks.values()]
+        places = [] if self._succession is None else self._succession.places
+        return {"host": self._config.host, "places": places, "ranks": ranks, "generation": self._generation}
+
+    def _lose_driver(self) -> None:
+        """Finds another one, or ends."""
+        with contextlib.suppress(KeyError, ValueError):
+            self._events.unregister(self._driver)
+        self._driver.close()
+        found = None if self._ends or self._succession is None else self._succession.find_driver()
+        if found is None:
+            self._end()
+            return
+        self._driver, self._heard_s = found, time.monotonic()
+        self._events.register(found, selectors.EVENT_READ)
+        found.send({"is": "up", **self._report()})
 
     def _end(self, number: int | None = None, frame: FrameType | None = None) -> None:
         del number, frame
@@ -133,15 +119,14 @@ class Agent:
             self._beat_s = now_s
             self._driver.send({"is": "beat"})
         self._driver.flush()
-        if now_s - self._heard_s > DRIVER_SILENT_S:
-            self._end()
+        if now_s - self._heard_s > DRIVER_SILENT_S and self._driver.fileno() >= 0:
+            self._lose_driver()
 
     def _hear_driver(self) -> None:
         try:
             messages = self._driver.receive()
         except ConnectionError:
-            self._events.unregister(self._driver)
-            self._end()
+            self._lose_driver()
             return
         self._heard_s = time.monotonic()
         for message in messages:
@@ -152,16 +137,25 @@ class Agent:
                     self._kill_at_s[worker] = time.monotonic() + (0.0 if at_once else KILL_GRACE_S)
                     if not at_once:
                         self._ranks[worker].ask_to_end()
-                case {"do": "generation", "ranks": list(ranks), **generation}:
+                case {"do": "agents", "agents": list(agents)} if self._succession is not None:
+                    self._succession.agents = [(number, [(*place,) for place in places]) for number, places in agents]
+                case {"do": "generation", "ranks": list(ranks), "workers": list(workers), **generation}:
+                    self._generation = {"number": generation["number"], "workers": workers}
                     for worker, rank in ranks:
+                        self._note(worker, phase=Phase.MEMBER, generation=generation["number"], rank=rank)
                         self._tell(worker, {**generation, "is": "generation", "rank": rank, **self._own})
                 case {"do": "dismiss", "worker": int(worker)}:
+                    self._note(worker, phase=Phase.DISMISSED)
                     self._tell(worker, {"is": "dismissed"})
                 case {"do": "change", "workers": list(workers), "change": int(change), "lost": str(lost)}:
                     for worker in workers:
                         self._tell(worker, {"is": "change", "change": change, "lost": lost})
                 case {"do": "end"}:
                     self._end()
+
+    def _note(self, worker: int, **progress: Any) -> None:
+        if (rank := self._ranks.get(worker)) is not None:
+            rank.progress = replace(rank.progress, **progress)
 
     @property
     def _own(self) -> dict[str, Any]:
@@ -189,9 +183,11 @@ class Agent:
         for message in messages:
             match message:
                 case {"ask": "join", "has_state": bool(has_state), "attendee": dict(attendee)}:
+                    self._note(rank.worker, phase=Phase.WAITING, has_state=has_state, attendee=attendee)
                     asked = {"is": "joined", "worker": rank.worker, "has_state": has_state, "attendee": attendee}
                     self._driver.send(asked)
                 case {"ask": "finished"}:
+                    self._note(rank.worker, phase=Phase.FINISHED)
                     self._driver.send({"is": "finished", "worker": rank.worker})
 
     def _start(self, worker: int, slot: int) -> None:
@@ -204,7 +200,7 @@ class Agent:
             "HOROVOD_LOCAL_RANK": str(slot),
         }
         try:
-            rank = RankProcess(worker, config.command, environ, hosts=config.hosts)
+            rank = RankProcess(worker, slot, config.command, environ, hosts=config.hosts)
         except OSError as err:
             self._tell_ended(worker, RankEnd(exit_code=127, reason=str(err)))
             return
@@ -242,24 +238,6 @@ class Agent:
                 self._janitor.stdin.flush()
 
 
-def reach_driver(places: Sequence[tuple[str, int]], *, key: bytes, number: int) -> JsonChannel:
-    """A connection to the driver, at the first of its places that answers.
-
-    Raises:
-        CommError: none does.
-    """
-    deadline_s, problem = time.monotonic() + CONNECT_S, "it listens nowhere"
-    while time.monotonic() < deadline_s:
-        for place in places:
-            try:
-                return JsonChannel(connect(place, key=key, own=number, other=0))
-            except (OSError, CommError) as err:
-                problem = str(err)
-        time.sleep(0.2)
-    tried = ", ".join(f"{host}:{port}" for host, port in places)
-    raise CommError(f"the driver cannot be reached at {tried} ({problem}); name the interface with --network-interface")
-
-
 def main() -> int:
     """The agent's process; its exit code says whether it has come as far as to be used."""
     config = AgentConfig.decode(sys.stdin.buffer.readline())
@@ -280,7 +258,6 @@ def main() -> int:
             start_new_session=True,
         )
     Agent(config, driver, janitor).run()
-    driver.close()
     if janitor is not None:
         with contextlib.suppress(OSError):
             janitor.communicate(b"done\n")

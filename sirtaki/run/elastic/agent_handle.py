@@ -21,6 +21,7 @@ class AgentHandle:
         host, number: of the agent.
         channel: to it, None until it has connected.
         heard_s: when something has come from it last.
+        places: where a driver would listen that it has started.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class AgentHandle:
         """
         self.host, self.number = host, number
         self.channel: JsonChannel | None = None
+        self.places: list[tuple[str, int]] = []
         self.started_s = self.heard_s = time.monotonic()
         self.program = words[0]
         self._process = subprocess.Popen(
@@ -97,3 +99,33 @@ class AgentHandle:
         with contextlib.suppress(OSError, ValueError):
             if self._process.stdin is not None:
                 self._process.stdin.close()
+
+
+class AdoptedAgent(AgentHandle):
+    """One that another driver has started."""
+
+    def __init__(self, number: int) -> None:
+        """Its host is not known before it says it."""
+        self.host, self.number, self.channel = "", number, None
+        self.places = []
+        self.started_s = self.heard_s = time.monotonic()
+        self.program = "its starter"
+
+    @property
+    def exit_code(self) -> int | None:
+        """It has none that could be known."""
+        return None
+
+    def disconnect(self) -> None:
+        """See `AgentHandle`."""
+        if self.channel is not None:
+            self.channel.close()
+
+    def wait(self, timeout_s: float) -> None:
+        """Until it has closed the connection, at most so long."""
+        deadline_s = time.monotonic() + timeout_s
+        with contextlib.suppress(ConnectionError):
+            while self.channel is not None and self.channel.fileno() >= 0 and time.monotonic() < deadline_s:
+                self.channel.receive()
+                time.sleep(0.05)
+        self.disconnect()

@@ -8,24 +8,19 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
-from sirtaki.comm.control.mesh.handshake import MAX_UNPROVED, Candidate, listen
+from sirtaki.comm.control.mesh.handshake import MAX_UNPROVED, Candidate
 from sirtaki.json_channel import JsonChannel
 
-DRIVER = 0
-"""The driver's number in the handshake; agents count from 1."""
+from .succession import DRIVER
 
 
 class AgentServer:
     """Listens, and tells agents from strangers; it is asked by the driver's selector and never blocks."""
 
-    def __init__(self, addresses: Sequence[str], *, key: bytes, events: selectors.BaseSelector) -> None:
-        """Listens at a port of each address.
-
-        Raises:
-            OSError: it cannot.
-        """
+    def __init__(self, listeners: Sequence[socket.socket], *, key: bytes, events: selectors.BaseSelector) -> None:
+        """The listeners become its own."""
         self._key, self._events = key, events
-        self._listeners = listen(addresses)
+        self._listeners = listeners
         self._candidates: dict[int, Candidate] = {}
         for listener in self._listeners:
             listener.setblocking(False)

@@ -5,16 +5,16 @@ Pure: what happens is told with its time, and what is to be done comes back. Who
 only when every member of the one before has asked, ended or been killed.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from sirtaki.engine.membership import Change
-
-from .actions import Action, Dismiss, End, Form, KillRank, Say, StartAgent, StartRank, StopAgent, Tell
+from .actions import Action, Dismiss, End, Form, KillRank, Say, StartAgent, StartRank, StopAgent
+from .endings import Endings
 from .host_pool import HostPool
-from .news import announcement, difference, ordinal
+from .news import announcement, difference, ordinal, with_ranks
 from .policy import OnFailure, Policy
 from .roll import Roll
-from .workers import Phase, RankEnd, Worker, ranked, seniority
+from .tidings import Tidings
+from .workers import Phase, RankEnd, Worker, ranked
 
 
 class JobMembers:
@@ -30,13 +30,29 @@ class JobMembers:
         """Agents by host; False = being started."""
         self.is_over = False
         self._actions: list[Action] = []
-        self._told, self._told_lost = Change(0), ""
-        self._lost = ""  # a member of the present generation, and how
-        self._failure: tuple[str, RankEnd] | None = None  # the first since the present generation began
-        self._ended_well = self._ended_badly = False  # a process has, before the first generation
-        self._short_since_s: float | None = None
+        self._tidings = Tidings()
+        self._endings = Endings(policy)
         self._enough_since_s: float | None = None
-        self._host_problem = ""
+
+    def take_over(
+        self, workers: Sequence[Worker], agents: Sequence[str], generation: int, members: Sequence[int]
+    ) -> bool:
+        """Before anything else: goes on where another driver has been lost.
+
+        Args:
+            workers: the processes that are there, of all agents that can be reached.
+            agents: their hosts.
+            generation: the newest that any of them knows.
+            members: of it, by rank.
+
+        Returns:
+            Whether this is the side of a network that may have come apart which goes on: it has more than half of the
+            members, or half of them and the first. Before the first generation there is no such side.
+        """
+        self.agents = dict.fromkeys(agents, True)
+        self._tidings.lose("the driver was lost")
+        self._endings.fail("the driver", RankEnd(exit_code=1, reason="it was lost"))
+        return self.roll.take_over(workers, generation, members)
 
     def found(self, hosts: Mapping[str, int], now_s: float) -> list[Action]:
         """Discovery says which hosts there are, with how many slots each."""
@@ -59,13 +75,11 @@ class JobMembers:
         lost = [worker for worker in self.roll.workers.values() if worker.host == host]
         for worker in lost:
             del self.roll.workers[worker.number]
-        ranks = [str(worker.rank) for worker in lost if worker.rank is not None and worker.phase is not Phase.DISMISSED]
-        with_it = f" with rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}" if ranks else ""
-        self._host_problem = f"host {host} is lost ({why})"
-        self._lost = self._lost or self._host_problem
-        self._failure = self._failure or (f"host {host}", RankEnd(exit_code=1, reason=why))
+        self._endings.host_problem = problem = f"host {host} is lost ({why})"
+        self._tidings.lose(problem)
+        self._endings.fail(f"host {host}", RankEnd(exit_code=1, reason=why))
         wanted = host in self.pool.usable
-        self._say(f"{self._host_problem}{with_it}{self._left_out(host, now_s) if wanted else ''}{self._go_on()}")
+        self._say(f"{problem}{with_ranks(lost)}{self._left_out(host, now_s) if wanted else ''}{self._go_on()}")
         return self._settle(now_s)
 
     def joined(self, number: int, *, has_state: bool, now_s: float) -> list[Action]:
@@ -95,7 +109,7 @@ class JobMembers:
         if worker is None or self.is_over:
             return []
         if worker.phase is Phase.MEMBER:
-            self._lost = self._lost or f"{worker.label} {end.text}"
+            self._tidings.lose(f"{worker.label} {end.text}")
         if worker.phase is Phase.FINISHED and end.exit_code:
             self._say(f"{worker.label} {end.text}, but it had done its work")
         elif worker.phase is Phase.MEMBER and end.exit_code == 0 and not worker.is_leaving:
@@ -111,11 +125,12 @@ class JobMembers:
     def _lose(self, worker: Worker, end: RankEnd, now_s: float) -> None:
         """A process has failed, or ended before it was a member."""
         if end.exit_code == 0:
-            self._ended_well = True
+            self._endings.ended_well = True
             if self.roll.generation == 0:
                 return
             end = RankEnd(exit_code=1, reason="it ended before it was a member")
-        self._failure, self._ended_badly = self._failure or (worker.label, end), True
+        self._endings.fail(worker.label, end)
+        self._endings.ended_badly = True
         if worker.verdict:
             text = worker.verdict
         elif worker.is_leaving:
@@ -148,10 +163,10 @@ class JobMembers:
 
     def _may_start(self) -> bool:
         """Whether a rank that starts now would find anybody who goes on with it."""
-        if self.roll.has_succeeded or (self._ended_well and not self.roll.generation):
+        if self.roll.has_succeeded or (self._endings.ended_well and not self.roll.generation):
             return False
         if self.roll.generation == 0:
-            return not self._ended_badly or bool(self.roll.present(Phase.WAITING))
+            return not self._endings.ended_badly or bool(self.roll.present(Phase.WAITING))
         return bool(self.roll.of_generation(Phase.MEMBER, Phase.WAITING))
 
     def _settle(self, now_s: float) -> list[Action]:
@@ -160,23 +175,20 @@ class JobMembers:
             for host in self.pool.take_back(now_s):
                 self._say(f"host {host} is used again")
             self._send_away(now_s)
-            self._conclude()
+            self._end(self._endings.reached(self.roll, agents=self.agents, has_hosts=bool(self.pool.usable)))
         if not self.is_over:
             self._staff(now_s)
             self._advance(now_s)
         if not self.is_over:
-            self._tell_members()
-            self._give_up(now_s)
+            if (news := self._tidings.news(self.roll)) is not None:
+                self._actions.append(news)
+            self._end(self._endings.in_vain(self.roll, now_s))
         actions, self._actions = self._actions, []
         return actions
 
     def _send_away(self, now_s: float) -> None:
         usable = self.pool.usable
-        for worker in self.roll.present(Phase.STARTING, Phase.WAITING, Phase.MEMBER):
-            worker.is_leaving = worker.slot >= usable.get(worker.host, 0)
-        if self.policy.max_ranks is not None:  # hosts have come back before those who replace them were there
-            for worker in sorted(self.roll.wanted, key=seniority)[self.policy.max_ranks :]:
-                worker.is_leaving = True
+        self.roll.mark_leaving(usable, self.policy.max_ranks)
         for worker in self.roll.present(Phase.STARTING):
             if worker.is_leaving:
                 self._kill(worker, at_once=False)
@@ -192,27 +204,6 @@ class JobMembers:
             if all(worker.host != host for worker in self.roll.workers.values()):
                 del self.agents[host]
                 self._actions.append(StopAgent(host=host))
-
-    def _conclude(self) -> None:
-        """Ends the job if nobody is left, or all have done what they can."""
-        roll = self.roll
-        if roll.generation and not roll.of_generation(Phase.MEMBER, Phase.FINISHED):
-            if roll.has_succeeded:
-                self._end(0)
-            elif not roll.of_generation(Phase.WAITING) and self._failure is not None:
-                self._end_failed("all ranks of the job have failed")
-        elif not roll.generation and not roll.workers:
-            if self._ended_badly:
-                self._end_failed("no rank has come as far as to join the job")
-            elif self._ended_well:
-                self._end(0)
-            elif self._host_problem and not self.agents and not self.pool.usable:
-                self._end(1, f"{self._host_problem}; no host is left")
-
-    def _end_failed(self, text: str) -> None:
-        assert self._failure is not None  # who calls has looked
-        label, end = self._failure
-        self._end(end.exit_code, f"{text}; the first was {label}, which {end.text}")
 
     def _staff(self, now_s: float) -> None:
         """Starts agents and ranks where there is room."""
@@ -246,7 +237,7 @@ class JobMembers:
         candidates = roll.candidates(self.policy.max_ranks)
         if roll.has_state and not any(worker.has_state for worker in candidates):
             if not any(worker.has_state for worker in roll.workers.values()):
-                self._end(*self._state_lost())
+                self._end(self._endings.without_state())
             return
         if len(candidates) < (self.policy.min_ranks if roll.generation else self.policy.start_ranks):
             self._enough_since_s = None
@@ -257,7 +248,8 @@ class JobMembers:
             return
         if self.policy.reset_limit is not None and roll.generation > self.policy.reset_limit:
             limit = self.policy.reset_limit
-            self._end(1, f"--reset-limit {limit}: the job would begin anew for the {ordinal(limit + 1)} time")
+            again = f"the job would begin anew for the {ordinal(limit + 1)} time"
+            self._end(End(exit_code=1, text=f"--reset-limit {limit}: {again}"))
             return
         self._form(candidates, now_s)
 
@@ -268,48 +260,19 @@ class JobMembers:
         new = frozenset(worker.number for worker in members if not worker.has_state)
         self._actions.append(Form(number=roll.generation, workers=roll.members, new=new))
         self._say(announcement(roll.generation, members, new))
-        self._told, self._told_lost, self._lost = Change(0), "", ""
-        self._failure, self._enough_since_s, self._host_problem = None, None, ""
-
-    def _state_lost(self) -> tuple[int, str]:
-        label, end = self._failure or ("", RankEnd(exit_code=1))
-        why = f"; the first that failed was {label}, which {end.text}" if label else ""
-        return end.exit_code, f"nobody is left who holds the state of the job{why}"
-
-    def _tell_members(self) -> None:
-        roll = self.roll
-        if not roll.is_running or roll.has_succeeded:
-            return
-        change = (Change.ADDED if roll.newcomers else Change(0)) | (Change.REMOVED if roll.is_diminished else Change(0))
-        lost = self._lost if len(roll.of_generation(*Phase)) < len(roll.members) else ""
-        if (news := change & ~self._told) or lost != self._told_lost:
-            self._told, self._told_lost = self._told | news, lost
-            members = tuple(worker.number for worker in roll.of_generation(Phase.MEMBER))
-            self._actions.append(Tell(workers=members, change=news, lost=lost))
-
-    def _give_up(self, now_s: float) -> None:
-        """Ends the job if it has waited for ranks for too long."""
-        if self.roll.is_running or self.roll.present(Phase.FINISHED):
-            self._short_since_s = None
-            return
-        self._short_since_s = now_s if self._short_since_s is None else self._short_since_s
-        if now_s - self._short_since_s > self.policy.timeout_s:
-            least = self.policy.min_ranks if self.roll.generation else self.policy.start_ranks
-            came = len(self.roll.candidates(self.policy.max_ranks))
-            self._end(
-                1,
-                f"{came} of at least {least} ranks came within {self.policy.timeout_s:g} s; --elastic-timeout waits "
-                f"longer, --min-np goes on with fewer{f'; {self._host_problem}' if self._host_problem else ''}",
-            )
+        self._tidings.begin()
+        self._enough_since_s = None
+        self._endings.begin()
 
     def _kill(self, worker: Worker, *, at_once: bool) -> None:
         self._actions.append(KillRank(worker=worker.number, host=worker.host, at_once=at_once))
 
-    def _end(self, exit_code: int, text: str = "") -> None:
-        self.is_over = True
-        for worker in self.roll.present(Phase.WAITING):
-            self._actions.append(Dismiss(worker=worker.number, host=worker.host))
-        self._actions.append(End(exit_code=exit_code, text=text))
+    def _end(self, end: End | None) -> None:
+        if end is not None:
+            self.is_over = True
+            for worker in self.roll.present(Phase.WAITING):
+                self._actions.append(Dismiss(worker=worker.number, host=worker.host))
+            self._actions.append(end)
 
     def _say(self, text: str) -> None:
         self._actions.append(Say(text=text))

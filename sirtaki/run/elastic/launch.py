@@ -9,6 +9,8 @@ import random
 import shlex
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
 
 from sirtaki.errors import ConfigError
 from sirtaki.machine import usable_cores
@@ -29,11 +31,13 @@ from ..rank_environment import (
 )
 from .agent_start import AgentStart
 from .discovery import Hosts, ask_script
-from .driver import Driver, ElasticJob, first_answer
+from .driver import Driver, first_answer
+from .elastic_job import ElasticJob, new_inheritance
 from .elastic_output import ElasticOutput
 from .host_pool import HostPool
 from .job_members import JobMembers
 from .policy import OnFailure, Policy
+from .successor import estate_of
 
 _COOLDOWN_S = (30.0, 600.0)
 _LATER_S = 30.0
@@ -81,6 +85,15 @@ def launch_elastic(options: argparse.Namespace) -> int:
         agents=agents,
         agent_start_s=options.start_timeout or 60.0,
     )
+    if options.on_driver_loss == "go-on":
+        estate = estate_of(
+            job,
+            policy,
+            script=_absolute(options.host_discovery_script),
+            slots=options.slots_per_host or 1,
+            hosts=fixed,
+        )
+        job = replace(job, estate=estate)
     if options.verbose:
         _describe(policy, hosts, job)
     members = JobMembers(policy, HostPool(policy, random.Random(time.time_ns())))
@@ -91,7 +104,7 @@ def launch_elastic(options: argparse.Namespace) -> int:
         label=members.roll.label,
         place=members.roll.place,
     )
-    return Driver(job, members, output).run(hosts, ask)
+    return Driver(job, new_inheritance(job), members, output).run(hosts, ask)
 
 
 def policy_of(options: argparse.Namespace, hosts: Hosts, *, timeout_s: float) -> Policy:
@@ -156,6 +169,11 @@ def _agents(options: argparse.Namespace, environ: Mapping[str, str]) -> AgentSta
     if agents.template:
         agents.words("host")  # which refuses what cannot work
     return agents
+
+
+def _absolute(script: str | None) -> str | None:
+    """A file's whole path; a command stays as it is."""
+    return str(Path(script).resolve()) if script and Path(script).exists() else script
 
 
 def _describe(policy: Policy, hosts: Hosts, job: ElasticJob) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Mapping, Sequence
 
-from .workers import Worker
+from .workers import Phase, Worker
 
 
 def count(number: int, noun: str) -> str:
@@ -34,3 +34,9 @@ def announcement(generation: int, members: Sequence[Worker], new: Collection[int
     placed = ", ".join(f"{sum(worker.host == host for worker in members)} on {host}" for host in hosts)
     fresh = f", {len(new)} of them new" if 0 < len(new) < len(members) else ""
     return f"generation {generation}: {count(len(members), 'rank')} ({placed}){fresh}"
+
+
+def with_ranks(lost: Collection[Worker]) -> str:
+    """Which ranks are gone with a host; "" = none."""
+    ranks = [str(worker.rank) for worker in lost if worker.rank is not None and worker.phase is not Phase.DISMISSED]
+    return f" with rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}" if ranks else ""

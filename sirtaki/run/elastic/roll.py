@@ -1,8 +1,10 @@
 """The processes of a job whose ranks come and go, and its present generation: facts and questions, no decisions."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 from .workers import Phase, Worker, seniority
+
+_NOBODY = 0  # no process has this number
 
 
 class Roll:
@@ -32,6 +34,26 @@ class Roll:
         self._places[self._numbers] = host, slot
         worker = self.workers[self._numbers] = Worker(number=self._numbers, host=host, slot=slot, since_s=now_s)
         return worker
+
+    def take_over(self, workers: Sequence[Worker], generation: int, members: Sequence[int]) -> bool:
+        """Goes on where another driver has been lost; see `JobMembers.take_over`."""
+        for worker in workers:
+            self.workers[worker.number] = worker
+            self._places[worker.number] = worker.host, worker.slot
+        self._numbers = max([0, *self.workers, *members])
+        self.has_state = any(worker.has_state for worker in workers)
+        there = [number for number in members if number in self.workers]
+        # Who had not been told of the generation when the driver was lost never was in it.
+        told = [number for number in there if self.workers[number].generation == generation]
+        for rank, number in enumerate(members):
+            if number in self.workers:
+                self.workers[number].generation, self.workers[number].rank = generation, rank
+                self._ranks[number] = rank
+        self.generation = generation
+        self.members = tuple(number if number in told else _NOBODY for number in members)
+        self.has_succeeded = bool(self.of_generation(Phase.FINISHED))
+        has_first = bool(members) and members[0] in there
+        return 2 * len(there) > len(members) or (2 * len(there) == len(members) and has_first)
 
     def begin(self, members: list[Worker], now_s: float) -> None:
         """The next generation, with these members in the order of their ranks."""
@@ -72,6 +94,19 @@ class Roll:
         """Processes that are, or may become, members."""
         active = self.present(Phase.STARTING, Phase.WAITING, Phase.MEMBER)
         return [worker for worker in active if not worker.is_leaving]
+
+    def mark_leaving(self, usable: Mapping[str, int], most: int | None) -> None:
+        """Says of each process whether it is to leave.
+
+        Args:
+            usable: slots by host.
+            most: how many ranks there may be; the youngest leave where hosts have come back before those who replace
+                their ranks were there. None = any number.
+        """
+        for worker in self.present(Phase.STARTING, Phase.WAITING, Phase.MEMBER):
+            worker.is_leaving = worker.slot >= usable.get(worker.host, 0)
+        for worker in sorted(self.wanted, key=seniority)[most:] if most is not None else ():
+            worker.is_leaving = True
 
     @property
     def is_running(self) -> bool:

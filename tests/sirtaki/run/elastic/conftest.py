@@ -26,7 +26,11 @@ class Job:
         environ = {**os.environ, _MARK: str(folder), "OMP_NUM_THREADS": "1"}
         with (folder / "out").open("wb") as out, (folder / "err").open("wb") as err:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "sirtaki.run", *options, *command], env=environ, stdout=out, stderr=err
+                [sys.executable, "-m", "sirtaki.run", *options, *command],
+                env=environ,
+                stdout=out,
+                stderr=err,
+                cwd=folder,
             )
 
     @property

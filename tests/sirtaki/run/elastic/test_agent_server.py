@@ -9,10 +9,10 @@ from collections.abc import Iterator
 import pytest
 
 from sirtaki.comm.control.mesh import handshake
-from sirtaki.comm.control.mesh.handshake import NoProof, connect
+from sirtaki.comm.control.mesh.handshake import NoProof, connect, listen
 from sirtaki.json_channel import JsonChannel
-from sirtaki.run.elastic.agent import agents_key, reach_driver
-from sirtaki.run.elastic.agent_server import DRIVER, AgentServer
+from sirtaki.run.elastic.agent_server import AgentServer
+from sirtaki.run.elastic.succession import DRIVER, agents_key, reach_driver
 
 KEY = agents_key("secret", "job")
 
@@ -22,7 +22,7 @@ class Serving:
 
     def __init__(self) -> None:
         self.events = selectors.DefaultSelector()
-        self.server = AgentServer(["127.0.0.1"], key=KEY, events=self.events)
+        self.server = AgentServer(listen(["127.0.0.1"]), key=KEY, events=self.events)
         self.found: list[tuple[int, JsonChannel]] = []
         self.closing = threading.Event()
         self.thread = threading.Thread(target=self.run)

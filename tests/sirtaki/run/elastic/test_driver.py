@@ -118,10 +118,28 @@ def test_nothing_is_left_where_driver_and_agents_are_killed(start: Callable) -> 
     job.wait()
 
 
+def test_an_agent_takes_the_place_of_a_driver_that_is_killed(start: Callable) -> None:
+    job = start("-H", "a:1,b:1,c:1", "--min-np", 2, "--on-driver-loss", "go-on", *AGENTS)
+    first = job.of_size(3)
+    os.kill(job.process.pid, signal.SIGKILL)
+    assert job.wait() == -9
+    logs = [job.folder / f"sirtaki-{host}.log" for host in "abc"]
+    job.until(lambda: any("takes over 3 ranks on" in log.read_text() for log in logs if log.exists()))
+    assert [record["pid"] for record in job.generation()] == [record["pid"] for record in first]
+    os.kill(first[1]["pid"], signal.SIGKILL)
+    job.until(lambda: len(job.generation(3)) == 3)
+    last = job.generation(3)
+    assert {first[0]["pid"], first[2]["pid"]} < {record["pid"] for record in last}
+    assert last[0]["steps"] > 0
+    (job.folder / "stop").touch()
+    job.until(lambda: not job.processes())
+    assert "finished after" in "".join(log.read_text() for log in logs)
+
+
 def test_a_script_that_fails_everywhere_fails_once_and_says_why(start: Callable) -> None:
     job = start("-np", 2, "--min-np", 1, command=["python", "-c", "raise ValueError('a bad batch')"])
     assert job.wait() == 1
-    assert job.said[-1].startswith("no rank has come as far as to join the job; the first was")
+    assert job.said[-1].startswith("no rank has come as far as to join the job; the first")
     assert "ValueError: a bad batch" in job.said[-1]
     assert job.err.count("Traceback") == 1
 
@@ -135,6 +153,40 @@ def test_programs_that_join_nothing_end_well(start: Callable) -> None:
         "[localhost:0] hello localhost",
         "[localhost:1] hello localhost",
     ]
+
+
+@pytest.mark.slow
+def test_the_machine_of_the_driver_is_lost_and_then_that_of_the_next_one(start: Callable) -> None:
+    job = start("-H", "a:1,b:1,c:1,d:1,e:1", "--min-np", 2, "--on-driver-loss", "go-on", *AGENTS)
+    first = job.of_size(5)
+    agents = job.agents()
+    for pid in (job.process.pid, agents["a"]):
+        os.kill(pid, signal.SIGKILL)
+    job.wait()
+    job.until(lambda: len(again := job.generation()) == 5 and again[0]["number"] > 1, timeout_s=60.0)
+    second = job.generation()
+    assert {record["pid"] for record in first[1:]} < {record["pid"] for record in second}
+    (successor,) = [pid for pid, line in job.processes().items() if "elastic.successor" in line]
+    for pid in (successor, agents["b"]):
+        os.kill(pid, signal.SIGKILL)
+    job.until(lambda: len(third := job.generation()) == 5 and third[0]["number"] > second[0]["number"], timeout_s=60.0)
+    assert job.generation()[0]["steps"] > second[0]["steps"]
+    assert {record["pid"] for record in first[2:]} < {record["pid"] for record in job.generation()}
+    (job.folder / "stop").touch()
+    job.until(lambda: not job.processes(), timeout_s=30.0)
+
+
+@pytest.mark.slow
+def test_the_user_can_end_a_job_whose_driver_was_lost(start: Callable) -> None:
+    job = start("-H", "a:1,b:1", "--min-np", 1, "--on-driver-loss", "go-on", *AGENTS)
+    job.of_size(2)
+    os.kill(job.process.pid, signal.SIGKILL)
+    job.wait()
+    job.until(lambda: any("elastic.successor" in line for line in job.processes().values()))
+    (successor,) = [pid for pid, line in job.processes().items() if "elastic.successor" in line]
+    job.until(lambda: any("takes over" in log.read_text() for log in job.folder.glob("*.log")))
+    os.kill(successor, signal.SIGTERM)
+    job.until(lambda: not job.processes())
 
 
 @pytest.mark.slow

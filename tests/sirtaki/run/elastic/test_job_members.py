@@ -24,7 +24,7 @@ from sirtaki.run.elastic.actions import (
 from sirtaki.run.elastic.host_pool import HostPool
 from sirtaki.run.elastic.job_members import JobMembers
 from sirtaki.run.elastic.policy import OnFailure, Policy
-from sirtaki.run.elastic.workers import Phase, RankEnd
+from sirtaki.run.elastic.workers import Phase, RankEnd, Worker
 
 KILLED = RankEnd(exit_code=137)
 RAISED = RankEnd(exit_code=3, reason="ValueError: a bad batch")
@@ -255,7 +255,7 @@ def test_all_have_failed_is_the_failure_of_the_first() -> None:
     story.end(2, RAISED)
     (end,) = of(End, story.end(1, RankEnd(exit_code=1, reason="PeerLostError: rank 1 died")))
     assert end.exit_code == 3
-    assert "rank 1 (host a, slot 1), which failed (ValueError: a bad batch)" in end.text
+    assert "the first that failed was rank 1 (host a, slot 1): it failed (ValueError: a bad batch)" in end.text
 
 
 def test_a_script_that_cannot_run_ends_the_job_at_once() -> None:
@@ -315,6 +315,45 @@ def test_a_host_that_cannot_be_reached_does_not_keep_another_one_from_starting()
     members.found({"a": 1, "b": 1}, 0.0)
     assert of(End, members.agent_lost("a", "ssh ended with exit code 255", 1.0)) == []
     assert of(StartRank, members.agent_up("b", 2.0)) == [StartRank(worker=1, host="b", slot=0)]
+
+
+def taken_over(
+    reported: dict[int, tuple[Phase, int]], members: tuple[int, ...], *, generation: int = 5
+) -> tuple[Story, bool]:
+    """A job of one rank a host, whose new driver hears of these processes: phase and generation of each."""
+    policy = Policy(start_ranks=1, min_ranks=1)
+    story = Story.__new__(Story)
+    story.members, story.now_s, story.all = JobMembers(policy, HostPool(policy, random.Random(0))), 0.0, []
+    workers = [
+        Worker(number=number, host=f"h{number}", slot=0, phase=phase, generation=own, rank=rank, has_state=True)
+        for rank, (number, (phase, own)) in enumerate(reported.items())
+    ]
+    goes_on = story.members.take_over(workers, [worker.host for worker in workers], generation, members)
+    story.does(story.members.found, {f"h{number}": 1 for number in members})
+    return story, goes_on
+
+
+def test_a_new_driver_goes_on_with_more_than_half_of_the_members() -> None:
+    member = Phase.MEMBER, 5
+    for there, expected in (((1, 2, 3), True), ((2, 3), True), ((3,), False)):
+        assert taken_over(dict.fromkeys(there, member), (1, 2, 3))[1] is expected
+    for there, expected in (((1, 2), True), ((2, 3), False)):
+        assert taken_over(dict.fromkeys(there, member), (1, 2, 3, 4))[1] is expected
+    assert not taken_over({}, (), generation=0)[1]
+
+
+def test_members_that_are_lost_with_the_driver_are_told_and_replaced() -> None:
+    story, _ = taken_over(dict.fromkeys((1, 2), (Phase.MEMBER, 5)), (1, 2, 3))
+    assert Tell(workers=(1, 2), change=Change.REMOVED, lost="the driver was lost") in story.all
+    assert StartRank(worker=4, host="h3", slot=0) in story.all
+    assert of(Form, story.join(1, 2, has_state=True))[0].number == 6
+
+
+def test_a_generation_of_which_the_lost_driver_has_told_some_only_is_left() -> None:
+    story, goes_on = taken_over({1: (Phase.MEMBER, 5), 2: (Phase.WAITING, 4), 3: (Phase.MEMBER, 5)}, (1, 2, 3))
+    assert goes_on
+    assert of(Tell, story.all)[0].lost == "the driver was lost"
+    assert of(Form, story.join(1, 3, has_state=True))[0].workers == (1, 2, 3)
 
 
 class World:
