@@ -31,7 +31,9 @@ def on_jobs(size: int, act: Callable[[int], Any]) -> list[Any]:
         sets = RankSets(control, _Watchdog())  # type: ignore[arg-type]
         engine = sets[GLOBAL].engine
         serials: Any = defaultdict(itertools.count)
-        here.job = SimpleNamespace(control=control, engine=engine, rank_sets=sets, serials=serials)
+        here.job = SimpleNamespace(
+            control=control, engine=engine, rank_sets=sets, serials=serials, settled=True, elastic=None
+        )
         result = act(control.rank)
         sets.close()
         return result

@@ -13,9 +13,9 @@ from sirtaki.engine.reducer_resources import ReducerResources
 from sirtaki.settings import Settings
 
 
-def made(options: ReducerOptions | None = None, **environ: str) -> ReducerResources:
+def made(options: ReducerOptions | None = None, *, elastic: Any = None, **environ: str) -> ReducerResources:
     members: Any = SimpleNamespace(control="the ranks", engine="the engine")
-    job: Any = SimpleNamespace(settings=Settings.from_environ(environ), elastic=SimpleNamespace(tuning="carried"))
+    job: Any = SimpleNamespace(settings=Settings.from_environ(environ), elastic=elastic)
     return ReducerResources(
         job,
         members,
@@ -42,18 +42,21 @@ def test_known_sparse_gradients_stay_known_from_one_set_of_parameters_to_the_nex
     assert [each.sparse.looks_new("new") for each in (resources, dense)] == [True, False]
 
 
+@pytest.mark.parametrize(
+    ("elastic", "carried"), [(None, None), (SimpleNamespace(tuning="what is tuned"), "what is tuned")]
+)
 def test_dense_gradients_get_a_synchroniser_of_their_names_and_what_is_asked_for(
-    monkeypatch: pytest.MonkeyPatch,
+    elastic: Any, carried: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given: list[Any] = []
     monkeypatch.setattr(reducer_resources, "TunedSynchroniser", lambda *args, **more: given.append((args, more)))
     params = [torch.zeros(1), torch.ones(1)]
     options = ReducerOptions(reduction=Reduction(postscale=0.25), arms=())
-    made(options).make_tuned([("a", params[0]), ("b", params[1])])
+    made(options, elastic=elastic).make_tuned([("a", params[0]), ("b", params[1])])
     ((control, settings, tensors, names), more) = given[0]
     assert (control, isinstance(settings, Settings), names) == ("the ranks", True, ["a", "b"])
     assert tensors[1] is params[1]
-    assert more == {"reduction": Reduction(postscale=0.25), "arms": (), "carried": "carried"}
+    assert more == {"reduction": Reduction(postscale=0.25), "arms": (), "carried": carried}
 
 
 @pytest.mark.parametrize("unused", ["zeros", "none"])

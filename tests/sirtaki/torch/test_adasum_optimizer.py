@@ -7,9 +7,11 @@ import pytest
 import torch
 from fakes.jobs import on_jobs
 
+from sirtaki.engine import job
 from sirtaki.torch.adasum_optimizer import wrap_adasum
 from sirtaki.torch.compression import Compression
 from sirtaki.torch.derived_class import Distributed
+from sirtaki.torch.lasting_optimizers import keep
 
 
 def made(
@@ -17,7 +19,13 @@ def made(
 ) -> tuple[Any, torch.nn.Parameter]:
     param = torch.nn.Parameter(torch.zeros(2))
     plain = torch.optim.SGD([param], lr=lr, momentum=momentum)
-    return wrap_adasum(plain, [("weight", param)], compression=compression), param
+    return attached(wrap_adasum(plain, [("weight", param)], compression=compression)), param
+
+
+def attached(optimizer: Distributed) -> Any:
+    """The optimizer, once it belongs to the ranks that there are."""
+    keep(optimizer, job.current())
+    return optimizer
 
 
 def test_updates_at_right_angles_are_added_and_parallel_ones_averaged() -> None:
@@ -59,9 +67,8 @@ def test_updates_can_travel_smaller() -> None:
 def test_frozen_parameters_do_not_travel() -> None:
     def act(rank: int) -> None:
         params = [torch.nn.Parameter(torch.zeros(1), requires_grad=rank_wants) for rank_wants in (False, True)]
-        optimizer = wrap_adasum(
-            torch.optim.SGD(params, lr=1.0), list(zip("ab", params, strict=True)), compression=Compression.none
-        )
+        plain = torch.optim.SGD(params, lr=1.0)
+        optimizer = attached(wrap_adasum(plain, list(zip("ab", params, strict=True)), compression=Compression.none))
         params[1].grad = torch.ones(1)
         optimizer.step()
         assert [param.item() for param in params] == [0.0, -1.0]
