@@ -236,20 +236,6 @@ def test_horovods_policy_drops_the_host_for_good() -> None:
     assert of(StartRank, story.wait(1e5)) == []
 
 
-def test_a_dropped_host_stays_away_longer_each_time() -> None:
-    policy = Policy(start_ranks=1, min_ranks=1, cooldown_s=(10.0, 60.0))
-    pool = HostPool(policy, random.Random(1))
-    pool.find({"a": 1})
-    times_s = []
-    for _ in range(5):
-        times_s.append(pool.drop("a", 0.0))
-        assert pool.usable == {}
-        assert pool.take_back(times_s[-1] - 0.1) == []
-        assert pool.take_back(times_s[-1]) == ["a"]
-    assert times_s == [pytest.approx(wanted, rel=0.1) for wanted in (10, 20, 40, 60, 60)]
-    assert max(times_s) <= 60.0
-
-
 def test_all_have_failed_is_the_failure_of_the_first() -> None:
     story = running({"a": 2})
     story.end(2, RAISED)

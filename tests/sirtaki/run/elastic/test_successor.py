@@ -1,0 +1,52 @@
+"""What a driver leaves behind says all that the next one needs, as JSON."""
+
+import io
+import json
+import sys
+
+import pytest
+
+from sirtaki.comm.control.mesh.handshake import listen
+from sirtaki.run.elastic import successor
+from sirtaki.run.elastic.agent_start import AgentStart
+from sirtaki.run.elastic.elastic_job import ElasticJob
+from sirtaki.run.elastic.policy import OnFailure, Policy
+
+POLICY = Policy(start_ranks=3, min_ranks=2, max_ranks=4, on_failure=OnFailure.DROP_HOST, cooldown_s=(1.0, 2.0))
+JOB = ElasticJob(
+    command=("python", "x.py"), environ={"HERE": "1"}, carried={"A": "b"}, interface="eth0", one_host=False,
+    agents=AgentStart(template="do {command}", slurm_hosts=frozenset({"n1"}), ssh=("-p", "22")), agent_start_s=9.0,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("script", [None, "/hosts.sh"])
+def test_it_comes_back_as_it_was(monkeypatch: pytest.MonkeyPatch, script: str | None) -> None:
+    estate = successor.estate_of(JOB, POLICY, script=script, slots=2, hosts={"a": 1})
+    (listener,) = listen(["127.0.0.1"])
+    told = {
+        "estate": estate, "environ": {"A": "b"}, "secret": "s", "job": "j", "listeners": [listener.detach()],
+        "agents": [2, 3], "numbers": 7,
+    }  # fmt: skip
+    seen = {}
+
+    class Driver:
+        def __init__(self, job, inheritance, members, output) -> None:
+            seen.update(job=job, inheritance=inheritance, policy=members.policy)
+
+        def take_over(self, hosts, ask) -> int:
+            seen.update(hosts=hosts, ask=ask)
+            return 5
+
+    monkeypatch.setattr(successor, "Driver", Driver)
+    monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(told)))
+    assert successor.main() == 5
+    assert seen["policy"] == POLICY
+    job, inheritance = seen["job"], seen["inheritance"]
+    assert (job.command, job.carried, job.interface, job.agents) == (JOB.command, JOB.carried, "eth0", JOB.agents)
+    assert job.environ["A"] == "b"
+    assert job.estate == json.loads(json.dumps(estate))
+    assert (inheritance.name, inheritance.secret, inheritance.agents, inheritance.numbers) == ("j", "s", (2, 3), 7)
+    assert seen["hosts"] == {"a": 1}
+    assert (seen["ask"] is None) == (script is None)
+    for sock in inheritance.listeners:
+        sock.close()
