@@ -47,6 +47,10 @@ def attach(model: DistributedDataParallel, *, arms: Sequence[Arm] | None = None)
     if not job.is_initialized():
         job.init(beside=group)
     current = job.current()
+    if current.elastic is not None:
+        raise ConfigError(
+            "attach() needs ranks that stay, as DDP does; where they come and go, DistributedOptimizer goes"
+        )
     here, there = (current.rank, current.size), (dist.get_rank(group), dist.get_world_size(group))
     if here != there:
         raise ConfigError(

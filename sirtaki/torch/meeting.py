@@ -6,7 +6,7 @@ from sirtaki.comm.collectives.requests import Kind
 from sirtaki.engine import job
 
 from .handles import Call, synchronize
-from .process_sets import ProcessSet, global_process_set
+from .process_sets import ProcessSet, engine_of, global_process_set
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
@@ -34,4 +34,5 @@ def join(device: int = -1) -> int:
     Raises:
         HorovodInternalError: the job has failed.
     """
+    engine_of(global_process_set)  # which says what is wrong
     return job.current().joining.join()
