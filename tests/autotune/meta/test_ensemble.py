@@ -30,6 +30,8 @@ class Drawn(Named):
 
     def __init__(self, name: str, space: KnobSpace, rng: np.random.Generator) -> None:
         super().__init__(name)
+        if name == "greedy":
+            rng.random(100)
         self.space, self.draw = space, float(rng.random())
 
 
@@ -69,10 +71,10 @@ def test_named_techniques_only(made: list[Drawn]) -> None:
 
 def test_draws_of_one_arm_do_not_depend_on_another(made: list[Drawn]) -> None:
     arms(names=["a", "b"])
-    arms(names=["a", "broken", "b"][::2])
-    first, second, again, other = made
+    arms(names=["greedy", "b"])
+    first, second, _, again = made
     assert first.draw != second.draw
-    assert (again.draw, other.draw) == (first.draw, second.draw)
+    assert again.draw == second.draw
     arms(seed=1, names=["a"])
     assert made[-1].draw != first.draw
 

@@ -21,9 +21,11 @@ Span = Callable[[Knobs], float]
 class Made:
     """A search, and what it ran."""
 
-    def __init__(self, arm: Arm, *, span_of: Span, iterations: int = 100, default_runs: bool = True) -> None:
-        budget = Budget(iterations=iterations, discarded=1, measured=2)
-        self.trials = Trials(default=DEFAULT, budget=budget, identity=lambda knobs: knobs, arm=arm)
+    def __init__(
+        self, arm: Arm, *, span_of: Span, default_runs: bool = True, identity: Callable[[Knobs], Any] = lambda it: it
+    ) -> None:
+        budget = Budget(iterations=100, discarded=1, measured=2)
+        self.trials = Trials(default=DEFAULT, budget=budget, identity=identity, arm=arm)
         self.proposed: list[Knobs] = []
         self.search = Search(trials=self.trials, proposals=self)  # type: ignore[arg-type]
         self.space, self._arm, self._span_of = SPACE, arm, span_of
@@ -156,6 +158,20 @@ def test_neighbours_that_are_refused_are_left_out() -> None:
     ran = {now.knobs for now in made.ran}
     assert replace(BEST, streams=6) in ran
     assert not made.refused & ran
+
+
+def test_neighbours_that_are_a_setting_that_ran_are_left_out() -> None:
+    made = Made(
+        ListArm(BEST),
+        span_of=lambda knobs: 0.1 if knobs == BEST else 1.0,
+        identity=lambda knobs: (knobs.unit_bytes, min(knobs.streams, 4)),
+    )
+    made.run()
+    made.ran.clear()
+    made.drive(made.search.refine())
+    ran = {now.knobs for now in made.ran}
+    assert replace(BEST, streams=3) in ran
+    assert replace(BEST, streams=6) not in ran
 
 
 def test_where_nothing_was_measured_there_are_no_neighbours() -> None:

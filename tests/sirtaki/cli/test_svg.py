@@ -115,6 +115,7 @@ def test_axes_have_labels_and_ticks_or_those_that_are_given() -> None:
     assert usual[-2:] == [NASTY, "up"]
     assert usual[:-2] == ["0", "2", "4", "6", "8", "10", "0", "0.2", "0.4", "0.6", "0.8", "1"]
     assert texts(drawn.render(x_ticks=[(5.0, "half")], y_ticks=[])) == ["half", NASTY, "up"]
+    assert texts(drawn.render(x_ticks=[], y_ticks=[])) == [NASTY, "up"]
     assert drawn.render(y_ticks=[]).count('class="grid"') == 0
 
 

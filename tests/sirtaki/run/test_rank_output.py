@@ -49,6 +49,11 @@ def test_bytes_written_below_are_marked_alike() -> None:
     assert out == b"\xff" + UNFINISHED + b"a\n"
 
 
+def test_a_line_is_written_when_it_ends() -> None:
+    out, _ = output('import os; print("one"); os.write(1, b"two\\n")')
+    assert out == b"one\ntwo\n"
+
+
 def test_a_long_text_is_written_whole() -> None:
     out, _ = output('print("x" * 300000)')
     assert out.replace(UNFINISHED, b"") == b"x" * 300_000 + b"\n"
