@@ -87,7 +87,7 @@ def close(links: Sequence[Links]) -> None:
         thread.join()
 
 
-def until(condition: Callable[[], bool], *, timeout_s: float = 5.0) -> None:
+def until(condition: Callable[[], bool], *, timeout_s: float = 20.0) -> None:
     """Returns once it is true."""
     deadline_s = time.monotonic() + timeout_s
     while not condition():

@@ -15,6 +15,10 @@ from sirtaki.comm.transports.mpi import MpiTransport, ThreadWork, mpi_all_reduce
 from sirtaki.errors import CommError, TransportError
 
 
+def own_threads() -> int:
+    return sum(thread.name.startswith("sirtaki-mpi") for thread in threading.enumerate())
+
+
 def transport(agree: Any = lambda problem: None, duplicate: Any = None) -> MpiTransport:
     return MpiTransport(duplicate or (lambda: load_mpi().COMM_SELF), agree)
 
@@ -111,23 +115,23 @@ def test_a_stream_that_another_rank_cannot_open_is_closed_here() -> None:
 
     there = transport(agree, duplicate)
     there.open_streams([StreamSpec(0)])
-    before = threading.active_count()
+    before = own_threads()
     with pytest.raises(TransportError, match="rank 1: MPI stream 1"):
         there.open_streams([StreamSpec(1)])
-    assert threading.active_count() == before
+    assert own_threads() == before
     assert reduce(there, torch.ones(1), 0, 1).wait(5.0)
     there.close()
 
 
 def test_threads_do_what_they_have_before_they_end_and_one_that_hangs_is_told() -> None:
-    before = threading.active_count()
+    before = own_threads()
     there = transport()
     there.open_streams([StreamSpec(1)])
-    assert threading.active_count() == before + 2
+    assert own_threads() == before + 2
     works = [reduce(there, torch.ones(1000), 0, 1000) for _ in range(20)]
     assert there.close()
     assert all(work.is_done() for work in works)
-    assert threading.active_count() == before
+    assert own_threads() == before
     assert there.close()
     hangs = transport()
     hangs.open_streams([StreamSpec(0)])

@@ -1,4 +1,4 @@
-"""A re-tune as the coordinator has it: what runs stays unless it is beaten, whatever goes wrong."""
+"""What a warm-up or a re-tune finds runs from then on, what runs stays unless it is beaten, whatever goes wrong."""
 
 import logging
 from collections.abc import Sequence
@@ -39,12 +39,17 @@ class OneSetting:
         pass
 
 
-def after_warm_up(arm: OneSetting, log: Path | None = None) -> TuningCoordinator:
-    """A coordinator whose warm-up is over and in whose job a re-tune has begun."""
+def fresh(arm: OneSetting, log: Path | None = None) -> TuningCoordinator:
+    """A coordinator of a job that begins, of which no registry knows anything."""
     environ = {"SIRTAKI_REGISTRY": "off", **({"SIRTAKI_TRIAL_LOG": str(log)} if log else {})}
     settings = Settings.from_environ(environ)
     cache = TuningCache(settings, [], ["host"] * 2)
-    coordinator = TuningCoordinator(settings, cache, default=DEFAULT, arms=[arm], discarded_iterations=1)
+    return TuningCoordinator(settings, cache, default=DEFAULT, arms=[arm], discarded_iterations=1)
+
+
+def after_warm_up(arm: OneSetting, log: Path | None = None) -> TuningCoordinator:
+    """A coordinator whose warm-up is over and in whose job a re-tune has begun."""
+    coordinator = fresh(arm, log)
     coordinator.retune(WINNER, LAYOUTS, ratio=3.0, iteration=200)
     coordinator.search(SPACE, SPACE, lambda: None)
     return coordinator
@@ -57,6 +62,53 @@ def run(coordinator: TuningCoordinator, spans_s: dict[Knobs, float]) -> int:
         iterations += now.discarded_iterations + now.measured_iterations
         coordinator.record([spans_s.get(now.knobs, 1.0)] * now.measured_iterations, iteration=200 + iterations)
     return iterations
+
+
+def test_without_a_session_the_default_runs_and_nothing_is_measured() -> None:
+    coordinator = fresh(OneSetting(WINNER))
+    assert not coordinator.recall(LAYOUTS, SPACE)
+    now = coordinator.assignment
+    assert (now.knobs, now.purpose) == (DEFAULT, Purpose.KEPT)
+    assert (now.discarded_iterations, now.measured_iterations) == (0, 0)
+    coordinator.record([], iteration=1)
+    coordinator.end(iteration=1)
+    coordinator.close()
+    assert not coordinator.failed
+
+
+def test_a_warm_up_begins_with_the_default_and_what_it_finds_runs_from_then_on(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    caplog.set_level(logging.INFO)
+    coordinator = fresh(OneSetting(WINNER), tmp_path / "log")
+    coordinator.recall(LAYOUTS, SPACE)
+    coordinator.search(SPACE, SPACE, lambda: None)
+    assert (coordinator.assignment.knobs, coordinator.assignment.purpose) == (DEFAULT, Purpose.DEFAULT)
+    run(coordinator, {DEFAULT: 1.0, WINNER: 0.25})
+    coordinator.end(iteration=300)
+    assert (coordinator.assignment.knobs, coordinator.assignment.purpose) == (WINNER, Purpose.KEPT)
+    assert "4.00× faster" in caplog.text
+    coordinator.close()
+    assert '"event": "result"' in (tmp_path / "log").read_text()
+    coordinator.record([float("inf")], iteration=301)  # it cannot be run any more
+    assert coordinator.assignment.knobs == DEFAULT
+
+
+def test_a_fault_in_tuning_ends_tuning_and_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    class Cache(TuningCache):
+        def first_proposals(self, *args: object) -> list[object]:  # type: ignore[override]
+            raise RuntimeError("on purpose")
+
+    settings = Settings.from_environ({"SIRTAKI_REGISTRY": "off"})
+    cache = Cache(settings, [], ["host"] * 2)
+    coordinator = TuningCoordinator(settings, cache, default=DEFAULT, arms=[OneSetting(WINNER)], discarded_iterations=1)
+    with caplog.at_level(logging.WARNING):
+        coordinator.search(SPACE, SPACE, lambda: None)
+    assert coordinator.failed
+    assert "tuning has failed and ends here; the default runs from now on" in caplog.text
+    assert (coordinator.assignment.knobs, coordinator.assignment.purpose) == (DEFAULT, Purpose.KEPT)
+    coordinator.record([1.0], iteration=5)
+    coordinator.end(iteration=5)
 
 
 def test_a_better_setting_takes_over_within_the_budget(caplog: pytest.LogCaptureFixture) -> None:
