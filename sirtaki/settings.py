@@ -49,6 +49,9 @@ class Settings:
         heartbeat_s: a rank of a mesh that is silent for so long is given up; None, set by 0: never.
         start_timeout_s: how long the ranks of a mesh wait for each other at the start.
         elastic_timeout_s: how long a rank of an elastic job waits for enough others.
+        checkpoint_dir: folder for checkpoints of `hvd.elastic` states, from which the same command goes on; all hosts
+            should see it. None, not set: there are none.
+        checkpoint_s: seconds between two checkpoints at least.
         stall_check: watch for ranks that do not come.
         stall_warning_s: seconds after which missing ranks are named in a warning.
         stall_shutdown_s: seconds after which missing ranks are an error; None, set by 0: never.
@@ -80,6 +83,8 @@ class Settings:
     heartbeat_s: float | None = 30.0
     start_timeout_s: float = 120.0
     elastic_timeout_s: float = 600.0
+    checkpoint_dir: str | None = None
+    checkpoint_s: float = 60.0
     stall_check: bool = True
     stall_warning_s: float = 60.0
     stall_shutdown_s: float | None = 600.0
@@ -266,6 +271,8 @@ VARIABLES: tuple[Variable, ...] = (
     _variable("SIRTAKI_START_TIMEOUT_S", "start_timeout_s", _SECONDS),
     _variable("HOROVOD_ELASTIC_TIMEOUT", "elastic_timeout_s", _SECONDS),
     _variable("SIRTAKI_ELASTIC_TIMEOUT_S", "elastic_timeout_s", _SECONDS),
+    _variable("SIRTAKI_CHECKPOINT_DIR", "checkpoint_dir", _TEXT),
+    _variable("SIRTAKI_CHECKPOINT_S", "checkpoint_s", _SECONDS),
     _variable("HOROVOD_STALL_CHECK_DISABLE", "stall_check", _NOT_FLAG),
     _variable("SIRTAKI_STALL_CHECK", "stall_check", _FLAG),
     _variable("HOROVOD_STALL_CHECK_TIME_SECONDS", "stall_warning_s", _SECONDS),

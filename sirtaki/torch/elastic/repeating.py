@@ -12,8 +12,9 @@ from sirtaki.errors import MismatchError
 
 from ..basics import init_again, let_go
 from ..exceptions import HorovodInternalError, HostsUpdatedInterrupt
+from .checkpoints import resume
 from .settling import settle, share
-from .state import State
+from .state import ObjectState, State
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +47,8 @@ def run_fn(func: Training, reset: Callable[[], None]) -> Training:
 
 def _on_ranks_that_stay(train: Callable[[], Any], state: State, reset: Callable[[], None]) -> Any:
     skip_sync = False
+    if isinstance(state, ObjectState):
+        resume(state, has_state=False)
     while True:
         if not skip_sync:
             state.sync()

@@ -10,7 +10,8 @@ from typing import TypeVar
 from sirtaki.engine import job
 
 from .. import lasting_optimizers, process_sets
-from .state import Standing, State
+from .checkpoints import resume
+from .state import ObjectState, Standing, State
 
 _Name = TypeVar("_Name")
 
@@ -84,6 +85,8 @@ def share(state: State) -> None:
     """
     current = job.current()
     assert current.elastic is not None
+    if isinstance(state, ObjectState):
+        resume(state, has_state=current.elastic.has_state)
     state.sync()
     current.control.barrier()
     state._complete([])

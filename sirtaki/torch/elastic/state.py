@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,8 @@ from sirtaki.engine.membership import Change
 
 from ..exceptions import HostsUpdatedInterrupt
 from ..functions import allgather_object, broadcast_object, broadcast_optimizer_state, broadcast_parameters
+from . import checkpoints
+from .checkpoints import Checkpoints
 from .commits import Commit, Commits, copied
 from .sampler import ElasticSampler, Mark
 
@@ -46,6 +48,14 @@ class _KeepsNoCommits:
 
         Args:
             news: of all ranks.
+        """
+
+    def _keep(self, kept: Checkpoints, *, at_once: bool) -> None:
+        """All ranks hold what was saved last, and it may be written to disk.
+
+        Args:
+            kept: does that.
+            at_once: if a rank is about to end; collective, returns when it is on disk.
         """
 
     def _standing(self) -> Standing:
@@ -97,20 +107,29 @@ class State(_KeepsNoCommits, ABC):
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
-        """Raises if hosts have come or gone. Collective where ranks come and go; nothing where they stay.
+        """Raises if hosts have come or gone, and has a checkpoint written if one is due.
+
+        Collective where ranks come and go or checkpoints are written; nothing elsewhere.
 
         Raises:
             HostsUpdatedInterrupt: on all ranks.
             HorovodInternalError: a rank is lost.
+            SystemExit: this rank was sent SIGTERM, and what was saved is on disk.
         """
-        current = job.current()
-        if current.elastic is None:
+        current, kept = job.current(), checkpoints.of_this_process()
+        if current.elastic is None and kept is None:
             return
-        said = current.control.all_gather((current.elastic.change().value, self._news()))
-        self._complete([news for _, news in said])
+        change = Change(0) if current.elastic is None else current.elastic.change()
+        leaves = kept is not None and kept.leaving
+        said = current.control.all_gather((change.value, leaves, self._news()))
+        self._complete([news for _, _, news in said])
+        if kept is not None:
+            self._keep(kept, at_once=any(leaving for _, leaving, _ in said))
+            if leaves:
+                raise SystemExit(checkpoints.TERMINATED)
         changes = Change(0)
-        for change, _ in said:
-            changes |= Change(change)
+        for other, _, _ in said:
+            changes |= Change(other)
         if changes:
             raise HostsUpdatedInterrupt(skip_sync=changes == Change.REMOVED)
 
@@ -178,6 +197,27 @@ class ObjectState(State):
     def _complete(self, news: Sequence[Any]) -> None:
         self._commits.completed = self._commits.newest.number
 
+    def _checkpoint(self) -> dict[str, Any]:
+        """What of the newest commit goes to disk; copied by the caller."""
+        return {"values": self._commits.newest.tree["values"]}
+
+    def _load(self, tree: Mapping[str, Any]) -> None:
+        """See `Resumable`."""
+        if tree["values"].keys() != set(self._names):
+            raise ValueError(f"it has the values {sorted(tree['values'])}, the state has {sorted(self._names)}")
+        for name, value in tree["values"].items():
+            setattr(self, name, value)
+
+    def _keep(self, kept: Checkpoints, *, at_once: bool) -> None:
+        if job.current().rank == SYNC_ROOT and (at_once or kept.due):
+            if at_once:
+                kept.wait()
+            kept.write(self._commits.newest.number, copied(self._checkpoint()))
+            if at_once:
+                kept.wait()
+        if at_once:
+            job.current().control.barrier()
+
     def _standing(self) -> Standing:
         return Standing(written=self._commits.newest.number, completed=self._commits.completed)
 
@@ -217,6 +257,18 @@ class TorchState(ObjectState):
         if name in getattr(self, "_stateful", {}):
             self._stateful[name] = value
         super().__setattr__(name, value)
+
+    def _checkpoint(self) -> dict[str, Any]:
+        samplers = {name: sampler.state_dict() for name, sampler in self._samplers.items()}
+        return {**super()._checkpoint(), "states": self._commits.newest.tree["states"], "samplers": samplers}
+
+    def _load(self, tree: Mapping[str, Any]) -> None:
+        states = {**tree["states"], **tree["samplers"]}
+        if states.keys() != self._stateful.keys():
+            raise ValueError(f"it has {sorted(states)}, the state has {sorted(self._stateful)}")
+        super()._load(tree)
+        for name, value in self._stateful.items():
+            value.load_state_dict(states[name])
 
     @property
     def _samplers(self) -> dict[str, ElasticSampler]:

@@ -1,0 +1,154 @@
+"""Commits that outlive the job: rank 0 writes one to disk now and then, and the same command goes on from the newest.
+
+Beside training: what is written is copied first, which takes as long as a commit, and a thread does the rest. SIGTERM,
+by which preemptible machines are announced to go, has the next commit written at once, and then ends the rank.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import FrameType
+from typing import Any, Protocol
+
+from sirtaki.engine import job
+from sirtaki.errors import ConfigError
+
+from ..functions import allgather_object, broadcast_object
+from .checkpoint_folder import Checkpoint, CheckpointFolder
+
+logger = logging.getLogger(__name__)
+
+TERMINATED = 128 + signal.SIGTERM
+
+Tree = Mapping[str, Any]  # whatever pickles
+
+
+class Resumable(Protocol):
+    """A state that can go on from a checkpoint."""
+
+    def _load(self, tree: Tree) -> None:
+        """Takes over what was written."""
+        ...
+
+    def _count_from(self, number: int) -> None:
+        """What is saved next has that number."""
+        ...
+
+
+class Checkpoints:
+    """Those that this process writes.
+
+    Attributes:
+        leaving: this rank was told to end.
+    """
+
+    def __init__(
+        self, folder: CheckpointFolder, *, every_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Writes nothing.
+
+        Args:
+            folder: where.
+            every_s: seconds between two at least.
+            clock: tells the time in seconds.
+        """
+        self.folder, self.leaving = folder, False
+        self._every_s, self._clock = every_s, clock
+        self._last_s = clock()
+        self._writing: threading.Thread | None = None
+
+    @property
+    def due(self) -> bool:
+        """It is time for the next one, and the one before is written."""
+        writing = self._writing is not None and self._writing.is_alive()
+        return not writing and self._clock() - self._last_s >= self._every_s
+
+    def write(self, number: int, tree: Tree) -> None:
+        """Has a thread write it; `tree` is nobody else's. What goes wrong is told, and the ones before stay."""
+        self._last_s = self._clock()
+        self._writing = threading.Thread(target=self._write, args=(number, tree), name="sirtaki-checkpoint")
+        self._writing.start()
+
+    def _write(self, number: int, tree: Tree) -> None:
+        begin_s = self._clock()
+        try:
+            self.folder.write(number, tree)
+        except Exception as err:  # what cannot be pickled, too; training goes on
+            logger.warning(
+                "commit %d could not be written to %s, the one before stays: %s", number, self.folder.path, err
+            )
+        else:
+            logger.info("commit %d written to %s in %.1f s", number, self.folder.path, self._clock() - begin_s)
+
+    def wait(self) -> None:
+        """Until what is being written is on disk."""
+        if self._writing is not None:
+            self._writing.join()
+
+    def listen(self) -> None:
+        """From now on SIGTERM has the next commit written, and a second one ends the process as it would have."""
+        if (
+            threading.current_thread() is not threading.main_thread()
+            or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
+        ):
+            return
+
+        def leave(number: int, frame: FrameType | None) -> None:
+            self.leaving = True
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+        signal.signal(signal.SIGTERM, leave)
+
+
+_of_process: Checkpoints | None = None
+
+
+def of_this_process() -> Checkpoints | None:
+    """Those of the job; None if it has no folder for them."""
+    global _of_process
+    settings = job.current().settings
+    if settings.checkpoint_dir is None:
+        return None
+    if _of_process is None:
+        _of_process = Checkpoints(CheckpointFolder(Path(settings.checkpoint_dir)), every_s=settings.checkpoint_s)
+        _of_process.listen()
+    return _of_process
+
+
+def resume(state: Resumable, *, has_state: bool) -> None:
+    """Collective: goes on from the newest checkpoint that some host sees, if no rank has a state of this job.
+
+    Args:
+        state: takes it over.
+        has_state: this rank has one.
+
+    Raises:
+        ConfigError: on all ranks, it is of another script.
+    """
+    checkpoints = of_this_process()
+    if checkpoints is None:
+        return
+    looks = not has_state and job.current().control.local_rank == 0
+    found: Checkpoint | None = checkpoints.folder.newest() if looks else None
+    said = allgather_object((has_state, -1 if found is None else found.number))
+    newest = max(number for _, number in said)
+    if newest < 0 or any(there for there, _ in said):
+        return
+    holder = said.index((False, newest))
+    mine = found is not None and job.current().rank == holder
+    tree = broadcast_object(found.load() if mine and found is not None else None, holder)
+    try:
+        state._load(tree)
+    except Exception as err:
+        raise ConfigError(
+            f"the checkpoint in {checkpoints.folder.path} does not fit this script ({err}): is it another one's? Give "
+            "each job a SIRTAKI_CHECKPOINT_DIR of its own, or remove what lies there to begin anew"
+        ) from err
+    state._count_from(newest + 1)
+    if job.current().rank == 0:
+        logger.info("going on from the checkpoint of commit %d in %s", newest, checkpoints.folder.path)
