@@ -65,9 +65,6 @@ class Agent:
         self._driver.send({"is": "up", **self._report()})
         while not self._ends or self._ranks:
             self._look()
-        for rank in self._ranks.values():
-            rank.kill()
-        self._driver.send({"is": "gone"})
         self._driver.close()
         if self._succession is not None:
             self._succession.close()

@@ -75,9 +75,5 @@ class HostPool:
             self._record(host).is_dropped = False
         return back
 
-    def may_come_back(self) -> bool:
-        """Whether a dropped host has an end of its time."""
-        return any(self._record(host).is_dropped and self._record(host).until_s < float("inf") for host in self._found)
-
     def _record(self, host: str) -> _Record:
         return self._records.setdefault(host, _Record())

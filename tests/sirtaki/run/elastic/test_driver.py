@@ -95,7 +95,7 @@ def test_the_ranks_of_a_killed_agent_end_with_all_that_they_have_started(start: 
     assert "host b is used again" in job.said
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_nothing_is_left_of_a_job_whose_driver_is_killed(start: Callable, number: signal.Signals) -> None:
     job = start("-H", "a:1,b:1", "--min-np", 1, *AGENTS)
     job.of_size(2)
@@ -198,6 +198,22 @@ def test_a_rank_that_stands_still_is_evicted_and_refused_when_it_comes_back(star
     assert any("did not leave its generation within 30 s and was killed" in line for line in job.said)
     assert first[1]["pid"] not in job.processes()
     job.of_size(3)
+    assert job.stop() == 0
+
+
+@pytest.mark.slow
+def test_a_host_that_stands_still_is_left_out_and_ends_its_ranks_when_it_comes_back(start: Callable) -> None:
+    job = start("-H", "a:1,b:1,c:1", "--min-np", 1, "--blacklist-cooldown-range", 600, 600, *AGENTS)
+    first = job.of_size(3)
+    agent, rank = job.agents()["b"], first[1]["pid"]
+    for pid in (rank, agent):
+        os.kill(pid, signal.SIGSTOP)
+    job.until(lambda: any(line.startswith("host b is lost (it has been silent for 10 s)") for line in job.said))
+    job.of_size(2)
+    for pid in (agent, rank):
+        os.kill(pid, signal.SIGCONT)
+    job.until(lambda: rank not in job.processes())
+    assert places(job.generation()) == [("a", 0), ("c", 0)]
     assert job.stop() == 0
 
 
