@@ -122,7 +122,7 @@ def test_packing_waits_for_streams_that_gradients_were_on_before_and_they_for_it
     assert cuda.log == ["raw 1 waits for own 1"]  # the latest one, which need not be noticed again
 
 
-def test_memory_is_kept_until_it_has_been_read(cuda: Cuda) -> None:
+def test_memory_is_kept_until_it_has_been_read(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
     device = CudaDevice(0)
     tensors = [torch.zeros(1) for _ in range(3)]
     for tensor in tensors:
@@ -136,6 +136,9 @@ def test_memory_is_kept_until_it_has_been_read(cuda: Cuda) -> None:
     assert [event.number for event, _ in device._stash] == [3, 4, 5]
     device.release()
     assert len(device._stash) == 0
+    monkeypatch.setattr(Event, "query", lambda event: True)
+    device.keep(tensors)  # over before it is looked at
+    assert len(device._stash) == 1
 
 
 def test_moments_are_asked_of_the_gpu_and_told_in_seconds(cuda: Cuda) -> None:
