@@ -42,6 +42,6 @@ def test_a_barrier_of_a_set_is_for_its_ranks() -> None:
 
 
 def test_join_is_the_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
-    there = SimpleNamespace(joining=SimpleNamespace(join=lambda: 2), settled=True)
+    there = SimpleNamespace(joining=SimpleNamespace(join=lambda: 2), settled=True, engine=None)
     monkeypatch.setattr(job, "current", lambda: there)
     assert join() == join(device=0) == 2
