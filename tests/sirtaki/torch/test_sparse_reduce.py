@@ -30,9 +30,9 @@ def test_entries_are_added_up_or_averaged(op: int, wanted: list[float], name: st
 
 def test_averages_of_integers_are_truncated_entry_by_entry() -> None:
     def act(rank: int) -> None:
-        found = sparse_allreduce_async(7 * entries(rank, torch.int64), "x", Average)()
+        found = sparse_allreduce_async(-7 * entries(rank, torch.int64), "x", Average)()
         assert found.dtype is torch.int64
-        assert found.to_dense().tolist() == [6, 4, 2, 0]  # 7 / 3 = 2 for each entry
+        assert found.to_dense().tolist() == [-6, -4, -2, 0]  # -7 / 3 = -2 for each entry
 
     on_jobs(SIZE, act)
 
