@@ -57,7 +57,9 @@ def test_the_script_that_came_from_ddp_prints_the_losses_that_ddp_prints(run_ran
 @pytest.mark.slow
 def test_ddp_with_one_line_more_prints_the_losses_that_ddp_prints() -> None:
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2")
-    attached, before = (run(*torchrun, TUTORIALS / f"ddp_{name}.py") for name in ("attached", "before"))
+    attached, before = (
+        run(*torchrun, script) for script in (TUTORIALS.parent / "ddp_attached.py", TUTORIALS / "ddp_before.py")
+    )
     assert learns(before)
     assert losses(attached) == pytest.approx(losses(before), abs=2e-4)
 

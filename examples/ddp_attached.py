@@ -1,6 +1,6 @@
 """Scikit-learn's digits under DistributedDataParallel, whose gradients Sirtaki reduces and tunes.
 
-torchrun --nproc-per-node 2 examples/tutorial/ddp_attached.py
+torchrun --nproc-per-node 2 examples/ddp_attached.py
 """
 
 import contextlib
