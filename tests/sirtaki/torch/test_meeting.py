@@ -8,6 +8,7 @@ import pytest
 from fakes.jobs import on_jobs
 
 from sirtaki.engine import job
+from sirtaki.errors import NotInitializedError
 from sirtaki.torch.meeting import barrier, join
 from sirtaki.torch.process_sets import ProcessSet, add_process_set
 
@@ -42,6 +43,9 @@ def test_a_barrier_of_a_set_is_for_its_ranks() -> None:
 
 
 def test_join_is_the_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
-    there = SimpleNamespace(joining=SimpleNamespace(join=lambda: 2), settled=True, engine=None)
-    monkeypatch.setattr(job, "current", lambda: there)
+    current = SimpleNamespace(settled=True, engine=None, joining=SimpleNamespace(join=lambda: 2))
+    monkeypatch.setattr(job, "current", lambda: current)
     assert join() == join(device=0) == 2
+    current.settled = False  # in a job under way, whose other ranks are in elastic.run
+    with pytest.raises(NotInitializedError, match=r"inside of it"):
+        join()
