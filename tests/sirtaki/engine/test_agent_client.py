@@ -23,7 +23,7 @@ class Agent:
         self.channel = JsonChannel(sock)
 
     def hear(self) -> dict[str, Any]:
-        deadline_s = time.monotonic() + 5.0
+        deadline_s = time.monotonic() + 30.0
         while time.monotonic() < deadline_s:
             if messages := self.channel.receive():
                 (message,) = messages
@@ -51,7 +51,7 @@ def join(client: AgentClient, **values: Any) -> tuple[threading.Thread, list[Any
 
     def ask() -> None:
         try:
-            found.append(client.join(**{"after": 0, "has_state": False, "timeout_s": 5.0} | values))
+            found.append(client.join(**{"after": 0, "has_state": False, "timeout_s": 30.0} | values))
         except CommError as err:
             found.append(err)
 
@@ -131,7 +131,7 @@ def test_nobody_waits_for_an_agent_that_is_gone_nor_for_ever(ends: tuple[AgentCl
         client.join(after=0, has_state=False, timeout_s=0.1)
     agent.channel.close()
     with pytest.raises(CommError, match="agent of this host is gone"):
-        client.join(after=0, has_state=False, timeout_s=5.0)
+        client.join(after=0, has_state=False, timeout_s=30.0)
     assert client.change() == Change(0)
     client.finished()
 
