@@ -20,7 +20,7 @@ class Others:
 
     def __init__(self) -> None:
         self.change = Change(0)
-        self.says: object = (0, None)
+        self.says: object = (0, False, None)
 
     def all_gather(self, mine: object) -> list[object]:
         self.heard = mine
@@ -31,7 +31,8 @@ class Others:
 def others(monkeypatch: pytest.MonkeyPatch) -> Others:
     others = Others()
     control = SimpleNamespace(rank=0, size=2, all_gather=others.all_gather)
-    current = SimpleNamespace(control=control, elastic=SimpleNamespace(change=lambda: others.change))
+    settings = SimpleNamespace(checkpoint_dir=None)
+    current = SimpleNamespace(control=control, elastic=SimpleNamespace(change=lambda: others.change), settings=settings)
     monkeypatch.setattr(job, "current", lambda: current)
     return others
 
@@ -51,7 +52,7 @@ def test_a_commit_is_complete_once_all_have_spoken(others: Others) -> None:
     [(Change.REMOVED, 0, True), (Change(0), Change.REMOVED.value, True), (Change.REMOVED, 1, False)],
 )
 def test_what_any_rank_has_heard_is_told_to_all(others: Others, mine: Change, theirs: int, skips: bool) -> None:
-    others.change, others.says = mine, (theirs, None)
+    others.change, others.says = mine, (theirs, False, None)
     state = ObjectState(step=0)
     with pytest.raises(HostsUpdatedInterrupt) as interrupt:
         state.commit()
@@ -104,9 +105,9 @@ def test_samples_of_other_ranks_are_part_of_what_is_committed(others: Others) ->
     sampler = ElasticSampler(range(10))
     state = TorchState(sampler=sampler)
     sampler.record_indices([1])
-    others.says = (0, {"sampler": (0, [7])})
+    others.says = (0, False, {"sampler": (0, [7])})
     state.commit()
-    assert others.heard == (0, {"sampler": (0, [1])})
+    assert others.heard == (0, False, {"sampler": (0, [1])})
     sampler.record_indices([2])
     state.restore()
     assert sampler.processed_indices == {1, 7}
