@@ -159,6 +159,7 @@ def test_ranks_of_several_hosts_listen_at_the_chosen_interface(monkeypatch: pyte
     leave(comms)
 
 
+@pytest.mark.slow
 def test_nothing_stays_open_after_a_failure() -> None:
     together(meetings(2), timeout_s=5.0, secrets=["warm", "up"])
     before = len(os.listdir("/proc/self/fd"))

@@ -73,6 +73,7 @@ def test_an_agent_comes_speaks_and_goes(crew_of: Callable[..., AgentCrew]) -> No
     assert crew.hosts == []
 
 
+@pytest.mark.slow
 def test_an_agent_that_falls_silent_is_given_up(
     crew_of: Callable[..., AgentCrew], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -77,6 +77,7 @@ def test_hosts_come_and_go_as_discovery_says_and_nonsense_changes_nothing(start:
     ]
 
 
+@pytest.mark.slow
 def test_the_ranks_of_a_killed_agent_end_with_all_that_they_have_started(start: Callable) -> None:
     job = start("-H", "a:1,b:2", "--min-np", 1, "--blacklist-cooldown-range", 1, 2, *AGENTS)
     (job.folder / "with_child").touch()

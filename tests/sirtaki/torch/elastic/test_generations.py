@@ -30,7 +30,7 @@ def slow(*values: object) -> object:
 
 @pytest.mark.parametrize(
     "phase",
-    ["backward", slow("forward"), slow("before_step"), "in_step", slow("step"), slow("commit"), slow("saving")],
+    [slow("backward"), slow("forward"), slow("before_step"), "in_step", slow("step"), slow("commit"), slow("saving")],
 )
 def test_a_rank_is_killed(start: Start, phase: str) -> None:
     with start(ranks=3, faults=[(1, 5, phase, "kill")]) as job:
@@ -68,7 +68,8 @@ def test_a_rank_comes_and_one_is_dismissed(start: Start) -> None:
     assert [sizes[0], max(sizes), sizes[-1]] == [2, 3, 2]
 
 
-@pytest.mark.parametrize("phase", ["joined", slow("met")])
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", ["joined", "met"])
 def test_who_comes_dies_before_it_has_state(start: Start, phase: str) -> None:
     faults = [(0, 3, "before_step", "add"), (2, 0, phase, "kill")]
     with start(ranks=2, iterations=30, pause_s=0.02, faults=faults) as job:
@@ -87,6 +88,7 @@ def test_one_comes_while_another_dies(start: Start) -> None:
         job.run().check(ended=3, killed=2)
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_stopped_for_a_second_is_waited_for(start: Start) -> None:
     with start(ranks=2, faults=[(1, 5, "in_step", "stop")]) as job:
         judge = job.run()
