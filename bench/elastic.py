@@ -201,6 +201,8 @@ def main() -> int:
                     "faults": len(found.faults),
                 }
             )
+            told = ", ".join(f"{recovery_s:.2f}" for recovery_s in found.recoveries_s)
+            print(f"{contender}, {ranks} ranks: recovered in {told} s", file=sys.stderr, flush=True)
             report.notes += [f"{contender}, {ranks} ranks: {fault}" for fault in found.faults[:5]]
             if contender == "sirtaki":
                 report.bars += bars(found, ranks)
