@@ -1,4 +1,4 @@
-"""A rank that plays one program after the other, as a socket tells it: `python -m torment.rank_worker SOCKET PID`.
+"""A rank that plays one program after the other, as a socket tells it: `rank_worker.py SOCKET PID`.
 
 Sirtaki is started anew when the world size or the settings change, and every few programs. The rank ends with PID.
 With SIRTAKI_TEST_RETUNE set, programs that are tuned re-tune at every opportunity.
@@ -20,11 +20,10 @@ from pathlib import Path
 
 from fakes import restless
 from mpi4py import MPI
+from torment.program import Program
+from torment.script import Script
 
 import sirtaki.torch as hvd
-
-from .program import Program
-from .script import Script
 
 PROGRAMS_PER_INIT = 12
 PREFIX = "SIRTAKI_"

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
 from types import TracebackType
@@ -24,6 +25,15 @@ GRACE_S = 3.0
 """How long the other ranks have to answer when one has raised an exception."""
 
 
+WORKER = Path(__file__).with_name("rank_worker.py")
+
+Command = Callable[[Path, Sequence[object]], list[str]]
+
+
+def _python(program: Path, args: Sequence[object]) -> list[str]:
+    return [sys.executable, str(program), *map(str, args)]
+
+
 class BrokenError(Exception):
     """The ranks did not bring a program to its end."""
 
@@ -31,9 +41,9 @@ class BrokenError(Exception):
 class Ranks:
     """A job of `size` ranks, which plays programs of that many ranks or fewer; a context manager."""
 
-    def __init__(self, size: int, *, limit_s: float = 20.0) -> None:
-        """`limit_s`: after so long a program hangs."""
-        self._size, self._limit_s = size, limit_s
+    def __init__(self, size: int, *, limit_s: float = 20.0, command: Command = _python) -> None:
+        """`limit_s`: after so long a program hangs; `command`: what starts one process of a program."""
+        self._size, self._limit_s, self._command = size, limit_s, command
         self._job: subprocess.Popen[bytes] | None = None
         self._connections: list[Connection] = []
         self._pids: list[int] = []
@@ -136,7 +146,7 @@ class Ranks:
         }
         with Listener(str(address), family="AF_UNIX") as listener:
             self._job = subprocess.Popen(
-                [*_launcher(), "-np", str(self._size), *self._worker(address)],
+                [*_launcher(), "-np", str(self._size), *self._command(WORKER, [address, os.getpid()])],
                 env=environ,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -152,10 +162,6 @@ class Ranks:
         self._connections = [connections[rank][0] for rank in range(self._size)]
         self._pids = [connections[rank][1] for rank in range(self._size)]
         self._new = True
-
-    @staticmethod
-    def _worker(address: Path) -> list[str]:
-        return [sys.executable, "-m", "torment.rank_worker", str(address), str(os.getpid())]
 
     def end(self) -> None:
         """Ends the ranks at once; the next program gets new ones."""

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
+from rank_jobs import Launcher
 from torment.features import ALL, QUICK, Feature
 from torment.program import Backward, BlockKind, OptimizerSpec, Program, Step, Wait, ZeroGrad
 from torment.ranks import BrokenError, Ranks
@@ -21,10 +22,10 @@ EXAMPLES = sorted((Path(__file__).parent / "examples").glob("*.json"))
 
 
 @pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
+def ranks(launcher: Launcher) -> Iterator[Ranks]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    with Ranks(4) as started:
+    with Ranks(4, command=launcher.command_of_one) as started:
         yield started
     torch.set_num_threads(threads)
 
@@ -56,7 +57,7 @@ def test_programs_that_once_found_a_fault_train_as_one_process_does(example: Pat
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("world", "count", "unused"), [(1, 10, ""), (2, 70, ""), (3, 40, ""), (3, 30, "none"), (4, 50, "")]
+    ("world", "count", "unused"), [(1, 10, ""), (2, 60, ""), (3, 35, ""), (3, 20, "none"), (4, 30, "")]
 )
 def test_drawn_programs_train_as_one_process_does(world: int, count: int, unused: str, ranks: Ranks) -> None:
     draw_and_torment(ranks, world=world, count=count, environment={"unused": unused} if unused else {}, features=QUICK)
