@@ -24,7 +24,7 @@ from sirtaki.autotune.trial import Trial
 from sirtaki.comm.layout import GradientLayout
 from sirtaki.comm.plan import Route
 from sirtaki.errors import PlanError, TuningError
-from sirtaki.gain import faster
+from sirtaki.gain import faster_than
 from sirtaki.link_model import LinkModel
 from sirtaki.machine import host_kind
 from sirtaki.registry.digest import gradients_fingerprint, layout_fingerprint
@@ -238,7 +238,7 @@ class TuningCache:
                 other_times=OTHER_TIMES if own.topology.n_hosts > 1 else OTHER_TIMES_ON_ONE_HOST,
             ),
             message=f"found {own.describe()} in the registry ({own.id[:8]}): communication "
-            f"{faster(own.default_span_s, own.best_span_s)} than with the default, by {knobs.describe()}",
+            f"{faster_than(own.default_span_s, own.best_span_s, other='with the default')}, by {knobs.describe()}",
         )
 
     def disprove(self) -> None:

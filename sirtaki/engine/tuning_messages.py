@@ -6,7 +6,7 @@ import math
 
 from sirtaki.autotune.meta.assignment import SessionResult
 from sirtaki.autotune.meta.session import WarmupSession
-from sirtaki.gain import faster
+from sirtaki.gain import faster, faster_than
 
 from .step_times import StepTime
 
@@ -58,7 +58,7 @@ def describe_result(result: SessionResult, usual: StepTime | None, who: str) -> 
     gain = ""
     if result.tuned and math.isfinite(result.default_span_s) and result.default_span_s > 0:
         before_s, after_s = result.default_span_s, result.best_span_s
-        gain = f"communication {faster(before_s, after_s)} than with the default"
+        gain = f"communication {faster_than(before_s, after_s, other='with the default')}"
         if usual is not None:
             before, after = usual.step_s(before_s), usual.step_s(after_s)
             gain = (

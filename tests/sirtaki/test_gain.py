@@ -2,7 +2,7 @@
 
 import pytest
 
-from sirtaki.gain import faster
+from sirtaki.gain import faster, faster_than
 
 
 @pytest.mark.parametrize(
@@ -16,3 +16,8 @@ from sirtaki.gain import faster
 )
 def test_a_gain_is_a_factor_and_never_a_percentage(before_s: float, after_s: float, words: str) -> None:
     assert faster(before_s, after_s) == words
+
+
+def test_a_comparison_is_a_sentence() -> None:
+    assert faster_than(2.0, 1.0, other="before") == "2.00× faster than before"
+    assert faster_than(1.0, 1.001, other="before") == "as fast as before"
