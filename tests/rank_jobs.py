@@ -65,12 +65,19 @@ class Launcher:
         self._servers: list[subprocess.Popen[bytes]] = []
 
     def start(
-        self, program: str | Path, ranks: int, args: Sequence[object], *, env: Mapping[str, str], stderr: int | IO[str]
+        self,
+        program: str | Path,
+        ranks: int,
+        args: Sequence[object],
+        *,
+        env: Mapping[str, str],
+        stderr: int | IO[str],
+        options: Sequence[str] = (),
     ) -> subprocess.Popen[str]:
-        """`program` is a file of tests/ranks, or a path."""
+        """`program` is a file of tests/ranks, or a path; `options` are mpiexec's."""
         each = self.command_of_one(program, args)
         over_mesh = env.get(CONTROL) == "mesh"
-        starter = [sys.executable, TESTS / "plain_ranks.py"] if over_mesh else [*self._mpiexec, "-np"]
+        starter = [sys.executable, TESTS / "plain_ranks.py"] if over_mesh else [*self._mpiexec, *options, "-np"]
         return subprocess.Popen(
             [*map(str, starter), str(ranks), *each],
             env=dict(env),

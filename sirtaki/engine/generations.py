@@ -14,6 +14,7 @@ from . import process_end
 from .agent_client import open_agent
 from .carried_tuning import CarriedTuning
 from .membership import Change, Dismissed, Generation, Membership, open_membership
+from .surviving_membership import open_survivors
 
 logger = logging.getLogger(__name__)
 
@@ -101,12 +102,15 @@ _of_process: Generations | None = None
 def of_this_process(settings: Settings) -> Generations | None:
     """Where ranks come and go; None where they stay.
 
+    Collective where mpiexec has started ranks that are to outlive others.
+
     Raises:
         ConfigError: an agent has started this process's parent, not this process.
+        CommError: there is no usable MPI library, though mpiexec has started this process.
     """
     global _of_process
     if _of_process is None:
-        membership = open_membership() or open_agent(interface=settings.gloo_interface)
+        membership = open_membership() or open_agent(interface=settings.gloo_interface) or open_survivors(settings)
         if membership is None:
             return None
         _of_process = Generations(membership)

@@ -78,6 +78,7 @@ class Endable(Protocol):
 
 _job: Endable | None = None
 _at_success: list[Callable[[], None]] = []
+_leave_process: Callable[[int], object] = os._exit
 _exit_code: int | None = None
 _raised = False
 _pid: int | None = None
@@ -101,6 +102,12 @@ def forget() -> None:
 def at_success(act: Callable[[], None]) -> None:
     """From now on `act` is called when the script has come to its end without an error."""
     _at_success.append(act)
+
+
+def leave_by(leave: Callable[[int], object]) -> None:
+    """From now on this process, where it leaves others behind or fails, ends by `leave(exit_code)`, not `os._exit`."""
+    global _leave_process
+    _leave_process = leave
 
 
 def describe() -> str:
@@ -135,6 +142,8 @@ def _install_hooks() -> None:
             with contextlib.redirect_stderr(sys.__stderr__):
                 previous_hook(kind, error, trace)
         if job is None or job.size == 1:
+            if _leave_process is not os._exit:
+                _leave(1)
             return
         _job = None  # nothing is left to wait for at the exit
         what = f"raised {kind.__name__}" + (f": {error}" if told_elsewhere else "")  # elsewhere it stands above
@@ -166,16 +175,21 @@ def _at_exit() -> None:
     job, _job = _job, None
     if os.getpid() != _pid:  # a process that the script forked; MPI is not its own
         if not skip_finalize():
-            _leave(_exit_code or 0)
+            _flush()
+            os._exit(_exit_code or 0)
         return
     code = _exit_code or 0
     if code == 0 and not _raised:
         for act in _at_success:
             act()
     if job is None or job.size == 1 or job.close(EXIT_S):
+        if code != 0 and _leave_process is not os._exit:
+            _leave(code)
         return
     if code == 0 and job.elastic is not None:
         job.give_up(f"rank {job.rank} has ended its script")
+        if _leave_process is not os._exit:  # `raise SystemExit(9)` passes by `sys.exit`
+            _leave(0)
         return
     while job.failure is None and code == 0:
         if job.close(_AGAIN_S):
@@ -218,7 +232,8 @@ def _started_by_sirtakirun() -> bool:
 def _leave(exit_code: int) -> NoReturn:
     """Without MPI_Finalize, so that mpiexec sees a failure and ends the other ranks."""
     _flush()
-    os._exit(exit_code)
+    _leave_process(exit_code)
+    raise AssertionError("this process has ended")
 
 
 def _flush() -> None:

@@ -148,11 +148,17 @@ class Faults:
         there.say(kind="dismiss")
         time.sleep(0.2)
 
+    def fail(self) -> None:
+        raise ValueError("the script's own")
+
+    def exit(self) -> None:
+        sys.exit(3)
+
     def raise_(self) -> None:
         raise hvd.HorovodInternalError("as if communication had failed")
 
 
-def watch(there: ToldMembership, faults: Faults) -> None:
+def watch(there: membership.Membership, faults: Faults) -> None:
     """Says when a generation ends and the next one begins, and has faults there."""
     answered, opened, gave_up = there.join, job.Job.__init__, job.Job.give_up
 
@@ -256,9 +262,16 @@ def main() -> None:
     faults.log("end", iteration=state.iteration, hash=hash_of(model))
 
 
-if __name__ == "__main__":
-    there = ToldMembership()
-    membership.register(lambda: there)
-    faults = Faults(there.worker, Plan(**json.loads(sys.argv[2])), Log(Path(sys.argv[1])))
+def play(membership_of_this: membership.Membership, worker: int) -> None:
+    """Trains by the command line."""
+    global there, faults
+    there = membership_of_this
+    faults = Faults(worker, Plan(**json.loads(sys.argv[2])), Log(Path(sys.argv[1])))
     watch(there, faults)
     main()
+
+
+if __name__ == "__main__":
+    told = ToldMembership()
+    membership.register(lambda: told)
+    play(told, told.worker)

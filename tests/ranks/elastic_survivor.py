@@ -1,0 +1,18 @@
+"""`elastic_member.py` under `mpiexec --with-ft ulfm`: `elastic_survivor.py FOLDER PLAN`; workers are MPI's ranks."""
+
+import os
+import sys
+
+from ranks import elastic_member
+
+from sirtaki.engine import membership
+from sirtaki.engine.surviving_membership import open_survivors
+from sirtaki.settings import Settings
+
+if __name__ == "__main__":
+    there = open_survivors(Settings.from_environ())
+    assert there is not None
+    worker = int(os.environ["OMPI_COMM_WORLD_RANK"])
+    sys.argv[1] += f"/{worker}.log"
+    membership.register(lambda: there)
+    elastic_member.play(there, worker)
