@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import json
 import os
 import select
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sirtaki.comm.control.mesh.appointment import Appointment, Attendee, attendee, open_places
@@ -19,6 +22,40 @@ from .membership import Change, Dismissed, Generation, Member
 from .preloading import load_what_training_needs
 
 _NO_CHANGE = Change(0)
+
+
+def name_of(job: str, generation: Mapping[str, Any]) -> str:
+    """Under which the members of a generation meet: nobody else may who was told of another one of its number."""
+    places = json.dumps([each["places"] for each in generation["attendees"]])
+    return f"{job}/{generation['number']}/{hashlib.sha256(places.encode()).hexdigest()[:16]}"
+
+
+class Heard:
+    """What the agent has said, as far as nobody has asked.
+
+    Attributes:
+        change: since the present generation began.
+        lost: which member has died first; "" = none.
+    """
+
+    def __init__(self) -> None:
+        self.change, self.lost = _NO_CHANGE, ""
+
+    def answer(self, messages: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+        """To the question for the next generation, if it is among them: what came before it is of the one before."""
+        for number, message in enumerate(messages):
+            if message.get("is") in ("generation", "dismissed"):
+                self.change, self.lost = _NO_CHANGE, ""
+                self.note(messages[number + 1 :])
+                return message
+        return None
+
+    def note(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        """While nothing has been asked."""
+        for message in messages:
+            if message.get("is") == "change":
+                self.change |= Change(message["change"])
+                self.lost = self.lost or message["lost"]
 
 
 class AgentClient:
@@ -34,7 +71,7 @@ class AgentClient:
         """
         self._channel = JsonChannel(sock)
         self._interface, self._one_host = interface, one_host
-        self._changed, self._lost = _NO_CHANGE, ""
+        self._heard = Heard()
 
     def join(self, *, after: int, has_state: bool, timeout_s: float) -> Generation:
         """See `Membership`."""
@@ -57,12 +94,9 @@ class AgentClient:
 
     def change(self) -> Change:
         """See `Membership`."""
-        try:
-            for message in self._channel.receive():
-                self._note(message)
-        except ConnectionError:
-            pass  # whoever asks for the next generation is told
-        return self._changed
+        with contextlib.suppress(ConnectionError):  # whoever asks for the next generation is told
+            self._heard.note(self._channel.receive())
+        return self._heard.change
 
     def finished(self) -> None:
         """See `Membership`."""
@@ -72,7 +106,7 @@ class AgentClient:
         """The rank is a member of nothing any more."""
         self._channel.close()
 
-    def _wait_for_answer(self, deadline_s: float) -> dict[str, Any]:
+    def _wait_for_answer(self, deadline_s: float) -> Mapping[str, Any]:
         while (left_s := deadline_s - time.monotonic()) > 0:
             select.select([self._channel], [self._channel] if self._channel.has_unsent else [], [], left_s)
             self._channel.flush()
@@ -80,22 +114,13 @@ class AgentClient:
                 messages = self._channel.receive()
             except ConnectionError as err:
                 raise CommError(f"the agent of this host is gone ({err})") from err
-            for number, message in enumerate(messages):
-                if message.get("is") in ("generation", "dismissed"):
-                    self._changed, self._lost = _NO_CHANGE, ""
-                    for later in messages[number + 1 :]:
-                        self._note(later)
-                    return message
+            if (answer := self._heard.answer(messages)) is not None:
+                return answer
         raise CommError("the other ranks of the next generation did not come in time")
-
-    def _note(self, message: Mapping[str, Any]) -> None:
-        if message.get("is") == "change":
-            self._changed |= Change(message["change"])
-            self._lost = self._lost or message["lost"]
 
     def _in_vain(self) -> str:
         self.change()
-        return self._lost
+        return self._heard.lost
 
     def _generation(self, answer: Mapping[str, Any], listeners: tuple[socket.socket, ...]) -> Generation:
         attendees = tuple(
@@ -110,7 +135,7 @@ class AgentClient:
             number=number,
             members=tuple(Member(host=host, slot=slot, is_new=is_new) for host, slot, is_new in members),
             meeting=Meeting(
-                rank=answer["rank"], size=len(members), name=f"{answer['job']}/{number}", appointment=appointment
+                rank=answer["rank"], size=len(members), name=name_of(answer["job"], answer), appointment=appointment
             ),
         )
 

@@ -1,5 +1,6 @@
 """What the rules of membership want done; who does it reports back what became of it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sirtaki.engine.membership import Change
@@ -73,11 +74,26 @@ class Form:
     Attributes:
         workers: by rank.
         new: those of them that do not hold the job's state.
+        older: see `Quorum`; None = nobody takes a lost driver's place.
     """
 
     number: int
     workers: tuple[int, ...]
     new: frozenset[int]
+    older: Sequence[Sequence[int]] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settle:
+    """Let all agents know which generations before the newest may still count.
+
+    Attributes:
+        number: of the newest.
+        older: see `Quorum`.
+    """
+
+    number: int
+    older: Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,4 +115,4 @@ class End:
     text: str = ""
 
 
-Action = StartAgent | StopAgent | StartRank | KillRank | Dismiss | Tell | Form | Say | End
+Action = StartAgent | StopAgent | StartRank | KillRank | Dismiss | Tell | Form | Settle | Say | End

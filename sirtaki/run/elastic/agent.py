@@ -15,7 +15,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from types import FrameType
 from typing import Any
 
@@ -23,18 +22,9 @@ from sirtaki.errors import CommError
 from sirtaki.json_channel import JsonChannel
 
 from .agent_config import AgentConfig
+from .agent_rules import KILL_GRACE_S, AgentRules
 from .rank_process import RankProcess
 from .succession import Succession, agents_key, reach_driver
-from .workers import Phase, RankEnd
-
-BEAT_S = 2.0
-"""How often agent and driver tell each other that they are there."""
-
-DRIVER_SILENT_S = 60.0
-"""After which a driver is given up: it may have been stopped for a while by its terminal."""
-
-KILL_GRACE_S = 3.0
-"""Between asking a rank to end and killing it."""
 
 _POLL_S = 0.5
 _POLL_WITHOUT_PIDFD_S = 0.05
@@ -46,15 +36,11 @@ class Agent:
     def __init__(self, config: AgentConfig, driver: JsonChannel, janitor: subprocess.Popen[bytes] | None) -> None:
         self._config, self._driver, self._janitor = config, driver, janitor
         self._succession = Succession(config) if config.estate is not None else None
-        self._generation: Mapping[str, Any] = {"number": 0, "workers": []}
+        self._rules = AgentRules(self, host=config.host, now_s=time.monotonic())
         self._ranks: dict[int, RankProcess] = {}
-        self._kill_at_s: dict[int, float] = {}
         self._events = selectors.DefaultSelector()
-        self._events.register(driver, selectors.EVENT_READ)
         self._pidfds: dict[int, int] = {}
         self._poll_s = _POLL_S
-        self._ends = False
-        self._heard_s = self._beat_s = self._looked_s = time.monotonic()
 
     def run(self) -> None:
         """Returns when the driver says so, or is gone; no rank is left."""
@@ -62,39 +48,34 @@ class Agent:
             signal.signal(number, self._end)
         if self._succession is not None:
             signal.signal(signal.SIGHUP, signal.SIG_IGN)  # of an ssh whose other end is gone
-        self._driver.send({"is": "up", **self._report()})
-        while not self._ends or self._ranks:
+        self._meet(self._driver)
+        while not self._rules.ends or self._ranks:
             self._look()
         self._driver.close()
         if self._succession is not None:
             self._succession.close()
 
-    def _report(self) -> dict[str, Any]:
-        """What a driver that knows nothing of this agent has to know."""
-        ranks = [[rank.worker, rank.slot, *rank.progress.told] for rank in self._ranks.values()]
-        places = [] if self._succession is None else self._succession.places
-        return {"host": self._config.host, "places": places, "ranks": ranks, "generation": self._generation}
+    def _meet(self, driver: JsonChannel) -> None:
+        self._driver = driver
+        self._events.register(driver, selectors.EVENT_READ)
+        self._rules.meet_driver([] if self._succession is None else self._succession.places, time.monotonic())
 
     def _lose_driver(self) -> None:
         """Finds another one, or ends."""
         with contextlib.suppress(KeyError, ValueError):
             self._events.unregister(self._driver)
         self._driver.close()
-        found = None if self._ends or self._succession is None else self._succession.find_driver()
+        found = None
+        if not self._rules.ends and self._succession is not None:
+            found = self._succession.find_driver(self._rules.agents)
         if found is None:
             self._end()
-            return
-        self._driver, self._heard_s = found, time.monotonic()
-        self._events.register(found, selectors.EVENT_READ)
-        found.send({"is": "up", **self._report()})
+        else:
+            self._meet(found)
 
     def _end(self, number: int | None = None, frame: FrameType | None = None) -> None:
         del number, frame
-        self._ends = True
-        for worker, rank in self._ranks.items():
-            if worker not in self._kill_at_s:
-                self._kill_at_s[worker] = time.monotonic() + KILL_GRACE_S
-                rank.ask_to_end()
+        self._rules.end(time.monotonic())
 
     def _look(self) -> None:
         """Waits for something to happen, and sees to it."""
@@ -105,18 +86,9 @@ class Agent:
                 self._hear_rank(chosen.data)
         for rank in [rank for rank in self._ranks.values() if rank.has_ended()]:
             self._bury(rank)
-        now_s = time.monotonic()
-        for worker, at_s in list(self._kill_at_s.items()):
-            if now_s >= at_s and worker in self._ranks:
-                self._ranks[worker].kill()
-        if now_s - self._looked_s > DRIVER_SILENT_S / 2:
-            self._heard_s = now_s  # this process was stopped, or the machine slept
-        self._looked_s = now_s
-        if now_s - self._beat_s > BEAT_S:
-            self._beat_s = now_s
-            self._driver.send({"is": "beat"})
+        has_driver = self._rules.tick(time.monotonic())
         self._driver.flush()
-        if now_s - self._heard_s > DRIVER_SILENT_S and self._driver.fileno() >= 0:
+        if not has_driver and self._driver.fileno() >= 0:
             self._lose_driver()
 
     def _hear_driver(self) -> None:
@@ -125,48 +97,8 @@ class Agent:
         except ConnectionError:
             self._lose_driver()
             return
-        self._heard_s = time.monotonic()
         for message in messages:
-            match message:
-                case {"do": "start", "worker": int(worker), "slot": int(slot)}:
-                    self._start(worker, slot)
-                case {"do": "kill", "worker": int(worker), "at_once": bool(at_once)} if worker in self._ranks:
-                    self._kill_at_s[worker] = time.monotonic() + (0.0 if at_once else KILL_GRACE_S)
-                    if not at_once:
-                        self._ranks[worker].ask_to_end()
-                case {"do": "agents", "agents": list(agents)} if self._succession is not None:
-                    self._succession.agents = [(number, [(*place,) for place in places]) for number, places in agents]
-                case {"do": "generation", "ranks": list(ranks), "workers": list(workers), **generation}:
-                    self._generation = {"number": generation["number"], "workers": workers}
-                    for worker, rank in ranks:
-                        self._note(worker, phase=Phase.MEMBER, generation=generation["number"], rank=rank)
-                        self._tell(worker, {**generation, "is": "generation", "rank": rank, **self._own})
-                case {"do": "dismiss", "worker": int(worker)}:
-                    self._note(worker, phase=Phase.DISMISSED)
-                    self._tell(worker, {"is": "dismissed"})
-                case {"do": "change", "workers": list(workers), "change": int(change), "lost": str(lost)}:
-                    for worker in workers:
-                        self._tell(worker, {"is": "change", "change": change, "lost": lost})
-                case {"do": "end"}:
-                    self._end()
-
-    def _note(self, worker: int, **progress: Any) -> None:
-        if (rank := self._ranks.get(worker)) is not None:
-            rank.progress = replace(rank.progress, **progress)
-
-    @property
-    def _own(self) -> dict[str, Any]:
-        return {"job": self._config.job, "secret": self._config.secret}
-
-    def _tell(self, worker: int, message: Mapping[str, Any]) -> None:
-        if (rank := self._ranks.get(worker)) is not None:
-            rank.channel.send(message)
-            self._watch(rank)
-
-    def _watch(self, rank: RankProcess) -> None:
-        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if rank.channel.has_unsent else 0)
-        if self._events.get_map().get(rank.channel) is not None:
-            self._events.modify(rank.channel, wanted, rank)
+            self._rules.hear_driver(message, time.monotonic())
 
     def _hear_rank(self, rank: RankProcess) -> None:
         rank.channel.flush()
@@ -178,16 +110,17 @@ class Agent:
                 self._events.unregister(rank.channel)
             return
         for message in messages:
-            match message:
-                case {"ask": "join", "has_state": bool(has_state), "attendee": dict(attendee)}:
-                    self._note(rank.worker, phase=Phase.WAITING, has_state=has_state, attendee=attendee)
-                    asked = {"is": "joined", "worker": rank.worker, "has_state": has_state, "attendee": attendee}
-                    self._driver.send(asked)
-                case {"ask": "finished"}:
-                    self._note(rank.worker, phase=Phase.FINISHED)
-                    self._driver.send({"is": "finished", "worker": rank.worker})
+            self._rules.hear_rank(rank.worker, message)
 
-    def _start(self, worker: int, slot: int) -> None:
+    def _watch(self, rank: RankProcess) -> None:
+        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if rank.channel.has_unsent else 0)
+        if self._events.get_map().get(rank.channel) is not None:
+            self._events.modify(rank.channel, wanted, rank)
+
+    # ── see Hands ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def start_rank(self, worker: int, slot: int) -> None:
+        """See `Hands`."""
         config = self._config
         environ = {
             **os.environ,
@@ -196,11 +129,7 @@ class Agent:
             "HOROVOD_HOSTNAME": config.host,
             "HOROVOD_LOCAL_RANK": str(slot),
         }
-        try:
-            rank = RankProcess(worker, slot, config.command, environ, hosts=config.hosts)
-        except OSError as err:
-            self._tell_ended(worker, RankEnd(exit_code=127, reason=str(err)))
-            return
+        rank = RankProcess(worker, config.command, environ, hosts=config.hosts)
         self._ranks[worker] = rank
         self._tell_janitor(str(rank.pid))
         self._events.register(rank.channel, selectors.EVENT_READ, rank)
@@ -209,6 +138,25 @@ class Agent:
             self._events.register(self._pidfds[worker], selectors.EVENT_READ, worker)
         except (OSError, AttributeError):  # a sandbox without it
             self._poll_s = _POLL_WITHOUT_PIDFD_S
+
+    def ask_to_end(self, worker: int) -> None:
+        """See `Hands`."""
+        self._ranks[worker].ask_to_end()
+
+    def kill(self, worker: int) -> None:
+        """See `Hands`."""
+        self._ranks[worker].kill()
+
+    def tell_rank(self, worker: int, message: Mapping[str, Any]) -> None:
+        """See `Hands`; a generation needs what only ranks of this job may know."""
+        if (rank := self._ranks.get(worker)) is not None:
+            own = {"job": self._config.job, "secret": self._config.secret} if message["is"] == "generation" else {}
+            rank.channel.send({**message, **own})
+            self._watch(rank)
+
+    def tell_driver(self, message: Mapping[str, Any]) -> None:
+        """See `Hands`."""
+        self._driver.send(message)
 
     def _bury(self, rank: RankProcess) -> None:
         self._hear_rank(rank)  # its last words
@@ -220,13 +168,9 @@ class Agent:
         end = rank.bury()
         self._tell_janitor(f"-{rank.pid}")
         del self._ranks[rank.worker]
-        self._kill_at_s.pop(rank.worker, None)
-        self._tell_ended(rank.worker, end)
-        if self._ends:
+        self._rules.rank_ended(rank.worker, end)
+        if self._rules.ends:
             rank.drain(KILL_GRACE_S)
-
-    def _tell_ended(self, worker: int, end: RankEnd) -> None:
-        self._driver.send({"is": "ended", "worker": worker, "exit_code": end.exit_code, "reason": end.reason})
 
     def _tell_janitor(self, line: str) -> None:
         if self._janitor is not None and self._janitor.stdin is not None:

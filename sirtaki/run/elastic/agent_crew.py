@@ -9,43 +9,20 @@ import selectors
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import IO, Any
 
 from sirtaki.json_channel import JsonChannel
 
-from .agent import KILL_GRACE_S
 from .agent_handle import AdoptedAgent, AgentHandle
+from .agent_rules import KILL_GRACE_S
 from .agent_server import AgentServer
 from .elastic_job import ElasticJob, Inheritance
+from .roster import Heard, Lost, Roster
 from .succession import agents_key
-
-AGENT_SILENT_S = 10.0
-"""After which the agent of a host, and its ranks with it, are given up."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Heard:
-    """The agent of a host has said something."""
-
-    host: str
-    message: Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lost:
-    """The agent of a host is given up; it ends its ranks and itself, if it lives, when it finds that out."""
-
-    host: str
-    why: str
 
 
 class AgentCrew:
-    """All agents, one a host.
-
-    Attributes:
-        expected: numbers of those that another driver has started and that have not come yet.
-    """
+    """All agents, one a host."""
 
     def __init__(self, job: ElasticJob, inheritance: Inheritance, pump: Callable[[str, IO[bytes]], None]) -> None:
         """Has none yet.
@@ -59,10 +36,16 @@ class AgentCrew:
         self._events = selectors.DefaultSelector()
         key = agents_key(inheritance.secret, inheritance.name)
         self._server = AgentServer(inheritance.listeners, key=key, events=self._events)
-        self._numbers, self.expected = inheritance.numbers, set(inheritance.agents)
-        self._agents: dict[str, AgentHandle] = {}
-        self._leaving: list[AgentHandle] = []
-        self._looked_s = time.monotonic()
+        self._roster: Roster[AgentHandle | AdoptedAgent] = Roster(
+            expected=inheritance.agents,
+            numbers=inheritance.numbers,
+            start_s=job.agent_start_s,
+            tells=job.estate is not None,
+            sent=self._watch,
+            let_go=self._forget,
+            now_s=time.monotonic(),
+        )
+        self._leaving: list[AgentHandle | AdoptedAgent] = []
         self._woken, self._waker = socket.socketpair()
         for end in (self._woken, self._waker):
             end.setblocking(False)
@@ -71,7 +54,16 @@ class AgentCrew:
     @property
     def hosts(self) -> list[str]:
         """Of agents that have not been given up."""
-        return list(self._agents)
+        return list(self._roster.agents)
+
+    @property
+    def expected(self) -> set[int]:
+        """Numbers of agents that another driver has started and that have not come yet."""
+        return self._roster.expected
+
+    def expect_no_more(self) -> None:
+        """Who has not come yet comes too late."""
+        self._roster.close_adoption()
 
     def wake(self) -> None:
         """From any thread: `look` returns."""
@@ -84,8 +76,7 @@ class AgentCrew:
         Raises:
             OSError: its command cannot be run.
         """
-        self._numbers += 1
-        job, number, places = self._job, self._numbers, self._server.places
+        job, number, places = self._job, self._roster.next_number(), self._server.places
         is_child = job.agents.is_child(host)
         config = {
             "host": host,
@@ -101,26 +92,20 @@ class AgentCrew:
             "estate": job.estate,
         }
         words, line = job.agents.words(host, job.environ), json.dumps(config).encode() + b"\n"
-        self._agents[host] = AgentHandle(host, number, words, job.environ, line, self._pump)
+        self._roster.started(AgentHandle(host, number, words, job.environ, line, self._pump))
 
     def stop(self, host: str) -> None:
         """Has the agent of a host end."""
-        if (agent := self._agents.get(host)) is not None:
-            self._give_up(agent)
+        if (agent := self._roster.agents.get(host)) is not None:
+            self._roster.stop(agent)
 
     def send(self, host: str, message: Mapping[str, Any]) -> None:
         """To the agent of a host; nothing happens if there is none."""
-        agent = self._agents.get(host)
-        if agent is not None and agent.channel is not None:
-            agent.channel.send(message)
-            self._watch(agent)
+        self._roster.send(host, message)
 
     def tell_each_other(self) -> None:
         """Lets all agents know who may be the next driver."""
-        if self._job.estate is not None:
-            agents = [[agent.number, agent.places] for agent in self._agents.values() if agent.places]
-            for host in self._agents:
-                self.send(host, {"do": "agents", "agents": agents})
+        self._roster.tell_each_other()
 
     def look(self, timeout_s: float) -> Iterator[Heard | Lost]:
         """Waits for something to happen, at most so long, and says what."""
@@ -134,14 +119,14 @@ class AgentCrew:
             else:
                 yield from self._hear(chosen.data)
         self._server.drop_late()
-        yield from self._missed()
+        yield from self._roster.tick(time.monotonic())
 
     def close(self) -> None:
         """Has all agents end their ranks and themselves, and waits for it, within limits."""
-        for host in self._agents:
+        for host in self.hosts:
             self.send(host, {"do": "end"})
         deadline_s = time.monotonic() + KILL_GRACE_S + 2.0
-        for agent in (*self._agents.values(), *self._leaving):
+        for agent in (*self._roster.agents.values(), *self._leaving):
             agent.wait(deadline_s - time.monotonic())
         self._server.close()
         self._events.close()
@@ -150,16 +135,16 @@ class AgentCrew:
 
     def _welcome(self, number: int, channel: JsonChannel) -> None:
         """An agent has proved itself."""
-        agent = next((each for each in self._agents.values() if each.number == number), None)
-        if agent is None and number in self.expected:
+        agent = self._roster.awaited(number)
+        if agent is None and self._roster.adopts:
             agent = AdoptedAgent(number)
-        if agent is None or agent.channel is not None:
+        if agent is None:
             channel.close()
             return
         agent.channel, agent.heard_s = channel, time.monotonic()
         self._events.register(channel, selectors.EVENT_READ, agent)
 
-    def _hear(self, agent: AgentHandle) -> Iterator[Heard | Lost]:
+    def _hear(self, agent: AgentHandle | AdoptedAgent) -> Iterator[Heard | Lost]:
         if agent.channel is None or agent.channel.fileno() < 0:
             return
         agent.channel.flush()
@@ -167,55 +152,20 @@ class AgentCrew:
         try:
             messages = agent.channel.receive()
         except ConnectionError:
-            yield from self._lose(agent, "its agent is gone")
+            yield from self._roster.lose(agent, time.monotonic())
             return
-        agent.heard_s = time.monotonic()
         for message in messages:
-            match message:
-                case {"is": "beat"}:
-                    self.send(agent.host, {"do": "beat"})
-                    continue
-                case {"is": "up", "host": str(host), "places": list(places)}:
-                    agent.places = [(address, port) for address, port in places]
-                    if agent.number in self.expected:
-                        self.expected.discard(agent.number)
-                        agent.host, self._agents[host] = host, agent
-            if agent.host:
-                yield Heard(host=agent.host, message=message)
+            if (heard := self._roster.hear(agent, message, time.monotonic())) is not None:
+                yield heard
 
-    def _missed(self) -> Iterator[Lost]:
-        """Agents that have not come, or say nothing any more."""
-        now_s = time.monotonic()
-        if now_s - self._looked_s > AGENT_SILENT_S / 2:  # this process was stopped, or the machine slept
-            for agent in self._agents.values():
-                agent.heard_s = now_s
-        self._looked_s = now_s
-        for agent in list(self._agents.values()):
-            if agent.channel is None and (code := agent.exit_code) is not None:
-                yield from self._lose(agent, f"{os.path.basename(agent.program)} ended with exit code {code}")
-            elif agent.channel is None and now_s - agent.started_s > self._job.agent_start_s:
-                yield from self._lose(agent, f"its agent has not answered within {self._job.agent_start_s:g} s")
-            elif agent.channel is not None and now_s - agent.heard_s > AGENT_SILENT_S:
-                yield from self._lose(agent, f"it has been silent for {AGENT_SILENT_S:g} s")
-
-    def _lose(self, agent: AgentHandle, why: str) -> Iterator[Lost]:
-        is_known = self._agents.get(agent.host) is agent
-        self._give_up(agent)
-        if is_known:
-            self.tell_each_other()
-            yield Lost(host=agent.host, why=why)
-
-    def _give_up(self, agent: AgentHandle) -> None:
+    def _forget(self, agent: AgentHandle | AdoptedAgent) -> None:
+        """It is given up."""
         if agent.channel is not None:
-            agent.channel.send({"do": "end"})
             with contextlib.suppress(KeyError, ValueError):
                 self._events.unregister(agent.channel)
-        if self._agents.get(agent.host) is agent:
-            del self._agents[agent.host]
-        agent.disconnect()
         self._leaving.append(agent)
 
-    def _watch(self, agent: AgentHandle) -> None:
+    def _watch(self, agent: AgentHandle | AdoptedAgent) -> None:
         """Asks the selector for what is needed of that agent just now."""
         if agent.channel is not None and self._events.get_map().get(agent.channel) is not None:
             wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if agent.channel.has_unsent else 0)

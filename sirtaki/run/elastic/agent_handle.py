@@ -13,16 +13,11 @@ from typing import IO
 
 from sirtaki.json_channel import JsonChannel
 
+from .roster import AgentRecord
 
-class AgentHandle:
-    """One agent from its start to its end; used once.
 
-    Attributes:
-        host, number: of the agent.
-        channel: to it, None until it has connected.
-        heard_s: when something has come from it last.
-        places: where a driver would listen that it has started.
-    """
+class AgentHandle(AgentRecord[JsonChannel]):
+    """One agent from its start to its end; used once."""
 
     def __init__(
         self,
@@ -46,11 +41,7 @@ class AgentHandle:
         Raises:
             OSError: the command cannot be run.
         """
-        self.host, self.number = host, number
-        self.channel: JsonChannel | None = None
-        self.places: list[tuple[str, int]] = []
-        self.started_s = self.heard_s = time.monotonic()
-        self.program = words[0]
+        super().__init__(host, number, program=words[0], now_s=time.monotonic())
         self._process = subprocess.Popen(
             words,
             env=dict(environ),
@@ -76,9 +67,8 @@ class AgentHandle:
         return self._process.poll()
 
     def disconnect(self) -> None:
-        """Its agent ends its ranks and itself as soon as it notices."""
-        if self.channel is not None:
-            self.channel.close()
+        """See `AgentRecord`."""
+        super().disconnect()
         self._close_input()
 
     def wait(self, timeout_s: float) -> None:
@@ -101,25 +91,12 @@ class AgentHandle:
                 self._process.stdin.close()
 
 
-class AdoptedAgent(AgentHandle):
+class AdoptedAgent(AgentRecord[JsonChannel]):
     """One that another driver has started."""
 
     def __init__(self, number: int) -> None:
         """Its host is not known before it says it."""
-        self.host, self.number, self.channel = "", number, None
-        self.places = []
-        self.started_s = self.heard_s = time.monotonic()
-        self.program = "its starter"
-
-    @property
-    def exit_code(self) -> int | None:
-        """It has none that could be known."""
-        return None
-
-    def disconnect(self) -> None:
-        """See `AgentHandle`."""
-        if self.channel is not None:
-            self.channel.close()
+        super().__init__("", number, program="its starter", now_s=time.monotonic())
 
     def wait(self, timeout_s: float) -> None:
         """Until it has closed the connection, at most so long."""

@@ -14,16 +14,14 @@ from typing import Any
 
 from sirtaki.errors import ConfigError, LaunchError
 
-from .actions import Action, Dismiss, End, Form, KillRank, Say, StartAgent, StartRank, StopAgent, Tell
-from .agent_crew import AgentCrew, Heard, Lost
+from .agent_crew import AgentCrew
+from .direction import Direction, has_waited
 from .discovery import Discovery, Hosts
 from .elastic_job import ElasticJob, Inheritance
 from .elastic_output import ElasticOutput
 from .job_members import JobMembers
-from .workers import Phase, RankEnd, Worker
-
-ADOPT_S = 30.0
-"""How long a driver that takes over waits for agents; those that have lost others before may need some time."""
+from .roster import Heard, Lost
+from .workers import Worker
 
 _TICK_S = 0.2
 
@@ -33,11 +31,9 @@ class Driver:
 
     def __init__(self, job: ElasticJob, inheritance: Inheritance, members: JobMembers, output: ElasticOutput) -> None:
         """Listens; with another driver's inheritance where its agents expect it."""
-        self._members, self._output = members, output
+        self._output = output
         self._crew = AgentCrew(job, inheritance, output.pump)
-        self._attendees: dict[int, Mapping[str, Any]] = {}
-        self._hosts: dict[int, str] = {}
-        self._end: End | None = None
+        self._direction = Direction(members, self._crew, output.say)
         self._signal: int | None = None
 
     def run(self, hosts: Hosts, ask: Callable[[], Hosts] | None) -> int:
@@ -53,13 +49,13 @@ class Driver:
         discovery = None if ask is None else Discovery(ask, on_answer=self._crew.wake)
         with self._signals():
             try:
-                self._do(self._members.found(hosts, time.monotonic()))
-                while self._end is None and self._signal is None:
+                self._direction.found(hosts, time.monotonic())
+                while self._direction.end is None and self._signal is None:
                     for event in self._crew.look(_TICK_S):
-                        self._answer(event)
+                        self._direction.answer(event, time.monotonic())
                     if discovery is not None:
                         self._hear_discovery(discovery)
-                    self._do(self._members.tick(time.monotonic()))
+                    self._direction.tick(time.monotonic())
             finally:
                 if discovery is not None:
                     discovery.close()
@@ -67,10 +63,11 @@ class Driver:
                 self._output.finish()
         if self._signal is not None:
             return 128 + self._signal
-        assert self._end is not None
-        if self._end.text:
-            self._output.say(self._end.text)
-        return self._end.exit_code
+        end = self._direction.end
+        assert end is not None
+        if end.text:
+            self._output.say(end.text)
+        return end.exit_code
 
     def take_over(self, hosts: Hosts, ask: Callable[[], Hosts] | None) -> int:
         """As `run`, for a job whose driver is lost: the agents that come say what there is.
@@ -81,23 +78,16 @@ class Driver:
         """
         reports: dict[str, Mapping[str, Any]] = {}
         later: list[Heard | Lost] = []
-        deadline_s = time.monotonic() + ADOPT_S
-        while self._crew.expected and time.monotonic() < deadline_s:
+        begin_s = time.monotonic()
+        while not has_waited(time.monotonic() - begin_s, reports, self._crew.expected):
             for event in self._crew.look(_TICK_S):
                 if isinstance(event, Heard) and event.message["is"] == "up":
                     reports[event.host] = event.message
                 else:
                     later.append(event)
-        self._crew.expected = set()
-        workers = [
-            self._adopted(host, *values)
-            for host, report in reports.items()
-            if host in self._crew.hosts
-            for values in report["ranks"]
-        ]
-        known = [report["generation"] for report in reports.values()] or [{"number": 0, "workers": []}]
-        newest = max(known, key=lambda generation: int(generation["number"]))
-        goes_on = self._members.take_over(workers, self._crew.hosts, newest["number"], newest["workers"])
+        self._crew.expect_no_more()
+        goes_on = self._direction.take_over(reports, time.monotonic())
+        workers = list(self._direction.members.roll.workers.values())
         there = f"{len(workers)} ranks on {', '.join(self._crew.hosts)}"
         if not goes_on:
             self._output.say(f"the driver is lost, and only {there} can be reached: too few to go on")
@@ -106,95 +96,15 @@ class Driver:
         self._output.say(f"the driver is lost; process {os.getpid()} on {socket.gethostname()} takes over {there}")
         self._crew.tell_each_other()
         for event in later:
-            self._answer(event)
+            self._direction.answer(event, time.monotonic())
         return self.run(hosts if ask is None else _slots(self._crew.hosts, workers), ask)
-
-    def _adopted(
-        self, host: str, number: int, slot: int, phase: str, generation: int, rank: int | None, has_state: bool,
-        attendee: Mapping[str, Any],
-    ) -> Worker:  # fmt: skip
-        self._hosts[number], self._attendees[number] = host, attendee
-        return Worker(
-            number=number,
-            host=host,
-            slot=slot,
-            phase=Phase(phase),
-            rank=rank,
-            generation=generation,
-            has_state=has_state,
-            since_s=time.monotonic(),
-        )
 
     def _hear_discovery(self, discovery: Discovery) -> None:
         while (answer := discovery.take()) is not None:
             if isinstance(answer, LaunchError):
                 self._output.say(f"host discovery script: {answer}; hosts stay as they are, it is asked again")
             else:
-                self._do(self._members.found(answer, time.monotonic()))
-
-    def _answer(self, event: Heard | Lost) -> None:
-        now_s = time.monotonic()
-        if isinstance(event, Lost):
-            self._hosts = {worker: host for worker, host in self._hosts.items() if host != event.host}
-            self._do(self._members.agent_lost(event.host, event.why, now_s))
-            return
-        match event.message:
-            case {"is": "up"}:
-                self._do(self._members.agent_up(event.host, now_s))
-                self._crew.tell_each_other()
-            case {"is": _, "worker": int(worker)} if self._hosts.get(worker) != event.host:
-                pass  # it was given up
-            case {"is": "joined", "worker": int(worker), "has_state": bool(has_state), "attendee": dict(attendee)}:
-                self._attendees[worker] = attendee
-                self._do(self._members.joined(worker, has_state=has_state, now_s=now_s))
-            case {"is": "finished", "worker": int(worker)}:
-                self._do(self._members.finished(worker, now_s))
-            case {"is": "ended", "worker": int(worker), "exit_code": int(code), "reason": str(reason)}:
-                del self._hosts[worker]
-                self._attendees.pop(worker, None)
-                self._do(self._members.ended(worker, RankEnd(exit_code=code, reason=reason), now_s))
-
-    def _do(self, actions: Sequence[Action]) -> None:
-        for action in actions:
-            match action:
-                case StartAgent(host=host):
-                    try:
-                        self._crew.start(host)
-                    except OSError as err:
-                        why = f"its agent could not be started: {err}"
-                        self._do(self._members.agent_lost(host, why, time.monotonic()))
-                case StopAgent(host=host):
-                    self._crew.stop(host)
-                case StartRank(worker=worker, host=host, slot=slot):
-                    self._hosts[worker] = host
-                    self._crew.send(host, {"do": "start", "worker": worker, "slot": slot})
-                case KillRank(worker=worker, host=host, at_once=at_once):
-                    self._crew.send(host, {"do": "kill", "worker": worker, "at_once": at_once})
-                case Dismiss(worker=worker, host=host):
-                    self._crew.send(host, {"do": "dismiss", "worker": worker})
-                case Tell(workers=workers, change=change, lost=lost):
-                    for host in {self._hosts[worker] for worker in workers}:
-                        there = [worker for worker in workers if self._hosts[worker] == host]
-                        told = {"do": "change", "workers": there, "change": change.value, "lost": lost}
-                        self._crew.send(host, told)
-                case Form():
-                    self._announce(action)
-                case Say(text=text):
-                    self._output.say(text)
-                case End():
-                    self._end = action
-
-    def _announce(self, form: Form) -> None:
-        workers = self._members.roll.workers
-        generation = {
-            "number": form.number,
-            "workers": form.workers,
-            "members": [[workers[each].host, workers[each].slot, each in form.new] for each in form.workers],
-            "attendees": [self._attendees[each] for each in form.workers],
-        }
-        for host in {workers[each].host for each in form.workers}:
-            ranks = [[each, rank] for rank, each in enumerate(form.workers) if workers[each].host == host]
-            self._crew.send(host, {"do": "generation", "ranks": ranks, **generation})
+                self._direction.found(answer, time.monotonic())
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:

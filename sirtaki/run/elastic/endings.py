@@ -54,6 +54,12 @@ class Endings:
         """Nobody is left who holds the state of the job."""
         return self._failed("nobody is left who holds the state of the job")
 
+    def outvoted(self) -> End:
+        """Those that cannot be reached may have a driver of their own."""
+        return self._failed(
+            "too many ranks cannot be reached, and may go on without this side (--on-driver-loss go-on)"
+        )
+
     def in_vain(self, roll: Roll, now_s: float) -> End | None:
         """The end, if ranks have waited for others for too long."""
         if roll.is_running or roll.present(Phase.FINISHED):

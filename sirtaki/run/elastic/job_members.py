@@ -7,11 +7,12 @@ only when every member of the one before has asked, ended or been killed.
 
 from collections.abc import Mapping, Sequence
 
-from .actions import Action, Dismiss, End, Form, KillRank, Say, StartAgent, StartRank, StopAgent
+from .actions import Action, Dismiss, End, Form, KillRank, Say, Settle, StartAgent, StartRank, StopAgent
 from .endings import Endings
 from .host_pool import HostPool
 from .news import announcement, difference, ordinal, with_ranks
 from .policy import OnFailure, Policy
+from .quorum import Quorum
 from .roll import Roll
 from .tidings import Tidings
 from .workers import Phase, RankEnd, Worker, ranked
@@ -32,10 +33,16 @@ class JobMembers:
         self._actions: list[Action] = []
         self._tidings = Tidings()
         self._endings = Endings(policy)
+        self._quorum = Quorum()
         self._enough_since_s: float | None = None
 
     def take_over(
-        self, workers: Sequence[Worker], agents: Sequence[str], generation: int, members: Sequence[int]
+        self,
+        workers: Sequence[Worker],
+        agents: Sequence[str],
+        generation: int,
+        members: Sequence[int],
+        older: Sequence[Sequence[int]] = (),
     ) -> bool:
         """Before anything else: goes on where another driver has been lost.
 
@@ -44,15 +51,18 @@ class JobMembers:
             agents: their hosts.
             generation: the newest that any of them knows.
             members: of it, by rank.
+            older: see `Quorum`.
 
         Returns:
-            Whether this is the side of a network that may have come apart which goes on: it has more than half of the
-            members, or half of them and the first. Before the first generation there is no such side.
+            Whether this is the side of a network that may have come apart which goes on. Before the first generation
+            there is no such side.
         """
         self.agents = dict.fromkeys(agents, True)
         self._tidings.lose("the driver was lost")
         self._endings.fail("the driver", RankEnd(exit_code=1, reason="it was lost"))
-        return self.roll.take_over(workers, generation, members)
+        self.roll.take_over(workers, generation, members)
+        self._quorum.take_over([*older, members], generation, self.roll.workers)
+        return bool(generation) and not self._quorum.is_lost
 
     def found(self, hosts: Mapping[str, int], now_s: float) -> list[Action]:
         """Discovery says which hosts there are, with how many slots each."""
@@ -80,6 +90,14 @@ class JobMembers:
         self._endings.fail(f"host {host}", RankEnd(exit_code=1, reason=why))
         wanted = host in self.pool.usable
         self._say(f"{problem}{with_ranks(lost)}{self._left_out(host, now_s) if wanted else ''}{self._go_on()}")
+        self._quorum.lose([worker.number for worker in lost])
+        if self.policy.has_heirs and self._quorum.is_lost and not self.roll.has_succeeded:
+            self._end(self._endings.outvoted())
+        return self._settle(now_s)
+
+    def told(self, host: str, number: int, now_s: float) -> list[Action]:
+        """The agent of that host has been told of that generation, and its ranks with it."""
+        self._quorum.inform(number, lambda worker: self.roll.is_of(host, worker))
         return self._settle(now_s)
 
     def joined(self, number: int, *, has_state: bool, now_s: float) -> list[Action]:
@@ -108,6 +126,7 @@ class JobMembers:
         worker = self.roll.workers.pop(number, None)
         if worker is None or self.is_over:
             return []
+        self._quorum.died(number)
         if worker.phase is Phase.MEMBER:
             self._tidings.lose(f"{worker.label} {end.text}")
         if worker.phase is Phase.FINISHED and end.exit_code:
@@ -182,6 +201,8 @@ class JobMembers:
         if not self.is_over:
             if (news := self._tidings.news(self.roll)) is not None:
                 self._actions.append(news)
+            if self._quorum.settle() and self.policy.has_heirs:
+                self._actions.append(Settle(number=self.roll.generation, older=self._quorum.older))
             self._end(self._endings.in_vain(self.roll, now_s))
         actions, self._actions = self._actions, []
         return actions
@@ -246,6 +267,8 @@ class JobMembers:
         coming = any(not worker.is_leaving for worker in roll.present(Phase.STARTING)) or not all(self.agents.values())
         if not roll.generation and coming and now_s - self._enough_since_s < self.policy.start_grace_s:
             return
+        if self.policy.has_heirs and not self._quorum.permits([worker.number for worker in candidates]):
+            return  # those who are dismissed have not ended yet
         if self.policy.reset_limit is not None and roll.generation > self.policy.reset_limit:
             limit = self.policy.reset_limit
             again = f"the job would begin anew for the {ordinal(limit + 1)} time"
@@ -258,7 +281,9 @@ class JobMembers:
         members = ranked(candidates, list(self.pool.known))
         roll.begin(members, now_s)
         new = frozenset(worker.number for worker in members if not worker.has_state)
-        self._actions.append(Form(number=roll.generation, workers=roll.members, new=new))
+        self._quorum.begin(roll.generation, roll.members)
+        older = self._quorum.older if self.policy.has_heirs else None
+        self._actions.append(Form(number=roll.generation, workers=roll.members, new=new, older=older))
         self._say(announcement(roll.generation, members, new))
         self._tidings.begin()
         self._enough_since_s = None

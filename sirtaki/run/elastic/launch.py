@@ -141,6 +141,7 @@ def policy_of(options: argparse.Namespace, hosts: Hosts, *, timeout_s: float) ->
         reset_limit=options.reset_limit,
         on_failure=on_failure,
         cooldown_s=(cooldown_s[0], cooldown_s[1]) if cooldown_s else default_s,
+        has_heirs=options.on_driver_loss == "go-on",
     )
 
 

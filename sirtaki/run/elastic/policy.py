@@ -27,6 +27,7 @@ class Policy:
             dismissed to end; then it is killed.
         start_grace_s: how long the first generation waits for ranks that are starting, once enough are there.
         strikes: failures in a row, of ranks that had not trained for long, after which a host is dropped.
+        has_heirs: where the driver is lost an agent starts another one, so that of two sides one has to end.
         settled_s: a rank that has trained for so long has cleared its host's failures.
     """
 
@@ -41,3 +42,4 @@ class Policy:
     start_grace_s: float = 10.0
     strikes: int = 3
     settled_s: float = 60.0
+    has_heirs: bool = False

@@ -11,15 +11,15 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import IO, Any
+from dataclasses import replace
+from typing import IO
 
 from sirtaki.json_channel import JsonChannel
 from sirtaki.launchers import AGENT
 
 from ..leftovers import session_members
 from ..rank_channel import PATTERN, UNFINISHED, Event, Message
-from .workers import Phase, RankEnd
+from .workers import RankEnd
 
 _LONGEST_LINE = 65536
 _LAST_WORDS_S = 0.3
@@ -28,48 +28,20 @@ _LAST_WORDS_S = 0.3
 _writing = threading.Lock()
 
 
-@dataclass(slots=True, kw_only=True)
-class Progress:
-    """How far a rank is, as its agent has heard.
-
-    Attributes:
-        phase: of it.
-        generation, rank: that it is or was in last; 0 and None = it has been in none.
-        has_state: it has said that it holds the job's state.
-        attendee: where it listens, while it waits.
-    """
-
-    phase: Phase = Phase.STARTING
-    generation: int = 0
-    rank: int | None = None
-    has_state: bool = False
-    attendee: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def told(self) -> tuple[Any, ...]:
-        """As JSON has it."""
-        return self.phase.value, self.generation, self.rank, self.has_state, self.attendee
-
-
 class RankProcess:
     """A process that has been started.
 
     Attributes:
         worker: names it in the job.
-        slot: its place on this host.
-        progress: how far it is, for a driver that has to be told.
         channel: to it.
         pid: of the process, of its session, and of its first group.
     """
 
-    def __init__(
-        self, worker: int, slot: int, command: Sequence[str], environ: Mapping[str, str], *, hosts: str
-    ) -> None:
+    def __init__(self, worker: int, command: Sequence[str], environ: Mapping[str, str], *, hosts: str) -> None:
         """Starts it.
 
         Args:
             worker: names it in the job.
-            slot: its place on this host.
             command: what it runs.
             environ: its whole environment.
             hosts: "one" if the job will never have another one, else "many".
@@ -77,8 +49,7 @@ class RankProcess:
         Raises:
             OSError: it cannot be started.
         """
-        self.worker, self.slot = worker, slot
-        self.progress = Progress()
+        self.worker = worker
         own, its = socket.socketpair()
         with its:
             try:

@@ -35,7 +35,7 @@ class Roll:
         worker = self.workers[self._numbers] = Worker(number=self._numbers, host=host, slot=slot, since_s=now_s)
         return worker
 
-    def take_over(self, workers: Sequence[Worker], generation: int, members: Sequence[int]) -> bool:
+    def take_over(self, workers: Sequence[Worker], generation: int, members: Sequence[int]) -> None:
         """Goes on where another driver has been lost; see `JobMembers.take_over`."""
         for worker in workers:
             self.workers[worker.number] = worker
@@ -52,8 +52,6 @@ class Roll:
         self.generation = generation
         self.members = tuple(number if number in told else _NOBODY for number in members)
         self.has_succeeded = bool(self.of_generation(Phase.FINISHED))
-        has_first = bool(members) and members[0] in there
-        return 2 * len(there) > len(members) or (2 * len(there) == len(members) and has_first)
 
     def begin(self, members: list[Worker], now_s: float) -> None:
         """The next generation, with these members in the order of their ranks."""
@@ -69,6 +67,10 @@ class Roll:
         """How a process, which may have ended, is called in the output: its rank, as far as it has one."""
         host, slot = self._places.get(number, ("?", 0))
         return str(self._ranks.get(number, f"{host}:{slot}"))
+
+    def is_of(self, host: str, number: int) -> bool:
+        """Whether the process is or was there."""
+        return self._places.get(number, ("", 0))[0] == host
 
     def place(self, number: int) -> str:
         """Its host and slot as a name for a folder."""
@@ -125,8 +127,8 @@ class Roll:
         there = self.of_generation(*Phase)
         if len(there) < len(self.members):
             return True
-        stay = any(worker.phase is not Phase.STARTING for worker in self.wanted)
-        return stay and any(worker.is_leaving for worker in there)
+        leave = any(worker.is_leaving for worker in there)
+        return leave and any(worker.phase is not Phase.STARTING for worker in self.wanted)
 
     def candidates(self, most: int | None) -> list[Worker]:
         """Of those who wait, who would be the members of the next generation, at most so many.

@@ -22,14 +22,10 @@ from sirtaki.errors import CommError
 from sirtaki.json_channel import JsonChannel
 
 from .agent_config import AgentConfig
+from .heirs import CONNECT_S, Agents, candidates, inherited
 
 DRIVER = 0
 """The driver's number in the handshake; agents count from 1."""
-
-CONNECT_S = 20.0
-
-CANDIDATE_S = 6.0
-"""How long to try to reach an agent that may be the next driver."""
 
 
 def agents_key(secret: str, job: str) -> bytes:
@@ -60,11 +56,7 @@ def reach_driver(
 
 
 class Succession:
-    """Of one agent.
-
-    Attributes:
-        agents: number and places of each, this one too, as the driver has told last.
-    """
+    """Of one agent."""
 
     def __init__(self, config: AgentConfig) -> None:
         """Opens the port.
@@ -76,25 +68,27 @@ class Succession:
         addresses = [LOOPBACK, *([] if config.hosts == "one" else own_addresses(config.interface))]
         self._listeners = listen(addresses)
         self._driver: subprocess.Popen[bytes] | None = None
-        self.agents: list[tuple[int, list[tuple[str, int]]]] = []
 
     @property
     def places(self) -> list[tuple[str, int]]:
         """Where a driver would listen that this agent has started."""
         return [listener.getsockname()[:2] for listener in self._listeners]
 
-    def find_driver(self) -> JsonChannel | None:
-        """Blocks, up to some seconds for each agent that is gone; None = there is none."""
+    def find_driver(self, agents: Agents) -> JsonChannel | None:
+        """Blocks, up to some seconds for each agent that is gone; None = there is none.
+
+        Args:
+            agents: as the driver has told last.
+        """
         self._write_to_file()
         config = self._config
         key = agents_key(config.secret, config.job)
-        for number, places in sorted(self.agents):
-            if number == config.number:
-                self._start_driver()
-                places = self.places
+        for candidate in candidates(agents, config.number):
+            if candidate.is_own:
+                self._start_driver(agents)
+            places = self.places if candidate.is_own else candidate.places
             with contextlib.suppress(CommError):
-                timeout_s = CONNECT_S if number == config.number else CANDIDATE_S
-                return reach_driver(places, key=key, number=config.number, timeout_s=timeout_s)
+                return reach_driver(places, key=key, number=config.number, timeout_s=candidate.timeout_s)
         return None
 
     def close(self) -> None:
@@ -105,7 +99,9 @@ class Succession:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._driver.wait(10.0)
 
-    def _start_driver(self) -> None:
+    def _start_driver(self, agents: Agents) -> None:
+        if self._driver is not None and self._driver.poll() is None:
+            return  # it goes on, and has done without this agent, which was stopped meanwhile
         config = self._config
         descriptors = [listener.fileno() for listener in self._listeners]
         told = {
@@ -114,8 +110,7 @@ class Succession:
             "secret": config.secret,
             "job": config.job,
             "listeners": descriptors,
-            "agents": [number for number, _ in self.agents if number >= config.number],
-            "numbers": max(number for number, _ in self.agents),
+            **inherited(agents, config.number),
         }
         self._driver = subprocess.Popen(
             [sys.executable, "-m", "sirtaki.run.elastic.successor"],

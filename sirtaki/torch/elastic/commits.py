@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,8 +37,13 @@ class Commits:
         completed: number of the newest commit that is known to be held by all ranks.
     """
 
-    def __init__(self) -> None:
-        """There is none."""
+    def __init__(self, random_state: Callable[[], RandomState | None] = RandomState.now) -> None:
+        """There is none.
+
+        Args:
+            random_state: that is kept with each; None = none.
+        """
+        self._random_state = random_state
         self._copies = (Commit(), Commit())
         self._next = 0
         self.completed = WRITING
@@ -54,7 +59,7 @@ class Commits:
         spare.number = WRITING
         with torch.no_grad():
             spare.tree = {key: copied(value, spare.tree.get(key)) for key, value in tree.items()}
-        spare.random = RandomState.now()
+        spare.random = self._random_state()
         spare.number, self._next = self._next, self._next + 1
         return spare
 

@@ -37,6 +37,38 @@ class Brought:
     optimizers: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settlement:
+    """What follows for one rank from what all have brought.
+
+    Attributes:
+        back_to: number of the commit to go back to; None = it stays where it is.
+        count_from: number of the next commit.
+        out_of_step: the state is to be synchronised.
+    """
+
+    back_to: int | None
+    count_from: int
+    out_of_step: bool
+
+
+def agreed(everybody: Sequence[Brought], mine: Brought) -> Settlement:
+    """From where all go on.
+
+    Args:
+        everybody: what each has brought, by rank; all ranks have the same.
+        mine: this rank's.
+    """
+    holders = [each for each in everybody if each.has_state]
+    goes_back = mine.has_state and any(each.restored for each in holders)
+    return Settlement(
+        # Of two commits the one that has returned on some rank is held by all; the newer one may not be.
+        back_to=max(each.standing.completed for each in holders) if goes_back else None,
+        count_from=1 + max(each.standing.written for each in everybody),
+        out_of_step=any(each.wants_sync for each in everybody) or len(holders) < len(everybody),
+    )
+
+
 def settle(state: State, *, restored: bool, wants_sync: bool) -> bool:
     """Collective: attaches what all ranks have, and goes back to the newest commit that all hold.
 
@@ -67,14 +99,13 @@ def settle(state: State, *, restored: bool, wants_sync: bool) -> bool:
     process_sets.open_again([sets[ranks] for ranks in _common([each.process_sets for each in everybody])])
     lasting_optimizers.attach(current, optimizers, _common([each.optimizers for each in everybody]))
     current.settled = True
-    holders = [each for each in everybody if each.has_state]
-    if mine.has_state and any(each.restored for each in holders):
-        # Of two commits the one that has returned on some rank is held by all; the newer one may not be.
+    settlement = agreed(everybody, mine)
+    if settlement.back_to is not None:
         if not restored:
             state.restore()
-        state._go_back(max(each.standing.completed for each in holders))
-    state._count_from(1 + max(each.standing.written for each in everybody))
-    return any(each.wants_sync for each in everybody) or len(holders) < len(everybody)
+        state._go_back(settlement.back_to)
+    state._count_from(settlement.count_from)
+    return settlement.out_of_step
 
 
 def share(state: State) -> None:

@@ -123,6 +123,8 @@ class State(_KeepsNoCommits, ABC):
         leaves = kept is not None and kept.leaving
         said = current.control.all_gather((change.value, leaves, self._news()))
         self._complete([news for _, _, news in said])
+        if current.elastic is not None:
+            current.control.barrier()  # who returns knows that all have heard: what it alone knew would be lost with it
         if kept is not None:
             self._keep(kept, at_once=any(leaving for _, leaving, _ in said))
             if leaves:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from sirtaki.engine.agent_client import AgentClient, open_agent
+from sirtaki.engine.agent_client import AgentClient, name_of, open_agent
 from sirtaki.engine.membership import Change, Dismissed, Generation, Member
 from sirtaki.errors import CommError, ConfigError
 from sirtaki.json_channel import JsonChannel
@@ -88,7 +88,8 @@ def test_a_rank_says_what_it_leaves_and_hears_who_the_members_are(ends: tuple[Ag
         Member(host="a", slot=0, is_new=True),
     )
     meeting = generation.meeting
-    assert (meeting.rank, meeting.size, meeting.name) == (1, 2, "job/4")
+    assert (meeting.rank, meeting.size) == (1, 2)
+    assert meeting.name.startswith("job/4/")
     assert meeting.appointment.attendees[0].places == (("10.0.0.1", 5),)
     assert "secret" not in repr(generation)
     (listener,) = meeting.appointment.listeners
@@ -151,3 +152,12 @@ def test_the_socket_is_found_in_the_environment_and_not_passed_on() -> None:
 def test_a_process_that_has_inherited_the_variable_only_is_told_so() -> None:
     with pytest.raises(ConfigError, match="is it one that a rank has started"):
         open_agent(interface=None, environ={AGENT: "9999,one"})
+
+
+def test_ranks_meet_under_one_name_only_if_they_were_told_the_same() -> None:
+    def name(*ports: int) -> str:
+        attendees = [{"host": ["h"], "places": [["127.0.0.1", port]]} for port in ports]
+        return name_of("job", {"number": 4, "attendees": attendees})
+
+    assert name(1, 2) == name(1, 2)
+    assert len({name(1, 2), name(2, 1), name(1, 3), name(1)}) == 4

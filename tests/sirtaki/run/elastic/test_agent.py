@@ -7,9 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from sirtaki.run.elastic.agent_crew import AgentCrew, Heard, Lost
+from sirtaki.run.elastic.agent_crew import AgentCrew
 from sirtaki.run.elastic.agent_start import AgentStart
 from sirtaki.run.elastic.elastic_job import ElasticJob, new_inheritance
+from sirtaki.run.elastic.roster import Heard, Lost
 
 RANK = "import sys, time; time.sleep(float(sys.argv[1]))"
 

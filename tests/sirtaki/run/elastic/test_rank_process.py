@@ -15,7 +15,7 @@ Capture = pytest.CaptureFixture[bytes]
 
 
 def run(code: str) -> RankProcess:
-    return RankProcess(7, 0, [sys.executable, "-c", code], {"PATH": "/usr/bin:/bin"}, hosts="one")
+    return RankProcess(7, [sys.executable, "-c", code], {"PATH": "/usr/bin:/bin"}, hosts="one")
 
 
 def end_of(rank: RankProcess) -> RankEnd:

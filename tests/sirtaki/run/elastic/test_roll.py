@@ -69,7 +69,7 @@ def test_members_that_have_not_been_told_of_a_generation_make_it_a_diminished_on
     roll = Roll()
     told = [Worker(number=n, host="a", slot=n, phase=Phase.MEMBER, generation=5, rank=n - 3) for n in (3, 4)]
     untold = Worker(number=5, host="b", slot=0, phase=Phase.WAITING, generation=4, rank=2)
-    assert roll.take_over([*told, untold], 5, (3, 4, 5))
+    roll.take_over([*told, untold], 5, (3, 4, 5))
     assert roll.is_diminished
     assert untold.rank == 2
     assert roll.add("b", 1, 0.0).number == 6

@@ -13,7 +13,7 @@ import pytest
 from sirtaki.comm.control.mesh.handshake import Acceptor, listen
 from sirtaki.errors import CommError
 from sirtaki.json_channel import JsonChannel
-from sirtaki.run.elastic import succession
+from sirtaki.run.elastic import heirs
 from sirtaki.run.elastic.agent_config import AgentConfig
 from sirtaki.run.elastic.succession import DRIVER, Succession, agents_key, reach_driver
 
@@ -31,19 +31,20 @@ def config(number: int) -> AgentConfig:
 def _stays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Here, with its output."""
     monkeypatch.setattr(Succession, "_write_to_file", lambda self: None)
-    monkeypatch.setattr(succession, "CANDIDATE_S", 0.3)
+    monkeypatch.setattr(heirs, "CANDIDATE_S", 0.3)
     monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture
 def agents() -> Iterator[list[Succession]]:
     found = [Succession(config(number)) for number in (1, 2, 3)]
-    told = [(number, own.places) for number, own in enumerate(found, start=1)]
-    for own in found:
-        own.agents = told
     yield found
     for own in found:
         own.close()
+
+
+def told(agents: list[Succession]) -> list[tuple[int, list[tuple[str, int]]]]:
+    return [(number, own.places) for number, own in enumerate(agents, start=1)]
 
 
 def serve(agent: Succession, started: list[Succession]) -> None:
@@ -57,13 +58,14 @@ def serve(agent: Succession, started: list[Succession]) -> None:
 def test_the_lowest_number_starts_it_and_the_others_find_it(agents: list[Succession]) -> None:
     started: list[Succession] = []
     found: list[JsonChannel | None] = [None] * 3
+    places = told(agents)
 
     def look(index: int) -> None:
-        found[index] = agents[index].find_driver()
+        found[index] = agents[index].find_driver(places)
 
-    with mock.patch.object(Succession, "_start_driver", lambda self: serve(self, started)):
+    with mock.patch.object(Succession, "_start_driver", lambda self, agents: serve(self, started)):
         threads = [threading.Thread(target=look, args=[index]) for index in (2, 1, 0)]
-        with mock.patch.object(succession, "CANDIDATE_S", 3.0):
+        with mock.patch.object(heirs, "CANDIDATE_S", 3.0):
             for thread in threads:
                 thread.start()
                 time.sleep(0.05)
@@ -77,17 +79,26 @@ def test_the_lowest_number_starts_it_and_the_others_find_it(agents: list[Success
 
 def test_an_agent_that_is_gone_is_passed_over(agents: list[Succession]) -> None:
     started: list[Succession] = []
+    places = told(agents)
     agents[0].close()
-    with mock.patch.object(Succession, "_start_driver", lambda self: serve(self, started)):
-        channel = agents[1].find_driver()
+    with mock.patch.object(Succession, "_start_driver", lambda self, agents: serve(self, started)):
+        channel = agents[1].find_driver(places)
     assert started == [agents[1]]
     assert channel is not None
     channel.close()
 
 
+def test_an_agent_whose_driver_goes_on_without_it_starts_no_other_one(agents: list[Succession]) -> None:
+    with mock.patch.object(heirs, "CONNECT_S", 0.3), mock.patch("subprocess.Popen") as start:
+        start.return_value.poll.return_value = None
+        for _ in range(2):
+            assert agents[0].find_driver(told(agents)[:1]) is None
+        start.assert_called_once()
+
+
 def test_an_agent_that_was_told_of_nobody_finds_nobody() -> None:
     alone = Succession(config(1))
-    assert alone.find_driver() is None
+    assert alone.find_driver([]) is None
     alone.close()
 
 

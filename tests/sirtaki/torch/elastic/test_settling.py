@@ -8,7 +8,7 @@ import pytest
 
 from sirtaki.engine import job
 from sirtaki.torch.elastic import settling
-from sirtaki.torch.elastic.settling import Brought, settle
+from sirtaki.torch.elastic.settling import Brought, Settlement, agreed, settle
 from sirtaki.torch.elastic.state import Standing, State
 
 FOUR = Standing(written=4, completed=4)
@@ -115,3 +115,13 @@ def test_what_all_have_is_attached_and_opened_in_one_order(play: Play) -> None:
     play(brought())
     assert play.attached == ["a", "b"]
     assert play.opened == ["pair"]
+
+
+def test_all_go_back_to_what_any_knows_to_be_complete_and_count_on_alike() -> None:
+    ahead = brought(standing=Standing(written=6, completed=5))
+    behind = brought(restored=True, standing=Standing(written=5, completed=4))
+    new = brought(has_state=False, standing=Standing(written=7, completed=-1))
+    everybody = [ahead, behind, new]
+    assert agreed(everybody, ahead) == Settlement(back_to=5, count_from=8, out_of_step=True)
+    assert agreed(everybody, new) == Settlement(back_to=None, count_from=8, out_of_step=True)
+    assert agreed([ahead, ahead], ahead) == Settlement(back_to=None, count_from=7, out_of_step=False)

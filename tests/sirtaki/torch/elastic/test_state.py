@@ -12,7 +12,7 @@ from sirtaki.engine import job
 from sirtaki.engine.membership import Change
 from sirtaki.torch.elastic.sampler import ElasticSampler
 from sirtaki.torch.elastic.state import ObjectState, Standing, TorchState
-from sirtaki.torch.exceptions import HostsUpdatedInterrupt
+from sirtaki.torch.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 
 
 class Others:
@@ -21,16 +21,21 @@ class Others:
     def __init__(self) -> None:
         self.change = Change(0)
         self.says: object = (0, False, None)
+        self.lost = ""
 
     def all_gather(self, mine: object) -> list[object]:
         self.heard = mine
         return [mine, self.says]
 
+    def barrier(self) -> None:
+        if self.lost:
+            raise HorovodInternalError(self.lost)
+
 
 @pytest.fixture
 def others(monkeypatch: pytest.MonkeyPatch) -> Others:
     others = Others()
-    control = SimpleNamespace(rank=0, size=2, all_gather=others.all_gather)
+    control = SimpleNamespace(rank=0, size=2, all_gather=others.all_gather, barrier=others.barrier)
     settings = SimpleNamespace(checkpoint_dir=None)
     current = SimpleNamespace(control=control, elastic=SimpleNamespace(change=lambda: others.change), settings=settings)
     monkeypatch.setattr(job, "current", lambda: current)
@@ -45,6 +50,14 @@ def test_a_commit_is_complete_once_all_have_spoken(others: Others) -> None:
     assert state._standing() == Standing(written=1, completed=-1)
     state.check_host_updates()
     assert state._standing() == Standing(written=1, completed=1)
+
+
+def test_a_commit_does_not_return_before_all_know_that_all_hold_it(others: Others) -> None:
+    state = ObjectState(step=0)
+    others.lost = "rank 1 has ended"
+    with pytest.raises(HorovodInternalError, match="rank 1"):
+        state.commit()
+    assert state._standing() == Standing(written=1, completed=1)  # others may have returned from it
 
 
 @pytest.mark.parametrize(

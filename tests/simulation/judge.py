@@ -1,0 +1,107 @@
+"""Judges a history by what processes have noted; it knows nothing of what went wrong."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+FAREWELL_S = 240.0
+"""After the end of its job a process may live so long: an agent that hears nothing waits a minute for its driver, then
+looks for others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """What a process has noted: when, what, who, and more."""
+
+    at_s: float
+    what: str
+    who: int | str
+    more: Mapping[str, Any]
+
+    def __str__(self) -> str:
+        told = " ".join(f"{name}={value}" for name, value in self.more.items())
+        return f"{self.at_s:9.3f} {self.who!s:>10} {self.what} {told}"
+
+
+class History:
+    """All notes, in order of time."""
+
+    def __init__(self) -> None:
+        self.notes: list[Note] = []
+        self.now_s = lambda: 0.0
+
+    def note(self, what: str, who: int | str, **more: Any) -> None:
+        self.notes.append(Note(self.now_s(), what, who, more))
+
+    def of(self, *kinds: str) -> list[Note]:
+        return [note for note in self.notes if note.what in kinds]
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.notes))
+
+
+def wrongs(history: History) -> list[str]:
+    """What must not be, in words."""
+    return [*_generations(history), *_membership(history), *_commits(history)]
+
+
+def _generations(history: History) -> list[str]:
+    """One list of members to a number, each member with its own rank."""
+    lists: dict[int, tuple[int, ...]] = {}
+    found = []
+    for note in history.of("met"):
+        members = lists.setdefault(note.more["number"], note.more["members"])
+        if members != note.more["members"]:
+            found.append(f"generation {note.more['number']} has members {members} and {note.more['members']}")
+        if note.more["members"][note.more["rank"]] != note.who:
+            found.append(f"worker {note.who} is not rank {note.more['rank']} of {note.more['members']}")
+    return found
+
+
+def _membership(history: History) -> list[str]:
+    """A rank is in one generation at a time, and in each at most once, in their order."""
+    inside: dict[int | str, int] = {}
+    newest: dict[int | str, int] = defaultdict(int)
+    found = []
+    for note in history.of("met", "left", "gone"):
+        if note.what != "met":
+            inside.pop(note.who, None)
+            continue
+        number = note.more["number"]
+        if note.who in inside:
+            found.append(f"worker {note.who} is in generations {inside[note.who]} and {number}")
+        if number <= newest[note.who]:
+            found.append(f"worker {note.who} is in generation {number} after {newest[note.who]}")
+        inside[note.who] = newest[note.who] = number
+    return found
+
+
+def _commits(history: History) -> list[str]:
+    """What has been committed stays: every later step has all returned commits among those before it."""
+    parents: dict[int, int] = {}
+    last, found = 0, []
+
+    def stems_from(value: int, ancestor: int) -> bool:
+        seen = 0
+        while value != ancestor:
+            if value not in parents or seen > len(parents):
+                return False
+            value, seen = parents[value], seen + 1
+        return True
+
+    for note in history.of("train", "step", "commit"):
+        value = note.more["value"]
+        if note.what == "step":
+            parents[value] = note.more["parent"]
+        elif note.what == "train":
+            if not stems_from(value, last):
+                found.append(f"worker {note.who} goes on at {note.at_s:.3f} s without a commit that had returned")
+        elif not stems_from(value, last):
+            if not stems_from(last, value):
+                found.append(f"worker {note.who} commits at {note.at_s:.3f} s what does not stem from all before it")
+        else:
+            last = value
+    return found

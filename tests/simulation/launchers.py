@@ -1,0 +1,313 @@
+"""Drivers and agents in simulated time: the rules that ship, with simulated hands."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from simulation.network import Address, End, Process
+
+from sirtaki.run.elastic.agent_rules import KILL_GRACE_S, AgentRules
+from sirtaki.run.elastic.direction import Direction, has_waited
+from sirtaki.run.elastic.heirs import CONNECT_S, Candidate, candidates, inherited
+from sirtaki.run.elastic.host_pool import HostPool
+from sirtaki.run.elastic.job_members import JobMembers
+from sirtaki.run.elastic.roster import AgentRecord, Heard, Lost, Roster
+from sirtaki.run.elastic.workers import RankEnd
+
+if TYPE_CHECKING:
+    from simulation.histories import World
+
+KEY = "agents"
+DRIVER = 0
+TICK_S = 0.5
+
+
+class SimulatedAgent(AgentRecord[End]):
+    """An agent as the driver has it."""
+
+    code: int | None = None
+
+    @property
+    def exit_code(self) -> int | None:
+        return self.code
+
+
+class DriverProcess(Process):
+    """The launcher, or a driver that an agent has started."""
+
+    def __init__(
+        self,
+        world: World,
+        host: str,
+        *,
+        address: Address,
+        expected: list[int] | None = None,
+        numbers: int = 0,
+    ) -> None:
+        super().__init__(world.network, host, "driver")
+        self.world, self.address = world, address
+        self.network.listeners[address] = self
+        self.process = self
+        policy = world.policy
+        self.roster: Roster[SimulatedAgent] = Roster(
+            expected=expected or [],
+            numbers=numbers,
+            start_s=60.0,
+            tells=world.plan.goes_on,
+            sent=lambda agent: None,
+            let_go=lambda agent: None,
+            now_s=self.sim.now_s,
+        )
+        members = JobMembers(policy, HostPool(policy, random.Random(self.sim.rng.random())))
+        self.direction = Direction(members, self, lambda text: world.history.note("say", self.name, text=text))
+        self._events: list[Heard | Lost] | None = None
+        self._reports: dict[str, Mapping[str, Any]] = {}
+        self._asked: Mapping[str, int] = {}
+        self._closing = False
+        if expected is None:
+            self._run(world.hosts)
+        else:
+            self._events = []
+            self._begun_s = self.sim.now_s
+        self.later(TICK_S, self._tick)
+
+    # ── see Crew ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def hosts(self) -> list[str]:
+        return list(self.roster.agents)
+
+    def start(self, host: str) -> None:
+        number = self.roster.next_number()
+        record = SimulatedAgent(host, number, program="ssh", now_s=self.sim.now_s)
+        self.roster.started(record)
+
+        def begin() -> None:
+            if host in self.world.dead_hosts or self.network.cut(self.host, host) or self.network.cut(host, self.host):
+                self.later(15.0, lambda: setattr(record, "code", 255))
+            else:
+                AgentProcess(self.world, host, number=number, driver=self.address)
+
+        self.later(self.sim.rng.uniform(0.1, 1.0), begin)
+
+    def stop(self, host: str) -> None:
+        if (agent := self.roster.agents.get(host)) is not None:
+            self.roster.stop(agent)
+
+    def send(self, host: str, message: Mapping[str, Any]) -> None:
+        self.roster.send(host, json.loads(json.dumps(message)))
+
+    def tell_each_other(self) -> None:
+        self.roster.tell_each_other()
+
+    # ── see Listener ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def offer(self, key: str, own: int, other: int, end: End) -> bool:
+        if key != KEY or other != DRIVER or self._closing:
+            return False
+        agent = self.roster.awaited(own)
+        if agent is None and self.roster.adopts:
+            agent = SimulatedAgent("", own, program="its starter", now_s=self.sim.now_s)
+        if agent is None:
+            return False
+        agent.channel, agent.heard_s = end, self.sim.now_s
+        end.on_message = lambda message: self._hear(self.roster.hear(agent, message, self.sim.now_s))
+        end.on_close = lambda: self._hear(*self.roster.lose(agent, self.sim.now_s))
+        return True
+
+    # ── see Driver ───────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _hear(self, *events: Heard | Lost | None) -> None:
+        for event in events:
+            if event is None or self._closing:
+                continue
+            if self._events is None:
+                self.direction.answer(event, self.sim.now_s)
+                self._look()
+            elif isinstance(event, Heard) and event.message["is"] == "up":
+                self._reports[event.host] = event.message
+            else:
+                self._events.append(event)
+
+    def _tick(self) -> None:
+        if self._closing:
+            return
+        self._hear(*self.roster.tick(self.sim.now_s))
+        if self._events is not None:
+            if has_waited(self.sim.now_s - self._begun_s, self._reports, self.roster.expected):
+                self._take_over(self._events)
+        else:
+            if self.world.plan.discovers and self.world.hosts != self._asked:
+                self._asked = dict(self.world.hosts)
+                self.direction.found(self._asked, self.sim.now_s)
+            self.direction.tick(self.sim.now_s)
+        self._look()
+        self.later(TICK_S, self._tick)
+
+    def _run(self, hosts: Mapping[str, int]) -> None:
+        self._events = None
+        self._asked = dict(hosts)
+        self.direction.found(hosts, self.sim.now_s)
+
+    def _take_over(self, later: list[Heard | Lost]) -> None:
+        self.roster.close_adoption()
+        if not self.direction.take_over(self._reports, self.sim.now_s):
+            self.world.history.note("say", self.name, text="too few to go on")
+            self._close(1)
+            return
+        self.world.history.note("takes over", self.name, hosts=self.hosts)
+        self.tell_each_other()
+        self._events = None
+        for event in later:
+            self.direction.answer(event, self.sim.now_s)
+        self._run(self.world.fixed_hosts)
+
+    def _look(self) -> None:
+        if self.direction.end is not None and not self._closing:
+            self.world.history.note("end", self.name, code=self.direction.end.exit_code, text=self.direction.end.text)
+            self._close(self.direction.end.exit_code)
+
+    def _close(self, code: int) -> None:
+        self._closing = True
+        for host in self.hosts:
+            self.send(host, {"do": "end"})
+        self.later(KILL_GRACE_S + 2.0, lambda: self.exit(code))
+
+
+class AgentProcess(Process):
+    """The parent of the ranks of a host."""
+
+    def __init__(self, world: World, host: str, *, number: int, driver: Address) -> None:
+        super().__init__(world.network, host, f"agent {number}")
+        self.world, self.number = world, number
+        self.rules = AgentRules(self, host=host, now_s=self.sim.now_s)
+        self.place = self.network.port(host)
+        self.channels: dict[int, End] = {}
+        self._driver: End | None = None
+        self._heir: DriverProcess | None = None
+        self._waiting: list[Callable[[], None]] | None = []
+        self._reach([driver], CONNECT_S, self._met)
+
+    def _met(self, end: End | None) -> None:
+        if end is None:
+            self.exit(1)
+            return
+        self.later(TICK_S, self._tick)
+        self._meet(end)
+
+    def _meet(self, end: End) -> None:
+        self._driver = end
+        end.on_message = lambda message: self._does(lambda: self.rules.hear_driver(message, self.sim.now_s))
+        end.on_close = lambda: self._does(lambda: self._lose_driver(end))
+        places = [self.place] if self.world.plan.goes_on else []
+        self.rules.meet_driver(places, self.sim.now_s)
+        waiting, self._waiting = self._waiting or [], None
+        for what in waiting:
+            self._does(what)
+
+    def _does(self, what: Callable[[], None]) -> None:
+        """At once, or when it has found a driver: until then it hears nobody."""
+        if self._waiting is not None:
+            self._waiting.append(what)
+        else:
+            what()
+            self._look()
+
+    def _look(self) -> None:
+        if self.rules.ends and not self.rules.ranks and self.alive:
+            self.exit(0)
+
+    def _tick(self) -> None:
+        if self._waiting is None:
+            has_driver = self.rules.tick(self.sim.now_s)
+            if not has_driver and self._driver is not None and self._driver.is_open:
+                self._lose_driver(self._driver)
+            self._look()
+        self.later(TICK_S, self._tick)
+
+    def _lose_driver(self, end: End) -> None:
+        if end is not self._driver:
+            return
+        end.close()
+        self._driver = None
+        if self.rules.ends or not self.world.plan.goes_on:
+            self.rules.end(self.sim.now_s)
+            return
+        self._waiting = []
+        self._try(list(candidates(self.rules.agents, self.number)))
+
+    def _try(self, left: list[Candidate]) -> None:
+        if not left:
+            waiting, self._waiting = self._waiting or [], None
+            self.rules.end(self.sim.now_s)
+            for what in waiting:
+                self._does(what)
+            self._look()
+            return
+        candidate, *rest = left
+        if candidate.is_own and (self._heir is None or not self._heir.alive):
+            heritage = inherited(self.rules.agents, self.number)
+            self._heir = DriverProcess(
+                self.world, self.host, address=self.place, expected=heritage["agents"], numbers=heritage["numbers"]
+            )
+        self._reach(
+            [(host, port) for host, port in candidate.places],
+            candidate.timeout_s,
+            lambda end: self._try(rest) if end is None else self._meet(end),
+        )
+
+    def _reach(self, places: list[Address], timeout_s: float, then: Callable[[End | None], None]) -> None:
+        deadline_s = self.sim.now_s + timeout_s
+
+        def attempt() -> None:
+            if self.sim.now_s >= deadline_s:
+                then(None)
+            else:
+                self.network.connect(self, places[0], key=KEY, own=self.number, other=DRIVER, then=reached)
+
+        def reached(end: End | None) -> None:
+            if end is not None:
+                then(end)
+            else:
+                self.later(0.2, attempt)
+
+        attempt()
+
+    # ── see Hands ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def start_rank(self, worker: int, slot: int) -> None:
+        from simulation.ranks import Rank
+
+        rank = Rank(self.world, self.host, worker)
+        self.children.append(rank)
+        own, its = self.network.cable(self, rank)
+        self.channels[worker] = own
+        rank.begin(its)
+        own.on_message = lambda message: self._does(lambda: self.rules.hear_rank(worker, message))
+        own.on_close = lambda: self._does(lambda: self._bury(worker, rank))
+
+    def _bury(self, worker: int, rank: Process) -> None:
+        del self.channels[worker]
+        self.children.remove(rank)
+        code = rank.exit_code if rank.exit_code is not None else 137
+        self.rules.rank_ended(worker, RankEnd(exit_code=code))
+
+    def ask_to_end(self, worker: int) -> None:
+        rank = next(each for each in self.children if each.name == f"worker {worker}")
+        rank.later(self.sim.rng.uniform(0.0, 0.5), lambda: rank.exit(143))
+
+    def kill(self, worker: int) -> None:
+        for each in self.children:
+            if each.name == f"worker {worker}":
+                each.exit(137)
+
+    def tell_rank(self, worker: int, message: Mapping[str, Any]) -> None:
+        if worker in self.channels:
+            self.channels[worker].send(message)
+
+    def tell_driver(self, message: Mapping[str, Any]) -> None:
+        if self._driver is not None:
+            self._driver.send(message)

@@ -1,0 +1,96 @@
+"""What an agent does about what it hears; its hands write down what they are told."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from sirtaki.run.elastic.agent_rules import DRIVER_SILENT_S, KILL_GRACE_S, AgentRules
+from sirtaki.run.elastic.workers import RankEnd
+
+FORM = {"do": "generation", "number": 3, "workers": [7, 9], "members": [], "attendees": []}
+
+
+class Hands:
+    def __init__(self) -> None:
+        self.done: list[Any] = []
+        self.to_driver: list[Any] = []
+        self.to_ranks: list[Any] = []
+
+    def start_rank(self, worker: int, slot: int) -> None:
+        if slot == 13:
+            raise OSError("no such program")
+
+    def ask_to_end(self, worker: int) -> None:
+        self.done.append(("ask to end", worker))
+
+    def kill(self, worker: int) -> None:
+        self.done.append(("kill", worker))
+
+    def tell_rank(self, worker: int, message: Mapping[str, Any]) -> None:
+        self.to_ranks.append((worker, message))
+
+    def tell_driver(self, message: Mapping[str, Any]) -> None:
+        self.to_driver.append(message)
+
+
+@pytest.fixture
+def hands() -> Hands:
+    return Hands()
+
+
+@pytest.fixture
+def rules(hands: Hands) -> AgentRules:
+    """Of an agent with one rank."""
+    rules = AgentRules(hands, host="a", now_s=0.0)
+    rules.hear_driver({"do": "start", "worker": 7, "slot": 1}, 0.0)
+    return rules
+
+
+def test_a_driver_that_knows_nothing_is_told_how_far_all_are(hands: Hands, rules: AgentRules) -> None:
+    rules.hear_rank(7, {"ask": "join", "has_state": True, "attendee": {"places": []}})
+    rules.hear_driver({**FORM, "ranks": [[7, 0]], "older": [[5, 7]]}, 1.0)
+    assert hands.to_ranks[-1][1]["rank"] == 0
+    assert hands.to_driver[-1] == {"is": "told", "number": 3}
+    rules.meet_driver([("a", 1)], 2.0)
+    report = hands.to_driver[-1]
+    assert report["ranks"] == [[7, 1, "member", 3, 0, True, {"places": []}]]
+    assert report["generation"] == {"number": 3, "workers": [7, 9], "older": [[5, 7]]}
+    rules.hear_driver({"do": "settle", "number": 2, "older": []}, 3.0)  # of one that has passed
+    rules.hear_driver({"do": "settle", "number": 3, "older": []}, 3.0)
+    rules.meet_driver([], 4.0)
+    assert hands.to_driver[-1]["generation"]["older"] == []
+
+
+def test_nobody_asks_for_an_answer_where_no_driver_follows(hands: Hands, rules: AgentRules) -> None:
+    rules.hear_driver({**FORM, "ranks": [[7, 0]], "older": None}, 1.0)
+    assert hands.to_driver == []
+
+
+def test_a_rank_is_asked_to_end_before_it_is_killed(hands: Hands, rules: AgentRules) -> None:
+    rules.hear_driver({"do": "kill", "worker": 7, "at_once": False}, 1.0)
+    rules.tick(1.0 + KILL_GRACE_S - 0.1)
+    assert hands.done == [("ask to end", 7)]
+    rules.tick(1.0 + KILL_GRACE_S)
+    assert hands.done[-1] == ("kill", 7)
+    rules.rank_ended(7, RankEnd(exit_code=137))
+    assert hands.to_driver[-1] == {"is": "ended", "worker": 7, "exit_code": 137, "reason": ""}
+
+
+def test_a_rank_that_cannot_be_started_has_ended(hands: Hands, rules: AgentRules) -> None:
+    rules.hear_driver({"do": "start", "worker": 8, "slot": 13}, 0.0)
+    assert hands.to_driver[-1]["exit_code"] == 127
+    assert list(rules.ranks) == [7]
+
+
+def test_a_silent_driver_is_given_up_but_not_by_who_was_stopped_itself(rules: AgentRules) -> None:
+    for now_s in range(1, int(DRIVER_SILENT_S) + 1):
+        assert rules.tick(float(now_s))
+    assert not rules.tick(DRIVER_SILENT_S + 0.5)
+    assert rules.tick(1000.0)
+
+
+def test_at_its_end_it_ends_its_ranks(hands: Hands, rules: AgentRules) -> None:
+    rules.hear_driver({"do": "end"}, 1.0)
+    assert rules.ends
+    assert hands.done == [("ask to end", 7)]
