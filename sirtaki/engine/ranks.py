@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import sys
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from sirtaki.comm.control.communicator import Backend, Communicator
 from sirtaki.comm.control.mesh.appointment import Appointment, Attendee, attendee, open_places
 from sirtaki.comm.control.mesh.rendezvous import Meeting, alone, meet
 from sirtaki.comm.plan import TransportKind
-from sirtaki.errors import ConfigError
+from sirtaki.errors import CommError, ConfigError
 from sirtaki.launchers import check_world_size, started_by_mpi, started_by_srun, started_by_torchrun, torch_place
 from sirtaki.settings import Settings
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+    from torch._C._distributed_c10d import Store
     from torch.distributed import ProcessGroup
+
+LOOK_S = 2e-3
+"""How often a rank looks whether another one has come."""
 
 
 def choose_backend(settings: Settings, environ: Mapping[str, str] = os.environ) -> Backend:
@@ -44,23 +51,86 @@ def open_beside(settings: Settings, group: ProcessGroup) -> Communicator:
     import torch.distributed as dist
 
     size = dist.get_world_size(group)
+
+    def exchange(mine: Introduction) -> list[Introduction]:
+        told = [mine] * size
+        dist.all_gather_object(told, mine, group=group)
+        return told
+
+    return _introduced(settings, exchange, rank=dist.get_rank(group), size=size, timeout_s=settings.start_timeout_s)
+
+
+def open_at_store(settings: Settings, store: Store, *, rank: int, size: int, timeout_s: float) -> Communicator:
+    """Collective over the ranks of a process group that is being made: a mesh of them.
+
+    Args:
+        settings: of this process.
+        store: theirs alone. It is only asked what is there: who waits in a store keeps its other users waiting.
+        rank: of this process among them.
+        size: how many there are.
+        timeout_s: how long to wait for the others.
+
+    Raises:
+        CommError: the ranks do not find each other.
+    """
+
+    def exchange(mine: Introduction) -> list[Introduction]:
+        store.set(str(rank), json.dumps(asdict(mine)))
+        deadline_s = time.monotonic() + timeout_s
+        for other in range(size):
+            while not store.check([str(other)]):
+                if time.monotonic() > deadline_s:
+                    raise CommError(f"rank {other} of {size} did not come to rank {rank} within {timeout_s:g} s")
+                time.sleep(LOOK_S)
+        return [Introduction.of_json(json.loads(store.get(str(other)))) for other in range(size)]
+
+    return _introduced(settings, exchange, rank=rank, size=size, timeout_s=timeout_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Introduction:
+    """What a rank tells the others of itself; of rank 0's they take the secret and the name of the mesh."""
+
+    attendee: Attendee
+    secret: str = field(repr=False)
+    name: str
+
+    @classmethod
+    def of_json(cls, found: dict[str, Any]) -> Introduction:
+        """What `asdict` has become on its way through JSON."""
+        there = found["attendee"]
+        places = tuple((str(host), int(port)) for host, port in there["places"])
+        return cls(
+            attendee=Attendee(host=tuple(there["host"]), places=places), secret=found["secret"], name=found["name"]
+        )
+
+
+def _introduced(
+    settings: Settings,
+    exchange: Callable[[Introduction], list[Introduction]],
+    *,
+    rank: int,
+    size: int,
+    timeout_s: float,
+) -> Communicator:
+    """Collective: a mesh of ranks that can tell each other something."""
     if size == 1:
         return alone()
     listeners = open_places(settings.gloo_interface)
-    mine = attendee(listeners), settings.secret or secrets.token_hex(32), secrets.token_hex(16)
-    told: list[tuple[Attendee, str, str]] = [mine] * size
-    dist.all_gather_object(told, mine, group=group)
-    attendees, (_, secret, name) = tuple(there for there, _, _ in told), told[0]
+    secret = settings.secret or secrets.token_hex(32)
+    told = exchange(Introduction(attendee=attendee(listeners), secret=secret, name=secrets.token_hex(16)))
+    secret, name = told[0].secret, told[0].name
+    attendees = tuple(each.attendee for each in told)
     return meet(
         Meeting(
-            rank=dist.get_rank(group),
+            rank=rank,
             size=size,
             name=name,
             appointment=Appointment(attendees=attendees, secret=secret, listeners=listeners),
         ),
         interface=settings.gloo_interface,
         secret=secret,
-        timeout_s=settings.start_timeout_s,
+        timeout_s=timeout_s,
         heartbeat_s=settings.heartbeat_s,
     )
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rank_jobs import OVER_MESH
 
 TUTORIALS = Path(__file__).parents[2] / "examples" / "tutorial"
 ENV = {"SIRTAKI_REGISTRY": "off", "SIRTAKI_WARMUP_ITERATIONS": "20"}
@@ -62,6 +63,10 @@ def test_ddp_with_one_line_more_prints_the_losses_that_ddp_prints() -> None:
     )
     assert learns(before)
     assert losses(attached) == pytest.approx(losses(before), abs=2e-4)
+
+
+def test_a_script_over_the_backend_learns(run_ranks: RunRanks) -> None:
+    assert learns(run_ranks(TUTORIALS.parent / "torch_backend.py", 2, env={**ENV, **OVER_MESH}, timeout_s=110).stdout)
 
 
 @pytest.mark.slow

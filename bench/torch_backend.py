@@ -1,0 +1,107 @@
+"""Process groups of the backend "sirtaki" against Gloo's, by size, in the same run.
+
+    python -m bench.torch_backend [--quick] [--check] [--save] [--ranks 2 4] [--sizes-kib 1 64 1024 25600]
+
+All-reduce and reduce-scatter of one tensor, through `torch.distributed`, as scripts call them; the groups take turns. A
+sample is the slowest rank's time from a barrier to the last result. One host: shared memory against sockets.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from bench.allreduce import KIB, timed_call
+from bench.lib.harness import (
+    Bar,
+    Report,
+    Spread,
+    alternate,
+    finish,
+    give_result,
+    main_or_rank,
+    parser,
+    ratios,
+    run_ranks,
+)
+from bench.step import slowest
+
+SIRTAKI, GLOO = "sirtaki", "gloo"
+
+
+def on_rank(options: Mapping[str, Any]) -> None:
+    """What each rank does: every size through both groups, in turns."""
+    from mpi4py import MPI
+
+    import sirtaki.torch.distributed  # noqa: F401
+
+    torch.set_num_threads(1)
+    comm = MPI.COMM_WORLD
+    dist.init_process_group(SIRTAKI, init_method="sirtaki://")
+    groups = {SIRTAKI: dist.group.WORLD, GLOO: dist.new_group(backend=GLOO)}
+    results = []
+    for size_bytes in options["sizes_bytes"]:
+        whole = torch.zeros(max(comm.size, size_bytes // 4 // comm.size * comm.size))
+        part = torch.zeros(whole.numel() // comm.size)
+        calls: dict[str, Callable[[], object]] = {}
+        for name, group in groups.items():
+            calls[f"{name} all-reduce"] = partial(dist.all_reduce, whole, group=group)
+            calls[f"{name} reduce-scatter"] = partial(
+                dist.reduce_scatter, part, list(whole.chunk(comm.size)), group=group
+            )
+        repeats = max(2, min(20, options["sizes_bytes"][-1] // size_bytes))
+        timed = {name: partial(timed_call, call, comm, repeats) for name, call in calls.items()}
+        samples = slowest(alternate(timed, options["rounds"], seed=options["seed"]), comm)
+        results.append({"size_bytes": size_bytes, "samples": samples})
+    if comm.rank == 0:
+        give_result(results)
+    dist.destroy_process_group()
+
+
+def main() -> int:
+    """Runs every number of ranks."""
+    flags = parser(__doc__.split("\n")[0])
+    flags.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    flags.add_argument("--sizes-kib", type=int, nargs="+")
+    flags.add_argument("--rounds", type=int)
+    args = flags.parse_args()
+    args.sizes_kib = args.sizes_kib or (
+        [1, 64, 1024, 25600] if args.quick else [1, 16, 64, 256, 1024, 4096, 25600, 102400]
+    )
+    args.rounds = args.rounds or (7 if args.quick else 15)
+    report = Report(name="torch_backend")
+    for ranks in args.ranks:
+        options = {"sizes_bytes": [kib * KIB for kib in args.sizes_kib], "rounds": args.rounds, "seed": args.seed}
+        for result in run_ranks("bench.torch_backend", ranks, options):
+            _add_size(report, ranks, result["size_bytes"], result["samples"])
+    return finish(report, args)
+
+
+def _add_size(report: Report, ranks: int, size_bytes: int, samples: Mapping[str, list[float]]) -> None:
+    for name, times_s in samples.items():
+        operation = name.split()[1]
+        peer = samples[f"{GLOO} {operation}"]
+        report.rows.append(
+            {
+                "ranks": ranks,
+                "size_KiB": size_bytes // KIB,
+                "group_and_operation": name,
+                "time_s": Spread.of(times_s),
+                "ratio_to_gloo": ratios(times_s, peer),
+                "samples_s": times_s,
+            }
+        )
+        if size_bytes >= 25600 * KIB and name.startswith(SIRTAKI):
+            ratio = ratios(times_s, peer).median
+            report.bars.append(
+                Bar(claim=f"{ranks} ranks, {size_bytes // KIB} KiB: {name} / Gloo", value=ratio, limit=1.0)
+            )
+
+
+if __name__ == "__main__":
+    sys.exit(main_or_rank(main, on_rank))

@@ -1,0 +1,294 @@
+"""The process group behind `init_process_group("sirtaki")`.
+
+Large all-reduces and reduce-scatters of CPU tensors go through lanes; everything else is an inner group's: Gloo's, and
+for CUDA tensors NCCL's. PyTorch asks that by itself for what is not defined here.
+
+What PyTorch's C++ lets a Python class define has to be defined, though: for what is missing it asks the inner group
+with the interpreter locked, which hangs if one of Gloo's threads wants the interpreter, to free a tensor.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import AllgatherOptions, PrefixStore, Store, Work
+
+from sirtaki.comm.collectives.unit_pipeline import TensorReduction
+from sirtaki.engine.ranks import open_at_store
+from sirtaki.settings import Settings
+from sirtaki.torch_backend import NAME
+
+from .group_lanes import GroupLanes
+from .reduce_recipe import LANE_DTYPES, ReduceRecipe
+from .works import FollowedWork, LaneWork
+
+LARGE_BYTES = 64 * 1024
+"""From this size on tensors take the lanes."""
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+Tensors = list[torch.Tensor]
+
+_ProcessGroup: Any = dist.ProcessGroup  # Any: what it declares differs between versions of torch
+
+
+def _left_to_inner(name: str) -> Callable[..., Work]:
+    """A method that calls the inner group's of this name, whose first argument has tensors."""
+
+    def method(self: SirtakiProcessGroup, tensors: Any, *args: Any, **options: Any) -> Work:  # Any: as that method
+        return self._ask(name, tensors, *args, **options)
+
+    return method
+
+
+def _is_ours(tensors: Sequence[torch.Tensor]) -> bool:
+    """Dense ones on the CPU; real, as torch.distributed has made of complex ones."""
+    return all(
+        tensor.device.type == "cpu" and tensor.layout is torch.strided and not tensor.is_complex() for tensor in tensors
+    )
+
+
+class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
+    """Some ranks; every rank calls the same operations in the same order."""
+
+    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
+        """Collective over them.
+
+        Args:
+            store: this group's alone.
+            rank: of this process in the group.
+            size: how many there are.
+            timeout: how long operations wait for other ranks.
+
+        Raises:
+            ConfigError: an environment variable is invalid.
+            CommError: the ranks do not find each other.
+        """
+        super().__init__(rank, size)
+        settings = Settings.from_environ()
+        self._timeout_s = timeout.total_seconds()
+        self._inner: Any = dist.ProcessGroupGloo(PrefixStore("gloo/", store), rank, size, timeout)
+        types = dist.ProcessGroup.BackendType
+        if hasattr(self, "_set_default_backend"):  # torch >= 2.6
+            self._set_default_backend(types.GLOO)
+        self._register_backend(CPU, types.GLOO, self._inner)
+        self._on_cuda: Any = self._inner  # Any: NCCL's, which a torch without CUDA lacks
+        if torch.cuda.is_available() and dist.is_nccl_available():
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = timeout
+            self._on_cuda = dist.ProcessGroupNCCL(PrefixStore("nccl/", store), rank, size, options)
+            self._register_backend(CUDA, types.NCCL, self._on_cuda)
+        else:
+            self._register_backend(CUDA, types.GLOO, self._inner)
+        self._lanes: GroupLanes | None = None
+        if size > 1:
+            ranks = open_at_store(
+                settings, PrefixStore("mesh/", store), rank=rank, size=size, timeout_s=self._timeout_s
+            )
+            self._lanes = GroupLanes(ranks, settings=settings, timeout_s=self._timeout_s)
+            # Not at the interpreter's end: a rank that ends without leave is lost to the others.
+            weakref.finalize(self, self._lanes.close).atexit = False
+
+    def getBackendName(self) -> str:
+        """PyTorch's C++ asks for it under this name."""
+        return NAME
+
+    # ── all-reduce ───────────────────────────────────────────────────────────────────────────────────────────────
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> Work:  # Any: one tensor or several, two classes of options
+        """Collective: see `torch.distributed.all_reduce`."""
+        tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
+        opts = dist.AllreduceOptions() if opts is None else opts
+        if isinstance(opts, dist.AllreduceOptions):
+            if len(tensors) != 1 or not _is_ours(tensors):
+                return self._ask("allreduce", tensors, opts)
+            return self._all_reduce(tensors, opts.reduceOp, opts)
+        options = dist.AllreduceOptions()
+        options.reduceOp = opts
+        return self.allreduce(tensors, options)
+
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Work:  # Any: as above
+        """Collective: see `torch.distributed.all_reduce_coalesced`."""
+        opts = dist.AllreduceCoalescedOptions() if opts is None else opts
+        if not tensors or not _is_ours(tensors) or len({tensor.dtype for tensor in tensors}) > 1:
+            return self._ask("allreduce_coalesced", tensors, opts)
+        return self._all_reduce(tensors, opts.reduceOp, opts)
+
+    def _all_reduce(self, tensors: Tensors, op: dist.ReduceOp, opts: Any) -> Work:
+        """The tensors as one: a contiguous one where it lies, others in a copy."""
+        whole = len(tensors) == 1 and tensors[0].is_contiguous()
+        flat = tensors[0].view(-1) if whole else torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+        def copy_back() -> None:
+            if whole:
+                return
+            parts = torch.split(flat, [tensor.numel() for tensor in tensors])
+            for tensor, part in zip(tensors, parts, strict=True):
+                tensor.copy_(part.view(tensor.shape))
+
+        return self._reduce(flat, flat, 0, ReduceRecipe.of(op, self.size()), opts, tensors, then=copy_back)
+
+    # ── reduce-scatter ───────────────────────────────────────────────────────────────────────────────────────────
+
+    def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> Work:  # Any: as above
+        """Collective: see `torch.distributed.reduce_scatter`; the inputs' sizes may differ from rank to rank."""
+        opts = dist.ReduceScatterOptions() if opts is None else opts
+        if not _is_ours([*outputs, *(tensor for each in inputs for tensor in each)]):
+            return self._ask("reduce_scatter", outputs, inputs, opts)
+        parts, (output,) = inputs[0], outputs
+        if len(parts) != self.size() or parts[self.rank()].numel() != output.numel():
+            raise ValueError(
+                f"reduce_scatter needs one input for each of {self.size()} ranks, this rank's as its output"
+            )
+        start = sum(part.numel() for part in parts[: self.rank()])
+        return self._scatter(torch.cat([part.reshape(-1) for part in parts]), output, start, opts)
+
+    def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Work:
+        """Collective: see `torch.distributed.reduce_scatter_tensor`."""
+        opts = dist.ReduceScatterOptions() if opts is None else opts
+        if not _is_ours([output, tensor]):
+            return self._ask("_reduce_scatter_base", output, tensor, opts)
+        if tensor.numel() != self.size() * output.numel() or tensor.dtype != output.dtype:
+            raise ValueError(
+                f"reduce_scatter of {tensor.numel()} elements of {tensor.dtype} over {self.size()} ranks does not give "
+                f"{output.numel()} of {output.dtype}"
+            )
+        return self._scatter(tensor.reshape(-1), output, self.rank() * output.numel(), opts)
+
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
+        """Collective: several at once."""
+        works = [
+            self.reduce_scatter_single(output, tensor, opts) for output, tensor in zip(outputs, inputs, strict=True)
+        ]
+        return FollowedWork(works, lambda: None, outputs)
+
+    # Their names before torch 2.13.
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def _scatter(self, flat: torch.Tensor, output: torch.Tensor, start: int, opts: Any) -> Work:
+        target = output.view(-1) if output.is_contiguous() else torch.empty(output.numel(), dtype=output.dtype)
+
+        def copy_back() -> None:
+            if not output.is_contiguous():
+                output.copy_(target.view(output.shape))
+
+        return self._reduce(flat, target, start, ReduceRecipe.of(opts.reduceOp, self.size()), opts, [output], copy_back)
+
+    # ── both ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _reduce(
+        self,
+        flat: torch.Tensor,
+        target: torch.Tensor,
+        start: int,
+        recipe: ReduceRecipe,
+        opts: Any,
+        outputs: Tensors,
+        then: Callable[[], None],
+    ) -> Work:
+        """Collective: `target` gets elements of the reduction of `flat` over ranks, from `start` on.
+
+        Args:
+            flat: 1-d and contiguous; left as it is, unless it is `target`.
+            target: 1-d and contiguous.
+            start: see above.
+            recipe: how.
+            opts: of PyTorch, for time limit and synchrony.
+            outputs: what the work has filled in the end.
+            then: fills them from `target`.
+        """
+        if recipe.factor is not None and target is not flat:
+            flat = flat.clone()
+        recipe.prepare_(flat)
+
+        def end() -> None:
+            recipe.divide_(target)
+            then()
+
+        if self._lanes is not None and self._takes_lanes(flat, recipe):
+            op = recipe.lane_op
+            assert op is not None
+            timeout_s = opts.timeout.total_seconds()
+            reduction = TensorReduction(
+                flat,
+                target,
+                start=start,
+                op=op,
+                timeout_s=timeout_s if timeout_s > 0 else self._timeout_s,
+                then=end,
+            )
+            self._lanes.submit(reduction, awaited=not getattr(opts, "asyncOp", True))
+            return LaneWork(self._lanes, reduction, outputs)
+        scratch = flat if target is flat else flat.clone()
+        options = dist.AllreduceOptions()
+        options.reduceOp, options.timeout = dist.ReduceOp(recipe.op), opts.timeout
+        work = self._inner.allreduce([scratch], options)
+
+        def end_small() -> None:
+            if target is not scratch:
+                target.copy_(scratch[start : start + target.numel()])
+            end()
+
+        return FollowedWork([work], end_small, outputs)
+
+    @staticmethod
+    def _takes_lanes(flat: torch.Tensor, recipe: ReduceRecipe) -> bool:
+        large = flat.numel() * flat.itemsize >= LARGE_BYTES
+        return large and flat.dtype in LANE_DTYPES and recipe.lane_op is not None
+
+    # ── what inner groups do ─────────────────────────────────────────────────────────────────────────────────────
+
+    def _ask(self, name: str, tensors: Any, *args: Any, **options: Any) -> Work:  # Any: as the inner group has it
+        """Calls that method of the inner group for the device of these tensors, or lists of them."""
+        first = tensors
+        while not isinstance(first, torch.Tensor) and first:
+            first = first[0]
+        on_cuda = isinstance(first, torch.Tensor) and first.device.type == "cuda"
+        work: Work = getattr(self._on_cuda if on_cuda else self._inner, name)(tensors, *args, **options)
+        return work
+
+    def barrier(self, opts: Any = None) -> Work:
+        """Collective: see `torch.distributed.barrier`."""
+        opts = dist.BarrierOptions() if opts is None else opts
+        on_cuda = opts.device is not None and opts.device.type == "cuda"
+        work: Work = (self._on_cuda if on_cuda else self._inner).barrier(opts)
+        return work
+
+    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
+        """Collective: several at once."""
+        opts = AllgatherOptions() if opts is None else opts
+        works = [
+            self._ask("_allgather_base", output, tensor, opts) for output, tensor in zip(outputs, inputs, strict=True)
+        ]
+        return FollowedWork(works, lambda: None, outputs)
+
+    broadcast = _left_to_inner("broadcast")
+    allgather = _left_to_inner("allgather")
+    all_gather_single = _left_to_inner("_allgather_base")
+    all_to_all_single = _left_to_inner("alltoall_base")
+    send = _left_to_inner("send")
+    recv = _left_to_inner("recv")
+
+    # Their names before torch 2.13.
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _allgather_base = all_gather_single
+    alltoall_base = all_to_all_single
+
+    # ── the end ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def shutdown(self) -> None:
+        """PyTorch calls it from `destroy_process_group`."""
+        if self._lanes is not None:
+            self._lanes.close()
+
+    def abort(self) -> None:
+        """PyTorch calls it where the group has failed."""
+        self.shutdown()
+        if hasattr(self._inner, "abort"):  # torch >= 2.7
+            self._inner.abort()

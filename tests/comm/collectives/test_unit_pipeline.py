@@ -1,0 +1,182 @@
+"""Whole tensors in units: each element once, in one order, through few slots; and what fails fails for all."""
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sirtaki.comm.collectives.unit_pipeline import TensorReduction, UnitPipeline
+from sirtaki.comm.control.failure import FailureBoard
+from sirtaki.comm.plan import Algorithm, TransportKind
+from sirtaki.comm.transports.contract import FlatBuffer, ReduceOp, StreamSpec
+from sirtaki.errors import CommError, PeerLostError, StallError
+
+ROUTE = TransportKind.GLOO, Algorithm.FLAT
+UNIT_BYTES = 64
+
+
+class FakeWork:
+    """A unit of two ranks that have the same: done when asked for, unless the router holds it."""
+
+    def __init__(self, router: "FakeRouter", part: torch.Tensor, op: ReduceOp, scale: float) -> None:
+        self._router, self._part, self._op, self._scale = router, part, op, scale
+
+    def wait(self, timeout_s: float) -> bool:
+        if self._router.error is not None:
+            raise self._router.error
+        if not self._router.moving.wait(timeout_s):
+            return False
+        if self._op is ReduceOp.SUM:
+            self._part.copy_(self._part * (2 * self._scale))
+        self._router.under_way -= 1
+        return True
+
+
+class FakeRouter:
+    """Notes what it is asked for."""
+
+    def __init__(self) -> None:
+        self.units: list[tuple[int, int, int]] = []
+        self.under_way = self.most_under_way = 0
+        self.moving = threading.Event()
+        self.moving.set()
+        self.error: CommError | None = None
+
+    def all_reduce(
+        self, buffer: FlatBuffer, start: int, stop: int, *, route: Any, stream: int, op: ReduceOp, scale: float
+    ) -> FakeWork:
+        assert (route, StreamSpec(stream).threads) == (ROUTE, None)
+        self.units.append((start, stop, stream))
+        self.under_way += 1
+        self.most_under_way = max(self.most_under_way, self.under_way)
+        return FakeWork(self, buffer.tensor[start:stop], op, scale)
+
+
+def build(*, slots: int = 0, streams: int = 1) -> tuple[UnitPipeline, FakeRouter, FailureBoard]:
+    router, failures = FakeRouter(), FailureBoard()
+    memory = FlatBuffer(torch.zeros(slots * UNIT_BYTES, dtype=torch.uint8)) if slots else None
+    pipeline = UnitPipeline(
+        router,  # type: ignore[arg-type]
+        failures,
+        route=ROUTE,
+        streams=streams,
+        unit_bytes=UNIT_BYTES,
+        slots=memory,
+    )
+    return pipeline, router, failures
+
+
+def reduction(tensor: torch.Tensor, target: torch.Tensor | None = None, **options: Any) -> TensorReduction:
+    return TensorReduction(tensor, tensor if target is None else target, **{"timeout_s": 30.0, **options})
+
+
+@given(
+    numels=st.lists(st.integers(0, 150), min_size=1, max_size=5),
+    dtypes=st.lists(st.sampled_from((torch.float64, torch.float32, torch.int8)), min_size=5, max_size=5),
+    slots=st.integers(0, 3),
+    streams=st.integers(1, 3),
+)
+def test_each_element_is_reduced_once_whatever_the_slots_and_streams(
+    numels: list[int], dtypes: list[torch.dtype], slots: int, streams: int
+) -> None:
+    pipeline, router, _ = build(slots=slots, streams=streams)
+    tensors = [torch.arange(numel).to(dtype) % 50 for numel, dtype in zip(numels, dtypes, strict=False)]
+    wanted = [2 * tensor for tensor in tensors]
+    reductions = [reduction(tensor) for tensor in tensors]
+    for each in reductions:
+        pipeline.submit(each)
+    for each, tensor, result in reversed(list(zip(reductions, tensors, wanted, strict=True))):
+        assert pipeline.finish(each)
+        assert torch.equal(tensor, result)
+    assert [stream for *_, stream in router.units] == [number % streams for number in range(len(router.units))]
+    assert router.under_way == 0
+    if slots:
+        assert router.most_under_way <= slots
+
+
+def test_units_are_as_long_as_asked_for_and_go_through_the_slots_in_turn() -> None:
+    pipeline, router, _ = build(slots=2)
+    each = reduction(torch.ones(40))
+    pipeline.submit(each)
+    assert router.units == [(0, 16, 0), (16, 32, 0)]  # there is no third slot
+    pipeline.finish(each)
+    assert router.units[2:] == [(0, 8, 0)]
+
+
+@pytest.mark.parametrize("slots", [0, 2])
+def test_a_part_of_the_result_may_be_all_that_is_wanted(slots: int) -> None:
+    pipeline, _, _ = build(slots=slots)
+    source, target = torch.arange(100.0), torch.zeros(30)
+    each = reduction(source, target, start=25, scale=0.25)
+    pipeline.submit(each)
+    pipeline.finish(each)
+    assert torch.equal(target, torch.arange(25.0, 55.0) / 2)
+    assert torch.equal(source, torch.arange(100.0))
+
+
+def test_what_follows_is_done_before_anybody_hears_of_the_end() -> None:
+    pipeline, _, _ = build()
+    told: list[str] = []
+    each = reduction(torch.ones(3), then=lambda: told.append("then"))
+    pipeline.submit(each)
+    each.when_done(lambda: told.append("done"))
+    pipeline.finish(each)
+    each.when_done(lambda: told.append("late"))
+    assert told == ["then", "done", "late"]
+
+
+def test_an_empty_tensor_is_done_at_once() -> None:
+    pipeline, router, _ = build()
+    each = reduction(torch.ones(0))
+    pipeline.submit(each)
+    assert each.is_done()
+    assert not router.units
+
+
+def test_who_waits_for_a_time_may_come_back() -> None:
+    pipeline, router, _ = build(slots=1)
+    router.moving.clear()
+    each = reduction(torch.ones(20))
+    pipeline.submit(each)
+    assert not pipeline.finish(each, timeout_s=0.03)
+    router.moving.set()
+    assert pipeline.finish(each, timeout_s=30.0)
+    assert torch.equal(each.target, torch.full((20,), 2.0))
+
+
+def test_whoever_drives_ends_what_others_wait_for() -> None:
+    pipeline, _, _ = build(slots=1)
+    reductions = [reduction(torch.ones(50)) for _ in range(3)]
+    for each in reductions:
+        pipeline.submit(each)
+    pipeline.drain()
+    assert all(each.is_done() for each in reductions)
+
+
+def test_a_rank_that_does_not_come_is_told_after_the_time_limit() -> None:
+    pipeline, router, _ = build()
+    router.moving.clear()
+    each = reduction(torch.ones(20), timeout_s=0.05)
+    pipeline.submit(each)
+    with pytest.raises(StallError, match=r"20 elements was not reduced within 0\.05 s"):
+        pipeline.finish(each)
+
+
+@pytest.mark.parametrize("where", ["work", "board"])
+def test_a_failure_ends_all_that_is_under_way_and_all_that_comes(where: str) -> None:
+    pipeline, router, failures = build(slots=1)
+    reductions = [reduction(torch.ones(50)) for _ in range(3)]
+    for each in reductions:
+        pipeline.submit(each)
+    router.moving.clear()
+    failures.report(PeerLostError("rank 3 has ended"))
+    if where == "work":
+        router.error = CommError("a connection broke")
+    for each in reductions:
+        with pytest.raises(PeerLostError, match="rank 3"):  # which is why it broke
+            pipeline.finish(each)
+    with pytest.raises(PeerLostError, match="rank 3"):
+        pipeline.submit(reduction(torch.ones(3)))

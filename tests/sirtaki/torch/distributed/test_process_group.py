@@ -1,0 +1,20 @@
+"""Process groups of the backend "sirtaki" do what one process would do, and what Gloo's do."""
+
+from rank_jobs import OVER_MESH, Job, Play, RankCase, on_ranks, slow
+
+# As on hosts of one rank each, and of two: over Gloo, in both ways.
+FLAT = {**OVER_MESH, "SIRTAKI_TRANSPORT": "gloo", "SIRTAKI_STREAMS": "3"}
+NODES = {**OVER_MESH, "SIRTAKI_LOCAL_SIZE": "2"}
+
+
+@on_ranks(
+    "torch_backend",
+    Job(2, env=OVER_MESH),
+    slow(Job(1, env=OVER_MESH)),
+    slow(Job(3, env=OVER_MESH)),
+    slow(Job(2, "gloo", env=FLAT)),
+    slow(Job(3, "gloo", env=FLAT)),
+    slow(Job(4, "nodes", env=NODES)),
+)
+def test_the_backend_gives_what_one_process_gives(play: Play, rank_case: RankCase) -> None:
+    play(rank_case)
