@@ -12,8 +12,11 @@ SirtakiError
 ├── GradientError        (RuntimeError)  a gradient was changed while it was being reduced
 ├── TuningError          (RuntimeError)  an arm, model or trial that cannot be used
 ├── RegistryError        (RuntimeError)  a store that cannot be read or written
-└── LaunchError          (RuntimeError)  ranks could not be started
+├── LaunchError          (RuntimeError)  ranks could not be started
+└── TranslationError     (ValueError)    a script that `sirtaki translate` does not understand
 """
+
+from collections.abc import Sequence
 
 
 class SirtakiError(Exception):
@@ -66,3 +69,15 @@ class RegistryError(SirtakiError, RuntimeError):
 
 class LaunchError(SirtakiError, RuntimeError):
     """The ranks of a job could not be started."""
+
+
+class TranslationError(SirtakiError, ValueError):
+    """A script cannot be translated.
+
+    Attributes:
+        obstacles: (line, reason) of each thing that is not understood, by line.
+    """
+
+    def __init__(self, obstacles: Sequence[tuple[int, str]]) -> None:
+        self.obstacles = tuple(sorted(set(obstacles)))
+        super().__init__("; ".join(f"line {line}: {reason}" for line, reason in self.obstacles))

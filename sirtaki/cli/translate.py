@@ -1,0 +1,55 @@
+"""`sirtaki translate`: a script of one process becomes one of several; so do scripts for DDP and for Horovod."""
+
+import sys
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+
+from sirtaki.errors import ConfigError, TranslationError
+
+REFUSED = 2
+
+
+def configure(parser: ArgumentParser) -> None:
+    """Adds the command's options."""
+    parser.add_argument("script", type=Path, metavar="SCRIPT", help="a training script for PyTorch")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--write", action="store_true", help="change the script; otherwise changes are only shown")
+    where.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the changed script there")
+
+
+def main(options: Namespace) -> int:
+    """Shows the changes, and writes them if asked to.
+
+    Returns:
+        0, or 2 if the script is not understood; then nothing is written.
+
+    Raises:
+        ConfigError: a file cannot be read or written, or libcst is missing.
+    """
+    try:
+        from sirtaki.translate import translate  # needs libcst, which other commands do without
+    except ModuleNotFoundError as err:
+        raise ConfigError("libcst is missing: pip install 'sirtaki[translate]'") from err
+    try:
+        text = options.script.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as err:
+        raise ConfigError(f"the script cannot be read: {err}") from err
+    try:
+        translation = translate(text)
+    except TranslationError as err:
+        for line, reason in err.obstacles:
+            print(f"{options.script}:{line}: {reason}", file=sys.stderr)
+        print("nothing is changed; the tutorials show how to do it by hand", file=sys.stderr)
+        return REFUSED
+    print(translation.diff(str(options.script)) or "nothing to change", end="\n")
+    for line, note in translation.notes:
+        print(f"{options.script}:{line}: {note}" if line else f"{options.script}: {note}", file=sys.stderr)
+    target: Path | None = options.script if options.write else options.output
+    if target is None or (options.write and translation.before == translation.after):
+        return 0
+    try:
+        target.write_text(translation.after, encoding="utf-8")
+    except OSError as err:
+        raise ConfigError(f"the script cannot be written: {err}") from err
+    print(f"wrote {target}", file=sys.stderr)
+    return 0

@@ -1,0 +1,171 @@
+"""Batches divided among the ranks: together they see the batches that one process would see, in the same order.
+
+A rank takes every n-th sample of each batch. Where a batch, or what is left for the last one, has no multiple of n
+samples, its first ones are taken twice, as in PyTorch's DistributedSampler.
+"""
+
+from __future__ import annotations
+
+import copy
+import zlib
+from collections.abc import Iterable, Iterator, Sized
+from typing import Any, TypeVar
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
+from torch.utils.data.distributed import DistributedSampler as TorchDistributedSampler
+
+from sirtaki.errors import ConfigError, MismatchError
+from sirtaki.torch.basics import rank, size
+from sirtaki.torch.functions import broadcast_object
+
+T = TypeVar("T")
+
+
+class DistributedSampler(TorchDistributedSampler[Any]):
+    """Every `size()`-th index of what another sampler yields, beginning with the `rank()`-th.
+
+    At the beginning of a pass all ranks take rank 0's random state, so the other sampler shuffles alike on all; a pass
+    is a collective operation therefore. PyTorch's own shuffles by `(seed, epoch)` instead, in another order than
+    `DataLoader(shuffle=True)`.
+    """
+
+    def __init__(self, order: Sampler[Any], *, drop_last: bool = False) -> None:
+        """Args.
+
+        Args:
+            order: yields the indices of all ranks; finite.
+            drop_last: leave out what is left where there is no multiple of `size()` indices.
+        """
+        assert isinstance(order, Sized)
+        super().__init__(order, num_replicas=size(), rank=rank(), shuffle=False, drop_last=drop_last)  # type: ignore[arg-type]  # only its length is asked for
+        self._order = order
+
+    def __iter__(self) -> Iterator[Any]:
+        take_root_random_state(self.epoch, getattr(self._order, "generator", None))
+        indices = list(self._order)
+        take_own_random_state()
+        if self.drop_last:
+            indices = indices[: self.total_size]
+        return iter(shares(indices, self.num_replicas)[self.rank :: self.num_replicas])
+
+
+class _EndlessSampler(Sampler[None]):
+    """Stands where a loader of an IterableDataset has its sampler: it has no indices, but passes begin with it."""
+
+    def __init__(self, dataset: IterableDataset[Any]) -> None:
+        self._dataset, self.epoch = dataset, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """For the data set, if it wants to know."""
+        self.epoch = epoch
+        if hasattr(self._dataset, "set_epoch"):
+            self._dataset.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[None]:
+        take_root_random_state(self.epoch, None)
+        take_own_random_state()
+        while True:
+            yield None
+
+
+class _IterableShare(IterableDataset[Any]):
+    """Every `ranks`-th item of another data set; items that are left at its end are no rank's."""
+
+    def __init__(self, dataset: IterableDataset[Any], *, rank: int, ranks: int) -> None:
+        self._dataset, self._rank, self._ranks = dataset, rank, ranks
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._dataset, name)
+
+    def __iter__(self) -> Iterator[Any]:
+        turn: list[Any] = []
+        for item in self._dataset:
+            turn.append(item)
+            if len(turn) == self._ranks:
+                yield turn[self._rank]
+                turn.clear()
+
+    def __len__(self) -> int:
+        return len(self._dataset) // self._ranks  # type: ignore[arg-type]  # TypeError, where it has none
+
+
+def take_root_random_state(epoch: int, generator: torch.Generator | None) -> None:
+    """Collective: all ranks go on with the random state that rank 0 has.
+
+    Raises:
+        MismatchError: on the ranks that are not in rank 0's epoch.
+    """
+    if size() == 1:
+        return
+    states = (torch.get_rng_state(), None if generator is None else generator.get_state(), epoch)
+    state, generator_state, root_epoch = broadcast_object(states, root_rank=0)
+    if epoch != root_epoch:
+        raise MismatchError(f"rank {rank()} begins epoch {epoch}, rank 0 epoch {root_epoch}: they have parted ways")
+    torch.set_rng_state(state)
+    if generator is not None:
+        generator.set_state(generator_state)
+
+
+def take_own_random_state() -> None:
+    """Ranks that have one random state go on with different ones, rank 0 with the one that it has.
+
+    So noise, dropout and augmentation differ within a batch.
+    """
+    if rank() != 0:
+        torch.manual_seed(zlib.crc32(torch.get_rng_state().numpy().tobytes()) + rank())
+
+
+def shares(samples: list[T], ranks: int) -> list[T]:
+    """The samples, the first ones again at the end if it takes them to make a multiple of `ranks`."""
+    missing = -len(samples) % ranks
+    return samples + [samples[number % len(samples)] for number in range(missing)] if samples else samples
+
+
+def share(batch: Any, axis: int = 0) -> Any:
+    """This rank's part of a batch that all ranks have cut alike: every `size()`-th row of a tensor, array or list."""
+    if size() == 1:
+        return batch
+    rows = shares(list(range(batch.shape[axis] if hasattr(batch, "shape") else len(batch))), size())[rank() :: size()]
+    if isinstance(batch, torch.Tensor):
+        return batch.index_select(axis, torch.tensor(rows, device=batch.device))
+    return batch.take(rows, axis=axis) if hasattr(batch, "take") else [batch[row] for row in rows]
+
+
+def divided(loader: DataLoader[Any]) -> DataLoader[Any]:
+    """A loader of this rank's share of each batch; `loader` itself on one rank, but for its sampler.
+
+    Raises:
+        ConfigError: its batches cannot be divided.
+    """
+    batch_size, ranks = loader.batch_size, size()
+    if batch_size is None or type(loader.batch_sampler) is not BatchSampler:
+        raise ConfigError("a loader with a batch sampler of its own, or without batches, cannot be divided: do it by hand")
+    if batch_size % ranks:
+        less, more = batch_size - batch_size % ranks, batch_size + -batch_size % ranks
+        fitting = f"{less} or {more}" if less else f"{more}"
+        raise ConfigError(f"a batch of {batch_size} samples cannot be divided among {ranks} ranks: make it {fitting}")
+    part = copy.copy(loader)
+    sampler: Sampler[Any]
+    if isinstance(loader.dataset, IterableDataset):
+        sampler = _EndlessSampler(loader.dataset)
+        dataset: Any = _IterableShare(loader.dataset, rank=rank(), ranks=ranks) if ranks > 1 else loader.dataset
+    else:
+        sampler, dataset = DistributedSampler(loader.sampler, drop_last=loader.drop_last), loader.dataset
+    # A DataLoader refuses assignments to these, since its iterators may hold the old ones; this one has none yet.
+    vars(part).update(
+        _whole=loader,
+        dataset=dataset,
+        sampler=sampler,
+        batch_size=batch_size // ranks,
+        batch_sampler=BatchSampler(sampler, batch_size // ranks, loader.drop_last),
+    )
+    return part
+
+
+def whole(loader: Iterable[T]) -> Iterable[T]:
+    """What `loader` was before it was divided: every rank sees all of its data."""
+    undivided: Iterable[T] = getattr(loader, "_whole", loader)
+    return undivided

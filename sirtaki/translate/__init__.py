@@ -1,0 +1,5 @@
+"""Training scripts turned into scripts for Sirtaki: `sirtaki translate`. Needs libcst (`sirtaki[translate]`)."""
+
+from .translation import Translation, translate
+
+__all__ = ["Translation", "translate"]
