@@ -19,7 +19,10 @@ COMMANDS = {
     "plan": ("sirtaki.cli.plan", "how a job whose log is here would scale on other clusters"),
     "registry": ("sirtaki.cli.registry", "what is remembered: list, show, compare, export, import, remove"),
     "report": ("sirtaki.cli.report", "what a job's tuning tried, gained and chose: in short, and as an HTML page"),
-    "translate": ("sirtaki.cli.translate", "turn a training script of one process, or for DDP or Horovod, into one for Sirtaki"),
+    "translate": (
+        "sirtaki.cli.translate",
+        "turn a training script of one process, or for DDP or Horovod, into one for Sirtaki",
+    ),
 }
 
 

@@ -41,7 +41,9 @@ def _last_import(source: Source) -> cst.BaseStatement:
             break
         if isinstance(statement, cst.If) and _is_guard(statement):
             break
-        if any(True for _ in source.all(cst.Import, statement)) or any(True for _ in source.all(cst.ImportFrom, statement)):
+        if any(True for _ in source.all(cst.Import, statement)) or any(
+            True for _ in source.all(cst.ImportFrom, statement)
+        ):
             found = statement
     if found is None:
         edits_at = source.module.body[0]
@@ -75,7 +77,9 @@ def _does_something(source: Source, guard: cst.If) -> bool:
         for call in source.all(cst.Call, statement):
             name = source.full_name(call.func)
             last = name.rpartition(".")[2]
-            if last in ("print", "DataLoader", "main", "run", "open") or name.startswith(("torch.optim.", "torch.save")):
+            if last in ("print", "DataLoader", "main", "run", "open") or name.startswith(
+                ("torch.optim.", "torch.save")
+            ):
                 return True
             if name in source.functions:
                 return True

@@ -23,14 +23,15 @@ def place(source: Source, flows: Flows, edits: Edits, *, hvd: str) -> list[str]:
         elif re.fullmatch(r"""["']cuda:\d+["']""", text.value):
             edits.refuse(source.line(text), f"names one device for all ranks: {text.value}")
     for call in source.all(cst.Call):
-        if source.full_name(call.func) == "torch.cuda.set_device":
-            edits.replace(call.args[0].value, f"{hvd}.local_rank()")
-        elif called_attribute(call) == "cuda" and call.args and isinstance(call.args[0].value, cst.Integer):
+        numbered = called_attribute(call) == "cuda" and call.args and isinstance(call.args[0].value, cst.Integer)
+        if numbered or source.full_name(call.func) == "torch.cuda.set_device":
             edits.replace(call.args[0].value, f"{hvd}.local_rank()")
     for node in source.all(cst.Subscript):
         visible = source.full_name(node.value) == "os.environ" and "CUDA_VISIBLE_DEVICES" in source.code(node)
         if visible and isinstance(source.parent(node), cst.AssignTarget):
-            edits.refuse(source.line(node), "chooses the devices that all ranks see: leave that to who starts the script")
+            edits.refuse(
+                source.line(node), "chooses the devices that all ranks see: leave that to who starts the script"
+            )
     for site in flows.made(Kind.WRAPPER):
         if site.name.endswith(".DataParallel"):
             undo_wrapper(source, flows, edits, site.call)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import libcst as cst
 
@@ -37,7 +38,7 @@ class Edits:
         self._keep(node, self._changes).append(change)
 
     def wrap(self, node: cst.BaseExpression, function: str) -> None:
-        """In a call: `function(node)`, or `function` itself where it ends with `, _)`, which the node takes the place of. A second time does nothing."""
+        """In a call: `function(node)`, or what `function` says with `_` for the node. A second time does nothing."""
         if id(node) not in self._changes:
             self.change(node, lambda inner: _call(function, inner))
 
@@ -47,13 +48,11 @@ class Edits:
 
     def before(self, statement: cst.BaseStatement, *lines: str) -> None:
         """Statements in front of one; what is there already does not come again."""
-        there = self._keep(statement, self._before)
-        there += [line for line in lines if line not in there]
+        _add(self._keep(statement, self._before), lines)
 
     def after(self, statement: cst.BaseStatement, *lines: str) -> None:
         """Statements behind one; what is there already does not come again."""
-        there = self._keep(statement, self._after)
-        there += [line for line in lines if line not in there]
+        _add(self._keep(statement, self._after), lines)
 
     def remove(self, statement: cst.BaseStatement) -> None:
         """A statement."""
@@ -88,9 +87,9 @@ class _Applying(cst.CSTTransformer):
         super().__init__()
         self._edits = edits
 
-    def on_leave(self, original_node: cst.CSTNode, updated_node: cst.CSTNode) -> object:  # type: ignore[override]
+    def on_leave(self, original_node: cst.CSTNode, updated_node: cst.CSTNode) -> Any:
         edits, key = self._edits, id(original_node)
-        changed = super().on_leave(original_node, updated_node)  # type: ignore[type-var]
+        changed: Any = super().on_leave(original_node, updated_node)
         if key in edits._changes and isinstance(changed, cst.BaseExpression):
             for change in edits._changes[key]:
                 changed = change(changed)
@@ -103,18 +102,25 @@ class _Applying(cst.CSTTransformer):
         if key in edits._around:
             bare = changed.with_changes(leading_lines=())
             changed = _block(edits._around[key], [bare]).with_changes(leading_lines=leading)
-        first, *rest = [*parsed(before), *([] if key in edits._removed else [changed]), *parsed(after)] or [None]
-        if first is None:
+        statements = [*parsed(before), *([] if key in edits._removed else [changed]), *parsed(after)]
+        if not statements:
             return cst.RemoveFromParent()
+        first, *rest = statements
         if before:
             first = first.with_changes(leading_lines=leading)
             rest = [node.with_changes(leading_lines=()) if node is changed else node for node in rest]
         return cst.FlattenSentinel([first, *rest])
 
 
+def _add(lines: list[str], more: Iterable[str]) -> None:
+    for line in more:
+        if line not in lines:
+            lines.append(line)
+
+
 def parsed(lines: Iterable[str]) -> list[cst.BaseStatement]:
     """Statements."""
-    return [cst.parse_statement(line) for line in lines]  # type: ignore[misc]  # never a module
+    return [cst.parse_statement(line) for line in lines]
 
 
 def _block(head: str, body: Sequence[cst.BaseStatement]) -> cst.BaseStatement:

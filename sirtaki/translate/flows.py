@@ -11,12 +11,38 @@ from enum import Enum, auto
 
 import libcst as cst
 
-from .source import Source, Symbol, called_attribute, parameters
+from .source import Source, Symbol, called_attribute, parameters, walk
 
-PASSED_ON = {"enumerate", "iter", "zip", "list", "reversed", "cycle", "islice", "track", "tqdm", "trange", "next", "dict"}
+PASSED_ON = {
+    "enumerate",
+    "iter",
+    "zip",
+    "list",
+    "reversed",
+    "cycle",
+    "islice",
+    "track",
+    "tqdm",
+    "trange",
+    "next",
+    "dict",
+}
 """Functions that hand on what they are given, by the last part of their names."""
 
-SAME_OBJECT = {"to", "cuda", "cpu", "float", "double", "half", "train", "eval", "items", "values", "get", "requires_grad_"}
+SAME_OBJECT = {
+    "to",
+    "cuda",
+    "cpu",
+    "float",
+    "double",
+    "half",
+    "train",
+    "eval",
+    "items",
+    "values",
+    "get",
+    "requires_grad_",
+}
 """Methods after which it is still the same object."""
 
 
@@ -42,23 +68,33 @@ class Site:
     name: str
 
 
+MOVES = (cst.Assign, cst.AnnAssign, cst.NamedExpr, cst.WithItem, cst.For, cst.Yield, cst.Return, cst.Call)
+"""Syntax by which what is followed gets somewhere."""
+
 Values = frozenset[Site]
 NOTHING: Values = frozenset()
 
 
 class Flows:
-    """What each name and expression of a script may hold."""
+    """What each name and expression of a script may hold.
+
+    Attributes:
+        sites: by the id of the call.
+        relays: loops over a loader in generators that yield its batches, by id.
+    """
 
     def __init__(self, source: Source) -> None:
         self.source = source
         self.sites = {id(call): site for call in source.all(cst.Call) if (site := self._site(call)) is not None}
+        self.relays: dict[int, cst.For] = {}
         self._held: dict[Symbol, Values] = {}
         self._returned: dict[str, Values] = {}
         self._returned_at: dict[tuple[str, int], Values] = {}
         self._changed = True
+        moving = [node for node in walk(source.module) if isinstance(node, MOVES)]
         while self._changed:
             self._changed = False
-            for node in source.all(cst.CSTNode):
+            for node in moving:
                 self._follow(node)
 
     def made(self, kind: Kind) -> list[Site]:
@@ -148,15 +184,15 @@ class Flows:
         if isinstance(node, cst.Assign):
             for target in node.targets:
                 self._assign(target.target, node.value)
-        elif isinstance(node, cst.AnnAssign) and node.value is not None:
-            self._assign(node.target, node.value)
-        elif isinstance(node, cst.NamedExpr):
+        elif isinstance(node, cst.AnnAssign | cst.NamedExpr) and node.value is not None:
             self._assign(node.target, node.value)
         elif isinstance(node, cst.WithItem) and node.asname is not None:
             self._assign(node.asname.name, node.item)
         elif isinstance(node, cst.For):
             if _is_container(node.iter):
                 self._assign(node.target, node.iter)
+        elif isinstance(node, cst.Yield):
+            self._relay(node)
         elif isinstance(node, cst.Return) and node.value is not None:
             self._return(self.source.function_of(node), node.value)
         elif isinstance(node, cst.Call):
@@ -164,6 +200,16 @@ class Flows:
                 scope = self.source.name_of(function)
                 for name, value in self.bound(node, function):
                     self._hold((scope, name), self.values(value))
+
+    def _relay(self, node: cst.Yield) -> None:
+        """A generator that yields what it gets from a loader counts as that loader."""
+        function = self.source.function_of(node)
+        for there in self.source.above(node):
+            if isinstance(there, cst.FunctionDef):
+                break
+            if isinstance(there, cst.For) and self.holds(there.iter, Kind.LOADER):
+                self.relays[id(there)] = there
+                self._add_returned(function, frozenset(self.holds(there.iter, Kind.LOADER)))
 
     def _assign(self, target: cst.BaseExpression, value: cst.BaseExpression) -> None:
         if isinstance(target, cst.Tuple | cst.List):
@@ -197,16 +243,18 @@ class Flows:
                     self._hold((f"class {site.name}", target.attr.value), values)
 
     def _return(self, function: str, value: cst.BaseExpression) -> None:
-        values = self.values(value)
-        if not values <= self._returned.get(function, NOTHING):
-            self._returned[function] = self._returned.get(function, NOTHING) | values
-            self._changed = True
+        self._add_returned(function, self.values(value))
         elements = value.elements if isinstance(value, cst.Tuple) else ()
         for position, element in enumerate(elements):
             key, held = (function, position), self.values(element.value)
             if not held <= self._returned_at.get(key, NOTHING):
                 self._returned_at[key] = self._returned_at.get(key, NOTHING) | held
                 self._changed = True
+
+    def _add_returned(self, function: str, values: Values) -> None:
+        if not values <= self._returned.get(function, NOTHING):
+            self._returned[function] = self._returned.get(function, NOTHING) | values
+            self._changed = True
 
     def _hold(self, symbol: Symbol, values: Values) -> None:
         if not values <= self._held.get(symbol, NOTHING):

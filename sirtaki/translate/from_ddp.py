@@ -82,7 +82,9 @@ class FromDdp:
         elif name == "all_reduce" and call.args:
             self._all_reduce(call)
         elif name == "broadcast" and len(call.args) > 1:
-            tensor, root = (self._source.code(argument(call, key, at) or call) for key, at in (("tensor", 0), ("src", 1)))
+            tensor, root = (
+                self._source.code(argument(call, key, at) or call) for key, at in (("tensor", 0), ("src", 1))
+            )
             self._edits.replace(call, f"{hvd}.broadcast_({tensor}, root_rank={root})")
         else:
             self._edits.refuse(self._source.line(call), f"has no counterpart that is sure: `{self._source.code(call)}`")
@@ -108,12 +110,16 @@ class FromDdp:
             ]
             self._edits.change(call, lambda node: _with(node, added))
         if "set_epoch" not in self._source.text:
-            self._edits.note(self._source.line(call), "nobody calls this sampler's `set_epoch`: all epochs have one order")
+            self._edits.note(
+                self._source.line(call), "nobody calls this sampler's `set_epoch`: all epochs have one order"
+            )
 
     def _variable(self, node: cst.BaseExpression, text: str) -> None:
         """`int(os.environ["LOCAL_RANK"])`."""
         name = text.strip("\"'")
-        if name not in VARIABLES or "environ" not in self._source.code(node) and "getenv" not in self._source.code(node):
+        if name not in VARIABLES or (
+            "environ" not in self._source.code(node) and "getenv" not in self._source.code(node)
+        ):
             return
         around = self._source.parent(self._source.parent(node))
         whole = node
@@ -134,7 +140,9 @@ class FromDdp:
             if not isinstance(node, cst.Import | cst.ImportFrom) or isinstance(node.names, cst.ImportStar):
                 continue
             brought = [self._source.imported.get(_bound(alias), "") for alias in node.names]
-            if not set(brought) <= gone or "torch.distributed" not in brought and "DistributedDataParallel" not in str(brought):
+            if not set(brought) <= gone or (
+                "torch.distributed" not in brought and "DistributedDataParallel" not in str(brought)
+            ):
                 continue
             if not placed:
                 self._edits.after(statement, f"import sirtaki.torch as {self._hvd}")
@@ -157,8 +165,10 @@ def _bound(alias: cst.ImportAlias) -> str:
 
 
 def _is_import(statement: cst.CSTNode) -> bool:
-    return isinstance(statement, cst.SimpleStatementLine) and isinstance(statement.body[0], cst.Import | cst.ImportFrom) and (
-        not isinstance(statement.body[0], cst.ImportFrom) or "__future__" not in cst.Module([statement]).code
+    return (
+        isinstance(statement, cst.SimpleStatementLine)
+        and isinstance(statement.body[0], cst.Import | cst.ImportFrom)
+        and (not isinstance(statement.body[0], cst.ImportFrom) or "__future__" not in cst.Module([statement]).code)
     )
 
 

@@ -9,7 +9,7 @@ import libcst as cst
 from .edits import Edits
 from .flows import Kind
 from .rank_values import RankValues
-from .source import Source, called_attribute, targets
+from .source import Source, called_attribute, parameters, targets, walk
 from .training import Training
 
 DRAWS = {"torch.randint", "numpy.random.randint", "numpy.random.choice", "random.sample", "random.choices"}
@@ -27,6 +27,8 @@ class HandCut:
 
     def divide(self, values: RankValues) -> None:
         """Tells `values` which expressions are parts of batches from now on."""
+        for site in self._training.flows.made(Kind.LOADER):
+            self._edits.refuse(self._source.line(site.call), "cannot see which loop trains on this loader")
         cut = [*self._slices(), *self._draws()]
         for loop in self._split_loops():
             self._edits.wrap(loop.iter, f"map({self._ranks}.share, _)")
@@ -39,10 +41,14 @@ class HandCut:
             values.batches.add(id(node))
         if not cut and not found:
             first = self._training.backward_passes()[0]
-            self._edits.refuse(self._source.line(first), "cannot find the loader or the batches that are trained on here")
+            self._edits.refuse(
+                self._source.line(first), "cannot find the loader or the batches that are trained on here"
+            )
             return
         for call in self._source.all(cst.Call):
-            if self._source.full_name(call.func) in ("torch.randperm", "numpy.random.permutation") and self._trains(call):
+            if self._source.full_name(call.func) in ("torch.randperm", "numpy.random.permutation") and self._trains(
+                call
+            ):
                 self._edits.wrap(call, f"{self._ranks}.agreed")
         self._edits.note(0, "each batch is divided among the ranks; learning rates stay as they are")
 
@@ -58,7 +64,7 @@ class HandCut:
         found: set[str] = set()
         loops = [
             loop
-            for loop in self._source.all(cst.CSTNode)
+            for loop in walk(self._source.module)
             if isinstance(loop, cst.For | cst.While) and self._training.trains(loop)
         ]
         pending: list[cst.CSTNode] = [loop.body for loop in loops]
@@ -120,7 +126,9 @@ class HandCut:
             is_model = self._source.code(call.func) in models
             name = self._source.full_name(call.func)
             is_loss = bool(self._training.flows.holds(call.func, Kind.LOSS)) or name.startswith("torch.nn.functional.")
-            if is_model or (is_loss and ("loss" in name or "entropy" in name or self._training.flows.values(call.func))):
+            if is_model or (
+                is_loss and ("loss" in name or "entropy" in name or self._training.flows.values(call.func))
+            ):
                 for arg in call.args:
                     if isinstance(arg.value, cst.Name) and not self._made_around(arg.value):
                         yield arg.value
@@ -136,9 +144,12 @@ class HandCut:
         """Whether the loop or closure around assigns to a name."""
         symbol = self._source.symbol(name)
         for there in self._source.above(name):
+            if isinstance(there, cst.FunctionDef) and any(p.name.value == name.value for p in parameters(there)):
+                return True
             if isinstance(there, cst.FunctionDef | cst.For | cst.While):
-                for node in self._source.all(cst.CSTNode, there):
-                    if any(self._source.symbol(target) == symbol for target in targets(node)):
+                for node in walk(there):
+                    names = (name for target in targets(node) for name in self._source.all(cst.Name, target))
+                    if any(self._source.symbol(name) == symbol for name in names):
                         return True
                 if not isinstance(there, cst.FunctionDef):
                     return False

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import libcst as cst
 
 from .edits import Edits
-from .flows import Flows, Kind, Site
-from .rank_values import Over
-from .source import Source, argument, called_attribute
+from .flows import Kind, Site
+from .source import Source, argument, called_attribute, walk
 from .training import Training
+from .values import Over
 
 AT_STEP = 1_000_000
 """Backward passes before a step that nobody reaches: gradients are reduced when the step is made."""
@@ -30,7 +30,9 @@ class Optimizers:
         options = ""
         if not self._training.passes_are_counted():
             options += f", backward_passes_per_step={AT_STEP:_}"
-            self._edits.note(0, "gradients of several backward passes are added up, and reduced when `step()` is called")
+            self._edits.note(
+                0, "gradients of several backward passes are added up, and reduced when `step()` is called"
+            )
         if Over.SUM in losses:
             options += f", op={self._hvd}.Sum"
             if Over.MEAN in losses:
@@ -109,7 +111,7 @@ class Optimizers:
         """In front of what reads gradients, and around the step that follows."""
         steps = list(self._training.steps())
         for call, optimizer in steps:
-            if call.args and self._flows.holds(call.func.value, Kind.OPTIMIZER):  # type: ignore[union-attr]  # `.step`
+            if call.args and self._source.code(call.args[0].value) != self._source.code(optimizer):
                 continue  # a closure: reduced after each call of it
             reads = self._reads_before(call)
             name = self._source.code(optimizer)
@@ -130,14 +132,18 @@ class Optimizers:
         for sibling in block.children:
             if sibling is statement:
                 break
-            for node in self._source.all(cst.CSTNode, sibling):
+            for node in walk(sibling):
                 if isinstance(node, cst.Call):
                     name = self._source.full_name(node.func).rpartition(".")[2] or called_attribute(node)
                     if called_attribute(node) == "backward":
                         found.clear()
                     elif called_attribute(node) in READS_GRADIENTS or name in READS_GRADIENTS:
                         found.append(node)
-                elif isinstance(node, cst.Attribute) and node.attr.value == "grad" and dotted_base(node) != "torch.autograd":
+                elif (
+                    isinstance(node, cst.Attribute)
+                    and node.attr.value == "grad"
+                    and dotted_base(node) != "torch.autograd"
+                ):
                     found.append(node)
         return found
 

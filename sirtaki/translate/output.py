@@ -11,12 +11,23 @@ from .source import Source, argument, called_attribute
 WRITES = {
     "torch.save", "pickle.dump", "json.dump", "yaml.dump", "joblib.dump", "numpy.save", "numpy.savez", "numpy.savetxt",
     "numpy.savez_compressed", "os.remove", "os.unlink", "os.rename", "os.replace", "os.rmdir", "torch.onnx.export",
-    "torch.jit.save", "torchvision.utils.save_image", "safetensors.torch.save_file", "sys.stdout.write", "sys.stderr.write",
+    "torch.jit.save", "torchvision.utils.save_image", "safetensors.torch.save_file", "sys.stdout.write",
+    "sys.stderr.write",
     "matplotlib.pyplot.savefig", "matplotlib.pyplot.show",
 }  # fmt: skip
 """Calls that only rank 0 makes."""
 
-WRITING_METHODS = {"savefig", "save_pretrained", "to_csv", "to_json", "write_text", "write_bytes", "unlink", "rmdir", "touch"}
+WRITING_METHODS = {
+    "savefig",
+    "save_pretrained",
+    "to_csv",
+    "to_json",
+    "write_text",
+    "write_bytes",
+    "unlink",
+    "rmdir",
+    "touch",
+}
 WRITING_PACKAGES = ("shutil.", "wandb.", "mlflow.")
 FOLDERS = {"os.makedirs", "os.mkdir", "mkdir", "makedirs"}
 READS = {"torch.load", "numpy.load", "json.load", "pickle.load", "joblib.load"}
@@ -53,9 +64,7 @@ class Output:
     def begins_with(self) -> list[str]:
         """What the script does at its beginning, so that others keep silent."""
         lines = []
-        if any(self._source.full_name(call.func) == "print" for call in self._source.all(cst.Call)):
-            lines.append(f"print = {self._ranks}.on_root(print)")
-        elif "print" in self._source.imported:
+        if "print" in self._source.names():
             lines.append(f"print = {self._ranks}.on_root(print)")
         if self._source.imports("logging"):
             lines.append(f"if {self._hvd}.rank() != 0:\n    logging.disable(logging.INFO)")
@@ -78,17 +87,22 @@ class Output:
 
     def _open(self, call: cst.Call) -> None:
         """Ranks other than the first write into nothing."""
-        method = isinstance(call.func, cst.Attribute)
-        mode = argument(call, "mode", 0 if method else 1)
+        receiver = call.func.value if isinstance(call.func, cst.Attribute) else None
+        if isinstance(receiver, cst.Name) and receiver.value in self._source.imported:  # gzip.open
+            receiver = None
+        mode = argument(call, "mode", 1 if receiver is None else 0)
         text = "" if mode is None else self._source.code(mode).strip("\"'")
         if not set(text) & set("wax+"):
             return
         self._writes = True
-        if method or not call.args or call.args[0].keyword is not None:
+        if receiver is not None:  # a pathlib.Path
+            where = cst.parse_expression(f'{self._source.code(receiver)} if {self._hvd}.rank() == 0 else "/dev/null"')
+            self._edits.change(call, lambda node: _opened(node, where))
+        elif not call.args or call.args[0].keyword is not None:
             self._edits.refuse(self._source.line(call), f"all ranks would write: `{self._source.code(call)}`")
-            return
-        path = self._source.code(call.args[0].value)
-        self._edits.replace(call.args[0].value, f'{path} if {self._hvd}.rank() == 0 else "/dev/null"')
+        else:
+            path = self._source.code(call.args[0].value)
+            self._edits.replace(call.args[0].value, f'{path} if {self._hvd}.rank() == 0 else "/dev/null"')
 
     def _bar(self, call: cst.Call) -> None:
         if argument(call, "disable") is None:
@@ -101,3 +115,9 @@ class Output:
                 return node.with_changes(args=[*node.args, added])
 
             self._edits.change(call, silent)
+
+
+def _opened(call: cst.BaseExpression, where: cst.BaseExpression) -> cst.Call:
+    """`open(where, …)` for `path.open(…)`."""
+    assert isinstance(call, cst.Call)
+    return call.with_changes(func=cst.Name("open"), args=[cst.Arg(where), *call.args])

@@ -6,7 +6,7 @@ import libcst as cst
 
 from .edits import Edits
 from .flows import Kind
-from .source import Source, called_attribute
+from .source import Source, called_attribute, walk
 from .training import Training
 
 FRAMEWORKS = {
@@ -34,7 +34,9 @@ def look_for_what_cannot_be(training: Training, edits: Edits) -> None:
     if not training.backward_passes():
         edits.refuse(1, "nowhere is `backward()` called: there is nothing to average")
     elif not training.flows.made(Kind.OPTIMIZER):
-        edits.refuse(source.line(training.backward_passes()[0]), "no optimizer of torch.optim is made for these gradients")
+        edits.refuse(
+            source.line(training.backward_passes()[0]), "no optimizer of torch.optim is made for these gradients"
+        )
     for call in source.all(cst.Call):
         name = source.full_name(call.func)
         if name in STARTS_PROCESSES or name.startswith("torch.distributed.fsdp"):
@@ -47,14 +49,21 @@ def look_for_what_cannot_be(training: Training, edits: Edits) -> None:
 def _look_for_clocks(training: Training, edits: Edits) -> None:
     """Loops that end when time is over end at different times on different ranks."""
     source = training.source
-    timed = {node.value for assign in source.all(cst.Assign) if _reads_clock(source, assign.value) for node in _names(assign)}
+    timed = {
+        node.value for assign in source.all(cst.Assign) if _reads_clock(source, assign.value) for node in _names(assign)
+    }
     for branch in source.all(cst.If):
-        ends = any(isinstance(node, cst.Break | cst.Return | cst.Continue) for node in source.all(cst.CSTNode, branch.body))
+        ends = any(isinstance(node, cst.Break | cst.Return | cst.Continue) for node in walk(branch.body))
         if ends and _depends(source, branch.test, timed) and _trains_around(training, branch):
-            edits.refuse(source.line(branch), f"ranks may decide differently, each by its own clock: `{source.code(branch.test)}`")
+            edits.refuse(
+                source.line(branch),
+                f"ranks may decide differently, each by its own clock: `{source.code(branch.test)}`",
+            )
     for loop in source.all(cst.While):
         if _depends(source, loop.test, timed) and training.trains(loop.body):
-            edits.refuse(source.line(loop), f"ranks may decide differently, each by its own clock: `{source.code(loop.test)}`")
+            edits.refuse(
+                source.line(loop), f"ranks may decide differently, each by its own clock: `{source.code(loop.test)}`"
+            )
 
 
 def _depends(source: Source, test: cst.BaseExpression, timed: set[str]) -> bool:

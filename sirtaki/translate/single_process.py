@@ -14,7 +14,7 @@ from .output import Output
 from .rank_values import RankValues
 from .refusals import look_for_what_cannot_be
 from .source import Source, argument
-from .training import Training
+from .training import Loop, Training
 
 
 def distribute(source: Source, edits: Edits) -> None:
@@ -58,7 +58,9 @@ def _divide(training: Training, edits: Edits, ranks: str) -> None:
             if not training.flows.sites.get(id(name)):
                 text = source.code(name)
                 epoch = training.epoch(loop) or f"{text}.sampler.epoch + 1"
-                edits.before(loop, f"{text}.sampler.set_epoch({epoch})")
+                edits.before(source.statement(loop), f"{text}.sampler.set_epoch({epoch})")
+    for relay in training.relays:
+        _relay(training, edits, relay)
     for call in source.all(cst.Call):
         if isinstance(call.func, cst.Name) and call.func.value == "iter" and call.args:
             _begin_pass(training, edits, call, ranks)
@@ -84,7 +86,19 @@ def _begin_pass(training: Training, edits: Edits, call: cst.Call, ranks: str) ->
         edits.wrap(loader, f"{ranks}.whole")
 
 
-def _agree(training: Training, edits: Edits, loop: cst.For | cst.CompFor, ranks: str) -> None:
+def _relay(training: Training, edits: Edits, relay: cst.For) -> None:
+    """An endless generator begins passes itself; who loops over another one has done so."""
+    source = training.source
+    if not any(isinstance(there, cst.While) for there in source.above(relay)):
+        return
+    for name in training.loader_names(relay.iter):
+        text = source.code(name)
+        edits.before(relay, f"{text}.sampler.set_epoch({text}.sampler.epoch + 1)")
+        if not set(training.flows.holds(name, Kind.LOADER)) <= set(training.divided):
+            edits.refuse(source.line(relay), "yields batches of a loader that is trained on, and of one that is not")
+
+
+def _agree(training: Training, edits: Edits, loop: Loop, ranks: str) -> None:
     """What a loop that does not train has summed up is the same on all ranks, but for the last bits."""
     source = training.source
     if not isinstance(loop, cst.For):
@@ -102,10 +116,12 @@ def _look_at_size(training: Training, edits: Edits, size: cst.BaseExpression) ->
     if isinstance(size, cst.Integer):
         return
     for loop in training.loops:
-        for call in source.all(cst.Call, loop.body):
+        for call in source.all(cst.Call, source.statement(loop)):
             name = source.full_name(call.func)
             if name.startswith("torch.") and any(source.code(arg.value) == text for arg in call.args):
-                edits.refuse(source.line(call), f"`{text}` is the size of all ranks' parts; take that of the data, `x.size(0)`")
+                edits.refuse(
+                    source.line(call), f"`{text}` is the size of all ranks' parts; take that of the data, `x.size(0)`"
+                )
 
 
 def _seeds(source: Source, ranks: str) -> list[str]:
@@ -116,12 +132,9 @@ def _seeds(source: Source, ranks: str) -> list[str]:
     if not seeded:
         lines.append(f"torch.manual_seed({ranks}.agreed(torch.initial_seed()))")
     numpy = next((name for name, what in source.imported.items() if what == "numpy"), "")
-    uses_numpy = any(name.startswith("numpy.random.") for name in names)
+    uses_numpy = any(name.startswith("numpy.random.") and "default_rng" not in name for name in names)
     if uses_numpy and "numpy.random.seed" not in names and numpy:
         lines.append(f"{numpy}.random.seed({ranks}.agreed({numpy}.random.randint(2**31)))")
     if any(name.startswith("random.") and name[7:8].islower() for name in names) and "random.seed" not in names:
         lines.append(f"random.seed({ranks}.agreed(random.getrandbits(32)))")
     return lines if source.imported.get("torch") == "torch" else [line for line in lines if "torch." not in line[:6]]
-
-
-__all__ = ["Kind", "distribute"]

@@ -31,6 +31,7 @@ class Source:
         except cst.ParserSyntaxError as err:
             raise TranslationError([(err.raw_line, f"is no Python: {err.message}")]) from err
         self.text, self.module = text, wrapper.module
+        self._nodes = list(walk(self.module))
         self._parents = wrapper.resolve(ParentNodeProvider)
         self._positions = wrapper.resolve(PositionProvider)
         self.imported = dict(self._imports())
@@ -52,7 +53,7 @@ class Source:
 
     def all(self, kind: type[Node], within: cst.CSTNode | None = None) -> Iterator[Node]:
         """Nodes of a kind, in the order of the text."""
-        for node in walk(self.module if within is None else within):
+        for node in self._nodes if within is None else walk(within):
             if isinstance(node, kind):
                 yield node
 
@@ -197,9 +198,11 @@ class Source:
 
 def walk(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
     """A node and all below it, in the order of the text."""
-    yield node
-    for child in node.children:
-        yield from walk(child)
+    pending = [node]
+    while pending:
+        there = pending.pop()
+        yield there
+        pending.extend(reversed(there.children))
 
 
 def targets(node: cst.CSTNode) -> list[cst.BaseExpression]:

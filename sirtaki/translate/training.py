@@ -6,16 +6,19 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from .flows import Flows, Kind, Site
-from .source import called_attribute
+from .flows import Flows, Kind
+from .source import called_attribute, walk
+
+Loop = cst.For | cst.CompFor
 
 
 class Training:
     """The parts of a script that train.
 
     Attributes:
-        loops: `for` loops over loaders whose body computes gradients, by position.
+        loops: loops over loaders whose body computes gradients, comprehensions too, in the order of the text.
         other_loops: those over loaders whose body does not.
+        relays: those of generators that yield a loader's batches to a loop elsewhere.
         divided: the loaders that the former read.
     """
 
@@ -23,12 +26,15 @@ class Training:
         self.flows = flows
         source = self.source = flows.source
         self._functions = self._that_train()
-        self.loops: list[cst.For] = []
-        self.other_loops: list[cst.For | cst.CompFor] = []
-        for loop in source.all(cst.For):
+        self.loops: list[Loop] = []
+        self.other_loops: list[Loop] = []
+        self.relays = list(flows.relays.values())
+        for loop in walk(source.module):
+            if not isinstance(loop, cst.For | cst.CompFor) or loop in self.relays:
+                continue
             if flows.holds(loop.iter, Kind.LOADER) and not _counts(loop.iter):
-                (self.loops if self.trains(loop.body) else self.other_loops).append(loop)
-        self.other_loops += [loop for loop in source.all(cst.CompFor) if flows.holds(loop.iter, Kind.LOADER)]
+                body = loop.body if isinstance(loop, cst.For) else source.parent(loop)
+                (self.loops if self.trains(body) else self.other_loops).append(loop)
         self.reads = [call for call in self._calls_of("next") if self._is_read_in_training(call)]
         loaders = [site for loop in self.loops for site in flows.holds(loop.iter, Kind.LOADER)]
         loaders += [site for call in self.reads for site in flows.holds(call, Kind.LOADER)]
@@ -135,7 +141,7 @@ class Training:
     def _in_body(self, branch: cst.If, call: cst.Call) -> bool:
         return self.source.contains(branch.body, call)
 
-    def _in_each_pass(self, step: cst.Call, loop: cst.For) -> bool:
+    def _in_each_pass(self, step: cst.Call, loop: Loop) -> bool:
         """Whether a step happens whenever its backward pass does: both stand under the same conditions."""
         return not any(
             isinstance(there, cst.If)
@@ -147,11 +153,11 @@ class Training:
 
     def _deciding(self, branch: cst.If) -> Iterator[cst.CSTNode]:
         """What a condition is computed from, one name deep."""
-        yield from self.source.all(cst.CSTNode, branch.test)
+        yield from walk(branch.test)
         names = {name.value for name in self.source.all(cst.Name, branch.test)}
         for assign in self.source.all(cst.Assign):
             if any(isinstance(t.target, cst.Name) and t.target.value in names for t in assign.targets):
-                yield from self.source.all(cst.CSTNode, assign.value)
+                yield from walk(assign.value)
 
     def _has_step(self, node: cst.CSTNode, steps: list[cst.Call]) -> bool:
         return any(self.source.contains(node, step) for step in steps) or not any(
@@ -164,9 +170,6 @@ def _counts(node: cst.BaseExpression) -> bool:
     if not isinstance(node, cst.Call):
         return False
     name = node.func.value if isinstance(node.func, cst.Name) else called_attribute(node)
-    return name in ("range", "trange", "count") or (name in ("tqdm", "track") and any(_counts(a.value) for a in node.args))
-
-
-def sites_without(sites: list[Site], others: list[Site]) -> list[Site]:
-    """Those that are not among others."""
-    return [site for site in sites if site not in others]
+    return name in ("range", "trange", "count") or (
+        name in ("tqdm", "track") and any(_counts(a.value) for a in node.args)
+    )

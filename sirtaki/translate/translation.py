@@ -30,8 +30,8 @@ class Translation:
 
     def diff(self, name: str) -> str:
         """The changes, as a unified diff; empty if there are none."""
-        lines = (text.splitlines(keepends=True) for text in (self.before, self.after))
-        return "".join(difflib.unified_diff(*lines, fromfile=name, tofile=name))
+        before, after = (text.splitlines(keepends=True) for text in (self.before, self.after))
+        return "".join(difflib.unified_diff(before, after, fromfile=name, tofile=name))
 
 
 def translate(text: str) -> Translation:

@@ -142,18 +142,21 @@ def divided(loader: DataLoader[Any]) -> DataLoader[Any]:
     """
     batch_size, ranks = loader.batch_size, size()
     if batch_size is None or type(loader.batch_sampler) is not BatchSampler:
-        raise ConfigError("a loader with a batch sampler of its own, or without batches, cannot be divided: do it by hand")
+        raise ConfigError(
+            "a loader with a batch sampler of its own, or without batches, cannot be divided: do it by hand"
+        )
     if batch_size % ranks:
         less, more = batch_size - batch_size % ranks, batch_size + -batch_size % ranks
         fitting = f"{less} or {more}" if less else f"{more}"
         raise ConfigError(f"a batch of {batch_size} samples cannot be divided among {ranks} ranks: make it {fitting}")
     part = copy.copy(loader)
-    sampler: Sampler[Any]
+    sampler: Any
     if isinstance(loader.dataset, IterableDataset):
         sampler = _EndlessSampler(loader.dataset)
         dataset: Any = _IterableShare(loader.dataset, rank=rank(), ranks=ranks) if ranks > 1 else loader.dataset
     else:
-        sampler, dataset = DistributedSampler(loader.sampler, drop_last=loader.drop_last), loader.dataset
+        order: Any = loader.sampler  # torch says Iterable, and takes its length
+        sampler, dataset = DistributedSampler(order, drop_last=loader.drop_last), loader.dataset
     # A DataLoader refuses assignments to these, since its iterators may hold the old ones; this one has none yet.
     vars(part).update(
         _whole=loader,

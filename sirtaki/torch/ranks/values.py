@@ -15,12 +15,18 @@ T = TypeVar("T")
 
 
 def average(value: Any) -> Any:
-    """Collective: the mean over the ranks of a number, or of a tensor, which is detached; for means over samples."""
+    """Collective: the mean over the ranks of a number, of each in a container, or of a tensor, which is detached.
+
+    For what is a mean over the samples of a rank.
+    """
     return _reduced(value, Average)
 
 
 def total(value: Any) -> Any:
-    """Collective: the sum over the ranks of a number, or of a tensor, which is detached; for sums and counts."""
+    """Collective: the sum over the ranks of a number, of each in a container, or of a tensor, which is detached.
+
+    For what is a sum over the samples of a rank, or counts them.
+    """
     return _reduced(value, Sum)
 
 
@@ -29,6 +35,10 @@ def _reduced(value: Any, op: int) -> Any:
         return value.detach() if size() == 1 else allreduce(value.detach(), op=op)
     if size() == 1:
         return value
+    if isinstance(value, dict):
+        return {key: _reduced(there, op) for key, there in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(allreduce(torch.tensor(value, dtype=torch.float64), op=op).tolist())
     if op == Sum and isinstance(value, int):
         return int(allreduce(torch.tensor(value), op=op))
     return float(allreduce(torch.tensor(float(value), dtype=torch.float64), op=op))

@@ -2,7 +2,8 @@
 
     python playing.py RESULTS SCRIPT...
 
-Each script runs in a folder of its own, RESULTS/NAME, which all ranks share. RESULTS/NAME.RANK.pt holds what it has left.
+Each script runs in a folder of its own, RESULTS/NAME, which all ranks share. RESULTS/NAME.RANK.pt holds what it has
+left.
 """
 
 import contextlib
@@ -31,11 +32,15 @@ def play(script: Path, results: Path) -> None:
     trained: list[torch.Tensor] = []
     written: list[str] = []
     watching = True
-    plain = torch.optim.Optimizer.__init__
+    plain, save = torch.optim.Optimizer.__init__, torch.save
 
     def init(self, params, defaults):  # type: ignore[no-untyped-def]
         plain(self, params, defaults)
         trained.extend(param for group in self.param_groups for param in group["params"])
+
+    def saved(obj: object, f: object, *args: object) -> None:
+        written.append(str(f))  # torch writes files beside Python
+        save(obj, f, *args)
 
     def watch(event: str, args: tuple[object, ...]) -> None:
         if watching and event == "open" and isinstance(args[0], str) and set(str(args[1] or "")) & set("wax+"):
@@ -48,7 +53,7 @@ def play(script: Path, results: Path) -> None:
     np.random.seed(1)
     torch.manual_seed(1)
     sys.argv = [str(script)]
-    torch.optim.Optimizer.__init__ = init  # type: ignore[method-assign]
+    torch.optim.Optimizer.__init__, torch.save = init, saved  # type: ignore[method-assign]
     printed, error = io.StringIO(), ""
     try:
         with contextlib.redirect_stdout(printed):
@@ -56,7 +61,7 @@ def play(script: Path, results: Path) -> None:
     except BaseException:  # a script may end in any way
         error = traceback.format_exc()
     finally:
-        torch.optim.Optimizer.__init__ = plain  # type: ignore[method-assign]
+        torch.optim.Optimizer.__init__, torch.save = plain, save  # type: ignore[method-assign]
         watching = False
         logging.disable(logging.NOTSET)
     left = {
