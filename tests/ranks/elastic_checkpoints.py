@@ -1,6 +1,7 @@
 """Trains with checkpoints, and may be killed. Started by test_checkpoints.py: STEPS FAULT STEP."""
 
 import os
+import random
 import signal
 import sys
 import time
@@ -12,6 +13,7 @@ import sirtaki.torch as hvd
 steps, fault, at = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 hvd.init()
 torch.manual_seed(hvd.rank())
+random.seed(hvd.rank())
 model = torch.nn.Linear(5, 2, dtype=torch.float64)
 optimizer = hvd.DistributedOptimizer(
     torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), named_parameters=model.named_parameters()
@@ -33,6 +35,7 @@ def train(state: hvd.elastic.TorchState) -> None:
         state.sampler.record_batch(batch, 1)
         state.step += 1
         state.words.append(f"step{state.step}")
+        print(f"draws at {state.step} on {hvd.rank()}: {torch.rand(1).item()} {random.random()}", flush=True)
         if fault == "terminate" and state.step == at:
             os.kill(os.getpid(), signal.SIGTERM)
         state.commit()

@@ -7,6 +7,7 @@ by which preemptible machines are announced to go, has the next commit written a
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import threading
 import time
@@ -20,8 +21,15 @@ from sirtaki.errors import ConfigError
 
 from ..functions import allgather_object, broadcast_object
 from .checkpoint_folder import Checkpoint, CheckpointFolder
+from .random_state import RandomState
 
 logger = logging.getLogger(__name__)
+
+GENERATORS = "generators"
+"""Of a checkpoint: the states of all ranks' random generators, by rank."""
+
+YIELDING = 10
+"""The niceness of the thread that writes."""
 
 TERMINATED = 128 + signal.SIGTERM
 
@@ -76,6 +84,7 @@ class Checkpoints:
 
     def _write(self, number: int, tree: Tree) -> None:
         begin_s = self._clock()
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), YIELDING)  # of this thread: training comes first
         try:
             self.folder.write(number, tree)
         except Exception as err:  # what cannot be pickled, too; training goes on
@@ -149,6 +158,9 @@ def resume(state: Resumable, *, has_state: bool) -> None:
             f"the checkpoint in {checkpoints.folder.path} does not fit this script ({err}): is it another one's? Give "
             "each job a SIRTAKI_CHECKPOINT_DIR of its own, or remove what lies there to begin anew"
         ) from err
+    generators = tree.get(GENERATORS, [])
+    if len(generators) == job.current().size and generators[job.current().rank] is not None:
+        RandomState(**generators[job.current().rank]).put_back()
     state._count_from(newest + 1)
     if job.current().rank == 0:
         logger.info("going on from the checkpoint of commit %d in %s", newest, checkpoints.folder.path)

@@ -25,6 +25,10 @@ class RandomState:
         device = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]  # torch's
         return cls(random.getstate(), np.random.get_state(), torch.get_rng_state(), device)
 
+    def plain(self) -> dict[str, Any]:
+        """The same in types that need no Sirtaki to be unpickled."""
+        return {"python": self.python, "numpy": self.numpy, "host": self.host, "device": self.device}
+
     def put_back(self) -> None:
         """The generators go on from here."""
         random.setstate(self.python)

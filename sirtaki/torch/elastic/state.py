@@ -6,7 +6,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -37,6 +37,22 @@ class Standing:
     completed: int = -1
 
 
+class _Said(NamedTuple):
+    """What a rank tells the others at a commit.
+
+    Attributes:
+        change: the value of a `Change` that it has heard of.
+        leaves: it is about to end.
+        due: it is to have a checkpoint written.
+        news: what its state has to tell (Any: whatever pickles).
+    """
+
+    change: int
+    leaves: bool
+    due: bool
+    news: Any
+
+
 class _KeepsNoCommits:
     """What `elastic.run` asks of a state, beside what Horovod's scripts define."""
 
@@ -51,11 +67,11 @@ class _KeepsNoCommits:
         """
 
     def _keep(self, kept: Checkpoints, *, at_once: bool) -> None:
-        """All ranks hold what was saved last, and it may be written to disk.
+        """Collective: all ranks hold what was saved last, and it is to be written to disk.
 
         Args:
             kept: does that.
-            at_once: if a rank is about to end; collective, returns when it is on disk.
+            at_once: if a rank is about to end; returns when it is on disk.
         """
 
     def _standing(self) -> Standing:
@@ -121,17 +137,20 @@ class State(_KeepsNoCommits, ABC):
             return
         change = Change(0) if current.elastic is None else current.elastic.change()
         leaves = kept is not None and kept.leaving
-        said = current.control.all_gather((change.value, leaves, self._news()))
-        self._complete([news for _, _, news in said])
+        due = kept is not None and kept.due and current.rank == SYNC_ROOT
+        said = [_Said(*each) for each in current.control.all_gather((change.value, leaves, due, self._news()))]
+        self._complete([each.news for each in said])
         if current.elastic is not None:
             current.control.barrier()  # who returns knows that all have heard: what it alone knew would be lost with it
         if kept is not None:
-            self._keep(kept, at_once=any(leaving for _, leaving, _ in said))
+            at_once = any(each.leaves for each in said)
+            if at_once or any(each.due for each in said):
+                self._keep(kept, at_once=at_once)
             if leaves:
                 raise SystemExit(checkpoints.TERMINATED)
         changes = Change(0)
-        for other, _, _ in said:
-            changes |= Change(other)
+        for each in said:
+            changes |= Change(each.change)
         if changes:
             raise HostsUpdatedInterrupt(skip_sync=changes == Change.REMOVED)
 
@@ -211,10 +230,12 @@ class ObjectState(State):
             setattr(self, name, value)
 
     def _keep(self, kept: Checkpoints, *, at_once: bool) -> None:
-        if job.current().rank == SYNC_ROOT and (at_once or kept.due):
+        newest = self._commits.newest
+        generators = job.current().control.all_gather(None if newest.random is None else newest.random.plain())
+        if job.current().rank == SYNC_ROOT:
             if at_once:
                 kept.wait()
-            kept.write(self._commits.newest.number, copied(self._checkpoint()))
+            kept.write(newest.number, {**copied(self._checkpoint()), checkpoints.GENERATORS: generators})
             if at_once:
                 kept.wait()
         if at_once:

@@ -20,7 +20,7 @@ class Others:
 
     def __init__(self) -> None:
         self.change = Change(0)
-        self.says: object = (0, False, None)
+        self.says: object = (0, False, False, None)
         self.lost = ""
 
     def all_gather(self, mine: object) -> list[object]:
@@ -65,7 +65,7 @@ def test_a_commit_does_not_return_before_all_know_that_all_hold_it(others: Other
     [(Change.REMOVED, 0, True), (Change(0), Change.REMOVED.value, True), (Change.REMOVED, 1, False)],
 )
 def test_what_any_rank_has_heard_is_told_to_all(others: Others, mine: Change, theirs: int, skips: bool) -> None:
-    others.change, others.says = mine, (theirs, False, None)
+    others.change, others.says = mine, (theirs, False, False, None)
     state = ObjectState(step=0)
     with pytest.raises(HostsUpdatedInterrupt) as interrupt:
         state.commit()
@@ -118,9 +118,9 @@ def test_samples_of_other_ranks_are_part_of_what_is_committed(others: Others) ->
     sampler = ElasticSampler(range(10))
     state = TorchState(sampler=sampler)
     sampler.record_indices([1])
-    others.says = (0, False, {"sampler": (0, [7])})
+    others.says = (0, False, False, {"sampler": (0, [7])})
     state.commit()
-    assert others.heard == (0, False, {"sampler": (0, [1])})
+    assert others.heard == (0, False, False, {"sampler": (0, [1])})
     sampler.record_indices([2])
     state.restore()
     assert sampler.processed_indices == {1, 7}
