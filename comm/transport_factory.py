@@ -103,6 +103,7 @@ class TransportFactory:
             size=control.cross_size if across else control.size,
             timeout_s=self._timeout_s,
             agree=control.agree_on_success,
+            failures=control.failures,
         )
 
     def _make_nccl(self, algorithm: Algorithm) -> Transport:

@@ -5,10 +5,14 @@ the waits of all the others.
 """
 
 import os
+import threading
 import time
 from collections.abc import Callable
+from typing import TypeVar
 
 from sirtaki.errors import CommError
+
+T = TypeVar("T")
 
 SPIN_S = 300e-6
 """How long a wait yields the processor before it starts to sleep: about ten rounds of four ranks on two cores."""
@@ -103,6 +107,48 @@ def poll_until(test: Callable[[], bool], *, failures: FailureBoard) -> None:
         failures.check()
         time.sleep(sleep_s)
         sleep_s = min(2 * sleep_s, LONGEST_SLEEP_S)
+
+
+def unless_failed(act: Callable[[], T], *, failures: FailureBoard, undo: Callable[[T], object]) -> T:
+    """What `act` gives, which blocks and hears of no failure: it has a thread, and is left to it when the job fails.
+
+    Args:
+        act: ends by itself some time.
+        failures: of the job.
+        undo: what is done with its result if nobody waits for it any more.
+
+    Raises:
+        CommError: the job has failed.
+        BaseException: what `act` raises.
+    """
+    results: list[T] = []
+    errors: list[BaseException] = []
+    lock, done = threading.Lock(), threading.Event()
+    left = False
+
+    def run() -> None:
+        try:
+            result = act()
+        except BaseException as err:
+            errors.append(err)
+        else:
+            with lock:
+                results.append(result)
+                alone = left
+            if alone:
+                undo(result)
+        done.set()
+
+    threading.Thread(target=run, name="sirtaki-opening", daemon=True).start()
+    while not done.wait(WAIT_SLICE_S):
+        if failures.error is not None:
+            with lock:
+                left = not results
+            if left:
+                failures.raise_if_failed()
+    if errors:
+        raise errors[0]
+    return results[0]
 
 
 def _fresh(error: CommError) -> CommError:

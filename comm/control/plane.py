@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import datetime
 import pickle
 import socket
 from collections.abc import Callable, Sequence
@@ -18,6 +17,7 @@ from sirtaki.errors import CommError, ConfigError, MismatchError, TransportError
 from .addresses import LOOPBACK, host_identity, own_addresses, reach
 from .communicator import Backend, Communicator, Op, Test
 from .failure import poll_until
+from .rendezvous_store import connect_to_store, serve_store
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
@@ -196,15 +196,12 @@ class ControlPlane:
         return there.store, there.own_address
 
     def _open_store(self) -> tuple[TCPStore, str]:
-        from torch._C._distributed_c10d import TCPStore
-
-        timeout = datetime.timedelta(seconds=300)
         offer: tuple[list[str], int] | ConfigError | TransportError | None = None
         store: TCPStore | None = None
         own, problem = LOOPBACK, ""
         if self.rank == 0:
             try:
-                store = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=timeout)
+                store = serve_store()
                 offer = ([LOOPBACK] if len(set(self.hosts)) == 1 else own_addresses(self._interface), store.port)
             except ConfigError as err:
                 offer = err
@@ -217,7 +214,7 @@ class ControlPlane:
         if store is None:
             try:
                 server, own = reach(candidates, port)
-                store = TCPStore(server, port, is_master=False, timeout=timeout)
+                store = connect_to_store(server, port, failures=self.failures)
             except (CommError, OSError, RuntimeError) as err:
                 problem = str(err)
         elif candidates:

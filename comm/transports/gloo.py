@@ -17,6 +17,7 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 from torch.distributed import ReduceOp as TorchOp
 
 from sirtaki.comm import timeline
+from sirtaki.comm.control.failure import FailureBoard, unless_failed
 from sirtaki.comm.device import Event
 from sirtaki.comm.plan import TransportKind
 from sirtaki.errors import CommError
@@ -113,6 +114,7 @@ class GlooTransport:
         size: int,
         timeout_s: float,
         agree: Agree,
+        failures: FailureBoard,
     ) -> None:
         """Starts nothing; connections are made by `open_streams`.
 
@@ -124,9 +126,10 @@ class GlooTransport:
             size: how many take part.
             timeout_s: after this long a reduction that does not get on fails.
             agree: of all ranks that open streams at the same time.
+            failures: of the job.
         """
         self._store, self._prefix, self._address = store, prefix, address
-        self._rank, self._size, self._agree = rank, size, agree
+        self._rank, self._size, self._agree, self._failures = rank, size, agree, failures
         self.stream_cost = StreamCost(descriptors=size + OWN_DESCRIPTORS, threads=2)
         self._timeout = datetime.timedelta(seconds=timeout_s)
         self._groups: list[ProcessGroupGloo] = []
@@ -147,7 +150,9 @@ class GlooTransport:
         options._devices = [device]
         group = open_together(
             what,
-            lambda: ProcessGroupGloo(store, self._rank, self._size, options),
+            lambda: unless_failed(
+                lambda: ProcessGroupGloo(store, self._rank, self._size, options), failures=self._failures, undo=_end
+            ),
             agree=self._agree,
             close=_end,
         )

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from sirtaki.comm.control.failure import FailureBoard, poll_until
+from sirtaki.comm.control.failure import FailureBoard, poll_until, unless_failed
 from sirtaki.errors import PeerLostError, StallError, TransportError
 
 
@@ -47,3 +47,40 @@ def test_where_nobody_is_to_blame_the_broken_connection_is_all_there_is(monkeypa
     monkeypatch.setattr("sirtaki.comm.control.failure.BLAME_S", 0.05)
     error = TransportError("connection reset")
     assert FailureBoard().cause_of(error) is error
+
+
+# ── what blocks and hears of no failure ──────────────────────────────────────────────────────────────────────────
+
+
+def test_it_gives_what_it_gives_and_raises_what_it_raises() -> None:
+    undone = list[int]()
+    assert unless_failed(lambda: 3, failures=FailureBoard(), undo=undone.append) == 3
+
+    def fail() -> int:
+        raise OSError("no room")
+
+    with pytest.raises(OSError, match="no room"):
+        unless_failed(fail, failures=FailureBoard(), undo=undone.append)
+    assert undone == []
+
+
+def test_it_is_left_when_the_job_fails_and_undone_when_it_ends() -> None:
+    board, gate, undone = FailureBoard(), threading.Event(), threading.Event()
+
+    def act() -> int:
+        gate.wait(10.0)
+        return 3
+
+    threading.Timer(0.05, board.report, [PeerLostError("rank 1 has ended")]).start()
+    with pytest.raises(PeerLostError, match="rank 1 has ended"):
+        unless_failed(act, failures=board, undo=lambda result: undone.set() if result == 3 else None)
+    assert not undone.is_set()
+    gate.set()
+    assert undone.wait(5.0)
+
+
+def test_what_has_been_opened_before_the_failure_is_the_callers() -> None:
+    board, undone = FailureBoard(), list[int]()
+    board.report(PeerLostError("rank 1 has ended"))
+    assert unless_failed(lambda: 3, failures=board, undo=undone.append) == 3
+    assert undone == []
