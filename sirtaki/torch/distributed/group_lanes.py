@@ -147,7 +147,8 @@ class GroupLanes:
         route = knobs.transport, knobs.algorithm
         router.open_plan(_one_unit_each(route, knobs.streams))
         if ranks.rank == 0:
-            logger.info("%d ranks: %s %s, %d streams", ranks.size, route[0].value, route[1].value, knobs.streams)
+            how, streams = f"{route[0].value} {route[1].value}", "stream" if knobs.streams == 1 else "streams"
+            logger.info("a process group of %d ranks: %s, %d %s", ranks.size, how, knobs.streams, streams)
         through_slots = TransportKind.SHARED_MEMORY in route or Algorithm.HIERARCHICAL in route
         pipeline = UnitPipeline(
             router,

@@ -8,7 +8,9 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+from torch._C import _distributed_c10d
 from torch._C._distributed_c10d import Work
+from torch.torch_version import TorchVersion
 
 from sirtaki.comm.collectives.unit_pipeline import TensorReduction
 
@@ -18,6 +20,18 @@ Tensors = list[torch.Tensor]
 
 NO_TIMEOUT = timedelta(0)
 """What PyTorch says where it means none."""
+
+
+KEEPS_WORKS = TorchVersion(torch.__version__) >= "2.7"
+"""Whether PyTorch's C++ keeps a work of Python's alive; 2.4 does not, and waits for ever."""
+
+
+def lasting(work: LaneWork | FollowedWork) -> Work:
+    """What C++ may be given: in older versions of PyTorch a work of its own, which cannot wait for a limited time."""
+    if KEEPS_WORKS:
+        return work
+    native: Work = _distributed_c10d._create_work_from_future(work.get_future())  # type: ignore[attr-defined]
+    return native
 
 
 class LaneWork(Work):

@@ -1,0 +1,50 @@
+"""Lightning trains over Sirtaki as over Gloo, started by anything, and goes on from its checkpoints."""
+
+from pathlib import Path
+
+import pytest
+from integrations.launching import losses
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+
+SCRIPT = "lightning_digits.py"
+
+
+def fit(launcher: str, folder: Path, *args: object, epochs: int = 3) -> dict[int, float]:
+    return losses(launcher, SCRIPT, "fit", "--trainer.max_epochs", epochs, *args, folder=folder)
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    """What Lightning's own strategy gives."""
+    found = fit("torchrun", tmp_path_factory.mktemp("ddp"), "--trainer.strategy", "ddp")
+    assert sorted(found) == [1, 2, 3]
+    assert found[3] < 0.5
+    return found
+
+
+@pytest.mark.parametrize(
+    ("launcher", "strategy"),
+    [("sirtakirun", "sirtaki"), ("torchrun", "sirtaki_tuned"), ("itself", "sirtaki")],
+)
+def test_losses_are_those_of_lightnings_own_strategy(
+    tmp_path: Path, expected: dict[int, float], launcher: str, strategy: str
+) -> None:
+    assert fit(launcher, tmp_path, "--trainer.strategy", strategy) == pytest.approx(expected, abs=2e-4)
+
+
+def test_training_goes_on_from_a_checkpoint_and_adds_up_passes(tmp_path: Path) -> None:
+    accumulate = ("--trainer.accumulate_grad_batches", 2)
+    first = fit("sirtakirun", tmp_path, *accumulate, epochs=2)
+    (checkpoint,) = tmp_path.rglob("*.ckpt")
+    later = fit("sirtakirun", tmp_path, *accumulate, "--ckpt_path", checkpoint, epochs=4)
+    assert (sorted(first), sorted(later)) == ([1, 2], [3, 4])
+    assert later[4] < later[3] < first[2]
+
+
+def test_a_communication_hook_does_not_go_with_tuning() -> None:
+    from sirtaki.errors import ConfigError
+    from sirtaki.lightning import SirtakiStrategy
+
+    with pytest.raises(ConfigError, match="leave ddp_comm_hook out"):
+        SirtakiStrategy(tuned=True, ddp_comm_hook=lambda state, bucket: bucket)
