@@ -56,6 +56,8 @@ class Settings:
         stall_warning_s: seconds after which missing ranks are named in a warning.
         stall_shutdown_s: seconds after which missing ranks are an error; None, set by 0: never.
         trial_log: file for one machine-readable line a trial.
+        metrics_port: port of local rank 0 for Prometheus; that of the next rank is one higher.
+        metrics_host: address that Prometheus is answered at.
         registry: where results are remembered: a database URL, a file, or "off"; None, not set: the user's cache.
         seed: of the tuner's random choices.
         unused_as_none: gradients that no rank has computed are None (PyTorch's rule) instead of zeros (Horovod's).
@@ -89,6 +91,8 @@ class Settings:
     stall_warning_s: float = 60.0
     stall_shutdown_s: float | None = 600.0
     trial_log: str | None = None
+    metrics_port: int | None = None
+    metrics_host: str = "127.0.0.1"
     registry: str | None = None
     seed: int = 0
     unused_as_none: bool = False
@@ -281,6 +285,8 @@ VARIABLES: tuple[Variable, ...] = (
     _variable("SIRTAKI_STALL_SHUTDOWN_S", "stall_shutdown_s", _LIMIT),
     _variable("HOROVOD_AUTOTUNE_LOG", "trial_log", _TEXT),
     _variable("SIRTAKI_TRIAL_LOG", "trial_log", _TEXT),
+    _variable("SIRTAKI_METRICS_PORT", "metrics_port", _COUNT),
+    _variable("SIRTAKI_METRICS_HOST", "metrics_host", _TEXT),
     _variable("SIRTAKI_REGISTRY", "registry", _TEXT),
     _variable("SIRTAKI_SEED", "seed", _FROM_ZERO),
     _variable("SIRTAKI_CHECK_NAN", "check_nan", _FLAG),

@@ -19,6 +19,7 @@ COMMANDS = {
     "plan": ("sirtaki.cli.plan", "how a job whose log is here would scale on other clusters"),
     "registry": ("sirtaki.cli.registry", "what is remembered: list, show, compare, export, import, remove"),
     "report": ("sirtaki.cli.report", "what a job's tuning tried, gained and chose: in short, and as an HTML page"),
+    "top": ("sirtaki.cli.top", "the jobs that run on this machine now, live"),
     "translate": (
         "sirtaki.cli.translate",
         "turn a training script of one process, or for DDP or Horovod, into one for Sirtaki",

@@ -29,6 +29,8 @@ from sirtaki.autotune.model.planning import PlanningModel
 from sirtaki.autotune.trial import Trial
 from sirtaki.comm.layout import GradientLayout
 from sirtaki.settings import Settings
+from sirtaki.watch import watchers
+from sirtaki.watch.events import Decision, TrialEnded
 
 from .carried_tuning import NOTHING_BROUGHT, Carrying
 from .knob_choices import checked_plans
@@ -227,10 +229,24 @@ class TuningCoordinator:
             predicted_s=predicted_s,
             forecast=forecast,
         )
+        if watchers.watching:
+            self._tell_trial(assignment, spans_s, iteration)
         quiet = self._session.done or self._retuning
         if not quiet and time.monotonic() - self._told_s > PROGRESS_EVERY_S:
             self._told_s = time.monotonic()
             logger.info("%s", describe_progress(self._session, self.times.usual))
+
+    def _tell_trial(self, assignment: Assignment, spans_s: Sequence[float], iteration: int) -> None:
+        assert self._session is not None
+        event = TrialEnded(
+            iteration=iteration,
+            arm=assignment.arm,
+            setting=assignment.knobs.describe(),
+            knobs=assignment.knobs.to_json(),
+            communication_s=min(spans_s),
+            best_s=self._session.result.best_span_s,
+        )
+        watchers.tell_all(lambda watcher: watcher.trial(event))
 
     def _tell_pace(self) -> None:
         self._searchers.know_pace(self.times.usual)
@@ -257,9 +273,24 @@ class TuningCoordinator:
         logger.info("%s%s", told, "; stored in the registry" if stored else "")
         self._tell_pace()  # for the report, and for `sirtaki plan`
         self._log.ended(result, iteration=iteration, usual=self.times.usual)
+        if watchers.watching:
+            self._tell_decision(result, iteration)
         earlier = [] if self._stays is None else [self._stays]
         self._earlier = [*earlier, *(knobs for knobs in self._earlier if knobs not in (result.knobs, *earlier))]
         self._stays = result.knobs
+
+    def _tell_decision(self, result: SessionResult, iteration: int) -> None:
+        event = Decision(
+            iteration=iteration,
+            arm=result.arm,
+            setting=result.knobs.describe(),
+            knobs=result.knobs.to_json(),
+            default_s=result.default_span_s,
+            best_s=result.best_span_s,
+            n_trials=result.n_trials,
+            retune=self._retuning,
+        )
+        watchers.tell_all(lambda watcher: watcher.decision(event))
 
     def _keep_condition(self, session: WarmupSession) -> bool:
         """What holds while communication is as it is now goes beside what was found before, not into its place."""

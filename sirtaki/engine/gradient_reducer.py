@@ -20,7 +20,7 @@ from .backward_end import BackwardEnd
 from .failed_pass import FailedPass
 from .gradient_hooks import GradientHooks
 from .hooked_parameters import HookedParameters
-from .participants import Progress, Stage
+from .participants import Progress, Running, Stage
 from .reducer_end import let_go
 from .reducer_options import ReducerOptions
 from .reducer_resources import ReducerResources
@@ -200,6 +200,13 @@ class GradientReducer:
     def in_flight(self) -> InFlight | None:
         """See `Participant`."""
         return None if (tuned := self.tuned) is None else tuned.synchroniser.in_flight
+
+    @property
+    def running(self) -> Running | None:
+        """See `Participant`."""
+        if (tuned := self.tuned) is None:
+            return None
+        return Running(iteration=tuned.synchroniser.iteration, setting=tuned.knobs.describe(), tuning=tuned.tuning)
 
     def remember(self) -> None:
         """See `Participant`."""

@@ -33,6 +33,7 @@ from .disposal import Disposal
 from .generations import Generations, of_this_process
 from .joining import Joining
 from .membership import Dismissed
+from .observed import Observed
 from .participants import Participants
 from .ranks import open_beside, open_ranks
 
@@ -60,6 +61,7 @@ class Job:
         settled: scripts may communicate; else some ranks are new and some are not, and they have not met in
             `elastic.run`.
         training: the function that `elastic.run` repeats is running.
+        observed: what others see of it; None before and after.
     """
 
     def __init__(self, settings: Settings, comm: Communicator, elastic: Generations | None = None) -> None:
@@ -72,6 +74,7 @@ class Job:
         """
         self.settings, self._ranks, self.elastic = settings, comm, elastic
         self.settled, self.training = elastic is None or elastic.in_step, False
+        self.observed: Observed | None = None
         # What other ranks may fail comes before what would have to be ended then.
         self.control = ControlPlane(comm, local_size=settings.local_size, interface=settings.gloo_interface)
         self.job: str = self.control.broadcast(f"{time.time_ns()}.{os.getpid()}")
@@ -177,6 +180,7 @@ class Job:
             False if other ranks did not come within `timeout_s`; no communicator is freed then, and it may be
             called again.
         """
+        self._hide(for_good=True)
         self.control.failures.while_waiting(None)
         everybody = self.control.failures.error is None and self.watchdog.leave(timeout_s)
         for participant in reversed(list(self.participants)):
@@ -189,6 +193,11 @@ class Job:
             self.control.close()
             self._ranks.free()
         return everybody
+
+    def _hide(self, *, for_good: bool) -> None:
+        observed, self.observed = self.observed, None
+        if observed is not None:
+            observed.close(for_good=for_good)
 
     # ── where ranks come and go ──────────────────────────────────────────────────────────────────────────────────
 
@@ -210,6 +219,7 @@ class Job:
     def abandon(self) -> None:
         """Not collective, after `give_up` or `wait_for_leave`: ends all that belongs to the generation on this rank."""
         assert self.elastic is not None
+        self._hide(for_good=False)
         self.control.failures.while_waiting(None)
         self.elastic.tuning.going_on = True
         for participant in reversed(list(self.participants)):
@@ -306,6 +316,7 @@ def init(comm: Sequence[int] | MPI.Comm | None = None, *, beside: ProcessGroup |
     ):
         os.environ[f"HOROVOD_{name}"] = str(value)
     process_end.watch(_job)
+    _job.observed = Observed(_job, local_rank=control.local_rank, generation=0 if elastic is None else elastic.number)
 
 
 def _next_generation(settings: Settings, elastic: Generations) -> Job:

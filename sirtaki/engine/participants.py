@@ -6,6 +6,7 @@ import gc
 import time
 import weakref
 from collections.abc import Iterator
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol
 
@@ -65,6 +66,21 @@ class Waiting:
         self._progress.waiting = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Running:
+    """What a participant's iterations run now.
+
+    Attributes:
+        iteration: the number of the current one.
+        setting: in words.
+        tuning: it may be a trial's.
+    """
+
+    iteration: int
+    setting: str
+    tuning: bool
+
+
 class Participant(Protocol):
     """One that takes part in iterations with other ranks.
 
@@ -96,6 +112,11 @@ class Participant(Protocol):
     @property
     def in_flight(self) -> InFlight | None:
         """What a device may still be busy with; None where nothing is reduced. Any thread."""
+        ...
+
+    @property
+    def running(self) -> Running | None:
+        """What its iterations run; None where nothing is reduced. Any thread."""
         ...
 
     def remember(self) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -28,6 +29,8 @@ from sirtaki.comm.layout import GradientLayout
 from sirtaki.comm.plan import CommPlan, Route
 from sirtaki.errors import PlanError, TransportError
 from sirtaki.settings import Settings
+from sirtaki.watch import watchers
+from sirtaki.watch.events import IterationEnded
 
 from .before_search import measure, without_planners
 from .carried_tuning import CarriedTuning, Carrying
@@ -107,6 +110,7 @@ class TunedSynchroniser:
             unused_as_none=settings.unused_as_none,
         )
         self._knobs = self._default
+        self._total_bytes, self._told_s = total_bytes, math.nan
         self._arms = arms
         self._tuning = settings.tune and settings.warmup_iterations > 0
         self._assignment: Assignment | None = None
@@ -165,6 +169,8 @@ class TunedSynchroniser:
             joined: this rank has no data any more and takes part with zeros.
         """
         report = self._sync.finish(joined=joined)
+        if watchers.watching:
+            self._tell(report)
         if self._tuning and self._coordinator is not None:
             self._coordinator.times.note(report)
         if report.profiled:
@@ -175,6 +181,19 @@ class TunedSynchroniser:
                 self._after_iteration(span_s)
             elif self._drift is not None:
                 self._watch(self._drift, span_s, self._sync.pace)
+
+    def _tell(self, report: IterationReport) -> None:
+        now_s = time.perf_counter()
+        event = IterationEnded(
+            number=self._sync.iteration,
+            step_s=now_s - self._told_s,
+            communication_s=report.span_s,
+            exposed_s=max(0.0, report.span_s - report.backward_s),
+            n_bytes=self._total_bytes,
+            tuning=self._tuning,
+        )
+        self._told_s = now_s
+        watchers.tell_all(lambda watcher: watcher.iteration(event))
 
     # ── the warm-up ──────────────────────────────────────────────────────────────────────────────────────────────
 

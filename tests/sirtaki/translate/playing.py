@@ -38,9 +38,10 @@ def play(script: Path, results: Path) -> None:
         plain(self, params, defaults)
         trained.extend(param for group in self.param_groups for param in group["params"])
 
-    def saved(obj: object, f: object, *args: object) -> None:
-        written.append(str(f))  # torch writes files beside Python
-        save(obj, f, *args)
+    def saved(obj: object, f: object, *args: object, **options: object) -> None:
+        if isinstance(f, str | os.PathLike):
+            written.append(str(f))  # torch writes files beside Python
+        save(obj, f, *args, **options)
 
     def watch(event: str, args: tuple[object, ...]) -> None:
         if watching and event == "open" and isinstance(args[0], str) and set(str(args[1] or "")) & set("wax+"):

@@ -34,6 +34,8 @@ SEVERAL_BEFORE = {"ddp_script", "horovod_script"}
 OWN_NOISE = {"gan", "vae", "early_stopping"}
 """Scripts whose ranks draw noise or have statistics of their own."""
 
+pytestmark = pytest.mark.timeout(600)  # the first slow test waits for four jobs of twenty scripts each
+
 NUMBER = re.compile(r"-?\d+\.\d+(?:e-?\d+)?|-?\d+")
 
 
@@ -121,7 +123,7 @@ def _play(results: Path, ranks: int, scripts: list[Path], mpiexec: list[str]) ->
         "PYTHONPATH": str(HERE.parents[2]),
     }
     command = [*several, sys.executable, HERE / "playing.py", results, *scripts]
-    done = subprocess.run(list(map(str, command)), env=environment, capture_output=True, text=True, timeout=110)
+    done = subprocess.run(list(map(str, command)), env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
 
 

@@ -1,0 +1,29 @@
+"""A job is seen by those who watch it, in its process and from outside."""
+
+import socket
+
+from rank_jobs import Job, Play, RankCase, on_ranks
+
+SHORT = {"SIRTAKI_REGISTRY": "off", "SIRTAKI_WARMUP_ITERATIONS": "20"}
+
+
+def free_ports() -> int:
+    """A port that is free, as the next one is."""
+    while True:
+        with socket.create_server(("127.0.0.1", 0)) as one:
+            port: int = one.getsockname()[1]
+            try:
+                socket.create_server(("127.0.0.1", port + 1)).close()
+            except OSError:
+                continue
+            return port
+
+
+@on_ranks("observed", Job(2, env=SHORT))
+def test_a_job_is_seen(play: Play, rank_case: RankCase) -> None:
+    play(rank_case)
+
+
+@on_ranks("observed", Job(2, env={**SHORT, "SIRTAKI_METRICS_PORT": str(free_ports())}), cases="METRICS")
+def test_a_job_is_measured(play: Play, rank_case: RankCase) -> None:
+    play(rank_case)
