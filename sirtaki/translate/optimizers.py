@@ -113,16 +113,18 @@ class Optimizers:
         for call, optimizer in steps:
             if call.args and self._source.code(call.args[0].value) != self._source.code(optimizer):
                 continue  # a closure: reduced after each call of it
-            reads = self._reads_before(call)
-            name = self._source.code(optimizer)
-            scaled = call.args and self._source.code(call.args[0].value) == name
-            if not reads and not scaled:
-                continue
-            first = self._source.statement(reads[0] if reads else call)
             step = self._source.statement(call)
-            if isinstance(step, cst.SimpleStatementLine):
-                self._edits.before(first, f"{name}.synchronize()")
-                self._edits.put_into(step, f"with {name}.skip_synchronize()")
+            alone = isinstance(step, cst.SimpleStatementLine) and len(step.body) == 1
+            reads = self._reads_before(call) + ([] if alone else self._reads(step))
+            if not reads and not call.args:
+                continue
+            if not alone:
+                line = self._source.line(call)
+                self._edits.refuse(line, "gradients are read before this step: put it on a line of its own")
+                continue
+            name = self._source.code(optimizer)
+            self._edits.before(self._source.statement(reads[0] if reads else call), f"{name}.synchronize()")
+            self._edits.put_into(step, f"with {name}.skip_synchronize()")
 
     def _reads_before(self, step: cst.Call) -> list[cst.CSTNode]:
         """What reads gradients in the block of a step or one inside, in front of it."""
@@ -132,19 +134,24 @@ class Optimizers:
         for sibling in block.children:
             if sibling is statement:
                 break
-            for node in walk(sibling):
-                if isinstance(node, cst.Call):
-                    name = self._source.full_name(node.func).rpartition(".")[2] or called_attribute(node)
-                    if called_attribute(node) == "backward":
-                        found.clear()
-                    elif called_attribute(node) in READS_GRADIENTS or name in READS_GRADIENTS:
-                        found.append(node)
-                elif (
-                    isinstance(node, cst.Attribute)
-                    and node.attr.value == "grad"
-                    and dotted_base(node) != "torch.autograd"
-                ):
+            if self._training.backward_passes(sibling):
+                found.clear()
+            found += self._reads(sibling)
+        return found
+
+    def _reads(self, part: cst.CSTNode) -> list[cst.CSTNode]:
+        """What reads gradients in a part of the script, behind its last backward pass."""
+        found: list[cst.CSTNode] = []
+        for node in walk(part):
+            if isinstance(node, cst.Call):
+                if called_attribute(node) == "backward":
+                    found.clear()
+                elif {called_attribute(node), self._source.full_name(node.func).rpartition(".")[2]} & READS_GRADIENTS:
                     found.append(node)
+            elif (
+                isinstance(node, cst.Attribute) and node.attr.value == "grad" and dotted_base(node) != "torch.autograd"
+            ):
+                found.append(node)
         return found
 
 

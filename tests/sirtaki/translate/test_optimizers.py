@@ -34,6 +34,12 @@ def test_gradients_are_reduced_before_they_are_read() -> None:
     )
 
 
+def test_gradients_that_are_read_in_the_line_of_the_step_are_refused() -> None:
+    line = "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0); optimizer.step()"
+    with pytest.raises(TranslationError, match="put it on a line of its own"):
+        translate(HEAD.replace("optimizer.step()", line))
+
+
 def test_accumulated_gradients_are_reduced_at_the_step() -> None:
     lines = added("total += 1\nloss.backward()")
     assert any("backward_passes_per_step=1_000_000" in line for line in lines)
