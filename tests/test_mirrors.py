@@ -10,6 +10,7 @@ NOTHING_TO_TEST = {
     "comm/gradients/pace.py": "an enum",
     "registry/store.py": "a Protocol; every store is held to it by tests/conformance/store.py",
     "sirtaki/engine/reducer_options.py": "a record",
+    "sirtaki/lightning.py": "needs Lightning: tests/integrations/test_lightning.py",
     "sirtaki/run/call.py": "calls one function",
     "sirtaki/run/elastic/actions.py": "records",
     "sirtaki/run/elastic/policy.py": "a record",

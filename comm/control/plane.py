@@ -6,30 +6,20 @@ import copy
 import pickle
 import socket
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from sirtaki.errors import CommError, ConfigError, MismatchError, TransportError
+from sirtaki.errors import ConfigError, MismatchError, SirtakiError, TransportError
 
-from .addresses import LOOPBACK, host_identity, own_addresses, reach
+from .addresses import host_identity
 from .communicator import Backend, Communicator, Op, Test
 from .failure import poll_until
-from .rendezvous_store import connect_to_store, serve_store
+from .rendezvous import Offer, Rendezvous
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
-
-
-@dataclass(slots=True)
-class _Rendezvous:
-    """Where process groups find each other: opened once for a control plane and all its scopes."""
-
-    store: TCPStore | None = None
-    own_address: str = LOOPBACK
-    prefixes: int = 0
 
 
 _FIRST_BYTES, _LENGTH_BYTES = 256, 8
@@ -105,7 +95,7 @@ class ControlPlane:
         across = _like(self.rank, [_like(rank, nodes).index(rank) for rank in range(self.size)])
         self.cross_rank, self.cross_size = across.index(self.rank), len(across)
         self.node, self.cross = self._comm.subset(self.node_ranks), self._comm.subset(across)
-        self._rendezvous = _Rendezvous()
+        self._rendezvous = Rendezvous()
         self._owned: list[Communicator] = []
         self._scopes: list[ControlPlane] = []
         self._close_together: Callable[[], None] | None = None  # of a scope: set once this rank has released it
@@ -192,36 +182,15 @@ class ControlPlane:
         """
         there = self._rendezvous
         if there.store is None:
-            there.store, there.own_address = self._open_store()
+            offer: Offer | SirtakiError | None = None
+            if self.rank == 0:
+                offer = there.serve(one_host=len(set(self.hosts)) == 1, interface=self._interface)
+            found = self.broadcast(offer)
+            if isinstance(found, SirtakiError):
+                raise found
+            self.agree_on_success("" if self.rank == 0 else there.connect(found, failures=self.failures))
+        assert there.store is not None
         return there.store, there.own_address
-
-    def _open_store(self) -> tuple[TCPStore, str]:
-        offer: tuple[list[str], int] | ConfigError | TransportError | None = None
-        store: TCPStore | None = None
-        own, problem = LOOPBACK, ""
-        if self.rank == 0:
-            try:
-                store = serve_store()
-                offer = ([LOOPBACK] if len(set(self.hosts)) == 1 else own_addresses(self._interface), store.port)
-            except ConfigError as err:
-                offer = err
-            except (OSError, RuntimeError) as err:
-                offer = TransportError(f"rank 0 cannot open a store: {err}")
-        found = self.broadcast(offer)
-        if isinstance(found, Exception):
-            raise found
-        candidates, port = found
-        if store is None:
-            try:
-                server, own = reach(candidates, port)
-                store = connect_to_store(server, port, failures=self.failures)
-            except (CommError, OSError, RuntimeError) as err:
-                problem = str(err)
-        elif candidates:
-            own = candidates[0]
-        self.agree_on_success(problem)
-        assert store is not None
-        return store, own
 
     def next_prefix(self) -> str:
         """A store prefix that no earlier process group has used; the same on all ranks if called in step."""
