@@ -13,6 +13,12 @@ _LENGTH = struct.Struct("<I")
 _PIECE_BYTES = 65536
 
 
+def encoded(message: Mapping[str, Any]) -> bytes:
+    """For `JsonChannel.send_encoded`: a message that goes to many is written once."""
+    text = json.dumps(message, separators=(",", ":")).encode()
+    return _LENGTH.pack(len(text)) + text
+
+
 class JsonChannel:
     """One end. Nothing here blocks; whoever is to hear is asked by a selector."""
 
@@ -34,8 +40,11 @@ class JsonChannel:
 
     def send(self, message: Mapping[str, Any]) -> None:
         """Sends what can be sent now, and keeps the rest. What is sent to somebody who is gone is dropped."""
-        text = json.dumps(message, separators=(",", ":")).encode()
-        self._out += _LENGTH.pack(len(text)) + text
+        self.send_encoded(encoded(message))
+
+    def send_encoded(self, text: bytes) -> None:
+        """As `send`, of what `encoded` has given."""
+        self._out += text
         self.flush()
 
     def flush(self) -> None:

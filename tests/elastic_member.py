@@ -25,7 +25,7 @@ from sirtaki.engine.membership import Dismissed, Generation
 from sirtaki.errors import CommError
 
 STEP_S = 0.01
-HEARTBEAT_S = 2.0
+HEARTBEAT_S = float(os.environ.get("SIRTAKI_TEST_HEARTBEAT_S", "2"))
 
 FOLDER = Path(sys.argv[1])
 

@@ -31,6 +31,11 @@ FIRST_FLOW_CLASS = 0x100
 ACK_CLASS = 0x2
 OTHER_CLASS = 0x3
 
+CUT = "bfifo limit 1"
+"""A queue that has room for no packet; see `NetLab.hurt`."""
+
+WHOLE = "pfifo limit 1000"
+
 
 class LabError(RuntimeError):
     """The emulated cluster could not be built, or a job in it failed."""
@@ -159,7 +164,7 @@ class NetLab:
         agent = [
             "--prtemca",
             "plm_ssh_agent",
-            str(self._directory / "agent"),
+            str(self.agent),
             "--prtemca",
             "plm_ssh_no_tree_spawn",
             "1",
@@ -218,6 +223,29 @@ class NetLab:
             self._tc(self._enter_node(node), _as_changes(_uplink(shape)))
             self._tc([], _as_changes(_downlink(shape, f"port{node}")))
 
+    def hurt(self, node: int, *, into: str = "", out_of: str = "") -> None:
+        """Gives packets of a node another queue while jobs run; its link has no rate any more.
+
+        Args:
+            node: whose.
+            into: for those that come to it, in words of tc: `CUT`, `WHOLE`, or "netem delay 200ms loss 5%"; "" = as
+                it was.
+            out_of: for those that it sends.
+
+        Raises:
+            LabError: this kernel has no such queue.
+        """
+        if into:
+            self._tc([], f"qdisc replace dev port{node} root {into}\n")
+        if out_of:
+            self._tc(self._enter_node(node), f"qdisc replace dev eth0 root {out_of}\n")
+
+    @property
+    def agent(self) -> Path:
+        """A program that runs a command on a node, from any of them: `agent HOST COMMAND …`."""
+        assert self._directory is not None, "it belongs inside the with block"
+        return self._directory / "agent"
+
     def _tc(self, enter_node: Sequence[str], commands: str) -> None:
         program = ["tc", "-batch", "-"]
         done = subprocess.run([*self._enter(), *enter_node, *program], input=commands, text=True, capture_output=True)
@@ -230,11 +258,10 @@ class NetLab:
             f"{self.address(node)}|{self.hostname(node)}) node={pid};;\n" for node, pid in enumerate(self._node_pids)
         )
         enter = f"nsenter --target $node --net --mount --uts --ipc --wdns={shlex.quote(os.getcwd())}"
-        agent = directory / "agent"
-        agent.write_text(
+        self.agent.write_text(
             f'#!/bin/sh\ncase $1 in\n{cases}*) echo "no node $1" >&2; exit 1;;\nesac\nshift\nexec {enter} sh -c "$*"\n'
         )
-        agent.chmod(0o755)
+        self.agent.chmod(0o755)
 
     def _enter(self) -> list[str]:
         """A prefix that runs a command beside the bridge."""

@@ -23,6 +23,9 @@ from .preloading import load_what_training_needs
 
 _NO_CHANGE = Change(0)
 
+LONG_S = 10.0
+"""Who computes for longer without looking for changes says so, lest it be taken for one that stands still."""
+
 
 def name_of(job: str, generation: Mapping[str, Any]) -> str:
     """Under which the members of a generation meet: nobody else may who was told of another one of its number."""
@@ -72,9 +75,11 @@ class AgentClient:
         self._channel = JsonChannel(sock)
         self._interface, self._one_host = interface, one_host
         self._heard = Heard()
+        self._looked_s, self._longest_s = time.monotonic(), LONG_S
 
     def join(self, *, after: int, has_state: bool, timeout_s: float) -> Generation:
         """See `Membership`."""
+        self._look()
         deadline_s = time.monotonic() + timeout_s
         if after == 0:
             load_what_training_needs()
@@ -96,6 +101,7 @@ class AgentClient:
         """See `Membership`."""
         with contextlib.suppress(ConnectionError):  # whoever asks for the next generation is told
             self._heard.note(self._channel.receive())
+        self._look()
         return self._heard.change
 
     def finished(self) -> None:
@@ -106,6 +112,14 @@ class AgentClient:
         """The rank is a member of nothing any more."""
         self._channel.close()
 
+    def _look(self) -> None:
+        """Says how long this rank has not looked, if it never took so long before."""
+        now_s = time.monotonic()
+        looked_s, self._looked_s = self._looked_s, now_s
+        if now_s - looked_s > self._longest_s:
+            self._longest_s = now_s - looked_s
+            self._channel.send({"ask": "patience", "seconds": float(round(self._longest_s, 1))})
+
     def _wait_for_answer(self, deadline_s: float) -> Mapping[str, Any]:
         while (left_s := deadline_s - time.monotonic()) > 0:
             select.select([self._channel], [self._channel] if self._channel.has_unsent else [], [], left_s)
@@ -115,6 +129,7 @@ class AgentClient:
             except ConnectionError as err:
                 raise CommError(f"the agent of this host is gone ({err})") from err
             if (answer := self._heard.answer(messages)) is not None:
+                self._looked_s = time.monotonic()
                 return answer
         raise CommError("the other ranks of the next generation did not come in time")
 

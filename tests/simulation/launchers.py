@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from simulation.network import Address, End, Process
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 KEY = "agents"
 DRIVER = 0
 TICK_S = 0.5
+LOOK_S = 0.02
 
 
 class SimulatedAgent(AgentRecord[End]):
@@ -64,6 +65,7 @@ class DriverProcess(Process):
         members = JobMembers(policy, HostPool(policy, random.Random(self.sim.rng.random())))
         self.direction = Direction(members, self, lambda text: world.history.note("say", self.name, text=text))
         self._events: list[Heard | Lost] | None = None
+        self._heard: list[Heard | Lost] = []
         self._reports: dict[str, Mapping[str, Any]] = {}
         self._asked: Mapping[str, int] = {}
         self._closing = False
@@ -100,6 +102,9 @@ class DriverProcess(Process):
     def send(self, host: str, message: Mapping[str, Any]) -> None:
         self.roster.send(host, json.loads(json.dumps(message)))
 
+    def send_to(self, hosts: Iterable[str], message: Mapping[str, Any]) -> None:
+        self.roster.send_to(hosts, message)
+
     def tell_each_other(self) -> None:
         self.roster.tell_each_other()
 
@@ -125,12 +130,19 @@ class DriverProcess(Process):
             if event is None or self._closing:
                 continue
             if self._events is None:
-                self.direction.answer(event, self.sim.now_s)
-                self._look()
+                if not self._heard:
+                    self.later(self.sim.rng.uniform(0.0, LOOK_S), self._answer)
+                self._heard.append(event)
             elif isinstance(event, Heard) and event.message["is"] == "up":
                 self._reports[event.host] = event.message
             else:
                 self._events.append(event)
+
+    def _answer(self) -> None:
+        heard, self._heard = self._heard, []
+        if not self._closing:
+            self.direction.answer(heard, self.sim.now_s)
+            self._look()
 
     def _tick(self) -> None:
         if self._closing:
@@ -161,8 +173,7 @@ class DriverProcess(Process):
         self.world.history.note("takes over", self.name, hosts=self.hosts)
         self.tell_each_other()
         self._events = None
-        for event in later:
-            self.direction.answer(event, self.sim.now_s)
+        self.direction.answer(later, self.sim.now_s)
         self._run(self.world.fixed_hosts)
 
     def _look(self) -> None:

@@ -14,7 +14,7 @@ from sirtaki.comm.control.mesh.connection import Sending
 from sirtaki.comm.control.mesh.frames import Header, Kind
 from sirtaki.comm.control.mesh.links import BEATS
 from sirtaki.comm.control.mesh.mailbox import Inbox
-from sirtaki.engine.agent_client import Heard, name_of
+from sirtaki.engine.agent_client import LONG_S, Heard, name_of
 from sirtaki.engine.membership import Change
 from sirtaki.torch.elastic.commits import Commits
 from sirtaki.torch.elastic.settling import Brought, agreed
@@ -338,8 +338,11 @@ class Rank(Process):
         rng, plan = self.sim.rng, self.world.plan
         self.note("train", number=number, step=self.step, value=self.value)
         while True:
-            long = rng.random() < plan.long_step_share
-            yield from self._sleep(rng.uniform(20.0, 50.0) if long else rng.uniform(*plan.step_s))
+            is_long = rng.random() < plan.long_step_share
+            seconds = rng.uniform(20.0, 50.0) if is_long else rng.uniform(*plan.step_s)
+            yield from self._sleep(seconds)
+            if seconds > LONG_S:
+                self.agent.send({"ask": "patience", "seconds": seconds})
             yield from mesh.gather(self.step, self.value)
             parent = self.value
             self.step += 1

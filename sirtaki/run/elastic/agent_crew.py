@@ -8,7 +8,7 @@ import os
 import selectors
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import IO, Any
 
 from sirtaki.json_channel import JsonChannel
@@ -102,6 +102,10 @@ class AgentCrew:
     def send(self, host: str, message: Mapping[str, Any]) -> None:
         """To the agent of a host; nothing happens if there is none."""
         self._roster.send(host, message)
+
+    def send_to(self, hosts: Iterable[str], message: Mapping[str, Any]) -> None:
+        """The same to the agents of these hosts."""
+        self._roster.send_to(hosts, message)
 
     def tell_each_other(self) -> None:
         """Lets all agents know who may be the next driver."""

@@ -29,6 +29,7 @@ class Progress:
         has_state: it has said that it holds the job's state.
         attendee: where it listens, while it waits.
         kill_at_s: when it is to be killed; None = it is not.
+        patience_s: it has computed for so long without looking for changes; 0 = never for long.
     """
 
     slot: int
@@ -38,6 +39,7 @@ class Progress:
     has_state: bool = False
     attendee: Mapping[str, Any] = field(default_factory=dict)
     kill_at_s: float | None = None
+    patience_s: float = 0.0
 
     @property
     def told(self) -> tuple[Any, ...]:
@@ -83,7 +85,7 @@ class AgentRules:
         self.ranks: dict[int, Progress] = {}
         self.agents: list[tuple[int, list[tuple[str, int]]]] = []
         self.ends = False
-        self._generation: dict[str, Any] = {"number": 0, "workers": [], "older": []}
+        self._generation: dict[str, Any] = {"number": 0, "workers": [], "older": [], "has_state": False, "left_out": {}}
         self._heard_s = self._beat_s = self._looked_s = now_s
 
     def meet_driver(self, places: list[tuple[str, int]], now_s: float) -> None:
@@ -97,6 +99,8 @@ class AgentRules:
         ranks = [[worker, *progress.told] for worker, progress in self.ranks.items()]
         report = {"host": self._host, "places": places, "ranks": ranks, "generation": self._generation}
         self._hands.tell_driver({"is": "up", **report})
+        for worker, progress in self.ranks.items():
+            self._ask_patience(worker, progress.patience_s)
 
     def end(self, now_s: float) -> None:
         """Ends all ranks; the agent is to follow."""
@@ -133,9 +137,19 @@ class AgentRules:
                     self._hands.ask_to_end(worker)
             case {"do": "agents", "agents": list(agents)}:
                 self.agents = [(number, [(*place,) for place in places]) for number, places in agents]
-            case {"do": "generation", "ranks": list(ranks), "workers": list(workers), "older": older, **generation}:
-                self._generation = {"number": generation["number"], "workers": workers, "older": older or []}
-                for worker, rank in ranks:
+            case {
+                "do": "generation", "workers": list(workers), "older": older,
+                "has_state": bool(has_state), "left_out": dict(left_out), **generation,
+            }:  # fmt: skip
+                self._generation = {
+                    "number": generation["number"],
+                    "workers": workers,
+                    "older": older or [],
+                    "has_state": has_state,
+                    "left_out": left_out,
+                }
+                own = [(rank, worker) for rank, worker in enumerate(workers) if worker in self.ranks]
+                for rank, worker in own:
                     self._note(worker, Phase.MEMBER, generation=generation["number"], rank=rank)
                     self._hands.tell_rank(worker, {**generation, "is": "generation", "rank": rank})
                 if older is not None:
@@ -158,6 +172,9 @@ class AgentRules:
                 self._note(worker, Phase.WAITING, has_state=has_state, attendee=attendee)
                 asked = {"is": "joined", "worker": worker, "has_state": has_state, "attendee": attendee}
                 self._hands.tell_driver(asked)
+            case {"ask": "patience", "seconds": float(seconds)} if worker in self.ranks:
+                self.ranks[worker].patience_s = seconds
+                self._ask_patience(worker, seconds)
             case {"ask": "finished"}:
                 self._note(worker, Phase.FINISHED)
                 self._hands.tell_driver({"is": "finished", "worker": worker})
@@ -166,6 +183,10 @@ class AgentRules:
         """A process is there no more."""
         del self.ranks[worker]
         self._tell_ended(worker, end)
+
+    def _ask_patience(self, worker: int, seconds: float) -> None:
+        if seconds:
+            self._hands.tell_driver({"is": "patient", "worker": worker, "seconds": seconds})
 
     def _start(self, worker: int, slot: int) -> None:
         try:

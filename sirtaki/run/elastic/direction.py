@@ -5,7 +5,7 @@ Without sockets, processes or a clock.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from .actions import Action, Dismiss, End, Form, KillRank, Say, Settle, StartAgent, StartRank, StopAgent, Tell
@@ -42,6 +42,10 @@ class Crew(Protocol):
         """To the agent of a host; nothing happens if there is none."""
         ...
 
+    def send_to(self, hosts: Iterable[str], message: Mapping[str, Any]) -> None:
+        """The same to the agents of these hosts."""
+        ...
+
     def tell_each_other(self) -> None:
         """Lets all agents know who may be the next driver."""
         ...
@@ -49,7 +53,8 @@ class Crew(Protocol):
 
 def _newest(reports: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:
     """The newest generation that any agent has reported."""
-    known = [report["generation"] for report in reports.values()] or [{"number": 0, "workers": [], "older": []}]
+    nothing = {"number": 0, "workers": [], "older": [], "has_state": False, "left_out": {}}
+    known = [report["generation"] for report in reports.values()] or [nothing]
     return max(known, key=lambda generation: (int(generation["number"]), -len(generation["older"])))
 
 
@@ -111,7 +116,10 @@ class Direction:
             for values in report["ranks"]
         ]
         newest = _newest(reports)
-        return self.members.take_over(workers, hosts, newest["number"], newest["workers"], newest["older"])
+        self.members.pool.remember(newest["left_out"], now_s)
+        return self.members.take_over(
+            workers, hosts, newest["number"], newest["workers"], newest["older"], has_state=newest["has_state"]
+        )
 
     def _adopted(
         self, host: str, number: int, slot: int, phase: str, generation: int, rank: int | None, has_state: bool,
@@ -137,8 +145,14 @@ class Direction:
         """Time has passed; to be told often."""
         self._do(self.members.tick(now_s), now_s)
 
-    def answer(self, event: Heard | Lost, now_s: float) -> None:
-        """An agent has said something, or is given up."""
+    def answer(self, events: Iterable[Heard | Lost], now_s: float) -> None:
+        """Agents have said something, or are given up, all at one time as far as anybody knows."""
+        with self.members.deferring():
+            for event in events:
+                self._answer(event, now_s)
+        self.tick(now_s)
+
+    def _answer(self, event: Heard | Lost, now_s: float) -> None:
         if isinstance(event, Lost):
             self._hosts = {worker: host for worker, host in self._hosts.items() if host != event.host}
             self._do(self.members.agent_lost(event.host, event.why, now_s), now_s)
@@ -154,6 +168,8 @@ class Direction:
             case {"is": "joined", "worker": int(worker), "has_state": bool(has_state), "attendee": dict(attendee)}:
                 self._attendees[worker] = attendee
                 self._do(self.members.joined(worker, has_state=has_state, now_s=now_s), now_s)
+            case {"is": "patient", "worker": int(), "seconds": float(seconds)}:
+                self.members.slow(seconds)
             case {"is": "finished", "worker": int(worker)}:
                 self._do(self.members.finished(worker, now_s), now_s)
             case {"is": "ended", "worker": int(worker), "exit_code": int(code), "reason": str(reason)}:
@@ -184,28 +200,25 @@ class Direction:
                         told = {"do": "change", "workers": there, "change": change.value, "lost": lost}
                         self._crew.send(host, told)
                 case Form():
-                    self._announce(action)
+                    self._announce(action, now_s)
                 case Settle(number=number, older=older):
-                    for host in self._crew.hosts:
-                        self._crew.send(host, {"do": "settle", "number": number, "older": older})
+                    self._crew.send_to(self._crew.hosts, {"do": "settle", "number": number, "older": older})
                 case Say(text=text):
                     self._say(text)
                 case End():
                     self.end = action
 
-    def _announce(self, form: Form) -> None:
-        """To agents of members; where another driver may be needed to all others, too, as far as it concerns them."""
+    def _announce(self, form: Form, now_s: float) -> None:
+        """To agents of members, and to all others where another driver may be needed: one text for all of them."""
         workers = self.members.roll.workers
-        known = {"number": form.number, "workers": form.workers, "older": form.older}
+        hosts = self._crew.hosts if form.older is not None else {workers[each].host: None for each in form.workers}
         generation = {
-            **known,
+            "number": form.number,
+            "workers": form.workers,
+            "older": form.older,
+            "has_state": len(form.new) < len(form.workers),
+            "left_out": self.members.pool.left_out(now_s),
             "members": [[workers[each].host, workers[each].slot, each in form.new] for each in form.workers],
             "attendees": [self._attendees[each] for each in form.workers],
         }
-        hosts = {workers[each].host: None for each in form.workers}
-        for host in hosts:
-            ranks = [[each, rank] for rank, each in enumerate(form.workers) if workers[each].host == host]
-            self._crew.send(host, {"do": "generation", "ranks": ranks, **generation})
-        for host in self._crew.hosts if form.older is not None else ():
-            if host not in hosts:
-                self._crew.send(host, {"do": "generation", "ranks": [], **known})
+        self._crew.send_to(hosts, {"do": "generation", **generation})

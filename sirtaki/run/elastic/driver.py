@@ -51,11 +51,10 @@ class Driver:
             try:
                 self._direction.found(hosts, time.monotonic())
                 while self._direction.end is None and self._signal is None:
-                    for event in self._crew.look(_TICK_S):
-                        self._direction.answer(event, time.monotonic())
+                    events = list(self._crew.look(_TICK_S))
+                    self._direction.answer(events, time.monotonic())
                     if discovery is not None:
                         self._hear_discovery(discovery)
-                    self._direction.tick(time.monotonic())
             finally:
                 if discovery is not None:
                     discovery.close()
@@ -95,8 +94,7 @@ class Driver:
             return 1
         self._output.say(f"the driver is lost; process {os.getpid()} on {socket.gethostname()} takes over {there}")
         self._crew.tell_each_other()
-        for event in later:
-            self._direction.answer(event, time.monotonic())
+        self._direction.answer(later, time.monotonic())
         return self.run(hosts if ask is None else _slots(self._crew.hosts, workers), ask)
 
     def _hear_discovery(self, discovery: Discovery) -> None:

@@ -1,7 +1,7 @@
 """Which hosts may be used, and how many ranks each takes: what discovery finds, less what has failed."""
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from .policy import Policy
@@ -74,6 +74,21 @@ class HostPool:
         for host in back:
             self._record(host).is_dropped = False
         return back
+
+    def left_out(self, now_s: float) -> dict[str, list[float | None]]:
+        """By host how often it has been dropped, and for how many seconds it is left out; None = for good."""
+        return {
+            host: [record.drops, None if record.until_s == float("inf") else max(0.0, record.until_s - now_s)]
+            for host, record in self._records.items()
+            if record.is_dropped
+        }
+
+    def remember(self, left_out: Mapping[str, Sequence[float | None]], now_s: float) -> None:
+        """What `left_out` of another driver has said."""
+        for host, (drops, left_s) in left_out.items():
+            record = self._record(host)
+            record.is_dropped, record.drops = True, int(drops or 1)
+            record.until_s = float("inf") if left_s is None else now_s + left_s
 
     def _record(self, host: str) -> _Record:
         return self._records.setdefault(host, _Record())

@@ -5,7 +5,8 @@ Pure: what happens is told with its time, and what is to be done comes back. Who
 only when every member of the one before has asked, ended or been killed.
 """
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 
 from .actions import Action, Dismiss, End, Form, KillRank, Say, Settle, StartAgent, StartRank, StopAgent
 from .endings import Endings
@@ -29,12 +30,13 @@ class JobMembers:
         self.roll = Roll()
         self.agents: dict[str, bool] = {}
         """Agents by host; False = being started."""
-        self.is_over = False
+        self.is_over = self._defers = False
         self._actions: list[Action] = []
         self._tidings = Tidings()
         self._endings = Endings(policy)
         self._quorum = Quorum()
         self._enough_since_s: float | None = None
+        self._longest_s = 0.0
 
     def take_over(
         self,
@@ -43,6 +45,8 @@ class JobMembers:
         generation: int,
         members: Sequence[int],
         older: Sequence[Sequence[int]] = (),
+        *,
+        has_state: bool = False,
     ) -> bool:
         """Before anything else: goes on where another driver has been lost.
 
@@ -52,6 +56,7 @@ class JobMembers:
             generation: the newest that any of them knows.
             members: of it, by rank.
             older: see `Quorum`.
+            has_state: when it began somebody held the job's state: without that nobody goes on.
 
         Returns:
             Whether this is the side of a network that may have come apart which goes on. Before the first generation
@@ -61,6 +66,7 @@ class JobMembers:
         self._tidings.lose("the driver was lost")
         self._endings.fail("the driver", RankEnd(exit_code=1, reason="it was lost"))
         self.roll.take_over(workers, generation, members)
+        self.roll.has_state = self.roll.has_state or has_state
         self._quorum.take_over([*older, members], generation, self.roll.workers)
         return bool(generation) and not self._quorum.is_lost
 
@@ -113,6 +119,15 @@ class JobMembers:
             worker.enter(Phase.WAITING, now_s)
         return self._settle(now_s)
 
+    def slow(self, seconds: float) -> None:
+        """A process has computed for so long without looking for changes: others, too, may take so long."""
+        self._longest_s = max(self._longest_s, seconds)
+
+    @property
+    def _leave_s(self) -> float:
+        """How long a member may take to leave its generation."""
+        return max(self.policy.leave_s, min(2 * self._longest_s, self.policy.timeout_s))
+
     def finished(self, number: int, now_s: float) -> list[Action]:
         """A process has done its work; it may still live for a while."""
         worker = self.roll.workers.get(number)
@@ -140,6 +155,18 @@ class JobMembers:
     def tick(self, now_s: float) -> list[Action]:
         """Time has passed; to be told often, as limits are looked after here."""
         return self._settle(now_s)
+
+    @contextlib.contextmanager
+    def deferring(self) -> Iterator[None]:
+        """What is told within has happened at once: what follows is decided by the next `tick`, and once.
+
+        A decision looks at all ranks; one for each of a thousand that ask at the same time would take many seconds.
+        """
+        self._defers = True
+        try:
+            yield
+        finally:
+            self._defers = False
 
     def _lose(self, worker: Worker, end: RankEnd, now_s: float) -> None:
         """A process has failed, or ended before it was a member."""
@@ -177,7 +204,8 @@ class JobMembers:
         return f"; host {host} is left out {how_long}"
 
     def _go_on(self) -> str:
-        left = len([worker for worker in self.roll.survivors if worker.host in self.pool.usable])
+        usable = self.pool.usable
+        left = len([worker for worker in self.roll.survivors if worker.host in usable])
         return f", {left} go{'es' * (left == 1)} on" if left else ""
 
     def _may_start(self) -> bool:
@@ -190,6 +218,8 @@ class JobMembers:
 
     def _settle(self, now_s: float) -> list[Action]:
         """Decides all that follows from what is known."""
+        if self._defers:
+            return []
         if not self.is_over:
             for host in self.pool.take_back(now_s):
                 self._say(f"host {host} is used again")
@@ -247,10 +277,10 @@ class JobMembers:
         roll = self.roll
         if roll.is_running:
             asked = [worker.since_s for worker in roll.of_generation(Phase.WAITING)]
-            if asked and now_s - min(asked) > self.policy.leave_s:
+            if asked and now_s - min(asked) > self._leave_s:
                 for worker in roll.of_generation(Phase.MEMBER):
                     if not worker.verdict:
-                        worker.verdict = f"did not leave its generation within {self.policy.leave_s:g} s and was killed"
+                        worker.verdict = f"did not leave its generation within {self._leave_s:g} s and was killed"
                         self._kill(worker, at_once=True)
             return
         if roll.has_succeeded:

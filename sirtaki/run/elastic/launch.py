@@ -85,6 +85,7 @@ def launch_elastic(options: argparse.Namespace) -> int:
         agents=agents,
         agent_start_s=options.start_timeout or 60.0,
     )
+    folder = output_folder(options.output_filename) if options.output_filename else None
     if options.on_driver_loss == "go-on":
         estate = estate_of(
             job,
@@ -92,6 +93,9 @@ def launch_elastic(options: argparse.Namespace) -> int:
             script=_absolute(options.host_discovery_script),
             slots=options.slots_per_host or 1,
             hosts=fixed,
+            prefix=options.prefix,
+            timestamps=options.timestamps,
+            folder=folder,
         )
         job = replace(job, estate=estate)
     if options.verbose:
@@ -100,7 +104,7 @@ def launch_elastic(options: argparse.Namespace) -> int:
     output = ElasticOutput(
         prefix=options.prefix,
         timestamps=options.timestamps,
-        folder=output_folder(options.output_filename) if options.output_filename else None,
+        folder=folder,
         label=members.roll.label,
         place=members.roll.place,
     )

@@ -23,7 +23,8 @@ class Policy:
         reset_limit: how many generations may follow the first one; None = any number.
         on_failure: what becomes of a failed rank's place.
         cooldown_s: shortest and longest time that a dropped host is left out; None = for good.
-        leave_s: how long a member may take to ask for the next generation after another one has, and a rank that is
+        leave_s: how long a member may take to ask for the next generation after another one has (or twice the longest
+            time that any rank has computed without looking for changes, up to `timeout_s`), and a rank that is
             dismissed to end; then it is killed.
         start_grace_s: how long the first generation waits for ranks that are starting, once enough are there.
         strikes: failures in a row, of ranks that had not trained for long, after which a host is dropped.

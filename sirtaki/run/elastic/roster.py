@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
+from sirtaki.json_channel import encoded
+
 AGENT_SILENT_S = 10.0
 """After which the agent of a host, and its ranks with it, are given up."""
 
@@ -36,6 +38,10 @@ class Channel(Protocol):
 
     def send(self, message: Mapping[str, Any]) -> None:
         """What is sent to somebody who is gone is dropped."""
+        ...
+
+    def send_encoded(self, text: bytes) -> None:
+        """As `send`, of what `json_channel.encoded` has given."""
         ...
 
     def close(self) -> None:
@@ -158,13 +164,21 @@ class Roster(Generic[_Agent]):
             agent.channel.send(message)
             self._sent(agent)
 
+    def send_to(self, hosts: Iterable[str], message: Mapping[str, Any]) -> None:
+        """The same to the agents of these hosts."""
+        text = encoded(message)
+        for host in hosts:
+            agent = self.agents.get(host)
+            if agent is not None and agent.channel is not None:
+                agent.channel.send_encoded(text)
+                self._sent(agent)
+
     def tell_each_other(self) -> None:
         """Lets all agents know who may be the next driver."""
         if self._tells:
             known = (*self.agents.values(), *(agent for _, agent in self._remembered))
             agents = [[agent.number, agent.places] for agent in known if agent.places]
-            for host in self.agents:
-                self.send(host, {"do": "agents", "agents": agents})
+            self.send_to(self.agents, {"do": "agents", "agents": agents})
 
     def tick(self, now_s: float) -> Iterator[Lost]:
         """Those that have not come, or say nothing any more."""

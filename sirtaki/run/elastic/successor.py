@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from .agent_start import AgentStart
@@ -27,7 +28,15 @@ from .policy import OnFailure, Policy
 
 
 def estate_of(
-    job: ElasticJob, policy: Policy, *, script: str | None, slots: int, hosts: Mapping[str, int]
+    job: ElasticJob,
+    policy: Policy,
+    *,
+    script: str | None,
+    slots: int,
+    hosts: Mapping[str, int],
+    prefix: bool = True,
+    timestamps: bool = True,
+    folder: Path | None = None,
 ) -> dict[str, Any]:
     """What a driver leaves behind, as JSON has it.
 
@@ -37,6 +46,9 @@ def estate_of(
         script: for discovery; None = hosts stay.
         slots: of a host that the script gives no number for.
         hosts: those that stay.
+        prefix: see `ElasticOutput`; for ranks of agents that the next driver starts, as the next two.
+        timestamps: see there.
+        folder: see there.
     """
     return {
         "command": job.command,
@@ -51,6 +63,7 @@ def estate_of(
         "script": script,
         "slots": slots,
         "hosts": dict(hosts),
+        "output": {"prefix": prefix, "timestamps": timestamps, "folder": folder and str(folder.resolve())},
     }
 
 
@@ -74,8 +87,13 @@ def main() -> int:
         estate=estate,
     )
     members = JobMembers(policy, HostPool(policy, random.Random(time.time_ns())))
+    shown = estate["output"]
     output = ElasticOutput(
-        prefix=True, timestamps=True, folder=None, label=members.roll.label, place=members.roll.place
+        prefix=shown["prefix"],
+        timestamps=shown["timestamps"],
+        folder=Path(shown["folder"]) if shown["folder"] else None,
+        label=members.roll.label,
+        place=members.roll.place,
     )
     inheritance = Inheritance(
         name=told["job"],

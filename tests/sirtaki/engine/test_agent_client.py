@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from sirtaki.engine import agent_client
 from sirtaki.engine.agent_client import AgentClient, name_of, open_agent
 from sirtaki.engine.membership import Change, Dismissed, Generation, Member
 from sirtaki.errors import CommError, ConfigError
@@ -115,6 +116,21 @@ def test_a_rank_that_meets_the_others_hears_of_one_that_has_died(ends: tuple[Age
     agent.channel.send({"is": "change", "change": Change.REMOVED.value, "lost": "rank 1 was killed"})
     assert generation.meeting.appointment.in_vain() == "rank 1 was killed"
     assert client.change() == Change.REMOVED
+
+
+def test_a_rank_that_has_computed_for_long_says_so_once(
+    ends: tuple[AgentClient, Agent], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, agent = ends
+    joined(client, agent)
+    now_s = time.monotonic()
+    for at_s in (9.0, 49.0, 59.0, 99.0, 150.0):
+        monkeypatch.setattr(agent_client.time, "monotonic", lambda at_s=at_s: now_s + at_s)
+        client.change()
+    monkeypatch.undo()
+    told = agent.channel.receive()
+    assert [message["ask"] for message in told] == ["patience", "patience"]
+    assert [round(message["seconds"]) for message in told] == [40, 51]
 
 
 def test_a_rank_that_is_dismissed_is_told(ends: tuple[AgentClient, Agent]) -> None:

@@ -21,11 +21,17 @@ _MARK = "SIRTAKI_TEST_JOB"
 class Job:
     """A job that has been started, and what its ranks have noted."""
 
-    def __init__(self, folder: Path, options: list[str], command: list[str]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        options: list[str],
+        command: list[str],
+        popen: Callable[..., subprocess.Popen[Any]] = subprocess.Popen,
+    ) -> None:
         self.folder = folder
         environ = {**os.environ, _MARK: str(folder), "OMP_NUM_THREADS": "1"}
         with (folder / "out").open("wb") as out, (folder / "err").open("wb") as err:
-            self.process = subprocess.Popen(
+            self.process = popen(
                 [sys.executable, "-m", "sirtaki.run", *options, *command],
                 env=environ,
                 stdout=out,
@@ -75,9 +81,9 @@ class Job:
         (self.folder / "stop").touch()
         return self.wait()
 
-    def wait(self) -> int:
+    def wait(self, timeout_s: float = SOON_S) -> int:
         try:
-            return self.process.wait(SOON_S)
+            return self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             pytest.fail(f"the job does not end\n{self.err}")
 
@@ -106,8 +112,9 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
     """`start(*options)` → a job of elastic members; afterwards nothing of it may be left."""
     jobs: list[Job] = []
 
-    def begin(*options: object, command: list[str] | None = None) -> Job:
-        jobs.append(Job(tmp_path, [*map(str, options)], command or [sys.executable, str(MEMBER), str(tmp_path)]))
+    def begin(*options: object, command: list[str] | None = None, **more: Any) -> Job:
+        words = command or [sys.executable, str(MEMBER), str(tmp_path)]
+        jobs.append(Job(tmp_path, [*map(str, options)], words, **more))
         return jobs[-1]
 
     yield begin

@@ -8,7 +8,15 @@ import pytest
 from sirtaki.run.elastic.agent_rules import DRIVER_SILENT_S, KILL_GRACE_S, AgentRules
 from sirtaki.run.elastic.workers import RankEnd
 
-FORM = {"do": "generation", "number": 3, "workers": [7, 9], "members": [], "attendees": []}
+FORM = {
+    "do": "generation",
+    "number": 3,
+    "workers": [7, 9],
+    "members": [],
+    "attendees": [],
+    "has_state": True,
+    "left_out": {},
+}
 
 
 class Hands:
@@ -49,13 +57,19 @@ def rules(hands: Hands) -> AgentRules:
 
 def test_a_driver_that_knows_nothing_is_told_how_far_all_are(hands: Hands, rules: AgentRules) -> None:
     rules.hear_rank(7, {"ask": "join", "has_state": True, "attendee": {"places": []}})
-    rules.hear_driver({**FORM, "ranks": [[7, 0]], "older": [[5, 7]]}, 1.0)
+    rules.hear_driver({**FORM, "older": [[5, 7]]}, 1.0)
     assert hands.to_ranks[-1][1]["rank"] == 0
     assert hands.to_driver[-1] == {"is": "told", "number": 3}
     rules.meet_driver([("a", 1)], 2.0)
     report = hands.to_driver[-1]
     assert report["ranks"] == [[7, 1, "member", 3, 0, True, {"places": []}]]
-    assert report["generation"] == {"number": 3, "workers": [7, 9], "older": [[5, 7]]}
+    assert report["generation"] == {
+        "number": 3,
+        "workers": [7, 9],
+        "older": [[5, 7]],
+        "has_state": True,
+        "left_out": {},
+    }
     rules.hear_driver({"do": "settle", "number": 2, "older": []}, 3.0)  # of one that has passed
     rules.hear_driver({"do": "settle", "number": 3, "older": []}, 3.0)
     rules.meet_driver([], 4.0)
@@ -63,7 +77,7 @@ def test_a_driver_that_knows_nothing_is_told_how_far_all_are(hands: Hands, rules
 
 
 def test_nobody_asks_for_an_answer_where_no_driver_follows(hands: Hands, rules: AgentRules) -> None:
-    rules.hear_driver({**FORM, "ranks": [[7, 0]], "older": None}, 1.0)
+    rules.hear_driver({**FORM, "older": None}, 1.0)
     assert hands.to_driver == []
 
 
@@ -94,3 +108,10 @@ def test_at_its_end_it_ends_its_ranks(hands: Hands, rules: AgentRules) -> None:
     rules.hear_driver({"do": "end"}, 1.0)
     assert rules.ends
     assert hands.done == [("ask to end", 7)]
+
+
+def test_every_driver_hears_how_long_a_rank_computes(hands: Hands, rules: AgentRules) -> None:
+    rules.hear_rank(7, {"ask": "patience", "seconds": 40.0})
+    assert hands.to_driver == [{"is": "patient", "worker": 7, "seconds": 40.0}]
+    rules.meet_driver([], 1.0)
+    assert hands.to_driver[-1] == {"is": "patient", "worker": 7, "seconds": 40.0}

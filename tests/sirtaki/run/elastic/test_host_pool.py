@@ -44,3 +44,21 @@ def test_three_strikes_in_a_row_are_one_too_many() -> None:
     hosts.clear("a")
     assert [hosts.strike("a") for _ in range(3)] == [False, False, True]
     assert not hosts.strike("b")
+
+
+def test_another_driver_goes_on_with_what_was_left_out() -> None:
+    policy = Policy(start_ranks=1, min_ranks=1, cooldown_s=(10.0, 1000.0))
+    pool, heir = HostPool(policy, random.Random(0)), HostPool(policy, random.Random(0))
+    for each in (pool, heir):
+        each.find({"a": 1, "b": 1})
+    pool.drop("b", 0.0)
+    assert pool.take_back(12.0) == ["b"]
+    second_s = pool.drop("b", 12.0)
+    assert second_s is not None
+    heir.remember(pool.left_out(15.0), 100.0)
+    assert heir.usable == {"a": 1}
+    assert heir.take_back(100.0 + second_s - 3.1) == []
+    assert heir.take_back(100.0 + second_s - 2.9) == ["b"]
+    third_s = heir.drop("b", 200.0)
+    assert third_s is not None
+    assert third_s > 30.0

@@ -167,6 +167,16 @@ def test_a_member_that_does_not_leave_its_generation_is_killed() -> None:
     assert of(Form, story.join(4))[0].workers == (2, 4)
 
 
+@pytest.mark.parametrize(("longest_s", "limit_s"), [(12.0, 30.0), (40.0, 80.0), (1000.0, 600.0)])
+def test_a_member_has_twice_the_time_that_any_has_computed_without_looking(longest_s: float, limit_s: float) -> None:
+    story = running({"a": 3})
+    story.members.slow(longest_s)
+    story.end(1, KILLED)
+    story.join(2, has_state=True)
+    assert of(KillRank, story.wait(limit_s - 1.0)) == []
+    assert of(KillRank, story.wait(2.0)) == [KillRank(worker=3, host="a", at_once=True)]
+
+
 def test_a_host_that_discovery_takes_away_is_left_at_the_next_commit() -> None:
     story = running({"a": 2, "b": 1})
     assert of(Tell, story.does(story.members.found, {"a": 2})) == [Tell(workers=(1, 2, 3), change=Change.REMOVED)]
@@ -340,6 +350,17 @@ def test_a_generation_of_which_the_lost_driver_has_told_some_only_is_left() -> N
     assert goes_on
     assert of(Tell, story.all)[0].lost == "the driver was lost"
     assert of(Form, story.join(1, 3, has_state=True))[0].workers == (1, 2, 3)
+
+
+def test_members_that_have_not_synchronised_yet_do_not_go_on_without_those_that_had_the_state() -> None:
+    policy = Policy(start_ranks=1, min_ranks=1)
+    members = JobMembers(policy, HostPool(policy, random.Random(0)))
+    new = [Worker(number=n, host="b", slot=n, phase=Phase.MEMBER, generation=5, rank=n - 1) for n in (2, 3)]
+    assert members.take_over(new, ["b"], 5, (1, 2, 3), has_state=True)
+    members.found({"b": 4}, 0.0)
+    members.joined(2, has_state=False, now_s=1.0)
+    (end,) = of(End, members.joined(3, has_state=False, now_s=1.0))
+    assert "nobody is left who holds the state" in end.text
 
 
 class World:

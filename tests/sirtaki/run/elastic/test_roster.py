@@ -1,5 +1,6 @@
 """Who may come, who is given up and why; time is what the test says."""
 
+import json
 from typing import Any
 
 from sirtaki.run.elastic.roster import AGENT_SILENT_S, REMEMBERED_S, AgentRecord, Heard, Lost, Roster
@@ -12,6 +13,9 @@ class Channel:
 
     def send(self, message: Any) -> None:
         self.sent.append(message)
+
+    def send_encoded(self, text: bytes) -> None:
+        self.sent.append(json.loads(text[4:]))
 
     def close(self) -> None:
         self.closed = True
@@ -60,11 +64,11 @@ def test_who_is_silent_is_given_up_and_the_others_remember_it_for_a_while() -> N
     assert {"do": "end"} not in silent.channel.sent  # it may be that side which goes on
     assert other.channel is not None
     agents.tell_each_other()
-    assert other.channel.sent[-1]["agents"] == [[6, [("b", 6)]], [5, [("a", 5)]]]
+    assert other.channel.sent[-1]["agents"] == [[6, [["b", 6]]], [5, [["a", 5]]]]
     other.heard_s = 10.0 + REMEMBERED_S
     list(agents.tick(11.0 + REMEMBERED_S))
     agents.tell_each_other()
-    assert other.channel.sent[-1]["agents"] == [[6, [("b", 6)]]]
+    assert other.channel.sent[-1]["agents"] == [[6, [["b", 6]]]]
 
 
 def test_a_driver_that_was_stopped_itself_blames_nobody() -> None:

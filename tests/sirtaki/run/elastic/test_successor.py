@@ -3,6 +3,7 @@
 import io
 import json
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -20,8 +21,8 @@ JOB = ElasticJob(
 
 
 @pytest.mark.parametrize("script", [None, "/hosts.sh"])
-def test_it_comes_back_as_it_was(monkeypatch: pytest.MonkeyPatch, script: str | None) -> None:
-    estate = successor.estate_of(JOB, POLICY, script=script, slots=2, hosts={"a": 1})
+def test_it_comes_back_as_it_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, script: str | None) -> None:
+    estate = successor.estate_of(JOB, POLICY, script=script, slots=2, hosts={"a": 1}, timestamps=False, folder=tmp_path)
     (listener,) = listen(["127.0.0.1"])
     told = {
         "estate": estate, "environ": {"A": "b"}, "secret": "s", "job": "j", "listeners": [listener.detach()],
@@ -38,9 +39,11 @@ def test_it_comes_back_as_it_was(monkeypatch: pytest.MonkeyPatch, script: str | 
             return 5
 
     monkeypatch.setattr(successor, "Driver", Driver)
+    monkeypatch.setattr(successor, "ElasticOutput", lambda **shown: seen.update(shown=shown))
     monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(told)))
     assert successor.main() == 5
     assert seen["policy"] == POLICY
+    assert (seen["shown"]["prefix"], seen["shown"]["timestamps"], seen["shown"]["folder"]) == (True, False, tmp_path)
     job, inheritance = seen["job"], seen["inheritance"]
     assert (job.command, job.carried, job.interface, job.agents) == (JOB.command, JOB.carried, "eth0", JOB.agents)
     assert job.environ["A"] == "b"
