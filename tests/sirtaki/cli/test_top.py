@@ -27,7 +27,7 @@ def test_a_row_says_what_a_job_does() -> None:
 
 def test_what_is_not_known_is_left_empty() -> None:
     unknown = {name: value for name, value in JOB.items() if not name.endswith("_s") or name == "began_s"}
-    shown = row({**unknown, "gain": None, "tuning": True, "generation": 0})
+    shown = row({**unknown, "gain": 1.001, "tuning": True, "generation": 0})
     assert shown[1] == "0 of 4"
     assert shown[4:] == ["", "", "", "tuning: gloo flat"]
     assert duration(59.9) == "0:00:59"
