@@ -21,7 +21,9 @@ dist.init_process_group(args.backend, init_method="sirtaki://")  # which the Tra
 torch.manual_seed(0)
 numbers = [torch.arange(first, first + 16) % 50 for first in range(200)]
 data = [{"input_ids": tokens, "labels": tokens} for tokens in numbers]
-model = GPT2LMHeadModel(GPT2Config(vocab_size=50, n_positions=16, n_embd=64, n_layer=2, n_head=2))
+model = GPT2LMHeadModel(
+    GPT2Config(vocab_size=50, n_positions=16, n_embd=64, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
+)
 trainer = Trainer(
     model=model,
     args=TrainingArguments(

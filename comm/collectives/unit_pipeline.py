@@ -23,6 +23,9 @@ from sirtaki.comm.router import Router
 from sirtaki.comm.transports.contract import FlatBuffer, ReduceOp, Work
 from sirtaki.errors import CommError, StallError
 
+LATE_S = 0.5
+"""How long a unit may take to end after a rank has: one that leaves after its last operation has done its part."""
+
 
 class TensorReduction:
     """A tensor under way.
@@ -85,7 +88,10 @@ class TensorReduction:
     def finish(self, error: CommError | None = None) -> None:
         """Called once, by whoever drives it."""
         if error is None:
-            self._then()
+            try:
+                self._then()
+            except Exception as err:  # whatever it is, those who wait must hear of it
+                error = CommError(f"a tensor was reduced, but its result could not be put away: {err!r}")
         self.error = error
         with self._telling:
             self._ended.set()
@@ -159,7 +165,9 @@ class UnitPipeline:
                 reduction.finish()
                 return
             self._waiting.append(reduction)
-            self._issue()
+            problem = self._issue()
+        if problem is not None:
+            self.fail(problem)
 
     def finish(self, reduction: TensorReduction, timeout_s: float | None = None) -> bool:
         """Drives the units, unless another thread does, until that reduction is done; False if the time is up.
@@ -199,18 +207,22 @@ class UnitPipeline:
             if not reduction.is_done():
                 reduction.finish(error)
 
-    def _issue(self) -> None:
-        """With `_issuing`: sends off what fits into the window."""
+    def _issue(self) -> CommError | None:
+        """With `_issuing`: sends off what fits into the window. Returns what has gone wrong."""
         while self._waiting and len(self._in_flight) < self._window:
             reduction = self._waiting[0]
             step = self._unit_bytes // reduction.source.itemsize
             low, high = self._position, min(self._position + step, reduction.source.numel())
-            self._in_flight.append(self._begin(reduction, low, high))
+            try:
+                self._in_flight.append(self._begin(reduction, low, high))
+            except RuntimeError as err:
+                return CommError(f"elements [{low}, {high}) of a tensor could not be sent: {err}")
             self._issued += 1
             self._position = high
             if high == reduction.source.numel():
                 self._waiting.popleft()
                 self._position = 0
+        return None
 
     def _begin(self, reduction: TensorReduction, low: int, high: int) -> _Unit:
         if self._slots is None:
@@ -247,8 +259,7 @@ class UnitPipeline:
             return
         reduction = unit.reduction
         try:
-            if not unit.work.wait(WAIT_SLICE_S):
-                self._failures.check()
+            if not unit.work.wait(WAIT_SLICE_S) and not self._ends_late(unit):
                 if time.monotonic() > reduction.deadline_s:
                     raise StallError(
                         f"a tensor of {reduction.source.numel()} elements was not reduced within "
@@ -262,9 +273,22 @@ class UnitPipeline:
         with self._issuing:
             if self._in_flight:  # else another thread has ended all
                 self._in_flight.popleft()
-            self._issue()
+            problem = self._issue()
         if unit.high == reduction.source.numel() and not reduction.is_done():
             reduction.finish()
+        if problem is not None:
+            self.fail(problem)
+
+    def _ends_late(self, unit: _Unit) -> bool:
+        """Whether it ends though the job has failed; False if all is well.
+
+        Raises:
+            CommError: it does not.
+        """
+        ended = self._failures.error is not None and unit.work.wait(LATE_S)
+        if not ended:
+            self._failures.check()
+        return ended
 
     def _put_away(self, unit: _Unit) -> None:
         """Copies what belongs into the target, unless it is there."""

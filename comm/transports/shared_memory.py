@@ -155,6 +155,7 @@ class _Stream:
             while not self._closing:
                 if not self._advance():
                     for rank in self._doorbell.listen(timeout_s=1.0):
+                        self._advance()  # what it did before it ended counts
                         self._lose(rank)
         except Exception as err:  # whatever it is, those who wait must hear of it
             self._control.failures.report(CommError(f"shared memory failed on rank {self._control.rank}: {err!r}"))

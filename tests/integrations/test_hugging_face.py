@@ -26,9 +26,9 @@ def test_accelerate_goes_on_in_halves(tmp_path: Path) -> None:
 
 
 def test_the_trainer_gives_the_losses_that_it_gives_over_gloo_and_goes_on(tmp_path: Path) -> None:
-    expected = losses("torchrun", TRAINER, "--steps", 40, "--backend", "gloo", folder=tmp_path)
-    found = losses("sirtakirun", TRAINER, "--steps", 40, "--folder", tmp_path / "ours", folder=tmp_path)
-    assert sorted(found) == [10, 20, 30, 40]
+    expected = losses("torchrun", TRAINER, "--steps", 20, "--backend", "gloo", folder=tmp_path)
+    found = losses("sirtakirun", TRAINER, "--steps", 20, "--folder", tmp_path / "ours", folder=tmp_path)
+    assert sorted(found) == [10, 20]
     assert found == pytest.approx(expected, abs=2e-3)
-    later = losses("torchrun", TRAINER, "--steps", 60, "--folder", tmp_path / "ours", "--resume", folder=tmp_path)
-    assert later[60] < found[10] / 2
+    later = losses("torchrun", TRAINER, "--steps", 40, "--folder", tmp_path / "ours", "--resume", folder=tmp_path)
+    assert later[40] < found[10] / 2

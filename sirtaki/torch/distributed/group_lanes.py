@@ -45,7 +45,6 @@ LEAVE_S = 5.0
 class _Opened:
     """What is there once the lanes are open."""
 
-    control: ControlPlane
     router: Router
     pipeline: UnitPipeline
 
@@ -158,7 +157,7 @@ class GroupLanes:
             unit_bytes=SLOT_BYTES if through_slots else knobs.unit_bytes,
             slots=slots if through_slots else None,
         )
-        return _Opened(control=control, router=router, pipeline=pipeline)
+        return _Opened(router=router, pipeline=pipeline)
 
     def _fail(self, error: CommError) -> None:
         with self._lock:

@@ -44,11 +44,14 @@ class FakeRouter:
         self.moving = threading.Event()
         self.moving.set()
         self.error: CommError | None = None
+        self.full = False
 
     def all_reduce(
         self, buffer: FlatBuffer, start: int, stop: int, *, route: Any, stream: int, op: ReduceOp, scale: float
     ) -> FakeWork:
         assert (route, StreamSpec(stream).threads) == (ROUTE, None)
+        if self.full:
+            raise RuntimeError("no descriptor left")
         self.units.append((start, stop, stream))
         self.under_way += 1
         self.most_under_way = max(self.most_under_way, self.under_way)
@@ -180,3 +183,38 @@ def test_a_failure_ends_all_that_is_under_way_and_all_that_comes(where: str) -> 
             pipeline.finish(each)
     with pytest.raises(PeerLostError, match="rank 3"):
         pipeline.submit(reduction(torch.ones(3)))
+
+
+def test_what_a_rank_did_before_it_left_counts() -> None:
+    pipeline, router, failures = build()
+    router.moving.clear()
+    each = reduction(torch.ones(20))
+    pipeline.submit(each)
+    failures.report(PeerLostError("rank 3 has ended"))
+    threading.Timer(0.05, router.moving.set).start()
+    assert pipeline.finish(each)
+    assert torch.equal(each.target, torch.full((20,), 2.0))
+
+
+def test_a_result_that_cannot_be_put_away_is_told() -> None:
+    pipeline, _, _ = build()
+
+    def fail() -> None:
+        raise ValueError("sizes differ")
+
+    each = reduction(torch.ones(3), then=fail)
+    pipeline.submit(each)
+    with pytest.raises(CommError, match="sizes differ"):
+        pipeline.finish(each)
+
+
+@pytest.mark.parametrize("slots", [0, 1])
+def test_what_cannot_be_sent_fails_with_all_that_is_under_way(slots: int) -> None:
+    pipeline, router, _ = build(slots=slots)
+    first, second = reduction(torch.ones(40)), reduction(torch.ones(40))
+    pipeline.submit(first)
+    router.full = True
+    pipeline.submit(second)
+    for each in (first, second):
+        with pytest.raises(CommError, match="no descriptor left"):
+            pipeline.finish(each)
