@@ -13,9 +13,8 @@ def free_name(source: Source, wanted: str) -> str:
     return wanted if wanted not in source.names() else f"sirtaki_{wanted}"
 
 
-def import_lines(source: Source, *, hvd: str, ranks: str) -> list[str]:
+def import_lines(*, hvd: str, ranks: str) -> list[str]:
     """The imports, under these names."""
-    del source
     as_ranks = "" if ranks == "ranks" else f" as {ranks}"
     return [f"import sirtaki.torch as {hvd}", f"from sirtaki.torch import ranks{as_ranks}"]
 
@@ -46,9 +45,9 @@ def _last_import(source: Source) -> cst.BaseStatement:
         ):
             found = statement
     if found is None:
-        edits_at = source.module.body[0]
-        assert isinstance(edits_at, cst.BaseStatement)
-        return edits_at
+        first = source.module.body[0]
+        assert isinstance(first, cst.BaseStatement)
+        return first
     return found
 
 

@@ -51,7 +51,6 @@ class Kind(Enum):
 
     LOADER = auto()
     OPTIMIZER = auto()
-    SCHEDULER = auto()
     SCALER = auto()
     LOSS = auto()
     WRAPPER = auto()
@@ -284,9 +283,9 @@ class Flows:
         kind: Kind | None = None
         if last == "DataLoader" or self.source.derives(name, "DataLoader"):
             kind = Kind.LOADER
-        elif package.startswith("torch.optim.lr_scheduler"):
-            kind = Kind.SCHEDULER
-        elif (package.startswith("torch.optim") and last[:1].isupper()) or self.source.derives(name, "Optimizer"):
+        elif (
+            package.startswith("torch.optim") and "lr_scheduler" not in package and last[:1].isupper()
+        ) or self.source.derives(name, "Optimizer"):
             kind = Kind.OPTIMIZER
         elif last == "GradScaler":
             kind = Kind.SCALER

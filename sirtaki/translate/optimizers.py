@@ -47,7 +47,7 @@ class Optimizers:
         if not models:
             self._edits.refuse(source.line(call), f"cannot tell whose parameters `{source.code(call)}` has")
             return
-        named = f", named_parameters={models[0]}.named_parameters()" if self._all_of(call, models) else ""
+        named = f", named_parameters={models[0]}.named_parameters()" if len(models) == 1 else ""
         statement = source.statement(call)
         target = _assigned(source, call)
         broadcasts = [f"{self._hvd}.broadcast_parameters({model}.state_dict(), root_rank=0)" for model in models]
@@ -99,11 +99,6 @@ class Optimizers:
                     self._source.symbol(there) == symbol for there in self._source.all(cst.Name, call.func)
                 ):
                     yield loop.iter
-
-    def _all_of(self, call: cst.Call, models: list[str]) -> bool:
-        """Whether an optimizer has parameters of one model that can be named by it alone."""
-        given = argument(call, "params", 0)
-        return len(models) == 1 and given is not None
 
     # ── gradients that are looked at ─────────────────────────────────────────────────────────────────────────────
 

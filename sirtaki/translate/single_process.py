@@ -35,7 +35,7 @@ def distribute(source: Source, edits: Edits) -> None:
     output = Output(source, flows, edits, hvd=hvd, ranks=ranks)
     output.keep()
     lines = [f"{hvd}.init()", *place(source, flows, edits, hvd=hvd), *output.begins_with, *_seeds(source, ranks)]
-    begin(source, edits, imports=import_lines(source, hvd=hvd, ranks=ranks), lines=lines)
+    begin(source, edits, imports=import_lines(hvd=hvd, ranks=ranks), lines=lines)
     if "BatchNorm" in source.text:
         edits.note(0, f"batch norm sees a rank's part of a batch; `{hvd}.SyncBatchNorm` sees all of it")
 
