@@ -33,7 +33,9 @@ def job(lab: NetLab, start: Callable) -> Callable:
 
     def begin(*options: object):
         hosts = ",".join(f"{lab.hostname(node)}:1" for node in range(3))
-        agents = ("--network-interface", "eth0", "--agent-command", f"{lab.agent} {{host}} {{command}}")
+        # A session of its own: no signal of the driver's reaches another machine.
+        command = f"{lab.agent} {{host}} setsid --wait {{command}}"
+        agents = ("--network-interface", "eth0", "--agent-command", command)
         popen = functools.partial(_popen, lab)
         found = start("-np", 3, "-H", hosts, "--min-np", 1, *agents, *options, popen=popen)
         found.of_size(3)
