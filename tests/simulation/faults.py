@@ -75,7 +75,6 @@ class Plan:
     long_step_share: float = 0.0
     finishes: bool = False
     calm_s: float = 60.0
-    fine: bool = False
     faults: tuple[Fault, ...] = field(default=())
 
     def encode(self) -> str:

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from simulation.faults import Fault, Kind, Plan, drawn, smallest
-from simulation.judge import FAREWELL_S, History, wrongs
+from simulation.judge import History, wrongs
 from simulation.launchers import AgentProcess, DriverProcess
-from simulation.network import Address, Network, Process, Simulator
+from simulation.network import Address, Network, Simulator
 from simulation.ranks import Rank
 
 from sirtaki.run.elastic.policy import OnFailure, Policy
@@ -43,7 +43,6 @@ class World:
             cooldown_s=(5.0, 20.0),
             has_heirs=plan.goes_on,
         )
-        self._calm_note = 0
         self.rests = False
 
     def play(self) -> None:
@@ -182,6 +181,3 @@ def explain(plan: Plan) -> str:
 def many(seeds: Sequence[int]) -> list[Verdict]:
     """Those that go wrong."""
     return [verdict for verdict in map(play, map(drawn, seeds)) if verdict.wrongs]
-
-
-__all__ = ["FAREWELL_S", "Process", "Verdict", "World", "explain", "many", "play"]

@@ -7,10 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-FAREWELL_S = 240.0
-"""After the end of its job a process may live so long: an agent that hears nothing waits a minute for its driver, then
-looks for others."""
-
 
 @dataclass(frozen=True, slots=True)
 class Note:

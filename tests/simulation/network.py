@@ -65,7 +65,6 @@ class Process:
         self.children: list[Process] = []
         self.ends: list[End] = []
         self._frozen: list[Callable[[], None]] | None = None
-        self._fraction = 0.0
         network.processes.append(self)
 
     def deliver(self, what: Callable[[], None]) -> None:

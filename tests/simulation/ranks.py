@@ -27,6 +27,7 @@ HEARTBEAT_S = 30.0
 MEET_S = 60.0
 LEAVE_S = 5.0
 CONNECT_AGAIN_S = 0.05
+LOOK_S = 0.2
 COMMIT_EVERY = 2
 
 Steps = Iterator[None]
@@ -168,8 +169,6 @@ class Rank(Process):
         self.mesh: Mesh | None = None
         self._heard = Heard()
         self._messages: list[Message] = []
-        self._timers = 0
-        self._agent_is_gone = False
 
     def begin(self, agent: End) -> None:
         self.agent = agent
@@ -279,7 +278,7 @@ class Rank(Process):
                     yield from self._sleep(CONNECT_AGAIN_S)
         while len(mesh.ends) < mesh.size - 1:
             yield from self._look_out(mesh, until_s)
-            yield from self._sleep(0.02 if self.world.plan.fine else 0.2)
+            yield from self._sleep(LOOK_S)
         self.network.listeners.pop(self._address, None)
         mesh.start_beating()
         self._has_met = True
