@@ -25,6 +25,7 @@ from sirtaki.engine.membership import Dismissed, Generation
 from sirtaki.errors import CommError
 
 STEP_S = 0.01
+TIMEOUT_S = float(os.environ.get("SIRTAKI_TEST_TIMEOUT_S", "60"))
 HEARTBEAT_S = float(os.environ.get("SIRTAKI_TEST_HEARTBEAT_S", "2"))
 
 FOLDER = Path(sys.argv[1])
@@ -78,7 +79,7 @@ def main() -> None:
     counter, number = Counter(), 0
     while True:
         try:
-            generation = client.join(after=number, has_state=counter.has_state, timeout_s=60.0)
+            generation = client.join(after=number, has_state=counter.has_state, timeout_s=TIMEOUT_S)
         except Dismissed:
             note(is_="dismissed")
             return

@@ -73,7 +73,10 @@ def test_a_host_that_is_cut_off_is_left_out_and_refused_when_it_comes_back(
     assert running.stop() == 0
 
 
-def test_most_hosts_go_on_without_the_driver_that_is_cut_off_with_one(lab: NetLab, job: Callable) -> None:
+def test_most_hosts_go_on_without_the_driver_that_is_cut_off_with_one(
+    lab: NetLab, job: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SIRTAKI_TEST_TIMEOUT_S", "300")  # agents wait a minute for a silent driver
     running = job("--on-driver-loss", "go-on")
     lab.hurt(0, into=CUT, out_of=CUT)
     assert running.wait(timeout_s=40.0) == 1
