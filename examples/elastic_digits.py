@@ -28,9 +28,10 @@ def train(state: hvd.elastic.TorchState, images: torch.Tensor, labels: torch.Ten
             state.sampler.record_batch(batch, BATCH_SIZE)
             if (batch + 1) % BATCHES_PER_COMMIT == 0:
                 state.commit()
-        mean_loss = hvd.allreduce(loss.detach(), name="loss")
-        if hvd.rank() == 0:
-            print(f"epoch {state.epoch + 1}: loss {mean_loss:.4f}", flush=True)
+        if len(loader):  # nothing is left where the epoch's last batch was committed
+            mean_loss = hvd.allreduce(loss.detach(), name="loss")
+            if hvd.rank() == 0:
+                print(f"epoch {state.epoch + 1}: loss {mean_loss:.4f}", flush=True)
         state.epoch += 1
         state.sampler.set_epoch(state.epoch)
         state.commit()
