@@ -11,8 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from .actions import Action, Dismiss, End, Form, KillRank, Say, Settle, StartAgent, StartRank, StopAgent
 from .endings import Endings
 from .host_pool import HostPool
-from .news import announcement, difference, ordinal, with_ranks
-from .policy import OnFailure, Policy
+from .losses import Losses
+from .news import announcement, difference, ordinal
+from .policy import Policy
 from .quorum import Quorum
 from .roll import Roll
 from .tidings import Tidings
@@ -34,6 +35,7 @@ class JobMembers:
         self._actions: list[Action] = []
         self._tidings = Tidings()
         self._endings = Endings(policy)
+        self._losses = Losses(policy, pool, self.roll, self._endings)
         self._quorum = Quorum()
         self._enough_since_s: float | None = None
         self._longest_s = 0.0
@@ -91,11 +93,8 @@ class JobMembers:
         lost = [worker for worker in self.roll.workers.values() if worker.host == host]
         for worker in lost:
             del self.roll.workers[worker.number]
-        self._endings.host_problem = problem = f"host {host} is lost ({why})"
-        self._tidings.lose(problem)
-        self._endings.fail(f"host {host}", RankEnd(exit_code=1, reason=why))
-        wanted = host in self.pool.usable
-        self._say(f"{problem}{with_ranks(lost)}{self._left_out(host, now_s) if wanted else ''}{self._go_on()}")
+        self._tidings.lose(f"host {host} is lost ({why})")
+        self._say(self._losses.of_host(host, lost, why, now_s))
         self._quorum.lose([worker.number for worker in lost])
         if self.policy.has_heirs and self._quorum.is_lost and not self.roll.has_succeeded:
             self._end(self._endings.outvoted())
@@ -175,38 +174,7 @@ class JobMembers:
             if self.roll.generation == 0:
                 return
             end = RankEnd(exit_code=1, reason="it ended before it was a member")
-        self._endings.fail(worker.label, end)
-        self._endings.ended_badly = True
-        if worker.verdict:
-            text = worker.verdict
-        elif worker.is_leaving:
-            text = f"{end.text}; it was to leave"
-        else:
-            text = end.text
-        settled = worker.phase is Phase.MEMBER and now_s - worker.since_s >= self.policy.settled_s
-        if settled:
-            self.pool.clear(worker.host)
-        drop = self.policy.on_failure is OnFailure.DROP_HOST
-        if not drop and not settled and (worker.generation == 0 or not end.is_signal):
-            drop = self.pool.strike(worker.host)
-        usable = self.pool.usable
-        if drop and worker.host in usable:
-            what = self._left_out(worker.host, now_s)
-        elif worker.slot < usable.get(worker.host, 0) and self._may_start():
-            what = "; replaced in place"
-        else:
-            what = ""
-        self._say(f"{worker.label} {text}{what}{self._go_on()}")
-
-    def _left_out(self, host: str, now_s: float) -> str:
-        cooldown_s = self.pool.drop(host, now_s)
-        how_long = "from now on" if cooldown_s is None else f"for {cooldown_s:.0f} s"
-        return f"; host {host} is left out {how_long}"
-
-    def _go_on(self) -> str:
-        usable = self.pool.usable
-        left = len([worker for worker in self.roll.survivors if worker.host in usable])
-        return f", {left} go{'es' * (left == 1)} on" if left else ""
+        self._say(self._losses.of_worker(worker, end, now_s, may_start=self._may_start))
 
     def _may_start(self) -> bool:
         """Whether a rank that starts now would find anybody who goes on with it."""
