@@ -106,7 +106,7 @@ class World:
             there = [each for each in self.network.processes if each.alive and isinstance(each, kind)]
             if not there:
                 return
-            victim = there[int(fault.draw * len(there))]
+            victim = there[min(int(fault.draw * len(there)), len(there) - 1)]  # a draw may have been rounded to 1
             if fault.seconds:
                 victim.freeze()
                 self.sim.later(fault.seconds, victim.thaw)
