@@ -18,8 +18,10 @@ if TYPE_CHECKING:
 LIMIT_S = 300.0
 """How long a store is waited for, at its opening and for each answer."""
 
-ATTEMPT_S = 1.0
-"""How long one attempt to connect goes on, which hears of no failure."""
+ATTEMPT_S, AGAIN_S = 1.0, 0.05
+"""How long one attempt to connect goes on, which hears of no failure (older versions of PyTorch count whole seconds); and when the
+next one follows.
+"""
 
 
 Offer = tuple[list[str], int]
@@ -93,8 +95,10 @@ def connect_to_store(host: str, port: int, *, failures: FailureBoard) -> TCPStor
             try:
                 store = TCPStore(host, port, is_master=False, timeout=datetime.timedelta(seconds=ATTEMPT_S))
             except RuntimeError:
-                if failures.error is not None or time.monotonic() > deadline_s:
+                failures.raise_if_failed()
+                if time.monotonic() > deadline_s:
                     raise
+                time.sleep(AGAIN_S)
             else:
                 store.set_timeout(datetime.timedelta(seconds=LIMIT_S))
                 return store

@@ -37,8 +37,7 @@ def test_a_host_that_does_not_answer_is_told() -> None:
     assert f"127.0.0.1:{port}" in problem
 
 
-def test_who_connects_to_a_rank_that_is_gone_hears_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous, "ATTEMPT_S", 0.2)
+def test_who_connects_to_a_rank_that_is_gone_hears_of_it() -> None:
     failures = FailureBoard()
     with socket.create_server(("127.0.0.1", 0)) as silent:  # as a process that is dying: it accepts, and never answers
         threading.Timer(0.1, failures.report, [PeerLostError("rank 0 has ended")]).start()
@@ -49,7 +48,6 @@ def test_who_connects_to_a_rank_that_is_gone_hears_of_it(monkeypatch: pytest.Mon
 
 
 def test_who_finds_nobody_is_told_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous, "ATTEMPT_S", 0.05)
     monkeypatch.setattr(rendezvous, "LIMIT_S", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
