@@ -19,9 +19,7 @@ LIMIT_S = 300.0
 """How long a store is waited for, at its opening and for each answer."""
 
 ATTEMPT_S, AGAIN_S = 1.0, 0.05
-"""How long one attempt to connect goes on, which hears of no failure (older versions of PyTorch count whole seconds); and when the
-next one follows.
-"""
+"""How long one attempt to connect goes on, which hears of no failure, and when the next one follows."""
 
 
 Offer = tuple[list[str], int]
