@@ -16,6 +16,8 @@ SirtakiError
 └── TranslationError     (ValueError)    a script that `sirtaki translate` does not understand
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 
 
@@ -78,6 +80,12 @@ class TranslationError(SirtakiError, ValueError):
         obstacles: (line, reason) of each thing that is not understood, by line.
     """
 
-    def __init__(self, obstacles: Sequence[tuple[int, str]]) -> None:
-        self.obstacles = tuple(sorted(set(obstacles)))
-        super().__init__("; ".join(f"line {line}: {reason}" for line, reason in self.obstacles))
+    obstacles: tuple[tuple[int, str], ...] = ()
+
+    @classmethod
+    def of(cls, obstacles: Sequence[tuple[int, str]]) -> TranslationError:
+        """An error that names them all."""
+        ordered = tuple(sorted(set(obstacles)))
+        error = cls("; ".join(f"line {line}: {reason}" for line, reason in ordered))
+        error.obstacles = ordered
+        return error

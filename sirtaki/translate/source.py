@@ -29,7 +29,7 @@ class Source:
         try:
             wrapper = MetadataWrapper(cst.parse_module(text))
         except cst.ParserSyntaxError as err:
-            raise TranslationError([(err.raw_line, f"is no Python: {err.message}")]) from err
+            raise TranslationError.of([(err.raw_line, f"is no Python: {err.message}")]) from err
         self.text, self.module = text, wrapper.module
         self._nodes = list(walk(self.module))
         self._parents = wrapper.resolve(ParentNodeProvider)

@@ -50,7 +50,7 @@ def translate(text: str) -> Translation:
     else:
         distribute(source, edits)
     if edits.obstacles:
-        raise TranslationError(edits.obstacles)
+        raise TranslationError.of(edits.obstacles)
     after = edits.applied(source.module)
     compile(after, "translated", "exec", dont_inherit=True)
     return Translation(before=text, after=after, notes=tuple(sorted(edits.notes)))

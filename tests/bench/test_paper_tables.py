@@ -32,6 +32,7 @@ def test_every_method_of_figure_9_is_slower_on_more_nodes_and_no_faster_than_a_s
     assert few["SE"] == min(few.values())
 
 
+@pytest.mark.slow
 def test_the_command_writes_each_prediction_beside_the_paper_and_fails_a_check_that_is_missed(
     tmp_path, monkeypatch, capsys
 ):

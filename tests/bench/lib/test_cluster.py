@@ -141,6 +141,7 @@ def test_an_mpi_job_runs_over_the_nodes_and_a_failing_one_is_an_error():
             lab.run_ranks(["sleep", "100"], timeout_s=1)
 
 
+@pytest.mark.slow
 @needs_lab
 def test_links_are_given_another_rate_while_they_are_used() -> None:
     with NetLab(LabShape(nodes=2, link_bits_per_s=400_000_000, flow_bits_per_s=400_000_000)) as lab:

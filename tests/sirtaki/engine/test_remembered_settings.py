@@ -36,7 +36,8 @@ def entries_of(registry: Path) -> list[Entry]:
 
 
 @pytest.mark.timeout(360)
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_jobs_that_reduce_other_parts_of_one_model_do_not_run_each_others_settings(
     run_ranks: RunRanks, tmp_path: Path, ranks: int
 ) -> None:

@@ -37,6 +37,7 @@ def test_a_job_tunes_while_it_trains_right_and_the_next_one_starts_tuned(
     assert read_records(tmp_path / "second.jsonl")[0]["knobs"] == records[-1]["knobs"]
 
 
+@pytest.mark.slow
 def test_a_remembered_setting_is_where_a_short_search_begins_if_the_link_has_changed(
     run_ranks: RunRanks, tmp_path: Path
 ) -> None:

@@ -23,7 +23,12 @@ STALL = {
         ("leave", 1, ["rank 1 has ended its script"]),
         ("kill", 137, ["signal 9"]),
         pytest.param("exit_in_c", 5, ["Exit code:    5"], marks=pytest.mark.slow),
-        ("stop_calling", 1, ["missing: rank 1 runs faults.py", "in commit", "has not computed 0.weight"]),
+        pytest.param(
+            "stop_calling",
+            1,
+            ["missing: rank 1 runs faults.py", "in commit", "has not computed 0.weight"],
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 @pytest.mark.parametrize("transport", ["shared_memory", pytest.param("gloo", marks=pytest.mark.slow)])

@@ -88,6 +88,7 @@ def test_an_agent_that_is_gone_is_passed_over(agents: list[Succession]) -> None:
     channel.close()
 
 
+@pytest.mark.slow
 def test_an_agent_whose_driver_goes_on_without_it_starts_no_other_one(agents: list[Succession]) -> None:
     with mock.patch.object(heirs, "CONNECT_S", 0.3), mock.patch("subprocess.Popen") as start:
         start.return_value.poll.return_value = None
