@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sirtaki.comm.control.failure import WAIT_SLICE_S, FailureBoard
+from sirtaki.comm.control.failure import WAIT_SLICE_S, FailureBoard, fresh
 from sirtaki.comm.plan import Route
 from sirtaki.comm.router import Router
 from sirtaki.comm.transports.contract import FlatBuffer, ReduceOp, Work
@@ -101,7 +101,7 @@ class TensorReduction:
     def check(self) -> None:
         """Raises why it has failed, if it has."""
         if self.error is not None:
-            raise type(self.error)(*self.error.args)
+            raise fresh(self.error)
 
 
 @dataclass(slots=True, eq=False)
@@ -160,7 +160,7 @@ class UnitPipeline:
         """
         with self._issuing:
             if self._error is not None:
-                raise type(self._error)(*self._error.args)
+                raise fresh(self._error)
             if not reduction.source.numel():
                 reduction.finish()
                 return

@@ -75,7 +75,7 @@ class FailureBoard:
     def raise_if_failed(self) -> None:
         """Raises the failure, if there is one."""
         if self._error is not None:
-            raise _fresh(self._error)
+            raise fresh(self._error)
 
     def cause_of(self, error: CommError) -> CommError:
         """What has failed, which may become known a little later than the `error` that it led to; else that."""
@@ -83,7 +83,7 @@ class FailureBoard:
         deadline_s = time.monotonic() + BLAME_S
         while self._error is None and time.monotonic() < deadline_s:
             time.sleep(WAIT_SLICE_S)
-        return error if self._error is None else _fresh(self._error)
+        return error if self._error is None else fresh(self._error)
 
     def check(self) -> None:
         """Raises the failure, and does what this rank owes to others; every wait calls this now and then."""
@@ -151,6 +151,6 @@ def unless_failed(act: Callable[[], T], *, failures: FailureBoard, undo: Callabl
     return results[0]
 
 
-def _fresh(error: CommError) -> CommError:
+def fresh(error: CommError) -> CommError:
     """Another exception that says the same: one object raised from several threads would mix their tracebacks."""
     return type(error)(*error.args)

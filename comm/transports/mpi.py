@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from sirtaki.comm.control.failure import fresh
 from sirtaki.comm.control.mpi import load_mpi
 from sirtaki.comm.device import Event
 from sirtaki.comm.plan import TransportKind
@@ -55,7 +56,7 @@ class ThreadWork:
             return False
         self._under_way.release()  # others may wait, too
         if self._error is not None:
-            raise type(self._error)(*self._error.args)
+            raise fresh(self._error)
         return True
 
     def is_done(self) -> bool:

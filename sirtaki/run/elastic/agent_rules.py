@@ -18,6 +18,10 @@ KILL_GRACE_S = 3.0
 """Between asking a rank to end and killing it."""
 
 
+NO_GENERATION: Mapping[str, Any] = {"number": 0, "workers": [], "older": [], "has_state": False, "left_out": {}}
+"""What an agent reports as the newest generation before there is one."""
+
+
 @dataclass(slots=True, kw_only=True)
 class Progress:
     """How far a rank is, as its agent has heard.
@@ -85,7 +89,7 @@ class AgentRules:
         self.ranks: dict[int, Progress] = {}
         self.agents: list[tuple[int, list[tuple[str, int]]]] = []
         self.ends = False
-        self._generation: dict[str, Any] = {"number": 0, "workers": [], "older": [], "has_state": False, "left_out": {}}
+        self._generation: dict[str, Any] = dict(NO_GENERATION)
         self._heard_s = self._beat_s = self._looked_s = now_s
 
     def meet_driver(self, places: list[tuple[str, int]], now_s: float) -> None:

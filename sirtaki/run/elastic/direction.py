@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from .actions import Action, Dismiss, End, Form, KillRank, Say, Settle, StartAgent, StartRank, StopAgent, Tell
+from .agent_rules import NO_GENERATION
 from .job_members import JobMembers
 from .quorum import Quorum
 from .roster import Heard, Lost
@@ -53,8 +54,7 @@ class Crew(Protocol):
 
 def _newest(reports: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:
     """The newest generation that any agent has reported."""
-    nothing = {"number": 0, "workers": [], "older": [], "has_state": False, "left_out": {}}
-    known = [report["generation"] for report in reports.values()] or [nothing]
+    known = [report["generation"] for report in reports.values()] or [NO_GENERATION]
     return max(known, key=lambda generation: (int(generation["number"]), -len(generation["older"])))
 
 

@@ -159,10 +159,7 @@ class Roster(Generic[_Agent]):
 
     def send(self, host: str, message: Mapping[str, Any]) -> None:
         """To the agent of a host; nothing happens if there is none."""
-        agent = self.agents.get(host)
-        if agent is not None and agent.channel is not None:
-            agent.channel.send(message)
-            self._sent(agent)
+        self.send_to([host], message)
 
     def send_to(self, hosts: Iterable[str], message: Mapping[str, Any]) -> None:
         """The same to the agents of these hosts."""

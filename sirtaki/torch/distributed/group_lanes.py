@@ -17,7 +17,7 @@ import torch
 
 from sirtaki.comm.collectives.unit_pipeline import TensorReduction, UnitPipeline
 from sirtaki.comm.control.communicator import Communicator
-from sirtaki.comm.control.failure import WAIT_SLICE_S, poll_until
+from sirtaki.comm.control.failure import WAIT_SLICE_S, fresh, poll_until
 from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.plan import Algorithm, CommPlan, Route, TransportKind, Unit
 from sirtaki.comm.router import Router
@@ -81,7 +81,7 @@ class GroupLanes:
         """
         with self._lock:
             if self._error is not None:
-                raise type(self._error)(*self._error.args)
+                raise fresh(self._error)
             if self._opened is None:
                 self._backlog.append(reduction)
                 self._start()

@@ -9,13 +9,9 @@ import torch
 from torch.distributed import ReduceOp as TorchOp
 
 from sirtaki.comm.transports.contract import ReduceOp
+from sirtaki.comm.transports.gloo import TORCH_OPS
 
-LANE_OPS = {
-    TorchOp.SUM: ReduceOp.SUM,
-    TorchOp.MIN: ReduceOp.MIN,
-    TorchOp.MAX: ReduceOp.MAX,
-    TorchOp.PRODUCT: ReduceOp.PRODUCT,
-}
+LANE_OPS = {theirs: ours for ours, theirs in TORCH_OPS.items()}
 
 LANE_DTYPES = frozenset(
     (
