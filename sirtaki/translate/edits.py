@@ -118,6 +118,18 @@ def _add(lines: list[str], more: Iterable[str]) -> None:
             lines.append(line)
 
 
+def keyword(name: str, code: str) -> cst.Arg:
+    """`name=code`, as an argument of a call."""
+    plain = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
+    return cst.Arg(cst.parse_expression(code), keyword=cst.Name(name), equal=plain)
+
+
+def with_more(call: cst.BaseExpression, *added: cst.Arg) -> cst.Call:
+    """A call with more arguments behind its own."""
+    assert isinstance(call, cst.Call)
+    return call.with_changes(args=[*call.args, *added])
+
+
 def parsed(lines: Iterable[str]) -> list[cst.BaseStatement]:
     """Statements."""
     return [cst.parse_statement(line) for line in lines]

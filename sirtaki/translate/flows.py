@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import TypeVar
 
 import libcst as cst
 
@@ -69,6 +70,8 @@ class Site:
 
 MOVES = (cst.Assign, cst.AnnAssign, cst.NamedExpr, cst.WithItem, cst.For, cst.Yield, cst.Return, cst.Call)
 """Syntax by which what is followed gets somewhere."""
+
+Key = TypeVar("Key")
 
 Values = frozenset[Site]
 NOTHING: Values = frozenset()
@@ -198,7 +201,7 @@ class Flows:
             for function in self.callees(node):
                 scope = self.source.name_of(function)
                 for name, value in self.bound(node, function):
-                    self._hold((scope, name), self.values(value))
+                    self._add(self._held, (scope, name), self.values(value))
 
     def _relay(self, node: cst.Yield) -> None:
         """A generator that yields what it gets from a loader counts as that loader."""
@@ -208,7 +211,7 @@ class Flows:
                 break
             if isinstance(there, cst.For) and self.holds(there.iter, Kind.LOADER):
                 self.relays[id(there)] = there
-                self._add_returned(function, frozenset(self.holds(there.iter, Kind.LOADER)))
+                self._add(self._returned, function, frozenset(self.holds(there.iter, Kind.LOADER)))
 
     def _assign(self, target: cst.BaseExpression, value: cst.BaseExpression) -> None:
         if isinstance(target, cst.Tuple | cst.List):
@@ -233,31 +236,25 @@ class Flows:
     def _put(self, target: cst.BaseExpression, values: Values) -> None:
         symbol = self.source.symbol(target)
         if symbol is not None:
-            self._hold(symbol, values)
+            self._add(self._held, symbol, values)
         elif isinstance(target, cst.Subscript):
             self._put(target.value, values)
         elif isinstance(target, cst.Attribute):
             for site in self.values(target.value):
                 if site.kind is Kind.INSTANCE:
-                    self._hold((f"class {site.name}", target.attr.value), values)
+                    self._add(self._held, (f"class {site.name}", target.attr.value), values)
 
     def _return(self, function: str, value: cst.BaseExpression) -> None:
-        self._add_returned(function, self.values(value))
+        self._add(self._returned, function, self.values(value))
         elements = value.elements if isinstance(value, cst.Tuple) else ()
         for position, element in enumerate(elements):
-            key, held = (function, position), self.values(element.value)
-            if not held <= self._returned_at.get(key, NOTHING):
-                self._returned_at[key] = self._returned_at.get(key, NOTHING) | held
-                self._changed = True
+            self._add(self._returned_at, (function, position), self.values(element.value))
 
-    def _add_returned(self, function: str, values: Values) -> None:
-        if not values <= self._returned.get(function, NOTHING):
-            self._returned[function] = self._returned.get(function, NOTHING) | values
-            self._changed = True
-
-    def _hold(self, symbol: Symbol, values: Values) -> None:
-        if not values <= self._held.get(symbol, NOTHING):
-            self._held[symbol] = self._held.get(symbol, NOTHING) | values
+    def _add(self, table: dict[Key, Values], key: Key, values: Values) -> None:
+        """Into one of the tables; what is new in any of them has the script followed once more."""
+        known = table.get(key, NOTHING)
+        if not values <= known:
+            table[key] = known | values
             self._changed = True
 
     def _of_call(self, call: cst.Call) -> Values:

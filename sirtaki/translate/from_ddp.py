@@ -8,7 +8,7 @@ import libcst as cst
 
 from .beginning import free_name
 from .devices import undo_wrapper
-from .edits import Edits
+from .edits import Edits, keyword, with_more
 from .flows import Flows, Kind
 from .optimizers import Optimizers
 from .refusals import look_for_what_cannot_be
@@ -31,6 +31,9 @@ VARIABLES = {
     "LOCAL_RANK": "local_rank",
     "LOCAL_WORLD_SIZE": "local_size",
 }
+PLACES = (("num_replicas", "size"), ("rank", "rank"))
+"""What a sampler is given behind its data, and our functions."""
+
 PACKAGE = "torch.distributed."
 
 
@@ -99,16 +102,13 @@ class FromDdp:
         self._edits.replace(call, f"{self._hvd}.allreduce_({tensor}, op={self._hvd}.{OPERATIONS[operation]})")
 
     def _sampler(self, call: cst.Call) -> None:
-        for keyword, function in (("num_replicas", "size"), ("rank", "rank")):
-            given = argument(call, keyword, 1 if keyword == "num_replicas" else 2)
+        for position, (name, function) in enumerate(PLACES, start=1):
+            given = argument(call, name, position)
             if given is not None:
                 self._edits.replace(given, f"{self._hvd}.{function}()")
         if argument(call, "num_replicas", 1) is None:
-            added = [
-                cst.Arg(cst.parse_expression(f"{self._hvd}.{function}()"), keyword=cst.Name(keyword), equal=_plain())
-                for keyword, function in (("num_replicas", "size"), ("rank", "rank"))
-            ]
-            self._edits.change(call, lambda node: _with(node, added))
+            added = [keyword(name, f"{self._hvd}.{function}()") for name, function in PLACES]
+            self._edits.change(call, lambda node: with_more(node, *added))
         if "set_epoch" not in self._source.text:
             self._edits.note(
                 self._source.line(call), "nobody calls this sampler's `set_epoch`: all epochs have one order"
@@ -149,13 +149,14 @@ class FromDdp:
                 placed = True
             self._edits.remove(statement)
         if not placed:
-            first = next(s for s in self._source.module.body if _is_import(s))
-            assert isinstance(first, cst.BaseStatement)
-            self._edits.after(first, f"import sirtaki.torch as {self._hvd}")
+            self._edits.after(self._first_import(), f"import sirtaki.torch as {self._hvd}")
         if "no_sync" in self._source.text and "contextlib" not in self._source.imported:
-            first = next(s for s in self._source.module.body if _is_import(s))
-            assert isinstance(first, cst.BaseStatement)
-            self._edits.before(first, "import contextlib")
+            self._edits.before(self._first_import(), "import contextlib")
+
+    def _first_import(self) -> cst.BaseStatement:
+        first = next(statement for statement in self._source.module.body if _is_import(statement))
+        assert isinstance(first, cst.BaseStatement)
+        return first
 
 
 def _bound(alias: cst.ImportAlias) -> str:
@@ -170,12 +171,3 @@ def _is_import(statement: cst.CSTNode) -> bool:
         and isinstance(statement.body[0], cst.Import | cst.ImportFrom)
         and (not isinstance(statement.body[0], cst.ImportFrom) or "__future__" not in cst.Module([statement]).code)
     )
-
-
-def _plain() -> cst.AssignEqual:
-    return cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
-
-
-def _with(node: cst.BaseExpression, added: list[cst.Arg]) -> cst.BaseExpression:
-    assert isinstance(node, cst.Call)
-    return node.with_changes(args=[*node.args, *added])

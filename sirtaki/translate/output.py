@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import libcst as cst
 
-from .edits import Edits
+from .edits import Edits, keyword, with_more
 from .flows import Flows, Kind
 from .source import Source, argument, called_attribute
 
@@ -106,15 +106,8 @@ class Output:
 
     def _bar(self, call: cst.Call) -> None:
         if argument(call, "disable") is None:
-            off = cst.parse_expression(f"{self._hvd}.rank() != 0")
-            plain = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
-            added = cst.Arg(off, keyword=cst.Name("disable"), equal=plain)
-
-            def silent(node: cst.BaseExpression) -> cst.BaseExpression:
-                assert isinstance(node, cst.Call)
-                return node.with_changes(args=[*node.args, added])
-
-            self._edits.change(call, silent)
+            silent = keyword("disable", f"{self._hvd}.rank() != 0")
+            self._edits.change(call, lambda node: with_more(node, silent))
 
 
 def _opened(call: cst.BaseExpression, where: cst.BaseExpression) -> cst.Call:
