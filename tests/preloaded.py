@@ -43,8 +43,13 @@ def stand_in(folder: Path, arguments: list[str]) -> None:
     server = connect(folder)
     wanted = {"arguments": arguments, "environment": dict(os.environ), "folder": os.getcwd()}
     socket.send_fds(server, [json.dumps(wanted).encode()], [0, 1, 2])
+
+    def forward(number: int, _: object) -> None:
+        with contextlib.suppress(BrokenPipeError):  # the program has just ended
+            server.send(bytes([number]))
+
     for number in FORWARDED:
-        signal.signal(number, lambda number, _: server.send(bytes([number])))
+        signal.signal(number, forward)
     status = os.waitstatus_to_exitcode(int.from_bytes(server.recv(8), "little"))
     if status < 0:
         if -status in FORWARDED:

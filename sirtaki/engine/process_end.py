@@ -149,12 +149,14 @@ def _install_hooks() -> None:
         what = f"raised {kind.__name__}" + (f": {error}" if told_elsewhere else "")  # elsewhere it stands above
         if over_mesh and isinstance(error, PeerLostError):
             what = f"ends, since {error}"
-        if over_mesh:  # the launcher may end this process while it waits
+        # The launcher, or another rank to which the same has happened, may end this process while it waits.
+        at_once = over_mesh or (told_elsewhere and not _started_by_sirtakirun())
+        if at_once:
             _report(job, what, where)
         if isinstance(error, CommError) and job.elastic is None:
             time.sleep(LOST_S if isinstance(error, PeerLostError) and not over_mesh else VICTIM_S)
         if not _started_by_sirtakirun():
-            if not over_mesh:
+            if not at_once:
                 _report(job, what, where)
             _flush()
             job.abort(f"rank {job.rank} raised {kind.__name__}: {error}")
