@@ -23,12 +23,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
-from bench.lib.elastic.history import Diaries, Event, faults, joins_s, recovered_at_s
+from bench.lib.elastic.history import Diaries, Event, faults, joins_s
 from bench.lib.harness import RANK_ENV, REPOSITORY, Bar, Report, Spread, finish, parser
 
 COMMIT_EVERY, ENDLESS = 5, 10**9
@@ -154,11 +155,7 @@ def kill_one_by_one(contender: str, ranks: int, kills: int, *, seed: int) -> Kil
                 killed_s = time.time()
                 os.kill(victim, signal.SIGKILL)
                 dead.add(victim)
-
-                def end_s(survivors: Set[int] = survivors, killed_s: float = killed_s) -> float | None:
-                    events = {pid: own for pid, own in diaries.read().items() if pid in survivors}
-                    return recovered_at_s(events, killed_s=killed_s, size=ranks)
-
+                end_s = partial(diaries.recovered_at_s, survivors, killed_s=killed_s, size=ranks)
                 if not wait_until(lambda wait=end_s: wait() is not None, look):
                     found.recoveries_s.append(float("inf"))
                     found.faults.append(f"survivors did not go on: {tail(folder)}")

@@ -21,14 +21,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from bench.elastic import COMMIT_EVERY, ENDLESS, environment, tail
-from bench.lib.elastic.history import Diaries, Event, faults, recovered_at_s
+from bench.lib.elastic.history import Diaries, Event, faults
 from bench.lib.elastic.scale_model import Machine, phases
 from bench.lib.harness import Bar, Report, finish, parser
 from sirtaki.json_channel import encoded
+from sirtaki.machine import process_fields
 from sirtaki.run.elastic.direction import Direction
 from sirtaki.run.elastic.host_pool import HostPool
 from sirtaki.run.elastic.job_members import JobMembers
@@ -178,17 +180,9 @@ class Job:
             os.kill(pid, signal.SIGKILL)
         self.dead |= victims
 
-        def end_s() -> float | None:
-            events = {pid: own for pid, own in self.diaries.read().items() if pid in survivors}
-            return recovered_at_s(events, killed_s=killed_s, size=self.ranks)
-
+        end_s = partial(self.diaries.recovered_at_s, survivors, killed_s=killed_s, size=self.ranks)
         self.until(lambda: end_s() is not None, "recovery")
         return (end_s() or 0.0) - killed_s
-
-
-def parent(pid: int) -> int:
-    """Of a process."""
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def real_rows(ranks: int, seed: int, report: Report) -> None:
@@ -205,8 +199,8 @@ def real_rows(ranks: int, seed: int, report: Report) -> None:
         victims = set(rng.sample(sorted(job.alive()), 3))
         note("three ranks killed, until all others have made a step", job.kill(victims))
         note("until all are there again", job.all_there())
-        agent = parent(rng.choice(sorted(job.alive())))
-        theirs = {pid for pid in job.alive() if parent(pid) == agent}
+        agent = int(process_fields(rng.choice(sorted(job.alive())))[1])
+        theirs = {pid for pid in job.alive() if int(process_fields(pid)[1]) == agent}
         note(f"an agent killed, with {len(theirs)} ranks, until all others have made a step", job.kill(theirs, agent))
         found = faults(job.diaries.read())
         job.process.send_signal(signal.SIGTERM)

@@ -56,6 +56,15 @@ def host_kind() -> str:
     return ", ".join(words for part in parts if (words := " ".join(part.split())))
 
 
+def process_fields(pid: int) -> list[str]:
+    """What `/proc/PID/stat` says behind the name: state, parent, … (proc(5), from its third field on).
+
+    Raises:
+        OSError: there is no such process, or no `/proc`.
+    """
+    return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+
+
 def _cgroup_folders(controller: str) -> Iterator[Path]:
     """This process's cgroup and those above it, as `/proc/self/cgroup` names them (`id:controllers:path`)."""
     for line in _read(_OWN_CGROUPS).splitlines():

@@ -11,12 +11,12 @@ import functools
 import logging
 import os
 import select
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from sirtaki.errors import CommError, TransportError
+from sirtaki.machine import process_fields
 
 if TYPE_CHECKING:
     from sirtaki.comm.control.plane import ControlPlane
@@ -195,10 +195,9 @@ class Doorbell:
 def _is_alive(pid: int) -> bool:
     """Whether a process of this node has not ended; a zombie has."""
     try:
-        status = Path(f"/proc/{pid}/stat").read_text()
+        return process_fields(pid)[0] not in "ZX"
     except OSError:
         return False
-    return status.rpartition(")")[2].split()[0] not in "ZX"
 
 
 @functools.cache

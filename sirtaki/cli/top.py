@@ -9,10 +9,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from sirtaki.gain import faster
 from sirtaki.watch.presence import Answer, look
-
-WORTH_TELLING = 1.005
-"""A gain that is not 1.00 when it is shown."""
 
 COLUMNS = ("job", "rank", "running for", "iteration", "step", "communication", "exposed", "setting")
 
@@ -54,7 +52,8 @@ def row(job: Answer) -> list[str]:
     generation = f", generation {job['generation']}" if job["generation"] else ""
     step_s = job.get("step_s")
     exposed_s = job.get("exposed_s")
-    gain = f", {job['gain']:.2f}× faster" if (job.get("gain") or 0.0) >= WORTH_TELLING else ""
+    told = faster(job.get("gain") or 1.0, 1.0)
+    gain = f", {told}" if told != "as fast" else ""
     return [
         f"{job['script']} ({job['pid']})",
         f"{job['rank']} of {job['ranks']}{generation}",

@@ -138,10 +138,7 @@ class AgentClient:
         return self._heard.lost
 
     def _generation(self, answer: Mapping[str, Any], listeners: tuple[socket.socket, ...]) -> Generation:
-        attendees = tuple(
-            Attendee(host=tuple(each["host"]), places=tuple((host, port) for host, port in each["places"]))
-            for each in answer["attendees"]
-        )
+        attendees = tuple(map(Attendee.of_json, answer["attendees"]))
         appointment = Appointment(
             attendees=attendees, secret=answer["secret"], listeners=listeners, in_vain=self._in_vain
         )

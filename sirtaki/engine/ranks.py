@@ -98,11 +98,7 @@ class Introduction:
     @classmethod
     def of_json(cls, found: dict[str, Any]) -> Introduction:
         """What `asdict` has become on its way through JSON."""
-        there = found["attendee"]
-        places = tuple((str(host), int(port)) for host, port in there["places"])
-        return cls(
-            attendee=Attendee(host=tuple(there["host"]), places=places), secret=found["secret"], name=found["name"]
-        )
+        return cls(attendee=Attendee.of_json(found["attendee"]), secret=found["secret"], name=found["name"])
 
 
 def _introduced(

@@ -18,6 +18,7 @@ from types import FrameType
 from typing import IO
 
 from sirtaki.errors import LaunchError
+from sirtaki.machine import process_fields
 
 from .console import Console
 from .leftovers import mapped_segments, remove_segments, remove_session_folder, session_members
@@ -294,7 +295,7 @@ def _exit_code(returncode: int) -> int:
 def _is_alive(pid: int) -> bool:
     """Whether the process runs; a zombie, which a stuck mpiexec does not bury, is dead."""
     try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        state = process_fields(pid)[0]
     except OSError:
         return not Path("/proc/self").exists()  # without /proc nothing can be known
     return state not in {"Z", "X"}

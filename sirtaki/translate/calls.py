@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -144,9 +145,7 @@ class Calls:
                     if param.default is None and param.name.value != "self":
                         given.setdefault(param.name.value, BATCH)
             results.append(self.enter(function, given))
-        result = results[0]
-        for other in results[1:]:
-            result = either(result, other)
+        result = functools.reduce(either, results)
         return BATCH if is_module and not result.own else result
 
     def _trains(self, functions: list[cst.FunctionDef]) -> bool:

@@ -7,6 +7,7 @@ the mean or sum over all ranks takes its place.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import libcst as cst
@@ -199,9 +200,7 @@ class RankValues:
             self._calls.calling.pop()
         returned = self._returned
         self._returned, self._fresh, self._in_loop, self._branches = kept
-        result = ALL
-        for value in returned:
-            result = value if value is returned[0] else either(result, value)
+        result = functools.reduce(either, returned) if returned else ALL
         self._called[key] = result
         return result
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -62,10 +63,7 @@ def either(one: Value, other: Value) -> Value:
 def all_alike(values: Sequence[Value]) -> Value:
     """Of a container of such values."""
     own = [value for value in values if value.own]
-    result = own[0] if own else ALL
-    for value in own:
-        result = either(result, value)
-    return result
+    return functools.reduce(either, own) if own else ALL
 
 
 def combined(operator: cst.CSTNode, left: Value, right: Value) -> Value:

@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from sirtaki.machine import process_fields
+
 logger = logging.getLogger(__name__)
 
 ANSWER_S = 1.0
@@ -38,10 +40,9 @@ def run_folder() -> Path:
 def started(pid: int) -> str:
     """When a process began, in ticks since boot; empty if there is none, or no /proc."""
     try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
+        return process_fields(pid)[19]
     except OSError:
         return ""
-    return text.rpartition(")")[2].split()[19]
 
 
 class Presence:

@@ -19,7 +19,7 @@ class Totals(Watcher):
         step_s, communication_s, exposed_s: seconds in all.
         n_bytes: of gradients in all.
         trials, decisions: counts.
-        generation: its number.
+        generation_number: 0 at first.
         setting: what was decided for, in words; empty before.
         gain: how many times faster communication became by the last decision; not a number before.
     """

@@ -1,4 +1,6 @@
 import os
+import subprocess
+import sys
 
 import pytest
 
@@ -78,3 +80,12 @@ def test_a_container_with_a_share_of_the_cores_is_a_host_of_another_kind(cgroups
     assert kinds[0].endswith("8 cores")
     assert kinds[1].endswith("2 of 8 cores")
     assert kinds[2] == kinds[0]
+
+
+def test_a_processs_fields_begin_with_its_state_and_its_parent():
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        state, parent, *_ = machine.process_fields(child.pid)
+        assert state in "RSD"
+        assert int(parent) == os.getpid()
+    with pytest.raises(OSError, match=str(child.pid)):
+        machine.process_fields(child.pid)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -53,6 +53,17 @@ class Diaries:
                 self._read[pid] += len(lines) + 1
                 self.events.setdefault(pid, []).extend(_event(pid, line) for line in lines.split(b"\n"))
         return self.events
+
+    def recovered_at_s(self, survivors: Set[int], *, killed_s: float, size: int) -> float | None:
+        """When the last survivor had finished an iteration among fewer ranks than `size`; None if some has not yet.
+
+        Args:
+            survivors: their processes.
+            killed_s: when a process was killed.
+            size: how many ranks there were.
+        """
+        events = {pid: own for pid, own in self.read().items() if pid in survivors}
+        return recovered_at_s(events, killed_s=killed_s, size=size)
 
 
 def _event(pid: int, line: bytes) -> Event:

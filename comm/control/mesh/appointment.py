@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from sirtaki.comm.control.addresses import LOOPBACK, host_identity, own_addresses
 from sirtaki.errors import CommError, PeerLostError
@@ -31,6 +32,11 @@ class Attendee:
 
     host: tuple[str, ...]
     places: tuple[tuple[str, int], ...]
+
+    @classmethod
+    def of_json(cls, found: Mapping[str, Any]) -> Attendee:
+        """What `asdict` has become on its way through JSON."""
+        return cls(host=tuple(found["host"]), places=tuple((str(host), int(port)) for host, port in found["places"]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

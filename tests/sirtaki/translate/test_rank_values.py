@@ -36,3 +36,9 @@ def test_what_cannot_be_told_a_mean_from_a_sum_is_refused() -> None:
 def test_each_branch_is_followed() -> None:
     lines = added("if epoch:\n    shown = loss\nelse:\n    shown = 0 * loss\nprint(shown)")
     assert lines[-1] == "print(ranks.average(shown))"
+
+
+def test_each_return_of_a_function_counts() -> None:
+    first, last = "    if n == 0:\n        return n\n", "    return n\n"
+    function = f"def shown(loss, n):\n{first}    if n == 1:\n        return loss.item()\n{last}"
+    assert added("print(shown(loss, epoch))", before=function)[-1] == "print(ranks.average(shown(loss, epoch)))"

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from sirtaki.machine import process_fields
+
 MEMBER = Path(__file__).parents[3] / "elastic_member.py"
 SOON_S = 20.0
 _MARK = "SIRTAKI_TEST_JOB"
@@ -103,7 +105,7 @@ class Job:
         parents = {}
         for pid, host in ranks.items():
             with suppress(OSError):
-                parents[host] = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+                parents[host] = int(process_fields(pid)[1])
         return parents
 
 
