@@ -10,8 +10,9 @@ import functools
 import logging
 import math
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Concatenate, ParamSpec, TypeVar
 
 import numpy as np
@@ -22,20 +23,18 @@ from sirtaki.autotune.meta.assignment import (
     DEFAULT_ARM,
     Assignment,
     Purpose,
-    SessionResult,
 )
 from sirtaki.autotune.meta.session import WarmupSession
 from sirtaki.autotune.model.planning import PlanningModel
 from sirtaki.autotune.trial import Trial
 from sirtaki.comm.layout import GradientLayout
 from sirtaki.settings import Settings
-from sirtaki.watch import watchers
-from sirtaki.watch.events import Decision, TrialEnded
 
 from .carried_tuning import NOTHING_BROUGHT, Carrying
-from .knob_choices import checked_plans
+from .knob_choices import traffic
 from .searchers import Searchers
 from .step_times import StepTimes
+from .telling import tell_decision, tell_trial
 from .trial_log import TrialLogWriter
 from .tuning_cache import CacheHit, TuningCache, condition_of
 from .tuning_messages import describe_change, describe_progress, describe_result, describe_retune
@@ -220,33 +219,21 @@ class TuningCoordinator:
         forecast = self._searchers.forecast
         predicted_s = None if forecast is None else forecast.predicted_s(assignment.knobs)
         self._session.record(spans_s)
+        best_s = self._session.result.best_span_s
         self._log.ran(
             assignment,
             spans_s,
             iteration=iteration,
-            best_span_s=self._session.result.best_span_s,
+            best_span_s=best_s,
             credits=self._searchers.credits,
             predicted_s=predicted_s,
             forecast=forecast,
         )
-        if watchers.watching:
-            self._tell_trial(assignment, spans_s, iteration)
+        tell_trial(assignment, spans_s, iteration=iteration, best_s=best_s)
         quiet = self._session.done or self._retuning
         if not quiet and time.monotonic() - self._told_s > PROGRESS_EVERY_S:
             self._told_s = time.monotonic()
             logger.info("%s", describe_progress(self._session, self.times.usual))
-
-    def _tell_trial(self, assignment: Assignment, spans_s: Sequence[float], iteration: int) -> None:
-        assert self._session is not None
-        event = TrialEnded(
-            iteration=iteration,
-            arm=assignment.arm,
-            setting=assignment.knobs.describe(),
-            knobs=assignment.knobs.to_json(),
-            communication_s=min(spans_s),
-            best_s=self._session.result.best_span_s,
-        )
-        watchers.tell_all(lambda watcher: watcher.trial(event))
 
     def _tell_pace(self) -> None:
         self._searchers.know_pace(self.times.usual)
@@ -265,7 +252,8 @@ class TuningCoordinator:
         result = session.result
         if self._retuning:
             stored = self._keep_condition(session)
-            told = describe_retune(result, self._whence(result))
+            proposer = self._searchers.name(result.arm)
+            told = describe_retune(result, default=self.default, earlier=self._earlier, proposer=proposer)
         else:
             stored = self._cache.keep(result, session.trials, complete=True, links=self._searchers.links)
             told = describe_result(result, self.times.usual, self._searchers.name(result.arm))
@@ -273,24 +261,10 @@ class TuningCoordinator:
         logger.info("%s%s", told, "; stored in the registry" if stored else "")
         self._tell_pace()  # for the report, and for `sirtaki plan`
         self._log.ended(result, iteration=iteration, usual=self.times.usual)
-        if watchers.watching:
-            self._tell_decision(result, iteration)
+        tell_decision(result, iteration=iteration, retune=self._retuning)
         earlier = [] if self._stays is None else [self._stays]
         self._earlier = [*earlier, *(knobs for knobs in self._earlier if knobs not in (result.knobs, *earlier))]
         self._stays = result.knobs
-
-    def _tell_decision(self, result: SessionResult, iteration: int) -> None:
-        event = Decision(
-            iteration=iteration,
-            arm=result.arm,
-            setting=result.knobs.describe(),
-            knobs=result.knobs.to_json(),
-            default_s=result.default_span_s,
-            best_s=result.best_span_s,
-            n_trials=result.n_trials,
-            retune=self._retuning,
-        )
-        watchers.tell_all(lambda watcher: watcher.decision(event))
 
     def _keep_condition(self, session: WarmupSession) -> bool:
         """What holds while communication is as it is now goes beside what was found before, not into its place."""
@@ -299,16 +273,6 @@ class TuningCoordinator:
         result = replace(session.result, default_span_s=default_s)
         return bool(condition) and self._cache.keep(
             result, session.trials, complete=True, links=self._searchers.links, condition=condition
-        )
-
-    def _whence(self, result: SessionResult) -> str:
-        """Where the setting of a re-tune comes from."""
-        if result.knobs == self.default:
-            return "the untuned default"
-        return (
-            "as earlier in this job"
-            if result.knobs in self._earlier
-            else f"proposed by {self._searchers.name(result.arm)}"
         )
 
     @_guarded
@@ -345,13 +309,9 @@ class TuningCoordinator:
             promise=self._hit.promise,
             seeds=seeds,
             history=self._hit.history,
-            identity=functools.cache(self._identity),
+            identity=functools.cache(partial(traffic, layouts=self._layouts)),
         )
 
     @property
     def _budget_iterations(self) -> int:
         return RETUNE_ITERATIONS if self._retuning else self._settings.warmup_iterations
-
-    def _identity(self, knobs: Knobs) -> Hashable:
-        """Equal where the same units travel in the same order on as many streams."""
-        return tuple(plan.on_fewest_streams().fingerprint() for plan in checked_plans(knobs, self._layouts))

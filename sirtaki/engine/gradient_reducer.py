@@ -249,10 +249,14 @@ class GradientReducer:
         self._finish(joined=True)
 
     def _finish(self, *, joined: bool = False, due: bool = False) -> None:
-        problem = ""
+        parameters, problem = self._parameters, ""
+        assert parameters is not None
         if not self.sharing.active or self.sharing.is_due(here=due or self.begun):
             with self.progress.waits(Stage.FINISH):
-                problem = self._end_iteration(joined)
+                if parameters.finish(joined=joined):
+                    self.attach(parameters.all)
+                self._begin_iteration()
+                problem = parameters.reductions.problem
             self.sharing.n_reduced += 1
         self.progress.finished += 1
         self._job.joining.ends(self)
@@ -264,15 +268,6 @@ class GradientReducer:
         """See `Participant`."""
         parameters = self._parameters
         return self.progress.given(missing=parameters is not None and parameters.reductions.missing)
-
-    def _end_iteration(self, joined: bool) -> str:
-        """Collective: returns what makes the gradients undefined, empty if all is well."""
-        parameters = self._parameters
-        assert parameters is not None
-        if parameters.finish(joined=joined):
-            self.attach(parameters.all)
-        self._begin_iteration()
-        return parameters.reductions.problem
 
     def drop_accumulated(self) -> None:
         """Gradients of fewer backward passes than are added up before they are reduced do not count."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
 from sirtaki.autotune.knobs import KIB, MIB, Knobs, KnobSpace
@@ -100,6 +100,15 @@ def checked_plans(knobs: Knobs, layouts: Sequence[GradientLayout]) -> list[CommP
     if len(knobs.cuts or ()) > most:
         raise PlanError(f"{len(knobs.cuts or ())} units are more than the {most} that are possible here")
     return plans_for(knobs, layouts)
+
+
+def traffic(knobs: Knobs, layouts: Sequence[GradientLayout]) -> Hashable:
+    """Equal where the same units travel in the same order on as many streams.
+
+    Raises:
+        PlanError: see `checked_plans`.
+    """
+    return tuple(plan.on_fewest_streams().fingerprint() for plan in checked_plans(knobs, layouts))
 
 
 def fixed_knobs(settings: Settings) -> dict[str, str]:

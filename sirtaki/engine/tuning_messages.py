@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
+from sirtaki.autotune.knobs import Knobs
 from sirtaki.autotune.meta.assignment import SessionResult
 from sirtaki.autotune.meta.session import WarmupSession
 from sirtaki.gain import faster, faster_than
@@ -86,10 +88,22 @@ def describe_change(ratio: float, iterations: int) -> str:
     return f"{takes} this setting was chosen: trying others for at most {iterations} iterations"
 
 
-def describe_retune(result: SessionResult, whence: str) -> str:
-    """What a re-tune has found, in one line; `whence` is where that comes from."""
+def describe_retune(result: SessionResult, *, default: Knobs, earlier: Sequence[Knobs], proposer: str) -> str:
+    """What a re-tune has found, in one line.
+
+    Args:
+        result: of the session.
+        default: what runs untuned.
+        earlier: what was kept before in this job.
+        proposer: who has proposed what is kept now.
+    """
     if not result.tuned:
         return f"nothing better found in {result.iterations_used} iterations: the setting stays ({result.reason})"
+    whence = f"proposed by {proposer}"
+    if result.knobs == default:
+        whence = "the untuned default"
+    elif result.knobs in earlier:
+        whence = "as earlier in this job"
     return (
         f"tuned again in {result.iterations_used} iterations: communication "
         f"{faster(result.default_span_s, result.best_span_s)} than with the setting that ran; "

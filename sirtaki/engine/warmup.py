@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -29,8 +28,6 @@ from sirtaki.comm.layout import GradientLayout
 from sirtaki.comm.plan import CommPlan, Route
 from sirtaki.errors import PlanError, TransportError
 from sirtaki.settings import Settings
-from sirtaki.watch import watchers
-from sirtaki.watch.events import IterationEnded
 
 from .before_search import measure, without_planners
 from .carried_tuning import CarriedTuning, Carrying
@@ -39,6 +36,7 @@ from .devices import open_router
 from .drift import DriftWatch
 from .knob_choices import default_knobs, knob_space, plans_for
 from .opening import open_default, still_possible
+from .telling import IterationTeller
 from .tuning_cache import Hardware, TuningCache
 
 if TYPE_CHECKING:
@@ -110,7 +108,7 @@ class TunedSynchroniser:
             unused_as_none=settings.unused_as_none,
         )
         self._knobs = self._default
-        self._total_bytes, self._told_s = total_bytes, math.nan
+        self._teller = IterationTeller(total_bytes)
         self._arms = arms
         self._tuning = settings.tune and settings.warmup_iterations > 0
         self._assignment: Assignment | None = None
@@ -169,8 +167,7 @@ class TunedSynchroniser:
             joined: this rank has no data any more and takes part with zeros.
         """
         report = self._sync.finish(joined=joined)
-        if watchers.watching:
-            self._tell(report)
+        self._teller.tell(report, number=self._sync.iteration, tuning=self._tuning)
         if self._tuning and self._coordinator is not None:
             self._coordinator.times.note(report)
         if report.profiled:
@@ -181,19 +178,6 @@ class TunedSynchroniser:
                 self._after_iteration(span_s)
             elif self._drift is not None:
                 self._watch(self._drift, span_s, self._sync.pace)
-
-    def _tell(self, report: IterationReport) -> None:
-        now_s = time.perf_counter()
-        event = IterationEnded(
-            number=self._sync.iteration,
-            step_s=now_s - self._told_s,
-            communication_s=report.span_s,
-            exposed_s=max(0.0, report.span_s - report.backward_s),
-            n_bytes=self._total_bytes,
-            tuning=self._tuning,
-        )
-        self._told_s = now_s
-        watchers.tell_all(lambda watcher: watcher.iteration(event))
 
     # ── the warm-up ──────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -8,7 +8,7 @@ only when every member of the one before has asked, ended or been killed.
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 
-from .actions import Action, Dismiss, End, Form, KillRank, Say, Settle, StartAgent, StartRank, StopAgent
+from .actions import Action, Dismiss, End, Form, KillRank, Say, Settle
 from .endings import Endings
 from .host_pool import HostPool
 from .losses import Losses
@@ -16,6 +16,7 @@ from .news import announcement, difference, ordinal
 from .policy import Policy
 from .quorum import Quorum
 from .roll import Roll
+from .staffing import Staffing
 from .tidings import Tidings
 from .workers import Phase, RankEnd, Worker, ranked
 
@@ -29,10 +30,9 @@ class JobMembers:
     def __init__(self, policy: Policy, pool: HostPool) -> None:
         self.policy, self.pool = policy, pool
         self.roll = Roll()
-        self.agents: dict[str, bool] = {}
-        """Agents by host; False = being started."""
         self.is_over = self._defers = False
         self._actions: list[Action] = []
+        self._staffing = Staffing(policy, pool, self.roll)
         self._tidings = Tidings()
         self._endings = Endings(policy)
         self._losses = Losses(policy, pool, self.roll, self._endings)
@@ -64,7 +64,7 @@ class JobMembers:
             Whether this is the side of a network that may have come apart which goes on. Before the first generation
             there is no such side.
         """
-        self.agents = dict.fromkeys(agents, True)
+        self.agents.update(dict.fromkeys(agents, True))
         self._tidings.lose("the driver was lost")
         self._endings.fail("the driver", RankEnd(exit_code=1, reason="it was lost"))
         self.roll.take_over(workers, generation, members)
@@ -121,6 +121,11 @@ class JobMembers:
     def slow(self, seconds: float) -> None:
         """A process has computed for so long without looking for changes: others, too, may take so long."""
         self._longest_s = max(self._longest_s, seconds)
+
+    @property
+    def agents(self) -> dict[str, bool]:
+        """By host; False = being started."""
+        return self._staffing.agents
 
     @property
     def _leave_s(self) -> float:
@@ -191,10 +196,11 @@ class JobMembers:
         if not self.is_over:
             for host in self.pool.take_back(now_s):
                 self._say(f"host {host} is used again")
-            self._send_away(now_s)
+            self._actions += self._staffing.send_away(now_s)
             self._end(self._endings.reached(self.roll, agents=self.agents, has_hosts=bool(self.pool.usable)))
         if not self.is_over:
-            self._staff(now_s)
+            if self._may_start():
+                self._actions += self._staffing.take_on(now_s)
             self._advance(now_s)
         if not self.is_over:
             if (news := self._tidings.news(self.roll)) is not None:
@@ -205,41 +211,6 @@ class JobMembers:
         actions, self._actions = self._actions, []
         return actions
 
-    def _send_away(self, now_s: float) -> None:
-        usable = self.pool.usable
-        self.roll.mark_leaving(usable, self.policy.max_ranks)
-        for worker in self.roll.present(Phase.STARTING):
-            if worker.is_leaving:
-                self._kill(worker, at_once=False)
-                worker.enter(Phase.DISMISSED, now_s)
-        for worker in list(self.roll.dismissible()):
-            self._actions.append(Dismiss(worker=worker.number, host=worker.host))
-            worker.enter(Phase.DISMISSED, now_s)
-        for worker in self.roll.present(Phase.DISMISSED):
-            if now_s - worker.since_s > self.policy.leave_s:
-                self._kill(worker, at_once=True)
-                worker.since_s = now_s
-        for host in [host for host in self.agents if host not in usable]:
-            if all(worker.host != host for worker in self.roll.workers.values()):
-                del self.agents[host]
-                self._actions.append(StopAgent(host=host))
-
-    def _staff(self, now_s: float) -> None:
-        """Starts agents and ranks where there is room."""
-        if not self._may_start():
-            return
-        most = self.policy.max_ranks
-        room = sum(self.pool.usable.values()) if most is None else most - len(self.roll.wanted)
-        for host, slots in self.pool.usable.items():
-            free = self.roll.free_slots(host, slots)[: max(0, room)]
-            if free and host not in self.agents:
-                self.agents[host] = False
-                self._actions.append(StartAgent(host=host))
-            room -= len(free)
-            for slot in free if self.agents.get(host) else ():
-                worker = self.roll.add(host, slot, now_s)
-                self._actions.append(StartRank(worker=worker.number, host=host, slot=slot))
-
     def _advance(self, now_s: float) -> None:
         """Begins the next generation once all members of this one have left it."""
         roll = self.roll
@@ -249,7 +220,7 @@ class JobMembers:
                 for worker in roll.of_generation(Phase.MEMBER):
                     if not worker.verdict:
                         worker.verdict = f"did not leave its generation within {self._leave_s:g} s and was killed"
-                        self._kill(worker, at_once=True)
+                        self._actions.append(KillRank(worker=worker.number, host=worker.host, at_once=True))
             return
         if roll.has_succeeded:
             return  # those who have done their work have not ended yet
@@ -286,9 +257,6 @@ class JobMembers:
         self._tidings.begin()
         self._enough_since_s = None
         self._endings.begin()
-
-    def _kill(self, worker: Worker, *, at_once: bool) -> None:
-        self._actions.append(KillRank(worker=worker.number, host=worker.host, at_once=at_once))
 
     def _end(self, end: End | None) -> None:
         if end is not None:
