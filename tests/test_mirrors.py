@@ -28,7 +28,7 @@ THROUGH_OTHERS = {
     "bench/lib/landscapes/families.py",
     "bench/lib/landscapes/landscape.py",
     "bench/lib/simulated_jobs.py",
-    "sirtaki/engine/ddp_buckets.py",
+    "sirtaki/engine/ddp_gradients.py",
     "sirtaki/engine/gradient_reducer.py",
     "sirtaki/engine/job.py",
     "sirtaki/engine/joining.py",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -46,7 +47,8 @@ class ReducerResources:
         assert members.control is not None
         assert members.engine is not None
         self.control, self._engine = members.control, members.engine
-        settings = self._settings = job.settings
+        unused_as_none = options.unused_as_none or job.settings.unused_as_none
+        settings = self._settings = replace(job.settings, unused_as_none=unused_as_none)
         self.options, self._prefix = options, prefix
         self._carried = None if job.elastic is None else job.elastic.tuning
         self.sparse = SparseReductions(

@@ -6,16 +6,14 @@ sirtaki.torch.ddp.attach(model)
 
 from collections.abc import Sequence
 
-import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from sirtaki.autotune.arms.base import Arm
 from sirtaki.comm.collectives.rank_sets import GLOBAL
 from sirtaki.comm.gradients.buffers import Reduction
 from sirtaki.engine import job
-from sirtaki.engine.ddp_buckets import DdpBuckets
+from sirtaki.engine.ddp_gradients import AtRest, DdpGradients, Outputs
 from sirtaki.engine.reducer_options import ReducerOptions
 from sirtaki.errors import ConfigError
 
@@ -39,8 +37,7 @@ def attach(model: DistributedDataParallel, *, arms: Sequence[Arm] | None = None)
     """
     if not isinstance(model, DistributedDataParallel):
         raise ConfigError(f"attach() takes a DistributedDataParallel model, not a {type(model).__name__}")
-    if model.mixed_precision is not None:
-        raise ConfigError("DDP(mixed_precision=...) does not go with attach(); torch.autocast does")
+    _require_reducer_alone(model)
     group = model.process_group
     if dist.get_world_size(group) != dist.get_world_size():
         raise ConfigError("attach() takes a model whose process group has all ranks in it")
@@ -61,10 +58,22 @@ def attach(model: DistributedDataParallel, *, arms: Sequence[Arm] | None = None)
         return
     ignored = set(getattr(model, "parameters_to_ignore", ()))
     named = [(name, p) for name, p in model.module.named_parameters() if p.requires_grad and name not in ignored]
-    options = ReducerOptions(reduction=Reduction(postscale=1.0 / current.size), arms=arms)
-    buckets = DdpBuckets(current, current.rank_sets[GLOBAL], named, options=options)
-    model.register_comm_hook(buckets, _reduce)
+    options = ReducerOptions(reduction=Reduction(postscale=1.0 / current.size), unused_as_none=True, arms=arms)
+    gradients = DdpGradients(current, current.rank_sets[GLOBAL], named, passes=1, options=options)
+    model.find_unused_parameters = False  # those are found when the pass ends
+    model.reducer = AtRest(model.reducer, gradients)  # type: ignore[assignment]
+    model.register_forward_hook(Outputs(gradients))
 
 
-def _reduce(buckets: DdpBuckets, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    return buckets.reduce(bucket)  # DDP wants annotations that are types, not text
+def _require_reducer_alone(model: DistributedDataParallel) -> None:
+    """Nothing has taken the place of DDP's reducer, or changes what it does."""
+    if isinstance(model.reducer, AtRest):
+        raise ConfigError("this model has been attached already")
+    if getattr(model, "_comm_hooks", ()):
+        raise ConfigError("the model has a communication hook: attach() takes its place, leave register_comm_hook out")
+    if getattr(model, "_use_python_reducer", False):
+        raise ConfigError('attach() does not go with torch._dynamo.config.optimize_ddp = "python_reducer"')
+    if getattr(model, "_delay_all_reduce_params", ()):
+        raise ConfigError("attach() does not go with DDP(delay_all_reduce_named_params=...), which it makes needless")
+    if model.mixed_precision is not None:
+        raise ConfigError("DDP(mixed_precision=...) does not go with attach(); torch.autocast does")

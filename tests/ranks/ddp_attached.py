@@ -5,17 +5,21 @@ rank, and compares each step with a model that sees all ranks' batches.
 """
 
 import copy
+import pickle
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from conformance.training import main
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import sirtaki.torch as hvd
-from sirtaki.errors import ConfigError, GradientError
+from sirtaki.errors import ConfigError
 from sirtaki.torch import ddp
 
 STEPS = 8
@@ -142,11 +146,12 @@ class Branches(nn.Module):
         return self.branches[which](hidden) + self.frozen(hidden)
 
 
-def parameters_may_be_unused_on_some_ranks_and_frozen() -> None:
-    def loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
-        return model(batch(rank, step, 5, 6), (rank + step) % 3).square().mean()
+def branches_loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    return model(batch(rank, step, 5, 6), (rank + step) % 3).square().mean()
 
-    model = Branches().double()
+
+def parameters_may_be_unused_on_some_ranks_and_frozen() -> None:
+    loss, model = branches_loss, Branches().double()
     alone = copy.deepcopy(model)
     wrapped, reference, optimizer = attached(model, find_unused_parameters=True), sgd(alone), sgd(model)
     for step in range(STEPS):
@@ -200,33 +205,192 @@ def two_models_may_be_trained_in_turns() -> None:
             assert_same(model, alone, f"after step {step}")
 
 
-def ranks_may_have_unequal_numbers_of_batches() -> None:
-    """As with DDP's own reduction: those that have joined give zeros, and the divisor stays."""
-    model, peer = dense_model(), dense_model()
-    sides = [(attached(model), sgd(model)), (DistributedDataParallel(peer), sgd(peer))]
+def beside_ddp(make: Callable[[], nn.Module], loss: Loss, *, by_all: bool, **options: object) -> None:
+    """Collective: ranks with unequal numbers of batches; those that have joined give zeros."""
+    model, peer = make(), make()
+    sides = [(attached(model, **options), sgd(model)), (DistributedDataParallel(peer, **options), sgd(peer))]
     for wrapped, optimizer in sides:
-        with wrapped.join(divide_by_initial_world_size=True):
+        with wrapped.join(divide_by_initial_world_size=by_all):
             for step in range(4 + 2 * dist.get_rank()):
                 optimizer.zero_grad()
-                dense_loss(wrapped, dist.get_rank(), step).backward()
+                loss(wrapped, dist.get_rank(), step).backward()
                 optimizer.step()
     assert_same(model, peer, "after all batches")
+
+
+def ranks_may_have_unequal_numbers_of_batches() -> None:
+    beside_ddp(dense_model, dense_loss, by_all=True)
+
+
+def those_that_have_joined_may_not_count() -> None:
+    beside_ddp(dense_model, dense_loss, by_all=False)
+
+
+def batches_may_be_unequal_and_parameters_unused() -> None:
+    """Beside one process: DDP by itself takes for used what was used before a rank joined."""
+    model = Branches().double()
+    alone = copy.deepcopy(model)
+    wrapped, optimizer, reference = attached(model, find_unused_parameters=True), sgd(model), sgd(alone)
+    with wrapped.join():
+        for step in range(4 + 2 * dist.get_rank()):
+            optimizer.zero_grad()
+            branches_loss(wrapped, dist.get_rank(), step).backward()
+            optimizer.step()
+    for step in range(4 + 2 * max(ranks())):
+        reference.zero_grad()
+        there = [rank for rank in ranks() if step < 4 + 2 * rank]
+        sum(branches_loss(alone, rank, step) for rank in there).div(len(ranks())).backward()
+        reference.step()
+    assert_same(model, alone, "after all batches")
+
+
+class OwnOutput:
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
+
+
+@dataclass
+class Output:
+    value: torch.Tensor
+
+
+class Checkpointed(nn.Module):
+    """Backward passes within the backward pass; the last layer's gradients come outside of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(13)
+        self.first, self.second, self.last = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 2)
+        self.unused = nn.Linear(3, 3)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = checkpoint(self.first, inputs.requires_grad_(), use_reentrant=True)
+        return self.last(checkpoint(self.second, torch.tanh(hidden), use_reentrant=True))
+
+
+def passes_may_lie_within_the_pass() -> None:
+    trains_alike(Checkpointed().double())
+
+
+def what_a_model_returns_may_be_of_any_type() -> None:
+    class Wraps(nn.Module):
+        def __init__(self, kind: Callable[[torch.Tensor], object]) -> None:
+            super().__init__()
+            self.inner, self.kind = dense_model(), kind
+
+        def forward(self, inputs: torch.Tensor) -> object:
+            return self.kind(self.inner(inputs))
+
+    def loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+        found = model(batch(rank, step, 5, 6))
+        return (found["value"] if isinstance(found, dict) else found.value).square().mean()
+
+    for kind in (OwnOutput, Output, lambda value: {"other": None, "value": value}):
+        trains_alike(Wraps(kind), loss, steps=2)
+
+
+def a_rank_may_use_no_parameter_at_all() -> None:
+    class Skips(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = dense_model()
+
+        def forward(self, inputs: torch.Tensor, skip: bool) -> torch.Tensor:
+            return inputs.requires_grad_() * 2 if skip else self.inner(inputs)
+
+    def loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+        return model(batch(rank, step, 5, 6), rank > 0 and (rank + step) % 2 == 0).square().mean()
+
+    trains_alike(Skips(), loss, find_unused_parameters=True)
+
+
+def only_the_pass_that_a_forward_has_asked_for_is_synchronised() -> None:
+    """Forwards without a pass, several before one, and a second pass over one: as DDP by itself."""
+    results = []
+    for model in (dense_model(), dense_model()):
+        wrapped = attached(model) if not results else DistributedDataParallel(model)
+        optimizer = sgd(model)
+        for step in range(4):
+            optimizer.zero_grad()
+            dense_loss(wrapped, dist.get_rank(), 50)
+            both = dense_loss(wrapped, dist.get_rank(), step) + dense_loss(wrapped, dist.get_rank(), 20 + step)
+            both.backward(retain_graph=True)
+            both.backward()
+            for param in model.parameters():  # they differ between ranks now, by what the second pass added
+                dist.all_reduce(param.grad)
+            optimizer.step()
+        results.append(model)
+    assert_same(*results, "after all steps")
+
+
+def a_pass_that_raises_on_all_ranks_does_not_count() -> None:
+    model, peer = dense_model(), dense_model()
+    wrapped, alone = attached(model), peer
+    fail = True
+
+    def raises(_: torch.Tensor) -> None:
+        if fail:
+            raise ValueError("in the middle")
+
+    model[2].weight.register_hook(raises)
+    for step, broken in enumerate((False, True, False, True, True, False)):
+        fail = broken
+        for one in (model, alone):
+            one.zero_grad()
+        try:
+            dense_loss(wrapped, dist.get_rank(), step).backward()
+        except ValueError:
+            assert broken
+            continue
+        sum(dense_loss(alone, rank, step) for rank in ranks()).div(len(ranks())).backward()
+        for param, wanted in zip(model.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(param.grad, wanted.grad)
+
+
+def a_copy_of_the_model_is_pytorchs() -> None:
+    wrapped = attached(dense_model())
+    dense_loss(wrapped, dist.get_rank(), 0).backward()
+    twin = pickle.loads(pickle.dumps(wrapped))
+    twin.zero_grad()
+    dense_loss(twin, dist.get_rank(), 0).backward()
+    for own, other in zip(wrapped.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(own.grad, other.grad)
+
+
+def a_model_may_be_compiled() -> None:
+    model = dense_model()
+    alone, wrapped = copy.deepcopy(model), torch.compile(attached(model, bucket_cap_mb=25), backend="eager")
+    for step in range(3):
+        for one in (model, alone):
+            one.zero_grad()
+        dense_loss(wrapped, dist.get_rank(), step).backward()
+        sum(dense_loss(alone, rank, step) for rank in ranks()).div(len(ranks())).backward()
+        for param, wanted in zip(model.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(param.grad, wanted.grad)
 
 
 def many_steps_are_tuned_and_stay_right() -> None:
     trains_alike(dense_model(), steps=130)
 
 
-def a_sparse_gradient_is_refused_on_all_ranks() -> None:
+def sparse_gradients_are_reduced_too() -> None:
     torch.manual_seed(11)
     model = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 2)).double()
-    wrapped = attached(model)
-    try:
-        wrapped(torch.tensor([dist.get_rank()])).sum().backward()
-    except (GradientError, RuntimeError) as err:
-        assert "sparse=False" in str(err), err
-    else:
-        raise AssertionError("it was not refused")
+
+    def loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+        return model(torch.tensor([rank, (rank + step) % 10, 3])).square().mean()
+
+    alone, wrapped = copy.deepcopy(model), attached(model)
+    for step in range(STEPS):
+        for one in (model, alone):
+            one.zero_grad()
+        loss(wrapped, dist.get_rank(), step).backward()
+        sum(loss(alone, rank, step) for rank in ranks()).div(len(ranks())).backward()
+        for param, wanted in zip(model.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(param.grad.to_dense(), wanted.grad.to_dense())
+            with torch.no_grad():
+                param -= 0.1 * param.grad.to_dense()
+                wanted -= 0.1 * wanted.grad.to_dense()
 
 
 def what_cannot_be_attached_is_refused() -> None:
@@ -239,7 +403,16 @@ def what_cannot_be_attached_is_refused() -> None:
             raise AssertionError("it was not refused")
 
     refused(dense_model(), "not a Sequential")
-    refused(attached(dense_model()), "register_comm_hook")
+    refused(attached(dense_model()), "attached already")
+    hooked = DistributedDataParallel(dense_model())
+    hooked.register_comm_hook(None, allreduce_hook)
+    refused(hooked, "leave register_comm_hook out")
+    try:
+        attached(dense_model()).register_comm_hook(None, allreduce_hook)
+    except TypeError as err:
+        assert "no communication hook goes with it" in str(err), err
+    else:
+        raise AssertionError("it was not refused")
     for rank in ranks():
         alone = dist.new_group([rank])
         if rank == dist.get_rank() and len(ranks()) > 1:
@@ -265,9 +438,18 @@ CASES = (
     two_types_travel_beside_each_other,
     two_models_may_be_trained_in_turns,
     ranks_may_have_unequal_numbers_of_batches,
+    those_that_have_joined_may_not_count,
+    batches_may_be_unequal_and_parameters_unused,
+    passes_may_lie_within_the_pass,
+    what_a_model_returns_may_be_of_any_type,
+    a_rank_may_use_no_parameter_at_all,
+    only_the_pass_that_a_forward_has_asked_for_is_synchronised,
+    a_pass_that_raises_on_all_ranks_does_not_count,
+    a_copy_of_the_model_is_pytorchs,
+    a_model_may_be_compiled,
     many_steps_are_tuned_and_stay_right,
     what_cannot_be_attached_is_refused,
-    a_sparse_gradient_is_refused_on_all_ranks,
+    sparse_gradients_are_reduced_too,
 )
 
 
