@@ -15,7 +15,8 @@ export PATH := $(abspath $(BIN)):$(PATH)
 TORCH ?= newest
 TORCH_VENV = .venv-torch-$(TORCH)
 CORE = tests/comm/control tests/comm/gradients tests/comm/transports tests/sirtaki/torch/test_collectives.py \
-	tests/sirtaki/torch/test_faults.py tests/sirtaki/torch/test_gradient_edits.py tests/sirtaki/torch/test_optimizer.py
+	tests/sirtaki/torch/test_ddp.py tests/sirtaki/torch/test_faults.py tests/sirtaki/torch/test_gradient_edits.py \
+	tests/sirtaki/torch/test_optimizer.py
 
 .PHONY: install demo test test-slow test-integrations install-torch test-torch check docs package bench gpu clean
 

@@ -50,7 +50,7 @@ class SirtakiStrategy(_DDPStrategy):  # type: ignore[misc]
 
         Args:
             tuned: gradients are reduced by `sirtaki.torch.ddp.attach`, which tunes and remembers, not by the process
-                group. Sparse gradients and communication hooks do not go then.
+                group. Communication hooks do not go then.
             process_group_backend: of all else, and of gradients that are not tuned.
             options: of Lightning's `DDPStrategy` (Any: as that has them), and of PyTorch's DistributedDataParallel.
 

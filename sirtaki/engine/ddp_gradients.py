@@ -13,11 +13,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sirtaki.errors import NotInitializedError
+
 from .backward_end import BackwardEnd
 from .gradient_reducer import GradientReducer
 
 if TYPE_CHECKING:
     from .gradient_hooks import GradientHooks
+
+CLOSED = (
+    "the gradients of this model are not reduced any more: that ended {reason}; wrap it once more, "
+    "DistributedDataParallel(model.module), and attach that"
+)
 
 
 class DdpGradients(GradientReducer):
@@ -27,7 +34,13 @@ class DdpGradients(GradientReducer):
     _active_ranks: torch.distributed.Work | None = None
 
     def prepare(self) -> None:
-        """The next backward pass is to be synchronised; DDP's forward says so."""
+        """The next backward pass is to be synchronised; DDP's forward says so.
+
+        Raises:
+            NotInitializedError: nobody reduces gradients any more.
+        """
+        if self.closed:
+            raise NotInitializedError(CLOSED.format(reason=self.closed))
         self._due = True
 
     def watch(self, output: object) -> None:

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import sirtaki.torch as hvd
-from sirtaki.errors import ConfigError
+from sirtaki.errors import ConfigError, NotInitializedError
 from sirtaki.torch import ddp
 
 STEPS = 8
@@ -419,6 +419,28 @@ def what_cannot_be_attached_is_refused() -> None:
             refused(DistributedDataParallel(dense_model(), process_group=alone), "has all ranks")
 
 
+def a_model_whose_job_has_ended_trains_no_more_but_computes() -> None:
+    wrapped = attached(dense_model())
+    dense_loss(wrapped, dist.get_rank(), 0).backward()
+    hvd.shutdown()
+    with torch.no_grad():
+        dense_loss(wrapped, dist.get_rank(), 0)
+    try:
+        dense_loss(wrapped, dist.get_rank(), 0)
+    except NotInitializedError as err:
+        assert "wrap it once more" in str(err), err
+    else:
+        raise AssertionError("it trains on by itself")
+    again = DistributedDataParallel(wrapped.module)
+    ddp.attach(again)
+    again.zero_grad()
+    dense_loss(again, dist.get_rank(), 0).backward()
+    alone = dense_model()
+    sum(dense_loss(alone, rank, 0) for rank in ranks()).div(len(ranks())).backward()
+    for param, wanted in zip(again.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(param.grad, wanted.grad)
+
+
 def its_ranks_are_those_of_the_process_group() -> None:
     attached(dense_model())
     assert (hvd.rank(), hvd.size()) == (dist.get_rank(), dist.get_world_size())
@@ -450,6 +472,7 @@ CASES = (
     many_steps_are_tuned_and_stay_right,
     what_cannot_be_attached_is_refused,
     sparse_gradients_are_reduced_too,
+    a_model_whose_job_has_ended_trains_no_more_but_computes,
 )
 
 
