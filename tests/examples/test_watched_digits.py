@@ -1,6 +1,5 @@
-"""The watchers that the page on watching shows work with what stands for Weights & Biases and MLflow."""
+"""The watchers of the example work with what stands for Weights & Biases and MLflow; the real ones: integrations."""
 
-import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +8,7 @@ import pytest
 
 from sirtaki import watch
 
-PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "watch.md").read_text()
+EXAMPLE = (Path(__file__).parents[2] / "examples" / "watched_digits.py").read_text()
 
 ITERATION = watch.IterationEnded(number=8, step_s=0.2, communication_s=0.1, exposed_s=0.05, n_bytes=64, tuning=False)
 DECISION = watch.Decision(
@@ -19,10 +18,9 @@ DECISION = watch.Decision(
 
 @pytest.fixture
 def shown() -> dict[str, Any]:
-    """The classes of the page."""
+    """Its classes."""
     names: dict[str, Any] = {"watch": watch}
-    for block in re.findall(r"^```python\n(class .*?)^```$", PAGE, re.MULTILINE | re.DOTALL):
-        exec(block, names)
+    exec(EXAMPLE[EXAMPLE.index("class ") : EXAMPLE.index("def add_watchers")], names)
     return names
 
 
@@ -34,9 +32,9 @@ def tell(watcher: watch.Watcher) -> None:
 
 def test_weights_and_biases_is_told(shown: dict[str, Any]) -> None:
     logged: list[dict[str, float]] = []
-    run = SimpleNamespace(log=logged.append, summary={})
+    run = SimpleNamespace(log=logged.append, summary={}, finish=lambda: logged.append({}))
     tell(shown["WandbWatcher"](run))
-    assert logged == [{"sirtaki/step_s": 0.2, "sirtaki/communication_s": 0.1}]
+    assert logged == [{"sirtaki/step_s": 0.2, "sirtaki/communication_s": 0.1}, {}]
     assert run.summary == {"sirtaki/setting": "gloo flat"}
 
 
@@ -45,6 +43,7 @@ def test_mlflow_is_told(shown: dict[str, Any]) -> None:
     mlflow = SimpleNamespace(
         log_metric=lambda name, value, step: told.append((name, value, step)),
         set_tag=lambda name, value: told.append((name, value)),
+        end_run=lambda: told.append(()),
     )
     tell(shown["MlflowWatcher"](mlflow))
-    assert told == [("sirtaki.communication_s", 0.1, 8), ("sirtaki.setting", "gloo flat")]
+    assert told == [("sirtaki.communication_s", 0.1, 8), ("sirtaki.setting", "gloo flat"), ()]
