@@ -162,10 +162,12 @@ class Cable:
         self._free_s = [0.0, 0.0]
         self._unacknowledged = [0, 0]
         self._silence_s = silence_s
-        self._epoch = 0
+        self._broken = False
 
     def send(self, end: End, message: Message | None) -> None:
         """From that end to the other."""
+        if self._broken:  # which this end has not found out yet
+            return
         index = self.ends.index(end)
         there = self.ends[1 - index]
         if self._stalled[index] or self._network.cut(end.owner.host, there.owner.host):
@@ -191,29 +193,28 @@ class Cable:
                 self._carry(index, waiting.popleft(), delay_s)
 
     def cut_off(self) -> None:
-        """The connection breaks: all that is under way is lost."""
-        self._epoch += 1
+        """The connection breaks: all that is under way is lost, and all that is sent after it."""
+        self._broken = True
         for end, stalled in zip(self.ends, self._stalled, strict=True):
             stalled.clear()
             end.owner.later(self._sim.rng.uniform(0.0, 3.0), lambda end=end: end.receive(None))
 
     def _carry(self, index: int, message: Message | None, delay_s: float) -> None:
-        end, epoch = self.ends[1 - index], self._epoch
+        end = self.ends[1 - index]
         at_s = max(self._free_s[index], self._sim.now_s + delay_s + self._sim.rng.uniform(*DELAY_S))
         self._free_s[index] = at_s
 
         def arrive() -> None:
-            if epoch == self._epoch:
+            if not self._broken:
                 end.owner.deliver(lambda: end.receive(message))
 
         self._sim.later(at_s - self._sim.now_s, arrive)
 
     def _stall(self, index: int, message: Message | None) -> None:
         if not self._stalled[index] and self._silence_s is not None:
-            epoch = self._epoch
 
             def give_up() -> None:
-                if self._stalled[index] and epoch == self._epoch:
+                if self._stalled[index] and not self._broken:
                     self.cut_off()
 
             self._sim.later(self._silence_s, give_up)
