@@ -5,12 +5,23 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PARTS = ("autotune", "comm", "registry", "sirtaki", "bench/lib")
 
+NEEDS_RAY = "needs Ray: tests/integrations/test_ray.py"
+
 NOTHING_TO_TEST = {
     "comm/control/communicator.py": "a Protocol and its enums; tests/conformance has what they promise",
     "comm/gradients/pace.py": "an enum",
     "registry/store.py": "a Protocol; every store is held to it by tests/conformance/store.py",
     "sirtaki/engine/reducer_options.py": "a record",
     "sirtaki/lightning.py": "needs Lightning: tests/integrations/test_lightning.py",
+    "sirtaki/ray/answers.py": NEEDS_RAY,
+    "sirtaki/ray/crew.py": NEEDS_RAY,
+    "sirtaki/ray/elastic_rank.py": NEEDS_RAY,
+    "sirtaki/ray/elastic_ranks.py": NEEDS_RAY,
+    "sirtaki/ray/executor.py": NEEDS_RAY,
+    "sirtaki/ray/fixed_ranks.py": NEEDS_RAY,
+    "sirtaki/ray/rank_actor.py": NEEDS_RAY,
+    "sirtaki/ray/slots.py": NEEDS_RAY,
+    "sirtaki/ray/train.py": NEEDS_RAY,
     "sirtaki/run/call.py": "calls one function",
     "sirtaki/run/elastic/actions.py": "records",
     "sirtaki/run/elastic/policy.py": "a record",

@@ -217,14 +217,16 @@ class Job:
         self.control.failures.report(PeerLostError("this rank has left the generation"))
 
     def abandon(self) -> None:
-        """Not collective, after `give_up` or `wait_for_leave`: ends all that belongs to the generation on this rank."""
-        assert self.elastic is not None
-        self._hide(for_good=False)
+        """Not collective, after `give_up` or `wait_for_leave`: ends all that belongs to the job on this rank."""
+        self._hide(for_good=self.elastic is None)
         self.control.failures.while_waiting(None)
-        self.elastic.tuning.going_on = True
+        if self.elastic is not None:
+            self.elastic.tuning.going_on = True
+        when = "when the job was left" if self.elastic is None else f"at the end of generation {self.elastic.number}"
         for participant in reversed(list(self.participants)):
-            participant.close(f"at the end of generation {self.elastic.number}")
-        self.elastic.tuning.going_on = False
+            participant.close(when)
+        if self.elastic is not None:
+            self.elastic.tuning.going_on = False
         self.disposal.stop()
         timeline.stop()
         self.rank_sets.close()
@@ -343,7 +345,7 @@ def _next_generation(settings: Settings, elastic: Generations) -> Job:
 
 
 def leave(*, together: bool, reason: str = "") -> None:
-    """Ends this rank's part in the generation, so that `init()` may join the next one. Harmless if it has ended.
+    """Ends this rank's part in the job, or its generation: `init()` may join the next. Harmless if it has ended.
 
     Args:
         together: collective; all ranks have agreed to.

@@ -122,6 +122,16 @@ def end_now(reason: str) -> NoReturn:
     _leave(1)
 
 
+def finish() -> None:
+    """The script has come to its end without an error, in a process that goes on."""
+    global _job
+    job, _job = _job, None
+    for act in _at_success:
+        act()
+    if job is not None and not job.close(EXIT_S):
+        job.give_up(f"rank {job.rank} has ended its script")
+
+
 def _install_hooks() -> None:
     previous_hook, previous_exit = sys.excepthook, sys.exit
 

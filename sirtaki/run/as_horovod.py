@@ -1,6 +1,8 @@
 """Gives Sirtaki's modules under Horovod's names: `horovod.torch` is `sirtaki.torch`, the same module object.
 
-The shim package holds nothing but the name.
+The shim package holds nothing but the name. Where no `sirtakirun` starts the script,
+
+    PYTHONPATH=$(python -m sirtaki.run.as_horovod) python train.py
 """
 
 import importlib
@@ -24,6 +26,7 @@ _ELSEWHERE = {
     "horovod.common.exceptions": "sirtaki.torch.exceptions",
     "horovod.common.util": "sirtaki.torch.basics",
     "horovod.common.basics": "sirtaki.torch.basics",
+    "horovod.ray.runner": "sirtaki.ray.executor",
 }
 
 
@@ -55,18 +58,24 @@ class HorovodFinder(MetaPathFinder):
         if not fullname.startswith("horovod.") or fullname in _OWN:
             return None
         counterpart = _ELSEWHERE.get(fullname)
-        if counterpart is None and fullname.startswith("horovod.torch"):
+        if counterpart is None and fullname.startswith(("horovod.torch", "horovod.ray")):
             counterpart = fullname.replace("horovod", "sirtaki", 1)
         if counterpart is None or not _exists(counterpart):
             raise ModuleNotFoundError(
-                f"{fullname} has no counterpart in Sirtaki, which stands in for horovod.torch", name=fullname
+                f"{fullname} has no counterpart in Sirtaki, which stands in for horovod.torch and horovod.ray",
+                name=fullname,
             )
         return ModuleSpec(fullname, _Alias(counterpart), is_package=True)
 
 
+def is_installed() -> bool:
+    """`import horovod.…` gives Sirtaki in this process."""
+    return any(isinstance(finder, HorovodFinder) for finder in sys.meta_path)
+
+
 def install() -> None:
     """From now on `import horovod.…` gives Sirtaki in this process; again is harmless."""
-    if not any(isinstance(finder, HorovodFinder) for finder in sys.meta_path):
+    if not is_installed():
         # First, since `horovod.torch` has `sirtaki.torch`'s path, where others would load its modules a second time.
         sys.meta_path.insert(0, HorovodFinder())
 
@@ -76,3 +85,7 @@ def _exists(name: str) -> bool:
         return importlib.util.find_spec(name) is not None
     except ModuleNotFoundError:
         return False
+
+
+if __name__ == "__main__":
+    print(SHIM)

@@ -10,15 +10,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 from sirtaki.errors import ConfigError, LaunchError
 
-from .agent_crew import AgentCrew
-from .direction import Direction, has_waited
+from .direction import Crew, Direction, has_waited
 from .discovery import Discovery, Hosts
-from .elastic_job import ElasticJob, Inheritance
-from .elastic_output import ElasticOutput
 from .job_members import JobMembers
 from .roster import Heard, Lost
 from .workers import Worker
@@ -26,14 +23,56 @@ from .workers import Worker
 _TICK_S = 0.2
 
 
+class HeardCrew(Crew, Protocol):
+    """Agents that are heard, too."""
+
+    @property
+    def expected(self) -> set[int]:
+        """Numbers of agents that another driver has started and that have not come yet."""
+        ...
+
+    def expect_no_more(self) -> None:
+        """Who has not come yet comes too late."""
+        ...
+
+    def wake(self) -> None:
+        """From any thread: `look` returns."""
+        ...
+
+    def look(self, timeout_s: float) -> Iterator[Heard | Lost]:
+        """Waits for something to happen, at most so long, and says what."""
+        ...
+
+    def close(self) -> None:
+        """Has all agents end their ranks and themselves, and waits for it, within limits."""
+        ...
+
+
+class Output(Protocol):
+    """What is shown to the user."""
+
+    def say(self, text: str) -> None:
+        """A line of the driver's own."""
+        ...
+
+    def finish(self) -> None:
+        """Nothing more comes."""
+        ...
+
+
 class Driver:
     """One job from start to end; used once."""
 
-    def __init__(self, job: ElasticJob, inheritance: Inheritance, members: JobMembers, output: ElasticOutput) -> None:
-        """Listens; with another driver's inheritance where its agents expect it."""
-        self._output = output
-        self._crew = AgentCrew(job, inheritance, output.pump)
-        self._direction = Direction(members, self._crew, output.say)
+    def __init__(self, crew: HeardCrew, members: JobMembers, output: Output) -> None:
+        """Does nothing yet.
+
+        Args:
+            crew: the agents, which end with the driver.
+            members: the rules.
+            output: ends with the driver, too.
+        """
+        self._crew, self._output = crew, output
+        self._direction = Direction(members, crew, output.say)
         self._signal: int | None = None
 
     def run(self, hosts: Hosts, ask: Callable[[], Hosts] | None) -> int:

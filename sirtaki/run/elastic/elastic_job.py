@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,7 +64,15 @@ def new_inheritance(job: ElasticJob) -> Inheritance:
     Raises:
         LaunchError: it cannot listen.
     """
-    addresses = [LOOPBACK, *([] if job.one_host else own_addresses(job.interface))]
+    return inheritance_at([LOOPBACK, *([] if job.one_host else own_addresses(job.interface))])
+
+
+def inheritance_at(addresses: Sequence[str]) -> Inheritance:
+    """The same, with these addresses to listen at.
+
+    Raises:
+        LaunchError: it cannot.
+    """
     try:
         listeners = tuple(listen(addresses))
     except OSError as err:

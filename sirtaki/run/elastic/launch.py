@@ -29,6 +29,7 @@ from ..rank_environment import (
     rank_environ,
     say_notes,
 )
+from .agent_crew import AgentCrew
 from .agent_start import AgentStart
 from .discovery import Hosts, ask_script
 from .driver import Driver, first_answer
@@ -36,10 +37,9 @@ from .elastic_job import ElasticJob, new_inheritance
 from .elastic_output import ElasticOutput
 from .host_pool import HostPool
 from .job_members import JobMembers
-from .policy import OnFailure, Policy
+from .policy import COOLDOWN_S, OnFailure, Policy
 from .successor import estate_of
 
-_COOLDOWN_S = (30.0, 600.0)
 _LATER_S = 30.0
 """How much longer than the launcher a rank waits for others: the launcher can say who is missing."""
 
@@ -108,7 +108,7 @@ def launch_elastic(options: argparse.Namespace) -> int:
         label=members.roll.label,
         place=members.roll.place,
     )
-    return Driver(job, new_inheritance(job), members, output).run(hosts, ask)
+    return Driver(AgentCrew(job, new_inheritance(job), output.pump), members, output).run(hosts, ask)
 
 
 def policy_of(options: argparse.Namespace, hosts: Hosts, *, timeout_s: float) -> Policy:
@@ -136,7 +136,7 @@ def policy_of(options: argparse.Namespace, hosts: Hosts, *, timeout_s: float) ->
         raise ConfigError(f"--reset-limit {options.reset_limit}: give a number from 0")
     if not options.host_discovery_script and sum(hosts.values()) < least:
         raise ConfigError(f"--min-np {least}, but the hosts have {sum(hosts.values())} slots and will not get more")
-    default_s = None if on_failure is OnFailure.DROP_HOST else _COOLDOWN_S
+    default_s = None if on_failure is OnFailure.DROP_HOST else COOLDOWN_S
     return Policy(
         start_ranks=start,
         min_ranks=least,

@@ -3,6 +3,9 @@
 from dataclasses import dataclass
 from enum import Enum
 
+COOLDOWN_S = (30.0, 600.0)
+"""How long a host is left out where failed ranks are replaced in place, unless the user says otherwise."""
+
 
 class OnFailure(Enum):
     """What becomes of the place of a rank that has failed."""

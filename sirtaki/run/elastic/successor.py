@@ -17,6 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from .agent_crew import AgentCrew
 from .agent_start import AgentStart
 from .discovery import ask_script
 from .driver import Driver
@@ -103,7 +104,7 @@ def main() -> int:
         numbers=told["numbers"],
     )
     ask = functools.partial(ask_script, estate["script"], estate["slots"]) if estate["script"] else None
-    return Driver(job, inheritance, members, output).take_over(estate["hosts"], ask)
+    return Driver(AgentCrew(job, inheritance, output.pump), members, output).take_over(estate["hosts"], ask)
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ def test_what_is_imported_is_sirtakis_own_object() -> None:
     assert importlib.import_module("horovod.torch") is sirtaki.torch
     assert importlib.import_module("horovod.torch.elastic") is sirtaki.torch.elastic
     assert importlib.import_module("horovod.torch.elastic.state") is sys.modules["sirtaki.torch.elastic.state"]
+    assert importlib.import_module("horovod.ray") is sys.modules["sirtaki.ray"]
     assert importlib.import_module("horovod.common.process_sets") is sirtaki.torch.process_sets
     assert sirtaki.torch.__spec__ is not None
     assert sirtaki.torch.__spec__.name == "sirtaki.torch"  # its own, not the alias's
@@ -43,7 +44,8 @@ def test_installing_twice_is_once_and_it_comes_first() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["horovod.tensorflow", "horovod.torch.nothing", "horovod.common.nothing", "horovod.x.y"]
+    "name",
+    ["horovod.tensorflow", "horovod.torch.nothing", "horovod.common.nothing", "horovod.ray.nothing", "horovod.x.y"],
 )
 def test_what_has_no_counterpart_is_not_there_and_says_so(name: str) -> None:
     with pytest.raises(ModuleNotFoundError, match=f"{name} has no counterpart in Sirtaki, which stands in") as caught:

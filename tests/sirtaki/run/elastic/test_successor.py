@@ -4,6 +4,7 @@ import io
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -31,15 +32,18 @@ def test_it_comes_back_as_it_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     seen = {}
 
     class Driver:
-        def __init__(self, job, inheritance, members, output) -> None:
-            seen.update(job=job, inheritance=inheritance, policy=members.policy)
+        def __init__(self, crew, members, output) -> None:
+            seen.update(policy=members.policy)
 
         def take_over(self, hosts, ask) -> int:
             seen.update(hosts=hosts, ask=ask)
             return 5
 
     monkeypatch.setattr(successor, "Driver", Driver)
-    monkeypatch.setattr(successor, "ElasticOutput", lambda **shown: seen.update(shown=shown))
+    monkeypatch.setattr(successor, "AgentCrew", lambda job, own, pump: seen.update(job=job, inheritance=own))
+    monkeypatch.setattr(
+        successor, "ElasticOutput", lambda **shown: seen.update(shown=shown) or SimpleNamespace(pump=None)
+    )
     monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(told)))
     assert successor.main() == 5
     assert seen["policy"] == POLICY

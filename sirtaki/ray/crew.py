@@ -1,0 +1,293 @@
+"""What stands for the agents of hosts where ranks are actors: Ray starts and kills them, and says how they have ended.
+
+Each rank has a connection to the process of the executor, through which it asks for its generations.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import selectors
+import socket
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from sirtaki.json_channel import JsonChannel
+from sirtaki.run.elastic.agent_rules import AgentRules
+from sirtaki.run.elastic.agent_server import AgentServer
+from sirtaki.run.elastic.elastic_job import Inheritance
+from sirtaki.run.elastic.roster import Heard, Lost
+from sirtaki.run.elastic.succession import agents_key
+from sirtaki.run.elastic.workers import RankEnd
+
+from .elastic_rank import ElasticRank, Enrolment
+from .ray_logger import Log
+from .settings import Demand
+from .slots import Slots
+
+_KILLED = 137
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankStart:
+    """What all ranks have in common.
+
+    Attributes:
+        demand: of a rank.
+        environ: with which its process begins.
+        interface: network interface that joins the hosts; None = any.
+        call: Ray's reference to the user's function.
+        log: where ranks are heard.
+    """
+
+    demand: Demand
+    environ: Mapping[str, str]
+    interface: str | None
+    call: Any
+    log: Log
+
+
+class RankHandle:
+    """A rank as this process has it."""
+
+    def __init__(self, worker: int, actor: Any, answer: Future[Any]) -> None:
+        self.worker, self.actor, self.answer = worker, actor, answer
+        self.channel: JsonChannel | None = None
+
+
+class HostOfActors:
+    """The ranks of one host: the hands of its `AgentRules`."""
+
+    def __init__(self, host: str, crew: RayCrew) -> None:
+        self.host, self._crew = host, crew
+        self.ranks: dict[int, RankHandle] = {}
+        self.rules = AgentRules(self, host=host, now_s=time.monotonic())
+
+    def start_rank(self, worker: int, slot: int) -> None:
+        """See `Hands`; Ray has the room already."""
+        del slot
+        self.ranks[worker] = self._crew.start_actor(worker, self.host)
+
+    def ask_to_end(self, worker: int) -> None:
+        """Ray's actors cannot be asked while they are at work; they are killed when their time is over."""
+
+    def kill(self, worker: int) -> None:
+        """See `Hands`."""
+        ray.kill(self.ranks[worker].actor)
+
+    def tell_rank(self, worker: int, message: Mapping[str, Any]) -> None:
+        """See `Hands`."""
+        if (rank := self.ranks.get(worker)) is not None and rank.channel is not None:
+            own = self._crew.proof if message["is"] == "generation" else {}
+            rank.channel.send({**message, **own})
+
+    def tell_driver(self, message: Mapping[str, Any]) -> None:
+        """See `Hands`."""
+        if message["is"] != "beat":
+            self._crew.heard.append(Heard(host=self.host, message=message))
+
+
+class RayCrew:
+    """All ranks of a job.
+
+    Attributes:
+        heard: what the driver has not been told yet.
+        proof: what ranks need to prove themselves to each other.
+        results: what functions have returned, by worker.
+        errors: what functions have raised.
+    """
+
+    def __init__(self, start: RankStart, slots: Slots, inheritance: Inheritance) -> None:
+        """Has none yet; listens."""
+        self._start, self._slots, self._own = start, slots, inheritance
+        self.heard: deque[Heard | Lost] = deque()
+        self.proof = {"job": inheritance.name, "secret": inheritance.secret}
+        self.results: dict[int, Any] = {}
+        self.errors: list[BaseException] = []
+        self._hosts: dict[str, HostOfActors] = {}
+        self._events = selectors.DefaultSelector()
+        key = agents_key(inheritance.secret, inheritance.name)
+        self._server = AgentServer(inheritance.listeners, key=key, events=self._events)
+        self._woken, self._waker = socket.socketpair()
+        for end in (self._woken, self._waker):
+            end.setblocking(False)
+        self._events.register(self._woken, selectors.EVENT_READ)
+
+    # ── see Crew ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def hosts(self) -> list[str]:
+        """See `Crew`."""
+        return list(self._hosts)
+
+    def start(self, host: str) -> None:
+        """Nothing has to be started; a host that is lost just now is not up, until discovery says so, too."""
+        self._hosts[host] = HostOfActors(host, self)
+        if self._slots.has_node(host):
+            self._hosts[host].rules.meet_driver([], time.monotonic())
+            self.wake()
+
+    def stop(self, host: str) -> None:
+        """See `Crew`."""
+        if (there := self._hosts.pop(host, None)) is not None:
+            for rank in list(there.ranks.values()):
+                self._forget(there, rank)
+
+    def send(self, host: str, message: Mapping[str, Any]) -> None:
+        """See `Crew`."""
+        self.send_to([host], message)
+
+    def send_to(self, hosts: Iterable[str], message: Mapping[str, Any]) -> None:
+        """See `Crew`."""
+        text = json.dumps(message)  # rules expect what comes out of a connection
+        for host in hosts:
+            if (there := self._hosts.get(host)) is not None:
+                there.rules.hear_driver(json.loads(text), time.monotonic())
+
+    def tell_each_other(self) -> None:
+        """Nobody takes the place of this process: Ray ends its actors with it."""
+
+    # ── for the driver ───────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def expected(self) -> set[int]:
+        """See `HeardCrew`."""
+        return set()
+
+    def expect_no_more(self) -> None:
+        """See `HeardCrew`."""
+
+    def wake(self) -> None:
+        """From any thread: `look` returns."""
+        with contextlib.suppress(OSError):
+            self._waker.send(b"x")
+
+    def look(self, timeout_s: float) -> Iterator[Heard | Lost]:
+        """Waits for something to happen, at most so long, and says what."""
+        for chosen, _ in self._events.select(0.0 if self.heard else timeout_s):
+            if chosen.fileobj is self._woken:
+                with contextlib.suppress(BlockingIOError):
+                    self._woken.recv(4096)
+            elif chosen.data is self._server:
+                if (found := self._server.advance(chosen.fd)) is not None:
+                    self._welcome(*found)
+            else:
+                self._hear(*chosen.data)
+        self._server.drop_late()
+        for there in list(self._hosts.values()):
+            for rank in [rank for rank in there.ranks.values() if rank.answer.done()]:
+                self._bury(there, rank)
+            there.rules.tick(time.monotonic())
+        self._start.log.deliver()
+        while self.heard:
+            yield self.heard.popleft()
+
+    def close(self) -> None:
+        """Ends all actors, and listens no more."""
+        for host in self.hosts:
+            self.stop(host)
+        self._server.close()
+        self._events.close()
+        for end in (self._woken, self._waker):
+            end.close()
+
+    @property
+    def actors(self) -> dict[int, Any]:
+        """Ray's handles, by worker; from any thread."""
+        return {rank.worker: rank.actor for there in list(self._hosts.values()) for rank in list(there.ranks.values())}
+
+    def start_actor(self, worker: int, host: str) -> RankHandle:
+        """Starts an actor on that host.
+
+        Raises:
+            OSError: there is no room.
+        """
+        group = self._slots.take(worker, host)
+        start = self._start
+        actor = (
+            ray.remote(ElasticRank)
+            .options(
+                num_cpus=start.demand.cpus,
+                num_gpus=start.demand.gpus,
+                runtime_env={"env_vars": dict(start.environ)},
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    placement_group=group, placement_group_bundle_index=0
+                ),
+            )
+            .remote()
+        )
+        enrolment = Enrolment(
+            worker=worker,
+            host=host,
+            places=tuple((address, port) for address, port in self._server.places),
+            job=self._own.name,
+            secret=self._own.secret,
+            interface=start.interface,
+        )
+        answer = actor.train.remote(enrolment, start.call, start.log.queue).future()
+        answer.add_done_callback(lambda _: self.wake())
+        return RankHandle(worker, actor, answer)
+
+    def _welcome(self, worker: int, channel: JsonChannel) -> None:
+        """A rank has proved itself."""
+        for there in self._hosts.values():
+            if (rank := there.ranks.get(worker)) is not None and rank.channel is None:
+                rank.channel = channel
+                self._events.register(channel, selectors.EVENT_READ, (there, rank))
+                return
+        channel.close()
+
+    def _hear(self, there: HostOfActors, rank: RankHandle) -> None:
+        if rank.channel is None or rank.channel.fileno() < 0:
+            return
+        rank.channel.flush()
+        try:
+            messages = rank.channel.receive()
+        except ConnectionError:  # its end is found soon
+            with contextlib.suppress(KeyError, ValueError):
+                self._events.unregister(rank.channel)
+            return
+        for message in messages:
+            there.rules.hear_rank(rank.worker, message)
+
+    def _bury(self, there: HostOfActors, rank: RankHandle) -> None:
+        """Its function has returned or raised, or its process is gone."""
+        if self._hosts.get(there.host) is not there or rank.worker not in there.ranks:
+            return
+        self._hear(there, rank)  # its last words
+        end = self._end_of(rank)
+        if end.exit_code == _KILLED and not self._slots.has_node(there.host):
+            self.stop(there.host)
+            self.heard.append(Lost(host=there.host, why="Ray has lost its node"))
+            return
+        self._forget(there, rank)
+        there.rules.rank_ended(rank.worker, end)
+
+    def _end_of(self, rank: RankHandle) -> RankEnd:
+        error = rank.answer.exception()
+        if error is None:
+            self.results[rank.worker] = rank.answer.result()
+            return RankEnd(exit_code=0)
+        if isinstance(error, ray.exceptions.RayActorError):
+            return RankEnd(exit_code=_KILLED)
+        error = error.as_instanceof_cause() if isinstance(error, ray.exceptions.RayTaskError) else error
+        self.errors.append(error)
+        text = (str(error).strip().splitlines() or [type(error).__name__])[-1]
+        return RankEnd(exit_code=1, reason=text)
+
+    def _forget(self, there: HostOfActors, rank: RankHandle) -> None:
+        """It is there no more; the actor, whose process may still be there, is ended."""
+        del there.ranks[rank.worker]
+        if rank.channel is not None:
+            with contextlib.suppress(KeyError, ValueError):
+                self._events.unregister(rank.channel)
+            rank.channel.close()
+        ray.kill(rank.actor)
+        self._slots.release(rank.worker)

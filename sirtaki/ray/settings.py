@@ -1,0 +1,135 @@
+"""What holds for all ranks of an executor, as Horovod's `create_settings` has it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from sirtaki.errors import ConfigError
+from sirtaki.run.elastic.policy import COOLDOWN_S, Policy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RaySettings:
+    """For `RayExecutor`.
+
+    Attributes:
+        timeout_s: how long ranks wait for each other in `init()`, and an elastic job for a rank's process.
+        placement_group_timeout_s: how long to wait for Ray to find room.
+        interfaces: network interfaces that join the hosts, with commas; "" = any.
+    """
+
+    timeout_s: float = 120.0
+    placement_group_timeout_s: float = 100.0
+    interfaces: str = ""
+
+    def __post_init__(self) -> None:
+        if min(self.timeout_s, self.placement_group_timeout_s) <= 0:
+            raise ConfigError(
+                f"timeout_s={self.timeout_s:g}, placement_group_timeout_s={self.placement_group_timeout_s:g}: "
+                "both must be positive"
+            )
+
+
+def interface_names(nics: str | Iterable[str] | None) -> str:
+    """`"eth0"`, `"eth0,eth1"` or any collection of names, in one word."""
+    if nics is None:
+        return ""
+    return nics if isinstance(nics, str) else ",".join(sorted(nics))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """What a rank is to have.
+
+    Attributes:
+        cpus, gpus: of a rank; fractions are allowed.
+    """
+
+    cpus: float = 1
+    gpus: float = 0
+
+    def __post_init__(self) -> None:
+        if self.cpus < 0 or self.gpus < 0 or not (self.cpus or self.gpus):
+            raise ConfigError(f"a rank cannot have {self.cpus:g} CPUs and {self.gpus:g} GPUs")
+
+    def bundle(self, ranks: int = 1) -> dict[str, float]:
+        """What Ray reserves for so many."""
+        wanted = {"CPU": self.cpus * ranks, "GPU": self.gpus * ranks}
+        return {name: amount for name, amount in wanted.items() if amount}
+
+    def fitting(self, resources: Mapping[str, float]) -> int:
+        """How many ranks a node of these resources could hold."""
+        return min(int(resources.get(name, 0) // amount) for name, amount in self.bundle().items())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """How many ranks there are, and where.
+
+    Attributes:
+        ranks: of the job; of a host, where `hosts` is given.
+        hosts: so many different ones; None = wherever there is room, on few hosts.
+        demand: of each rank.
+        uses_current_group: where this process runs in a placement group of Ray's, ranks are put into that.
+    """
+
+    ranks: int
+    hosts: int | None = None
+    demand: Demand = Demand()
+    uses_current_group: bool = True
+
+    def __post_init__(self) -> None:
+        if self.ranks < 1 or (self.hosts is not None and self.hosts < 1):
+            raise ConfigError(f"there cannot be {self.ranks} ranks on {self.hosts or 'any'} hosts")
+
+    @property
+    def size(self) -> int:
+        """Ranks of the job."""
+        return self.ranks * (self.hosts or 1)
+
+    @property
+    def bundles(self) -> list[dict[str, float]]:
+        """What Ray reserves together: a host's ranks, else each rank's."""
+        if self.hosts is None:
+            return [self.demand.bundle() for _ in range(self.ranks)]
+        return [self.demand.bundle(self.ranks) for _ in range(self.hosts)]
+
+
+def elastic_policy(
+    start: int | None,
+    least: int,
+    most: int | None,
+    *,
+    reset_limit: int | None = None,
+    cooldown_s: tuple[float, float] | None = None,
+    timeout_s: float = 600.0,
+) -> Policy:
+    """The rules for ranks that come and go.
+
+    Args:
+        start: how many to begin with; None = `least`.
+        least: how many go on.
+        most: how many there may be; None = any number.
+        reset_limit: see `Policy`.
+        cooldown_s: see `Policy`.
+        timeout_s: see `Policy`.
+
+    Raises:
+        ConfigError: numbers that contradict each other.
+    """
+    start = least if start is None else start
+    if not 1 <= least <= start <= (most or start):
+        raise ConfigError(
+            f"min_workers={least}, num_workers={start}, max_workers={most}: each must be at least the one before"
+        )
+    if cooldown_s is not None and not 0 <= cooldown_s[0] <= cooldown_s[1]:
+        raise ConfigError(f"cooldown_range={cooldown_s}: the first is the shorter one")
+    return Policy(
+        start_ranks=start,
+        min_ranks=least,
+        max_ranks=most,
+        timeout_s=timeout_s,
+        reset_limit=reset_limit,
+        cooldown_s=COOLDOWN_S if cooldown_s is None else cooldown_s,
+    )
