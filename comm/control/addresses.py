@@ -9,11 +9,12 @@ import os
 import socket
 import struct
 from collections.abc import Sequence
+from ipaddress import IPv4Interface
 from pathlib import Path
 
 from sirtaki.errors import CommError, ConfigError
 
-SIOCGIFADDR = 0x8915
+SIOCGIFADDR, SIOCGIFNETMASK = 0x8915, 0x891B
 LOOPBACK = "127.0.0.1"
 CONNECT_TIMEOUT_S = 3.0
 
@@ -27,18 +28,24 @@ def host_identity() -> tuple[str, ...]:
     return tuple(found)
 
 
-def interface_addresses() -> dict[str, str]:
-    """IPv4 address of every interface that has one, by name."""
+def interface_networks() -> dict[str, IPv4Interface]:
+    """IPv4 address, with its network, of every interface that has one, by name."""
     found = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             request = struct.pack("256s", name.encode()[:15])
             try:
-                answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, request)
+                answers = [fcntl.ioctl(probe.fileno(), what, request) for what in (SIOCGIFADDR, SIOCGIFNETMASK)]
             except OSError:
                 continue  # this interface has no IPv4 address
-            found[name] = socket.inet_ntoa(answer[20:24])
+            address, mask = (socket.inet_ntoa(answer[20:24]) for answer in answers)
+            found[name] = IPv4Interface(f"{address}/{mask}")
     return found
+
+
+def interface_addresses() -> dict[str, str]:
+    """IPv4 address of every interface that has one, by name."""
+    return {name: str(interface.ip) for name, interface in interface_networks().items()}
 
 
 def own_addresses(interface: str | None) -> list[str]:
@@ -52,7 +59,8 @@ def own_addresses(interface: str | None) -> list[str]:
         names = interface.split(",")
         chosen = [known[name] for name in names if name in known]
         if not chosen:
-            raise ConfigError(f"no interface {interface!r} with an IPv4 address on this host; there are {known}")
+            there = ", ".join(f"{name} ({address})" for name, address in known.items())
+            raise ConfigError(f"no interface {interface} with an IPv4 address on this host; there are {there}")
         return chosen
     # Bridges of container engines come last: other hosts have the same ones.
     outside = [(name.startswith(("docker", "br-", "virbr")), address) for name, address in known.items()]

@@ -4,16 +4,22 @@ import argparse
 import os
 import shlex
 import socket
+import sys
 from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
 
-from sirtaki.errors import ConfigError
+from sirtaki.errors import ConfigError, LaunchError
 from sirtaki.machine import usable_cores
 from sirtaki.mpi_library import Launcher, MpiLibrary, find_mpi_library, find_mpiexec
+from sirtaki.settings import Settings
 
 from .console import say
+from .host_check import Need, interface_problem, networks_here, versions_here
 from .hosts import Host, given_hosts
 from .mpi_command import Job, carried_variables, mpiexec_command, ssh_variables
 from .output import OutputOptions, output_folder
+from .preflight import is_by_ssh, look_at, shared_networks
 from .rank_command import RankCommand, rank_command
 from .rank_environment import (
     RENDEZVOUS,
@@ -24,6 +30,7 @@ from .rank_environment import (
     rank_environ,
     say_notes,
 )
+from .ssh import OPTIONS, ssh_arguments
 from .supervisor import Supervisor
 
 START_TIMEOUT_S = 60.0
@@ -57,6 +64,7 @@ def launch(options: argparse.Namespace) -> int:
     environ.update(_rendezvous(environ, hosts))
     add_defaults(environ, local_ranks=local_ranks, cores=usable_cores(), interfaces=options.interfaces)
     job = _job(options, ranks=ranks, hosts=hosts, command=command, exported=exported, environ=environ)
+    job = _checked(job, command, environ, options)
     words = mpiexec_command(job, mpiexec, library)
     if options.verbose:
         _describe(library, environ, hosts, words)
@@ -68,7 +76,7 @@ def launch(options: argparse.Namespace) -> int:
     )
     start_timeout_s = options.start_timeout or START_TIMEOUT_S + local_ranks / usable_cores()
     supervisor = Supervisor(ranks=ranks, start_timeout_s=start_timeout_s, output=output)
-    return supervisor.run(words, {**environ, **ssh_variables(job)})
+    return supervisor.run(words, {**environ, **ssh_variables(job, environ)})
 
 
 def _job(
@@ -81,8 +89,6 @@ def _job(
     environ: Mapping[str, str],
 ) -> Job:
     here = all(host.is_local for host in hosts)
-    port = ("-p", str(options.ssh_port)) if options.ssh_port else ()
-    identity = ("-i", options.ssh_identity_file) if options.ssh_identity_file else ()
     return Job(
         ranks=ranks,
         hosts=() if here else hosts,
@@ -94,8 +100,40 @@ def _job(
         extra=tuple(shlex.split(options.mpi_args)),
         interfaces=tuple(filter(None, options.interfaces.split(","))),
         tcp=options.tcp,
-        ssh=(*port, *identity),
+        ssh=() if here else (*OPTIONS, *ssh_arguments(options.ssh_port, options.ssh_identity_file)),
+        silent_s=Settings.from_environ(environ).heartbeat_s,
     )
+
+
+def _checked(job: Job, command: RankCommand, environ: Mapping[str, str], options: argparse.Namespace) -> Job:
+    """The job, without networks that join no hosts, once its hosts have said that they have what it needs.
+
+    Raises:
+        ConfigError: this host lacks the network interface.
+        LaunchError: another one cannot be used.
+    """
+    if problem := interface_problem(job.interfaces):
+        raise ConfigError(f"--network-interfaces {options.interfaces}: on this host {problem}")
+    others = [host for host in job.hosts if not host.is_local]
+    listed = options.hosts or options.hostfile
+    if not (others and listed and is_by_ssh(environ, options.mpi_args)):
+        return job
+    same_python = Path(command.python).parent == Path(sys.executable).parent
+    need = Need(
+        folder=os.getcwd(),
+        script=command.script,
+        interfaces=job.interfaces,
+        versions=versions_here() if same_python else {},
+    )
+    found = look_at(others, need, python=command.python, ssh=job.ssh, environ=environ)
+    problems = [f"host {host} cannot be used: {each.problem}" for host, each in found.items() if each.problem]
+    for problem in problems[1:]:
+        say(problem)
+    if problems:
+        raise LaunchError(problems[0])
+    is_said = any("btl_tcp_if" in text for text in (options.mpi_args, *environ))
+    shared = shared_networks([networks_here(), *(each.networks for each in found.values())])
+    return job if is_said else replace(job, left_out=shared)
 
 
 def _rendezvous(environ: Mapping[str, str], hosts: tuple[Host, ...]) -> dict[str, str]:

@@ -1,7 +1,6 @@
 """What an MPI library leaves on this machine when its processes are killed: removed by whoever survives them."""
 
 import contextlib
-import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -33,10 +32,14 @@ def remove_session_folder(mpiexec_pid: int) -> None:
 
 
 def session_members(sessions: set[int]) -> list[int]:
-    """Processes of this machine that belong to one of `sessions`; Hydra gives each rank a session of its own."""
+    """Processes of this machine that belong to one of `sessions`; Hydra gives each rank a session of its own.
+
+    Not those that have ended and that nobody buries, as in a container whose first process does not.
+    """
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError, ValueError):
-            if os.getsid(int(folder.name)) in sessions:
+            state, _, _, session = (folder / "stat").read_text().rpartition(")")[2].split()[:4]
+            if int(session) in sessions and state not in {"Z", "X"}:
                 found.append(int(folder.name))
     return found

@@ -32,8 +32,10 @@ class Job:
         binding: arguments that place and bind ranks, in mpiexec's words; empty = no binding.
         extra: further arguments for mpiexec, as they are.
         interfaces: network interfaces to use, empty = any.
+        left_out: networks not to use, where no interfaces are named.
         tcp: only TCP between hosts.
         ssh: arguments for ssh, empty = none.
+        silent_s: after which a host that says nothing counts as lost; None = as mpiexec has it.
     """
 
     ranks: int
@@ -45,8 +47,10 @@ class Job:
     binding: tuple[str, ...] = ()
     extra: tuple[str, ...] = ()
     interfaces: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
     tcp: bool = False
     ssh: tuple[str, ...] = ()
+    silent_s: float | None = None
 
     @property
     def is_local(self) -> bool:
@@ -60,10 +64,13 @@ def mpiexec_command(job: Job, mpiexec: Path, library: MpiLibrary) -> list[str]:
     return [str(mpiexec), *family(job, library), *job.extra, *job.command]
 
 
-def ssh_variables(job: Job) -> dict[str, str]:
-    """What mpiexec itself must find in its environment; each family reads its own variable."""
+def ssh_variables(job: Job, environ: Mapping[str, str]) -> dict[str, str]:
+    """What mpiexec itself must find in its environment; each family reads its own variable.
+
+    What the user has set there comes behind: of two values ssh takes the first.
+    """
     names = ("PRTE_MCA_plm_ssh_args", "OMPI_MCA_plm_rsh_args", "HYDRA_LAUNCHER_EXTRA_ARGS")
-    return dict.fromkeys(names, shlex.join(job.ssh)) if job.ssh else {}
+    return {name: " ".join(filter(None, [shlex.join(job.ssh), environ.get(name)])) for name in names if job.ssh}
 
 
 def carried_variables(environ: Mapping[str, str]) -> tuple[str, ...]:
@@ -87,10 +94,17 @@ def _open_mpi(job: Job, library: MpiLibrary) -> list[str]:
     # One-sided communication is used inside a host only; the UCX component complains about several windows.
     words += ["--mca", "osc", "^ucx"]
     runtime = "--prtemca" if has_prrte else "--mca"
+    if job.hosts and job.silent_s is not None:
+        # Its own values let a host that is gone be noticed after eight minutes.
+        pause_s = max(1, round(job.silent_s / 6))
+        for name, value in (("time", 2 * pause_s), ("intvl", pause_s), ("probes", 4)):
+            words += [runtime, f"oob_tcp_keepalive_{name}", str(value)]
     if job.interfaces:
         names = ",".join(job.interfaces)
         words += ["--mca", "btl_tcp_if_include", names]
         words += [runtime, "prte_if_include" if has_prrte else "oob_tcp_if_include", names]
+    elif job.left_out:
+        words += ["--mca", "btl_tcp_if_exclude", ",".join(("127.0.0.0/8", *job.left_out))]
     for name in job.exported:
         words += ["-x", name]
     return words

@@ -15,6 +15,7 @@ _KILLED = re.compile(r"noticed that process rank (\d+) with PID \d+ on node (\S+
 _EXITED = re.compile(r"exited with non-zero status.*,(\d+)\] Exit code: (\d+)")
 _ABORTED = re.compile(r"MPI_ABORT was invoked on rank (\d+).* Errorcode: (-?\d+)")
 _UNREACHED = re.compile(r"daemon failed to report back.*Remote host: (\S+)")
+_SILENT = re.compile(r"lost communication with a remote daemon.*Remote daemon: \S+ on node (\S+)")
 _STOPPED = re.compile(r"has exited due to process rank (\d+) with PID \d+ on node (\S+) (calling|exiting)")
 _HYDRA = re.compile(r"BAD TERMINATION OF ONE OF YOUR.* PID (\d+) RUNNING AT (\S+).* EXIT CODE: (\d+)")
 _SAID_ALREADY = re.compile(r"Primary job terminated normally, but")
@@ -30,7 +31,7 @@ class Ending:
     """A rank that ended badly, as mpiexec saw it.
 
     Attributes:
-        rank: None where mpiexec tells the process only.
+        rank: None where mpiexec tells the process, or the host, only.
         host: where, "" if mpiexec does not tell.
         reason: in words.
         pid: of the rank's process, 0 if unknown.
@@ -87,6 +88,8 @@ class NoticeFilter:
             self._on_ending(Ending(rank=None, host=host, exit_code=int(code), reason=f"exit code {code}", pid=int(pid)))
         elif found := _UNREACHED.search(text):
             self._on_unreached(found[1])
+        elif found := _SILENT.search(text):  # mpiexec ends with exit code 0 then
+            self._on_ending(Ending(rank=None, host=found[1], exit_code=1, reason="its host cannot be reached any more"))
         else:
             return _SAID_ALREADY.search(text) is not None
         return True

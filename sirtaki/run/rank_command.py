@@ -21,10 +21,12 @@ class RankCommand:
     Attributes:
         python: the interpreter whose MPI library counts: the script's, or the launcher's for other programs.
         words: the whole command line.
+        script: the file among them that is run; "" = a module, code or no Python.
     """
 
     python: str
     words: tuple[str, ...]
+    script: str = ""
 
 
 def rank_command(command: Sequence[str], *, as_horovod: bool, check_files: bool) -> RankCommand:
@@ -57,7 +59,7 @@ def rank_command(command: Sequence[str], *, as_horovod: bool, check_files: bool)
     if check_files and not script[0].startswith("-") and not Path(script[0]).exists():
         raise ConfigError(f"there is no script {script[0]!r} in {Path.cwd()}")
     words = (program, *command[1:split], "-m", "sirtaki.run.rank", *flags, "--", *map(_escape, script))
-    return RankCommand(python=program, words=words)
+    return RankCommand(python=program, words=words, script="" if script[0].startswith("-") else script[0])
 
 
 def unescape(word: str) -> str:

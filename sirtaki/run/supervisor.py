@@ -285,7 +285,9 @@ def _start_janitor(mpiexec_pid: int) -> subprocess.Popen[bytes]:
 
 
 def _is_of(ending: Ending, message: Message) -> bool:
-    return message.rank == ending.rank if ending.rank is not None else message.pid == ending.pid
+    if ending.rank is not None:
+        return message.rank == ending.rank
+    return message.pid == ending.pid if ending.pid else message.host == ending.host
 
 
 def _exit_code(returncode: int) -> int:

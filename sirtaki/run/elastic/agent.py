@@ -8,11 +8,13 @@ goes through one connection, both ends of which have proved to know the secret.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import selectors
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from types import FrameType
@@ -21,10 +23,14 @@ from typing import Any
 from sirtaki.errors import CommError
 from sirtaki.json_channel import JsonChannel
 
+from ..host_check import PROBLEM, Need, problem_here
 from .agent_config import AgentConfig
 from .agent_rules import KILL_GRACE_S, AgentRules
 from .rank_process import RankProcess
 from .succession import Succession, agents_key, reach_driver
+
+ALONE_S = 3.0
+"""How much longer an agent looks for its driver once its standard input has ended."""
 
 _POLL_S = 0.5
 _POLL_WITHOUT_PIDFD_S = 0.05
@@ -179,16 +185,38 @@ class Agent:
                 self._janitor.stdin.flush()
 
 
+def unfit(line: bytes) -> str:
+    """Why this host cannot be used for what an agent is told, "" if it can; asked before the rest is understood."""
+    need = json.loads(line).get("need")
+    return problem_here(Need.of(need)) if need else ""
+
+
+def _leave_with_input(arrived: threading.Event) -> None:
+    """Ends this process where its starter has gone before it has found the driver."""
+    with contextlib.suppress(OSError):
+        while os.read(0, 4096):
+            pass
+    if not arrived.wait(ALONE_S):
+        os._exit(1)
+
+
 def main() -> int:
     """The agent's process; its exit code says whether it has come as far as to be used."""
-    config = AgentConfig.decode(sys.stdin.buffer.readline())
+    line = sys.stdin.buffer.readline()
+    if problem := unfit(line):
+        print(f"{PROBLEM}{problem}", file=sys.stderr, flush=True)
+        return 1
+    config = AgentConfig.decode(line)
     with contextlib.suppress(OSError):
         os.chdir(config.folder)
+    arrived = threading.Event()
+    threading.Thread(target=_leave_with_input, args=[arrived], name="input-watch", daemon=True).start()
     try:
         driver = reach_driver(config.places, key=agents_key(config.secret, config.job), number=config.number)
     except CommError as err:
-        print(f"host {config.host}: {err}", file=sys.stderr)
+        print(f"{PROBLEM}{err}", file=sys.stderr)
         return 1
+    arrived.set()
     janitor = None
     with contextlib.suppress(OSError):  # a machine that is full of processes has none for this
         janitor = subprocess.Popen(

@@ -14,6 +14,7 @@ class AgentConfig:
 
     Attributes:
         host: as the job calls it.
+        need: what it must have, see `Need`.
         number: of the agent; no other one of the job has had it.
         places: where the driver listens.
         secret: of the job.
@@ -37,6 +38,7 @@ class AgentConfig:
     hosts: str
     interface: str | None
     estate: Mapping[str, Any] | None
+    need: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def decode(cls, line: bytes) -> AgentConfig:

@@ -9,10 +9,12 @@ import selectors
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict
 from typing import IO, Any
 
 from sirtaki.json_channel import JsonChannel
 
+from ..host_check import Need, versions_here
 from .agent_handle import AdoptedAgent, AgentHandle
 from .agent_rules import KILL_GRACE_S
 from .agent_server import AgentServer
@@ -78,8 +80,15 @@ class AgentCrew:
         """
         job, number, places = self._job, self._roster.next_number(), self._server.places
         is_child = job.agents.is_child(host)
+        need = Need(
+            folder=os.getcwd(),
+            script=job.script,
+            interfaces=tuple(job.interface.split(",")) if job.interface else (),
+            versions=versions_here(),
+        )
         config = {
             "host": host,
+            "need": asdict(need),
             "number": number,
             "places": places if is_child else places[1:] + places[:1],
             "secret": self._own.secret,
@@ -129,6 +138,9 @@ class AgentCrew:
         """Has all agents end their ranks and themselves, and waits for it, within limits."""
         for host in self.hosts:
             self.send(host, {"do": "end"})
+        for each in self._roster.agents.values():
+            if each.channel is None:
+                each.disconnect()  # which it will find out by its standard input
         deadline_s = time.monotonic() + KILL_GRACE_S + 2.0
         for agent in (*self._roster.agents.values(), *self._leaving):
             agent.wait(deadline_s - time.monotonic())

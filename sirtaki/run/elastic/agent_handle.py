@@ -6,13 +6,16 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO
 
 from sirtaki.json_channel import JsonChannel
 
+from ..host_check import PROBLEM
+from ..ssh import remedy
 from .roster import AgentRecord
 
 
@@ -50,9 +53,12 @@ class AgentHandle(AgentRecord[JsonChannel]):
             stderr=subprocess.PIPE,
             start_new_session=True,  # a terminal's Ctrl-C comes to the driver alone
         )
+        assert self._process.stdout is not None  # pipes
+        assert self._process.stderr is not None
+        self._told = _Told(self._process.stderr, self)
         self._pumps = [
             threading.Thread(target=pump, args=[name, stream], name=f"pump-{host}-{name}", daemon=True)
-            for name, stream in (("stdout", self._process.stdout), ("stderr", self._process.stderr))
+            for name, stream in (("stdout", self._process.stdout), ("stderr", self._told))
         ]
         for thread in self._pumps:
             thread.start()
@@ -65,6 +71,11 @@ class AgentHandle(AgentRecord[JsonChannel]):
     def exit_code(self) -> int | None:
         """Of the command; None = it runs."""
         return self._process.poll()
+
+    def why_ended(self, code: int) -> str:
+        """See `AgentRecord`."""
+        self._pumps[1].join(1.0)  # its last words
+        return self._told.problem or super().why_ended(code)
 
     def disconnect(self) -> None:
         """See `AgentRecord`."""
@@ -89,6 +100,41 @@ class AgentHandle(AgentRecord[JsonChannel]):
         with contextlib.suppress(OSError, ValueError):
             if self._process.stdin is not None:
                 self._process.stdin.close()
+
+
+class _Told:
+    """An agent's standard error without those lines that say why it does not come.
+
+    Attributes:
+        problem: what they say, and what to do; "" = nothing.
+    """
+
+    def __init__(self, stream: IO[bytes], agent: AgentRecord[JsonChannel]) -> None:
+        self._stream, self._agent = stream, agent
+        self.problem = ""
+
+    def __enter__(self) -> Iterator[bytes]:
+        return iter(self)
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """As of a file."""
+        self._stream.close()
+
+    def __iter__(self) -> Iterator[bytes]:
+        for line in self._stream:
+            problem = self._read(line.decode(errors="replace")) if self._agent.channel is None else ""
+            self.problem = problem or self.problem
+            if not problem:
+                yield line
+
+    def _read(self, line: str) -> str:
+        if line.startswith(PROBLEM):
+            return line.removeprefix(PROBLEM).strip()
+        found = remedy(line, host=self._agent.host, python=sys.executable)
+        return f"{line.strip().rstrip('.')}: {found}" if found else ""
 
 
 class AdoptedAgent(AgentRecord[JsonChannel]):

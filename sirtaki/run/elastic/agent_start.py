@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from sirtaki.errors import ConfigError
 
 from ..hosts import Host
+from ..ssh import OPTIONS
 
 _AGENT = ("-m", "sirtaki.run.elastic.agent")
 
@@ -49,7 +50,7 @@ class AgentStart:
         if host in self.slurm_hosts:
             place = ["--nodes=1", "--ntasks=1", f"--nodelist={host}", "--overlap", "--unbuffered"]
             return ["srun", *place, *agent]
-        return ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15", *self.ssh, host, f"exec {shlex.join(agent)}"]
+        return ["ssh", *OPTIONS, *self.ssh, host, f"exec {shlex.join(agent)}"]
 
 
 def _filled(template: str, host: str, agent: Sequence[str]) -> list[str]:

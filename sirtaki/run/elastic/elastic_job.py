@@ -21,6 +21,7 @@ class ElasticJob:
 
     Attributes:
         command: what each rank runs.
+        script: the file among its words that must be there; "" = none.
         environ: of the ranks on this machine.
         carried: of it, what ranks elsewhere get.
         interface: network interface that joins the hosts; None = any.
@@ -37,6 +38,7 @@ class ElasticJob:
     one_host: bool
     agents: AgentStart
     agent_start_s: float = 60.0
+    script: str = ""
     estate: Mapping[str, Any] | None = None
 
 

@@ -32,7 +32,7 @@ class Endings:
         """Something has failed."""
         self.failure = self.failure or (label, end)
 
-    def reached(self, roll: Roll, *, agents: Mapping[str, bool], has_hosts: bool) -> End | None:
+    def reached(self, roll: Roll, *, agents: Mapping[str, bool], slots: int) -> End | None:
         """The end, if nobody is left, or all have done what they can."""
         if roll.generation:
             if roll.of_generation(Phase.MEMBER, Phase.FINISHED):
@@ -41,12 +41,18 @@ class Endings:
                 return End(exit_code=0)
             if not roll.of_generation(Phase.WAITING) and self.failure is not None:
                 return self._failed("all ranks of the job have failed")
+        elif self.host_problem and self._policy.hosts_stay and slots < self._policy.start_ranks:
+            return End(
+                exit_code=1,
+                text=f"{self._policy.start_ranks} ranks are to begin, and the hosts that are left have {slots} slots: "
+                f"mend that{f', or give -np {slots}' if slots >= self._policy.min_ranks else ''}",
+            )
         elif not roll.workers:
             if self.ended_badly:
                 return self._failed("no rank has come as far as to join the job")
             if self.ended_well:
                 return End(exit_code=0)
-            if self.host_problem and not agents and not has_hosts:
+            if self.host_problem and not agents and not slots:
                 return End(exit_code=1, text=f"{self.host_problem}; no host is left")
         return None
 

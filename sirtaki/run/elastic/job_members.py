@@ -197,7 +197,7 @@ class JobMembers:
             for host in self.pool.take_back(now_s):
                 self._say(f"host {host} is used again")
             self._actions += self._staffing.send_away(now_s)
-            self._end(self._endings.reached(self.roll, agents=self.agents, has_hosts=bool(self.pool.usable)))
+            self._end(self._endings.reached(self.roll, agents=self.agents, slots=sum(self.pool.usable.values())))
         if not self.is_over:
             if self._may_start():
                 self._actions += self._staffing.take_on(now_s)

@@ -29,6 +29,7 @@ from ..rank_environment import (
     rank_environ,
     say_notes,
 )
+from ..ssh import ssh_arguments
 from .agent_crew import AgentCrew
 from .agent_start import AgentStart
 from .discovery import Hosts, ask_script
@@ -78,6 +79,7 @@ def launch_elastic(options: argparse.Namespace) -> int:
     add_defaults(environ, local_ranks=local_ranks, cores=usable_cores(), interfaces=options.interfaces)
     job = ElasticJob(
         command=command.words,
+        script=command.script,
         environ=environ,
         carried={name: environ[name] for name in dict.fromkeys([*carried_variables(environ), *exported])},
         interface=Settings.from_environ(environ).gloo_interface,
@@ -146,6 +148,7 @@ def policy_of(options: argparse.Namespace, hosts: Hosts, *, timeout_s: float) ->
         on_failure=on_failure,
         cooldown_s=(cooldown_s[0], cooldown_s[1]) if cooldown_s else default_s,
         has_heirs=options.on_driver_loss == "go-on",
+        hosts_stay=not options.host_discovery_script,
     )
 
 
@@ -164,12 +167,10 @@ def _hosts(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[Cal
 
 
 def _agents(options: argparse.Namespace, environ: Mapping[str, str]) -> AgentStart:
-    port = ("-p", str(options.ssh_port)) if options.ssh_port else ()
-    identity = ("-i", options.ssh_identity_file) if options.ssh_identity_file else ()
     agents = AgentStart(
         template=options.agent_command,
         slurm_hosts=frozenset(host.name for host in slurm_hosts(environ)),
-        ssh=(*port, *identity),
+        ssh=ssh_arguments(options.ssh_port, options.ssh_identity_file),
     )
     if agents.template:
         agents.words("host")  # which refuses what cannot work

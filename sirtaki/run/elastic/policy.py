@@ -32,6 +32,7 @@ class Policy:
         start_grace_s: how long the first generation waits for ranks that are starting, once enough are there.
         strikes: failures in a row, of ranks that had not trained for long, after which a host is dropped.
         has_heirs: where the driver is lost an agent starts another one, so that of two sides one has to end.
+        hosts_stay: there will never be others.
         settled_s: a rank that has trained for so long has cleared its host's failures.
     """
 
@@ -47,3 +48,4 @@ class Policy:
     strikes: int = 3
     settled_s: float = 60.0
     has_heirs: bool = False
+    hosts_stay: bool = False

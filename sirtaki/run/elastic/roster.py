@@ -76,6 +76,10 @@ class AgentRecord(Generic[_Channel]):
         """Of the program; None = it runs, or nobody knows."""
         return None
 
+    def why_ended(self, code: int) -> str:
+        """Why the program has ended with this exit code before the agent has come, as far as it is known."""
+        return f"{os.path.basename(self.program)} ended with exit code {code}"
+
     def disconnect(self) -> None:
         """The agent ends its ranks and itself as soon as it notices."""
         if self.channel is not None:
@@ -186,7 +190,7 @@ class Roster(Generic[_Agent]):
         self._remembered = [(until_s, agent) for until_s, agent in self._remembered if now_s < until_s]
         for agent in list(self.agents.values()):
             if agent.channel is None and (code := agent.exit_code) is not None:
-                yield from self.lose(agent, now_s, f"{os.path.basename(agent.program)} ended with exit code {code}")
+                yield from self.lose(agent, now_s, agent.why_ended(code))
             elif agent.channel is None and now_s - agent.started_s > self._start_s:
                 yield from self.lose(agent, now_s, f"its agent has not answered within {self._start_s:g} s")
             elif agent.channel is not None and now_s - agent.heard_s > AGENT_SILENT_S:

@@ -53,6 +53,7 @@ def estate_of(
     """
     return {
         "command": job.command,
+        "rank_script": job.script,
         "carried": dict(job.carried),
         "interface": job.interface,
         "one_host": job.one_host,
@@ -77,6 +78,7 @@ def main() -> int:
     policy = Policy(**{**values, "on_failure": OnFailure(values["on_failure"]), "cooldown_s": cooldown_s})
     job = ElasticJob(
         command=tuple(estate["command"]),
+        script=estate["rank_script"],
         environ={**os.environ, **told["environ"]},
         carried=estate["carried"],
         interface=estate["interface"],

@@ -82,3 +82,13 @@ def test_processes_are_found_by_their_session() -> None:
         other.communicate()
     assert session_members({other.pid}) == []
     assert session_members(set()) == []
+
+
+def test_a_process_that_has_ended_and_is_not_buried_is_no_member() -> None:
+    dead = subprocess.Popen([sys.executable, "-S", "-c", ""], start_new_session=True)
+    try:
+        os.waitid(os.P_PID, dead.pid, os.WEXITED | os.WNOWAIT)
+        assert os.getsid(dead.pid) == dead.pid  # it is still there
+        assert session_members({dead.pid}) == []
+    finally:
+        dead.wait()

@@ -56,8 +56,22 @@ def test_hosts_network_and_binding_in_the_words_of_each():
 
 def test_ssh_options_reach_whatever_mpiexec_it_is():
     job = Job(ranks=1, hosts=(), command=(), exported=(), oversubscribed=False, ssh=("-p", "22", "-i", "my key"))
-    assert set(ssh_variables(job).values()) == {"-p 22 -i 'my key'"}
-    assert len(ssh_variables(job)) == 3
+    assert set(ssh_variables(job, {}).values()) == {"-p 22 -i 'my key'"}
+    assert len(ssh_variables(job, {})) == 3
+    assert ssh_variables(job, {"PRTE_MCA_plm_ssh_args": "-C"})["PRTE_MCA_plm_ssh_args"] == "-p 22 -i 'my key' -C"
+
+
+def test_a_silent_host_is_noticed_within_the_heartbeat_and_networks_that_join_nobody_are_left_out():
+    changes = {"hosts": (Host(name="a", slots=2), Host(name="b", slots=1)), "left_out": ("172.17.0.0/16",)}
+    words = line("Open MPI", 5, 0, 11, silent_s=30.0, **changes)
+    for part in (
+        "--prtemca oob_tcp_keepalive_time 10", "--prtemca oob_tcp_keepalive_intvl 5",
+        "--prtemca oob_tcp_keepalive_probes 4", "--mca btl_tcp_if_exclude 127.0.0.0/8,172.17.0.0/16",
+    ):  # fmt: skip
+        assert part in words
+    assert "keepalive" not in line("Open MPI", 5, 0, 11, silent_s=None, **changes)
+    assert "keepalive" not in line("Open MPI", 5, 0, 11, silent_s=30.0)
+    assert "exclude" not in line("Open MPI", 5, 0, 11, interfaces=("eth0",), **changes)
 
 
 @pytest.mark.parametrize("name", ["SIRTAKI_STREAMS", "HOROVOD_TIMELINE", "NCCL_DEBUG", "PATH", "PYTHONPATH"])

@@ -54,6 +54,16 @@ def test_what_mpiexec_says_of_ended_ranks_is_understood_and_not_shown(box, endin
     assert taken(f"before\n{RULE}\n{box}\n{RULE}\nafter") == ("before\nafter\n", endings, [])
 
 
+def test_a_host_that_has_fallen_silent_is_the_end_of_its_ranks():
+    box = """PRTE has lost communication with a remote daemon.
+
+  HNP daemon   : [prterun-n0-987@0,0] on node n0
+  Remote daemon: [prterun-n0-987@0,2] on node n2
+
+This is usually due to either a failure of the TCP network"""
+    assert taken(f"{RULE}\n{box}\n{RULE}") == ("", [(None, 1, "its host cannot be reached any more")], [])
+
+
 def test_a_host_that_mpiexec_did_not_reach_is_named():
     assert taken(f"{'-' * 60}\n{UNREACHED}\n{'-' * 60}") == ("", [], ["far"])
 

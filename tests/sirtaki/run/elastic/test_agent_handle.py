@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from sirtaki.run.elastic.agent_handle import AdoptedAgent, AgentHandle
+from sirtaki.run.host_check import PROBLEM
 
 
 @pytest.fixture
@@ -33,6 +34,37 @@ def test_it_is_told_a_line_and_its_output_is_shown(handles: list[AgentHandle]) -
     handle.wait(20.0)
     assert shown == [b"told and heard\n"]
     assert handle.exit_code == 3
+
+
+def test_what_says_why_it_does_not_come_is_kept_and_the_rest_is_shown(handles: list[AgentHandle]) -> None:
+    code = (
+        "import sys; print('Welcome', file=sys.stderr); "
+        "print('ssh: connect to host a port 22: Connection refused', file=sys.stderr); raise SystemExit(255)"
+    )
+    shown: list[bytes] = []
+    handle = start(handles, code, shown)
+    handle.wait(20.0)
+    assert shown == [b"Welcome\n"]
+    assert handle.why_ended(255) == (
+        "ssh: connect to host a port 22: Connection refused: start sshd there, or name its port with --ssh-port"
+    )
+
+
+def test_an_agent_that_finds_its_host_unfit_says_why_itself(handles: list[AgentHandle]) -> None:
+    shown: list[bytes] = []
+    handle = start(
+        handles, f"import sys; print({PROBLEM!r} + 'no script', file=sys.stderr); raise SystemExit(1)", shown
+    )
+    handle.wait(20.0)
+    assert (shown, handle.why_ended(1)) == ([], "no script")
+
+
+def test_without_a_known_reason_the_exit_code_is_told(handles: list[AgentHandle]) -> None:
+    shown: list[bytes] = []
+    handle = start(handles, "import sys; sys.exit('so be it')", shown)
+    handle.wait(20.0)
+    assert shown == [b"so be it\n"]
+    assert handle.why_ended(1).endswith("ended with exit code 1")
 
 
 def test_a_command_that_does_not_end_is_killed(handles: list[AgentHandle]) -> None:

@@ -23,7 +23,7 @@ def begun(ranks: int = 2) -> Roll:
 
 
 def reached(endings: Endings, roll: Roll) -> End | None:
-    return endings.reached(roll, agents={"a": True}, has_hosts=True)
+    return endings.reached(roll, agents={"a": True}, slots=4)
 
 
 def test_the_first_failure_gives_the_exit_code(endings: Endings) -> None:
@@ -57,9 +57,9 @@ def test_success_waits_for_those_who_have_not_reported(endings: Endings) -> None
 
 def test_hosts_that_cannot_be_reached_end_a_job_that_has_none_left(endings: Endings) -> None:
     endings.host_problem = "host a is lost (ssh)"
-    assert endings.reached(Roll(), agents={"b": False}, has_hosts=True) is None
-    assert endings.reached(Roll(), agents={}, has_hosts=True) is None
-    end = endings.reached(Roll(), agents={}, has_hosts=False)
+    assert endings.reached(Roll(), agents={"b": False}, slots=4) is None
+    assert endings.reached(Roll(), agents={}, slots=4) is None
+    end = endings.reached(Roll(), agents={}, slots=0)
     assert end == End(exit_code=1, text="host a is lost (ssh); no host is left")
 
 
