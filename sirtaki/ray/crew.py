@@ -189,8 +189,9 @@ class RayCrew:
         while self.heard:
             yield self.heard.popleft()
 
-    def close(self) -> None:
-        """Ends all actors, and listens no more."""
+    def close(self, number: int | None = None) -> None:
+        """Ends all actors, and listens no more; see `HeardCrew`."""
+        del number  # the driver of actors hears no signals
         for host in self.hosts:
             self.stop(host)
         self._server.close()

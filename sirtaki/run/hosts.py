@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sirtaki.errors import ConfigError
+from sirtaki.slurm import node_names, step_place, task_counts
 
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 
@@ -71,20 +72,23 @@ def slurm_hosts(environ: Mapping[str, str]) -> tuple[Host, ...]:
     """The hosts of the Slurm allocation that this process runs in; empty outside of one.
 
     Raises:
-        ConfigError: Slurm's variables contradict each other.
+        ConfigError: srun has started this process as one of several, or on fewer nodes than the job has.
     """
-    names = _expand_nodes(environ.get("SLURM_JOB_NODELIST", ""))
+    if (step := step_place(environ)) is not None:
+        raise ConfigError(
+            f"srun has started sirtakirun {step.size} times; start it once, without srun, in the batch script or the "
+            "shell of salloc, or leave it out: `srun python …`"
+        )
+    names = node_names(environ.get("SLURM_JOB_NODELIST", ""))
     if not names:
         return ()
-    tasks = environ.get("SLURM_TASKS_PER_NODE", "1")
-    slots: list[int] = []
-    for part in tasks.split(","):  # `2(x3),1` = 2, 2, 2, 1
-        matched = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
-        if matched is None:
-            raise ConfigError(f"SLURM_TASKS_PER_NODE={tasks!r} is not of the form 2(x3),1")
-        slots += [int(matched[1])] * int(matched[2] or 1)
+    slots = task_counts(environ, "SLURM_TASKS_PER_NODE")
     if len(slots) != len(names):
-        raise ConfigError(f"Slurm names {len(names)} nodes but SLURM_TASKS_PER_NODE={tasks!r} is for {len(slots)}")
+        raise ConfigError(
+            f"the Slurm job has {len(names)} nodes, but SLURM_TASKS_PER_NODE="
+            f"{environ.get('SLURM_TASKS_PER_NODE', '')!r} is for {len(slots)}; start sirtakirun without srun, in the "
+            "batch script or the shell of salloc"
+        )
     return tuple(Host(name=name, slots=count) for name, count in zip(names, slots, strict=True))
 
 
@@ -103,19 +107,3 @@ def _merged(hosts: Iterable[Host]) -> tuple[Host, ...]:
     for host in hosts:
         slots[host.name] = slots.get(host.name, 0) + host.slots
     return tuple(Host(name=name, slots=count) for name, count in slots.items())
-
-
-def _expand_nodes(text: str) -> list[str]:
-    """Slurm's `gpu[01-03,7],login` → `gpu01 gpu02 gpu03 gpu7 login`."""
-    names: list[str] = []
-    for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text):
-        bracket = re.search(r"\[([^\]]*)\]", part)
-        if bracket is None:
-            names.append(part)
-            continue
-        before, after = part[: bracket.start()], part[bracket.end() :]
-        for span in bracket[1].split(","):
-            first, _, last = span.partition("-")
-            for number in range(int(first), int(last or first) + 1):
-                names += _expand_nodes(f"{before}{number:0{len(first)}d}{after}")
-    return names

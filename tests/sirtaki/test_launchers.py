@@ -4,6 +4,10 @@ from sirtaki.errors import ConfigError
 from sirtaki.launchers import TorchPlace, check_world_size, place, torch_place
 
 SBATCH = {"SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_TASKS_PER_NODE": "4(x2)"}
+SRUN = {
+    **SBATCH, "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "1", "SLURM_NODEID": "1", "SLURM_STEP_NODELIST": "node[1-2]", "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -21,9 +25,9 @@ SBATCH = {"SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM
         ),
         ({"OMPI_COMM_WORLD_SIZE": "4"}, 2, "MPI's world has 2"),
         ({"PMI_SIZE": "3", "PMI_RANK": "0"}, 1, "PMI_SIZE says 3 ranks"),
-        ({**SBATCH, "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "8"}, 1, "srun has started 8 tasks.*--mpi=pmix"),
-        ({**SBATCH, "SLURM_STEP_NUM_TASKS": "8", "PMI_SIZE": "8"}, 1, "PMI_SIZE says 8"),
-        ({**SBATCH, "SLURM_STEP_NUM_TASKS": "8", "PMIX_RANK": "3"}, 1, "srun has started 8 tasks"),
+        (SRUN, 1, "srun has started 8 tasks.*SIRTAKI_CONTROL=mesh.*--mpi=pmix"),
+        ({**SRUN, "PMI_SIZE": "8"}, 1, "PMI_SIZE says 8.*SIRTAKI_CONTROL=mesh.*--mpi=pmix"),
+        ({**SRUN, "PMIX_RANK": "3"}, 1, "srun has started 8 tasks"),
     ],
 )
 def test_a_launcher_that_meant_more_ranks_than_mpi_sees_is_refused_with_the_remedy(environ, size, says):
@@ -37,9 +41,9 @@ def test_a_launcher_that_meant_more_ranks_than_mpi_sees_is_refused_with_the_reme
         ({}, 1),
         (SBATCH, 1),  # a batch script, or a shell of salloc's: no task of srun's
         ({**SBATCH, "SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1"}, 1),  # salloc's interactive step
-        ({**SBATCH, "SLURM_STEP_NUM_TASKS": "8", "PMIX_RANK": "0"}, 8),
-        ({**SBATCH, "SLURM_STEP_NUM_TASKS": "4", "OMPI_COMM_WORLD_SIZE": "1"}, 1),  # below mpiexec's daemons
-        ({**SBATCH, "SLURM_STEP_NUM_TASKS": "4", "OMPI_COMM_WORLD_SIZE": "2"}, 2),
+        ({**SRUN, "PMIX_RANK": "0"}, 8),
+        ({**SRUN, "OMPI_COMM_WORLD_SIZE": "1"}, 1),  # below mpiexec's daemons
+        ({**SRUN, "OMPI_COMM_WORLD_SIZE": "2"}, 2),
         ({"WORLD_SIZE": "2"}, 1),  # somebody's setting: no rank goes with it
         ({"RANK": "0", "WORLD_SIZE": "1"}, 1),
         ({"RANK": "0", "WORLD_SIZE": "2", "OMPI_COMM_WORLD_SIZE": "1"}, 1),  # mpiexec -np 1 said it later
@@ -55,6 +59,8 @@ def test_a_rank_reads_its_place_from_whichever_launcher_it_was():
     assert place("RANK", {"PMI_RANK": "3"}) == 3
     assert place("SIZE", {"OMPI_COMM_WORLD_SIZE": "4", "SLURM_NTASKS": "9"}) == 4
     assert place("LOCAL_RANK", {}) is None
+    assert [place(name, SRUN) for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")] == [5, 8, 1, 4]
+    assert place("RANK", SBATCH) is None  # of the batch script, whoever it starts
 
 
 TORCH = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
@@ -72,6 +78,23 @@ def test_torchruns_variables_are_a_place():
     alone = torch_place({"RANK": "0", "WORLD_SIZE": "1"})
     assert alone is not None
     assert (alone.size, alone.port) == (1, 0)
+
+
+def test_tasks_of_srun_meet_at_its_first_node_unless_told_otherwise():
+    place = torch_place(SRUN)
+    assert place is not None
+    assert (place.rank, place.size, place.host, place.attempt) == (5, 8, "node1", "slurm/7.0/0")
+    assert place.port < 32768
+    again, other = torch_place(SRUN | {"SLURM_RESTART_COUNT": "1"}), torch_place(SRUN | {"SLURM_JOB_ID": "8"})
+    assert again is not None
+    assert other is not None
+    assert again.attempt != place.attempt
+    assert other.port != place.port
+    told = torch_place(SRUN | {"MASTER_ADDR": "ib1", "MASTER_PORT": "29500"})
+    assert told is not None
+    assert (told.host, told.port) == ("ib1", 29500)
+    assert torch_place(SRUN | TORCH) == torch_place(TORCH)
+    assert torch_place(SBATCH) is None
 
 
 @pytest.mark.parametrize(

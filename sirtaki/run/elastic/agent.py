@@ -25,7 +25,7 @@ from sirtaki.json_channel import JsonChannel
 
 from ..host_check import PROBLEM, Need, problem_here
 from .agent_config import AgentConfig
-from .agent_rules import KILL_GRACE_S, AgentRules
+from .agent_rules import KILL_GRACE_S, AgentRules, end_grace_s
 from .rank_process import RankProcess
 from .succession import Succession, agents_key, reach_driver
 
@@ -80,8 +80,9 @@ class Agent:
             self._meet(found)
 
     def _end(self, number: int | None = None, frame: FrameType | None = None) -> None:
-        del number, frame
-        self._rules.end(time.monotonic())
+        del frame
+        environ = {**os.environ, **self._config.environ}
+        self._rules.end(time.monotonic(), grace_s=end_grace_s(number, environ))
 
     def _look(self) -> None:
         """Waits for something to happen, and sees to it."""

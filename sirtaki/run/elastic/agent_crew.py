@@ -16,7 +16,7 @@ from sirtaki.json_channel import JsonChannel
 
 from ..host_check import Need, versions_here
 from .agent_handle import AdoptedAgent, AgentHandle
-from .agent_rules import KILL_GRACE_S
+from .agent_rules import end_grace_s
 from .agent_server import AgentServer
 from .elastic_job import ElasticJob, Inheritance
 from .roster import Heard, Lost, Roster
@@ -134,14 +134,19 @@ class AgentCrew:
         self._server.drop_late()
         yield from self._roster.tick(time.monotonic())
 
-    def close(self) -> None:
-        """Has all agents end their ranks and themselves, and waits for it, within limits."""
+    def close(self, number: int | None = None) -> None:
+        """Has all agents end their ranks and themselves, and waits for it, within limits.
+
+        Args:
+            number: the signal that is the reason; None = none is.
+        """
+        grace_s = end_grace_s(number, self._job.environ)
         for host in self.hosts:
-            self.send(host, {"do": "end"})
+            self.send(host, {"do": "end", "grace_s": grace_s})
         for each in self._roster.agents.values():
             if each.channel is None:
                 each.disconnect()  # which it will find out by its standard input
-        deadline_s = time.monotonic() + KILL_GRACE_S + 2.0
+        deadline_s = time.monotonic() + grace_s + 2.0
         for agent in (*self._roster.agents.values(), *self._leaving):
             agent.wait(deadline_s - time.monotonic())
         self._server.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -16,6 +17,15 @@ DRIVER_SILENT_S = 60.0
 
 KILL_GRACE_S = 3.0
 """Between asking a rank to end and killing it."""
+
+LEAVE_GRACE_S = 30.0
+"""The same where SIGTERM ends the job and its ranks write a checkpoint with their next commit."""
+
+
+def end_grace_s(number: int | None, environ: Mapping[str, str]) -> float:
+    """How long ranks in `environ` may take to end because of a signal, if it is one."""
+    writes = number == signal.SIGTERM and environ.get("SIRTAKI_CHECKPOINT_DIR")
+    return LEAVE_GRACE_S if writes else KILL_GRACE_S
 
 
 NO_GENERATION: Mapping[str, Any] = {"number": 0, "workers": [], "older": [], "has_state": False, "left_out": {}}
@@ -106,12 +116,17 @@ class AgentRules:
         for worker, progress in self.ranks.items():
             self._ask_patience(worker, progress.patience_s)
 
-    def end(self, now_s: float) -> None:
-        """Ends all ranks; the agent is to follow."""
+    def end(self, now_s: float, *, grace_s: float = KILL_GRACE_S) -> None:
+        """Ends all ranks; the agent is to follow.
+
+        Args:
+            now_s: the time.
+            grace_s: after which ranks are killed that train and have not ended themselves.
+        """
         self.ends = True
         for worker, progress in self.ranks.items():
             if progress.kill_at_s is None:
-                progress.kill_at_s = now_s + KILL_GRACE_S
+                progress.kill_at_s = now_s + (grace_s if progress.phase is Phase.MEMBER else KILL_GRACE_S)
                 self._hands.ask_to_end(worker)
 
     def tick(self, now_s: float) -> bool:
@@ -166,14 +181,16 @@ class AgentRules:
             case {"do": "change", "workers": list(workers), "change": int(change), "lost": str(lost)}:
                 for worker in workers:
                     self._hands.tell_rank(worker, {"is": "change", "change": change, "lost": lost})
-            case {"do": "end"}:
-                self.end(now_s)
+            case {"do": "end", **more}:
+                self.end(now_s, grace_s=more.get("grace_s", KILL_GRACE_S))
 
     def hear_rank(self, worker: int, message: Mapping[str, Any]) -> None:
         """It asks for something."""
         match message:
             case {"ask": "join", "has_state": bool(has_state), "attendee": dict(attendee)}:
                 self._note(worker, Phase.WAITING, has_state=has_state, attendee=attendee)
+                if self.ends:  # there will be nobody to train with
+                    self._hands.kill(worker)
                 asked = {"is": "joined", "worker": worker, "has_state": has_state, "attendee": attendee}
                 self._hands.tell_driver(asked)
             case {"ask": "patience", "seconds": float(seconds)} if worker in self.ranks:

@@ -48,8 +48,10 @@ class AgentStart:
         if self.template:
             return _filled(self.template, host, agent)
         if host in self.slurm_hosts:
-            place = ["--nodes=1", "--ntasks=1", f"--nodelist={host}", "--overlap", "--unbuffered"]
-            return ["srun", *place, *agent]
+            # All that the job has there, whatever the site or the batch script has set for tasks of its own.
+            place = ["--nodes=1", "--ntasks=1", f"--nodelist={host}", "--overlap", "--mpi=none", "--export=ALL"]
+            unbound = ["--cpu-bind=none"] if "SLURM_CPU_BIND" in environ else []
+            return ["srun", *place, *unbound, "--unbuffered", *agent]
         return ["ssh", *OPTIONS, *self.ssh, host, f"exec {shlex.join(agent)}"]
 
 

@@ -43,8 +43,12 @@ class HeardCrew(Crew, Protocol):
         """Waits for something to happen, at most so long, and says what."""
         ...
 
-    def close(self) -> None:
-        """Has all agents end their ranks and themselves, and waits for it, within limits."""
+    def close(self, number: int | None = None) -> None:
+        """Has all agents end their ranks and themselves, and waits for it, within limits.
+
+        Args:
+            number: the signal that is the reason; None = none is.
+        """
         ...
 
 
@@ -97,7 +101,7 @@ class Driver:
             finally:
                 if discovery is not None:
                     discovery.close()
-                self._crew.close()
+                self._crew.close(self._signal)
                 self._output.finish()
         if self._signal is not None:
             return 128 + self._signal

@@ -15,9 +15,10 @@ from pathlib import Path
 from sirtaki.errors import ConfigError
 from sirtaki.machine import usable_cores
 from sirtaki.settings import Settings
+from sirtaki.slurm import node_names
 
 from ..console import say
-from ..hosts import Host, given_hosts, slurm_hosts
+from ..hosts import Host, given_hosts
 from ..mpi_command import carried_variables
 from ..output import output_folder
 from ..rank_command import rank_command
@@ -169,7 +170,7 @@ def _hosts(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[Cal
 def _agents(options: argparse.Namespace, environ: Mapping[str, str]) -> AgentStart:
     agents = AgentStart(
         template=options.agent_command,
-        slurm_hosts=frozenset(host.name for host in slurm_hosts(environ)),
+        slurm_hosts=frozenset(node_names(environ.get("SLURM_JOB_NODELIST", ""))),
         ssh=ssh_arguments(options.ssh_port, options.ssh_identity_file),
     )
     if agents.template:

@@ -1,7 +1,8 @@
 """Commits that outlive the job: rank 0 writes one to disk now and then, and the same command goes on from the newest.
 
 Beside training: what is written is copied first, which takes as long as a commit, and a thread does the rest. SIGTERM,
-by which preemptible machines are announced to go, has the next commit written at once, and then ends the rank.
+by which preemptible machines are announced to go, or SIGUSR1, which batch systems send, has the next commit written at
+once, and then ends the rank.
 """
 
 from __future__ import annotations
@@ -32,6 +33,11 @@ YIELDING = 10
 """The niceness of the thread that writes."""
 
 TERMINATED = 128 + signal.SIGTERM
+
+AGAIN_S = 2.0
+"""What comes so soon says the same once more: batch systems tell a rank, and its launcher, which tells it, too."""
+
+_LAUNCHERS = "sirtaki.run.termination"
 
 Tree = Mapping[str, Any]  # whatever pickles
 
@@ -69,6 +75,7 @@ class Checkpoints:
         self._every_s, self._clock = every_s, clock
         self._last_s = clock()
         self._writing: threading.Thread | None = None
+        self._told_s: float | None = None
 
     @property
     def due(self) -> bool:
@@ -100,18 +107,38 @@ class Checkpoints:
             self._writing.join()
 
     def listen(self) -> None:
-        """From now on SIGTERM has the next commit written, and a second one ends the process as it would have."""
-        if (
-            threading.current_thread() is not threading.main_thread()
-            or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
-        ):
+        """From now on SIGTERM and SIGUSR1 have the next commit written; a later SIGTERM ends the process at once."""
+        if threading.current_thread() is not threading.main_thread():
             return
+        before = signal.getsignal(signal.SIGTERM)
+        # The launcher's own handler only says where a rank was; one of the script's is left alone.
+        if before == signal.SIG_DFL or getattr(before, "__module__", "") == _LAUNCHERS:
+            _handle(signal.SIGTERM, self._leave, before)
+        if signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL:
+            _handle(signal.SIGUSR1, self._leave, signal.SIG_IGN)
 
-        def leave(number: int, frame: FrameType | None) -> None:
-            self.leaving = True
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    def _leave(self) -> bool:
+        """Whether this is news, or comes so soon that it says the same."""
+        now_s = self._clock()
+        if self._told_s is None:
+            self.leaving, self._told_s = True, now_s
+        return now_s - self._told_s <= AGAIN_S
 
-        signal.signal(signal.SIGTERM, leave)
+
+def _handle(number: signal.Signals, is_news: Callable[[], bool], before: Any) -> None:  # Any: what signal.signal takes
+    """Has a signal call `is_news`, and do as before once that is false. Processes that the script forks end by it."""
+
+    def answer(number: int, frame: FrameType | None) -> None:
+        if not is_news():
+            signal.signal(number, before)
+            os.kill(os.getpid(), number)
+
+    def forget() -> None:
+        if signal.getsignal(number) is answer:
+            signal.signal(number, signal.SIG_DFL)
+
+    signal.signal(number, answer)
+    os.register_at_fork(after_in_child=forget)
 
 
 _of_process: Checkpoints | None = None

@@ -12,7 +12,9 @@ from sirtaki.settings import Settings
 TORCH = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
 TORCHRUN = {**TORCH, "TORCHELASTIC_RUN_ID": "x"}
 MPIEXEC = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "1"}
-SRUN = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "1"}
+SRUN = {
+    "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "1", "SLURM_STEP_TASKS_PER_NODE": "4", "SLURM_STEP_NODELIST": "node0",
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +33,7 @@ def without_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"PMIX_RANK": "0", **SRUN}, Backend.MPI),
         ({**MPIEXEC, **TORCH}, Backend.MPI),  # sirtakirun's ranks have both
         ({**MPIEXEC, **TORCHRUN}, Backend.MESH),  # a torchrun on each host that mpiexec has started
-        (SRUN, Backend.MPI),  # which says what is missing
+        (SRUN, Backend.MESH),
         ({**SRUN, **TORCH}, Backend.MESH),
     ],
 )
@@ -45,6 +47,12 @@ def test_a_rank_that_nobody_has_launched_needs_mpi_only_where_it_is_asked_for(mo
     assert choose_backend(Settings.from_environ({"SIRTAKI_TRANSPORT": "mpi"}), {}) is Backend.MPI
     monkeypatch.setitem(sys.modules, "mpi4py.MPI", object())  # the script has it
     assert choose_backend(Settings(), {}) is Backend.MPI
+
+
+def test_an_srun_that_speaks_to_mpi_starts_jobs_that_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sirtaki.engine.ranks.find_spec", lambda name: None)
+    assert choose_backend(Settings(), {"PMIX_RANK": "0", **SRUN}) is Backend.MESH
+    assert choose_backend(Settings(), MPIEXEC) is Backend.MPI  # which says what is missing
 
 
 def test_a_list_of_ranks_must_name_those_that_are_there(monkeypatch: pytest.MonkeyPatch) -> None:

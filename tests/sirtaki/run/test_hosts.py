@@ -69,3 +69,14 @@ def test_outside_of_slurm_there_are_no_hosts():
 def test_slurm_variables_that_contradict_each_other_are_refused(tasks):
     with pytest.raises(ConfigError, match="SLURM_TASKS_PER_NODE"):
         slurm_hosts({"SLURM_JOB_NODELIST": "a,b", "SLURM_TASKS_PER_NODE": tasks})
+
+
+def test_a_sirtakirun_that_srun_has_started_says_how_it_is_meant():
+    job = {"SLURM_JOB_NODELIST": "a,b", "SLURM_TASKS_PER_NODE": "1", "SLURM_STEP_NUM_TASKS": "1"}
+    with pytest.raises(
+        ConfigError, match="2 nodes, but SLURM_TASKS_PER_NODE='1' is for 1; start sirtakirun without srun"
+    ):
+        slurm_hosts(job)
+    several = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_STEP_NODELIST": "a,b"}
+    with pytest.raises(ConfigError, match="srun has started sirtakirun 2 times; start it once, without srun"):
+        slurm_hosts(job | several)

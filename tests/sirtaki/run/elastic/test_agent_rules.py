@@ -1,11 +1,12 @@
 """What an agent does about what it hears; its hands write down what they are told."""
 
+import signal
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
-from sirtaki.run.elastic.agent_rules import DRIVER_SILENT_S, KILL_GRACE_S, AgentRules
+from sirtaki.run.elastic.agent_rules import DRIVER_SILENT_S, KILL_GRACE_S, LEAVE_GRACE_S, AgentRules, end_grace_s
 from sirtaki.run.elastic.workers import RankEnd
 
 FORM = {
@@ -108,6 +109,27 @@ def test_at_its_end_it_ends_its_ranks(hands: Hands, rules: AgentRules) -> None:
     rules.hear_driver({"do": "end"}, 1.0)
     assert rules.ends
     assert hands.done == [("ask to end", 7)]
+
+
+def test_who_trains_may_take_its_time_to_write_and_who_waits_for_others_may_not(
+    hands: Hands, rules: AgentRules
+) -> None:
+    rules.hear_driver({**FORM, "older": None}, 1.0)
+    rules.hear_driver({"do": "start", "worker": 8, "slot": 2}, 1.0)
+    rules.hear_driver({"do": "end", "grace_s": LEAVE_GRACE_S}, 1.0)
+    del hands.done[:]
+    rules.tick(1.0 + KILL_GRACE_S)
+    assert hands.done == [("kill", 8)]  # which has not begun to train
+    rules.hear_rank(7, {"ask": "join", "has_state": True, "attendee": {}})
+    assert hands.done[1:] == [("kill", 7)]
+
+
+def test_ranks_that_write_checkpoints_have_time_for_it_when_the_job_is_told_to_go() -> None:
+    writes = {"SIRTAKI_CHECKPOINT_DIR": "/shared"}
+    assert end_grace_s(signal.SIGTERM, writes) == LEAVE_GRACE_S
+    assert end_grace_s(signal.SIGINT, writes) == KILL_GRACE_S
+    assert end_grace_s(signal.SIGTERM, {}) == KILL_GRACE_S
+    assert end_grace_s(None, writes) == KILL_GRACE_S
 
 
 def test_every_driver_hears_how_long_a_rank_computes(hands: Hands, rules: AgentRules) -> None:

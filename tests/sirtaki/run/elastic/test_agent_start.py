@@ -29,6 +29,8 @@ def test_within_a_slurm_allocation_srun_does() -> None:
     assert words[0] == "srun"
     assert "--nodelist=node1" in words
     assert words[-3:] == AGENT
+    assert "--cpu-bind=none" not in words  # which is a warning where nothing binds
+    assert "--cpu-bind=none" in start.words("node1", {"SLURM_CPU_BIND": "quiet,mask_cpu:0x1"})
     assert start.words("node2", {})[0] == "ssh"
 
 

@@ -1,16 +1,19 @@
 """Jobs go on from their checkpoints."""
 
+import os
 import re
 import signal
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import RunRanks
 
+from sirtaki.run.termination import answer_termination
 from sirtaki.torch.elastic.checkpoint_folder import CheckpointFolder
-from sirtaki.torch.elastic.checkpoints import Checkpoints
+from sirtaki.torch.elastic.checkpoints import AGAIN_S, Checkpoints
 
 STEPS = 10
 
@@ -59,6 +62,52 @@ def test_sigterm_has_the_next_commit_written_and_ends_the_rank(run_ranks: RunRan
     assert job.returncode == 128 + signal.SIGTERM, job.stderr
     again = run_ranks("elastic_checkpoints.py", 2, STEPS, "none", 0, env=env).stdout
     assert begins_at(again) == {5}
+
+
+@pytest.fixture
+def handlers() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    for number in before:
+        signal.signal(number, signal.SIG_DFL)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_what_is_told_twice_at_once_is_told_once(tmp_path: Path, handlers: None, number: int) -> None:
+    now_s = [10.0]
+    kept = Checkpoints(CheckpointFolder(tmp_path), every_s=10.0, clock=lambda: now_s[0])
+    answer_termination(lambda doing: None)  # as under sirtakirun
+    kept.listen()
+    assert not kept.leaving
+    os.kill(os.getpid(), number)
+    assert kept.leaving
+    now_s[0] += AGAIN_S
+    os.kill(os.getpid(), number)  # would end this process
+
+
+def test_a_handler_of_the_scripts_own_stays(tmp_path: Path, handlers: None) -> None:
+    signal.signal(signal.SIGTERM, own := lambda number, frame: None)
+    Checkpoints(CheckpointFolder(tmp_path), every_s=10.0).listen()
+    assert signal.getsignal(signal.SIGTERM) is own
+
+
+@pytest.mark.parametrize("is_forked", [False, True])
+def test_a_later_sigterm_and_one_to_a_process_that_the_script_forks_end_it(
+    tmp_path: Path, handlers: None, is_forked: bool
+) -> None:
+    now_s = [10.0]
+    kept = Checkpoints(CheckpointFolder(tmp_path), every_s=10.0, clock=lambda: now_s[0])
+    kept.listen()
+    if (child := os.fork()) == 0:
+        if not is_forked:
+            kept.listen()
+            os.kill(os.getpid(), signal.SIGTERM)
+            now_s[0] += AGAIN_S + 0.1
+        os.kill(os.getpid(), signal.SIGTERM)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
 
 
 def test_a_checkpoint_of_another_script_is_refused(run_ranks: RunRanks, tmp_path: Path) -> None:

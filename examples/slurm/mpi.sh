@@ -1,0 +1,8 @@
+#!/bin/bash
+# Over the cluster's own MPI, where its Slurm speaks PMIx (`srun --mpi=list`).
+#   sbatch examples/slurm/mpi.sh examples/digits.py
+#SBATCH --job-name=mpi
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=2
+
+srun --mpi=pmix python "$@"

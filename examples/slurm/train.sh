@@ -1,0 +1,23 @@
+#!/bin/bash
+# One task a rank, no MPI; goes on from its last commit when it is requeued.
+#   sbatch examples/slurm/train.sh examples/elastic_digits.py
+#   sbatch --array=0-3 examples/slurm/train.sh examples/elastic_digits.py
+#SBATCH --job-name=train
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=2
+#SBATCH --time=04:00:00
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --signal=TERM@120
+
+# Jobs of an array have numbers of their own; a requeued job keeps its number.
+export SIRTAKI_CHECKPOINT_DIR=${CHECKPOINTS:-checkpoints}/$SLURM_JOB_ID
+
+srun --kill-on-bad-exit=0 python "$@"
+code=$?
+
+# 128 + SIGTERM: the ranks were told to go, and the last commit is on disk.
+if [ $code -eq 143 ]; then
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+exit $code
