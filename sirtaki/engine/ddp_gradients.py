@@ -8,7 +8,8 @@ parameters do the work. A pass ends when autograd says so: then the gradients of
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +22,11 @@ from .gradient_reducer import GradientReducer
 if TYPE_CHECKING:
     from .gradient_hooks import GradientHooks
 
+TOO_OFTEN = (
+    "a parameter has got a gradient twice in one backward pass, as reentrant checkpoints that share it give it: "
+    "DistributedDataParallel(static_graph=True) counts them, checkpoint(use_reentrant=False) avoids it"
+)
+
 CLOSED = (
     "the gradients of this model are not reduced any more: that ended {reason}; wrap it once more, "
     "DistributedDataParallel(model.module), and attach that"
@@ -30,8 +36,15 @@ CLOSED = (
 class DdpGradients(GradientReducer):
     """Keeps the gradients of one DDP model equal on some of the ranks: an iteration is a backward pass that is due."""
 
+    too_often = TOO_OFTEN
+
     _due = _begun = False
+    _arrivals: Arrivals | None = None
     _active_ranks: torch.distributed.Work | None = None
+
+    def count_arrivals(self) -> None:
+        """The graph stays: a parameter may get gradients several times in a pass, as often as in the first one."""
+        self._arrivals = Arrivals([param for _, param in self.named])
 
     def prepare(self) -> None:
         """The next backward pass is to be synchronised; DDP's forward says so.
@@ -42,6 +55,8 @@ class DdpGradients(GradientReducer):
         if self.closed:
             raise NotInitializedError(CLOSED.format(reason=self.closed))
         self._due = True
+        if self._arrivals is not None:
+            self._arrivals.begin()
 
     def watch(self, output: object) -> None:
         """Has the pass noticed that begins at what the model returns.
@@ -75,7 +90,7 @@ class DdpGradients(GradientReducer):
         if not self._due:
             return None
         self._begin()
-        return super().begin_backward()
+        return super().begin_backward() if self._arrivals is None else None
 
     def _begin(self, _: object = None) -> None:
         if self._due and not self._begun:
@@ -83,9 +98,17 @@ class DdpGradients(GradientReducer):
             BackwardEnd(self._end, self._fail)
 
     def _end(self) -> None:
+        counts = []
+        if self._arrivals is not None:
+            counts, self._arrivals = self._arrivals.end(), None
+            for number, count in enumerate(counts):
+                if count:
+                    self.arrive(number)
         self._due = self._begun = False
         self._end_backward()
         self.finish()
+        if counts:
+            self.set_passes([max(1, count) for count in counts])
         if self._active_ranks is not None:
             self._active_ranks.wait()
             share = self.ranks_in_all / float(self._active_ranks.result()[0])
@@ -98,6 +121,32 @@ class DdpGradients(GradientReducer):
     def ranks_in_all(self) -> int:
         """Those that take part, whether they have joined or not."""
         return len(self.ranks)
+
+
+class Arrivals:
+    """Counts how often a gradient of each parameter comes in a backward pass."""
+
+    def __init__(self, params: Sequence[torch.Tensor]) -> None:
+        """Begins to."""
+        self._params = params
+        self.begin()
+        self._handles = [
+            param.register_post_accumulate_grad_hook(partial(self._count, number))  # type: ignore[no-untyped-call]
+            for number, param in enumerate(params)
+        ]
+
+    def begin(self) -> None:
+        """Nothing has come."""
+        self._counts = [0] * len(self._params)
+
+    def end(self) -> list[int]:
+        """Counts no more."""
+        for handle in self._handles:
+            handle.remove()
+        return self._counts
+
+    def _count(self, number: int, _: torch.Tensor) -> None:
+        self._counts[number] += 1
 
 
 class AtRest:

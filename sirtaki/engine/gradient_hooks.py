@@ -35,7 +35,13 @@ class Dense:
 
 
 class Owner(Protocol):
-    """Whoever reduces these gradients; it owns the hooks, which know it by a weak reference."""
+    """Whoever reduces these gradients; it owns the hooks, which know it by a weak reference.
+
+    Attributes:
+        too_often: says that more gradients of a parameter have come than passes are added up.
+    """
+
+    too_often: str
 
     def begin_backward(self) -> GradientHooks | None:
         """The first gradient of a backward pass has come; returns the hooks that count from now on."""
@@ -60,7 +66,7 @@ class GradientHooks:
         arrive: Sequence[Arrive],
         groups: Sequence[Sequence[torch.Tensor]],
         *,
-        passes: int,
+        passes: int | Sequence[int],
         owner: Owner,
         nan_check: NanCheck | None,
     ) -> None:
@@ -71,7 +77,7 @@ class GradientHooks:
             arrive: for each parameter, what is done with its gradient once it is complete; all `Dense` ones are of one
                 synchroniser, which the hooks call without a detour.
             groups: parameters whose gradients wait for each other.
-            passes: backward passes whose gradients are added up.
+            passes: backward passes whose gradients are added up, of all parameters or of each.
             owner: see above.
             nan_check: looks at each complete gradient; None = nobody does.
         """
@@ -86,17 +92,18 @@ class GradientHooks:
             for param, hook in zip(params, self._hooks, strict=True)
         ]
 
-    def begin(self, passes: int) -> None:
+    def begin(self, passes: int | Sequence[int]) -> None:
         """An iteration begins: nothing has come."""
-        self._passes, self.passes_left = passes, [passes] * len(self._arrive)
+        self._passes = [passes] * len(self._arrive) if isinstance(passes, int) else list(passes)
+        self.passes_left = list(self._passes)
         self.in_backward = False
         self._groups.begin()
 
     @property
     def counted(self) -> list[torch.Tensor]:
         """Parameters whose gradients have come in this iteration, of some backward pass."""
-        passes = self._passes
-        return [param for param, left in zip(self._params, self.passes_left, strict=True) if left != passes]
+        each = zip(self._params, self._passes, self.passes_left, strict=True)
+        return [param for param, passes, left in each if left != passes]
 
     def arrive(self, number: int) -> None:
         """For gradients that autograd does not bring: that of a parameter has come, and is in its `.grad`."""
@@ -157,7 +164,8 @@ class GradientHooks:
 
     def _count(self, number: int) -> None:
         if self.passes_left[number] < 1:
-            raise AssertionError(TOO_OFTEN)
+            owner = self._owner()
+            raise AssertionError(TOO_OFTEN if owner is None else owner.too_often)
         self.passes_left[number] -= 1
 
     def _as_it_travels(self, number: int) -> torch.Tensor:

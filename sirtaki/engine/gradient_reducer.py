@@ -18,7 +18,7 @@ from sirtaki.errors import GradientError
 
 from .backward_end import BackwardEnd
 from .failed_pass import FailedPass
-from .gradient_hooks import GradientHooks
+from .gradient_hooks import TOO_OFTEN, GradientHooks
 from .hooked_parameters import HookedParameters
 from .participants import Progress, Running, Stage
 from .reducer_end import let_go
@@ -44,7 +44,7 @@ class GradientReducer:
         key: the number of the ranks' process set and its own there, the same on all of these ranks.
         members: the ranks that take part, with their control plane.
         ranks: the same, by their rank among all.
-        passes: backward passes whose gradients are added up before they are reduced.
+        passes: backward passes whose gradients are added up before they are reduced, of all parameters or of each.
         options: how gradients are reduced.
         progress: how far this rank is in its iterations.
         sharing: which optimizers use it.
@@ -52,13 +52,15 @@ class GradientReducer:
         sparse: its sparse gradients.
     """
 
+    too_often = TOO_OFTEN
+
     def __init__(
         self,
         job: Job,
         members: RankSet,
         named: Sequence[Named],
         *,
-        passes: int,
+        passes: int | Sequence[int],
         options: ReducerOptions,
         known_sparse: Iterable[str] = (),
     ) -> None:
@@ -213,7 +215,7 @@ class GradientReducer:
         if (tuned := self.tuned) is not None:
             tuned.remember()
 
-    def set_passes(self, passes: int) -> None:
+    def set_passes(self, passes: int | Sequence[int]) -> None:
         """From the next iteration on, gradients of `passes` backward passes are added up before they are reduced."""
         self.passes = passes
         self._begin_iteration()

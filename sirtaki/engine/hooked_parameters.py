@@ -22,13 +22,15 @@ class HookedParameters:
         reductions: of their gradients.
     """
 
-    def __init__(self, named: Sequence[Named], resources: ReducerResources, *, passes: int, owner: Owner) -> None:
+    def __init__(
+        self, named: Sequence[Named], resources: ReducerResources, *, passes: int | Sequence[int], owner: Owner
+    ) -> None:
         """Collective.
 
         Args:
             named: all of them, the same on all ranks.
             resources: what they are reduced with.
-            passes: backward passes whose gradients are added up.
+            passes: backward passes whose gradients are added up, of all that want a gradient or of each.
             owner: see `GradientHooks`.
 
         Raises:
@@ -55,7 +57,7 @@ class HookedParameters:
             self.reductions.close()
             raise
 
-    def begin(self, passes: int) -> None:
+    def begin(self, passes: int | Sequence[int]) -> None:
         """An iteration begins: nothing has come, and `passes` backward passes are added up."""
         self.hooks.begin(passes)
         self.reductions.complete = False

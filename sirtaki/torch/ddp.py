@@ -60,6 +60,8 @@ def attach(model: DistributedDataParallel, *, arms: Sequence[Arm] | None = None)
     named = [(name, p) for name, p in model.module.named_parameters() if p.requires_grad and name not in ignored]
     options = ReducerOptions(reduction=Reduction(postscale=1.0 / current.size), unused_as_none=True, arms=arms)
     gradients = DdpGradients(current, current.rank_sets[GLOBAL], named, passes=1, options=options)
+    if model.static_graph:
+        gradients.count_arrivals()
     model.find_unused_parameters = False  # those are found when the pass ends
     model.reducer = AtRest(model.reducer, gradients)  # type: ignore[assignment]
     model.register_forward_hook(Outputs(gradients))

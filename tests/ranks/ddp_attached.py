@@ -196,6 +196,35 @@ def passes_may_lie_within_the_pass() -> None:
     trains_alike(Checkpointed().double())
 
 
+class SharedInCheckpoints(nn.Module):
+    """Two passes within the pass bring gradients of the same parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(17)
+        self.first, self.shared, self.last = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 2)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.first(inputs))
+        for _ in range(3):
+            hidden = checkpoint(self.shared, torch.tanh(hidden), use_reentrant=True)
+        return self.last(hidden)
+
+
+def gradients_may_come_several_times_where_the_graph_stays() -> None:
+    trains_alike(SharedInCheckpoints().double(), static_graph=True)
+
+
+def gradients_that_come_several_times_are_refused_elsewhere() -> None:
+    wrapped = attached(SharedInCheckpoints().double())
+    try:
+        dense_loss(wrapped, dist.get_rank(), 0).backward()
+    except AssertionError as err:
+        assert "static_graph=True" in str(err), err
+    else:
+        raise AssertionError("it was not refused")
+
+
 def what_a_model_returns_may_be_of_any_type() -> None:
     class Wraps(nn.Module):
         def __init__(self, kind: Callable[[torch.Tensor], object]) -> None:
@@ -387,6 +416,8 @@ CASES = (
     those_that_have_joined_may_not_count,
     batches_may_be_unequal_and_parameters_unused,
     passes_may_lie_within_the_pass,
+    gradients_may_come_several_times_where_the_graph_stays,
+    gradients_that_come_several_times_are_refused_elsewhere,
     what_a_model_returns_may_be_of_any_type,
     a_rank_may_use_no_parameter_at_all,
     only_the_pass_that_a_forward_has_asked_for_is_synchronised,

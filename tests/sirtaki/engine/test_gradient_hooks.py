@@ -13,6 +13,8 @@ from sirtaki.engine.gradient_hooks import Dense, GradientHooks
 class Recorder:
     """An owner that writes down what it hears."""
 
+    too_often = "more than backward_passes_per_step"
+
     def __init__(self) -> None:
         self.begun = 0
         self.hooks: GradientHooks | None = None
@@ -83,6 +85,17 @@ def test_gradients_of_several_passes_arrive_with_the_last(params: list[torch.nn.
     hooks.begin(1)
     backward(params)
     assert len(recorder.arrived) == 6
+
+
+def test_gradients_of_each_parameter_may_come_another_number_of_times(params: list[torch.nn.Parameter]) -> None:
+    recorder = Recorder()
+    hooks = hooked(recorder, params)
+    hooks.begin([1, 2, 1])
+    backward(params)
+    assert sorted(index for index, _ in recorder.arrived) == [0, 20]
+    assert hooks.counted == params
+    backward(params[1:2])
+    assert [index for index, _ in recorder.arrived[2:]] == [101]
 
 
 def test_a_group_arrives_with_its_last_member_or_when_it_is_released(params: list[torch.nn.Parameter]) -> None:
