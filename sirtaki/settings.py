@@ -60,7 +60,7 @@ class Settings:
         metrics_host: address that Prometheus is answered at.
         registry: where results are remembered: a database URL, a file, or "off"; None, not set: the user's cache.
         seed: of the tuner's random choices.
-        unused_as_none: gradients that no rank has computed are None (PyTorch's rule) instead of zeros (Horovod's).
+        unused_as_none: gradients that no rank has are None (PyTorch's rule) instead of zeros (Horovod's).
         check_nan: name the rank, parameter and iteration that first bring a NaN or an infinity.
         timeline: file for a Chrome trace; "DYNAMIC" = none yet, but `start_timeline` may open one.
         timeline_mark_cycles: mark the negotiation rounds in the trace.

@@ -51,6 +51,14 @@ class Arrivals:
         """Of the parameters whose gradients came from this rank's backward pass."""
         return self.indices[: self.own]
 
+    @property
+    def present(self) -> list[int]:
+        """Of the parameters whose gradients have come, or are in `.grad` from before: all that will count."""
+        if len(self.indices) == len(self._params):
+            return self.indices
+        arrived = set(self.indices)
+        return [index for index, param in enumerate(self._params) if index in arrived or param.grad is not None]
+
     def add(self, index: int, gradient: torch.Tensor, version: int) -> None:
         """The gradient of a parameter is complete, and had this version when it came."""
         self.indices.append(index)

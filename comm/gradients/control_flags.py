@@ -96,7 +96,7 @@ class ControlFlags:
 
 
 class UsageFlags:
-    """One element a parameter, which tells whether any rank has computed its gradient (`SIRTAKI_UNUSED=none`)."""
+    """One element a parameter, which tells whether any rank has its gradient (`SIRTAKI_UNUSED=none`)."""
 
     def __init__(self, device: Device, elements: torch.Tensor) -> None:
         """Args: `elements` of the flat buffer, `(n_params,)`; empty where nobody asks."""
@@ -107,12 +107,12 @@ class UsageFlags:
         """Somebody asks."""
         return bool(self._elements.numel())
 
-    def write(self, computed: Sequence[int]) -> None:
-        """Sets the flags of the parameters whose gradients this rank has computed."""
+    def write(self, present: Sequence[int]) -> None:
+        """Sets the flags of the parameters whose gradients this rank has."""
         flags = torch.zeros(self._elements.numel(), dtype=self._elements.dtype)
-        flags[list(computed)] = 1
+        flags[list(present)] = 1
         self._device.launch(self._elements.copy_, flags)
 
     def used(self) -> list[bool]:
-        """Once they are reduced: whether any rank has computed the gradient, `(n_params,)`. Waits for the device."""
+        """Once they are reduced: whether any rank has the gradient, `(n_params,)`. Waits for the device."""
         return [bool(flag) for flag in (self._elements > 0).tolist()]

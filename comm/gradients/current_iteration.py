@@ -84,7 +84,7 @@ class CurrentIteration:
         arrivals, planned = self._arrivals, self._planned
         arrivals.own = len(arrivals.indices)
         if planned.usage.wanted:
-            planned.usage.write([] if self._iteration.joined else arrivals.indices)
+            planned.usage.write([] if self._iteration.joined else arrivals.present)
         if self._waits_for_step:  # so the flags have not left
             edits = Said(written=bool(arrivals.written), replaced=arrivals.replaced)
             planned.flags.write(edits._replace(reprofile=self._order.asks))

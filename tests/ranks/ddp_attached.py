@@ -196,6 +196,13 @@ def passes_may_lie_within_the_pass() -> None:
     trains_alike(Checkpointed().double())
 
 
+def gradients_of_passes_before_count_though_the_last_one_has_none() -> None:
+    def loss(model: nn.Module, rank: int, number: int) -> torch.Tensor:
+        return model(batch(rank, number, 5, 6), 3 if rank == 0 and number % 2 == 0 else 0).square().mean()
+
+    trains_alike(Branches().double(), loss, passes=2, find_unused_parameters=True)
+
+
 class SharedInCheckpoints(nn.Module):
     """Two passes within the pass bring gradients of the same parameters."""
 
@@ -415,6 +422,7 @@ CASES = (
     ranks_may_have_unequal_numbers_of_batches,
     those_that_have_joined_may_not_count,
     batches_may_be_unequal_and_parameters_unused,
+    gradients_of_passes_before_count_though_the_last_one_has_none,
     passes_may_lie_within_the_pass,
     gradients_may_come_several_times_where_the_graph_stays,
     gradients_that_come_several_times_are_refused_elsewhere,

@@ -85,6 +85,14 @@ def test_what_no_rank_has_computed_keeps_none_if_told_so() -> None:
     assert params[1].grad is None
 
 
+def test_a_gradient_from_before_that_has_not_come_again_is_present() -> None:
+    params, _, arrivals = made((2,), (2,), (2,))
+    params[1].grad = None
+    assert arrivals.present == [0, 2]
+    add(arrivals, params, 2)
+    assert arrivals.present == [0, 2]
+
+
 def test_a_frozen_parameter_keeps_what_it_has_though_zeros_were_reduced_for_it() -> None:
     params, buffers, arrivals = made((2,), (2,), (2,))
     params[0].requires_grad_(requires_grad=False)  # with a gradient of its own
