@@ -12,9 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import sirtaki
-from sirtaki.comm.control.addresses import interface_addresses, interface_networks
+from sirtaki.comm.control.addresses import host_identity, interface_addresses, interface_networks
 
 PROBLEM = "\x1ehost: "
 """Begins a line of standard error that is for the launcher."""
@@ -37,10 +38,14 @@ class Need:
     versions: Mapping[str, str]
 
     @classmethod
-    def of(cls, values: Mapping[str, object]) -> Need:
-        """From `as_json`, read."""
-        read = {**values, "interfaces": tuple(values["interfaces"])}  # type: ignore[arg-type]
-        return cls(**read)  # type: ignore[arg-type]
+    def of(cls, values: Mapping[str, Any]) -> Need:
+        """From `as_json`, read; what another version says besides is left out."""
+        return cls(
+            folder=str(values["folder"]),
+            script=str(values["script"]),
+            interfaces=tuple(values["interfaces"]),
+            versions=dict(values["versions"]),
+        )
 
     def as_json(self) -> str:
         """For `of`."""
@@ -89,17 +94,19 @@ class Finding:
     Attributes:
         problem: see `problem_here`.
         networks: its IPv4 addresses, each with the length of its network's prefix.
+        identity: equal for names of one host.
     """
 
     problem: str
-    networks: tuple[str, ...]
+    networks: tuple[str, ...] = ()
+    identity: str = ""
 
 
-def networks_here() -> tuple[str, ...]:
-    """See `Finding`; without loopback."""
-    return tuple(str(each) for each in interface_networks().values() if not each.ip.is_loopback)
+def finding_here(need: Need) -> Finding:
+    """What this host says of itself; of its addresses not those of loopback."""
+    networks = tuple(str(each) for each in interface_networks().values() if not each.ip.is_loopback)
+    return Finding(problem=problem_here(need), networks=networks, identity=" ".join(host_identity()))
 
 
 if __name__ == "__main__":
-    finding = Finding(problem=problem_here(Need.of(json.loads(sys.stdin.readline()))), networks=networks_here())
-    print(json.dumps(asdict(finding)))
+    print(json.dumps(asdict(finding_here(Need.of(json.loads(sys.stdin.readline()))))))

@@ -15,9 +15,9 @@ from sirtaki.mpi_library import Launcher, MpiLibrary, find_mpi_library, find_mpi
 from sirtaki.settings import Settings
 
 from .console import say
-from .host_check import Need, interface_problem, networks_here, versions_here
+from .host_check import Need, finding_here, interface_problem, versions_here
 from .hosts import Host, given_hosts
-from .mpi_command import Job, carried_variables, mpiexec_command, ssh_variables
+from .mpi_command import Job, carried_variables, mpiexec_command, ssh_variables, ssh_words
 from .output import OutputOptions, output_folder
 from .preflight import is_by_ssh, look_at, shared_networks
 from .rank_command import RankCommand, rank_command
@@ -125,14 +125,14 @@ def _checked(job: Job, command: RankCommand, environ: Mapping[str, str], options
         interfaces=job.interfaces,
         versions=versions_here() if same_python else {},
     )
-    found = look_at(others, need, python=command.python, ssh=job.ssh, environ=environ)
+    found = look_at(others, need, python=command.python, ssh=ssh_words(job, environ), environ=environ)
     problems = [f"host {host} cannot be used: {each.problem}" for host, each in found.items() if each.problem]
     for problem in problems[1:]:
         say(problem)
     if problems:
         raise LaunchError(problems[0])
     is_said = any("btl_tcp_if" in text for text in (options.mpi_args, *environ))
-    shared = shared_networks([networks_here(), *(each.networks for each in found.values())])
+    shared = shared_networks([finding_here(need), *found.values()])
     return job if is_said else replace(job, left_out=shared)
 
 

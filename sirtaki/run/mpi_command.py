@@ -14,6 +14,8 @@ _CARRIED_PREFIXES = (
     "SIRTAKI_", "HOROVOD_", "NCCL_", "GLOO_", "OMP_", "MKL_", "CUDA_", "TORCH", "UCX_", "FI_", "PYTHON", "XDG_CACHE_",
     "MASTER_",
 )  # fmt: skip
+_SSH_VARIABLES = ("PRTE_MCA_plm_ssh_args", "OMPI_MCA_plm_rsh_args", "HYDRA_LAUNCHER_EXTRA_ARGS")
+
 _CARRIED = ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "HF_HOME", "TZ", "LANG")
 
 
@@ -69,8 +71,14 @@ def ssh_variables(job: Job, environ: Mapping[str, str]) -> dict[str, str]:
 
     What the user has set there comes behind: of two values ssh takes the first.
     """
-    names = ("PRTE_MCA_plm_ssh_args", "OMPI_MCA_plm_rsh_args", "HYDRA_LAUNCHER_EXTRA_ARGS")
-    return {name: " ".join(filter(None, [shlex.join(job.ssh), environ.get(name)])) for name in names if job.ssh}
+    own = shlex.join(job.ssh)
+    return {name: " ".join(filter(None, [own, environ.get(name)])) for name in _SSH_VARIABLES if job.ssh}
+
+
+def ssh_words(job: Job, environ: Mapping[str, str]) -> tuple[str, ...]:
+    """With which ssh is to be called as mpiexec calls it."""
+    given = next(filter(None, map(environ.get, _SSH_VARIABLES)), "")
+    return (*job.ssh, *shlex.split(given))
 
 
 def carried_variables(environ: Mapping[str, str]) -> tuple[str, ...]:

@@ -54,14 +54,13 @@ def look_at(
         return dict(zip(names, pool.map(ask, names), strict=True))
 
 
-def shared_networks(networks: Iterable[Sequence[str]]) -> tuple[str, ...]:
-    """Networks in which several hosts have one address, as those of container engines: no host reaches another there.
-
-    Args:
-        networks: by host its addresses, with lengths of prefixes.
-    """
-    counts = Counter(address for host in networks for address in set(host))
-    return tuple(str(IPv4Interface(address).network) for address, count in counts.items() if count > 1)
+def shared_networks(found: Iterable[Finding]) -> tuple[str, ...]:
+    """Networks in which hosts have the same addresses only, as those of container engines: they join nobody."""
+    hosts = {each.identity: {IPv4Interface(text) for text in each.networks} for each in found}
+    counts = Counter(address for addresses in hosts.values() for address in addresses)
+    own = {address.network for address, count in counts.items() if count == 1}
+    shared = {address.network for address, count in counts.items() if count > 1}
+    return tuple(sorted(map(str, shared - own)))
 
 
 def _ask(host: str, *, need: Need, python: str, ssh: Sequence[str], environ: Mapping[str, str]) -> Finding:
@@ -78,13 +77,13 @@ def _ask(host: str, *, need: Need, python: str, ssh: Sequence[str], environ: Map
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired):
-        return Finding(problem="", networks=())
+        return Finding(problem="")
     if asked.returncode:
         last = (asked.stderr.strip().splitlines() or [f"ssh ended with exit code {asked.returncode}"])[-1]
         problem = why_not(asked.stderr, host=host, python=python) or f"{last}; see `ssh {host}`"
-        return Finding(problem=problem, networks=())
+        return Finding(problem=problem)
     try:
         values = json.loads(asked.stdout.strip().splitlines()[-1])  # a login may write before
-        return Finding(problem=values["problem"], networks=tuple(values["networks"]))
+        return Finding(problem=values["problem"], networks=tuple(values["networks"]), identity=values["identity"])
     except (ValueError, KeyError, IndexError, TypeError):
-        return Finding(problem="", networks=())
+        return Finding(problem="")

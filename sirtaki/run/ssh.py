@@ -43,12 +43,11 @@ _REMEDIES = tuple(
             "stands in ~/.ssh/config",
         ),
         (r"No module named '?sirtaki", "install Sirtaki there for {python}, the same version as here"),
-        (
-            r"not found|No such file or directory|cannot execute",
-            "the same Python environment must be there as here, with {python}",
-        ),
     )
 )
+
+
+_NO_PROGRAM = re.compile(r"not found|No such file or directory|cannot execute", re.IGNORECASE)
 
 
 def ssh_arguments(port: int | None, identity_file: str | None) -> tuple[str, ...]:
@@ -70,6 +69,8 @@ def remedy(line: str, *, host: str, python: str) -> str:
     for pattern, text in _REMEDIES:
         if pattern.search(line.strip()):
             return text.format(host=host, python=python)
+    if python in line and _NO_PROGRAM.search(line):
+        return f"the same Python environment must be there as here, with {python}"
     return ""
 
 

@@ -55,7 +55,7 @@ class AgentHandle(AgentRecord[JsonChannel]):
         )
         assert self._process.stdout is not None  # pipes
         assert self._process.stderr is not None
-        self._told = _Told(self._process.stderr, self)
+        self._told = _Told(self._process.stderr, self, by_ssh=os.path.basename(words[0]) == "ssh")
         self._pumps = [
             threading.Thread(target=pump, args=[name, stream], name=f"pump-{host}-{name}", daemon=True)
             for name, stream in (("stdout", self._process.stdout), ("stderr", self._told))
@@ -109,8 +109,8 @@ class _Told:
         problem: what they say, and what to do; "" = nothing.
     """
 
-    def __init__(self, stream: IO[bytes], agent: AgentRecord[JsonChannel]) -> None:
-        self._stream, self._agent = stream, agent
+    def __init__(self, stream: IO[bytes], agent: AgentRecord[JsonChannel], *, by_ssh: bool) -> None:
+        self._stream, self._agent, self._by_ssh = stream, agent, by_ssh
         self.problem = ""
 
     def __enter__(self) -> Iterator[bytes]:
@@ -133,7 +133,7 @@ class _Told:
     def _read(self, line: str) -> str:
         if line.startswith(PROBLEM):
             return line.removeprefix(PROBLEM).strip()
-        found = remedy(line, host=self._agent.host, python=sys.executable)
+        found = remedy(line, host=self._agent.host, python=sys.executable) if self._by_ssh else ""
         return f"{line.strip().rstrip('.')}: {found}" if found else ""
 
 

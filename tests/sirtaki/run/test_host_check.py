@@ -3,10 +3,10 @@
 import json
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
-from sirtaki.run.host_check import Need, interface_problem, networks_here, problem_here, versions_here
+from sirtaki.run.host_check import Need, finding_here, interface_problem, problem_here, versions_here
 
 NOTHING = Need(folder="/", script="", interfaces=(), versions={})
 
@@ -41,4 +41,7 @@ def test_as_a_program_it_answers_in_a_line() -> None:
         timeout=60,
         check=True,
     )
-    assert json.loads(answer.stdout) == {"problem": problem_here(need), "networks": list(networks_here())}
+    here = asdict(finding_here(need))
+    assert here["problem"]
+    assert json.loads(answer.stdout) == {**here, "networks": list(here["networks"])}
+    assert Need.of({**asdict(need), "more": 1}) == need

@@ -4,7 +4,7 @@ import pytest
 
 from sirtaki.mpi_library import MpiLibrary
 from sirtaki.run.hosts import Host
-from sirtaki.run.mpi_command import Job, carried_variables, mpiexec_command, ssh_variables
+from sirtaki.run.mpi_command import Job, carried_variables, mpiexec_command, ssh_variables, ssh_words
 
 MPIEXEC = Path("/opt/mpi/bin/mpiexec")
 
@@ -59,6 +59,7 @@ def test_ssh_options_reach_whatever_mpiexec_it_is():
     assert set(ssh_variables(job, {}).values()) == {"-p 22 -i 'my key'"}
     assert len(ssh_variables(job, {})) == 3
     assert ssh_variables(job, {"PRTE_MCA_plm_ssh_args": "-C"})["PRTE_MCA_plm_ssh_args"] == "-p 22 -i 'my key' -C"
+    assert ssh_words(job, {"OMPI_MCA_plm_rsh_args": "-o A=1"}) == ("-p", "22", "-i", "my key", "-o", "A=1")
 
 
 def test_a_silent_host_is_noticed_within_the_heartbeat_and_networks_that_join_nobody_are_left_out():

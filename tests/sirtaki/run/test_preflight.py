@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sirtaki.run.host_check import Need, networks_here, versions_here
+from sirtaki.run.host_check import Finding, Need, finding_here, versions_here
 from sirtaki.run.hosts import Host
 from sirtaki.run.preflight import is_by_ssh, look_at, shared_networks
 
@@ -31,10 +31,17 @@ def found(hosts: str, **changes: object):
     return look_at(named, Need(**values), python=sys.executable, ssh=("-p", "22"), environ=os.environ)
 
 
+def shared(**hosts: str) -> tuple[str, ...]:
+    return shared_networks(
+        Finding(problem="", networks=tuple(text.split()), identity=name) for name, text in hosts.items()
+    )
+
+
 @pytest.mark.usefixtures("ssh")
 def test_a_host_that_has_all_tells_its_networks_and_another_one_why_it_cannot_be_used() -> None:
     answers = found("bc")
-    assert (answers["b"].problem, answers["b"].networks) == ("", networks_here())
+    here = finding_here(Need(folder="/", script="", interfaces=(), versions={}))
+    assert answers["b"] == here
     assert answers["c"].problem.endswith("Connection refused: start sshd there, or name its port with --ssh-port")
 
 
@@ -44,9 +51,13 @@ def test_what_a_host_lacks_is_said_there() -> None:
 
 
 def test_networks_with_one_address_on_several_hosts_join_nobody() -> None:
-    hosts = [["10.0.0.1/24", "172.17.0.1/16"], ["10.0.0.2/24", "172.17.0.1/16"], ["10.0.0.3/24"]]
-    assert shared_networks(hosts) == ("172.17.0.0/16",)
-    assert shared_networks([["10.0.0.1/24", "10.0.0.1/24"], ["10.0.0.2/24"]]) == ()
+    assert shared(a="10.0.0.1/24 172.17.0.1/16", b="10.0.0.2/24 172.17.0.1/16", c="10.0.0.3/24") == ("172.17.0.0/16",)
+    assert shared(a="10.0.0.1/24 10.0.0.9/24", b="10.0.0.2/24 10.0.0.9/24") == ()
+
+
+def test_two_names_of_one_host_are_one_host() -> None:
+    host = Finding(problem="", networks=("10.0.0.1/24",), identity="a")
+    assert shared_networks([host, host]) == ()
 
 
 @pytest.mark.usefixtures("ssh")

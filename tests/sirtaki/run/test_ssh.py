@@ -27,6 +27,10 @@ def test_each_failure_has_its_remedy(line: str, says: str) -> None:
     assert says in remedy(line, host="b", python="/opt/python")
 
 
+def test_what_a_login_script_misses_is_no_reason() -> None:
+    assert remedy("bash: module: command not found", host="b", python="/opt/python") == ""
+
+
 def test_the_last_line_that_says_something_is_the_reason() -> None:
     text = "Warning: a banner\nConnection refused\nHost key verification failed.\nlost\n"
     found = why_not(text, host="b", python="python")

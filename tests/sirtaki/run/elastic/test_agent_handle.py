@@ -3,7 +3,8 @@
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import pytest
 
@@ -19,12 +20,14 @@ def handles() -> Iterator[list[AgentHandle]]:
         handle.wait(0.0)
 
 
-def start(handles: list[AgentHandle], code: str, shown: list[bytes]) -> AgentHandle:
+def start(
+    handles: list[AgentHandle], code: str, shown: list[bytes], program: Sequence[str] = (sys.executable, "-c")
+) -> AgentHandle:
     def pump(name, stream) -> None:
         with stream:
             shown.extend(stream)
 
-    handles.append(AgentHandle("a", 1, [sys.executable, "-c", code], os.environ, b"told\n", pump))
+    handles.append(AgentHandle("a", 1, [*program, code], os.environ, b"told\n", pump))
     return handles[-1]
 
 
@@ -36,13 +39,16 @@ def test_it_is_told_a_line_and_its_output_is_shown(handles: list[AgentHandle]) -
     assert handle.exit_code == 3
 
 
-def test_what_says_why_it_does_not_come_is_kept_and_the_rest_is_shown(handles: list[AgentHandle]) -> None:
-    code = (
-        "import sys; print('Welcome', file=sys.stderr); "
-        "print('ssh: connect to host a port 22: Connection refused', file=sys.stderr); raise SystemExit(255)"
+def test_what_says_why_it_does_not_come_is_kept_and_the_rest_is_shown(
+    handles: list[AgentHandle], tmp_path: Path
+) -> None:
+    ssh = tmp_path / "ssh"
+    ssh.write_text(
+        "#!/bin/sh\nprintf 'Welcome\\nssh: connect to host a port 22: Connection refused\\n' >&2; exit 255\n"
     )
+    ssh.chmod(0o755)
     shown: list[bytes] = []
-    handle = start(handles, code, shown)
+    handle = start(handles, "", shown, program=[str(ssh)])
     handle.wait(20.0)
     assert shown == [b"Welcome\n"]
     assert handle.why_ended(255) == (

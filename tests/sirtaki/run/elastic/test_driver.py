@@ -63,7 +63,7 @@ def test_hosts_come_and_go_as_discovery_says_and_nonsense_changes_nothing(start:
     hosts.write_text("a:1\nb\nc:many\n")
     job.until(lambda: any("'c:many', which is no host" in line for line in job.said))
     hosts.write_text("c:4\n")
-    job.until(lambda: job.generation() and places(job.generation())[0][0] == "c" and len(job.generation()) == 3)
+    job.until(lambda: (now := job.generation()) and places(now)[0][0] == "c" and len(now) == 3)
     last = job.generation()
     assert last[0]["pid"] == second[2]["pid"]
     assert last[0]["steps"] > second[0]["steps"]
