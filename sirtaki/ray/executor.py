@@ -17,7 +17,7 @@ from .settings import Demand, RaySettings, Shape, elastic_policy, interface_name
 
 
 class RayExecutor:
-    """Starts ranks as actors, and calls functions on them. Names, order and defaults of arguments are Horovod's."""
+    """Starts ranks as actors, and calls functions on them. Its methods and their arguments have Horovod's names."""
 
     @classmethod
     def create_settings(

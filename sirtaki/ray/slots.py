@@ -30,7 +30,7 @@ class Slots:
             most: slots to ask for; None = as many as Ray's nodes could hold if they were empty.
         """
         self._demand, self._least, self._most = demand, least, most
-        self._lock = threading.Lock()
+        self._lock, self._is_closed = threading.Lock(), False
         self._groups: dict[str, Any] = {}
         self._names: dict[str, str] = {}  # of hosts, by node
         self._taken: dict[int, str] = {}  # groups, by worker
@@ -43,9 +43,10 @@ class Slots:
             LaunchError: Ray does not answer.
         """
         with self._lock:
+            if self._is_closed:  # a question that was under way when the job ended
+                return {}
             try:
-                nodes = [node for node in ray.nodes() if node["Alive"]]
-                wanted = self._most or max(self._least, sum(self._demand.fitting(node["Resources"]) for node in nodes))
+                wanted = self._most or max(self._least, self._capacity())
                 while len(self._groups) < wanted:
                     group = ray.util.placement_group([self._demand.bundle()])
                     self._groups[group.id.hex()] = group
@@ -78,8 +79,9 @@ class Slots:
             return any(self._names[node] == host for node in self._alive())
 
     def close(self) -> None:
-        """Gives all room back."""
+        """Gives all room back; again is harmless."""
         with self._lock:
+            self._is_closed = True
             for group in self._groups.values():
                 ray.util.remove_placement_group(group)
             self._groups.clear()

@@ -35,6 +35,7 @@ class Counter:
 
 
 def who_am_i(*words: str, **named: int) -> dict[str, Any]:
+    import importlib
     import os
 
     import torch
@@ -51,6 +52,7 @@ def who_am_i(*words: str, **named: int) -> dict[str, Any]:
         "sum": float(hvd.allreduce(torch.tensor([hvd.rank() + 1.0]), op=hvd.Sum)),
         "mpi": hvd.mpi_enabled(),
         "extra": os.environ["EXTRA"],
+        "as_horovod": importlib.import_module("horovod.torch") is hvd,
     }
 
 

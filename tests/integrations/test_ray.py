@@ -21,6 +21,7 @@ cluster_utils = pytest.importorskip("ray.cluster_utils")
 
 from sirtaki.errors import ConfigError, LaunchError, PeerLostError  # noqa: E402
 from sirtaki.ray import RayExecutor, SirtakiConfig  # noqa: E402
+from sirtaki.run.as_horovod import SHIM  # noqa: E402
 
 pytestmark = [
     pytest.mark.integration,
@@ -55,10 +56,9 @@ def cluster() -> Iterator[Any]:
 @pytest.fixture(scope="module")
 def executor(cluster: Any) -> Iterator[RayExecutor]:
     """Two ranks, each on a node of its own."""
+    added = {"EXTRA": "x", "PYTHONPATH": os.pathsep.join((str(SHIM), ENVIRON["PYTHONPATH"]))}
     made = RayExecutor(RayExecutor.create_settings(nics=["lo"]), num_hosts=2, num_workers_per_host=1)
-    made.start(
-        ray_functions.Counter, executable_args=[10], executable_kwargs={"step": 2}, extra_env_vars={"EXTRA": "x"}
-    )
+    made.start(ray_functions.Counter, executable_args=[10], executable_kwargs={"step": 2}, extra_env_vars=added)
     yield made
     made.shutdown()
 
@@ -70,7 +70,7 @@ def test_ranks_know_their_places_and_give_back_what_the_function_returns(executo
     assert [each["told"] for each in found] == [(0, 2, 0, 2), (1, 2, 1, 2)]
     assert [each["sum"] for each in found] == [3.0, 3.0]
     assert [each["given"] for each in found] == [(("a",), {"b": 1})] * 2
-    assert [(each["mpi"], each["extra"]) for each in found] == [(False, "x")] * 2
+    assert [(each["mpi"], each["extra"], each["as_horovod"]) for each in found] == [(False, "x", True)] * 2
     assert heard == [{"from": 0}]
     assert ray.get(executor.run_remote(ray_functions.who_am_i))[1]["place"][0] == 1
 

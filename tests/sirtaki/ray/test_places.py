@@ -1,6 +1,10 @@
 """Who is which rank, and what ranks find in their environment."""
 
+import pytest
+
+from sirtaki.ray import places
 from sirtaki.ray.places import ActorPlace, actor_environ, in_rank_order, place_variables
+from sirtaki.run.as_horovod import SHIM
 
 
 def place(host: str, *gpus: str) -> ActorPlace:
@@ -48,3 +52,9 @@ def test_what_the_user_adds_counts_most_and_the_secret_is_not_shown_to_ray() -> 
     assert (found["OMP_NUM_THREADS"], found["SIRTAKI_START_TIMEOUT_S"]) == ("9", "7")
     assert (found["SIRTAKI_GLOO_IFACE"], found["NCCL_SOCKET_IFNAME"]) == ("eth9", "eth0")
     assert "SIRTAKI_SECRET" not in found
+
+
+def test_where_horovods_name_gives_sirtaki_it_does_on_the_ranks_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(places, "is_installed", lambda: True)
+    assert environ_of({"PYTHONPATH": "/mine"}, {})["PYTHONPATH"] == f"{SHIM}:/mine"
+    assert environ_of({}, {})["PYTHONPATH"] == str(SHIM)
