@@ -13,7 +13,7 @@
 # Jobs of an array have numbers of their own; a requeued job keeps its number.
 export SIRTAKI_CHECKPOINT_DIR=${CHECKPOINTS:-checkpoints}/$SLURM_JOB_ID
 
-srun --kill-on-bad-exit=0 python "$@"
+srun python "$@"
 code=$?
 
 # 128 + SIGTERM: the ranks were told to go, and the last commit is on disk.

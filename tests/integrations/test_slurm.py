@@ -38,12 +38,22 @@ def cluster() -> Iterator[SlurmCluster]:
         yield found
 
 
+def places(cluster: SlurmCluster, ranks: int) -> list[str]:
+    """Options for so many ranks on all nodes, which win over those in a script."""
+    nodes = len(cluster.nodes)
+    return [f"--nodes={nodes}", f"--ntasks={ranks}", f"--ntasks-per-node={-(-ranks // nodes)}"]
+
+
 def submit(
-    cluster: SlurmCluster, folder: Path, script: str, *options: str, words: tuple[Path, ...] = (SLOWED, DIGITS)
+    cluster: SlurmCluster,
+    folder: Path,
+    script: str,
+    *options: str,
+    ranks: int = 2,
+    words: tuple[Path, ...] = (SLOWED, DIGITS),
 ) -> Job:
-    """`options` win over those in the script."""
-    nodes = f"--nodes={len(cluster.nodes)}"
-    return cluster.submit(EXAMPLES / "slurm" / script, nodes, *options, words=words, environ=ENVIRON, folder=folder)
+    path = EXAMPLES / "slurm" / script
+    return cluster.submit(path, *places(cluster, ranks), *options, words=words, environ=ENVIRON, folder=folder)
 
 
 def epochs(text: str) -> list[int]:
@@ -57,7 +67,7 @@ def assert_trained(text: str) -> None:
 
 
 def test_jobs_of_an_array_run_at_once_with_uneven_numbers_of_ranks(cluster: SlurmCluster, tmp_path: Path) -> None:
-    job = submit(cluster, tmp_path, "train.sh", "--array=0-1", "--ntasks=3", words=(DIGITS,))
+    job = submit(cluster, tmp_path, "train.sh", "--array=0-1", ranks=3, words=(DIGITS,))
     assert job.wait(END_S) == "COMPLETED", job.output()
     for output in tmp_path.glob("slurm-*.txt"):
         assert epochs(output.read_text()) == [1, 2, 3, 4, 5, 6]
@@ -76,7 +86,7 @@ def test_jobs_of_an_array_run_at_once_with_uneven_numbers_of_ranks(cluster: Slur
 def test_a_job_that_is_told_to_go_goes_on_from_its_last_commit(
     cluster: SlurmCluster, tmp_path: Path, script: str, words: tuple[str, ...]
 ) -> None:
-    job = submit(cluster, tmp_path, script, "--ntasks-per-node=1")
+    job = submit(cluster, tmp_path, script)
     job.wait_for("epoch 2:", END_S)
     cluster.ask(*words, job.number)
     cluster.wait_for(lambda: job.show("JobState") == "PENDING", END_S, "requeue")
@@ -93,11 +103,13 @@ def test_a_job_that_is_told_to_go_goes_on_from_its_last_commit(
     assert_trained(second)
 
 
-@pytest.mark.parametrize("script", ["train.sh", "sirtakirun.sh"])
+@pytest.mark.parametrize("script", ["train.sh", "sirtakirun.sh", "mpi.sh"])
 def test_what_is_cancelled_in_its_warm_up_leaves_nothing_and_stays_away(
     cluster: SlurmCluster, tmp_path: Path, script: str
 ) -> None:
-    job = submit(cluster, tmp_path, script, "--ntasks-per-node=1", "--export=ALL,SLOWED_S=0.5")
+    if script == "mpi.sh":
+        skip_without_pmix(cluster)
+    job = submit(cluster, tmp_path, script, "--export=ALL,SLOWED_S=0.5")
     job.wait_for("slowed", END_S)
     assert "tuned in" not in job.output()
     cluster.ask("scancel", job.number)
@@ -113,7 +125,7 @@ def assert_ended(cluster: SlurmCluster) -> None:
 def test_a_node_that_dies_takes_its_ranks_only(cluster: SlurmCluster, tmp_path: Path) -> None:
     if len(cluster.nodes) < 2:
         pytest.skip("there is one node only: no namespaces here")
-    job = submit(cluster, tmp_path, "sirtakirun.sh", "--ntasks-per-node=1")
+    job = submit(cluster, tmp_path, "sirtakirun.sh")
     job.wait_for("epoch 2:", END_S)
     cluster.kill_node("node2")
     try:
@@ -126,29 +138,30 @@ def test_a_node_that_dies_takes_its_ranks_only(cluster: SlurmCluster, tmp_path: 
     job.wait(END_S)
 
 
-def test_ranks_over_the_clusters_own_mpi(cluster: SlurmCluster, tmp_path: Path) -> None:
-    if (
-        "pmix" not in cluster.ask("srun", "--mpi=list")
-        or subprocess.run(
-            ["srun", "--mpi=pmix", "true"], env=cluster.environ, capture_output=True, check=False, timeout=30
-        ).returncode
-    ):
+def skip_without_pmix(cluster: SlurmCluster) -> None:
+    """Debian's Slurm names PMIx also where the library that it wants is missing."""
+    words = ["srun", "--mpi=pmix", "true"]
+    if subprocess.run(words, env=cluster.environ, capture_output=True, check=False, timeout=30).returncode:
         pytest.skip("this Slurm does not speak PMIx")
-    job = submit(cluster, tmp_path, "mpi.sh", "--ntasks-per-node=1", words=(DIGITS,))
+
+
+def test_ranks_over_the_clusters_own_mpi(cluster: SlurmCluster, tmp_path: Path) -> None:
+    skip_without_pmix(cluster)
+    job = submit(cluster, tmp_path, "mpi.sh", words=(DIGITS,))
     assert job.wait(END_S) == "COMPLETED", job.output()
     assert_trained(job.output())
 
 
 def test_a_torchrun_on_each_node(cluster: SlurmCluster, tmp_path: Path) -> None:
-    ranks = "--export=ALL,RANKS_PER_NODE=1"
-    job = submit(cluster, tmp_path, "torchrun.sh", ranks, words=(EXAMPLES / "ddp_attached.py",))
+    nodes, one_a_node = len(cluster.nodes), "--export=ALL,RANKS_PER_NODE=1"
+    job = submit(cluster, tmp_path, "torchrun.sh", one_a_node, ranks=nodes, words=(EXAMPLES / "ddp_attached.py",))
     assert job.wait(END_S) == "COMPLETED", job.output()
     assert "epoch 10: loss" in job.output()
 
 
 def in_allocation(cluster: SlurmCluster, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        ["salloc", f"--nodes={len(cluster.nodes)}", "--ntasks-per-node=1", *words],
+        ["salloc", *places(cluster, 2), *words],
         env={**cluster.environ, **ENVIRON}, capture_output=True, text=True, timeout=END_S, check=False,
     )  # fmt: skip
 
@@ -156,7 +169,7 @@ def in_allocation(cluster: SlurmCluster, *words: str) -> subprocess.CompletedPro
 def test_sirtakirun_takes_hosts_and_slots_of_the_allocation(cluster: SlurmCluster) -> None:
     job = in_allocation(cluster, "sirtakirun", "--verbose", "python", str(DIGITS))
     assert job.returncode == 0, job.stderr
-    assert f"hosts: {', '.join(f'{node} (1 slots)' for node in cluster.nodes)}" in job.stderr
+    assert f"hosts: {', '.join(f'{node} ({2 // len(cluster.nodes)} slots)' for node in cluster.nodes)}" in job.stderr
     assert_trained(job.stdout)
 
 
