@@ -107,7 +107,7 @@ def test_another_host_is_reached_at_other_addresses_than_loopback() -> None:
 
 
 def test_an_interface_that_is_not_there_is_an_error() -> None:
-    with pytest.raises(ConfigError, match="no interface 'nothere0'"):
+    with pytest.raises(ConfigError, match="no interface nothere0 with an IPv4 address"):
         open_places("nothere0")
 
 
