@@ -1,4 +1,4 @@
-"""Two ranks whose processes go on when their functions fail: the other hears of it, and both can begin anew."""
+"""Ranks whose processes go on when their functions fail: the others hear of it, and all can begin anew."""
 
 import os
 
@@ -6,12 +6,12 @@ import torch
 
 import sirtaki.torch as hvd
 from sirtaki.errors import PeerLostError
-from sirtaki.ray.telling import call_telling_others
+from sirtaki.ray.telling import call_telling_others, leave_job
 
 
-def fail_on_rank_1() -> None:
+def fail_on_the_last_rank() -> None:
     hvd.init()
-    if hvd.rank() == 1:
+    if hvd.rank() == hvd.size() - 1:
         raise LookupError("nothing")
     while True:
         hvd.allreduce(torch.ones(3))
@@ -23,13 +23,18 @@ def add_ranks() -> float:
 
 
 def main() -> None:
-    rank, said = int(os.environ["RANK"]), ""
+    rank, size, said = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), ""
+    assert call_telling_others(lambda: 3) == 3  # before there is a job
     try:
-        call_telling_others(fail_on_rank_1)
+        call_telling_others(fail_on_the_last_rank)
     except (LookupError, PeerLostError) as err:
         said = f"{type(err).__name__}: {err}"
-    assert said == ("LookupError: nothing" if rank else "PeerLostError: a rank raised LookupError: nothing"), said
-    assert call_telling_others(add_ranks) == 3.0
+    last = rank == size - 1
+    assert said == ("LookupError: nothing" if last else "PeerLostError: a rank raised LookupError: nothing"), said
+    assert not hvd.is_initialized()
+    leave_job("again is harmless")
+    assert call_telling_others(add_ranks) == size * (size + 1) / 2
+    assert hvd.is_initialized()
     hvd.shutdown()
     print("went on", flush=True)
 
