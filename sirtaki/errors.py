@@ -13,6 +13,7 @@ SirtakiError
 ├── TuningError          (RuntimeError)  an arm, model or trial that cannot be used
 ├── RegistryError        (RuntimeError)  a store that cannot be read or written
 ├── LaunchError          (RuntimeError)  ranks could not be started
+├── RecordingError       (RuntimeError)  a recording of a job that cannot be read or written
 └── TranslationError     (ValueError)    a script that `sirtaki translate` does not understand
 """
 
@@ -71,6 +72,10 @@ class RegistryError(SirtakiError, RuntimeError):
 
 class LaunchError(SirtakiError, RuntimeError):
     """The ranks of a job could not be started."""
+
+
+class RecordingError(SirtakiError, RuntimeError):
+    """A recording of a job cannot be read or written; the message says what is there."""
 
 
 class TranslationError(SirtakiError, ValueError):

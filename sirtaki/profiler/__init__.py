@@ -1,0 +1,1 @@
+"""What a job does on all ranks, recorded in a folder: operators, gradients, copies, units. docs/how-to/profile.md."""

@@ -1,0 +1,313 @@
+"""What a recording of a job holds: a few iterations as every rank has seen them.
+
+All moments are seconds of the clock of the rank that has recorded them (`time.perf_counter`), also those of operators,
+which are mapped to it. Ranks with the same `Placement.clock` share one; those of others differ by an offset and a
+drift, which `sirtaki.profiler.alignment` finds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+from sirtaki.autotune.knobs import Knobs
+from sirtaki.autotune.model.contention import ContentionModel
+from sirtaki.comm.layout import GradientLayout
+from sirtaki.comm.plan import CommPlan, Route
+from sirtaki.link_model import LinkModel
+
+FORMAT_VERSION = 1
+"""A folder of another one is not read."""
+
+
+class Detail(Enum):
+    """How much is recorded."""
+
+    UNITS = "units"  # gradients, copies and units
+    OPERATORS = "operators"  # and what torch.profiler sees
+
+
+class Phase(Enum):
+    """What a part of a step is for."""
+
+    DATA = "data"  # the data loader is waited for
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    UPDATE = "update"
+    OTHER = "other"  # between them: the script's own doings, and waiting for gradients
+
+
+# ── one rank ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operator:
+    """One operator that no other one has called. Those of one lane follow each other and never overlap.
+
+    Where gradients are copied or waited for in the midst of an operator, it is cut in two around that.
+
+    Attributes:
+        name: such as "aten::addmm" or, of the backward pass, "AddmmBackward0".
+        lane: what it runs on, by number: 0 is the thread that trains, others are other threads and devices' streams.
+        phase: of the step that it belongs to.
+        sequence: equal for an operator of the forward pass and that of the backward pass which belongs to it;
+            -1 = none.
+        after: places in the iteration's `operators` of those whose results it reads; empty where that is not recorded.
+    """
+
+    name: str
+    lane: int
+    begin_s: float
+    end_s: float
+    phase: Phase
+    sequence: int = -1
+    after: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseSpan:
+    """A phase of one step. The same phase may come several times (accumulation, several models).
+
+    Where operators are not recorded, BACKWARD begins with its first ready gradient; what cannot be told is left out.
+    """
+
+    phase: Phase
+    begin_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadyGradient:
+    """A gradient has come: number `index` of the layout of a buffer."""
+
+    buffer: int
+    index: int
+    ready_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Copy:
+    """Gradients have been copied into flat buffers, by the thread that computes (on a GPU, by its stream)."""
+
+    begin_s: float
+    end_s: float
+    n_gradients: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitId:
+    """What makes a unit the same thing on all ranks that take part in it.
+
+    Attributes:
+        iteration: of its optimizer (`Synchroniser.iteration`), not of the recording.
+        buffer: `Buffer.number`.
+        start, stop: elements of the flat buffer.
+        route: by which transport, and how the ranks go about it.
+        stream: which of the communicators.
+    """
+
+    iteration: int
+    buffer: int
+    start: int
+    stop: int
+    route: Route
+    stream: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedUnit:
+    """One unit on one rank.
+
+    Attributes:
+        unit: which.
+        issue_s: it was handed to its transport, with all its gradients in the buffer. No rank is done before all have
+            issued it.
+        begin_s: the transport took it up; None where it does not tell.
+        done_s: its result was there.
+    """
+
+    unit: UnitId
+    issue_s: float
+    begin_s: float | None
+    done_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collective:
+    """Another operation between ranks: sparse rows, metrics, whatever a script asks for.
+
+    Attributes:
+        name: equal on all ranks.
+        kind: such as "allreduce".
+        begin_s: it was asked for.
+        agreed_s: all ranks had asked for it.
+        end_s: its result was there.
+        n_bytes: of this rank's input.
+    """
+
+    name: str
+    kind: str
+    begin_s: float
+    agreed_s: float
+    end_s: float
+    n_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedIteration:
+    """One training step of one rank.
+
+    Attributes:
+        number: iterations of the optimizer before it; equal on all ranks.
+        begin_s: the step before it had ended; the first recorded one begins with the recording.
+        end_s: its optimizer step had ended.
+        profiling: in it the order of gradients was negotiated; what it took is not usual.
+        spans, operators, ready, copies, units, collectives: what was in it, each by its begin.
+        exposed_s: how long this rank waited for units after its gradients were all there.
+    """
+
+    number: int
+    begin_s: float
+    end_s: float
+    profiling: bool = False
+    spans: tuple[PhaseSpan, ...] = ()
+    operators: tuple[Operator, ...] = ()
+    ready: tuple[ReadyGradient, ...] = ()
+    copies: tuple[Copy, ...] = ()
+    units: tuple[RecordedUnit, ...] = ()
+    collectives: tuple[Collective, ...] = ()
+    exposed_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankRecording:
+    """What one rank has recorded.
+
+    Attributes:
+        rank: among all of the job.
+        job: `JobRecord.job`; recordings of several jobs do not belong together.
+        model: a digest of the layouts, equal on ranks that train the same model.
+        detail: how much was recorded.
+        offset_s: what had to be added to this rank's clock to get rank 0's when the job began (Cristian's method).
+        round_trip_s: of the quickest question that showed it: it is wrong by half of that at most. 0 on rank 0.
+        clock_error_s: how far off moments of operators may be, as they are told by another clock.
+        lanes: what the lanes of operators are, by number.
+        complete: all iterations that were wanted are there.
+        iterations: in their order.
+    """
+
+    rank: int
+    job: str
+    model: str
+    detail: Detail
+    offset_s: float
+    round_trip_s: float
+    clock_error_s: float = 0.0
+    lanes: tuple[str, ...] = ()
+    complete: bool = True
+    iterations: tuple[RecordedIteration, ...] = ()
+
+
+# ── the job ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Where one rank runs.
+
+    Attributes:
+        rank: which.
+        host: the lowest rank on its host; equal exactly if the host is.
+        node: as `host`, where `SIRTAKI_LOCAL_SIZE` makes nodes of parts of a host; units between nodes do not share
+            memory.
+        host_name: for showing.
+        clock: equal for ranks whose clocks are one.
+        processors: those that the rank may use, by their number on the host.
+        host_processors: how many the host has.
+        quota: how many a limit (cgroup) leaves to the rank's container; None = all.
+        threads: of one operator (`torch.get_num_threads`).
+    """
+
+    rank: int
+    host: int
+    node: int
+    host_name: str
+    clock: str
+    processors: tuple[int, ...]
+    host_processors: int
+    quota: float | None
+    threads: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Buffer:
+    """One flat buffer of one optimizer, and how it was reduced when the recording began.
+
+    Attributes:
+        number: of this buffer among all of the job; equal on all ranks.
+        reducer: the number of its ranks' process set, and that of what reduces it there.
+        ranks: that reduce it.
+        layout: its gradients in their order; the last one of an optimizer's first buffer are the control flags.
+        plan: its units.
+        knobs: what the plan was made of.
+    """
+
+    number: int
+    reducer: tuple[int, int]
+    ranks: tuple[int, ...]
+    layout: GradientLayout
+    plan: CommPlan
+    knobs: Knobs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobRecord:
+    """What is the same for all ranks.
+
+    Attributes:
+        job: names it.
+        n_iterations: that were to be recorded.
+        placement: of each rank, by rank.
+        buffers: by number.
+        links: what the warm-up's probes have found of each route; empty where nothing was probed.
+        contention: what they have found of communication and computation slowing each other down.
+        settings: variables in force that are not at their defaults.
+        versions: of Sirtaki, PyTorch and Python.
+    """
+
+    job: str
+    n_iterations: int
+    placement: tuple[Placement, ...]
+    buffers: tuple[Buffer, ...] = ()
+    links: Mapping[Route, LinkModel] = field(default_factory=dict)
+    contention: ContentionModel | None = None
+    settings: Mapping[str, str] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def n_ranks(self) -> int:
+        """Of the whole job."""
+        return len(self.placement)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recording:
+    """All that a folder holds.
+
+    Attributes:
+        job: of all ranks.
+        ranks: what was recorded, by rank; those of whom there is nothing are left out.
+        problems: what is not as it should be, a sentence each: ranks that are missing, iterations that others have
+            and some have not, ranks that train something else.
+    """
+
+    job: JobRecord
+    ranks: Mapping[int, RankRecording]
+    problems: tuple[str, ...] = ()
+
+    @property
+    def common_iterations(self) -> tuple[int, ...]:
+        """Numbers of those that every rank which is there has recorded."""
+        numbers = [{iteration.number for iteration in rank.iterations} for rank in self.ranks.values()]
+        return tuple(sorted(set.intersection(*numbers))) if numbers else ()

@@ -1,0 +1,185 @@
+"""Recordings made by hand: a step takes 100 ms, every rank's clock is right, and two units are barriers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from sirtaki.autotune.knobs import Cut, Knobs
+from sirtaki.comm.layout import GradientLayout
+from sirtaki.comm.plan import Algorithm, TransportKind
+from sirtaki.link_model import LinkModel
+from sirtaki.profiler.recording import (
+    Buffer,
+    Collective,
+    Copy,
+    Detail,
+    JobRecord,
+    Operator,
+    Phase,
+    PhaseSpan,
+    Placement,
+    RankRecording,
+    ReadyGradient,
+    RecordedIteration,
+    RecordedUnit,
+    Recording,
+    UnitId,
+)
+
+LAYOUT = GradientLayout(sizes=(100, 200, 8), names=("head.weight", "body.weight", "sirtaki.control_flags"))
+ROUTE = (TransportKind.GLOO, Algorithm.FLAT)
+KNOBS = Knobs(unit_bytes=400, streams=2, transport=TransportKind.GLOO, cuts=(Cut(stop=100), Cut(stop=308, stream=1)))
+STEP_S = 0.1
+
+
+def placement(rank: int, *, host: int = 0) -> Placement:
+    return Placement(
+        rank=rank,
+        host=host,
+        node=host,
+        host_name=f"host{host}",
+        clock=f"clock{host}",
+        processors=(0, 1),
+        host_processors=2,
+        quota=None,
+        threads=1,
+    )
+
+
+def job(n_ranks: int = 2, *, ranks_per_host: int = 2, n_iterations: int = 3) -> JobRecord:
+    return JobRecord(
+        job="1.2",
+        n_iterations=n_iterations,
+        placement=tuple(placement(rank, host=rank - rank % ranks_per_host) for rank in range(n_ranks)),
+        buffers=(
+            Buffer(
+                number=0,
+                reducer=(0, 0),
+                ranks=tuple(range(n_ranks)),
+                layout=LAYOUT,
+                plan=KNOBS.to_plan(LAYOUT),
+                knobs=KNOBS,
+            ),
+        ),
+        links={ROUTE: LinkModel(alpha_s=1e-4, throughput=(1e8, 1.5e8))},
+        settings={"SIRTAKI_TUNE": "0"},
+        versions={"sirtaki": "0.1.0"},
+    )
+
+
+def unit(iteration: int, number: int, issue_s: float, done_s: float) -> RecordedUnit:
+    planned = KNOBS.to_plan(LAYOUT).units[number]
+    identity = UnitId(
+        iteration=iteration, buffer=0, start=planned.start, stop=planned.stop, route=ROUTE, stream=planned.stream
+    )
+    return RecordedUnit(unit=identity, issue_s=issue_s, begin_s=None if number else issue_s + 1e-4, done_s=done_s)
+
+
+def iteration(number: int, *, late_s: float = 0.0) -> RecordedIteration:
+    """The rank is so much later than others with its second gradient; none is through before all are there."""
+    begin_s = 1000.0 + number * STEP_S
+    phases = ((Phase.DATA, 0.0, 0.005), (Phase.FORWARD, 0.005, 0.03), (Phase.BACKWARD, 0.03, 0.08))
+    return RecordedIteration(
+        number=number,
+        begin_s=begin_s,
+        end_s=begin_s + STEP_S,
+        spans=tuple(
+            PhaseSpan(phase=phase, begin_s=begin_s + from_s, end_s=begin_s + to_s) for phase, from_s, to_s in phases
+        ),
+        operators=(
+            Operator(
+                name="aten::linear",
+                lane=0,
+                begin_s=begin_s + 0.006,
+                end_s=begin_s + 0.03,
+                phase=Phase.FORWARD,
+                sequence=7,
+            ),
+            Operator(
+                name="AddmmBackward0",
+                lane=0,
+                begin_s=begin_s + 0.031,
+                end_s=begin_s + 0.05 + late_s,
+                phase=Phase.BACKWARD,
+                sequence=7,
+                after=(0,),
+            ),
+        ),
+        ready=(
+            ReadyGradient(buffer=0, index=0, ready_s=begin_s + 0.04),
+            ReadyGradient(buffer=0, index=1, ready_s=begin_s + 0.05 + late_s),
+        ),
+        copies=(Copy(begin_s=begin_s + 0.05 + late_s, end_s=begin_s + 0.051 + late_s, n_gradients=1),),
+        units=(
+            unit(number, 0, begin_s + 0.041, begin_s + 0.06),
+            unit(number, 1, begin_s + 0.052 + late_s, begin_s + 0.09),
+        ),
+        collectives=(
+            Collective(
+                name="loss",
+                kind="allreduce",
+                begin_s=begin_s + 0.091,
+                agreed_s=begin_s + 0.092,
+                end_s=begin_s + 0.093,
+                n_bytes=4,
+            ),
+        ),
+        exposed_s=0.01,
+    )
+
+
+def rank(number: int, *, n_iterations: int = 3, model: str = "m", late_s: float = 0.0) -> RankRecording:
+    return RankRecording(
+        rank=number,
+        job="1.2",
+        model=model,
+        detail=Detail.OPERATORS,
+        offset_s=0.0 if number == 0 else 1e-5,
+        round_trip_s=0.0 if number == 0 else 4e-5,
+        clock_error_s=2e-6,
+        lanes=("train",),
+        iterations=tuple(iteration(102 + step, late_s=late_s) for step in range(n_iterations)),
+    )
+
+
+def recording(n_ranks: int = 2, *, ranks_per_host: int = 2, n_iterations: int = 3) -> Recording:
+    """All ranks alike, but for the last one, which is 10 ms late."""
+    ranks = {
+        number: rank(number, n_iterations=n_iterations, late_s=0.01 if number == n_ranks - 1 else 0.0)
+        for number in range(n_ranks)
+    }
+    return Recording(job=job(n_ranks, ranks_per_host=ranks_per_host, n_iterations=n_iterations), ranks=ranks)
+
+
+def shifted(recorded: RankRecording, *, by_s: float, drift: float = 0.0) -> RankRecording:
+    """What the rank records if its clock shows `by_s` more than it should at the first iteration, and gains `drift`."""
+    first_s = recorded.iterations[0].begin_s
+
+    def at(moment_s: float) -> float:
+        return moment_s + by_s + drift * (moment_s - first_s)
+
+    def moved(one: RecordedIteration) -> RecordedIteration:
+        return replace(
+            one,
+            begin_s=at(one.begin_s),
+            end_s=at(one.end_s),
+            spans=tuple(replace(span, begin_s=at(span.begin_s), end_s=at(span.end_s)) for span in one.spans),
+            operators=tuple(replace(op, begin_s=at(op.begin_s), end_s=at(op.end_s)) for op in one.operators),
+            ready=tuple(replace(gradient, ready_s=at(gradient.ready_s)) for gradient in one.ready),
+            copies=tuple(replace(copy, begin_s=at(copy.begin_s), end_s=at(copy.end_s)) for copy in one.copies),
+            units=tuple(
+                replace(
+                    unit,
+                    issue_s=at(unit.issue_s),
+                    begin_s=None if unit.begin_s is None else at(unit.begin_s),
+                    done_s=at(unit.done_s),
+                )
+                for unit in one.units
+            ),
+            collectives=tuple(
+                replace(call, begin_s=at(call.begin_s), agreed_s=at(call.agreed_s), end_s=at(call.end_s))
+                for call in one.collectives
+            ),
+        )
+
+    return replace(recorded, iterations=tuple(moved(one) for one in recorded.iterations))
