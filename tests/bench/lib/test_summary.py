@@ -1,5 +1,6 @@
 """What is kept of a benchmark: a page for people, without raw series."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -35,5 +36,9 @@ def test_a_summary_says_how_it_was_taken_what_was_promised_and_what_was_found(
 def test_results_are_summaries_of_the_scripts_beside_them(path: Path) -> None:
     assert path.suffix == ".md"
     assert path.stat().st_size < 40_000
-    assert path.read_text(encoding="utf-8").startswith(f"# {path.stem}\n\n    python -m bench.")
-    assert (RESULTS.parent / f"{path.stem}.py").exists()
+    page = re.match(r"# (\w+)\n\n    python -m bench\.(\w+)[ \n]", path.read_text(encoding="utf-8"))
+    assert page is not None
+    name, script = page.groups()
+    assert name == path.stem
+    assert f"{name}_".startswith(f"{script}_")  # all that the script measures, or a part of it
+    assert (RESULTS.parent / f"{script}.py").exists()
