@@ -12,7 +12,6 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Concatenate, ParamSpec, TypeVar
 
 import numpy as np
@@ -309,7 +308,7 @@ class TuningCoordinator:
             promise=self._hit.promise,
             seeds=seeds,
             history=self._hit.history,
-            identity=functools.cache(partial(traffic, layouts=self._layouts)),
+            identity=functools.cache(functools.partial(traffic, layouts=self._layouts)),
         )
 
     @property

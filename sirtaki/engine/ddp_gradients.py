@@ -111,16 +111,11 @@ class DdpGradients(GradientReducer):
             self.set_passes([max(1, count) for count in counts])
         if self._active_ranks is not None:
             self._active_ranks.wait()
-            share = self.ranks_in_all / float(self._active_ranks.result()[0])
+            share = len(self.ranks) / float(self._active_ranks.result()[0])
             torch._foreach_mul_([param.grad for _, param in self.named if param.grad is not None], share)
 
     def _fail(self) -> None:
         self._due = self._begun = False
-
-    @property
-    def ranks_in_all(self) -> int:
-        """Those that take part, whether they have joined or not."""
-        return len(self.ranks)
 
 
 class Arrivals:

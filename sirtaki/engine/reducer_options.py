@@ -19,7 +19,7 @@ class ReducerOptions:
         reduction: what is done to every gradient.
         sparse_as_dense: sparse gradients are made dense.
         groups: parameters that go together: none of a group leaves before all are there.
-        unused_as_none: gradients that no rank has computed are None, whatever the settings say.
+        unused_as_none: gradients that no rank has are None, whatever the settings say.
         arms: search techniques to tune with, None = the usual ones.
     """
 

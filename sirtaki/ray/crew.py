@@ -5,10 +5,7 @@ Each rank has a connection to the process of the executor, through which it asks
 
 from __future__ import annotations
 
-import contextlib
 import json
-import selectors
-import socket
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -21,10 +18,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from sirtaki.json_channel import JsonChannel
 from sirtaki.run.elastic.agent_rules import AgentRules
-from sirtaki.run.elastic.agent_server import AgentServer
 from sirtaki.run.elastic.elastic_job import Inheritance
 from sirtaki.run.elastic.roster import Heard, Lost
-from sirtaki.run.elastic.succession import agents_key
+from sirtaki.run.elastic.switchboard import Switchboard
 from sirtaki.run.elastic.workers import RankEnd
 
 from .elastic_rank import ElasticRank, Enrolment
@@ -112,13 +108,7 @@ class RayCrew:
         self.results: dict[int, Any] = {}
         self.errors: list[BaseException] = []
         self._hosts: dict[str, HostOfActors] = {}
-        self._events = selectors.DefaultSelector()
-        key = agents_key(inheritance.secret, inheritance.name)
-        self._server = AgentServer(inheritance.listeners, key=key, events=self._events)
-        self._woken, self._waker = socket.socketpair()
-        for end in (self._woken, self._waker):
-            end.setblocking(False)
-        self._events.register(self._woken, selectors.EVENT_READ)
+        self._board: Switchboard[tuple[HostOfActors, RankHandle]] = Switchboard(inheritance)
 
     # ── see Crew ─────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -166,21 +156,12 @@ class RayCrew:
 
     def wake(self) -> None:
         """From any thread: `look` returns."""
-        with contextlib.suppress(OSError):
-            self._waker.send(b"x")
+        self._board.wake()
 
     def look(self, timeout_s: float) -> Iterator[Heard | Lost]:
         """Waits for something to happen, at most so long, and says what."""
-        for chosen, _ in self._events.select(0.0 if self.heard else timeout_s):
-            if chosen.fileobj is self._woken:
-                with contextlib.suppress(BlockingIOError):
-                    self._woken.recv(4096)
-            elif chosen.data is self._server:
-                if (found := self._server.advance(chosen.fd)) is not None:
-                    self._welcome(*found)
-            else:
-                self._hear(*chosen.data)
-        self._server.drop_late()
+        for there, rank in self._board.look(0.0 if self.heard else timeout_s, self._welcome):
+            self._hear(there, rank)
         for there in list(self._hosts.values()):
             for rank in [rank for rank in there.ranks.values() if rank.answer.done()]:
                 self._bury(there, rank)
@@ -194,10 +175,7 @@ class RayCrew:
         del number  # the driver of actors hears no signals
         for host in self.hosts:
             self.stop(host)
-        self._server.close()
-        self._events.close()
-        for end in (self._woken, self._waker):
-            end.close()
+        self._board.close()
 
     @property
     def actors(self) -> dict[int, Any]:
@@ -227,7 +205,7 @@ class RayCrew:
         enrolment = Enrolment(
             worker=worker,
             host=host,
-            places=tuple((address, port) for address, port in self._server.places),
+            places=tuple((address, port) for address, port in self._board.places),
             job=self._own.name,
             secret=self._own.secret,
             interface=start.interface,
@@ -241,7 +219,7 @@ class RayCrew:
         for there in self._hosts.values():
             if (rank := there.ranks.get(worker)) is not None and rank.channel is None:
                 rank.channel = channel
-                self._events.register(channel, selectors.EVENT_READ, (there, rank))
+                self._board.connect(channel, (there, rank))
                 return
         channel.close()
 
@@ -252,8 +230,7 @@ class RayCrew:
         try:
             messages = rank.channel.receive()
         except ConnectionError:  # its end is found soon
-            with contextlib.suppress(KeyError, ValueError):
-                self._events.unregister(rank.channel)
+            self._board.disconnect(rank.channel)
             return
         for message in messages:
             there.rules.hear_rank(rank.worker, message)
@@ -287,8 +264,7 @@ class RayCrew:
         """It is there no more; the actor, whose process may still be there, is ended."""
         del there.ranks[rank.worker]
         if rank.channel is not None:
-            with contextlib.suppress(KeyError, ValueError):
-                self._events.unregister(rank.channel)
+            self._board.disconnect(rank.channel)
             rank.channel.close()
         ray.kill(rank.actor)
         self._slots.release(rank.worker)

@@ -5,6 +5,8 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from sirtaki.machine import process_fields
+
 _SEGMENTS = Path("/dev/shm")
 _PREFIXES = ("sm_segment.", "vader_segment.", "mpich_shm_")  # Open MPI 5 and 4, MPICH
 
@@ -38,8 +40,8 @@ def session_members(sessions: set[int]) -> list[int]:
     """
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError, ValueError):
-            state, _, _, session = (folder / "stat").read_text().rpartition(")")[2].split()[:4]
+        with contextlib.suppress(OSError):
+            state, _, _, session, *_ = process_fields(int(folder.name))
             if int(session) in sessions and state not in {"Z", "X"}:
                 found.append(int(folder.name))
     return found

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import selectors
-import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
@@ -17,10 +14,9 @@ from sirtaki.json_channel import JsonChannel
 from ..host_check import Need, versions_here
 from .agent_handle import AdoptedAgent, AgentHandle
 from .agent_rules import end_grace_s
-from .agent_server import AgentServer
 from .elastic_job import ElasticJob, Inheritance
 from .roster import Heard, Lost, Roster
-from .succession import agents_key
+from .switchboard import Switchboard
 
 
 class AgentCrew:
@@ -35,9 +31,7 @@ class AgentCrew:
             pump: shows what an agent writes to "stdout" or "stderr".
         """
         self._job, self._own, self._pump = job, inheritance, pump
-        self._events = selectors.DefaultSelector()
-        key = agents_key(inheritance.secret, inheritance.name)
-        self._server = AgentServer(inheritance.listeners, key=key, events=self._events)
+        self._board: Switchboard[AgentHandle | AdoptedAgent] = Switchboard(inheritance)
         self._roster: Roster[AgentHandle | AdoptedAgent] = Roster(
             expected=inheritance.agents,
             numbers=inheritance.numbers,
@@ -48,10 +42,6 @@ class AgentCrew:
             now_s=time.monotonic(),
         )
         self._leaving: list[AgentHandle | AdoptedAgent] = []
-        self._woken, self._waker = socket.socketpair()
-        for end in (self._woken, self._waker):
-            end.setblocking(False)
-        self._events.register(self._woken, selectors.EVENT_READ)
 
     @property
     def hosts(self) -> list[str]:
@@ -69,8 +59,7 @@ class AgentCrew:
 
     def wake(self) -> None:
         """From any thread: `look` returns."""
-        with contextlib.suppress(OSError):
-            self._waker.send(b"x")
+        self._board.wake()
 
     def start(self, host: str) -> None:
         """Starts the agent of a host; it is heard once it is up.
@@ -78,7 +67,7 @@ class AgentCrew:
         Raises:
             OSError: its command cannot be run.
         """
-        job, number, places = self._job, self._roster.next_number(), self._server.places
+        job, number, places = self._job, self._roster.next_number(), self._board.places
         is_child = job.agents.is_child(host)
         need = Need(
             folder=os.getcwd(),
@@ -122,16 +111,8 @@ class AgentCrew:
 
     def look(self, timeout_s: float) -> Iterator[Heard | Lost]:
         """Waits for something to happen, at most so long, and says what."""
-        for chosen, _ in self._events.select(timeout_s):
-            if chosen.fileobj is self._woken:
-                with contextlib.suppress(BlockingIOError):
-                    self._woken.recv(4096)
-            elif chosen.data is self._server:
-                if (found := self._server.advance(chosen.fd)) is not None:
-                    self._welcome(*found)
-            else:
-                yield from self._hear(chosen.data)
-        self._server.drop_late()
+        for agent in self._board.look(timeout_s, self._welcome):
+            yield from self._hear(agent)
         yield from self._roster.tick(time.monotonic())
 
     def close(self, number: int | None = None) -> None:
@@ -149,10 +130,7 @@ class AgentCrew:
         deadline_s = time.monotonic() + grace_s + 2.0
         for agent in (*self._roster.agents.values(), *self._leaving):
             agent.wait(deadline_s - time.monotonic())
-        self._server.close()
-        self._events.close()
-        for end in (self._woken, self._waker):
-            end.close()
+        self._board.close()
 
     def _welcome(self, number: int, channel: JsonChannel) -> None:
         """An agent has proved itself."""
@@ -163,7 +141,7 @@ class AgentCrew:
             channel.close()
             return
         agent.channel, agent.heard_s = channel, time.monotonic()
-        self._events.register(channel, selectors.EVENT_READ, agent)
+        self._board.connect(channel, agent)
 
     def _hear(self, agent: AgentHandle | AdoptedAgent) -> Iterator[Heard | Lost]:
         if agent.channel is None or agent.channel.fileno() < 0:
@@ -182,12 +160,10 @@ class AgentCrew:
     def _forget(self, agent: AgentHandle | AdoptedAgent) -> None:
         """It is given up."""
         if agent.channel is not None:
-            with contextlib.suppress(KeyError, ValueError):
-                self._events.unregister(agent.channel)
+            self._board.disconnect(agent.channel)
         self._leaving.append(agent)
 
     def _watch(self, agent: AgentHandle | AdoptedAgent) -> None:
         """Asks the selector for what is needed of that agent just now."""
-        if agent.channel is not None and self._events.get_map().get(agent.channel) is not None:
-            wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if agent.channel.has_unsent else 0)
-            self._events.modify(agent.channel, wanted, agent)
+        if agent.channel is not None:
+            self._board.watch(agent.channel, agent)
