@@ -7,8 +7,7 @@ FLAT = {**OVER_MESH, "SIRTAKI_TRANSPORT": "gloo", "SIRTAKI_STREAMS": "3"}
 NODES = {**OVER_MESH, "SIRTAKI_LOCAL_SIZE": "2"}
 
 
-@on_ranks(
-    "torch_backend",
+JOBS = (
     Job(2, env=OVER_MESH),
     slow(Job(1, env=OVER_MESH)),
     slow(Job(3, env=OVER_MESH)),
@@ -16,5 +15,13 @@ NODES = {**OVER_MESH, "SIRTAKI_LOCAL_SIZE": "2"}
     slow(Job(3, "gloo", env=FLAT)),
     slow(Job(4, "nodes", env=NODES)),
 )
+
+
+@on_ranks("torch_backend", *JOBS)
 def test_the_backend_gives_what_one_process_gives(play: Play, rank_case: RankCase) -> None:
+    play(rank_case)
+
+
+@on_ranks("torch_backend_training", *JOBS)
+def test_what_trains_over_the_backend_trains_as_one_process(play: Play, rank_case: RankCase) -> None:
     play(rank_case)
