@@ -64,6 +64,9 @@ class Settings:
         check_nan: name the rank, parameter and iteration that first bring a NaN or an infinity.
         timeline: file for a Chrome trace; "DYNAMIC" = none yet, but `start_timeline` may open one.
         timeline_mark_cycles: mark the negotiation rounds in the trace.
+        profile: folder into which a few iterations after the warm-up are recorded; rank 0's holds for all.
+        profile_iterations: how many.
+        profile_operators: record operators, too; off = gradients and units only, which costs less.
         log_level: level of the `sirtaki` logger, as in `logging`.
         log_time: log lines begin with the time.
         dynamic_process_sets: process sets may be added and removed after `init()`.
@@ -99,6 +102,9 @@ class Settings:
     check_nan: bool = False
     timeline: str | None = None
     timeline_mark_cycles: bool = False
+    profile: str | None = None
+    profile_iterations: int = 10
+    profile_operators: bool = True
     log_level: int = logging.INFO
     log_time: bool = True
     dynamic_process_sets: bool = False
@@ -298,6 +304,9 @@ VARIABLES: tuple[Variable, ...] = (
     _variable("HOROVOD_TIMELINE", "timeline", _TEXT),
     _variable("SIRTAKI_TIMELINE", "timeline", _TEXT),
     _variable("HOROVOD_TIMELINE_MARK_CYCLES", "timeline_mark_cycles", _FLAG),
+    _variable("SIRTAKI_PROFILE", "profile", _TEXT),
+    _variable("SIRTAKI_PROFILE_ITERATIONS", "profile_iterations", _COUNT),
+    _variable("SIRTAKI_PROFILE_OPERATORS", "profile_operators", _FLAG),
     _variable("HOROVOD_LOG_LEVEL", "log_level", {"parse": _one_of(_LEVELS), "accepts": ", ".join(_LEVELS)}),
     _variable("SIRTAKI_LOG_LEVEL", "log_level", {"parse": _one_of(_LEVELS), "accepts": ", ".join(_LEVELS)}),
     _variable("HOROVOD_LOG_HIDE_TIME", "log_time", _NOT_FLAG),
@@ -320,6 +329,12 @@ WITHOUT_EFFECT: Mapping[str, str] = {
     "HOROVOD_CONTROLLER": "use SIRTAKI_CONTROL",
     "HOROVOD_MPI_THREADS_DISABLE": "the thread level is what the MPI library offers",
 }
+
+
+def variables_set() -> dict[str, str]:
+    """Those of our variables that are set, as they are, but for what only the job's own processes may know."""
+    names = (variable.name for variable in VARIABLES if variable.field != "secret")
+    return {name: os.environ[name] for name in names if os.environ.get(name, "").strip()}
 
 
 def _refuse_unknown(present: Mapping[str, str]) -> None:

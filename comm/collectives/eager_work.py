@@ -1,4 +1,4 @@
-"""An eager operation under way, and what the timeline is told of it."""
+"""An eager operation under way, and what the timeline and the recorder are told of it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from sirtaki.comm import timeline
+from sirtaki.comm.recorder import Recorder, TracedOperation
 from sirtaki.comm.transports.mpi import ThreadWork
 
 from .requests import Signature
@@ -48,3 +49,21 @@ def trace_operations(
     trace.span("eager", signatures[0].kind.value, begin_s, end_s, names=names)
     for signature in signatures:
         trace.span("eager", signature.name, begin_s, end_s)
+
+
+def record_operations(recorder: Recorder, works: Sequence[EagerWork | None], agreed_s: float) -> None:
+    """Tells the recorder of this rank's operations among those that have been performed together."""
+    done_s = time.perf_counter()
+    ages_s = time.monotonic() - done_s  # of one clock against the other
+    for work in works:
+        if work is not None:
+            recorder.operation(
+                TracedOperation(
+                    name=work.signature.name,
+                    kind=work.signature.kind.value,
+                    submitted_s=work.submitted_s - ages_s,
+                    agreed_s=agreed_s,
+                    done_s=done_s,
+                    n_bytes=sum(tensor.numel() * tensor.element_size() for tensor in work.tensors),
+                )
+            )

@@ -8,14 +8,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sirtaki.comm import timeline
+from sirtaki.comm import recorder, timeline
 from sirtaki.comm.control.communicator import Communicator, Op
 from sirtaki.comm.control.failure import FailureBoard, poll_until
 from sirtaki.comm.control.plane import gather
 from sirtaki.comm.transports.mpi import ThreadWork
 from sirtaki.errors import CommError
 
-from .eager_work import EagerWork, trace_operations
+from .eager_work import EagerWork, record_operations, trace_operations
 from .name_slots import CAPACITY, NameSlots
 from .operations import Ranks, perform, zeros_for
 from .pending import Pending, Snapshot
@@ -175,6 +175,8 @@ class Rounds:
             error = CommError(f"{signatures[0].kind.value.lower()} {names} failed: {err!r}")
         if (trace := timeline.active()) is not None:
             trace_operations(trace, signatures, works, begin_s)
+        if (recording := recorder.active()) is not None:
+            record_operations(recording, works, begin_s)
         self.concluded += len(signatures)
         mine = [work for work in works if work is not None]
         self._pending.remove(mine)

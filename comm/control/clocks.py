@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,6 +17,13 @@ from .failure import poll_until
 from .plane import ControlPlane
 
 QUESTIONS = 16
+
+
+class ClockOffset(NamedTuple):
+    """What must be added to this rank's clock to get rank 0's, and the quickest round trip that showed it."""
+
+    offset_s: float
+    round_trip_s: float
 
 
 def offset_from(answers: Sequence[tuple[float, float, float]]) -> float:
@@ -30,8 +38,8 @@ def offset_from(answers: Sequence[tuple[float, float, float]]) -> float:
     return 0.0 if abs(offset_s) <= (received_s - asked_s) / 2 else offset_s
 
 
-def align_clocks(control: ControlPlane, *, now_s: Callable[[], float] = time.perf_counter) -> float:
-    """Collective: what must be added to this rank's clock to get rank 0's, which begins at zero here.
+def compare_clocks(control: ControlPlane, *, now_s: Callable[[], float] = time.perf_counter) -> ClockOffset:
+    """Collective: how far this rank's clock is from rank 0's.
 
     Args:
         control: the ranks.
@@ -51,5 +59,14 @@ def align_clocks(control: ControlPlane, *, now_s: Callable[[], float] = time.per
                 wait(comm.send(question, 0))
                 wait(comm.receive(answer, 0))
                 answers.append((asked_s, float(answer[0]), now_s()))
-    origin_s: float = control.broadcast(now_s() if control.rank == 0 else None)
-    return (offset_from(answers) if answers else 0.0) - origin_s
+    if not answers:
+        return ClockOffset(0.0, 0.0)
+    quickest_s = min(received_s - asked_s for asked_s, _, received_s in answers)
+    return ClockOffset(offset_from(answers), quickest_s)
+
+
+def align_clocks(control: ControlPlane) -> float:
+    """Collective: what must be added to this rank's clock to get rank 0's, which begins at zero here."""
+    offset_s = compare_clocks(control).offset_s
+    origin_s: float = control.broadcast(time.perf_counter() if control.rank == 0 else None)
+    return offset_s - origin_s

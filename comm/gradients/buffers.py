@@ -168,6 +168,16 @@ class GradientBuffers:
         self.outdated = False
 
     @property
+    def layout_places(self) -> list[tuple[int, int]]:
+        """Of each parameter: the number of its layout, and its place there."""
+        places = {
+            index: (number, place)
+            for number, group in enumerate(self.groups)
+            for place, index in enumerate(group.indices)
+        }
+        return [places[index] for index in range(len(self._params))]
+
+    @property
     def layouts(self) -> tuple[GradientLayout, ...]:
         """One a dtype; the first has one element more, the control flags."""
         return tuple(group.layout for group in self.groups)

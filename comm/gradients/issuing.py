@@ -20,6 +20,7 @@ from sirtaki.comm.plan import CommPlan
 
 from .buffers import GradientBuffers
 from .iteration import Interrupted, Iteration
+from .iteration_trace import IterationTrace
 from .negotiation import ReadinessNegotiation
 from .planned_buffers import PlannedBuffers
 from .schedule import Schedule, ScheduledUnit
@@ -126,6 +127,24 @@ class OneAtATime:
         """See `Issuing`."""
         with self._lock:
             self._strategy.ready(index, gradient, version)
+
+
+class RecordedIssuing:
+    """Another strategy, where somebody wants to know when each gradient comes."""
+
+    def __init__(self, strategy: Issuing, trace: IterationTrace) -> None:
+        self._strategy, self._trace = strategy, trace
+        self.flush, self.wait = strategy.flush, strategy.wait
+
+    @property
+    def deferred(self) -> bool:
+        """See `Issuing`."""
+        return self._strategy.deferred
+
+    def ready(self, index: int, gradient: torch.Tensor, version: int) -> None:
+        """See `Issuing`."""
+        self._trace.came(index)
+        self._strategy.ready(index, gradient, version)
 
 
 class NegotiatedIssuing:
@@ -258,4 +277,6 @@ def issuing_of(
         )
     else:
         strategy = ScheduledIssuing(iteration, planned.schedule)
+    if iteration.trace is not None and iteration.trace.recorder is not None:
+        strategy = RecordedIssuing(strategy, iteration.trace)
     return OneAtATime(strategy) if several_devices else strategy

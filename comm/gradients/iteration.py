@@ -88,7 +88,7 @@ class Iteration:
                     start=unit.start,
                     stop=unit.stop,
                     stream=unit.stream,
-                    transport=unit.route[0],
+                    route=unit.route,
                     work=work,
                     issued=issued,
                 )

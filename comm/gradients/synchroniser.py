@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from sirtaki.comm import timeline
 from sirtaki.comm.layout import GradientLayout
 from sirtaki.comm.plan import CommPlan
 from sirtaki.comm.router import Router
@@ -114,6 +113,11 @@ class Synchroniser:
         """The current layouts, one a dtype; the first has one element more, the control flags."""
         return self._planned.buffers.layouts
 
+    @property
+    def plans(self) -> tuple[CommPlan, ...]:
+        """By which units are sent now, one a layout."""
+        return self._planned.plans
+
     def in_layout_order(self, values: Sequence[float]) -> list[float]:
         """Values by parameter index, as reports give them, in the order of the first layout, the flags left out."""
         return [values[index] for index in self._planned.buffers.groups[0].indices]
@@ -138,13 +142,12 @@ class Synchroniser:
         planned = self._planned
         planned.schedule.begin()
         planned.flags.write(Said(reprofile=self._order.asks, complete=True))
-        wanted = timeline.active()
         self._arrivals = Arrivals(self._params, planned.buffers)
         self._iteration = Iteration(
             self._arrivals,
             router=self._router,
             reduction=self._reduction,
-            trace=None if wanted is None else IterationTrace(wanted, self._device),
+            trace=IterationTrace.wanted(self._device, self, planned.buffers),
             ready_events=[None] * len(self._params) if self._order.active else [],
         )
         self._issuing = issuing_of(

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from sirtaki.comm import timeline
+from sirtaki.comm import recorder
 from sirtaki.comm.device import Device, Event
 from sirtaki.comm.plan import TransportKind
 from sirtaki.comm.transports.contract import NOTHING_TO_DO, FlatBuffer, ReduceOp, StreamSpec, Work
@@ -128,7 +128,7 @@ class NcclTransport:
         with ISSUING:
             work, left = self._issue_in_turn(unit, stream, op, scale)
         unit_work = NcclWork(work, self._device, unit, left, f"elements [{start}, {stop}) on stream {stream.number}")
-        if timeline.active() is not None:
+        if recorder.times_wanted():
             unit_work.note_end(self._lead(stream.number))
         return unit_work
 

@@ -16,7 +16,7 @@ import torch
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 from torch.distributed import ReduceOp as TorchOp
 
-from sirtaki.comm import timeline
+from sirtaki.comm import recorder
 from sirtaki.comm.control.failure import FailureBoard, unless_failed
 from sirtaki.comm.device import Event
 from sirtaki.comm.plan import TransportKind
@@ -168,7 +168,7 @@ class GlooTransport:
             return NOTHING_TO_DO
         work = self._groups[stream.number].allreduce([unit], TORCH_OPS[op])  # type: ignore[attr-defined]  # as above
         unit_work = _GlooWork(work, unit, scale, f"elements [{start}, {stop}) on stream {stream.number}")
-        if timeline.active() is not None:
+        if recorder.times_wanted():
             unit_work.note_end()
         return unit_work
 

@@ -117,6 +117,11 @@ class TuningCoordinator:
         self._told_s = -math.inf
 
     @property
+    def model(self) -> PlanningModel | None:
+        """What planners know; None where nothing was probed."""
+        return self._searchers.model
+
+    @property
     def assignment(self) -> Assignment:
         """What to run now; for good where there is no session: the default, or what was kept before a re-tune."""
         if self._session is not None:

@@ -10,9 +10,10 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from sirtaki.comm import timeline
+from sirtaki.comm import recorder, timeline
 from sirtaki.comm.collectives.engine import EagerEngine
 from sirtaki.comm.collectives.rank_sets import RankSets
 from sirtaki.comm.control.clocks import align_clocks
@@ -77,7 +78,14 @@ class Job:
         self.observed: Observed | None = None
         # What other ranks may fail comes before what would have to be ended then.
         self.control = ControlPlane(comm, local_size=settings.local_size, interface=settings.gloo_interface)
-        self.job: str = self.control.broadcast(f"{time.time_ns()}.{os.getpid()}")
+        recorded = os.path.abspath(settings.profile) if settings.profile else None
+        told = (f"{time.time_ns()}.{os.getpid()}", recorded, settings.profile_iterations, settings.profile_operators)
+        self.job: str
+        self.job, profile, iterations, operators = self.control.broadcast(told)
+        # A rank that does not record while others do would not come to where they meet for it.
+        self.settings = settings = replace(
+            settings, profile=profile, profile_iterations=iterations, profile_operators=operators
+        )
         self.clock_offset_s = align_clocks(self.control) if settings.timeline is not None else None
         _start_logging(settings, self.control.rank)
         self.courier = Courier(self.control.duplicate())
@@ -163,6 +171,7 @@ class Job:
         """Keeps what the warm-up has found so far, and says where this rank is, in words."""
         where = self.watchdog.progress()
         timeline.stop()
+        recorder.end()
         for participant in self.participants:
             participant.remember()
         return where
@@ -187,6 +196,7 @@ class Job:
             participant.close("by shutdown()")
         self.disposal.stop()
         timeline.stop()
+        recorder.end()
         if everybody:
             self.rank_sets.close()
             self.watchdog.close()
@@ -229,6 +239,7 @@ class Job:
             self.elastic.tuning.going_on = False
         self.disposal.stop()
         timeline.stop()
+        recorder.end()
         self.rank_sets.close()
         self.watchdog.close()
         self.control.abandon()

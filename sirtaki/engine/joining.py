@@ -58,6 +58,11 @@ class Joining:
 
     # ── a rank that trains ───────────────────────────────────────────────────────────────────────────────────────
 
+    @property
+    def somebody(self) -> bool:
+        """A rank has joined; the others all know it once an iteration has ended in which that one took part."""
+        return any(number >= self._round for number in self._joined.values())
+
     def begins(self, participant: Participant, stage: Stage) -> None:
         """This rank takes part in an iteration of this optimizer; those that have joined are told.
 

@@ -20,6 +20,7 @@ import torch
 from sirtaki.autotune.arms.base import Arm
 from sirtaki.autotune.knobs import Knobs
 from sirtaki.autotune.meta.assignment import Assignment, Purpose
+from sirtaki.autotune.model.planning import PlanningModel
 from sirtaki.comm.gradients.buffers import Reduction
 from sirtaki.comm.gradients.iteration_report import IterationReport
 from sirtaki.comm.gradients.pace import Pace
@@ -150,6 +151,11 @@ class TunedSynchroniser:
     def tuning(self) -> bool:
         """The warm-up is not over."""
         return self._tuning
+
+    @property
+    def model(self) -> PlanningModel | None:
+        """What planners know; on rank 0, None elsewhere and where nothing was probed."""
+        return None if self._coordinator is None else self._coordinator.model
 
     @property
     def on_streams(self) -> bool:

@@ -22,6 +22,7 @@ from sirtaki.settings import TIMELINE_DYNAMIC, Settings
 from . import handles, lasting_optimizers
 from . import process_sets as process_sets_
 from .process_sets import ProcessSet, open_static
+from .recording import record_if_wanted
 from .timeline import start_timeline
 
 if TYPE_CHECKING:
@@ -76,6 +77,7 @@ def init(comm: Sequence[int] | MPI.Comm | None = None, process_sets: Sequence[Pr
     except SirtakiError:  # on all ranks
         shutdown()
         raise
+    record_if_wanted()
     settings = job.current().settings
     if settings.timeline not in (None, TIMELINE_DYNAMIC):
         try:

@@ -17,6 +17,8 @@ from sirtaki.engine.ddp_gradients import AtRest, DdpGradients, Outputs
 from sirtaki.engine.reducer_options import ReducerOptions
 from sirtaki.errors import ConfigError
 
+from .recording import record_if_wanted
+
 
 def attach(model: DistributedDataParallel, *, arms: Sequence[Arm] | None = None) -> None:
     """Collective, before the first backward pass: from now on Sirtaki averages the gradients of `model`.
@@ -43,6 +45,7 @@ def attach(model: DistributedDataParallel, *, arms: Sequence[Arm] | None = None)
         raise ConfigError("attach() takes a model whose process group has all ranks in it")
     if not job.is_initialized():
         job.init(beside=group)
+        record_if_wanted()
     current = job.current()
     if current.elastic is not None:
         raise ConfigError(

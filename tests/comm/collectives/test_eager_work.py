@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sirtaki.comm.collectives import eager_work
-from sirtaki.comm.collectives.eager_work import EagerWork, trace_operations
+from sirtaki.comm.collectives.eager_work import EagerWork, record_operations, trace_operations
 from sirtaki.comm.collectives.requests import Kind, Signature
 from sirtaki.errors import CommError
 
@@ -96,3 +96,16 @@ def test_a_rank_that_has_joined_negotiated_nothing() -> None:
     trace_operations(trace, [mine.signature, others], [mine, None], 0.0)  # type: ignore[arg-type]
     assert [arguments["operation"] for _, _, _, arguments in trace.overlaps] == ["a"]
     assert len(trace.spans) == 3
+
+
+def test_a_recorder_hears_of_this_ranks_operations_and_of_their_moments_on_one_clock() -> None:
+    heard: list[Any] = []
+    mine = work("a")
+    mine.submitted_s = time.monotonic() - 5.0
+    agreed_s = time.perf_counter()
+    record_operations(SimpleNamespace(operation=heard.append), [mine, None], agreed_s)  # type: ignore[arg-type]
+    (told,) = heard
+    assert (told.name, told.kind, told.agreed_s) == ("a", "ALLREDUCE", agreed_s)
+    assert agreed_s - told.submitted_s == pytest.approx(5.0, abs=1.0)
+    assert agreed_s <= told.done_s <= time.perf_counter()
+    assert told.n_bytes == sum(tensor.numel() * tensor.element_size() for tensor in mine.tensors)

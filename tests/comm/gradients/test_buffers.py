@@ -146,3 +146,8 @@ def test_a_parameter_of_another_type_now_keeps_its_gradient_and_asks_for_new_buf
     arrivals.hand_out()
     assert params[1].grad.dtype is torch.float64
     assert params[1].grad.tolist() == [7, 7, 7]
+
+
+def test_the_place_of_a_gradient_is_told_by_layout() -> None:
+    params = [*parameters((3,)), *parameters((2,), dtype=torch.float64), *parameters((4,))]
+    assert make_buffers(params, [2, 1, 0]).layout_places == [(0, 1), (1, 0), (0, 0)]

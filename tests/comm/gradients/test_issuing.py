@@ -3,6 +3,7 @@
 import random
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from sirtaki.comm.gradients.issuing import (
     Issuing,
     NegotiatedIssuing,
     OneAtATime,
+    RecordedIssuing,
     ScheduledIssuing,
     StreamIssuing,
     issuing_of,
@@ -365,3 +367,20 @@ def test_the_strategy_follows_from_the_iteration(negotiates: bool, profiling: bo
     several = issuing_of(made.iteration, made.planned, negotiation, profiling=profiling, several_devices=True)
     assert type(several) is OneAtATime
     assert type(several._strategy) is kind
+
+
+def test_where_somebody_records_it_is_noted_when_each_gradient_comes() -> None:
+    made = Made(3, 4)
+    came: list[int] = []
+    trace: Any = SimpleNamespace(recorder=object(), came=came.append)
+    made.iteration.trace = trace
+    found = issuing_of(made.iteration, made.planned, None, profiling=False, several_devices=False)
+    assert isinstance(found, RecordedIssuing)
+    assert found.deferred is False
+    made.iteration.trace = None  # units are not what this is about
+    for index in (1, 0):
+        gradient = made.params[index].grad
+        assert gradient is not None
+        found.ready(index, gradient, gradient._version)
+    assert came == [1, 0]
+    assert made.iteration.arrivals.indices == [1, 0]

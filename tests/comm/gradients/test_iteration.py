@@ -102,7 +102,7 @@ def test_a_trace_hears_of_copies_that_copied_something_and_of_every_unit() -> No
     made.iteration.issue(unit)
     (issued,) = made.trace.units
     assert (issued.start, issued.stop, issued.stream) == (2, 4, 0)
-    assert issued.transport is unit.route[0]
+    assert issued.route == unit.route
     assert issued.work is made.iteration.works[0]
     assert end <= issued.issued
 

@@ -10,7 +10,7 @@ from sirtaki.comm.gradients import iteration_trace
 from sirtaki.comm.gradients.in_flight import IterationEvents
 from sirtaki.comm.gradients.iteration_trace import IssuedUnit, IterationTrace
 from sirtaki.comm.layout import GradientLayout
-from sirtaki.comm.plan import TransportKind
+from sirtaki.comm.plan import Algorithm, TransportKind
 
 LAYOUT = GradientLayout(sizes=(10, 20, 30), names=("a", "b", "c"), itemsize_bytes=2)
 END_S = 100.0
@@ -61,7 +61,7 @@ def unit(issued: float, begun: float | None, done: float | None, *, stream: int 
         start=start,
         stop=start + 5,
         stream=stream,
-        transport=TransportKind.GLOO,
+        route=(TransportKind.GLOO, Algorithm.FLAT),
         work=work,
         issued=issued,
     )

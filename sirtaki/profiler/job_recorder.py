@@ -1,0 +1,276 @@
+"""Records a job from within one of its ranks: when it begins, what it keeps, when it ends.
+
+It begins when the warm-up is over, which all ranks know at the same step; there they meet, tell each other where they
+run, and compare clocks. One iteration more is left to warm up torch.profiler. A step ends when an optimizer has
+updated parameters whose gradients all ranks have reduced; that it has is told by PyTorch's own hooks on optimizers.
+"""
+
+from __future__ import annotations
+
+import logging
+import platform
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import Enum, auto
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+import sirtaki
+from sirtaki.comm import recorder
+from sirtaki.comm.control.clocks import ClockOffset, compare_clocks
+from sirtaki.comm.recorder import TracedIteration, TracedOperation
+from sirtaki.engine.gradient_reducer import GradientReducer
+from sirtaki.engine.job import Job, current, is_initialized
+from sirtaki.engine.warmup import TunedSynchroniser
+from sirtaki.errors import RecordingError
+from sirtaki.settings import variables_set
+
+from . import folder as folders
+from .kineto import Kineto
+from .operators import StepOperators, operators_of
+from .own_recording import Draft, Reducer, all_buffers, buffer_number, model_digest, recorded
+from .placement import own_placement
+from .recording import Buffer, Detail, JobRecord, Placement, RankRecording
+
+logger = logging.getLogger(__name__)
+
+
+class Stage(Enum):
+    """How far it is."""
+
+    WAITING = auto()  # for the end of the warm-up
+    STARTING = auto()  # the iteration that is not kept
+    RECORDING = auto()
+    ENDED = auto()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What is to be recorded.
+
+    Attributes:
+        folder: where to.
+        n_iterations: how many.
+        operators: torch.profiler is used.
+    """
+
+    folder: Path
+    n_iterations: int = 10
+    operators: bool = True
+
+
+class JobRecorder:
+    """One recording of this rank; `recorder.Recorder` while it lasts.
+
+    Attributes:
+        stage: how far it is.
+    """
+
+    def __init__(self, wanted: Wanted) -> None:
+        """Waits for its time from now on."""
+        self._wanted, self.stage = wanted, Stage.WAITING
+        self._update_begin_s: float | None = None
+        self._finished = -1
+        self._draft = Draft(0.0)
+        self._drafts: list[Draft] = []
+        self._kineto: Kineto | None = None
+        self._job: JobRecord | None = None
+        self._rank, self._host_leads, self._clock = 0, False, ClockOffset(0.0, 0.0)
+        self._ending = threading.Lock()
+        self._hooks = [
+            register_optimizer_step_pre_hook(self._before_update),
+            register_optimizer_step_post_hook(self._after_update),
+        ]
+
+    # ── steps ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _before_update(self, *_: Any) -> None:  # Any: torch's hook
+        self._update_begin_s = time.perf_counter()
+
+    def _after_update(self, *_: Any) -> None:  # Any: torch's hook
+        now_s = time.perf_counter()
+        if self.stage is Stage.ENDED or not is_initialized():
+            return
+        if self._update_begin_s is not None:
+            reduced_s = max((traced.end_s for _, traced in self._draft.traced), default=0.0)
+            self._draft.updates.append((max(self._update_begin_s, reduced_s), now_s))
+            self._update_begin_s = None
+        leader = _leader(current())
+        if leader is None or leader.synchroniser.iteration == self._finished:
+            return
+        self._finished = leader.synchroniser.iteration
+        self._end_step(now_s, leader)
+
+    def _end_step(self, now_s: float, leader: TunedSynchroniser) -> None:
+        if self.stage is Stage.WAITING:
+            job = current()
+            if not (_is_tuning(job) or leader.synchroniser.profiling or job.joining.somebody):  # as on all ranks
+                self._begin(job)
+        elif self.stage is Stage.STARTING:
+            self.stage = Stage.RECORDING
+            self._next_draft()
+        elif self.stage is Stage.RECORDING:
+            self._draft.number, self._draft.end_s = self._finished - 1, now_s
+            self._drafts.append(self._draft)
+            if len(self._drafts) >= self._wanted.n_iterations:
+                self.end()
+            else:
+                self._next_draft()
+
+    def _next_draft(self) -> None:
+        if self._kineto is not None:
+            self._kineto.mark()
+        self._draft = Draft(time.perf_counter())
+
+    # ── what is told meanwhile ───────────────────────────────────────────────────────────────────────────────────
+
+    def iteration(self, traced: TracedIteration) -> None:
+        """See `Recorder`."""
+        reducer = next((key for key, tuned in _tuned(current()) if tuned.synchroniser is traced.source), None)
+        if reducer is not None:
+            self._draft.traced.append((reducer, traced))
+
+    def operation(self, traced: TracedOperation) -> None:
+        """See `Recorder`."""
+        self._draft.operations.append(traced)
+
+    # ── begin and end ────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _begin(self, job: Job) -> None:
+        """Collective."""
+        control = job.control
+        self._rank, self._host_leads = control.rank, control.hosts[control.rank] == control.rank
+        if self._host_leads:
+            with suppress(OSError):  # which is told at the end
+                self._wanted.folder.mkdir(parents=True, exist_ok=True)
+                folders.clear(self._wanted.folder)
+        told: list[tuple[Placement, list[Buffer]]] = control.all_gather((own_placement(control), _buffers(job)))
+        self._clock = compare_clocks(control)
+        model = next((tuned.model for _, tuned in _tuned(job) if tuned.model is not None), None)
+        self._job = JobRecord(
+            job=job.job,
+            n_iterations=self._wanted.n_iterations,
+            placement=tuple(place for place, _ in told),
+            buffers=all_buffers([buffers for _, buffers in told]),
+            links=control.broadcast({} if model is None else dict(model.links)),
+            contention=control.broadcast(None if model is None else model.contention),
+            settings=variables_set(),
+            versions={
+                "sirtaki": sirtaki.__version__,
+                "torch": str(torch.__version__),
+                "python": platform.python_version(),
+            },
+        )
+        if self._wanted.operators:
+            try:
+                self._kineto = Kineto()
+            except RecordingError as err:
+                logger.warning("%s", err)
+        recorder.start(self)
+        self.stage = Stage.STARTING
+        if self._rank == 0:
+            logger.info("recording %d iterations in %s", self._wanted.n_iterations, self._wanted.folder)
+
+    def end(self) -> None:
+        """Writes what there is; any thread, and more than once perhaps."""
+        with self._ending:
+            stage, self.stage = self.stage, Stage.ENDED
+            if stage is Stage.ENDED:
+                return
+            recorder.stop()
+            for hook in self._hooks:
+                hook.remove()
+            if stage is Stage.WAITING:
+                logger.warning("nothing was recorded: the job has ended before its warm-up")
+            else:
+                self._write()
+
+    def _write(self) -> None:
+        assert self._job is not None
+        operators, lanes, error_s = self._operators()
+        recording = RankRecording(
+            rank=self._rank,
+            job=self._job.job,
+            model=model_digest(self._job.buffers),
+            detail=Detail.UNITS if operators is None else Detail.OPERATORS,
+            offset_s=self._clock.offset_s,
+            round_trip_s=self._clock.round_trip_s,
+            clock_error_s=error_s,
+            lanes=lanes,
+            complete=len(self._drafts) >= self._wanted.n_iterations,
+            iterations=tuple(
+                recorded(draft, None if operators is None else operators[number])
+                for number, draft in enumerate(self._drafts)
+            ),
+        )
+        try:
+            folders.write_rank(self._wanted.folder, recording)
+            if self._host_leads:
+                folders.write_job(self._wanted.folder, self._job)
+        except OSError as err:
+            logger.warning("what was recorded cannot be written: %s", err)
+            return
+        if self._rank == 0:
+            logger.info(
+                "%d iterations are recorded in %s: sirtaki profile --show %s",
+                len(self._drafts),
+                self._wanted.folder,
+                self._wanted.folder,
+            )
+
+    def _operators(self) -> tuple[list[StepOperators] | None, tuple[str, ...], float]:
+        """Of each draft, if they were recorded: with the names of lanes, and how far off their times may be."""
+        if self._kineto is None or not self._kineto.here:
+            return None, (), 0.0
+        try:
+            seen = self._kineto.stop()
+        except RecordingError as err:
+            logger.warning("%s; no operators are recorded", err)
+            return None, (), 0.0
+        found, lanes = operators_of(seen, [draft.step for draft in self._drafts])
+        return found, lanes, seen.clock.error_s
+
+
+def _tuned(job: Job) -> Sequence[tuple[Reducer, TunedSynchroniser]]:
+    """What reduces gradients on this rank, each with its key."""
+    return [
+        (there.key, there.tuned)
+        for there in job.participants
+        if isinstance(there, GradientReducer) and there.tuned is not None
+    ]
+
+
+def _of_all_ranks(job: Job) -> list[TunedSynchroniser]:
+    return [tuned for (process_set, _), tuned in _tuned(job) if process_set == 0]
+
+
+def _leader(job: Job) -> TunedSynchroniser | None:
+    """The one whose iterations are counted; the same on all ranks. None: gradients are not reduced over all ranks."""
+    return next(iter(_of_all_ranks(job)), None)
+
+
+def _is_tuning(job: Job) -> bool:
+    return any(tuned.tuning for tuned in _of_all_ranks(job))
+
+
+def _buffers(job: Job) -> list[Buffer]:
+    """Those of this rank."""
+    keys = {there.key: there.ranks for there in job.participants}
+    return [
+        Buffer(
+            number=buffer_number(key, number),
+            reducer=key,
+            ranks=tuple(keys[key]),
+            layout=layout,
+            plan=plan,
+            knobs=tuned.knobs,
+        )
+        for key, tuned in _tuned(job)
+        for number, (layout, plan) in enumerate(zip(tuned.synchroniser.layouts, tuned.synchroniser.plans, strict=True))
+    ]

@@ -1,0 +1,86 @@
+from dataclasses import replace
+
+from fakes import recordings
+
+from sirtaki.comm.plan import Algorithm, TransportKind
+from sirtaki.comm.recorder import CopySpan, ReadyMoment, TracedIteration, TracedOperation, TracedUnit
+from sirtaki.profiler.own_recording import Draft, all_buffers, buffer_number, model_digest, recorded
+from sirtaki.profiler.recording import Phase
+
+ROUTE = (TransportKind.GLOO, Algorithm.FLAT)
+
+
+def traced(number: int = 3) -> TracedIteration:
+    unit = TracedUnit(
+        layout_number=1,
+        layout=recordings.LAYOUT,
+        start=0,
+        stop=100,
+        stream=2,
+        route=ROUTE,
+        issued_s=1.4,
+        began_s=None,
+        done_s=1.8,
+    )
+    return TracedIteration(
+        source=None,
+        number=number,
+        profiling=False,
+        first_ready_s=1.2,
+        backward_ended_s=1.5,
+        end_s=1.9,
+        ready=(ReadyMoment(1, 0, 1.3), ReadyMoment(0, 2, 1.2)),
+        copies=(CopySpan(1.35, 1.36, 2),),
+        units=(unit,),
+    )
+
+
+def draft() -> Draft:
+    made = Draft(1.0, traced=[((0, 2), traced())], updates=[(1.9, 2.0)], number=12, end_s=2.0)
+    made.operations.append(
+        TracedOperation(name="loss", kind="ALLREDUCE", submitted_s=1.95, agreed_s=1.96, done_s=1.97, n_bytes=4)
+    )
+    return made
+
+
+def test_a_step_without_operators_has_what_gradients_tell() -> None:
+    one = recorded(draft(), None)
+    assert (one.number, one.begin_s, one.end_s, one.profiling) == (12, 1.0, 2.0, False)
+    assert [(span.phase, span.begin_s, span.end_s) for span in one.spans] == [
+        (Phase.BACKWARD, 1.2, 1.5),
+        (Phase.UPDATE, 1.9, 2.0),
+    ]
+    assert abs(one.exposed_s - 0.4) < 1e-9
+    assert one.collectives[0].name == "loss"
+    assert one.copies[0].n_gradients == 2
+
+
+def test_units_and_gradients_name_their_buffer_among_all_of_the_job() -> None:
+    one = recorded(draft(), None)
+    assert one.units[0].unit.buffer == buffer_number((0, 2), 1)
+    assert one.units[0].unit.iteration == 3
+    assert [(ready.buffer, ready.index) for ready in one.ready] == [
+        (buffer_number((0, 2), 0), 2),
+        (buffer_number((0, 2), 1), 0),
+    ]
+
+
+def test_no_operator_is_where_gradients_are_copied_or_waited_for() -> None:
+    step = draft().step
+    assert step.cuts == ((1.35, 1.36), (1.5, 1.9))
+    assert step.updates == ((1.9, 2.0),)
+
+
+def test_numbers_of_buffers_are_different_and_the_first_one_is_zero() -> None:
+    numbers = [buffer_number((p, s), n) for p in range(3) for s in range(3) for n in range(3)]
+    assert numbers[0] == 0
+    assert len(set(numbers)) == 27
+
+
+def test_buffers_that_several_ranks_know_are_one() -> None:
+    (common,) = recordings.job().buffers
+    own = replace(common, number=buffer_number((1, 0), 0), reducer=(1, 0))
+    assert all_buffers([[common, own], [common]]) == (common, own)
+    assert model_digest([common, own]) == model_digest([common])  # of what all ranks train
+    other = replace(common, layout=common.layout.reordered([1, 0, 2]))
+    assert model_digest([common]) != model_digest([other])
