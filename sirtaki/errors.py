@@ -14,6 +14,7 @@ SirtakiError
 ├── RegistryError        (RuntimeError)  a store that cannot be read or written
 ├── LaunchError          (RuntimeError)  ranks could not be started
 ├── RecordingError       (RuntimeError)  a recording of a job that cannot be read or written
+├── ReplayError          (ValueError)    a recording or a question about it that cannot be replayed
 └── TranslationError     (ValueError)    a script that `sirtaki translate` does not understand
 """
 
@@ -76,6 +77,10 @@ class LaunchError(SirtakiError, RuntimeError):
 
 class RecordingError(SirtakiError, RuntimeError):
     """A recording of a job cannot be read or written; the message says what is there."""
+
+
+class ReplayError(SirtakiError, ValueError):
+    """A recording, or what is asked of it, cannot be replayed; the message says why."""
 
 
 class TranslationError(SirtakiError, ValueError):

@@ -18,6 +18,7 @@ COMMANDS = {
     "doctor": ("sirtaki.cli.doctor", "what is here, what of it can be used, and what is wrong"),
     "plan": ("sirtaki.cli.plan", "how a job whose log is here would scale on other clusters"),
     "registry": ("sirtaki.cli.registry", "what is remembered: list, show, compare, export, import, remove"),
+    "replay": ("sirtaki.cli.replay", "what a recorded job's step is made of, and how long it would take otherwise"),
     "report": ("sirtaki.cli.report", "what a job's tuning tried, gained and chose: in short, and as an HTML page"),
     "top": ("sirtaki.cli.top", "the jobs that run on this machine now, live"),
     "translate": (

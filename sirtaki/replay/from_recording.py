@@ -1,0 +1,163 @@
+"""The job model of a recording: what each rank did, with what others took of processors and link counted out."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sirtaki.link_model import LinkModel
+from sirtaki.profiler.recording import Placement
+
+from .barriers import Barrier
+from .graph import Activity, Server
+from .histories import Histories
+from .history import pieces
+from .job_model import Iteration, JobModel, Operation, Processors
+from .share_clock import ShareClock, Use
+
+LINK = "the link between hosts"
+
+
+def job_model(histories: Histories) -> JobModel:
+    """What the recorded iterations are made of."""
+    job, hosts = histories.recording.job, histories.hosts
+    processors = _processors([place for place in job.placement if place.rank in hosts])
+    across = [
+        one
+        for step in histories.steps
+        for one in step.barriers
+        if one.activity is Activity.UNIT and histories.crosses_hosts(one)
+    ]
+    link = _link(across, histories) if across else None
+    shares = _Shares(
+        histories=histories,
+        processors={rank: clock for group in processors for rank, clock in _shared(group, histories).items()},
+        link=None if link is None else ShareClock(link, [_link_use(one, histories) for one in across]),
+    )
+    notes = []
+    if across and not any(one.route in job.links for one in across):
+        notes.append(
+            "the link between hosts was not probed (the job was not tuned), so it is taken for one that a single unit "
+            "fills"
+        )
+    return JobModel(
+        ranks=histories.ranks,
+        hosts=hosts,
+        processors=processors,
+        buffers=job.buffers,
+        links=job.links,
+        link=link,
+        iterations=tuple(
+            Iteration(
+                programs={
+                    rank: pieces(mine, step.marks[rank], shares.processors[rank].between)
+                    for rank, mine in step.stretches.items()
+                },
+                operations=tuple(map(shares.operation, step.barriers)),
+            )
+            for step in histories.steps
+        ),
+        begin_s=histories.begin_s,
+        notes=tuple(notes),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Shares:
+    """What of the time between two moments a rank had of its processors, and a unit of the link."""
+
+    histories: Histories
+    processors: dict[int, ShareClock]
+    link: ShareClock | None
+
+    def operation(self, one: Barrier) -> Operation:
+        length_s = one.end_s - one.begin_s
+        fixed_s = link_s = host_s = processor_s = 0.0
+        if one.activity is not Activity.UNIT:
+            fixed_s = length_s
+        elif self.link is not None and self.histories.crosses_hosts(one):
+            fixed_s = _startup_s(one, self.histories)
+            link_s = self.link.between(one.begin_s + fixed_s, one.end_s)
+            known = _probed(one, self.histories)
+            host_s = min(known.host_s, length_s - fixed_s) if known is not None else 0.0
+        else:
+            processor_s = self.processors[one.ranks[0]].between(one.begin_s, one.end_s)
+        return Operation(
+            key=one.key,
+            activity=one.activity,
+            lane=one.lane,
+            ranks=one.ranks,
+            n_bytes=one.n_bytes,
+            name=one.name,
+            route=one.route,
+            fixed_s=fixed_s,
+            link_s=link_s,
+            host_s=host_s,
+            processor_s=processor_s,
+            lag_s=max(one.lags_s.values()),
+        )
+
+
+def _probed(one: Barrier, histories: Histories) -> LinkModel | None:
+    return None if one.route is None else histories.recording.job.links.get(one.route)
+
+
+def _startup_s(one: Barrier, histories: Histories) -> float:
+    known = _probed(one, histories)
+    return min(known.alpha_s, one.end_s - one.begin_s) if known is not None else 0.0
+
+
+def _link_use(one: Barrier, histories: Histories) -> Use:
+    return one.begin_s + _startup_s(one, histories), one.end_s, 1
+
+
+def _link(across: Sequence[Barrier], histories: Histories) -> Server:
+    """What units between hosts share."""
+    known = [probed for one in across if (probed := _probed(one, histories)) is not None]
+    return link_server(known[0]) if known else Server(name=LINK, totals=(1.0,), is_link=True)
+
+
+def link_server(link: LinkModel) -> Server:
+    """The link as it was probed: G(n) / G(1)."""
+    alone = link.throughput[0]
+    return Server(name=LINK, totals=tuple(rate / alone for rate in link.throughput), is_link=True)
+
+
+def _shared(group: Processors, histories: Histories) -> dict[int, ShareClock]:
+    """The clock of a machine's processors, for each of its ranks."""
+    uses: list[Use] = []
+    for step in histories.steps:
+        uses += [
+            (one.begin_s, one.end_s, group.threads)
+            for rank in group.ranks
+            for one in step.stretches[rank]
+            if one.computes
+        ]
+        uses += [
+            (one.begin_s, one.end_s, len(one.ranks))
+            for one in step.barriers
+            if one.activity is Activity.UNIT and one.ranks[0] in group.ranks and not histories.crosses_hosts(one)
+        ]
+    return dict.fromkeys(group.ranks, ShareClock(group.server, uses))
+
+
+def _processors(places: Sequence[Placement]) -> tuple[Processors, ...]:
+    """Of each machine: hosts with one clock are on one."""
+    machines: dict[str, list[Placement]] = defaultdict(list)
+    for place in places:
+        machines[place.clock].append(place)
+    groups = []
+    for mine in machines.values():
+        usable = float(len({number for place in mine for number in place.processors}) or mine[0].host_processors)
+        quotas = {place.host: place.quota for place in mine}
+        limits = [quota for quota in quotas.values() if quota is not None]
+        groups.append(
+            Processors(
+                name=f"the processors of {mine[0].host_name}",
+                capacity=min(usable, sum(limits)) if len(limits) == len(quotas) else usable,
+                ranks=tuple(place.rank for place in mine),
+                threads=max(1, min(place.threads for place in mine)),
+            )
+        )
+    return tuple(groups)

@@ -1,0 +1,109 @@
+"""Graphs for the replayer: made by hand, drawn, and played by brute force in small steps of time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hypothesis import strategies as st
+
+from sirtaki.profiler.recording import Phase
+from sirtaki.replay.graph import Activity, Edge, Graph, Node, Server, Work
+
+
+def node(lane: int, fixed_s: float = 0.0, *works: Work, name: str = "") -> Node:
+    return Node(
+        lane=lane,
+        activity=Activity.COMPUTE,
+        phase=Phase.OTHER,
+        rank=lane,
+        iteration=0,
+        name=name,
+        fixed_s=fixed_s,
+        works=works,
+    )
+
+
+def graph(nodes: Sequence[Node], edges: Sequence[Edge] = (), servers: Sequence[Server] = ()) -> Graph:
+    lanes = [f"lane {number}" for number in range(1 + max(one.lane for one in nodes))]
+    return Graph(nodes=nodes, edges=edges, lanes=lanes, servers=servers)
+
+
+def longest_path_s(one: Graph, *, alone: bool = True) -> float:
+    """What no order of events can beat: the longest chain of edges, every node with its servers to itself."""
+    end_s: list[float] = []
+    before: dict[int, list[tuple[int, float]]] = {}
+    for first, second, gap_s in one.edges:
+        before.setdefault(second, []).append((first, gap_s))
+    for place, each in enumerate(one.nodes):  # edges of drawn graphs lead forwards
+        ready_s = max((end_s[first] + gap_s for first, gap_s in before.get(place, [])), default=0.0)
+        end_s.append(ready_s + (each.alone_s if alone else each.fixed_s))
+    return max(end_s)
+
+
+def brute_force(one: Graph, dt_s: float) -> list[float]:
+    """When each node ends, in steps of `dt_s`; wrong by a few of them for each node on a path."""
+    count = len(one.nodes)
+    end_s = [-1.0] * count
+    left_fixed_s = [each.fixed_s for each in one.nodes]
+    left_work_s = [[work.seconds for work in each.works] for each in one.nodes]
+    ready: list[list[int]] = [[] for _ in one.lanes]
+    known: set[int] = set()
+    now_s = 0.0
+    while min(end_s) < 0:
+        for place in range(count):
+            if place in known:
+                continue
+            waits = [(first, gap_s) for first, second, gap_s in one.edges if second == place]
+            if all(end_s[first] >= 0 and end_s[first] + gap_s <= now_s + 1e-9 for first, gap_s in waits):
+                ready[one.nodes[place].lane].append(place)
+                known.add(place)
+        running = [queue[0] for queue in ready if queue]
+        jobs = [0] * len(one.servers)
+        for place in running:
+            if left_fixed_s[place] <= 1e-12:
+                for work, left_s in zip(one.nodes[place].works, left_work_s[place], strict=True):
+                    jobs[work.server] += work.jobs if left_s > 1e-12 else 0
+        now_s += dt_s
+        for place in running:
+            if left_fixed_s[place] > 1e-12:
+                left_fixed_s[place] -= dt_s
+            else:
+                left = left_work_s[place]
+                for index, work in enumerate(one.nodes[place].works):
+                    if left[index] > 1e-12:
+                        left[index] -= dt_s * one.servers[work.server].share(jobs[work.server])
+            if left_fixed_s[place] <= 1e-12 and max(left_work_s[place], default=0.0) <= 1e-12:
+                end_s[place] = now_s
+                ready[one.nodes[place].lane].pop(0)
+    return end_s
+
+
+@st.composite
+def drawn_graphs(draw: st.DrawFn, *, chained: bool = False, shared: bool = True) -> Graph:
+    """Up to twelve nodes on up to four lanes; edges lead forwards.
+
+    Args:
+        chained: each lane's nodes wait for each other, so their order is fixed.
+        shared: two servers take part.
+    """
+    durations = st.integers(0, 12).map(lambda count: count / 4)
+    servers = (Server(name="processors", totals=(1.0, 2.0)), Server(name="link", totals=(1.0, 1.5), is_link=True))
+    nodes: list[Node] = []
+    edges: list[Edge] = []
+    last: dict[int, int] = {}
+    for place in range(draw(st.integers(1, 12))):
+        lane = draw(st.integers(0, 3))
+        works = []
+        if shared:
+            works = [
+                Work(server=server, seconds=draw(durations), jobs=draw(st.integers(1, 2)))
+                for server in sorted(draw(st.sets(st.integers(0, 1))))
+            ]
+        nodes.append(node(lane, draw(durations), *works))
+        befores = sorted(draw(st.sets(st.integers(0, place - 1), max_size=2))) if place else []
+        edges += [(before, place, draw(durations)) for before in befores]
+        if chained and lane in last:
+            edges.append((last[lane], place, 0.0))
+        last[lane] = place
+    lanes = [f"lane {number}" for number in range(4)]
+    return Graph(nodes=nodes, edges=edges, lanes=lanes, servers=servers)

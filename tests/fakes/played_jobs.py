@@ -1,0 +1,265 @@
+"""Jobs made by hand, and recordings of what they do when they are replayed: what comes back must be the same."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from sirtaki.autotune.knobs import Knobs
+from sirtaki.comm.layout import GradientLayout
+from sirtaki.comm.plan import Algorithm, CommPlan, Route, TransportKind, Unit
+from sirtaki.link_model import LinkModel
+from sirtaki.profiler.recording import (
+    Buffer,
+    Copy,
+    Detail,
+    JobRecord,
+    Operator,
+    Phase,
+    PhaseSpan,
+    Placement,
+    RankRecording,
+    ReadyGradient,
+    RecordedIteration,
+    RecordedUnit,
+    Recording,
+    UnitId,
+)
+from sirtaki.replay.from_recording import link_server
+from sirtaki.replay.global_graph import global_graph
+from sirtaki.replay.graph import Activity
+from sirtaki.replay.job_model import Iteration, JobModel, Operation, Piece, Processors, Program
+from sirtaki.replay.replayer import replay
+
+GLOO: Route = (TransportKind.GLOO, Algorithm.FLAT)
+
+
+def plan_of(sizes: Sequence[int], cuts: Sequence[int], streams: int = 1) -> CommPlan:
+    """Units that end behind so many gradients, on the streams in turn."""
+    offsets = GradientLayout(sizes=tuple(sizes)).offsets
+    starts = (0, *cuts[:-1])
+    units = tuple(
+        Unit(start=offsets[start], stop=offsets[stop], stream=index % streams)
+        for index, (start, stop) in enumerate(zip(starts, cuts, strict=True))
+    )
+    return CommPlan(numel=offsets[-1], units=units, streams=streams, transport=TransportKind.GLOO)
+
+
+def made_job(
+    *,
+    durations_s: Mapping[int, Sequence[float]],
+    sizes: Sequence[int],
+    plan: CommPlan,
+    link: LinkModel | None = None,
+    seconds_per_byte: float = 0.0,
+    forward_s: Mapping[int, float] | None = None,
+    data_s: Mapping[int, float] | None = None,
+    update_s: float = 0.01,
+    copy_s: float = 0.001,
+    hosts: Mapping[int, int] | None = None,
+    capacity: float = 64.0,
+    iterations: int = 1,
+) -> JobModel:
+    """Each rank loads data, goes forward, computes gradients one behind the other, and updates.
+
+    Args:
+        durations_s: of each rank's gradients.
+        sizes: of gradients, elements.
+        plan: that all ranks use.
+        link: between hosts; without one all ranks are on one host.
+        seconds_per_byte: of a processor, for units on one host.
+        forward_s, data_s, update_s, copy_s: of the other things in a step; a copy comes before each unit.
+        hosts: of each rank.
+        capacity: processors of each host.
+        iterations: all alike.
+    """
+    ranks = tuple(durations_s)
+    hosts = hosts or {rank: rank if link is not None else 0 for rank in ranks}
+    layout = GradientLayout(sizes=tuple(sizes), names=tuple(f"w{index}" for index in range(len(sizes))))
+    knobs = Knobs(unit_bytes=1, streams=plan.streams, transport=plan.transport)
+    buffer = Buffer(number=0, reducer=(0, 0), ranks=ranks, layout=layout, plan=plan, knobs=knobs)
+    operations = []
+    for unit in plan.units:
+        n_bytes = unit.numel * 4
+        operations.append(
+            Operation(
+                key=(0, unit.start, unit.stop),
+                activity=Activity.UNIT,
+                lane=f"gloo stream {unit.stream}",
+                ranks=ranks,
+                n_bytes=n_bytes,
+                name=layout.describe(unit.start, unit.stop),
+                route=GLOO,
+                fixed_s=link.alpha_s if link is not None else 0.0,
+                link_s=n_bytes * link.beta_s_per_byte if link is not None else 0.0,
+                host_s=link.host_s if link is not None else 0.0,
+                processor_s=0.0 if link is not None else n_bytes * seconds_per_byte,
+            )
+        )
+    programs = {
+        rank: _program(
+            durations_s[rank], layout, plan, (data_s or {}).get(rank, 0.0), (forward_s or {}).get(rank, 0.02), copy_s,
+            update_s,
+        )
+        for rank in ranks
+    }  # fmt: skip
+    groups: dict[int, list[int]] = defaultdict(list)
+    for rank in ranks:
+        groups[hosts[rank]].append(rank)
+    return JobModel(
+        ranks=ranks,
+        hosts=hosts,
+        processors=tuple(
+            Processors(name=f"the processors of host{host}", capacity=capacity, ranks=tuple(mine))
+            for host, mine in groups.items()
+        ),
+        buffers=(buffer,),
+        links={GLOO: link} if link is not None else {},
+        link=link_server(link) if link is not None else None,
+        iterations=(Iteration(programs=programs, operations=tuple(operations)),) * iterations,
+    )
+
+
+def _program(
+    durations_s: Sequence[float],
+    layout: GradientLayout,
+    plan: CommPlan,
+    data_s: float,
+    forward_s: float,
+    copy_s: float,
+    update_s: float,
+) -> Program:
+    found = [
+        Piece(activity=Activity.DATA, phase=Phase.DATA, name="next", seconds=data_s, computes=False),
+        Piece(activity=Activity.COMPUTE, phase=Phase.FORWARD, name="forward", seconds=forward_s),
+    ]
+    for index, seconds in enumerate(durations_s):
+        found.append(
+            Piece(
+                activity=Activity.COMPUTE,
+                phase=Phase.BACKWARD,
+                name=f"backward {index}",
+                seconds=seconds,
+                ready=((0, index),),
+            )
+        )
+        found += [
+            Piece(
+                activity=Activity.COPY,
+                phase=Phase.BACKWARD,
+                name="copy gradients",
+                seconds=copy_s,
+                issues=((0, unit.start, unit.stop),),
+            )
+            for unit in plan.units
+            if unit.stop == layout.offsets[index + 1]
+        ]
+    last = {unit.stream: (0, unit.start, unit.stop) for unit in plan.units}
+    waits = tuple((key, 0.0) for key in last.values())
+    return (
+        *found,
+        Piece(activity=Activity.COMPUTE, phase=Phase.BACKWARD, seconds=0.0, waits=waits),
+        Piece(activity=Activity.COMPUTE, phase=Phase.UPDATE, name="step", seconds=update_s),
+    )
+
+
+def record(
+    job: JobModel, *, offsets_s: Mapping[int, float] | None = None, detail: Detail = Detail.OPERATORS
+) -> Recording:
+    """What the profiler would have seen of it; rank r's clock shows `offsets_s[r]` less than the job's."""
+    offsets_s = offsets_s or {}
+    played = replay(global_graph(job))
+    nodes, numbers = played.graph.nodes, list(range(len(job.iterations)))
+    units = {
+        (node.iteration, node.name): (played.start_s[place], played.end_s[place])
+        for place, node in enumerate(nodes)
+        if node.rank < 0
+    }
+    (buffer,) = job.buffers
+    ranks = {}
+    for rank in job.ranks:
+        mine = [place for place, node in enumerate(nodes) if node.rank == rank]
+        shift = offsets_s.get(rank, 0.0)
+        now_s = played.end_s[mine[0]]
+        position, iterations = 1, []
+        for number in numbers:
+            begin_s, operators, copies, ready, issued = now_s, [], [], [], []
+            spans: dict[Phase, list[float]] = {}
+            for piece in job.iterations[number].programs[rank]:
+                place = mine[position]
+                position += 1
+                start_s, end_s = played.start_s[place], played.end_s[place]
+                spans.setdefault(piece.phase, [now_s - shift, 0.0])[1] = end_s - shift
+                if piece.activity is Activity.COPY:
+                    copies.append(Copy(begin_s=start_s - shift, end_s=end_s - shift, n_gradients=1))
+                elif piece.name:
+                    operators.append(
+                        Operator(
+                            name=piece.name, lane=0, begin_s=start_s - shift, end_s=end_s - shift, phase=piece.phase
+                        )
+                    )
+                ready += [ReadyGradient(buffer=0, index=index, ready_s=end_s - shift) for _, index in piece.ready]
+                issued += [(key, end_s) for key in piece.issues]
+                now_s = end_s
+            recorded_units = []
+            for (_, start, stop), issue_s in issued:
+                unit = next(unit for unit in buffer.plan.units if unit.start == start)
+                name = buffer.layout.describe(start, stop)
+                done_s = units[number, name][1]
+                recorded_units.append(
+                    RecordedUnit(
+                        unit=UnitId(iteration=number, buffer=0, start=start, stop=stop, route=GLOO, stream=unit.stream),
+                        issue_s=issue_s - shift,
+                        begin_s=None,
+                        done_s=done_s - shift,
+                    )
+                )
+            iterations.append(
+                RecordedIteration(
+                    number=number,
+                    begin_s=begin_s - shift,
+                    end_s=now_s - shift,
+                    spans=tuple(
+                        PhaseSpan(phase=phase, begin_s=from_s, end_s=to_s) for phase, (from_s, to_s) in spans.items()
+                    ),
+                    operators=tuple(operators) if detail is Detail.OPERATORS else (),
+                    ready=tuple(ready),
+                    copies=tuple(copies),
+                    units=tuple(recorded_units),
+                )
+            )
+        ranks[rank] = RankRecording(
+            rank=rank,
+            job="made",
+            model="made",
+            detail=detail,
+            offset_s=shift,
+            round_trip_s=1e-4,
+            lanes=("main",),
+            iterations=tuple(iterations),
+        )
+    place_of = {rank: group for group in job.processors for rank in group.ranks}
+    placement = tuple(
+        Placement(
+            rank=rank,
+            host=job.hosts[rank],
+            node=job.hosts[rank],
+            host_name=place_of[rank].name.removeprefix("the processors of "),
+            clock=place_of[rank].name,
+            processors=tuple(range(int(place_of[rank].capacity))),
+            host_processors=int(place_of[rank].capacity),
+            quota=None,
+            threads=1,
+        )
+        for rank in job.ranks
+    )
+    record = JobRecord(
+        job="made", n_iterations=len(numbers), placement=placement, buffers=job.buffers, links=dict(job.links)
+    )
+    return Recording(job=record, ranks=ranks)
+
+
+def without(recording: Recording, rank: int) -> Recording:
+    """The same, of which one rank has left nothing."""
+    return replace(recording, ranks={number: one for number, one in recording.ranks.items() if number != rank})

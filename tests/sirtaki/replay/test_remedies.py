@@ -1,0 +1,56 @@
+"""What each single remedy brings."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from fakes.played_jobs import made_job, plan_of
+from fakes.replays import LINK, SIZES, on_one_host, over_a_link, times
+
+from sirtaki.comm.plan import TransportKind
+from sirtaki.errors import ReplayError
+from sirtaki.replay.remedies import best_knobs, knobs_of, remedies
+
+
+def test_remedies_are_for_what_is_there_the_best_first() -> None:
+    durations = (0.02, 0.01, 0.03, 0.02)
+    job = made_job(
+        durations_s={0: durations, 1: durations, 2: tuple(9 * seconds for seconds in durations)},
+        sizes=SIZES,
+        plan=plan_of(SIZES, (4,)),
+        link=LINK,
+        data_s=dict.fromkeys(range(3), 0.03),
+    )
+    found = remedies(job)
+    words = [one.words for one in found]
+    assert words[0] == "no rank were slower than most"
+    assert {"no rank waited for data", "the links were twice as fast"} & set(words) == {"no rank waited for data"}
+    assert [one.gain for one in found] == sorted((one.gain for one in found), reverse=True)
+    before_s = times(job).iteration_s
+    for one in found:
+        assert one.gain == pytest.approx(1 - one.times.iteration_s / before_s)
+
+
+def test_a_job_on_one_host_has_no_link_to_make_faster() -> None:
+    assert not any("links" in one.words for one in remedies(on_one_host()))
+
+
+def test_the_best_knobs_are_the_fastest_of_a_few() -> None:
+    found = best_knobs(over_a_link(cuts=(1, 2, 3, 4), streams=1))
+    assert found is not None
+    assert found.transport is TransportKind.GLOO
+
+
+def test_a_job_without_gradients_has_no_plan_to_change() -> None:
+    bare = replace(over_a_link(), buffers=())
+    assert best_knobs(bare) is None
+    with pytest.raises(ReplayError, match="no gradients were exchanged"):
+        knobs_of(bare, streams=2)
+
+
+def test_knobs_change_as_they_are_told() -> None:
+    job = over_a_link()
+    assert knobs_of(job, streams=7).streams == 7
+    assert knobs_of(job, unit_bytes=4096).unit_bytes == 4096
+    assert knobs_of(job, transport=TransportKind.MPI).transport is TransportKind.MPI

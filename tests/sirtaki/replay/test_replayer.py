@@ -1,0 +1,136 @@
+"""The replayer against answers worked out by hand, against brute force, and against what must always hold."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from fakes.graphs import brute_force, drawn_graphs, graph, longest_path_s, node
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from sirtaki.errors import ReplayError
+from sirtaki.replay.graph import Graph, Server, Work
+from sirtaki.replay.replayer import START, replay
+
+LINK = Server(name="link", totals=(1.0, 1.5), is_link=True)
+PROCESSORS = Server(name="processors", totals=(1.0, 2.0))
+
+
+def test_two_ranks_meet_at_a_barrier_and_go_on_after_gaps() -> None:
+    nodes = [node(0, 3.0), node(1, 5.0), node(2, 2.0), node(0, 1.0), node(1, 1.0)]
+    found = replay(graph(nodes, [(0, 2, 0.0), (1, 2, 0.5), (2, 3, 0.0), (2, 4, 0.25)]))
+    assert found.end_s == (3.0, 5.0, 7.5, 8.5, 8.75)
+    assert found.causes == (START, START, 1, 2, 2)
+    assert found.total_s == 8.75
+
+
+def test_a_lane_takes_what_was_ready_first_one_at_a_time() -> None:
+    nodes = [node(0, 2.0), node(1, 1.0), node(2, 4.0), node(2, 1.0)]
+    found = replay(graph(nodes, [(0, 2, 0.0), (1, 3, 0.5)]))
+    assert found.start_s == (0.0, 0.0, 2.5, 1.5)
+    assert found.ready_s[2] == 2.0
+    assert found.causes[2] == 3  # the lane was busy with it
+
+
+def test_units_share_a_link_after_their_start_up() -> None:
+    # Both move from 1 to 3 at 0.75; then the first, which needs 1.5, is done, and the other has 1.5 of 3 to go.
+    nodes = [node(0, 1.0, Work(server=0, seconds=1.5)), node(1, 1.0, Work(server=0, seconds=3.0))]
+    assert replay(graph(nodes, servers=[LINK])).end_s == pytest.approx((3.0, 4.5))
+
+
+def test_three_jobs_share_two_processors_and_one_counts_for_several() -> None:
+    alone = [node(lane, 0.0, Work(server=0, seconds=2.0)) for lane in range(3)]
+    assert replay(graph(alone, servers=[PROCESSORS])).end_s == pytest.approx((3.0, 3.0, 3.0))
+    together = [node(0, 0.0, Work(server=0, seconds=2.0, jobs=3)), node(1, 1.0)]
+    assert replay(graph(together, servers=[PROCESSORS])).end_s == pytest.approx((3.0, 1.0))
+
+
+def test_a_node_ends_when_all_its_servers_are_done() -> None:
+    nodes = [
+        node(0, 0.5, Work(server=0, seconds=1.0), Work(server=1, seconds=3.0)),
+        node(1, 0.0, Work(server=0, seconds=4.0)),
+    ]
+    found = replay(graph(nodes, servers=[LINK, PROCESSORS]))
+    # On the link: one alone for 0.5, both at 0.75 until the first has its 1.0, the other alone again.
+    assert found.end_s == pytest.approx((3.5, 0.5 + 4 / 3 + 4.0 - 0.5 - 1.0))
+
+
+def test_nodes_that_wait_for_each_other_are_refused() -> None:
+    with pytest.raises(ReplayError, match="2 of 3 nodes wait for each other"):
+        replay(graph([node(0, 1.0), node(1, 1.0), node(2, 1.0)], [(1, 2, 0.0), (2, 1, 0.0)]))
+
+
+@pytest.mark.parametrize(
+    ("nodes", "edges", "message"),
+    [
+        ([node(0, -1.0)], [], "finite time that is not negative"),
+        ([node(0, 1.0)], [(0, 0, 0.0)], "edge from node 0 to 0"),
+        ([node(0, 1.0), node(0, 1.0)], [(0, 1, float("nan"))], "gap of nan"),
+        ([node(0, 1.0, Work(server=1, seconds=1.0))], [], "server that is not there"),
+    ],
+)
+def test_graphs_that_make_no_sense_are_refused(nodes: list[object], edges: list[object], message: str) -> None:
+    with pytest.raises(ReplayError, match=message):
+        graph(nodes, edges, [LINK])  # type: ignore[arg-type]
+
+
+def test_a_server_needs_a_throughput() -> None:
+    with pytest.raises(ReplayError, match="positive throughput"):
+        Server(name="none", totals=(1.0, 0.0))
+
+
+@settings(max_examples=30, deadline=None)
+@given(drawn_graphs(chained=True))
+def test_brute_force_in_small_steps_comes_to_the_same(one: Graph) -> None:
+    dt_s = 1 / 64
+    expected = brute_force(one, dt_s)
+    assert replay(one).end_s == pytest.approx(expected, abs=dt_s * 4 * (len(one.nodes) + 1))
+
+
+@settings(max_examples=60, deadline=None)
+@given(drawn_graphs())
+def test_nothing_is_faster_than_the_longest_path_nor_slower_than_all_in_turn(one: Graph) -> None:
+    found = replay(one)
+    assert found.total_s >= longest_path_s(one) - 1e-9
+    in_turn_s = sum(each.fixed_s + sum(work.seconds * work.jobs for work in each.works) for each in one.nodes)
+    assert found.total_s <= in_turn_s + sum(gap_s for _, _, gap_s in one.edges) + 1e-9
+    for before, after, gap_s in one.edges:
+        assert found.start_s[after] >= found.end_s[before] + gap_s - 1e-9
+    for place, each in enumerate(one.nodes):
+        assert found.end_s[place] - found.start_s[place] >= each.alone_s - 1e-9
+        cause = found.causes[place]
+        if cause == START:
+            assert found.start_s[place] == 0.0
+        else:
+            gaps = [gap_s for before, after, gap_s in one.edges if (before, after) == (cause, place)]
+            on_lane = one.nodes[cause].lane == each.lane
+            assert any(found.start_s[place] == pytest.approx(found.end_s[cause] + gap_s) for gap_s in gaps) or (
+                on_lane and found.start_s[place] == found.end_s[cause]
+            )
+
+
+@settings(max_examples=60, deadline=None)
+@given(drawn_graphs(chained=True, shared=False), st.data())
+def test_what_takes_longer_makes_nothing_earlier_where_orders_are_fixed(one: Graph, data: st.DataObject) -> None:
+    place = data.draw(st.integers(0, len(one.nodes) - 1))
+    longer = list(one.nodes)
+    longer[place] = replace(longer[place], fixed_s=longer[place].fixed_s + 1.0)
+    before, after = replay(one), replay(replace(one, nodes=longer))
+    assert all(late >= early - 1e-9 for early, late in zip(before.end_s, after.end_s, strict=True))
+
+
+@settings(max_examples=40, deadline=None)
+@given(drawn_graphs(), st.integers(1, 50))
+def test_time_has_no_unit(one: Graph, factor: int) -> None:
+    nodes = [
+        replace(
+            each,
+            fixed_s=each.fixed_s * factor,
+            works=tuple(replace(work, seconds=work.seconds * factor) for work in each.works),
+        )
+        for each in one.nodes
+    ]
+    slower = replace(one, nodes=nodes, edges=[(before, after, gap_s * factor) for before, after, gap_s in one.edges])
+    assume(replay(one).total_s > 0)
+    assert replay(slower).total_s == pytest.approx(factor * replay(one).total_s)
