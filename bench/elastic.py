@@ -3,8 +3,8 @@
     python -m bench.elastic [--quick] [--check] [--save] [--ranks 3 4 8] [--kills 50]
 
 Each job trains a small net on one host (`bench.lib.elastic`) and commits every five steps. Whenever all ranks are
-there, a random one gets SIGKILL. *Recovery*: from the signal until each survivor has finished an iteration among the
-survivors. *Join*: the step during which the new rank came, on the slowest of the others. Every line that the processes
+there, a random one gets SIGKILL. *Recovery*: from the signal until each survivor has finished an iteration without the
+dead one. *Join*: the step during which the new rank came, on the slowest of the others. Every line that the processes
 have written is checked in the end: commits equal on all ranks, none lost that had returned.
 
 torchft (`pip install torchft`) trains the same net beside it in the same run, one process a replica, its lighthouse
@@ -155,7 +155,7 @@ def kill_one_by_one(contender: str, ranks: int, kills: int, *, seed: int) -> Kil
                 killed_s = time.time()
                 os.kill(victim, signal.SIGKILL)
                 dead.add(victim)
-                end_s = partial(diaries.recovered_at_s, survivors, killed_s=killed_s, size=ranks)
+                end_s = partial(diaries.recovered_at_s, survivors, {victim}, killed_s=killed_s, size=ranks)
                 if not wait_until(lambda wait=end_s: wait() is not None, look):
                     found.recoveries_s.append(float("inf"))
                     found.faults.append(f"survivors did not go on: {tail(folder)}")

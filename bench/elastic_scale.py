@@ -180,7 +180,7 @@ class Job:
             os.kill(pid, signal.SIGKILL)
         self.dead |= victims
 
-        end_s = partial(self.diaries.recovered_at_s, survivors, killed_s=killed_s, size=self.ranks)
+        end_s = partial(self.diaries.recovered_at_s, survivors, victims, killed_s=killed_s, size=self.ranks)
         self.until(lambda: end_s() is not None, "recovery")
         return (end_s() or 0.0) - killed_s
 

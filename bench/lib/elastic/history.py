@@ -54,16 +54,19 @@ class Diaries:
                 self.events.setdefault(pid, []).extend(_event(pid, line) for line in lines.split(b"\n"))
         return self.events
 
-    def recovered_at_s(self, survivors: Set[int], *, killed_s: float, size: int) -> float | None:
-        """When the last survivor had finished an iteration among fewer ranks than `size`; None if some has not yet.
+    def recovered_at_s(self, survivors: Set[int], victims: Set[int], *, killed_s: float, size: int) -> float | None:
+        """When the last survivor had finished an iteration without the victims; None if some has not yet.
 
         Args:
             survivors: their processes.
-            killed_s: when a process was killed.
+            victims: those that were killed.
+            killed_s: when they were.
             size: how many ranks there were.
         """
-        events = {pid: own for pid, own in self.read().items() if pid in survivors}
-        return recovered_at_s(events, killed_s=killed_s, size=size)
+        read = self.read()
+        last_step = max((e.step for pid in victims for e in read.get(pid, ())), default=0)
+        events = {pid: own for pid, own in read.items() if pid in survivors}
+        return recovered_at_s(events, killed_s=killed_s, size=size, last_step=last_step)
 
 
 def _event(pid: int, line: bytes) -> Event:
@@ -78,17 +81,24 @@ def _event(pid: int, line: bytes) -> Event:
     )
 
 
-def recovered_at_s(events: Mapping[int, Sequence[Event]], *, killed_s: float, size: int) -> float | None:
-    """When the last survivor had finished an iteration among fewer ranks than `size`; None if some has not yet.
+def recovered_at_s(
+    events: Mapping[int, Sequence[Event]], *, killed_s: float, size: int, last_step: int
+) -> float | None:
+    """When the last survivor had finished an iteration without those that were killed; None if some has not yet.
+
+    That is one among fewer ranks, or, where new ones came before the others went on, one that the killed cannot have
+    had a part in: they had a part in the one after their last at most.
 
     Args:
         events: of the survivors.
         killed_s: when a process was killed.
         size: how many ranks there were.
+        last_step: the last step that a killed process had finished.
     """
     ends_s = []
     for own in events.values():
-        end_s = next((e.at_s for e in own if e.kind == "step" and e.at_s > killed_s and e.size < size), None)
+        later = (e for e in own if e.kind == "step" and e.at_s > killed_s)
+        end_s = next((e.at_s for e in later if e.size < size or e.step > last_step + 1), None)
         if end_s is None:
             return None
         ends_s.append(end_s)

@@ -30,12 +30,25 @@ def test_lines_are_read_as_they_come_and_a_cut_one_when_it_is_whole(tmp_path: Pa
 
 def test_recovery_ends_when_the_last_survivor_has_made_a_step_among_fewer() -> None:
     events = {1: steps(1, (1.0, 3), (2.1, 3), (2.5, 2)), 2: steps(2, (1.0, 3), (2.8, 2), (2.9, 2))}
-    assert recovered_at_s(events, killed_s=2.0, size=3) == 2.8
+    assert recovered_at_s(events, killed_s=2.0, size=3, last_step=1) == 2.8
 
 
 def test_an_iteration_that_ends_among_all_is_no_recovery() -> None:
     events = {1: steps(1, (1.0, 3), (2.1, 3)), 2: steps(2, (2.5, 2))}
-    assert recovered_at_s(events, killed_s=2.0, size=3) is None
+    assert recovered_at_s(events, killed_s=2.0, size=3, last_step=0) is None
+
+
+def test_a_step_that_the_dead_cannot_have_been_in_is_recovery_though_somebody_new_is() -> None:
+    own = steps(1, (1.0, 3), (2.1, 3), (9.0, 3))  # 0, with the one that is killed; 1, that it may have been in; 2
+    assert recovered_at_s({1: own[:2]}, killed_s=2.0, size=3, last_step=0) is None
+    assert recovered_at_s({1: own}, killed_s=2.0, size=3, last_step=0) == 9.0
+
+
+def test_whose_last_step_counts_is_read_from_its_diary(tmp_path: Path) -> None:
+    for pid, count in ((17, 2), (18, 4)):
+        lines = [json.dumps({"event": "step", "at_s": 2.0 + n, "step": n, "size": 3}) for n in range(count)]
+        (tmp_path / f"{pid}.jsonl").write_text("\n".join(lines) + "\n")
+    assert Diaries(tmp_path).recovered_at_s({18}, {17}, killed_s=3.5, size=3) == 5.0
 
 
 def test_a_join_costs_what_the_slowest_waited() -> None:
