@@ -17,6 +17,7 @@ from sirtaki.errors import SirtakiError
 COMMANDS = {
     "doctor": ("sirtaki.cli.doctor", "what is here, what of it can be used, and what is wrong"),
     "plan": ("sirtaki.cli.plan", "how a job whose log is here would scale on other clusters"),
+    "profile": ("sirtaki.cli.profile", "run a job that is recorded on all ranks: operators, gradients, units"),
     "registry": ("sirtaki.cli.registry", "what is remembered: list, show, compare, export, import, remove"),
     "replay": ("sirtaki.cli.replay", "what a recorded job's step is made of, and how long it would take otherwise"),
     "report": ("sirtaki.cli.report", "what a job's tuning tried, gained and chose: in short, and as an HTML page"),

@@ -23,7 +23,7 @@ from sirtaki.errors import RecordingError
 from .recording import FORMAT_VERSION, JobRecord, RankRecording, Recording
 from .recording_json import job_from_json, job_to_json, rank_from_json, rank_to_json
 
-JOB_FILE = "job.json"
+JOB_FILE, TRACE_FILE = "job.json", "trace.json"
 _RANK_FILE = re.compile(r"rank-(\d+)\.json\.gz")
 _T = TypeVar("_T")
 
@@ -45,7 +45,7 @@ def clear(folder: Path) -> None:
         OSError: it cannot be removed.
     """
     for path in folder.iterdir():
-        if path.name in (JOB_FILE, "trace.json") or _RANK_FILE.fullmatch(path.name):
+        if path.name in (JOB_FILE, TRACE_FILE) or _RANK_FILE.fullmatch(path.name):
             path.unlink()
 
 

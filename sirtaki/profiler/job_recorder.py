@@ -41,6 +41,9 @@ from .recording import Buffer, Detail, JobRecord, Placement, RankRecording
 logger = logging.getLogger(__name__)
 
 
+NOTHING = "nothing was recorded: no gradients of several ranks were reduced once the warm-up was over"
+
+
 class Stage(Enum):
     """How far it is."""
 
@@ -81,7 +84,7 @@ class JobRecorder:
         self._drafts: list[Draft] = []
         self._kineto: Kineto | None = None
         self._job: JobRecord | None = None
-        self._rank, self._host_leads, self._clock = 0, False, ClockOffset(0.0, 0.0)
+        self._rank, self._clock = 0, ClockOffset(0.0, 0.0)
         self._ending = threading.Lock()
         self._hooks = [
             register_optimizer_step_pre_hook(self._before_update),
@@ -145,8 +148,8 @@ class JobRecorder:
     def _begin(self, job: Job) -> None:
         """Collective."""
         control = job.control
-        self._rank, self._host_leads = control.rank, control.hosts[control.rank] == control.rank
-        if self._host_leads:
+        self._rank, host_leads = control.rank, control.hosts[control.rank] == control.rank
+        if host_leads:
             with suppress(OSError):  # which is told at the end
                 self._wanted.folder.mkdir(parents=True, exist_ok=True)
                 folders.clear(self._wanted.folder)
@@ -167,6 +170,9 @@ class JobRecorder:
                 "python": platform.python_version(),
             },
         )
+        if host_leads:  # now, as this rank may be the one that is killed
+            with suppress(OSError):
+                folders.write_job(self._wanted.folder, self._job)
         if self._wanted.operators:
             try:
                 self._kineto = Kineto()
@@ -187,7 +193,7 @@ class JobRecorder:
             for hook in self._hooks:
                 hook.remove()
             if stage is Stage.WAITING:
-                logger.warning("nothing was recorded: the job has ended before its warm-up")
+                logger.warning("%s", NOTHING)
             else:
                 self._write()
 
@@ -211,8 +217,6 @@ class JobRecorder:
         )
         try:
             folders.write_rank(self._wanted.folder, recording)
-            if self._host_leads:
-                folders.write_job(self._wanted.folder, self._job)
         except OSError as err:
             logger.warning("what was recorded cannot be written: %s", err)
             return

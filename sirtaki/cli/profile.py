@@ -1,0 +1,127 @@
+"""`sirtaki profile`: runs a job that is recorded, and shows what was; or shows a recording that is there."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from sirtaki.errors import ConfigError, RecordingError
+from sirtaki.profiler import folder as folders
+from sirtaki.profiler.alignment import align
+from sirtaki.profiler.summary import summary
+from sirtaki.profiler.trace_file import write_trace
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's options."""
+    parser.usage = "sirtaki profile [options] COMMAND ...\n       sirtaki profile --show DIR"
+    parser.add_argument(
+        "-o", "--output", metavar="DIR", default="sirtaki-profile", help="folder to record into (%(default)s)"
+    )
+    parser.add_argument("--iterations", type=int, default=10, metavar="N", help="how many are recorded (%(default)s)")
+    parser.add_argument(
+        "--units-only", action="store_true", help="gradients and units, no operators: costs next to nothing"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="a recording in that folder may go")
+    parser.add_argument("--show", metavar="DIR", help="show a recording that is there, and run nothing")
+    parser.add_argument(
+        "job",
+        metavar="COMMAND",
+        nargs=argparse.REMAINDER,
+        help="what starts the job: sirtakirun, torchrun, srun, mpiexec or python",
+    )
+
+
+def main(options: argparse.Namespace) -> int:
+    """Runs the command; its exit code is that of the job, or 1 if nothing was recorded."""
+    if options.show is not None:
+        if options.job:
+            raise ConfigError(f"--show shows a recording and runs nothing: leave out {' '.join(options.job)}")
+        show(Path(options.show))
+        return 0
+    if not options.job:
+        raise ConfigError(
+            "what is to be recorded? For example: sirtaki profile sirtakirun -np 4 python train.py; "
+            "or --show DIR for a recording that is there"
+        )
+    if options.iterations < 1:
+        raise ConfigError(f"--iterations is {options.iterations}, and must be 1 at least")
+    folder = Path(options.output).absolute()
+    _prepare(folder, overwrite=options.overwrite)
+    exit_code = _run(_command(options.job), folder, options)
+    if not folders.holds_recording(folder):
+        raise RecordingError(_why_nothing(exit_code))
+    print(f"\n{folder}", flush=True)
+    show(folder)
+    return exit_code
+
+
+def show(folder: Path) -> None:
+    """Prints what a recording shows, and writes the trace of all ranks into it.
+
+    Raises:
+        RecordingError: there is nothing to show.
+    """
+    recording = folders.read(folder)
+    alignment = align(recording)
+    for line in summary(recording, alignment):
+        print(line)
+    try:
+        path = write_trace(folder, recording, alignment)
+    except OSError as err:
+        raise RecordingError(f"the trace cannot be written: {err}") from err
+    print(f"all ranks on one clock: {path} (drop it on https://ui.perfetto.dev)")
+
+
+def _prepare(folder: Path, *, overwrite: bool) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if folders.holds_recording(folder):
+            if not overwrite:
+                raise ConfigError(
+                    f"{folder} holds a recording: give another folder with -o, or --overwrite to have it go"
+                )
+            folders.clear(folder)
+        folders.write_whole(folder / ".writable", b"")
+        (folder / ".writable").unlink()
+    except OSError as err:
+        raise ConfigError(f"{folder} cannot be recorded into: {err.strerror or err}") from err
+
+
+def _command(words: list[str]) -> list[str]:
+    """A script may be named alone."""
+    if words[0].endswith(".py") and shutil.which(words[0]) is None:
+        return [sys.executable, *words]
+    return words
+
+
+def _run(command: list[str], folder: Path, options: argparse.Namespace) -> int:
+    environ = {
+        **os.environ,
+        "SIRTAKI_PROFILE": str(folder),
+        "SIRTAKI_PROFILE_ITERATIONS": str(options.iterations),
+        "SIRTAKI_PROFILE_OPERATORS": str(int(not options.units_only)),
+    }
+    environ.setdefault("KINETO_LOG_LEVEL", "99")  # it tells of its start and stop on the standard error
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the job, which is then shown as far as it got
+    try:
+        with subprocess.Popen(command, env=environ, preexec_fn=lambda: signal.signal(signal.SIGINT, before)) as job:
+            return job.wait()
+    except OSError as err:
+        raise ConfigError(f"{command[0]} cannot be started: {err.strerror}") from err
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _why_nothing(exit_code: int) -> str:
+    if exit_code:
+        return f"nothing was recorded: the job has failed (exit code {exit_code})"
+    return (
+        "nothing was recorded: no gradients of several ranks were reduced by DistributedOptimizer or ddp.attach(), or "
+        "the job ended before its warm-up was over (SIRTAKI_WARMUP_ITERATIONS=0 leaves it out)"
+    )
