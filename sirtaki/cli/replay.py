@@ -77,7 +77,7 @@ def main(options: Namespace) -> int:
     found = histories(recording)
     job = job_model(found)
     played = play(job)
-    was, now, rule = recorded(recording), replayed(played), _daydream(found, job)
+    was, now, rule = recorded(found), replayed(played), _daydream(found, job)
     asked = _asked(options, job, now.iteration_s)
     answers = [asked] if asked is not None else list(remedies(job))
     if options.json:

@@ -35,6 +35,7 @@ def job_model(histories: Histories) -> JobModel:
         processors={rank: clock for group in processors for rank, clock in _shared(group, histories).items()},
         link=None if link is None else ShareClock(link, [_link_use(one, histories) for one in across]),
     )
+    used = {one.key[0] for step in histories.steps for one in step.barriers}
     notes = []
     if across and not any(one.route in job.links for one in across):
         notes.append(
@@ -45,7 +46,7 @@ def job_model(histories: Histories) -> JobModel:
         ranks=histories.ranks,
         hosts=hosts,
         processors=processors,
-        buffers=job.buffers,
+        buffers=tuple(buffer for buffer in job.buffers if buffer.number in used),
         links=job.links,
         link=link,
         iterations=tuple(

@@ -53,6 +53,11 @@ class Wait:
     keys: tuple[OperationKey, ...]
     until_backward_ends: bool = False
 
+    @property
+    def phase(self) -> Phase | None:
+        """That the waiting belongs to; None = the one in which it is done."""
+        return Phase.BACKWARD if self.until_backward_ends else None
+
 
 def stretches(iteration: RecordedIteration, clock: Clock) -> list[Stretch]:
     """The whole iteration, waiting not told apart yet."""
@@ -143,7 +148,7 @@ def _with_wait(full: list[Stretch], wait: Wait) -> list[Stretch]:
             begin_s=moment_s,
             end_s=moment_s,
             activity=Activity.COMPUTE,
-            phase=full[place - 1].phase,
+            phase=wait.phase or full[place - 1].phase,
             waits=wait.keys,
         )
         return [*full[:place], seen, *full[place:]]
@@ -151,7 +156,14 @@ def _with_wait(full: list[Stretch], wait: Wait) -> list[Stretch]:
     end_s = min(max(begin_s, wait.end_s), one.end_s)
     parts = [
         replace(one, end_s=begin_s),
-        replace(one, begin_s=begin_s, end_s=end_s, activity=Activity.COMPUTE, waits=wait.keys),
+        replace(
+            one,
+            begin_s=begin_s,
+            end_s=end_s,
+            activity=Activity.COMPUTE,
+            phase=wait.phase or one.phase,
+            waits=wait.keys,
+        ),
         replace(one, begin_s=end_s),
     ]
     return [*full[:place], *(part for part in parts if part.waits or part.end_s > part.begin_s), *full[place + 1 :]]

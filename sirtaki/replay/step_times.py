@@ -7,9 +7,10 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from sirtaki.profiler.recording import Phase, Recording
+from sirtaki.profiler.recording import Phase
 
 from .global_graph import BEFORE
+from .histories import Histories
 from .replayer import Replay
 
 
@@ -36,23 +37,20 @@ class StepTimes:
 
     @property
     def backward_s(self) -> float:
-        """Of the backward pass; it ends when gradients are reduced, where `backward()` waits for them."""
+        """Of the backward pass, until gradients are reduced: `backward()` waits for them."""
         return self.phases_s.get(Phase.BACKWARD, 0.0)
 
 
-def recorded(recording: Recording) -> StepTimes:
-    """What all ranks have recorded; those iterations that a job model is made of."""
-    steps_s: dict[int, list[float]] = defaultdict(list)
+def recorded(histories: Histories) -> StepTimes:
+    """What was recorded."""
+    steps_s: list[list[float]] = []
     phases_s: dict[Phase, float] = defaultdict(float)
-    numbers = set(recording.common_iterations)
-    profiling = {one.number for rank in recording.ranks.values() for one in rank.iterations if one.profiling}
-    for rank in recording.ranks.values():
-        for one in rank.iterations:
-            if one.number in numbers and one.number not in profiling:
-                steps_s[one.number].append(one.end_s - one.begin_s)
-                for span in one.spans:
-                    phases_s[span.phase] += span.end_s - span.begin_s
-    return _means(list(steps_s.values()), phases_s)
+    for step in histories.steps:
+        steps_s.append([mine[-1].end_s - mine[0].begin_s for mine in step.stretches.values()])
+        for mine in step.stretches.values():
+            for one in mine:
+                phases_s[one.phase] += one.end_s - one.begin_s
+    return _means(steps_s, phases_s)
 
 
 def replayed(replay: Replay, *, warmup: int = 0) -> StepTimes:

@@ -29,7 +29,7 @@ def times(job: JobModel) -> StepTimes:
 
 def check_same(job: JobModel, *, detail: Detail = Detail.OPERATORS, offsets_s: dict[int, float] | None = None) -> None:
     recording = record(job, detail=detail, offsets_s=offsets_s)
-    again, was = times(job_model(histories(recording))), recorded(recording)
+    again, was = times(job_model(histories(recording))), recorded(histories(recording))
     assert again.iteration_s == pytest.approx(was.iteration_s, rel=1e-6)
     assert was.iteration_s == pytest.approx(times(job).iteration_s, rel=1e-9)
     for phase, seconds in was.phases_s.items():

@@ -65,6 +65,8 @@ def test_a_gap_in_which_a_result_comes_is_waiting_until_then() -> None:
     wait = Wait(begin_s=4.5, end_s=7.0, keys=(UNIT,), until_backward_ends=True)
     found = [(one.begin_s, one.end_s) for one in with_waits(full, [wait]) if one.waits]
     assert found == [(4.5, 7.0)]
+    outside = Wait(begin_s=8.5, end_s=9.0, keys=(UNIT,), until_backward_ends=True)
+    assert [one.phase for one in with_waits(full, [outside]) if one.waits] == [Phase.BACKWARD]
     assert sum(one.end_s - one.begin_s for one in with_waits(full, [wait])) == pytest.approx(10.0)
 
 

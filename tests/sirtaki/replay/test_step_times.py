@@ -7,6 +7,7 @@ from fakes.played_jobs import record
 from fakes.replays import over_a_link, played
 
 from sirtaki.profiler.recording import Phase
+from sirtaki.replay.histories import histories
 from sirtaki.replay.step_times import recorded, replayed
 
 
@@ -25,7 +26,7 @@ def test_the_first_iterations_can_be_left_out() -> None:
 
 def test_a_recording_says_the_same_of_itself() -> None:
     job = over_a_link(iterations=3)
-    was, now = recorded(record(job)), replayed(played(job))
+    was, now = recorded(histories(record(job))), replayed(played(job))
     assert was.iteration_s == pytest.approx(now.iteration_s)
     assert was.forward_s == pytest.approx(now.forward_s)
     assert (was.iterations, was.spread_s) == (3, pytest.approx(0.0, abs=1e-9))

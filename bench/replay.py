@@ -1,0 +1,345 @@
+"""How well a recorded job is replayed: its own step, and what it would be with another plan, more ranks, another link.
+
+    python -m bench.replay [--quick] [--check] [--save] [--models transformer …] [--ranks 2 4] [--cases gloo …]
+
+Takes 20 s a job. A job trains in turns: some iterations without a recording, then some with one. Recordings are what
+the replayer gets, and the iterations that were not recorded are the truth: means over ranks and turns. On a machine
+that does other things, too, the two differ by themselves, which is shown ("recording"): what-ifs are judged by their
+ratio to the job as it is ("ratio"), too.
+
+"gloo", "mpi" and "shared_memory" are on one host, "straggler" is shared memory with a last rank that is late. "capped"
+(link 400 Mbit/s, a flow gets 100) and "equal" (both 200) are emulated nodes (`bench.lib.cluster`), tuned, so that the
+link is probed. What-if answers are held against what was measured then: a second optimizer with another plan in the
+same processes, the same job on four ranks, without its straggler, or with links of half the rate. Beside each error
+stands Daydream's (bytes ÷ bandwidth).
+
+Bars: error of an iteration 5 % on average, 10 % at worst; what-if 8 %.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.lib.cluster import LabShape, NetLab, why_unavailable
+from bench.lib.contenders import Sirtaki
+from bench.lib.harness import (
+    Bar,
+    Report,
+    finish,
+    give_result,
+    main_or_rank,
+    parser,
+    rank_argv,
+    rank_env,
+    run_ranks,
+    take_result,
+)
+from bench.lib.models import emulated_resnet50, mlp, small_conv, transformer
+from sirtaki.autotune.knobs import KIB, Knobs
+from sirtaki.comm.plan import TransportKind
+from sirtaki.profiler.folder import read
+from sirtaki.replay.daydream import daydream
+from sirtaki.replay.from_recording import job_model
+from sirtaki.replay.histories import histories
+from sirtaki.replay.job_model import JobModel
+from sirtaki.replay.other_plan import with_knobs
+from sirtaki.replay.remedies import knobs_of, play
+from sirtaki.replay.step_times import StepTimes, recorded, replayed
+from sirtaki.replay.what_if import with_link, with_ranks, without_stragglers
+
+MBIT = 1_000_000
+MODELS = ("resnet50", "transformer", "conv", "mlp")
+ON_ONE_HOST = ("shared_memory", "gloo", "mpi", "straggler")
+NETWORKS = {
+    "capped": LabShape(nodes=4, link_bits_per_s=400 * MBIT, flow_bits_per_s=100 * MBIT),
+    "equal": LabShape(nodes=4, link_bits_per_s=200 * MBIT, flow_bits_per_s=200 * MBIT),
+}
+COMPUTE_S = 0.06
+SCALE = 0.1
+"""Of the emulated model's gradients; the others are small."""
+
+LATE_S = 0.04
+"""That a straggler sleeps before each forward pass."""
+
+UNIT_BYTES, STREAMS = 512 * KIB, 2
+OTHER_UNIT_BYTES, OTHER_STREAMS = 2048 * KIB, 1
+JOB_TIMEOUT_S = 110.0
+AS_IT_IS = "as it is"
+TIMES = ("iteration", "forward", "backward")
+
+Change = Callable[[JobModel], JobModel]
+
+
+# ── ranks ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Timed(Sirtaki):
+    """A contender whose steps are timed in parts.
+
+    Attributes:
+        late_s: that each forward pass takes longer.
+    """
+
+    def __init__(self, make_model: Any, *, tune: bool, changes: Mapping[str, Any], late_s: float) -> None:
+        """Collective; `changes` are settings."""
+        from sirtaki.engine import job
+
+        current = job.current()
+        settings = current.settings
+        current.settings = replace(settings, **changes)
+        try:
+            super().__init__(make_model, tune=tune)
+        finally:
+            current.settings = settings
+        self.late_s = late_s
+
+    def timed_step(self) -> tuple[float, float, float]:
+        """Collective: one step; seconds of it, of its forward and of its backward pass."""
+        begin_s = time.perf_counter()
+        if self.late_s:
+            time.sleep(self.late_s)
+        loss = self.forward(self.batch).sum()
+        forward_s = time.perf_counter()
+        loss.backward()
+        backward_s = time.perf_counter()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return time.perf_counter() - begin_s, forward_s - begin_s, backward_s - forward_s
+
+    def step(self) -> None:
+        """See `Contender`."""
+        self.timed_step()
+        self.steps += 1
+
+
+def make_model(name: str, rank: int) -> Any:
+    """A maker of the model of that name."""
+    if name == "resnet50":
+        return lambda: emulated_resnet50(rank=rank, compute_s=COMPUTE_S, scale=SCALE)
+    return {
+        "transformer": lambda: transformer(rank=rank),
+        "conv": lambda: small_conv(rank=rank),
+        "mlp": lambda: mlp((512, 1024, 1024, 1024, 1024, 10), rank=rank, batch=64),
+    }[name]
+
+
+def on_rank(options: Mapping[str, Any]) -> None:
+    """What each rank does: trains, is recorded, trains on; gives the truth."""
+    from mpi4py import MPI
+
+    import sirtaki.torch as hvd
+    from sirtaki.profiler import profile
+
+    torch.set_num_threads(1)
+    comm = MPI.COMM_WORLD
+    hvd.init()
+    straggles = options["straggler"] and comm.rank == comm.size - 1
+    maker = make_model(options["model"], comm.rank)
+    tuned = options["transport"] is None
+    fixed = {} if tuned else {"transport": TransportKind(options["transport"])}
+    base_plan = {} if tuned else {"unit_bytes": UNIT_BYTES, "streams": STREAMS, **fixed}
+    other_plan = {"unit_bytes": OTHER_UNIT_BYTES, "streams": OTHER_STREAMS, **fixed}
+    base = Timed(maker, tune=tuned, changes=base_plan, late_s=0.0)
+    contenders = {"base": base}
+    for _ in range(4):
+        base.step()
+    base.warm_up()
+    if straggles:
+        base.late_s = LATE_S
+    if not tuned:
+        contenders["plan"] = Timed(maker, tune=False, changes=other_plan, late_s=base.late_s)
+        for _ in range(4):
+            contenders["plan"].step()
+    truth: dict[str, list[list[float]]] = {name: [] for name in contenders}
+
+    for turn in range(options["turns"]):
+        for name, contender in contenders.items():
+            comm.Barrier()
+            contender.step()
+            for _ in range(options["steps"]):
+                truth[name].append(list(contender.timed_step()))
+        comm.Barrier()
+        folder = f"{options['folder']}/{turn}"
+        with profile(folder, iterations=options["recorded"], operators=options["operators"]):
+            for _ in range(options["recorded"] + 3):
+                base.step()
+    of_ranks = comm.gather({name: _means(samples) for name, samples in truth.items()})
+    if comm.rank == 0:
+        assert of_ranks is not None
+        give_result({"truth": {name: _means([mine[name] for mine in of_ranks]) for name in contenders}})
+    comm.Barrier()
+    hvd.shutdown()
+
+
+def _means(samples: list[list[float]]) -> list[float]:
+    return [statistics.fmean(column) for column in zip(*samples, strict=True)]
+
+
+# ── jobs ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Job:
+    """One job that was run: its truth, and what its recordings say."""
+
+    def __init__(self, result: Mapping[str, Any], folder: Path) -> None:
+        self.truth: dict[str, list[float]] = result["truth"]
+        recordings = [read(one) for one in sorted(folder.iterdir())]
+        self.histories = [histories(one) for one in recordings]
+        self.models = [job_model(one) for one in self.histories]
+        self.recorded_s = statistics.fmean(recorded(one).iteration_s for one in self.histories)
+
+    @property
+    def knobs(self) -> Knobs:
+        """That it ran with."""
+        return self.models[0].buffers[0].knobs
+
+    def replayed(self, change: Change = lambda job: job) -> list[float]:
+        """Iteration, forward and backward pass of the changed job: means over recordings."""
+        return _means([_times(replayed(play(change(one)))) for one in self.models])
+
+    def by_daydream(self) -> list[float]:
+        """The same by its rule."""
+        return _means([_times(daydream(one, model)) for one, model in zip(self.histories, self.models, strict=True)])
+
+
+def _times(found: StepTimes) -> list[float]:
+    return [found.iteration_s, found.forward_s, found.backward_s]
+
+
+def run(case: str, model: str, ranks: int, args: Any, *, shape: LabShape | None = None) -> Job:
+    """Runs one job and reads its recording."""
+    with tempfile.TemporaryDirectory() as directory:
+        options = {
+            "model": model,
+            "folder": directory,
+            "turns": args.turns,
+            "steps": args.steps,
+            "recorded": args.recorded,
+            "operators": not args.units_only,
+            "straggler": case == "straggler",
+            "transport": {"straggler": "shared_memory"}.get(case, case) if case in ON_ONE_HOST else None,
+        }
+        if case in ON_ONE_HOST:
+            return Job(run_ranks("bench.replay", ranks, options, timeout_s=JOB_TIMEOUT_S), Path(directory))
+        shape = replace(shape or NETWORKS[case], nodes=ranks)
+        env = {"SIRTAKI_WARMUP_ITERATIONS": "30", **rank_env()}
+        with NetLab(shape) as lab:
+            output = lab.run_ranks(rank_argv("bench.replay", options), env=env, timeout_s=JOB_TIMEOUT_S)
+        return Job(take_result(output), Path(directory))
+
+
+def measure(report: Report, case: str, model: str, args: Any) -> None:
+    """All of one case and model: the jobs' own steps, and what-ifs between them."""
+    jobs = {ranks: run(case, model, ranks, args) for ranks in args.ranks}
+    for ranks, job in jobs.items():
+        row = {"case": case, "model": model, "ranks": ranks}
+        true = job.truth["base"]
+        report.rows.append(
+            {
+                **row,
+                "what": AS_IT_IS,
+                "measured_s": true[0],
+                **_errors(job.replayed(), true),
+                "ratio, %": None,
+                "Daydream, %": _percent(job.by_daydream()[0], true[0]),
+                "recording, %": _percent(job.recorded_s, true[0]),
+            }
+        )
+        if "plan" in job.truth:
+            _what_if(report, row, "another plan", job, _with_units, job.truth["plan"])
+        if case == "straggler":
+            even = run("shared_memory", model, ranks, args)
+            _what_if(report, row, "no straggler", job, without_stragglers, even.truth["base"])
+        if case == "capped":
+            shape = NETWORKS[case]
+            slow = replace(shape, link_bits_per_s=shape.link_bits_per_s // 2)
+            other = run(case, model, ranks, args, shape=slow)
+
+            def slower(job: JobModel, other: Job = other, slow: LabShape = slow) -> JobModel:
+                return with_link(with_knobs(job, other.knobs), slow.link_bits_per_s / 8)
+
+            _what_if(report, row, "half the link rate", job, slower, other.truth["base"])
+    if {2, 4} <= set(jobs) and case != "straggler":
+        row = {"case": case, "model": model, "ranks": 2}
+
+        def larger(job: JobModel) -> JobModel:
+            return with_ranks(with_knobs(job, jobs[4].knobs), 4)
+
+        _what_if(report, row, "4 ranks", jobs[2], larger, jobs[4].truth["base"])
+
+
+def _with_units(job: JobModel) -> JobModel:
+    return with_knobs(job, knobs_of(job, unit_bytes=OTHER_UNIT_BYTES, streams=OTHER_STREAMS))
+
+
+def _what_if(
+    report: Report, row: Mapping[str, Any], what: str, job: Job, change: Change, true: Sequence[float]
+) -> None:
+    told = job.replayed(change)
+    report.rows.append(
+        {
+            **row,
+            "what": what,
+            "measured_s": true[0],
+            **_errors(told, true),
+            "ratio, %": _percent(told[0] / job.replayed()[0], true[0] / job.truth["base"][0]),
+            "Daydream, %": None,
+            "recording, %": None,
+        }
+    )
+
+
+def _errors(told: Sequence[float], true: Sequence[float]) -> dict[str, float]:
+    return {f"{name}, %": _percent(mine, right) for name, mine, right in zip(TIMES, told, true, strict=True)}
+
+
+def _percent(told: float, right: float) -> float:
+    return round(100 * (told / right - 1), 1)
+
+
+def main() -> int:
+    """Runs every case."""
+    flags = parser(__doc__.split("\n")[0])
+    flags.add_argument("--models", nargs="+", choices=MODELS, help="default: all, one with --quick")
+    flags.add_argument("--cases", nargs="+", choices=[*ON_ONE_HOST, *NETWORKS], help="default: all, gloo with --quick")
+    flags.add_argument("--ranks", nargs="+", type=int, default=[2, 4])
+    flags.add_argument("--turns", type=int, default=5, help="of training without and with a recording")
+    flags.add_argument("--steps", type=int, default=8, help="that a contender is timed in a turn")
+    flags.add_argument("--recorded", type=int, default=5, help="iterations of a recording")
+    flags.add_argument("--units-only", action="store_true", help="record no operators")
+    args = flags.parse_args()
+    args.models = args.models or (["transformer"] if args.quick else list(MODELS))
+    args.cases = args.cases or (["gloo"] if args.quick else [*ON_ONE_HOST, *NETWORKS])
+    report = Report(name="replay")
+    for case in args.cases:
+        if case in NETWORKS and (reason := why_unavailable()) is not None:
+            report.notes.append(f"{case}: no emulated cluster here, {reason}")
+            continue
+        for model in ["resnet50"] if case in NETWORKS else args.models:
+            measure(report, case, model, args)
+    own = [abs(row["iteration, %"]) for row in report.rows if row["what"] == AS_IT_IS]
+    others = [row for row in report.rows if row["what"] != AS_IT_IS]
+    report.bars += [
+        Bar(claim="error of an iteration, mean", value=statistics.fmean(own), limit=5.0, unit="% "),
+        Bar(claim="error of an iteration, worst", value=max(own), limit=10.0, unit="% "),
+    ]
+    if others:
+        worst, ratio = (max(abs(row[column]) for row in others) for column in ("iteration, %", "ratio, %"))
+        report.bars += [
+            Bar(claim="error of a what-if, worst", value=worst, limit=8.0, unit="% "),
+            Bar(claim="error of its ratio to the job as it is, worst", value=ratio, limit=8.0, unit="% "),
+        ]
+    return finish(report, args)
+
+
+if __name__ == "__main__":
+    sys.exit(main_or_rank(main, on_rank))
