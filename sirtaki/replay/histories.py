@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from sirtaki.errors import ReplayError
+from sirtaki.profiler.alignment import Alignment, align
 from sirtaki.profiler.recording import RecordedIteration, Recording
 
 from .barriers import Barrier, Barriers
@@ -127,11 +128,28 @@ def _marks(rank: int, iteration: RecordedIteration, barriers: Sequence[Barrier],
 
 
 def _clocks(recording: Recording, first: Mapping[int, RecordedIteration]) -> dict[int, Clock]:
-    """To the job's clock, which shows 0 when the first rank begins."""
-    offsets_s = {rank: one.offset_s for rank, one in recording.ranks.items()}
-    origin_s = min(one.begin_s + offsets_s[rank] for rank, one in first.items())
+    """To the job's clock, which shows 0 when the first rank begins.
 
-    def clock(offset_s: float) -> Clock:
-        return lambda moment_s: moment_s + offset_s
+    Units tell of drift, but leave as much room as they take; where that is more than what the question at the start of
+    the recording may be wrong by, its answer holds.
+    """
+    found = align(recording)
+    asked_s = max(one.round_trip_s for one in recording.ranks.values()) / 2
+    clocks = {
+        rank: _by_units(found, rank) if found.error_s <= asked_s else _by_start(recording, rank) for rank in first
+    }
+    origin_s = min(clocks[rank](one.begin_s) for rank, one in first.items())
+    return {rank: _since(origin_s, clock) for rank, clock in clocks.items()}
 
-    return {rank: clock(offset_s - origin_s) for rank, offset_s in offsets_s.items()}
+
+def _by_units(found: Alignment, rank: int) -> Clock:
+    return lambda moment_s: found.at(rank, moment_s)
+
+
+def _by_start(recording: Recording, rank: int) -> Clock:
+    offset_s = recording.ranks[rank].offset_s
+    return lambda moment_s: moment_s + offset_s
+
+
+def _since(origin_s: float, clock: Clock) -> Clock:
+    return lambda moment_s: clock(moment_s) - origin_s
