@@ -319,7 +319,8 @@ def main() -> int:
     args = flags.parse_args()
     args.models = args.models or (["transformer"] if args.quick else list(MODELS))
     args.cases = args.cases or (["gloo"] if args.quick else [*ON_ONE_HOST, *NETWORKS])
-    report = Report(name="replay")
+    whole = {*args.cases} == {*ON_ONE_HOST, *NETWORKS} and {*args.models} == {*MODELS}
+    report = Report(name="replay" if whole else "_".join(["replay", *args.cases]))
     for case in args.cases:
         if case in NETWORKS and (reason := why_unavailable()) is not None:
             report.notes.append(f"{case}: no emulated cluster here, {reason}")
