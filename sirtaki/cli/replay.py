@@ -22,6 +22,7 @@ from sirtaki.replay.from_recording import job_model
 from sirtaki.replay.histories import Histories, histories
 from sirtaki.replay.job_model import JobModel
 from sirtaki.replay.other_plan import with_knobs, with_plans
+from sirtaki.replay.partial import communication_s, computation_s
 from sirtaki.replay.remedies import Answer, answer, knobs_of, play, remedies
 from sirtaki.replay.step_times import StepTimes, recorded, replayed
 from sirtaki.replay.what_if import with_faster_loader, with_link, with_ranks, without_stragglers
@@ -88,6 +89,8 @@ def main(options: Namespace) -> int:
     print("\nThe critical path, over all ranks:")
     for line in _path(parts(played)):
         print(f"  {line}")
+    alone = [_ms(part_s / was.iterations) for part_s in (computation_s(played.graph), communication_s(played.graph))]
+    print("\nWithout waiting for others a rank would take {} at most, all communication {}.".format(*alone))
     print("\nWhat if" if answers else "\nNo single remedy would shorten the step by more than 1 %.")
     for one in answers:
         print(f"  {describe(one)}")

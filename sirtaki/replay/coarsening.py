@@ -15,26 +15,31 @@ from .graph import Activity
 from .job_model import Iteration, JobModel, Operation, Piece, Processors, Program
 
 
-def coarse(job: JobModel, *, tolerance_s: float = 0.0) -> JobModel:
+def coarse(job: JobModel, *, settled: bool = True, tolerance_s: float = 0.0) -> JobModel:
     """Chains of pieces that nothing else depends on become one.
 
     Args:
-        job: whose plan is settled: when gradients come between units is no longer known.
+        job: what is to become smaller.
+        settled: its plan stays, so when gradients come that complete no unit need no longer be known.
         tolerance_s: pieces up to that length count as what lies before them, whatever they are; the step's length
             stays, what it is said to be made of shifts by as much.
     """
     iterations = tuple(
-        replace(each, programs={rank: _coarse_program(program, tolerance_s) for rank, program in each.programs.items()})
+        replace(
+            each,
+            programs={rank: _coarse_program(program, settled, tolerance_s) for rank, program in each.programs.items()},
+        )
         for each in job.iterations
     )
     return replace(job, iterations=iterations)
 
 
-def _coarse_program(program: Program, tolerance_s: float) -> Program:
+def _coarse_program(program: Program, settled: bool, tolerance_s: float) -> Program:
     found: list[Piece] = []
     for piece in program:
         before = found[-1] if found else None
-        if before is None or before.issues or piece.waits or not _join(before, piece, tolerance_s):
+        marked = before is not None and (before.issues or (before.ready and not settled))
+        if before is None or marked or piece.waits or not _join(before, piece, tolerance_s):
             found.append(piece)
             continue
         larger = before if before.seconds >= piece.seconds else piece

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sirtaki.link_model import LinkModel
 from sirtaki.profiler.recording import Placement
@@ -46,7 +46,11 @@ def job_model(histories: Histories) -> JobModel:
         ranks=histories.ranks,
         hosts=hosts,
         processors=processors,
-        buffers=tuple(buffer for buffer in job.buffers if buffer.number in used),
+        buffers=tuple(
+            replace(buffer, ranks=tuple(rank for rank in buffer.ranks if rank in hosts))
+            for buffer in job.buffers
+            if buffer.number in used
+        ),
         links=job.links,
         link=link,
         iterations=tuple(

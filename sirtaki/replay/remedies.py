@@ -94,7 +94,7 @@ def best_knobs(job: JobModel) -> Knobs | None:
     if not job.buffers:
         return None
     now = job.buffers[0].knobs
-    mean = mean_iteration(job)
+    mean = coarse(mean_iteration(job), settled=False)
     found: dict[Knobs, float] = {}
     for unit_bytes in UNIT_BYTES:
         for streams in STREAMS:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,28 @@ def test_what_is_missing_is_said_and_the_rest_is_shown(folder: Path, capsys: pyt
     assert status == 0
     assert "rank 2 of 3 is missing" in err
     assert "2 ranks on 2 hosts" in out
+
+
+def test_a_job_without_its_first_rank_can_be_asked_too(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rank_path(folder, 0).unlink()
+    status, out, _ = asked(folder, capsys, "--streams", "1", "--unit-mib", "1")
+    assert (status, "What if" in out) == (0, True)
+
+
+def test_a_recording_without_units_shows_what_it_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recording = record(on_one_host())
+    ranks = {
+        number: replace(rank, iterations=tuple(replace(one, units=()) for one in rank.iterations))
+        for number, rank in recording.ranks.items()
+    }
+    folder = written(tmp_path / "bare", replace(recording, ranks=ranks))
+    status, out, err = asked(folder, capsys)
+    assert status == 0
+    assert "no gradients were exchanged" in err
+    assert "of the step is the backward pass" in out
+    assert "bytes ÷ bandwidth" in out
+    status, _, err = asked(folder, capsys, "--streams", "2")
+    assert (status, "there is no plan to change" in err) == (1, True)
 
 
 def test_nonsense_gets_one_sentence(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from sirtaki.replay.coarsening import coarse, mean_iteration, symmetric
 from sirtaki.replay.global_graph import global_graph
 from sirtaki.replay.job_model import JobModel, Piece
+from sirtaki.replay.other_plan import with_plans
 from sirtaki.replay.replayer import replay
 
 
@@ -58,6 +59,15 @@ def test_chains_become_one_and_take_as_long(parts: int, capacity: float, between
     )
     assert times(small).iteration_s == pytest.approx(times(fine).iteration_s)
     assert times(small).backward_s == pytest.approx(times(fine).backward_s)
+
+
+def test_when_gradients_come_stays_known_until_the_plan_is_settled() -> None:
+    job = finer(over_a_link(cuts=(4,)), 3)
+    plan = plan_of(SIZES, (1, 2, 4), streams=2)
+    small = coarse(job, settled=False)
+    assert len(small.iterations[0].programs[0]) < len(job.iterations[0].programs[0]) / 2
+    asked = times(with_plans(small, {0: plan}))
+    assert asked.iteration_s == pytest.approx(times(with_plans(job, {0: plan})).iteration_s)
 
 
 def test_what_is_shorter_than_the_tolerance_counts_as_what_lies_before_it() -> None:
