@@ -3,16 +3,19 @@
 import os
 import shutil
 import tempfile
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import torch
 from conformance.training import main
+from fakes import recordings
 from torch import nn
 
 import sirtaki.torch as hvd
 from sirtaki.comm import recorder
 from sirtaki.profiler import profile
+from sirtaki.profiler.alignment import Known, align
 from sirtaki.profiler.folder import read
 from sirtaki.profiler.recording import Detail, Phase, RecordedIteration, Recording
 
@@ -176,6 +179,25 @@ def a_buffer_of_some_ranks_is_known_to_all() -> None:
     assert {buffer.ranks for buffer in found.job.buffers} == {(0, 1), tuple(range(hvd.size()))}
 
 
+def an_error_put_into_a_clock_is_recovered() -> None:
+    folder, model = common_folder(), model_of()
+    optimizer = optimizer_of(model)
+    with profile(folder, iterations=10, operators=False):
+        train(model, optimizer, 14)
+    true = recorded(folder)
+    placement = list(true.job.placement)
+    placement[1] = replace(placement[1], clock="another", host=1)
+    job, own = replace(true.job, placement=tuple(placement)), true.ranks[1]
+    for by_s, drift in ((0.05, 20e-6), (-0.05, -20e-6)):
+        told = recordings.shifted(own, by_s=by_s, drift=drift)
+        aligned = align(replace(true, job=job, ranks={**true.ranks, 1: told}))
+        line = aligned.lines[1]
+        assert line.known is Known.UNITS
+        for one, other in zip(told.iterations, own.iterations, strict=True):
+            for there, here in zip(one.units, other.units, strict=True):
+                assert abs(aligned.at(1, there.done_s) - here.done_s) <= line.error_s
+
+
 def a_script_may_use_the_profiler_itself() -> None:
     folder, model = common_folder(), model_of()
     optimizer = optimizer_of(model)
@@ -192,6 +214,7 @@ CASES = (
     units_alone_are_recorded_without_operators,
     what_there_is_is_written_if_training_ends_early,
     buffers_of_two_optimizers_are_told_apart,
+    an_error_put_into_a_clock_is_recovered,
     a_script_may_use_the_profiler_itself,
 )
 SUBSETS = (a_buffer_of_some_ranks_is_known_to_all,)

@@ -1,0 +1,219 @@
+"""What being recorded costs a job, and how well clocks are put right.
+
+    python -m bench.profile [--quick] [--check] [--save]
+
+*Cost*: one job trains a model, and by turns nobody records, units are recorded, and operators, too. A figure is the
+median step of a turn divided by that of the turn without recording in the same round. Processor time is that of the
+training thread: a busy machine disturbs it less, and all that recording does while steps last is done there. What
+writing takes at the end of a recording is no part of a step, and stands by itself.
+*Clocks*: of a recording of two ranks, whose clocks are one, the second's moments are moved by ±50 ms with ±20 ppm and
+taken for another host's; the error is what is left after alignment. Beside it, what is left if one common minimum is
+subtracted, as HolisticTraceAnalysis does: all of it.
+
+Bars: units ≤ 1 %, operators ≤ 5 % of a step; clocks within half the smallest round trip of units.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+
+from bench.lib.contenders import Sirtaki
+from bench.lib.harness import (
+    Bar,
+    Report,
+    Spread,
+    alternate,
+    finish,
+    give_result,
+    main_or_rank,
+    parser,
+    ratios,
+    run_ranks,
+)
+from bench.lib.models import small_conv, transformer
+
+RANKS = 2
+WARM = 3
+"""Steps of a turn before the first that counts: the recording begins, and one iteration is left to warm up."""
+
+WAYS: Mapping[str, bool | None] = {"off": None, "units": False, "operators": True}
+"""What is recorded: whether with operators; None = nothing."""
+
+INJECTED = ((0.05, 20e-6), (-0.05, -20e-6), (0.05, -20e-6), (-0.05, 20e-6))
+
+
+def long_transformer(*, rank: int) -> tuple[nn.Module, torch.Tensor]:
+    """The same transformer with 256 tokens instead of 32, as operators of real models have more to do."""
+    model, _ = transformer(rank=rank)
+    return model, torch.randn(2, 128, 256, generator=torch.Generator().manual_seed(1 + rank))
+
+
+def wide_conv(*, rank: int) -> tuple[nn.Module, torch.Tensor]:
+    """The same convolutional network with 64 images instead of 8."""
+    model, _ = small_conv(rank=rank)
+    return model, torch.randn(64, 3, 32, 32, generator=torch.Generator().manual_seed(1 + rank))
+
+
+MODELS: Mapping[str, Callable[..., tuple[nn.Module, torch.Tensor]]] = {
+    "transformer, 32 tokens": transformer,
+    "transformer, 256 tokens": long_transformer,
+    "conv, 64 images": wide_conv,
+}
+
+
+def on_rank(options: dict[str, Any]) -> None:
+    """Collective: steps of each way in turns, in seconds; the last recording stays in the folder."""
+    import sirtaki.torch as hvd
+    from sirtaki.profiler import profile
+
+    torch.set_num_threads(1)
+    hvd.init()
+    contender = Sirtaki(lambda: MODELS[options["model"]](rank=hvd.rank()), tune=False)
+    folder = Path(options["folder"])
+    wrote_s: list[float] = []
+    worked_s: dict[bool | None, list[float]] = {way: [] for way in WAYS.values()}
+
+    def steps(operators: bool | None) -> float:
+        taken_s, own_s = [], []
+        for number in range(WARM + options["steps"]):
+            begin_s, worked_before_s = time.perf_counter(), time.thread_time()
+            contender.step()
+            if number >= WARM:
+                taken_s.append(time.perf_counter() - begin_s)
+                own_s.append(time.thread_time() - worked_before_s)
+        worked_s[operators].append(median(own_s))
+        return median(taken_s)
+
+    def sample(operators: bool | None) -> Callable[[], float]:
+        def take() -> float:
+            if operators is None:
+                return steps(operators)
+            with profile(folder, iterations=10_000, operators=operators):
+                step_s = steps(operators)
+                begin_s = time.perf_counter()
+            if operators:
+                wrote_s.append(time.perf_counter() - begin_s)
+            return step_s
+
+        return take
+
+    for operators in WAYS.values():
+        sample(operators)()
+    for own in (*worked_s.values(), wrote_s):
+        own.clear()
+    samples = alternate({way: sample(WAYS[way]) for way in WAYS}, options["rounds"], seed=options["seed"])
+    worked = {way: list(worked_s[operators]) for way, operators in WAYS.items()}
+    sample(True)()
+    hvd.barrier()
+    if hvd.rank() == 0:
+        give_result({"samples": samples, "worked": worked, "wrote_s": wrote_s})
+    hvd.shutdown()
+
+
+def measure_cost(report: Report, args: Any, model: str, folder: Path) -> dict[str, float]:
+    """Adds what recording costs with one model; returns the median ratios."""
+    from sirtaki.profiler.folder import read
+
+    options = {"model": model, "folder": str(folder), "steps": args.steps, "rounds": args.rounds, "seed": args.seed}
+    found = run_ranks("bench.profile", RANKS, options)
+    samples = found["samples"]
+    spreads = {way: ratios(samples[way], samples["off"]) for way in ("units", "operators")}
+    worked = {way: ratios(found["worked"][way], found["worked"]["off"]) for way in spreads}
+    steps = read(folder).ranks[0].iterations
+    report.rows.append(
+        {
+            "model": model,
+            "step_s": Spread.of(samples["off"]),
+            "units / off": spreads["units"],
+            "operators / off": spreads["operators"],
+            "units / off, processor time": worked["units"],
+            "operators / off, processor time": worked["operators"],
+            "operators a step": round(median(len(step.operators) for step in steps)),
+            "writing_s": Spread.of(found["wrote_s"]),
+        }
+    )
+    return {way: spread.median for way, spread in spreads.items()}
+
+
+def moved(value: Any, by_s: float, drift: float, since_s: float) -> Any:
+    """The same with all moments (`…_s`, but not lengths) as a clock shows them that is wrong by so much."""
+    if isinstance(value, tuple):
+        return tuple(moved(each, by_s, drift, since_s) for each in value)
+    if not is_dataclass(value) or isinstance(value, type):
+        return value
+    changed = {}
+    for each in fields(value):
+        inside = getattr(value, each.name)
+        if isinstance(inside, float) and each.name.endswith("_s") and each.name != "exposed_s":
+            changed[each.name] = inside + by_s + drift * (inside - since_s)
+        elif isinstance(inside, tuple):
+            changed[each.name] = moved(inside, by_s, drift, since_s)
+    return replace(value, **changed)
+
+
+def measure_clocks(report: Report, folder: Path) -> None:
+    """Adds what alignment leaves of an error that was put in."""
+    from sirtaki.profiler.alignment import align
+    from sirtaki.profiler.folder import read
+
+    true = read(folder)
+    placement = list(true.job.placement)
+    placement[1] = replace(placement[1], host=1, node=1, clock="another")
+    job, own = replace(true.job, placement=tuple(placement)), true.ranks[1]
+    worst_us, bound_us = 0.0, 0.0
+    for by_s, drift in INJECTED:
+        told = replace(own, iterations=moved(own.iterations, by_s, drift, own.iterations[0].begin_s))
+        aligned = align(replace(true, job=job, ranks={0: true.ranks[0], 1: told}))
+        pairs = [
+            (there.done_s, here.done_s)
+            for one, other in zip(told.iterations, own.iterations, strict=True)
+            for there, here in zip(one.units, other.units, strict=True)
+        ]
+        worst_us = max(worst_us, *(1e6 * abs(aligned.at(1, there_s) - here_s) for there_s, here_s in pairs))
+        bound_us = 1e6 * aligned.lines[1].error_s
+    report.rows += [
+        {"what": "error left of ±50 ms and ±20 ppm, at most", "figure": worst_us, "unit": "µs"},
+        {"what": "half the smallest round trip of units", "figure": bound_us, "unit": "µs"},
+        {"what": "half the quickest round trip of a question", "figure": 5e5 * own.round_trip_s, "unit": "µs"},
+        {"what": "by subtracting one common minimum", "figure": 1e6 * max(abs(by) for by, _ in INJECTED), "unit": "µs"},
+        {"what": "times of operators are known within", "figure": 1e6 * own.clock_error_s, "unit": "µs"},
+    ]
+    claim = "error left of ±50 ms and ±20 ppm as a part of half the smallest round trip of units"
+    report.bars.append(Bar(claim=claim, value=worst_us / bound_us, limit=1.0))
+
+
+def main() -> int:
+    """Runs both parts."""
+    flags = parser(__doc__.split("\n")[0])
+    flags.add_argument("--rounds", type=int)
+    flags.add_argument("--steps", type=int)
+    flags.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
+    args = flags.parse_args()
+    args.rounds = args.rounds or (7 if args.quick else 21)
+    args.steps = args.steps or 10
+    report = Report(name="profile")
+    folder = Path(tempfile.mkdtemp()) / "recorded"
+    try:
+        costs = {model: measure_cost(report, args, model, folder) for model in args.models}
+        measure_clocks(report, folder)
+    finally:
+        shutil.rmtree(folder.parent)
+    for model, ratio in costs.items():
+        report.bars.append(Bar(claim=f"units, {model}: step", value=ratio["units"], limit=1.01))
+        report.bars.append(Bar(claim=f"operators, {model}: step", value=ratio["operators"], limit=1.05))
+    return finish(report, args)
+
+
+if __name__ == "__main__":
+    sys.exit(main_or_rank(main, on_rank))
