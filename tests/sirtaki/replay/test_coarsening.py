@@ -119,6 +119,7 @@ def test_a_straggler_stays_a_rank_of_its_own() -> None:
     assert times(symmetric(job)).iteration_s == pytest.approx(times(job).iteration_s)
 
 
+@pytest.mark.slow
 def test_a_thousand_operators_on_sixty_four_ranks_replay_in_two_seconds() -> None:
     sizes = (10_000,) * 160
     plan = plan_of(sizes, tuple(range(2, 161, 2)), streams=4)
