@@ -37,6 +37,7 @@ from .operators import StepOperators, operators_of
 from .own_recording import Draft, Reducer, all_buffers, buffer_number, model_digest, recorded
 from .placement import own_placement
 from .recording import Buffer, Detail, JobRecord, Placement, RankRecording
+from .termination import Termination
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +86,8 @@ class JobRecorder:
         self._kineto: Kineto | None = None
         self._job: JobRecord | None = None
         self._rank, self._clock = 0, ClockOffset(0.0, 0.0)
-        self._ending = threading.Lock()
+        self._ending = threading.RLock()  # a signal may come while it is held
+        self._termination = Termination(self.end)
         self._hooks = [
             register_optimizer_step_pre_hook(self._before_update),
             register_optimizer_step_post_hook(self._after_update),
@@ -180,6 +182,7 @@ class JobRecorder:
                 logger.warning("%s", err)
         recorder.start(self)
         self.stage = Stage.STARTING
+        self._termination.watch()
         if self._rank == 0:
             logger.info("recording %d iterations in %s", self._wanted.n_iterations, self._wanted.folder)
 
@@ -195,7 +198,8 @@ class JobRecorder:
             if stage is Stage.WAITING:
                 logger.warning("%s", NOTHING)
             else:
-                self._write()
+                with self._termination.put_off():
+                    self._write()
 
     def _write(self) -> None:
         assert self._job is not None
