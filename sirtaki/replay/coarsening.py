@@ -63,9 +63,7 @@ def _join(before: Piece, piece: Piece, tolerance_s: float) -> bool:
 
 def mean_iteration(job: JobModel) -> JobModel:
     """One iteration of mean durations. An iteration in which a rank did other things than in most counts for others."""
-    programs = {
-        rank: _mean_program([each.programs[rank] for each in job.iterations]) for rank in job.ranks
-    }  # fmt: skip
+    programs = {rank: _mean_program([each.programs[rank] for each in job.iterations]) for rank in job.ranks}
     operations: dict[Hashable, list[Operation]] = defaultdict(list)
     for each in job.iterations:
         for one in each.operations:

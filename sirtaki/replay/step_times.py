@@ -53,8 +53,8 @@ def recorded(histories: Histories) -> StepTimes:
     return _means(steps_s, phases_s)
 
 
-def replayed(replay: Replay, *, warmup: int = 0) -> StepTimes:
-    """What was replayed, the first `warmup` iterations left out."""
+def replayed(replay: Replay) -> StepTimes:
+    """What was replayed."""
     graph = replay.graph
     steps_s: dict[int, dict[int, float]] = defaultdict(lambda: defaultdict(float))
     phases_s: dict[Phase, float] = defaultdict(float)
@@ -63,7 +63,7 @@ def replayed(replay: Replay, *, warmup: int = 0) -> StepTimes:
         if node.rank < 0:
             continue
         end_s = replay.end_s[place]
-        if node.iteration > BEFORE and node.iteration >= warmup:
+        if node.iteration > BEFORE:
             passed_s = end_s - last_s.get(node.rank, 0.0)
             steps_s[node.iteration][node.rank] += passed_s
             phases_s[node.phase] += passed_s

@@ -133,9 +133,7 @@ def _places(job: JobModel, like: Mapping[int, int]) -> tuple[dict[int, int], tup
         turn = rank // len(job.ranks)
         hosts[rank] = 0 if one_host else first_of.setdefault((turn, job.hosts[other]), rank)
         machines[0 if one_machine else turn, job.processors_of(other)].append(rank)
-    processors = tuple(
-        replace(job.processors[place], ranks=tuple(mine)) for (_, place), mine in machines.items()
-    )  # fmt: skip
+    processors = tuple(replace(job.processors[place], ranks=tuple(mine)) for (_, place), mine in machines.items())
     return hosts, processors
 
 

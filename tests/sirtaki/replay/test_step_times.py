@@ -20,10 +20,6 @@ def test_waiting_belongs_to_the_phase_in_which_it_is_done() -> None:
     assert found.iteration_s == pytest.approx(sum(found.phases_s.values()))
 
 
-def test_the_first_iterations_can_be_left_out() -> None:
-    assert replayed(played(over_a_link(iterations=3)), warmup=2).iterations == 1
-
-
 def test_a_recording_says_the_same_of_itself() -> None:
     job = over_a_link(iterations=3)
     was, now = recorded(histories(record(job))), replayed(played(job))
