@@ -1,6 +1,8 @@
 """Plans become communicators, and factors that NCCL does not take on the way are multiplied afterwards."""
 
+import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -80,18 +82,19 @@ def test_nothing_is_sent_for_an_empty_range() -> None:
 
 
 class SlowGroup(LoneGroup):
-    """Reduces on a stream of its own, and notes when it began and ended."""
+    """Reduces on a stream of its own, does something meanwhile, and notes when it began and ended."""
 
-    def __init__(self, device: FakeDevice, notes: list[str]) -> None:
+    def __init__(self, device: FakeDevice, notes: list[str], meanwhile: Callable[[], object]) -> None:
         super().__init__(multiplies=False)
-        self._device, self._notes, self._stream = device, notes, device.make_stream()
+        self._device, self._notes, self._meanwhile = device, notes, meanwhile
+        self._stream = device.make_stream()
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> GroupWork:
         unit = int(tensor[0])
 
         def reduce() -> None:
             self._notes.append(f"begin {unit}")
-            time.sleep(0.01)
+            self._meanwhile()
             self._notes.append(f"end {unit}")
 
         packed = self._device.record_event()
@@ -102,19 +105,19 @@ class SlowGroup(LoneGroup):
 
 
 class SlowOpener(LoneOpener):
-    def __init__(self, device: FakeDevice, notes: list[str]) -> None:
+    def __init__(self, device: FakeDevice, notes: list[str], meanwhile: Callable[[], object]) -> None:
         super().__init__()
-        self._device, self._notes = device, notes
+        self._device, self._notes, self._meanwhile = device, notes, meanwhile
 
     def open(self, key: CommunicatorKey) -> Group:
-        return SlowGroup(self._device, self._notes)
+        return SlowGroup(self._device, self._notes, self._meanwhile)
 
 
 @pytest.mark.parametrize("kind", [NcclTransport, NcclHierarchicalTransport])
 def test_units_of_one_stream_follow_one_another_whatever_their_threads(kind: Any) -> None:
     """On communicators of their own, which nothing else would keep from overlapping."""
     device, notes = FakeDevice(), list[str]()
-    opener = SlowOpener(device, notes)
+    opener = SlowOpener(device, notes, lambda: time.sleep(0.01))
     node = {} if kind is NcclTransport else {"local_size": 8, "local_rank": 0}  # units are too small for shares
     transport = kind(pool_of(opener), device, opener=opener, **node)
     streams = [StreamSpec(0, threads) for threads in (None, 2048, None, 512, 512, 2048)]
@@ -131,8 +134,8 @@ def test_units_of_one_stream_follow_one_another_whatever_their_threads(kind: Any
 
 
 def test_streams_overlap_whatever_their_threads() -> None:
-    device, notes = FakeDevice(), list[str]()
-    opener = SlowOpener(device, notes)
+    device, notes, all_at_work = FakeDevice(), list[str](), threading.Barrier(4)
+    opener = SlowOpener(device, notes, lambda: all_at_work.wait(20.0))
     transport = NcclTransport(pool_of(opener), device, opener=opener)
     streams = [StreamSpec(number, threads) for number in range(4) for threads in (None, 2048)]
     transport.open_streams(streams)
@@ -140,4 +143,4 @@ def test_streams_overlap_whatever_their_threads() -> None:
     for unit, stream in enumerate(streams):
         transport.all_reduce(buffer, unit, unit + 1, stream=stream, op=ReduceOp.SUM, scale=1.0)
     device.synchronise()
-    assert {note.split()[0] for note in notes[:3]} == {"begin"}
+    assert sorted(notes) == sorted(f"{what} {unit}" for unit in range(len(streams)) for what in ("begin", "end"))
