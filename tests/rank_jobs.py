@@ -17,6 +17,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -76,11 +77,12 @@ class Launcher:
     ) -> subprocess.Popen[str]:
         """`program` is a file of tests/ranks, or a path; `options` are mpiexec's."""
         each = self.command_of_one(program, args)
+        session = tempfile.mkdtemp(dir=self._folder)  # where an mpiexec of the same number was killed none starts
         over_mesh = env.get(CONTROL) == "mesh"
         starter = [sys.executable, TESTS / "plain_ranks.py"] if over_mesh else [*self._mpiexec, *options, "-np"]
         return subprocess.Popen(
             [*map(str, starter), str(ranks), *each],
-            env=dict(env),
+            env={**env, "PRTE_MCA_prte_local_tmpdir_base": session},
             text=True,
             stdout=subprocess.PIPE,
             stderr=stderr,

@@ -1,8 +1,11 @@
 """What an MPI library leaves on this machine when its processes are killed: removed by whoever survives them."""
 
 import contextlib
+import os
 import shutil
+import socket
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 from sirtaki.machine import process_fields
@@ -30,7 +33,30 @@ def remove_segments(segments: set[Path]) -> None:
 
 def remove_session_folder(mpiexec_pid: int) -> None:
     """Removes the folder of an mpiexec that was killed; one that has ended by itself has removed it."""
-    shutil.rmtree(Path(tempfile.gettempdir()) / f"ompi.{mpiexec_pid}", ignore_errors=True)
+    shutil.rmtree(_session_folder(mpiexec_pid), ignore_errors=True)
+
+
+def makes_way_for_mpiexec() -> Callable[[], None]:
+    """For a child that becomes mpiexec: what it calls first, so that nothing stale keeps mpiexec from starting.
+
+    Open MPI's calls its folder after its process, and does not start ("The PMIx server's listener thread failed to
+    start") where one of the same number was killed: in a container that is started again, numbers return at once.
+    Another host's files in a shared folder bear its name, and are in nobody's way.
+    """
+    own = f"pmix.{socket.gethostname()}."
+
+    def remove_stale() -> None:
+        folder = _session_folder(os.getpid())
+        with contextlib.suppress(OSError):
+            for name in os.listdir(folder):
+                if name.startswith(own):
+                    os.unlink(folder / name)
+
+    return remove_stale
+
+
+def _session_folder(mpiexec_pid: int) -> Path:
+    return Path(tempfile.gettempdir()) / f"ompi.{mpiexec_pid}"
 
 
 def session_members(sessions: set[int]) -> list[int]:

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import IO
@@ -21,7 +21,7 @@ from sirtaki.errors import LaunchError
 from sirtaki.machine import process_fields
 
 from .console import Console
-from .leftovers import mapped_segments, remove_segments, remove_session_folder, session_members
+from .leftovers import makes_way_for_mpiexec, mapped_segments, remove_segments, remove_session_folder, session_members
 from .mpiexec_notices import Ending, NoticeFilter, killed
 from .output import OutputOptions, RankOutput
 from .rank_channel import Event, Message
@@ -87,7 +87,7 @@ class Supervisor:
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
                     start_new_session=True,  # a terminal's Ctrl-C comes to us alone; and the session is ours to end
-                    preexec_fn=end_with_parent(signal.SIGTERM) if sys.platform == "linux" else None,
+                    preexec_fn=_before_mpiexec(),
                 )
             except OSError as err:
                 raise LaunchError(f"{command[0]} could not be run: {err}") from err
@@ -271,6 +271,19 @@ class Supervisor:
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
+
+
+def _before_mpiexec() -> Callable[[], None]:
+    """What the process that becomes mpiexec does first."""
+    make_way = makes_way_for_mpiexec()
+    end_with_us = end_with_parent(signal.SIGTERM) if sys.platform == "linux" else None
+
+    def begin() -> None:
+        make_way()
+        if end_with_us is not None:
+            end_with_us()
+
+    return begin
 
 
 def _start_janitor(mpiexec_pid: int) -> subprocess.Popen[bytes]:

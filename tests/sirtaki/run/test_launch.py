@@ -4,6 +4,7 @@ import contextlib
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -319,6 +320,18 @@ def test_what_a_killed_launchers_mpiexec_and_ranks_leave_is_removed(environ, scr
     while any(path.exists() for path in [*segments, *folders]) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert [path for path in [*segments, *folders] if path.exists()] == []
+
+
+def test_what_killed_mpiexecs_have_left_does_not_keep_a_job_from_starting(environ, tmp_path):
+    last = int(Path("/proc/sys/kernel/ns_last_pid").read_text())
+    for pid in range(last, last + 2000):  # as in a container that is started again, where the same numbers come
+        (tmp_path / f"ompi.{pid}").mkdir()
+        (tmp_path / f"ompi.{pid}" / f"pmix.{socket.gethostname()}.tool").touch()
+    job = subprocess.run(
+        [sys.executable, "-m", "sirtaki.run", "-np", "1", "python", "-c", "print('up')"],
+        env={**environ, "TMPDIR": str(tmp_path)}, capture_output=True, text=True, timeout=LIMIT_S, check=False,
+    )  # fmt: skip
+    assert (job.stdout, job.returncode) == ("up\n", 0), job.stderr
 
 
 def test_many_ranks_for_few_cores_are_announced_with_what_they_take(launch):

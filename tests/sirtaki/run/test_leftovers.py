@@ -2,6 +2,7 @@
 
 import mmap
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -10,7 +11,13 @@ from pathlib import Path
 import pytest
 
 from sirtaki.run import leftovers
-from sirtaki.run.leftovers import mapped_segments, remove_segments, remove_session_folder, session_members
+from sirtaki.run.leftovers import (
+    makes_way_for_mpiexec,
+    mapped_segments,
+    remove_segments,
+    remove_session_folder,
+    session_members,
+)
 
 
 def test_only_the_mpi_librarys_files_that_a_process_has_mapped_are_its_segments(
@@ -61,6 +68,20 @@ def test_an_mpiexecs_folder_goes_with_all_that_is_in_it_and_no_other(
     remove_session_folder(12)
     remove_session_folder(12)
     assert [path.name for path in tmp_path.iterdir()] == ["ompi.123"]
+
+
+def test_what_would_keep_an_mpiexec_of_the_same_number_from_starting_is_removed_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    makes_way_for_mpiexec()()  # where there is no folder
+    own, other = (tmp_path / f"ompi.{pid}" for pid in (os.getpid(), 12))
+    here = f"pmix.{socket.gethostname()}.tool"
+    for path in (own / here, own / f"{here}.7", own / "pmix.elsewhere.tool", other / here):
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+    makes_way_for_mpiexec()()
+    assert sorted(tmp_path.rglob("pmix.*")) == sorted([own / "pmix.elsewhere.tool", other / here])
 
 
 def test_processes_are_found_by_their_session() -> None:
