@@ -51,7 +51,7 @@ def test_the_three_parts_are_relative_links_inside_the_package():
 
 
 @pytest.mark.slow
-def test_sdist_and_wheel_carry_every_module_and_both_commands(tmp_path):
+def test_sdist_and_wheel_carry_every_module_the_pages_script_and_both_commands(tmp_path):
     dist, venv = tmp_path / "dist", tmp_path / "venv"
     subprocess.run([sys.executable, "-m", "build", "--outdir", dist, ROOT], check=True, stdout=subprocess.DEVNULL)
     (wheel,) = dist.glob("*.whl")
@@ -66,6 +66,7 @@ def test_sdist_and_wheel_carry_every_module_and_both_commands(tmp_path):
         cwd=tmp_path, check=True, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert set(imported.stdout.split()) == modules_in_tree()
+    assert (site / "sirtaki" / "cli" / "job_page" / "timeline.js").is_file()
     for command in ("sirtakirun", "sirtaki"):
         shown = subprocess.run(
             [venv / "bin" / command, "--version"], check=True, stdout=subprocess.PIPE, text=True

@@ -20,7 +20,10 @@ COMMANDS = {
     "profile": ("sirtaki.cli.profile", "run a job that is recorded on all ranks: operators, gradients, units"),
     "registry": ("sirtaki.cli.registry", "what is remembered: list, show, compare, export, import, remove"),
     "replay": ("sirtaki.cli.replay", "what a recorded job's step is made of, and how long it would take otherwise"),
-    "report": ("sirtaki.cli.report", "what a job's tuning tried, gained and chose: in short, and as an HTML page"),
+    "report": (
+        "sirtaki.cli.report",
+        "a recording, or what a job's tuning tried and gained: in short, and as an HTML page",
+    ),
     "top": ("sirtaki.cli.top", "the jobs that run on this machine now, live"),
     "translate": (
         "sirtaki.cli.translate",

@@ -1,7 +1,9 @@
-"""Turns a log of trials into a few lines on the terminal and one self-contained page: what was tried, by whom, what it
+"""`sirtaki report`: a recording or a log of trials as a page.
+
+Turns a log of trials into a few lines on the terminal and one self-contained page: what was tried, by whom, what it
 gained, what had been predicted, what was chosen.
 
-No scripts, no files beside the page; plots are inline SVG.
+No scripts, no files beside the page; plots are inline SVG. The page of a recording is `job_page`'s.
 """
 
 import sys
@@ -18,6 +20,7 @@ from sirtaki.autotune.meta.assignment import DEFAULT_ARM
 from sirtaki.autotune.model.simulator import Simulator
 from sirtaki.engine.trial_log_reader import Measurement, TrialLog, read_log
 from sirtaki.errors import ConfigError
+from sirtaki.profiler.folder import REPORT_FILE
 
 from .report_trust import predictions, trust
 from .report_words import fastest, in_order, in_words, ms, searching, summary, who_was_trusted, why_not_the_fastest
@@ -35,18 +38,43 @@ BEST_COLOR, BOUND_COLOR, COMPUTE_COLOR = "#d62728", "currentColor", "#c8ccd0"
 
 def configure(parser: ArgumentParser) -> None:
     """Adds the command's options."""
-    parser.add_argument("log", type=Path, metavar="LOG", help="what a job wrote to SIRTAKI_TRIAL_LOG")
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="the page (default: LOG with .html)")
+    parser.add_argument(
+        "log",
+        type=Path,
+        metavar="DIR_OR_LOG",
+        help="what `sirtaki profile` has recorded, or what a job wrote to SIRTAKI_TRIAL_LOG",
+    )
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="FILE", help="the page (default: DIR/report.html, or LOG with .html)"
+    )
 
 
 def main(options: Namespace) -> int:
     """Writes the page and says where."""
+    if options.log.is_dir():
+        return _report_recording(options.log, options.output or options.log / REPORT_FILE)
     path: Path = options.output or options.log.with_suffix(".html")
     try:
         log = write_report(options.log, path)
     except OSError as err:
         raise ConfigError(f"the report cannot be written: {err}") from err
     _print(log)
+    print(f"wrote {path}")
+    return 0
+
+
+def _report_recording(folder: Path, path: Path) -> int:
+    from .job_page.findings import findings
+    from .job_page.page import render
+    from .job_page.sentences import heading, problems, sentences
+
+    found = findings(folder)
+    try:
+        path.write_text(render(found), encoding="utf-8")
+    except OSError as err:
+        raise ConfigError(f"the report cannot be written: {err}") from err
+    for words in (heading(found), *problems(found), *sentences(found)):
+        print(words)
     print(f"wrote {path}")
     return 0
 

@@ -148,10 +148,10 @@ def log_ms_ticks(low: float, high: float) -> list[tuple[float, str]]:
     return [(math.log10(tick), f"{tick:g}") for tick in ticks_ms if low <= math.log10(tick) <= high]
 
 
-def page(title: str, sections: Sequence[str]) -> str:
-    """A whole HTML page of its own: the title as a heading, then the sections."""
+def page(title: str, sections: Sequence[str], *, head: str = "") -> str:
+    """A whole HTML page of its own: the title as a heading, then the sections; `head` goes into its head, last."""
     meta = '<meta charset="utf-8"><meta name="viewport" content="width=device-width">'
-    head = f"{meta}<title>Sirtaki: {escape(title.lower())}</title><style>{STYLE}</style>"
+    head = f"{meta}<title>Sirtaki: {escape(title.lower())}</title><style>{STYLE}</style>{head}"
     body = "\n".join([f"<h1>{escape(title)}</h1>", *sections])
     return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n{body}\n</body></html>\n'
 

@@ -23,7 +23,7 @@ from sirtaki.errors import RecordingError
 from .recording import FORMAT_VERSION, JobRecord, RankRecording, Recording
 from .recording_json import job_from_json, job_to_json, rank_from_json, rank_to_json
 
-JOB_FILE, TRACE_FILE = "job.json", "trace.json"
+JOB_FILE, TRACE_FILE, REPORT_FILE = "job.json", "trace.json", "report.html"
 _RANK_FILE = re.compile(r"rank-(\d+)\.json\.gz")
 _T = TypeVar("_T")
 
@@ -39,13 +39,13 @@ def holds_recording(folder: Path) -> bool:
 
 
 def clear(folder: Path) -> None:
-    """Removes a recording that is there, and nothing else.
+    """Removes a recording that is there, what was made of it in the folder, and nothing else.
 
     Raises:
         OSError: it cannot be removed.
     """
     for path in folder.iterdir():
-        if path.name in (JOB_FILE, TRACE_FILE) or _RANK_FILE.fullmatch(path.name):
+        if path.name in (JOB_FILE, TRACE_FILE, REPORT_FILE) or _RANK_FILE.fullmatch(path.name):
             path.unlink()
 
 

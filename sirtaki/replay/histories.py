@@ -20,11 +20,13 @@ class Step:
     """One iteration; moments of the job's clock.
 
     Attributes:
+        number: `RecordedIteration.number`.
         barriers: in the order in which they began.
         stretches: of each rank's training thread, without a gap.
         marks: of each rank.
     """
 
+    number: int
     barriers: Sequence[Barrier]
     stretches: Mapping[int, Sequence[Stretch]]
     marks: Mapping[int, Marks]
@@ -38,11 +40,13 @@ class Histories:
         recording: that they are of.
         steps: one behind the other.
         begin_s: how much later than the first rank each one begins.
+        clocks: of each rank, to the job's.
     """
 
     recording: Recording
     steps: Sequence[Step]
     begin_s: Mapping[int, float]
+    clocks: Mapping[int, Clock]
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -76,10 +80,11 @@ def histories(recording: Recording) -> Histories:
     barriers = Barriers(recording.job.buffers)
     reducers = {buffer.number: buffer.reducer for buffer in recording.job.buffers}
     steps = []
-    for each in iterations:
+    for number, each in zip(numbers, iterations, strict=True):
         found = barriers.of(each, clocks)
         steps.append(
             Step(
+                number=number,
                 barriers=found,
                 stretches={
                     rank: with_waits(stretches(one, clocks[rank]), _waits(rank, one, found, reducers))
@@ -89,7 +94,7 @@ def histories(recording: Recording) -> Histories:
             )
         )
     begins_s = {rank: clocks[rank](one.begin_s) for rank, one in iterations[0].items()}
-    return Histories(recording=recording, steps=steps, begin_s=begins_s)
+    return Histories(recording=recording, steps=steps, begin_s=begins_s, clocks=clocks)
 
 
 def _waits(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
-from sirtaki.autotune.knobs import MIB, Knobs
+from sirtaki.autotune.knobs import MIB, Knobs, format_bytes
 from sirtaki.comm.plan import TransportKind
 from sirtaki.errors import PlanError, ReplayError
 
@@ -46,6 +47,11 @@ class Answer:
     times: StepTimes
     gain: float
 
+    @property
+    def is_worth_saying(self) -> bool:
+        """It brings something."""
+        return self.gain > WORTH_SAYING
+
 
 def play(job: JobModel) -> Replay:
     """All its iterations, one behind the other."""
@@ -66,9 +72,18 @@ def answer(words: str, job: JobModel, *, before_s: float) -> Answer:
 
 def remedies(job: JobModel) -> tuple[Answer, ...]:
     """Each single one that would bring something, the best first."""
-    before_s = replayed(play(job)).iteration_s
+    return tuple(one for one in single_remedies(job, before_s=replayed(play(job)).iteration_s) if one.is_worth_saying)
+
+
+def single_remedies(job: JobModel, *, before_s: float) -> tuple[Answer, ...]:
+    """Each single one that can be asked for, the best first; some bring nothing.
+
+    Args:
+        job: as it was recorded.
+        before_s: an iteration of it.
+    """
     found = [answer(words, changed(), before_s=before_s) for words, changed in _remedies(job)]
-    return tuple(sorted((one for one in found if one.gain > WORTH_SAYING), key=lambda one: -one.gain))
+    return tuple(sorted(found, key=lambda one: -one.gain))
 
 
 def _remedies(job: JobModel) -> Iterator[tuple[str, Callable[[], JobModel]]]:
@@ -84,26 +99,48 @@ def _remedies(job: JobModel) -> Iterator[tuple[str, Callable[[], JobModel]]]:
         yield "the links were twice as fast", lambda: with_link(job, 2 * wire)
     if any(one.activity is Activity.UNIT for each in job.iterations for one in each.operations):
         yield "gradients travelled in half as many bytes (bf16 for float32)", lambda: with_less_traffic(job, 0.5)
-    knobs = best_knobs(job)
-    if knobs is not None:
-        yield f"units were cut otherwise ({knobs.describe()})", lambda: with_knobs(job, knobs)
+    yield from ((words, partial(with_knobs, job, knobs)) for words, knobs in _other_cuts(job))
 
 
-def best_knobs(job: JobModel) -> Knobs | None:
+def _other_cuts(job: JobModel) -> Iterator[tuple[str, Knobs]]:
+    """One knob changed, or both."""
+    if not job.buffers:
+        return
+    now, layout, plan = job.buffers[0].knobs, job.buffers[0].layout, job.buffers[0].plan
+    cut = {plan.units}
+    others: list[tuple[str, Knobs | None]] = []
+    if now.cuts is None and plan.units[0].numel == min(max(1, now.unit_bytes // layout.itemsize_bytes), layout.numel):
+        # Else units are not of one size, and another number of streams is another plan altogether.
+        streams = best_knobs(job, unit_bytes=(now.unit_bytes,), streams=[n for n in STREAMS if n > now.streams])
+        size = best_knobs(job, unit_bytes=[n for n in UNIT_BYTES if n != now.unit_bytes], streams=(now.streams,))
+        others = [
+            ("" if streams is None else f"there were {streams.streams} streams", streams),
+            ("" if size is None else f"units were of {format_bytes(size.unit_bytes)}", size),
+        ]
+    best = best_knobs(job)
+    for words, knobs in [*others, ("" if best is None else f"units were cut otherwise ({best.describe()})", best)]:
+        if knobs is not None and (units := knobs.to_plan(layout).units) not in cut:
+            cut.add(units)
+            yield words, knobs
+
+
+def best_knobs(
+    job: JobModel, *, unit_bytes: Sequence[int] = UNIT_BYTES, streams: Sequence[int] = STREAMS
+) -> Knobs | None:
     """The fastest of a few unit sizes and numbers of streams, on the route that is used; None if none can be told."""
     if not job.buffers:
         return None
     now = job.buffers[0].knobs
     mean = coarse(mean_iteration(job), settled=False)
     found: dict[Knobs, float] = {}
-    for unit_bytes in UNIT_BYTES:
-        for streams in STREAMS:
-            knobs = replace(now, unit_bytes=unit_bytes, streams=streams, cuts=None)
+    for size in unit_bytes:
+        for count in streams:
+            knobs = replace(now, unit_bytes=size, streams=count, cuts=None)
             try:
                 found[knobs] = replayed(play(with_knobs(mean, knobs))).iteration_s
             except (PlanError, ReplayError):
                 return None
-    return min(found, key=lambda knobs: found[knobs])
+    return min(found, key=lambda knobs: found[knobs], default=None)
 
 
 def knobs_of(

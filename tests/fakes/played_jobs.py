@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from sirtaki.autotune.knobs import Knobs
 from sirtaki.comm.layout import GradientLayout
 from sirtaki.comm.plan import Algorithm, CommPlan, Route, TransportKind, Unit
 from sirtaki.link_model import LinkModel
+from sirtaki.profiler.folder import write_job, write_rank
 from sirtaki.profiler.recording import (
     Buffer,
     Copy,
@@ -263,3 +265,11 @@ def record(
 def without(recording: Recording, rank: int) -> Recording:
     """The same, of which one rank has left nothing."""
     return replace(recording, ranks={number: one for number, one in recording.ranks.items() if number != rank})
+
+
+def written(folder: Path, recording: Recording) -> Path:
+    """The folder, with the recording in it."""
+    write_job(folder, recording.job)
+    for rank in recording.ranks.values():
+        write_rank(folder, rank)
+    return folder

@@ -7,24 +7,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from fakes.played_jobs import plan_of, record
+from fakes.played_jobs import plan_of, record, written
 from fakes.replays import SIZES, on_one_host, over_a_link
 
 from sirtaki.cli.__main__ import main
-from sirtaki.profiler.folder import rank_path, write_job, write_rank
-from sirtaki.profiler.recording import Recording
+from sirtaki.profiler.folder import rank_path
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return written(tmp_path / "recording", record(over_a_link(ranks=3)))
-
-
-def written(folder: Path, recording: Recording) -> Path:
-    write_job(folder, recording.job)
-    for rank in recording.ranks.values():
-        write_rank(folder, rank)
-    return folder
 
 
 def asked(folder: Path, capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, str, str]:

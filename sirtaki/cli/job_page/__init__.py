@@ -1,0 +1,1 @@
+"""The page that `sirtaki report` makes of a recording."""

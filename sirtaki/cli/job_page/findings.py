@@ -1,0 +1,144 @@
+"""All that the page says of a recording, as far as it can be found out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import takewhile
+from pathlib import Path
+
+from sirtaki.errors import PlanError, RecordingError, ReplayError
+from sirtaki.profiler.alignment import align
+from sirtaki.profiler.folder import of_ranks, read
+from sirtaki.profiler.recording import Detail, Recording
+from sirtaki.profiler.summary import summary
+from sirtaki.replay.critical_path import Part, parts
+from sirtaki.replay.from_recording import job_model
+from sirtaki.replay.histories import Histories, histories
+from sirtaki.replay.remedies import Answer, play, single_remedies
+from sirtaki.replay.replayer import Replay
+from sirtaki.replay.step_times import StepTimes, recorded, replayed
+
+FAR = 0.05
+"""A replay that is further from the recording is not believed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Played:
+    """The recorded iterations, replayed.
+
+    Attributes:
+        replay: of all of them.
+        times: of a step in it.
+        parts: of its critical path.
+        answers: what each single remedy would bring; empty where the replay is not believed.
+        notes: what it takes for granted.
+    """
+
+    replay: Replay
+    times: StepTimes
+    parts: tuple[Part, ...]
+    answers: tuple[Answer, ...]
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Findings:
+    """What there is.
+
+    Attributes:
+        folder: that it comes from.
+        lines: what was recorded, and of whom, how clocks were aligned.
+        problems: what is missing or wrong, a sentence each.
+        histories: of the iterations that are shown.
+        times: of a step as it was recorded.
+        played: None where it cannot be replayed; then `problems` says why.
+    """
+
+    folder: Path
+    lines: tuple[str, ...]
+    problems: tuple[str, ...]
+    histories: Histories
+    times: StepTimes
+    played: Played | None
+
+    @property
+    def has_operators(self) -> bool:
+        """Of every rank."""
+        return all(rank.detail is Detail.OPERATORS for rank in self.histories.recording.ranks.values())
+
+    @property
+    def error(self) -> float:
+        """How much longer than the recorded step the replayed one is, as a share of it; 0 where there is none."""
+        return self.played.times.iteration_s / self.times.iteration_s - 1 if self.played is not None else 0.0
+
+    @property
+    def is_far(self) -> bool:
+        """The replay is too far from the recording to be believed."""
+        return abs(self.error) > FAR
+
+
+def findings(folder: Path) -> Findings:
+    """Reads a recording and replays it.
+
+    Raises:
+        RecordingError: there is nothing to show.
+    """
+    recording = read(folder)
+    lines = tuple(line.strip() for line in takewhile(bool, summary(recording, align(recording))))
+    shown, problems = _comparable(recording)
+    found = histories(shown)
+    times = recorded(found)
+    played = None
+    try:
+        played = _played(found, times)
+    except (PlanError, ReplayError) as err:
+        problems.append(f"what is here cannot be replayed: {err}")
+    return Findings(
+        folder=folder,
+        lines=tuple(line for line in lines if not line.startswith("but: ")),
+        problems=(*recording.problems, *problems),
+        histories=found,
+        times=times,
+        played=played,
+    )
+
+
+def _played(found: Histories, was: StepTimes) -> Played:
+    job = job_model(found)
+    replay = play(job)
+    now = replayed(replay)
+    believed = abs(now.iteration_s - was.iteration_s) <= FAR * was.iteration_s
+    return Played(
+        replay=replay,
+        times=now,
+        parts=parts(replay),
+        answers=single_remedies(job, before_s=now.iteration_s) if believed else (),
+        notes=job.notes,
+    )
+
+
+def _comparable(recording: Recording) -> tuple[Recording, list[str]]:
+    """The ranks that have an iteration in common, as many as there are, and what is left out.
+
+    Raises:
+        RecordingError: there is no iteration.
+    """
+    usual = {
+        number: {one.number for one in rank.iterations if not one.profiling} for number, rank in recording.ranks.items()
+    }
+    count = Counter(number for numbers in usual.values() for number in numbers)
+    if not count:
+        raise RecordingError(
+            "no iteration was recorded, so there is nothing to show: the job has ended too soon after its warm-up"
+        )
+    best = min(count, key=lambda number: (-count[number], number))
+    kept = {number: rank for number, rank in recording.ranks.items() if best in usual[number]}
+    return replace(recording, ranks=kept), list(_left_out([number for number in usual if number not in kept]))
+
+
+def _left_out(ranks: list[int]) -> Iterator[str]:
+    if ranks:
+        has, is_ = ("has", "is") if len(ranks) == 1 else ("have", "are")
+        yield f"{of_ranks(ranks)} {has} no iteration that most others have recorded, and {is_} left out"
