@@ -13,8 +13,8 @@ from ..svg import Plot, framed, legend, page
 from .drawn_path import drawn_path
 from .exposure import RankExposure, exposures, late_units
 from .findings import Findings
-from .kinds import COLORS, NOT_TOLD_APART, Kind
-from .sentences import gain, heading, kind_words, ms, percent, problems, sentences, signed_ms
+from .kinds import COLORS, Kind
+from .sentences import WITHOUT_OPERATORS, gain, heading, kind_words, ms, percent, problems, sentences, signed_ms
 from .step_parts import StepParts, step_parts
 from .tables import share_bar, table
 from .timeline import Timeline, timeline
@@ -198,7 +198,7 @@ def _path(found: Findings) -> Iterator[str]:
         yield _too_far(found)
         return
     if not found.has_operators:
-        yield f"<p>What the script does besides is: {NOT_TOLD_APART}.</p>"
+        yield f"<p>{WITHOUT_OPERATORS}</p>"
     shown = [(part.words, part.seconds, part.share) for part in found.played.parts if part.share >= LEAST_SHARE]
     rest = [part for part in found.played.parts if part.share < LEAST_SHARE]
     if rest:

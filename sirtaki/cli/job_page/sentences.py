@@ -14,6 +14,8 @@ from .kinds import NOT_TOLD_APART, Kind
 LEAST_SPREAD_S = 1e-6
 """What steps differ by less is not worth saying."""
 
+WITHOUT_OPERATORS = f"What the script does besides is: {NOT_TOLD_APART}."
+
 
 def heading(found: Findings) -> str:
     """Which recording it is."""
@@ -39,6 +41,8 @@ def sentences(found: Findings) -> Iterator[str]:
         return
     if played.parts:
         yield f"The largest part of the critical path: {played.parts[0].describe()}."
+        if not found.has_operators:
+            yield WITHOUT_OPERATORS
     if played.answers and played.answers[0].is_worth_saying:
         best = played.answers[0]
         yield f"What would help most: if {best.words}, a step would take {gain(best)}."

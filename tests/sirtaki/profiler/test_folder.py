@@ -108,6 +108,7 @@ def test_a_folder_with_nothing_to_show_is_an_error(tmp_path: Path) -> None:
 
 def test_only_a_recording_is_cleared(written: Path) -> None:
     (written / "notes.txt").write_text("mine")
+    (written / folder.REPORT_FILE).write_text("made of it")
     assert folder.holds_recording(written)
     folder.clear(written)
     assert [path.name for path in written.iterdir()] == ["notes.txt"]

@@ -8,9 +8,11 @@ import pytest
 from fakes.played_jobs import made_job, plan_of
 from fakes.replays import LINK, SIZES, on_one_host, over_a_link, times
 
+from sirtaki.autotune.knobs import Knobs
 from sirtaki.comm.plan import TransportKind
 from sirtaki.errors import ReplayError
-from sirtaki.replay.remedies import best_knobs, knobs_of, remedies
+from sirtaki.replay.other_plan import with_plans
+from sirtaki.replay.remedies import best_knobs, knobs_of, remedies, single_remedies
 
 
 def test_remedies_are_for_what_is_there_the_best_first() -> None:
@@ -30,6 +32,36 @@ def test_remedies_are_for_what_is_there_the_best_first() -> None:
     before_s = times(job).iteration_s
     for one in found:
         assert one.gain == pytest.approx(1 - one.times.iteration_s / before_s)
+
+
+def test_each_knob_is_asked_for_by_itself_and_both_together() -> None:
+    job = over_a_link(streams=1)
+    (buffer,) = job.buffers
+    knobs = Knobs(unit_bytes=8000, streams=1, transport=TransportKind.GLOO)
+    plan = knobs.to_plan(buffer.layout)
+    job = with_plans(replace(job, buffers=(replace(buffer, knobs=knobs),)), {0: plan})
+    before_s = times(job).iteration_s
+    words = [one.words for one in single_remedies(job, before_s=before_s)]
+    assert [word for word in words if word.startswith("there were")] in (
+        [f"there were {count} streams"] for count in (2, 4, 8)
+    )
+    assert "units were of 1 MiB" in words
+    assert not any("otherwise" in word for word in words)  # one unit of 1 MiB is all there is, on any stream
+
+
+def test_where_units_are_not_of_one_size_there_is_another_plan_only() -> None:
+    words = [one.words for one in single_remedies(over_a_link(), before_s=1.0)]
+    assert [word for word in words if "units" in word or "streams" in word] == [
+        "units were cut otherwise (gloo flat, 1 MiB units, 1 stream)"
+    ]
+
+
+def test_what_brings_nothing_is_asked_and_not_said() -> None:
+    job = over_a_link()
+    before_s = times(job).iteration_s
+    asked = single_remedies(job, before_s=before_s)
+    assert [one for one in asked if one.is_worth_saying] == list(remedies(job))
+    assert len(asked) > len(remedies(job))
 
 
 def test_a_job_on_one_host_has_no_link_to_make_faster() -> None:
