@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -74,6 +75,7 @@ def show(folder: Path) -> None:
     except OSError as err:
         raise RecordingError(f"the trace cannot be written: {err}") from err
     print(f"all ranks on one clock: {path} (drop it on https://ui.perfetto.dev)")
+    print(f"where the time goes and what would help, as a page: sirtaki report {shlex.quote(str(folder))}")
 
 
 def _prepare(folder: Path, *, overwrite: bool) -> None:

@@ -76,7 +76,7 @@ def remedies(job: JobModel) -> tuple[Answer, ...]:
 
 
 def single_remedies(job: JobModel, *, before_s: float) -> tuple[Answer, ...]:
-    """Each single one that can be asked for, the best first; some bring nothing.
+    """Each single one that can be answered, the best first; some bring nothing.
 
     Args:
         job: as it was recorded.
@@ -84,6 +84,19 @@ def single_remedies(job: JobModel, *, before_s: float) -> tuple[Answer, ...]:
     """
     found = [answer(words, changed(), before_s=before_s) for words, changed in _remedies(job)]
     return tuple(sorted(found, key=lambda one: -one.gain))
+
+
+def unanswered(job: JobModel) -> tuple[str, ...]:
+    """What cannot be asked, a sentence each."""
+    numbers = {buffer.number for buffer in job.buffers}
+    for each in job.iterations:
+        for program in each.programs.values():
+            if numbers - {number for piece in program for number, _ in piece.ready}:
+                return (
+                    "what other units would bring cannot be told: there is an iteration in which a rank had no "
+                    "gradients of its own",
+                )
+    return ()
 
 
 def _remedies(job: JobModel) -> Iterator[tuple[str, Callable[[], JobModel]]]:
@@ -104,7 +117,7 @@ def _remedies(job: JobModel) -> Iterator[tuple[str, Callable[[], JobModel]]]:
 
 def _other_cuts(job: JobModel) -> Iterator[tuple[str, Knobs]]:
     """One knob changed, or both."""
-    if not job.buffers:
+    if not job.buffers or unanswered(job):
         return
     now, layout, plan = job.buffers[0].knobs, job.buffers[0].layout, job.buffers[0].plan
     cut = {plan.units}

@@ -16,7 +16,7 @@ from sirtaki.profiler.summary import summary
 from sirtaki.replay.critical_path import Part, parts
 from sirtaki.replay.from_recording import job_model
 from sirtaki.replay.histories import Histories, histories
-from sirtaki.replay.remedies import Answer, play, single_remedies
+from sirtaki.replay.remedies import Answer, play, single_remedies, unanswered
 from sirtaki.replay.replayer import Replay
 from sirtaki.replay.step_times import StepTimes, recorded, replayed
 
@@ -33,7 +33,7 @@ class Played:
         times: of a step in it.
         parts: of its critical path.
         answers: what each single remedy would bring; empty where the replay is not believed.
-        notes: what it takes for granted.
+        notes: what it takes for granted, and what it cannot answer, a sentence each.
     """
 
     replay: Replay
@@ -115,7 +115,7 @@ def _played(found: Histories, was: StepTimes) -> Played:
         times=now,
         parts=parts(replay),
         answers=single_remedies(job, before_s=now.iteration_s) if believed else (),
-        notes=job.notes,
+        notes=(*job.notes, *unanswered(job)),
     )
 
 

@@ -12,7 +12,7 @@ from sirtaki.autotune.knobs import Knobs
 from sirtaki.comm.plan import TransportKind
 from sirtaki.errors import ReplayError
 from sirtaki.replay.other_plan import with_plans
-from sirtaki.replay.remedies import best_knobs, knobs_of, remedies, single_remedies
+from sirtaki.replay.remedies import best_knobs, knobs_of, remedies, single_remedies, unanswered
 
 
 def test_remedies_are_for_what_is_there_the_best_first() -> None:
@@ -54,6 +54,19 @@ def test_where_units_are_not_of_one_size_there_is_another_plan_only() -> None:
     assert [word for word in words if "units" in word or "streams" in word] == [
         "units were cut otherwise (gloo flat, 1 MiB units, 1 stream)"
     ]
+
+
+def test_no_other_plan_is_asked_for_where_a_rank_had_no_gradients() -> None:
+    job = over_a_link()
+    assert unanswered(job) == ()
+    last = job.iterations[-1]
+    idle = tuple(replace(piece, ready=()) for piece in last.programs[1])
+    job = replace(job, iterations=(job.iterations[0], replace(last, programs={**last.programs, 1: idle})))
+    (sentence,) = unanswered(job)
+    assert "a rank had no gradients of its own" in sentence
+    words = [one.words for one in single_remedies(job, before_s=1.0)]
+    assert words
+    assert not any("units" in one for one in words)
 
 
 def test_what_brings_nothing_is_asked_and_not_said() -> None:
