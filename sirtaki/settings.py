@@ -37,6 +37,8 @@ class Settings:
         tune: search for a better setting in the first iterations; off = the default, and what is fixed by others.
         warmup_iterations: training iterations in which trials may run.
         retune: search again, for at most 20 iterations, if communication later takes clearly longer, or less long.
+        plan: file that `sirtaki optimize` has written, or its folder: the warm-up tries that plan first; without tuning
+            it is what runs. Rank 0's holds for all.
         unit_bytes: fixes the size of a unit.
         streams: fixes how many communicators run at the same time.
         threads: fixes the GPU threads of a unit; no effect on CPUs.
@@ -76,6 +78,7 @@ class Settings:
     tune: bool = True
     warmup_iterations: int = 100
     retune: bool = True
+    plan: str | None = None
     unit_bytes: int | None = None
     streams: int | None = None
     threads: int | None = None
@@ -245,6 +248,7 @@ VARIABLES: tuple[Variable, ...] = (
     _variable("SIRTAKI_TUNE", "tune", _FLAG),
     _variable("SIRTAKI_WARMUP_ITERATIONS", "warmup_iterations", _FROM_ZERO),
     _variable("SIRTAKI_RETUNE", "retune", _FLAG),
+    _variable("SIRTAKI_PLAN", "plan", _TEXT),
     _variable(
         "HOROVOD_FUSION_THRESHOLD",
         "unit_bytes",

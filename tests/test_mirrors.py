@@ -22,6 +22,7 @@ NOTHING_TO_TEST = {
     "sirtaki/ray/rank_actor.py": NEEDS_RAY,
     "sirtaki/ray/slots.py": NEEDS_RAY,
     "sirtaki/ray/train.py": NEEDS_RAY,
+    "sirtaki/optimizer/change.py": "records, and Protocols",
     "sirtaki/replay/job_model.py": "records",
     "sirtaki/run/call.py": "calls one function",
     "sirtaki/run/elastic/actions.py": "records",

@@ -7,6 +7,7 @@ from ..knobs import Knobs
 
 DEFAULT_ARM = "default"  # whose trial the untuned default is
 REGISTRY_ARM = "registry"  # whose trials remembered settings are
+PLAN_ARM = "plan"  # whose trial a plan is that the user has given
 REFINEMENT_ARM = "refinement"  # whose trials the neighbours of the fastest setting are
 FINALS_ARM = "finals"  # whose trials repeated measurements are
 

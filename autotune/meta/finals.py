@@ -4,8 +4,8 @@ The fastest of many noisy measurements is fast by luck too. So the duel with the
 alone (docs/decisions/0011, 0026).
 """
 
-from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -42,7 +42,7 @@ class Finals:
     Attributes:
         trials: what has run, and runs here.
         rng: the order of turns.
-        arm: whose trials these are; None = of the finals.
+        arms: whose trials settings are that have not run before.
         max_rounds: after so many the leader is taken.
         max_turn_iterations: measured iterations of one turn at most.
         doubt: the lead that the default must have to stay; an earlier job's winner is proved already and goes only if
@@ -51,7 +51,7 @@ class Finals:
 
     trials: Trials
     rng: np.random.Generator
-    arm: str | None = None
+    arms: Mapping[Knobs, str] = field(default_factory=dict)
     max_rounds: int = 8
     max_turn_iterations: int = 12
     doubt: float = 0.0
@@ -100,8 +100,9 @@ class Finals:
         turns = self.rng.permutation(len(field)).tolist()
         for i in sorted(turns, key=bool) if first else turns:  # at first the favourite: it may be kept for good
             knobs = field[i]
-            who = DEFAULT_ARM if knobs == trials.default else self.arm or trials.setting(knobs).arm
+            known = DEFAULT_ARM if knobs == trials.default else self.arms.get(knobs)
+            who = known or trials.setting(knobs).arm
             spans_s = yield from trials.run(knobs, arm=who, purpose=Purpose.FINALS, measured=measured)
             duel.add(knobs, arm=who, spans_s=spans_s)
         for knobs in finalists:
-            trials.finish(Proposal(arm=self.arm or FINALS_ARM, knobs=knobs))
+            trials.finish(Proposal(arm=self.arms.get(knobs, FINALS_ARM), knobs=knobs))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from ..knobs import Knobs, KnobSpace
 from ..lattice import KnobLattice
 from ..trial import Proposal, Trial, TrialStatus
-from .assignment import REFINEMENT_ARM, REGISTRY_ARM
+from .assignment import PLAN_ARM, REFINEMENT_ARM, REGISTRY_ARM
 from .trials import Trials
 
 logger = logging.getLogger(__name__)
@@ -22,17 +22,18 @@ class Proposals:
     Attributes:
         space: proposals outside it are refused.
         seeds: settings of similar jobs, which come first.
+        given: the user's, which comes before them; None = there is none, or it has been proposed.
     """
 
-    def __init__(self, trials: Trials, *, space: KnobSpace, seeds: Sequence[Knobs]) -> None:
+    def __init__(self, trials: Trials, *, space: KnobSpace, seeds: Sequence[Knobs], given: Knobs | None = None) -> None:
         self._trials, self.space = trials, space
-        self.seeds = list(seeds)
+        self.seeds, self.given = list(seeds), given
         self._has_refused = False
 
     def next(self) -> Proposal | None:
         """The next proposal that is worth running; the arm is told at once what is known of the others."""
         for _ in range(MAX_RETRIES):
-            asked = [self._next_seed()] if self.seeds else self._trials.arm.ask(1)
+            asked = [self._next_seed()] if self.seeds or self.given else self._trials.arm.ask(1)
             if not asked:
                 break
             proposal = asked[0]
@@ -67,6 +68,9 @@ class Proposals:
         return None if knobs is None else Proposal(arm=REFINEMENT_ARM, knobs=knobs, reason="nobody has proposed it")
 
     def _next_seed(self) -> Proposal:
+        given, self.given = self.given, None
+        if given is not None:
+            return Proposal(arm=PLAN_ARM, knobs=given, reason="the plan that was given")
         return Proposal(arm=REGISTRY_ARM, knobs=self.seeds.pop(0), reason="a similar job's")
 
     def accepts(self, knobs: Knobs) -> bool:

@@ -25,7 +25,7 @@ from sirtaki.errors import TuningError
 from ..arms.base import Arm, Nobody
 from ..knobs import Knobs, KnobSpace
 from ..trial import Proposal, Trial
-from .assignment import DEFAULT_ARM, REGISTRY_ARM, Assignment, Purpose, SessionResult
+from .assignment import DEFAULT_ARM, PLAN_ARM, REGISTRY_ARM, Assignment, Purpose, SessionResult
 from .budget import Budget
 from .finals import Finals, finalists
 from .ledger import CLEAR
@@ -57,6 +57,7 @@ class WarmupSession:
         promise: what that job measured, None = unknown. If the first iterations break it, the link has changed: a short
             search follows, from that setting on.
         seeds: settings of similar jobs; the first proposals.
+        given: the user's: the very first one; beside `exact` it is compared with that, too.
         history: an earlier, unfinished session's `trials`; counted into the budget.
         identity: knobs with equal identity are the same setting and not run twice.
         refine: what lies next to the fastest setting is run, too, after the arms have had their trials.
@@ -76,6 +77,7 @@ class WarmupSession:
         exact: Knobs | None = None,
         promise: Promise | None = None,
         seeds: Sequence[Knobs] = (),
+        given: Knobs | None = None,
         history: Sequence[Trial] = (),
         identity: Callable[[Knobs], Hashable] = lambda knobs: knobs,
         refine: bool = True,
@@ -99,7 +101,7 @@ class WarmupSession:
         )
         self._called = "the setting that ran" if retune else "the default"
         self._exact, self._promise = exact, promise
-        self._proposals = Proposals(self._trials, space=space, seeds=seeds)
+        self._proposals = Proposals(self._trials, space=space, seeds=seeds, given=given)
         # No session has more trials than iterations, whatever is claimed.
         self._history = tuple(trial for trial in history[-budget_iterations:] if self._proposals.accepts(trial.knobs))
         self._most_finalists = 3 if budget_iterations >= 60 else 2
@@ -193,10 +195,10 @@ class WarmupSession:
     def _warm_up(self) -> _Script:
         exact = self._exact if self._exact is not None and self._proposals.accepts(self._exact) else None
         if exact is not None:
-            held = yield from self._check(exact)
+            stays, held = yield from self._check(exact)
             changed = self._link_has_changed(exact)
             if held and not changed:
-                return self._end(exact, held)
+                return self._end(stays, held)
             logger.info(
                 "the registry's setting for this job %s",
                 "holds, but the link has changed: a short search begins there"
@@ -206,7 +208,7 @@ class WarmupSession:
             if held:
                 self._budget.iterations = min(self._budget.iterations, self._budget.spent + SHORT_SEARCH_ITERATIONS)
             yield Assignment(
-                knobs=exact if held else self._default,
+                knobs=stays,
                 discarded_iterations=0,
                 measured_iterations=0,
                 arm=REGISTRY_ARM if held else DEFAULT_ARM,
@@ -229,22 +231,36 @@ class WarmupSession:
             return self._end(self._default, f"no finalist beat {self._called}; {why}")
         return self._end(kept, f"beat {self._called} in alternating iterations; {why}")
 
-    def _check(self, exact: Knobs) -> Generator[Assignment, Sequence[float], str]:
-        """Runs an earlier job's result in turns with the default; why it is kept, empty if it is not."""
-        if self._trials.same(exact, self._default):
+    def _check(self, exact: Knobs) -> Generator[Assignment, Sequence[float], tuple[Knobs, str]]:
+        """Runs an earlier job's result in turns with the default, and with the user's plan if there is one.
+
+        Returns:
+            What is kept and why; the default and nothing, if neither is.
+        """
+        given, self._proposals.given = self._proposals.given, None
+        arms = {exact: REGISTRY_ARM}
+        if given is not None and self._proposals.accepts(given) and not self._trials.same(given, exact):
+            arms[given] = PLAN_ARM
+        field = [knobs for knobs in arms if not self._trials.same(knobs, self._default)]
+        if not field:
             yield from self._trials.run_default()
-            return "the registry knows the default as the best for this job"
+            return exact, "the registry knows the default as the best for this job"
         finals = Finals(
             trials=self._trials,
             rng=self._rng,
-            arm=REGISTRY_ARM,
+            arms=arms,
             max_rounds=MAX_EXACT_ROUNDS,
             max_turn_iterations=2 * self._budget.measured,
-            doubt=CLEAR,
+            doubt=CLEAR if exact in field else 0.0,
         )
-        kept = yield from finals.run([exact])
+        kept = yield from finals.run(field)
         self._trials.finish(Proposal(arm=DEFAULT_ARM, knobs=self._default))
-        return "" if kept is None else "the registry's setting for this job, checked against the default"
+        if kept is not None:
+            whose = "the registry's setting for this job" if kept == exact else "the plan that was given"
+            return kept, f"{whose}, checked against the default"
+        if exact not in field:
+            return exact, "the registry knows the default as the best for this job"
+        return self._default, ""
 
     def _link_has_changed(self, exact: Knobs) -> bool:
         """Whether this job's first iterations are not like those of the job that `exact` is of."""

@@ -16,6 +16,7 @@ from sirtaki.errors import SirtakiError
 # Command → its module and a line of help.
 COMMANDS = {
     "doctor": ("sirtaki.cli.doctor", "what is here, what of it can be used, and what is wrong"),
+    "optimize": ("sirtaki.cli.optimize", "how a recorded job's gradients should travel: a plan for the next job"),
     "plan": ("sirtaki.cli.plan", "how a job whose log is here would scale on other clusters"),
     "profile": ("sirtaki.cli.profile", "run a job that is recorded on all ranks: operators, gradients, units"),
     "registry": ("sirtaki.cli.registry", "what is remembered: list, show, compare, export, import, remove"),

@@ -82,6 +82,11 @@ class Carrying:
         self._key = "" if carried is None else key_of(names, params)
 
     @property
+    def ranks_stay(self) -> bool:
+        """There is one generation only."""
+        return self._carried is None
+
+    @property
     def before(self) -> Carried | None:
         """What the generation before has left; None = nothing."""
         return None if self._carried is None else self._carried.of(self._key)

@@ -79,6 +79,7 @@ class TuningCoordinator:
         default: what runs untuned.
         times: of this rank's steps.
         failed: there was a fault in tuning; it does not begin again.
+        given: what the user wants tried first; None = nothing.
     """
 
     def __init__(
@@ -111,6 +112,7 @@ class TuningCoordinator:
         self._usual_default_s = math.nan
         self._earlier: list[Knobs] = []  # what was kept before that, the last one first
         self._retuning = self.failed = False
+        self.given: Knobs | None = None
         self._suggested: list[Knobs] = []  # by the generation before
         self.times = StepTimes()
         self._log = TrialLogWriter(settings.trial_log)
@@ -312,6 +314,7 @@ class TuningCoordinator:
             exact=self._hit.exact if arm is None else None,
             promise=self._hit.promise,
             seeds=seeds,
+            given=None if self._retuning else self.given,
             history=self._hit.history,
             identity=functools.cache(functools.partial(traffic, layouts=self._layouts)),
         )

@@ -15,7 +15,7 @@ from sirtaki.autotune.arms.base import Arm
 from sirtaki.autotune.arms.planner import Planner
 from sirtaki.autotune.arms.planners import make_planners
 from sirtaki.autotune.knobs import KnobSpace
-from sirtaki.autotune.meta.assignment import DEFAULT_ARM, REFINEMENT_ARM, REGISTRY_ARM
+from sirtaki.autotune.meta.assignment import DEFAULT_ARM, PLAN_ARM, REFINEMENT_ARM, REGISTRY_ARM
 from sirtaki.autotune.meta.auc_bandit import window_for
 from sirtaki.autotune.meta.bandit_arm import BanditArm
 from sirtaki.autotune.meta.ensemble import ITERATIONS_PER_TRIAL, default_arms
@@ -126,7 +126,7 @@ class Searchers:
 
     def name(self, arm: str) -> str:
         """An arm, for people."""
-        if arm in (REGISTRY_ARM, DEFAULT_ARM, REFINEMENT_ARM):
+        if arm in (REGISTRY_ARM, DEFAULT_ARM, REFINEMENT_ARM, PLAN_ARM):
             return f"the {arm}"
         kind = "planner" if any(planner.name == arm for planner in self._planners) else "search technique"
         return f"the {kind} {arm}"

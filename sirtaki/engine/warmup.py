@@ -35,6 +35,7 @@ from .carried_tuning import CarriedTuning, Carrying
 from .coordinator import TuningCoordinator
 from .devices import open_router
 from .drift import DriftWatch
+from .given_plan import given_to_all
 from .knob_choices import default_knobs, knob_space, plans_for
 from .opening import open_default, still_possible
 from .telling import IterationTeller
@@ -91,8 +92,12 @@ class TunedSynchroniser:
             reduction: what is done to every gradient.
             arms: search techniques, None = the usual ones.
             carried: of the generations of this job; None where ranks stay.
+
+        Raises:
+            ConfigError: on all ranks; the user's plan cannot be read.
         """
         self._control = control = control.scope()
+        self._given = given_to_all(control, settings.plan)
         self._carrying = Carrying(carried, names, params, control.hosts)
         self._router = open_router(control, settings, params)
         total_bytes = sum(param.numel() * reduction.travels_as(param.dtype).itemsize for param in params)
@@ -193,6 +198,7 @@ class TunedSynchroniser:
         if self._drift is not None:
             self._drift.reordered()
             self._sync.say_pace(Pace.USUAL)
+        self._take_given()
         if self._tuning and self._assignment is None:
             remembered = False
             if self._coordinator is not None:
@@ -207,6 +213,18 @@ class TunedSynchroniser:
             except (PlanError, TransportError) as err:
                 logger.info("%s cannot be run any more: %s", self._knobs.describe(), err)
                 self._knobs = self._default
+
+    def _take_given(self) -> None:
+        """What the user has given is tried first; where nothing is tuned, it runs. Once."""
+        given, self._given = self._given, None
+        if given is None:
+            return
+        must_run = not self._tuning and self._carrying.ranks_stay
+        knobs = given.accepted(self._sync.layouts, self._control, self._space, must_run=must_run)
+        if not self._tuning:
+            self._knobs = knobs or self._knobs
+        elif self._coordinator is not None:
+            self._coordinator.given = knobs
 
     def _search(self, routes: Sequence[Route] = (), *, span_s: float = math.nan) -> None:
         """Collective: measures what a search needs (links of `routes` only, if given), and has it begin.

@@ -115,7 +115,8 @@ def symmetric(job: JobModel, *, tolerance: float = 0.02) -> JobModel:
     """One rank for each kind of them: ranks that do the same, and take as long for each phase within `tolerance`.
 
     Hosts whose ranks are of the same kinds are alike, too; one of them stays, and on it one rank of each kind, which
-    counts as many on the processors that they share.
+    counts as many on the processors that they share. Hosts that are not there any more are not counted, so what units
+    cost that nobody has run is to be asked of the whole job.
     """
     kinds = _kinds(job, tolerance)
     hosts: dict[Hashable, Processors] = {}
@@ -136,6 +137,9 @@ def symmetric(job: JobModel, *, tolerance: float = 0.02) -> JobModel:
         job,
         ranks=tuple(rank for rank in job.ranks if rank in kept),
         processors=tuple(processors),
+        buffers=tuple(
+            replace(buffer, ranks=tuple(rank for rank in buffer.ranks if rank in kept)) for buffer in job.buffers
+        ),
         iterations=tuple(_only(each, kept) for each in job.iterations),
         begin_s={rank: begin_s for rank, begin_s in job.begin_s.items() if rank in kept},
         alike=kept,

@@ -27,8 +27,15 @@ def with_knobs(job: JobModel, knobs: Knobs) -> JobModel:
     return with_plans(job, {buffer.number: knobs.to_plan(buffer.layout) for buffer in job.buffers})
 
 
-def with_plans(job: JobModel, plans: Mapping[int, CommPlan]) -> JobModel:
+def with_plans(
+    job: JobModel, plans: Mapping[int, CommPlan], *, costs: Mapping[Route, UnitCost] | None = None
+) -> JobModel:
     """These buffers cut by these plans.
+
+    Args:
+        job: as it was recorded, or with fewer ranks that stand for all (`symmetric`).
+        plans: by buffer.
+        costs: of units on each route; has to be given for a job with fewer ranks, which no longer shows them.
 
     Raises:
         ReplayError: a plan is of another layout, or nothing is known of its route or of when gradients come.
@@ -43,7 +50,8 @@ def with_plans(job: JobModel, plans: Mapping[int, CommPlan]) -> JobModel:
             )
     changed = [buffer for buffer in buffers if buffer.number in plans]
     routes = {(buffer.plan.transport, unit.algorithm) for buffer in changed for unit in buffer.plan.units}
-    costs = {route: unit_cost(job, route, job.ranks) for route in routes}
+    if costs is None:
+        costs = {route: unit_cost(job, route, job.ranks) for route in routes}
     iterations = tuple(_replanned(each, changed, costs) for each in job.iterations)
     return replace(job, buffers=buffers, iterations=iterations)
 

@@ -10,6 +10,7 @@ from fakes.warmup_job import BEST, DEFAULT, OUTSIDE, SPACE, Job, ListArm, landsc
 from sirtaki.autotune.arms.base import Arm
 from sirtaki.autotune.knobs import MIB, Knobs
 from sirtaki.autotune.meta.assignment import (
+    PLAN_ARM,
     REGISTRY_ARM,
     Purpose,
 )
@@ -151,6 +152,52 @@ def test_seeds_are_tried_before_the_arm_is_asked() -> None:
     order = list(dict.fromkeys(job.run_for(Purpose.TRIAL)))
     assert order == [streams(2), BEST, streams(8)]
     assert job.result.arm == REGISTRY_ARM
+
+
+def test_a_plan_that_the_user_gives_is_the_very_first_proposal_and_kept_only_if_it_is_faster() -> None:
+    arm = ListArm(streams(8))
+    job = Job(session(arm, given=BEST, seeds=[streams(2)])).run()
+    assert list(dict.fromkeys(job.run_for(Purpose.TRIAL))) == [BEST, streams(2), streams(8)]
+    assert (job.result.knobs, job.result.arm) == (BEST, PLAN_ARM)
+    slow = replace(DEFAULT, unit_bytes=64 * MIB)
+    job = Job(session(ListArm(), given=slow)).run()
+    assert slow in job.run_for(Purpose.TRIAL)
+    assert job.result.knobs != slow
+    job = Job(session(ListArm(BEST), given=OUTSIDE)).run()
+    assert job.result.knobs == BEST
+
+
+@pytest.mark.parametrize(
+    ("exact", "given", "kept"),
+    [
+        (streams(2), BEST, BEST),
+        (BEST, streams(2), BEST),
+        (BEST, BEST, BEST),
+        (DEFAULT, BEST, BEST),
+        (DEFAULT, replace(DEFAULT, unit_bytes=64 * MIB), DEFAULT),
+        (BEST, OUTSIDE, BEST),
+    ],
+)
+def test_a_plan_that_the_user_gives_is_compared_with_the_registrys_setting(
+    exact: Knobs, given: Knobs, kept: Knobs
+) -> None:
+    arm = ListArm(streams(8))
+    job = Job(session(arm, exact=exact, given=given)).run()
+    assert job.result.knobs == kept
+    assert arm.asked == 0
+    assert OUTSIDE not in [now.knobs for now in job.assignments]
+    whose = {BEST: "the plan that was given" if exact != BEST else "the registry's setting"}.get(
+        kept, "the registry knows"
+    )
+    assert whose in job.result.reason
+
+
+def test_where_neither_holds_a_search_begins_and_the_plan_is_not_run_again() -> None:
+    slow, slower = replace(DEFAULT, unit_bytes=48 * MIB), replace(DEFAULT, unit_bytes=64 * MIB)
+    job = Job(session(exact=slow, given=slower), search_with=ListArm(BEST)).run()
+    assert job.result.knobs == BEST
+    assert slower not in job.run_for(Purpose.TRIAL)
+    assert slower in job.run_for(Purpose.FINALS)
 
 
 def test_cut_short_the_best_so_far_is_known_at_any_moment() -> None:

@@ -1,0 +1,190 @@
+"""`sirtaki optimize`: how a recorded job's gradients should travel, by what a replay says; a plan for the next job."""
+
+from __future__ import annotations
+
+import json
+import sys
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from sirtaki.engine.given_plan import PLAN_FILE
+from sirtaki.errors import ConfigError
+from sirtaki.optimizer.outcome import SEARCH_LIMIT_S, Outcome, optimize
+from sirtaki.optimizer.view import EVERY, Acceleration
+from sirtaki.profiler.folder import read
+from sirtaki.replay.critical_path import Part
+from sirtaki.replay.from_recording import job_model
+from sirtaki.replay.histories import histories
+from sirtaki.replay.step_times import StepTimes, recorded
+
+DOUBTFUL = 0.05
+"""Share of a step by which a replay may be off without a word."""
+
+MOST_PARTS = 3
+"""Of a critical path, so many are shown."""
+
+
+def configure(parser: ArgumentParser) -> None:
+    """Adds the command's options."""
+    parser.add_argument("folder", type=Path, metavar="DIR", help="what `sirtaki profile` has written")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help=f"the plan (DIR/{PLAN_FILE})")
+    parser.add_argument(
+        "--allow", action="append", default=[], metavar="PASS", help="also change what changes numbers, such as bf16"
+    )
+    parser.add_argument(
+        "--without",
+        action="append",
+        default=[],
+        choices=[one.value for one in Acceleration],
+        help="search without this acceleration",
+    )
+    parser.add_argument(
+        "--limit-s", type=_seconds, default=SEARCH_LIMIT_S, metavar="S", help=f"search no longer ({SEARCH_LIMIT_S:g})"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError as err:
+        raise ArgumentTypeError(f"{text!r} is no number") from err
+    if not 0 < value < float("inf"):
+        raise ArgumentTypeError(f"it must be positive, not {text}")
+    return value
+
+
+def main(options: Namespace) -> int:
+    """Searches, says what was found and what it is worth, and writes the plan.
+
+    Raises:
+        RecordingError: there is nothing to improve.
+        ReplayError: what is there cannot be replayed.
+        ConfigError: a pass does not exist, or the plan cannot be written.
+    """
+    recording = read(options.folder)
+    for problem in recording.problems:
+        print(f"sirtaki optimize: {problem}", file=sys.stderr)
+    found = histories(recording)
+    job = job_model(found)
+    outcome = optimize(
+        job,
+        settings=recording.job.settings,
+        allowed=options.allow,
+        accelerations=EVERY - {Acceleration(name) for name in options.without},
+        limit_s=options.limit_s,
+    )
+    was = recorded(found)
+    path = options.output or options.folder / PLAN_FILE
+    text = json.dumps(outcome.plan.to_json(), indent=1) + "\n"
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as err:
+        raise ConfigError(f"the plan cannot be written: {err}") from err
+    if options.json:
+        print(json.dumps(_as_json(outcome, was, path), indent=1))
+        return 0
+    for line in [*describe(outcome), "", *worth(outcome, was), "", *taking_it(outcome, path)]:
+        print(line)
+    for note in job.notes:
+        print(f"\nNote: {note}.")
+    return 0
+
+
+def describe(outcome: Outcome) -> Iterator[str]:
+    """What was found, and why."""
+    found = outcome.found
+    yield (
+        f"Searched {outcome.search_s:.1f} s: {found.replays} replays of {outcome.n_ranks} "
+        f"{'rank' if outcome.n_ranks == 1 else 'ranks'}, {found.walks} walks along critical paths"
+        + ("." if found.in_time else "; the time was up before it had come to its end.")
+    )
+    before_s, after_s = outcome.before.iteration_s, outcome.after.iteration_s
+    alone = f"without communication it would be {_ms(outcome.without_communication_s)}"
+    if outcome.gain <= 0:
+        yield f"Nothing is faster than what ran: {outcome.recorded_knobs.describe()}, {_ms(before_s)} a step; {alone}."
+        yield from _path("The step is made of", outcome.parts_before)
+        return
+    yield f"A step would take {_ms(after_s)} instead of {_ms(before_s)}, {_percent(outcome.gain)} less; {alone}."
+    yield ""
+    yield f"It ran   {outcome.recorded_knobs.describe()}"
+    yield f"better   {outcome.knobs.describe()}"
+    kept = [f"{words} ({count}×)" if count > 1 else words for words, count in found.changes.items()]
+    if kept:
+        yield f"found by a grid, and on critical paths: {', '.join(kept)}"
+    yield from (f"and      {extra.words}: {extra.line}" for extra in outcome.extras)
+    yield ""
+    yield from _path("Before, the step is made of", outcome.parts_before)
+    yield from _path("after it, of", outcome.parts_after)
+
+
+def _path(words: str, parts: Sequence[Part]) -> Iterator[str]:
+    yield f"{words}:"
+    yield from (f"  {part.describe()}" for part in parts[:MOST_PARTS])
+
+
+def worth(outcome: Outcome, was: StepTimes) -> Iterator[str]:
+    """How much the answer is worth."""
+    error = outcome.as_recorded.iteration_s / was.iteration_s - 1 if was.iteration_s > 0 else 0.0
+    if abs(error) > DOUBTFUL:
+        yield (
+            f"The replay is {_percent(abs(error))} {'longer' if error > 0 else 'shorter'} than the recording "
+            f"({_ms(was.iteration_s)}): do not believe the figures above."
+        )
+    off = abs(outcome.price_error)
+    if outcome.gain > 0 and off >= outcome.gain:
+        yield (
+            f"What units cost by their size is a fit, and it misses the recorded plan by {_percent(off)} of a step, "
+            "more than is gained here: worth a trial, no more."
+        )
+    elif off > DOUBTFUL:
+        yield f"What units cost by their size is a fit, and it misses the recorded plan by {_percent(off)} of a step."
+    if was.spread_s > outcome.gain * was.iteration_s > 0:
+        yield f"Recorded steps differ by more than is gained (± {_ms(was.spread_s)})."
+    if outcome.gain > 0:
+        yield "A replay is a prediction: the job compares the plan with its default before it keeps it."
+
+
+def taking_it(outcome: Outcome, path: Path) -> Iterator[str]:
+    """What to do next."""
+    yield f"Wrote {path}. The next job tries it first with"
+    yield f"  SIRTAKI_PLAN={path}"
+    yield f"and runs nothing else with SIRTAKI_TUNE=0 beside it. It is for {outcome.plan.ranks} ranks and this model."
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.4g} ms"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def _as_json(outcome: Outcome, was: StepTimes, path: Path) -> dict[str, Any]:
+    found = outcome.found
+    return {
+        "plan": str(path),
+        "knobs": outcome.knobs.to_json(),
+        "recorded_knobs": outcome.recorded_knobs.to_json(),
+        "extras": [{"words": extra.words, "line": extra.line} for extra in outcome.extras],
+        "recorded_s": was.iteration_s,
+        "recorded_spread_s": was.spread_s,
+        "replayed_s": outcome.as_recorded.iteration_s,
+        "before_s": outcome.before.iteration_s,
+        "after_s": outcome.after.iteration_s,
+        "gain": outcome.gain,
+        "price_error": outcome.price_error,
+        "without_communication_s": outcome.without_communication_s,
+        "critical_path_before": [{"words": part.words, "share": part.share} for part in outcome.parts_before],
+        "critical_path_after": [{"words": part.words, "share": part.share} for part in outcome.parts_after],
+        "changes": dict(found.changes),
+        "search": {
+            "seconds": outcome.search_s,
+            "replays": found.replays,
+            "walks": found.walks,
+            "ranks": outcome.n_ranks,
+            "in_time": found.in_time,
+        },
+    }

@@ -1,0 +1,118 @@
+"""What a user gives is read, told to all ranks, and run or left alone in one sentence."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from rank_jobs import Job, Play, RankCase, on_ranks
+
+from sirtaki.autotune.knobs import KIB, Cut, Knobs, KnobSpace
+from sirtaki.comm.control.plane import ControlPlane
+from sirtaki.comm.layout import GradientLayout
+from sirtaki.comm.plan import Algorithm, CommPlan, TransportKind
+from sirtaki.engine.given_plan import GivenPlan, given_to_all
+from sirtaki.errors import ConfigError
+
+SIZES = (30_000, 20_000, 50_000, 2)
+LAYOUTS = [GradientLayout(sizes=SIZES)]
+SPACE = KnobSpace(routes=((TransportKind.GLOO, Algorithm.FLAT),), unit_bytes=(64 * KIB, 1024 * KIB), streams=(1, 2))
+KNOBS = Knobs(
+    unit_bytes=100 * KIB,
+    streams=2,
+    transport=TransportKind.GLOO,
+    cuts=(Cut(stop=50_000), Cut(stop=100_002, stream=1)),
+)
+GIVEN = GivenPlan(source="plan.json", knobs=KNOBS, ranks=4, sizes=(SIZES,))
+
+
+class Ranks:
+    """A control plane of one rank that takes itself for one of several."""
+
+    def __init__(self, rank: int = 0, size: int = 4) -> None:
+        self.rank, self.size = rank, size
+
+    def broadcast(self, value: object) -> object:
+        return value
+
+
+def ranks(rank: int = 0, size: int = 4) -> ControlPlane:
+    return cast(ControlPlane, Ranks(rank, size))
+
+
+def test_a_file_holds_knobs_and_the_units_that_they_come_to(tmp_path: Path) -> None:
+    data = json.loads(json.dumps(GIVEN.to_json()))
+    assert GivenPlan.from_json(data, source="plan.json") == GIVEN
+    assert CommPlan.from_json(data) == KNOBS.to_plan(LAYOUTS[0])
+    (tmp_path / "plan.json").write_text(json.dumps(data))
+    for path in (tmp_path, tmp_path / "plan.json"):
+        assert GivenPlan.read(path) == replace(GIVEN, source=str(tmp_path / "plan.json"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"version": 2}, "is a plan of version 2, and this Sirtaki reads version 1"),
+        ({"format": "other"}, "is no plan that `sirtaki optimize` has written"),
+        ({"knobs": {}}, "is no whole plan"),
+        ({"sizes": [["many"]]}, "is no whole plan"),
+        ({"ranks": None}, "is no whole plan"),
+    ],
+)
+def test_what_is_no_plan_is_refused_in_words(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        GivenPlan.from_json({**GIVEN.to_json(), **changes}, source="x")
+
+
+def test_what_cannot_be_read_is_told_to_all_ranks(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"SIRTAKI_PLAN: the plan .*nowhere cannot be read: No such file"):
+        given_to_all(ranks(), str(tmp_path / "nowhere"))
+    (tmp_path / "broken").write_text("{")
+    with pytest.raises(ConfigError, match="is no plan: it is not JSON"):
+        given_to_all(ranks(), str(tmp_path / "broken"))
+    assert given_to_all(ranks(), None) is None
+    assert given_to_all(ranks(1), str(tmp_path / "nowhere")) is None  # rank 0 reads
+
+
+@pytest.mark.parametrize(
+    ("layouts", "size", "space", "words"),
+    [
+        (LAYOUTS, 2, SPACE, "is for 4 ranks, and here are 2"),
+        (
+            [GradientLayout(sizes=(30_000, 70_000, 2))],
+            4,
+            SPACE,
+            "is for other gradients: 3 of 100002 elements in all, and here are 2 of 100002",
+        ),
+        (LAYOUTS, 4, replace(SPACE, streams=(1,)), "is not possible here, or not with what settings fix: gloo flat"),
+        (LAYOUTS * 2, 4, SPACE, "is for other gradients"),
+    ],
+)
+def test_what_does_not_fit_is_left_alone_or_if_it_must_run_an_error(
+    layouts: list[GradientLayout], size: int, space: KnobSpace, words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(ConfigError, match=f"SIRTAKI_PLAN: the plan plan.json {words}"):
+        GIVEN.accepted(layouts, ranks(1, size), space, must_run=True)
+    for rank in range(2):
+        assert GIVEN.accepted(layouts, ranks(rank, size), space, must_run=False) is None
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert words in caplog.text
+    assert "it is left alone" in caplog.text
+
+
+def test_gradients_may_come_in_another_order(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    other = [GradientLayout(sizes=(50_000, 20_000, 30_000, 2))]
+    assert GIVEN.accepted(other, ranks(), SPACE, must_run=True) == KNOBS
+    assert "the plan plan.json will run: gloo flat, 2 planned units, 2 streams" in caplog.text
+    torn = replace(GIVEN, knobs=replace(KNOBS, cuts=(Cut(stop=7),)))
+    assert "does not fit: the units end at element 7" in torn.misfit(LAYOUTS, 4, SPACE)
+
+
+@on_ranks("given_plan", Job(2, env={"SIRTAKI_REGISTRY": "off", "SIRTAKI_TRANSPORT": "gloo"}))
+def test_a_job_takes_it(play: Play, rank_case: RankCase) -> None:
+    play(rank_case)

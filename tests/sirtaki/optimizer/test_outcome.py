@@ -1,0 +1,57 @@
+"""What is found is judged by the whole job, and what settings fix stays."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from fakes.drawn_jobs import drawn_job
+from fakes.played_jobs import GLOO
+from fakes.replays import on_one_host, over_a_link, times
+
+from sirtaki.comm.plan import Algorithm, TransportKind
+from sirtaki.optimizer.outcome import STREAMS_ON_ONE_HOST, choices_of, optimize
+from sirtaki.optimizer.view import Subject
+from sirtaki.replay.other_plan import with_knobs
+
+
+def test_the_plan_brings_what_is_said() -> None:
+    job = drawn_job(9)
+    outcome = optimize(job, least_bytes=16 * 1024)
+    assert outcome.gain > 0.05
+    assert times(with_knobs(job, outcome.knobs)).iteration_s == pytest.approx(outcome.after.iteration_s)
+    assert outcome.before.iteration_s == pytest.approx(outcome.as_recorded.iteration_s, rel=0.1)
+    assert outcome.price_error == pytest.approx(outcome.before.iteration_s / outcome.as_recorded.iteration_s - 1)
+    assert outcome.without_communication_s < outcome.after.iteration_s
+    assert outcome.plan.knobs == outcome.knobs
+    assert (outcome.plan.ranks, outcome.plan.sizes) == (len(job.ranks), (job.buffers[0].layout.sizes,))
+    assert sum(part.share for part in outcome.parts_after) == pytest.approx(1.0)
+
+
+def test_where_nothing_is_faster_the_recorded_plan_stays() -> None:
+    first = optimize(drawn_job(9), least_bytes=16 * 1024)
+    again = optimize(with_knobs(drawn_job(9), first.knobs), least_bytes=16 * 1024)
+    assert again.gain <= 0.002
+    job = over_a_link(cuts=(4,), streams=1)
+    alone = replace(job, links={}, link=replace(job.link, totals=(1.0,)) if job.link else None)
+    fastest = optimize(alone, settings={"SIRTAKI_STREAMS": "1"}, least_bytes=10**6)
+    assert fastest.gain >= 0
+
+
+def test_what_variables_fix_is_not_changed() -> None:
+    job = over_a_link()
+    other = (TransportKind.MPI, Algorithm.FLAT)
+    job = replace(job, links={**job.links, other: job.links[GLOO]})
+    subject = Subject.of(job)
+    free = choices_of(job, subject, {}, least_bytes=1)
+    assert free.routes == (GLOO, other)
+    assert free.streams[-1] == 24
+    fixed = choices_of(job, subject, {"SIRTAKI_TRANSPORT": "mpi", "SIRTAKI_STREAMS": "3"}, least_bytes=1)
+    assert (fixed.routes, fixed.streams) == ((other,), (3,))
+
+
+def test_on_one_host_there_are_as_many_streams_as_shared_memory_has() -> None:
+    job = on_one_host()
+    subject = Subject.of(job)
+    assert choices_of(job, subject, {}, least_bytes=1).streams[-1] == STREAMS_ON_ONE_HOST
+    assert choices_of(job, subject, {"SIRTAKI_TRANSPORT": "gloo"}, least_bytes=1).streams[-1] == 24
