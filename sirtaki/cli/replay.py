@@ -23,7 +23,7 @@ from sirtaki.replay.histories import Histories, histories
 from sirtaki.replay.job_model import JobModel
 from sirtaki.replay.other_plan import with_knobs, with_plans
 from sirtaki.replay.partial import communication_s, computation_s
-from sirtaki.replay.remedies import Answer, answer, knobs_of, play, remedies, unanswered
+from sirtaki.replay.remedies import Answer, answer, knobs_of, play, price_error, price_notes, remedies, unanswered
 from sirtaki.replay.step_times import StepTimes, recorded, replayed
 from sirtaki.replay.what_if import with_faster_loader, with_link, with_ranks, without_stragglers
 
@@ -81,7 +81,11 @@ def main(options: Namespace) -> int:
     was, now, rule = recorded(found), replayed(played), _daydream(found, job)
     asked = _asked(options, job, now.iteration_s)
     answers = [asked] if asked is not None else list(remedies(job))
-    notes = job.notes if asked is not None else (*job.notes, *unanswered(job))
+    notes = (
+        job.notes
+        if asked is not None
+        else (*job.notes, *unanswered(job), *price_notes(price_error(job, before_s=now.iteration_s)))
+    )
     if options.json:
         print(json.dumps(_as_json(was, now, rule, parts(played), answers, notes), indent=1))
         return 0

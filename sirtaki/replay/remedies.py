@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 from sirtaki.autotune.knobs import MIB, Knobs, format_bytes
 from sirtaki.comm.plan import TransportKind
@@ -15,7 +14,7 @@ from .coarsening import coarse, mean_iteration
 from .global_graph import global_graph
 from .graph import Activity
 from .job_model import JobModel
-from .other_plan import with_knobs
+from .other_plan import with_knobs, with_plans
 from .replayer import Replay, replay
 from .step_times import StepTimes, replayed
 from .what_if import (
@@ -41,11 +40,13 @@ class Answer:
         words: what would be different.
         times: the step then.
         gain: what share of the step it would save; negative where it would take longer.
+        is_priced: it has other units, at prices that were fitted to the recorded ones.
     """
 
     words: str
     times: StepTimes
     gain: float
+    is_priced: bool = False
 
     @property
     def is_worth_saying(self) -> bool:
@@ -83,7 +84,39 @@ def single_remedies(job: JobModel, *, before_s: float) -> tuple[Answer, ...]:
         before_s: an iteration of it.
     """
     found = [answer(words, changed(), before_s=before_s) for words, changed in _remedies(job)]
+    for words, knobs in _other_cuts(job):
+        found.append(replace(answer(words, with_knobs(job, knobs), before_s=before_s), is_priced=True))
     return tuple(sorted(found, key=lambda one: -one.gain))
+
+
+def price_error(job: JobModel, *, before_s: float) -> float:
+    """How much longer a step is if the recorded units, too, are cut and priced as other ones would be.
+
+    Args:
+        job: as it was recorded.
+        before_s: an iteration of it.
+
+    Returns:
+        A share of the step; 0 where other units cannot be asked for.
+    """
+    if not job.buffers or unanswered(job) or not before_s > 0:
+        return 0.0
+    try:
+        same = with_plans(job, {buffer.number: buffer.plan for buffer in job.buffers})
+    except ReplayError:
+        return 0.0
+    return replayed(play(same)).iteration_s / before_s - 1
+
+
+def price_notes(error: float) -> tuple[str, ...]:
+    """What `price_error` means for answers, a sentence; none where it is too little to be said."""
+    if abs(error) <= WORTH_SAYING:
+        return ()
+    change = f"{100 * abs(error):.1f} % {'longer' if error > 0 else 'shorter'}"
+    return (
+        f"priced as other units are, the recorded ones would make a step {change} than it was: what other units are "
+        "said to bring may be wrong by as much",
+    )
 
 
 def unanswered(job: JobModel) -> tuple[str, ...]:
@@ -112,7 +145,6 @@ def _remedies(job: JobModel) -> Iterator[tuple[str, Callable[[], JobModel]]]:
         yield "the links were twice as fast", lambda: with_link(job, 2 * wire)
     if any(one.activity is Activity.UNIT for each in job.iterations for one in each.operations):
         yield "gradients travelled in half as many bytes (bf16 for float32)", lambda: with_less_traffic(job, 0.5)
-    yield from ((words, partial(with_knobs, job, knobs)) for words, knobs in _other_cuts(job))
 
 
 def _other_cuts(job: JobModel) -> Iterator[tuple[str, Knobs]]:

@@ -16,7 +16,7 @@ from sirtaki.profiler.summary import summary
 from sirtaki.replay.critical_path import Part, parts
 from sirtaki.replay.from_recording import job_model
 from sirtaki.replay.histories import Histories, histories
-from sirtaki.replay.remedies import Answer, play, single_remedies, unanswered
+from sirtaki.replay.remedies import Answer, play, price_error, price_notes, single_remedies, unanswered
 from sirtaki.replay.replayer import Replay
 from sirtaki.replay.step_times import StepTimes, recorded, replayed
 
@@ -33,6 +33,7 @@ class Played:
         times: of a step in it.
         parts: of its critical path.
         answers: what each single remedy would bring; empty where the replay is not believed.
+        price_error: by which share of a step what is said of other units may be wrong.
         notes: what it takes for granted, and what it cannot answer, a sentence each.
     """
 
@@ -40,7 +41,17 @@ class Played:
     times: StepTimes
     parts: tuple[Part, ...]
     answers: tuple[Answer, ...]
+    price_error: float
     notes: tuple[str, ...]
+
+    def is_sure(self, one: Answer) -> bool:
+        """It would change more than it may be wrong by, as far as that is known."""
+        return not one.is_priced or abs(one.gain) > abs(self.price_error)
+
+    @property
+    def best(self) -> Answer | None:
+        """The remedy that brings most and is sure to; None = none brings anything."""
+        return next((one for one in self.answers if one.is_worth_saying and self.is_sure(one)), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,13 +120,15 @@ def _played(found: Histories, was: StepTimes) -> Played:
     job = job_model(found)
     replay = play(job)
     now = replayed(replay)
+    error = price_error(job, before_s=now.iteration_s)
     believed = abs(now.iteration_s - was.iteration_s) <= FAR * was.iteration_s
     return Played(
         replay=replay,
         times=now,
         parts=parts(replay),
         answers=single_remedies(job, before_s=now.iteration_s) if believed else (),
-        notes=(*job.notes, *unanswered(job)),
+        price_error=error,
+        notes=(*job.notes, *unanswered(job), *price_notes(error)),
     )
 
 

@@ -244,7 +244,7 @@ def _exposure(found: Findings, exposed: Sequence[RankExposure]) -> Iterator[str]
         for one in sorted(worst, key=lambda one: one.rank)
     ]
     yield framed(table(["rank", "exposed", "units under way", "held up by other ranks"], rows))
-    yield from _others(len(exposed) - len(worst), "ranks, which wait less")
+    yield from _shown(worst, exposed, "ranks that wait longest")
     yield from _late_units(found)
 
 
@@ -269,12 +269,12 @@ def _late_units(found: Findings) -> Iterator[str]:
     ]
     titles = ["unit", "bytes", "stream", "issued", "begins", "ends", "late in iterations"]
     yield framed(table(titles, rows, text=(0, 2)))
-    yield from _others(len(late) - len(worst), "units, which are less late")
+    yield from _shown(worst, late, "units that are latest")
 
 
-def _others(count: int, what: str) -> Iterator[str]:
-    if count:
-        yield f'<p class="quiet">And {count} other {what}.</p>'
+def _shown(some: Sequence[object], all_: Sequence[object], what: str) -> Iterator[str]:
+    if len(some) < len(all_):
+        yield f'<p class="quiet">Shown are the {len(some)} {what}, of {len(all_)}.</p>'
 
 
 # ── what if ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -296,12 +296,17 @@ def _what_if(found: Findings) -> Iterator[str]:
     if not found.played.answers:
         yield "<p>There is nothing to ask for.</p>"
         return
-    rows = [
-        [share_bar(max(0.0, one.gain), "less"), f"if {one.words}", ms(one.times.iteration_s), gain(one)]
-        for one in found.played.answers
-    ]
-    yield framed(table(["", "remedy", "step", "change"], rows, text=(0, 1)))
-    yield '<p class="quiet"><code>sirtaki replay</code> answers other questions, several changes at once.</p>'
+    rows = []
+    for one in found.played.answers:
+        sure = found.played.is_sure(one)
+        bar = share_bar(one.gain if sure else 0.0, "less")
+        change = gain(one) if sure else f"{gain(one)}, which is within the error"
+        rows.append([bar, f"if {one.words}", ms(one.times.iteration_s), change])
+    yield framed(table(["", "remedy", "step", "change"], rows, text=(0, 1, 3)))
+    yield (
+        '<p class="quiet"><code>sirtaki replay</code> answers other questions, several changes at once; '
+        "<code>sirtaki optimize</code> looks for a better plan.</p>"
+    )
 
 
 def _rest(found: Findings) -> Iterator[str]:

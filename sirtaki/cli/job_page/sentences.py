@@ -43,9 +43,8 @@ def sentences(found: Findings) -> Iterator[str]:
         yield f"The largest part of the critical path: {played.parts[0].describe()}."
         if not found.has_operators:
             yield WITHOUT_OPERATORS
-    if played.answers and played.answers[0].is_worth_saying:
-        best = played.answers[0]
-        yield f"What would help most: if {best.words}, a step would take {gain(best)}."
+    if played.best is not None:
+        yield f"What would help most: if {played.best.words}, a step would take {gain(played.best)}."
 
 
 def kind_words(kind: Kind, found: Findings) -> str:

@@ -12,7 +12,15 @@ from sirtaki.autotune.knobs import Knobs
 from sirtaki.comm.plan import TransportKind
 from sirtaki.errors import ReplayError
 from sirtaki.replay.other_plan import with_plans
-from sirtaki.replay.remedies import best_knobs, knobs_of, remedies, single_remedies, unanswered
+from sirtaki.replay.remedies import (
+    best_knobs,
+    knobs_of,
+    price_error,
+    price_notes,
+    remedies,
+    single_remedies,
+    unanswered,
+)
 
 
 def test_remedies_are_for_what_is_there_the_best_first() -> None:
@@ -67,6 +75,25 @@ def test_no_other_plan_is_asked_for_where_a_rank_had_no_gradients() -> None:
     words = [one.words for one in single_remedies(job, before_s=1.0)]
     assert words
     assert not any("units" in one for one in words)
+
+
+def test_prices_that_fit_the_recorded_units_are_right_and_others_are_said() -> None:
+    job = over_a_link()
+    before_s = times(job).iteration_s
+    assert price_error(job, before_s=before_s) == pytest.approx(0.0, abs=1e-3)
+    assert price_notes(price_error(job, before_s=before_s)) == ()
+    error = price_error(job, before_s=0.5 * before_s)
+    assert error == pytest.approx(1.0, abs=2e-3)
+    (sentence,) = price_notes(error)
+    assert "99.9 % longer than it was" in sentence
+    assert "10.0 % shorter" in price_notes(-0.1)[0]
+    assert price_error(replace(job, buffers=()), before_s=before_s) == 0.0
+
+
+def test_answers_with_other_units_say_so() -> None:
+    asked = single_remedies(over_a_link(), before_s=1.0)
+    assert {one.is_priced for one in asked if "units" in one.words} == {True}
+    assert not any(one.is_priced for one in asked if "units" not in one.words)
 
 
 def test_what_brings_nothing_is_asked_and_not_said() -> None:

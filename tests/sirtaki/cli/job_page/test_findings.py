@@ -11,6 +11,7 @@ from sirtaki.cli.job_page.findings import findings
 from sirtaki.errors import RecordingError, ReplayError
 from sirtaki.profiler.folder import rank_path
 from sirtaki.profiler.recording import Detail
+from sirtaki.replay.remedies import Answer
 
 
 def test_a_whole_recording_is_replayed_and_asked(tmp_path: Path) -> None:
@@ -84,6 +85,18 @@ def test_a_replay_that_is_far_from_the_recording_is_asked_nothing(
     assert found.error == pytest.approx(0.2, abs=1e-3)
     assert found.played is not None
     assert found.played.answers == ()
+
+
+def test_what_is_within_the_error_of_prices_is_not_the_best(tmp_path: Path) -> None:
+    found = findings(written(tmp_path, record(over_a_link(ranks=3))))
+    assert found.played is not None
+    times = found.times
+    units = Answer(words="units", times=times, gain=0.3, is_priced=True)
+    link = Answer(words="link", times=times, gain=0.2)
+    played = replace(found.played, answers=(units, link), price_error=-0.1)
+    assert played.best is units
+    assert replace(played, price_error=-0.4).best is link
+    assert replace(played, answers=(replace(link, gain=0.005),)).best is None
 
 
 def test_units_alone_are_no_operators(tmp_path: Path) -> None:

@@ -172,6 +172,15 @@ def test_a_replay_that_is_far_off_claims_nothing(tmp_path: Path, monkeypatch: py
     assert "if gradients travelled" not in page
 
 
+def test_a_gain_within_the_error_of_prices_is_no_gain(tmp_path: Path) -> None:
+    found = findings(written(tmp_path, record(over_a_link())))
+    assert found.played is not None
+    assert "which is within the error" not in render(found)
+    page = render(replace(found, played=replace(found.played, price_error=0.9, notes=("they are off",))))
+    assert page.count("which is within the error") == sum(one.is_priced for one in found.played.answers) > 0
+    assert '<p class="note">They are off.</p>' in page
+
+
 def test_what_cannot_be_replayed_is_drawn(tmp_path: Path) -> None:
     found = replace(findings(written(tmp_path, record(on_one_host()))), played=None, problems=("that is why",))
     page = render(found)
@@ -187,7 +196,7 @@ def test_many_ranks_are_few_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     page = of(tmp_path, record(job))
     assert "The 2 ranks with most to do are drawn, of 4." in page
     assert "rank 2" in bars(page)
-    assert "And 2 other ranks, which wait less." in page
+    assert "Shown are the 2 ranks that wait longest, of 4." in page
     assert {lane["rank"] for lane in json.loads(read(page).scripts[0])["iterations"][0]["lanes"]} == {0, 2}
 
 
