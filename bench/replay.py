@@ -171,7 +171,7 @@ def on_rank(options: Mapping[str, Any]) -> None:
         comm.Barrier()
         folder = f"{options['folder']}/{turn}"
         with profile(folder, iterations=options["recorded"], operators=options["operators"]):
-            for _ in range(options["recorded"] + 3):
+            for _ in range(2 * options["recorded"] + 4):  # with torch.profiler and without it
                 base.step()
     of_ranks = comm.gather({name: _means(samples) for name, samples in truth.items()})
     if comm.rank == 0:

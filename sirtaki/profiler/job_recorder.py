@@ -1,8 +1,9 @@
 """Records a job from within one of its ranks: when it begins, what it keeps, when it ends.
 
 It begins when the warm-up is over, which all ranks know at the same step; there they meet, tell each other where they
-run, and compare clocks. One iteration more is left to warm up torch.profiler. A step ends when an optimizer has
-updated parameters whose gradients all ranks have reduced; that it has is told by PyTorch's own hooks on optimizers.
+run, and compare clocks. Iterations with torch.profiler come first, and then as many without it, which show what a step
+takes when nobody looks; one iteration is left out before each. A step ends when an optimizer has updated parameters
+whose gradients all ranks have reduced; that it has is told by PyTorch's own hooks on optimizers.
 """
 
 from __future__ import annotations
@@ -32,9 +33,8 @@ from sirtaki.errors import RecordingError
 from sirtaki.settings import variables_set
 
 from . import folder as folders
-from .kineto import Kineto
-from .operators import StepOperators, operators_of
-from .own_recording import Draft, Reducer, all_buffers, buffer_number, model_digest, recorded
+from .kineto import Kineto, Seen
+from .own_recording import Draft, Reducer, all_buffers, buffer_number, model_digest, operators_of_drafts, recorded
 from .placement import own_placement
 from .recording import Buffer, Detail, JobRecord, Placement, RankRecording
 from .termination import Termination
@@ -49,7 +49,7 @@ class Stage(Enum):
     """How far it is."""
 
     WAITING = auto()  # for the end of the warm-up
-    STARTING = auto()  # the iteration that is not kept
+    STARTING = auto()  # an iteration that is not kept: torch.profiler has been switched on, or off
     RECORDING = auto()
     ENDED = auto()
 
@@ -60,7 +60,7 @@ class Wanted:
 
     Attributes:
         folder: where to.
-        n_iterations: how many.
+        n_iterations: how many, and if torch.profiler is used as many again.
         operators: torch.profiler is used.
     """
 
@@ -83,7 +83,8 @@ class JobRecorder:
         self._finished = -1
         self._draft = Draft(0.0)
         self._drafts: list[Draft] = []
-        self._kineto: Kineto | None = None
+        self._kineto: Kineto | None = None  # while it is on
+        self._seen: Seen | None = None
         self._job: JobRecord | None = None
         self._rank, self._clock = 0, ClockOffset(0.0, 0.0)
         self._ending = threading.RLock()  # a signal may come while it is held
@@ -123,15 +124,22 @@ class JobRecorder:
         elif self.stage is Stage.RECORDING:
             self._draft.number, self._draft.end_s = self._finished - 1, now_s
             self._drafts.append(self._draft)
-            if len(self._drafts) >= self._wanted.n_iterations:
-                self.end()
-            else:
-                self._next_draft()
+            if self._count(slowed=self._draft.slowed) >= self._wanted.n_iterations:
+                if not self._draft.slowed:
+                    self.end()
+                    return
+                self._look_no_more()
+                self.stage = Stage.STARTING
+            self._next_draft()
+
+    def _count(self, *, slowed: bool) -> int:
+        """How many have been recorded with torch.profiler, or without it."""
+        return sum(draft.slowed is slowed for draft in self._drafts)
 
     def _next_draft(self) -> None:
         if self._kineto is not None:
             self._kineto.mark()
-        self._draft = Draft(time.perf_counter())
+        self._draft = Draft(time.perf_counter(), slowed=self._kineto is not None)
 
     # ── what is told meanwhile ───────────────────────────────────────────────────────────────────────────────────
 
@@ -203,21 +211,19 @@ class JobRecorder:
 
     def _write(self) -> None:
         assert self._job is not None
-        operators, lanes, error_s = self._operators()
+        self._look_no_more()
+        operators, lanes = operators_of_drafts(self._drafts, self._seen)
         recording = RankRecording(
             rank=self._rank,
             job=self._job.job,
             model=model_digest(self._job.buffers),
-            detail=Detail.UNITS if operators is None else Detail.OPERATORS,
+            detail=Detail.UNITS if self._seen is None else Detail.OPERATORS,
             offset_s=self._clock.offset_s,
             round_trip_s=self._clock.round_trip_s,
-            clock_error_s=error_s,
+            clock_error_s=0.0 if self._seen is None else self._seen.clock.error_s,
             lanes=lanes,
-            complete=len(self._drafts) >= self._wanted.n_iterations,
-            iterations=tuple(
-                recorded(draft, None if operators is None else operators[number])
-                for number, draft in enumerate(self._drafts)
-            ),
+            complete=self._count(slowed=self._seen is not None) >= self._wanted.n_iterations,
+            iterations=tuple(map(recorded, self._drafts, operators)),
         )
         try:
             folders.write_rank(self._wanted.folder, recording)
@@ -232,17 +238,14 @@ class JobRecorder:
                 self._wanted.folder,
             )
 
-    def _operators(self) -> tuple[list[StepOperators] | None, tuple[str, ...], float]:
-        """Of each draft, if they were recorded: with the names of lanes, and how far off their times may be."""
-        if self._kineto is None or not self._kineto.here:
-            return None, (), 0.0
-        try:
-            seen = self._kineto.stop()
-        except RecordingError as err:
-            logger.warning("%s; no operators are recorded", err)
-            return None, (), 0.0
-        found, lanes = operators_of(seen, [draft.step for draft in self._drafts])
-        return found, lanes, seen.clock.error_s
+    def _look_no_more(self) -> None:
+        """Switches torch.profiler off, where it is on."""
+        kineto, self._kineto = self._kineto, None
+        if kineto is not None and kineto.here:
+            try:
+                self._seen = kineto.stop()
+            except RecordingError as err:
+                logger.warning("%s; no operators are recorded", err)
 
 
 def _tuned(job: Job) -> Sequence[tuple[Reducer, TunedSynchroniser]]:

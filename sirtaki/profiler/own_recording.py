@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import cycle
 
 from sirtaki.comm.recorder import TracedIteration, TracedOperation
 
-from .operators import Interval, Step, StepOperators
+from .borrowed_operators import Moments, borrowed
+from .kineto import Seen
+from .operators import Interval, Step, StepOperators, operators_of
 from .recording import (
     Buffer,
     Collective,
@@ -42,17 +46,41 @@ class Draft:
     """One step while it lasts.
 
     Attributes:
+        slowed: torch.profiler was on.
         traced: iterations of synchronisers that ended in it, each with whose it was.
         operations: eager ones; another thread adds to them.
         updates: of optimizers.
     """
 
     begin_s: float
+    slowed: bool = False
     traced: list[tuple[Reducer, TracedIteration]] = field(default_factory=list)
     operations: list[TracedOperation] = field(default_factory=list)
     updates: list[Interval] = field(default_factory=list)
     number: int = -1
     end_s: float = 0.0
+
+    @property
+    def profiling(self) -> bool:
+        """The order of gradients was negotiated in it."""
+        return any(traced.profiling for _, traced in self.traced)
+
+    @property
+    def moments(self) -> Moments:
+        """When what every step has happened in it."""
+        found: dict[tuple[object, ...], float] = {("begin",): self.begin_s, ("end",): self.end_s}
+        for number, update in enumerate(self.updates):
+            found["update", number], found["updated", number] = update
+        copied: Counter[Reducer] = Counter()
+        for reducer, traced in self.traced:
+            found["backward", reducer] = traced.backward_ended_s
+            found["reduced", reducer] = traced.end_s
+            found.update({("ready", reducer, one.layout, one.place): one.ready_s for one in traced.ready})
+            for copy in traced.copies:
+                found["copy", reducer, copied[reducer]] = copy.begin_s
+                copied[reducer] += copy.n_gradients
+                found["copied", reducer, copied[reducer]] = copy.end_s
+        return found
 
     @property
     def step(self) -> Step:
@@ -62,6 +90,25 @@ class Draft:
         return Step(
             begin_s=self.begin_s, end_s=self.end_s, updates=tuple(self.updates), cuts=tuple(sorted(copies + waits))
         )
+
+
+def operators_of_drafts(
+    drafts: Sequence[Draft], seen: Seen | None
+) -> tuple[list[StepOperators | None], tuple[str, ...]]:
+    """Of each one, and the names of lanes; those that torch.profiler did not see have what others had at that place.
+
+    Args:
+        drafts: those that it saw come first.
+        seen: None = nothing.
+    """
+    lenders = [draft for draft in drafts if draft.slowed]
+    if seen is None or not lenders:
+        return [None] * len(drafts), ()
+    found, lanes = operators_of(seen, [draft.step for draft in lenders])
+    pairs = list(zip(found, lenders, strict=True))
+    turns = cycle([pair for pair in pairs if not pair[1].profiling] or pairs)
+    borrowers = zip(drafts[len(lenders) :], turns, strict=False)
+    return [*found, *(borrowed(own, lender.moments, one.moments) for one, (own, lender) in borrowers)], lanes
 
 
 def recorded(draft: Draft, operators: StepOperators | None) -> RecordedIteration:
@@ -82,7 +129,8 @@ def recorded(draft: Draft, operators: StepOperators | None) -> RecordedIteration
         number=draft.number,
         begin_s=draft.begin_s,
         end_s=draft.end_s,
-        profiling=any(traced.profiling for _, traced in draft.traced),
+        profiling=draft.profiling,
+        slowed=draft.slowed,
         spans=tuple(spans),
         operators=() if operators is None else operators.operators,
         ready=tuple(

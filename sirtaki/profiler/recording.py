@@ -17,7 +17,7 @@ from sirtaki.comm.layout import GradientLayout
 from sirtaki.comm.plan import CommPlan, Route
 from sirtaki.link_model import LinkModel
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 """A folder of another one is not read."""
 
 
@@ -163,6 +163,7 @@ class RecordedIteration:
         begin_s: the step before it had ended; the first recorded one begins with the recording.
         end_s: its optimizer step had ended.
         profiling: in it the order of gradients was negotiated; what it took is not usual.
+        slowed: torch.profiler was on, and took time of its own. Others have their operators from these.
         spans, operators, ready, copies, units, collectives: what was in it, each by its begin.
         exposed_s: how long this rank waited for units after its gradients were all there.
     """
@@ -171,6 +172,7 @@ class RecordedIteration:
     begin_s: float
     end_s: float
     profiling: bool = False
+    slowed: bool = False
     spans: tuple[PhaseSpan, ...] = ()
     operators: tuple[Operator, ...] = ()
     ready: tuple[ReadyGradient, ...] = ()
@@ -311,3 +313,12 @@ class Recording:
         """Numbers of those that every rank which is there has recorded."""
         numbers = [{iteration.number for iteration in rank.iterations} for rank in self.ranks.values()]
         return tuple(sorted(set.intersection(*numbers))) if numbers else ()
+
+    @property
+    def usual_iterations(self) -> tuple[int, ...]:
+        """Those of them that show what a step takes; what torch.profiler slowed only where there is nothing else."""
+        iterations = [one for rank in self.ranks.values() for one in rank.iterations]
+        slowed = {one.number for one in iterations if one.slowed}
+        profiling = {one.number for one in iterations if one.profiling}
+        usual = tuple(number for number in self.common_iterations if number not in profiling)
+        return tuple(number for number in usual if number not in slowed) or usual

@@ -151,6 +151,7 @@ def _iteration_to_json(iteration: RecordedIteration, names: dict[str, int]) -> J
         "begin_s": _rounded(iteration.begin_s),
         "end_s": _rounded(iteration.end_s),
         "profiling": iteration.profiling,
+        "slowed": iteration.slowed,
         "exposed_s": _rounded(iteration.exposed_s),
         "spans": [[span.phase.value, _rounded(span.begin_s), _rounded(span.end_s)] for span in iteration.spans],
         "operators": [
@@ -191,6 +192,7 @@ def _iteration_from_json(data: Mapping[str, Any], names: Sequence[str]) -> Recor
         begin_s=data["begin_s"],
         end_s=data["end_s"],
         profiling=data["profiling"],
+        slowed=data["slowed"],
         exposed_s=data["exposed_s"],
         spans=tuple(
             PhaseSpan(phase=Phase(phase), begin_s=begin_s, end_s=end_s) for phase, begin_s, end_s in data["spans"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from statistics import mean
 
 from .alignment import Alignment, Known
@@ -21,7 +21,7 @@ def summary(recording: Recording, alignment: Alignment) -> Iterator[str]:
     if len(details) > 1:
         what = "of some ranks with operators"
     yield (
-        f"{_count(len(recording.common_iterations), 'iteration')} of {_count(len(recording.ranks), 'rank')} "
+        f"{_count(len(recording.usual_iterations), 'iteration')} of {_count(len(recording.ranks), 'rank')} "
         f"on {_count(len(hosts), 'host')}, {what}"
     )
     for problem in recording.problems:
@@ -31,7 +31,7 @@ def summary(recording: Recording, alignment: Alignment) -> Iterator[str]:
     yield f"{'rank':>6}{'step':>10}" + "".join(f"{phase.value:>10}" for phase in COLUMNS) + f"{'exposed':>10}"
     shown = sorted(recording.ranks.items())
     for number, rank in shown[:MOST_RANKS]:
-        yield f"{number:>6}" + "".join(f"{_ms(value):>10}" for value in _row(rank))
+        yield f"{number:>6}" + "".join(f"{_ms(value):>10}" for value in _row(rank, recording.usual_iterations))
     if len(shown) > MOST_RANKS:
         yield f"   and {len(shown) - MOST_RANKS} more"
     yield "means, in ms; exposed is the communication that no computation hides"
@@ -49,9 +49,9 @@ def _clocks(recording: Recording, alignment: Alignment) -> str:
     return f"clocks are aligned by {how}, within {1e6 * alignment.error_s:.0f} µs{told}"
 
 
-def _row(rank: RankRecording) -> Iterator[float | None]:
+def _row(rank: RankRecording, usual: Sequence[int]) -> Iterator[float | None]:
     """Mean times: of the step, of each phase, and of exposed communication."""
-    steps = [iteration for iteration in rank.iterations if not iteration.profiling]
+    steps = [iteration for iteration in rank.iterations if iteration.number in usual]
     if not steps:
         yield from [None] * (len(COLUMNS) + 2)
         return

@@ -65,17 +65,16 @@ class Histories:
 
 
 def histories(recording: Recording) -> Histories:
-    """Reads them; iterations that negotiate an order are left out.
+    """Reads them: `Recording.usual_iterations`.
 
     Raises:
         ReplayError: no iteration is there of all ranks.
     """
     ranks = tuple(sorted(recording.ranks))
-    usual = {rank: {one.number: one for one in recording.ranks[rank].iterations if not one.profiling} for rank in ranks}
-    numbers = [number for number in recording.common_iterations if all(number in mine for mine in usual.values())]
-    if not numbers:
+    known = {rank: {one.number: one for one in recording.ranks[rank].iterations} for rank in ranks}
+    if not (numbers := recording.usual_iterations):
         raise ReplayError("no iteration was recorded on all ranks, so there is nothing to replay")
-    iterations = [{rank: usual[rank][number] for rank in ranks} for number in numbers]
+    iterations = [{rank: known[rank][number] for rank in ranks} for number in numbers]
     clocks = _clocks(recording, iterations[0])
     barriers = Barriers(recording.job.buffers)
     reducers = {buffer.number: buffer.reducer for buffer in recording.job.buffers}

@@ -73,15 +73,16 @@ def all_ranks_record_the_same_units() -> None:
     folder, model = common_folder(), model_of()
     optimizer = optimizer_of(model)
     with profile(folder, iterations=3):
-        train(model, optimizer)
+        train(model, optimizer, 10)
     assert recorder.active() is None
     found = recorded(folder)
     assert found.problems == ()
     assert sorted(found.ranks) == list(range(hvd.size()))
-    assert len(found.common_iterations) == 3
+    assert len(found.common_iterations) == 6
+    assert len(found.usual_iterations) == 3
     (buffer,) = found.job.buffers
     assert buffer.ranks == tuple(range(hvd.size()))
-    for place in range(3):
+    for place in range(6):
         steps = [rank.iterations[place] for rank in found.ranks.values()]
         units = [{unit.unit: unit for unit in step.units} for step in steps]
         assert units[0].keys() == units[-1].keys()
@@ -104,6 +105,7 @@ def operators_follow_each_other_and_phases_are_known() -> None:
     for rank in recorded(folder).ranks.values():
         assert rank.detail is Detail.OPERATORS
         assert rank.clock_error_s < 1e-3
+        assert [step.slowed for step in rank.iterations] == [True, True, False, False]
         for step in rank.iterations:
             phases = [span.phase for span in step.spans]
             assert phases == [Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.UPDATE]

@@ -10,7 +10,7 @@ from fakes import recordings
 
 from sirtaki.errors import RecordingError
 from sirtaki.profiler import folder
-from sirtaki.profiler.recording import Recording
+from sirtaki.profiler.recording import FORMAT_VERSION, Recording
 
 
 @pytest.fixture
@@ -61,14 +61,14 @@ def test_a_damaged_file_is_named_and_left_out(written: Path, content: bytes) -> 
 
 
 def test_fields_that_are_missing_are_a_damaged_file(written: Path) -> None:
-    folder.rank_path(written, 1).write_bytes(gzip.compress(json.dumps({"format": 1, "rank": 1}).encode()))
+    folder.rank_path(written, 1).write_bytes(gzip.compress(json.dumps({"format": FORMAT_VERSION, "rank": 1}).encode()))
     assert "rank-0001.json.gz is damaged" in folder.read(written).problems[0]
 
 
 def test_a_folder_of_another_version_is_not_read(written: Path) -> None:
     data = json.loads((written / "job.json").read_text())
     (written / "job.json").write_text(json.dumps({**data, "format": 7}))
-    with pytest.raises(RecordingError, match=r"has format 7; this version of Sirtaki reads format 1"):
+    with pytest.raises(RecordingError, match=r"has format 7; this version of Sirtaki reads format 2"):
         folder.read(written)
 
 

@@ -1,10 +1,21 @@
 from dataclasses import replace
 
+import pytest
 from fakes import recordings
 
 from sirtaki.comm.plan import Algorithm, TransportKind
 from sirtaki.comm.recorder import CopySpan, ReadyMoment, TracedIteration, TracedOperation, TracedUnit
-from sirtaki.profiler.own_recording import Draft, all_buffers, buffer_number, model_digest, recorded
+from sirtaki.profiler.clock_map import ClockMap
+from sirtaki.profiler.kineto import Event, Seen
+from sirtaki.profiler.operators import BACKWARD
+from sirtaki.profiler.own_recording import (
+    Draft,
+    all_buffers,
+    buffer_number,
+    model_digest,
+    operators_of_drafts,
+    recorded,
+)
 from sirtaki.profiler.recording import Phase
 
 ROUTE = (TransportKind.GLOO, Algorithm.FLAT)
@@ -84,3 +95,26 @@ def test_buffers_that_several_ranks_know_are_one() -> None:
     assert model_digest([common, own]) == model_digest([common])  # of what all ranks train
     other = replace(common, layout=common.layout.reordered([1, 0, 2]))
     assert model_digest([common]) != model_digest([other])
+
+
+def test_a_step_that_nobody_saw_has_the_operators_of_one_that_was_seen() -> None:
+    lender, borrower = draft(), draft()
+    lender.slowed = True
+    borrower.begin_s = 0.0  # its forward pass took six times as long as that of the lender
+    backward = Event(f"{BACKWARD}AddmmBackward0", 1, 1.15, 1.45)
+    seen = Seen(
+        events=[Event("aten::linear", 1, 1.02, 1.12), backward],
+        thread=1,
+        clock=ClockMap(origin_ns=0, origin_s=0.0, error_s=1e-6),
+    )
+    (own, lent), lanes = operators_of_drafts([lender, borrower], seen)
+    assert lanes == ("training thread",)
+    assert own is not None
+    assert lent is not None
+    names = [one.name for one in own.operators]
+    assert names == [one.name for one in lent.operators] == ["aten::linear", *["AddmmBackward0"] * 2]  # a copy cuts it
+    assert (own.operators[0].begin_s, own.operators[0].end_s) == (1.02, 1.12)
+    assert (lent.operators[0].begin_s, lent.operators[0].end_s) == pytest.approx((0.12, 0.72))
+    assert [span.phase for span in lent.spans] == [span.phase for span in own.spans]
+    assert operators_of_drafts([lender, borrower], None) == ([None, None], ())
+    assert not recorded(borrower, lent).slowed
