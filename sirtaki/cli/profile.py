@@ -24,7 +24,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-o", "--output", metavar="DIR", default="sirtaki-profile", help="folder to record into (%(default)s)"
     )
-    parser.add_argument("--iterations", type=int, default=10, metavar="N", help="how many are recorded (%(default)s)")
+    parser.add_argument(
+        "--iterations",
+        type=int,
+        default=10,
+        metavar="N",
+        help="how many are recorded, with operators and again without (%(default)s)",
+    )
     parser.add_argument("--units-only", action="store_true", help="gradients and units, no operators: costs less")
     parser.add_argument("--overwrite", action="store_true", help="a recording in that folder may go")
     parser.add_argument("--show", metavar="DIR", help="show a recording that is there, and run nothing")

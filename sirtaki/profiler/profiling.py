@@ -42,7 +42,7 @@ def profile(folder: str | Path, *, iterations: int = 10, operators: bool = True)
     Args:
         folder: where to; a recording that is there is overwritten.
         iterations: how many.
-        operators: record operators by torch.profiler, too; without, it costs less.
+        operators: record operators by torch.profiler, too, and behind these iterations as many that it does not slow.
 
     Raises:
         NotInitializedError: before `init()`.

@@ -61,7 +61,10 @@ class _RankTrace:
             yield self._metadata("thread_sort_index", {"sort_index": number}, number)
 
     def _iteration(self, iteration: RecordedIteration) -> Iterator[Entry]:
-        arguments: Entry = {"exposed_ms": round(1e3 * iteration.exposed_s, 3)}
+        arguments: Entry = {
+            "exposed_ms": round(1e3 * iteration.exposed_s, 3),
+            **({"slowed": "by torch.profiler"} if iteration.slowed else {}),
+        }
         yield self._span(STEPS, f"iteration {iteration.number}", iteration.begin_s, iteration.end_s, arguments)
         for span in iteration.spans:
             yield self._span(PHASES, span.phase.value, span.begin_s, span.end_s)
