@@ -31,6 +31,9 @@ SEARCH_LIMIT_S = 60.0
 STREAMS_ON_ONE_HOST = 4
 """As many streams as shared memory has, so as many a job on one host may run."""
 
+INDIFFERENCE = 0.01
+"""Share of the step that no replay can be sure of; what is simpler is taken if it is longer by no more."""
+
 WORTH_A_CHANGE = 0.001
 """Share of the step; what gains less leaves the recorded plan."""
 
@@ -108,7 +111,7 @@ def optimize(
     view = View(job, subject, accelerations)
     choices = choices_of(job, subject, settings or {}, least_bytes=least_bytes)
     begin_s = clock()
-    found = Search(view, passes(allowed), choices, limit_s=limit_s, clock=clock).run()
+    found = Search(view, passes(allowed), choices, limit_s=limit_s, indifference=INDIFFERENCE, clock=clock).run()
     search_s = clock() - begin_s
     recorded = Candidate(schedule=Schedule.recorded(subject.buffers[0]))
     before, parts_before, alone_s = _judged(subject.planned(job, recorded))

@@ -70,6 +70,7 @@ class Search:
         choices: Choices,
         *,
         limit_s: float = float("inf"),
+        indifference: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Begins to count time.
@@ -79,10 +80,12 @@ class Search:
             passes: propose changes.
             choices: what the job can run.
             limit_s: after it what has been found until then is the result.
+            indifference: share of the step that the result may be longer if it is simpler: on fewer streams, in even
+                units, in fewer of them.
             clock: shows seconds.
         """
         self._view, self._passes, self._choices, self._clock = view, passes, choices, clock
-        self._until_s = clock() + limit_s
+        self._until_s, self._indifference = clock() + limit_s, indifference
         self._step_s: dict[Candidate, float] = {}
 
     def run(self) -> Found:
@@ -101,6 +104,7 @@ class Search:
                 walks += took
                 if self._faster(found, best) is found:
                     best, changes = found, kept
+        best = self._simplest(best)
         return Found(
             candidate=best,
             step_s=self._judged(best),
@@ -122,6 +126,22 @@ class Search:
             if len(lengths_s) > FEW_WALKS and lengths_s[-1] > (1 - LITTLE) * lengths_s[-1 - FEW_WALKS]:
                 break
         return best, kept, len(lengths_s) - 1
+
+    def _simplest(self, best: Candidate) -> Candidate:
+        """Of all that were replayed, with as much changed besides, and are about as fast."""
+        near = [
+            candidate
+            for candidate, step_s in self._step_s.items()
+            if step_s <= (1 + self._indifference) * self._judged(best) and candidate.extras == best.extras
+        ]
+        layout = self._view.subject.layout
+
+        def complexity(candidate: Candidate) -> tuple[int, bool, int, float]:
+            schedule = candidate.schedule
+            units = sum(min(tensor.parts, tensor.stop) for tensor in schedule.tensors_of(layout))
+            return schedule.streams, schedule.tensors is not None, units, self._judged(candidate)
+
+        return min(near, key=complexity) if self._indifference else best
 
     @property
     def _late(self) -> bool:

@@ -92,6 +92,17 @@ def test_bf16_is_proposed_only_where_it_is_allowed() -> None:
     assert found.step_s < searched(job).step_s
 
 
+@settings(max_examples=10, deadline=None)
+@given(st.integers(0, 10_000))
+def test_what_is_simpler_is_taken_if_it_is_about_as_fast(seed: int) -> None:
+    job = drawn_job(seed)
+    fastest = searched(job)
+    search = Search(View(job, Subject.of(job)), passes(), CHOICES, indifference=0.05)
+    simple = search.run()
+    assert simple.step_s <= 1.05 * fastest.step_s
+    assert simple.candidate.schedule.streams <= fastest.candidate.schedule.streams
+
+
 class Worse:
     """A pass that proposes the worst."""
 
