@@ -46,6 +46,7 @@ from bench.lib.harness import (
     take_result,
 )
 from bench.lib.models import emulated_resnet50, transformer
+from bench.objective import rank_correlation
 from sirtaki.autotune.knobs import KIB, MIB, Knobs
 from sirtaki.comm.plan import TransportKind
 from sirtaki.optimizer.outcome import Outcome, optimize
@@ -53,7 +54,10 @@ from sirtaki.optimizer.view import Acceleration
 from sirtaki.profiler.folder import read
 from sirtaki.replay.from_recording import job_model
 from sirtaki.replay.histories import histories
-from sirtaki.replay.step_times import recorded
+from sirtaki.replay.job_model import JobModel
+from sirtaki.replay.other_plan import with_knobs
+from sirtaki.replay.remedies import play
+from sirtaki.replay.step_times import replayed
 
 MBIT = 1_000_000
 SHAPE = LabShape(nodes=4, link_bits_per_s=400 * MBIT, flow_bits_per_s=100 * MBIT)
@@ -122,7 +126,7 @@ def on_rank(options: Mapping[str, Any]) -> None:
     measure = partial(step_s, contender, sync, control)
     entrants = {DEFAULT: default, CHOSEN: chosen, TUNED: tuned, **{knobs.describe(): knobs for knobs in grid}}
     sweep = alternate({name: partial(measure, knobs) for name, knobs in entrants.items()}, options["rounds"])
-    order = sorted((knobs.describe() for knobs in grid), key=lambda name: statistics.median(sweep[name]))
+    order = sorted((knobs.describe() for knobs in grid), key=lambda name: _median(sweep[name]))
     field = [DEFAULT, CHOSEN, TUNED, *control.broadcast(order[:BEST_OF_GRID])]
     finals = alternate({name: partial(measure, entrants[name]) for name in field}, options["final_rounds"])
     if rank == 0:
@@ -130,7 +134,7 @@ def on_rank(options: Mapping[str, Any]) -> None:
             {
                 "sweep": sweep,
                 "finals": finals,
-                "settings": {name: knobs.describe() for name, knobs in entrants.items()},
+                "knobs": {name: knobs.to_json() for name, knobs in entrants.items()},
             }
         )
     control.barrier()
@@ -146,34 +150,41 @@ def searched(folder: Path, **options: Any) -> Outcome:
     return optimize(job_model(histories(recording)), settings=recording.job.settings, **options)
 
 
-def judge(report: Report, case: str, result: Mapping[str, Any], outcome: Outcome, recorded_s: float) -> None:
-    """Adds rows, bars and notes of what the ranks have measured and what the search has said."""
-    said_s = {CHOSEN: outcome.after.iteration_s, DEFAULT: outcome.as_recorded.iteration_s}
+def judge(report: Report, case: str, result: Mapping[str, Any], outcome: Outcome, job: JobModel) -> None:
+    """Adds rows, bars and notes of what the ranks have measured and what the search and replays have said."""
+    knobs = {name: Knobs.from_json(one) for name, one in result["knobs"].items()}
+    said_s = {name: replayed(play(with_knobs(job, one))).iteration_s for name, one in knobs.items()}
+    grid = [name for name in knobs if name not in (CHOSEN, DEFAULT, TUNED)]
+    order = rank_correlation([said_s[name] for name in grid], [_median(result["sweep"][name]) for name in grid])
     for stage in ("sweep", "finals"):
         report.rows += [
             {
                 "case": case,
                 "stage": stage,
                 "who": name if name in (CHOSEN, DEFAULT, TUNED) else "grid",
-                "setting": result["settings"][name],
+                "setting": knobs[name].describe(),
                 "step_s": Spread.of(samples),
-                "replayed_s": said_s.get(name),
+                "replayed_s": said_s[name],
                 "samples_s": samples,
             }
             for name, samples in result[stage].items()
         ]
-    medians_s = {name: statistics.median(samples) for name, samples in result["finals"].items()}
+    medians_s = {name: _median(samples) for name, samples in result["finals"].items()}
     best_s = min(medians_s.values())
     report.notes.append(
         f"{case}: the search took {outcome.search_s:.1f} s, {outcome.found.replays} replays; the recorded default took "
-        f"{1e3 * recorded_s:.4g} ms a step; predicted gain {100 * outcome.gain:.1f} %, measured "
+        f"{1e3 * outcome.as_recorded.iteration_s:.4g} ms a step; predicted gain {100 * outcome.gain:.1f} %, measured "
         f"{100 * (1 - medians_s[CHOSEN] / medians_s[DEFAULT]):.1f} %; warm-up's setting ÷ best "
-        f"{medians_s[TUNED] / best_s:.3f}"
+        f"{medians_s[TUNED] / best_s:.3f}; rank correlation of replayed and measured steps of the grid {order:.2f}"
     )
     report.bars += [
         Bar(claim=f"{case}: chosen ÷ best of the sweep", value=medians_s[CHOSEN] / best_s, limit=1.03),
         Bar(claim=f"{case}: the search", value=outcome.search_s, limit=60.0, unit="s "),
     ]
+
+
+def _median(samples: Sequence[float]) -> float:
+    return statistics.median(samples)
 
 
 def ablation(case: str, folder: Path, limit_s: float) -> Sequence[Mapping[str, Any]]:
@@ -207,7 +218,7 @@ def run(report: Report, case: str, args: Any) -> None:
         else:
             result = run_ranks("bench.optimize", RANKS[case], options, env=env, timeout_s=JOB_TIMEOUT_S)
         folder = Path(directory)
-        judge(report, case, result, searched(folder), recorded(histories(read(folder))).iteration_s)
+        judge(report, case, result, searched(folder), job_model(histories(read(folder))))
         if args.ablation_s:
             report.rows += ablation(case, folder, args.ablation_s)
 

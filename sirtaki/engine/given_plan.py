@@ -150,11 +150,13 @@ def _described(sizes: Sequence[Sequence[int]]) -> str:
     return f"{sum(map(len, sizes)) - 1} of {sum(map(sum, sizes))} elements in all"
 
 
-def given_to_all(control: ControlPlane, path: str | None) -> GivenPlan | None:
+def given_to_all(control: ControlPlane, path: str | None, *, ranks_stay: bool = True) -> GivenPlan | None:
     """Collective: what rank 0 was told to run, on every rank; None = nothing.
 
+    Where ranks come and go another host may be rank 0's later, on which there is no such file: that ends no job.
+
     Raises:
-        ConfigError: on all ranks, with the same words.
+        ConfigError: on all ranks, with the same words; it cannot be read, and ranks stay.
     """
     told: GivenPlan | str | None = None
     if control.rank == 0 and path is not None:
@@ -163,6 +165,10 @@ def given_to_all(control: ControlPlane, path: str | None) -> GivenPlan | None:
         except ConfigError as err:
             told = str(err)
     told = control.broadcast(told)
-    if isinstance(told, str):
+    if not isinstance(told, str):
+        return told
+    if ranks_stay:
         raise ConfigError(f"SIRTAKI_PLAN: {told}")
-    return told
+    if control.rank == 0:
+        logger.warning("SIRTAKI_PLAN: %s; it is left alone", told)
+    return None

@@ -94,10 +94,10 @@ class TunedSynchroniser:
             carried: of the generations of this job; None where ranks stay.
 
         Raises:
-            ConfigError: on all ranks; the user's plan cannot be read.
+            ConfigError: on all ranks; the user's plan cannot be read, and ranks stay.
         """
         self._control = control = control.scope()
-        self._given = given_to_all(control, settings.plan)
+        self._given = given_to_all(control, settings.plan, ranks_stay=carried is None)
         self._carrying = Carrying(carried, names, params, control.hosts)
         self._router = open_router(control, settings, params)
         total_bytes = sum(param.numel() * reduction.travels_as(param.dtype).itemsize for param in params)

@@ -120,7 +120,26 @@ def _link_use(one: Barrier, histories: Histories) -> Use:
 def _link(across: Sequence[Barrier], histories: Histories) -> Server:
     """What units between hosts share."""
     known = [probed for one in across if (probed := _probed(one, histories)) is not None]
-    return link_server(known[0]) if known else Server(name=LINK, totals=(1.0,), is_link=True)
+    if not known:
+        return Server(name=LINK, totals=(1.0,), is_link=True)
+    return link_server(replace(known[0], throughput=without_dents(known[0].throughput)))
+
+
+def without_dents(throughput: Sequence[float]) -> tuple[float, ...]:
+    """G(n) of probes; what lies below the line between a higher value before it and one behind it is put on that line.
+
+    A link that carries more with fewer units at a time, and with more of them, carries no less between: something else
+    kept the machine busy while that was probed. What falls to the end stays.
+    """
+    found = list(throughput)
+    places = range(len(found))
+    for place in places:
+        before = max(places[: place + 1], key=lambda other: throughput[other])
+        behind = max(places[place:], key=lambda other: throughput[other])
+        if before < place < behind:
+            slope = (throughput[behind] - throughput[before]) / (behind - before)
+            found[place] = max(found[place], throughput[before] + slope * (place - before))
+    return tuple(found)
 
 
 def link_server(link: LinkModel) -> Server:

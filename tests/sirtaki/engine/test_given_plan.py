@@ -68,12 +68,14 @@ def test_what_is_no_plan_is_refused_in_words(changes: dict[str, Any], words: str
         GivenPlan.from_json({**GIVEN.to_json(), **changes}, source="x")
 
 
-def test_what_cannot_be_read_is_told_to_all_ranks(tmp_path: Path) -> None:
+def test_what_cannot_be_read_is_told_to_all_ranks(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(ConfigError, match=r"SIRTAKI_PLAN: the plan .*nowhere cannot be read: No such file"):
         given_to_all(ranks(), str(tmp_path / "nowhere"))
     (tmp_path / "broken").write_text("{")
     with pytest.raises(ConfigError, match="is no plan: it is not JSON"):
         given_to_all(ranks(), str(tmp_path / "broken"))
+    assert given_to_all(ranks(), str(tmp_path / "nowhere"), ranks_stay=False) is None
+    assert "nowhere cannot be read: No such file or directory; it is left alone" in caplog.text
     assert given_to_all(ranks(), None) is None
     assert given_to_all(ranks(1), str(tmp_path / "nowhere")) is None  # rank 0 reads
 

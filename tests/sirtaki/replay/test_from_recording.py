@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from sirtaki.errors import ReplayError
 from sirtaki.link_model import LinkModel
 from sirtaki.profiler.recording import Detail
-from sirtaki.replay.from_recording import job_model
+from sirtaki.replay.from_recording import job_model, without_dents
 from sirtaki.replay.global_graph import global_graph
 from sirtaki.replay.histories import histories
 from sirtaki.replay.job_model import JobModel
@@ -117,3 +117,10 @@ def test_a_recording_without_a_common_iteration_is_refused() -> None:
     others = {**recording.ranks, 1: replace(late, iterations=(replace(late.iterations[0], number=7),))}
     with pytest.raises(ReplayError, match="no iteration was recorded on all ranks"):
         histories(replace(recording, ranks=others))
+
+
+def test_dents_of_a_probed_link_are_filled_and_nothing_else_changes() -> None:
+    assert without_dents((8.0, 15.0, 30.0, 20.0, 17.0, 27.0)) == pytest.approx((8.0, 15.0, 30.0, 29.0, 28.0, 27.0))
+    assert without_dents((8.0, 20.0, 10.0, 40.0)) == pytest.approx((8.0, 20.0, 30.0, 40.0))
+    for whole in ((8.0,), (8.0, 15.0, 22.0), (8.0, 30.0, 20.0, 17.0)):
+        assert without_dents(whole) == whole
