@@ -42,9 +42,8 @@ class Bare:
         from sirtaki.comm.gradients.buffers import Reduction
         from sirtaki.comm.gradients.synchroniser import Synchroniser
         from sirtaki.comm.router import Router
-        from sirtaki.engine.before_search import measure
+        from sirtaki.engine.before_search import measure, probing_budget_s
         from sirtaki.engine.knob_choices import default_knobs, knob_space
-        from sirtaki.engine.warmup import MOST_PROBING_S, PROBE_S, SPANS
 
         self._control = current.control
         self._model, self._batch = model, batch
@@ -69,7 +68,7 @@ class Bare:
         report = self._step()
         while not report.profiled:
             report = self._step()
-        budget_s = min(PROBE_S + SPANS * report.span_s, MOST_PROBING_S)
+        budget_s = probing_budget_s(report.span_s)
         found = measure(self._control, self._router, space, default=self.default, budget_s=budget_s)
         self.space, self.narrowed, self.probes = found.space, found.promising, found.links
         ready_s = [*self._sync.in_layout_order(report.ready_s), report.backward_s]

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+PROBE_S, SPANS, MOST_PROBING_S = 0.2, 3, 5.0
+"""What probing may take, besides so many times the time that synchronising takes, and at most."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
@@ -67,6 +70,11 @@ class Measured:
         return planning_model(
             layout, ready_s, backward_s, dict(self.links), forward_s=forward_s, threads=list(self.threads)
         )
+
+
+def probing_budget_s(span_s: float) -> float:
+    """What probing may take where synchronising takes `span_s`."""
+    return min(PROBE_S + SPANS * span_s, MOST_PROBING_S)
 
 
 def without_planners(space: KnobSpace) -> Measured:

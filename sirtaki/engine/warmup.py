@@ -14,7 +14,6 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from sirtaki.autotune.arms.base import Arm
@@ -30,7 +29,8 @@ from sirtaki.comm.plan import CommPlan, Route
 from sirtaki.errors import PlanError, TransportError
 from sirtaki.settings import Settings
 
-from .before_search import measure, without_planners
+from .assignment_under_way import AssignmentUnderWay
+from .before_search import measure, probing_budget_s, without_planners
 from .carried_tuning import CarriedTuning, Carrying
 from .coordinator import TuningCoordinator
 from .devices import open_router
@@ -45,9 +45,6 @@ if TYPE_CHECKING:
     from sirtaki.comm.control.plane import ControlPlane
 
 logger = logging.getLogger(__name__)
-
-PROBE_S, SPANS, MOST_PROBING_S = 0.2, 3, 5.0
-"""What probing may take, besides so many times the time that synchronising takes, and at most."""
 
 NO_LOG = "; no trial log is written"
 
@@ -117,9 +114,7 @@ class TunedSynchroniser:
         self._teller = IterationTeller(total_bytes)
         self._arms = arms
         self._tuning = settings.tune and settings.warmup_iterations > 0
-        self._assignment: Assignment | None = None
-        self._to_discard = 0
-        self._spans_s: list[float] = []
+        self._assignment: AssignmentUnderWay | None = None
         self._profiled: IterationReport | None = None
         self._promising: Sequence[Route] = ()  # by the probes of the warm-up
         self._coordinator: TuningCoordinator | None = None
@@ -186,7 +181,9 @@ class TunedSynchroniser:
         elif not report.ready_s:
             span_s = math.nan if joined else report.span_s
             if self._assignment is not None:
-                self._after_iteration(span_s)
+                if self._assignment.note(span_s, self._control):
+                    self._record(self._assignment.spans_s)
+                    self._next_assignment()
             elif self._drift is not None:
                 self._watch(self._drift, span_s, self._sync.pace)
 
@@ -235,7 +232,7 @@ class TunedSynchroniser:
         assert report is not None
         # Planners plan one flat buffer; of several, each would have to know what the others do.
         if self._arms is None and len(layouts) == 1:
-            budget_s = min(PROBE_S + SPANS * (span_s if span_s > 0.0 else report.span_s), MOST_PROBING_S)
+            budget_s = probing_budget_s(span_s if span_s > 0.0 else report.span_s)
             probed = replace(self._space, routes=tuple(routes) or self._space.routes)
             found = measure(self._control, self._router, probed, default=self._default, budget_s=budget_s)
             if routes:
@@ -252,24 +249,6 @@ class TunedSynchroniser:
                 found.space, found.promising, lambda: found.model(layouts[0], ready_s, report.backward_s, between_s)
             )
 
-    def _after_iteration(self, span_s: float) -> None:
-        """Collective: counts this iteration for the current assignment, and takes the next one if it is complete.
-
-        `span_s` of a rank that has joined is not a number: nothing overlaps then, and the iteration shows nothing.
-        """
-        if self._to_discard > 0:
-            self._to_discard -= 1
-            return
-        assert self._assignment is not None
-        # The last rank to arrive sets the pace; the others' spans hold its lateness.
-        shortest_s = float(self._control.minimum(np.array([-1.0 if math.isnan(span_s) else span_s]))[0])
-        if shortest_s < 0.0:
-            return
-        self._spans_s.append(shortest_s)
-        if len(self._spans_s) >= self._assignment.measured_iterations:
-            self._record(self._spans_s)
-            self._next_assignment()
-
     def _record(self, spans_s: list[float]) -> None:
         if self._coordinator is not None:
             self._coordinator.record(spans_s, iteration=self._sync.iteration)
@@ -282,7 +261,7 @@ class TunedSynchroniser:
             if now.purpose is Purpose.SEARCH:
                 self._search()
                 continue
-            self._assignment, self._to_discard, self._spans_s = now, now.discarded_iterations, []
+            self._assignment = AssignmentUnderWay(now)
             try:
                 self._apply(now.knobs)
             except (PlanError, TransportError) as err:  # on all ranks alike

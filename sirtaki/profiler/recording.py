@@ -7,7 +7,7 @@ drift, which `sirtaki.profiler.alignment` finds.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -181,6 +181,12 @@ class RecordedIteration:
     collectives: tuple[Collective, ...] = ()
     exposed_s: float = 0.0
 
+    @property
+    def joined(self) -> bool:
+        """This rank had joined the others, and reduced gradients without steps of its own in it, too."""
+        iterations = {(one.unit.buffer, one.unit.iteration) for one in self.units}
+        return len(iterations) > len({buffer for buffer, _ in iterations})
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankRecording:
@@ -316,9 +322,23 @@ class Recording:
 
     @property
     def usual_iterations(self) -> tuple[int, ...]:
-        """Those of them that show what a step takes; what torch.profiler slowed only where there is nothing else."""
+        """Those of them that show what a step takes, as many as follow each other.
+
+        What torch.profiler has slowed only where there is nothing else.
+        """
         iterations = [one for rank in self.ranks.values() for one in rank.iterations]
         slowed = {one.number for one in iterations if one.slowed}
-        profiling = {one.number for one in iterations if one.profiling}
-        usual = tuple(number for number in self.common_iterations if number not in profiling)
-        return tuple(number for number in usual if number not in slowed) or usual
+        others = {one.number for one in iterations if one.profiling or one.joined}
+        usual = [number for number in self.common_iterations if number not in others]
+        return _longest_run([number for number in usual if number not in slowed] or usual)
+
+
+def _longest_run(numbers: Sequence[int]) -> tuple[int, ...]:
+    """Of numbers that follow each other; the last one of equals."""
+    runs: list[list[int]] = [[]]
+    for number in numbers:
+        if runs[-1] and number != runs[-1][-1] + 1:
+            runs.append([])
+        runs[-1].append(number)
+    longest = max(len(run) for run in runs)
+    return tuple(next(run for run in reversed(runs) if len(run) == longest))
