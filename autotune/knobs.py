@@ -53,6 +53,11 @@ class Knobs:
         if self.threads is not None and self.threads < 1:
             raise PlanError(f"threads must be at least 1, not {self.threads}")
 
+    @property
+    def route(self) -> Route:
+        """What carries the units, and how."""
+        return self.transport, self.algorithm
+
     def to_plan(self, layout: GradientLayout) -> CommPlan:
         """The units of `layout` under these knobs.
 
@@ -177,10 +182,10 @@ class KnobSpace:
     def __contains__(self, knobs: Knobs) -> bool:
         return (
             self.unit_bytes[0] <= knobs.unit_bytes <= self.unit_bytes[1]
-            and knobs.streams in self.streams_on((knobs.transport, knobs.algorithm))
+            and knobs.streams in self.streams_on(knobs.route)
             and (knobs.threads in self.threads or knobs.cuts is not None)
             and all(cut.threads is None or cut.threads in self.threads for cut in knobs.cuts or ())
-            and (knobs.transport, knobs.algorithm) in self.routes
+            and knobs.route in self.routes
         )
 
     def streams_around(self, streams: int) -> tuple[int, ...]:

@@ -59,7 +59,7 @@ class KnobLattice:
             int(np.argmin(distances)),
             self.space.streams.index(knobs.streams),
             self.space.threads.index(knobs.threads),
-            self.space.routes.index((knobs.transport, knobs.algorithm)),
+            self.space.routes.index(knobs.route),
         )
 
     def place(self, knobs: Knobs) -> FloatArray | None:

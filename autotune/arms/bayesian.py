@@ -134,7 +134,7 @@ class BayesianArm:
         """Coordinates but for the route, `(n, n_dimensions)`, and the number of the route, `(n,)`."""
         n_routes = self._lattice.shape[3]
         places = np.array([self._place(knobs) for knobs in settings])
-        routes = [self._lattice.space.routes.index((knobs.transport, knobs.algorithm)) for knobs in settings]
+        routes = [self._lattice.space.routes.index(knobs.route) for knobs in settings]
         return places[:, : places.shape[1] - n_routes] if n_routes > 1 else places, np.array(routes)
 
     def _place(self, knobs: Knobs) -> FloatArray:

@@ -106,7 +106,7 @@ class ScikitOptimizeArm:
         )
 
     def _point(self, knobs: Knobs) -> list[Any]:
-        values = (knobs.streams, knobs.threads, (knobs.transport, knobs.algorithm))
+        values = (knobs.streams, knobs.threads, knobs.route)
         places = [choice.index(value) for choice, value in zip(self._choices(), values, strict=True)]
         low, high = self._space.unit_bytes_log2
         return [min(max(math.log2(knobs.unit_bytes), low), high), *places]

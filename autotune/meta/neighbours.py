@@ -29,7 +29,7 @@ def neighbours(knobs: Knobs, space: KnobSpace) -> Iterator[Knobs]:
         if low <= size <= high:
             yield replace(knobs, unit_bytes=size)
     for transport, algorithm in space.routes:
-        if (transport, algorithm) != (knobs.transport, knobs.algorithm):
+        if (transport, algorithm) != knobs.route:
             yield replace(knobs, transport=transport, algorithm=algorithm)
     for threads in space.threads_around(knobs.threads):
         if threads != knobs.threads:

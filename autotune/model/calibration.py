@@ -84,7 +84,7 @@ def fitted_to_trials(model: PlanningModel, trials: Sequence[Trial]) -> PlanningM
     """
     links = dict(model.links)
     for route, link in model.links.items():
-        ran = [trial for trial in trials if (trial.knobs.transport, trial.knobs.algorithm) == route]
+        ran = [trial for trial in trials if trial.knobs.route == route]
         ran = [trial for trial in ran if trial.status is not TrialStatus.FAILED and math.isfinite(trial.span_s)]
         if len(ran) < FEWEST_TRIALS or _missed(model, route, ran) <= OFF:
             continue

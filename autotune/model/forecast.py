@@ -62,7 +62,7 @@ class Forecast:
     def predicted_s(self, knobs: Knobs) -> float | None:
         """Span by simulation; None on a route that nobody has probed, or of cuts that are another layout's."""
         if knobs not in self._predicted_s:
-            route = (knobs.transport, knobs.algorithm)
+            route = knobs.route
             try:
                 known = route in self._model.links
                 self._predicted_s[knobs] = self._model.simulator(route).run_knobs(knobs).span_s if known else None

@@ -42,7 +42,7 @@ class Bare:
         from sirtaki.comm.gradients.buffers import Reduction
         from sirtaki.comm.gradients.synchroniser import Synchroniser
         from sirtaki.comm.router import Router
-        from sirtaki.engine.before_search import measure, probing_budget_s
+        from sirtaki.engine.before_search import measure
         from sirtaki.engine.knob_choices import default_knobs, knob_space
 
         self._control = current.control
@@ -68,8 +68,7 @@ class Bare:
         report = self._step()
         while not report.profiled:
             report = self._step()
-        budget_s = probing_budget_s(report.span_s)
-        found = measure(self._control, self._router, space, default=self.default, budget_s=budget_s)
+        found = measure(self._control, self._router, space, default=self.default, span_s=report.span_s)
         self.space, self.narrowed, self.probes = found.space, found.promising, found.links
         ready_s = [*self._sync.in_layout_order(report.ready_s), report.backward_s]
         self.known = found.model(self.layout, ready_s, report.backward_s, between_s=math.nan)

@@ -219,11 +219,11 @@ def _timelines(log: TrialLog) -> Iterator[str]:
     if model is None:
         return
     yield "<h2>One iteration, simulated from the profile</h2>"
-    unknown = [k for k in shown.values() if (k.transport, k.algorithm) not in model.links]
+    unknown = [k for k in shown.values() if k.route not in model.links]
     if unknown:
         yield f"<p>No timeline: that job's probes did not show what {escape(unknown[0].describe())} would cost.</p>"
         return
-    simulators = {name: model.simulator((knobs.transport, knobs.algorithm)) for name, knobs in shown.items()}
+    simulators = {name: model.simulator(knobs.route) for name, knobs in shown.items()}
     end_ms = max(1e3 * simulators[name].run_knobs(knobs).end_s for name, knobs in shown.items())
     plots = (
         f"<div><p>{name}: {escape(knobs.describe())}, {ms(simulators[name].run_knobs(knobs).span_s)}</p>"

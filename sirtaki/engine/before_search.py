@@ -72,18 +72,13 @@ class Measured:
         )
 
 
-def probing_budget_s(span_s: float) -> float:
-    """What probing may take where synchronising takes `span_s`."""
-    return min(PROBE_S + SPANS * span_s, MOST_PROBING_S)
-
-
 def without_planners(space: KnobSpace) -> Measured:
     """Nothing is measured; nobody tunes threads without knowing what they do."""
     space = replace(space, threads=space.threads[:1])
     return Measured(space=space, promising=space)
 
 
-def measure(control: ControlPlane, router: Router, space: KnobSpace, *, default: Knobs, budget_s: float) -> Measured:
+def measure(control: ControlPlane, router: Router, space: KnobSpace, *, default: Knobs, span_s: float) -> Measured:
     """Collective: probes the routes of a space.
 
     Args:
@@ -91,8 +86,9 @@ def measure(control: ControlPlane, router: Router, space: KnobSpace, *, default:
         router: carries the probes.
         space: what may be chosen as far as is known.
         default: what runs untuned, which stays in the space.
-        budget_s: see `probe_routes`.
+        span_s: what synchronising takes, by which probing may take longer.
     """
+    budget_s = min(PROBE_S + SPANS * span_s, MOST_PROBING_S)
     try:
         links = probe_routes(control, router, space.routes, max_streams=space.streams[-1], budget_s=budget_s)
         space = still_possible(space, router)

@@ -109,5 +109,5 @@ def _promising(
 
 def _expected_s(knobs: Knobs, model: PlanningModel) -> float | None:
     """The span by simulation; None on a route that was not measured."""
-    route = (knobs.transport, knobs.algorithm)
+    route = knobs.route
     return model.simulator(route).run_knobs(knobs).span_s if route in model.links else None

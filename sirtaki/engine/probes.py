@@ -131,7 +131,7 @@ def narrowed(space: KnobSpace, probes: Mapping[Route, Sequence[LinkProbe]], *, d
     best = {route: max(by_streams.values()) for route, by_streams in rates.items() if by_streams}
     if not best:
         return space
-    default_route = (default.transport, default.algorithm)
+    default_route = default.route
     routes = tuple(
         route for route in space.routes if route == default_route or 3 * best.get(route, math.inf) >= max(best.values())
     )

@@ -323,7 +323,7 @@ class TuningCache:
         complete: bool,
         links: Mapping[Route, LinkModel],
     ) -> Entry:
-        route = (result.knobs.transport, result.knobs.algorithm)
+        route = result.knobs.route
         # A remembered setting that was only checked was found then, by whom it was found then.
         checked = own is not None and own.complete and own.knobs == result.knobs.to_json()
         link = links.get(route)

@@ -30,7 +30,7 @@ from sirtaki.errors import PlanError, TransportError
 from sirtaki.settings import Settings
 
 from .assignment_under_way import AssignmentUnderWay
-from .before_search import measure, probing_budget_s, without_planners
+from .before_search import measure, without_planners
 from .carried_tuning import CarriedTuning, Carrying
 from .coordinator import TuningCoordinator
 from .devices import open_router
@@ -59,6 +59,31 @@ def _hosts(control: ControlPlane, settings: Settings) -> list[str]:
     """By rank. Nodes simulated by a setting count as hosts, so that their results are not taken for one node's."""
     simulated = control.local_size if settings.local_size else control.size
     return [f"{host}/{rank // simulated}" for rank, host in enumerate(control.hosts)]
+
+
+def _coordinator(
+    settings: Settings,
+    control: ControlPlane,
+    params: Sequence[torch.Tensor],
+    *,
+    default: Knobs,
+    arms: Sequence[Arm] | None,
+    on_streams: bool,
+) -> TuningCoordinator | None:
+    """Collective: on rank 0, None elsewhere."""
+    kinds = control.all_gather(Hardware.here(params[0].device)) if params else []
+    if control.rank != 0:
+        return None
+    return TuningCoordinator(
+        settings,
+        TuningCache(settings, params, _hosts(control, settings), kinds),
+        default=default,
+        arms=arms,
+        # On a device with streams the first report after a change is of the iteration before it.
+        discarded_iterations=2 if on_streams else 1,
+        # The ranks of one host communicate on the processors that compute, which no probe has shown.
+        presumed=on_streams or not control.one_node,
+    )
 
 
 class TunedSynchroniser:
@@ -118,26 +143,19 @@ class TunedSynchroniser:
         self._profiled: IterationReport | None = None
         self._promising: Sequence[Route] = ()  # by the probes of the warm-up
         self._coordinator: TuningCoordinator | None = None
-        retunes = self._tuning and settings.retune and control.size > 1 and self._space.has_choices
-        self._drift = DriftWatch() if retunes else None
-        kinds = control.all_gather(Hardware.here(params[0].device)) if self._tuning and params else []
-        if control.rank == 0 and self._tuning:
-            self._coordinator = TuningCoordinator(
-                settings,
-                TuningCache(settings, params, _hosts(control, settings), kinds),
-                default=self._default,
-                arms=arms,
-                # On a device with streams the first report after a change is of the iteration before it.
-                discarded_iterations=2 if self.on_streams else 1,
-                # The ranks of one host communicate on the processors that compute, which no probe has shown.
-                presumed=self.on_streams or not control.one_node,
+        self._drift: DriftWatch | None = None
+        if self._tuning:
+            if settings.retune and control.size > 1 and self._space.has_choices:
+                self._drift = DriftWatch()
+            self._coordinator = _coordinator(
+                settings, control, params, default=self._default, arms=arms, on_streams=self.on_streams
             )
-        if not self._tuning and control.rank == 0:
+        elif control.rank == 0:
             logger.info("%s", without_tuning(settings, self._default))
 
     def _default_plan(self, layout: GradientLayout) -> CommPlan:
         """Collective: the untuned plan of a new layout, for which there may not be shared memory any more."""
-        if (self._default.transport, self._default.algorithm) not in self._router.routes:
+        if self._default.route not in self._router.routes:
             space = still_possible(self._space, self._router)
             self._space, self._default = open_default(space, self._control, self._router, self._choose)
         return replace(self._default, cuts=None).to_plan(layout)
@@ -214,14 +232,13 @@ class TunedSynchroniser:
     def _take_given(self) -> None:
         """What the user has given is tried first; where nothing is tuned, it runs. Once."""
         given, self._given = self._given, None
-        if given is None:
-            return
-        must_run = not self._tuning and self._carrying.ranks_stay
-        knobs = given.accepted(self._sync.layouts, self._control, self._space, must_run=must_run)
-        if not self._tuning:
-            self._knobs = knobs or self._knobs
-        elif self._coordinator is not None:
-            self._coordinator.given = knobs
+        if given is not None:
+            must_run = not self._tuning and self._carrying.ranks_stay
+            knobs = given.accepted(self._sync.layouts, self._control, self._space, must_run=must_run)
+            if self._coordinator is not None:
+                self._coordinator.given = knobs
+            elif not self._tuning:
+                self._knobs = knobs or self._knobs
 
     def _search(self, routes: Sequence[Route] = (), *, span_s: float = math.nan) -> None:
         """Collective: measures what a search needs (links of `routes` only, if given), and has it begin.
@@ -232,9 +249,9 @@ class TunedSynchroniser:
         assert report is not None
         # Planners plan one flat buffer; of several, each would have to know what the others do.
         if self._arms is None and len(layouts) == 1:
-            budget_s = probing_budget_s(span_s if span_s > 0.0 else report.span_s)
             probed = replace(self._space, routes=tuple(routes) or self._space.routes)
-            found = measure(self._control, self._router, probed, default=self._default, budget_s=budget_s)
+            now_s = span_s if span_s > 0.0 else report.span_s
+            found = measure(self._control, self._router, probed, default=self._default, span_s=now_s)
             if routes:
                 found = found.with_routes(self._space.routes, promising=[*routes, *self._promising])
             else:
@@ -303,8 +320,7 @@ class TunedSynchroniser:
         drift.retuned()
         self._sync.say_pace(Pace.USUAL)
         self._tuning = True
-        running = (self._knobs.transport, self._knobs.algorithm)
-        self._search([route for route in self._space.routes if route == running], span_s=span_s)
+        self._search([route for route in self._space.routes if route == self._knobs.route], span_s=span_s)
         self._next_assignment()
 
     def remember(self) -> None:

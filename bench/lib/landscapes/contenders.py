@@ -201,7 +201,7 @@ def _knobs(space: KnobSpace, log2_bytes: float, streams: int, route: int) -> Kno
 
 
 def _values(space: KnobSpace, knobs: Knobs) -> tuple[float, int, int]:
-    route = space.routes.index((knobs.transport, knobs.algorithm))
+    route = space.routes.index(knobs.route)
     return math.log2(knobs.unit_bytes), space.streams.index(knobs.streams), route
 
 

@@ -96,7 +96,7 @@ def _replayed(
     def timed(by_route: Mapping[Route, Physics]) -> Callable[[Knobs], float]:
         def span_s(knobs: Knobs) -> float:
             messages = _messages(knobs, layout, profile)
-            route = (knobs.transport, knobs.algorithm)
+            route = knobs.route
             return replay(messages, compute_s=profile.compute_s, physics=by_route[route]) - profile.ready_s[0]
 
         return span_s
@@ -325,7 +325,7 @@ def _formula(family: str, rng: _Rng, shape: _Shape, routes: Sequence[Route] = RO
 
     def truth(knobs: Knobs) -> float:
         size, streams = _place(knobs, layout)
-        return best_s * shape(size, streams, space.routes.index((knobs.transport, knobs.algorithm)))
+        return best_s * shape(size, streams, space.routes.index(knobs.route))
 
     probed = _plain(rng, layout.total_bytes / best_s)
     return Landscape(
@@ -353,7 +353,7 @@ def default_is_best(rng: _Rng) -> Landscape:
 
     def truth(knobs: Knobs) -> float:
         size, streams = _place(knobs, scape.layout)
-        route = scape.space.routes.index((knobs.transport, knobs.algorithm))
+        route = scape.space.routes.index(knobs.route)
         return best_s * (1 + width * (size - size_0) ** 2 + tilt * abs(streams - streams_0) + 0.08 * route)
 
     scape.truth = truth

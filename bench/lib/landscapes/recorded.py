@@ -68,7 +68,7 @@ class Recorded(Landscape):
         """The recorded setting that these count as."""
         if knobs in self.samples_s:
             return knobs
-        route = (knobs.transport, knobs.algorithm)
+        route = knobs.route
         candidates = [one for one in self.samples_s if one.cuts is None and (one.transport, one.algorithm) == route]
 
         def distance(one: Knobs) -> tuple[float, float]:
@@ -86,7 +86,7 @@ def estimated(samples_s: Mapping[Knobs, Sequence[float]]) -> dict[Knobs, list[fl
     routes: dict[Route, list[Knobs]] = defaultdict(list)
     for knobs in samples_s:
         if knobs.cuts is None:
-            routes[knobs.transport, knobs.algorithm].append(knobs)
+            routes[knobs.route].append(knobs)
     found = {knobs: list(spans_s) for knobs, spans_s in samples_s.items()}
     for settings in routes.values():
         if len(settings) <= SURFACE:
