@@ -91,6 +91,8 @@ class TunedSynchroniser:
 
     Attributes:
         synchroniser: what reduces them; only its iterations are ended here, by `finish`.
+        knobs: what runs now.
+        tuning: the warm-up is not over.
     """
 
     def __init__(
@@ -135,16 +137,16 @@ class TunedSynchroniser:
             default_plan=self._default_plan,
             unused_as_none=settings.unused_as_none,
         )
-        self._knobs = self._default
+        self.knobs = self._default
         self._teller = IterationTeller(total_bytes)
         self._arms = arms
-        self._tuning = settings.tune and settings.warmup_iterations > 0
+        self.tuning = settings.tune and settings.warmup_iterations > 0
         self._assignment: AssignmentUnderWay | None = None
         self._profiled: IterationReport | None = None
         self._promising: Sequence[Route] = ()  # by the probes of the warm-up
         self._coordinator: TuningCoordinator | None = None
         self._drift: DriftWatch | None = None
-        if self._tuning:
+        if self.tuning:
             if settings.retune and control.size > 1 and self._space.has_choices:
                 self._drift = DriftWatch()
             self._coordinator = _coordinator(
@@ -159,16 +161,6 @@ class TunedSynchroniser:
             space = still_possible(self._space, self._router)
             self._space, self._default = open_default(space, self._control, self._router, self._choose)
         return replace(self._default, cuts=None).to_plan(layout)
-
-    @property
-    def knobs(self) -> Knobs:
-        """What runs now."""
-        return self._knobs
-
-    @property
-    def tuning(self) -> bool:
-        """The warm-up is not over."""
-        return self._tuning
 
     @property
     def model(self) -> PlanningModel | None:
@@ -191,8 +183,8 @@ class TunedSynchroniser:
             joined: this rank has no data any more and takes part with zeros.
         """
         report = self._sync.finish(joined=joined)
-        self._teller.tell(report, number=self._sync.iteration, tuning=self._tuning)
-        if self._tuning and self._coordinator is not None:
+        self._teller.tell(report, number=self._sync.iteration, tuning=self.tuning)
+        if self.tuning and self._coordinator is not None:
             self._coordinator.times.note(report)
         if report.profiled:
             self._after_profiling(report)
@@ -214,7 +206,7 @@ class TunedSynchroniser:
             self._drift.reordered()
             self._sync.say_pace(Pace.USUAL)
         self._take_given()
-        if self._tuning and self._assignment is None:
+        if self.tuning and self._assignment is None:
             remembered = False
             if self._coordinator is not None:
                 self._coordinator.default = self._default
@@ -222,23 +214,23 @@ class TunedSynchroniser:
             if not self._control.broadcast(remembered):
                 self._search()
             self._next_assignment()
-        elif self._knobs != self._default:
+        elif self.knobs != self._default:
             try:
-                self._apply(self._knobs)
+                self._apply(self.knobs)
             except (PlanError, TransportError) as err:
-                logger.info("%s cannot be run any more: %s", self._knobs.describe(), err)
-                self._knobs = self._default
+                logger.info("%s cannot be run any more: %s", self.knobs.describe(), err)
+                self.knobs = self._default
 
     def _take_given(self) -> None:
         """What the user has given is tried first; where nothing is tuned, it runs. Once."""
         given, self._given = self._given, None
         if given is not None:
-            must_run = not self._tuning and self._carrying.ranks_stay
+            must_run = not self.tuning and self._carrying.ranks_stay
             knobs = given.accepted(self._sync.layouts, self._control, self._space, must_run=must_run)
             if self._coordinator is not None:
                 self._coordinator.given = knobs
-            elif not self._tuning:
-                self._knobs = knobs or self._knobs
+            elif not self.tuning:
+                self.knobs = knobs or self.knobs
 
     def _search(self, routes: Sequence[Route] = (), *, span_s: float = math.nan) -> None:
         """Collective: measures what a search needs (links of `routes` only, if given), and has it begin.
@@ -294,11 +286,11 @@ class TunedSynchroniser:
     def _apply(self, knobs: Knobs) -> None:
         """Collective."""
         self._sync.set_plans(plans_for(knobs, self._sync.layouts))
-        self._knobs = knobs
+        self.knobs = knobs
 
     def _end(self) -> None:
-        self._tuning, self._assignment, self._carrying.kept = False, None, self._knobs
-        self._router.keep_only(plans_for(self._knobs, self._sync.layouts))
+        self.tuning, self._assignment, self._carrying.kept = False, None, self.knobs
+        self._router.keep_only(plans_for(self.knobs, self._sync.layouts))
         if self._coordinator is not None:
             self._coordinator.end(iteration=self._sync.iteration)
 
@@ -316,11 +308,11 @@ class TunedSynchroniser:
     def _retune(self, drift: DriftWatch, span_s: float) -> None:
         """Collective: a short search begins with what runs now."""
         if self._coordinator is not None:
-            self._coordinator.retune(self._knobs, self._sync.layouts, ratio=drift.ratio, iteration=self._sync.iteration)
+            self._coordinator.retune(self.knobs, self._sync.layouts, ratio=drift.ratio, iteration=self._sync.iteration)
         drift.retuned()
         self._sync.say_pace(Pace.USUAL)
-        self._tuning = True
-        self._search([route for route in self._space.routes if route == self._knobs.route], span_s=span_s)
+        self.tuning = True
+        self._search([route for route in self._space.routes if route == self.knobs.route], span_s=span_s)
         self._next_assignment()
 
     def remember(self) -> None:
@@ -334,7 +326,7 @@ class TunedSynchroniser:
         What only all ranks together can close is left to the control plane's `reclaim`.
         """
         if self._carrying.going_on:
-            self._carrying.leave(None if self._assignment is None else self._knobs, self._coordinator)
+            self._carrying.leave(None if self._assignment is None else self.knobs, self._coordinator)
         if self._coordinator is not None:
             self._coordinator.close()
         if all([self._sync.close(), self._router.release()]):
