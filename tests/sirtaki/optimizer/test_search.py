@@ -35,18 +35,26 @@ def whole_s(job: JobModel, found: Found) -> float:
     return times(Subject.of(job).planned(job, found.candidate)).iteration_s
 
 
-@settings(max_examples=15, deadline=None)
+def accelerations_cost_less_than_a_percent(job: JobModel) -> None:
+    assert whole_s(job, searched(job)) <= 1.01 * whole_s(job, searched(job, NOTHING))
+
+
+@settings(max_examples=4, deadline=None)
 @given(st.integers(0, 10_000))
 def test_on_small_jobs_accelerations_cost_less_than_a_percent(seed: int) -> None:
-    job = drawn_job(seed)
-    assert whole_s(job, searched(job)) <= 1.01 * whole_s(job, searched(job, NOTHING))
+    accelerations_cost_less_than_a_percent(drawn_job(seed))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(60))
+def test_on_many_small_jobs_too(seed: int) -> None:
+    accelerations_cost_less_than_a_percent(drawn_job(seed))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 def test_on_jobs_of_forty_gradients_too(seed: int) -> None:
-    job = drawn_job(seed, gradients=40, ranks=3)
-    assert whole_s(job, searched(job)) <= 1.01 * whole_s(job, searched(job, NOTHING))
+    accelerations_cost_less_than_a_percent(drawn_job(seed, gradients=40, ranks=3))
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -92,7 +100,7 @@ def test_bf16_is_proposed_only_where_it_is_allowed() -> None:
     assert found.step_s < searched(job).step_s
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(st.integers(0, 10_000))
 def test_what_is_simpler_is_taken_if_it_is_about_as_fast(seed: int) -> None:
     job = drawn_job(seed)
