@@ -17,13 +17,13 @@ Bars: chosen ÷ best of the sweep ≤ 1.03; the search ≤ 60 s.
 
 from __future__ import annotations
 
-import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -95,7 +95,6 @@ def on_rank(options: Mapping[str, Any]) -> None:
     """What each rank does; the first one gives the result."""
     import sirtaki.torch as hvd
     from sirtaki.engine import job
-    from sirtaki.profiler import profile
 
     torch.set_num_threads(1)
     hvd.init()
@@ -112,9 +111,7 @@ def on_rank(options: Mapping[str, Any]) -> None:
     sync._apply(default)
     contender.step()
     control.barrier()
-    with profile(folder, iterations=RECORDED):
-        for _ in range(RECORDED + 3):
-            contender.step()
+    contender.record(folder, iterations=RECORDED)
     control.barrier()
     chosen: Knobs = control.broadcast(searched(folder).knobs if rank == 0 else None)
 
@@ -126,7 +123,7 @@ def on_rank(options: Mapping[str, Any]) -> None:
     measure = partial(step_s, contender, sync, control)
     entrants = {DEFAULT: default, CHOSEN: chosen, TUNED: tuned, **{knobs.describe(): knobs for knobs in grid}}
     sweep = alternate({name: partial(measure, knobs) for name, knobs in entrants.items()}, options["rounds"])
-    order = sorted((knobs.describe() for knobs in grid), key=lambda name: _median(sweep[name]))
+    order = sorted((knobs.describe() for knobs in grid), key=lambda name: median(sweep[name]))
     field = [DEFAULT, CHOSEN, TUNED, *control.broadcast(order[:BEST_OF_GRID])]
     finals = alternate({name: partial(measure, entrants[name]) for name in field}, options["final_rounds"])
     if rank == 0:
@@ -155,7 +152,7 @@ def judge(report: Report, case: str, result: Mapping[str, Any], outcome: Outcome
     knobs = {name: Knobs.from_json(one) for name, one in result["knobs"].items()}
     said_s = {name: replayed(play(with_knobs(job, one))).iteration_s for name, one in knobs.items()}
     grid = [name for name in knobs if name not in (CHOSEN, DEFAULT, TUNED)]
-    order = rank_correlation([said_s[name] for name in grid], [_median(result["sweep"][name]) for name in grid])
+    order = rank_correlation([said_s[name] for name in grid], [median(result["sweep"][name]) for name in grid])
     for stage in ("sweep", "finals"):
         report.rows += [
             {
@@ -169,7 +166,7 @@ def judge(report: Report, case: str, result: Mapping[str, Any], outcome: Outcome
             }
             for name, samples in result[stage].items()
         ]
-    medians_s = {name: _median(samples) for name, samples in result["finals"].items()}
+    medians_s = {name: median(samples) for name, samples in result["finals"].items()}
     best_s = min(medians_s.values())
     report.notes.append(
         f"{case}: the search took {outcome.search_s:.1f} s, {outcome.found.replays} replays; the recorded default took "
@@ -181,10 +178,6 @@ def judge(report: Report, case: str, result: Mapping[str, Any], outcome: Outcome
         Bar(claim=f"{case}: chosen ÷ best of the sweep", value=medians_s[CHOSEN] / best_s, limit=1.03),
         Bar(claim=f"{case}: the search", value=outcome.search_s, limit=60.0, unit="s "),
     ]
-
-
-def _median(samples: Sequence[float]) -> float:
-    return statistics.median(samples)
 
 
 def ablation(case: str, folder: Path, limit_s: float) -> Sequence[Mapping[str, Any]]:

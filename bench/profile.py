@@ -7,8 +7,7 @@ median step of a turn divided by that of the turn without recording in the same 
 training thread: a busy machine disturbs it less, and all that recording does while steps last is done there. What
 writing takes at the end of a recording is no part of a step, and stands by itself.
 *Clocks*: of a recording of two ranks, whose clocks are one, the second's moments are moved by ±50 ms with ±20 ppm and
-taken for another host's; the error is what is left after alignment. Beside it, what is left if one common minimum is
-subtracted, as HolisticTraceAnalysis does: all of it.
+taken for another host's; the error is what is left after alignment. Beside it, what HolisticTraceAnalysis leaves.
 
 Bars: units ≤ 1 %, operators ≤ 5 % of a step; clocks within half the smallest round trip of units.
 """
@@ -28,6 +27,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from bench.lib import hta
 from bench.lib.contenders import Sirtaki
 from bench.lib.harness import (
     Bar,
@@ -42,6 +42,7 @@ from bench.lib.harness import (
     run_ranks,
 )
 from bench.lib.models import small_conv, transformer
+from sirtaki.profiler.recording import Recording
 
 RANKS = 2
 WARM = 3
@@ -49,6 +50,9 @@ WARM = 3
 
 WAYS: Mapping[str, bool | None] = {"off": None, "units": False, "operators": True}
 """What is recorded: whether with operators; None = nothing."""
+
+LENGTHS = ("exposed_s", "beside_s")
+"""Of a recorded iteration; all its other seconds are moments."""
 
 INJECTED = ((0.05, 20e-6), (-0.05, -20e-6), (0.05, -20e-6), (-0.05, 20e-6))
 
@@ -155,38 +159,67 @@ def moved(value: Any, by_s: float, drift: float, since_s: float) -> Any:
     changed = {}
     for each in fields(value):
         inside = getattr(value, each.name)
-        if isinstance(inside, float) and each.name.endswith("_s") and each.name != "exposed_s":
+        if isinstance(inside, float) and each.name.endswith("_s") and each.name not in LENGTHS:
             changed[each.name] = inside + by_s + drift * (inside - since_s)
         elif isinstance(inside, tuple):
             changed[each.name] = moved(inside, by_s, drift, since_s)
     return replace(value, **changed)
 
 
-def measure_clocks(report: Report, folder: Path) -> None:
-    """Adds what alignment leaves of an error that was put in."""
-    from sirtaki.profiler.alignment import align
-    from sirtaki.profiler.folder import read
+def with_wrong_clock(true: Recording, *, by_s: float, drift: float, hosts: bool = True) -> Recording:
+    """The same job as if rank 1 were on a host of its own, whose clock is wrong by so much.
 
-    true = read(folder)
+    Args:
+        true: of two ranks.
+        by_s: what that clock shows too much when the recording begins.
+        drift: what it gains in a second.
+        hosts: it is said that clocks differ; else they are taken for one, and nothing is put right.
+    """
+    own = true.ranks[1]
+    told = replace(
+        own,
+        iterations=moved(own.iterations, by_s, drift, own.iterations[0].begin_s),
+        offset_s=own.offset_s - by_s if hosts else own.offset_s,
+    )
     placement = list(true.job.placement)
-    placement[1] = replace(placement[1], host=1, node=1, clock="another")
-    job, own = replace(true.job, placement=tuple(placement)), true.ranks[1]
-    worst_us, bound_us = 0.0, 0.0
+    if hosts:
+        placement[1] = replace(placement[1], host=1, node=1, clock="another")
+    return replace(true, job=replace(true.job, placement=tuple(placement)), ranks={0: true.ranks[0], 1: told})
+
+
+def left_by_hta_s(true: Recording, told: Recording) -> float:
+    """What HolisticTraceAnalysis leaves of a wrong clock: the most by which a step's end of rank 1 is off rank 0's."""
+    was, found = (
+        {rank: [one.end_s for one in own.iterations] for rank, own in true.ranks.items()},
+        hta.step_ends_s(told),
+    )
+    origin_s = was[0][0] - found[0][0]
+    return max(abs(end_s + origin_s - right_s) for end_s, right_s in zip(found[1], was[1], strict=True))
+
+
+def measure_clocks(report: Report, true: Recording) -> None:
+    """Adds what alignment leaves of an error that was put in, and beside it HolisticTraceAnalysis."""
+    from sirtaki.profiler.alignment import align
+
+    own = true.ranks[1]
+    worst_us, bound_us, hta_us = 0.0, 0.0, 0.0
     for by_s, drift in INJECTED:
-        told = replace(own, iterations=moved(own.iterations, by_s, drift, own.iterations[0].begin_s))
-        aligned = align(replace(true, job=job, ranks={0: true.ranks[0], 1: told}))
+        told = with_wrong_clock(true, by_s=by_s, drift=drift)
+        aligned = align(told)
         pairs = [
             (there.done_s, here.done_s)
-            for one, other in zip(told.iterations, own.iterations, strict=True)
+            for one, other in zip(told.ranks[1].iterations, own.iterations, strict=True)
             for there, here in zip(one.units, other.units, strict=True)
         ]
         worst_us = max(worst_us, *(1e6 * abs(aligned.at(1, there_s) - here_s) for there_s, here_s in pairs))
         bound_us = 1e6 * aligned.lines[1].error_s
+        hta_us = max(hta_us, 1e6 * left_by_hta_s(true, told))
+    peer = f"{hta.PACKAGE} {found}" if (found := hta.version()) else f"{hta.PACKAGE}'s rule, told again (not installed)"
     report.rows += [
         {"what": "error left of ±50 ms and ±20 ppm, at most", "figure": worst_us, "unit": "µs"},
         {"what": "half the smallest round trip of units", "figure": bound_us, "unit": "µs"},
         {"what": "half the quickest round trip of a question", "figure": 5e5 * own.round_trip_s, "unit": "µs"},
-        {"what": "by subtracting one common minimum", "figure": 1e6 * max(abs(by) for by, _ in INJECTED), "unit": "µs"},
+        {"what": f"error left by {peer}, at most", "figure": hta_us, "unit": "µs"},
         {"what": "times of operators are known within", "figure": 1e6 * own.clock_error_s, "unit": "µs"},
     ]
     claim = "error left of ±50 ms and ±20 ppm as a part of half the smallest round trip of units"
@@ -202,11 +235,13 @@ def main() -> int:
     args = flags.parse_args()
     args.rounds = args.rounds or (7 if args.quick else 21)
     args.steps = args.steps or 10
+    from sirtaki.profiler.folder import read
+
     report = Report(name="profile")
     folder = Path(tempfile.mkdtemp()) / "recorded"
     try:
         costs = {model: measure_cost(report, args, model, folder) for model in args.models}
-        measure_clocks(report, folder)
+        measure_clocks(report, read(folder))
     finally:
         shutil.rmtree(folder.parent)
     for model, ratio in costs.items():

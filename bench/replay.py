@@ -138,7 +138,6 @@ def on_rank(options: Mapping[str, Any]) -> None:
     from mpi4py import MPI
 
     import sirtaki.torch as hvd
-    from sirtaki.profiler import profile
 
     torch.set_num_threads(1)
     comm = MPI.COMM_WORLD
@@ -170,9 +169,7 @@ def on_rank(options: Mapping[str, Any]) -> None:
                 truth[name].append(list(contender.timed_step()))
         comm.Barrier()
         folder = f"{options['folder']}/{turn}"
-        with profile(folder, iterations=options["recorded"], operators=options["operators"]):
-            for _ in range(2 * options["recorded"] + 4):  # with torch.profiler and without it
-                base.step()
+        base.record(folder, iterations=options["recorded"], operators=options["operators"])
     of_ranks = comm.gather({name: _means(samples) for name, samples in truth.items()})
     if comm.rank == 0:
         assert of_ranks is not None
@@ -251,12 +248,12 @@ def measure(report: Report, case: str, model: str, args: Any) -> None:
                 "measured_s": true[0],
                 **_errors(job.replayed(), true),
                 "ratio, %": None,
-                "Daydream, %": _percent(job.by_daydream()[0], true[0]),
-                "recording, %": _percent(job.recorded_s, true[0]),
+                "Daydream, %": percent(job.by_daydream()[0], true[0]),
+                "recording, %": percent(job.recorded_s, true[0]),
             }
         )
         if "plan" in job.truth:
-            _what_if(report, row, "another plan", job, _with_units, job.truth["plan"])
+            _what_if(report, row, "another plan", job, with_other_units, job.truth["plan"])
         if case == "straggler":
             even = run("shared_memory", model, ranks, args)
             _what_if(report, row, "no straggler", job, without_stragglers, even.truth["base"])
@@ -278,7 +275,8 @@ def measure(report: Report, case: str, model: str, args: Any) -> None:
         _what_if(report, row, "4 ranks", jobs[2], larger, jobs[4].truth["base"])
 
 
-def _with_units(job: JobModel) -> JobModel:
+def with_other_units(job: JobModel) -> JobModel:
+    """The what-if that jobs measure in themselves."""
     return with_knobs(job, knobs_of(job, unit_bytes=OTHER_UNIT_BYTES, streams=OTHER_STREAMS))
 
 
@@ -292,7 +290,7 @@ def _what_if(
             "what": what,
             "measured_s": true[0],
             **_errors(told, true),
-            "ratio, %": _percent(told[0] / job.replayed()[0], true[0] / job.truth["base"][0]),
+            "ratio, %": percent(told[0] / job.replayed()[0], true[0] / job.truth["base"][0]),
             "Daydream, %": None,
             "recording, %": None,
         }
@@ -300,10 +298,11 @@ def _what_if(
 
 
 def _errors(told: Sequence[float], true: Sequence[float]) -> dict[str, float]:
-    return {f"{name}, %": _percent(mine, right) for name, mine, right in zip(TIMES, told, true, strict=True)}
+    return {f"{name}, %": percent(mine, right) for name, mine, right in zip(TIMES, told, true, strict=True)}
 
 
-def _percent(told: float, right: float) -> float:
+def percent(told: float, right: float) -> float:
+    """By how much the one misses the other."""
     return round(100 * (told / right - 1), 1)
 
 

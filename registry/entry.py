@@ -189,7 +189,7 @@ class Entry:
             "arm": self.arm,
             "complete": self.complete,
             "trials": [dict(trial) for trial in self.trials],
-            "link": None if self.link is None else self.link.to_json(),
+            "link": None if self.link is None else _link_to_json(self.link),
             "provenance": {
                 "created_s": self.provenance.created_s,
                 "model_name": self.provenance.model_name,
@@ -202,6 +202,11 @@ class Entry:
         """The job in a few words: `ResNet on 8 ranks on 2 hosts`."""
         name = self.provenance.model_name or f"model {self.key.model[:8]}"
         return f"{name} on {self.topology.describe()}"
+
+
+def _link_to_json(link: LinkModel) -> dict[str, Any]:
+    """What is the link's; how busy its hosts are is theirs, and earlier releases refuse fields they do not know."""
+    return {name: value for name, value in link.to_json().items() if name != "busy"}
 
 
 def implausible(entry: Entry) -> str:

@@ -24,6 +24,8 @@ class LinkModel:
         host_s: processor time of one all-reduce, whatever its size. All streams share the processor, which works while
             the link transmits: an all-reduce is over when both are done with it (docs/decisions/0025).
         residual: relative error (root mean square) of the fit it came from; 0.0 for a description.
+        busy: processors that each rank keeps busy while a unit is under way by itself; below 1 where messages are
+            waited for. Counts where the ranks of one host share its processors.
 
     Raises:
         TuningError: the start-up or processor time is negative, or a throughput is not positive.
@@ -33,6 +35,7 @@ class LinkModel:
     throughput: tuple[float, ...]
     host_s: float = 0.0
     residual: float = 0.0
+    busy: float = 1.0
 
     def __post_init__(self) -> None:
         for name, seconds in (("alpha_s", self.alpha_s), ("host_s", self.host_s)):
@@ -84,6 +87,7 @@ class LinkModel:
             throughput=tuple(rate / volume for rate in self.throughput),
             host_s=self.host_s * hops,  # 2 (N − 1) messages a rank
             residual=self.residual,
+            busy=self.busy,
         )
 
     def differs_from(self, other: "LinkModel") -> bool:
@@ -101,6 +105,7 @@ class LinkModel:
             "throughput": list(self.throughput),
             "host_s": self.host_s,
             "residual": self.residual,
+            "busy": self.busy,
         }
 
     @classmethod
@@ -111,4 +116,5 @@ class LinkModel:
             throughput=tuple(data["throughput"]),
             host_s=data.get("host_s", 0.0),  # profiles that were saved before it was known
             residual=data["residual"],
+            busy=data.get("busy", 1.0),
         )

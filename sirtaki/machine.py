@@ -5,6 +5,7 @@
 
 import math
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,9 +17,16 @@ _PROCESSORS = Path("/proc/cpuinfo")
 
 def usable_cores() -> int:
     """Cores that this process may keep busy at the same time, at least 1."""
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    allowed = len(allowed_processors())
     quota = cpu_quota()
     return allowed if quota is None else max(1, min(allowed, math.ceil(quota)))
+
+
+def allowed_processors() -> tuple[int, ...]:
+    """Those that this process may use, by their number on the host."""
+    if hasattr(os, "sched_getaffinity"):
+        return tuple(sorted(os.sched_getaffinity(0)))
+    return tuple(range(os.cpu_count() or 1))
 
 
 def cpu_quota() -> float | None:
@@ -31,6 +39,11 @@ def cpu_quota() -> float | None:
         if quota.isdecimal() and period.isdecimal():
             limits.append(int(quota) / int(period))
     return min(limits, default=None)
+
+
+def processor_time_beside_s() -> float:
+    """Processor time that this process has used on other threads than the one that asks, seconds."""
+    return time.process_time() - time.thread_time()
 
 
 def memory_limit_bytes() -> int | None:

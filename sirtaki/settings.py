@@ -69,6 +69,7 @@ class Settings:
         profile: folder into which a few iterations after the warm-up are recorded; rank 0's holds for all.
         profile_iterations: how many.
         profile_operators: record operators, too; off = gradients and units only, which costs less.
+        profile_edges: of operators also what they read, for Chakra traces; one more iteration takes longer.
         log_level: level of the `sirtaki` logger, as in `logging`.
         log_time: log lines begin with the time.
         dynamic_process_sets: process sets may be added and removed after `init()`.
@@ -108,6 +109,7 @@ class Settings:
     profile: str | None = None
     profile_iterations: int = 10
     profile_operators: bool = True
+    profile_edges: bool = False
     log_level: int = logging.INFO
     log_time: bool = True
     dynamic_process_sets: bool = False
@@ -311,6 +313,7 @@ VARIABLES: tuple[Variable, ...] = (
     _variable("SIRTAKI_PROFILE", "profile", _TEXT),
     _variable("SIRTAKI_PROFILE_ITERATIONS", "profile_iterations", _COUNT),
     _variable("SIRTAKI_PROFILE_OPERATORS", "profile_operators", _FLAG),
+    _variable("SIRTAKI_PROFILE_EDGES", "profile_edges", _FLAG),
     _variable("HOROVOD_LOG_LEVEL", "log_level", {"parse": _one_of(_LEVELS), "accepts": ", ".join(_LEVELS)}),
     _variable("SIRTAKI_LOG_LEVEL", "log_level", {"parse": _one_of(_LEVELS), "accepts": ", ".join(_LEVELS)}),
     _variable("HOROVOD_LOG_HIDE_TIME", "log_time", _NOT_FLAG),

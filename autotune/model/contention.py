@@ -61,7 +61,7 @@ class ContentionModel:
         if not 0 < self.alpha_1 <= 1.2 or self.alpha_2 < 0:
             raise TuningError(f"contention needs 0 < α1 ≤ 1.2 and α2 ≥ 0, not {self.alpha_1} and {self.alpha_2}")
 
-    def compute_speed(self, threads: int) -> float:
+    def compute_speed(self, threads: float) -> float:
         """Share b / g(b, r) of the undisturbed speed, eq. (5), never below a twentieth.
 
         The straight line of eq. (5) would reach zero, which no GPU scheduler does.

@@ -6,7 +6,7 @@ a wrong model is worse than none.
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
@@ -21,9 +21,10 @@ from .contention import GAMMA_4, ContentionModel, RateCurve
 from .link_probe import LinkProbe
 
 MAX_RESIDUAL = 0.25
+LEAST_BUSY = 0.02
 
 
-def fit_link(probes: Iterable[LinkProbe], *, max_residual: float = MAX_RESIDUAL) -> LinkModel:
+def fit_link(probes: Sequence[LinkProbe], *, max_residual: float = MAX_RESIDUAL) -> LinkModel:
     """α, G(n) and processor time o of `t = α + n · max(o, bytes / G(n))` by least squares of the relative errors.
 
     t is the time of a round; no parameter is negative. Probes of one shape count by their median. G between measured
@@ -55,8 +56,19 @@ def fit_link(probes: Iterable[LinkProbe], *, max_residual: float = MAX_RESIDUAL)
     counts = list(fit.s_per_byte)
     throughput = np.interp(range(1, counts[-1] + 1), counts, [1 / slope for slope in fit.s_per_byte.values()])
     return LinkModel(
-        alpha_s=fit.alpha_s, throughput=tuple(throughput.tolist()), host_s=fit.host_s, residual=fit.residual
+        alpha_s=fit.alpha_s,
+        throughput=tuple(throughput.tolist()),
+        host_s=fit.host_s,
+        residual=fit.residual,
+        busy=_busy([probe for probe in probes if probe.streams == 1]),
     )
+
+
+def _busy(probes: Sequence[LinkProbe]) -> float:
+    """While one all-reduce of the largest size that was probed is under way; 1 where it was not measured."""
+    largest = max(probe.unit_bytes for probe in probes)
+    known = [probe.busy for probe in probes if probe.busy is not None and probe.unit_bytes == largest]
+    return min(1.0, max(LEAST_BUSY, median(known))) if known else 1.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,12 +18,14 @@ class LinkProbe:
         streams: that work side by side.
         seconds: from the start until the last was done.
         rounds: all-reduces on each stream.
+        busy: processors that each rank has kept busy meanwhile; None = not measured.
     """
 
     unit_bytes: int
     streams: int
     seconds: float
     rounds: int = 1
+    busy: float | None = None
 
     def __post_init__(self) -> None:
         positive = min(self.unit_bytes, self.streams, self.rounds) >= 1

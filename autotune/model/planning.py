@@ -15,6 +15,7 @@ from sirtaki.link_model import LinkModel
 
 from .contention import ContentionModel
 from .profile import Profile
+from .shared_host import SharedHost
 from .simulator import Simulator
 
 
@@ -28,6 +29,7 @@ class PlanningModel:
         links: cost of the routes that have been measured; at least one.
         contention: LIBRA's model, or None where computation and communication do not slow each other down, or
             nobody has measured it.
+        host: that all ranks share, where they communicate on the processors that compute; else None.
 
     Raises:
         TuningError: profile and layout are of different models, or no route has a link.
@@ -37,6 +39,7 @@ class PlanningModel:
     profile: Profile
     links: Mapping[Route, LinkModel]
     contention: ContentionModel | None = None
+    host: SharedHost | None = None
 
     def __post_init__(self) -> None:
         self.profile.check_fits(self.layout)
@@ -45,7 +48,13 @@ class PlanningModel:
 
     def simulator(self, route: Route) -> Simulator:
         """The iteration on that route."""
-        return Simulator(layout=self.layout, profile=self.profile, link=self.links[route], contention=self.contention)
+        return Simulator(
+            layout=self.layout,
+            profile=self.profile,
+            link=self.links[route],
+            contention=self.contention,
+            host=self.host,
+        )
 
     @property
     def bound_s(self) -> float:
@@ -67,7 +76,7 @@ class PlanningModel:
             return True
         if any(link.differs_from(other.links[route]) for route, link in self.links.items()):
             return True
-        if self.contention != other.contention:
+        if (self.contention, self.host) != (other.contention, other.host):
             return True
         tolerance_s = 0.1 * max(self.profile.compute_s, other.profile.compute_s)
         pairs = zip(self.profile.ready_s, other.profile.ready_s, strict=True)
@@ -90,6 +99,7 @@ class PlanningModel:
                 for (transport, algorithm), link in self.links.items()
             ],
             "contention": None if self.contention is None else self.contention.to_json(),
+            "host": None if self.host is None else self.host.to_json(),
         }
 
     @classmethod
@@ -100,7 +110,7 @@ class PlanningModel:
             TuningError: a field is missing or has a value that is invalid.
         """
         try:
-            layout, contention = data["layout"], data.get("contention")
+            layout, contention, host = data["layout"], data.get("contention"), data.get("host")
             return cls(
                 layout=GradientLayout(
                     sizes=tuple(layout["sizes"]),
@@ -117,6 +127,7 @@ class PlanningModel:
                     for entry in data["links"]
                 },
                 contention=None if contention is None else ContentionModel.from_json(contention),
+                host=None if host is None else SharedHost.from_json(host),
             )
         except (KeyError, TypeError, ValueError) as err:
             raise TuningError(f"this is not a saved planning model: {err!r}") from err

@@ -1,4 +1,4 @@
-"""Replays one iteration under a plan: computation beside n streams, exact event by event.
+"""One iteration under a plan, replayed: computation beside n streams, exact event by event.
 
 The planners' objective and the tests' environment; it knows no running system.
 
@@ -7,28 +7,28 @@ ready. Each stream works through its units in turn: a start-up of α, which take
 While n streams transmit, each moves at G(n) / n. At the same time the unit needs the host's processor, which all
 units share; it is over when link and processor are both done with it. With a contention model the transmission rate
 depends on the unit's threads and on whether computation still runs (LIBRA's p and q), and computation slows down with
-the threads of all running units (LIBRA's g). All rates are piecewise constant, so the event times are exact.
-
-Equal shares allow one clock for all transmissions, which advances by the share G(n) / (n G(1)) a second: a unit that
-would need w seconds alone ends when that clock has gone w further, whatever starts or ends in between. The processor
-has a clock of its own in the same way, at 1 / n a second.
+the threads of all running units (LIBRA's g). Where all ranks are on one host a unit's start-up and transmission are
+work for the processors that compute, too.
 """
 
-import math
 from bisect import bisect_left
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from heapq import heapify, heappop, heappush
 
 from sirtaki.comm.layout import GradientLayout
-from sirtaki.comm.plan import CommPlan, TransportKind
+from sirtaki.comm.plan import CommPlan, TransportKind, Unit
 from sirtaki.errors import TuningError
 from sirtaki.link_model import LinkModel
 
 from ..knobs import Cut, Knobs
 from .contention import ContentionModel
+from .graph import ALL_RANKS, Activity, Edge, Graph, Load, Node, Phase, Server, Work
 from .profile import Profile
+from .replayer import replay
+from .shared_host import SharedHost
+
+LINK, MESSAGES, PROCESSORS = range(3)
+"""Places of servers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,12 +84,14 @@ class Simulator:
         profile: Profile,
         link: LinkModel,
         contention: ContentionModel | None = None,
+        host: SharedHost | None = None,
     ) -> None:
         profile.check_fits(layout)
         self.layout = layout
         self.profile = profile
         self.link = link
         self.contention = contention
+        self.host = host
         self.issuable_s = profile.issuable_s
 
     def run_knobs(self, knobs: Knobs) -> SimulatedIteration:
@@ -110,141 +112,91 @@ class Simulator:
         """
         if plan.numel != self.layout.numel:
             raise TuningError(f"a plan of {plan.numel} elements for a layout of {self.layout.numel}")
-        offsets = self.layout.offsets
-        needed_s = [self.issuable_s[bisect_left(offsets, unit.stop) - 1] for unit in plan.units]
-        works_s, residual_factors, threads = self._transmissions(plan)
-        alone = self.link.throughput[0]
-        times = _replay(
-            needed_s=needed_s,
-            streams=[unit.stream for unit in plan.units],
-            n_streams=plan.streams,
-            works_s=works_s,
-            residual_factors=residual_factors,
-            threads=threads,
-            alpha_s=self.link.alpha_s,
-            host_s=self.link.host_s,
-            shares=[math.inf, *(self.link.total_bytes_per_s(n) / (n * alone) for n in range(1, plan.streams + 1))],
-            compute_s=self.profile.compute_s,
-            contention=self.contention,
-        )
+        played = replay(self._graph(plan))
+        n_pieces = len(played.graph.nodes) - len(plan.units)
         return SimulatedIteration(
-            issue_s=tuple(times.issue_s),
-            start_s=tuple(times.start_s),
-            stop_s=tuple(times.stop_s),
+            issue_s=played.ready_s[n_pieces:],
+            start_s=played.start_s[n_pieces:],
+            stop_s=played.end_s[n_pieces:],
             first_ready_s=min(self.profile.ready_s),
-            compute_end_s=times.compute_end_s,
+            compute_end_s=played.end_s[n_pieces - 1],
             forward_s=self.profile.forward_s,
         )
 
-    def _transmissions(self, plan: CommPlan) -> tuple[list[float], list[float], list[int]]:
-        """Of each unit: seconds alone beside computation, factor on that without computation, and threads."""
-        sizes = [(unit.stop - unit.start) * self.layout.itemsize_bytes for unit in plan.units]
-        model = self.contention
+    def _graph(self, plan: CommPlan) -> Graph:
+        """Pieces of the backward pass between moments at which units can be issued, and behind them the units."""
+        offsets = self.layout.offsets
+        needed_s = [self.issuable_s[bisect_left(offsets, unit.stop) - 1] for unit in plan.units]
+        moments_s = sorted({*needed_s, self.profile.compute_s})
+        pieces = [self._piece(end_s - begin_s) for begin_s, end_s in zip((0.0, *moments_s), moments_s, strict=False)]
+        place_of = {moment_s: place for place, moment_s in enumerate(moments_s)}
+        edges: list[Edge] = [(place - 1, place, 0.0) for place in range(1, len(pieces))]
+        edges += [(place_of[moment_s], len(pieces) + number, 0.0) for number, moment_s in enumerate(needed_s)]
+        units = self._units(plan, last_piece=len(pieces) - 1)
+        lanes = ["computation", *(f"stream {stream}" for stream in range(plan.streams))]
+        return Graph(nodes=[*pieces, *units], edges=edges, lanes=lanes, servers=self._servers())
+
+    def _servers(self) -> list[Server]:
+        """What computation and units share: the link, what hands messages to it, and the processors."""
+        rates = self.link.throughput
+        link = Server(name="link", totals=tuple(rate / rates[0] for rate in rates), is_link=True)
+        messages = Server(name="messages", totals=(1.0,))
+        if self.host is not None:
+            return [link, messages, self.host.server]
+        speed = None if self.contention is None else self.contention.compute_speed
+        return [link, messages, Server(name="processors", totals=(1.0,), speed=speed)]
+
+    def _piece(self, seconds: float) -> Node:
+        works: tuple[Work, ...] = ()
+        if self.host is not None:
+            works = (self.host.computation(PROCESSORS, seconds),)
+        elif self.contention is not None:
+            works = (Work(server=PROCESSORS, seconds=seconds),)
+        return Node(
+            lane=0,
+            activity=Activity.COMPUTE,
+            phase=Phase.BACKWARD,
+            rank=0,
+            iteration=0,
+            fixed_s=0.0 if works else seconds,
+            works=works,
+        )
+
+    def _units(self, plan: CommPlan, *, last_piece: int) -> list[Node]:
+        nodes = []
+        for unit in plan.units:
+            fixed_s, works, loads = self._unit(unit, last_piece)
+            nodes.append(
+                Node(
+                    lane=1 + unit.stream,
+                    activity=Activity.UNIT,
+                    phase=Phase.OTHER,
+                    rank=ALL_RANKS,
+                    iteration=0,
+                    fixed_s=fixed_s,
+                    works=works,
+                    loads=loads,
+                )
+            )
+        return nodes
+
+    def _unit(self, unit: Unit, last_piece: int) -> tuple[float, tuple[Work, ...], tuple[Load, ...]]:
+        """Start-up, and what it needs of servers and does to them."""
+        link, model = self.link, self.contention
+        n_bytes = unit.numel * self.layout.itemsize_bytes
+        if self.host is not None:
+            moving_s = n_bytes * link.beta_s_per_byte
+            processing = self.host.unit(PROCESSORS, link.alpha_s + moving_s, link.busy)
+            return 0.0, (Work(server=LINK, seconds=moving_s), processing), ()
+        messages = (Work(server=MESSAGES, seconds=link.host_s),) if link.host_s > 0 else ()
         if model is None:
-            beta = self.link.beta_s_per_byte
-            return [size * beta for size in sizes], [], []
-        threads = [unit.threads or model.default_threads for unit in plan.units]
-        overlapped = {r: model.overlapped.bytes_per_s(r) for r in set(threads)}
-        factor = {r: overlapped[r] / model.alone.bytes_per_s(r) for r in overlapped}
-        works_s = [size / overlapped[r] for size, r in zip(sizes, threads, strict=True)]
-        return works_s, [factor[r] for r in threads], threads
-
-
-@dataclass(slots=True)
-class _Times:
-    issue_s: list[float]
-    start_s: list[float]
-    stop_s: list[float]
-    compute_end_s: float
-
-
-def _replay(
-    *,
-    needed_s: list[float],
-    streams: list[int],
-    n_streams: int,
-    works_s: list[float],
-    residual_factors: list[float],
-    threads: list[int],
-    alpha_s: float,
-    host_s: float,
-    shares: list[float],
-    compute_s: float,
-    contention: ContentionModel | None,
-) -> _Times:
-    """The event loop.
-
-    `now` is wall time, `computed` the compute work done, `clock` the shared transmission clock, `host_clock` the shared
-    processor's.
-    """
-    n_units = len(needed_s)
-    times = _Times([0.0] * n_units, [0.0] * n_units, [0.0] * n_units, compute_s)
-    waiting: list[deque[int]] = [deque() for _ in range(n_streams)]
-    busy = [False] * n_streams
-    starting: deque[tuple[float, int]] = deque()  # (end of start-up, unit); α is one constant, so it is in order
-    sending: list[tuple[float, int]] = []  # heap of (clock at which it ends, unit)
-    processing: deque[tuple[float, int]] = deque()  # (host clock at which it ends, unit); equal work, so in order
-    half_done: set[int] = set()  # units that link or processor is done with
-    now = computed = clock = host_clock = 0.0
-    issued = done = running_threads = 0
-    speed = 1.0
-    computing = contention is not None
-    while done < n_units or computing:
-        share = shares[len(sending)]
-        at_finish = now + (sending[0][0] - clock) / share if sending else math.inf
-        at_processed = now + (processing[0][0] - host_clock) * len(processing) if processing else math.inf
-        at_sending = starting[0][0] if starting else math.inf
-        at_issue = now + (needed_s[issued] - computed) / speed if issued < n_units else math.inf
-        at_end = now + (compute_s - computed) / speed if computing else math.inf
-        before = now
-        now = max(now, min(at_finish, at_processed, at_sending, at_issue, at_end))
-        computed += (now - before) * speed
-        if sending:
-            clock += (now - before) * share
-        if processing:
-            host_clock += (now - before) / len(processing)
-        freed = -1
-        if at_finish <= now or at_processed <= now:
-            if at_finish <= now:
-                clock, unit = heappop(sending)
-            else:
-                host_clock, unit = processing.popleft()
-            if host_s > 0 and unit not in half_done:
-                half_done.add(unit)
-                continue
-            times.stop_s[unit] = now
-            done += 1
-            freed = streams[unit]
-            busy[freed] = False
-            if contention is not None:
-                running_threads -= threads[unit]
-        elif at_sending <= now:
-            _, unit = starting.popleft()
-            work_s = works_s[unit]
-            if contention is not None and not computing:
-                work_s *= residual_factors[unit]
-            heappush(sending, (clock + work_s, unit))
-            if host_s > 0:
-                processing.append((host_clock + host_s, unit))
-        elif at_issue <= now:
-            freed = streams[issued]
-            computed = max(computed, needed_s[issued])
-            times.issue_s[issued] = now
-            waiting[freed].append(issued)
-            issued += 1
-        else:
-            computing = False
-            times.compute_end_s = now
-            computed = compute_s
-            sending = [(clock + (end - clock) * residual_factors[unit], unit) for end, unit in sending]
-            heapify(sending)
-        if freed >= 0 and not busy[freed] and waiting[freed]:
-            unit = waiting[freed].popleft()
-            busy[freed] = True
-            times.start_s[unit] = now
-            starting.append((now + alpha_s, unit))
-            if contention is not None:
-                running_threads += threads[unit]
-        if contention is not None:
-            speed = contention.compute_speed(running_threads) if running_threads else 1.0
-    return times
+            return link.alpha_s, (Work(server=LINK, seconds=n_bytes * link.beta_s_per_byte), *messages), ()
+        threads = unit.threads or model.default_threads
+        overlapped = model.overlapped.bytes_per_s(threads)
+        sending = Work(
+            server=LINK,
+            seconds=n_bytes / overlapped,
+            relieved_by=last_piece,
+            relief=overlapped / model.alone.bytes_per_s(threads),
+        )
+        return link.alpha_s, (sending, *messages), (Load(server=PROCESSORS, amount=threads),)

@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -164,6 +165,15 @@ class Sirtaki(Contender):
         while self.warmup_steps < limit and self._sync is not None and self._sync.tuning:
             self.step()
             self.warmup_steps += 1
+
+    def record(self, folder: str | Path, *, iterations: int, operators: bool = True) -> None:
+        """Collective: steps until `sirtaki.profiler.profile` has recorded what it wants."""
+        from sirtaki.profiler import profile
+        from sirtaki.profiler.job_recorder import Stage
+
+        with profile(folder, iterations=iterations, operators=operators) as recorder:
+            while recorder.stage is not Stage.ENDED:
+                self.step()
 
     def describe(self) -> str:
         """See `Contender`."""

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -319,16 +320,18 @@ def finish(report: Report, args: argparse.Namespace) -> int:
 
 
 def print_table(rows: Sequence[Mapping[str, Any]], *, title: str, console: Console) -> None:
-    """The rows under the keys of the first one; seconds are shown as milliseconds."""
-    if not rows:
-        return
-    columns = list(dict.fromkeys(key for row in rows for key in row if not isinstance(row[key], list | dict)))
-    table = Table(title=title)
-    for column in columns:
-        table.add_column(column.removesuffix("_s") + " ms" if column.endswith("_s") else column.replace("_", " "))
-    for row in rows:
-        table.add_row(*(_cell(column, row.get(column)) for column in columns))
-    console.print(table)
+    """Rows that follow each other and have the same keys are a table; seconds are shown as milliseconds."""
+    for columns, group in groupby(rows, key=_columns):
+        table = Table(title=title)
+        for column in columns:
+            table.add_column(column.removesuffix("_s") + " ms" if column.endswith("_s") else column.replace("_", " "))
+        for row in group:
+            table.add_row(*(_cell(column, row.get(column)) for column in columns))
+        console.print(table)
+
+
+def _columns(row: Mapping[str, Any]) -> list[str]:
+    return [key for key, value in row.items() if not isinstance(value, list | dict)]
 
 
 def _cell(column: str, value: Any) -> str:

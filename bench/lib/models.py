@@ -78,6 +78,50 @@ class EmulatedModel(nn.Module):
         return activation
 
 
+class _EmulatedLayer(nn.Module):
+    """Reads its parameter, then sleeps, forward and backward."""
+
+    def __init__(self, owner: LayeredModel, index: int, size: int, forward_s: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(size))
+        self._owner, self._index, self._forward_s = [owner], index, forward_s
+
+    def forward(self, activation: torch.Tensor) -> torch.Tensor:
+        """Its input, if the parameter is finite."""
+        (owner,) = self._owner
+        activation = activation + 0.0 * self.weight.detach()[:1]
+        owner.sleeper.sleep(self._forward_s)
+        return _Layer.apply(activation, self.weight, owner, self._index)  # type: ignore[no-untyped-call,no-any-return]
+
+
+class LayeredModel(nn.Module):
+    """As `EmulatedModel`, but each layer is a module that reads its parameter and takes its share of the forward pass.
+
+    Attributes:
+        durations_s: of each layer's part of the backward pass, in the order of the forward pass.
+        gradient_value: what all elements of this rank's gradients are.
+        layers: the parameters.
+    """
+
+    def __init__(self, work: Workload, *, compute_s: float, gradient_value: float) -> None:
+        """A third of `compute_s` is spent forward, the rest backward."""
+        super().__init__()
+        shares = list(reversed(work.compute_shares))
+        self.durations_s = [2 / 3 * compute_s * share for share in shares]
+        self.gradient_value, self.sleeper = gradient_value, _Sleeper()
+        self.body = nn.Sequential(
+            *(
+                _EmulatedLayer(self, index, size, compute_s / 3 * share)
+                for index, (size, share) in enumerate(zip(reversed(work.layout.sizes), shares, strict=True))
+            )
+        )
+        self.layers = [layer.weight for layer in self.body]
+
+    def forward(self, activation: torch.Tensor) -> torch.Tensor:
+        """Through every layer."""
+        return self.body(activation)  # type: ignore[no-any-return]
+
+
 def emulated_resnet50(*, rank: int, compute_s: float, scale: float = 1.0) -> tuple[EmulatedModel, torch.Tensor]:
     """The 161 gradients of ResNet-50, each `scale` times its elements; gradients are `rank + 1` everywhere."""
     work = workload("resnet50").scaled(scale) if scale != 1.0 else workload("resnet50")
@@ -113,3 +157,135 @@ def small_conv(*, rank: int, seed: int = 0) -> tuple[nn.Module, torch.Tensor]:
     model = nn.Sequential(*blocks, nn.Flatten(), nn.Linear(128 * 16, 512), nn.ReLU(), nn.Linear(512, 10))
     generator = torch.Generator().manual_seed(seed + 1 + rank)
     return model, torch.randn(8, 3, 32, 32, generator=generator)
+
+
+class _Block(nn.Module):
+    """A block of GPT-2."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.ln_1, self.ln_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention, self.projection = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.widen, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        batch, length, width = hidden.shape
+        parts = self.attention(self.ln_1(hidden)).view(batch, length, 3, self.heads, width // self.heads)
+        query, key, value = parts.permute(2, 0, 3, 1, 4)
+        mixed = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        hidden = hidden + self.projection(mixed.transpose(1, 2).reshape(batch, length, width))
+        return hidden + self.narrow(nn.functional.gelu(self.widen(self.ln_2(hidden)), approximate="tanh"))
+
+
+@torch.library.custom_op("bench::elsewhere", mutates_args=())
+def elsewhere(hidden: torch.Tensor, forward_s: float) -> torch.Tensor:
+    """Sleeps where a GPU would compute, backward twice as long; compilers take it as it is."""
+    time.sleep(forward_s)
+    return hidden.clone()
+
+
+elsewhere.register_fake(lambda hidden, forward_s: torch.empty_like(hidden))
+elsewhere.register_autograd(
+    lambda ctx, grad: (elsewhere(grad.contiguous(), 2 * ctx.forward_s), None),
+    setup_context=lambda ctx, inputs, output: setattr(ctx, "forward_s", inputs[1]),
+)
+
+
+class Gpt(nn.Module):
+    """GPT-2 made small; gives its loss on the next token.
+
+    Attributes:
+        elsewhere_s: what each block sleeps forward; twice as long backward.
+    """
+
+    def __init__(
+        self, *, layers: int, width: int, heads: int, vocabulary: int, length: int, elsewhere_s: float = 0.0
+    ) -> None:
+        super().__init__()
+        self.elsewhere_s = elsewhere_s
+        self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
+        self.blocks = nn.ModuleList(_Block(width, heads) for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The mean cross entropy, a scalar; `tokens` are `(batch, length)`."""
+        hidden = self.tokens(tokens) + self.places.weight[: tokens.shape[1]]
+        for block in self.blocks:
+            hidden = block(hidden)
+            if self.elsewhere_s:
+                hidden = elsewhere(hidden, self.elsewhere_s)
+        logits = self.head(self.norm(hidden))[:, :-1]
+        return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def gpt(
+    *, rank: int, sequences: int, elsewhere_s: float = 0.0, length: int = 128, seed: int = 0
+) -> tuple[Gpt, torch.Tensor]:
+    """Four layers, 5.3 M parameters in 53 tensors, with its input."""
+    torch.manual_seed(seed)
+    model = Gpt(layers=4, width=256, heads=4, vocabulary=4096, length=length, elsewhere_s=elsewhere_s)
+    generator = torch.Generator().manual_seed(seed + 1 + rank)
+    return model, torch.randint(4096, (sequences, length), generator=generator)
+
+
+class _Residual(nn.Module):
+    """Two convolutions with normalisations beside the identity, or beside a strided one (He et al.)."""
+
+    def __init__(self, before: int, after: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(before, after, 3, stride=stride, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(after)
+        self.conv2 = nn.Conv2d(after, after, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(after)
+        self.short: nn.Module = nn.Identity() if stride == 1 else nn.Conv2d(before, after, 1, stride=stride, bias=False)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """(batch, before, side, side) to (batch, after, side / stride, side / stride)."""
+        found = torch.relu(self.bn1(self.conv1(images)))
+        return torch.relu(self.bn2(self.conv2(found)) + self.short(images))
+
+
+def small_resnet(*, rank: int, seed: int = 0) -> tuple[nn.Module, torch.Tensor]:
+    """A residual network of eight blocks, 0.7 M parameters, with 32 images of 32 × 32."""
+    torch.manual_seed(seed)
+    stages = [(16, 16, 1), (16, 32, 2), (32, 64, 2), (64, 128, 2)]
+    blocks = [
+        _Residual(before if not number else after, after, stride if not number else 1)
+        for before, after, stride in stages
+        for number in range(2)
+    ]
+    model = nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1), *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, 100)
+    )
+    return model, torch.randn(32, 3, 32, 32, generator=torch.Generator().manual_seed(seed + 1 + rank))
+
+
+def token_transformer(*, rank: int, seed: int = 0) -> tuple[nn.Module, torch.Tensor]:
+    """A transformer encoder of six layers with dropout and 8 texts of 64 vectors."""
+    torch.manual_seed(seed)
+    layer = nn.TransformerEncoderLayer(192, 4, 768, dropout=0.1, batch_first=True)
+    generator = torch.Generator().manual_seed(seed + 1 + rank)
+    return nn.TransformerEncoder(layer, 6, enable_nested_tensor=False), torch.randn(8, 64, 192, generator=generator)
+
+
+class _Recurrent(nn.Module):
+    """An LSTM beside the identity."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.lstm = nn.LayerNorm(width), nn.LSTM(width, width, batch_first=True)
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        """(batch, time, width), likewise back."""
+        return states + self.lstm(self.norm(states))[0]
+
+
+def lstm(*, rank: int, seed: int = 0) -> tuple[nn.Module, torch.Tensor]:
+    """An embedding, four LSTMs and a perceptron, with 64 texts of 24 words."""
+    torch.manual_seed(seed)
+    width, words = 128, 1000
+    layers = [_Recurrent(width) for _ in range(4)]
+    model = nn.Sequential(nn.Embedding(words, width), *layers, nn.Linear(width, 512), nn.ReLU(), nn.Linear(512, words))
+    generator = torch.Generator().manual_seed(seed + 1 + rank)
+    return model, torch.randint(words, (64, 24), generator=generator)

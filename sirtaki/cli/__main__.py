@@ -26,6 +26,7 @@ COMMANDS = {
         "a recording, or what a job's tuning tried and gained: in short, and as an HTML page",
     ),
     "top": ("sirtaki.cli.top", "the jobs that run on this machine now, live"),
+    "trace": ("sirtaki.cli.trace", "a recording for other tools: Perfetto, and simulators that read Chakra traces"),
     "translate": (
         "sirtaki.cli.translate",
         "turn a training script of one process, or for DDP or Horovod, into one for Sirtaki",

@@ -4,23 +4,31 @@ from __future__ import annotations
 
 import json
 import sys
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from sirtaki.engine.given_plan import PLAN_FILE
-from sirtaki.errors import ConfigError
+from sirtaki.errors import ConfigError, ReplayError
+from sirtaki.optimizer.budget import fit
+from sirtaki.optimizer.memory_passes import memory_passes
 from sirtaki.optimizer.outcome import SEARCH_LIMIT_S, Outcome, optimize
 from sirtaki.optimizer.view import EVERY, Acceleration
 from sirtaki.profiler.folder import read
 from sirtaki.replay.critical_path import Part
+from sirtaki.replay.early_gradients import WORTH_A_LINE
 from sirtaki.replay.from_recording import job_model
 from sirtaki.replay.histories import histories
 from sirtaki.replay.step_times import StepTimes, recorded
 
+from .memory_words import describe_memory, memory_as_json, unmet
+from .quantities import memory_bytes, ms, positive
+
 DOUBTFUL = 0.05
 """Share of a step by which a replay may be off without a word."""
+
+COMPILED_STAYS = f"The compiled model stays whole: in parts a step is not {100 * WORTH_A_LINE:.0f} % shorter."
 
 MOST_PARTS = 3
 """Of a critical path, so many are shown."""
@@ -41,27 +49,23 @@ def configure(parser: ArgumentParser) -> None:
         help="search without this acceleration",
     )
     parser.add_argument(
-        "--limit-s", type=_seconds, default=SEARCH_LIMIT_S, metavar="S", help=f"search no longer ({SEARCH_LIMIT_S:g})"
+        "--limit-s", type=positive, default=SEARCH_LIMIT_S, metavar="S", help=f"search no longer ({SEARCH_LIMIT_S:g})"
+    )
+    parser.add_argument(
+        "--memory-budget",
+        type=memory_bytes,
+        metavar="BYTES",
+        help="what a rank may hold, such as 6G; beyond it re-computation and accumulation are looked at",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
-
-
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError as err:
-        raise ArgumentTypeError(f"{text!r} is no number") from err
-    if not 0 < value < float("inf"):
-        raise ArgumentTypeError(f"it must be positive, not {text}")
-    return value
 
 
 def main(options: Namespace) -> int:
     """Searches, says what was found and what it is worth, and writes the plan.
 
     Raises:
-        RecordingError: there is nothing to improve.
-        ReplayError: what is there cannot be replayed.
+        RecordingError: there is nothing to improve, or memory was not recorded and there is a budget.
+        ReplayError: what is there cannot be replayed, or the budget cannot be met.
         ConfigError: a pass does not exist, or the plan cannot be written.
     """
     recording = read(options.folder)
@@ -69,24 +73,32 @@ def main(options: Namespace) -> int:
         print(f"sirtaki optimize: {problem}", file=sys.stderr)
     found = histories(recording)
     job = job_model(found)
+    fitting = None
+    if options.memory_budget is not None:
+        fitting = fit(recording, job, memory_passes(), budget_bytes=options.memory_budget)
+        if not fitting.is_met:
+            raise ReplayError(unmet(fitting))
     outcome = optimize(
-        job,
+        job if fitting is None else fitting.applied_to(job),
         settings=recording.job.settings,
         allowed=options.allow,
         accelerations=EVERY - {Acceleration(name) for name in options.without},
         limit_s=options.limit_s,
     )
-    was = recorded(found)
+    was, now = recorded(found), outcome.as_recorded if fitting is None else fitting.times
     path = options.output or options.folder / PLAN_FILE
-    text = json.dumps(outcome.plan.to_json(), indent=1) + "\n"
+    memory = {} if fitting is None else {"memory": memory_as_json(fitting)}
+    text = json.dumps({**outcome.plan.to_json(), **memory}, indent=1) + "\n"
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as err:
         raise ConfigError(f"the plan cannot be written: {err}") from err
     if options.json:
-        print(json.dumps(_as_json(outcome, was, path), indent=1))
+        print(json.dumps({**_as_json(outcome, was, path), **memory}, indent=1))
         return 0
-    for line in [*describe(outcome), "", *worth(outcome, was), "", *taking_it(outcome, path)]:
+    for line in describe_memory(fitting) if fitting is not None else ():
+        print(line)
+    for line in [*describe(outcome), "", *worth(outcome, was, now), "", *taking_it(outcome, path)]:
         print(line)
     for note in job.notes:
         print(f"\nNote: {note}.")
@@ -102,19 +114,25 @@ def describe(outcome: Outcome) -> Iterator[str]:
         + ("." if found.in_time else "; the time was up before it had come to its end.")
     )
     before_s, after_s = outcome.before.iteration_s, outcome.after.iteration_s
-    alone = f"without communication it would be {_ms(outcome.without_communication_s)}"
+    alone = f"without communication it would be {ms(outcome.without_communication_s)}"
     if outcome.gain <= 0:
-        yield f"Nothing is faster than what ran: {outcome.recorded_knobs.describe()}, {_ms(before_s)} a step; {alone}."
+        yield f"Nothing is faster than what ran: {outcome.recorded_knobs.describe()}, {ms(before_s)} a step; {alone}."
+        if outcome.plan.part_bytes == 0:
+            yield COMPILED_STAYS
         yield from _path("The step is made of", outcome.parts_before)
         return
-    yield f"A step would take {_ms(after_s)} instead of {_ms(before_s)}, {_percent(outcome.gain)} less; {alone}."
+    yield f"A step would take {ms(after_s)} instead of {ms(before_s)}, {_percent(outcome.gain)} less; {alone}."
     yield ""
     yield f"It ran   {outcome.recorded_knobs.describe()}"
     yield f"better   {outcome.knobs.describe()}"
     kept = [f"{words} ({count}×)" if count > 1 else words for words, count in found.changes.items()]
     if kept:
         yield f"found by a grid, and on critical paths: {', '.join(kept)}"
-    yield from (f"and      {extra.words}: {extra.line}" for extra in outcome.extras)
+    yield from (f"and if   {extra.words}: {extra.line}" for extra in outcome.extras)
+    if outcome.plan_alone is not None:
+        yield f"(without parts the best plan makes it {ms(outcome.plan_alone.iteration_s)})"
+    elif outcome.plan.part_bytes == 0:
+        yield COMPILED_STAYS
     yield ""
     yield from _path("Before, the step is made of", outcome.parts_before)
     yield from _path("after it, of", outcome.parts_after)
@@ -125,13 +143,19 @@ def _path(words: str, parts: Sequence[Part]) -> Iterator[str]:
     yield from (f"  {part.describe()}" for part in parts[:MOST_PARTS])
 
 
-def worth(outcome: Outcome, was: StepTimes) -> Iterator[str]:
-    """How much the answer is worth."""
-    error = outcome.as_recorded.iteration_s / was.iteration_s - 1 if was.iteration_s > 0 else 0.0
+def worth(outcome: Outcome, was: StepTimes, now: StepTimes | None = None) -> Iterator[str]:
+    """How much the answer is worth.
+
+    Args:
+        outcome: the answer.
+        was: a step as it was recorded.
+        now: the same replayed, where the outcome is of a changed job.
+    """
+    error = (now or outcome.as_recorded).iteration_s / was.iteration_s - 1 if was.iteration_s > 0 else 0.0
     if abs(error) > DOUBTFUL:
         yield (
             f"The replay is {_percent(abs(error))} {'longer' if error > 0 else 'shorter'} than the recording "
-            f"({_ms(was.iteration_s)}): do not believe the figures above."
+            f"({ms(was.iteration_s)}): do not believe the figures above."
         )
     off = abs(outcome.price_error)
     if outcome.gain > 0 and off >= outcome.gain:
@@ -142,7 +166,7 @@ def worth(outcome: Outcome, was: StepTimes) -> Iterator[str]:
     elif off > DOUBTFUL:
         yield f"What units cost by their size is a fit, and it misses the recorded plan by {_percent(off)} of a step."
     if was.spread_s > outcome.gain * was.iteration_s > 0:
-        yield f"Recorded steps differ by more than is gained (± {_ms(was.spread_s)})."
+        yield f"Recorded steps differ by more than is gained (± {ms(was.spread_s)})."
     if outcome.gain > 0:
         yield "A replay is a prediction: the job compares the plan with its default before it keeps it."
 
@@ -152,10 +176,6 @@ def taking_it(outcome: Outcome, path: Path) -> Iterator[str]:
     yield f"Wrote {path}. The next job tries it first with"
     yield f"  SIRTAKI_PLAN={path}"
     yield f"and runs nothing else with SIRTAKI_TUNE=0 beside it. It is for {outcome.plan.ranks} ranks and this model."
-
-
-def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.4g} ms"
 
 
 def _percent(share: float) -> str:
@@ -175,6 +195,8 @@ def _as_json(outcome: Outcome, was: StepTimes, path: Path) -> dict[str, Any]:
         "before_s": outcome.before.iteration_s,
         "after_s": outcome.after.iteration_s,
         "gain": outcome.gain,
+        "part_bytes": outcome.plan.part_bytes,
+        "plan_alone_s": None if outcome.plan_alone is None else outcome.plan_alone.iteration_s,
         "price_error": outcome.price_error,
         "without_communication_s": outcome.without_communication_s,
         "critical_path_before": [{"words": part.words, "share": part.share} for part in outcome.parts_before],

@@ -12,10 +12,13 @@ import sys
 from pathlib import Path
 
 from sirtaki.errors import ConfigError, RecordingError
+from sirtaki.optimizer.budget import highest_rank, memory_replay
 from sirtaki.profiler import folder as folders
 from sirtaki.profiler.alignment import align
 from sirtaki.profiler.summary import summary
 from sirtaki.profiler.trace_file import write_trace
+
+from .memory_words import peak_words
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -32,6 +35,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="how many are recorded, with operators and again without (%(default)s)",
     )
     parser.add_argument("--units-only", action="store_true", help="gradients and units, no operators: costs less")
+    parser.add_argument(
+        "--edges", action="store_true", help="also find out what operators read, for `sirtaki trace --chakra`"
+    )
     parser.add_argument("--overwrite", action="store_true", help="a recording in that folder may go")
     parser.add_argument("--show", metavar="DIR", help="show a recording that is there, and run nothing")
     parser.add_argument(
@@ -54,6 +60,8 @@ def main(options: argparse.Namespace) -> int:
             "what is to be recorded? For example: sirtaki profile sirtakirun -np 4 python train.py; "
             "or --show DIR for a recording that is there"
         )
+    if options.edges and options.units_only:
+        raise ConfigError("--edges is about operators, which --units-only leaves out: give one of the two")
     if options.iterations < 1:
         raise ConfigError(f"--iterations is {options.iterations}, and must be 1 at least")
     folder = Path(options.output).absolute()
@@ -76,6 +84,10 @@ def show(folder: Path) -> None:
     alignment = align(recording)
     for line in summary(recording, alignment):
         print(line)
+    if any(rank.memory is not None for rank in recording.ranks.values()):
+        rank = highest_rank(recording)
+        replay = memory_replay(rank)
+        print(peak_words(rank, replay, replay.peak()))
     try:
         path = write_trace(folder, recording, alignment)
     except OSError as err:
@@ -112,6 +124,7 @@ def _run(command: list[str], folder: Path, options: argparse.Namespace) -> int:
         "SIRTAKI_PROFILE": str(folder),
         "SIRTAKI_PROFILE_ITERATIONS": str(options.iterations),
         "SIRTAKI_PROFILE_OPERATORS": str(int(not options.units_only)),
+        "SIRTAKI_PROFILE_EDGES": str(int(options.edges)),
     }
     environ.setdefault("KINETO_LOG_LEVEL", "99")  # it tells of its start and stop on the standard error
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the job, which is then shown as far as it got

@@ -27,6 +27,8 @@ from sirtaki.replay.remedies import Answer, answer, knobs_of, play, price_error,
 from sirtaki.replay.step_times import StepTimes, recorded, replayed
 from sirtaki.replay.what_if import with_faster_loader, with_link, with_ranks, without_stragglers
 
+from .quantities import ms, positive
+
 BYTES_PER_GBIT = 1e9 / 8
 LEAST_SHARE = 0.005
 """Of the step; smaller parts are shown as one."""
@@ -36,26 +38,16 @@ def configure(parser: ArgumentParser) -> None:
     """Adds the command's options."""
     parser.add_argument("folder", type=Path, metavar="DIR", help="what `sirtaki profile` has written")
     parser.add_argument("--ranks", type=_count, metavar="N", help="as many ranks, like those that were recorded")
-    parser.add_argument("--link-gbit", type=_positive, metavar="G", help="another rate of the links between hosts")
-    parser.add_argument("--unit-mib", type=_positive, metavar="M", help="units of another size")
+    parser.add_argument("--link-gbit", type=positive, metavar="G", help="another rate of the links between hosts")
+    parser.add_argument("--unit-mib", type=positive, metavar="M", help="units of another size")
     parser.add_argument("--streams", type=_count, metavar="N", help="another number of streams")
     parser.add_argument(
         "--transport", choices=[kind.value for kind in TransportKind], help="another transport, if it was probed"
     )
     parser.add_argument("--plan", type=Path, metavar="FILE", help="units as in this plan, a JSON file")
     parser.add_argument("--no-straggler", action="store_true", help="no rank slower than the median one")
-    parser.add_argument("--loader-times", type=_positive, metavar="F", help="a data loader F times as fast")
+    parser.add_argument("--loader-times", type=positive, metavar="F", help="a data loader F times as fast")
     parser.add_argument("--json", action="store_true", help="print JSON")
-
-
-def _positive(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError as err:
-        raise ArgumentTypeError(f"{text!r} is no number") from err
-    if not 0 < value < float("inf"):
-        raise ArgumentTypeError(f"it must be positive, not {text}")
-    return value
 
 
 def _count(text: str) -> int:
@@ -80,7 +72,7 @@ def main(options: Namespace) -> int:
     played = play(job)
     was, now, rule = recorded(found), replayed(played), _daydream(found, job)
     asked = _asked(options, job, now.iteration_s)
-    answers = [asked] if asked is not None else list(remedies(job))
+    answers = [asked] if asked is not None else list(remedies(job, before_s=now.iteration_s))
     notes = (
         job.notes
         if asked is not None
@@ -94,7 +86,7 @@ def main(options: Namespace) -> int:
     print("\nThe critical path, over all ranks:")
     for line in _path(parts(played)):
         print(f"  {line}")
-    alone = [_ms(part_s / was.iterations) for part_s in (computation_s(played.graph), communication_s(played.graph))]
+    alone = [ms(part_s / was.iterations) for part_s in (computation_s(played.graph), communication_s(played.graph))]
     print("\nWithout waiting for others a rank would take {} at most, all communication {}.".format(*alone))
     print("\nWhat if" if answers else "\nNo single remedy would shorten the step by more than 1 %.")
     for one in answers:
@@ -189,10 +181,10 @@ def _table(was: StepTimes, now: StepTimes, rule: StepTimes | None) -> Table:
         told = None if rule is None else value(rule)
         table.add_row(
             name,
-            _ms(value(was)) + (f" ± {_ms(was.spread_s)}" if name == "iteration" else ""),
-            _ms(value(now)),
+            ms(value(was)) + (f" ± {ms(was.spread_s)}" if name == "iteration" else ""),
+            ms(value(now)),
             _error(value(now), value(was)),
-            "" if told is None else _ms(told),
+            "" if told is None else ms(told),
             "" if told is None else _error(told, value(was)),
         )
     return table
@@ -204,10 +196,6 @@ def _values() -> Sequence[tuple[str, Callable[[StepTimes], float]]]:
         ("forward", lambda times: times.forward_s),
         ("backward", lambda times: times.backward_s),
     )
-
-
-def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.4g} ms"
 
 
 def _error(told_s: float, was_s: float) -> str:
@@ -224,7 +212,7 @@ def _path(found: Sequence[Part]) -> list[str]:
 def describe(one: Answer) -> str:
     """`the links were twice as fast: 320 ms a step, 22 % less`."""
     change = f"{abs(one.gain):.0%} {'less' if one.gain >= 0 else 'more'}".replace("%", " %")
-    return f"{one.words}: {_ms(one.times.iteration_s)} a step, {change}"
+    return f"{one.words}: {ms(one.times.iteration_s)} a step, {change}"
 
 
 def _as_json(

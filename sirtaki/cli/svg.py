@@ -67,6 +67,14 @@ class Plot:
             path += [(x, y), (end, y)]
         self.line(path, color=color)
 
+    def band(self, points: Sequence[tuple[float, float, float]], *, color: str, title: str) -> None:
+        """What lies between a lower and an upper value, `(x, low, high)`; each keeps until the next one."""
+        ends = [*(x for x, _, _ in points[1:]), self.x[1]]
+        upper = [(at, high) for (x, _, high), end in zip(points, ends, strict=False) for at in (x, end)]
+        lower = [(at, low) for (x, low, _), end in zip(points, ends, strict=False) for at in (x, end)]
+        path = " ".join(f"{self._across(x):.1f},{self._up(y):.1f}" for x, y in [*upper, *lower[::-1]])
+        self._shapes.append(f'<polygon points="{path}" fill="{color}"><title>{escape(title)}</title></polygon>')
+
     def dot(self, x: float, y: float, *, color: str, title: str, large: bool = False) -> None:
         """A point with a tooltip."""
         self._shapes.append(

@@ -8,12 +8,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+import torch
+
 from sirtaki.autotune.knobs import Knobs, KnobSpace
 from sirtaki.autotune.model.link_probe import LinkProbe
 from sirtaki.autotune.model.planning import PlanningModel
+from sirtaki.autotune.model.shared_host import SharedHost
 from sirtaki.comm.layout import GradientLayout
 from sirtaki.comm.plan import Route
 from sirtaki.errors import PlanError, TransportError, TuningError
+from sirtaki.machine import allowed_processors, cpu_quota
 
 from .contention_probe import ThreadProbe, probe_threads, threads_matter
 from .opening import still_possible
@@ -38,12 +42,14 @@ class Measured:
         promising: the space without what probes have shown to be hopeless, as long as probes are believed.
         links: probes of each route; none where planners do not take part.
         threads: what thread allowances do; empty where they make no difference.
+        host: see `PlanningModel`.
     """
 
     space: KnobSpace
     promising: KnobSpace
     links: Mapping[Route, list[LinkProbe]] = field(default_factory=dict)
     threads: Sequence[ThreadProbe] = ()
+    host: SharedHost | None = None
 
     def with_routes(self, routes: Sequence[Route], *, promising: Sequence[Route]) -> Measured:
         """The same, if these may be chosen, whether or not they were probed, and only some of them promise something.
@@ -68,7 +74,13 @@ class Measured:
             return None
         forward_s = between_s if math.isfinite(between_s) else 0.0
         return planning_model(
-            layout, ready_s, backward_s, dict(self.links), forward_s=forward_s, threads=list(self.threads)
+            layout,
+            ready_s,
+            backward_s,
+            dict(self.links),
+            forward_s=forward_s,
+            threads=list(self.threads),
+            host=self.host,
         )
 
 
@@ -98,4 +110,22 @@ def measure(control: ControlPlane, router: Router, space: KnobSpace, *, default:
         return without_planners(space)
     if not threads or not threads_matter(threads):
         threads, space = [], replace(space, threads=space.threads[:1])
-    return Measured(space=space, promising=narrowed(space, links, default=default), links=links, threads=threads)
+    return Measured(
+        space=space,
+        promising=narrowed(space, links, default=default),
+        links=links,
+        threads=threads,
+        host=_shared_host(control) if control.one_node and not router.device.streams else None,
+    )
+
+
+def _shared_host(control: ControlPlane) -> SharedHost:
+    """Collective: what all ranks may use together."""
+    told: list[tuple[tuple[int, ...], float | None, int]] = control.all_gather(
+        (allowed_processors(), cpu_quota(), torch.get_num_threads())
+    )
+    processors = float(len({number for allowed, _, _ in told for number in allowed}))
+    quotas = [processors if quota is None else quota for _, quota, _ in told]
+    return SharedHost(
+        ranks=control.size, processors=min(processors, *quotas), threads=min(threads for _, _, threads in told)
+    )

@@ -36,12 +36,15 @@ class GivenPlan:
         knobs: what to run.
         ranks: of the job that it is for.
         sizes: elements of the gradients of each flat buffer, control flags among them, in the order in which they came.
+        part_bytes: of gradients, at which a compiled graph is cut (`hvd.early_gradients`); 0 = it stays whole, None =
+            nothing is known of compiled graphs.
     """
 
     source: str
     knobs: Knobs
     ranks: int
     sizes: tuple[tuple[int, ...], ...]
+    part_bytes: int | None = None
 
     def to_json(self) -> dict[str, Any]:
         """What the file holds; the first buffer's plan is spelled out.
@@ -54,6 +57,7 @@ class GivenPlan:
             "version": FORMAT_VERSION,
             "ranks": self.ranks,
             "sizes": [list(sizes) for sizes in self.sizes],
+            "part_bytes": self.part_bytes,
             "knobs": self.knobs.to_json(),
             **self.knobs.to_plan(GradientLayout(sizes=self.sizes[0])).to_json(),
         }
@@ -78,6 +82,7 @@ class GivenPlan:
                 knobs=Knobs.from_json(data["knobs"]),
                 ranks=int(data["ranks"]),
                 sizes=tuple(tuple(int(size) for size in sizes) for sizes in data["sizes"]),
+                part_bytes=None if data.get("part_bytes") is None else int(data["part_bytes"]),
             )
         except (KeyError, TypeError, ValueError) as err:
             raise ConfigError(f"{source} is no whole plan: {err!r}") from err
@@ -148,6 +153,16 @@ class GivenPlan:
 def _described(sizes: Sequence[Sequence[int]]) -> str:
     """Control flags are elements, but no gradient."""
     return f"{sum(map(len, sizes)) - 1} of {sum(map(sum, sizes))} elements in all"
+
+
+def part_bytes_of(path: str | None) -> int | None:
+    """What the plan there says of compiled graphs; None also where it cannot be read, which optimizers will tell."""
+    if path is None:
+        return None
+    try:
+        return GivenPlan.read(path).part_bytes
+    except ConfigError:
+        return None
 
 
 def given_to_all(control: ControlPlane, path: str | None, *, ranks_stay: bool = True) -> GivenPlan | None:

@@ -32,6 +32,7 @@ from . import process_end
 from .blocked import BlockedRanks
 from .disposal import Disposal
 from .generations import Generations, of_this_process
+from .given_plan import part_bytes_of
 from .joining import Joining
 from .membership import Dismissed
 from .observed import Observed
@@ -63,6 +64,7 @@ class Job:
             `elastic.run`.
         training: the function that `elastic.run` repeats is running.
         observed: what others see of it; None before and after.
+        part_bytes: of compiled graphs, by the user's plan (`GivenPlan.part_bytes`); None where it says nothing of them.
     """
 
     def __init__(self, settings: Settings, comm: Communicator, elastic: Generations | None = None) -> None:
@@ -79,12 +81,20 @@ class Job:
         # What other ranks may fail comes before what would have to be ended then.
         self.control = ControlPlane(comm, local_size=settings.local_size, interface=settings.gloo_interface)
         recorded = os.path.abspath(settings.profile) if settings.profile else None
-        told = (f"{time.time_ns()}.{os.getpid()}", recorded, settings.profile_iterations, settings.profile_operators)
+        asked = settings.profile_iterations, settings.profile_operators, settings.profile_edges
+        part_bytes = part_bytes_of(settings.plan) if self.control.rank == 0 else None
         self.job: str
-        self.job, profile, iterations, operators = self.control.broadcast(told)
+        self.part_bytes: int | None
+        self.job, profile, (iterations, operators, edges), self.part_bytes = self.control.broadcast(
+            (f"{time.time_ns()}.{os.getpid()}", recorded, asked, part_bytes)
+        )
         # A rank that does not record while others do would not come to where they meet for it.
         self.settings = settings = replace(
-            settings, profile=profile, profile_iterations=iterations, profile_operators=operators
+            settings,
+            profile=profile,
+            profile_iterations=iterations,
+            profile_operators=operators,
+            profile_edges=edges,
         )
         self.clock_offset_s = align_clocks(self.control) if settings.timeline is not None else None
         _start_logging(settings, self.control.rank)

@@ -16,10 +16,12 @@ from sirtaki.autotune.knobs import KIB, MIB, Knobs, KnobSpace
 from sirtaki.autotune.model.link_probe import LinkProbe
 from sirtaki.autotune.model.planning import PlanningModel
 from sirtaki.autotune.model.profile import Profile
+from sirtaki.autotune.model.shared_host import SharedHost
 from sirtaki.comm.layout import GradientLayout
 from sirtaki.comm.plan import CommPlan, Unit
 from sirtaki.errors import PlanError, TransportError, TuningError
 from sirtaki.link_model import LinkModel
+from sirtaki.machine import processor_time_beside_s
 
 from .contention_probe import ThreadProbe, contention_model
 from .probe_budget import PASSES, SMALL_BYTES, SOUNDING_BYTES, STREAM_BYTES, ProbeBudget, ProbeSize
@@ -101,13 +103,15 @@ def probe_routes(
             seen.add((size.unit_bytes, streams))
             probed_s = 0.0
             for repeat in range(MOST_REPEATS):
-                mine_s = [
-                    _probe_s(control, router, plan, buffer, is_first=repeat == 0),
-                    time.perf_counter() - begin_s,
-                ]
-                seconds, spent_s = control.maximum(np.array(mine_s)).tolist()
+                own_s, own_busy = _probe_s(control, router, plan, buffer, is_first=repeat == 0)
+                mine = [own_s, time.perf_counter() - begin_s, own_busy]
+                seconds, spent_s, busy = control.maximum(np.array(mine)).tolist()
                 probe = LinkProbe(
-                    unit_bytes=size.unit_bytes, streams=streams, seconds=seconds, rounds=PASSES * size.rounds
+                    unit_bytes=size.unit_bytes,
+                    streams=streams,
+                    seconds=seconds,
+                    rounds=PASSES * size.rounds,
+                    busy=busy,
                 )
                 found[route].append(probe)
                 budget.learn(streams=streams, unit_bytes=size.unit_bytes, round_s=probe.round_s)
@@ -170,11 +174,16 @@ def _sounding_s(control: ControlPlane, router: Router, route: Route, buffer: Fla
     """
     plan = _probe_plan(route, ProbeSize(unit_bytes=unit_bytes, rounds=1), 1)
     router.open_plan(plan)
-    return _probe_s(control, router, plan, buffer, is_first=True) / PASSES
+    seconds, _ = _probe_s(control, router, plan, buffer, is_first=True)
+    return seconds / PASSES
 
 
-def _probe_s(control: ControlPlane, router: Router, plan: CommPlan, buffer: FlatBuffer, *, is_first: bool) -> float:
-    """Collective: seconds that the plan's units take `PASSES` times in a row, on this rank.
+def _probe_s(
+    control: ControlPlane, router: Router, plan: CommPlan, buffer: FlatBuffer, *, is_first: bool
+) -> tuple[float, float]:
+    """Collective: seconds that the plan's units take `PASSES` times in a row, and processors that they keep busy.
+
+    Both are this rank's.
 
     At first a pass goes before that opens connections, touches memory, lets congestion windows grow, and uses up what
     shapers grant a link that was idle; so the timed ones follow without a pause, not even that of a barrier.
@@ -183,11 +192,13 @@ def _probe_s(control: ControlPlane, router: Router, plan: CommPlan, buffer: Flat
     if is_first:
         _pass(router, plan, buffer, times=1)
     device = router.device
+    used_s = processor_time_beside_s()
     begin = device.record_event()
     _pass(router, plan, buffer, times=PASSES)
     end = device.record_event()
     device.wait_for(end)
-    return device.elapsed_s(begin, end)
+    seconds = device.elapsed_s(begin, end)
+    return seconds, (processor_time_beside_s() - used_s) / seconds
 
 
 def _pass(router: Router, plan: CommPlan, buffer: FlatBuffer, *, times: int) -> None:
@@ -203,6 +214,7 @@ def planning_model(
     *,
     forward_s: float = 0.0,
     threads: list[ThreadProbe] | None = None,
+    host: SharedHost | None = None,
 ) -> PlanningModel | None:
     """What the planners need to know, or None if no route could be fitted; says why in the log.
 
@@ -213,7 +225,18 @@ def planning_model(
         probes: of each route.
         forward_s: what else an iteration takes, from the last reduced gradient to the first ready one.
         threads: what thread allowances have done on the first route; None or empty = there are none that matter.
+        host: that all ranks share; else None.
     """
+    links = fitted_links(probes)
+    if not links or not all(math.isfinite(moment) for moment in ready_s):
+        return None
+    profile = Profile(ready_s=tuple(ready_s), compute_s=max(compute_s, *ready_s), forward_s=max(0.0, forward_s))
+    contention = contention_model(threads, alpha_s=next(iter(links.values())).alpha_s) if threads else None
+    return PlanningModel(layout=layout, profile=profile, links=links, contention=contention, host=host)
+
+
+def fitted_links(probes: Mapping[Route, Sequence[LinkProbe]]) -> dict[Route, LinkModel]:
+    """What all-reduces cost on each route; those that follow no simple rule are left out, which the log says."""
     from sirtaki.autotune.model.fits import fit_link  # imports scipy, which only a rank that plans should wait for
 
     links: dict[Route, LinkModel] = {}
@@ -233,8 +256,4 @@ def planning_model(
             "no plans for %s, whose times follow no simple rule here; search techniques try it all the same",
             ", ".join(unfit),
         )
-    if not links or not all(math.isfinite(moment) for moment in ready_s):
-        return None
-    profile = Profile(ready_s=tuple(ready_s), compute_s=max(compute_s, *ready_s), forward_s=max(0.0, forward_s))
-    contention = contention_model(threads, alpha_s=next(iter(links.values())).alpha_s) if threads else None
-    return PlanningModel(layout=layout, profile=profile, links=links, contention=contention)
+    return links

@@ -92,6 +92,7 @@ class TunedSynchroniser:
     Attributes:
         synchroniser: what reduces them; only its iterations are ended here, by `finish`.
         knobs: what runs now.
+        router: carries units.
         tuning: the warm-up is not over.
     """
 
@@ -123,16 +124,16 @@ class TunedSynchroniser:
         self._control = control = control.scope()
         self._given = given_to_all(control, settings.plan, ranks_stay=carried is None)
         self._carrying = Carrying(carried, names, params, control.hosts)
-        self._router = open_router(control, settings, params)
+        self.router = open_router(control, settings, params)
         total_bytes = sum(param.numel() * reduction.travels_as(param.dtype).itemsize for param in params)
         self._choose = partial(default_knobs, total_bytes=total_bytes, one_node=control.one_node)
-        space = knob_space(self._router, settings, total_bytes)
-        self._space, self._default = open_default(space, control, self._router, self._choose)
+        space = knob_space(self.router, settings, total_bytes)
+        self._space, self._default = open_default(space, control, self.router, self._choose)
         self.synchroniser = self._sync = Synchroniser(
             params,
             names,
             control=control,
-            router=self._router,
+            router=self.router,
             reduction=reduction,
             default_plan=self._default_plan,
             unused_as_none=settings.unused_as_none,
@@ -157,9 +158,9 @@ class TunedSynchroniser:
 
     def _default_plan(self, layout: GradientLayout) -> CommPlan:
         """Collective: the untuned plan of a new layout, for which there may not be shared memory any more."""
-        if self._default.route not in self._router.routes:
-            space = still_possible(self._space, self._router)
-            self._space, self._default = open_default(space, self._control, self._router, self._choose)
+        if self._default.route not in self.router.routes:
+            space = still_possible(self._space, self.router)
+            self._space, self._default = open_default(space, self._control, self.router, self._choose)
         return replace(self._default, cuts=None).to_plan(layout)
 
     @property
@@ -170,11 +171,11 @@ class TunedSynchroniser:
     @property
     def on_streams(self) -> bool:
         """Gradients are on a device on which things happen later than they are called."""
-        return self._router.device.streams
+        return self.router.device.streams
 
     def check(self) -> None:
         """Raises what a transport has found out by itself; any thread may ask."""
-        self._router.check()
+        self.router.check()
 
     def finish(self, *, joined: bool = False) -> None:
         """Collective: blocks until all gradients are reduced, and decides what the next iteration runs.
@@ -243,7 +244,7 @@ class TunedSynchroniser:
         if self._arms is None and len(layouts) == 1:
             probed = replace(self._space, routes=tuple(routes) or self._space.routes)
             now_s = span_s if span_s > 0.0 else report.span_s
-            found = measure(self._control, self._router, probed, default=self._default, span_s=now_s)
+            found = measure(self._control, self.router, probed, default=self._default, span_s=now_s)
             if routes:
                 found = found.with_routes(self._space.routes, promising=[*routes, *self._promising])
             else:
@@ -290,7 +291,7 @@ class TunedSynchroniser:
 
     def _end(self) -> None:
         self.tuning, self._assignment, self._carrying.kept = False, None, self.knobs
-        self._router.keep_only(plans_for(self.knobs, self._sync.layouts))
+        self.router.keep_only(plans_for(self.knobs, self._sync.layouts))
         if self._coordinator is not None:
             self._coordinator.end(iteration=self._sync.iteration)
 
@@ -329,5 +330,5 @@ class TunedSynchroniser:
             self._carrying.leave(None if self._assignment is None else self.knobs, self._coordinator)
         if self._coordinator is not None:
             self._coordinator.close()
-        if all([self._sync.close(), self._router.release()]):
-            self._control.release(self._router.close)
+        if all([self._sync.close(), self.router.release()]):
+            self._control.release(self.router.close)

@@ -4,25 +4,35 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 from sirtaki.autotune.knobs import Knobs
-from sirtaki.comm.plan import Route, TransportKind
+from sirtaki.autotune.model.graph import Activity
+from sirtaki.autotune.model.replayer import replay
+from sirtaki.comm.plan import TransportKind
 from sirtaki.engine.given_plan import GivenPlan
 from sirtaki.engine.knob_choices import STREAM_COUNTS
 from sirtaki.replay.coarsening import coarse
 from sirtaki.replay.critical_path import Part, parts
+from sirtaki.replay.early_gradients import (
+    WORTH_A_LINE,
+    best_part_bytes,
+    compiled_backwards,
+    in_parts,
+    in_words,
+    line_of_code,
+)
 from sirtaki.replay.global_graph import global_graph
-from sirtaki.replay.graph import Activity
 from sirtaki.replay.job_model import JobModel
+from sirtaki.replay.other_plan import with_knobs
 from sirtaki.replay.partial import computation_s
-from sirtaki.replay.replayer import replay
 from sirtaki.replay.step_times import StepTimes, replayed
 from sirtaki.unit_sizes import SMALLEST_UNIT_BYTES
 
 from .change import Candidate, Choices, Extra
 from .passes import passes
-from .schedule import Schedule
 from .search import Found, Search
 from .view import EVERY, Acceleration, Subject, View
 
@@ -53,6 +63,7 @@ class Outcome:
         parts_before, parts_after: of their critical paths.
         without_communication_s: no plan makes a step shorter than that.
         found: by the search.
+        plan_alone: the step with the best plan if the model is not compiled in parts; None where it need not be.
         n_ranks: that were replayed in it.
         search_s: that it took.
     """
@@ -70,6 +81,7 @@ class Outcome:
     found: Found
     n_ranks: int
     search_s: float
+    plan_alone: StepTimes | None = None
 
     @property
     def gain(self) -> float:
@@ -82,7 +94,57 @@ class Outcome:
         return self.before.iteration_s / self.as_recorded.iteration_s - 1 if self.as_recorded.iteration_s > 0 else 0.0
 
 
-def optimize(
+def optimize(job: JobModel, *, limit_s: float = SEARCH_LIMIT_S, **options: Any) -> Outcome:
+    """The best plan, and with it, if that is worth a line of code, the compiled model in parts.
+
+    That is dPRO's operator fusion: what was compiled as a whole is all operators fused, so parts are tried, where
+    theorem 1 leaves any. Each size that may be best, under the recorded plan and under the best one for the whole
+    model, has a search of its own.
+
+    Args:
+        job: that was recorded.
+        limit_s: of all searches together.
+        options: see `planned`.
+
+    Raises:
+        ReplayError: no gradients were exchanged, or when they come is not known.
+        ConfigError: a pass is allowed that does not exist.
+    """
+    whole = planned(job, limit_s=limit_s, **options)
+    if not compiled_backwards(job):
+        return whole
+    best, spent_s = replace(whole, plan=replace(whole.plan, part_bytes=0)), whole.search_s
+    sizes = dict.fromkeys(best_part_bytes(one) for one in (job, with_knobs(job, whole.knobs)))
+    for size in sizes:
+        if size is None:
+            continue
+        early = _with_parts(job, size, whole, limit_s=max(0.0, limit_s - spent_s), **options)
+        spent_s += early.search_s
+        worth_it = WORTH_A_LINE if best.plan.part_bytes == 0 else INDIFFERENCE
+        if early.after.iteration_s <= (1 - worth_it) * best.after.iteration_s:
+            best = early
+    return replace(best, search_s=spent_s)
+
+
+def _with_parts(job: JobModel, part_bytes: int, whole: Outcome, **options: Any) -> Outcome:
+    """The best plan for the job in parts, told as a change of the job as it was recorded."""
+    found = planned(in_parts(job, part_bytes), **options)
+    apply = partial(in_parts, part_bytes=part_bytes)
+    extra = Extra(words=in_words(job, part_bytes), line=line_of_code(part_bytes), apply=apply)
+    return replace(
+        whole,
+        knobs=found.knobs,
+        plan=replace(found.plan, part_bytes=part_bytes),
+        extras=(extra, *found.extras),
+        after=found.after,
+        parts_after=found.parts_after,
+        plan_alone=whole.after,
+        found=found.found,
+        search_s=found.search_s,
+    )
+
+
+def planned(
     job: JobModel,
     *,
     settings: Mapping[str, str] | None = None,
@@ -92,7 +154,7 @@ def optimize(
     limit_s: float = SEARCH_LIMIT_S,
     clock: Callable[[], float] = time.monotonic,
 ) -> Outcome:
-    """Searches, and replays the result for all ranks and iterations.
+    """Searches for a plan, and replays the result for all ranks and iterations.
 
     Args:
         job: that was recorded.
@@ -113,7 +175,7 @@ def optimize(
     begin_s = clock()
     found = Search(view, passes(allowed), choices, limit_s=limit_s, indifference=INDIFFERENCE, clock=clock).run()
     search_s = clock() - begin_s
-    recorded = Candidate(schedule=Schedule.recorded(subject.buffers[0]))
+    recorded = Candidate(schedule=subject.recorded)
     before, parts_before, alone_s = _judged(subject.planned(job, recorded))
     after, parts_after, _ = _judged(subject.planned(job, found.candidate))
     best = found.candidate
@@ -152,8 +214,7 @@ def _judged(job: JobModel) -> tuple[StepTimes, tuple[Part, ...], float]:
 
 def choices_of(job: JobModel, subject: Subject, settings: Mapping[str, str], *, least_bytes: int) -> Choices:
     """What can be chosen: routes of which something is known, and what no variable has fixed."""
-    plan = subject.buffers[0].plan
-    now: Route = (plan.transport, plan.units[0].algorithm)
+    now = subject.recorded.route
     used = {one.route for each in job.iterations for one in each.operations if one.activity is Activity.UNIT}
     known = dict.fromkeys([now, *(route for route in used if route is not None), *job.links])
     transport, algorithm = settings.get("SIRTAKI_TRANSPORT"), settings.get("SIRTAKI_ALGORITHM")

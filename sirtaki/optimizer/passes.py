@@ -3,7 +3,7 @@
 Others can be added by an entry point in the group `sirtaki.optimizer_passes`, a callable that returns a `Pass`. Those
 that change what training comes to are used only where they are allowed by name.
 
-Theorem 1 (operator fusion) has no pass: what computes is the training script's.
+Theorem 1 (operator fusion) has no pass, since it is no change of the plan: see `sirtaki.optimizer.outcome`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
-from importlib.metadata import entry_points
 from typing import cast
 
 from sirtaki.comm.layout import GradientLayout
@@ -22,6 +21,7 @@ from sirtaki.replay.job_model import JobModel
 from sirtaki.replay.what_if import with_less_traffic
 
 from .change import Candidate, Change, Extra, Pass, Position
+from .other_passes import others
 
 ENTRY_POINT_GROUP = "sirtaki.optimizer_passes"
 
@@ -164,16 +164,8 @@ def passes(allowed: Iterable[str] = ()) -> tuple[Pass, ...]:
     Raises:
         ConfigError: one is allowed that does not exist, or one that another package brings is none.
     """
-    found: list[Pass] = [make() for make in OUR_PASSES]
-    for point in entry_points(group=ENTRY_POINT_GROUP):
-        try:
-            one: object = point.load()()
-        except Exception as err:  # somebody else's code may raise anything
-            raise ConfigError(f"the optimizer's pass {point.name!r} could not be built: {err!r}") from err
-        missing = [part for part in ("name", "changes_numbers", "changes") if not hasattr(one, part)]
-        if missing:
-            raise ConfigError(f"the optimizer's pass {point.name!r} is none: it has no {', '.join(missing)}")
-        found.append(cast(Pass, one))
+    ours: list[Pass] = [make() for make in OUR_PASSES]
+    found = [*ours, *cast(list[Pass], others(ENTRY_POINT_GROUP, ("name", "changes_numbers", "changes")))]
     wanted = set(allowed)
     if unknown := sorted(wanted - {one.name for one in found}):
         raise ConfigError(f"there is no pass {unknown[0]!r}; there are {', '.join(one.name for one in found)}")

@@ -48,12 +48,11 @@ class Schedule:
     def recorded(cls, buffer: Buffer) -> Schedule:
         """What a buffer was sent by: its units take the streams in turn, and GPU threads are left to the transport."""
         plan, knobs = buffer.plan, buffer.knobs
-        even = knobs.cuts is None and plan.units[0].numel == max(1, knobs.unit_bytes // buffer.layout.itemsize_bytes)
         return cls(
             route=(plan.transport, plan.units[0].algorithm),
             streams=plan.streams,
             unit_bytes=knobs.unit_bytes,
-            tensors=None if even else tuple(Tensor(stop=unit.stop) for unit in plan.units),
+            tensors=None if buffer.is_cut_evenly else tuple(Tensor(stop=unit.stop) for unit in plan.units),
         )
 
     def tensors_of(self, layout: GradientLayout) -> tuple[Tensor, ...]:

@@ -12,9 +12,9 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from sirtaki.autotune.model.replayer import Replay
 from sirtaki.errors import PlanError, ReplayError
 from sirtaki.replay.job_model import JobModel
-from sirtaki.replay.replayer import Replay
 from sirtaki.replay.step_times import replayed
 
 from .change import Candidate, Change, Choices, Pass
@@ -90,7 +90,7 @@ class Search:
 
     def run(self) -> Found:
         """The fastest candidate."""
-        recorded = Candidate(schedule=Schedule.recorded(self._view.subject.buffers[0]))
+        recorded = Candidate(schedule=self._view.subject.recorded)
         recorded_s = self._judged(recorded)
         fastest: dict[str, Candidate] = {}
         for kind, candidate in self._starts():

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from sirtaki.autotune.model.graph import ALL_RANKS
+from sirtaki.autotune.model.replayer import Replay
 from sirtaki.comm.layout import GradientLayout
 from sirtaki.replay.critical_path import critical_path
-from sirtaki.replay.graph import ALL_RANKS
 from sirtaki.replay.job_model import JobModel
-from sirtaki.replay.replayer import Replay
 
 from .change import Candidate, Choices
 from .schedule import Tensor, units_of

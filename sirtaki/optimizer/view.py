@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 
+from sirtaki.autotune.model.graph import Activity
+from sirtaki.autotune.model.replayer import Replay, replay
 from sirtaki.comm.layout import GradientLayout
 from sirtaki.comm.plan import Route
 from sirtaki.engine.knob_choices import plans_for
@@ -13,13 +15,12 @@ from sirtaki.errors import ReplayError
 from sirtaki.profiler.recording import Buffer
 from sirtaki.replay.coarsening import coarse, mean_iteration, symmetric
 from sirtaki.replay.global_graph import global_graph
-from sirtaki.replay.graph import Activity
 from sirtaki.replay.job_model import Iteration, JobModel, Operation
 from sirtaki.replay.other_plan import with_plans
-from sirtaki.replay.replayer import Replay, replay
 from sirtaki.replay.unit_costs import UnitCost, unit_cost
 
 from .change import Candidate
+from .schedule import Schedule
 
 FEW_RANKS = 8
 TOLERANCES = (0.02, 0.05, 0.1, 0.2)
@@ -66,6 +67,11 @@ class Subject:
     def layout(self) -> GradientLayout:
         """Of the buffer that is planned unit by unit."""
         return self.buffers[0].layout
+
+    @property
+    def recorded(self) -> Schedule:
+        """How that one travelled."""
+        return Schedule.recorded(self.buffers[0])
 
     def planned(self, job: JobModel, candidate: Candidate, costs: Mapping[Route, UnitCost] | None = None) -> JobModel:
         """The job with a candidate's units, and whatever else that changes.
@@ -115,8 +121,7 @@ class View:
     @property
     def startup_s(self) -> float:
         """Of a unit on the route that was recorded."""
-        plan = self.subject.buffers[0].plan
-        return self._cost((plan.transport, plan.units[0].algorithm)).startup_s
+        return self._cost(self.subject.recorded.route).startup_s
 
     def planned(self, candidate: Candidate) -> JobModel:
         """See `Subject.planned`."""

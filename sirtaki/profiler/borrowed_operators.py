@@ -12,12 +12,15 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from .operators import StepOperators
 from .recording import Operator, PhaseSpan
 
 Moments = Mapping[tuple[object, ...], float]
 """Of one step, by what happened then; what has the same name is the same in every step."""
+
+FloatArray = NDArray[np.float64]
 
 _Span = TypeVar("_Span", Operator, PhaseSpan)
 
@@ -40,19 +43,18 @@ def borrowed(seen: StepOperators, there: Moments, here: Moments) -> StepOperator
 class _Map:
     """From moments of one step to those of the other: straight between those that both have."""
 
-    there_s: list[float]
-    here_s: list[float]
+    there_s: FloatArray
+    here_s: FloatArray
 
     @classmethod
     def between(cls, there: Moments, here: Moments) -> _Map:
         pairs = sorted((there[key], here[key]) for key in there.keys() & here.keys())
-        found = cls([], [])
-        for there_s, here_s in pairs:
+        kept = pairs[:1]
+        for there_s, here_s in pairs[1:]:
             # What happened in another order, such as gradients of two threads, is no common moment.
-            if not found.there_s or (there_s > found.there_s[-1] and here_s >= found.here_s[-1]):
-                found.there_s.append(there_s)
-                found.here_s.append(here_s)
-        return found
+            if there_s > kept[-1][0] and here_s >= kept[-1][1]:
+                kept.append((there_s, here_s))
+        return cls(*np.array(kept).T)
 
     def moved(self, one: _Span) -> _Span:
         begin_s, end_s = np.interp([one.begin_s, one.end_s], self.there_s, self.here_s)

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from sirtaki.errors import RecordingError
 
-from .recording import FORMAT_VERSION, JobRecord, RankRecording, Recording
+from .recording import READABLE_VERSIONS, JobRecord, RankRecording, Recording
 from .recording_json import job_from_json, job_to_json, rank_from_json, rank_to_json
 
 JOB_FILE, TRACE_FILE, REPORT_FILE = "job.json", "trace.json", "report.html"
@@ -127,11 +127,10 @@ def _parsed(path: Path, load: Callable[[bytes], Any], build: Callable[[Mapping[s
     except (OSError, EOFError, ValueError, zlib.error) as err:
         raise RecordingError(f"{path} cannot be read: {err}") from err
     version = data.get("format") if isinstance(data, dict) else None
-    if version != FORMAT_VERSION:
+    if version not in READABLE_VERSIONS:
         found = f"format {version}" if isinstance(version, int) else "no recording"
-        raise RecordingError(
-            f"{path} has {found}; this version of Sirtaki reads format {FORMAT_VERSION}: record the job anew"
-        )
+        known = " and ".join(map(str, READABLE_VERSIONS))
+        raise RecordingError(f"{path} has {found}; this version of Sirtaki reads formats {known}: record the job anew")
     try:
         return build(data)
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as err:

@@ -12,7 +12,7 @@ import logging
 import platform
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -25,22 +25,34 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 import sirtaki
 from sirtaki.comm import recorder
 from sirtaki.comm.control.clocks import ClockOffset, compare_clocks
+from sirtaki.comm.plan import Route
 from sirtaki.comm.recorder import TracedIteration, TracedOperation
 from sirtaki.engine.gradient_reducer import GradientReducer
 from sirtaki.engine.job import Job, current, is_initialized
+from sirtaki.engine.probes import fitted_links, probe_routes
 from sirtaki.engine.warmup import TunedSynchroniser
 from sirtaki.errors import RecordingError
+from sirtaki.link_model import LinkModel
+from sirtaki.machine import processor_time_beside_s
 from sirtaki.settings import variables_set
 
 from . import folder as folders
 from .kineto import Kineto, Seen
+from .live_tensors import LiveStorage, live_storages
+from .memory_of_step import WatchedStep, memory_of_step
+from .module_calls import ModuleCalls, model_is_compiled
+from .operators import StepOperators
 from .own_recording import Draft, Reducer, all_buffers, buffer_number, model_digest, operators_of_drafts, recorded
 from .placement import own_placement
 from .recording import Buffer, Detail, JobRecord, Placement, RankRecording
+from .step_memory import StepMemory
 from .termination import Termination
 
 logger = logging.getLogger(__name__)
 
+
+PROBING_S, PROBED_STREAMS = 0.5, 8
+"""For each route of which a warm-up has told nothing."""
 
 NOTHING = "nothing was recorded: no gradients of several ranks were reduced once the warm-up was over"
 
@@ -62,11 +74,13 @@ class Wanted:
         folder: where to.
         n_iterations: how many, and if torch.profiler is used as many again.
         operators: torch.profiler is used.
+        edges: what operators read is found out, too.
     """
 
     folder: Path
     n_iterations: int = 10
     operators: bool = True
+    edges: bool = False
 
 
 class JobRecorder:
@@ -85,6 +99,8 @@ class JobRecorder:
         self._drafts: list[Draft] = []
         self._kineto: Kineto | None = None  # while it is on
         self._seen: Seen | None = None
+        self._calls: ModuleCalls | None = None
+        self._storages: Sequence[LiveStorage] = ()
         self._job: JobRecord | None = None
         self._rank, self._clock = 0, ClockOffset(0.0, 0.0)
         self._ending = threading.RLock()  # a signal may come while it is held
@@ -123,6 +139,7 @@ class JobRecorder:
             self._next_draft()
         elif self.stage is Stage.RECORDING:
             self._draft.number, self._draft.end_s = self._finished - 1, now_s
+            self._draft.beside_s += processor_time_beside_s()
             self._drafts.append(self._draft)
             if self._count(slowed=self._draft.slowed) >= self._wanted.n_iterations:
                 if not self._draft.slowed:
@@ -137,9 +154,14 @@ class JobRecorder:
         return sum(draft.slowed is slowed for draft in self._drafts)
 
     def _next_draft(self) -> None:
+        """Memory is looked at in the first step."""
         if self._kineto is not None:
+            if not self._drafts:
+                self._storages = live_storages()
+            if self._calls is not None:
+                self._calls.with_tensors = not self._drafts
             self._kineto.mark()
-        self._draft = Draft(time.perf_counter(), slowed=self._kineto is not None)
+        self._draft = Draft(time.perf_counter(), slowed=self._kineto is not None, beside_s=-processor_time_beside_s())
 
     # ── what is told meanwhile ───────────────────────────────────────────────────────────────────────────────────
 
@@ -171,7 +193,7 @@ class JobRecorder:
             n_iterations=self._wanted.n_iterations,
             placement=tuple(place for place, _ in told),
             buffers=all_buffers([buffers for _, buffers in told]),
-            links=control.broadcast({} if model is None else dict(model.links)),
+            links=_links(job, control.broadcast({} if model is None else dict(model.links))),
             contention=control.broadcast(None if model is None else model.contention),
             settings=variables_set(),
             versions={
@@ -185,9 +207,11 @@ class JobRecorder:
                 folders.write_job(self._wanted.folder, self._job)
         if self._wanted.operators:
             try:
-                self._kineto = Kineto()
+                self._kineto = Kineto(edges=self._wanted.edges)
             except RecordingError as err:
                 logger.warning("%s", err)
+            else:
+                self._calls = None if model_is_compiled() else ModuleCalls()
         recorder.start(self)
         self.stage = Stage.STARTING
         self._termination.watch()
@@ -212,7 +236,7 @@ class JobRecorder:
     def _write(self) -> None:
         assert self._job is not None
         self._look_no_more()
-        operators, lanes = operators_of_drafts(self._drafts, self._seen)
+        operators, lanes = operators_of_drafts(self._drafts, self._seen, self._calls)
         recording = RankRecording(
             rank=self._rank,
             job=self._job.job,
@@ -224,6 +248,8 @@ class JobRecorder:
             lanes=lanes,
             complete=self._count(slowed=self._seen is not None) >= self._wanted.n_iterations,
             iterations=tuple(map(recorded, self._drafts, operators)),
+            modules=() if self._calls is None else self._calls.modules()[0],
+            memory=self._memory(operators),
         )
         try:
             folders.write_rank(self._wanted.folder, recording)
@@ -238,8 +264,24 @@ class JobRecorder:
                 self._wanted.folder,
             )
 
+    def _memory(self, operators: Sequence[StepOperators | None]) -> StepMemory | None:
+        """Of the first step; None where torch.profiler did not see it."""
+        if self._seen is None or not self._drafts or operators[0] is None:
+            return None
+        first = self._drafts[0]
+        step = WatchedStep(
+            number=first.number,
+            begin_s=first.begin_s,
+            end_s=first.end_s,
+            spans=operators[0].spans,
+            storages=self._storages,
+        )
+        return memory_of_step(self._seen, step, self._calls)
+
     def _look_no_more(self) -> None:
         """Switches torch.profiler off, where it is on."""
+        if self._calls is not None:
+            self._calls.stop()
         kineto, self._kineto = self._kineto, None
         if kineto is not None and kineto.here:
             try:
@@ -264,6 +306,17 @@ def _of_all_ranks(job: Job) -> list[TunedSynchroniser]:
 def _leader(job: Job) -> TunedSynchroniser | None:
     """The one whose iterations are counted; the same on all ranks. None: gradients are not reduced over all ranks."""
     return next(iter(_of_all_ranks(job)), None)
+
+
+def _links(job: Job, known: Mapping[Route, LinkModel]) -> dict[Route, LinkModel]:
+    """Collective: what all-reduces cost, also on routes in use that no warm-up has probed."""
+    links = dict(known)
+    for tuned in _of_all_ranks(job):
+        if tuned.knobs.route not in links:
+            route = [tuned.knobs.route]
+            probes = probe_routes(job.control, tuned.router, route, max_streams=PROBED_STREAMS, budget_s=PROBING_S)
+            links |= fitted_links(probes)
+    return links
 
 
 def _is_tuning(job: Job) -> bool:

@@ -7,11 +7,14 @@ pass of the same step is forward.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from sirtaki.autotune.model.graph import Phase
+
 from .kineto import Event, Seen
-from .recording import Operator, Phase, PhaseSpan
+from .recording import Operator, PhaseSpan
+from .tensor_edges import Reader, with_edges
 
 BACKWARD = "autograd::engine::evaluate_function: "
 LOADER = "enumerate(DataLoader)#"
@@ -47,7 +50,17 @@ class StepOperators:
     spans: tuple[PhaseSpan, ...]
 
 
-def operators_of(seen: Seen, steps: Sequence[Step]) -> tuple[list[StepOperators], tuple[str, ...]]:
+ModuleOf = Callable[[Event], int]
+"""The place of the module that an operator on the training thread belongs to; -1 = none."""
+
+
+def _of_none(_: Event) -> int:
+    return -1
+
+
+def operators_of(
+    seen: Seen, steps: Sequence[Step], module_of: ModuleOf = _of_none
+) -> tuple[list[StepOperators], tuple[str, ...]]:
     """Of each step, and what the lanes are."""
     lanes, names = _lanes(seen)
     ordered = sorted(seen.events, key=lambda event: (event.begin_s, -event.end_s))
@@ -55,7 +68,7 @@ def operators_of(seen: Seen, steps: Sequence[Step]) -> tuple[list[StepOperators]
     found = []
     for step in steps:
         events = ordered[bisect_right(begins, step.begin_s) : bisect_right(begins, step.end_s)]
-        found.append(_of_step(step, events, lanes))
+        found.append(_of_step(step, events, lanes, module_of, seen.readers))
     return found, names
 
 
@@ -66,7 +79,13 @@ def _lanes(seen: Seen) -> tuple[dict[tuple[bool, int], int], tuple[str, ...]]:
     return {key: number for number, key in enumerate([(False, seen.thread), *keys])}, ("training thread", *names)
 
 
-def _of_step(step: Step, events: Sequence[Event], lanes: Mapping[tuple[bool, int], int]) -> StepOperators:
+def _of_step(
+    step: Step,
+    events: Sequence[Event],
+    lanes: Mapping[tuple[bool, int], int],
+    module_of: ModuleOf,
+    readers: Sequence[Reader],
+) -> StepOperators:
     loading = [(event.begin_s, event.end_s) for event in events if event.annotation and event.name.startswith(LOADER)]
     zeroing = [(event.begin_s, event.end_s) for event in events if event.annotation and event.name.startswith(ZEROING)]
     top = list(_top_level([event for event in events if not event.annotation]))
@@ -85,17 +104,22 @@ def _of_step(step: Step, events: Sequence[Event], lanes: Mapping[tuple[bool, int
     phases = [phase_of(event) for event in on_host]
     launched = _launched(events, on_host, phases)
     operators = [
-        *(_operator(event, phase, lanes) for event, phase in zip(on_host, phases, strict=True)),
-        *(_operator(event, launched.get(event.launch, Phase.OTHER), lanes) for event in top if event.on_device),
+        *(_operator(event, phase, lanes, module_of(event)) for event, phase in zip(on_host, phases, strict=True)),
+        *(_operator(event, launched.get(event.launch, Phase.OTHER), lanes, -1) for event in top if event.on_device),
     ]
-    cut = [piece for one in operators for piece in (_cut(one, step.cuts) if one.lane == 0 else (one,))]
+    pieces = [
+        (place, piece)
+        for place, one in enumerate(operators)
+        for piece in (_cut(one, step.cuts) if one.lane == 0 else (one,))
+    ]
+    pieces.sort(key=lambda pair: pair[1].begin_s)
     spans = [
         *(PhaseSpan(phase=Phase.DATA, begin_s=begin_s, end_s=end_s) for begin_s, end_s in loading),
-        *_runs([one for one in cut if one.lane == 0]),
+        *_runs([one for _, one in pieces if one.lane == 0]),
         *(PhaseSpan(phase=Phase.UPDATE, begin_s=begin_s, end_s=end_s) for begin_s, end_s in step.updates),
     ]
     return StepOperators(
-        operators=tuple(sorted(cut, key=lambda one: one.begin_s)),
+        operators=with_edges(pieces, readers),
         spans=tuple(sorted(spans, key=lambda span: span.begin_s)),
     )
 
@@ -137,7 +161,7 @@ def _launched(events: Sequence[Event], on_host: Sequence[Event], phases: Sequenc
     return found
 
 
-def _operator(event: Event, phase: Phase, lanes: Mapping[tuple[bool, int], int]) -> Operator:
+def _operator(event: Event, phase: Phase, lanes: Mapping[tuple[bool, int], int], module: int) -> Operator:
     return Operator(
         name=event.name.removeprefix(BACKWARD).removeprefix("torch::autograd::"),
         lane=lanes[event.on_device, event.thread],
@@ -145,6 +169,7 @@ def _operator(event: Event, phase: Phase, lanes: Mapping[tuple[bool, int], int])
         end_s=event.end_s,
         phase=phase,
         sequence=event.sequence,
+        module=module,
     )
 
 

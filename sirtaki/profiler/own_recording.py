@@ -8,22 +8,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle
 
+from sirtaki.autotune.model.graph import Phase
 from sirtaki.comm.recorder import TracedIteration, TracedOperation
 
 from .borrowed_operators import Moments, borrowed
-from .kineto import Seen
-from .operators import Interval, Step, StepOperators, operators_of
-from .recording import (
-    Buffer,
-    Collective,
-    Copy,
-    Phase,
-    PhaseSpan,
-    ReadyGradient,
-    RecordedIteration,
-    RecordedUnit,
-    UnitId,
-)
+from .kineto import Event, Seen
+from .module_calls import ModuleCalls
+from .operators import BACKWARD, Interval, Step, StepOperators, operators_of
+from .recording import Buffer, Collective, Copy, PhaseSpan, ReadyGradient, RecordedIteration, RecordedUnit, UnitId
 
 Reducer = tuple[int, int]
 """The number of a process set, and that of what reduces gradients there."""
@@ -50,6 +42,7 @@ class Draft:
         traced: iterations of synchronisers that ended in it, each with whose it was.
         operations: eager ones; another thread adds to them.
         updates: of optimizers.
+        beside_s: see `RecordedIteration`.
     """
 
     begin_s: float
@@ -59,6 +52,7 @@ class Draft:
     updates: list[Interval] = field(default_factory=list)
     number: int = -1
     end_s: float = 0.0
+    beside_s: float = 0.0
 
     @property
     def profiling(self) -> bool:
@@ -93,18 +87,27 @@ class Draft:
 
 
 def operators_of_drafts(
-    drafts: Sequence[Draft], seen: Seen | None
+    drafts: Sequence[Draft], seen: Seen | None, calls: ModuleCalls | None = None
 ) -> tuple[list[StepOperators | None], tuple[str, ...]]:
     """Of each one, and the names of lanes; those that torch.profiler did not see have what others had at that place.
 
     Args:
         drafts: those that it saw come first.
         seen: None = nothing.
+        calls: of modules; None = not known.
     """
     lenders = [draft for draft in drafts if draft.slowed]
     if seen is None or not lenders:
         return [None] * len(drafts), ()
-    found, lanes = operators_of(seen, [draft.step for draft in lenders])
+    _, module_of_call = ((), []) if calls is None else calls.modules()
+
+    def module_of(event: Event) -> int:
+        if calls is None:
+            return -1
+        call = calls.of_node(event.sequence) if event.name.startswith(BACKWARD) else calls.at(event.begin_s)
+        return module_of_call[call] if call >= 0 else -1
+
+    found, lanes = operators_of(seen, [draft.step for draft in lenders], module_of)
     pairs = list(zip(found, lenders, strict=True))
     turns = cycle([pair for pair in pairs if not pair[1].profiling] or pairs)
     borrowers = zip(drafts[len(lenders) :], turns, strict=False)
@@ -161,6 +164,7 @@ def recorded(draft: Draft, operators: StepOperators | None) -> RecordedIteration
             for one in sorted(draft.operations, key=lambda one: one.submitted_s)
         ),
         exposed_s=sum(max(0.0, traced.end_s - traced.backward_ended_s) for _, traced in draft.traced),
+        beside_s=draft.beside_s,
     )
 
 

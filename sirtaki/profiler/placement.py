@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from sirtaki.comm.control.plane import ControlPlane
-from sirtaki.machine import cpu_quota
+from sirtaki.machine import allowed_processors, cpu_quota
 
 from .recording import Placement
 
@@ -27,14 +27,13 @@ def clock_identity() -> str:
 def own_placement(control: ControlPlane) -> Placement:
     """Of this process."""
     rank = control.rank
-    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     return Placement(
         rank=rank,
         host=control.hosts[rank],
         node=control.node_ranks[0],
         host_name=control.host_names[rank],
         clock=clock_identity(),
-        processors=tuple(sorted(allowed)),
+        processors=allowed_processors(),
         host_processors=os.cpu_count() or 1,
         quota=cpu_quota(),
         threads=torch.get_num_threads(),

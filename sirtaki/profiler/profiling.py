@@ -26,13 +26,16 @@ def begin_as_set() -> None:
             folder=Path(settings.profile),
             n_iterations=settings.profile_iterations,
             operators=settings.profile_operators,
+            edges=settings.profile_edges,
         )
     )
     atexit.register(_from_environment.end)
 
 
 @contextmanager
-def profile(folder: str | Path, *, iterations: int = 10, operators: bool = True) -> Iterator[JobRecorder]:
+def profile(
+    folder: str | Path, *, iterations: int = 10, operators: bool = True, edges: bool = False
+) -> Iterator[JobRecorder]:
     """Collective: records training iterations of what runs inside, once the tuner has done its work.
 
     Every rank enters and leaves it between the same steps. Recording stops by itself after `iterations` of them, and
@@ -43,6 +46,7 @@ def profile(folder: str | Path, *, iterations: int = 10, operators: bool = True)
         folder: where to; a recording that is there is overwritten.
         iterations: how many.
         operators: record operators by torch.profiler, too, and behind these iterations as many that it does not slow.
+        edges: of operators also what they read, for `sirtaki trace --chakra`.
 
     Raises:
         NotInitializedError: before `init()`.
@@ -53,7 +57,9 @@ def profile(folder: str | Path, *, iterations: int = 10, operators: bool = True)
         raise ConfigError(f"profile() records at least one iteration, not {iterations}")
     if _from_environment is not None and _from_environment.stage is not Stage.ENDED:
         raise ConfigError("SIRTAKI_PROFILE is set, so this job is being recorded already: leave one of the two out")
-    recorder = JobRecorder(Wanted(folder=Path(folder).absolute(), n_iterations=iterations, operators=operators))
+    recorder = JobRecorder(
+        Wanted(folder=Path(folder).absolute(), n_iterations=iterations, operators=operators, edges=edges)
+    )
     try:
         yield recorder
     finally:

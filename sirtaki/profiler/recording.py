@@ -13,12 +13,16 @@ from enum import Enum
 
 from sirtaki.autotune.knobs import Knobs
 from sirtaki.autotune.model.contention import ContentionModel
+from sirtaki.autotune.model.graph import Phase
 from sirtaki.comm.layout import GradientLayout
 from sirtaki.comm.plan import CommPlan, Route
 from sirtaki.link_model import LinkModel
 
-FORMAT_VERSION = 2
-"""A folder of another one is not read."""
+from .step_memory import Module, StepMemory
+
+FORMAT_VERSION = 3
+READABLE_VERSIONS = (2, 3)
+"""Folders of others are not read. Version 2 knows neither modules nor memory."""
 
 
 class Detail(Enum):
@@ -26,16 +30,6 @@ class Detail(Enum):
 
     UNITS = "units"  # gradients, copies and units
     OPERATORS = "operators"  # and what torch.profiler sees
-
-
-class Phase(Enum):
-    """What a part of a step is for."""
-
-    DATA = "data"  # the data loader is waited for
-    FORWARD = "forward"
-    BACKWARD = "backward"
-    UPDATE = "update"
-    OTHER = "other"  # between them: the script's own doings, and waiting for gradients
 
 
 # ── one rank ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -54,6 +48,8 @@ class Operator:
         sequence: equal for an operator of the forward pass and that of the backward pass which belongs to it;
             -1 = none.
         after: places in the iteration's `operators` of those whose results it reads; empty where that is not recorded.
+        module: `RankRecording.modules`, by place: the innermost one whose forward pass it is part of, or whose backward
+            pass; -1 = none.
     """
 
     name: str
@@ -63,6 +59,7 @@ class Operator:
     phase: Phase
     sequence: int = -1
     after: tuple[int, ...] = ()
+    module: int = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,6 +163,8 @@ class RecordedIteration:
         slowed: torch.profiler was on, and took time of its own. Others have their operators from these.
         spans, operators, ready, copies, units, collectives: what was in it, each by its begin.
         exposed_s: how long this rank waited for units after its gradients were all there.
+        beside_s: processor time that its process used beside the thread that trains, which is communication's if
+            operators use one thread only; None = not recorded.
     """
 
     number: int
@@ -180,12 +179,18 @@ class RecordedIteration:
     units: tuple[RecordedUnit, ...] = ()
     collectives: tuple[Collective, ...] = ()
     exposed_s: float = 0.0
+    beside_s: float | None = None
 
     @property
     def joined(self) -> bool:
         """This rank had joined the others, and reduced gradients without steps of its own in it, too."""
         iterations = {(one.unit.buffer, one.unit.iteration) for one in self.units}
         return len(iterations) > len({buffer for buffer, _ in iterations})
+
+    @property
+    def is_usual(self) -> bool:
+        """It shows what a step takes, slowed or not."""
+        return not (self.profiling or self.joined)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,6 +208,8 @@ class RankRecording:
         lanes: what the lanes of operators are, by number.
         complete: all iterations that were wanted are there.
         iterations: in their order.
+        modules: that ran while torch.profiler was on; none where the model is compiled.
+        memory: of one iteration; None where that is not recorded.
     """
 
     rank: int
@@ -215,6 +222,8 @@ class RankRecording:
     lanes: tuple[str, ...] = ()
     complete: bool = True
     iterations: tuple[RecordedIteration, ...] = ()
+    modules: tuple[Module, ...] = ()
+    memory: StepMemory | None = None
 
 
 # ── the job ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -267,6 +276,12 @@ class Buffer:
     layout: GradientLayout
     plan: CommPlan
     knobs: Knobs
+
+    @property
+    def is_cut_evenly(self) -> bool:
+        """Its units are of the size that its knobs name."""
+        size = max(1, self.knobs.unit_bytes // self.layout.itemsize_bytes)
+        return self.knobs.cuts is None and self.plan.units[0].numel == min(size, self.layout.numel)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -328,7 +343,7 @@ class Recording:
         """
         iterations = [one for rank in self.ranks.values() for one in rank.iterations]
         slowed = {one.number for one in iterations if one.slowed}
-        others = {one.number for one in iterations if one.profiling or one.joined}
+        others = {one.number for one in iterations if not one.is_usual}
         usual = [number for number in self.common_iterations if number not in others]
         return _longest_run([number for number in usual if number not in slowed] or usual)
 

@@ -8,10 +8,12 @@ from typing import Any, TypeVar
 
 from sirtaki.autotune.knobs import Knobs
 from sirtaki.autotune.model.contention import ContentionModel
+from sirtaki.autotune.model.graph import Phase
 from sirtaki.comm.layout import GradientLayout
 from sirtaki.comm.plan import Algorithm, CommPlan, Route, TransportKind
 from sirtaki.link_model import LinkModel
 
+from . import step_memory_json
 from .recording import (
     FORMAT_VERSION,
     Buffer,
@@ -20,7 +22,6 @@ from .recording import (
     Detail,
     JobRecord,
     Operator,
-    Phase,
     PhaseSpan,
     Placement,
     RankRecording,
@@ -29,6 +30,7 @@ from .recording import (
     RecordedUnit,
     UnitId,
 )
+from .step_memory import Module
 
 Json = dict[str, Any]
 _T = TypeVar("_T")
@@ -89,6 +91,8 @@ def rank_to_json(rank: RankRecording) -> Json:
         "complete": rank.complete,
         "iterations": [_iteration_to_json(iteration, names) for iteration in rank.iterations],
         "operator_names": list(names),
+        "modules": [[one.name, one.kind, one.root] for one in rank.modules],
+        "memory": None if rank.memory is None else step_memory_json.to_json(rank.memory),
     }
 
 
@@ -98,7 +102,7 @@ def rank_from_json(data: Mapping[str, Any]) -> RankRecording:
     Raises:
         KeyError, IndexError, TypeError, ValueError: it is something else.
     """
-    names = data["operator_names"]
+    names, memory = data["operator_names"], data.get("memory")
     return RankRecording(
         rank=data["rank"],
         job=data["job"],
@@ -110,6 +114,8 @@ def rank_from_json(data: Mapping[str, Any]) -> RankRecording:
         lanes=tuple(data["lanes"]),
         complete=data["complete"],
         iterations=tuple(_iteration_from_json(iteration, names) for iteration in data["iterations"]),
+        modules=_rows(Module, data.get("modules", ())),
+        memory=None if memory is None else step_memory_json.from_json(memory),
     )
 
 
@@ -153,6 +159,7 @@ def _iteration_to_json(iteration: RecordedIteration, names: dict[str, int]) -> J
         "profiling": iteration.profiling,
         "slowed": iteration.slowed,
         "exposed_s": _rounded(iteration.exposed_s),
+        "beside_s": None if iteration.beside_s is None else _rounded(iteration.beside_s),
         "spans": [[span.phase.value, _rounded(span.begin_s), _rounded(span.end_s)] for span in iteration.spans],
         "operators": [
             [
@@ -163,6 +170,7 @@ def _iteration_to_json(iteration: RecordedIteration, names: dict[str, int]) -> J
                 one.phase.value,
                 one.sequence,
                 list(one.after),
+                one.module,
             ]
             for one in iteration.operators
         ],
@@ -194,6 +202,7 @@ def _iteration_from_json(data: Mapping[str, Any], names: Sequence[str]) -> Recor
         profiling=data["profiling"],
         slowed=data["slowed"],
         exposed_s=data["exposed_s"],
+        beside_s=data.get("beside_s"),  # recordings that were made before it was known
         spans=tuple(
             PhaseSpan(phase=Phase(phase), begin_s=begin_s, end_s=end_s) for phase, begin_s, end_s in data["spans"]
         ),
@@ -206,8 +215,9 @@ def _iteration_from_json(data: Mapping[str, Any], names: Sequence[str]) -> Recor
                 phase=Phase(phase),
                 sequence=sequence,
                 after=tuple(after),
+                module=module[0] if module else -1,  # version 2 has none
             )
-            for name, lane, begin_s, end_s, phase, sequence, after in data["operators"]
+            for name, lane, begin_s, end_s, phase, sequence, after, *module in data["operators"]
         ),
         ready=_rows(ReadyGradient, data["ready"]),
         copies=_rows(Copy, data["copies"]),

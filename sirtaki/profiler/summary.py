@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from statistics import mean
 
+from sirtaki.autotune.model.graph import Phase
+
 from .alignment import Alignment, Known
-from .recording import Detail, Phase, RankRecording, Recording
+from .recording import Detail, RankRecording, Recording
 
 COLUMNS = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.UPDATE)
 MOST_RANKS = 16
@@ -16,12 +18,13 @@ MOST_RANKS = 16
 def summary(recording: Recording, alignment: Alignment) -> Iterator[str]:
     """Its lines."""
     hosts = {recording.job.placement[rank].host for rank in recording.ranks}
+    usual = recording.usual_iterations
     details = {rank.detail for rank in recording.ranks.values()}
     what = "with operators" if details == {Detail.OPERATORS} else "units only"
     if len(details) > 1:
         what = "of some ranks with operators"
     yield (
-        f"{_count(len(recording.usual_iterations), 'iteration')} of {_count(len(recording.ranks), 'rank')} "
+        f"{_count(len(usual), 'iteration')} of {_count(len(recording.ranks), 'rank')} "
         f"on {_count(len(hosts), 'host')}, {what}"
     )
     for problem in recording.problems:
@@ -31,7 +34,7 @@ def summary(recording: Recording, alignment: Alignment) -> Iterator[str]:
     yield f"{'rank':>6}{'step':>10}" + "".join(f"{phase.value:>10}" for phase in COLUMNS) + f"{'exposed':>10}"
     shown = sorted(recording.ranks.items())
     for number, rank in shown[:MOST_RANKS]:
-        yield f"{number:>6}" + "".join(f"{_ms(value):>10}" for value in _row(rank, recording.usual_iterations))
+        yield f"{number:>6}" + "".join(f"{_ms(value):>10}" for value in _row(rank, usual))
     if len(shown) > MOST_RANKS:
         yield f"   and {len(shown) - MOST_RANKS} more"
     yield "means, in ms; exposed is the communication that no computation hides"

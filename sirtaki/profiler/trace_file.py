@@ -14,6 +14,9 @@ from .recording import Buffer, JobRecord, RankRecording, RecordedIteration, Reco
 Entry = dict[str, Any]
 
 STEPS, PHASES, COPIES, GRADIENTS, COLLECTIVES = "steps", "phases", "copies", "gradients", "collectives"
+OPERATORS = "operators"
+OPERATOR, OTHER = "cpu_op", "user_annotation"
+"""Categories, as torch.profiler has them: tools that read its traces skip what has none."""
 
 
 def write_trace(folder: Path, recording: Recording, alignment: Alignment) -> Path:
@@ -70,7 +73,7 @@ class _RankTrace:
             yield self._span(PHASES, span.phase.value, span.begin_s, span.end_s)
         for one in iteration.operators:
             arguments = {"phase": one.phase.value, **({"sequence": one.sequence} if one.sequence >= 0 else {})}
-            yield self._span(f"operators: {self._rank.lanes[one.lane]}", one.name, one.begin_s, one.end_s, arguments)
+            yield self._span(f"{OPERATORS}: {self._rank.lanes[one.lane]}", one.name, one.begin_s, one.end_s, arguments)
         for copy in iteration.copies:
             yield self._span(COPIES, f"copy {copy.n_gradients} gradients", copy.begin_s, copy.end_s)
         for ready in iteration.ready:
@@ -121,6 +124,7 @@ class _RankTrace:
         begin_us = self._us(begin_s)
         return {
             "name": name,
+            "cat": OPERATOR if track.startswith(OPERATORS) else OTHER,
             "ph": "X",
             "pid": self._rank.rank,
             "tid": self._track(track),

@@ -10,10 +10,10 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from sirtaki.autotune.model.graph import Activity
 from sirtaki.comm.plan import Route
 from sirtaki.profiler.recording import Buffer, RecordedIteration
 
-from .graph import Activity
 from .history import Clock
 from .job_model import OperationKey
 

@@ -11,7 +11,8 @@ from collections import Counter, defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 
-from .graph import Activity
+from sirtaki.autotune.model.graph import Activity
+
 from .job_model import Iteration, JobModel, Operation, Piece, Processors, Program
 
 

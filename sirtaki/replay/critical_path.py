@@ -12,11 +12,10 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from sirtaki.profiler.recording import Phase
+from sirtaki.autotune.model.graph import ALL_RANKS, Activity, Graph, Node, Phase
+from sirtaki.autotune.model.replayer import START, Replay
 
 from .global_graph import BEFORE
-from .graph import ALL_RANKS, Activity, Graph, Node
-from .replayer import START, Replay
 
 STRAGGLES = 0.05
 """A rank that takes longer than the median one by more than that share is called by name."""

@@ -10,10 +10,10 @@ import statistics
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 
+from sirtaki.autotune.model.graph import Activity, Phase
 from sirtaki.errors import ReplayError
-from sirtaki.profiler.recording import Buffer, Phase
+from sirtaki.profiler.recording import Buffer
 
-from .graph import Activity
 from .histories import Histories, Step
 from .history import Stretch
 from .job_model import JobModel

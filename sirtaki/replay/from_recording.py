@@ -6,14 +6,15 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from sirtaki.autotune.model.graph import Activity, Server
 from sirtaki.link_model import LinkModel
 from sirtaki.profiler.recording import Placement
 
 from .barriers import Barrier
-from .graph import Activity, Server
 from .histories import Histories
 from .history import pieces
 from .job_model import Iteration, JobModel, Operation, Processors
+from .processor_use import ProcessorUse, processor_use
 from .share_clock import ShareClock, Use
 
 LINK = "the link between hosts"
@@ -30,9 +31,10 @@ def job_model(histories: Histories) -> JobModel:
         if one.activity is Activity.UNIT and histories.crosses_hosts(one)
     ]
     link = _link(across, histories) if across else None
+    used_by = [processor_use(group, histories) for group in processors]
     shares = _Shares(
         histories=histories,
-        processors={rank: clock for group in processors for rank, clock in _shared(group, histories).items()},
+        processors={rank: use for group, use in zip(processors, used_by, strict=True) for rank in group.ranks},
         link=None if link is None else ShareClock(link, [_link_use(one, histories) for one in across]),
     )
     used = {one.key[0] for step in histories.steps for one in step.barriers}
@@ -56,7 +58,7 @@ def job_model(histories: Histories) -> JobModel:
         iterations=tuple(
             Iteration(
                 programs={
-                    rank: pieces(mine, step.marks[rank], shares.processors[rank].between)
+                    rank: pieces(mine, step.marks[rank], shares.processors[rank].clock.between)
                     for rank, mine in step.stretches.items()
                 },
                 operations=tuple(map(shares.operation, step.barriers)),
@@ -73,12 +75,13 @@ class _Shares:
     """What of the time between two moments a rank had of its processors, and a unit of the link."""
 
     histories: Histories
-    processors: dict[int, ShareClock]
+    processors: dict[int, ProcessorUse]
     link: ShareClock | None
 
     def operation(self, one: Barrier) -> Operation:
         length_s = one.end_s - one.begin_s
         fixed_s = link_s = host_s = processor_s = 0.0
+        busy = 1.0
         if one.activity is not Activity.UNIT:
             fixed_s = length_s
         elif self.link is not None and self.histories.crosses_hosts(one):
@@ -87,7 +90,8 @@ class _Shares:
             known = _probed(one, self.histories)
             host_s = min(known.host_s, length_s - fixed_s) if known is not None else 0.0
         else:
-            processor_s = self.processors[one.ranks[0]].between(one.begin_s, one.end_s)
+            use = self.processors[one.ranks[0]]
+            processor_s, busy = use.clock.between(one.begin_s, one.end_s), use.busy
         return Operation(
             key=one.key,
             activity=one.activity,
@@ -100,6 +104,7 @@ class _Shares:
             link_s=link_s,
             host_s=host_s,
             processor_s=processor_s,
+            busy=busy,
             lag_s=max(one.lags_s.values()),
         )
 
@@ -146,24 +151,6 @@ def link_server(link: LinkModel) -> Server:
     """The link as it was probed: G(n) / G(1)."""
     alone = link.throughput[0]
     return Server(name=LINK, totals=tuple(rate / alone for rate in link.throughput), is_link=True)
-
-
-def _shared(group: Processors, histories: Histories) -> dict[int, ShareClock]:
-    """The clock of a machine's processors, for each of its ranks."""
-    uses: list[Use] = []
-    for step in histories.steps:
-        uses += [
-            (one.begin_s, one.end_s, group.threads)
-            for rank in group.ranks
-            for one in step.stretches[rank]
-            if one.computes
-        ]
-        uses += [
-            (one.begin_s, one.end_s, len(one.ranks))
-            for one in step.barriers
-            if one.activity is Activity.UNIT and one.ranks[0] in group.ranks and not histories.crosses_hosts(one)
-        ]
-    return dict.fromkeys(group.ranks, ShareClock(group.server, uses))
 
 
 def _processors(places: Sequence[Placement]) -> tuple[Processors, ...]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from sirtaki.profiler.recording import Phase
+from sirtaki.autotune.model.graph import ALL_RANKS, Activity, Edge, Graph, Node, Phase, Server, Work
 
-from .graph import ALL_RANKS, Activity, Edge, Graph, Node, Server, Work
 from .job_model import Iteration, JobModel, Operation, OperationKey, Piece
 
 BEFORE = -1
@@ -99,7 +98,11 @@ class _Builder:
         if operation.processor_s > 0:
             server = self._place_of[operation.ranks[0]]
             if self._shared[server]:
-                works.append(Work(server=server, seconds=operation.processor_s, jobs=self._count(operation.ranks)))
+                works.append(
+                    Work(
+                        server=server, seconds=operation.processor_s, jobs=operation.busy * self._count(operation.ranks)
+                    )
+                )
             else:
                 fixed_s += operation.processor_s
         place = self._add(

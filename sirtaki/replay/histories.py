@@ -6,12 +6,12 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from sirtaki.autotune.model.graph import Activity
 from sirtaki.errors import ReplayError
 from sirtaki.profiler.alignment import Alignment, align
 from sirtaki.profiler.recording import RecordedIteration, Recording
 
 from .barriers import Barrier, Barriers
-from .graph import Activity
 from .history import Clock, Marks, Stretch, Wait, stretches, with_waits
 
 
@@ -86,7 +86,9 @@ def histories(recording: Recording) -> Histories:
                 number=number,
                 barriers=found,
                 stretches={
-                    rank: with_waits(stretches(one, clocks[rank]), _waits(rank, one, found, reducers))
+                    rank: with_waits(
+                        stretches(one, clocks[rank], recording.ranks[rank].modules), _waits(rank, one, found, reducers)
+                    )
                     for rank, one in each.items()
                 },
                 marks={rank: _marks(rank, one, found, clocks[rank]) for rank, one in each.items()},

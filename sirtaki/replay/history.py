@@ -10,9 +10,10 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from sirtaki.profiler.recording import Phase, RecordedIteration
+from sirtaki.autotune.model.graph import Activity, Phase
+from sirtaki.profiler.recording import RecordedIteration
+from sirtaki.profiler.step_memory import Module, ModuleKey
 
-from .graph import Activity
 from .job_model import GradientKey, OperationKey, Piece
 
 Clock = Callable[[float], float]
@@ -25,6 +26,7 @@ class Stretch:
 
     Attributes:
         waits: the thread waits for these, and for nothing else; empty if it does something.
+        module: as `Piece.module`.
     """
 
     begin_s: float
@@ -33,6 +35,7 @@ class Stretch:
     phase: Phase
     name: str = ""
     waits: tuple[OperationKey, ...] = ()
+    module: ModuleKey | None = None
 
     @property
     def computes(self) -> bool:
@@ -59,7 +62,7 @@ class Wait:
         return Phase.BACKWARD if self.until_backward_ends else None
 
 
-def stretches(iteration: RecordedIteration, clock: Clock) -> list[Stretch]:
+def stretches(iteration: RecordedIteration, clock: Clock, modules: Sequence[Module] = ()) -> list[Stretch]:
     """The whole iteration, waiting not told apart yet."""
     begin_s, end_s = clock(iteration.begin_s), clock(iteration.end_s)
     known = [
@@ -69,6 +72,7 @@ def stretches(iteration: RecordedIteration, clock: Clock) -> list[Stretch]:
             activity=Activity.DATA if one.phase is Phase.DATA else Activity.COMPUTE,
             phase=one.phase,
             name=one.name,
+            module=modules[one.module].key if one.module >= 0 else None,
         )
         for one in iteration.operators
         if one.lane == 0
@@ -234,4 +238,5 @@ def _piece(
         waits=waits,
         ready=ready,
         issues=issues,
+        module=one.module,
     )

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from sirtaki.autotune.model.graph import Activity, Phase, Server
 from sirtaki.comm.plan import Route
 from sirtaki.link_model import LinkModel
-from sirtaki.profiler.recording import Buffer, Phase
-
-from .graph import Activity, Server
+from sirtaki.profiler.recording import Buffer
+from sirtaki.profiler.step_memory import ModuleKey
 
 GradientKey = tuple[int, int]
 """(buffer, place in its layout)."""
@@ -35,6 +35,7 @@ class Piece:
         waits: operations whose results it needs, and how much later than the first rank this one sees each.
         ready: gradients that have come at its end.
         issues: operations that this rank takes part in from its end on.
+        module: whose forward or backward pass an operator belongs to; None = none is known.
     """
 
     activity: Activity
@@ -45,6 +46,7 @@ class Piece:
     waits: tuple[tuple[OperationKey, float], ...] = ()
     ready: tuple[GradientKey, ...] = ()
     issues: tuple[OperationKey, ...] = ()
+    module: ModuleKey | None = None
 
     @property
     def is_joint(self) -> bool:
@@ -67,7 +69,8 @@ class Operation:
         fixed_s: start-up.
         link_s: on the link between hosts, which it shares; 0 = none is used.
         host_s: of what hands messages to the link, one after the other on all streams (`LinkModel.host_s`).
-        processor_s: of one processor for each rank, where all are on one host.
+        processor_s: on the processors of its ranks, where all are on one host.
+        busy: processors that each of its ranks keeps busy meanwhile; below 1 where messages are waited for.
         lag_s: how much later than the first the last rank is done.
     """
 
@@ -82,6 +85,7 @@ class Operation:
     link_s: float = 0.0
     host_s: float = 0.0
     processor_s: float = 0.0
+    busy: float = 1.0
     lag_s: float = 0.0
 
 

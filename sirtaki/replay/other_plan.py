@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from sirtaki.autotune.knobs import Knobs
+from sirtaki.autotune.model.graph import Activity
 from sirtaki.comm.plan import CommPlan, Route
 from sirtaki.errors import ReplayError
 from sirtaki.profiler.recording import Buffer
 
-from .graph import Activity
 from .job_model import GradientKey, Iteration, JobModel, Operation, OperationKey, Piece, Program
 from .unit_costs import UnitCost, unit_cost
 

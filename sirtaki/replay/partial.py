@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from .graph import Activity, Graph, Node
-from .replayer import replay
+from sirtaki.autotune.model.graph import Activity, Graph, Node
+from sirtaki.autotune.model.replayer import replay
 
 TOGETHER = frozenset({Activity.UNIT, Activity.COLLECTIVE})
 

@@ -7,15 +7,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from sirtaki.autotune.knobs import MIB, Knobs, format_bytes
+from sirtaki.autotune.model.graph import Activity
+from sirtaki.autotune.model.replayer import Replay, replay
 from sirtaki.comm.plan import TransportKind
 from sirtaki.errors import PlanError, ReplayError
 
 from .coarsening import coarse, mean_iteration
+from .early_gradients import best_part_bytes, in_parts, in_words, line_of_code
 from .global_graph import global_graph
-from .graph import Activity
 from .job_model import JobModel
 from .other_plan import with_knobs, with_plans
-from .replayer import Replay, replay
 from .step_times import StepTimes, replayed
 from .what_if import (
     link_rate,
@@ -71,9 +72,9 @@ def answer(words: str, job: JobModel, *, before_s: float) -> Answer:
     return Answer(words=words, times=times, gain=1 - times.iteration_s / before_s if before_s > 0 else 0.0)
 
 
-def remedies(job: JobModel) -> tuple[Answer, ...]:
-    """Each single one that would bring something, the best first."""
-    return tuple(one for one in single_remedies(job, before_s=replayed(play(job)).iteration_s) if one.is_worth_saying)
+def remedies(job: JobModel, *, before_s: float) -> tuple[Answer, ...]:
+    """See `single_remedies`: each one that would bring something."""
+    return tuple(one for one in single_remedies(job, before_s=before_s) if one.is_worth_saying)
 
 
 def single_remedies(job: JobModel, *, before_s: float) -> tuple[Answer, ...]:
@@ -84,6 +85,9 @@ def single_remedies(job: JobModel, *, before_s: float) -> tuple[Answer, ...]:
         before_s: an iteration of it.
     """
     found = [answer(words, changed(), before_s=before_s) for words, changed in _remedies(job)]
+    if (size := None if unanswered(job) else best_part_bytes(job)) is not None:
+        words = f"{in_words(job, size)}: {line_of_code(size)}"
+        found.append(replace(answer(words, in_parts(job, size), before_s=before_s), is_priced=True))
     for words, knobs in _other_cuts(job):
         found.append(replace(answer(words, with_knobs(job, knobs), before_s=before_s), is_priced=True))
     return tuple(sorted(found, key=lambda one: -one.gain))
@@ -154,7 +158,7 @@ def _other_cuts(job: JobModel) -> Iterator[tuple[str, Knobs]]:
     now, layout, plan = job.buffers[0].knobs, job.buffers[0].layout, job.buffers[0].plan
     cut = {plan.units}
     others: list[tuple[str, Knobs | None]] = []
-    if now.cuts is None and plan.units[0].numel == min(max(1, now.unit_bytes // layout.itemsize_bytes), layout.numel):
+    if job.buffers[0].is_cut_evenly:
         # Else units are not of one size, and another number of streams is another plan altogether.
         streams = best_knobs(job, unit_bytes=(now.unit_bytes,), streams=[n for n in STREAMS if n > now.streams])
         size = best_knobs(job, unit_bytes=[n for n in UNIT_BYTES if n != now.unit_bytes], streams=(now.streams,))

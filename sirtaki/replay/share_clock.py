@@ -6,9 +6,9 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable
 
-from .graph import Server
+from sirtaki.autotune.model.graph import Server
 
-Use = tuple[float, float, int]
+Use = tuple[float, float, float]
 """(begin_s, end_s, as how many jobs it counts)."""
 
 
@@ -16,19 +16,19 @@ class ShareClock:
     """The clock of a server's jobs: it runs at each one's share, and at 1 while there is none or one."""
 
     def __init__(self, server: Server, uses: Iterable[Use]) -> None:
-        changes: dict[float, int] = defaultdict(int)
+        changes: dict[float, float] = defaultdict(float)
         for begin_s, end_s, jobs in uses:
             if end_s > begin_s:
                 changes[begin_s] += jobs
                 changes[end_s] -= jobs
         self._moments_s, self._shown_s, self._speeds = [0.0], [0.0], [1.0]
-        jobs = 0
+        jobs = 0.0
         for moment_s in sorted(changes):
             shown_s = self.at(moment_s)
             jobs += changes[moment_s]
             self._moments_s.append(moment_s)
             self._shown_s.append(shown_s)
-            self._speeds.append(server.share(max(1, jobs)))
+            self._speeds.append(server.share(max(1.0, jobs)))
 
     def at(self, moment_s: float) -> float:
         """What it shows."""

@@ -7,11 +7,11 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from sirtaki.profiler.recording import Phase
+from sirtaki.autotune.model.graph import Phase
+from sirtaki.autotune.model.replayer import Replay
 
 from .global_graph import BEFORE
 from .histories import Histories
-from .replayer import Replay
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from sirtaki.autotune.model.fits import nonnegative_least_squares
+from sirtaki.autotune.model.graph import Activity
 from sirtaki.comm.plan import Route
 from sirtaki.errors import ReplayError
 
-from .graph import Activity
 from .job_model import JobModel, Operation
 
 
@@ -29,6 +29,7 @@ class UnitCost:
         startup_s: before anything moves; on one host, processor time that does not depend on the size.
         s_per_byte: of the link, or of the processor of each rank where all are on one host.
         host_s: of what hands messages to the link.
+        busy: see `Operation`.
         lag_s: how much later than the first the last rank is done.
         across: the link is needed.
     """
@@ -36,6 +37,7 @@ class UnitCost:
     startup_s: float
     s_per_byte: float
     host_s: float
+    busy: float
     lag_s: float
     across: bool
 
@@ -54,6 +56,7 @@ class UnitCost:
             link_s=moving_s if self.across else 0.0,
             host_s=self.host_s,
             processor_s=0.0 if self.across else self.startup_s + moving_s,
+            busy=self.busy,
             lag_s=self.lag_s,
         )
 
@@ -74,9 +77,10 @@ def unit_cost(job: JobModel, route: Route, ranks: tuple[int, ...]) -> UnitCost:
             f"(known: {', '.join(known) or 'none'})"
         )
     lag_s = statistics.fmean([one.lag_s for one in units]) if units else 0.0
+    busy = statistics.fmean([one.busy for one in units]) if units else 1.0 if probed is None else probed.busy
     if probed is None:
         startup_s, s_per_byte = _fitted(units)
-        return UnitCost(startup_s=startup_s, s_per_byte=s_per_byte, host_s=0.0, lag_s=lag_s, across=across)
+        return UnitCost(startup_s=startup_s, s_per_byte=s_per_byte, host_s=0.0, busy=busy, lag_s=lag_s, across=across)
     startup_s, s_per_byte = probed.alpha_s, probed.beta_s_per_byte
     host_s = probed.host_s if across else 0.0
     if units and across:
@@ -86,7 +90,7 @@ def unit_cost(job: JobModel, route: Route, ranks: tuple[int, ...]) -> UnitCost:
         recorded_s = sum(one.processor_s for one in units)
         s_probed = sum(startup_s + one.n_bytes * s_per_byte for one in units)
         startup_s, s_per_byte = startup_s * recorded_s / s_probed, s_per_byte * recorded_s / s_probed
-    return UnitCost(startup_s=startup_s, s_per_byte=s_per_byte, host_s=host_s, lag_s=lag_s, across=across)
+    return UnitCost(startup_s=startup_s, s_per_byte=s_per_byte, host_s=host_s, busy=busy, lag_s=lag_s, across=across)
 
 
 def _recorded(job: JobModel, route: Route) -> list[Operation]:

@@ -8,11 +8,10 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+from sirtaki.autotune.model.graph import Activity, Phase
 from sirtaki.comm.plan import Route, TransportKind
 from sirtaki.errors import ReplayError
-from sirtaki.profiler.recording import Phase
 
-from .graph import Activity
 from .job_model import Iteration, JobModel, Operation, Processors
 from .unit_costs import unit_cost
 

@@ -1,6 +1,7 @@
 """Horovod's PyTorch API over `comm`, `autotune` and `registry`: `import sirtaki.torch as hvd`."""
 
 from . import elastic, mpi_ops
+from .compile_backend import early_gradients
 from .compression import Compression
 from .functions import allgather_object, broadcast_object, broadcast_optimizer_state, broadcast_parameters
 from .mpi_ops import (
@@ -102,6 +103,7 @@ __all__ = [
     "cross_size",
     "cuda_built",
     "ddl_built",
+    "early_gradients",
     "elastic",
     "global_process_set",
     "gloo_built",

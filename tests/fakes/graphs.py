@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from sirtaki.profiler.recording import Phase
-from sirtaki.replay.graph import Activity, Edge, Graph, Node, Server, Work
+from sirtaki.autotune.model.graph import NEVER, Activity, Edge, Graph, Load, Node, Phase, Server, Work
 
 
 def node(lane: int, fixed_s: float = 0.0, *works: Work, name: str = "") -> Node:
@@ -46,6 +46,7 @@ def brute_force(one: Graph, dt_s: float) -> list[float]:
     end_s = [-1.0] * count
     left_fixed_s = [each.fixed_s for each in one.nodes]
     left_work_s = [[work.seconds for work in each.works] for each in one.nodes]
+    relieved: set[tuple[int, int]] = set()
     ready: list[list[int]] = [[] for _ in one.lanes]
     known: set[int] = set()
     now_s = 0.0
@@ -58,9 +59,15 @@ def brute_force(one: Graph, dt_s: float) -> list[float]:
                 ready[one.nodes[place].lane].append(place)
                 known.add(place)
         running = [queue[0] for queue in ready if queue]
-        jobs = [0] * len(one.servers)
+        jobs, loads = [0.0] * len(one.servers), [0.0] * len(one.servers)
         for place in running:
+            for load in one.nodes[place].loads:
+                loads[load.server] += load.amount
             if left_fixed_s[place] <= 1e-12:
+                for index, work in enumerate(one.nodes[place].works):
+                    if work.relieved_by >= 0 and end_s[work.relieved_by] >= 0 and (place, index) not in relieved:
+                        relieved.add((place, index))
+                        left_work_s[place][index] *= work.relief
                 for work, left_s in zip(one.nodes[place].works, left_work_s[place], strict=True):
                     jobs[work.server] += work.jobs if left_s > 1e-12 else 0
         now_s += dt_s
@@ -71,7 +78,9 @@ def brute_force(one: Graph, dt_s: float) -> list[float]:
                 left = left_work_s[place]
                 for index, work in enumerate(one.nodes[place].works):
                     if left[index] > 1e-12:
-                        left[index] -= dt_s * one.servers[work.server].share(jobs[work.server])
+                        server = one.servers[work.server]
+                        slowed = 1.0 if server.speed is None else server.speed(loads[work.server])
+                        left[index] -= dt_s * server.share(jobs[work.server]) * slowed
             if left_fixed_s[place] <= 1e-12 and max(left_work_s[place], default=0.0) <= 1e-12:
                 end_s[place] = now_s
                 ready[one.nodes[place].lane].pop(0)
@@ -79,15 +88,19 @@ def brute_force(one: Graph, dt_s: float) -> list[float]:
 
 
 @st.composite
-def drawn_graphs(draw: st.DrawFn, *, chained: bool = False, shared: bool = True) -> Graph:
+def drawn_graphs(draw: st.DrawFn, *, chained: bool = False, shared: bool = True, slowed: bool = False) -> Graph:
     """Up to twelve nodes on up to four lanes; edges lead forwards.
 
     Args:
         chained: each lane's nodes wait for each other, so their order is fixed.
         shared: two servers take part.
+        slowed: nodes also put load on a server that does not serve them, or are relieved when another one ends.
     """
     durations = st.integers(0, 12).map(lambda count: count / 4)
-    servers = (Server(name="processors", totals=(1.0, 2.0)), Server(name="link", totals=(1.0, 1.5), is_link=True))
+    servers = (
+        Server(name="processors", totals=(1.0, 2.0), speed=(lambda load: 1 / (1 + load)) if slowed else None),
+        Server(name="link", totals=(1.0, 1.5), is_link=True),
+    )
     nodes: list[Node] = []
     edges: list[Edge] = []
     last: dict[int, int] = {}
@@ -96,10 +109,14 @@ def drawn_graphs(draw: st.DrawFn, *, chained: bool = False, shared: bool = True)
         works = []
         if shared:
             works = [
-                Work(server=server, seconds=draw(durations), jobs=draw(st.integers(1, 2)))
+                Work(server=server, seconds=draw(durations), jobs=draw(st.sampled_from((0.5, 1, 2))))
                 for server in sorted(draw(st.sets(st.integers(0, 1))))
             ]
-        nodes.append(node(lane, draw(durations), *works))
+        loads: tuple[Load, ...] = ()
+        if slowed:
+            loads = tuple(Load(server=0, amount=amount) for amount in draw(st.sampled_from(((), (0.5,), (2.0,)))))
+            works = [replace(work, relieved_by=draw(st.integers(NEVER, place - 1)), relief=0.5) for work in works]
+        nodes.append(replace(node(lane, draw(durations), *works), loads=loads))
         befores = sorted(draw(st.sets(st.integers(0, place - 1), max_size=2))) if place else []
         edges += [(before, place, draw(durations)) for before in befores]
         if chained and lane in last:

@@ -8,6 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from sirtaki.autotune.knobs import Knobs
+from sirtaki.autotune.model.graph import Activity, Phase
+from sirtaki.autotune.model.replayer import replay
 from sirtaki.comm.layout import GradientLayout
 from sirtaki.comm.plan import Algorithm, CommPlan, Route, TransportKind, Unit
 from sirtaki.link_model import LinkModel
@@ -18,7 +20,6 @@ from sirtaki.profiler.recording import (
     Detail,
     JobRecord,
     Operator,
-    Phase,
     PhaseSpan,
     Placement,
     RankRecording,
@@ -28,11 +29,10 @@ from sirtaki.profiler.recording import (
     Recording,
     UnitId,
 )
+from sirtaki.profiler.step_memory import Module, ModuleKey
 from sirtaki.replay.from_recording import link_server
 from sirtaki.replay.global_graph import global_graph
-from sirtaki.replay.graph import Activity
 from sirtaki.replay.job_model import Iteration, JobModel, Operation, Piece, Processors, Program
-from sirtaki.replay.replayer import replay
 
 GLOO: Route = (TransportKind.GLOO, Algorithm.FLAT)
 
@@ -61,6 +61,7 @@ def made_job(
     copy_s: float = 0.001,
     hosts: Mapping[int, int] | None = None,
     capacity: float = 64.0,
+    busy: float = 1.0,
     iterations: int = 1,
 ) -> JobModel:
     """Each rank loads data, goes forward, computes gradients one behind the other, and updates.
@@ -74,6 +75,7 @@ def made_job(
         forward_s, data_s, update_s, copy_s: of the other things in a step; a copy comes before each unit.
         hosts: of each rank.
         capacity: processors of each host.
+        busy: see `Operation`.
         iterations: all alike.
     """
     ranks = tuple(durations_s)
@@ -97,6 +99,7 @@ def made_job(
                 link_s=n_bytes * link.beta_s_per_byte if link is not None else 0.0,
                 host_s=link.host_s if link is not None else 0.0,
                 processor_s=0.0 if link is not None else n_bytes * seconds_per_byte,
+                busy=busy,
             )
         )
     programs = {
@@ -184,7 +187,7 @@ def record(
         mine = [place for place, node in enumerate(nodes) if node.rank == rank]
         shift = offsets_s.get(rank, 0.0)
         now_s = played.end_s[mine[0]]
-        position, iterations = 1, []
+        position, iterations, keys = 1, [], dict[ModuleKey, int]()
         for number in numbers:
             begin_s, operators, copies, ready, issued = now_s, [], [], [], []
             spans: dict[Phase, list[float]] = {}
@@ -198,7 +201,12 @@ def record(
                 elif piece.name:
                     operators.append(
                         Operator(
-                            name=piece.name, lane=0, begin_s=start_s - shift, end_s=end_s - shift, phase=piece.phase
+                            name=piece.name,
+                            lane=0,
+                            begin_s=start_s - shift,
+                            end_s=end_s - shift,
+                            phase=piece.phase,
+                            module=-1 if piece.module is None else keys.setdefault(piece.module, len(keys)),
                         )
                     )
                 ready += [ReadyGradient(buffer=0, index=index, ready_s=end_s - shift) for _, index in piece.ready]
@@ -229,6 +237,7 @@ def record(
                     ready=tuple(ready),
                     copies=tuple(copies),
                     units=tuple(recorded_units),
+                    beside_s=sum(one.processor_s * one.busy for one in job.iterations[number].operations),
                 )
             )
         ranks[rank] = RankRecording(
@@ -240,6 +249,7 @@ def record(
             round_trip_s=1e-4,
             lanes=("main",),
             iterations=tuple(iterations),
+            modules=tuple(Module(name=name, kind="Layer", root=root) for root, name in keys),
         )
     place_of = {rank: group for group in job.processors for rank in group.ranks}
     placement = tuple(

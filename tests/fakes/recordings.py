@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from sirtaki.autotune.knobs import Cut, Knobs
+from sirtaki.autotune.model.graph import Phase
 from sirtaki.comm.layout import GradientLayout
 from sirtaki.comm.plan import Algorithm, TransportKind
 from sirtaki.link_model import LinkModel
@@ -15,7 +16,6 @@ from sirtaki.profiler.recording import (
     Detail,
     JobRecord,
     Operator,
-    Phase,
     PhaseSpan,
     Placement,
     RankRecording,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from fakes.played_jobs import made_job, plan_of
 
+from sirtaki.autotune.model.replayer import Replay, replay
 from sirtaki.link_model import LinkModel
 from sirtaki.replay.global_graph import global_graph
 from sirtaki.replay.job_model import JobModel
-from sirtaki.replay.replayer import Replay, replay
 from sirtaki.replay.step_times import StepTimes, replayed
 
 SIZES = (1000, 3000, 2000, 500)

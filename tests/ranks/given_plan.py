@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from sirtaki.engine import job
 from sirtaki.errors import ConfigError
 from sirtaki.profiler import profile
 from sirtaki.profiler.folder import read
+from sirtaki.torch.compile_backend import usual_part_bytes
 
 
 @contextlib.contextmanager
@@ -125,11 +127,29 @@ def a_tuned_job_goes_on_without_a_plan_that_does_not_fit() -> None:
             trained(15, width=200)
 
 
+def what_it_says_of_compiled_models_is_told_to_all_ranks_by_init() -> None:
+    with common_folder() as folder:
+        optimized(folder / "first")
+        path = folder / "first" / "plan.json"
+        hvd.barrier()
+        if hvd.rank() == 0:
+            path.write_text(json.dumps({**json.loads(path.read_text()), "part_bytes": 4321}))
+            os.environ["SIRTAKI_PLAN"] = str(path)
+        assert job.current().part_bytes is None
+        hvd.shutdown()
+        hvd.init()
+        assert (job.current().part_bytes, usual_part_bytes(100_000)) == (4321, 4321)
+        os.environ.pop("SIRTAKI_PLAN", None)
+        hvd.shutdown()
+        hvd.init()
+
+
 CASES = [
     a_recorded_jobs_plan_runs_where_nothing_is_tuned,
     it_is_the_first_trial_where_a_job_is_tuned,
     what_cannot_be_read_or_must_run_and_does_not_fit_is_an_error_on_all_ranks,
     a_tuned_job_goes_on_without_a_plan_that_does_not_fit,
+    what_it_says_of_compiled_models_is_told_to_all_ranks_by_init,
 ]
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import os
 import shutil
 import tempfile
+from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -13,11 +14,13 @@ from fakes import recordings
 from torch import nn
 
 import sirtaki.torch as hvd
+from sirtaki.autotune.model.graph import Phase
 from sirtaki.comm import recorder
 from sirtaki.profiler import profile
 from sirtaki.profiler.alignment import Known, align
 from sirtaki.profiler.folder import read
-from sirtaki.profiler.recording import Detail, Phase, RecordedIteration, Recording
+from sirtaki.profiler.recording import Detail, RecordedIteration, Recording
+from sirtaki.profiler.step_memory import Holds
 
 STEPS = 8
 
@@ -77,6 +80,9 @@ def all_ranks_record_the_same_units() -> None:
     assert recorder.active() is None
     found = recorded(folder)
     assert found.problems == ()
+    for one in (one for rank in found.ranks.values() for one in rank.iterations):
+        assert one.beside_s is not None
+        assert one.beside_s >= 0.0
     assert sorted(found.ranks) == list(range(hvd.size()))
     assert len(found.common_iterations) == 6
     assert len(found.usual_iterations) == 3
@@ -100,7 +106,7 @@ def all_ranks_record_the_same_units() -> None:
 def operators_follow_each_other_and_phases_are_known() -> None:
     folder, model = common_folder(), model_of()
     optimizer = optimizer_of(model)
-    with profile(folder, iterations=2):
+    with profile(folder, iterations=2, edges=True):
         train(model, optimizer)
     for rank in recorded(folder).ranks.values():
         assert rank.detail is Detail.OPERATORS
@@ -114,11 +120,37 @@ def operators_follow_each_other_and_phases_are_known() -> None:
             assert all(before.end_s <= after.begin_s for before, after in pairwise(own))
             by_name = {one.name: one for one in own}
             assert by_name["aten::linear"].phase is Phase.FORWARD
+            assert "AddmmBackward0" in {
+                step.operators[place].name for one in own if one.name == "AccumulateGrad" for place in one.after
+            }
             assert by_name["AddmmBackward0"].phase is Phase.BACKWARD
             assert by_name["AccumulateGrad"].phase is Phase.BACKWARD
             # A gradient is ready while autograd puts it there, or right after it: the clocks were mapped.
             backward = next(span for span in step.spans if span.phase is Phase.BACKWARD)
             assert all(backward.begin_s - 1e-4 < ready.ready_s < backward.end_s + 1e-2 for ready in step.ready)
+
+
+def memory_is_recorded_of_one_step_and_modules_of_all_operators() -> None:
+    folder, model = common_folder(), model_of()
+    optimizer = optimizer_of(model)
+    with profile(folder, iterations=2):
+        train(model, optimizer)
+    for rank in recorded(folder).ranks.values():
+        memory = rank.memory
+        assert memory is not None
+        assert (memory.iteration, memory.devices, memory.batch) == (rank.iterations[0].number, ("cpu",), 4)
+        assert [one.name for one in rank.modules] == ["", "0", "1", "2"]
+        n_bytes = Counter[Holds]()
+        for one in memory.allocations:
+            n_bytes[one.holds] += one.n_bytes
+        parameters = sum(one.nbytes for one in model.parameters())
+        assert n_bytes[Holds.GRADIENTS] == parameters
+        assert n_bytes[Holds.FLAT_BUFFERS] >= parameters
+        assert n_bytes[Holds.ACTIVATIONS] >= 4 * (16 + 4) * 4
+        for step in rank.iterations:  # also of those that torch.profiler did not see
+            of = {(one.name, one.phase): one.module for one in step.operators}
+            assert of["aten::relu", Phase.FORWARD] == of["ReluBackward0", Phase.BACKWARD] == 2
+            assert of["aten::square", Phase.FORWARD] == -1
 
 
 def units_alone_are_recorded_without_operators() -> None:
@@ -128,6 +160,7 @@ def units_alone_are_recorded_without_operators() -> None:
         train(model, optimizer)
     for rank in recorded(folder).ranks.values():
         assert rank.detail is Detail.UNITS
+        assert rank.memory is None
         for step in rank.iterations:
             an_iteration_is_whole(step)
             assert step.operators == ()
@@ -213,6 +246,7 @@ def a_script_may_use_the_profiler_itself() -> None:
 CASES = (
     all_ranks_record_the_same_units,
     operators_follow_each_other_and_phases_are_known,
+    memory_is_recorded_of_one_step_and_modules_of_all_operators,
     units_alone_are_recorded_without_operators,
     what_there_is_is_written_if_training_ends_early,
     buffers_of_two_optimizers_are_told_apart,

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from sirtaki.autotune.model.graph import ALL_RANKS, Activity
+from sirtaki.autotune.model.replayer import Replay
 from sirtaki.replay.critical_path import critical_path
 from sirtaki.replay.global_graph import BEFORE
-from sirtaki.replay.graph import ALL_RANKS, Activity
 from sirtaki.replay.histories import Histories
-from sirtaki.replay.replayer import Replay
 
 from .lanes import COPIES, TRAINING
 

@@ -7,8 +7,8 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from sirtaki.autotune.model.graph import Activity
 from sirtaki.replay.barriers import Barrier
-from sirtaki.replay.graph import Activity
 from sirtaki.replay.histories import Histories, Step
 from sirtaki.replay.job_model import OperationKey
 

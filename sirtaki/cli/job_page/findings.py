@@ -8,7 +8,10 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
 
-from sirtaki.errors import PlanError, RecordingError, ReplayError
+from sirtaki.autotune.model.replayer import Replay
+from sirtaki.errors import ConfigError, PlanError, RecordingError, ReplayError
+from sirtaki.optimizer.budget import Fitting, fit, highest_rank, memory_replay
+from sirtaki.optimizer.memory_passes import memory_passes
 from sirtaki.profiler.alignment import align
 from sirtaki.profiler.folder import of_ranks, read
 from sirtaki.profiler.recording import Detail, Recording
@@ -16,9 +19,12 @@ from sirtaki.profiler.summary import summary
 from sirtaki.replay.critical_path import Part, parts
 from sirtaki.replay.from_recording import job_model
 from sirtaki.replay.histories import Histories, histories
+from sirtaki.replay.job_model import JobModel
 from sirtaki.replay.remedies import Answer, play, price_error, price_notes, single_remedies, unanswered
-from sirtaki.replay.replayer import Replay
 from sirtaki.replay.step_times import StepTimes, recorded, replayed
+
+BUDGETS = (0.75, 0.5)
+"""Of the peak of memory."""
 
 FAR = 0.05
 """A replay that is further from the recording is not believed."""
@@ -35,6 +41,7 @@ class Played:
         answers: what each single remedy would bring; empty where the replay is not believed.
         price_error: by which share of a step what is said of other units may be wrong.
         notes: what it takes for granted, and what it cannot answer, a sentence each.
+        fittings: what would lower the peak of memory to shares of it; empty where it is not recorded.
     """
 
     replay: Replay
@@ -43,6 +50,7 @@ class Played:
     answers: tuple[Answer, ...]
     price_error: float
     notes: tuple[str, ...]
+    fittings: tuple[Fitting, ...] = ()
 
     def is_sure(self, one: Answer) -> bool:
         """It would change more than it may be wrong by, as far as that is known."""
@@ -104,7 +112,7 @@ def findings(folder: Path) -> Findings:
     played = None
     try:
         played = _played(found, times)
-    except (PlanError, ReplayError) as err:
+    except (ConfigError, PlanError, ReplayError) as err:
         problems.append(f"what is here cannot be replayed: {err}")
     return Findings(
         folder=folder,
@@ -129,7 +137,17 @@ def _played(found: Histories, was: StepTimes) -> Played:
         answers=single_remedies(job, before_s=now.iteration_s) if believed else (),
         price_error=error,
         notes=(*job.notes, *unanswered(job), *price_notes(error)),
+        fittings=_fittings(found, job) if believed else (),
     )
+
+
+def _fittings(histories: Histories, job: JobModel) -> tuple[Fitting, ...]:
+    try:
+        most = memory_replay(highest_rank(histories.recording)).peak().n_bytes
+    except RecordingError:
+        return ()
+    shares = [round(share * most) for share in BUDGETS]
+    return tuple(fit(histories.recording, job, memory_passes(), budget_bytes=budget) for budget in shares)
 
 
 def _comparable(recording: Recording) -> tuple[Recording, list[str]]:
@@ -139,7 +157,7 @@ def _comparable(recording: Recording) -> tuple[Recording, list[str]]:
         RecordingError: there is no iteration.
     """
     usual = {
-        number: {one.number for one in rank.iterations if not one.profiling} for number, rank in recording.ranks.items()
+        number: {one.number for one in rank.iterations if one.is_usual} for number, rank in recording.ranks.items()
     }
     count = Counter(number for numbers in usual.values() for number in numbers)
     if not count:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from enum import Enum
 
-from sirtaki.profiler.recording import Phase
-from sirtaki.replay.graph import Activity
+from sirtaki.autotune.model.graph import Activity, Phase
 from sirtaki.replay.history import Stretch
 
 

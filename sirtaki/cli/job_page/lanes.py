@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from sirtaki.autotune.model.graph import Activity
 from sirtaki.profiler.recording import Operator
-from sirtaki.replay.graph import Activity
 from sirtaki.replay.histories import Histories, Step
 from sirtaki.replay.history import Clock, Stretch
 

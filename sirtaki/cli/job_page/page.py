@@ -9,12 +9,14 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from importlib.resources import files
 
+from ..quantities import ms
 from ..svg import Plot, framed, legend, page
 from .drawn_path import drawn_path
 from .exposure import RankExposure, exposures, late_units
 from .findings import Findings
 from .kinds import COLORS, Kind
-from .sentences import WITHOUT_OPERATORS, gain, heading, kind_words, ms, percent, problems, sentences, signed_ms
+from .memory import memory_section
+from .sentences import WITHOUT_OPERATORS, gain, heading, kind_words, percent, problems, sentences, signed_ms
 from .step_parts import StepParts, step_parts
 from .tables import share_bar, table
 from .timeline import Timeline, timeline
@@ -66,6 +68,7 @@ def render(found: Findings) -> str:
             *_path(found),
             *_exposure(found, exposed),
             *_what_if(found),
+            *memory_section(found),
             *_rest(found),
         ],
         head=_policy(script) + f"<style>{STYLE}</style>",
@@ -289,7 +292,7 @@ def _what_if(found: Findings) -> Iterator[str]:
         return
     yield (
         f"<p>Each single remedy by itself, replayed. The replay of the recorded job is {100 * found.error:+.1f} % off "
-        "the recording; what recording costs is in both. These are predictions: try the first ones, and measure.</p>"
+        "the recording. These are predictions: try the first ones, and measure.</p>"
     )
     for note in found.played.notes:
         yield f'<p class="note">{escape(note[:1].upper() + note[1:])}.</p>'
@@ -310,7 +313,9 @@ def _what_if(found: Findings) -> Iterator[str]:
 
 
 def _rest(found: Findings) -> Iterator[str]:
-    missing = ["Memory is not recorded."]
+    missing = []
+    if not any(rank.memory is not None for rank in found.histories.recording.ranks.values()):
+        missing.append("Memory was not recorded.")
     if not found.has_operators:
         missing.append("Operators were not recorded on every rank, so phases are told less exactly there.")
     words = [*(f"{line[:1].upper()}{line[1:]}." for line in found.lines[1:]), *missing]

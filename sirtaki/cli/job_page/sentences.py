@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from sirtaki.replay.remedies import WORTH_SAYING, Answer
 
+from ..quantities import ms
 from .exposure import exposures
 from .findings import Findings
 from .kinds import NOT_TOLD_APART, Kind
@@ -57,11 +58,6 @@ def gain(one: Answer) -> str:
     if abs(one.gain) < WORTH_SAYING:
         return "as long"
     return f"{percent(abs(one.gain))} {'less' if one.gain > 0 else 'longer'}"
-
-
-def ms(seconds: float) -> str:
-    """`198.2 ms`."""
-    return f"{1e3 * seconds:.4g} ms"
 
 
 def signed_ms(seconds: float) -> str:

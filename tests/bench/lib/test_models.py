@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from bench.lib.contenders import Contender
-from bench.lib.models import EmulatedModel, emulated_resnet50
+from bench.lib.models import EmulatedModel, emulated_resnet50, gpt
 from bench.lib.workloads import workload
 
 
@@ -50,3 +50,21 @@ def test_weights_show_a_gradient_that_was_not_the_average():
     contender.step()
     with pytest.raises(RuntimeError, match="were not averages"):
         contender.check_average(1.5)
+
+
+def test_the_gpt_learns_and_sleeps_in_both_passes():
+    model, tokens = gpt(rank=0, sequences=2, length=16, elsewhere_s=0.005)
+    assert len(list(model.parameters())) == 53
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for _ in range(3):
+        begin_s = time.perf_counter()
+        loss = model(tokens)
+        assert time.perf_counter() - begin_s >= 4 * 0.005
+        begin_s = time.perf_counter()
+        loss.backward()
+        assert time.perf_counter() - begin_s >= 4 * 0.010
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    assert losses[2] < losses[1] < losses[0]

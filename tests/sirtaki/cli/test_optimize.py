@@ -7,6 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from fakes import memories
+from fakes.compiled_jobs import compiled_job
 from fakes.drawn_jobs import drawn_job
 from fakes.played_jobs import record
 from fakes.replays import on_one_host
@@ -14,6 +16,7 @@ from fakes.replays import on_one_host
 from sirtaki.cli.__main__ import main
 from sirtaki.cli.optimize import worth
 from sirtaki.engine.given_plan import GivenPlan
+from sirtaki.link_model import LinkModel
 from sirtaki.optimizer.outcome import optimize
 from sirtaki.profiler.folder import rank_path, write_job, write_rank
 from sirtaki.profiler.recording import Recording
@@ -79,6 +82,24 @@ def test_what_changes_numbers_is_said_with_a_line_of_code(folder: Path, capsys: 
     assert (status, "there is no pass 'fp4'" in err) == (1, True)
 
 
+def test_a_compiled_model_gets_its_line_of_code_in_text_plan_and_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slow = written(tmp_path / "slow", record(compiled_job(LinkModel(alpha_s=1e-3, throughput=(2e7, 4e7), host_s=0.0))))
+    status, out, err = asked(slow, capsys)
+    assert (status, err) == (0, "")
+    size = GivenPlan.read(slow).part_bytes
+    assert size
+    assert f"parts: torch.compile(model, backend=hvd.early_gradients(part_bytes={size}))\n" in out
+    assert "(without parts the best plan makes it " in out
+    found = json.loads(asked(slow, capsys, "--json")[1])
+    assert found["part_bytes"] == size
+    assert found["after_s"] < found["plan_alone_s"]
+    fast = written(tmp_path / "fast", record(compiled_job(LinkModel(alpha_s=1e-4, throughput=(2e9,), host_s=0.0))))
+    assert "The compiled model stays whole" in asked(fast, capsys)[1]
+    assert GivenPlan.read(fast).part_bytes == 0
+
+
 def test_bad_input_gets_one_sentence(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert asked(tmp_path, capsys)[0] == 1
     status, _, err = asked(folder, capsys, "-o", str(tmp_path / "no" / "where.json"))
@@ -110,3 +131,41 @@ def test_how_much_the_answer_is_worth_is_said() -> None:
     assert any("differ by more than is gained" in line for line in worth(outcome, noisy))
     fitted = replace(outcome, as_recorded=replace(exact, iteration_s=exact.iteration_s * 0.8))
     assert any("worth a trial, no more" in line for line in worth(fitted, fitted.as_recorded))
+
+
+@pytest.fixture
+def with_memory(tmp_path: Path) -> Path:
+    return written(tmp_path / "memory", memories.recorded_job())
+
+
+def test_what_meets_a_budget_is_said_and_written_beside_the_plan(
+    with_memory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, out, err = asked(with_memory, capsys, "--memory-budget", "2.5K")
+    assert (status, err) == (0, "")
+    assert out.startswith("At its peak rank 0 holds 2.89 KiB (cpu), more than 2.5 KiB.")
+    assert "backward_passes_per_step=2" in out
+    assert "do not believe" not in out
+    memory = json.loads((with_memory / "plan.json").read_text())["memory"]
+    assert memory["remedies"][memory["chosen"]]["peak_bytes"] <= memory["budget_bytes"] == 2560
+    assert GivenPlan.read(with_memory).ranks == 2
+    _, told, _ = asked(with_memory, capsys, "--memory-budget", "2.5K", "--json")
+    assert json.loads(told)["memory"] == memory
+
+
+def test_without_a_budget_nothing_is_said_of_memory(with_memory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = asked(with_memory, capsys)
+    assert "peak" not in out
+    assert "memory" not in json.loads((with_memory / "plan.json").read_text())
+
+
+def test_a_budget_that_cannot_be_met_is_one_sentence_and_no_plan(
+    with_memory: Path, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, out, err = asked(with_memory, capsys, "--memory-budget", "1K")
+    assert (status, out) == (1, "")
+    assert "a budget of 1 KiB cannot be met" in err
+    assert not (with_memory / "plan.json").exists()
+    status, out, err = asked(folder, capsys, "--memory-budget", "1K")
+    assert (status, out) == (1, "")
+    assert "memory is not in this recording" in err

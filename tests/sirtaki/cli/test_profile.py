@@ -99,7 +99,8 @@ def test_a_recording_that_is_there_is_shown_with_its_trace(written: Path, capsys
 
 
 def test_the_jobs_exit_code_is_the_commands_where_something_was_recorded(written: Path, tmp_path: Path) -> None:
-    copies = f"cp {written}/* $SIRTAKI_PROFILE; test $SIRTAKI_PROFILE_ITERATIONS$SIRTAKI_PROFILE_OPERATORS = 70; exit 5"
+    told = "$SIRTAKI_PROFILE_ITERATIONS$SIRTAKI_PROFILE_OPERATORS$SIRTAKI_PROFILE_EDGES"
+    copies = f"cp {written}/* $SIRTAKI_PROFILE; test {told} = 700; exit 5"
     words = ["profile", "-o", str(tmp_path / "new"), "--iterations", "7", "--units-only", "sh", "-c", copies]
     assert main(words) == 5
 
@@ -121,6 +122,7 @@ def wrong(tmp_path: Path, written: Path) -> dict[str, list[str]]:
         "what is to be recorded?": [],
         "holds a recording: give another folder": ["-o", str(written), "true"],
         "must be 1 at least": ["--iterations", "0", "true"],
+        "--edges is about operators": ["--edges", "--units-only", "true"],
         "cannot be recorded into: File exists": ["-o", str(tmp_path / "file"), "true"],
         "no-such-command cannot be started": ["-o", str(empty), "no-such-command"],
         "the job has failed (exit code 3)": ["-o", str(empty), "sh", "-c", "exit 3"],

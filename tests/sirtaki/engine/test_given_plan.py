@@ -15,7 +15,7 @@ from sirtaki.autotune.knobs import KIB, Cut, Knobs, KnobSpace
 from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.layout import GradientLayout
 from sirtaki.comm.plan import Algorithm, CommPlan, TransportKind
-from sirtaki.engine.given_plan import GivenPlan, given_to_all
+from sirtaki.engine.given_plan import GivenPlan, given_to_all, part_bytes_of
 from sirtaki.errors import ConfigError
 
 SIZES = (30_000, 20_000, 50_000, 2)
@@ -51,6 +51,19 @@ def test_a_file_holds_knobs_and_the_units_that_they_come_to(tmp_path: Path) -> N
     (tmp_path / "plan.json").write_text(json.dumps(data))
     for path in (tmp_path, tmp_path / "plan.json"):
         assert GivenPlan.read(path) == replace(GIVEN, source=str(tmp_path / "plan.json"))
+
+
+def test_what_it_says_of_compiled_graphs_is_read_by_itself(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    for part_bytes in (None, 0, 3_000_000):
+        path.write_text(json.dumps(replace(GIVEN, part_bytes=part_bytes).to_json()))
+        assert GivenPlan.read(path).part_bytes == part_bytes
+        assert part_bytes_of(str(tmp_path)) == part_bytes
+    older = {key: value for key, value in GIVEN.to_json().items() if key != "part_bytes"}
+    assert GivenPlan.from_json(older, source="plan.json") == GIVEN
+    path.write_text("no plan")
+    assert part_bytes_of(str(path)) is None  # the optimizer says why
+    assert part_bytes_of(None) is None
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,10 @@ from fakes.drawn_jobs import CHOICES
 from fakes.played_jobs import GLOO
 from fakes.replays import over_a_link
 
+from sirtaki.autotune.model.graph import Activity
 from sirtaki.comm.layout import GradientLayout
 from sirtaki.errors import ConfigError
+from sirtaki.optimizer import other_passes
 from sirtaki.optimizer import passes as module
 from sirtaki.optimizer.change import Candidate, Change, Choices, Position
 from sirtaki.optimizer.passes import (
@@ -26,7 +28,6 @@ from sirtaki.optimizer.passes import (
     passes,
 )
 from sirtaki.optimizer.schedule import Schedule, Tensor
-from sirtaki.replay.graph import Activity
 
 TENSORS = (Tensor(stop=1000), Tensor(stop=3000), Tensor(stop=6000, parts=2))
 
@@ -136,7 +137,7 @@ class Mine:
 def test_other_packages_bring_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     def brought(value: str) -> None:
         point = EntryPoint(name="mine", group=module.ENTRY_POINT_GROUP, value=value)
-        monkeypatch.setattr(module, "entry_points", lambda group: [point])
+        monkeypatch.setattr(other_passes, "entry_points", lambda group: [point])
 
     monkeypatch.setattr(module, "mine", Mine, raising=False)
     brought("sirtaki.optimizer.passes:mine")

@@ -68,3 +68,6 @@ def test_what_was_recorded_is_taken_unit_by_unit_unless_it_is_even() -> None:
     even = replace(buffer, knobs=knobs, plan=knobs.to_plan(buffer.layout))
     assert Schedule.recorded(even).tensors is None
     assert Schedule.recorded(even).knobs(buffer.layout) == knobs
+    whole = replace(knobs, unit_bytes=2 * buffer.layout.total_bytes)  # one unit, smaller than its knobs say
+    alone = replace(buffer, knobs=whole, plan=whole.to_plan(buffer.layout))
+    assert Schedule.recorded(alone).knobs(buffer.layout) == replace(whole, streams=Schedule.recorded(alone).streams)

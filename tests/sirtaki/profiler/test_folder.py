@@ -68,8 +68,25 @@ def test_fields_that_are_missing_are_a_damaged_file(written: Path) -> None:
 def test_a_folder_of_another_version_is_not_read(written: Path) -> None:
     data = json.loads((written / "job.json").read_text())
     (written / "job.json").write_text(json.dumps({**data, "format": 7}))
-    with pytest.raises(RecordingError, match=r"has format 7; this version of Sirtaki reads format 2"):
+    with pytest.raises(RecordingError, match=r"has format 7; this version of Sirtaki reads formats 2 and 3"):
         folder.read(written)
+
+
+def test_a_folder_of_the_version_before_is_read_without_modules_and_memory(written: Path) -> None:
+    data = json.loads((written / "job.json").read_text())
+    (written / "job.json").write_text(json.dumps({**data, "format": 2}))
+    for number in range(4):
+        path = folder.rank_path(written, number)
+        rank = json.loads(gzip.decompress(path.read_bytes()))
+        del rank["modules"], rank["memory"]
+        for one in rank["iterations"]:
+            one["operators"] = [row[:7] for row in one["operators"]]
+        path.write_bytes(gzip.compress(json.dumps({**rank, "format": 2}).encode()))
+    recording = folder.read(written)
+    assert recording.problems == ()
+    assert sorted(recording.ranks) == [0, 1, 2, 3]
+    assert recording.ranks[0].memory is None
+    assert recording.ranks[0].iterations[0].operators[0].module == -1
 
 
 def test_ranks_of_another_model_or_job_are_left_out(written: Path) -> None:

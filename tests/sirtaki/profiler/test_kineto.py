@@ -53,3 +53,26 @@ def test_another_thread_knows_that_it_is_not_its_own() -> None:
     assert seen == [False]
     assert kineto.here
     kineto.stop()
+
+
+def test_memory_is_told_in_its_order_with_who_asked_for_it() -> None:
+    weight = torch.ones(1000, requires_grad=True)
+    kineto = Kineto()
+    before_s = time.perf_counter()
+    (weight * 2).sum().backward()
+    weight.grad = None
+    seen = kineto.stop()
+    assert all(one.device == "cpu" and one.at_s >= before_s - seen.clock.error_s for one in seen.memory)
+    assert [one.at_s for one in seen.memory] == sorted(one.at_s for one in seen.memory)
+    large = [(one.n_bytes, one.operator) for one in seen.memory if abs(one.n_bytes) == 4000]
+    assert large[0] == (4000, "aten::mul")
+    assert sum(n_bytes for n_bytes, _ in large) == 0
+    assert not any(event.name == "[memory]" for event in seen.events)
+
+
+def test_what_operators_read_is_watched_until_the_next_mark() -> None:
+    kineto = Kineto(edges=True)
+    torch.ones(4).sum()
+    kineto.mark()
+    torch.ones(4).prod()
+    assert [(one.name, one.after) for one in kineto.stop().readers] == [("aten::ones", ()), ("aten::sum", (0,))]

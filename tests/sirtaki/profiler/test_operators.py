@@ -5,10 +5,10 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sirtaki.autotune.model.graph import Phase
 from sirtaki.profiler.clock_map import ClockMap
 from sirtaki.profiler.kineto import Event, Seen
 from sirtaki.profiler.operators import BACKWARD, LOADER, ZEROING, Step, StepOperators, operators_of
-from sirtaki.profiler.recording import Phase
 
 TRAINS, ENGINE = 1, 7
 CLOCK = ClockMap(origin_ns=0, origin_s=0.0, error_s=0.0)
@@ -131,3 +131,9 @@ def test_no_lane_ever_overlaps(spans: list[list[float]], cuts: list[float]) -> N
     for one in operators:
         assert one.begin_s < one.end_s
         assert all(one.end_s <= begin_s or end_s <= one.begin_s for begin_s, end_s in step.cuts)
+
+
+def test_an_operator_is_of_the_module_that_it_is_said_to_be_of() -> None:
+    seen = Seen(events=USUAL, thread=TRAINS, clock=CLOCK)
+    (found,), _ = operators_of(seen, [STEP], lambda event: event.sequence)
+    assert [one.module for one in found.operators] == [one.sequence for one in found.operators]

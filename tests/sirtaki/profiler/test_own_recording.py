@@ -3,6 +3,7 @@ from dataclasses import replace
 import pytest
 from fakes import recordings
 
+from sirtaki.autotune.model.graph import Phase
 from sirtaki.comm.plan import Algorithm, TransportKind
 from sirtaki.comm.recorder import CopySpan, ReadyMoment, TracedIteration, TracedOperation, TracedUnit
 from sirtaki.profiler.clock_map import ClockMap
@@ -16,7 +17,6 @@ from sirtaki.profiler.own_recording import (
     operators_of_drafts,
     recorded,
 )
-from sirtaki.profiler.recording import Phase
 
 ROUTE = (TransportKind.GLOO, Algorithm.FLAT)
 

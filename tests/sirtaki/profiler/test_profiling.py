@@ -23,7 +23,7 @@ def test_at_least_one_iteration_is_recorded(monkeypatch, tmp_path) -> None:
 
 
 def test_a_job_that_is_recorded_already_is_not_recorded_twice(monkeypatch, tmp_path) -> None:
-    asked = _Asked(profile=str(tmp_path), profile_iterations=2, profile_operators=False)
+    asked = _Asked(profile=str(tmp_path), profile_iterations=2, profile_operators=False, profile_edges=False)
     monkeypatch.setattr(profiling, "current", lambda: asked)
     monkeypatch.setattr(profiling, "_from_environment", None)
     profiling.begin_as_set()

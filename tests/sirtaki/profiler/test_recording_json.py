@@ -2,7 +2,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from fakes import recordings
+from fakes import memories, recordings
 
 from sirtaki.autotune.model.contention import ContentionModel, RateCurve
 from sirtaki.profiler.recording_json import job_from_json, job_to_json, rank_from_json, rank_to_json
@@ -18,6 +18,12 @@ def test_a_rank_comes_back_from_json_as_it_was() -> None:
         assert mine.operators[1].after == (0,)
         assert mine.operators[0].begin_s == pytest.approx(theirs.operators[0].begin_s, abs=1e-9)
         assert rank_to_json(replace(back, iterations=(mine,))) == rank_to_json(replace(rank, iterations=(theirs,)))
+
+
+def test_modules_and_memory_come_back_from_json_as_they_were() -> None:
+    rank = memories.recording().ranks[0]
+    back = rank_from_json(json.loads(json.dumps(rank_to_json(rank))))
+    assert (back.modules, back.memory) == (rank.modules, rank.memory)
 
 
 def test_a_job_comes_back_from_json_as_it_was() -> None:

@@ -11,11 +11,11 @@ from fakes.replays import LINK, SIZES, on_one_host, over_a_link, played, times
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sirtaki.autotune.model.replayer import replay
 from sirtaki.replay.coarsening import coarse, mean_iteration, symmetric
 from sirtaki.replay.global_graph import global_graph
 from sirtaki.replay.job_model import JobModel, Piece
 from sirtaki.replay.other_plan import with_plans
-from sirtaki.replay.replayer import replay
 
 
 def finer(job: JobModel, parts: int) -> JobModel:

@@ -10,11 +10,11 @@ from fakes.played_jobs import made_job, plan_of
 from fakes.replays import LINK, SIZES, on_one_host, over_a_link, played
 from hypothesis import given, settings
 
+from sirtaki.autotune.model.graph import Graph
+from sirtaki.autotune.model.replayer import replay
 from sirtaki.link_model import LinkModel
 from sirtaki.replay.critical_path import critical_path, parts
-from sirtaki.replay.graph import Graph
 from sirtaki.replay.job_model import JobModel
-from sirtaki.replay.replayer import replay
 
 
 def shares(job: JobModel) -> dict[str, float]:

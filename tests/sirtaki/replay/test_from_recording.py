@@ -9,6 +9,7 @@ from fakes.played_jobs import made_job, plan_of, record
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sirtaki.autotune.model.replayer import replay
 from sirtaki.errors import ReplayError
 from sirtaki.link_model import LinkModel
 from sirtaki.profiler.recording import Detail
@@ -16,7 +17,6 @@ from sirtaki.replay.from_recording import job_model, without_dents
 from sirtaki.replay.global_graph import global_graph
 from sirtaki.replay.histories import histories
 from sirtaki.replay.job_model import JobModel
-from sirtaki.replay.replayer import replay
 from sirtaki.replay.step_times import StepTimes, recorded, replayed
 
 SIZES = (1000, 3000, 2000, 500)

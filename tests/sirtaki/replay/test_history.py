@@ -6,8 +6,8 @@ from itertools import pairwise
 
 import pytest
 
-from sirtaki.profiler.recording import Copy, Operator, Phase, PhaseSpan, RecordedIteration
-from sirtaki.replay.graph import Activity
+from sirtaki.autotune.model.graph import Activity, Phase
+from sirtaki.profiler.recording import Copy, Operator, PhaseSpan, RecordedIteration
 from sirtaki.replay.history import Marks, Stretch, Wait, pieces, stretches, with_waits
 
 UNIT = (0, 0, 100)

@@ -6,9 +6,9 @@ import pytest
 from fakes.graphs import graph, node
 from fakes.replays import over_a_link
 
+from sirtaki.autotune.model.replayer import replay
 from sirtaki.replay.global_graph import global_graph
 from sirtaki.replay.partial import communication_s, computation_s, part
-from sirtaki.replay.replayer import replay
 
 
 def test_what_is_kept_keeps_its_edges() -> None:

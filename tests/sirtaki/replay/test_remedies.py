@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from fakes.compiled_jobs import compiled_job
 from fakes.played_jobs import made_job, plan_of
 from fakes.replays import LINK, SIZES, on_one_host, over_a_link, times
 
 from sirtaki.autotune.knobs import Knobs
 from sirtaki.comm.plan import TransportKind
 from sirtaki.errors import ReplayError
+from sirtaki.link_model import LinkModel
 from sirtaki.replay.other_plan import with_plans
 from sirtaki.replay.remedies import (
     best_knobs,
@@ -32,7 +34,7 @@ def test_remedies_are_for_what_is_there_the_best_first() -> None:
         link=LINK,
         data_s=dict.fromkeys(range(3), 0.03),
     )
-    found = remedies(job)
+    found = remedies(job, before_s=times(job).iteration_s)
     words = [one.words for one in found]
     assert words[0] == "no rank were slower than most"
     assert {"no rank waited for data", "the links were twice as fast"} & set(words) == {"no rank waited for data"}
@@ -40,6 +42,17 @@ def test_remedies_are_for_what_is_there_the_best_first() -> None:
     before_s = times(job).iteration_s
     for one in found:
         assert one.gain == pytest.approx(1 - one.times.iteration_s / before_s)
+
+
+def test_a_compiled_model_in_parts_is_one_with_the_line_that_does_it() -> None:
+    job = compiled_job(LinkModel(alpha_s=1e-3, throughput=(2e7, 4e7), host_s=0.0))
+    (one,) = (one for one in remedies(job, before_s=times(job).iteration_s) if "early_gradients" in one.words)
+    assert one.words.startswith("the model was compiled in ")
+    assert one.gain > 0.1
+    assert one.is_priced
+    for other in (on_one_host(), compiled_job(LinkModel(alpha_s=1e-4, throughput=(2e9,), host_s=0.0))):
+        answers = single_remedies(other, before_s=times(other).iteration_s)
+        assert not [one for one in answers if "early_gradients" in one.words]
 
 
 def test_each_knob_is_asked_for_by_itself_and_both_together() -> None:
@@ -100,12 +113,13 @@ def test_what_brings_nothing_is_asked_and_not_said() -> None:
     job = over_a_link()
     before_s = times(job).iteration_s
     asked = single_remedies(job, before_s=before_s)
-    assert [one for one in asked if one.is_worth_saying] == list(remedies(job))
-    assert len(asked) > len(remedies(job))
+    assert [one for one in asked if one.is_worth_saying] == list(remedies(job, before_s=before_s))
+    assert len(asked) > len(remedies(job, before_s=before_s))
 
 
 def test_a_job_on_one_host_has_no_link_to_make_faster() -> None:
-    assert not any("links" in one.words for one in remedies(on_one_host()))
+    job = on_one_host()
+    assert not any("links" in one.words for one in remedies(job, before_s=times(job).iteration_s))
 
 
 def test_the_best_knobs_are_the_fastest_of_a_few() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sirtaki.replay.graph import Server
+from sirtaki.autotune.model.graph import Server
 from sirtaki.replay.share_clock import ShareClock
 
 

@@ -6,7 +6,7 @@ import pytest
 from fakes.played_jobs import record
 from fakes.replays import over_a_link, played
 
-from sirtaki.profiler.recording import Phase
+from sirtaki.autotune.model.graph import Phase
 from sirtaki.replay.histories import histories
 from sirtaki.replay.step_times import recorded, replayed
 

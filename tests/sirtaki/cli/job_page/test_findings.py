@@ -2,6 +2,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from fakes.compiled_jobs import compiled_job
 from fakes.played_jobs import record, written
 from fakes.recordings import recording as made
 from fakes.replays import on_one_host, over_a_link
@@ -9,6 +10,7 @@ from fakes.replays import on_one_host, over_a_link
 from sirtaki.cli.job_page import findings as module
 from sirtaki.cli.job_page.findings import findings
 from sirtaki.errors import RecordingError, ReplayError
+from sirtaki.link_model import LinkModel
 from sirtaki.profiler.folder import rank_path
 from sirtaki.profiler.recording import Detail
 from sirtaki.replay.remedies import Answer
@@ -26,6 +28,15 @@ def test_a_whole_recording_is_replayed_and_asked(tmp_path: Path) -> None:
     words = " ".join(one.words for one in found.played.answers)
     for remedy in ("no rank were slower", "twice as fast", "half as many bytes", "units were cut"):
         assert remedy in words
+
+
+def test_a_compiled_model_in_parts_is_among_what_would_help(tmp_path: Path) -> None:
+    link = LinkModel(alpha_s=1e-3, throughput=(2e7, 4e7), host_s=0.0)
+    found = findings(written(tmp_path, record(compiled_job(link))))
+    assert found.played is not None
+    (one,) = (one for one in found.played.answers if "hvd.early_gradients(part_bytes=" in one.words)
+    assert one.gain > 0.1
+    assert found.played.is_sure(one)
 
 
 def test_a_rank_that_was_killed_is_said_and_the_others_are_shown(tmp_path: Path) -> None:

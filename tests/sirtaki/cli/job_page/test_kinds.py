@@ -1,8 +1,7 @@
 import pytest
 
+from sirtaki.autotune.model.graph import Activity, Phase
 from sirtaki.cli.job_page.kinds import COLORS, OF_PHASE, Kind, kind_of
-from sirtaki.profiler.recording import Phase
-from sirtaki.replay.graph import Activity
 from sirtaki.replay.history import Stretch
 
 

@@ -81,7 +81,7 @@ def test_the_page_says_all_that_is_known(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert "is the link between hosts" in page
     assert "if the links were twice as fast" in page
-    assert "Memory is not recorded." in page
+    assert "Memory was not recorded." in page
 
 
 def test_a_ranks_bar_is_as_long_as_its_step(tmp_path: Path) -> None:

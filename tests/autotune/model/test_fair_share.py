@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from sirtaki.replay.fair_share import FairShare
-from sirtaki.replay.graph import Server
+from sirtaki.autotune.model.fair_share import FairShare
+from sirtaki.autotune.model.graph import Server
 
 
 def test_jobs_end_when_the_shared_clock_says_so() -> None:
@@ -29,6 +29,35 @@ def test_nothing_ends_too_early_and_equals_end_together() -> None:
         share.begin(0.0, job, 1.0, 1)
     assert share.take_ended(1.9) == []
     assert sorted(share.take_ended(2.0)) == [0, 1, 2, 3]
+
+
+def test_load_slows_all_jobs_down_as_long_as_it_is_there() -> None:
+    share = FairShare(Server(name="processors", totals=(1.0,), speed=lambda load: 1.0 - load))
+    share.begin(0.0, 1, 2.0, 1)
+    share.load(1.0, 0.5)
+    assert share.next_s == 3.0
+    share.load(2.0, -0.5)
+    assert share.take_ended(2.5) == [1]
+
+
+def test_relief_shortens_what_is_left_of_some_jobs() -> None:
+    share = FairShare(Server(name="link", totals=(1.0, 2.0)))
+    share.begin(0.0, 1, 2.0, 1)
+    share.begin(0.0, 2, 3.0, 1)
+    share.relieve(1.0, {2: 0.25})
+    assert share.next_s == 1.5
+    assert share.take_ended(1.5) == [2]
+    assert share.take_ended(2.0) == [1]
+
+
+def test_parts_of_jobs_leave_nothing_behind() -> None:
+    share = FairShare(Server(name="processors", totals=(1.0, 2.0)))
+    for turn in range(100):
+        for job in range(7):
+            share.begin(float(turn), job, 0.1, 0.1 * (job + 1))
+        share.take_ended(share.next_s)
+    share.begin(200.0, 1, 1.0, 0.3)
+    assert share.next_s == 201.0
 
 
 def test_rounding_late_in_a_job_holds_nothing_up() -> None:

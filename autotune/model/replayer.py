@@ -7,6 +7,7 @@ lanes and servers, so times are exact.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass
 from heapq import heappop, heappush
@@ -14,7 +15,7 @@ from heapq import heappop, heappush
 from sirtaki.errors import ReplayError
 
 from .fair_share import FairShare
-from .graph import Graph
+from .graph import NEVER, Graph, Work
 
 START = -1
 """`Replay.causes` of a node that nothing held back."""
@@ -85,6 +86,7 @@ class _Run:
         self._busy = [False] * len(graph.lanes)
         self._last = [START] * len(graph.lanes)  # what the lane has done last
         self._servers = [FairShare(server) for server in graph.servers]
+        self._relieved: dict[int, dict[int, dict[int, float]]] = {}  # by node, then server: what its end relieves
         self._events: list[tuple[float, int, int]] = []  # (when, kind, node or server)
 
     def play(self) -> None:
@@ -111,7 +113,10 @@ class _Run:
     def _start(self, now_s: float, index: int, lane: int) -> None:
         self._busy[lane] = True
         self.start_s[index] = now_s
-        heappush(self._events, (now_s + self.graph.nodes[index].fixed_s, _FIXED, index))
+        node = self.graph.nodes[index]
+        for load in node.loads:
+            self._load(now_s, load.server, load.amount)
+        heappush(self._events, (now_s + node.fixed_s, _FIXED, index))
 
     def _serve(self, now_s: float, index: int) -> None:
         works = self.graph.nodes[index].works
@@ -119,14 +124,30 @@ class _Run:
             self._end(now_s, index)
         for work in works:
             server = self._servers[work.server]
-            server.begin(now_s, index, work.seconds, work.jobs)
-            heappush(self._events, (server.next_s, _SERVER, work.server))
+            server.begin(now_s, index, self._seconds(index, work), work.jobs)
+            self._expect(work.server)
+
+    def _seconds(self, index: int, work: Work) -> float:
+        if work.relieved_by == NEVER:
+            return work.seconds
+        if self.end_s[work.relieved_by] >= 0:
+            return work.seconds * work.relief
+        self._relieved.setdefault(work.relieved_by, {}).setdefault(work.server, {})[index] = work.relief
+        return work.seconds
+
+    def _load(self, now_s: float, number: int, amount: float) -> None:
+        self._servers[number].load(now_s, amount)
+        self._expect(number)
+
+    def _expect(self, number: int) -> None:
+        next_s = self._servers[number].next_s
+        if next_s < math.inf:
+            heappush(self._events, (next_s, _SERVER, number))
 
     def _take_served(self, now_s: float, number: int) -> None:
         server = self._servers[number]
         ended = server.take_ended(now_s)
-        if server.next_s < float("inf"):
-            heappush(self._events, (server.next_s, _SERVER, number))
+        self._expect(number)
         for index in ended:
             self._parts[index] -= 1
             if not self._parts[index]:
@@ -135,6 +156,11 @@ class _Run:
     def _end(self, now_s: float, index: int) -> None:
         self.end_s[index] = now_s
         self.left -= 1
+        for load in self.graph.nodes[index].loads:
+            self._load(now_s, load.server, -load.amount)
+        for number, factors in self._relieved.pop(index, {}).items():
+            self._servers[number].relieve(now_s, factors)
+            self._expect(number)
         ready_s, missing, events = self.ready_s, self._missing, self._events
         for after, gap_s in self._after[index]:
             at_s = now_s + gap_s

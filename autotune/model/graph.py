@@ -1,19 +1,28 @@
-"""The global graph: what all ranks do in a few iterations, on which lanes and servers, and what waits for what.
+"""The graph that is replayed: what is done, on which lanes and servers, and what waits for what.
 
-After dPRO (section 4.1), with three differences. A unit is one node of all its ranks, since no transport here tells
-of its chunks. Lanes do one thing at a time; servers (a host's processors, a link) are shared by what uses them at the
-same time. Between nodes there are measured gaps.
+Lanes do one thing at a time; servers (a host's processors, a link) are shared by what uses them at the same time.
+Between nodes there are gaps. Planners replay one backward pass of an average rank; of a recording a few iterations of
+all ranks are replayed, dPRO's global graph (section 4.1).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
 from sirtaki.errors import ReplayError
-from sirtaki.profiler.recording import Phase
+
+
+class Phase(Enum):
+    """What a part of a step is for."""
+
+    DATA = "data"  # the data loader is waited for
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    UPDATE = "update"
+    OTHER = "other"  # between them: the script's own doings, and waiting for gradients
 
 
 class Activity(Enum):
@@ -29,6 +38,9 @@ class Activity(Enum):
 ALL_RANKS = -1
 """`Node.rank` of what several ranks do together."""
 
+NEVER = -1
+"""`Work.relieved_by` of what is never relieved."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Server:
@@ -39,6 +51,7 @@ class Server:
         totals: how much n jobs get done together, as a multiple of one that is alone, for n = 1, 2, …; constant
             beyond its end. `(1, 2)` are two processors, `(1,)` a link that one flow fills.
         is_link: else processors.
+        speed: of what it serves, as a function of the load that other nodes put on it; None = load does not matter.
 
     Raises:
         ReplayError: a total is not positive.
@@ -47,14 +60,19 @@ class Server:
     name: str
     totals: tuple[float, ...]
     is_link: bool = False
+    speed: Callable[[float], float] | None = None
 
     def __post_init__(self) -> None:
         if not self.totals or not all(math.isfinite(total) and total > 0 for total in self.totals):
             raise ReplayError(f"{self.name} needs a positive throughput for each number of jobs, not {self.totals}")
 
-    def share(self, jobs: int) -> float:
-        """Speed of each of so many jobs; 1 is that of one alone."""
-        return self.totals[min(jobs, len(self.totals)) - 1] / jobs
+    def share(self, jobs: float) -> float:
+        """Speed of each of so many jobs; 1 is that of one alone. What lies between two numbers is on the line."""
+        whole = int(jobs)
+        if whole >= len(self.totals):
+            return self.totals[-1] / jobs
+        below = self.totals[whole - 1] if whole else 0.0
+        return (below + (jobs - whole) * (self.totals[whole] - below)) / jobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,12 +82,30 @@ class Work:
     Attributes:
         server: its place in `Graph.servers`.
         seconds: with the server to itself.
-        jobs: as how many it counts there; each takes that long.
+        jobs: as how many it counts there; each takes that long. What keeps a processor busy for a part of its time
+            is a part of a job.
+        relieved_by: place of the node whose end makes what is left of it shorter, or `NEVER`.
+        relief: by which factor.
     """
 
     server: int
     seconds: float
-    jobs: int = 1
+    jobs: float = 1
+    relieved_by: int = NEVER
+    relief: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """What a node does to a server that does not serve it.
+
+    Attributes:
+        server: its place in `Graph.servers`.
+        amount: what `Server.speed` is asked with, together with that of others.
+    """
+
+    server: int
+    amount: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +123,7 @@ class Node:
         name: of the operator or unit.
         fixed_s: what nothing shortens or stretches.
         works: what it needs of servers, all at the same time.
+        loads: what it puts on others as long as it lasts.
     """
 
     lane: int
@@ -97,6 +134,7 @@ class Node:
     name: str = ""
     fixed_s: float = 0.0
     works: tuple[Work, ...] = ()
+    loads: tuple[Load, ...] = ()
 
     @property
     def alone_s(self) -> float:

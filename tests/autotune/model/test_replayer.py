@@ -9,9 +9,9 @@ from fakes.graphs import brute_force, drawn_graphs, graph, longest_path_s, node
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from sirtaki.autotune.model.graph import Graph, Load, Server, Work
+from sirtaki.autotune.model.replayer import START, replay
 from sirtaki.errors import ReplayError
-from sirtaki.replay.graph import Graph, Server, Work
-from sirtaki.replay.replayer import START, replay
 
 LINK = Server(name="link", totals=(1.0, 1.5), is_link=True)
 PROCESSORS = Server(name="processors", totals=(1.0, 2.0))
@@ -56,6 +56,21 @@ def test_a_node_ends_when_all_its_servers_are_done() -> None:
     assert found.end_s == pytest.approx((3.5, 0.5 + 4 / 3 + 4.0 - 0.5 - 1.0))
 
 
+def test_what_puts_load_on_a_server_slows_down_what_that_serves() -> None:
+    slow = Server(name="processors", totals=(1.0,), speed=lambda load: 1 / (1 + load))
+    loading = replace(node(1, 2.0), loads=(Load(server=0, amount=1.0),))
+    # Half the speed for 2, in which half of 2 is done; two of 3 come later.
+    found = replay(graph([node(0, 0.0, Work(server=0, seconds=3.0)), loading], servers=[slow]))
+    assert found.end_s == pytest.approx((4.0, 2.0))
+
+
+def test_an_end_relieves_what_is_under_way_and_what_comes_later() -> None:
+    relieved = Work(server=0, seconds=3.0, relieved_by=0, relief=0.5)
+    nodes = [node(0, 1.0), node(1, 0.0, relieved), node(2, 2.0, relieved)]
+    alone = Server(name="link", totals=(1.0, 2.0))
+    assert replay(graph(nodes, servers=[alone])).end_s == pytest.approx((1.0, 2.0, 3.5))
+
+
 def test_nodes_that_wait_for_each_other_are_refused() -> None:
     with pytest.raises(ReplayError, match="2 of 3 nodes wait for each other"):
         replay(graph([node(0, 1.0), node(1, 1.0), node(2, 1.0)], [(1, 2, 0.0), (2, 1, 0.0)]))
@@ -81,7 +96,7 @@ def test_a_server_needs_a_throughput() -> None:
 
 
 @settings(max_examples=30, deadline=None)
-@given(drawn_graphs(chained=True))
+@given(drawn_graphs(chained=True, slowed=True))
 def test_brute_force_in_small_steps_comes_to_the_same(one: Graph) -> None:
     dt_s = 1 / 64
     expected = brute_force(one, dt_s)
@@ -93,7 +108,7 @@ def test_brute_force_in_small_steps_comes_to_the_same(one: Graph) -> None:
 def test_nothing_is_faster_than_the_longest_path_nor_slower_than_all_in_turn(one: Graph) -> None:
     found = replay(one)
     assert found.total_s >= longest_path_s(one) - 1e-9
-    in_turn_s = sum(each.fixed_s + sum(work.seconds * work.jobs for work in each.works) for each in one.nodes)
+    in_turn_s = sum(each.fixed_s + sum(work.seconds * max(1, work.jobs) for work in each.works) for each in one.nodes)
     assert found.total_s <= in_turn_s + sum(gap_s for _, _, gap_s in one.edges) + 1e-9
     for before, after, gap_s in one.edges:
         assert found.start_s[after] >= found.end_s[before] + gap_s - 1e-9

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import pytest
 from fakes.graphs import node
 
-from sirtaki.replay.graph import Server, Work
+from sirtaki.autotune.model.graph import Server, Work
 
 
 def test_shares_of_a_server_beyond_what_is_known_of_it() -> None:
     link = Server(name="link", totals=(1.0, 1.5))
     assert [link.share(jobs) for jobs in (1, 2, 3)] == [1.0, 0.75, 0.5]
+
+
+def test_a_part_of_a_job_is_on_the_line_between() -> None:
+    processors = Server(name="processors", totals=(1.0, 2.0))
+    assert [processors.share(jobs) for jobs in (0.5, 1.5, 2.5)] == [1.0, 1.0, 0.8]
+    assert Server(name="link", totals=(1.0, 1.5)).share(1.5) == pytest.approx(1.25 / 1.5)
 
 
 def test_a_node_alone_takes_its_longest_work_after_its_start_up() -> None:

@@ -1,0 +1,303 @@
+"""dPRO's figures (MLSys 2022), as far as one machine without GPUs can show them, in one table.
+
+    python -m bench.dpro [--quick] [--check] [--save] [--limit-s 480] [--parts accuracy overhead alignment …]
+
+Takes 8 minutes, `--quick` 2: on a busy machine jobs are left out, which it says. Each row has what the paper says, what
+was found here, how, and what of it cannot be redone. What is measured is what `bench.replay`, `bench.profile` and
+`bench.optimize` measure; rows on memory, compiled models and chosen plans quote what is kept in `bench/results`.
+
+*accuracy* (figure 7, table 2): jobs are recorded, replayed, and held against iterations that were not recorded; beside
+it Daydream's rule. *overhead* (section 7.2): a step while it is recorded. *alignment* (figure 8): replays of a
+recording whose second rank has a wrong clock, with alignment and without. *search* (table 5): the search with dPRO's
+accelerations added one by one. *scale* (figure 10): many ranks on few cores, replayed from their own recording, and
+predicted from that of two. *speed*: what one question to a job of 64 ranks takes.
+
+Bars: replay 5 % on average, 10 % at worst; alignment leaves at most half the smallest round trip of units, and 5 % of
+an iteration; the search 60 s; a replay of 64 ranks 2 s. Overhead has its bars in `bench.profile`.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import sys
+import tempfile
+import time
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from bench.lib.cluster import why_unavailable
+from bench.lib.dpro_figures import kept_lines, line
+from bench.lib.harness import Bar, Report, finish, parser
+from bench.optimize import ablation
+from bench.profile import INJECTED, measure_clocks, measure_cost, with_wrong_clock
+from bench.replay import NETWORKS, Job, percent, with_other_units
+from bench.replay import run as run_job
+from sirtaki.autotune.model.replayer import replay
+from sirtaki.profiler.folder import write_job, write_rank
+from sirtaki.profiler.recording import Recording
+from sirtaki.replay.coarsening import coarse, mean_iteration, symmetric
+from sirtaki.replay.from_recording import job_model
+from sirtaki.replay.global_graph import global_graph
+from sirtaki.replay.histories import histories
+from sirtaki.replay.job_model import JobModel
+from sirtaki.replay.partial import communication_s
+from sirtaki.replay.remedies import play
+from sirtaki.replay.step_times import replayed
+from sirtaki.replay.what_if import with_ranks
+
+PARTS = ("accuracy", "overhead", "alignment", "search", "scale", "speed")
+Subject = tuple[str, str, int]
+"""Case and model as `bench.replay` names them, and how many ranks."""
+
+MAIN: Subject = ("gloo", "transformer", 2)
+"""The one that is also aligned, searched, extrapolated and asked."""
+
+SUBJECTS: Sequence[Subject] = (
+    MAIN,
+    ("gloo", "conv", 2),
+    ("capped", "resnet50", 4),
+    ("shared_memory", "transformer", 2),
+    ("straggler", "transformer", 2),
+    ("gloo", "mlp", 2),
+    ("equal", "resnet50", 4),
+    ("mpi", "transformer", 2),
+    ("gloo", "resnet50", 2),
+    ("gloo", "transformer", 4),
+)
+"""Those that come first are there even where time is short."""
+
+SHARE_OF_ACCURACY = 0.5
+"""Of the time; what is left is for the other parts."""
+
+SLEEPS = "resnet50"
+"""Its computation is sleep, which is no operator: of its passes nothing is known. Nor of a straggler's forward pass,
+before which it sleeps."""
+
+CROWDS = (8, 16)
+MANY_RANKS = 64
+PASSES = ("iteration", "forward", "backward")
+RULE = "bytes ÷ bandwidth"
+Rows = Iterator[dict[str, Any]]
+
+
+def run_jobs(report: Report, subjects: Sequence[Subject], args: Namespace, until_s: float) -> dict[Subject, Job]:
+    """Records them; what fails is noted, and so is what would begin too late (`time.monotonic`); the others count."""
+    found = {}
+    for case, model, ranks in subjects:
+        if found and time.monotonic() > until_s:
+            report.notes.append(f"{case}, {model}, {ranks} ranks: left out, the time was up")
+            continue
+        if case in NETWORKS and (reason := why_unavailable()) is not None:
+            report.notes.append(f"{case}: no emulated cluster here, {reason}")
+            continue
+        try:
+            found[case, model, ranks] = run_job(case, model, ranks, args)
+        except RuntimeError as err:
+            report.notes.append(f"{case}, {model}, {ranks} ranks: {str(err).splitlines()[0][:200]}")
+    return found
+
+
+def times(subject: Subject, job: Job) -> Rows:
+    """As in table 2: measured, replayed and Daydream's times of an iteration and its passes."""
+    case, model, ranks = subject
+    true = job.truth["base"]
+    for who, told in (("measured", true), ("replayed", job.replayed()), (RULE, job.by_daydream())):
+        known = who == "measured" or model != SLEEPS
+        late = who != "measured" and case == "straggler"
+        yield {
+            "case": case,
+            "model": model,
+            "ranks": ranks,
+            "who": who,
+            "iteration_s": told[0],
+            "forward_s": told[1] if known and not late else math.nan,
+            "backward_s": told[2] if known else math.nan,
+            "error, %": None if who == "measured" else percent(told[0], true[0]),
+        }
+
+
+# ── parts ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def accuracy(report: Report, jobs: Mapping[Subject, Job]) -> Rows:
+    """Figure 7 and table 2."""
+    rows = [row for subject, job in jobs.items() for row in times(subject, job)]
+    report.rows += rows
+    own, rule = ([abs(row["error, %"]) for row in rows if row["who"] == who] for who in ("replayed", RULE))
+    report.bars += [
+        Bar(claim="fig. 7: error of an iteration, mean", value=statistics.fmean(own), limit=5.0, unit="% "),
+        Bar(claim="fig. 7: error of an iteration, worst", value=max(own), limit=10.0, unit="% "),
+    ]
+    how = f"jobs: {len(jobs)}, against iterations that were not recorded"
+    yield line("iteration", _mean_and_worst(own), how)
+    yield line("rule", _mean_and_worst(rule), how)
+    for name in PASSES[1:]:
+        pairs = [(told[f"{name}_s"], true[f"{name}_s"]) for true, told in zip(rows[::3], rows[1::3], strict=True)]
+        errors = [abs(percent(told_s, true_s)) for told_s, true_s in pairs if not math.isnan(told_s)]
+        if errors:
+            yield line(name, _mean_and_worst(errors), f"jobs with real models: {len(errors)}")
+    plans = [
+        percent(job.replayed(with_other_units)[0] / job.replayed()[0], job.truth["plan"][0] / job.truth["base"][0])
+        for job in jobs.values()
+        if "plan" in job.truth
+    ]
+    if plans:
+        yield line("plan", _mean_and_worst([abs(error) for error in plans]), "a second optimizer in the same job")
+
+
+def _mean_and_worst(errors: Sequence[float]) -> str:
+    return f"mean {statistics.fmean(errors):.1f} %, worst {max(errors):.1f} %"
+
+
+def overhead(report: Report, args: Namespace) -> Rows:
+    """Section 7.2."""
+    model = "transformer, 256 tokens"
+    with tempfile.TemporaryDirectory() as directory:
+        flags = Namespace(steps=10, rounds=args.rounds, seed=args.seed)
+        ratio = measure_cost(report, flags, model, Path(directory, "recorded"))
+    said = f"{100 * (ratio['operators'] - 1):.1f} % with operators, {100 * (ratio['units'] - 1):.1f} % without"
+    yield line("overhead", said, f"{model}; steps in {args.rounds} turns. Steps that are replayed have units only")
+
+
+def alignment(report: Report, job: Job) -> Rows:
+    """Figure 8: the iteration as replayed, where one of two ranks has a wrong clock."""
+    found: dict[bool, list[float]] = {False: [], True: []}
+    for recorded in job.histories:
+        right_s = _iteration_s(recorded.recording)
+        for by_s, drift in INJECTED:
+            for aligned, errors in found.items():
+                told = with_wrong_clock(recorded.recording, by_s=by_s, drift=drift, hosts=aligned)
+                errors.append(abs(percent(_iteration_s(_by_units(told)), right_s)))
+    off, on = max(found[False]), max(found[True])
+    measure_clocks(report, job.histories[0].recording)
+    left_us = {row["what"]: row["figure"] for row in report.rows if row.get("unit") == "µs"}
+    own_us, hta_us = (
+        next(us for what, us in left_us.items() if what.startswith(f"error left {by}")) for by in ("of", "by")
+    )
+    report.bars.append(Bar(claim="fig. 8: error of an iteration, aligned", value=on, limit=5.0, unit="% "))
+    how = "±50 ms and ±20 ppm put into one of two ranks; against the replay with right clocks"
+    yield line("apart", f"up to {off:.1f} %", how)
+    yield line("aligned", f"up to {on:.1f} %", how)
+    yield line("clock", f"{own_us:.0f} µs; HolisticTraceAnalysis leaves {hta_us:.0f} µs", how)
+
+
+def _by_units(told: Recording) -> Recording:
+    """As between hosts: the question at the start knows no better than units."""
+    return replace(told, ranks={rank: replace(own, round_trip_s=1.0) for rank, own in told.ranks.items()})
+
+
+def _iteration_s(recording: Recording) -> float:
+    return replayed(play(job_model(histories(recording)))).iteration_s
+
+
+def search(report: Report, job: Job, args: Namespace) -> Rows:
+    """Table 5."""
+    recording = job.histories[0].recording
+    with tempfile.TemporaryDirectory() as directory:
+        write_job(Path(directory), recording.job)
+        for own in recording.ranks.values():
+            write_rank(Path(directory), own)
+        rows = ablation("table 5", Path(directory), args.strawman_s)
+    report.rows += rows
+    report.bars.append(Bar(claim="table 5: the search", value=rows[-1]["search, s"], limit=60.0, unit="s "))
+    for row in rows:
+        cut = "" if row["ended by itself"] else " (cut off)"
+        said = f"{row['search, s']:.2f} s{cut}, {row['replays']} replays; finds {1e3 * row['replayed_s']:.4g} ms a step"
+        yield line(row["accelerations"], said, f"{' '.join(map(str, MAIN))} ranks, {_gradients(job)} gradients")
+
+
+def _gradients(job: Job) -> int:
+    return sum(len(buffer.layout.sizes) for buffer in job.models[0].buffers) - 1  # the control flags
+
+
+def scale(report: Report, small: Job, args: Namespace) -> Rows:
+    """Figure 10: more ranks than cores, replayed from what they recorded, and predicted from two."""
+    few = Namespace(**{**vars(args), "turns": 2, "steps": 4})
+    case, model, _ = MAIN
+    for subject, job in run_jobs(report, [(case, model, ranks) for ranks in args.crowds], few, args.until_s).items():
+        true, own, rule = times(subject, job)
+        ranks, true_s = subject[2], true["iteration_s"]
+        told_s = statistics.fmean(replayed(play(with_ranks(one, ranks))).iteration_s for one in small.models)
+        error = percent(told_s, true_s)
+        from_two = {**true, "who": "from 2 ranks", "iteration_s": told_s, "error, %": error}
+        report.rows += [true, own, rule, {**from_two, "forward_s": math.nan, "backward_s": math.nan}]
+        said = (
+            f"{ranks} ranks, {1e3 * true_s:.0f} ms: {own['error, %']:+.1f} %, predicted from 2 ranks {error:+.1f} %, "
+            f"Daydream {rule['error, %']:+.1f} %"
+        )
+        yield line("crowd", said, f"{case} {model}, all on this machine's cores")
+
+
+def speed(report: Report, job: Job) -> Rows:
+    """One question to many ranks like the recorded ones, a mean iteration; and how many more follow in a second."""
+    large = with_ranks(mean_iteration(job.models[0]), MANY_RANKS)
+    operators = statistics.fmean(len(one.operators) for one in job.histories[0].recording.ranks[0].iterations)
+    ways: Mapping[str, Callable[[JobModel], float]] = {
+        "as it is": lambda model: replay(global_graph(model)).total_s,
+        "coarsened": lambda model: replay(global_graph(coarse(model))).total_s,
+        "symmetry, too": lambda model: replay(global_graph(coarse(symmetric(model)))).total_s,
+        "units alone": lambda model: communication_s(global_graph(coarse(symmetric(model)))),
+    }
+    what, taken_s = f"{MANY_RANKS} ranks × {operators:.0f} operators", {}
+    for name, ask in ways.items():
+        begin_s = time.perf_counter()
+        told_s = ask(large)
+        taken_s[name] = time.perf_counter() - begin_s
+        report.rows.append({"question": f"{what}, {name}", "takes_s": taken_s[name], "answer_s": told_s})
+    small = symmetric(coarse(large, settled=False))
+    begin_s, count = time.perf_counter(), 0
+    while (passed_s := time.perf_counter() - begin_s) < 2.0:
+        replay(global_graph(coarse(with_other_units(small))))
+        count += 1
+    report.bars.append(
+        Bar(claim=f"one question to {MANY_RANKS} ranks", value=taken_s["symmetry, too"], limit=2.0, unit="s ")
+    )
+    yield line("question", "; ".join(f"{name} {seconds:.2f} s" for name, seconds in taken_s.items()), what)
+    yield line("questions", f"{count / passed_s:.1f} a second", f"{what}, {len(small.ranks)} ranks for all")
+
+
+# ── the front door ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def measure(report: Report, args: Namespace) -> None:
+    """All parts that are asked for; the table with the paper's values comes first."""
+    wanted = {*args.parts}
+    whole = "accuracy" in wanted and not args.quick
+    until_s = args.until_s - (1 - SHARE_OF_ACCURACY) * args.limit_s
+    jobs = run_jobs(report, SUBJECTS if whole else [MAIN] if wanted - {"overhead"} else [], args, until_s)
+    table = list(accuracy(report, jobs)) if jobs and "accuracy" in wanted else []
+    if "overhead" in wanted:
+        table += overhead(report, args)
+    if MAIN in jobs:
+        parts: Mapping[str, Callable[[Job], Rows]] = {
+            "alignment": lambda job: alignment(report, job),
+            "search": lambda job: search(report, job, args),
+            "speed": lambda job: speed(report, job),
+            "scale": lambda job: scale(report, job, args),
+        }
+        for name in [name for name in parts if name in wanted]:
+            table += parts[name](jobs[MAIN])
+    report.rows[:0] = [*table, *kept_lines()]
+
+
+def main() -> int:
+    """Runs them."""
+    flags = parser(__doc__.split("\n")[0])
+    flags.add_argument("--parts", nargs="+", choices=PARTS, default=[*PARTS])
+    flags.add_argument("--limit-s", type=float, default=480.0, metavar="S", help="no job begins after that")
+    args = flags.parse_args()
+    report = Report(name="dpro" if {*args.parts} == {*PARTS} else "_".join(["dpro", *args.parts]))
+    amount = (
+        {"rounds": 3, "turns": 2, "strawman_s": 10.0} if args.quick else {"rounds": 7, "turns": 3, "strawman_s": 30.0}
+    )
+    rest = {"steps": 6, "recorded": 5, "units_only": False, "crowds": list(CROWDS[:1] if args.quick else CROWDS)}
+    measure(report, Namespace(**{**vars(args), **amount, **rest, "until_s": time.monotonic() + args.limit_s}))
+    return finish(report, args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

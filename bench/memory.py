@@ -1,0 +1,336 @@
+"""Whether the peak of memory and the time that `sirtaki optimize --memory-budget` predicts are those that come.
+
+    python -m bench.memory [--quick] [--check] [--save] [--models resnet transformer lstm]
+
+Takes 3 minutes a model, two ranks of this host. A job is recorded. Of its recording follow, for each budget (shares of
+its peak), re-computation of chosen modules and a number of passes over parts of the batch. Then jobs run with nothing
+changed and with either: re-computation by the very lines of code that are printed, executed.
+
+*Peak*: each in a job of its own, under torch.profiler from before the model is made on, so that the allocator's own
+count is the whole of what it has given out; beside that the flat buffers, which other processes share and which are not
+the allocator's. *Time*: by turns in one job, in which three recordings are made between the turns; medians of the
+slowest rank's steps, and of the predictions from each recording. What else the machine does comes and goes, so what is
+judged is how many times as long as the unchanged step one with a remedy takes, as measured and as predicted. With
+`--peaks-only` nothing is timed.
+
+Bars: peaks as they are and under each remedy within 5 %; times within 5 %; the remedy that is chosen is the faster one
+of those that fit, as measured, or at most 2 % slower.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from itertools import takewhile
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from bench.lib.harness import (
+    Bar,
+    Report,
+    Spread,
+    alternate,
+    finish,
+    give_result,
+    main_or_rank,
+    parser,
+    run_ranks,
+)
+from bench.lib.models import lstm, small_resnet, token_transformer
+from sirtaki.optimizer.budget import Fitting, fit
+from sirtaki.optimizer.memory_passes import memory_passes
+from sirtaki.profiler.folder import read
+from sirtaki.replay.from_recording import job_model
+from sirtaki.replay.histories import histories
+from sirtaki.replay.remedies import play
+from sirtaki.replay.step_times import recorded, replayed
+
+RANKS = 2
+RECORDED = 6
+WATCHED = 4
+"""Steps under torch.profiler; the last one counts."""
+
+ModelMaker = Callable[..., tuple[nn.Module, torch.Tensor]]
+MODELS: Mapping[str, ModelMaker] = {"resnet": small_resnet, "transformer": token_transformer, "lstm": lstm}
+RECORDINGS = 3
+SHARES = (0.75, 0.5)
+"""Budgets, of the recorded peak."""
+
+LIMIT = 0.05
+AS_FAST = 1.02
+AS_IS = "as it is"
+
+Way = Mapping[str, Any]
+"""`lines` of code to be executed, and `passes`."""
+
+
+# ── on the ranks ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Trained:
+    """One model in an ordinary loop, changed in one way."""
+
+    def __init__(self, model_name: str, way: Way) -> None:
+        """Collective; `hvd.init()` comes first."""
+        import sirtaki.torch as hvd
+
+        self.model, self._batch = MODELS[model_name](rank=hvd.rank())
+        exec("\n".join(way.get("lines", ())), {"model": self.model})
+        self._parts = way.get("passes", 1)
+        self._optimizer = hvd.DistributedOptimizer(
+            torch.optim.Adam(self.model.parameters(), lr=1e-5),
+            named_parameters=self.model.named_parameters(),
+            backward_passes_per_step=self._parts,
+        )
+
+    def step(self) -> None:
+        """Collective."""
+        self._optimizer.zero_grad()
+        for part in self._batch.chunk(self._parts):
+            (self.model(part).square().mean() / self._parts).backward()
+        self._optimizer.step()
+
+
+def record(options: Mapping[str, Any], trained: Trained) -> None:
+    """Collective."""
+    from sirtaki.profiler import profile
+    from sirtaki.profiler.job_recorder import Stage
+
+    with profile(options["folder"], iterations=RECORDED) as recorder:
+        while recorder.stage is not Stage.ENDED:
+            trained.step()
+
+
+def allocated_bytes(profiler: torch.profiler.profile, steps: int) -> int:
+    """The most that the allocator of the CPU had given out in the last one of so many steps, as it counts itself."""
+    results: Any = profiler.profiler.kineto_results  # type: ignore[union-attr]
+    left, counts, begins = list(results.experimental_event_tree()), [], []
+    while left:
+        event = left.pop()
+        if event.name == "the step":
+            begins.append(event.start_time_ns)
+        if hasattr(event.extra_fields, "total_allocated"):
+            counts.append((event.start_time_ns, event.extra_fields.total_allocated))
+        left += event.children
+    assert len(begins) == steps
+    last_ns = max(begins)
+    before = max((at_ns, count) for at_ns, count in counts if at_ns < last_ns)[1]
+    return int(max(before, *(count for at_ns, count in counts if at_ns >= last_ns)))
+
+
+def peak(options: Mapping[str, Any]) -> int:
+    """Collective: bytes of this rank."""
+    import sirtaki.torch as hvd
+
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        hvd.init()
+        trained = Trained(options["model"], options["way"])
+        for _ in range(WATCHED):
+            with torch.profiler.record_function("the step"):
+                trained.step()
+    gradients = [one.grad for one in trained.model.parameters() if one.grad is not None]
+    flat = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in gradients}
+    return allocated_bytes(profiler, WATCHED) + sum(flat.values())
+
+
+def times(options: Mapping[str, Any]) -> dict[str, list[float]]:
+    """Collective: steps of each way in turns, of the slowest rank."""
+    from sirtaki.engine import job
+
+    control = job.current().control
+    trained = {name: Trained(options["model"], way) for name, way in options["ways"].items()}
+
+    def step_s(one: Trained) -> float:
+        one.step()
+        control.barrier()
+        begin_s = time.perf_counter()
+        one.step()
+        return float(control.maximum(np.array([time.perf_counter() - begin_s]))[0])
+
+    found: dict[str, list[float]] = {name: [] for name in trained}
+    for number, folder in enumerate(options["folders"]):
+        record({**options, "folder": folder}, trained[AS_IS])
+        control.barrier()
+        turns = {name: functools.partial(step_s, one) for name, one in trained.items()}
+        for name, samples in alternate(turns, options["rounds"], seed=number).items():
+            found[name] += samples
+    return found
+
+
+def on_rank(options: dict[str, Any]) -> None:
+    """What each rank does; the first one gives the result."""
+    import sirtaki.torch as hvd
+
+    torch.set_num_threads(1)
+    found: Any = None
+    if options["what"] == "peak":
+        found = peak(options)
+    else:
+        hvd.init()
+        if options["what"] == "record":
+            record(options, Trained(options["model"], {}))
+        else:
+            found = times(options)
+    if hvd.rank() == 0:
+        give_result(found)
+    hvd.barrier()
+    hvd.shutdown()
+
+
+# ── judgement ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def asked(folder: Path) -> list[Fitting]:
+    """For each budget, what is found."""
+    recording = read(folder)
+    job = job_model(histories(recording))
+    passes = memory_passes()
+    most = fit(recording, job, passes, budget_bytes=1 << 60).peak_bytes
+    return [fit(recording, job, passes, budget_bytes=round(share * most)) for share in SHARES]
+
+
+def ways_of(fittings: Sequence[Fitting]) -> dict[str, tuple[Way, int]]:
+    """Each remedy of all budgets, by name, and its peak as predicted."""
+    found: dict[str, tuple[Way, int]] = {AS_IS: ({}, fittings[0].peak_bytes)}
+    for fitting in fittings:
+        for one in fitting.remedies:
+            found[named(one.remedy.words, fitting)] = (way_of(one.remedy.lines), one.remedy.peak_bytes)
+    return found
+
+
+def way_of(lines: Sequence[str]) -> Way:
+    """Lines about the model are executed; how many passes there are is read from those about the optimizer."""
+    passes = re.search(r"backward_passes_per_step=(\d+)", "\n".join(lines))
+    about_model = list(takewhile(lambda line: not line.startswith("optimizer ="), lines))
+    return {"lines": about_model, "passes": int(passes[1]) if passes else 1}
+
+
+def named(words: str, fitting: Fitting) -> str:
+    """A remedy among those of several budgets."""
+    return f"{words}, for {fitting.budget_bytes / fitting.peak_bytes:.0%}".replace("%", " %")
+
+
+def judge_peaks(report: Report, model: str, fittings: Sequence[Fitting], peaks: Mapping[str, int]) -> None:
+    """Adds rows and bars: peaks that were predicted of each way, and those that came (bytes, by way)."""
+    for name, (_, said_bytes) in ways_of(fittings).items():
+        error = said_bytes / peaks[name] - 1
+        report.rows.append(
+            {
+                "model": model,
+                "way": name,
+                "peak, MiB": round(peaks[name] / 2**20, 2),
+                "predicted, MiB": round(said_bytes / 2**20, 2),
+                "off": f"{100 * error:+.2f} %",
+            }
+        )
+        report.bars.append(Bar(claim=f"{model}, {name}: peak off by", value=abs(error), limit=LIMIT))
+
+
+def judge_times(report: Report, model: str, took_s: Mapping[str, Sequence[float]], said_s: Mapping[str, float]) -> None:
+    """Adds rows and bars: steps that were measured of each way, and predicted (seconds, by way)."""
+    for name, samples in took_s.items():
+        longer, said_longer = median(samples) / median(took_s[AS_IS]), said_s[name] / said_s[AS_IS]
+        error = said_longer / longer - 1
+        report.rows.append(
+            {
+                "model": model,
+                "way": name,
+                "step_s": Spread.of(samples),
+                "predicted_s": said_s[name],
+                "÷ as it is": round(longer, 3),
+                "predicted ÷ as it is": round(said_longer, 3),
+                "off": f"{100 * error:+.1f} %",
+                "samples_s": list(samples),
+            }
+        )
+        if name != AS_IS:
+            report.bars.append(Bar(claim=f"{model}, {name}: time off by", value=abs(error), limit=LIMIT))
+
+
+def judge_choices(
+    report: Report,
+    model: str,
+    fittings: Sequence[Fitting],
+    peaks: Mapping[str, int],
+    took_s: Mapping[str, Sequence[float]],
+) -> None:
+    """Adds a bar for each budget: what was chosen fits, and is the fastest of what fits, as measured."""
+    for fitting in fittings:
+        fits = [
+            name
+            for one in fitting.remedies
+            if peaks[name := named(one.remedy.words, fitting)] <= (1 + LIMIT) * fitting.budget_bytes
+        ]
+        chosen = "" if fitting.chosen is None else named(fitting.chosen.remedy.words, fitting)
+        if not chosen and not fits:
+            continue
+        slower = float("inf")
+        if chosen in fits:
+            slower = median(took_s[chosen]) / min(median(took_s[name]) for name in fits)
+        share = f"{fitting.budget_bytes / fitting.peak_bytes:.0%}".replace("%", " %")
+        report.bars.append(
+            Bar(claim=f"{model}, a budget of {share}: chosen ÷ fastest that fits", value=slower, limit=AS_FAST)
+        )
+
+
+def predicted_s(folder: Path, fittings: Sequence[Fitting]) -> dict[str, float]:
+    """A step of each way by the replay of a recording."""
+    found = histories(read(folder))
+    job = job_model(found)
+    said = {AS_IS: replayed(play(job)).iteration_s}
+    for fitting in fittings:
+        for one in fitting.remedies:
+            said[named(one.remedy.words, fitting)] = replayed(play(one.remedy.apply(job))).iteration_s
+    return said
+
+
+def run(report: Report, model: str, args: Any) -> None:
+    """One model."""
+    with tempfile.TemporaryDirectory() as directory:
+        first = Path(directory, "alone")
+        others = [Path(directory, f"beside-others-{number}") for number in range(RECORDINGS)]
+        options: dict[str, Any] = {"model": model, "folder": str(first)}
+        env = {"SIRTAKI_TUNE": "0", "KINETO_LOG_LEVEL": "99"}
+        run_ranks("bench.memory", RANKS, {**options, "what": "record"}, env=env)
+        fittings = asked(first)
+        ways = {name: way for name, (way, _) in ways_of(fittings).items()}
+        peaks = {
+            name: run_ranks("bench.memory", RANKS, {**options, "what": "peak", "way": way}, env=env)
+            for name, way in ways.items()
+        }
+        judge_peaks(report, model, fittings, peaks)
+        if args.peaks_only:
+            return
+        timed = {**options, "what": "time", "ways": ways, "folders": list(map(str, others))}
+        took_s = run_ranks("bench.memory", RANKS, {**timed, "rounds": 2 if args.quick else 4}, env=env)
+        was = [recorded(histories(read(folder))) for folder in others]
+        told = ", ".join(f"{1e3 * one.iteration_s:.4g} ms (± {1e3 * one.spread_s:.2g})" for one in was)
+        report.notes.append(f"{model}: steps as they were recorded took {told}")
+        said = [predicted_s(folder, fittings) for folder in others]
+        judge_times(report, model, took_s, {way: median(one[way] for one in said) for way in ways})
+        judge_choices(report, model, fittings, peaks, took_s)
+
+
+def main() -> int:
+    """Runs every model."""
+    flags = parser(__doc__.split("\n")[0])
+    flags.add_argument("--models", nargs="+", choices=MODELS, default=[*MODELS])
+    flags.add_argument("--peaks-only", action="store_true", help="nothing is timed")
+    args = flags.parse_args()
+    report = Report(name="memory")
+    for model in args.models:
+        run(report, model, args)
+    return finish(report, args)
+
+
+if __name__ == "__main__":
+    sys.exit(main_or_rank(main, on_rank))

@@ -1,0 +1,145 @@
+"""A step's memory made by hand: a chain of blocks, each of which leaves something for its backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from sirtaki.autotune.model.graph import Activity, Phase
+from sirtaki.profiler.recording import Recording
+from sirtaki.profiler.step_memory import Allocation, Holds, Module, ModuleCall, StepMemory
+from sirtaki.replay.job_model import JobModel, Piece, Program
+
+from . import recordings
+from .played_jobs import made_job, plan_of, record
+
+PARAMETERS, FLAT, LEFT, OUTPUT, TEMPORARY, GRADIENT = 1000, 200, 400, 40, 100, 16
+THERE = PARAMETERS + FLAT
+
+
+def modules(blocks: int, *, kind: str = "Block") -> tuple[Module, ...]:
+    return (
+        Module(name="", kind="Net", root=0),
+        *(Module(name=f"blocks.{n}", kind=kind, root=0) for n in range(blocks)),
+    )
+
+
+def chain(blocks: int = 4, *, batch: int = 8) -> StepMemory:
+    """Block n goes forward in second n, and backward in second `2 * blocks - n`.
+
+    Its forward pass takes TEMPORARY for a while, leaves LEFT and returns OUTPUT, which the next block needs for its
+    backward pass. Its backward pass gives LEFT back at its end and makes GRADIENT, which is added, and copied later.
+    """
+    there = [
+        Allocation(device=0, n_bytes=PARAMETERS, holds=Holds.PARAMETERS),
+        Allocation(device=0, n_bytes=FLAT, holds=Holds.FLAT_BUFFERS),
+    ]
+    end_s = 2.0 * blocks + 2
+    found = list[Allocation]()
+    calls = [
+        ModuleCall(
+            module=0,
+            parent=-1,
+            begin_s=0.0,
+            end_s=float(blocks),
+            backward_begin_s=blocks + 1.0,
+            backward_end_s=end_s - 1,
+        )
+    ]
+    for number in range(blocks):
+        back_s = 2.0 * blocks - number
+        until_s = back_s - 0.05 if number < blocks - 1 else back_s + 0.01  # the next block's backward pass, or its own
+        call = number + 1
+        found += [
+            _made(TEMPORARY, Holds.OTHER, Phase.FORWARD, number + 0.2, number + 0.3, call),
+            _made(LEFT, Holds.ACTIVATIONS, Phase.FORWARD, number + 0.4, back_s + 0.9, call),
+            _made(OUTPUT, Holds.ACTIVATIONS, Phase.FORWARD, number + 0.5, until_s, call),
+        ]
+        output = len(there) + len(found) - 1
+        calls.append(
+            ModuleCall(
+                module=call,
+                parent=0,
+                begin_s=number + 0.1,
+                end_s=number + 0.9,
+                backward_begin_s=back_s,
+                backward_end_s=back_s + 0.95,
+                inputs=(output - 3,) if number else (),
+                outputs=(output,),
+            )
+        )
+    found += [
+        replace(
+            _made(GRADIENT, Holds.GRADIENTS, Phase.BACKWARD, 2.0 * blocks - n + 0.5, 2.0 * blocks - n + 0.8, n + 1),
+            added_s=2.0 * blocks - n + 0.6,
+        )
+        for n in reversed(range(blocks))
+    ]
+    return StepMemory(
+        iteration=102,
+        begin_s=0.0,
+        end_s=end_s,
+        devices=("cpu",),
+        batch=batch,
+        allocations=(*there, *found),
+        calls=tuple(calls),
+    )
+
+
+def _made(n_bytes: int, holds: Holds, phase: Phase, begin_s: float, end_s: float, call: int) -> Allocation:
+    return Allocation(
+        device=0,
+        n_bytes=n_bytes,
+        holds=holds,
+        phase=phase,
+        begin_s=begin_s,
+        end_s=end_s,
+        call=call,
+        operator="aten::mm",
+    )
+
+
+def recording(blocks: int = 4, *, kind: str = "Block", batch: int = 8) -> Recording:
+    """Two ranks; only the first one's memory is known."""
+    found = recordings.recording()
+    first = replace(found.ranks[0], modules=modules(blocks, kind=kind), memory=chain(blocks, batch=batch))
+    return replace(found, ranks={**found.ranks, 0: first})
+
+
+def recorded_job(blocks: int = 4, *, of: Sequence[int] = (0,), kind: str = "Block") -> Recording:
+    """A recording of `job`, with the memory of these ranks."""
+    found = record(job(blocks))
+    ranks = dict(found.ranks)
+    for number in of:
+        layers, memory = ranks[number].modules, chain(blocks)
+        calls = tuple(replace(one, module=one.module + len(layers)) for one in memory.calls)
+        ranks[number] = replace(
+            ranks[number],
+            modules=(*layers, *modules(blocks, kind=kind)),
+            memory=replace(memory, calls=calls, iteration=ranks[number].iterations[0].number),
+        )
+    return replace(found, ranks=ranks)
+
+
+def job(blocks: int = 4, *, forward_s: float = 0.1, backward_s: float = 0.2, gap_s: float = 0.0) -> JobModel:
+    """Two ranks, each alike: every block takes so long forward, with a gap behind it, and backward."""
+    plain = made_job(durations_s={0: (backward_s,) * blocks, 1: (backward_s,) * blocks}, sizes=(10,) * blocks,
+                     plan=plan_of((10,) * blocks, (blocks,)))  # fmt: skip
+    (each,) = plain.iterations
+    programs = {rank: tuple(_of_blocks(mine, blocks, forward_s, gap_s)) for rank, mine in each.programs.items()}
+    return replace(plain, iterations=(replace(each, programs=programs),))
+
+
+def _of_blocks(program: Program, blocks: int, forward_s: float, gap_s: float) -> Iterator[Piece]:
+    left = list(range(blocks))
+    for piece in program:
+        if piece.name == "forward":
+            for number in range(blocks):
+                module = (0, f"blocks.{number}.linear")
+                for _ in range(2):
+                    yield replace(piece, name="mm", seconds=forward_s / 2, module=module)
+                    yield Piece(activity=Activity.COMPUTE, phase=Phase.FORWARD, seconds=gap_s / 2)
+        elif piece.name and piece.phase is Phase.BACKWARD and piece.activity is Activity.COMPUTE:
+            yield replace(piece, module=(0, f"blocks.{left.pop()}.linear"))
+        else:
+            yield piece
