@@ -10,6 +10,7 @@ SirtakiError
 │   ├── StallError                       a rank did not come within the stall time
 │   └── TransportError                   a transport, or so many streams of it, cannot be opened here
 ├── GradientError        (RuntimeError)  a gradient was changed while it was being reduced
+├── StaleReadError       (RuntimeError)  a parameter was read before its update, which `overlap_forward` has put off
 ├── TuningError          (RuntimeError)  an arm, model or trial that cannot be used
 ├── RegistryError        (RuntimeError)  a store that cannot be read or written
 ├── LaunchError          (RuntimeError)  ranks could not be started
@@ -61,6 +62,10 @@ class TransportError(CommError):
 
 class GradientError(SirtakiError, RuntimeError):
     """A gradient was written between its backward pass and the end of its reduction."""
+
+
+class StaleReadError(SirtakiError, RuntimeError):
+    """A parameter was read while its update was put off, by what does not wait (`SIRTAKI_OVERLAP_FORWARD=check`)."""
 
 
 class TuningError(SirtakiError, RuntimeError):

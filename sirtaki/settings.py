@@ -29,6 +29,14 @@ NEVER_S = 7 * 24 * 3600.0
 TRANSPORT_GRACE_S = 60.0
 
 
+class Overlap(Enum):
+    """Whether communication is hidden behind the next forward pass, too."""
+
+    OFF = "0"
+    ON = "1"
+    CHECK = "check"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """All settings of one process; None = not set, so free to be tuned or chosen.
@@ -63,6 +71,8 @@ class Settings:
         registry: where results are remembered: a database URL, a file, or "off"; None, not set: the user's cache.
         seed: of the tuner's random choices.
         unused_as_none: gradients that no rank has are None (PyTorch's rule) instead of zeros (Horovod's).
+        overlap_forward: distributed optimizers update parameters in the next forward pass, each before it is read;
+            "check" = and every read is verified.
         check_nan: name the rank, parameter and iteration that first bring a NaN or an infinity.
         timeline: file for a Chrome trace; "DYNAMIC" = none yet, but `start_timeline` may open one.
         timeline_mark_cycles: mark the negotiation rounds in the trace.
@@ -103,6 +113,7 @@ class Settings:
     registry: str | None = None
     seed: int = 0
     unused_as_none: bool = False
+    overlap_forward: Overlap = Overlap.OFF
     check_nan: bool = False
     timeline: str | None = None
     timeline_mark_cycles: bool = False
@@ -306,6 +317,16 @@ VARIABLES: tuple[Variable, ...] = (
         "SIRTAKI_UNUSED",
         "unused_as_none",
         {"parse": _one_of({"zeros": False, "none": True}), "accepts": "zeros (as Horovod) or none (as PyTorch)"},
+    ),
+    _variable(
+        "SIRTAKI_OVERLAP_FORWARD",
+        "overlap_forward",
+        {
+            "parse": _one_of(
+                {text: Overlap.ON if on else Overlap.OFF for text, on in _FLAGS.items()} | {"check": Overlap.CHECK}
+            ),
+            "accepts": "1, 0 or check",
+        },
     ),
     _variable("HOROVOD_TIMELINE", "timeline", _TEXT),
     _variable("SIRTAKI_TIMELINE", "timeline", _TEXT),

@@ -142,7 +142,7 @@ class Attached(Ddp):
 class Sirtaki(Contender):
     """An ordinary Horovod loop over `sirtaki.torch`."""
 
-    def __init__(self, make_model: ModelMaker, *, tune: bool) -> None:
+    def __init__(self, make_model: ModelMaker, *, tune: bool, overlap_forward: bool = False) -> None:
         """Collective; `hvd.init()` comes first. With `tune` the first steps are the warm-up."""
         import sirtaki.torch as hvd
         from sirtaki.engine import job
@@ -153,7 +153,9 @@ class Sirtaki(Contender):
         settings = current.settings
         current.settings = replace(settings, tune=tune)
         try:
-            self.optimizer = hvd.DistributedOptimizer(self.optimizer, named_parameters=self.model.named_parameters())
+            self.optimizer = hvd.DistributedOptimizer(
+                self.optimizer, named_parameters=self.model.named_parameters(), overlap_forward=overlap_forward
+            )
         finally:
             current.settings = settings
         gradients = self.optimizer._gradients  # type: ignore[attr-defined]  # None with one rank

@@ -45,6 +45,7 @@ class Arrivals:
         self.versions: list[int] = []
         self._copied = 0
         self.own = 0
+        self._handed_out: set[int] = set()
 
     @property
     def own_indices(self) -> list[int]:
@@ -110,13 +111,22 @@ class Arrivals:
         Args:
             unused: parameters that keep None because no rank computed their gradients.
         """
-        params, addresses = self._params, self._buffers.addresses
-        if self.own == len(self.indices) and self._is_untouched():
+        if self.own == len(self.indices) and not self._handed_out and self._is_untouched():
             return Interference((), ())
+        rest = [number for number, index in enumerate(self.indices) if index not in self._handed_out]
+        return self._hand_out(rest, frozenset(unused))
+
+    def hand_out_some(self, indices: Sequence[int]) -> Interference:
+        """As `hand_out`, of these parameters, which are reduced already; once each."""
+        wanted = set(indices) - self._handed_out
+        self._handed_out |= wanted
+        return self._hand_out([number for number, index in enumerate(self.indices) if index in wanted], frozenset())
+
+    def _hand_out(self, numbers: Sequence[int], left_alone: frozenset[int]) -> Interference:
+        params, addresses = self._params, self._buffers.addresses
         replaced, written, copies = [], [], list[tuple[int, torch.Tensor]]()
-        left_alone = set(unused)
-        arrived = zip(self.indices, self.gradients, self.versions, strict=True)
-        for number, (index, gradient, version) in enumerate(arrived):
+        for number in numbers:
+            index, gradient, version = self.indices[number], self.gradients[number], self.versions[number]
             current = params[index].grad
             if current is gradient:
                 if current._version != version:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from sirtaki.comm.device import Device
+from collections.abc import Sequence
 
+from sirtaki.comm.device import Device, Event
+
+from .arrivals import Interference
 from .control_flags import Said
 from .issuing import Issuing
 from .iteration import Interrupted, Iteration
@@ -30,6 +33,8 @@ class CurrentIteration:
         self._iteration, self._arrivals, self._issuing = iteration, iteration.arrivals, issuing
         self._planned, self._order, self._edits = planned, order, edits
         self._n_params = len(planned.buffers.order)
+        self._done_before = Interference((), ())
+        self._one_by_one = False
 
     @property
     def _device(self) -> Device:
@@ -63,9 +68,36 @@ class CurrentIteration:
             return False
         iteration.complete = True
         self._device.release()
-        iteration.reduced = self._device.record_event()
+        iteration.reduced = self._last_done() if self._one_by_one else self._device.record_event()
         self._hand_out()
         return True
+
+    def _last_done(self) -> Event:
+        """When the last unit was reduced, which nobody may have waited for then."""
+        moments = [self._iteration.backward_ended, *(work.times()[1] for work in self._iteration.works)]
+        known = [moment for moment in moments if moment is not None]
+        if self._device.streams or len(known) < len(moments):
+            return self._device.record_event()
+        return max(known)
+
+    def wait_for(self, index: int, interrupted: Interrupted | None) -> list[int]:
+        """Once all units have left: blocks until the units of one gradient are reduced.
+
+        Returns:
+            All parameters that have elements in these units only; none if it was interrupted.
+
+        Raises:
+            CommError: as `reduce`.
+        """
+        self._one_by_one, schedule, works = True, self._planned.schedule, self._iteration.works
+        if not self._iteration.wait(interrupted, [works[number] for number in schedule.units_of[index]]):
+            return []
+        return schedule.together(index)
+
+    def hand_out_some(self, indices: Sequence[int]) -> None:
+        """Hands out gradients that are reduced, before all are."""
+        done, before = self._arrivals.hand_out_some(indices), self._done_before
+        self._done_before = Interference(before.replaced + done.replaced, before.written + done.written)
 
     def flush(self) -> None:
         """Sends what has not left; waits for nobody."""
@@ -98,5 +130,6 @@ class CurrentIteration:
         planned, unused = self._planned, list[int]()
         if planned.usage.wanted:
             unused = [index for index, somewhere in enumerate(planned.usage.used()) if not somewhere]
-        done = self._arrivals.hand_out(unused)
+        done, before = self._arrivals.hand_out(unused), self._done_before
+        done = Interference(before.replaced + done.replaced, before.written + done.written)
         self._edits.look(done, self._arrivals, Said() if self._device.streams else planned.flags.now())

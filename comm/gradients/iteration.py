@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from sirtaki.comm.device import Event
 from sirtaki.comm.router import Router
@@ -94,10 +94,10 @@ class Iteration:
                 )
             )
 
-    def wait(self, interrupted: Interrupted | None) -> bool:
-        """Blocks until all that was issued is reduced; False if it was interrupted.
+    def wait(self, interrupted: Interrupted | None, works: Sequence[Work] | None = None) -> bool:
+        """Blocks until all that was issued, or some of it, is reduced; False if it was interrupted.
 
         Raises:
             CommError: a reduction failed, or the job did.
         """
-        return self._router.wait_for(self.works, interrupted=interrupted)
+        return self._router.wait_for(self.works if works is None else works, interrupted=interrupted)

@@ -11,7 +11,7 @@ from sirtaki.errors import PlanError
 
 from .buffers import GradientBuffers, HasGrad, Reduction
 from .control_flags import FLAG_COUNT, ControlFlags, UsageFlags
-from .schedule import Schedule, schedule
+from .schedule import Schedule, ScheduledUnit, overtaking, schedule
 
 
 class PlannedBuffers:
@@ -83,12 +83,19 @@ class PlannedBuffers:
             if plan.numel != group.layout.numel:
                 raise PlanError(f"a plan of {plan.numel} elements for a layout of {group.layout.numel}")
             self._router.open_plan(plan)
-        units = schedule(groups, plans, self.buffers.position)
-        # What tells of usage is known at the end only, so the units that carry it never leave before.
-        first, flags_start = groups[0], groups[0].layout.offsets[-2]
+        # What tells of usage is known at the end only; other flags when the last gradient has come, and so their unit.
+        self._schedule(schedule(groups, plans, self.buffers.position), flags_wait=self.usage.wanted)
+        self.plans = tuple(plans)
+
+    def overtake(self, needed: Sequence[float], hidden: float) -> None:
+        """Between iterations, the same on all ranks: see `Synchroniser.overtake`."""
+        self._schedule(overtaking(self.schedule.units, needed, hidden), flags_wait=True)
+
+    def _schedule(self, units: Sequence[ScheduledUnit], *, flags_wait: bool) -> None:
+        """Units leave in this order; those with flags, and those behind them, not before all is known that they say."""
+        first, flags_start = self.buffers.groups[0], self.buffers.groups[0].layout.offsets[-2]
         self.schedule = Schedule(
             units,
             self._n_params,
-            held=lambda unit: self.usage.wanted and unit.group is first and unit.stop > flags_start,
+            held=lambda unit: flags_wait and unit.group is first and unit.stop > flags_start,
         )
-        self.plans = tuple(plans)

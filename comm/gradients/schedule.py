@@ -28,6 +28,11 @@ class ScheduledUnit:
     members: tuple[int, ...] = ()
     due: tuple[int, int, int] = (0, 0, 0)
 
+    @property
+    def n_bytes(self) -> int:
+        """What it moves."""
+        return (self.stop - self.start) * self.group.layout.itemsize_bytes
+
 
 def schedule(
     groups: Sequence[GradientGroup], plans: Sequence[CommPlan], position: Sequence[int]
@@ -83,6 +88,32 @@ def _expand(number: int, group: GradientGroup, plan: CommPlan, position: Sequenc
     return units
 
 
+def overtaking(units: Sequence[ScheduledUnit], needed: Sequence[float], hidden: float) -> list[ScheduledUnit]:
+    """The units in another order: those that the backward pass does not hide leave as the next forward needs them.
+
+    What ByteScheduler's priority queue decides at run time is decided once here, since the order must be the same on
+    all ranks: units that leave while gradients still come stay in front, and behind them the one goes first whose
+    parameters are read first. Units stay as they are cut, since the order in which ranks' elements are added up, and so
+    the last bit of a sum, may depend on where a unit begins.
+
+    Args:
+        units: in the order in which their last gradients come.
+        needed: for each parameter, when the forward pass reads it.
+        hidden: the part of the bytes that is reduced when the backward pass ends.
+    """
+    in_backward, left = list[ScheduledUnit](), hidden * sum(unit.n_bytes for unit in units)
+    for unit in units:
+        left -= unit.n_bytes
+        if left < -unit.n_bytes / 2:  # a unit in which the backward pass ends belongs where more of it lies
+            break
+        in_backward.append(unit)
+    behind, never = units[len(in_backward) :], float(len(needed))
+    return [
+        *in_backward,
+        *sorted(behind, key=lambda unit: min((needed[member] for member in unit.members), default=never)),
+    ]
+
+
 class Schedule:
     """Units in a fixed order, counting the gradients that each still misses in this iteration.
 
@@ -102,12 +133,21 @@ class Schedule:
             for index in unit.members:
                 units_of[index].append(number)
         self.units_of = [tuple(numbers) for numbers in units_of]
+        self._together: dict[tuple[int, ...], list[int]] = {}
         self.begin()
 
     def begin(self) -> None:
         """An iteration begins: everything is missing."""
         self.missing = list(self._expected)
         self.next = 0
+
+    def together(self, index: int) -> list[int]:
+        """The parameters that have elements in no other units than this one has; it is among them."""
+        own = self.units_of[index]
+        if own not in self._together:
+            members = sorted({member for number in own for member in self.units[number].members})
+            self._together[own] = [member for member in members if set(self.units_of[member]) <= set(own)]
+        return self._together[own]
 
     def take_complete(self) -> Iterator[ScheduledUnit]:
         """The units that may leave now, in order."""

@@ -56,6 +56,7 @@ class Synchroniser:
 
     Attributes:
         iteration: iterations finished so far.
+        current: the iteration that has not ended.
         in_flight: what the device may still be busy with.
         pace: what all ranks find of reductions, as they have said with `say_pace` by the iteration before the last.
     """
@@ -118,6 +119,21 @@ class Synchroniser:
         """By which units are sent now, one a layout."""
         return self._planned.plans
 
+    def overtake(self, needed: Sequence[float], hidden: float) -> None:
+        """Between iterations, the same on all ranks, until plans change: what forward needs first leaves first.
+
+        Args:
+            needed: for each parameter, when the forward pass reads it.
+            hidden: so much of the gradients is reduced when the backward pass ends, and goes on leaving in its order.
+        """
+        self._planned.overtake(needed, hidden)
+        self._begin_iteration()
+
+    @property
+    def n_params(self) -> int:
+        """How many parameters it has."""
+        return len(self._params)
+
     def in_layout_order(self, values: Sequence[float]) -> list[float]:
         """Values by parameter index, as reports give them, in the order of the first layout, the flags left out."""
         return [values[index] for index in self._planned.buffers.groups[0].indices]
@@ -157,7 +173,7 @@ class Synchroniser:
             profiling=self._order.active,
             several_devices=self._several_devices,
         )
-        self._current = CurrentIteration(self._iteration, self._issuing, planned, self._order, self._edits)
+        self.current = CurrentIteration(self._iteration, self._issuing, planned, self._order, self._edits)
 
     @property
     def profiling(self) -> bool:
@@ -206,7 +222,7 @@ class Synchroniser:
     @property
     def can_reduce(self) -> bool:
         """Every gradient of this iteration has come, so that nothing need be known of what the script does next."""
-        return self._current.can_reduce
+        return self.current.can_reduce
 
     def reduce(self, interrupted: Interrupted | None) -> bool:
         """At the end of a backward pass, if it `can_reduce`: blocks until all gradients are reduced, as DDP does.
@@ -223,7 +239,14 @@ class Synchroniser:
         Raises:
             CommError: a reduction failed, or the job did; gradients are undefined then.
         """
-        return self._current.reduce(interrupted)
+        return self.current.reduce(interrupted)
+
+    @property
+    def can_put_off(self) -> bool:
+        """The units of this iteration may be waited for one by one, once they have left."""
+        trace = self._iteration.trace
+        recorded = trace is not None and trace.recorder is not None
+        return not (self._order.active or self._planned.usage.wanted or recorded)
 
     def contribute_zeros(self) -> None:
         """On a rank that has joined: gives zeros to an iteration that others have begun; waits for nobody."""
@@ -232,11 +255,11 @@ class Synchroniser:
             self._planned.flags.pace = Pace.USUAL  # without data it knows nothing of that
             for param in self._params:
                 param.grad = None
-        self._current.flush()
+        self.current.flush()
 
     def flush(self) -> None:
         """Sends what has not left; waits for nobody. For callers outside: if it `can_reduce`."""
-        self._current.flush()
+        self.current.flush()
 
     # ── its end ──────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -254,7 +277,7 @@ class Synchroniser:
             self.contribute_zeros()
         iteration, order = self._iteration, self._order
         if not iteration.complete:
-            self._current.reduce(None)
+            self.current.reduce(None)
         if self._device.streams:
             self.in_flight.units = list(zip(self._planned.schedule.units, iteration.works, strict=True))
         measured = report(

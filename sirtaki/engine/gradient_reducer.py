@@ -20,6 +20,7 @@ from .backward_end import BackwardEnd
 from .failed_pass import FailedPass
 from .gradient_hooks import TOO_OFTEN, GradientHooks
 from .hooked_parameters import HookedParameters
+from .late_end import LateEnd
 from .participants import Progress, Running, Stage
 from .reducer_end import let_go
 from .reducer_options import ReducerOptions
@@ -50,6 +51,7 @@ class GradientReducer:
         sharing: which optimizers use it.
         closed: why it is closed; empty while it is open.
         sparse: its sparse gradients.
+        late: the end of an iteration where it is put off.
     """
 
     too_often = TOO_OFTEN
@@ -88,6 +90,7 @@ class GradientReducer:
         self.sparse = self._resources.sparse
         self.sharing: Sharing[GradientReducer] = Sharing(self._resources.control, self.progress)
         self._failed: FailedPass | None = None
+        self.late = LateEnd(job, self)
         job.disposal.start()
         self.attach(named)
         self._watch = ReducerWatch(job.participants, self)
@@ -108,6 +111,11 @@ class GradientReducer:
         self._begin_iteration()
 
     @property
+    def hooked(self) -> HookedParameters | None:
+        """Those of its parameters that want a gradient; None once it is closed."""
+        return self._parameters
+
+    @property
     def named(self) -> list[Named]:
         """Its parameters with their names, frozen ones too."""
         return [] if self._parameters is None else self._parameters.all
@@ -116,6 +124,7 @@ class GradientReducer:
 
     def begin_backward(self) -> GradientHooks | None:
         """See `Owner`. Collective if the pass before has raised: what it has left is dropped."""
+        self.late.settle()
         self._job.participants.begin_backward(self)
         if torch._C._current_graph_task_id() >= 0:  # DDP's join() brings gradients without a pass
             BackwardEnd(self._end_backward, self._fail_backward)
@@ -161,10 +170,16 @@ class GradientReducer:
             return
         self._job.participants.flush()  # other ranks may wait for those of others first
         self._job.joining.begins(self, Stage.REDUCE)
+        if self.late.kept():
+            return
         with self.progress.waits(Stage.REDUCE):
             reductions.reduce(partial(self._job.blocked.need, self))
         if reductions.problem:
             self.finish()  # which raises: what comes next is the next iteration, as on the other ranks
+
+    def settle(self) -> None:
+        """See `Participant`."""
+        self.late.settle()
 
     def flush(self) -> None:
         """Sends what has not left if all gradients of this iteration have come; waits for nobody."""
@@ -177,6 +192,11 @@ class GradientReducer:
         return self._parameters.reductions.as_it_travels(number)
 
     # ── the end of an iteration ──────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def shared(self) -> bool:
+        """Several optimizers may use it; the same on all ranks."""
+        return self.sharing.active
 
     @property
     def pending(self) -> bool:
@@ -251,11 +271,11 @@ class GradientReducer:
         self._finish(joined=True)
 
     def _finish(self, *, joined: bool = False, due: bool = False) -> None:
-        parameters, problem = self._parameters, ""
+        parameters, problem, late = self._parameters, "", self.late.ends()
         assert parameters is not None
         if not self.sharing.active or self.sharing.is_due(here=due or self.begun):
             with self.progress.waits(Stage.FINISH):
-                if parameters.finish(joined=joined):
+                if parameters.finish(joined=joined, late=late):
                     self.attach(parameters.all)
                 self._begin_iteration()
                 problem = parameters.reductions.problem
@@ -283,6 +303,7 @@ class GradientReducer:
         """Not collective: gradients are not reduced any more, because of `reason`. Idempotent."""
         if not self.closed:
             self.closed = reason
+            self.late.close()
             self._job.participants.remove(self)
             let_go(self._job, self.key, self._watch, self._parameters)
             self._parameters = self._failed = None

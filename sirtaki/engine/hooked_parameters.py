@@ -77,13 +77,28 @@ class HookedParameters:
         """Gradients have come on this rank that no finished iteration has reduced."""
         return self.reductions.pending or bool(self.hooks.counted) or bool(self.thawed)
 
-    def finish(self, *, joined: bool) -> bool:
+    @property
+    def can_put_off(self) -> bool:
+        """Nothing in the end of this iteration needs the other ranks, once all gradients have left."""
+        resources = self._resources
+        asks = resources.nan_check is not None or not resources.start_check.done
+        return self.reductions.can_put_off and not (asks or self.thawed)
+
+    def put_off(self) -> None:
+        """If it `can_put_off`: all gradients leave; waits for nobody."""
+        self.hooks.release()
+        if any(self.hooks.passes_left):
+            self.reductions.note_sparse(self.hooks.passes_left)
+        self.reductions.put_off()
+
+    def finish(self, *, joined: bool, late: bool = False) -> bool:
         """Collective: blocks until all gradients are reduced; True if hooks are to be made anew after this iteration.
 
         Args:
             joined: this rank has no data any more and takes part with zeros.
+            late: it was put off, and what was thawed since belongs to the next iteration.
         """
-        resources, passes_left, thawed = self._resources, self.hooks.passes_left, self.thawed
+        resources, passes_left, thawed = self._resources, self.hooks.passes_left, [] if late else self.thawed
         if resources.nan_check is not None:
             resources.nan_check.finish(passes_left, [param.grad for _, param in self.named])
         self.hooks.release()

@@ -25,7 +25,7 @@ from sirtaki.comm.control.watchdog import Watchdog
 from sirtaki.comm.gradients.in_flight import InFlight
 from sirtaki.comm.nccl_streams.support import ask_for_launch_order
 from sirtaki.comm.transports.resources import raise_descriptor_limit
-from sirtaki.errors import CommError, ConfigError, NotInitializedError, PeerLostError
+from sirtaki.errors import CommError, ConfigError, NotInitializedError, PeerLostError, SirtakiError
 from sirtaki.settings import NEVER_S, Settings
 
 from . import process_end
@@ -389,6 +389,8 @@ def shutdown() -> None:
     global _job
     if _job is None:
         return
+    with contextlib.suppress(SirtakiError):  # whoever needs what did not come hears of it
+        _job.participants.settle()
     job, _job = _job, None
     if job.close(SHUTDOWN_S):
         process_end.forget()

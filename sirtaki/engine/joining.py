@@ -137,6 +137,7 @@ class Joining:
         """
         engine = self._rank_sets[GLOBAL].engine
         assert engine is not None
+        self._participants.settle()
         while any(map(_is_busy, self._participants)):  # may wait for one that has joined
             self._watchdog.failures.check()
             self.attend()

@@ -131,6 +131,10 @@ class Participant(Protocol):
         """Collective: ends an iteration on a rank that has joined."""
         ...
 
+    def settle(self) -> None:
+        """Blocks until no end of an iteration is put off any more; not collective."""
+        ...
+
     def flush(self) -> None:
         """Sends what has not left if all gradients of this iteration have come; waits for nobody."""
         ...
@@ -191,6 +195,11 @@ class Participants:
         for participant in sorted(self, key=lambda participant: participant.key):
             if participant.failed_in == number:
                 participant.drop_failed()
+
+    def settle(self) -> None:
+        """Blocks until no end of an iteration is put off any more; not collective."""
+        for participant in self:
+            participant.settle()
 
     def flush(self) -> None:
         """Sends what has not left of iterations whose gradients have all come; waits for nobody."""

@@ -21,6 +21,7 @@ class ReducerOptions:
         groups: parameters that go together: none of a group leaves before all are there.
         unused_as_none: gradients that no rank has are None, whatever the settings say.
         arms: search techniques to tune with, None = the usual ones.
+        overlaps: iterations may end in the next forward pass.
     """
 
     reduction: Reduction
@@ -28,3 +29,4 @@ class ReducerOptions:
     groups: Sequence[Sequence[torch.Tensor]] = ()
     unused_as_none: bool = False
     arms: Sequence[Arm] | None = None
+    overlaps: bool = False

@@ -72,6 +72,7 @@ class ReducerResources:
             reduction=self.options.reduction,
             arms=self.options.arms,
             carried=self._carried,
+            overlaps=self.options.overlaps,
         )
 
     def reduce_thawed(self, params: Sequence[torch.Tensor]) -> None:

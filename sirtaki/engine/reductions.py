@@ -26,6 +26,7 @@ class Reductions:
     Attributes:
         arrive: for each parameter, what is done with its gradient once it is complete.
         tuned: what has the dense gradients reduced; None if there are none.
+        all_dense: no parameter is known to have sparse gradients.
         complete: all gradients of this iteration are reduced and in `.grad`, and it has not ended.
     """
 
@@ -48,6 +49,7 @@ class Reductions:
         dense = [number for number, (name, _) in enumerate(named) if name not in sparse.names]
         self.tuned = make_tuned([named[number] for number in dense]) if dense else None
         self._sync: Synchroniser | None = None if self.tuned is None else self.tuned.synchroniser
+        self.all_dense = len(dense) == len(named)
         self.arrive: list[Arrive] = [partial(sparse.start, name) for name, _ in named]
         for index, number in enumerate(dense):
             assert self._sync is not None
@@ -110,6 +112,28 @@ class Reductions:
         """Sends what has not left if all dense gradients of this iteration have come; waits for nobody."""
         if self._sync is not None and self._sync.can_reduce:
             self._sync.flush()
+
+    # ── the end of an iteration that comes late ──────────────────────────────────────────────────────────────────
+
+    @property
+    def can_put_off(self) -> bool:
+        """Gradients of this iteration may be waited for one by one, once all have left."""
+        return self.all_dense and not self._sparse.found and self.tuned is not None and self.tuned.can_put_off
+
+    def put_off(self) -> None:
+        """If it `can_put_off`: sends what has not left, or zeros for what has not come; waits for nobody."""
+        assert self._sync is not None
+        self._sync.flush()
+
+    def wait_for(self, number: int, interrupted: Interrupted | None) -> list[int]:
+        """Blocks until the gradient of a parameter is reduced; see `CurrentIteration.wait_for`."""
+        assert self._sync is not None
+        return self._sync.current.wait_for(number, interrupted)
+
+    def hand_out_some(self, numbers: Sequence[int]) -> None:
+        """Once `wait_for` has returned these parameters: their `.grad` holds the reduced gradient."""
+        assert self._sync is not None
+        self._sync.current.hand_out_some(numbers)
 
     def contribute_zeros(self) -> None:
         """On a rank that has joined: gives zeros to an iteration that the other ranks have not begun to end."""

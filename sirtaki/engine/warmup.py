@@ -35,6 +35,7 @@ from .carried_tuning import CarriedTuning, Carrying
 from .coordinator import TuningCoordinator
 from .devices import open_router
 from .drift import DriftWatch
+from .forward_overlap import ForwardOverlap
 from .given_plan import given_to_all
 from .knob_choices import default_knobs, knob_space, plans_for
 from .opening import open_default, still_possible
@@ -94,6 +95,7 @@ class TunedSynchroniser:
         knobs: what runs now.
         router: carries units.
         tuning: the warm-up is not over.
+        overlap: whether iterations may end in the next forward pass.
     """
 
     def __init__(
@@ -106,6 +108,7 @@ class TunedSynchroniser:
         reduction: Reduction,
         arms: Sequence[Arm] | None = None,
         carried: CarriedTuning | None = None,
+        overlaps: bool = False,
     ) -> None:
         """Collective.
 
@@ -117,6 +120,7 @@ class TunedSynchroniser:
             reduction: what is done to every gradient.
             arms: search techniques, None = the usual ones.
             carried: of the generations of this job; None where ranks stay.
+            overlaps: iterations are to end in the next forward pass; rank 0's holds for all.
 
         Raises:
             ConfigError: on all ranks; the user's plan cannot be read, and ranks stay.
@@ -139,6 +143,7 @@ class TunedSynchroniser:
             unused_as_none=settings.unused_as_none,
         )
         self.knobs = self._default
+        self.overlap = ForwardOverlap(control, wanted=overlaps)
         self._teller = IterationTeller(total_bytes)
         self._arms = arms
         self.tuning = settings.tune and settings.warmup_iterations > 0
@@ -173,6 +178,11 @@ class TunedSynchroniser:
         """Gradients are on a device on which things happen later than they are called."""
         return self.router.device.streams
 
+    @property
+    def can_put_off(self) -> bool:
+        """The end of this iteration needs no other rank, once all gradients have left."""
+        return self.overlap.ready and not self.tuning and self._sync.can_put_off
+
     def check(self) -> None:
         """Raises what a transport has found out by itself; any thread may ask."""
         self.router.check()
@@ -195,13 +205,17 @@ class TunedSynchroniser:
                 if self._assignment.note(span_s, self._control):
                     self._record(self._assignment.spans_s)
                     self._next_assignment()
-            elif self._drift is not None:
-                self._watch(self._drift, span_s, self._sync.pace)
+            else:
+                if self._drift is not None:
+                    self._watch(self._drift, span_s, self._sync.pace)
+                if not self.tuning:
+                    self.overlap.note(report, self._sync, joined=joined)
 
     # ── the warm-up ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def _after_profiling(self, report: IterationReport) -> None:
         """Collective: the order is known. The first time, the warm-up begins; later, its current knobs go on."""
+        self.overlap.begin()
         self._profiled = report
         if self._drift is not None:
             self._drift.reordered()
@@ -288,6 +302,7 @@ class TunedSynchroniser:
         """Collective."""
         self._sync.set_plans(plans_for(knobs, self._sync.layouts))
         self.knobs = knobs
+        self.overlap.begin()
 
     def _end(self) -> None:
         self.tuning, self._assignment, self._carrying.kept = False, None, self.knobs
@@ -300,7 +315,10 @@ class TunedSynchroniser:
     def _watch(self, drift: DriftWatch, span_s: float, agreed: Pace) -> None:
         """Collective if all ranks have agreed that communication has changed; else nothing but arithmetic."""
         if agreed is not Pace.USUAL and drift.due:
-            self._retune(drift, span_s)
+            if self.overlap.ready:
+                self.overlap.begin()  # a re-tune needs all ranks, who may be anywhere when this iteration ends
+            else:
+                self._retune(drift, span_s)
             return
         drift.note(span_s)
         if self._coordinator is None or not self._coordinator.failed:

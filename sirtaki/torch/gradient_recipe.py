@@ -37,6 +37,7 @@ class GradientRecipe:
         groups: parameters that go together.
         arms: search techniques, None = the usual ones.
         process_set: the ranks that train together.
+        overlaps: updates are put off into the next forward pass.
     """
 
     named: list[tuple[str, torch.Tensor]]
@@ -48,6 +49,7 @@ class GradientRecipe:
     groups: Sequence[Sequence[torch.Tensor]]
     arms: Sequence[Arm] | None
     process_set: ProcessSet
+    overlaps: bool = False
 
     @property
     def signature(self) -> str:
@@ -76,7 +78,11 @@ class GradientRecipe:
             wire_dtype=self.wire_dtype,
         )
         options = ReducerOptions(
-            reduction=reduction, sparse_as_dense=self.sparse_as_dense, groups=self.groups, arms=self.arms
+            reduction=reduction,
+            sparse_as_dense=self.sparse_as_dense,
+            groups=self.groups,
+            arms=self.arms,
+            overlaps=self.overlaps,
         )
         return OptimizerGradients(current, members, self.named, passes=self.passes, options=options)
 

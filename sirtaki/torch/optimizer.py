@@ -5,193 +5,29 @@ from __future__ import annotations
 import itertools
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from sirtaki.autotune.arms.base import Arm
 from sirtaki.engine import job
-from sirtaki.engine.optimizer_gradients import CLOSED, OptimizerGradients
 from sirtaki.engine.warmup import NO_LOG
-from sirtaki.errors import ConfigError, NotInitializedError
+from sirtaki.errors import ConfigError
+from sirtaki.settings import Overlap
 
 from .adasum_optimizer import wrap_adasum
+from .averaging_optimizer import AveragingOptimizer
 from .compression import Compression, Compressor, NoneCompressor, _CastCompressor
-from .derived_class import Distributed, derive, plain_copy, require_plain
+from .derived_class import derive, require_plain
 from .gradient_recipe import GradientRecipe
-from .lasting_optimizers import keep, require_attached
-from .mpi_ops import Adasum, Average, Sum, allreduce
+from .lasting_optimizers import keep
+from .mpi_ops import Adasum, Average, Sum
+from .overlapped_optimizer import OverlappedOptimizer
 from .process_sets import ProcessSet, global_process_set
 
 logger = logging.getLogger(__name__)
 
 NamedParameters = Iterable[tuple[str, torch.Tensor]]
-
-UNSKIPPED = (
-    "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). This can "
-    "cause training slowdown. You may want to consider using optimizer.skip_synchronize() context if you use "
-    "optimizer.synchronize() in your code."
-)
-RACE = (
-    "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or optimizer.synchronize(). "
-    "This is prohibited as it can cause a race condition."
-)
-
-
-class _Distributed(Distributed):
-    """What is mixed into the class of the wrapped optimizer.
-
-    Attributes:
-        _recipe: what the user has asked for.
-        _gradients: keeps the gradients equal; None where there is nobody to be equal to.
-        _parameter_names: of each parameter, the name in messages; scripts written for Horovod read it.
-    """
-
-    _recipe: GradientRecipe
-    _gradients: OptimizerGradients | None
-    _parameter_names: dict[torch.Tensor, str]
-    _synchronized: bool
-    _should_synchronize: bool
-
-    def _begin(self, recipe: GradientRecipe) -> None:
-        self._recipe, self._gradients = recipe, None
-        self._parameter_names = {param: name for name, param in recipe.named}
-        self._synchronized, self._should_synchronize = False, True
-
-    @property
-    def _signature(self) -> str:
-        return self._recipe.signature
-
-    def _attach(self, current: job.Job) -> None:
-        self._gradients = self._recipe.make(current)
-        self._detached = ""
-
-    def _detach(self, why: str) -> None:
-        super()._detach(why)
-        self._gradients, self._synchronized = None, False
-
-    def set_backward_passes_per_step(self, passes: int) -> None:
-        """From the next step on, gradients are reduced after `passes` backward passes.
-
-        Raises:
-            ValueError: `passes` is not positive.
-        """
-        if passes <= 0:
-            raise ValueError("backward_passes_per_step must be > 0")
-        self._recipe.passes = passes
-        if self._gradients is not None:
-            self._gradients.set_passes(passes)
-
-    def synchronize(self) -> None:
-        """Collective: blocks until all gradients are reduced; afterwards `.grad` holds the result."""
-        self._require_open()
-        if self._gradients is not None:
-            self._gradients.finish()
-            if isinstance(self, torch.optim.SparseAdam):
-                self._make_sparse()
-        self._synchronized = True
-
-    @torch.no_grad()
-    def _make_sparse(self) -> None:
-        """For an optimizer that takes sparse gradients only: those that travelled dense."""
-        for param in self._parameter_names:
-            if param.grad is not None and not param.grad.is_sparse:
-                param.grad = param.grad.to_sparse(1)
-
-    @contextmanager
-    def skip_synchronize(self) -> Iterator[None]:
-        """`step()` inside does not synchronise, because `synchronize()` has been called."""
-        self._should_synchronize = False
-        try:
-            yield
-        finally:
-            self._should_synchronize = True
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # Any: as torch
-        """Collective: synchronises (unless skipped) and updates the parameters.
-
-        With a closure, gradients are synchronised after each call of it.
-
-        Raises:
-            NotInitializedError: `close` or `shutdown` was called.
-        """
-        self._require_open()
-        if closure is not None and self._gradients is not None and self._should_synchronize:
-            closure = self._synchronised(closure)
-        elif self._should_synchronize:
-            if self._synchronized:
-                warnings.warn(UNSKIPPED, stacklevel=2)
-            self.synchronize()
-        self._synchronized = False
-        # A scheduler that was made for the wrapped optimizer looks there whether a step was made.
-        self._wrapped._opt_called = True  # type: ignore[attr-defined]  # torch's, set by its schedulers
-        return super().step(closure)
-
-    def _synchronised(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        decides_by_loss = isinstance(self, torch.optim.LBFGS)
-
-        def synchronised() -> Any:
-            with torch.enable_grad():
-                loss = closure()
-            self.synchronize()
-            if not decides_by_loss:
-                return loss
-            # A line search must take the same decisions on all ranks, so they must see the same loss.
-            return allreduce(torch.as_tensor(loss).detach(), process_set=self._recipe.process_set)
-
-        return synchronised
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """As the wrapped optimizer's. Collective after a backward pass that raised, and where `step()` was left out.
-
-        Raises:
-            AssertionError: gradients are being reduced, since some did not come in the backward pass.
-        """
-        if self._gradients is not None:
-            if self._gradients.failed:
-                self._gradients.drop_failed()
-            elif self._gradients.complete:
-                self._gradients.finish()  # its step was left out
-            elif self._gradients.pending:
-                raise AssertionError(RACE)
-            self._gradients.drop_accumulated()
-        super().zero_grad(set_to_none)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Collective: as the wrapped optimizer's; the new parameters' gradients are reduced, too."""
-        self._require_open()
-        super().add_param_group(param_group)
-        number = len(self.param_groups) - 1
-        added = [(f"group.{number}.{index}", param) for index, param in enumerate(self.param_groups[-1]["params"])]
-        self._parameter_names |= {param: name for name, param in added}
-        self._recipe.named = [*self._recipe.named, *added]
-        if self._gradients is not None:
-            self._gradients.extend(added)
-
-    def close(self) -> None:
-        """Ends this optimizer: its gradients are not reduced any more, and what that took is released. Idempotent.
-
-        Happens by itself when the last reference to the optimizer is dropped. Not collective; parameters that another
-        DistributedOptimizer has, too, go on being reduced for that one.
-        """
-        self._closed = True
-        if self._gradients is not None:
-            self._gradients.close()
-
-    def _require_open(self) -> None:
-        if self._closed:
-            raise NotInitializedError(CLOSED.format(reason="by close()"))
-        require_attached(self)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As the wrapped optimizer's, which stays the same as this one: a scheduler may hold it."""
-        super().load_state_dict(state_dict)
-        self._wrapped.param_groups, self._wrapped.state = self.param_groups, self.state
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return plain_copy(self, type(self._wrapped))
 
 
 def DistributedOptimizer(
@@ -207,6 +43,7 @@ def DistributedOptimizer(
     process_set: ProcessSet = global_process_set,
     *,
     arms: Sequence[Arm] | None = None,
+    overlap_forward: bool | None = None,
 ) -> torch.optim.Optimizer:
     """Collective: an optimizer of a class derived from `optimizer`'s that reduces gradients over all ranks.
 
@@ -222,10 +59,13 @@ def DistributedOptimizer(
         sparse_as_dense: sparse gradients travel dense, and stay so unless the optimizer takes sparse ones only.
         process_set: the ranks that train together; on others nothing is reduced.
         arms: search techniques to tune with, instead of the usual ones.
+        overlap_forward: `step()` returns at once, and parameters are updated in the next forward pass, each before it
+            is read; None = as `SIRTAKI_OVERLAP_FORWARD` says.
 
     Raises:
         ValueError: an argument is invalid, the optimizer is a distributed one already, or (on all ranks) one of its
-            parameters belongs to another distributed optimizer with other options.
+            parameters belongs to another distributed optimizer with other options, or (with `overlap_forward=True`) it
+            does not update each parameter by itself.
         MismatchError: on all ranks, if their models differ.
     """
     require_plain(optimizer)
@@ -243,6 +83,9 @@ def DistributedOptimizer(
     named = _named_parameters(optimizer, named_parameters)
     divided = _divide(groups, [param for _, param in named if param.requires_grad])
     current = job.current()
+    overlaps = current.settings.overlap_forward is not Overlap.OFF if overlap_forward is None else overlap_forward
+    if op == Adasum and overlap_forward:
+        raise ConfigError("overlap_forward does not go with op=Adasum, which combines updates, not gradients")
     if op == Adasum and (current.control.size > 1 or current.elastic is not None):
         if process_set is not global_process_set:
             raise NotImplementedError("Adasum does not support non-global process sets yet.")
@@ -260,8 +103,15 @@ def DistributedOptimizer(
         groups=divided,
         arms=arms,
         process_set=process_set,
+        overlaps=overlaps,
     )
-    distributed: _Distributed = derive(_Distributed, optimizer)
+    distributed: AveragingOptimizer
+    if overlaps:
+        overlapped: OverlappedOptimizer = derive(OverlappedOptimizer, optimizer)
+        overlapped._begin_overlap(refuses=bool(overlap_forward))
+        distributed = overlapped
+    else:
+        distributed = derive(AveragingOptimizer, optimizer)
     distributed._begin(recipe)
     keep(distributed, current)
     return distributed

@@ -227,6 +227,16 @@ def a_compiled_model() -> None:
     torch.compiler.reset()
 
 
+def a_model_compiled_in_parts() -> None:
+    backend = hvd.early_gradients("aot_eager", part_bytes=1000)
+
+    def loss(model: nn.Module, rank: int, iteration: int) -> torch.Tensor:
+        return torch.compile(model, backend=backend)(batch(rank, iteration, 5, 24)).square().mean()
+
+    assert_same_training(mlp(), loss)
+    torch.compiler.reset()
+
+
 class Checkpointed(nn.Module):
     def __init__(self, *, reentrant: bool) -> None:
         super().__init__()
@@ -389,6 +399,7 @@ CASES = [
     clipping_by_the_norm_of_the_reduced_gradients,
     scaled_losses_and_an_overflow_on_one_rank,
     a_compiled_model,
+    a_model_compiled_in_parts,
     checkpointed_activations,
     closures,
     sums_and_factors,

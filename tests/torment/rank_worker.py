@@ -18,7 +18,7 @@ import warnings
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
 
-from fakes import restless
+from fakes import hasty, restless
 from mpi4py import MPI
 from torment.program import Program
 from torment.script import Script
@@ -65,6 +65,7 @@ class Worker:
         for name in [name for name in os.environ if name.startswith(PREFIX)]:
             del os.environ[name]
         os.environ.update({**DEFAULTS, **given})
+        hasty.be("SIRTAKI_OVERLAP_FORWARD" in given)
         gc.freeze()  # all that is imported by now need not be looked through after each program
         if self._world.rank < program.ranks:
             hvd.init(comm=None if program.ranks == self._world.size else list(range(program.ranks)))

@@ -21,6 +21,8 @@ ENVIRONMENTS: tuple[dict[str, str], ...] = (
     {"local_size": "2", "streams": "3"},
     {"local_size": "2", "algorithm": "hierarchical"},
     {"unused": "none"},
+    {"overlap_forward": "check"},
+    {"overlap_forward": "check", "unit_bytes": "65536", "streams": "2"},
 )
 
 

@@ -57,10 +57,12 @@ def test_programs_that_once_found_a_fault_train_as_one_process_does(example: Pat
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("world", "count", "unused"), [(1, 10, ""), (2, 40, ""), (3, 30, ""), (3, 20, "none"), (4, 20, "")]
+    ("world", "count", "setting"),
+    [(1, 10, ""), (2, 40, ""), (3, 30, ""), (3, 20, "unused=none"), (4, 20, ""), (2, 30, "overlap_forward=check")],
 )
-def test_drawn_programs_train_as_one_process_does(world: int, count: int, unused: str, ranks: Ranks) -> None:
-    draw_and_torment(ranks, world=world, count=count, environment={"unused": unused} if unused else {}, features=QUICK)
+def test_drawn_programs_train_as_one_process_does(world: int, count: int, setting: str, ranks: Ranks) -> None:
+    environment = dict([setting.split("=")]) if setting else {}
+    draw_and_torment(ranks, world=world, count=count, environment=environment, features=QUICK)
 
 
 @pytest.mark.slow

@@ -200,3 +200,17 @@ def test_where_nothing_has_come_there_is_nothing_to_hand_out() -> None:
     params, _, arrivals = made((2,))
     assert arrivals.hand_out() == Interference((), ())
     assert params[0].grad.tolist() == [0, 1]  # type: ignore[union-attr]
+
+
+def test_gradients_are_handed_out_one_by_one_and_left_alone_after_that() -> None:
+    params, buffers, arrivals = made((2,), (2,), (1,))
+    add(arrivals, params, 0, 1, 2)
+    arrivals.copy_in()
+    assert arrivals.hand_out_some([1]) == Interference((), ())
+    assert params[1].grad is not None
+    params[1].grad.zero_()  # what is done to it now holds
+    params[2].grad = torch.ones(1)  # and this comes too early
+    buffers.groups[0].buffer.tensor[0] = 7
+    assert arrivals.hand_out() == Interference(replaced=(2,), written=())
+    assert params[1].grad.tolist() == [0, 0]
+    assert arrivals.hand_out_some([0]) == Interference((), ())

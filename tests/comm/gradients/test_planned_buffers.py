@@ -108,3 +108,18 @@ def test_streams_that_cannot_be_opened_leave_the_old_plans() -> None:
     with pytest.raises(TransportError, match="no descriptors"):
         planned.install([plan_of(6 + FLAG_COUNT, 1)])
     assert (planned.plans, planned.schedule) == (before, schedule)
+
+
+def test_units_that_overtake_leave_with_the_flags_once_all_is_known_until_there_is_another_plan() -> None:
+    planned = make_planned(parameters((4,), (4,)))
+    numel = 8 + FLAG_COUNT
+    planned.install([plan_of(numel, 4)])
+    usual = [unit.start for unit in planned.schedule.units]
+    planned.overtake([float(unit.start == 0) for unit in planned.schedule.units], 0.0)
+    flags = next(unit for unit in planned.schedule.units if unit.stop == numel)
+    for number in range(len(planned.schedule.missing) - 1):
+        planned.schedule.missing[number] -= len(planned.schedule.units[number].members)
+    assert flags not in list(planned.schedule.take_complete())
+    assert flags in list(planned.schedule.take_all())
+    planned.install([plan_of(numel, 4)])
+    assert [unit.start for unit in planned.schedule.units] == usual

@@ -34,3 +34,21 @@ def test_in_use_are_the_newest_and_the_one_that_was_stepped_last() -> None:
     participants.note_finished(first)
     assert participants.in_use == [third, first]
     assert second not in participants.in_use
+
+
+def test_what_all_have_put_off_is_settled_and_none_is_kept_alive_by_that() -> None:
+    class Late(Reducer):
+        settled = 0
+
+        def settle(self) -> None:
+            Late.settled += 1
+
+    participants = Participants()
+    kept, dropped = cast(Participant, Late()), cast(Participant, Late())
+    participants.add(kept)
+    participants.add(dropped)
+    participants.settle()
+    del dropped
+    assert list(participants) == [kept]
+    participants.settle()
+    assert Late.settled == 3

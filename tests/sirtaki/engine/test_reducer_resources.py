@@ -56,7 +56,7 @@ def test_dense_gradients_get_a_synchroniser_of_their_names_and_what_is_asked_for
     ((control, settings, tensors, names), more) = given[0]
     assert (control, isinstance(settings, Settings), names) == ("the ranks", True, ["a", "b"])
     assert tensors[1] is params[1]
-    assert more == {"reduction": Reduction(postscale=0.25), "arms": (), "carried": carried}
+    assert more == {"reduction": Reduction(postscale=0.25), "arms": (), "carried": carried, "overlaps": False}
 
 
 @pytest.mark.parametrize("unused", ["zeros", "none"])

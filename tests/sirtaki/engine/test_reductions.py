@@ -259,3 +259,22 @@ def test_problems_and_the_end_are_the_synchronisers() -> None:
     made.reductions.detach()
     made.reductions.close()
     assert made.log == ["detach", "close"]
+
+
+def test_gradients_are_waited_for_one_by_one_only_where_all_are_dense() -> None:
+    made = Made("ab", "")
+    tuned: Any = made.reductions.tuned
+    tuned.can_put_off = True
+    made.sparse.found = set()
+    assert made.reductions.can_put_off
+    made.sparse.found = {"a"}  # of which the other ranks must hear
+    assert not made.reductions.can_put_off
+    made.sparse.found = set()
+    tuned.can_put_off = False
+    assert not made.reductions.can_put_off
+    made.reductions.put_off()
+    assert made.log == ["flush"]
+    some = Made("abc", "c")
+    assert not some.reductions.all_dense
+    assert not some.reductions.can_put_off
+    assert not Made("ab", "ab").reductions.can_put_off

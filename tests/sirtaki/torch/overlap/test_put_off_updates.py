@@ -1,0 +1,190 @@
+"""Updates are made when somebody needs their parameters, with all that came along, and never twice."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sirtaki.torch.overlap import awaited
+from sirtaki.torch.overlap.partial_step import PartialStep
+from sirtaki.torch.overlap.put_off_updates import PutOffUpdates, Stage, Zeroing
+
+
+class Late:
+    """Gradients that come in units of two parameters; what a rank waits for is there at once, and doubled."""
+
+    def __init__(self, params: list[torch.nn.Parameter]) -> None:
+        self._params = params
+        self.log: list[Any] = []
+        self.possible, self.needed_elsewhere = True, False
+
+    def use(self, keeper: object) -> None:
+        self.keeper = keeper
+
+    def begin(self) -> None:
+        self.log.append("step")
+
+    def wait_for(self, number: int) -> list[int]:
+        self.log.append(number)
+        first = number - number % 2
+        return [] if self.needed_elsewhere else [first, first + 1]
+
+    def reduce(self) -> None:
+        self.log.append("reduce")
+
+    def hand_out(self, numbers: list[int]) -> None:
+        for number in numbers:
+            param = self._params[number]
+            param.grad = torch.zeros(1) if param.grad is None else 2 * param.grad
+
+
+class Made:
+    def __init__(self) -> None:
+        self.params = [torch.nn.Parameter(torch.zeros(1)) for _ in range(4)]
+        self.optimizer = torch.optim.SGD(self.params, lr=1.0)
+        self.late, self.finished, self.seen, self.allowed = Late(self.params), 0, 0, True
+        self.closed = 0
+        hooked = SimpleNamespace(named=[(str(number), param) for number, param in enumerate(self.params)])
+        gradients: Any = SimpleNamespace(reducers=[SimpleNamespace(late=self.late, hooked=hooked)], finish=self._finish)
+        self.updates = PutOffUpdates(
+            gradients,
+            PartialStep(self.optimizer, torch.optim.SGD),
+            allowed=lambda: self.allowed,
+            seen=self._see,
+            closed=self._close,
+        )
+        self.updates.use()
+        for param in self.params:
+            param.grad = torch.ones(1)
+
+    def _finish(self) -> None:
+        self.finished += 1
+
+    def _see(self) -> None:
+        self.seen += 1
+
+    def _close(self) -> None:
+        self.closed += 1
+
+    @property
+    def held(self) -> list[bool]:
+        return [awaited.is_held(param) for param in self.params]
+
+    def backward_and_step(self) -> None:
+        assert self.updates.keep()
+        assert self.updates.step()
+
+
+def test_the_end_of_its_ranks_is_passed_on() -> None:
+    made = Made()
+    made.updates.close()
+    assert made.closed == 1
+
+
+@pytest.fixture
+def made() -> Any:
+    made = Made()
+    yield made
+    made.updates.drop()
+
+
+def test_a_parameter_is_updated_when_it_is_looked_at_with_those_that_came_along(made: Made) -> None:
+    made.backward_and_step()
+    assert made.held == [True] * 4
+    assert made.params[2].item() == -2.0
+    assert made.held == [True, True, False, False]
+    assert made.late.log == ["step", 2]
+    assert made.params[3].item() == -2.0
+    assert made.finished == 0
+    made.updates.settle()
+    assert made.held == [False] * 4
+    assert [param.item() for param in made.params] == [-2.0] * 4
+    assert made.finished == 1
+    made.updates.settle()
+    assert made.finished == 1
+
+
+def test_a_look_between_backward_and_step_gives_the_reduced_gradient_and_updates_nothing(made: Made) -> None:
+    assert made.updates.keep()
+    assert made.params[0].grad is not None
+    made.params[0].grad.mul_(10)
+    assert made.seen == 1
+    assert made.params[0].item() == 0.0
+    assert made.updates.step()
+    assert made.held == [False, False, True, True]
+    assert [made.params[number].item() for number in range(4)] == [-20.0, -2.0, -2.0, -2.0]
+
+
+def test_where_this_rank_is_needed_elsewhere_everything_is_as_without(made: Made) -> None:
+    made.late.needed_elsewhere = True
+    assert made.updates.keep()
+    gradient = made.params[0].grad
+    assert gradient is not None
+    assert gradient.item() == 1.0
+    assert made.late.log == [0]
+    assert made.held == [False] * 4
+    assert made.updates.stage is Stage.IDLE
+
+
+def test_what_is_zeroed_meanwhile_is_zeroed_after_its_update(made: Made) -> None:
+    made.backward_and_step()
+    made.params[2].detach()
+    assert made.updates.zero(made.params[0], Zeroing.NONE)
+    assert made.updates.zero(made.params[1], Zeroing.ZEROS)
+    assert not made.updates.zero(made.params[2], Zeroing.NONE)
+    made.updates.settle()
+    assert made.params[0].grad is None
+    assert made.params[1].grad is not None
+    assert made.params[1].grad.item() == 0.0
+    assert [param.item() for param in made.params] == [-2.0] * 4
+
+
+def test_a_gradient_of_another_pass_is_added_to_the_reduced_one(made: Made) -> None:
+    made.backward_and_step()
+    with torch._C.DisableTorchFunctionSubclass():  # as autograd does it
+        assert made.params[0].grad is None
+        made.params[0].grad = torch.full((1,), 5.0)
+    made.updates.settle()
+    assert made.params[0].item() == -2.0
+    assert made.params[0].grad is not None
+    assert made.params[0].grad.item() == 7.0
+
+
+def test_what_is_read_past_python_is_updated_by_step(made: Made) -> None:
+    made.updates.uncovered = frozenset([id(made.params[1])])
+    made.backward_and_step()
+    assert made.held == [False, False, True, True]
+
+
+def test_a_step_whose_gradients_did_not_all_come_is_put_off_too(made: Made) -> None:
+    assert made.updates.step()
+    assert made.held == [True] * 4
+    made.allowed = False
+    made.updates.settle()
+    assert not made.updates.step()
+    assert not made.updates.keep()
+
+
+def test_nothing_is_put_off_that_may_not_be_or_cannot_be_held(made: Made) -> None:
+    made.late.possible = False
+    assert not made.updates.keep()
+    made.late.possible = True
+    assert made.updates.keep()
+    made.late.possible = False
+    assert not made.updates.step()
+    assert made.held == [False] * 4
+    assert made.late.log == ["reduce"]  # as the backward pass would have
+    made.updates.withdraw()
+    assert made.late.log == ["reduce"]
+    made.late.possible = True
+    made.params[0].__class__ = type("Own", (torch.nn.Parameter,), {})
+    assert not made.updates.keep()
+
+
+def test_where_the_ranks_are_gone_parameters_stay_what_they_are(made: Made) -> None:
+    made.backward_and_step()
+    made.updates.drop()
+    assert made.held == [False] * 4
+    assert [param.item() for param in made.params] == [0.0] * 4
+    assert made.updates.stage is Stage.IDLE

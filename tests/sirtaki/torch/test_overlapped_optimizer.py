@@ -1,0 +1,32 @@
+"""Training whose updates are put off equals training where `step()` waits, bit by bit; on three ranks, as sums do."""
+
+from rank_jobs import UNTUNED, Job, Play, RankCase, on_ranks, slow
+
+CHECK = {**UNTUNED, "SIRTAKI_OVERLAP_FORWARD": "check"}
+SMALL = {**UNTUNED, "SIRTAKI_UNIT_BYTES": "256", "SIRTAKI_STREAMS": "3", "SIRTAKI_TRANSPORT": "gloo"}
+DOUBLE = {**SMALL, "SIRTAKI_TEST_DOUBLE": "1"}
+LONG = {**UNTUNED, "SIRTAKI_TEST_STEPS": "500", "SIRTAKI_UNIT_BYTES": "2048"}
+TUNED = {"SIRTAKI_REGISTRY": "off", "SIRTAKI_WARMUP_ITERATIONS": "8", "SIRTAKI_TEST_STEPS": "40"}
+
+
+@on_ranks(
+    "forward_overlap",
+    Job(2, "", UNTUNED),
+    slow(Job(2, "check", CHECK)),
+    slow(Job(2, "small units", SMALL)),
+    slow(Job(3, "three ranks", DOUBLE)),
+)
+def test_what_is_put_off_is_never_read_stale(play: Play, rank_case: RankCase) -> None:
+    play(rank_case)
+
+
+@on_ranks(
+    "forward_overlap",
+    Job(3, "three ranks", {**DOUBLE, "SIRTAKI_TEST_STEPS": "12"}),
+    slow(Job(5, "five ranks", DOUBLE)),
+    slow(Job(2, "500 steps", LONG)),
+    slow(Job(2, "tuned", TUNED)),
+    cases="FIVE_MODELS",
+)
+def test_five_models_train_equally(play: Play, rank_case: RankCase) -> None:
+    play(rank_case)
