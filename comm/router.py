@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -17,8 +17,9 @@ from .nccl_streams.nccl import NcclTransport
 from .plan import Algorithm, CommPlan, Route, TransportKind
 from .stream_limits import StreamLimits
 from .transport_factory import TransportFactory
-from .transports.contract import FlatBuffer, ReduceOp, StreamSpec, Transport, Work
+from .transports.contract import Exchanger, FlatBuffer, ReduceOp, StreamSpec, Transport, Work
 from .transports.node_memory import share_memory
+from .transports.parcels import Parcels
 from .transports.resources import held
 
 if TYPE_CHECKING:
@@ -193,6 +194,13 @@ class Router:
         return self._transports[route].all_reduce(
             buffer, start, stop, stream=StreamSpec(stream, threads), op=op, scale=scale
         )
+
+    def exchange(
+        self, outgoing: FlatBuffer, parcels: Parcels, incoming: torch.Tensor, *, route: Route, stream: int
+    ) -> Work:
+        """Exchanges parcels over a flat route between hosts' memories whose streams are open; see `Exchanger`."""
+        transport = cast(Exchanger, self._transports[route])  # as all of these are
+        return transport.exchange(outgoing, parcels, incoming, stream=StreamSpec(stream))
 
     def all_reduce_plan(self, buffer: FlatBuffer, plan: CommPlan, *, scale: float = 1.0) -> list[Work]:
         """Adds up all units of a plan whose streams are open, all submitted at once; see `Transport.all_reduce`."""

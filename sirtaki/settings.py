@@ -15,6 +15,7 @@ from typing import Any
 
 from sirtaki.comm.control.communicator import Backend
 from sirtaki.comm.plan import Algorithm, TransportKind
+from sirtaki.comm.sparse.plan import SparsePath
 from sirtaki.errors import ConfigError
 from sirtaki.launchers import AGENT
 from sirtaki.unit_sizes import SMALLEST_UNIT_BYTES
@@ -52,6 +53,7 @@ class Settings:
         threads: fixes the GPU threads of a unit; no effect on CPUs.
         transport: fixes what carries the units.
         algorithm: fixes flat or hierarchical reduction.
+        sparse: the way of rows of sparse gradients; None, set by `auto`: the fastest is found; rank 0's holds for all.
         local_size: pretend that this many consecutive ranks share a node, to try hierarchies on one machine.
         gloo_interface: network interface, or several with commas, that Gloo connects through.
         control: what carries the control plane; None, set by `auto`: what the launcher's environment asks for.
@@ -95,6 +97,7 @@ class Settings:
     threads: int | None = None
     transport: TransportKind | None = None
     algorithm: Algorithm | None = None
+    sparse: SparsePath | None = None
     local_size: int | None = None
     gloo_interface: str | None = None
     control: Backend | None = None
@@ -281,6 +284,14 @@ VARIABLES: tuple[Variable, ...] = (
         },
     ),
     _variable("SIRTAKI_ALGORITHM", "algorithm", _enum(Algorithm)),
+    _variable(
+        "SIRTAKI_SPARSE",
+        "sparse",
+        {
+            "parse": _one_of({"auto": None} | {path.value: path for path in SparsePath}),
+            "accepts": f"auto (the fastest is found out), {', '.join(path.value for path in SparsePath)}",
+        },
+    ),
     _variable("SIRTAKI_LOCAL_SIZE", "local_size", _COUNT),
     _variable("GLOO_SOCKET_IFNAME", "gloo_interface", _TEXT),
     _variable("HOROVOD_GLOO_IFACE", "gloo_interface", _TEXT),

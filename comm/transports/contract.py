@@ -12,6 +12,7 @@ import torch
 from sirtaki.comm.device import Event
 from sirtaki.comm.plan import TransportKind
 
+from .parcels import Parcels
 from .resources import StreamCost
 
 
@@ -129,5 +130,20 @@ class Transport(Protocol):
 
         Returns:
             False if a thread does not end, since it waits for other ranks: what it uses must not be freed.
+        """
+        ...
+
+
+class Exchanger(Transport, Protocol):
+    """A transport that also carries parcels, each from one rank to another."""
+
+    def exchange(self, outgoing: FlatBuffer, parcels: Parcels, incoming: torch.Tensor, *, stream: StreamSpec) -> Work:
+        """Sends this rank's parcels and receives those for it; in order with all other units of the stream.
+
+        Args:
+            outgoing: bytes, with the parcels as `parcels` says; not to be written until the work is done.
+            parcels: of all ranks, the same on all.
+            incoming: bytes, contiguous, as many as come; the parcels lie there one behind the other, by sender.
+            stream: that is open.
         """
         ...

@@ -24,6 +24,7 @@ from sirtaki.errors import CommError
 
 from .contract import NOTHING_TO_DO, FlatBuffer, ReduceOp, StreamSpec, Work
 from .opening import Agree, open_together, open_up_to
+from .parcels import Parcels
 from .resources import SHARE, StreamCost
 from .scaling import scale_
 
@@ -171,6 +172,19 @@ class GlooTransport:
         if recorder.times_wanted():
             unit_work.note_end()
         return unit_work
+
+    def exchange(self, outgoing: FlatBuffer, parcels: Parcels, incoming: torch.Tensor, *, stream: StreamSpec) -> Work:
+        """See `Exchanger`; each pair of ranks uses its own connection of the stream, all at the same time."""
+        if parcels.empty:
+            return NOTHING_TO_DO
+        sent, received = parcels.sent_by(self._rank), parcels.received_by(self._rank)
+        given = outgoing.tensor[: sent[-1][1]]
+        if parcels.shared:
+            given = given.repeat(self._size)  # Gloo takes parcels that lie one behind the other only
+        work = self._groups[stream.number].alltoall_base(  # type: ignore[attr-defined]  # torch's stub lacks it
+            incoming, given, received, [stop - start for start, stop in sent]
+        )
+        return _GlooWork(work, incoming, 1.0, f"an exchange on stream {stream.number}")
 
     def close(self) -> bool:
         """See `Transport`."""

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from sirtaki.comm.control.failure import fresh
@@ -22,6 +23,7 @@ from sirtaki.errors import CommError
 
 from .contract import NOTHING_TO_DO, FlatBuffer, ReduceOp, StreamSpec, Work
 from .opening import Agree, open_together, open_up_to
+from .parcels import Parcels
 from .resources import StreamCost
 from .scaling import HALF_DTYPES, scale_
 
@@ -79,6 +81,17 @@ def mpi_all_reduce_(tensor: torch.Tensor, *, comm: MPI.Comm, op: ReduceOp, scale
     else:
         comm.Allreduce(MPI.IN_PLACE, tensor.numpy(), op=operation)
         scale_(tensor, scale)
+
+
+def mpi_exchange(outgoing: torch.Tensor, parcels: Parcels, incoming: torch.Tensor, *, comm: MPI.Comm) -> None:
+    """Collective, blocking: see `Exchanger.exchange`."""
+    MPI = load_mpi()
+    sent, received = parcels.sent_by(comm.rank), parcels.received_by(comm.rank)
+    places = np.cumsum([0, *received[:-1]]).tolist()
+    comm.Alltoallv(
+        [outgoing.numpy(), [stop - start for start, stop in sent], [start for start, _ in sent], MPI.BYTE],
+        [incoming.numpy(), received, places, MPI.BYTE],
+    )
 
 
 class _Stream:
@@ -143,14 +156,30 @@ class MpiTransport:
         unit = buffer.tensor[start:stop]
         if unit.numel() == 0:
             return NOTHING_TO_DO
-        work, chosen = ThreadWork(), self._streams[stream.number]
+        return self._submit(
+            stream.number,
+            lambda comm: mpi_all_reduce_(unit, comm=comm, op=op, scale=scale),
+            f"elements [{start}, {stop})",
+        )
+
+    def exchange(self, outgoing: FlatBuffer, parcels: Parcels, incoming: torch.Tensor, *, stream: StreamSpec) -> Work:
+        """See `Exchanger`."""
+        if parcels.empty:
+            return NOTHING_TO_DO
+        return self._submit(
+            stream.number, lambda comm: mpi_exchange(outgoing.tensor, parcels, incoming, comm=comm), "an exchange"
+        )
+
+    def _submit(self, number: int, act: Callable[[MPI.Comm], None], what: str) -> Work:
+        """Has the thread of a stream do this with its communicator."""
+        work, chosen = ThreadWork(), self._streams[number]
 
         def task() -> None:
             work.begun_s = time.perf_counter()
             try:
-                mpi_all_reduce_(unit, comm=chosen.comm, op=op, scale=scale)
+                act(chosen.comm)
             except Exception as err:  # whatever it is, the waiting thread must hear of it
-                work.finish(CommError(f"MPI failed in elements [{start}, {stop}) on stream {stream.number}: {err}"))
+                work.finish(CommError(f"MPI failed in {what} on stream {number}: {err}"))
             else:
                 work.finish()
 

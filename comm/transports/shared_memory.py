@@ -26,6 +26,7 @@ from .contract import NOTHING_TO_DO, FlatBuffer, ReduceOp, StreamSpec, Transport
 from .mpi import ThreadWork
 from .node_memory import Doorbell, share_memory
 from .opening import open_up_to
+from .parcels import Parcels
 from .resources import StreamCost
 from .scaling import HALF_DTYPES, scale_
 
@@ -80,13 +81,18 @@ def reduce_share(
 
 @dataclass(slots=True, eq=False)
 class _Task:
-    """One unit on its way through the gates."""
+    """One unit on its way through the gates.
+
+    Attributes:
+        receive: of an exchange: takes this rank's parcels out of the other ranks' buffers; None = a reduction.
+    """
 
     buffer: FlatBuffer
-    start: int
-    stop: int
-    op: ReduceOp
-    scale: float
+    start: int = 0
+    stop: int = 0
+    op: ReduceOp = ReduceOp.SUM
+    scale: float = 1.0
+    receive: Callable[[], None] | None = None
     work: ThreadWork = field(default_factory=ThreadWork)
 
 
@@ -193,6 +199,10 @@ class _Stream:
         self._reduced += 1
         task.work.begun_s = time.perf_counter()
         self._to_complete.append(task)
+        if task.receive is not None:
+            task.receive()
+            self._publish()
+            return
         start, stop = self._bounds(task)
         if self._across is None:
             peers = task.buffer.peers
@@ -289,6 +299,23 @@ class SharedMemoryTransport:
         if start == stop:
             return NOTHING_TO_DO
         task = _Task(buffer, start, stop, op, scale)
+        self._streams[stream.number].submit(task)
+        return task.work
+
+    def exchange(self, outgoing: FlatBuffer, parcels: Parcels, incoming: torch.Tensor, *, stream: StreamSpec) -> Work:
+        """See `Exchanger`; the outgoing buffer must be a shared one, and all ranks on one node."""
+        if parcels.empty:
+            return NOTHING_TO_DO
+        me = self._control.local_rank
+
+        def receive() -> None:
+            begin = 0
+            for sender, peer in enumerate(outgoing.peers):
+                start, stop = parcels.sent_by(sender)[me]
+                incoming[begin : begin + stop - start].copy_(peer[start:stop])
+                begin += stop - start
+
+        task = _Task(outgoing, receive=receive)
         self._streams[stream.number].submit(task)
         return task.work
 

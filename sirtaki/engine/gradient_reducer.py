@@ -28,6 +28,7 @@ from .reducer_resources import ReducerResources
 from .reducer_watch import ReducerWatch
 from .same_model import Named
 from .sharing import Sharing
+from .sparse_carrier import SparseCarrier
 from .warmup import TunedSynchroniser
 
 if TYPE_CHECKING:
@@ -79,6 +80,7 @@ class GradientReducer:
         self._job = job
         self._parameters: HookedParameters | None = None
         self._watch: ReducerWatch | None = None
+        self._carrier: SparseCarrier | None = None
         self.closed = ""
         self.passes, self.options = passes, options
         self.members, self.ranks = members, members.ranks
@@ -87,7 +89,7 @@ class GradientReducer:
         self._resources = ReducerResources(
             job, members, options, prefix=f"optimizer.{self.key[1]}", known_sparse=known_sparse
         )
-        self.sparse = self._resources.sparse
+        self.sparse, self._carrier = self._resources.sparse, self._resources.carrier
         self.sharing: Sharing[GradientReducer] = Sharing(self._resources.control, self.progress)
         self._failed: FailedPass | None = None
         self.late = LateEnd(job, self)
@@ -305,10 +307,10 @@ class GradientReducer:
             self.closed = reason
             self.late.close()
             self._job.participants.remove(self)
-            let_go(self._job, self.key, self._watch, self._parameters)
+            let_go(self._job, self.key, self._watch, self._parameters, self._carrier)
             self._parameters = self._failed = None
 
     def __del__(self) -> None:
         # In any thread, at any time: what must be closed is handed over.
         if not self.closed:
-            self._job.disposal.put(partial(let_go, self._job, self.key, self._watch, self._parameters))
+            self._job.disposal.put(partial(let_go, self._job, self.key, self._watch, self._parameters, self._carrier))

@@ -11,6 +11,7 @@ import torch
 from .nan_check import NanCheck
 from .reducer_options import ReducerOptions
 from .same_model import Named, StartCheck
+from .sparse_carrier import SparseCarrier
 from .sparse_gradients import SparseReductions
 from .thawed import reduce_thawed
 from .warmup import TunedSynchroniser
@@ -28,6 +29,7 @@ class ReducerResources:
         control: of the ranks that take part.
         options: how gradients are reduced.
         sparse: sparse gradients, which are known from one set of parameters to the next.
+        carrier: what these travel by; closed by the caller.
         nan_check: looks at each complete gradient; None = nobody does.
         start_check: looks at the parameters before the first update.
     """
@@ -51,10 +53,10 @@ class ReducerResources:
         settings = self._settings = replace(job.settings, unused_as_none=unused_as_none)
         self.options, self._prefix = options, prefix
         self._carried = None if job.elastic is None else job.elastic.tuning
+        self.carrier = SparseCarrier(members.control, settings, prefix=f"{prefix}.")
         self.sparse = SparseReductions(
-            prefix,
             options.reduction,
-            members.engine,
+            self.carrier,
             known_sparse,
             as_dense=options.sparse_as_dense,
             unused_as_none=settings.unused_as_none,

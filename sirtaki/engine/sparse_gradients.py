@@ -1,4 +1,4 @@
-"""Sparse gradients of one optimizer: their indices and values are gathered from all ranks and added up.
+"""Sparse gradients of one optimizer: the rows of all ranks are added up, each parameter's by its `SparsePlan`.
 
 They go past the flat buffers. Which parameters have them is not known before the first backward pass, and a rank whose
 batch did not touch an embedding does not know it even then: until the ranks have agreed on it (`GradientReducer`), such
@@ -15,11 +15,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from sirtaki.comm.collectives.engine import EagerEngine
-from sirtaki.comm.collectives.sparse import SparseSum
+from sirtaki.comm.control.failure import WAIT_SLICE_S
 from sirtaki.comm.gradients.buffers import Reduction
 from sirtaki.comm.gradients.iteration import Interrupted
 from sirtaki.comm.gradients.lost_edits import REMEDY
+from sirtaki.comm.sparse.rows import Rows
+from sirtaki.comm.sparse.worker import SparseWork
+from sirtaki.comm.transports.scaling import scale_
+
+from .sparse_carrier import SparseCarrier
 
 if TYPE_CHECKING:
     from sirtaki.comm.control.plane import ControlPlane
@@ -35,7 +39,7 @@ class _Running:
         given: what came from this rank's backward pass, and its version; None if something was put in for it.
     """
 
-    total: SparseSum
+    work: SparseWork
     given: tuple[torch.Tensor, int] | None
 
 
@@ -50,16 +54,15 @@ class SparseReductions:
 
     def __init__(
         self,
-        prefix: str,
         reduction: Reduction,
-        engine: EagerEngine,
+        carrier: SparseCarrier,
         known: Iterable[str],
         *,
         as_dense: bool,
         unused_as_none: bool,
     ) -> None:
-        """`prefix` of the operations' names; `engine`: of the ranks that take part."""
-        self._prefix, self._engine, self._as_dense, self._unused_as_none = prefix, engine, as_dense, unused_as_none
+        """`carrier`: adds up rows over the ranks that take part; closed by the caller."""
+        self._carrier, self._as_dense, self._unused_as_none = carrier, as_dense, unused_as_none
         self._factor = reduction.prescale * reduction.postscale
         self.known, self.found, self.names = set(known), set[str](), set[str]()
         self._params: Mapping[str, torch.Tensor] = {}
@@ -67,10 +70,11 @@ class SparseReductions:
         self._complete = self._warned = False
 
     def watch(self, params: Mapping[str, torch.Tensor]) -> None:
-        """Between iterations: from now on, gradients of these parameters are reduced, by name."""
+        """Collective, between iterations: from now on, gradients of these parameters are reduced, by name."""
         self._params = params
         self.names = self.known & params.keys()
         self.found.clear()
+        self._carrier.watch({name: param for name, param in params.items() if name in self.names})
 
     @property
     def pending(self) -> bool:
@@ -125,10 +129,7 @@ class SparseReductions:
         rows = gradient.detach()
         if not rows.is_sparse or rows.sparse_dim() != 1:
             rows = rows.to_dense().to_sparse(1)
-        if rows.is_coalesced():  # else the user could write what is on its way
-            rows = rows.clone()
-        total = SparseSum(self._engine, rows, f"{self._prefix}.{name}", by_all=True)
-        self._running[name] = _Running(total, given)
+        self._running[name] = _Running(self._carrier.start(name, rows), given)
 
     def put_in_missing(self, *, joined: bool) -> None:
         """Stands in for gradients that did not come: what is in `.grad` counts as it is, nothing counts as no rows."""
@@ -146,22 +147,25 @@ class SparseReductions:
         """
         if self._complete:
             return True
-        if not all(self._running[name].total.wait(interrupted) for name in sorted(self._running)):
-            return False
+        for running in self._running.values():
+            while not running.work.wait(WAIT_SLICE_S):
+                self._carrier.check()
+                if interrupted is not None and interrupted():
+                    return False
         for name in sorted(self._running):
             self._hand_out(self._params[name], self._running[name])
         self._complete = True
         return True
 
     def _hand_out(self, param: torch.Tensor, running: _Running) -> None:
-        total = (running.total.result() * self._factor).coalesce()
+        rows = running.work.reduced.rows
         if running.given is not None:
             wanted = param.grad is not None
         else:
-            unused = self._unused_as_none and param.grad is None and not total._nnz()
+            unused = self._unused_as_none and param.grad is None and not len(rows)
             wanted = param.requires_grad and not unused
         if wanted:
-            param.grad = total
+            param.grad = _as_gradient(rows, param, self._factor)
 
     def _warn_of_lost_edits(self) -> None:
         """Of gradients that were replaced or written after they came, though they are not reduced yet."""
@@ -178,9 +182,23 @@ class SparseReductions:
                 )
 
     def end_iteration(self) -> None:
-        """Nothing has come of the next one."""
+        """Collective where a way of rows is decided: nothing has come of the next one."""
+        self._carrier.end_iteration({name: running.work for name, running in self._running.items()})
         self._running.clear()
         self._complete = False
+
+
+def _as_gradient(rows: Rows, param: torch.Tensor, factor: float) -> torch.Tensor:
+    """The coalesced sparse gradient with these rows, times a factor."""
+    scale_(rows.values, factor)
+    values = rows.values.view(len(rows), *param.shape[1:])
+    return torch.sparse_coo_tensor(
+        rows.indices[None].to(param.device),
+        values.to(param.device),
+        param.shape,
+        check_invariants=False,
+        is_coalesced=True,
+    )
 
 
 def _no_rows(param: torch.Tensor) -> torch.Tensor:

@@ -12,9 +12,11 @@ from sirtaki.engine.reducer_options import ReducerOptions
 from sirtaki.engine.reducer_resources import ReducerResources
 from sirtaki.settings import Settings
 
+THE_RANKS = SimpleNamespace(size=1)
+
 
 def made(options: ReducerOptions | None = None, *, elastic: Any = None, **environ: str) -> ReducerResources:
-    members: Any = SimpleNamespace(control="the ranks", engine="the engine")
+    members: Any = SimpleNamespace(control=THE_RANKS, engine="the engine")
     job: Any = SimpleNamespace(settings=Settings.from_environ(environ), elastic=elastic)
     return ReducerResources(
         job,
@@ -33,7 +35,7 @@ def test_nobody_looks_at_gradients_unless_it_is_asked_for() -> None:
 
 def test_known_sparse_gradients_stay_known_from_one_set_of_parameters_to_the_next() -> None:
     resources = made()
-    assert resources.control == "the ranks"
+    assert resources.control is THE_RANKS
     assert resources.sparse.known == {"emb"}
     for name in ("emb", "other"):
         resources.sparse.watch({name: torch.zeros(1)})
@@ -54,7 +56,7 @@ def test_dense_gradients_get_a_synchroniser_of_their_names_and_what_is_asked_for
     options = ReducerOptions(reduction=Reduction(postscale=0.25), arms=())
     made(options, elastic=elastic).make_tuned([("a", params[0]), ("b", params[1])])
     ((control, settings, tensors, names), more) = given[0]
-    assert (control, isinstance(settings, Settings), names) == ("the ranks", True, ["a", "b"])
+    assert (control, isinstance(settings, Settings), names) == (THE_RANKS, True, ["a", "b"])
     assert tensors[1] is params[1]
     assert more == {"reduction": Reduction(postscale=0.25), "arms": (), "carried": carried, "overlaps": False}
 

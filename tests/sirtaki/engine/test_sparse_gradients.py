@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from fakes.engines import on_engines
+from fakes.meshes import on_planes
 
-from sirtaki.comm.collectives.engine import EagerEngine
 from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.gradients.buffers import Reduction
+from sirtaki.engine.sparse_carrier import SparseCarrier
 from sirtaki.engine.sparse_gradients import SparseReductions
+from sirtaki.settings import Settings
 
 SIZE = 2
 ROWS, WIDTH = 4, 2
@@ -29,14 +30,13 @@ class Rank:
     """One rank's sparse reductions of parameters `a` and `b`."""
 
     def __init__(
-        self, control: ControlPlane, engine: EagerEngine, known: Iterable[str], options: dict[str, Any]
+        self, control: ControlPlane, carrier: SparseCarrier, known: Iterable[str], options: dict[str, Any]
     ) -> None:
         self.control, self.rank = control, control.rank
         self.params = {name: torch.nn.Parameter(torch.zeros(ROWS, WIDTH)) for name in "ab"}
         self.sparse = SparseReductions(
-            "optimizer.0",
             options.pop("reduction", Reduction()),
-            engine,
+            carrier,
             known,
             **{"as_dense": False, "unused_as_none": False, **options},
         )
@@ -63,7 +63,15 @@ class Rank:
 
 
 def on_ranks(act: Callable[[Rank], Any], known: Iterable[str] = "ab", **options: Any) -> list[Any]:
-    return on_engines(SIZE, lambda control, engine: act(Rank(control, engine, known, dict(options))))
+    def run(control: ControlPlane) -> Any:
+        carrier = SparseCarrier(control, Settings())
+        try:
+            return act(Rank(control, carrier, known, dict(options)))
+        finally:
+            carrier.close()
+            control.reclaim()
+
+    return on_planes(SIZE, run)
 
 
 def test_rows_of_all_ranks_add_up() -> None:

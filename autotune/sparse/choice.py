@@ -1,0 +1,170 @@
+"""Decides which way one parameter's rows take: it learns who touches what, has the best guesses tried, and watches.
+
+It is pure: every rank has one, tells it the same, and so comes to the same plan without a message. What ranks measure
+differently, the times of trials, they reduce to the smallest first.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+import numpy.typing as npt
+
+from sirtaki.comm.sparse.plan import GATHER, SparsePath, SparsePlan
+
+from .coverage import TouchCounts
+from .volume import VolumeModel
+
+LEARNING_ITERATIONS = 8
+N_CANDIDATES = 3
+ROUNDS = 7
+"""Of trials: each candidate runs once a round; the first round is not counted."""
+
+LOST_COVERAGE = 0.9
+"""Hot rows are ranked anew once their part of all touches has fallen to this much of what it was."""
+
+OTHER_VOLUME = 1.5
+"""Paths are chosen anew once so many times as many rows are touched as then, or as few."""
+
+MEMORY = 0.1
+"""Weight of the newest iteration in what is watched."""
+
+LEAST_WATCHED = 20
+"""Iterations before a change is believed."""
+
+
+class Stage(Enum):
+    """How far the choice has got."""
+
+    LEARN = "learn"
+    TRY = "try"
+    KEEP = "keep"
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What an iteration has shown to all ranks alike.
+
+    Attributes:
+        n_touched: rows of all ranks together.
+        n_hot: of these, hot ones.
+        union: rows of any rank.
+        by_rank: their numbers, where the path tells.
+    """
+
+    n_touched: int
+    n_hot: int
+    union: int
+    by_rank: Sequence[npt.NDArray[np.int64]] = ()
+
+
+class SparseChoice:
+    """Of one parameter.
+
+    Attributes:
+        plan: of the next iteration.
+        stage: see above.
+        candidates: that are tried, or were.
+    """
+
+    def __init__(self, n_rows: int, *, fixed: SparsePath | None, tries: bool) -> None:
+        """Begins to learn if there is anything to choose.
+
+        Args:
+            n_rows: of the parameter.
+            fixed: the only path that may be used; None = any.
+            tries: candidates are tried; else `GATHER`, or the fixed path, runs as the model says.
+        """
+        self._n_rows, self._fixed, self._tries = n_rows, fixed, tries
+        self.candidates: list[SparsePlan] = []
+        if fixed in (None, SparsePath.HOT_COLD) and (tries or fixed is not None):
+            self._learn()
+        else:
+            self.stage, self.plan = Stage.KEEP, GATHER if fixed is None else SparsePlan(path=fixed)
+            self._counts: TouchCounts | None = None
+            self._watch = _Watch(covered=0.0, touched=0.0, active=False)
+
+    def _learn(self) -> None:
+        self.stage, self.plan = Stage.LEARN, GATHER
+        self._counts = TouchCounts(self._n_rows)
+        self._left = LEARNING_ITERATIONS
+
+    def note(self, seen: Seen) -> None:
+        """One iteration by `plan` is over."""
+        if self.stage is Stage.LEARN:
+            assert self._counts is not None
+            if seen.n_touched:  # an iteration that touches nothing teaches nothing
+                self._counts.note(seen.by_rank, seen.union)
+                self._left -= 1
+        elif self.stage is Stage.TRY:
+            self._tried += 1
+            self.plan = self.candidates[self._tried % len(self.candidates)]
+        elif self._watch.changed(seen):
+            self._learn()
+
+    @property
+    def has_learned(self) -> bool:
+        """`choose` is to be called before the next iteration."""
+        return self.stage is Stage.LEARN and self._left <= 0
+
+    def choose(self, model: Callable[[TouchCounts], VolumeModel]) -> None:
+        """Candidates follow from what was learned; `model` makes the predictions."""
+        assert self._counts is not None
+        predicted = model(self._counts)
+        if self._fixed is not None:
+            best = predicted.best_of(self._fixed)
+            self.candidates = [GATHER if best is None else best]
+        else:
+            self.candidates = predicted.ranked()[:N_CANDIDATES]
+        self._learned = self._counts
+        self._counts = None
+        self.stage, self._tried, self.plan = Stage.TRY, 0, self.candidates[0]
+        if len(self.candidates) == 1:
+            self._keep(self.candidates[0])
+
+    @property
+    def has_tried(self) -> bool:
+        """`settle` is to be called before the next iteration."""
+        return self.stage is Stage.TRY and self._tried >= ROUNDS * len(self.candidates)
+
+    def settle(self, spans_s: Sequence[float]) -> None:
+        """The fastest candidate is kept.
+
+        Args:
+            spans_s: of the trials in their order, each the smallest over ranks; the same on all.
+        """
+        n = len(self.candidates)
+        medians = [statistics.median(spans_s[number + n :: n]) for number in range(n)]
+        self._keep(self.candidates[medians.index(min(medians))])
+
+    def _keep(self, plan: SparsePlan) -> None:
+        counts = self._learned.counts
+        hot = int(counts[np.asarray(plan.hot_rows, dtype=np.int64)].sum())
+        self._watch = _Watch(covered=hot / max(1, int(counts.sum())), touched=self._learned.touched, active=True)
+        self.stage, self.plan = Stage.KEEP, plan
+
+
+class _Watch:
+    """Notices that rows are touched otherwise than they were."""
+
+    def __init__(self, *, covered: float, touched: float, active: bool) -> None:
+        """`covered`: the part of touches that hot rows had; `touched`: rows in an iteration."""
+        self._covered, self._touched, self._active = covered, touched, active
+        self._hot_now, self._touched_now, self._n = covered * touched, touched, 0
+
+    def changed(self, seen: Seen) -> bool:
+        """After an iteration."""
+        if not (self._active and seen.n_touched):
+            return False
+        self._n += 1
+        self._hot_now += MEMORY * (seen.n_hot - self._hot_now)
+        self._touched_now += MEMORY * (seen.n_touched - self._touched_now)
+        if self._n < LEAST_WATCHED:
+            return False
+        ratio = self._touched_now / self._touched
+        lost = self._hot_now < LOST_COVERAGE * self._covered * self._touched_now
+        return lost or not 1.0 / OTHER_VOLUME < ratio < OTHER_VOLUME

@@ -1,0 +1,319 @@
+"""Training with sparse gradients: each way of their rows, the way that is chosen, DDP, and Horovod's rule, in one run.
+
+    python -m bench.sparse [--quick] [--check] [--save] [--networks host capped] [--shapes click factorisation language]
+        [--zipf 0.975 1.024 1.2] [--rounds 7]
+
+Takes half an hour, 2 minutes with --quick. The cluster needs root.
+
+Four ranks, on one host or on four emulated nodes (link 400 Mbit/s, one flow at most 100). Look-ups follow Zipf's law
+with that exponent over numbers in random order. A step is forward, backward, synchronisation and SGD, of embeddings and
+a small dense layer; all contenders live in the same processes and take turns. "horovod's rule" is what Horovod does,
+over the eager all-gathers that scripts have here: indices and values of all ranks by two all-gathers, nothing coalesced
+before. "auto" has learned and tried before it is measured. Each contender's gradients are compared with DDP's.
+
+Bars: auto ≤ 1.02 of the fastest single path; on the capped network ≤ 0.50 of DDP's step, ≤ 0.25 of Horovod's rule's.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from bench.lib.cluster import LabShape, NetLab, why_unavailable
+from bench.lib.contenders import join_gloo
+from bench.lib.harness import (
+    Bar,
+    Report,
+    Spread,
+    alternate,
+    finish,
+    give_result,
+    main_or_rank,
+    parser,
+    rank_argv,
+    rank_env,
+    ratios,
+    run_ranks,
+    take_result,
+)
+from bench.step import slowest, timed_block
+from sirtaki.autotune.sparse.choice import Stage
+from sirtaki.comm.sparse.plan import SparsePath
+from sirtaki.engine import job
+from sirtaki.engine.optimizer_gradients import reducers_of
+
+RANKS = 4
+CAPPED = LabShape(nodes=RANKS, link_bits_per_s=400_000_000, flow_bits_per_s=100_000_000)
+SHAPES: Mapping[str, tuple[tuple[tuple[int, int], ...], int]] = {
+    "click": (((150_000, 16), (60_000, 16), (20_000, 16), (2_000, 16)), 4096),
+    "factorisation": (((140_000, 32), (27_000, 32)), 8192),
+    "language": (((200_000, 64),), 8192),
+}
+"""Rows and width of each embedding, and look-ups a rank and step in each."""
+
+ZIPF = (0.975, 1.024, 1.2)
+POOL = 16
+"""So many batches are drawn; steps go round in them."""
+
+MOST_WARMUP_STEPS = 80
+DDP, HOROVOD, AUTO = "ddp", "horovod's rule", "auto"
+LEARNING_RATE = 1e-3
+
+
+class Net(nn.Module):
+    """Embeddings whose rows meet in a small dense layer."""
+
+    def __init__(self, tables: Sequence[tuple[int, int]]) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.Embedding(rows, width, sparse=True) for rows, width in tables)
+        self.head = nn.Sequential(nn.Linear(sum(width for _, width in tables), 64), nn.ReLU(), nn.Linear(64, 1))
+
+    def forward(self, looked_up: Sequence[torch.Tensor]) -> torch.Tensor:
+        """`looked_up`: `(n,)` rows of each table."""
+        found = [table(rows) for table, rows in zip(self.tables, looked_up, strict=True)]
+        result: torch.Tensor = self.head(torch.cat(found, 1)).square().mean()
+        return result
+
+
+class Batches:
+    """Look-ups of one rank, drawn before."""
+
+    def __init__(self, tables: Sequence[tuple[int, int]], n: int, exponent: float, rank: int) -> None:
+        numbers = np.random.default_rng(7)
+        drawn = np.random.default_rng(1000 + rank)
+        self._pool: list[list[torch.Tensor]] = [[] for _ in range(POOL)]
+        for rows, _ in tables:
+            edges = np.cumsum(np.arange(1, rows + 1, dtype=np.float64) ** -exponent)
+            order = numbers.permutation(rows)
+            for batch in self._pool:
+                places = np.searchsorted(edges, drawn.random(n) * edges[-1])
+                batch.append(torch.from_numpy(order[np.minimum(places, rows - 1)]))
+
+    def __getitem__(self, step: int) -> list[torch.Tensor]:
+        return self._pool[step % POOL]
+
+
+class Contender:
+    """One model, trained by SGD; the others say how gradients come together."""
+
+    def __init__(self, tables: Sequence[tuple[int, int]], batches: Batches) -> None:
+        torch.manual_seed(0)
+        self.model = Net(tables)
+        self.forward: nn.Module = self.model
+        self.optimizer: torch.optim.Optimizer = torch.optim.SGD(self.model.parameters(), lr=LEARNING_RATE)
+        self.batches, self.steps = batches, 0
+
+    def backward(self, step: int) -> None:
+        """Collective: gradients of that batch, synchronised."""
+        self.optimizer.zero_grad()
+        self.forward(self.batches[step]).backward()
+
+    def step(self) -> None:
+        """Collective: one training step."""
+        self.backward(self.steps)
+        self.optimizer.step()
+        self.steps += 1
+
+    def sums(self) -> list[float]:
+        """What tells gradients of the first batch apart."""
+        self.backward(0)
+        weights = [table.weight.grad.coalesce() for table in self.model.tables]
+        found = [
+            float((grad.values().double().sum(1) * torch.cos(grad.indices()[0].double())).sum()) for grad in weights
+        ]
+        self.optimizer.zero_grad()
+        return found
+
+
+class Ddp(Contender):
+    """PyTorch's, over Gloo."""
+
+    def __init__(self, tables: Sequence[tuple[int, int]], batches: Batches) -> None:
+        super().__init__(tables, batches)
+        self.forward = nn.parallel.DistributedDataParallel(self.model, gradient_as_bucket_view=True)
+
+
+class HorovodsRule(Contender):
+    """Two all-gathers for each embedding, of what the backward pass left; dense layers by grouped all-reduces."""
+
+    def backward(self, step: int) -> None:
+        """See `Contender`."""
+        import sirtaki.torch as hvd
+
+        super().backward(step)
+        under_way = []
+        for number, table in enumerate(self.model.tables):
+            gradient = table.weight.grad
+            indices = hvd.allgather_async(gradient._indices()[0].contiguous(), name=f"rule.{number}.indices")
+            values = hvd.allgather_async(gradient._values().contiguous(), name=f"rule.{number}.values")
+            under_way.append((table.weight, indices, values))
+        dense = [param.grad for param in self.model.head.parameters()]
+        group = hvd.grouped_allreduce_async(dense, name="rule.dense")
+        for weight, indices, values in under_way:
+            weight.grad = torch.sparse_coo_tensor(
+                hvd.synchronize(indices)[None],
+                hvd.synchronize(values) / hvd.size(),
+                weight.shape,
+                check_invariants=False,
+            )
+        for gradient, mean in zip(dense, hvd.synchronize(group), strict=True):
+            gradient.copy_(mean)
+
+
+class Sirtaki(Contender):
+    """A distributed optimizer whose rows go by one path, or by the one that is chosen."""
+
+    def __init__(self, tables: Sequence[tuple[int, int]], batches: Batches, path: SparsePath | None) -> None:
+        super().__init__(tables, batches)
+        import sirtaki.torch as hvd
+
+        here = job.current()
+        given, here.settings = here.settings, replace(here.settings, sparse=path)
+        self.optimizer = hvd.DistributedOptimizer(self.optimizer, self.model.named_parameters())
+        here.settings = given
+        self._reducer = reducers_of(here)[-1]
+
+    def backward(self, step: int) -> None:
+        """See `Contender`."""
+        super().backward(step)
+        self.optimizer.synchronize()
+
+    def step(self) -> None:
+        """See `Contender`."""
+        self.optimizer.zero_grad()
+        self.forward(self.batches[self.steps]).backward()
+        self.optimizer.step()
+        self.steps += 1
+
+    def warm_up(self) -> None:
+        """Collective: until all is chosen."""
+        for _ in range(MOST_WARMUP_STEPS):
+            self.step()
+            assert self._reducer._carrier is not None
+            choices = self._reducer._carrier._choices.values()
+            tuned = self._reducer.tuned
+            chosen = all(choice.stage is Stage.KEEP for choice in choices) and len(choices) > 0
+            if chosen and (tuned is None or not tuned.tuning):
+                break
+
+    def describe(self) -> str:
+        """The plans, in words."""
+        carrier = self._reducer._carrier
+        assert carrier is not None
+        return "; ".join(plan.describe() for plan in carrier.plans.values())
+
+
+def on_rank(options: Mapping[str, Any]) -> None:
+    """What each rank does: builds the contenders, lets them alternate, gives the result."""
+    from mpi4py import MPI
+
+    import sirtaki.torch as hvd
+
+    torch.set_num_threads(1)
+    comm = MPI.COMM_WORLD
+    hvd.init()
+    join_gloo(comm, address=options.get("master", "127.0.0.1"))
+    tables, n = SHAPES[options["shape"]]
+    batches = Batches(tables, n, options["zipf"], comm.rank)
+    contenders: dict[str, Contender] = {DDP: Ddp(tables, batches), HOROVOD: HorovodsRule(tables, batches)}
+    contenders |= {path.value: Sirtaki(tables, batches, path) for path in SparsePath}
+    contenders[AUTO] = Sirtaki(tables, batches, None)
+    for contender in contenders.values():
+        if isinstance(contender, Sirtaki):
+            contender.warm_up()
+            contender.optimizer.zero_grad()
+    reference = None
+    for name, contender in contenders.items():
+        with torch.no_grad():
+            for mine, theirs in zip(contender.model.parameters(), contenders[DDP].model.parameters(), strict=True):
+                mine.copy_(theirs)
+        sums = contender.sums()
+        reference = reference or sums
+        if not np.allclose(sums, reference, rtol=1e-3, atol=1e-7):
+            raise RuntimeError(f"the gradients of {name} are not those of {DDP}: {sums}, not {reference}")
+    timed = {
+        name: timed_block(contender, options["steps"], barrier=comm.Barrier)  # type: ignore[arg-type]  # it has step()
+        for name, contender in contenders.items()
+    }
+    samples = slowest(alternate(timed, options["rounds"], seed=options["seed"]), comm)
+    if comm.rank == 0:
+        ways = {name: each.describe() for name, each in contenders.items() if isinstance(each, Sirtaki)}
+        give_result({"samples": samples, "ways": ways})
+    comm.Barrier()
+    torch.distributed.destroy_process_group()
+    hvd.shutdown()
+
+
+def measure(report: Report, network: str, options: dict[str, Any]) -> None:
+    """One shape and exponent on one network: its rows and bars."""
+    env = {"SIRTAKI_WARMUP_ITERATIONS": "5", **rank_env()}
+    if network == "host":
+        result = run_ranks("bench.sparse", RANKS, options, env=env)
+    else:
+        with NetLab(CAPPED) as lab:
+            argv = rank_argv("bench.sparse", {**options, "master": lab.address(0)})
+            result = take_result(lab.run_ranks(argv, env=env, timeout_s=1200.0))
+    samples = result["samples"]
+    for name, times_s in samples.items():
+        report.rows.append(
+            {
+                "network": network,
+                "shape": options["shape"],
+                "zipf": options["zipf"],
+                "contender": name,
+                "step_s": Spread.of(times_s),
+                "ratio_to_ddp": ratios(times_s, samples[DDP]),
+                "way": _shortened(result["ways"].get(name, "")),
+                "samples_s": times_s,
+            }
+        )
+    where = f"{network}, {options['shape']}, Zipf {options['zipf']}"
+    best = min((path.value for path in SparsePath), key=lambda name: Spread.of(samples[name]).median)
+    report.bars.append(
+        Bar(claim=f"{where}: auto / {best}, the best", value=ratios(samples[AUTO], samples[best]).median, limit=1.02)
+    )
+    if network != "host":
+        for peer, limit in ((DDP, 0.50), (HOROVOD, 0.25)):
+            value = ratios(samples[AUTO], samples[peer]).median
+            report.bars.append(Bar(claim=f"{where}: auto / {peer}", value=value, limit=limit))
+
+
+def _shortened(way: str) -> str:
+    parts = way.split("; ")
+    return way if len(set(parts)) > 1 else parts[0]
+
+
+def main() -> int:
+    """Runs every case."""
+    flags = parser(__doc__.split("\n")[0])
+    flags.add_argument("--networks", nargs="+", choices=["host", "capped"])
+    flags.add_argument("--shapes", nargs="+", choices=list(SHAPES))
+    flags.add_argument("--zipf", type=float, nargs="+")
+    flags.add_argument("--rounds", type=int)
+    flags.add_argument("--steps", type=int, default=2, help="a block, after one that does not count")
+    args = flags.parse_args()
+    args.networks = args.networks or ["host", "capped"]
+    args.shapes = args.shapes or (["language"] if args.quick else list(SHAPES))
+    args.zipf = args.zipf or ([1.024] if args.quick else list(ZIPF))
+    args.rounds = args.rounds or (3 if args.quick else 7)
+    if "capped" in args.networks and (reason := why_unavailable()) is not None:
+        print(f"the emulated cluster is left out: {reason}", file=sys.stderr)
+        args.networks = [network for network in args.networks if network != "capped"]
+    report = Report(name="sparse" if len(args.networks) > 1 else f"sparse_{args.networks[0]}")
+    each = partial(dict, rounds=args.rounds, steps=args.steps, seed=args.seed)
+    for network in args.networks:
+        for shape in args.shapes:
+            for zipf in args.zipf:
+                measure(report, network, each(shape=shape, zipf=zipf))
+    return finish(report, args)
+
+
+if __name__ == "__main__":
+    sys.exit(main_or_rank(main, on_rank))

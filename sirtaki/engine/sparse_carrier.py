@@ -1,0 +1,182 @@
+"""What the sparse gradients of one reducer travel by: the lanes, the thread that uses them, and the plans.
+
+Which way rows take changes between iterations only. All ranks come to the same plans by themselves, from what every
+rank has seen of all (`SparseChoice`); times are the only thing that they have to reduce.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from sirtaki.autotune.sparse.choice import Seen, SparseChoice, Stage
+from sirtaki.autotune.sparse.coverage import TouchCounts
+from sirtaki.autotune.sparse.volume import Pace, Shape, VolumeModel
+from sirtaki.comm.plan import TransportKind
+from sirtaki.comm.sparse.lanes import SparseLanes
+from sirtaki.comm.sparse.paths import Reduced
+from sirtaki.comm.sparse.plan import SparsePath, SparsePlan
+from sirtaki.comm.sparse.rows import RowFormat, coalesced
+from sirtaki.comm.sparse.worker import SparseTask, SparseWork, SparseWorker
+
+from .knob_choices import DEFAULT_STREAMS
+from .sparse_probe import measure
+
+if TYPE_CHECKING:
+    from sirtaki.comm.control.plane import ControlPlane
+    from sirtaki.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+HOST_KINDS = (TransportKind.SHARED_MEMORY, TransportKind.GLOO, TransportKind.MPI)
+
+
+class SparseCarrier:
+    """Adds up sparse gradients over the ranks; opened once there are any.
+
+    Attributes:
+        plans: of the next iteration, by name.
+    """
+
+    def __init__(self, control: ControlPlane, settings: Settings, *, prefix: str = "") -> None:
+        """Starts nothing; `prefix`: of operations' names in recordings."""
+        self._control, self._settings, self._prefix = control, settings, prefix
+        self._lanes: SparseLanes | None = None
+        self._worker: SparseWorker | None = None
+        self._closed = False
+        self._order: list[str] = []
+        self._forms: dict[str, RowFormat] = {}
+        self._choices: dict[str, SparseChoice] = {}
+        self._spans_s: dict[str, list[float]] = {}
+        self._fixed: SparsePath | None = None
+        self._tries = False
+
+    def watch(self, params: Mapping[str, torch.Tensor]) -> None:
+        """Collective, between iterations: rows of these parameters come from now on, of all in each iteration."""
+        if params and self._worker is None and self._control.size > 1:
+            self._open()
+        # The backward pass brings them about the other way round.
+        self._order = list(params)[::-1]
+        for name, param in params.items():
+            form = RowFormat(param.shape[0], param[:1].numel(), param.dtype)
+            if self._forms.get(name) != form:
+                self._forms[name] = form
+                self._choices[name] = SparseChoice(form.n_rows, fixed=self._fixed, tries=self._tries)
+                self._spans_s[name] = []
+        if self._worker is not None:
+            self._worker.begin(self._order)
+
+    def _open(self) -> None:
+        settings = self._settings
+        self._fixed, self._tries, kind, streams = self._control.broadcast(
+            (
+                settings.sparse,
+                settings.tune and settings.warmup_iterations > 0,
+                settings.transport if settings.transport in HOST_KINDS else None,
+                settings.streams,
+            )
+        )
+        if kind is TransportKind.SHARED_MEMORY and not self._control.one_node:
+            kind = None  # which is for within the nodes
+        self._streams: int | None = streams
+        self._lanes = SparseLanes(
+            self._control, timeout_s=settings.transport_timeout_s, kind=kind, streams=streams or DEFAULT_STREAMS
+        )
+        self._worker = SparseWorker(self._lanes, self._control.failures, prefix=self._prefix)
+
+    @property
+    def plans(self) -> dict[str, SparsePlan]:
+        """See above."""
+        return {name: self._choices[name].plan for name in self._order}
+
+    def start(self, name: str, gradient: torch.Tensor) -> SparseWork:
+        """The rows of a parameter on this rank are complete: a sparse COO tensor, which may be written afterwards."""
+        rows = coalesced(gradient.cpu())
+        if self._worker is None:
+            work = SparseWork()
+            work.reduced = Reduced(rows, len(rows))
+            work.finish()
+            return work
+        return self._worker.submit(SparseTask(name, rows, self._forms[name], self._choices[name].plan))
+
+    def check(self) -> None:
+        """Raises the failure of the job, if there is one, and does what this rank owes to others while it waits."""
+        self._control.failures.check()
+
+    # ── between iterations ───────────────────────────────────────────────────────────────────────────────────────
+
+    def end_iteration(self, works: Mapping[str, SparseWork]) -> None:
+        """Collective where something is decided: all reductions of an iteration are done."""
+        if self._worker is None or self._lanes is None or not works:
+            return
+        before = self.plans
+        for name in self._order:
+            self._note(name, works[name])
+        self._decide()
+        self._lanes.grow()
+        after = self.plans
+        if changed := [name for name in self._order if after[name] != before[name]]:
+            stages = [self._choices[name].stage for name in changed]
+            if any(stage is not Stage.TRY for stage in stages):
+                fingerprints = " ".join(after[name].fingerprint() for name in self._order)
+                self._control.require_equal(fingerprints, "the way of sparse gradients")
+        self._worker.begin(self._order)
+
+    def _note(self, name: str, work: SparseWork) -> None:
+        choice, reduced = self._choices[name], work.reduced
+        if choice.stage is Stage.TRY:
+            self._spans_s[name].append(work.span_s)
+        learns = choice.stage is Stage.LEARN
+        choice.note(
+            Seen(
+                reduced.n_touched,
+                reduced.n_hot,
+                len(reduced.rows),
+                [indices.numpy() for indices in reduced.by_rank] if learns else (),
+            )
+        )
+
+    def _decide(self) -> None:
+        """Collective if some parameter has learned or tried enough, which all ranks see alike."""
+        choices = [(name, self._choices[name]) for name in self._order]
+        if tried := [(name, choice) for name, choice in choices if choice.has_tried]:
+            self._settle(tried)
+        if learned := [(name, choice) for name, choice in choices if choice.has_learned]:
+            assert self._lanes is not None
+            pace = measure(self._control, self._lanes, streams=self._streams)
+            for name, choice in learned:
+                choice.choose(partial(self._model, self._forms[name], pace))
+                self._spans_s[name] = []
+
+    def _model(self, form: RowFormat, pace: Pace, counts: TouchCounts) -> VolumeModel:
+        shape = Shape(
+            n_rows=form.n_rows,
+            row_bytes=form.row_bytes,
+            item_bytes=form.dtype.itemsize,
+            index_bytes=form.index_dtype.itemsize,
+        )
+        return VolumeModel(shape, self._control.size, counts, pace)
+
+    def _settle(self, tried: Sequence[tuple[str, SparseChoice]]) -> None:
+        """Collective: the rank that comes last to a reduction has not waited for others, so the least time counts."""
+        mine = np.array([span_s for name, _ in tried for span_s in self._spans_s[name]])
+        least = self._control.minimum(mine).tolist()
+        for name, choice in tried:
+            count = len(self._spans_s[name])
+            choice.settle(least[:count])
+            least = least[count:]
+            if self._control.rank == 0:
+                others = ", ".join(plan.describe() for plan in choice.candidates if plan != choice.plan)
+                logger.info("sparse gradients of %s go by %s; tried: %s", name, choice.plan.describe(), others)
+
+    def close(self) -> None:
+        """Not collective: ends all threads. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            if self._worker is not None:
+                self._worker.close()

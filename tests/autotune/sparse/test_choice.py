@@ -1,0 +1,125 @@
+"""One parameter's choice: learns, tries, keeps the fastest, and begins anew where rows are touched otherwise."""
+
+import numpy as np
+import pytest
+
+from sirtaki.autotune.sparse.choice import (
+    LEARNING_ITERATIONS,
+    LEAST_WATCHED,
+    N_CANDIDATES,
+    ROUNDS,
+    Seen,
+    SparseChoice,
+    Stage,
+)
+from sirtaki.autotune.sparse.coverage import TouchCounts
+from sirtaki.autotune.sparse.volume import Pace, Shape, VolumeModel
+from sirtaki.comm.sparse.plan import GATHER, SparsePath, SparsePlan
+
+ROWS = 1000
+
+
+def model(counts: TouchCounts) -> VolumeModel:
+    pace = Pace(exchange_s=1e-4, exchange_bytes_per_s=1e7, reduce_s=1e-4, reduce_bytes_per_s=7e6, add_bytes_per_s=1e9)
+    return VolumeModel(Shape(n_rows=ROWS, row_bytes=64, item_bytes=4, index_bytes=4), 4, counts, pace)
+
+
+def seen(hot: int = 0, n: int = 120) -> Seen:
+    rows = np.arange(n // 4)
+    return Seen(n, hot, n // 4 + 10, [rows] * 4)
+
+
+def learned(choice: SparseChoice) -> None:
+    for _ in range(LEARNING_ITERATIONS):
+        assert choice.stage is Stage.LEARN
+        assert choice.plan is GATHER
+        assert not choice.has_learned
+        choice.note(seen())
+    assert choice.has_learned
+    choice.choose(model)
+
+
+def kept(choice: SparseChoice, fastest: int) -> None:
+    spans = []
+    while not choice.has_tried:
+        number = len(spans) % N_CANDIDATES
+        assert choice.plan is choice.candidates[number]
+        spans.append(0.0 if len(spans) < N_CANDIDATES else 1.0 + (number != fastest))  # the first round does not count
+        choice.note(seen())
+    assert len(spans) == ROUNDS * N_CANDIDATES
+    choice.settle(spans)
+
+
+@pytest.mark.parametrize("fastest", range(N_CANDIDATES))
+def test_the_fastest_that_was_measured_is_kept_whatever_was_predicted(fastest: int) -> None:
+    choice = SparseChoice(ROWS, fixed=None, tries=True)
+    learned(choice)
+    assert choice.stage is Stage.TRY
+    assert len(choice.candidates) == N_CANDIDATES
+    kept(choice, fastest)
+    assert choice.stage is Stage.KEEP
+    assert choice.plan is choice.candidates[fastest]
+    choice.note(seen(hot=120))
+    assert choice.stage is Stage.KEEP
+
+
+def test_iterations_that_touch_nothing_teach_nothing() -> None:
+    choice = SparseChoice(ROWS, fixed=None, tries=True)
+    for _ in range(5 * LEARNING_ITERATIONS):
+        choice.note(Seen(0, 0, 0, [np.arange(0)] * 4))
+    assert not choice.has_learned
+    learned(choice)
+
+
+@pytest.mark.parametrize("path", [path for path in SparsePath if path is not SparsePath.HOT_COLD])
+def test_a_path_that_is_fixed_runs_at_once(path: SparsePath) -> None:
+    for tries in (True, False):
+        choice = SparseChoice(ROWS, fixed=path, tries=tries)
+        assert (choice.stage, choice.plan.path) == (Stage.KEEP, path)
+        for _ in range(100):
+            choice.note(seen(n=4))
+        assert (choice.stage, choice.plan.path) == (Stage.KEEP, path)
+
+
+def test_hot_rows_are_learned_also_where_their_path_is_fixed_and_nothing_is_tried() -> None:
+    choice = SparseChoice(ROWS, fixed=SparsePath.HOT_COLD, tries=False)
+    learned(choice)
+    assert (choice.stage, choice.plan.path) == (Stage.KEEP, SparsePath.HOT_COLD)
+
+
+def test_untuned_rows_are_gathered() -> None:
+    choice = SparseChoice(ROWS, fixed=None, tries=False)
+    assert (choice.stage, choice.plan) == (Stage.KEEP, GATHER)
+
+
+def hot_choice() -> SparseChoice:
+    choice = SparseChoice(ROWS, fixed=SparsePath.HOT_COLD, tries=True)
+    learned(choice)
+    return choice
+
+
+def iterations_until_it_learns_again(choice: SparseChoice, now: Seen, most: int = 200) -> int | None:
+    for number in range(1, most):
+        choice.note(now)
+        if choice.stage is Stage.LEARN:
+            return number
+    return None
+
+
+def test_hot_rows_are_ranked_anew_once_a_tenth_of_their_coverage_is_lost() -> None:
+    covered = 4 * len(hot_choice().plan.hot_rows)  # of 120, each of them by all four ranks
+    assert iterations_until_it_learns_again(hot_choice(), seen(hot=covered)) is None
+    assert iterations_until_it_learns_again(hot_choice(), seen(hot=int(0.95 * covered))) is None
+    anew = iterations_until_it_learns_again(hot_choice(), seen(hot=int(0.7 * covered)))
+    assert anew is not None
+    assert LEAST_WATCHED <= anew <= 2 * LEAST_WATCHED
+
+
+def test_paths_are_chosen_anew_where_much_more_or_less_is_touched() -> None:
+    for n, expected in ((120, False), (100, False), (400, True), (40, True)):
+        choice = SparseChoice(ROWS, fixed=None, tries=True)
+        learned(choice)
+        choice.candidates = [SparsePlan(path=path) for path in (SparsePath.GATHER, SparsePath.OWNER, SparsePath.DENSE)]
+        choice.plan = choice.candidates[0]
+        kept(choice, 1)
+        assert (iterations_until_it_learns_again(choice, seen(n=n)) is not None) == expected

@@ -1,0 +1,344 @@
+"""Sparse gradients by every path: sums are those of float64, the same on all ranks, of exactly the rows there are."""
+
+import copy
+import functools
+import os
+from collections.abc import Callable, Sequence
+
+import torch
+from conformance.training import assert_equal_on_all_ranks, assert_same_parameters, assert_same_training, joined, main
+from torch import nn
+
+import sirtaki.torch as hvd
+from sirtaki.comm.sparse.plan import SparsePath, SparsePlan
+from sirtaki.engine.job import current
+from sirtaki.engine.optimizer_gradients import reducers_of
+
+ROWS, WIDTH = 60, 5
+STEPS = 36 if os.environ.get("SIRTAKI_WARMUP_ITERATIONS") != "0" else 6
+"""Tuned: until after the trials."""
+
+PLANS = (
+    SparsePlan(path=SparsePath.GATHER),
+    SparsePlan(path=SparsePath.OWNER),
+    SparsePlan(path=SparsePath.DENSE),
+    SparsePlan(path=SparsePath.BLOCKS),
+    SparsePlan(path=SparsePath.BLOCKS, block_rows=7),
+    SparsePlan(path=SparsePath.HOT_COLD, hot_rows=(0, 1, 2, 5, ROWS - 1)),
+    SparsePlan(path=SparsePath.HOT_COLD, hot_rows=(0, 3), cold=SparsePath.OWNER),
+)
+
+
+def looked_up(rank: int, iteration: int, salt: int = 0) -> torch.Tensor:
+    """Rows that a rank looks up, low ones more often, some several times; sometimes none."""
+    generator = torch.Generator().manual_seed(1000 * iteration + 10 * rank + salt)
+    count = 0 if (iteration + rank + salt) % 4 == 0 else int(torch.randint(1, 30, (1,), generator=generator))
+    return (torch.rand(count, generator=generator) ** 3 * ROWS).long()
+
+
+class Model(nn.Module):
+    """Embeddings before a dense layer; each may be touched or not."""
+
+    def __init__(self, n_embeddings: int = 1, *, tied: bool = False, sparse: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embeddings = nn.ModuleList(nn.Embedding(ROWS, WIDTH, sparse=sparse) for _ in range(n_embeddings))
+        self.head = nn.Linear(WIDTH, 3)
+        if tied:
+            for other in self.embeddings[1:]:
+                other.weight = self.embeddings[0].weight
+
+    def forward(self, rank: int, iteration: int) -> torch.Tensor:
+        dtype = self.head.weight.dtype
+        total = torch.ones(WIDTH, dtype=dtype)
+        for salt, embedding in enumerate(self.embeddings):
+            rows = looked_up(rank, iteration, salt)
+            if len(rows):
+                total = total + embedding(rows).mean(0)
+        return self.head(total).square().mean()
+
+
+def loss_of(model: nn.Module, rank: int, iteration: int) -> torch.Tensor:
+    return model(rank, iteration)
+
+
+def plain_sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05)
+
+
+def use(plan: SparsePlan) -> None:
+    """Between iterations: from now on, all sparse gradients go by this plan."""
+    for reducer in reducers_of(current()):
+        for choice in reducer._carrier._choices.values():
+            choice.plan = plan
+
+
+def one_embedding() -> None:
+    assert_same_training(Model().double(), loss_of, make_optimizer=plain_sgd, steps=STEPS)
+    assert_same_training(Model().double(), loss_of, make_optimizer=plain_sgd, steps=STEPS, op=hvd.Sum)
+
+
+def several_embeddings() -> None:
+    model = Model(4).double()
+    assert_same_training(model, loss_of, make_optimizer=plain_sgd, steps=STEPS)
+    assert_equal_on_all_ranks(model)
+
+
+def tied_embeddings() -> None:
+    assert_same_training(Model(3, tied=True).double(), loss_of, make_optimizer=plain_sgd, steps=STEPS)
+
+
+def embeddings_tied_to_a_dense_layer() -> None:
+    class Tied(Model):
+        def forward(self, rank: int, iteration: int) -> torch.Tensor:
+            weight = self.embeddings[0].weight
+            found = self.embeddings[0](torch.cat([looked_up(rank, iteration), torch.tensor([rank % ROWS])])).mean(0)
+            return self.head(found).square().mean() + (found @ weight.T).square().mean() / ROWS
+
+    assert_same_training(Tied().double(), loss_of, make_optimizer=plain_sgd, steps=STEPS)
+
+
+def every_plan_in_turn() -> None:
+    model, alone = Model(2).double(), Model(2).double()
+    ours, theirs = hvd.DistributedOptimizer(plain_sgd(model)), plain_sgd(alone)
+    for iteration in range(4 * len(PLANS)):
+        if iteration > 1:
+            use(PLANS[iteration % len(PLANS)])
+        for net, optimizer, loss in (
+            (model, ours, loss_of(model, hvd.rank(), iteration)),
+            (alone, theirs, joined(loss_of, alone, iteration)),
+        ):
+            optimizer.zero_grad()
+            loss.backward()
+            del net
+            optimizer.step()
+        assert_same_parameters(model, alone, 1e-12, f"after step {iteration} by {PLANS[iteration % 7].describe()}")
+    assert_equal_on_all_ranks(model)
+
+
+def rows_are_exactly_those_that_some_rank_has() -> None:
+    table = nn.Embedding(ROWS, WIDTH, sparse=True)
+    hvd.broadcast_parameters(table.state_dict(), root_rank=0)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(table.parameters(), lr=0.0))
+    for iteration in range(3 * len(PLANS)):
+        if iteration > 1:
+            use(PLANS[iteration % len(PLANS)])
+        optimizer.zero_grad()
+        rows = torch.cat([looked_up(hvd.rank(), iteration), torch.tensor([hvd.rank() + 3])])
+        factor = 0.0 if iteration % 3 else 1.0  # rows of zeros are rows
+        (table(rows).sum() * factor).backward()
+        optimizer.step()
+        everybody = [looked_up(rank, iteration) for rank in range(hvd.size())]
+        extra = torch.arange(hvd.size()) + 3
+        wanted = torch.unique(torch.cat([*everybody, extra]))
+        if iteration > 1:
+            assert table.weight.grad.is_sparse
+            assert torch.equal(table.weight.grad.coalesce().indices()[0], wanted), PLANS[iteration % 7].describe()
+
+
+def lazy_optimizers_get_the_same_rows() -> None:
+    makers: Sequence[Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]] = (
+        lambda params: torch.optim.SparseAdam(params, lr=0.01),
+        lambda params: torch.optim.Adagrad(params, lr=0.05),
+    )
+    for make in makers:
+        model = nn.Embedding(ROWS, WIDTH, sparse=True).double()
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        alone = copy.deepcopy(model)
+        ours, theirs = hvd.DistributedOptimizer(make(list(model.parameters()))), make(list(alone.parameters()))
+
+        def loss(net: nn.Module, rank: int, iteration: int) -> torch.Tensor:
+            return net(torch.cat([looked_up(rank, iteration), torch.tensor([rank])])).square().sum()
+
+        for iteration in range(2 * len(PLANS) + 2):
+            if iteration > 1:
+                use(PLANS[iteration % len(PLANS)])
+            ours.zero_grad()
+            loss(model, hvd.rank(), iteration).backward()
+            ours.step()
+            theirs.zero_grad()
+            joined(loss, alone, iteration).backward()
+            theirs.step()
+            assert_same_parameters(model, alone, 1e-9, f"after step {iteration}")
+
+
+def invariants_checked(case: Callable[[], None]) -> Callable[[], None]:
+    """Adagrad makes sparse tensors without saying whether they are to be checked, of which PyTorch warns."""
+
+    @functools.wraps(case)
+    def checked() -> None:
+        with torch.sparse.check_sparse_tensor_invariants(True):
+            case()
+
+    return checked
+
+
+def halves_are_added_up_as_dense_ones() -> None:
+    for dtype, tolerance in ((torch.float16, 2e-3), (torch.bfloat16, 2e-2)):
+        table = nn.Embedding(ROWS, WIDTH, sparse=True).to(dtype)
+        hvd.broadcast_parameters(table.state_dict(), root_rank=0)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(table.parameters(), lr=0.0))
+        for iteration in range(len(PLANS) + 2):
+            if iteration > 1:
+                use(PLANS[iteration % len(PLANS)])
+            gradients = []
+            for rank in range(hvd.size()):
+                rows = torch.cat([looked_up(rank, iteration), torch.tensor([rank])])
+                weights = torch.rand(len(rows), WIDTH, generator=torch.Generator().manual_seed(rank + iteration))
+                gradients.append((rows, weights.to(dtype)))
+            rows, weights = gradients[hvd.rank()]
+            optimizer.zero_grad()
+            (table(rows) * weights).sum().backward()
+            optimizer.step()
+            wanted = torch.zeros(ROWS, WIDTH, dtype=torch.float64)
+            for rows, weights in gradients:
+                wanted.index_add_(0, rows, weights.double() / hvd.size())
+            found = table.weight.grad.to_dense().double()
+            torch.testing.assert_close(found, wanted, rtol=tolerance * hvd.size(), atol=tolerance * hvd.size())
+            everybody = hvd.allgather(found[None], name=f"found.{dtype}.{iteration}")
+            assert torch.equal(everybody, found.expand_as(everybody)), PLANS[iteration % 7].describe()
+
+
+def gradients_add_up_over_several_passes() -> None:
+    def step(optimizer: torch.optim.Optimizer, loss: Callable[[], torch.Tensor]) -> None:
+        optimizer.zero_grad()
+        for _ in range(3):
+            loss().backward()
+        optimizer.step()
+
+    model = Model(2).double()
+    assert_same_training(model, loss_of, make_optimizer=plain_sgd, step=step, steps=STEPS, backward_passes_per_step=3)
+
+
+def sparse_as_dense_leaves_them_dense() -> None:
+    model = Model(2).double()
+    assert_same_training(model, loss_of, make_optimizer=plain_sgd, steps=4, sparse_as_dense=True)
+    if hvd.size() > 1:
+        assert not model.embeddings[0].weight.grad.is_sparse
+
+
+def process_sets() -> None:
+    if hvd.size() < 3:
+        return
+    members = list(range(0, hvd.size(), 2))
+    there = hvd.add_process_set(members)
+    if hvd.rank() in members:
+        model, alone = Model(2).double(), Model(2).double()
+        ours = hvd.DistributedOptimizer(plain_sgd(model), process_set=there)
+        theirs = plain_sgd(alone)
+        for iteration in range(STEPS):
+            ours.zero_grad()
+            loss_of(model, hvd.rank(), iteration).backward()
+            ours.step()
+            theirs.zero_grad()
+            (sum(loss_of(alone, rank, iteration) for rank in members) / len(members)).backward()
+            theirs.step()
+            assert_same_parameters(model, alone, 1e-12, f"after step {iteration}")
+        ours.close()
+    hvd.remove_process_set(there)
+
+
+def ranks_that_have_joined_give_no_rows() -> None:
+    model = Model(2).double()
+    alone = copy.deepcopy(model)
+    ours, theirs = hvd.DistributedOptimizer(plain_sgd(model)), plain_sgd(alone)
+
+    def steps_of(rank: int) -> int:
+        return STEPS - 3 * rank if STEPS > 15 else STEPS - rank
+
+    for iteration in range(steps_of(hvd.rank())):
+        ours.zero_grad()
+        loss_of(model, hvd.rank(), iteration).backward()
+        ours.step()
+        theirs.zero_grad()
+        there = [rank for rank in range(hvd.size()) if iteration < steps_of(rank)]
+        (sum(loss_of(alone, rank, iteration) for rank in there) / hvd.size()).backward()
+        theirs.step()
+        assert_same_parameters(model, alone, 1e-12, f"after step {iteration}")
+    hvd.join()
+
+
+def optimizers_come_and_go() -> None:
+    for _ in range(3):
+        optimizer = hvd.DistributedOptimizer(plain_sgd(model := Model(2).double()))
+        for iteration in range(4):
+            optimizer.zero_grad()
+            loss_of(model, hvd.rank(), iteration).backward()
+            optimizer.step()
+        assert_equal_on_all_ranks(model)
+        optimizer.close()
+
+
+def a_thousand_random_steps() -> None:
+    """Sizes, dtypes, look-ups and plans are drawn, the same on all ranks but for what each looks up."""
+    drawn = torch.Generator().manual_seed(5)
+
+    def draw(low: int, high: int) -> int:
+        return int(torch.randint(low, high + 1, (1,), generator=drawn))
+
+    steps = 0
+    while steps < 1000:
+        n_rows, width = draw(1, 3000), draw(1, 40)
+        dtype = (torch.float32, torch.float64)[draw(0, 1)]
+        tables = [nn.Embedding(n_rows, width, sparse=True).to(dtype) for _ in range(draw(1, 3))]
+        for table in tables:
+            hvd.broadcast_parameters(table.state_dict(), root_rank=0)
+        params = [table.weight for table in tables]
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(params, lr=0.0))
+        for step in range(draw(5, 60)):
+            if step > 1:
+                hot = torch.randperm(n_rows, generator=drawn)[: draw(1, n_rows)].sort().values.tolist()
+                cold = (SparsePath.GATHER, SparsePath.OWNER)[draw(0, 1)]
+                plans = [
+                    *PLANS[:4],
+                    SparsePlan(path=SparsePath.BLOCKS, block_rows=draw(1, 70)),
+                    SparsePlan(path=SparsePath.HOT_COLD, hot_rows=tuple(hot), cold=cold),
+                ]
+                use(plans[draw(0, 5)])
+            wanted = [torch.zeros(n_rows, width, dtype=torch.float64) for _ in tables]
+            present = [torch.zeros(n_rows, dtype=torch.bool) for _ in tables]
+            optimizer.zero_grad()
+            losses = []
+            for number, table in enumerate(tables):
+                for rank in range(hvd.size()):
+                    count = draw(0, 200) * draw(0, 2)
+                    rows = torch.randint(0, draw(1, n_rows), (count,), generator=drawn)
+                    weights = torch.randn(count, width, generator=drawn, dtype=torch.float64).to(dtype)
+                    wanted[number].index_add_(0, rows, weights.double() / hvd.size())
+                    present[number][rows] = True
+                    if rank == hvd.rank() and count:
+                        losses.append((table(rows) * weights).sum())
+            if losses:
+                sum(losses).backward()
+            optimizer.step()
+            tolerance = 1e-4 if dtype is torch.float32 else 1e-11
+            for param, dense, there in zip(params, wanted, present, strict=True):
+                found = param.grad.to_dense().double()
+                torch.testing.assert_close(found, dense, rtol=tolerance, atol=tolerance)
+                if param.grad.is_sparse and step > 1:
+                    assert torch.equal(param.grad.coalesce().indices()[0], there.nonzero()[:, 0])
+            steps += 1
+        optimizer.close()
+
+
+CASES = [
+    one_embedding,
+    several_embeddings,
+    tied_embeddings,
+    embeddings_tied_to_a_dense_layer,
+    gradients_add_up_over_several_passes,
+    sparse_as_dense_leaves_them_dense,
+    process_sets,
+    ranks_that_have_joined_give_no_rows,
+    optimizers_come_and_go,
+]
+ANY_PATH = [
+    every_plan_in_turn,
+    rows_are_exactly_those_that_some_rank_has,
+    invariants_checked(lazy_optimizers_get_the_same_rows),
+    halves_are_added_up_as_dense_ones,
+]
+MANY = [a_thousand_random_steps]
+
+if __name__ == "__main__":
+    main([*CASES, *ANY_PATH, *MANY])
