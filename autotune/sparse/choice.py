@@ -21,6 +21,9 @@ from .volume import VolumeModel
 
 LEARNING_ITERATIONS = 8
 N_CANDIDATES = 3
+HOPELESS = 3.0
+"""What is predicted to take so many times as long as the fastest is not tried."""
+
 ROUNDS = 7
 """Of trials: each candidate runs once a round; the first round is not counted."""
 
@@ -34,7 +37,7 @@ MEMORY = 0.1
 """Weight of the newest iteration in what is watched."""
 
 LEAST_WATCHED = 20
-"""Iterations before a change is believed."""
+"""Iterations before a change is believed, at first; twice as many after each change."""
 
 
 class Stage(Enum):
@@ -71,26 +74,25 @@ class SparseChoice:
         candidates: that are tried, or were.
     """
 
-    def __init__(self, n_rows: int, *, fixed: SparsePath | None, tries: bool) -> None:
+    def __init__(self, *, fixed: SparsePath | None, tries: bool) -> None:
         """Begins to learn if there is anything to choose.
 
         Args:
-            n_rows: of the parameter.
             fixed: the only path that may be used; None = any.
             tries: candidates are tried; else `GATHER`, or the fixed path, runs as the model says.
         """
-        self._n_rows, self._fixed, self._tries = n_rows, fixed, tries
+        self._fixed, self._patience = fixed, LEAST_WATCHED
         self.candidates: list[SparsePlan] = []
         if fixed in (None, SparsePath.HOT_COLD) and (tries or fixed is not None):
             self._learn()
         else:
             self.stage, self.plan = Stage.KEEP, GATHER if fixed is None else SparsePlan(path=fixed)
             self._counts: TouchCounts | None = None
-            self._watch = _Watch(covered=0.0, touched=0.0, active=False)
+            self._watch: _Watch | None = None
 
     def _learn(self) -> None:
         self.stage, self.plan = Stage.LEARN, GATHER
-        self._counts = TouchCounts(self._n_rows)
+        self._counts = TouchCounts()
         self._left = LEARNING_ITERATIONS
 
     def note(self, seen: Seen) -> None:
@@ -103,7 +105,8 @@ class SparseChoice:
         elif self.stage is Stage.TRY:
             self._tried += 1
             self.plan = self.candidates[self._tried % len(self.candidates)]
-        elif self._watch.changed(seen):
+        elif self._watch is not None and self._watch.changed(seen):
+            self._patience *= 2
             self._learn()
 
     @property
@@ -119,7 +122,9 @@ class SparseChoice:
             best = predicted.best_of(self._fixed)
             self.candidates = [GATHER if best is None else best]
         else:
-            self.candidates = predicted.ranked()[:N_CANDIDATES]
+            ranked = predicted.ranked()
+            limit_s = HOPELESS * predicted.seconds(ranked[0])
+            self.candidates = [plan for plan in ranked if predicted.seconds(plan) <= limit_s][:N_CANDIDATES]
         self._learned = self._counts
         self._counts = None
         self.stage, self._tried, self.plan = Stage.TRY, 0, self.candidates[0]
@@ -142,28 +147,28 @@ class SparseChoice:
         self._keep(self.candidates[medians.index(min(medians))])
 
     def _keep(self, plan: SparsePlan) -> None:
-        counts = self._learned.counts
-        hot = int(counts[np.asarray(plan.hot_rows, dtype=np.int64)].sum())
-        self._watch = _Watch(covered=hot / max(1, int(counts.sum())), touched=self._learned.touched, active=True)
+        learned = self._learned
+        covered = int(learned.of(plan.hot_rows).sum()) / max(1, int(learned.counts.sum()))
+        self._watch = _Watch(covered=covered, touched=learned.touched, least=self._patience)
         self.stage, self.plan = Stage.KEEP, plan
 
 
 class _Watch:
     """Notices that rows are touched otherwise than they were."""
 
-    def __init__(self, *, covered: float, touched: float, active: bool) -> None:
-        """`covered`: the part of touches that hot rows had; `touched`: rows in an iteration."""
-        self._covered, self._touched, self._active = covered, touched, active
+    def __init__(self, *, covered: float, touched: float, least: int) -> None:
+        """`covered`: the part of touches that hot rows had; `touched`: rows in an iteration; `least`: iterations."""
+        self._covered, self._touched, self._least = covered, touched, least
         self._hot_now, self._touched_now, self._n = covered * touched, touched, 0
 
     def changed(self, seen: Seen) -> bool:
         """After an iteration."""
-        if not (self._active and seen.n_touched):
+        if not seen.n_touched:
             return False
         self._n += 1
         self._hot_now += MEMORY * (seen.n_hot - self._hot_now)
         self._touched_now += MEMORY * (seen.n_touched - self._touched_now)
-        if self._n < LEAST_WATCHED:
+        if self._n < self._least:
             return False
         ratio = self._touched_now / self._touched
         lost = self._hot_now < LOST_COVERAGE * self._covered * self._touched_now

@@ -20,18 +20,19 @@ LEAST_GAIN = 0.01
 
 
 class TouchCounts:
-    """Exact counts, the same on all ranks if they note the same.
+    """Exact counts, the same on all ranks if they note the same; of rows that nobody touched there is nothing.
 
     Attributes:
-        counts: how many ranks touched each row, over all iterations noted: `(n_rows,)`.
+        rows: that were touched, ascending: `(n,)`.
+        counts: how many ranks touched each of them, over all iterations noted: `(n,)`.
         n_samples: ranks times iterations noted.
         touched: rows touched in an iteration by all ranks together, mean.
         most: rows touched by the rank that touched the most, mean.
         union: rows touched by any rank in an iteration, mean.
     """
 
-    def __init__(self, n_rows: int) -> None:
-        self.counts = np.zeros(n_rows, dtype=np.int32)
+    def __init__(self) -> None:
+        self.rows, self.counts = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
         self.n_samples = 0
         self._totals = np.zeros(3)
         self._n = 0
@@ -39,8 +40,10 @@ class TouchCounts:
     def note(self, by_rank: Sequence[npt.NDArray[np.int64]], union: int) -> None:
         """One iteration: the rows that each rank touched, each once, and how many rows that are."""
         sizes = [len(rows) for rows in by_rank]
-        for rows in by_rank:
-            self.counts[rows] += 1
+        self.rows, place = np.unique(np.concatenate([self.rows, *by_rank]), return_inverse=True)
+        ones = np.ones(sum(sizes), dtype=np.int64)
+        counts = np.bincount(place, weights=np.concatenate([self.counts, ones]), minlength=len(self.rows))
+        self.counts = counts.astype(np.int64)
         self._totals += sum(sizes), max(sizes), union
         self.n_samples += len(by_rank)
         self._n += 1
@@ -62,11 +65,14 @@ class TouchCounts:
 
     def ranked(self) -> npt.NDArray[np.int64]:
         """Rows that were touched, the most touched first; of equal ones the lower number."""
-        present = np.flatnonzero(self.counts)
-        return present[np.argsort(-self.counts[present], kind="stable")]
+        return self.rows[np.argsort(-self.counts, kind="stable")]
+
+    def of(self, rows: npt.ArrayLike) -> npt.NDArray[np.int64]:
+        """The counts of rows that were touched."""
+        return self.counts[np.searchsorted(self.rows, np.asarray(rows, dtype=np.int64))]
 
 
-def coverage(counts: npt.NDArray[np.int32]) -> Curve:
+def coverage(counts: npt.NDArray[np.int64]) -> Curve:
     """Which part of all touches the first k rows have, k = 1 …: `(n,)`; of counts that descend."""
     return np.cumsum(counts, dtype=np.float64) / max(1, int(counts.sum()))
 

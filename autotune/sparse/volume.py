@@ -13,6 +13,9 @@ from .coverage import TouchCounts, coverage, knee, until_little_is_gained
 
 BLOCK_ROWS = (1, 8, 64)
 MOST_HOT_BYTES = 16 << 20
+MOST_DENSE_BYTES = 1 << 30
+"""Of buffers that hold hot rows, or all rows."""
+
 HOT_SIZES = 24
 """As many sizes of the hot set are tried, beside those of the coverage curve."""
 
@@ -80,9 +83,9 @@ class VolumeModel:
             row_bytes = self.shape.row_bytes if plan.block_rows == 1 else self._flagged
             return bits + self._reduce(rows * row_bytes) + self._add(most)
         if plan.path is SparsePath.HOT_COLD:
-            hot = np.asarray(plan.hot_rows)
-            share = self.counts.counts[hot].sum() / max(1, int(self.counts.counts.sum()))
-            chance = self.counts.counts[hot] / max(1, self.counts.n_samples)
+            hot = self.counts.of(plan.hot_rows)
+            share = float(hot.sum()) / max(1, int(self.counts.counts.sum()))
+            chance = hot / max(1, self.counts.n_samples)
             hot_union = float((1.0 - (1.0 - chance) ** self.ranks).sum())
             rest = 1.0 - share
             cold = self._cold(plan.cold, touched * rest, most * rest, max(0.0, union - hot_union))
@@ -106,8 +109,8 @@ class VolumeModel:
     def _rows_in_blocks(self, block_rows: int) -> float:
         chance = self.counts.counts / max(1, self.counts.n_samples)
         untouched = np.log1p(-np.minimum(chance, 1.0 - 1e-9)) * self.ranks
-        pads = -len(untouched) % block_rows
-        of_block = np.pad(untouched, (0, pads)).reshape(-1, block_rows).sum(1)
+        begins = np.flatnonzero(np.diff(self.counts.rows // block_rows, prepend=-1))
+        of_block = np.add.reduceat(untouched, begins) if len(begins) else np.zeros(0)
         return float((1.0 - np.exp(of_block)).sum()) * block_rows
 
     def _exchange(self, n_bytes: float) -> float:
@@ -141,12 +144,12 @@ class VolumeModel:
                 hot = tuple(np.sort(ranked[:size]).tolist())
                 for cold in COLD_PATHS:
                     yield SparsePlan(path=path, hot_rows=hot, cold=cold)
-        else:
+        elif path is not SparsePath.DENSE or self.shape.n_rows * self._flagged <= MOST_DENSE_BYTES:
             yield SparsePlan(path=path)
 
     def _hot_sizes(self, ranked: np.ndarray[tuple[int], np.dtype[np.int64]]) -> list[int]:
         """Of the coverage curve, where a row's chance makes it worth its place, and some between."""
-        counts = self.counts.counts[ranked]
+        counts = self.counts.of(ranked)
         curve = coverage(counts)
         most = min(len(ranked), int(MOST_HOT_BYTES / self._flagged))
         if most < 1:

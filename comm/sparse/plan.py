@@ -5,7 +5,10 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 from itertools import pairwise
+
+import torch
 
 from sirtaki.errors import PlanError
 
@@ -23,7 +26,7 @@ class SparsePath(Enum):
 COLD_PATHS = (SparsePath.GATHER, SparsePath.OWNER)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class SparsePlan:
     """The way of one parameter's sparse gradient, the same on all ranks.
 
@@ -51,6 +54,11 @@ class SparsePlan:
             raise PlanError(f"cold rows travel by gather or owner, not by {self.cold.value}")
         if self.block_rows < 1:
             raise PlanError(f"a block has at least one row, not {self.block_rows}")
+
+    @cached_property
+    def hot_indices(self) -> torch.Tensor:
+        """The hot rows, int64, `(n_hot,)`."""
+        return torch.tensor(self.hot_rows, dtype=torch.int64)
 
     def fingerprint(self) -> str:
         """A digest that is equal on two ranks exactly if their plans are."""

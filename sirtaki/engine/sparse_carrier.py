@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -66,7 +67,7 @@ class SparseCarrier:
             form = RowFormat(param.shape[0], param[:1].numel(), param.dtype)
             if self._forms.get(name) != form:
                 self._forms[name] = form
-                self._choices[name] = SparseChoice(form.n_rows, fixed=self._fixed, tries=self._tries)
+                self._choices[name] = SparseChoice(fixed=self._fixed, tries=self._tries)
                 self._spans_s[name] = []
         if self._worker is not None:
             self._worker.begin(self._order)
@@ -102,7 +103,8 @@ class SparseCarrier:
             work.reduced = Reduced(rows, len(rows))
             work.finish()
             return work
-        return self._worker.submit(SparseTask(name, rows, self._forms[name], self._choices[name].plan))
+        form = replace(self._forms[name], dtype=rows.values.dtype)  # which may have changed since
+        return self._worker.submit(SparseTask(name, rows, form, self._choices[name].plan))
 
     def check(self) -> None:
         """Raises the failure of the job, if there is one, and does what this rank owes to others while it waits."""

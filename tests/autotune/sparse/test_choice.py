@@ -1,5 +1,7 @@
 """One parameter's choice: learns, tries, keeps the fastest, and begins anew where rows are touched otherwise."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -52,7 +54,7 @@ def kept(choice: SparseChoice, fastest: int) -> None:
 
 @pytest.mark.parametrize("fastest", range(N_CANDIDATES))
 def test_the_fastest_that_was_measured_is_kept_whatever_was_predicted(fastest: int) -> None:
-    choice = SparseChoice(ROWS, fixed=None, tries=True)
+    choice = SparseChoice(fixed=None, tries=True)
     learned(choice)
     assert choice.stage is Stage.TRY
     assert len(choice.candidates) == N_CANDIDATES
@@ -64,7 +66,7 @@ def test_the_fastest_that_was_measured_is_kept_whatever_was_predicted(fastest: i
 
 
 def test_iterations_that_touch_nothing_teach_nothing() -> None:
-    choice = SparseChoice(ROWS, fixed=None, tries=True)
+    choice = SparseChoice(fixed=None, tries=True)
     for _ in range(5 * LEARNING_ITERATIONS):
         choice.note(Seen(0, 0, 0, [np.arange(0)] * 4))
     assert not choice.has_learned
@@ -74,7 +76,7 @@ def test_iterations_that_touch_nothing_teach_nothing() -> None:
 @pytest.mark.parametrize("path", [path for path in SparsePath if path is not SparsePath.HOT_COLD])
 def test_a_path_that_is_fixed_runs_at_once(path: SparsePath) -> None:
     for tries in (True, False):
-        choice = SparseChoice(ROWS, fixed=path, tries=tries)
+        choice = SparseChoice(fixed=path, tries=tries)
         assert (choice.stage, choice.plan.path) == (Stage.KEEP, path)
         for _ in range(100):
             choice.note(seen(n=4))
@@ -82,18 +84,33 @@ def test_a_path_that_is_fixed_runs_at_once(path: SparsePath) -> None:
 
 
 def test_hot_rows_are_learned_also_where_their_path_is_fixed_and_nothing_is_tried() -> None:
-    choice = SparseChoice(ROWS, fixed=SparsePath.HOT_COLD, tries=False)
+    choice = SparseChoice(fixed=SparsePath.HOT_COLD, tries=False)
     learned(choice)
     assert (choice.stage, choice.plan.path) == (Stage.KEEP, SparsePath.HOT_COLD)
 
 
 def test_untuned_rows_are_gathered() -> None:
-    choice = SparseChoice(ROWS, fixed=None, tries=False)
+    choice = SparseChoice(fixed=None, tries=False)
     assert (choice.stage, choice.plan) == (Stage.KEEP, GATHER)
 
 
+def test_what_is_hopeless_is_not_tried() -> None:
+    choice = SparseChoice(fixed=None, tries=True)
+    for _ in range(LEARNING_ITERATIONS):
+        choice.note(seen())
+
+    def slow_reductions(counts: TouchCounts) -> VolumeModel:
+        slow = Pace(
+            exchange_s=1e-4, exchange_bytes_per_s=1e7, reduce_s=1.0, reduce_bytes_per_s=7e6, add_bytes_per_s=1e9
+        )
+        return replace(model(counts), pace=slow)
+
+    choice.choose(slow_reductions)
+    assert {plan.path for plan in choice.candidates} == {SparsePath.GATHER, SparsePath.OWNER}
+
+
 def hot_choice() -> SparseChoice:
-    choice = SparseChoice(ROWS, fixed=SparsePath.HOT_COLD, tries=True)
+    choice = SparseChoice(fixed=SparsePath.HOT_COLD, tries=True)
     learned(choice)
     return choice
 
@@ -117,7 +134,7 @@ def test_hot_rows_are_ranked_anew_once_a_tenth_of_their_coverage_is_lost() -> No
 
 def test_paths_are_chosen_anew_where_much_more_or_less_is_touched() -> None:
     for n, expected in ((120, False), (100, False), (400, True), (40, True)):
-        choice = SparseChoice(ROWS, fixed=None, tries=True)
+        choice = SparseChoice(fixed=None, tries=True)
         learned(choice)
         choice.candidates = [SparsePlan(path=path) for path in (SparsePath.GATHER, SparsePath.OWNER, SparsePath.DENSE)]
         choice.plan = choice.candidates[0]

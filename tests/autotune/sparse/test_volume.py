@@ -14,7 +14,7 @@ RANKS = 4
 def model(
     chances: np.ndarray, *, width: int = 64, ranks: int = RANKS, pace: Pace = PACE, iterations: int = 8
 ) -> VolumeModel:
-    drawn, counts = np.random.default_rng(3), TouchCounts(len(chances))
+    drawn, counts = np.random.default_rng(3), TouchCounts()
     for _ in range(iterations):
         by_rank = [np.flatnonzero(drawn.random(len(chances)) < chances) for _ in range(ranks)]
         counts.note(by_rank, len(np.unique(np.concatenate(by_rank))))
@@ -77,3 +77,11 @@ def test_blocks_are_larger_where_neighbours_are_touched_together() -> None:
     alone = model(scattered).best_of(SparsePath.BLOCKS)
     assert alone is not None
     assert alone.block_rows == 1
+
+
+def test_what_would_not_fit_is_not_tried_dense() -> None:
+    huge = VolumeModel(
+        Shape(n_rows=1 << 30, row_bytes=256, item_bytes=4, index_bytes=4), RANKS, model(np.full(100, 0.5)).counts, PACE
+    )
+    assert huge.best_of(SparsePath.DENSE) is None
+    assert SparsePath.DENSE not in {plan.path for plan in huge.ranked()}
