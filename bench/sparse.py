@@ -3,7 +3,7 @@
     python -m bench.sparse [--quick] [--check] [--save] [--networks host capped] [--shapes click factorisation language]
         [--zipf 0.975 1.024 1.2] [--rounds 7]
 
-Takes half an hour, 2 minutes with --quick. The cluster needs root.
+Takes about an hour, 4 minutes with --quick. The cluster needs root.
 
 Four ranks, on one host or on four emulated nodes (link 400 Mbit/s, one flow at most 100). Look-ups follow Zipf's law
 with that exponent over numbers in random order. A step is forward, backward, synchronisation and SGD, of embeddings and
@@ -306,7 +306,10 @@ def main() -> int:
     if "capped" in args.networks and (reason := why_unavailable()) is not None:
         print(f"the emulated cluster is left out: {reason}", file=sys.stderr)
         args.networks = [network for network in args.networks if network != "capped"]
-    report = Report(name="sparse" if len(args.networks) > 1 else f"sparse_{args.networks[0]}")
+    one_case = (
+        [args.networks[0], *args.shapes[:1]] if len(args.networks) == len(args.shapes) == 1 else args.networks[:1]
+    )
+    report = Report(name="_".join(["sparse", *(one_case if len(args.networks) == 1 else ())]))
     each = partial(dict, rounds=args.rounds, steps=args.steps, seed=args.seed)
     for network in args.networks:
         for shape in args.shapes:

@@ -117,7 +117,7 @@ def _blocks(plan: SparsePlan, rows: Rows, form: RowFormat, lanes: SparseLanes) -
 
 
 def _hot_cold(plan: SparsePlan, rows: Rows, form: RowFormat, lanes: SparseLanes) -> Reduced:
-    hot = plan.hot_indices
+    hot = torch.from_numpy(plan.hot_indices)
     places = torch.searchsorted(hot, rows.indices)
     is_hot = hot[places.clamp(max=len(hot) - 1)] == rows.indices
     values, touched = _sum_in_places(rows.of(is_hot), places[is_hot], len(hot), form, lanes)

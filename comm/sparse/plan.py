@@ -8,7 +8,8 @@ from enum import Enum
 from functools import cached_property
 from itertools import pairwise
 
-import torch
+import numpy as np
+import numpy.typing as npt
 
 from sirtaki.errors import PlanError
 
@@ -56,9 +57,9 @@ class SparsePlan:
             raise PlanError(f"a block has at least one row, not {self.block_rows}")
 
     @cached_property
-    def hot_indices(self) -> torch.Tensor:
-        """The hot rows, int64, `(n_hot,)`."""
-        return torch.tensor(self.hot_rows, dtype=torch.int64)
+    def hot_indices(self) -> npt.NDArray[np.int64]:
+        """The hot rows: `(n_hot,)`."""
+        return np.array(self.hot_rows, dtype=np.int64)
 
     def fingerprint(self) -> str:
         """A digest that is equal on two ranks exactly if their plans are."""

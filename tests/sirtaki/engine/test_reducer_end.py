@@ -18,11 +18,12 @@ def job(log: list[object]) -> Any:
 def test_joins_the_watchdog_and_the_hooks_forget_it() -> None:
     log: list[object] = []
     watch: Any = SimpleNamespace(current_wait="wait", progress="progress")
-    let_go(job(log), KEY, watch, SimpleNamespace(close=lambda: log.append("closed")))  # type: ignore[arg-type]
-    assert log == [("joining", KEY), ("watchdog", ("wait", "progress")), "closed"]
+    parameters, carrier = (SimpleNamespace(close=lambda what=what: log.append(what)) for what in ("hooks", "lanes"))
+    let_go(job(log), KEY, watch, parameters, carrier)  # type: ignore[arg-type]
+    assert log == [("joining", KEY), ("watchdog", ("wait", "progress")), "hooks", "lanes"]
 
 
 def test_one_that_was_never_watched_nor_hooked_ends_too() -> None:
     log: list[object] = []
-    let_go(job(log), KEY, None, None)
+    let_go(job(log), KEY, None, None, None)
     assert log == [("joining", KEY)]
