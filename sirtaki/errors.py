@@ -8,7 +8,8 @@ SirtakiError
 │   ├── MismatchError                    ranks disagree about an operation
 │   ├── PeerLostError                    a rank died, left or raised
 │   ├── StallError                       a rank did not come within the stall time
-│   └── TransportError                   a transport, or so many streams of it, cannot be opened here
+│   ├── TransportError                   a transport, or so many streams of it, cannot be opened here
+│   └── AggregatorError                  an aggregator is gone, refuses, or waits for a rank that does not come
 ├── GradientError        (RuntimeError)  a gradient was changed while it was being reduced
 ├── StaleReadError       (RuntimeError)  a parameter was read before its update, which `overlap_forward` has put off
 ├── TuningError          (RuntimeError)  an arm, model or trial that cannot be used
@@ -58,6 +59,10 @@ class StallError(CommError):
 
 class TransportError(CommError):
     """A transport, or so many streams of it, cannot be opened; raised on all ranks alike, which may go on without."""
+
+
+class AggregatorError(CommError):
+    """No aggregator answers or takes the job, or ranks do not come to it; sums have to be made by other means."""
 
 
 class GradientError(SirtakiError, RuntimeError):

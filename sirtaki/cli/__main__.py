@@ -15,6 +15,7 @@ from sirtaki.errors import SirtakiError
 
 # Command → its module and a line of help.
 COMMANDS = {
+    "aggregator": ("sirtaki.cli.aggregator", "a process that sums hot rows of sparse gradients for jobs, over UDP"),
     "doctor": ("sirtaki.cli.doctor", "what is here, what of it can be used, and what is wrong"),
     "optimize": ("sirtaki.cli.optimize", "how a recorded job's gradients should travel: a plan for the next job"),
     "plan": ("sirtaki.cli.plan", "how a job whose log is here would scale on other clusters"),

@@ -1,0 +1,10 @@
+"""Sums over ranks made by a process of its own, as Libra's switch makes them: `docs/how-to/aggregator.md`.
+
+Tensors, and one verdict on all ranks, are in `sirtaki.aggregator.rows`; what is here needs no PyTorch.
+"""
+
+from .client import AggregatorClient, Patience
+from .layout import HeatLayout
+from .packets import Summation
+
+__all__ = ["AggregatorClient", "HeatLayout", "Patience", "Summation"]

@@ -1,0 +1,179 @@
+"""A UDP socket that sends and receives packets of one size many at a time.
+
+Where the kernel offers it (Linux 5.0 and newer), one call hands over up to 64 KiB that the kernel or the network card
+cuts into packets (UDP_SEGMENT), and one call takes as many that came behind each other from one sender (UDP_GRO).
+Elsewhere each packet is a call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import select
+import socket
+import struct
+from collections.abc import Iterator
+
+import numpy as np
+
+from sirtaki.errors import ConfigError
+
+from .packets import Bytes
+
+Address = tuple[str, int]
+
+_UDP_SEGMENT, _UDP_GRO = 103, 104
+_MOST_SEGMENTS, _MOST_BYTES = 64, 64000
+_BUFFER_BYTES = 65536
+_SOCKET_BUFFER_BYTES = 4 * 2**20
+
+_PASSING = {errno.ECONNREFUSED, errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENOBUFS, errno.ENETDOWN, errno.EPERM}
+
+
+def parse_address(text: str) -> Address:
+    """`host:port` → both.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    host, colon, port = text.strip().rpartition(":")
+    if not colon or not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ConfigError(f"{text!r} is not the address of an aggregator; expected HOST:PORT, such as 10.0.0.5:9500")
+    return host.strip("[]"), int(port)
+
+
+class Wire:
+    """One socket; of one thread."""
+
+    def __init__(self, sock: socket.socket, *, batches: bool = True) -> None:
+        """The socket becomes its own; `batches=False` sends and receives packet by packet."""
+        self._sock = sock
+        sock.setblocking(True)  # to send; that is how a full queue of the link holds a sender back
+        for option in (socket.SO_RCVBUF, socket.SO_SNDBUF):
+            sock.setsockopt(socket.SOL_SOCKET, option, _SOCKET_BUFFER_BYTES)
+        self._cuts = batches
+        if batches:
+            try:
+                sock.setsockopt(socket.IPPROTO_UDP, _UDP_GRO, 1)
+            except OSError:
+                self._cuts = False
+        self._buffer = bytearray(_BUFFER_BYTES)
+        self._view = np.frombuffer(self._buffer, np.uint8)
+        self._poll = select.poll()
+        self._poll.register(sock, select.POLLIN)
+        self.refused = False
+
+    @classmethod
+    def bound(cls, host: str, port: int, *, batches: bool = True) -> Wire:
+        """Listens at an address; port 0 = any.
+
+        Raises:
+            ConfigError: it cannot.
+        """
+        try:
+            family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+            with contextlib.ExitStack() as unless_bound:
+                sock = unless_bound.enter_context(socket.socket(family, socket.SOCK_DGRAM))
+                sock.bind(address)
+                unless_bound.pop_all()
+        except OSError as err:
+            raise ConfigError(f"an aggregator cannot listen at {host}:{port}: {err.strerror or err}") from err
+        return cls(sock, batches=batches)
+
+    @classmethod
+    def connected(cls, address: Address, *, batches: bool = True) -> Wire:
+        """Speaks with one address, and hears nobody else.
+
+        Raises:
+            ConfigError: there is no such host.
+        """
+        try:
+            family, _, _, _, found = socket.getaddrinfo(*address, type=socket.SOCK_DGRAM)[0]
+            with contextlib.ExitStack() as unless_connected:
+                sock = unless_connected.enter_context(socket.socket(family, socket.SOCK_DGRAM))
+                sock.connect(found)
+                unless_connected.pop_all()
+        except OSError as err:
+            raise ConfigError(
+                f"no aggregator can be reached at {address[0]}:{address[1]}: {err.strerror or err}"
+            ) from err
+        return cls(sock, batches=batches)
+
+    def fileno(self) -> int:
+        """For a selector."""
+        return self._sock.fileno()
+
+    @property
+    def address(self) -> Address:
+        """Its own."""
+        host, port = self._sock.getsockname()[:2]
+        return str(host), int(port)
+
+    @property
+    def receive_bytes(self) -> int:
+        """What the kernel keeps of packets that nobody has taken yet."""
+        return self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Until something has come, or the time is up."""
+        return bool(self._poll.poll(max(0.0, 1e3 * timeout_s)))
+
+    def send(self, data: bytes, to: Address | None = None) -> None:
+        """One packet. What cannot be sent now is lost, as any packet may be; that the peer is not there is noted."""
+        try:
+            if to is None:
+                self._sock.send(data)
+            else:
+                self._sock.sendto(data, to)
+        except OSError as err:
+            self._note(err)
+
+    def send_rows(self, rows: Bytes, to: Address | None = None) -> None:
+        """A packet for each row of a contiguous matrix; blocks while the link's queue is full."""
+        size = rows.shape[1]
+        most = min(_MOST_SEGMENTS, _MOST_BYTES // size) if self._cuts else 1
+        for begin in range(0, len(rows), most):
+            self._send_cut(rows[begin : begin + most], size, to)
+
+    def _send_cut(self, rows: Bytes, size: int, to: Address | None) -> None:
+        cut = [(socket.IPPROTO_UDP, _UDP_SEGMENT, struct.pack("H", size))] if len(rows) > 1 else []
+        try:
+            self._sock.sendmsg([rows.data], cut, 0, *(() if to is None else (to,)))
+        except OSError as err:
+            if len(rows) > 1 and err.errno in (errno.EIO, errno.EINVAL, errno.EMSGSIZE, errno.ENOPROTOOPT):
+                self._cuts = False  # this way out cannot do it
+                self.send_rows(rows, to)
+            else:
+                self._note(err)
+
+    def batches(self, most: int = 64) -> Iterator[tuple[Bytes, Address]]:
+        """What has come: packets of one size from one sender, (packets, bytes), valid until the next is asked for."""
+        for _ in range(most):
+            try:
+                length, extra, _, sender = self._sock.recvmsg_into([self._buffer], 64, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return
+            except OSError as err:
+                self._note(err)
+                continue
+            size = next(
+                (struct.unpack_from("i", data)[0] for level, kind, data in extra if kind == _UDP_GRO and level == 17),
+                length,
+            )
+            address = (sender[0], sender[1]) if sender else ("", 0)
+            whole = length // size if size else 0
+            if whole:
+                yield self._view[: whole * size].reshape(whole, size), address
+            if size and length % size:
+                yield self._view[whole * size : length].reshape(1, -1), address
+            elif not size:
+                yield self._view[:0].reshape(1, 0), address
+
+    def _note(self, err: OSError) -> None:
+        if err.errno not in _PASSING:
+            raise err
+        self.refused = self.refused or err.errno == errno.ECONNREFUSED
+
+    def close(self) -> None:
+        """Ends it; again is harmless."""
+        self._sock.close()

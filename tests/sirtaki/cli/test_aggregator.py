@@ -1,0 +1,56 @@
+"""`sirtaki aggregator` as a process."""
+
+import json
+import signal
+from argparse import ArgumentTypeError
+
+import numpy as np
+import pytest
+from fakes.aggregators import client_of, process
+
+from sirtaki.aggregator import HeatLayout
+from sirtaki.cli.__main__ import main
+from sirtaki.cli.aggregator import memory
+
+
+def test_it_serves_tells_its_counters_and_ends_on_sigterm(capsys: pytest.CaptureFixture[str]) -> None:
+    with process("--memory", "64M", "--jobs", "2") as (address, started):
+        client = client_of([address], 0, 1, HeatLayout(rows=10, width=2))
+        client.sum(np.ones((10, 2), np.float32))
+        assert main(["aggregator", "--status", address]) == 0
+        told = json.loads(capsys.readouterr().out)
+        assert (told["sums"], told["jobs"], told["memory_limit_bytes"]) == (1, 1, 64 * 2**20)
+        client.close()
+        started.send_signal(signal.SIGTERM)
+        assert started.wait(10) == 0
+
+
+def test_where_nobody_answers_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["aggregator", "--status", "127.0.0.1:9"]) == 1
+    assert "no aggregator answers at 127.0.0.1:9" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["--port", "70000"], "expected a number from 1, and a port"),
+        (["--jobs", "0"], "expected a number from 1, and a port"),
+        (["--standby", "nowhere"], "expected HOST:PORT"),
+        (["--host", "256.0.0.1"], "cannot listen at 256.0.0.1:9500"),
+        (["--status", "nowhere"], "expected HOST:PORT"),
+    ],
+)
+def test_invalid_options_are_one_clear_sentence(
+    options: list[str], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["aggregator", *options]) == 1
+    assert reason in capsys.readouterr().err
+
+
+def test_memory_has_units() -> None:
+    assert [memory(text) for text in ("4096", "256M", "1.5g", "2 KiB", "1GB")] == [
+        4096, 256 * 2**20, 3 * 2**29, 2048, 2**30,
+    ]  # fmt: skip
+    for text in ("", "M", "-1G", "0", "lots", "nan", "inf"):
+        with pytest.raises(ArgumentTypeError, match="is no size"):
+            memory(text)
