@@ -1,8 +1,8 @@
 """A rank's side of one step: which parts have been sent, which sums have come, and what has to be sent again.
 
 Packets go out in order, as many as the window allows beyond the first one that is not settled. One that was followed
-by `REORDER` others of which something was heard is taken for lost at once; one that nothing is heard of, after a
-timeout that follows the measured round trips.
+by `REORDER` others of which something was heard is taken for lost at once, by fewer after a usual round trip (as RACK,
+RFC 8985); one that nothing is heard of, after a timeout that follows the measured round trips.
 """
 
 from __future__ import annotations
@@ -39,6 +39,11 @@ class RoundTrips:
             return
         self.deviation_s += (abs(seconds - self.mean_s) - self.deviation_s) / 4
         self.mean_s += (seconds - self.mean_s) / 8
+
+    @property
+    def usual_s(self) -> float:
+        """After so long a packet is sent again if something was heard of a later one."""
+        return self.mean_s + 2 * self.deviation_s if self.mean_s else FIRST_TIMEOUT_S
 
     @property
     def timeout_s(self) -> float:
@@ -156,19 +161,21 @@ class Exchange:
             self._low += len(ahead) if ahead.all() else int(ahead.argmin())
         if self._low < self._next and now_s - self._checked_s > CHECK_EVERY_S:
             self._checked_s = now_s
-            self._repeat(wire, now_s, trips.timeout_s)
+            self._repeat(wire, now_s, trips)
         allowed = max(LEAST_WINDOW, int(window * self.window_share))
         end = min(self.count, self._low + allowed, self._next + MOST_AT_ONCE)
         if self._next < end:
             self._dispatch(wire, np.arange(self._next, end), now_s)
             self._next = end
 
-    def _repeat(self, wire: Wire, now_s: float, timeout_s: float) -> None:
+    def _repeat(self, wire: Wire, now_s: float, trips: RoundTrips) -> None:
+        timeout_s, usual_s = trips.timeout_s, trips.usual_s
         span = slice(self._low, self._next)
         silent = ~(self._settled[span] | self._acked[span])
         waited_s = now_s - self._sent_s[span]
         patience_s = timeout_s * 2.0 ** np.minimum(self._tries[span] - 1, 5)
-        overtaken = (self._order[span] + REORDER < self._newest) & (waited_s > LEAST_TIMEOUT_S / 5)
+        by_many = (self._order[span] + REORDER < self._newest) & (waited_s > LEAST_TIMEOUT_S / 5)
+        overtaken = by_many | ((self._order[span] < self._newest) & (waited_s > usual_s))
         lost = np.flatnonzero(silent & (overtaken | (waited_s > patience_s))) + self._low
         if lost.size:
             if lost.size > max(8, (self._next - self._low) // 8):  # the link's queue overflows, or a buffer
@@ -177,8 +184,8 @@ class Exchange:
             self._dispatch(wire, lost, now_s)
         missed = self._acked[span] & ~self._settled[span]
         asked_s = now_s - self._asked_s[span]
-        behind = np.arange(self._low, self._next) + REORDER < self._top
-        pause_s = np.where(behind, 0.5, 1.5) * timeout_s * 2.0 ** np.minimum(self._asks[span], 5)
+        behind = np.arange(self._low, self._next) < self._top
+        pause_s = np.where(behind, usual_s, 1.5 * timeout_s) * 2.0 ** np.minimum(self._asks[span], 5)
         pulled = np.flatnonzero(missed & (asked_s > pause_s)) + self._low
         if pulled.size:
             pulled = pulled[:MOST_SEQS]
