@@ -23,6 +23,7 @@ from .packets import Bytes
 Address = tuple[str, int]
 
 _UDP_SEGMENT, _UDP_GRO = 103, 104
+_IP_MTU_DISCOVER, _NEVER = 10, 0
 _MOST_SEGMENTS, _MOST_BYTES = 64, 64000
 _BUFFER_BYTES = 65536
 _SOCKET_BUFFER_BYTES = 4 * 2**20
@@ -51,6 +52,8 @@ class Wire:
         sock.setblocking(True)  # to send; that is how a full queue of the link holds a sender back
         for option in (socket.SO_RCVBUF, socket.SO_SNDBUF):
             sock.setsockopt(socket.SOL_SOCKET, option, _SOCKET_BUFFER_BYTES)
+        with contextlib.suppress(OSError):  # where frames are shorter than packets, these are sent in fragments
+            sock.setsockopt(socket.IPPROTO_IP, _IP_MTU_DISCOVER, _NEVER)
         self._cuts = batches
         if batches:
             try:

@@ -1,6 +1,10 @@
 """Packets of one size, many at a time."""
 
+import os
+import shutil
 import socket
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -84,3 +88,33 @@ def test_addresses_are_a_host_and_a_port() -> None:
     for text in ("", "9500", "host", "host:", ":9500", "host:x", "host:0", "host:70000"):
         with pytest.raises(ConfigError, match="expected HOST:PORT"):
             parse_address(text)
+
+
+SHORT_FRAMES = """
+import numpy as np
+from sirtaki.aggregator.wire import Wire
+heard = Wire.bound("127.0.0.1", 0)
+sender = Wire.connected(heard.address)
+rows = np.arange(100, dtype=np.uint8)[:, None].repeat(1472, axis=1)
+for row in range(0, 100, 50):
+    sender.send_rows(rows[row : row + 50])
+came = [int(each[-1]) for _ in range(3) if heard.wait(1) for batch, _ in heard.batches() for each in batch]
+assert came == list(range(100)), came
+"""
+
+
+def test_packets_longer_than_a_frame_come_in_fragments() -> None:
+    """As in a tunnel; in a network namespace whose frames have 1300 bytes."""
+    if os.geteuid() != 0 or shutil.which("unshare") is None or shutil.which("ip") is None:
+        pytest.skip("network namespaces need root, unshare and ip")
+    commands = 'ip link set lo mtu 1300 up && exec "$0" -c "$1"'
+    done = subprocess.run(
+        ["unshare", "--net", "sh", "-c", commands, sys.executable, SHORT_FRAMES],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    if "unshare failed" in done.stderr:
+        pytest.skip("this machine makes no network namespaces")
+    assert done.returncode == 0, done.stderr
