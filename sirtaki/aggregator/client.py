@@ -37,6 +37,8 @@ MOST_RANKS = 65535
 BUSY_S, IDLE_S, LINGER_S = 0.002, 0.01, 0.001
 """Longest sleeps between two looks: while answers are awaited, while other ranks are, and while a vote is."""
 
+ASLEEP_S = 0.1
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patience:
@@ -50,7 +52,7 @@ class Patience:
     """
 
     heartbeat_s: float = 0.2
-    lost_s: float = 1.0
+    lost_s: float = 2.0
     look_s: float = 0.3
     stall_s: float = 120.0
 
@@ -176,9 +178,14 @@ class AggregatorClient:
         if not self._entered:
             self._entered = True
             self._contact.enter(now_s)
-        self._contact.heard_s = now_s  # it was not asked for anything between steps
+        self._contact.heard_s = turn_s = now_s  # it was not asked for anything between steps
         while not done():
             now_s = time.monotonic()
+            if (
+                now_s - turn_s > ASLEEP_S
+            ):  # this process was stopped or starved, so its silence says nothing of the other
+                self._contact.heard_s += now_s - turn_s
+            turn_s = now_s
             self._check()
             self._tend(now_s)
             contact = self._contact

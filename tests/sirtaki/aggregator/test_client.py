@@ -335,6 +335,21 @@ def test_where_none_was_ever_there_it_is_an_error_too() -> None:
     client.close()
 
 
+def test_a_rank_that_was_stopped_for_long_does_not_take_the_aggregator_for_gone() -> None:
+    with serving() as (address, _):
+        stopped: list[bool] = []
+
+        def stop_once() -> None:
+            if len(stopped) == 3:
+                time.sleep(0.6)
+            stopped.append(True)
+
+        client = client_of([address], 0, 2, SMALL, patience=Patience(lost_s=0.3, stall_s=1.2), check=stop_once)
+        with pytest.raises(AggregatorError, match="other ranks are late"):
+            client.sum(np.zeros((1, 16), np.float32))
+        client.close()
+
+
 def test_a_rank_that_does_not_come_is_an_error_in_time() -> None:
     with serving() as (address, _):
         client = client_of([address], 0, 2, SMALL, patience=Patience(stall_s=0.5))
