@@ -20,6 +20,9 @@ REORDER = 32
 MOST_AT_ONCE = 88
 """New packets between two looks at what has come."""
 
+FEW = 8
+"""Of more packets that seem to be lost it is asked first which have come."""
+
 LEAST_WINDOW = 16
 CHECK_EVERY_S = 0.0005
 FIRST_TIMEOUT_S, LEAST_TIMEOUT_S, MOST_TIMEOUT_S = 0.1, 0.005, 0.5
@@ -92,6 +95,7 @@ class Exchange:
         self._part_headers["session"] = self._sum_headers["session"] = session
         self._brings[:] = self._has
         self._acked[:], self._settled[:], self._tries[:], self._asks[:] = False, False, 0, 0
+        self._asked_s[:] = 0.0
         self._low = self._next = self._sent = self._newest = self._top = 0
 
     def rest(self) -> None:
@@ -176,22 +180,24 @@ class Exchange:
         patience_s = timeout_s * 2.0 ** np.minimum(self._tries[span] - 1, 5)
         by_many = (self._order[span] + REORDER < self._newest) & (waited_s > LEAST_TIMEOUT_S / 5)
         overtaken = by_many | ((self._order[span] < self._newest) & (waited_s > usual_s))
-        lost = np.flatnonzero(silent & (overtaken | (waited_s > patience_s))) + self._low
+        asked_s = now_s - self._asked_s[span]
+        lost = np.flatnonzero(silent & (overtaken | (waited_s > patience_s)) & (asked_s > usual_s)) + self._low
+        behind = np.arange(self._low, self._next) < self._top
+        pause_s = np.where(behind, usual_s, 1.5 * timeout_s) * 2.0 ** np.minimum(self._asks[span], 5)
+        asked = np.flatnonzero(self._acked[span] & ~self._settled[span] & (asked_s > pause_s)) + self._low
+        if lost.size > FEW:  # maybe all that was lost is what acknowledged them
+            first = self._asks[lost] == 0
+            asked, lost = np.concatenate((asked, lost[first])), lost[~first]
         if lost.size:
-            if lost.size > max(8, (self._next - self._low) // 8):  # the link's queue overflows, or a buffer
+            if lost.size > max(FEW, (self._next - self._low) // 8):  # the link's queue overflows, or a buffer
                 self.window_share = max(self.window_share / 2, 1 / 64)
             self.resent += lost.size
             self._dispatch(wire, lost, now_s)
-        missed = self._acked[span] & ~self._settled[span]
-        asked_s = now_s - self._asked_s[span]
-        behind = np.arange(self._low, self._next) < self._top
-        pause_s = np.where(behind, usual_s, 1.5 * timeout_s) * 2.0 ** np.minimum(self._asks[span], 5)
-        pulled = np.flatnonzero(missed & (asked_s > pause_s)) + self._low
-        if pulled.size:
-            pulled = pulled[:MOST_SEQS]
-            self._asked_s[pulled] = now_s
-            self._asks[pulled] += 1
-            body = seqs_body(pulled)
+        if asked.size:
+            asked = asked[:MOST_SEQS]
+            self._asked_s[asked] = now_s
+            self._asks[asked] += 1
+            body = seqs_body(asked)
             wire.send(packet(Kind.PULL, rank=self._rank, session=self._session, step=self.step, body=body))
 
     def _dispatch(self, wire: Wire, seqs: Numbers, now_s: float) -> None:

@@ -60,7 +60,7 @@ class Kind(IntEnum):
     PART = 5  # rank: values to be added
     SUM = 6  # aggregator: the sum; rank: a sum that it has from an aggregator that is gone
     ACK = 7  # aggregator: these have come
-    PULL = 8  # rank: which of these sums are there?
+    PULL = 8  # rank: what has become of these?
     PING = 9  # rank
     PONG = 10  # aggregator
     UNKNOWN = 11  # aggregator: there is no such session

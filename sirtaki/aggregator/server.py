@@ -230,7 +230,7 @@ class Aggregator:
             self._leave(job, rank)
         elif kind == Kind.PULL:
             for row in rows:
-                self._pull(job, step, seqs_of(row[32:]), address)
+                self._pull(job, rank, step, seqs_of(row[32:]))
         elif rows.shape[1] != 32 + 4 * job.floats:
             self.counters.malformed += len(rows)
         else:
@@ -280,13 +280,17 @@ class Aggregator:
         self._complete.clear()
         self._come.clear()
 
-    def _pull(self, job: Job, step: int, seqs: Numbers, address: Address) -> None:
+    def _pull(self, job: Job, rank: int, step: int, seqs: Numbers) -> None:
+        """A rank has heard nothing of some packets: it gets their sums, or hears that its parts have come."""
+        address = job.entries[rank].address
         self.counters.pulls += 1
         registers = job.registers(step)
         if registers is None or not seqs.size or int(seqs.max()) >= job.packets:
             self.counters.stale += 1
             return
         self._send_sums(registers, registers.final(seqs), [address])
+        if (waiting := registers.waiting(rank, seqs)).size:
+            self._come.setdefault((job, step, address), []).append(waiting)
 
     def _send_sums(self, registers: StepRegisters, seqs: Numbers, addresses: list[Address]) -> None:
         for begin, end in runs(seqs):

@@ -134,6 +134,10 @@ class StepRegisters:
         self._final[seqs] = True
         self._final_count += len(seqs)
 
+    def waiting(self, rank: int, seqs: Numbers) -> Numbers:
+        """Those of the packets in which this rank's part is, and another's is not."""
+        return np.asarray(seqs[self._seen[rank, seqs] & ~self._final[seqs]])
+
     def final(self, seqs: Numbers) -> Numbers:
         """Those of the packets whose sums are there, ascending, once each."""
         return np.unique(seqs[self._final[seqs]])

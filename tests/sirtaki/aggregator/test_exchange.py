@@ -107,6 +107,19 @@ def test_what_nothing_is_heard_of_is_sent_again_later_and_later() -> None:
     assert gaps_s[0] >= LEAST_TIMEOUT_S
 
 
+def test_where_many_seem_to_be_lost_it_is_asked_first_what_has_come() -> None:
+    """One acknowledgement speaks of many packets, and may be lost as any packet."""
+    rank = Rank(100)
+    rank.send(window=60)
+    rank.now_s += 0.002
+    rank.ack(*range(40, 60))
+    assert rank.send(window=60, after_s=0.01) == []
+    assert set(range(40)) <= set(rank.wire.pulled)
+    rank.ack(*range(38))
+    assert rank.send(window=60, after_s=0.0006) == []  # the answer to the rest may be on its way
+    assert rank.send(window=60, after_s=0.05) == [38, 39]
+
+
 def test_a_sum_that_does_not_come_is_asked_for() -> None:
     rank = Rank(100)
     rank.send(window=80)
@@ -154,7 +167,8 @@ def test_in_another_session_it_brings_the_sums_that_it_has_and_sends_all_other_p
 def test_when_much_is_lost_less_is_sent_and_more_again_when_it_is_well() -> None:
     rank = Rank(4096)
     rank.send(window=64)
-    rank.send(after_s=1.0, window=64)
+    assert rank.send(after_s=1.0, window=64) == []  # nobody answers what it asks then, either
+    assert rank.send(after_s=1.0, window=64) == list(range(64))
     low = rank.exchange.window_share
     assert low == 0.5
     for seq in range(64):

@@ -86,6 +86,7 @@ def test_sums_that_are_brought_stay_as_they_came() -> None:
     brought = found.put(np.array([1, 1]), np.array([[5.0, 6.0], [5.0, 6.0]], np.float32))
     assert brought.tolist() == [1]
     assert found.put(np.array([1]), np.array([[9.0, 9.0]], np.float32)).size == 0
+    assert found.waiting(0, np.array([0, 1, 2])).tolist() == [2]
     new, repeated = found.add(1, np.array([1, 2]), parts(1, np.array([1, 2])))
     assert (new.size, repeated) == (0, 1)
     assert floats_of(found.frames)[1].tolist() == [5.0, 6.0]
