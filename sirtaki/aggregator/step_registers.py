@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from .packets import Floats, Kind, Numbers, Summation, floats_of, frames, headers_of
+from .packets import Floats, Kind, Numbers, Summation, floats_of, frames, headers_of, runs
 from .table_sum import table_sum
+
+FEW_RUNS = 4
+"""So many are added one by one without looking each packet up."""
 
 
 class StepRegisters:
@@ -67,11 +70,13 @@ class StepRegisters:
         Returns:
             Which packets have become complete, ascending, and how many parts were there already.
         """
-        begin, end = int(seqs[0]), int(seqs[-1]) + 1
-        if end - begin == len(seqs) and bool((seqs[1:] > seqs[:-1]).all()):
-            fresh = not bool((self._seen[rank, begin:end] | self._final[begin:end]).any())
-            if fresh and self._add_run(rank, begin, end, values):
-                return seqs[self._parts[begin:end] == self._ranks], 0
+        pieces = runs(seqs) if len(seqs) == 1 or bool((seqs[1:] > seqs[:-1]).all()) else []
+        if 0 < len(pieces) <= FEW_RUNS and self._are_new(rank, pieces):
+            at = 0
+            for begin, end in pieces:
+                self._add_run(rank, begin, end, values[at : at + end - begin])
+                at += end - begin
+            return np.asarray(seqs[self._final[seqs]]), 0
         new = ~self._seen[rank, seqs] & ~self._final[seqs]
         if len(seqs) > 1 and not (np.diff(seqs) > 0).all():  # one batch may hold a packet twice
             first = np.zeros(len(seqs), np.bool_)
@@ -87,22 +92,26 @@ class StepRegisters:
         self._finish(complete)
         return complete, repeated
 
-    def _add_run(self, rank: int, begin: int, end: int, values: Floats) -> bool:
-        """The usual case, quickly: new packets that follow each other, of which as many ranks' parts are in."""
+    def _are_new(self, rank: int, pieces: list[tuple[int, int]]) -> bool:
+        """Whether nothing of this rank is in there, and no packet is empty while its neighbour is not."""
+        for begin, end in pieces:
+            empty = self._parts[begin:end] == 0
+            if (self._seen[rank, begin:end] | self._final[begin:end]).any() or (empty != empty[0]).any():
+                return False
+        return self._summation is Summation.FLOAT32
+
+    def _add_run(self, rank: int, begin: int, end: int, values: Floats) -> None:
+        """The usual case, quickly: new packets that follow each other."""
         parts = self._parts[begin:end]
-        before = int(parts[0])
-        if self._summation is not Summation.FLOAT32 or bool((parts != before).any()):
-            return False
-        if before:
+        if parts[0]:
             self._values[begin:end] += values
         else:
             self._values[begin:end] = values
         parts += 1
         self._seen[rank, begin:end] = True
-        if before + 1 == self._ranks:
-            self._final[begin:end] = True
-            self._final_count += end - begin
-        return True
+        complete = parts == self._ranks
+        self._final[begin:end] = complete
+        self._final_count += int(complete.sum())
 
     def _accumulate(self, seqs: Numbers, values: Floats) -> None:
         empty = self._parts[seqs] == 0

@@ -10,7 +10,11 @@ from sirtaki.aggregator.step_registers import StepRegisters
 
 RANKS, PACKETS, FLOATS = 3, 12, 2
 
-BATCHES = st.lists(st.tuples(st.integers(0, RANKS - 1), st.lists(st.integers(0, PACKETS - 1), min_size=1)), max_size=40)
+IN_ANY_ORDER = st.lists(st.integers(0, PACKETS - 1), min_size=1)
+WITH_GAPS = st.tuples(st.integers(0, PACKETS - 1), st.integers(1, PACKETS), st.integers(-1, PACKETS)).map(
+    lambda drawn: [seq for seq in range(drawn[0], min(PACKETS, drawn[0] + drawn[1])) if seq != drawn[2]] or [drawn[0]]
+)
+BATCHES = st.lists(st.tuples(st.integers(0, RANKS - 1), IN_ANY_ORDER | WITH_GAPS), max_size=40)
 
 
 def registers(summation: Summation = Summation.FLOAT32) -> StepRegisters:
