@@ -8,7 +8,8 @@ Either all of them get the sums, or all get the error, in the same step, and sum
 
 from __future__ import annotations
 
-import logging
+import os
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -16,14 +17,13 @@ import numpy as np
 import torch
 
 from sirtaki.comm.control.communicator import Op
+from sirtaki.comm.control.failure import SPIN_S
 from sirtaki.errors import AggregatorError, ConfigError
 
 from .client import AggregatorClient
 
 if TYPE_CHECKING:
     from sirtaki.comm.control.communicator import Communicator
-
-logger = logging.getLogger(__name__)
 
 Vote = Callable[[], bool | None]
 """Whether all ranks said yes; None = not all have voted. Moves the vote on."""
@@ -101,6 +101,9 @@ class AggregatedRows:
                 verdict = vote()
             return verdict is not None
 
+        spin_until_s = time.perf_counter() + SPIN_S
+        while not is_decided() and time.perf_counter() < spin_until_s:
+            os.sched_yield()
         self._client.linger(is_decided)
         if verdict and total is not None:
             return total
