@@ -1,4 +1,4 @@
-"""Probes of lanes: all ranks find the same, and more streams are used only where they are clearly faster."""
+"""Probes of lanes: all ranks find the same, and other streams are used only where they are clearly faster."""
 
 import pytest
 from fakes.meshes import on_planes
@@ -7,7 +7,8 @@ from sirtaki.autotune.sparse.volume import Pace
 from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.plan import TransportKind
 from sirtaki.comm.sparse.lanes import SparseLanes
-from sirtaki.engine.sparse_probe import _fewest_fast, _Times, measure
+from sirtaki.engine import sparse_probe as module
+from sirtaki.engine.sparse_probe import _fastest, _Times, measure
 
 
 @pytest.mark.parametrize(("kind", "streams"), [(TransportKind.GLOO, None), (TransportKind.GLOO, 3), (None, None)])
@@ -31,6 +32,21 @@ def test_all_ranks_measure_the_same_pace(kind: TransportKind | None, streams: in
         assert counts == [1, 1]  # shared memory
 
 
-def test_more_streams_are_used_where_they_are_clearly_faster() -> None:
-    assert _fewest_fast({1: _Times(0.0, 1.0), 2: _Times(0.0, 0.95), 4: _Times(0.0, 0.92)}) == 1
-    assert _fewest_fast({1: _Times(0.0, 1.0), 2: _Times(0.0, 0.5), 4: _Times(0.0, 0.3), 8: _Times(0.0, 0.29)}) == 4
+def test_another_number_of_streams_is_used_only_where_it_is_clearly_faster() -> None:
+    times = {4: _Times(0.0, 1.0), 8: _Times(0.0, 0.95), 2: _Times(0.0, 0.92)}
+    assert _fastest(times, usual=4) == 4
+    assert _fastest({**times, 1: _Times(0.0, 0.8)}, usual=4) == 1
+    assert _fastest({3: _Times(0.0, 1.0)}, usual=4) == 3  # all that may be used
+
+
+def test_the_streams_in_use_are_measured_however_slow_the_network_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "BUDGET_S", 0.0)
+
+    def act(control: ControlPlane) -> tuple[int, int]:
+        lanes = SparseLanes(control, timeout_s=20.0, kind=TransportKind.GLOO, streams=4)
+        measure(control, lanes, streams=None)
+        lanes.close()
+        control.reclaim()
+        return lanes.exchange_streams, lanes.reduce_streams
+
+    assert on_planes(2, act) == [(4, 4)] * 2
