@@ -41,6 +41,7 @@ from bench.lib.models import LayeredModel
 from bench.lib.workloads import workload
 from bench.netlab import CASES, payload_bytes_per_s
 from bench.step import slowest
+from sirtaki.engine.forward_overlap import PREPARING
 
 COMPUTE_S = 0.15
 DDP, BY_HAND, OFF, ON = "ddp", "ddp by hand", "off", "on"
@@ -95,7 +96,11 @@ def on_rank(options: Mapping[str, Any]) -> None:
             contender.step()
     for tuned in (off, on):
         tuned.warm_up()
-        for _ in range(3):
+        assert tuned._sync is not None
+        overlap = tuned._sync.overlap
+        for _ in range(PREPARING + 1):
+            tuned.step()
+        while overlap.trying:
             tuned.step()
     turns = {
         name: timed_block(contender, options["steps"], barrier=comm.Barrier) for name, contender in contenders.items()
@@ -166,7 +171,7 @@ def main() -> int:
     flags.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
     flags.add_argument("--scale", type=float, help="of the gradients; default: as long as the computation")
     flags.add_argument("--rounds", type=int, help="blocks a contender")
-    flags.add_argument("--steps", type=int, default=8, help="steps a block")
+    flags.add_argument("--steps", type=int, default=20, help="steps a block")
     flags.add_argument("--warmup-iterations", type=int, default=40, help="the tuner's budget; its own default is 100")
     args = flags.parse_args()
     if (reason := why_unavailable()) is not None:

@@ -18,6 +18,9 @@ from bench.lib.workloads import Workload, workload
 LEAST_SLEEP_S = 0.3e-3
 """Shorter sleeps are saved up: the kernel would round each of them up."""
 
+AHEAD_S = 1e-3
+"""By so much a program runs ahead of a device, so that what Python does between two layers is hidden."""
+
 
 class _Sleeper:
     """Sleeps for durations that add up, however coarse the clock is."""
@@ -25,7 +28,7 @@ class _Sleeper:
     def __init__(self) -> None:
         self._owed_s = 0.0
 
-    def sleep(self, duration_s: float) -> None:
+    def compute(self, duration_s: float) -> None:
         self._owed_s += duration_s
         if self._owed_s >= LEAST_SLEEP_S:
             begin_s = time.perf_counter()
@@ -44,7 +47,7 @@ class _Layer(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # Any: torch leaves it open
         owner, index = ctx.owner, ctx.index
-        owner.sleeper.sleep(owner.durations_s[index])
+        owner.device.compute(owner.durations_s[index])
         parameter = owner.layers[index]
         return grad, parameter.new_full(parameter.shape, owner.gradient_value), None, None
 
@@ -68,14 +71,29 @@ class EmulatedModel(nn.Module):
         self.forward_s = compute_s / 3
         self.durations_s = [2 / 3 * compute_s * share for share in reversed(work.compute_shares)]
         self.gradient_value = gradient_value
-        self.sleeper = _Sleeper()
+        self.device = _Sleeper()
 
     def forward(self, activation: torch.Tensor) -> torch.Tensor:
         """Sleeps, and returns its input, through every layer."""
-        self.sleeper.sleep(self.forward_s)
+        self.device.compute(self.forward_s)
         for index, parameter in enumerate(self.layers):
             activation = _Layer.apply(activation, parameter, self, index)  # type: ignore[no-untyped-call]
         return activation
+
+
+class _Device:
+    """Computes behind the program that gives it work, as a GPU does; the program sleeps so as not to run far ahead."""
+
+    def __init__(self) -> None:
+        self._free_s = 0.0
+
+    def compute(self, duration_s: float) -> None:
+        """Begins when all that was given is done; returns at most `AHEAD_S` before the end."""
+        now_s = time.perf_counter()
+        self._free_s = max(self._free_s, now_s) + duration_s
+        left_s = self._free_s - AHEAD_S - now_s
+        if left_s > LEAST_SLEEP_S:
+            time.sleep(left_s)
 
 
 class _EmulatedLayer(nn.Module):
@@ -90,7 +108,7 @@ class _EmulatedLayer(nn.Module):
         """Its input, if the parameter is finite."""
         (owner,) = self._owner
         activation = activation + 0.0 * self.weight.detach()[:1]
-        owner.sleeper.sleep(self._forward_s)
+        owner.device.compute(self._forward_s)
         return _Layer.apply(activation, self.weight, owner, self._index)  # type: ignore[no-untyped-call,no-any-return]
 
 
@@ -108,7 +126,7 @@ class LayeredModel(nn.Module):
         super().__init__()
         shares = list(reversed(work.compute_shares))
         self.durations_s = [2 / 3 * compute_s * share for share in shares]
-        self.gradient_value, self.sleeper = gradient_value, _Sleeper()
+        self.gradient_value, self.device = gradient_value, _Device()
         self.body = nn.Sequential(
             *(
                 _EmulatedLayer(self, index, size, compute_s / 3 * share)

@@ -2,23 +2,37 @@
 
 Two iterations prepare it, once nothing is tuned or profiled any more. In the first, each rank learns in which order its
 forward pass reads parameters; at the end of the second all ranks agree on one order, and on how much of the gradients
-the backward pass hides, so that units can leave in the order in which they are needed.
+the backward pass hides, so that units can leave in the order in which they are needed. Where the job is tuned, a few
+settings are tried then (`overlap_trials`), and it is kept only if iterations are faster.
 """
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Sequence
+from itertools import pairwise
+from statistics import median
 from typing import TYPE_CHECKING
 
 import numpy as np
+
+from sirtaki.autotune.knobs import Knobs, KnobSpace
+
+from .overlap_trials import OverlapTrials
 
 if TYPE_CHECKING:
     from sirtaki.comm.control.plane import ControlPlane
     from sirtaki.comm.gradients.iteration_report import IterationReport
     from sirtaki.comm.gradients.synchroniser import Synchroniser
 
+logger = logging.getLogger(__name__)
+
 PREPARING = 2
 """Iterations that end with `step()` before one may be put off."""
+
+SKIPPED, TIMED = 2, 5
+"""Of a trial: iterations that do not count, and those that do; in one more, ranks agree."""
 
 
 class ForwardOverlap:
@@ -27,48 +41,137 @@ class ForwardOverlap:
     Attributes:
         wanted: iterations are to be put off; the same on all ranks.
         reads: parameters, by index, in the order in which this rank's forward pass reads them; empty = not known.
+        trials: that are under way, or have been; None where nothing is to be tried, or not yet.
     """
 
-    def __init__(self, control: ControlPlane, *, wanted: bool) -> None:
-        """Collective: rank 0 says whether it is wanted."""
+    def __init__(self, control: ControlPlane, *, wanted: bool, tries: bool = False) -> None:
+        """Collective: rank 0 says whether it is wanted, and whether settings for it are tried."""
         self._control = control
-        self.wanted: bool = control.broadcast(wanted)
+        self.wanted: bool
+        self._tries: bool
+        self.wanted, self._tries = control.broadcast((wanted, tries))
         self.reads: Sequence[int] = ()
+        self.trials: OverlapTrials | None = None
+        self._places: list[float] = []
+        self._part_hidden = 1.0
+        self._ends_s: list[float] = []
+        self._hidden: list[float] = []
         self.begin()
 
     def begin(self) -> None:
-        """Another plan or order runs from now on; the same on all ranks."""
-        self._prepared, self._hidden = 0, np.zeros(2)
+        """Another plan or order runs from now on; the same on all ranks. Trials that are under way begin again."""
+        self._prepared = 0
+        if self.trying:
+            self.trials = None
+
+    def forget(self) -> None:
+        """What trials have found holds no more: the job is tuned anew."""
+        self.trials = None
+        self.begin()
+
+    @property
+    def trying(self) -> bool:
+        """Trials are under way; the same on all ranks."""
+        return self.trials is not None and not self.trials.over
 
     @property
     def ready(self) -> bool:
         """Iterations may be put off; the same on all ranks."""
-        return self.wanted and self._prepared >= PREPARING
+        if not self.wanted or self._prepared < PREPARING:
+            return False
+        if self.trials is None:
+            return not self._tries
+        return self.trials.now.puts_off and not self._agrees
+
+    @property
+    def _agrees(self) -> bool:
+        """Ranks will agree at the end of this iteration, which so needs `step()`."""
+        return self.trying and len(self._ends_s) >= SKIPPED + TIMED
 
     @property
     def learning(self) -> bool:
         """It is the first of the iterations that prepare it; the same on all ranks."""
         return self.wanted and self._prepared == 1
 
-    def note(self, report: IterationReport, synchroniser: Synchroniser, *, joined: bool) -> None:
+    def note(
+        self, report: IterationReport, synchroniser: Synchroniser, knobs: Knobs, space: KnobSpace, *, joined: bool
+    ) -> Knobs | None:
         """An iteration has ended in which nothing was tuned or profiled. Collective when it is the last that prepares.
+
+        And when it is the last of a trial.
 
         Args:
             report: what it has measured.
             synchroniser: whose units leave in another order then.
+            knobs: what it ran.
+            space: what may be tried.
             joined: this rank has no data any more, and knows nothing.
+
+        Returns:
+            What is to run from now on, if anything else is: for `order` then.
         """
-        if not self.wanted or self.ready:
-            return
+        if not self.wanted:
+            return None
+        if self._prepared < PREPARING:
+            self._prepare(report, synchroniser, knobs, joined=joined)
+            if self._prepared < PREPARING or not self._tries or self.trials is not None:
+                return None
+            self.trials = OverlapTrials(knobs, space, _bytes_of(synchroniser))
+            self._ends_s.clear()
+            self._hidden.clear()
+            return None
+        trials = self.trials
+        if trials is None or trials.over:
+            return None
+        if not self._agrees:
+            self._ends_s.append(time.perf_counter())
+            self._hidden.append(_part_hidden(report, synchroniser, knobs))
+            return None
+        trials.note(self._agree(joined=joined))
+        self._ends_s.clear()
+        self._hidden.clear()
+        if trials.over and self._control.rank == 0:
+            logger.info("%s", trials.describe())
+        return trials.now.knobs
+
+    def order(self, synchroniser: Synchroniser) -> None:
+        """Units of a plan that was installed leave in the order that ranks have agreed on."""
+        if self._places and (self.trials.now.puts_off if self.trials is not None else not self._tries):
+            synchroniser.overtake(self._places, self._part_hidden)
+
+    def _agree(self, *, joined: bool) -> float:
+        """Collective: what an iteration of this trial took, in the middle, the mean of the ranks that know."""
+        middle_s = median(end - begin for begin, end in pairwise(self._ends_s[SKIPPED - 1 :]))
+        total = self._control.total(np.array([0.0] * 3 if joined else [middle_s, median(self._hidden), 1.0]))
+        mean_s: float
+        mean_s, self._part_hidden = self._control.broadcast(tuple(map(float, total[:2] / max(total[2], 1.0))))
+        return mean_s
+
+    def _prepare(self, report: IterationReport, synchroniser: Synchroniser, knobs: Knobs, *, joined: bool) -> None:
         self._prepared += 1
-        if self.ready:
-            knows = not joined and len(self.reads) > 0
-            if not joined:
-                self._hidden += report.backward_s, report.span_s
-            places = np.zeros(synchroniser.n_params)
-            if knows:
-                places[:] = len(places)  # what is never read is last
-                places[list(self.reads)] = np.arange(len(self.reads))
-            total = self._control.total(np.array([*places, *self._hidden, float(knows)]))
-            if total[-1] > 0.0:
-                synchroniser.overtake(list(total[:-3]), float(total[-3] / total[-2]) if total[-2] > 0.0 else 1.0)
+        if self._prepared < PREPARING:
+            return
+        knows = not joined and len(self.reads) > 0
+        places = np.zeros(synchroniser.n_params)
+        if knows:
+            places[:] = len(places)  # what is never read is last
+            places[list(self.reads)] = np.arange(len(self.reads))
+        hidden = 0.0 if joined else _part_hidden(report, synchroniser, knobs)
+        total = self._control.total(np.array([*places, hidden, float(not joined), float(knows)]))
+        if total[-1] > 0.0:
+            self._places = list(total[:-3])
+            self._part_hidden = float(total[-3] / total[-2])
+            self.order(synchroniser)
+
+
+def _part_hidden(report: IterationReport, synchroniser: Synchroniser, knobs: Knobs) -> float:
+    """Of the gradients that the backward pass hides: what has come at its end, and about half of what is on its way."""
+    if synchroniser.on_streams:  # the host is at the end long before the device
+        return report.backward_s / report.span_s if report.span_s > 0.0 else 1.0
+    total_bytes = _bytes_of(synchroniser)
+    unit_bytes = knobs.unit_bytes if knobs.cuts is None else total_bytes / len(knobs.cuts)
+    return min(1.0, (report.hidden_bytes + knobs.streams * unit_bytes / 2) / total_bytes)
+
+
+def _bytes_of(synchroniser: Synchroniser) -> int:
+    return sum(layout.numel * layout.itemsize_bytes for layout in synchroniser.layouts)

@@ -143,10 +143,10 @@ class TunedSynchroniser:
             unused_as_none=settings.unused_as_none,
         )
         self.knobs = self._default
-        self.overlap = ForwardOverlap(control, wanted=overlaps)
         self._teller = IterationTeller(total_bytes)
         self._arms = arms
         self.tuning = settings.tune and settings.warmup_iterations > 0
+        self.overlap = ForwardOverlap(control, wanted=overlaps, tries=self.tuning)
         self._assignment: AssignmentUnderWay | None = None
         self._profiled: IterationReport | None = None
         self._promising: Sequence[Route] = ()  # by the probes of the warm-up
@@ -206,15 +206,17 @@ class TunedSynchroniser:
                     self._record(self._assignment.spans_s)
                     self._next_assignment()
             else:
-                if self._drift is not None:
+                if self._drift is not None and not self.overlap.trying:
                     self._watch(self._drift, span_s, self._sync.pace)
                 if not self.tuning:
-                    self.overlap.note(report, self._sync, joined=joined)
+                    self._note_overlap(report, joined=joined)
 
     # ── the warm-up ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def _after_profiling(self, report: IterationReport) -> None:
         """Collective: the order is known. The first time, the warm-up begins; later, its current knobs go on."""
+        if self.overlap.trials is not None and self.overlap.trying:
+            self.knobs = self.overlap.trials.first.knobs
         self.overlap.begin()
         self._profiled = report
         if self._drift is not None:
@@ -302,7 +304,6 @@ class TunedSynchroniser:
         """Collective."""
         self._sync.set_plans(plans_for(knobs, self._sync.layouts))
         self.knobs = knobs
-        self.overlap.begin()
 
     def _end(self) -> None:
         self.tuning, self._assignment, self._carrying.kept = False, None, self.knobs
@@ -311,6 +312,16 @@ class TunedSynchroniser:
             self._coordinator.end(iteration=self._sync.iteration)
 
     # ── after the warm-up ────────────────────────────────────────────────────────────────────────────────────────
+
+    def _note_overlap(self, report: IterationReport, *, joined: bool) -> None:
+        """Collective now and then: see `ForwardOverlap`."""
+        knobs = self.overlap.note(report, self._sync, self.knobs, self._space, joined=joined)
+        if knobs is not None:
+            self._sync.set_plans(plans_for(knobs, self._sync.layouts))
+            self.knobs = knobs
+            self.overlap.order(self._sync)
+            if self._drift is not None and not self.overlap.trying:
+                self._drift.reordered()
 
     def _watch(self, drift: DriftWatch, span_s: float, agreed: Pace) -> None:
         """Collective if all ranks have agreed that communication has changed; else nothing but arithmetic."""
@@ -329,6 +340,7 @@ class TunedSynchroniser:
         if self._coordinator is not None:
             self._coordinator.retune(self.knobs, self._sync.layouts, ratio=drift.ratio, iteration=self._sync.iteration)
         drift.retuned()
+        self.overlap.forget()
         self._sync.say_pace(Pace.USUAL)
         self.tuning = True
         self._search([route for route in self._space.routes if route == self.knobs.route], span_s=span_s)

@@ -250,6 +250,7 @@ class OverlappedOptimizer(AveragingOptimizer):
         """Blocks until all parameters are what the last `step()` makes of them; not collective."""
         if self._updates is not None and self._updates.stage is Stage.STEPPED:
             self._updates.settle()
+            self._stop_watching()
 
     @property
     def state(self) -> Any:  # Any: as torch

@@ -1,32 +1,41 @@
 """What is learned and agreed on before iterations end in the next forward pass."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from sirtaki.autotune.knobs import KIB, Knobs, KnobSpace
 from sirtaki.comm.gradients.iteration_report import IterationReport
-from sirtaki.engine.forward_overlap import ForwardOverlap
+from sirtaki.comm.plan import Algorithm, TransportKind
+from sirtaki.engine import forward_overlap
+from sirtaki.engine.forward_overlap import SKIPPED, TIMED, ForwardOverlap
 
-REPORT = IterationReport(span_s=4.0, backward_s=1.0)
+REPORT = IterationReport(span_s=4.0, backward_s=1.0, hidden_bytes=1 << 20)
+KNOBS = Knobs(unit_bytes=512 * KIB, streams=2, transport=TransportKind.GLOO)
+SPACE = KnobSpace(routes=((TransportKind.GLOO, Algorithm.FLAT),), streams=(1, 2))
 
 
 class Control:
     """Of two ranks: what the other one says is added."""
 
+    rank = 0
+
     def __init__(self, others: list[float]) -> None:
         self.others, self.said = others, list[list[float]]()
 
-    def broadcast(self, value: bool) -> bool:
+    def broadcast(self, value: Any) -> Any:
         return value
 
     def total(self, values: Any) -> Any:
         self.said.append([float(value) for value in values])
-        return np.array(values) + np.array(self.others)
+        return np.array(values) + np.array(self.others if len(values) == len(self.others) else [0.0] * len(values))
 
 
 class Sync:
-    n_params = 3
+    n_params, on_streams = 3, False
+    layouts = (SimpleNamespace(numel=1 << 20, itemsize_bytes=4),)
 
     def __init__(self) -> None:
         self.order: list[tuple[list[float], float]] = []
@@ -36,16 +45,16 @@ class Sync:
 
 
 def test_two_iterations_prepare_it_and_then_all_ranks_have_one_order() -> None:
-    control, sync = Control([0.0, 1.0, 2.0, 2.0, 4.0, 1.0]), Sync()
+    control, sync = Control([0.0, 1.0, 2.0, 0.625, 1.0, 1.0]), Sync()
     overlap: Any = ForwardOverlap(control, wanted=True)  # type: ignore[arg-type]
     states = []
     for _ in range(3):
         states.append((overlap.learning, overlap.ready))
         overlap.reads = [2, 0]
-        overlap.note(REPORT, sync, joined=False)
+        assert overlap.note(REPORT, sync, KNOBS, SPACE, joined=False) is None
     assert states == [(False, False), (True, False), (False, True)]
-    assert control.said == [[1.0, 3.0, 0.0, 1.0, 4.0, 1.0]]  # what is never read is last
-    assert sync.order == [([1.0, 4.0, 2.0], pytest.approx(3 / 8))]
+    assert control.said == [[1.0, 3.0, 0.0, 0.375, 1.0, 1.0]]  # what is never read is last
+    assert sync.order == [([1.0, 4.0, 2.0], pytest.approx(0.5))]
     overlap.begin()
     assert not overlap.ready
 
@@ -55,7 +64,7 @@ def test_where_nobody_knows_the_order_stays() -> None:
     overlap: Any = ForwardOverlap(Control([0.0] * 6), wanted=True)  # type: ignore[arg-type]
     overlap.reads = [0, 1, 2]
     for _ in range(2):
-        overlap.note(REPORT, sync, joined=True)
+        assert overlap.note(REPORT, sync, KNOBS, SPACE, joined=True) is None
     assert overlap.ready
     assert sync.order == []
 
@@ -64,7 +73,66 @@ def test_where_it_is_not_wanted_nothing_is_said() -> None:
     control = Control([])
     overlap: Any = ForwardOverlap(control, wanted=False)  # type: ignore[arg-type]
     for _ in range(5):
-        overlap.note(REPORT, Sync(), joined=False)
+        overlap.note(REPORT, Sync(), KNOBS, SPACE, joined=False)
     assert not overlap.ready
     assert not overlap.learning
     assert control.said == []
+
+
+class Played:
+    """A job on a clock of its own; putting off halves its iterations."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, gains: bool = True) -> None:
+        self.now_s, self.sync = 0.0, Sync()
+        monkeypatch.setattr(forward_overlap.time, "perf_counter", lambda: self.now_s)
+        self.overlap: Any = ForwardOverlap(Control([]), wanted=True, tries=True)  # type: ignore[arg-type]
+        self.overlap.reads = [0, 1, 2]
+        self.knobs, self.gains, self.put_off = KNOBS, gains, list[bool]()
+
+    def iterate(self, count: int) -> None:
+        for _ in range(count):
+            self.put_off.append(self.overlap.ready)
+            self.now_s += 0.5 if self.overlap.ready and self.gains else 1.0
+            knobs = self.overlap.note(REPORT, self.sync, self.knobs, SPACE, joined=False)
+            if knobs is not None:
+                self.knobs = knobs
+                self.overlap.order(self.sync)
+
+
+TRIAL = SKIPPED + TIMED + 1
+
+
+def test_it_is_tried_first_and_kept_where_iterations_are_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    played = Played(monkeypatch)
+    played.iterate(2 + TRIAL)
+    assert played.put_off == [False] * (2 + TRIAL)
+    assert played.sync.order  # of the next trial
+    played.iterate(TRIAL)
+    assert played.put_off[2 + TRIAL :] == [True] * (TRIAL - 1) + [False]  # in the last one ranks agree
+    played.iterate(10 * TRIAL)
+    assert not played.overlap.trying
+    assert played.overlap.ready
+
+
+def test_it_is_left_where_nothing_is_gained(monkeypatch: pytest.MonkeyPatch) -> None:
+    played = Played(monkeypatch, gains=False)
+    played.iterate(2 + 12 * TRIAL)
+    assert not played.overlap.trying
+    assert not played.overlap.ready
+    assert played.knobs == KNOBS
+
+
+def test_another_order_ends_trials_and_keeps_what_they_have_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    played = Played(monkeypatch)
+    played.iterate(2 + 2 * TRIAL)
+    played.overlap.begin()
+    assert played.overlap.trials is None
+    played.iterate(2 + 12 * TRIAL)
+    found = played.overlap.trials
+    played.overlap.begin()
+    assert not played.overlap.ready
+    played.iterate(2)
+    assert played.overlap.ready
+    assert played.overlap.trials is found
+    played.overlap.forget()
+    assert played.overlap.trials is None

@@ -1,0 +1,118 @@
+"""Which plan hides most behind the next forward pass: a few are run, and whole iterations are compared.
+
+What the tuner has chosen is best where the next forward pass waits for all gradients. Where it waits for its first
+layers only, smaller units let these overtake more, and fewer streams bring each of them sooner; how far that pays
+depends on what a unit costs. So the search begins with the tuner's choice without and with updates put off, takes
+smaller units, halves and doubles what was best as long as that gains, and repeats the best and the first in the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from statistics import fmean
+
+from sirtaki.autotune.knobs import Knobs, KnobSpace, format_bytes
+
+MOST_TRIED = 8
+"""Settings with updates put off, the tuner's own included."""
+
+UNITS = 16
+"""In about so many units gradients are sent by the first setting that is not the tuner's."""
+
+ENOUGH = 0.99
+"""Of an iteration without: what is not faster than that is not worth what it takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class OverlapChoice:
+    """What one iteration runs.
+
+    Attributes:
+        knobs: by which units are cut.
+        puts_off: its end is put off into the next forward pass.
+    """
+
+    knobs: Knobs
+    puts_off: bool
+
+
+class OverlapTrials:
+    """Of one tuned setting; each choice in `now` is run for some iterations, and `note` takes what these took.
+
+    Attributes:
+        first: the tuner's choice, with nothing put off.
+        now: what is to run; at the end, what is best.
+        over: nothing more is to be tried.
+    """
+
+    def __init__(self, tuned: Knobs, space: KnobSpace, total_bytes: int) -> None:
+        """Args: what the tuner has chosen, what may be chosen, and all gradients' bytes."""
+        self._space, self._total_bytes = space, total_bytes
+        self.now = self.first = OverlapChoice(tuned, puts_off=False)
+        self.over = False
+        self._taken_s: dict[OverlapChoice, list[float]] = {self.first: []}
+        self._repeated: list[OverlapChoice] | None = None
+
+    def note(self, iteration_s: float) -> None:
+        """Iterations of `now` took so long, in the middle."""
+        self._taken_s[self.now].append(iteration_s)
+        chosen = self._next()
+        self.over = chosen is None
+        self.now = chosen or self._best()
+        self._taken_s.setdefault(self.now, [])
+
+    def seconds(self, choice: OverlapChoice) -> float:
+        """What iterations of a choice that was tried took."""
+        return fmean(self._taken_s[choice])
+
+    def _next(self) -> OverlapChoice | None:
+        if self._repeated is None:
+            new = next((each for each in self._promising() if each not in self._taken_s), None)
+            if new is not None and len(self._taken_s) <= MOST_TRIED:
+                return new
+            self._repeated = [self.first, self._fastest()]
+        return self._repeated.pop(0) if self._repeated else None
+
+    def _fastest(self) -> OverlapChoice:
+        """Of those that put off."""
+        return min((each for each in self._taken_s if each.puts_off), key=self.seconds)
+
+    def _best(self) -> OverlapChoice:
+        fastest = self._fastest()
+        return fastest if self.seconds(fastest) <= ENOUGH * self.seconds(self.first) else self.first
+
+    def _promising(self) -> Iterator[OverlapChoice]:
+        """What is to be tried, in this order; some of it may have been."""
+        tuned = self.first.knobs
+        yield OverlapChoice(tuned, puts_off=True)
+        smaller = min(self._total_bytes // UNITS, tuned.unit_bytes // 2)
+        few = max(1, tuned.streams // 2)
+        for streams in dict.fromkeys((tuned.streams, few)):
+            yield from self._allowed(smaller, streams)
+        best = self._fastest().knobs
+        yield from self._allowed(best.unit_bytes // 2, best.streams)
+        yield from self._allowed(best.unit_bytes, best.streams // 2)
+        yield from self._allowed(best.unit_bytes * 2, best.streams)
+        yield from self._allowed(best.unit_bytes, best.streams * 2)
+
+    def _allowed(self, unit_bytes: int, streams: int) -> Iterator[OverlapChoice]:
+        """One setting; none if the user has fixed another, or it takes more streams than the tuner has chosen."""
+        low, high = self._space.unit_bytes
+        tuned = self.first.knobs
+        if 1 <= streams <= tuned.streams:
+            knobs = replace(tuned, unit_bytes=min(max(unit_bytes, low), high), streams=streams, cuts=None)
+            if knobs in self._space:
+                yield OverlapChoice(knobs, puts_off=True)
+
+    def describe(self) -> str:
+        """What was found, for the log."""
+        fastest = self._fastest()
+        times = (
+            f"{self.seconds(self.first) * 1e3:.4g} ms an iteration without it, {self.seconds(fastest) * 1e3:.4g} with"
+        )
+        if not self.now.puts_off:
+            return f"overlap_forward: {times} at best, so that it is not used"
+        cuts = "planned units" if fastest.knobs.cuts is not None else f"{format_bytes(fastest.knobs.unit_bytes)} units"
+        plural = "" if fastest.knobs.streams == 1 else "s"
+        return f"overlap_forward: {times} and {cuts} on {fastest.knobs.streams} stream{plural}"

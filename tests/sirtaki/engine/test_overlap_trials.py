@@ -1,0 +1,84 @@
+"""Which settings are tried for the next forward pass to hide communication, and which is kept."""
+
+from collections.abc import Callable
+
+import pytest
+
+from sirtaki.autotune.knobs import KIB, MIB, Cut, Knobs, KnobSpace
+from sirtaki.comm.plan import Algorithm, TransportKind
+from sirtaki.engine.overlap_trials import MOST_TRIED, OverlapChoice, OverlapTrials
+
+SPACE = KnobSpace(routes=((TransportKind.GLOO, Algorithm.FLAT),), unit_bytes=(64 * KIB, 8 * MIB), streams=(1, 2, 4))
+TUNED = Knobs(unit_bytes=2 * MIB, streams=4, transport=TransportKind.GLOO)
+
+
+def play(seconds: Callable[[OverlapChoice], float], trials: OverlapTrials) -> list[OverlapChoice]:
+    run = []
+    while not trials.over:
+        run.append(trials.now)
+        trials.note(seconds(trials.now))
+    return run
+
+
+def made(tuned: Knobs = TUNED, space: KnobSpace = SPACE) -> OverlapTrials:
+    return OverlapTrials(tuned, space, total_bytes=8 * MIB)
+
+
+def test_the_tuners_choice_comes_first_without_and_with_it() -> None:
+    run = play(lambda choice: 1.0, made())
+    assert run[:2] == [OverlapChoice(TUNED, False), OverlapChoice(TUNED, True)]
+
+
+@pytest.mark.parametrize(("unit_bytes", "streams"), [(128 * KIB, 1), (512 * KIB, 4), (4 * MIB, 2)])
+def test_a_better_setting_is_climbed_to(unit_bytes: int, streams: int) -> None:
+    def seconds(choice: OverlapChoice) -> float:
+        if not choice.puts_off:
+            return 1.0
+        off = max(choice.knobs.unit_bytes / unit_bytes, unit_bytes / choice.knobs.unit_bytes)
+        return 0.6 + 0.05 * off + 0.05 * abs(choice.knobs.streams - streams)
+
+    trials = made()
+    run = play(seconds, trials)
+    assert trials.now.puts_off
+    assert (trials.now.knobs.unit_bytes, trials.now.knobs.streams) == (unit_bytes, streams)
+    assert len({choice for choice in run if choice.puts_off}) <= MOST_TRIED
+    assert "KiB" in trials.describe() or "MiB" in trials.describe()
+
+
+def test_it_is_not_used_where_it_gains_nothing_and_the_tuners_setting_stays() -> None:
+    trials = made()
+    play(lambda choice: 0.995 if choice.puts_off else 1.0, trials)
+    assert trials.now == trials.first
+    assert "not used" in trials.describe()
+
+
+def test_the_first_and_the_best_run_again_before_it_is_decided() -> None:
+    trials = made()
+    run = play(lambda choice: 0.5 if choice.puts_off and choice.knobs.streams == 2 else 1.0, trials)
+    assert run[-2] == trials.first
+    assert run[-1] == trials.now
+
+
+def test_luck_in_one_trial_is_found_out_by_the_repetition() -> None:
+    trials, seen = made(), list[OverlapChoice]()
+
+    def seconds(choice: OverlapChoice) -> float:
+        lucky = choice.puts_off and choice not in seen and choice.knobs == TUNED
+        seen.append(choice)
+        return 0.9 if lucky else 1.1 if choice.puts_off else 1.0
+
+    play(seconds, trials)
+    assert not trials.now.puts_off
+
+
+def test_what_the_user_has_fixed_is_not_tried_otherwise() -> None:
+    fixed = KnobSpace(routes=SPACE.routes, unit_bytes=(2 * MIB, 2 * MIB), streams=(4,))
+    run = play(lambda choice: 1.0, made(space=fixed))
+    assert {choice.knobs for choice in run} == {TUNED}
+
+
+def test_planned_units_are_tried_as_they_are_and_uniform_ones_beside_them() -> None:
+    planned = Knobs(unit_bytes=2 * MIB, streams=2, transport=TransportKind.GLOO, cuts=(Cut(stop=2 * MIB, stream=0),))
+    run = play(lambda choice: 1.0, made(planned))
+    assert run[1].knobs == planned
+    assert all(choice.knobs.cuts is None for choice in run if choice.knobs != planned)
