@@ -179,7 +179,11 @@ class Sirtaki(Contender):
 
     def describe(self) -> str:
         """See `Contender`."""
-        return self._sync.knobs.describe() if self._sync is not None else "one rank"
+        if self._sync is None:
+            return "one rank"
+        overlap = self._sync.overlap
+        put_off = (", put off" if overlap.ready else ", not put off") if overlap.wanted else ""
+        return f"{self._sync.knobs.describe()}{put_off}"
 
 
 def join_gloo(comm: MPI.Comm, *, address: str = "127.0.0.1") -> None:
