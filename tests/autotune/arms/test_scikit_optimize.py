@@ -12,7 +12,7 @@ from sirtaki.autotune.trial import Proposal, Trial, TrialStatus
 def test_it_asks_for_what_nobody_has_measured_and_finds_what_is_fast() -> None:
     arm = ScikitOptimizeArm(WIDE, rng=np.random.default_rng(1))
     asked: list[Proposal] = []
-    for _ in range(N_INITIAL + 8):
+    for _ in range(N_INITIAL + 4):
         asked += arm.ask()
         arm.tell([trial_of(asked[-1])])
     assert len({proposal.knobs for proposal in asked}) == len(asked)

@@ -37,7 +37,7 @@ def sums_of(
     **options: Any,
 ) -> list[Any]:
     """A few steps on every rank; each is checked once all ranks have it."""
-    together = threading.Barrier(ranks)
+    together, have = threading.Barrier(ranks), [-1] * ranks
     found: list[Any] = [None] * ranks
 
     def act(rank: int) -> AggregatorClient:
@@ -46,8 +46,8 @@ def sums_of(
             for step in range(steps):
                 found[rank] = client.sum(values_of(rank, step, layout.rows, layout.width))
                 after(rank, step)
-                together_s = time.monotonic()
-                client.linger(lambda together_s=together_s: time.monotonic() > together_s)
+                have[rank] = step  # others may need this rank's part again until they have the sum, too
+                client.linger(lambda step=step: min(have) >= step or together.broken)
                 together.wait(100)
                 if rank == 0:
                     check_sums(found, step)
