@@ -72,6 +72,9 @@ class SparseChoice:
         plan: of the next iteration.
         stage: see above.
         candidates: that are tried, or were.
+        learned: what these follow from; None before that.
+        predicted_s: of each candidate.
+        measured_s: of each candidate, the median of its trials; empty until they have run.
     """
 
     def __init__(self, *, fixed: SparsePath | None, tries: bool) -> None:
@@ -83,6 +86,9 @@ class SparseChoice:
         """
         self._fixed, self._patience = fixed, LEAST_WATCHED
         self.candidates: list[SparsePlan] = []
+        self.learned: TouchCounts | None = None
+        self.predicted_s: list[float] = []
+        self.measured_s: list[float] = []
         if fixed in (None, SparsePath.HOT_COLD) and (tries or fixed is not None):
             self._learn()
         else:
@@ -125,8 +131,8 @@ class SparseChoice:
             ranked = predicted.ranked()
             limit_s = HOPELESS * predicted.seconds(ranked[0])
             self.candidates = [plan for plan in ranked if predicted.seconds(plan) <= limit_s][:N_CANDIDATES]
-        self._learned = self._counts
-        self._counts = None
+        self.predicted_s, self.measured_s = [predicted.seconds(plan) for plan in self.candidates], []
+        self.learned, self._counts = self._counts, None
         self.stage, self._tried, self.plan = Stage.TRY, 0, self.candidates[0]
         if len(self.candidates) == 1:
             self._keep(self.candidates[0])
@@ -143,11 +149,12 @@ class SparseChoice:
             spans_s: of the trials in their order, each the smallest over ranks; the same on all.
         """
         n = len(self.candidates)
-        medians = [statistics.median(spans_s[number + n :: n]) for number in range(n)]
-        self._keep(self.candidates[medians.index(min(medians))])
+        self.measured_s = [statistics.median(spans_s[number + n :: n]) for number in range(n)]
+        self._keep(self.candidates[self.measured_s.index(min(self.measured_s))])
 
     def _keep(self, plan: SparsePlan) -> None:
-        learned = self._learned
+        learned = self.learned
+        assert learned is not None
         covered = int(learned.of(plan.hot_rows).sum()) / max(1, int(learned.counts.sum()))
         self._watch = _Watch(covered=covered, touched=learned.touched, least=self._patience)
         self.stage, self.plan = Stage.KEEP, plan

@@ -44,8 +44,12 @@ class TouchCounts:
         ones = np.ones(sum(sizes), dtype=np.int64)
         counts = np.bincount(place, weights=np.concatenate([self.counts, ones]), minlength=len(self.rows))
         self.counts = counts.astype(np.int64)
-        self._totals += sum(sizes), max(sizes), union
+        self.note_totals(sum(sizes), max(sizes), union)
         self.n_samples += len(by_rank)
+
+    def note_totals(self, touched: float, most: float, union: float) -> None:
+        """One iteration of which rows are not known: only how many; see above."""
+        self._totals += touched, most, union
         self._n += 1
 
     @property
@@ -66,6 +70,10 @@ class TouchCounts:
     def ranked(self) -> npt.NDArray[np.int64]:
         """Rows that were touched, the most touched first; of equal ones the lower number."""
         return self.rows[np.argsort(-self.counts, kind="stable")]
+
+    def descending(self) -> npt.NDArray[np.int64]:
+        """The counts of rows that were touched, the largest first."""
+        return np.sort(self.counts)[::-1]
 
     def of(self, rows: npt.ArrayLike) -> npt.NDArray[np.int64]:
         """The counts of rows that were touched."""

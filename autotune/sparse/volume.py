@@ -10,6 +10,7 @@ import numpy as np
 from sirtaki.comm.sparse.plan import COLD_PATHS, SparsePath, SparsePlan
 
 from .coverage import TouchCounts, coverage, knee, until_little_is_gained
+from .traffic import Shape, Traffic, traffic
 
 BLOCK_ROWS = (1, 8, 64)
 MOST_HOT_BYTES = 16 << 20
@@ -39,23 +40,6 @@ class Pace:
     add_bytes_per_s: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
-    """Of one parameter.
-
-    Attributes:
-        n_rows: rows.
-        row_bytes: of one.
-        item_bytes: of one element.
-        index_bytes: of the number of a row as it travels.
-    """
-
-    n_rows: int
-    row_bytes: int
-    item_bytes: int
-    index_bytes: int
-
-
 @dataclass(frozen=True, slots=True)
 class VolumeModel:
     """Predicts plans for one parameter.
@@ -74,53 +58,18 @@ class VolumeModel:
 
     def seconds(self, plan: SparsePlan) -> float:
         """How long a reduction by this plan takes."""
-        touched, most, union = self.counts.touched, self.counts.most, self.counts.union
-        if plan.path is SparsePath.DENSE:
-            return self._reduce(self.shape.n_rows * self._flagged) + self._add(most)
-        if plan.path is SparsePath.BLOCKS:
-            bits = self._exchange((self.ranks - 1) * self.shape.n_rows / plan.block_rows / 8)
-            rows = union if plan.block_rows == 1 else self._rows_in_blocks(plan.block_rows)
-            row_bytes = self.shape.row_bytes if plan.block_rows == 1 else self._flagged
-            return bits + self._reduce(rows * row_bytes) + self._add(most)
-        if plan.path is SparsePath.HOT_COLD:
-            hot = self.counts.of(plan.hot_rows)
-            share = float(hot.sum()) / max(1, int(self.counts.counts.sum()))
-            chance = hot / max(1, self.counts.n_samples)
-            hot_union = float((1.0 - (1.0 - chance) ** self.ranks).sum())
-            rest = 1.0 - share
-            cold = self._cold(plan.cold, touched * rest, most * rest, max(0.0, union - hot_union))
-            return self._reduce(len(hot) * self._flagged) + self._add(most * share + len(hot)) + cold
-        return self._cold(plan.path, touched, most, union)
+        work, pace = self.traffic(plan), self.pace
+        return (
+            work.exchanges * pace.exchange_s
+            + work.exchanged_bytes / pace.exchange_bytes_per_s
+            + work.reductions * pace.reduce_s
+            + work.reduced_bytes / pace.reduce_bytes_per_s
+            + work.added_rows * self.shape.row_bytes / pace.add_bytes_per_s
+        )
 
-    @property
-    def _flagged(self) -> float:
-        """Bytes of a row that travels with an element that says whether it was touched."""
-        return self.shape.row_bytes + self.shape.item_bytes
-
-    def _cold(self, path: SparsePath, touched: float, most: float, union: float) -> float:
-        row = self.shape.row_bytes + self.shape.index_bytes
-        if path is SparsePath.GATHER:
-            sent = max(touched - touched / self.ranks, most * (self.ranks - 1) / self.ranks)
-            return self._exchange(0.0) + self._exchange(sent * row) + self._add(touched)
-        others = (self.ranks - 1) / self.ranks
-        rounds = 2 * self._exchange(0.0) + self._exchange(others * most * row) + self._exchange(others * union * row)
-        return rounds + self._add(touched / self.ranks + union)
-
-    def _rows_in_blocks(self, block_rows: int) -> float:
-        chance = self.counts.counts / max(1, self.counts.n_samples)
-        untouched = np.log1p(-np.minimum(chance, 1.0 - 1e-9)) * self.ranks
-        begins = np.flatnonzero(np.diff(self.counts.rows // block_rows, prepend=-1))
-        of_block = np.add.reduceat(untouched, begins) if len(begins) else np.zeros(0)
-        return float((1.0 - np.exp(of_block)).sum()) * block_rows
-
-    def _exchange(self, n_bytes: float) -> float:
-        return self.pace.exchange_s + n_bytes / self.pace.exchange_bytes_per_s
-
-    def _reduce(self, n_bytes: float) -> float:
-        return self.pace.reduce_s + n_bytes / self.pace.reduce_bytes_per_s
-
-    def _add(self, n_rows: float) -> float:
-        return n_rows * self.shape.row_bytes / self.pace.add_bytes_per_s
+    def traffic(self, plan: SparsePlan) -> Traffic:
+        """What a reduction by this plan consists of."""
+        return traffic(plan, self.shape, self.ranks, self.counts)
 
     # ── candidates ───────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -144,14 +93,14 @@ class VolumeModel:
                 hot = tuple(np.sort(ranked[:size]).tolist())
                 for cold in COLD_PATHS:
                     yield SparsePlan(path=path, hot_rows=hot, cold=cold)
-        elif path is not SparsePath.DENSE or self.shape.n_rows * self._flagged <= MOST_DENSE_BYTES:
+        elif path is not SparsePath.DENSE or self.shape.n_rows * self.shape.flagged_bytes <= MOST_DENSE_BYTES:
             yield SparsePlan(path=path)
 
     def _hot_sizes(self, ranked: np.ndarray[tuple[int], np.dtype[np.int64]]) -> list[int]:
         """Of the coverage curve, where a row's chance makes it worth its place, and some between."""
         counts = self.counts.of(ranked)
         curve = coverage(counts)
-        most = min(len(ranked), int(MOST_HOT_BYTES / self._flagged))
+        most = min(len(ranked), int(MOST_HOT_BYTES / self.shape.flagged_bytes))
         if most < 1:
             return []
         # In a ring each rank sends a dense row 2(P-1)/P times, in an all-gather of rows P-1 times its chance.

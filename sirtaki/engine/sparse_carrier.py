@@ -17,7 +17,8 @@ import torch
 
 from sirtaki.autotune.sparse.choice import Seen, SparseChoice, Stage
 from sirtaki.autotune.sparse.coverage import TouchCounts
-from sirtaki.autotune.sparse.volume import Pace, Shape, VolumeModel
+from sirtaki.autotune.sparse.summary import SparseSummary
+from sirtaki.autotune.sparse.volume import Pace, VolumeModel
 from sirtaki.comm.plan import TransportKind
 from sirtaki.comm.sparse.lanes import SparseLanes
 from sirtaki.comm.sparse.paths import Reduced
@@ -27,6 +28,7 @@ from sirtaki.comm.sparse.worker import SparseTask, SparseWork, SparseWorker
 
 from .knob_choices import DEFAULT_STREAMS
 from .sparse_probe import measure
+from .sparse_telling import SparseTelling, shape_of
 
 if TYPE_CHECKING:
     from sirtaki.comm.control.plane import ControlPlane
@@ -49,6 +51,7 @@ class SparseCarrier:
         self._control, self._settings, self._prefix = control, settings, prefix
         self._lanes: SparseLanes | None = None
         self._worker: SparseWorker | None = None
+        self._telling: SparseTelling | None = None
         self._closed = False
         self._order: list[str] = []
         self._forms: dict[str, RowFormat] = {}
@@ -69,6 +72,8 @@ class SparseCarrier:
                 self._forms[name] = form
                 self._choices[name] = SparseChoice(fixed=self._fixed, tries=self._tries)
                 self._spans_s[name] = []
+                if self._telling is not None:
+                    self._telling.begin(name)
         if self._worker is not None:
             self._worker.begin(self._order)
 
@@ -89,14 +94,23 @@ class SparseCarrier:
             self._control, timeout_s=settings.transport_timeout_s, kind=kind, streams=streams or DEFAULT_STREAMS
         )
         self._worker = SparseWorker(self._lanes, self._control.failures, prefix=self._prefix)
+        self._telling = SparseTelling(self._control, trial_log=settings.trial_log if self._tries else None)
 
     @property
     def plans(self) -> dict[str, SparsePlan]:
         """See above."""
         return {name: self._choices[name].plan for name in self._order}
 
+    @property
+    def summaries(self) -> list[SparseSummary]:
+        """How the gradients travel whose way is decided, in the order in which they leave; the same on all ranks."""
+        told = {} if self._telling is None else self._telling.summaries
+        return [told[name] for name in self._order if name in told]
+
     def start(self, name: str, gradient: torch.Tensor) -> SparseWork:
         """The rows of a parameter on this rank are complete: a sparse COO tensor, which may be written afterwards."""
+        if self._telling is not None:
+            self._telling.look_up(name, gradient._nnz())
         rows = coalesced(gradient.cpu())
         if self._worker is None:
             work = SparseWork()
@@ -114,12 +128,13 @@ class SparseCarrier:
 
     def end_iteration(self, works: Mapping[str, SparseWork]) -> None:
         """Collective where something is decided: all reductions of an iteration are done."""
-        if self._worker is None or self._lanes is None or not works:
+        if self._worker is None or self._lanes is None or self._telling is None or not works:
             return
         before = self.plans
         for name in self._order:
             self._note(name, works[name])
         self._decide()
+        self._telling.end_iteration({name: self._choices[name] for name in self._order}, self._forms)
         self._lanes.grow()
         after = self.plans
         if changed := [name for name in self._order if after[name] != before[name]]:
@@ -134,14 +149,15 @@ class SparseCarrier:
         if choice.stage is Stage.TRY:
             self._spans_s[name].append(work.span_s)
         learns = choice.stage is Stage.LEARN
-        choice.note(
-            Seen(
-                reduced.n_touched,
-                reduced.n_hot,
-                len(reduced.rows),
-                [indices.numpy() for indices in reduced.by_rank] if learns else (),
-            )
+        seen = Seen(
+            reduced.n_touched,
+            reduced.n_hot,
+            len(reduced.rows),
+            [indices.numpy() for indices in reduced.by_rank] if learns else (),
         )
+        choice.note(seen)
+        assert self._telling is not None
+        self._telling.note(name, seen, choice)
 
     def _decide(self) -> None:
         """Collective if some parameter has learned or tried enough, which all ranks see alike."""
@@ -156,13 +172,7 @@ class SparseCarrier:
                 self._spans_s[name] = []
 
     def _model(self, form: RowFormat, pace: Pace, counts: TouchCounts) -> VolumeModel:
-        shape = Shape(
-            n_rows=form.n_rows,
-            row_bytes=form.row_bytes,
-            item_bytes=form.dtype.itemsize,
-            index_bytes=form.index_dtype.itemsize,
-        )
-        return VolumeModel(shape, self._control.size, counts, pace)
+        return VolumeModel(shape_of(form), self._control.size, counts, pace)
 
     def _settle(self, tried: Sequence[tuple[str, SparseChoice]]) -> None:
         """Collective: the rank that comes last to a reduction has not waited for others, so the least time counts."""
@@ -182,3 +192,5 @@ class SparseCarrier:
             self._closed = True
             if self._worker is not None:
                 self._worker.close()
+            if self._telling is not None:
+                self._telling.close()

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from sirtaki.autotune.sparse.summary import SparseSummary
 from sirtaki.comm.control.failure import WAIT_SLICE_S
 from sirtaki.comm.gradients.buffers import Reduction
 from sirtaki.comm.gradients.iteration import Interrupted
@@ -85,6 +86,11 @@ class SparseReductions:
     def missing(self) -> set[str]:
         """Parameters whose gradients are known to be sparse and have not come in this iteration."""
         return self.names - self._running.keys()
+
+    @property
+    def summaries(self) -> list[SparseSummary]:
+        """How they travel, of those that are watched and whose way is decided; the same on all ranks."""
+        return self._carrier.summaries
 
     def looks_new(self, name: str) -> bool:
         """Whether it would be news to other ranks that the gradient of this parameter is sparse."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import math
@@ -15,6 +16,7 @@ from sirtaki.autotune.knobs import Knobs
 from sirtaki.autotune.meta.assignment import Assignment, SessionResult
 from sirtaki.autotune.model.forecast import Forecast
 from sirtaki.autotune.model.planning import PlanningModel
+from sirtaki.autotune.sparse.summary import SparseSummary
 
 from .step_times import StepTime
 
@@ -22,6 +24,12 @@ logger = logging.getLogger(__name__)
 
 VERSION = 2
 """Of the format; 1 had neither `version` and `tuner` nor predictions."""
+
+
+@functools.cache
+def _process() -> str:
+    """The same for all optimizers of this process."""
+    return uuid.uuid4().hex[:8]
 
 
 class TrialLogWriter:
@@ -108,11 +116,16 @@ class TrialLogWriter:
             }
         )
 
+    def sparse(self, summary: SparseSummary, *, iteration: int) -> None:
+        """After `iteration` it is decided how a parameter's sparse gradient travels."""
+        self._write({"event": "sparse", "iteration": iteration, **summary.to_json()})
+
     def _write(self, record: dict[str, object]) -> None:
         if self._file is None:
             return
         try:
-            self._file.write(json.dumps({"version": VERSION, "tuner": self._tuner, **record}) + "\n")
+            whose = {"version": VERSION, "tuner": self._tuner, "process": _process()}
+            self._file.write(json.dumps({**whose, **record}) + "\n")
             self._file.flush()
         except (OSError, ValueError, TypeError) as err:  # what an arm puts into knobs need be no JSON
             logger.warning("the trial log cannot be written any more: %s", err)

@@ -65,6 +65,7 @@ from .mpi_ops import (
     synchronize,
 )
 from .optimizer import DistributedOptimizer
+from .sparse_summaries import sparse_gradients
 from .sync_batch_norm import SyncBatchNorm
 from .timeline import start_timeline, stop_timeline
 
@@ -136,6 +137,7 @@ __all__ = [
     "shutdown",
     "size",
     "sparse_allreduce_async",
+    "sparse_gradients",
     "start_timeline",
     "stop_timeline",
     "synchronize",

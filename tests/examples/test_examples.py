@@ -61,3 +61,15 @@ def test_process_sets_learn_different_functions(run_ranks: RunRanks) -> None:
     learned = re.findall(r"rank (\d) has learned (\w+), mean squared error ([\d.e-]+)", out)
     assert [(rank, name) for rank, name, _ in learned] == [("0", "sin"), ("1", "cos"), ("2", "sin")]
     assert all(float(error) < 0.1 for *_, error in learned)
+
+
+def test_the_two_towers_learn_tastes_and_say_how_rows_travelled(run_ranks: RunRanks) -> None:
+    sizes = ("--users", 1000, "--items", 300, "--width", 16, "--batch-size", 128, "--epochs", 3)
+    out = run_ranks(EXAMPLES / "two_tower.py", 2, *sizes, env=ENV, timeout_s=60).stdout
+    losses = [float(found) for found in re.findall(r"loss ([\d.]+)", out)]
+    assert len(losses) == 3
+    assert losses[-1] < losses[0]
+    recall, popular = re.search(r"recall@10 .* ([\d.]+) %, by popularity ([\d.]+) %", out).groups()
+    assert float(recall) > 1.2 * float(popular)
+    assert re.search(r"^item\.rows\.weight \(300 × 16\): .* of rows .* by \w+", out, re.MULTILINE)
+    assert re.search(r"^user\.rows\.weight \(1000 × 16\): ", out, re.MULTILINE)

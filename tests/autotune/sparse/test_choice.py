@@ -15,7 +15,8 @@ from sirtaki.autotune.sparse.choice import (
     Stage,
 )
 from sirtaki.autotune.sparse.coverage import TouchCounts
-from sirtaki.autotune.sparse.volume import Pace, Shape, VolumeModel
+from sirtaki.autotune.sparse.traffic import Shape
+from sirtaki.autotune.sparse.volume import Pace, VolumeModel
 from sirtaki.comm.sparse.plan import GATHER, SparsePath, SparsePlan
 
 ROWS = 1000
