@@ -111,9 +111,7 @@ def traffic(plan: SparsePlan, shape: Shape, ranks: int, counts: TouchCounts) -> 
         chance = hot / max(1, counts.n_samples)
         hot_union = float((1.0 - (1.0 - chance) ** ranks).sum())
         rest = 1.0 - share
-        dense = Traffic(
-            reductions=1, reduced_bytes=len(hot) * shape.flagged_bytes, added_rows=most * share + len(hot)
-        )
+        dense = Traffic(reductions=1, reduced_bytes=len(hot) * shape.flagged_bytes, added_rows=most * share + len(hot))
         return dense + _plain(plan.cold, shape, ranks, touched * rest, most * rest, max(0.0, union - hot_union))
     return _plain(plan.path, shape, ranks, touched, most, union)
 

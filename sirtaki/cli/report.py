@@ -22,6 +22,7 @@ from sirtaki.engine.trial_log_reader import Measurement, TrialLog, read_log
 from sirtaki.errors import ConfigError
 from sirtaki.profiler.folder import REPORT_FILE
 
+from .report_sparse import rows_in_words, sparse
 from .report_trust import predictions, trust
 from .report_words import fastest, in_order, in_words, ms, searching, summary, who_was_trusted, why_not_the_fastest
 from .svg import COLORS, DEFAULT_COLOR, WIDTH, Plot, framed, legend, log_ms, log_ms_ticks, page, swatch
@@ -32,6 +33,7 @@ WHO = (
     f"{', '.join(f'<i>{planner.name}</i>' for planner in OUR_PLANNERS)} are planners, which compute a setting "
     "from a model of the job. All others are search techniques. Together they are called arms."
 )
+NOTHING_DENSE = "No settings were tried: this optimizer's gradients are all sparse."
 
 BEST_COLOR, BOUND_COLOR, COMPUTE_COLOR = "#d62728", "currentColor", "#c8ccd0"
 
@@ -96,6 +98,8 @@ def write_report(log_path: Path, html_path: Path) -> TrialLog:
 
 def render(log: TrialLog) -> str:
     """The page."""
+    if not log.measurements:
+        return page("Tuning report", [f"<p>{NOTHING_DENSE}</p>", *sparse(log)])
     arms = dict.fromkeys(trial.arm for trial in log.measurements if trial.arm != DEFAULT_ARM)
     colors = {DEFAULT_ARM: DEFAULT_COLOR, **dict(zip(arms, cycle(COLORS), strict=False))}
     lines = {"best so far": BEST_COLOR} | ({"bound": BOUND_COLOR} if log.bound_s is not None else {})
@@ -114,6 +118,7 @@ def render(log: TrialLog) -> str:
             "<h2>Fastest settings</h2>",
             *(f"<p>{escape(words)}</p>" for words in why_not_the_fastest(log)),
             framed(_table(log, colors)),
+            *sparse(log),
             *_timelines(log),
         ],
     )
@@ -195,12 +200,15 @@ def _print(log: TrialLog, *, rows: int = 5) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(*TITLES, box=None, pad_edge=False)
-    for trial in fastest(log)[:rows]:
-        cells = (ms(trial.span_s), _predicted(trial), trial.knobs.describe(), trial.arm, str(trial.iteration))
-        table.add_row(*map(Text, cells))  # as text: names from elsewhere may look like markup
     console = Console() if sys.stdout.isatty() else Console(width=100)
-    for words in (*summary(log), "", table, "", *why_not_the_fastest(log), *in_order(log), *who_was_trusted(log)):
+    said: list[str | Table] = [NOTHING_DENSE]
+    if log.measurements:
+        table = Table(*TITLES, box=None, pad_edge=False)
+        for trial in fastest(log)[:rows]:
+            cells = (ms(trial.span_s), _predicted(trial), trial.knobs.describe(), trial.arm, str(trial.iteration))
+            table.add_row(*map(Text, cells))  # as text: names from elsewhere may look like markup
+        said = [*summary(log), "", table, "", *why_not_the_fastest(log), *in_order(log), *who_was_trusted(log)]
+    for words in (*said, *rows_in_words(log)):
         console.print(words, markup=False, highlight=False) if isinstance(words, str) else console.print(words)
 
 

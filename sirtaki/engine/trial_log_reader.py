@@ -3,9 +3,11 @@
 The log is data from elsewhere: whatever is wrong with it is found here, with its line.
 
 A line with `knobs` and `spans_s` (or one `span_s`) is a measurement, one with `"event": "result"` the end of a
-warm-up. A line `{"event": "model", **PlanningModel.to_json()}` lets the report show timelines. Other lines are skipped,
-so that the log may grow. Jobs, and several optimizers of a job, append to the same file; the one that measured last
-counts. Lines of version 1 do not say whose they are, which is then found by their order.
+warm-up. A line `{"event": "model", **PlanningModel.to_json()}` lets the report show timelines, a line `{"event":
+"sparse", **SparseSummary.to_json()}` tells how a sparse gradient travels. Other lines are skipped, so that the log may
+grow; so is the last one where a job that was killed has left it half written. Jobs, and several optimizers of a job,
+append to the same file; the one that measured last counts, with the sparse gradients of its process. Lines of version 1
+do not say whose they are, which is then found by their order.
 """
 
 import json
@@ -18,6 +20,7 @@ from typing import Any
 
 from sirtaki.autotune.knobs import Knobs
 from sirtaki.autotune.model.planning import PlanningModel
+from sirtaki.autotune.sparse.summary import SparseSummary
 from sirtaki.errors import ConfigError, SirtakiError
 
 from .step_times import StepTime
@@ -105,12 +108,16 @@ class TrialLog:
         result: how its warm-up ended, None if it did not.
         model: what its planners knew, None if the log has none.
         retunes: what came after the warm-up.
+        process: which wrote it; empty in logs of older releases.
+        sparse: how its sparse gradients travelled in the end, by name; also those of the job's other optimizers.
     """
 
     measurements: list[Measurement] = field(default_factory=list)
     result: Outcome | None = None
     model: PlanningModel | None = None
     retunes: list[Retune] = field(default_factory=list)
+    process: str = ""
+    sparse: dict[str, SparseSummary] = field(default_factory=dict)
 
     @property
     def default(self) -> Measurement | None:
@@ -154,18 +161,18 @@ class TrialLog:
 
 
 def read_log(path: Path) -> TrialLog:
-    """The last job's log in `path`.
+    """The last job's log in `path`; without measurements where all of its gradients are sparse.
 
     Raises:
         ConfigError: it cannot be read, a line cannot be understood, or nothing was measured.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     except (OSError, UnicodeDecodeError) as err:
         raise ConfigError(f"the log {path} cannot be read: {err}") from err
     logs: dict[str, TrialLog] = {}
     for number, line in enumerate(lines, start=1):
-        if not line.strip():
+        if not line.strip() or (number > 1 and number == len(lines) and _is_cut_short(line)):
             continue
         try:
             data = json.loads(line)
@@ -179,9 +186,24 @@ def read_log(path: Path) -> TrialLog:
         except (KeyError, TypeError, ValueError, OverflowError, SirtakiError) as err:
             raise ConfigError(f"line {number} of {path} is not part of a log of trials: {err!r}") from err
     measured = [log for log in logs.values() if any(m.succeeded for m in log.measurements)]
+    measured = measured or [log for log in logs.values() if log.sparse]
     if not measured:
         raise ConfigError(f"the log {path} has no measured trial; was it written by a job that was tuned?")
-    return measured[-1]
+    last = measured[-1]
+    same_process = [log.sparse for log in logs.values() if last.process and log.process == last.process]
+    last.sparse = {name: told for sparse in same_process for name, told in sparse.items()}
+    return last
+
+
+def _is_cut_short(line: str) -> bool:
+    """The line was not written to its end."""
+    if line.endswith("\n"):
+        return False
+    try:
+        json.loads(line)
+    except ValueError:
+        return True
+    return False
 
 
 def _sort_in(logs: dict[str, TrialLog], data: Mapping[str, Any]) -> None:
@@ -206,6 +228,7 @@ def _begins_another_job(log: TrialLog, data: Mapping[str, Any]) -> bool:
 def _take_in(log: TrialLog, data: Mapping[str, Any]) -> None:
     """Adds one line."""
     part = log.retunes[-1] if log.retunes else log
+    log.process = str(data.get("process", ""))
     if data.get("event") == "retune":
         ratio = _positive_or_none(data.get("ratio"))
         running = Knobs.from_json(data["running"])
@@ -219,6 +242,9 @@ def _take_in(log: TrialLog, data: Mapping[str, Any]) -> None:
             reason=str(data.get("reason", "")),
             usual=_usual(data.get("backward_s"), data.get("between_s")),
         )
+    elif data.get("event") == "sparse":
+        summary = SparseSummary.from_json(data)
+        log.sparse[summary.name] = summary
     elif data.get("event") == "model":
         log.model = PlanningModel.from_json(data)
     elif "knobs" in data:

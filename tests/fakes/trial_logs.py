@@ -6,6 +6,7 @@ from xml.etree import ElementTree
 from sirtaki.autotune.knobs import KIB, Knobs
 from sirtaki.autotune.model.planning import PlanningModel
 from sirtaki.autotune.model.profile import Profile
+from sirtaki.autotune.sparse.summary import SparseSummary, Way
 from sirtaki.comm.layout import GradientLayout
 from sirtaki.comm.plan import Algorithm, TransportKind
 from sirtaki.link_model import LinkModel
@@ -53,6 +54,29 @@ JOB = [
     trial(12, "<b>bold</b>", knobs(64, 2), None, 0.1),
     RESULT,
 ]
+
+TABLE = {
+    "event": "sparse",
+    "iteration": 29,
+    **SparseSummary(
+        name="table",
+        n_rows=200_000,
+        width=64,
+        ranks=4,
+        looked_up=8192.0,
+        touched=12_000.0,
+        union=9000.0,
+        plan="gather",
+        ways=(
+            Way(plan="gather", predicted_s=0.05, measured_s=0.06, n_bytes=2.34e6),
+            Way(plan="owner", predicted_s=0.04, measured_s=0.07, n_bytes=2.5e6),
+        ),
+        curve=((1, 0.01), (300, 0.4), (30_000, 1.0)),
+        popular_rows=300,
+        dense_bytes=76.8e6,
+        horovod_bytes=6.49e6,
+    ).to_json(),
+}
 
 
 def predicted(record, predicted_s, agreement=0.8, *, believed=True):

@@ -1,7 +1,7 @@
 import json
 
 import pytest
-from fakes.trial_logs import JOB, knobs, trial
+from fakes.trial_logs import JOB, TABLE, knobs, trial
 
 from sirtaki.engine.trial_log_reader import read_log
 from sirtaki.errors import ConfigError
@@ -44,3 +44,40 @@ def test_what_is_no_log_is_refused_with_the_line(tmp_path, text, message):
     path.write_text(text)
     with pytest.raises(ConfigError, match=message):
         read_log(path)
+
+
+def test_a_last_line_that_was_not_written_to_its_end_is_skipped_and_only_that(log_of):
+    path = log_of(*JOB)
+    whole = path.read_text()
+    path.write_text(whole + json.dumps(JOB[1])[:40])
+    assert len(read_log(path).measurements) == 4
+    path.write_text(whole + json.dumps(JOB[1])[:40] + "\n")
+    with pytest.raises(ConfigError, match="line 6"):
+        read_log(path)
+
+
+def of(process, *records, tuner="a"):
+    return [{**record, "version": 2, "tuner": tuner, "process": process} for record in records]
+
+
+def test_sparse_gradients_are_those_of_the_process_that_measured_last_whichever_of_its_optimizers_has_them(log_of):
+    records = [*of("p", TABLE, tuner="c"), *of("q", {**TABLE, "name": "other"}, tuner="b"), *of("p", *JOB)]
+    log = read_log(log_of(*records))
+    assert list(log.sparse) == ["table"]
+    assert read_log(log_of(TABLE, *JOB)).sparse == {}  # nobody knows whose
+
+
+def test_what_was_told_last_of_a_sparse_gradient_counts(log_of):
+    again = {**TABLE, "plan": "owner"}
+    assert read_log(log_of(*of("p", TABLE, *JOB, again))).sparse["table"].plan == "owner"
+
+
+def test_a_log_of_sparse_gradients_alone_can_be_read(log_of):
+    log = read_log(log_of(*of("p", TABLE)))
+    assert (log.measurements, list(log.sparse)) == ([], ["table"])
+
+
+@pytest.mark.parametrize("wrong", [{"plan": "by air"}, {"ways": []}, {"n_rows": "many"}, {"union": -1}])
+def test_a_line_of_sparse_gradients_that_cannot_be_understood_is_refused(log_of, wrong):
+    with pytest.raises(ConfigError, match="line 5"):
+        read_log(log_of(*JOB[:4], *of("p", {**TABLE, **wrong})))
