@@ -34,7 +34,7 @@ from sirtaki.aggregator import AggregatorClient, HeatLayout
 from sirtaki.aggregator.packing import conflicts, pack
 from sirtaki.aggregator.server import Aggregator
 from sirtaki.aggregator.table_sum import table_sum, tables
-from sirtaki.aggregator.wire import parse_address
+from sirtaki.host_port import parse_address
 
 LOSSES = (0.0, 0.001, 0.01)
 RANKS = 4

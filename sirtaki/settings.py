@@ -17,6 +17,7 @@ from sirtaki.comm.control.communicator import Backend
 from sirtaki.comm.plan import Algorithm, TransportKind
 from sirtaki.comm.sparse.plan import SparsePath
 from sirtaki.errors import ConfigError
+from sirtaki.host_port import parse_address
 from sirtaki.launchers import AGENT
 from sirtaki.unit_sizes import SMALLEST_UNIT_BYTES
 
@@ -54,6 +55,8 @@ class Settings:
         transport: fixes what carries the units.
         algorithm: fixes flat or hierarchical reduction.
         sparse: the way of rows of sparse gradients; None, set by `auto`: the fastest is found; rank 0's holds for all.
+        aggregator: where a process listens that may sum popular rows of sparse gradients, and its standby; rank 0's
+            holds for all. None, not set: the ranks sum them.
         local_size: pretend that this many consecutive ranks share a node, to try hierarchies on one machine.
         gloo_interface: network interface, or several with commas, that Gloo connects through.
         control: what carries the control plane; None, set by `auto`: what the launcher's environment asks for.
@@ -98,6 +101,7 @@ class Settings:
     transport: TransportKind | None = None
     algorithm: Algorithm | None = None
     sparse: SparsePath | None = None
+    aggregator: tuple[str, ...] | None = None
     local_size: int | None = None
     gloo_interface: str | None = None
     control: Backend | None = None
@@ -229,6 +233,16 @@ def _fusion_threshold(text: str) -> int:
     return _integer(0)(text) or SMALLEST_UNIT_BYTES
 
 
+def _addresses(text: str) -> tuple[str, ...]:
+    """`host:port[,standby:port]`, each once."""
+    found = tuple(part.strip() for part in text.split(","))
+    for part in found:
+        parse_address(part)
+    if len(set(found)) < len(found):
+        raise ValueError(text)
+    return found
+
+
 _FLAGS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 _LEVELS = {
     "trace": logging.DEBUG,
@@ -291,6 +305,11 @@ VARIABLES: tuple[Variable, ...] = (
             "parse": _one_of({"auto": None} | {path.value: path for path in SparsePath}),
             "accepts": f"auto (the fastest is found out), {', '.join(path.value for path in SparsePath)}",
         },
+    ),
+    _variable(
+        "SIRTAKI_AGGREGATOR",
+        "aggregator",
+        {"parse": _addresses, "accepts": "HOST:PORT, or HOST:PORT,HOST:PORT with a standby"},
     ),
     _variable("SIRTAKI_LOCAL_SIZE", "local_size", _COUNT),
     _variable("GLOO_SOCKET_IFNAME", "gloo_interface", _TEXT),

@@ -10,6 +10,7 @@ NEEDS_RAY = "needs Ray: tests/integrations/test_ray.py"
 NOTHING_TO_TEST = {
     "comm/control/communicator.py": "a Protocol and its enums; tests/conformance has what they promise",
     "comm/gradients/pace.py": "an enum",
+    "comm/sparse/hot_sums.py": "a Protocol",
     "registry/store.py": "a Protocol; every store is held to it by tests/conformance/store.py",
     "sirtaki/engine/reducer_options.py": "a record",
     "sirtaki/lightning.py": "needs Lightning: tests/integrations/test_lightning.py",

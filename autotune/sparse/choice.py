@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import numpy as np
@@ -121,21 +121,37 @@ class SparseChoice:
         return self.stage is Stage.LEARN and self._left <= 0
 
     def choose(self, model: Callable[[TouchCounts], VolumeModel]) -> None:
-        """Candidates follow from what was learned; `model` makes the predictions."""
+        """Candidates follow from what was learned; `model` makes the predictions.
+
+        Hot rows through an aggregator are tried whatever is predicted: who names one wants to know.
+        """
         assert self._counts is not None
         predicted = model(self._counts)
+        aggregated = predicted.best_aggregated()
         if self._fixed is not None:
-            best = predicted.best_of(self._fixed)
+            best = aggregated or predicted.best_of(self._fixed)
             self.candidates = [GATHER if best is None else best]
         else:
             ranked = predicted.ranked()
             limit_s = HOPELESS * predicted.seconds(ranked[0])
             self.candidates = [plan for plan in ranked if predicted.seconds(plan) <= limit_s][:N_CANDIDATES]
+            if aggregated is not None:
+                self.candidates.append(aggregated)
         self.predicted_s, self.measured_s = [predicted.seconds(plan) for plan in self.candidates], []
         self.learned, self._counts = self._counts, None
         self.stage, self._tried, self.plan = Stage.TRY, 0, self.candidates[0]
         if len(self.candidates) == 1:
             self._keep(self.candidates[0])
+
+    def lose_aggregator(self) -> None:
+        """Between iterations, on all ranks: what was chosen for its sake is chosen anew; a fixed path stays."""
+        if self.stage is Stage.LEARN or not any(plan.aggregated for plan in self.candidates):
+            return
+        if self._fixed is not None:
+            self.plan = replace(self.plan, aggregated=False)
+            self.candidates, self.predicted_s = [self.plan], []
+        elif self.stage is Stage.TRY or self.plan.aggregated:
+            self._learn()
 
     @property
     def has_tried(self) -> bool:

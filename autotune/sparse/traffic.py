@@ -45,6 +45,8 @@ class Traffic:
         exchanged_bytes: that the rank receives in them.
         reductions: how many all-reduces there are.
         reduced_bytes: of the tensors that are all-reduced.
+        aggregations: how many sums an aggregator makes.
+        aggregated_bytes: of the tensors that it sums.
         added_rows: that the rank adds up.
     """
 
@@ -52,6 +54,8 @@ class Traffic:
     exchanged_bytes: float = 0.0
     reductions: int = 0
     reduced_bytes: float = 0.0
+    aggregations: int = 0
+    aggregated_bytes: float = 0.0
     added_rows: float = 0.0
 
     def __add__(self, other: Traffic) -> Traffic:
@@ -61,12 +65,14 @@ class Traffic:
             exchanged_bytes=self.exchanged_bytes + other.exchanged_bytes,
             reductions=self.reductions + other.reductions,
             reduced_bytes=self.reduced_bytes + other.reduced_bytes,
+            aggregations=self.aggregations + other.aggregations,
+            aggregated_bytes=self.aggregated_bytes + other.aggregated_bytes,
             added_rows=self.added_rows + other.added_rows,
         )
 
     def received_bytes(self, ranks: int) -> float:
-        """By the rank, where all-reduces are rings."""
-        return self.exchanged_bytes + ring_bytes(self.reduced_bytes, ranks)
+        """By the rank, where all-reduces are rings; an aggregator sends it each sum once."""
+        return self.exchanged_bytes + ring_bytes(self.reduced_bytes, ranks) + self.aggregated_bytes
 
 
 def ring_bytes(n_bytes: float, ranks: int) -> float:
@@ -111,7 +117,11 @@ def traffic(plan: SparsePlan, shape: Shape, ranks: int, counts: TouchCounts) -> 
         chance = hot / max(1, counts.n_samples)
         hot_union = float((1.0 - (1.0 - chance) ** ranks).sum())
         rest = 1.0 - share
-        dense = Traffic(reductions=1, reduced_bytes=len(hot) * shape.flagged_bytes, added_rows=most * share + len(hot))
+        n_bytes, added = len(hot) * shape.flagged_bytes, most * share + len(hot)
+        if plan.aggregated:
+            dense = Traffic(aggregations=1, aggregated_bytes=n_bytes, added_rows=added)
+        else:
+            dense = Traffic(reductions=1, reduced_bytes=n_bytes, added_rows=added)
         return dense + _plain(plan.cold, shape, ranks, touched * rest, most * rest, max(0.0, union - hot_union))
     return _plain(plan.path, shape, ranks, touched, most, union)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -22,6 +22,19 @@ HOT_SIZES = 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HotPace:
+    """What was measured of sums through an aggregator, of the slowest rank.
+
+    Attributes:
+        start_s: of a sum of next to nothing.
+        bytes_per_s: of the tensor that is summed.
+    """
+
+    start_s: float
+    bytes_per_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
     """What was measured between these ranks, the slowest of them.
 
@@ -31,6 +44,7 @@ class Pace:
         reduce_s: of an all-reduce of next to nothing.
         reduce_bytes_per_s: of the tensor that is reduced.
         add_bytes_per_s: of rows that one rank adds up.
+        aggregator: None = there is none.
     """
 
     exchange_s: float
@@ -38,6 +52,7 @@ class Pace:
     reduce_s: float
     reduce_bytes_per_s: float
     add_bytes_per_s: float
+    aggregator: HotPace | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +74,14 @@ class VolumeModel:
     def seconds(self, plan: SparsePlan) -> float:
         """How long a reduction by this plan takes."""
         work, pace = self.traffic(plan), self.pace
+        aggregated_s = 0.0
+        if work.aggregations:
+            assert pace.aggregator is not None
+            hot = pace.aggregator
+            aggregated_s = work.aggregations * hot.start_s + work.aggregated_bytes / hot.bytes_per_s
         return (
-            work.exchanges * pace.exchange_s
+            aggregated_s
+            + work.exchanges * pace.exchange_s
             + work.exchanged_bytes / pace.exchange_bytes_per_s
             + work.reductions * pace.reduce_s
             + work.reduced_bytes / pace.reduce_bytes_per_s
@@ -74,12 +95,25 @@ class VolumeModel:
     # ── candidates ───────────────────────────────────────────────────────────────────────────────────────────────
 
     def best_of(self, path: SparsePath) -> SparsePlan | None:
-        """The fastest plan of a path; None if it makes no sense here."""
+        """The fastest plan of a path without an aggregator; None if it makes no sense here."""
         plans = list(self._plans(path))
         return min(plans, key=self.seconds) if plans else None
 
+    def best_aggregated(self) -> SparsePlan | None:
+        """The fastest plan whose hot rows an aggregator sums; None without one, or without hot rows.
+
+        It has at least the rows up to the knee of the coverage curve, as the paper's switch: with a single row, which
+        is the fastest where an aggregator is slow, it would be there in name only.
+        """
+        if self.pace.aggregator is None:
+            return None
+        plans = [replace(plan, aggregated=True) for plan in self._plans(SparsePath.HOT_COLD)]
+        bend = knee(coverage(self.counts.of(self.counts.ranked())))
+        least = min(bend, max((len(plan.hot_rows) for plan in plans), default=0))
+        return min((plan for plan in plans if len(plan.hot_rows) >= least), key=self.seconds, default=None)
+
     def ranked(self) -> list[SparsePlan]:
-        """The best plan of each path, the fastest first; the same on all ranks that know the same."""
+        """The best plan of each path without an aggregator, the fastest first; alike on ranks that know the same."""
         found = [plan for path in SparsePath if (plan := self.best_of(path)) is not None]
         return sorted(found, key=self.seconds)
 

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from sirtaki.aggregator.packets import Bytes
-from sirtaki.aggregator.wire import Address, Wire
+from sirtaki.aggregator.wire import Wire
+from sirtaki.host_port import Address
 
 
 class LossyWire(Wire):

@@ -19,6 +19,8 @@ from sirtaki.comm.transports.node_memory import share_memory
 from sirtaki.comm.transports.parcels import Parcels
 from sirtaki.errors import CommError, ConfigError, TransportError
 
+from .hot_sums import HotSums
+
 if TYPE_CHECKING:
     from sirtaki.comm.control.plane import ControlPlane
 
@@ -45,6 +47,7 @@ class SparseLanes:
         route: that is used.
         streams: how many are open.
         exchange_streams, reduce_streams: of these, how many an exchange and an all-reduce use.
+        hot_sums: what sums hot rows where a plan says so, closed with the lanes; None = the lanes do.
     """
 
     def __init__(self, control: ControlPlane, *, timeout_s: float, kind: TransportKind | None, streams: int) -> None:
@@ -64,6 +67,7 @@ class SparseLanes:
         self.rank, self.size = control.rank, control.size
         self._router = Router(self._control, timeout_s=timeout_s)
         self._region: FlatBuffer | None = None
+        self.hot_sums: HotSums | None = None
         self._closing = False
         self._wanted_bytes = 0
         self.route, self.streams = self._open_best(kind, streams)
@@ -200,6 +204,14 @@ class SparseLanes:
             self._wait([self._router.all_reduce(region, 0, len(part), route=self.route, stream=0)])
             part.copy_(region.tensor[: len(part)])
 
+    def sum_hot_(self, tensor: torch.Tensor) -> None:
+        """Collective: as `all_reduce_`, of a 1-d tensor, by `hot_sums` where that is possible."""
+        total = None if self.hot_sums is None else self.hot_sums.sum(tensor)
+        if total is None:
+            self.all_reduce_(tensor)
+        else:
+            tensor.copy_(total)
+
     def _reduce_in_place(self, flat: torch.Tensor) -> None:
         n, width = flat.numel(), self.reduce_streams
         width = max(1, min(width, n * flat.dtype.itemsize // WORTH_A_STREAM_BYTES))
@@ -213,6 +225,12 @@ class SparseLanes:
         )
 
     # ── waits, and the end ───────────────────────────────────────────────────────────────────────────────────────
+
+    def check(self) -> None:
+        """Any thread, now and then while it waits: raises `Closed`, or the failure of the job."""
+        if self._closing:
+            raise Closed
+        self._control.failures.check()
 
     def _wait(self, works: Sequence[Work]) -> None:
         try:
@@ -231,6 +249,8 @@ class SparseLanes:
     def close(self) -> None:
         """Ends threads and connections of this rank; not collective, once, when no thread uses them any more."""
         self._closing = True
+        if self.hot_sums is not None:
+            self.hot_sums.close()
         if self._router.release():
             self._control.release(self._router.close)
         self._region = None

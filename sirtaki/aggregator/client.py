@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from sirtaki.errors import AggregatorError, ConfigError
+from sirtaki.host_port import Address, parse_address
 
 from .contact import Contact
 from .exchange import Exchange, RoundTrips
@@ -29,7 +30,7 @@ from .packets import (
     packet,
     seqs_of,
 )
-from .wire import Address, Wire, parse_address
+from .wire import Wire
 
 logger = logging.getLogger(__name__)
 
@@ -153,7 +154,7 @@ class AggregatorClient:
 
     def linger(self, until: Callable[[], bool]) -> None:
         """Goes on serving other ranks until a condition holds; they may need what a dead aggregator told this one."""
-        with contextlib.suppress(AggregatorError):
+        with contextlib.suppress(AggregatorError, OSError):
             self._run(until, longest_s=LINGER_S)
         while not until():
             time.sleep(LINGER_S)
@@ -300,9 +301,20 @@ class AggregatorClient:
         contact.heard_s = self._progress_s = now_s
         self._failures = 0
         if welcome.standby and all(known.name != welcome.standby for known in self._contacts):
-            self._contacts.append(Contact(parse_address(welcome.standby), self._connect))
+            self._contacts += _standby(welcome.standby, contact.name, self._connect)
         for exchange in (self._previous, self._current):
             if exchange.step >= welcome.first_step:
                 exchange.enter(welcome.session)
             else:
                 exchange.rest()
+
+
+def _standby(name: str, of: str, connect: Callable[[Address], Wire]) -> list[Contact]:
+    """What an aggregator has named; nothing where this host does not know it: that must not end sums at the first."""
+    contact = Contact(parse_address(name), connect)
+    try:
+        _ = contact.wire  # opened now
+    except AggregatorError as err:
+        logger.warning("the standby of the aggregator at %s is not used: %s", of, err)
+        return []
+    return [contact]

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 from collections.abc import Callable
 
+from sirtaki.errors import AggregatorError, ConfigError
+from sirtaki.host_port import Address
+
 from .packets import Kind, Registration, Welcome, packet
-from .wire import Address, Wire
+from .wire import Wire
 
 REGISTER_EVERY_S = 0.05
 
@@ -28,10 +32,13 @@ class Contact:
         """Opened when it is needed.
 
         Raises:
-            ConfigError: there is no such host.
+            AggregatorError: there is no such host.
         """
         if self._wire is None:
-            self._wire = self._connect(self.address)
+            try:
+                self._wire = self._connect(self.address)
+            except ConfigError as err:
+                raise AggregatorError(str(err)) from err
         return self._wire
 
     @property
@@ -68,8 +75,9 @@ class Contact:
 
     def leave(self, rank: int) -> None:
         """Nothing more is needed; said three times, as nobody answers."""
-        for _ in range(3 if self.is_open else 0):
-            self.wire.send(packet(Kind.BYE, rank=rank, session=self.session))
+        with contextlib.suppress(OSError):  # of a wire that has failed
+            for _ in range(3 if self.is_open else 0):
+                self.wire.send(packet(Kind.BYE, rank=rank, session=self.session))
 
     def close(self) -> None:
         """Ends the wire."""

@@ -14,9 +14,10 @@ from __future__ import annotations
 import secrets
 from dataclasses import dataclass
 
+from sirtaki.host_port import Address
+
 from .packets import Registration
 from .step_registers import StepRegisters
-from .wire import Address
 
 STEPS = 2
 

@@ -28,27 +28,69 @@ if TYPE_CHECKING:
 Vote = Callable[[], bool | None]
 """Whether all ranks said yes; None = not all have voted. Moves the vote on."""
 
-Agree = Callable[[bool], Vote]
-"""Collective: begins a vote; does not block."""
+GIVEN_UP = 1
+"""Tag of what a rank that votes no sends to the others, which may still wait for its part: why."""
 
 
-def agreement_over(comm: Communicator) -> Agree:
+class Agreement:
     """Votes over a communicator of the control plane, which nobody else uses at the same time.
 
-    A vote raises CommError where the job is lost.
+    A rank that votes no tells the others at once: without its part they would wait for long. Of one thread.
     """
 
-    def agree(yes: bool) -> Vote:
-        ballot = np.array([yes], dtype=np.int64)
-        test = comm.all_reduce(ballot, Op.MINIMUM)
+    def __init__(self, comm: Communicator, *, check: Callable[[], None] | None = None) -> None:
+        """`check`: called while it waits, ends waits by what it raises; None = CommError where the job is lost."""
+        self._comm = comm
+        self._check = check or comm.failures.check
+        self._told = 0
+        self._reason = ""
+
+    def check(self) -> None:
+        """For the client of the same rank, while it waits for sums.
+
+        Raises:
+            AggregatorError: another rank has voted no, and why.
+            CommError: the job is lost.
+        """
+        self._check()
+        self._hear()
+        if self._told:
+            raise AggregatorError(self._reason)
+
+    @property
+    def reason(self) -> str:
+        """Why the first one that this rank has heard of has voted no; empty = nobody has."""
+        return self._reason
+
+    def _hear(self) -> None:
+        while (posted := self._comm.collect()) is not None:
+            rank, _, why = posted
+            self._told += 1
+            self._reason = self._reason or f"rank {rank} gets no sums: {why.decode()}"
+
+    def begin(self, problem: str) -> Vote:
+        """Collective: begins a vote; does not block. Of waits in it, see `check` in `__init__`.
+
+        Args:
+            problem: why this rank votes no; empty = it votes yes.
+        """
+        comm, yes = self._comm, not problem
+        if not yes:
+            for rank in range(comm.size):
+                if rank != comm.rank:
+                    comm.post(rank, GIVEN_UP, problem.encode())
+        ballots = np.array([yes], dtype=np.int64)
+        test = comm.all_reduce(ballots, Op.SUM)
 
         def vote() -> bool | None:
-            comm.failures.check()
-            return bool(ballot[0]) if test() else None
+            self._check()
+            if not test():
+                return None
+            others_against = comm.size - int(ballots[0]) - (not yes)
+            self._hear()
+            return None if self._told < others_against else bool(ballots[0] == comm.size)
 
         return vote
-
-    return agree
 
 
 class AggregatedRows:
@@ -58,9 +100,9 @@ class AggregatedRows:
         is_open: it may be used; False from the first step that has failed on any rank.
     """
 
-    def __init__(self, client: AggregatorClient, agree: Agree) -> None:
-        """The client becomes its own."""
-        self._client, self._agree = client, agree
+    def __init__(self, client: AggregatorClient, agreement: Agreement) -> None:
+        """The client becomes its own; it was given the agreement's `check`."""
+        self._client, self._agreement = client, agreement
         self.is_open = True
 
     def sum_rows(self, values: torch.Tensor) -> torch.Tensor:
@@ -92,7 +134,9 @@ class AggregatedRows:
             total = torch.from_numpy(sums).to(values.device, values.dtype)
         except AggregatorError as err:
             problem = err
-        vote = self._agree(problem is None)
+        except OSError as err:
+            problem = AggregatorError(f"the aggregator cannot be reached: {err.strerror or err}")
+        vote = self._agreement.begin("" if problem is None else str(problem))
         verdict: bool | None = None
 
         def is_decided() -> bool:
@@ -108,9 +152,7 @@ class AggregatedRows:
         if verdict and total is not None:
             return total
         self.close()
-        raise problem or AggregatorError(
-            "another rank has got no sums from the aggregator; it is given up on all ranks"
-        )
+        raise problem or AggregatorError(self._agreement.reason)
 
     def close(self) -> None:
         """Leaves the aggregator; again is harmless."""

@@ -14,6 +14,8 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
+from sirtaki.host_port import Address
+
 from .job import Entry, Job
 from .packets import (
     MOST_SEQS,
@@ -33,7 +35,7 @@ from .packets import (
     seqs_of,
 )
 from .step_registers import StepRegisters
-from .wire import Address, Wire
+from .wire import Wire
 
 logger = logging.getLogger(__name__)
 

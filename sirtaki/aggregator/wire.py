@@ -17,10 +17,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from sirtaki.errors import ConfigError
+from sirtaki.host_port import Address
 
 from .packets import Bytes
-
-Address = tuple[str, int]
 
 _UDP_SEGMENT, _UDP_GRO = 103, 104
 _IP_MTU_DISCOVER, _NEVER = 10, 0
@@ -29,18 +28,6 @@ _BUFFER_BYTES = 65536
 _SOCKET_BUFFER_BYTES = 4 * 2**20
 
 _PASSING = {errno.ECONNREFUSED, errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENOBUFS, errno.ENETDOWN, errno.EPERM}
-
-
-def parse_address(text: str) -> Address:
-    """`host:port` → both.
-
-    Raises:
-        ConfigError: it is something else.
-    """
-    host, colon, port = text.strip().rpartition(":")
-    if not colon or not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise ConfigError(f"{text!r} is not the address of an aggregator; expected HOST:PORT, such as 10.0.0.5:9500")
-    return host.strip("[]"), int(port)
 
 
 class Wire:
@@ -79,8 +66,8 @@ class Wire:
                 sock = unless_bound.enter_context(socket.socket(family, socket.SOCK_DGRAM))
                 sock.bind(address)
                 unless_bound.pop_all()
-        except OSError as err:
-            raise ConfigError(f"an aggregator cannot listen at {host}:{port}: {err.strerror or err}") from err
+        except (OSError, UnicodeError) as err:  # a name that is none
+            raise ConfigError(f"an aggregator cannot listen at {host}:{port}: {_reason(err)}") from err
         return cls(sock, batches=batches)
 
     @classmethod
@@ -96,10 +83,8 @@ class Wire:
                 sock = unless_connected.enter_context(socket.socket(family, socket.SOCK_DGRAM))
                 sock.connect(found)
                 unless_connected.pop_all()
-        except OSError as err:
-            raise ConfigError(
-                f"no aggregator can be reached at {address[0]}:{address[1]}: {err.strerror or err}"
-            ) from err
+        except (OSError, UnicodeError) as err:
+            raise ConfigError(f"no aggregator can be reached at {address[0]}:{address[1]}: {_reason(err)}") from err
         return cls(sock, batches=batches)
 
     def fileno(self) -> int:
@@ -180,3 +165,7 @@ class Wire:
     def close(self) -> None:
         """Ends it; again is harmless."""
         self._sock.close()
+
+
+def _reason(err: Exception) -> str:
+    return str(getattr(err, "strerror", None) or err)

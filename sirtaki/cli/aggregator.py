@@ -6,8 +6,9 @@ import signal
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 
 from sirtaki.aggregator.server import Aggregator, Limits, ask_status
-from sirtaki.aggregator.wire import Wire, parse_address
+from sirtaki.aggregator.wire import Wire
 from sirtaki.errors import AggregatorError, ConfigError
+from sirtaki.host_port import parse_address
 
 _SCALES = {"k": 2**10, "m": 2**20, "g": 2**30}
 

@@ -26,6 +26,7 @@ from sirtaki.comm.sparse.plan import SparsePath, SparsePlan
 from sirtaki.comm.sparse.rows import RowFormat, coalesced
 from sirtaki.comm.sparse.worker import SparseTask, SparseWork, SparseWorker
 
+from .hot_row_aggregator import HotRowAggregator
 from .knob_choices import DEFAULT_STREAMS
 from .sparse_probe import measure
 from .sparse_telling import SparseTelling, shape_of
@@ -93,6 +94,14 @@ class SparseCarrier:
         self._lanes = SparseLanes(
             self._control, timeout_s=settings.transport_timeout_s, kind=kind, streams=streams or DEFAULT_STREAMS
         )
+        may_use = self._fixed is SparsePath.HOT_COLD or (self._fixed is None and self._tries)
+        self._lanes.hot_sums = HotRowAggregator.joined(
+            self._control,
+            settings.aggregator,
+            used=may_use,
+            stall_s=settings.transport_timeout_s,
+            check=self._lanes.check,
+        )
         self._worker = SparseWorker(self._lanes, self._control.failures, prefix=self._prefix)
         self._telling = SparseTelling(self._control, trial_log=settings.trial_log if self._tries else None)
 
@@ -133,6 +142,7 @@ class SparseCarrier:
         before = self.plans
         for name in self._order:
             self._note(name, works[name])
+        self._notice_a_lost_aggregator(self._lanes)
         self._decide()
         self._telling.end_iteration({name: self._choices[name] for name in self._order}, self._forms)
         self._lanes.grow()
@@ -159,6 +169,18 @@ class SparseCarrier:
         assert self._telling is not None
         self._telling.note(name, seen, choice)
 
+    def _notice_a_lost_aggregator(self, lanes: SparseLanes) -> None:
+        """It is lost for all ranks in the same iteration, or for none."""
+        if lanes.hot_sums is not None and not lanes.hot_sums.is_open:
+            lanes.hot_sums.close()
+            lanes.hot_sums = None
+            assert self._telling is not None
+            for name, choice in self._choices.items():
+                before = choice.plan
+                choice.lose_aggregator()
+                if choice.stage is Stage.KEEP and choice.plan != before:
+                    self._telling.tell_again(name)
+
     def _decide(self) -> None:
         """Collective if some parameter has learned or tried enough, which all ranks see alike."""
         choices = [(name, self._choices[name]) for name in self._order]
@@ -170,8 +192,12 @@ class SparseCarrier:
             for name, choice in learned:
                 choice.choose(partial(self._model, self._forms[name], pace))
                 self._spans_s[name] = []
+                if self._control.rank == 0 and choice.stage is Stage.KEEP:
+                    logger.info("sparse gradients of %s go by %s", name, choice.plan.describe())
 
     def _model(self, form: RowFormat, pace: Pace, counts: TouchCounts) -> VolumeModel:
+        if form.dtype is not torch.float32:
+            pace = replace(pace, aggregator=None)  # which adds nothing else
         return VolumeModel(shape_of(form), self._control.size, counts, pace)
 
     def _settle(self, tried: Sequence[tuple[str, SparseChoice]]) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from sirtaki.autotune.sparse.volume import Pace
+from sirtaki.autotune.sparse.volume import HotPace, Pace
 from sirtaki.comm.sparse.lanes import SparseLanes
 
 if TYPE_CHECKING:
@@ -74,7 +74,17 @@ def measure(control: ControlPlane, lanes: SparseLanes, *, streams: int | None) -
         reduce_s=reduction.small_s,
         reduce_bytes_per_s=reduction.rate(PAIR_BYTES * lanes.size),
         add_bytes_per_s=_adding(control),
+        aggregator=_aggregating(control, lanes),
     )
+
+
+def _aggregating(control: ControlPlane, lanes: SparseLanes) -> HotPace | None:
+    """Collective: None where there is no aggregator, or where it is lost meanwhile."""
+    hot = lanes.hot_sums
+    if hot is None or not hot.is_open:
+        return None
+    times = _measure(control, lambda size: lanes.sum_hot_(torch.zeros(size * lanes.size // 4)))
+    return HotPace(start_s=times.small_s, bytes_per_s=times.rate(PAIR_BYTES * lanes.size)) if hot.is_open else None
 
 
 def _fastest(times: dict[int, _Times], *, usual: int) -> int:

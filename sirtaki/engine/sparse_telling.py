@@ -69,6 +69,10 @@ class SparseTelling:
         self._tallies[name] = _Tally()
         self.summaries.pop(name, None)
 
+    def tell_again(self, name: str) -> None:
+        """Its way is another one, though nothing else has changed: it is told once more."""
+        self._tallies[name].told = False
+
     def look_up(self, name: str, n: int) -> None:
         """This rank's gradient has `n` rows, the same one several times."""
         tally = self._tallies[name]

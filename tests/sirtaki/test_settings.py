@@ -47,6 +47,8 @@ def test_an_empty_environment_gives_the_defaults():
         ({"HOROVOD_LOG_HIDE_TIME": "1"}, "log_time", False),
         ({"HOROVOD_TIMELINE": "DYNAMIC"}, "timeline", "DYNAMIC"),
         ({"SIRTAKI_REGISTRY": "off"}, "registry", "off"),
+        ({"SIRTAKI_AGGREGATOR": "10.0.0.5:9500"}, "aggregator", ("10.0.0.5:9500",)),
+        ({"SIRTAKI_AGGREGATOR": "a:7000, [::1]:7001"}, "aggregator", ("a:7000", "[::1]:7001")),
         ({"SIRTAKI_STREAMS": "  "}, "streams", None),
     ],
 )
@@ -74,6 +76,7 @@ def test_a_variable_sets_its_field(environ, field, value):
         ("SIRTAKI_STALL_SHUTDOWN_S", "nan"),
         ("SIRTAKI_STALL_SHUTDOWN_S", "-1"),
         ("SIRTAKI_LOG_LEVEL", "loud"),
+        *(("SIRTAKI_AGGREGATOR", text) for text in ("10.0.0.5", "a:", "a:7000,", "a:x", "a:7000,a:7000")),
     ],
 )
 def test_a_value_that_cannot_be_meant_is_refused_with_what_is_accepted(name, value):

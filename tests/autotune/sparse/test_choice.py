@@ -16,7 +16,7 @@ from sirtaki.autotune.sparse.choice import (
 )
 from sirtaki.autotune.sparse.coverage import TouchCounts
 from sirtaki.autotune.sparse.traffic import Shape
-from sirtaki.autotune.sparse.volume import Pace, VolumeModel
+from sirtaki.autotune.sparse.volume import HotPace, Pace, VolumeModel
 from sirtaki.comm.sparse.plan import GATHER, SparsePath, SparsePlan
 
 ROWS = 1000
@@ -141,3 +141,56 @@ def test_paths_are_chosen_anew_where_much_more_or_less_is_touched() -> None:
         choice.plan = choice.candidates[0]
         kept(choice, 1)
         assert (iterations_until_it_learns_again(choice, seen(n=n)) is not None) == expected
+
+
+def with_aggregator(counts: TouchCounts) -> VolumeModel:
+    plain = model(counts)
+    return replace(plain, pace=replace(plain.pace, aggregator=HotPace(start_s=10.0, bytes_per_s=1.0)))
+
+
+def aggregated_choice(fixed: SparsePath | None = None) -> SparseChoice:
+    choice = SparseChoice(fixed=fixed, tries=True)
+    for _ in range(LEARNING_ITERATIONS):
+        choice.note(seen())
+    choice.choose(with_aggregator)
+    return choice
+
+
+def settled(choice: SparseChoice, fastest: int) -> SparseChoice:
+    n = len(choice.candidates)
+    while not choice.has_tried:
+        choice.note(seen())
+    choice.settle([1.0 + (number % n != fastest) for number in range(ROUNDS * n)])
+    return choice
+
+
+def test_an_aggregator_is_tried_whatever_is_predicted() -> None:
+    choice = aggregated_choice()
+    assert [plan.aggregated for plan in choice.candidates] == [False] * N_CANDIDATES + [True]
+    assert settled(choice, N_CANDIDATES).plan.aggregated
+
+
+def test_where_an_aggregator_is_lost_what_was_chosen_for_it_is_chosen_anew() -> None:
+    in_trials, kept_it, kept_another = (
+        aggregated_choice(),
+        settled(aggregated_choice(), 3),
+        settled(aggregated_choice(), 0),
+    )
+    for choice in (in_trials, kept_it, kept_another):
+        choice.lose_aggregator()
+    assert (in_trials.stage, kept_it.stage, kept_another.stage) == (Stage.LEARN, Stage.LEARN, Stage.KEEP)
+    learned(kept_it)
+    assert not any(plan.aggregated for plan in kept_it.candidates)
+    untouched = SparseChoice(fixed=None, tries=True)
+    untouched.lose_aggregator()
+    learned(untouched)
+    untouched.lose_aggregator()
+    assert untouched.stage is Stage.TRY
+
+
+def test_where_hot_rows_are_fixed_they_stay_so_without_an_aggregator() -> None:
+    choice = aggregated_choice(SparsePath.HOT_COLD)
+    assert (choice.stage, choice.plan.aggregated) == (Stage.KEEP, True)
+    hot = choice.plan.hot_rows
+    choice.lose_aggregator()
+    assert (choice.stage, choice.plan.aggregated, choice.plan.hot_rows) == (Stage.KEEP, False, hot)

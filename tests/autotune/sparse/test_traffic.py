@@ -42,6 +42,12 @@ def test_hot_rows_travel_dense_and_only_the_others_with_numbers() -> None:
     assert found.received_bytes(RANKS) == pytest.approx(3 * 10 * 36 + 1.5 * 10 * 36)
 
 
+def test_an_aggregator_sends_each_rank_its_hot_rows_once() -> None:
+    found = of(SparsePlan(path=SparsePath.HOT_COLD, hot_rows=tuple(range(10)), aggregated=True))
+    assert (found.reductions, found.aggregations, found.aggregated_bytes) == (0, 1, 10 * 36)
+    assert found.received_bytes(RANKS) == pytest.approx(3 * 10 * 36 + 10 * 36)
+
+
 def test_blocks_of_one_row_are_a_bitmap_and_the_rows_that_any_rank_has() -> None:
     found = of(SparsePlan(path=SparsePath.BLOCKS))
     assert (found.exchanged_bytes, found.reduced_bytes) == (3 * 125, 50 * 32)

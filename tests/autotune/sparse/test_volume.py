@@ -1,11 +1,13 @@
 """What the volume model predicts, and which hot rows, blocks and paths follow from it."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from sirtaki.autotune.sparse.coverage import TouchCounts
+from sirtaki.autotune.sparse.coverage import TouchCounts, coverage, knee
 from sirtaki.autotune.sparse.traffic import Shape
-from sirtaki.autotune.sparse.volume import Pace, VolumeModel
+from sirtaki.autotune.sparse.volume import HotPace, Pace, VolumeModel
 from sirtaki.comm.sparse.plan import SparsePath, SparsePlan
 
 PACE = Pace(exchange_s=1e-4, exchange_bytes_per_s=1e8, reduce_s=1e-4, reduce_bytes_per_s=1e8 / 1.5, add_bytes_per_s=1e9)
@@ -86,3 +88,21 @@ def test_what_would_not_fit_is_not_tried_dense() -> None:
     )
     assert huge.best_of(SparsePath.DENSE) is None
     assert SparsePath.DENSE not in {plan.path for plan in huge.ranked()}
+
+
+def test_more_rows_are_hot_where_an_aggregator_sums_them_faster_and_never_fewer_than_to_the_knee() -> None:
+    chances = zipf_chances(100_000, 20_000, 1.1)
+    without = model(chances)
+    assert without.best_aggregated() is None
+    bend = knee(coverage(without.counts.of(without.counts.ranked())))
+    for faster, slow in ((10.0, 1e-4), (0.01, 1e-1)):
+        hot_pace = HotPace(start_s=slow, bytes_per_s=faster * PACE.reduce_bytes_per_s)
+        there = model(chances, pace=replace(PACE, aggregator=hot_pace))
+        usual, plan = there.best_of(SparsePath.HOT_COLD), there.best_aggregated()
+        assert usual is not None
+        assert plan is not None
+        assert usual == without.best_of(SparsePath.HOT_COLD)
+        assert (plan.path, plan.aggregated) == (SparsePath.HOT_COLD, True)
+        assert len(plan.hot_rows) > len(usual.hot_rows) if faster > 1.0 else len(plan.hot_rows) == bend
+        assert (there.seconds(plan) < there.seconds(usual)) == (faster > 1.0)
+        assert not any(plan.aggregated for plan in there.ranked())

@@ -22,8 +22,9 @@ from fakes.aggregators import (
 
 from sirtaki.aggregator import AggregatorClient, HeatLayout, Patience, Summation
 from sirtaki.aggregator.server import ask_status
-from sirtaki.aggregator.wire import Wire, parse_address
+from sirtaki.aggregator.wire import Wire
 from sirtaki.errors import AggregatorError, CommError, ConfigError
+from sirtaki.host_port import parse_address
 
 SMALL = HeatLayout(rows=2000, width=16)
 

@@ -2,9 +2,12 @@
 
 from typing import cast
 
+import pytest
+
 from sirtaki.aggregator.contact import REGISTER_EVERY_S, Contact
 from sirtaki.aggregator.packets import Kind, Registration, Summation, Welcome
 from sirtaki.aggregator.wire import Wire
+from sirtaki.errors import AggregatorError
 
 REGISTRATION = Registration(
     job=b"j" * 16, entry=1, ranks=2, summation=Summation.FLOAT32, packets=3, floats=4, registers=4, width=1
@@ -72,3 +75,9 @@ def test_it_says_that_it_leaves_where_it_was_welcome() -> None:
     found.close()
     assert wire.closed
     assert found.name == "host:5"
+
+
+def test_a_host_that_is_not_known_is_an_aggregator_that_is_not_there() -> None:
+    unknown = Contact(("256.1.1.1", 5), Wire.connected)
+    with pytest.raises(AggregatorError, match=r"no aggregator can be reached at 256\.1\.1\.1:5"):
+        unknown.enter(10.0)

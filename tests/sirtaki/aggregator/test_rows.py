@@ -1,5 +1,8 @@
 """Sums of tensors, with one verdict on all ranks."""
 
+import os
+import socket
+import time
 from typing import Any
 
 import pytest
@@ -8,7 +11,7 @@ from fakes.aggregators import client_of, process, serving
 from fakes.meshes import close, connected, on_all
 
 from sirtaki.aggregator import HeatLayout
-from sirtaki.aggregator.rows import AggregatedRows, agreement_over
+from sirtaki.aggregator.rows import AggregatedRows, Agreement
 from sirtaki.comm.control.mesh.communicator import MeshCommunicator
 from sirtaki.errors import AggregatorError, ConfigError
 
@@ -16,8 +19,9 @@ LAYOUT = HeatLayout(rows=400, width=8)
 
 
 def rows_of(comm: MeshCommunicator, addresses: list[str]) -> AggregatedRows:
-    client = client_of(addresses, comm.rank, comm.size, LAYOUT, check=comm.failures.check)
-    return AggregatedRows(client, agreement_over(comm))
+    agreement = Agreement(comm)
+    client = client_of(addresses, comm.rank, comm.size, LAYOUT, check=agreement.check)
+    return AggregatedRows(client, agreement)
 
 
 def on_mesh(ranks: int, act: Any) -> list[Any]:
@@ -98,3 +102,37 @@ def test_numbers_that_are_no_floats_are_refused() -> None:
             return True
 
         assert on_mesh(1, act) == [True]
+
+
+def test_a_rank_that_alone_cannot_reach_it_keeps_nobody_waiting() -> None:
+    with serving() as (address, _), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as silent:
+        silent.bind(("127.0.0.1", 0))
+        nobody = f"127.0.0.1:{silent.getsockname()[1]}"
+
+        def act(comm: MeshCommunicator) -> Any:
+            rows = rows_of(comm, [nobody if comm.rank == 1 else address])
+            begin_s = time.monotonic()
+            with pytest.raises(AggregatorError) as caught:
+                rows.sum_rows(torch.ones(400, 8))
+            return time.monotonic() - begin_s, str(caught.value)
+
+        results = on_mesh(3, act)
+    assert all(took_s < 10.0 for took_s, _ in results)  # not the minute after which the others would give up
+    assert "no aggregator answers" in results[1][1]
+    assert "rank 1 gets no sums: no aggregator answers" in results[0][1]
+
+
+def test_a_socket_that_fails_is_an_aggregator_that_is_gone() -> None:
+    with serving() as (address, _):
+
+        def act(comm: MeshCommunicator) -> Any:
+            rows = rows_of(comm, [address])
+            rows.sum_rows(torch.ones(400, 8))
+            if comm.rank == 0:
+                rows._client._contact.wire._sock.shutdown(socket.SHUT_RDWR)
+                os.close(rows._client._contact.wire._sock.detach())
+            with pytest.raises(AggregatorError):
+                rows.sum_rows(torch.ones(400, 8))
+            return True
+
+        assert on_mesh(2, act) == [True] * 2

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from sirtaki.aggregator import HeatLayout, Patience
 from sirtaki.aggregator.packets import Kind, Registration, Summation, job_key, packet
 from sirtaki.aggregator.server import Aggregator, Limits, ask_status
-from sirtaki.aggregator.wire import Wire, parse_address
+from sirtaki.aggregator.wire import Wire
 from sirtaki.errors import AggregatorError
+from sirtaki.host_port import parse_address
 
 LAYOUT = HeatLayout(rows=1000, width=16)
 

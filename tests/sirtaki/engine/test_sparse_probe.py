@@ -1,6 +1,7 @@
 """Probes of lanes: all ranks find the same, and other streams are used only where they are clearly faster."""
 
 import pytest
+import torch
 from fakes.meshes import on_planes
 
 from sirtaki.autotune.sparse.volume import Pace
@@ -50,3 +51,36 @@ def test_the_streams_in_use_are_measured_however_slow_the_network_is(monkeypatch
         return lanes.exchange_streams, lanes.reduce_streams
 
     assert on_planes(2, act) == [(4, 4)] * 2
+
+
+class Elsewhere:
+    """Sums over ranks by other lanes; ends after so many."""
+
+    def __init__(self, lanes: SparseLanes, most: int) -> None:
+        self._lanes, self._left = lanes, most
+
+    @property
+    def is_open(self) -> bool:
+        return self._left > 0
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor | None:
+        self._left -= 1
+        total = values.clone()
+        self._lanes.all_reduce_(total)
+        return total if self.is_open else None
+
+    def close(self) -> None:
+        self._lanes.close()
+
+
+@pytest.mark.parametrize("most", [0, 3, 100])
+def test_sums_elsewhere_are_measured_where_they_are_possible(most: int) -> None:
+    def act(control: ControlPlane) -> bool:
+        lanes, others = (SparseLanes(control, timeout_s=20.0, kind=None, streams=1) for _ in range(2))
+        lanes.hot_sums = Elsewhere(others, most)
+        pace = measure(control, lanes, streams=None)
+        lanes.close()
+        control.reclaim()
+        return pace.aggregator is not None and pace.aggregator.bytes_per_s > 1e6
+
+    assert on_planes(2, act) == [most == 100] * 2
