@@ -19,6 +19,9 @@ settings.register_profile("ci", derandomize=True)
 if os.environ.get("CI"):
     settings.load_profile("ci")
 
+# PyTorch's store asks for the name of each address that connects: an answer that is lost would cost 5 s.
+os.environ.setdefault("RES_OPTIONS", "timeout:1")
+
 TESTS = Path(__file__).parent
 
 RunRanks = Callable[..., subprocess.CompletedProcess[str]]

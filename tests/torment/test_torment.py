@@ -58,7 +58,12 @@ def test_programs_that_once_found_a_fault_train_as_one_process_does(example: Pat
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("world", "count", "setting"),
-    [(1, 10, ""), (2, 40, ""), (3, 30, ""), (3, 20, "unused=none"), (4, 20, ""), (2, 30, "overlap_forward=check")],
+    [
+        (1, 10, ""),
+        (2, 30, "overlap_forward=check"),
+        (3, 30, ""),
+        *(pytest.param(*drawn, marks=pytest.mark.slow) for drawn in ((2, 40, ""), (3, 20, "unused=none"), (4, 20, ""))),
+    ],
 )
 def test_drawn_programs_train_as_one_process_does(world: int, count: int, setting: str, ranks: Ranks) -> None:
     environment = dict([setting.split("=")]) if setting else {}

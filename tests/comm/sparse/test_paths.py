@@ -21,7 +21,7 @@ def job(ranks: int, label: str) -> Job:
 
 @on_ranks(
     "sparse_paths",
-    job(2, "owner"),
+    slow(job(2, "owner")),
     job(3, "auto"),
     *(slow(job(ranks, label)) for ranks, label in ((1, "auto"), (2, "gather"), (3, "blocks"), (4, "dense"))),
     *(slow(job(ranks, label)) for ranks, label in ((2, "hot_cold"), (5, "hot_cold"), (5, "auto"), (4, "auto gloo"))),

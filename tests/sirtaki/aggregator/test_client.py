@@ -177,8 +177,8 @@ def through_a_bad_network(ranks: int, layout: HeatLayout, steps: int, timeout_s:
     assert all(digests == results[0][0] for digests, _, _ in results)
 
 
-def test_twenty_thousand_packets_through_loss_duplicates_and_reordering() -> None:
-    through_a_bad_network(4, HeatLayout(rows=27_500, width=16), 4, timeout_s=100)
+def test_five_thousand_packets_through_loss_duplicates_and_reordering() -> None:
+    through_a_bad_network(2, HeatLayout(rows=27_500, width=16), 2, timeout_s=100)
 
 
 @pytest.mark.slow
@@ -190,7 +190,7 @@ def test_a_million_packets_through_loss_duplicates_and_reordering() -> None:
 # ── aggregators die ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_a_killed_aggregator_loses_no_step(seed: int) -> None:
     """It is killed at a moment of its own in the middle of steps; the standby is named by the aggregator alone."""
     layout = HeatLayout(rows=20_000, width=16)

@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
-from rank_jobs import OVER_MESH, UNTUNED, Job, Play, RankCase, on_ranks
+from rank_jobs import OVER_MESH, UNTUNED, Job, Play, RankCase, on_ranks, slow
 
 from sirtaki.comm.plan import Algorithm, Route, TransportKind
 from sirtaki.link_model import LinkModel
@@ -13,7 +13,7 @@ from sirtaki.profiler.job_recorder import JobRecorder, Stage, Wanted
 SHORT_WARMUP = {"SIRTAKI_REGISTRY": "off", "SIRTAKI_WARMUP_ITERATIONS": "3"}
 
 
-@on_ranks("profiled", Job(2, env=UNTUNED), Job(3, env={**UNTUNED, **OVER_MESH, "SIRTAKI_TRANSPORT": "gloo"}))
+@on_ranks("profiled", slow(Job(2, env=UNTUNED)), Job(3, env={**UNTUNED, **OVER_MESH, "SIRTAKI_TRANSPORT": "gloo"}))
 def test_a_job_is_recorded(play: Play, rank_case: RankCase) -> None:
     play(rank_case)
 

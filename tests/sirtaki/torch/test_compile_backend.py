@@ -144,7 +144,10 @@ def compiled_both_ways(make: Callable[[], nn.Module], **options: Any) -> tuple[l
 
 
 @pytest.mark.parametrize(
-    ("make", "least"), [(plain, 4), (Tied, 3), (Buffered, 3), (Twice, 2), (Broken, 8), (Checkpointed, CHECKPOINTED)]
+    ("make", "least"), [
+        *((plain, 4), (Tied, 3), (Twice, 2), (Checkpointed, CHECKPOINTED)),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((Buffered, 3), (Broken, 8))),
+    ],
 )
 def test_a_model_in_parts_computes_the_same_bit_by_bit(make: Callable[[], nn.Module], least: int) -> None:
     expected, found, graphs = compiled_both_ways(make)
