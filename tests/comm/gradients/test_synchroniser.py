@@ -4,9 +4,7 @@ import pytest
 from conftest import RunRanks
 
 
-@pytest.mark.parametrize(
-    "ranks", [2, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (1, 3, 4))]
-)
+@pytest.mark.parametrize("ranks", [2, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (1, 3, 4))])
 def test_gradients_equal_the_mean_in_any_order_and_under_any_plan(run_ranks: RunRanks, ranks: int) -> None:
     output = run_ranks("synchroniser.py", ranks, 8, timeout_s=100).stdout
     assert output.count("ok ") == ranks

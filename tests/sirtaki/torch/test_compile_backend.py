@@ -144,7 +144,8 @@ def compiled_both_ways(make: Callable[[], nn.Module], **options: Any) -> tuple[l
 
 
 @pytest.mark.parametrize(
-    ("make", "least"), [
+    ("make", "least"),
+    [
         *((plain, 4), (Tied, 3), (Twice, 2), (Checkpointed, CHECKPOINTED)),
         *(pytest.param(*case, marks=pytest.mark.slow) for case in ((Buffered, 3), (Broken, 8))),
     ],
