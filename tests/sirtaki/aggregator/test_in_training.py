@@ -46,6 +46,7 @@ def test_training_through_it_is_right(run_ranks: Any, ranks: int) -> None:
     assert "WARNING" not in job.stderr
 
 
+@pytest.mark.slow
 def test_a_standby_takes_over_and_nothing_is_lost(run_ranks: Any) -> None:
     with process() as (standby, _), process() as (address, first):
         job = run_ranks("aggregated_rows.py", 3, STEPS, first.pid, 11, 0.01, env=environ(f"{address},{standby}"))
