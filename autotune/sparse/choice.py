@@ -65,6 +65,11 @@ class Seen:
     by_rank: Sequence[npt.NDArray[np.int64]] = ()
 
 
+def learns_hot_rows(fixed: SparsePath | None, *, tries: bool) -> bool:
+    """Which rows are hot is found out: where they are asked for, or where any path may be tried."""
+    return fixed is SparsePath.HOT_COLD or (fixed is None and tries)
+
+
 class SparseChoice:
     """Of one parameter.
 
@@ -89,7 +94,7 @@ class SparseChoice:
         self.learned: TouchCounts | None = None
         self.predicted_s: list[float] = []
         self.measured_s: list[float] = []
-        if fixed in (None, SparsePath.HOT_COLD) and (tries or fixed is not None):
+        if learns_hot_rows(fixed, tries=tries):
             self._learn()
         else:
             self.stage, self.plan = Stage.KEEP, GATHER if fixed is None else SparsePlan(path=fixed)

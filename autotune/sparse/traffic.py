@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -58,18 +58,6 @@ class Traffic:
     aggregated_bytes: float = 0.0
     added_rows: float = 0.0
 
-    def __add__(self, other: Traffic) -> Traffic:
-        """Both, one after the other."""
-        return Traffic(
-            exchanges=self.exchanges + other.exchanges,
-            exchanged_bytes=self.exchanged_bytes + other.exchanged_bytes,
-            reductions=self.reductions + other.reductions,
-            reduced_bytes=self.reduced_bytes + other.reduced_bytes,
-            aggregations=self.aggregations + other.aggregations,
-            aggregated_bytes=self.aggregated_bytes + other.aggregated_bytes,
-            added_rows=self.added_rows + other.added_rows,
-        )
-
     def received_bytes(self, ranks: int) -> float:
         """By the rank, where all-reduces are rings; an aggregator sends it each sum once."""
         return self.exchanged_bytes + ring_bytes(self.reduced_bytes, ranks) + self.aggregated_bytes
@@ -117,12 +105,11 @@ def traffic(plan: SparsePlan, shape: Shape, ranks: int, counts: TouchCounts) -> 
         chance = hot / max(1, counts.n_samples)
         hot_union = float((1.0 - (1.0 - chance) ** ranks).sum())
         rest = 1.0 - share
-        n_bytes, added = len(hot) * shape.flagged_bytes, most * share + len(hot)
+        cold = _plain(plan.cold, shape, ranks, touched * rest, most * rest, max(0.0, union - hot_union))
+        n_bytes, added_rows = len(hot) * shape.flagged_bytes, most * share + len(hot) + cold.added_rows
         if plan.aggregated:
-            dense = Traffic(aggregations=1, aggregated_bytes=n_bytes, added_rows=added)
-        else:
-            dense = Traffic(reductions=1, reduced_bytes=n_bytes, added_rows=added)
-        return dense + _plain(plan.cold, shape, ranks, touched * rest, most * rest, max(0.0, union - hot_union))
+            return replace(cold, aggregations=1, aggregated_bytes=n_bytes, added_rows=added_rows)
+        return replace(cold, reductions=1, reduced_bytes=n_bytes, added_rows=added_rows)
     return _plain(plan.path, shape, ranks, touched, most, union)
 
 

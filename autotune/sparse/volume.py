@@ -108,7 +108,7 @@ class VolumeModel:
         if self.pace.aggregator is None:
             return None
         plans = [replace(plan, aggregated=True) for plan in self._plans(SparsePath.HOT_COLD)]
-        bend = knee(coverage(self.counts.of(self.counts.ranked())))
+        bend = knee(coverage(self.counts.descending()))
         least = min(bend, max((len(plan.hot_rows) for plan in plans), default=0))
         return min((plan for plan in plans if len(plan.hot_rows) >= least), key=self.seconds, default=None)
 

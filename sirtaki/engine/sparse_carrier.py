@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from sirtaki.autotune.sparse.choice import Seen, SparseChoice, Stage
+from sirtaki.autotune.sparse.choice import Seen, SparseChoice, Stage, learns_hot_rows
 from sirtaki.autotune.sparse.coverage import TouchCounts
 from sirtaki.autotune.sparse.summary import SparseSummary
 from sirtaki.autotune.sparse.volume import Pace, VolumeModel
@@ -94,11 +94,10 @@ class SparseCarrier:
         self._lanes = SparseLanes(
             self._control, timeout_s=settings.transport_timeout_s, kind=kind, streams=streams or DEFAULT_STREAMS
         )
-        may_use = self._fixed is SparsePath.HOT_COLD or (self._fixed is None and self._tries)
         self._lanes.hot_sums = HotRowAggregator.joined(
             self._control,
             settings.aggregator,
-            used=may_use,
+            used=learns_hot_rows(self._fixed, tries=self._tries),
             stall_s=settings.transport_timeout_s,
             check=self._lanes.check,
         )

@@ -172,7 +172,7 @@ def read_log(path: Path) -> TrialLog:
         raise ConfigError(f"the log {path} cannot be read: {err}") from err
     logs: dict[str, TrialLog] = {}
     for number, line in enumerate(lines, start=1):
-        if not line.strip() or (number > 1 and number == len(lines) and _is_cut_short(line)):
+        if not line.strip():
             continue
         try:
             data = json.loads(line)
@@ -184,6 +184,9 @@ def read_log(path: Path) -> TrialLog:
                 )
             _sort_in(logs, data)
         except (KeyError, TypeError, ValueError, OverflowError, SirtakiError) as err:
+            not_written_to_its_end = number > 1 and number == len(lines) and not line.endswith("\n")
+            if not_written_to_its_end and isinstance(err, json.JSONDecodeError):
+                break
             raise ConfigError(f"line {number} of {path} is not part of a log of trials: {err!r}") from err
     measured = [log for log in logs.values() if any(m.succeeded for m in log.measurements)]
     measured = measured or [log for log in logs.values() if log.sparse]
@@ -193,17 +196,6 @@ def read_log(path: Path) -> TrialLog:
     same_process = [log.sparse for log in logs.values() if last.process and log.process == last.process]
     last.sparse = {name: told for sparse in same_process for name, told in sparse.items()}
     return last
-
-
-def _is_cut_short(line: str) -> bool:
-    """The line was not written to its end."""
-    if line.endswith("\n"):
-        return False
-    try:
-        json.loads(line)
-    except ValueError:
-        return True
-    return False
 
 
 def _sort_in(logs: dict[str, TrialLog], data: Mapping[str, Any]) -> None:

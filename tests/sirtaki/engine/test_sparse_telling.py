@@ -10,14 +10,23 @@ from fakes.meshes import on_planes
 
 from sirtaki.autotune.sparse.choice import LEARNING_ITERATIONS, LEAST_WATCHED, N_CANDIDATES, ROUNDS
 from sirtaki.autotune.sparse.summary import SparseSummary
+from sirtaki.autotune.sparse.volume import Pace
 from sirtaki.comm.control.failure import WAIT_SLICE_S
 from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.sparse.plan import SparsePath
+from sirtaki.engine import sparse_carrier
 from sirtaki.engine.sparse_carrier import SparseCarrier
 from sirtaki.settings import Settings
 
 ROWS, WIDTH, LOOKED_UP = 40, 3, 12
 UNTIL_KEPT = LEARNING_ITERATIONS + ROUNDS * N_CANDIDATES
+
+
+@pytest.fixture(autouse=True)
+def _several_ways_promise_something(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever else the machine does: probes on a busy one may leave a single way, which is not tried."""
+    pace = Pace(exchange_s=1e-4, exchange_bytes_per_s=1e9, reduce_s=1e-4, reduce_bytes_per_s=1e9, add_bytes_per_s=1e9)
+    monkeypatch.setattr(sparse_carrier, "measure", lambda *_, **__: pace)
 
 
 def iterate(carrier: SparseCarrier, control: ControlPlane, n: int, *, looked_up: int = LOOKED_UP) -> None:
@@ -50,15 +59,15 @@ def test_what_was_tried_is_told_to_all_ranks_and_written_down_once(tmp_path: Pat
     assert same == [found]
     assert (found.n_rows, found.width, found.looked_up, found.touched, found.union) == (ROWS, WIDTH, 12.0, 12.0, 8.0)
     assert found.horovod_bytes == 12 * (3 * 4 + 8)
-    # Where the machine is busy, probes may leave one way only, which is not tried.
-    assert len(found.ways) == 1 or all(way.measured_s is not None and way.measured_s > 0.0 for way in found.ways)
+    assert len(found.ways) > 1
+    assert all(way.measured_s is not None and way.measured_s > 0.0 for way in found.ways)
     (line,) = map(json.loads, log.read_text().splitlines())
     assert line["event"] == "sparse"
     assert SparseSummary.from_json(line) == found
 
 
 def test_before_it_is_decided_nothing_is_told() -> None:
-    assert summaries(LEARNING_ITERATIONS - 1) == [[], []]
+    assert summaries(LEARNING_ITERATIONS) == [[], []]
 
 
 @pytest.mark.parametrize("path", [path for path in SparsePath if path is not SparsePath.HOT_COLD])
@@ -74,7 +83,6 @@ def test_where_nothing_is_tuned_no_log_is_written(tmp_path: Path) -> None:
     assert not (tmp_path / "log").exists()
 
 
-@pytest.mark.slow  # on a busy machine a way may be decided on once more
 def test_what_is_decided_anew_is_told_anew() -> None:
     def run(control: ControlPlane) -> list[tuple[float, float]]:
         carrier = SparseCarrier(control, Settings())
