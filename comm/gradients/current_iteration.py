@@ -105,11 +105,6 @@ class CurrentIteration:
         if iteration.flushed:
             return
         iteration.flushed = True
-        iteration.hidden_bytes = sum(
-            unit.n_bytes
-            for unit, work in zip(self._planned.schedule.units, iteration.works, strict=False)
-            if work.is_done()
-        )
         self._edits.begin()
         iteration.backward_ended = self._device.record_event()
         self._put_in_missing()

@@ -30,7 +30,6 @@ class Iteration:
         reduced: when all of them were reduced; None until then.
         joined: this rank has no data any more and takes part with zeros.
         flushed: all units have left.
-        hidden_bytes: of units, were reduced when the backward pass had ended on the host.
         complete: all gradients are reduced.
     """
 
@@ -51,7 +50,6 @@ class Iteration:
         self.backward_ended: Event | None = None
         self.reduced: Event | None = None
         self.joined = self.flushed = self.complete = False
-        self.hidden_bytes = 0
 
     def note_first(self) -> None:
         """The first gradient has come."""

@@ -19,14 +19,12 @@ class IterationReport:
         ready_s: when each gradient became ready after the first, by parameter index, `(n_gradients,)`; only
             order-profiling iterations record it.
         profiled: the order was profiled in this iteration: layouts may be new, and plans the default again.
-        hidden_bytes: what was reduced when the host came to the end of the backward pass.
     """
 
     span_s: float
     backward_s: float
     ready_s: tuple[float, ...] = ()
     profiled: bool = False
-    hidden_bytes: int = 0
 
 
 def report(
@@ -58,5 +56,4 @@ def report(
             for event in iteration.ready_events
         ),
         profiled=profiled,
-        hidden_bytes=iteration.hidden_bytes,
     )

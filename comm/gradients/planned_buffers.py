@@ -11,7 +11,8 @@ from sirtaki.errors import PlanError
 
 from .buffers import GradientBuffers, HasGrad, Reduction
 from .control_flags import FLAG_COUNT, ControlFlags, UsageFlags
-from .schedule import Schedule, ScheduledUnit, overtaking, schedule
+from .overtaking import IterationPace, overtaking
+from .schedule import Schedule, ScheduledUnit, schedule
 
 
 class PlannedBuffers:
@@ -87,15 +88,15 @@ class PlannedBuffers:
         self._schedule(schedule(groups, plans, self.buffers.position), flags_wait=self.usage.wanted)
         self.plans = tuple(plans)
 
-    def overtake(self, needed: Sequence[float], hidden: float) -> None:
+    def overtake(self, pace: IterationPace) -> None:
         """Between iterations, the same on all ranks: see `Synchroniser.overtake`."""
-        self._schedule(overtaking(self.schedule.units, needed, hidden), flags_wait=True)
+        usual = sorted(self.schedule.units, key=lambda unit: unit.due)
+        self._schedule(overtaking(usual, pace, held=self._has_flags), flags_wait=True)
 
     def _schedule(self, units: Sequence[ScheduledUnit], *, flags_wait: bool) -> None:
         """Units leave in this order; those with flags, and those behind them, not before all is known that they say."""
-        first, flags_start = self.buffers.groups[0], self.buffers.groups[0].layout.offsets[-2]
-        self.schedule = Schedule(
-            units,
-            self._n_params,
-            held=lambda unit: flags_wait and unit.group is first and unit.stop > flags_start,
-        )
+        self.schedule = Schedule(units, self._n_params, held=lambda unit: flags_wait and self._has_flags(unit))
+
+    def _has_flags(self, unit: ScheduledUnit) -> bool:
+        first = self.buffers.groups[0]
+        return unit.group is first and unit.stop > first.layout.offsets[-2]

@@ -88,32 +88,6 @@ def _expand(number: int, group: GradientGroup, plan: CommPlan, position: Sequenc
     return units
 
 
-def overtaking(units: Sequence[ScheduledUnit], needed: Sequence[float], hidden: float) -> list[ScheduledUnit]:
-    """The units in another order: those that the backward pass does not hide leave as the next forward needs them.
-
-    What ByteScheduler's priority queue decides at run time is decided once here, since the order must be the same on
-    all ranks: units that leave while gradients still come stay in front, and behind them the one goes first whose
-    parameters are read first. Units stay as they are cut, since the order in which ranks' elements are added up, and so
-    the last bit of a sum, may depend on where a unit begins.
-
-    Args:
-        units: in the order in which their last gradients come.
-        needed: for each parameter, when the forward pass reads it.
-        hidden: the part of the bytes that is reduced when the backward pass ends.
-    """
-    in_backward, left = list[ScheduledUnit](), hidden * sum(unit.n_bytes for unit in units)
-    for unit in units:
-        left -= unit.n_bytes
-        if left < -unit.n_bytes / 2:  # a unit in which the backward pass ends belongs where more of it lies
-            break
-        in_backward.append(unit)
-    behind, never = units[len(in_backward) :], float(len(needed))
-    return [
-        *in_backward,
-        *sorted(behind, key=lambda unit: min((needed[member] for member in unit.members), default=never)),
-    ]
-
-
 class Schedule:
     """Units in a fixed order, counting the gradients that each still misses in this iteration.
 

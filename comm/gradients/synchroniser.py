@@ -40,6 +40,7 @@ from .lost_edits import LostEdits
 from .negotiation import ReadinessNegotiation
 from .order import OrderProfiling, agree_on_order
 from .pace import Pace
+from .overtaking import IterationPace
 from .planned_buffers import PlannedBuffers
 
 if TYPE_CHECKING:
@@ -119,14 +120,9 @@ class Synchroniser:
         """By which units are sent now, one a layout."""
         return self._planned.plans
 
-    def overtake(self, needed: Sequence[float], hidden: float) -> None:
-        """Between iterations, the same on all ranks, until plans change: what forward needs first leaves first.
-
-        Args:
-            needed: for each parameter, when the forward pass reads it.
-            hidden: so much of the gradients is reduced when the backward pass ends, and goes on leaving in its order.
-        """
-        self._planned.overtake(needed, hidden)
+    def overtake(self, pace: IterationPace) -> None:
+        """Between iterations, the same on all ranks, until plans change: what forward needs first leaves first."""
+        self._planned.overtake(pace)
         self._begin_iteration()
 
     @property

@@ -1,8 +1,8 @@
 """What ranks agree on before iterations may end in the next forward pass.
 
 Two iterations prepare it, once nothing is tuned or profiled any more. In the first, each rank learns in which order its
-forward pass reads parameters; at the end of the second all ranks agree on one order, and on how much of the gradients
-the backward pass hides, so that units can leave in the order in which they are needed. Where the job is tuned, a few
+forward pass reads parameters; at the end of the second all ranks agree on one order, on when gradients come, and on how
+fast they are reduced, so that units can leave in the order in which they are needed. Where the job is tuned, a few
 settings are tried then (`overlap_trials`), and it is kept only if iterations are faster.
 """
 
@@ -12,12 +12,14 @@ import logging
 import time
 from collections.abc import Sequence
 from itertools import pairwise
+from dataclasses import replace
 from statistics import median
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from sirtaki.autotune.knobs import Knobs, KnobSpace
+from sirtaki.comm.gradients.overtaking import IterationPace
 
 from .overlap_trials import OverlapTrials
 
@@ -41,6 +43,7 @@ class ForwardOverlap:
     Attributes:
         wanted: iterations are to be put off; the same on all ranks.
         reads: parameters, by index, in the order in which this rank's forward pass reads them; empty = not known.
+        profiled: the iteration in which the order of gradients was profiled; None = it has not been.
         trials: that are under way, or have been; None where nothing is to be tried, or not yet.
     """
 
@@ -51,11 +54,11 @@ class ForwardOverlap:
         self._tries: bool
         self.wanted, self._tries = control.broadcast((wanted, tries))
         self.reads: Sequence[int] = ()
+        self.profiled: IterationReport | None = None
         self.trials: OverlapTrials | None = None
-        self._places: list[float] = []
-        self._part_hidden = 1.0
+        self._pace: IterationPace | None = None
         self._ends_s: list[float] = []
-        self._hidden: list[float] = []
+        self._spans_s: list[float] = []
         self.begin()
 
     def begin(self) -> None:
@@ -113,64 +116,64 @@ class ForwardOverlap:
         if not self.wanted:
             return None
         if self._prepared < PREPARING:
-            self._prepare(report, synchroniser, knobs, joined=joined)
+            self._prepare(report, synchroniser, joined=joined)
             if self._prepared < PREPARING or not self._tries or self.trials is not None:
                 return None
             self.trials = OverlapTrials(knobs, space, _bytes_of(synchroniser))
             self._ends_s.clear()
-            self._hidden.clear()
+            self._spans_s.clear()
             return None
         trials = self.trials
         if trials is None or trials.over:
             return None
         if not self._agrees:
             self._ends_s.append(time.perf_counter())
-            self._hidden.append(_part_hidden(report, synchroniser, knobs))
+            self._spans_s.append(report.span_s)
             return None
-        trials.note(self._agree(joined=joined))
+        trials.note(self._agree(synchroniser, joined=joined))
         self._ends_s.clear()
-        self._hidden.clear()
+        self._spans_s.clear()
         if trials.over and self._control.rank == 0:
             logger.info("%s", trials.describe())
         return trials.now.knobs
 
     def order(self, synchroniser: Synchroniser) -> None:
         """Units of a plan that was installed leave in the order that ranks have agreed on."""
-        if self._places and (self.trials.now.puts_off if self.trials is not None else not self._tries):
-            synchroniser.overtake(self._places, self._part_hidden)
+        if self._pace is not None and (self.trials.now.puts_off if self.trials is not None else not self._tries):
+            synchroniser.overtake(self._pace)
 
-    def _agree(self, *, joined: bool) -> float:
+    def _agree(self, synchroniser: Synchroniser, *, joined: bool) -> float:
         """Collective: what an iteration of this trial took, in the middle, the mean of the ranks that know."""
         middle_s = median(end - begin for begin, end in pairwise(self._ends_s[SKIPPED - 1 :]))
-        total = self._control.total(np.array([0.0] * 3 if joined else [middle_s, median(self._hidden), 1.0]))
+        total = self._control.total(np.array([0.0] * 3 if joined else [middle_s, median(self._spans_s), 1.0]))
         mean_s: float
-        mean_s, self._part_hidden = self._control.broadcast(tuple(map(float, total[:2] / max(total[2], 1.0))))
+        mean_s, span_s = self._control.broadcast(tuple(map(float, total[:2] / max(total[2], 1.0))))
+        if self._pace is not None:
+            self._pace = replace(self._pace, s_per_byte=span_s / _bytes_of(synchroniser))
         return mean_s
 
-    def _prepare(self, report: IterationReport, synchroniser: Synchroniser, knobs: Knobs, *, joined: bool) -> None:
+    def _prepare(self, report: IterationReport, synchroniser: Synchroniser, *, joined: bool) -> None:
         self._prepared += 1
         if self._prepared < PREPARING:
             return
-        knows = not joined and len(self.reads) > 0
-        places = np.zeros(synchroniser.n_params)
-        if knows:
-            places[:] = len(places)  # what is never read is last
-            places[list(self.reads)] = np.arange(len(self.reads))
-        hidden = 0.0 if joined else _part_hidden(report, synchroniser, knobs)
-        total = self._control.total(np.array([*places, hidden, float(not joined), float(knows)]))
+        count, profiled = synchroniser.n_params, self.profiled
+        said = np.zeros(2 * count + 3)
+        if not joined and len(self.reads) > 0 and profiled is not None:
+            said[:count] = count  # what is never read is last
+            said[list(self.reads)] = np.arange(len(self.reads))
+            stretch = report.backward_s / profiled.backward_s if profiled.backward_s > 0.0 else 1.0
+            said[count:-3] = stretch * np.array(profiled.ready_s)
+            said[-3:] = report.backward_s, report.span_s, 1.0
+        total = self._control.total(said)
         if total[-1] > 0.0:
-            self._places = list(total[:-3])
-            self._part_hidden = float(total[-3] / total[-2])
+            mean = self._control.broadcast(total / total[-1])
+            self._pace = IterationPace(
+                needed=mean[:count].tolist(),
+                ready_s=mean[count:-3].tolist(),
+                backward_s=float(mean[-3]),
+                s_per_byte=float(mean[-2]) / _bytes_of(synchroniser),
+            )
             self.order(synchroniser)
-
-
-def _part_hidden(report: IterationReport, synchroniser: Synchroniser, knobs: Knobs) -> float:
-    """Of the gradients that the backward pass hides: what has come at its end, and about half of what is on its way."""
-    if synchroniser.on_streams:  # the host is at the end long before the device
-        return report.backward_s / report.span_s if report.span_s > 0.0 else 1.0
-    total_bytes = _bytes_of(synchroniser)
-    unit_bytes = knobs.unit_bytes if knobs.cuts is None else total_bytes / len(knobs.cuts)
-    return min(1.0, (report.hidden_bytes + knobs.streams * unit_bytes / 2) / total_bytes)
 
 
 def _bytes_of(synchroniser: Synchroniser) -> int:

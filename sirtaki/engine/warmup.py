@@ -218,7 +218,7 @@ class TunedSynchroniser:
         if self.overlap.trials is not None and self.overlap.trying:
             self.knobs = self.overlap.trials.first.knobs
         self.overlap.begin()
-        self._profiled = report
+        self.overlap.profiled = self._profiled = report
         if self._drift is not None:
             self._drift.reordered()
             self._sync.say_pace(Pace.USUAL)
