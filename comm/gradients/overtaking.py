@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
+from itertools import groupby
 
 from sirtaki.comm.plan import Route
 
@@ -54,9 +55,10 @@ def overtaking(
         pace.backward_s if held(unit) else max((pace.ready_s[index] for index in unit.members), default=0.0)
         for unit in units
     ]
-    for number in sorted(range(len(units)), key=lambda number: (come_s[number], units[number].due)):
-        played.advance(come_s[number])
-        played.wait_for_stream(number)
+    for moment_s, numbers in groupby(sorted(range(len(units)), key=come_s.__getitem__), key=come_s.__getitem__):
+        played.advance(moment_s)
+        for number in numbers:
+            played.wait_for_stream(number)
         played.begin_what_can()
     played.advance(float("inf"))
     return played.order

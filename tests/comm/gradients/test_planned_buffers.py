@@ -5,6 +5,7 @@ import torch
 from fakes.gradients import LonelyRouter, make_planned, parameters, plan_of
 
 from sirtaki.comm.gradients.control_flags import FLAG_COUNT, Said
+from sirtaki.comm.gradients.overtaking import IterationPace
 from sirtaki.comm.plan import CommPlan
 from sirtaki.errors import PlanError, TransportError
 
@@ -115,7 +116,7 @@ def test_units_that_overtake_leave_with_the_flags_once_all_is_known_until_there_
     numel = 8 + FLAG_COUNT
     planned.install([plan_of(numel, 4)])
     usual = [unit.start for unit in planned.schedule.units]
-    planned.overtake([float(unit.start == 0) for unit in planned.schedule.units], 0.0)
+    planned.overtake(IterationPace(needed=[1.0, 0.0], ready_s=[0.0, 1.0], backward_s=1.0, s_per_byte=1.0))
     flags = next(unit for unit in planned.schedule.units if unit.stop == numel)
     for number in range(len(planned.schedule.missing) - 1):
         planned.schedule.missing[number] -= len(planned.schedule.units[number].members)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from fakes.gradients import make_buffers, parameters, plan_of
 
-from sirtaki.comm.gradients.schedule import Schedule, ScheduledUnit, overtaking, schedule
+from sirtaki.comm.gradients.schedule import Schedule, ScheduledUnit, schedule
 
 
 def units_of(shapes: list[tuple[int, ...]], *bounds: int, order: list[int] | None = None) -> list[ScheduledUnit]:
@@ -71,25 +71,6 @@ def test_held_units_leave_with_the_rest() -> None:
     assert list(plan.take_complete()) == units[:1]
     assert list(plan.take_all()) == units[1:]
     assert list(plan.take_all()) == []
-
-
-def names(units: list[ScheduledUnit]) -> list[tuple[int, int]]:
-    return [(unit.start, unit.stop) for unit in units]
-
-
-def test_what_the_backward_pass_does_not_hide_leaves_as_forward_needs_it_in_the_same_units() -> None:
-    units = units_of([(4,), (4,), (4,), (4,)], 4, 8, 12)
-    forward = [3.0, 2.0, 1.0, 0.0]  # the last gradient is that of the first layer
-    assert names(overtaking(units, forward, 0.25)) == [(0, 4), (12, 18), (8, 12), (4, 8)]
-    assert names(overtaking(units, forward, 1.0)) == names(units)
-    assert names(overtaking(units, forward, 0.0)) == [(12, 18), (8, 12), (4, 8), (0, 4)]
-    assert all(unit in units for unit in overtaking(units, forward, 0.0))
-
-
-def test_a_unit_leaves_as_early_as_the_first_of_its_parameters_is_needed() -> None:
-    units = units_of([(4,), (4,), (0,), (4,), (4,)], 8)
-    assert names(overtaking(units, [0.0, 9.0, 9.0, 5.0, 6.0], 0.0)) == [(0, 8), (8, 18)]
-    assert names(overtaking(units, [9.0, 9.0, 0.0, 5.0, 6.0], 0.0)) == [(8, 18), (0, 8)]
 
 
 def test_parameters_are_together_that_share_all_their_units() -> None:

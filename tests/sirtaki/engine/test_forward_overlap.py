@@ -8,11 +8,13 @@ import pytest
 
 from sirtaki.autotune.knobs import KIB, Knobs, KnobSpace
 from sirtaki.comm.gradients.iteration_report import IterationReport
+from sirtaki.comm.gradients.overtaking import IterationPace
 from sirtaki.comm.plan import Algorithm, TransportKind
 from sirtaki.engine import forward_overlap
 from sirtaki.engine.forward_overlap import SKIPPED, TIMED, ForwardOverlap
 
-REPORT = IterationReport(span_s=4.0, backward_s=1.0, hidden_bytes=1 << 20)
+REPORT = IterationReport(span_s=4.0, backward_s=1.0)
+PROFILED = IterationReport(span_s=9.0, backward_s=2.0, ready_s=(2.0, 1.0, 0.0), profiled=True)
 KNOBS = Knobs(unit_bytes=512 * KIB, streams=2, transport=TransportKind.GLOO)
 SPACE = KnobSpace(routes=((TransportKind.GLOO, Algorithm.FLAT),), streams=(1, 2))
 
@@ -38,30 +40,34 @@ class Sync:
     layouts = (SimpleNamespace(numel=1 << 20, itemsize_bytes=4),)
 
     def __init__(self) -> None:
-        self.order: list[tuple[list[float], float]] = []
+        self.order: list[IterationPace] = []
 
-    def overtake(self, needed: list[float], hidden: float) -> None:
-        self.order.append((needed, hidden))
+    def overtake(self, pace: IterationPace) -> None:
+        self.order.append(pace)
 
 
 def test_two_iterations_prepare_it_and_then_all_ranks_have_one_order() -> None:
-    control, sync = Control([0.0, 1.0, 2.0, 0.625, 1.0, 1.0]), Sync()
+    control, sync = Control([0.0, 1.0, 2.0, 3.0, 2.5, 0.0, 3.0, 12.0, 1.0]), Sync()
     overlap: Any = ForwardOverlap(control, wanted=True)  # type: ignore[arg-type]
+    overlap.profiled = PROFILED
     states = []
     for _ in range(3):
         states.append((overlap.learning, overlap.ready))
         overlap.reads = [2, 0]
         assert overlap.note(REPORT, sync, KNOBS, SPACE, joined=False) is None
     assert states == [(False, False), (True, False), (False, True)]
-    assert control.said == [[1.0, 3.0, 0.0, 0.375, 1.0, 1.0]]  # what is never read is last
-    assert sync.order == [([1.0, 4.0, 2.0], pytest.approx(0.5))]
+    # What is never read is last; gradients come in half the time that they took while they were profiled.
+    assert control.said == [[1.0, 3.0, 0.0, 1.0, 0.5, 0.0, 1.0, 4.0, 1.0]]
+    (pace,) = sync.order
+    assert (pace.needed, pace.ready_s, pace.backward_s) == ([0.5, 2.0, 1.0], [2.0, 1.5, 0.0], 2.0)
+    assert pace.s_per_byte == pytest.approx(8.0 / (1 << 22))
     overlap.begin()
     assert not overlap.ready
 
 
 def test_where_nobody_knows_the_order_stays() -> None:
     sync = Sync()
-    overlap: Any = ForwardOverlap(Control([0.0] * 6), wanted=True)  # type: ignore[arg-type]
+    overlap: Any = ForwardOverlap(Control([0.0] * 9), wanted=True)  # type: ignore[arg-type]
     overlap.reads = [0, 1, 2]
     for _ in range(2):
         assert overlap.note(REPORT, sync, KNOBS, SPACE, joined=True) is None
@@ -86,7 +92,7 @@ class Played:
         self.now_s, self.sync = 0.0, Sync()
         monkeypatch.setattr(forward_overlap.time, "perf_counter", lambda: self.now_s)
         self.overlap: Any = ForwardOverlap(Control([]), wanted=True, tries=True)  # type: ignore[arg-type]
-        self.overlap.reads = [0, 1, 2]
+        self.overlap.reads, self.overlap.profiled = [0, 1, 2], PROFILED
         self.knobs, self.gains, self.put_off = KNOBS, gains, list[bool]()
 
     def iterate(self, count: int) -> None:
