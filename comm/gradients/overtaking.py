@@ -1,8 +1,8 @@
 """In which order units leave so that the network never rests and the next forward pass waits least.
 
-ByteScheduler's priority queue decides that at run time; here it is decided once, by playing an iteration, since the order
-must be the same on all ranks: whenever a stream is free, of the units whose gradients are there the one goes first
-that the next forward pass reads first.
+ByteScheduler's priority queue decides that at run time; here it is decided once, by playing an iteration, since the
+order must be the same on all ranks: whenever a stream is free, of the units whose gradients are there the one goes
+first that the next forward pass reads first.
 """
 
 from __future__ import annotations

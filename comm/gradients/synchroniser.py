@@ -39,8 +39,8 @@ from .iteration_trace import IterationTrace
 from .lost_edits import LostEdits
 from .negotiation import ReadinessNegotiation
 from .order import OrderProfiling, agree_on_order
-from .pace import Pace
 from .overtaking import IterationPace
+from .pace import Pace
 from .planned_buffers import PlannedBuffers
 
 if TYPE_CHECKING:

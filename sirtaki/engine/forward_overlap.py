@@ -11,8 +11,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from itertools import pairwise
 from dataclasses import replace
+from itertools import pairwise
 from statistics import median
 from typing import TYPE_CHECKING
 
