@@ -90,7 +90,8 @@ class CurrentIteration:
             CommError: as `reduce`.
         """
         self._one_by_one, schedule, works = True, self._planned.schedule, self._iteration.works
-        if not self._iteration.wait(interrupted, [works[number] for number in schedule.units_of[index]]):
+        numbers = map(schedule.left.index, schedule.units_of[index])
+        if not self._iteration.wait(interrupted, [works[number] for number in numbers]):
             return []
         return schedule.together(index)
 

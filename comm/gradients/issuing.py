@@ -48,7 +48,7 @@ class Issuing(Protocol):
 
 
 class ScheduledIssuing:
-    """Units leave in their fixed order as soon as their gradients, and all units before them, are complete."""
+    """Units leave as soon as their gradients are complete, and the units that they are to follow have left."""
 
     def __init__(self, iteration: Iteration, schedule: Schedule) -> None:
         self.deferred = False
@@ -65,15 +65,15 @@ class ScheduledIssuing:
         arrived.gradients.append(gradient)
         arrived.versions.append(version)
         missing = self._missing
-        for unit in self._units_of[index]:
-            missing[unit] -= 1
-        if not missing[self._schedule.next]:
-            self._issue_complete()
+        for number in self._units_of[index]:
+            missing[number] -= 1
+            if not missing[number]:
+                self._issue(number)
 
-    def _issue_complete(self) -> None:
+    def _issue(self, number: int) -> None:
         with self._iteration.device.beside():
             self._iteration.copy_in()
-            for unit in self._schedule.take_complete():
+            for unit in self._schedule.take(number):
                 self._iteration.issue(unit)
 
     def flush(self) -> None:

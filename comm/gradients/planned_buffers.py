@@ -91,11 +91,18 @@ class PlannedBuffers:
     def overtake(self, pace: IterationPace) -> None:
         """Between iterations, the same on all ranks: see `Synchroniser.overtake`."""
         usual = sorted(self.schedule.units, key=lambda unit: unit.due)
-        self._schedule(overtaking(usual, pace, held=self._has_flags), flags_wait=True)
+        units = overtaking(usual, pace, held=self._has_flags)
+        # NCCL's communicators of one device share one order; all others are on their own.
+        self._schedule(units, flags_wait=True, one_order=self._router.device.streams)
 
-    def _schedule(self, units: Sequence[ScheduledUnit], *, flags_wait: bool) -> None:
+    def _schedule(self, units: Sequence[ScheduledUnit], *, flags_wait: bool, one_order: bool = True) -> None:
         """Units leave in this order; those with flags, and those behind them, not before all is known that they say."""
-        self.schedule = Schedule(units, self._n_params, held=lambda unit: flags_wait and self._has_flags(unit))
+        self.schedule = Schedule(
+            units,
+            self._n_params,
+            held=lambda unit: flags_wait and self._has_flags(unit),
+            one_order=one_order,
+        )
 
     def _has_flags(self, unit: ScheduledUnit) -> bool:
         first = self.buffers.groups[0]

@@ -89,23 +89,46 @@ def _expand(number: int, group: GradientGroup, plan: CommPlan, position: Sequenc
 
 
 class Schedule:
-    """Units in a fixed order, counting the gradients that each still misses in this iteration.
+    """Units in a fixed order, counting what each still waits for in this iteration.
 
     Attributes:
-        units: in the order in which they leave.
+        units: in the order in which they are to leave.
         units_of: for each parameter, the numbers of the units that have elements of it.
-        missing: for each unit, gradients that have not come; one entry more, never zero, stands behind the last.
-        next: the first unit that has not left.
+        missing: for each unit, gradients that have not come, and one more while the unit before it has not left; one
+            entry more, never zero, stands behind the last.
+        left: the numbers of the units that have left, in the order in which they did.
     """
 
-    def __init__(self, units: Sequence[ScheduledUnit], n_params: int, *, held: Callable[[ScheduledUnit], bool]) -> None:
-        """Args: units that are `held` leave with `take_all` only, and so do those behind them."""
+    def __init__(
+        self,
+        units: Sequence[ScheduledUnit],
+        n_params: int,
+        *,
+        held: Callable[[ScheduledUnit], bool],
+        one_order: bool = True,
+    ) -> None:
+        """Notes which unit waits for which.
+
+        Args:
+            units: in the order in which they are to leave.
+            n_params: how many gradients there are.
+            held: units that leave with `take_all` only, and so do those behind them.
+            one_order: each unit leaves behind the one before it; otherwise behind the one before it on its stream.
+        """
         self.units = list(units)
-        self._expected = [*(len(unit.members) + held(unit) for unit in self.units), 1]
+        self._expected = [len(unit.members) + held(unit) for unit in self.units]
+        self._behind = [len(self.units)] * len(self.units)
+        last: dict[object, int] = {}
         units_of: list[list[int]] = [[] for _ in range(n_params)]
         for number, unit in enumerate(self.units):
             for index in unit.members:
                 units_of[index].append(number)
+            lane = None if one_order else (unit.route, unit.stream)
+            if lane in last:
+                self._behind[last[lane]] = number
+                self._expected[number] += 1
+            last[lane] = number
+        self._expected.append(len(last) + 1)
         self.units_of = [tuple(numbers) for numbers in units_of]
         self._together: dict[tuple[int, ...], list[int]] = {}
         self.begin()
@@ -113,7 +136,7 @@ class Schedule:
     def begin(self) -> None:
         """An iteration begins: everything is missing."""
         self.missing = list(self._expected)
-        self.next = 0
+        self.left: list[int] = []
 
     def together(self, index: int) -> list[int]:
         """The parameters that have elements in no other units than this one has; it is among them."""
@@ -123,14 +146,17 @@ class Schedule:
             self._together[own] = [member for member in members if set(self.units_of[member]) <= set(own)]
         return self._together[own]
 
-    def take_complete(self) -> Iterator[ScheduledUnit]:
-        """The units that may leave now, in order."""
-        while not self.missing[self.next]:
-            self.next += 1
-            yield self.units[self.next - 1]
+    def take(self, number: int) -> Iterator[ScheduledUnit]:
+        """A unit that waits for nothing any more leaves, and those behind it that have waited for it only."""
+        missing = self.missing
+        while not missing[number]:
+            self.left.append(number)
+            yield self.units[number]
+            number = self._behind[number]
+            missing[number] -= 1
 
     def take_all(self) -> Iterator[ScheduledUnit]:
         """All that have not left, complete or not."""
-        left = self.units[self.next :]
-        self.next = len(self.units)
-        yield from left
+        for number in sorted({*range(len(self.units))}.difference(self.left)):
+            self.left.append(number)
+            yield self.units[number]

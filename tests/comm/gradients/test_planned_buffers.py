@@ -6,8 +6,20 @@ from fakes.gradients import LonelyRouter, make_planned, parameters, plan_of
 
 from sirtaki.comm.gradients.control_flags import FLAG_COUNT, Said
 from sirtaki.comm.gradients.overtaking import IterationPace
+from sirtaki.comm.gradients.schedule import Schedule, ScheduledUnit
 from sirtaki.comm.plan import CommPlan
 from sirtaki.errors import PlanError, TransportError
+
+
+def all_come(schedule: Schedule) -> list[ScheduledUnit]:
+    """All gradients come, one after the other; what leaves then."""
+    left: list[ScheduledUnit] = []
+    for numbers in schedule.units_of:
+        for number in numbers:
+            schedule.missing[number] -= 1
+            if not schedule.missing[number]:
+                left += schedule.take(number)
+    return left
 
 
 def test_the_first_buffer_ends_with_the_flags_and_every_layout_has_its_default_plan() -> None:
@@ -31,9 +43,7 @@ def test_where_unused_gradients_stay_none_each_parameter_has_a_flag_and_the_unit
     assert planned.buffers.flags[0] == 1.0
     assert planned.buffers.flags[FLAG_COUNT:].tolist() == [0.0, 1.0]
     schedule = planned.schedule
-    for unit in schedule.units_of[0] + schedule.units_of[1]:
-        schedule.missing[unit] -= 1
-    left = list(schedule.take_complete())
+    left = all_come(schedule)
     assert [(unit.start, unit.stop) for unit in left] == [(0, 4)]  # the next holds control flags, and is held back
     assert [unit.stop for unit in schedule.take_all()] == [5 + FLAG_COUNT, 5 + FLAG_COUNT + 2]
 
@@ -41,9 +51,7 @@ def test_where_unused_gradients_stay_none_each_parameter_has_a_flag_and_the_unit
 def test_without_them_nothing_is_held_back() -> None:
     params = parameters((3,), (2,))
     schedule = make_planned(params, 4).schedule
-    for unit in schedule.units_of[0] + schedule.units_of[1]:
-        schedule.missing[unit] -= 1
-    assert [unit.stop for unit in schedule.take_complete()] == [4, 5 + FLAG_COUNT]
+    assert [unit.stop for unit in all_come(schedule)] == [4, 5 + FLAG_COUNT]
 
 
 def test_gradients_in_the_buffers_that_are_replaced_move_along_and_others_stay_where_they_are() -> None:
@@ -118,9 +126,7 @@ def test_units_that_overtake_leave_with_the_flags_once_all_is_known_until_there_
     usual = [unit.start for unit in planned.schedule.units]
     planned.overtake(IterationPace(needed=[1.0, 0.0], ready_s=[0.0, 1.0], backward_s=1.0, s_per_byte=1.0))
     flags = next(unit for unit in planned.schedule.units if unit.stop == numel)
-    for number in range(len(planned.schedule.missing) - 1):
-        planned.schedule.missing[number] -= len(planned.schedule.units[number].members)
-    assert flags not in list(planned.schedule.take_complete())
+    assert flags not in all_come(planned.schedule)
     assert flags in list(planned.schedule.take_all())
     planned.install([plan_of(numel, 4)])
     assert [unit.start for unit in planned.schedule.units] == usual

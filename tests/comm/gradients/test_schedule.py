@@ -1,6 +1,7 @@
-"""Units leave in one order, each when all its gradients are there."""
+"""Units leave in one order, or in one on each stream, each when all its gradients are there."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -38,39 +39,61 @@ def test_units_of_two_dtypes_are_merged_by_when_their_last_gradient_comes() -> N
     assert [unit.members for unit in schedule(buffers.groups, plans, buffers.position)] == [(0,), (1,), (2,)]
 
 
+def come(plan: Schedule, index: int) -> list[ScheduledUnit]:
+    """A gradient comes; what leaves then."""
+    left: list[ScheduledUnit] = []
+    for number in plan.units_of[index]:
+        plan.missing[number] -= 1
+        if not plan.missing[number]:
+            left += plan.take(number)
+    return left
+
+
+@pytest.mark.parametrize("one_order", [True, False])
 @pytest.mark.parametrize("seed", range(50))
-def test_whatever_the_order_of_arrival_units_leave_in_theirs_and_never_too_early(seed: int) -> None:
+def test_whatever_the_order_of_arrival_units_leave_in_theirs_and_never_too_early(seed: int, one_order: bool) -> None:
     rng = random.Random(seed)
-    shapes = [(rng.randrange(0, 6),) for _ in range(rng.randrange(1, 9))]
+    shapes = [(rng.randrange(1, 6),) for _ in range(rng.randrange(1, 9))]
     numel = sum(shape[0] for shape in shapes) + 2
     bounds = sorted(rng.sample(range(1, numel), min(numel - 1, rng.randrange(0, 5))))
-    units = units_of(shapes, *bounds)
-    plan = Schedule(units, len(shapes), held=lambda unit: False)
+    units = [replace(unit, stream=rng.randrange(3)) for unit in units_of(shapes, *bounds)]
+    plan = Schedule(units, len(shapes), held=lambda unit: unit.stop > numel - 2, one_order=one_order)
     for _ in range(2):  # iterations
         plan.begin()
         left: list[ScheduledUnit] = []
-        come: set[int] = set()
+        arrived: set[int] = set()
         for index in rng.sample(range(len(shapes)), len(shapes)):
-            come.add(index)
-            for number in plan.units_of[index]:
-                plan.missing[number] -= 1
-            for unit in plan.take_complete():
-                assert set(unit.members) <= come
-                left.append(unit)
-            behind = plan.units[len(left) :]
-            assert not behind or not set(behind[0].members) <= come, "a unit that is complete has not left"
-        assert left == units
+            arrived.add(index)
+            left += come(plan, index)
+            assert all(set(unit.members) <= arrived for unit in left)
+            for lane in {None if one_order else unit.stream for unit in units}:
+                behind = [unit for unit in units if lane in (None, unit.stream) and unit not in left]
+                assert not behind or not set(behind[0].members) <= arrived or behind[0].stop > numel - 2
+        left += plan.take_all()
+        assert [units[number] for number in plan.left] == left
+        assert sorted(plan.left) == list(range(len(units)))
+        for stream in range(3):
+            own = [unit for unit in units if unit.stream == stream]
+            assert [unit for unit in left if unit.stream == stream] == own
+        if one_order:
+            assert left == units
 
 
 def test_held_units_leave_with_the_rest() -> None:
     units = units_of([(4,), (6,)], 4)
     plan = Schedule(units, 2, held=lambda unit: unit is units[1])
-    for index in (0, 1):
-        for number in plan.units_of[index]:
-            plan.missing[number] -= 1
-    assert list(plan.take_complete()) == units[:1]
+    assert come(plan, 0) + come(plan, 1) == units[:1]
     assert list(plan.take_all()) == units[1:]
     assert list(plan.take_all()) == []
+
+
+def test_a_unit_whose_gradients_are_late_holds_up_its_own_stream_only_where_streams_need_no_one_order() -> None:
+    units = [
+        replace(unit, stream=number % 2) for number, unit in enumerate(units_of([(4,), (4,), (4,), (4,)], 4, 8, 12))
+    ]
+    for one_order, left in ((True, [[], [], [], [0, 1, 2, 3]]), (False, [[1], [], [3], [0, 2]])):
+        plan = Schedule(units, 4, held=lambda unit: False, one_order=one_order)
+        assert [[units.index(unit) for unit in come(plan, index)] for index in (1, 2, 3, 0)] == left
 
 
 def test_parameters_are_together_that_share_all_their_units() -> None:
