@@ -16,6 +16,11 @@ from sirtaki.comm.plan import Route
 
 from .schedule import ScheduledUnit
 
+SLOWER = 1.3
+"""By so much more time than was measured a byte takes in the iteration that is played. If the network were the slower
+one in earnest, units would begin in the order in which gradients come: nothing is hidden then. If it is the faster one,
+a stream waits now and then for the gradients of its next unit."""
+
 Lanes = tuple[Route, int | None]
 """What units may change streams among: those of one route with one allowance of threads."""
 
@@ -68,7 +73,7 @@ class _Played:
     """The streams of an iteration, and what waits for them."""
 
     def __init__(self, units: Sequence[ScheduledUnit], pace: IterationPace) -> None:
-        self._units, self._now_s, self._s_per_byte = units, 0.0, max(pace.s_per_byte, 1e-15)
+        self._units, self._now_s, self._s_per_byte = units, 0.0, max(SLOWER * pace.s_per_byte, 1e-15)
         never = float(len(pace.needed))
         self._urgency = [min((pace.needed[member] for member in unit.members), default=never) for unit in units]
         self._waiting: dict[Lanes, list[tuple[float, int]]] = {}

@@ -119,7 +119,7 @@ class ForwardOverlap:
             self._prepare(report, synchroniser, joined=joined)
             if self._prepared < PREPARING or not self._tries or self.trials is not None:
                 return None
-            self.trials = OverlapTrials(knobs, space, _bytes_of(synchroniser))
+            self.trials = OverlapTrials(knobs, space, synchroniser.layouts)
             self._ends_s.clear()
             self._spans_s.clear()
             return None

@@ -2,17 +2,19 @@
 
 What the tuner has chosen is best where the next forward pass waits for all gradients. Where it waits for its first
 layers only, smaller units let these overtake more, and fewer streams bring each of them sooner; how far that pays
-depends on what a unit costs. So the search begins with the tuner's choice without and with updates put off, takes
+depends on what a unit costs. Nothing overlaps the first wait, for the last gradients that come, so that these travel in
+smaller units than the others. So the search begins with the tuner's choice without and with updates put off, takes
 smaller units, halves and doubles what was best as long as that gains, and repeats the best and the first in the end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-from sirtaki.autotune.knobs import Knobs, KnobSpace, format_bytes
+from sirtaki.autotune.knobs import Cut, Knobs, KnobSpace, format_bytes
+from sirtaki.comm.layout import GradientLayout
 
 MOST_TRIED = 8
 """Settings with updates put off, the tuner's own included."""
@@ -46,9 +48,10 @@ class OverlapTrials:
         over: nothing more is to be tried.
     """
 
-    def __init__(self, tuned: Knobs, space: KnobSpace, total_bytes: int) -> None:
-        """Args: what the tuner has chosen, what may be chosen, and all gradients' bytes."""
-        self._space, self._total_bytes = space, total_bytes
+    def __init__(self, tuned: Knobs, space: KnobSpace, layouts: Sequence[GradientLayout]) -> None:
+        """Args: what the tuner has chosen, what may be chosen, and the flat buffers."""
+        self._space, self._first_layout = space, layouts[0]
+        self._total_bytes = sum(layout.numel * layout.itemsize_bytes for layout in layouts)
         self.now = self.first = OverlapChoice(tuned, puts_off=False)
         self.over = False
         self._taken_s: dict[OverlapChoice, list[float]] = {self.first: []}
@@ -103,7 +106,7 @@ class OverlapTrials:
         if 1 <= streams <= tuned.streams:
             knobs = replace(tuned, unit_bytes=min(max(unit_bytes, low), high), streams=streams, cuts=None)
             if knobs in self._space:
-                yield OverlapChoice(knobs, puts_off=True)
+                yield OverlapChoice(knobs if low == high else tapered(knobs, self._first_layout), puts_off=True)
 
     def describe(self) -> str:
         """What was found, for the log."""
@@ -113,6 +116,21 @@ class OverlapTrials:
         )
         if not self.now.puts_off:
             return f"overlap_forward: {times} at best, so that it is not used"
-        cuts = "planned units" if fastest.knobs.cuts is not None else f"{format_bytes(fastest.knobs.unit_bytes)} units"
+        planned = fastest.knobs == self.first.knobs and fastest.knobs.cuts is not None
+        cuts = "planned units" if planned else f"{format_bytes(fastest.knobs.unit_bytes)} units"
         plural = "" if fastest.knobs.streams == 1 else "s"
         return f"overlap_forward: {times} and {cuts} on {fastest.knobs.streams} stream{plural}"
+
+
+def tapered(knobs: Knobs, layout: GradientLayout) -> Knobs:
+    """About equal units, but for the last two, which are a half and a quarter as large."""
+    unit = knobs.unit_bytes // layout.itemsize_bytes
+    half, quarter = unit // 2, unit // 4
+    equal = layout.numel - half - quarter
+    if quarter < 1 or equal < unit:
+        return knobs
+    count = round(equal / unit)
+    stops = [*(equal * number // count for number in range(1, count + 1)), equal + half, layout.numel]
+    return replace(
+        knobs, cuts=tuple(Cut(stop=stop, stream=number % knobs.streams) for number, stop in enumerate(stops))
+    )

@@ -1,14 +1,17 @@
 """Which settings are tried for the next forward pass to hide communication, and which is kept."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
 from sirtaki.autotune.knobs import KIB, MIB, Cut, Knobs, KnobSpace
+from sirtaki.comm.layout import GradientLayout
 from sirtaki.comm.plan import Algorithm, TransportKind
-from sirtaki.engine.overlap_trials import MOST_TRIED, OverlapChoice, OverlapTrials
+from sirtaki.engine.overlap_trials import MOST_TRIED, OverlapChoice, OverlapTrials, tapered
 
 SPACE = KnobSpace(routes=((TransportKind.GLOO, Algorithm.FLAT),), unit_bytes=(64 * KIB, 8 * MIB), streams=(1, 2, 4))
+LAYOUT = GradientLayout(sizes=(1000, 2 * MIB - 1000), itemsize_bytes=4, dtype="float32", device="cpu")
 TUNED = Knobs(unit_bytes=2 * MIB, streams=4, transport=TransportKind.GLOO)
 
 
@@ -21,7 +24,7 @@ def play(seconds: Callable[[OverlapChoice], float], trials: OverlapTrials) -> li
 
 
 def made(tuned: Knobs = TUNED, space: KnobSpace = SPACE) -> OverlapTrials:
-    return OverlapTrials(tuned, space, total_bytes=8 * MIB)
+    return OverlapTrials(tuned, space, [LAYOUT])
 
 
 def test_the_tuners_choice_comes_first_without_and_with_it() -> None:
@@ -77,8 +80,29 @@ def test_what_the_user_has_fixed_is_not_tried_otherwise() -> None:
     assert {choice.knobs for choice in run} == {TUNED}
 
 
-def test_planned_units_are_tried_as_they_are_and_uniform_ones_beside_them() -> None:
+def test_planned_units_are_tried_as_they_are_and_tapered_ones_beside_them() -> None:
     planned = Knobs(unit_bytes=2 * MIB, streams=2, transport=TransportKind.GLOO, cuts=(Cut(stop=2 * MIB, stream=0),))
     run = play(lambda choice: 1.0, made(planned))
     assert run[1].knobs == planned
-    assert all(choice.knobs.cuts is None for choice in run if choice.knobs != planned)
+    others = {choice.knobs for choice in run} - {planned}
+    assert others
+    assert others == {tapered(replace(knobs, cuts=None), LAYOUT) for knobs in others}
+
+
+@pytest.mark.parametrize("unit_bytes", [4, 16, 64 * KIB, 100_001, 4 * MIB])
+def test_the_last_units_are_a_half_and_a_quarter_of_the_others(unit_bytes: int) -> None:
+    knobs = tapered(replace(TUNED, unit_bytes=unit_bytes), LAYOUT)
+    units = [unit.stop - unit.start for unit in knobs.to_plan(LAYOUT).units]
+    assert sum(units) == LAYOUT.numel
+    if unit_bytes < 16:
+        assert knobs.cuts is None
+        return
+    unit = unit_bytes // 4
+    assert units[-2:] == [unit // 2, LAYOUT.numel - sum(units[:-1])]
+    assert units[-1] == pytest.approx(unit / 4, abs=1)
+    assert max(units[:-2]) - min(units[:-2]) <= 1
+    assert units[0] == pytest.approx(unit, rel=0.5)
+
+
+def test_what_is_too_small_for_that_is_cut_evenly() -> None:
+    assert tapered(replace(TUNED, unit_bytes=8 * MIB), LAYOUT).cuts is None
