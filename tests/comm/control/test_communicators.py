@@ -11,7 +11,7 @@ def mpi(ranks: int) -> Job:
     return Job(ranks, "mpi")
 
 
-@on_ranks("communicator", mesh(3), mesh(4), mpi(3), slow(mesh(1)), slow(mesh(2)), slow(mesh(5)), slow(mpi(4)))
+@on_ranks("communicator", mesh(3), mpi(3), slow(mesh(4)), slow(mesh(1)), slow(mesh(2)), slow(mesh(5)), slow(mpi(4)))
 def test_communicators_conform(rank_case: RankCase, play: Play) -> None:
     play(rank_case)
 

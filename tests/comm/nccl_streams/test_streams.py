@@ -32,6 +32,7 @@ def test_hierarchical_units_pass_the_conformance_suite(run_ranks: RunRanks) -> N
     assert "route nccl hierarchical" in run(run_ranks, "nccl-conform", 4, local_size="2")
 
 
+@SLOW
 def test_units_staged_through_the_host_pass_the_conformance_suite(run_ranks: RunRanks) -> None:
     assert "route staged flat" in run(run_ranks, "staged-conform", 2)
 

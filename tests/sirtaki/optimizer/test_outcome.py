@@ -92,6 +92,7 @@ def test_of_models_that_were_not_compiled_nothing_is_said() -> None:
     assert optimize(drawn_job(9), least_bytes=16 * 1024).plan.part_bytes is None
 
 
+@pytest.mark.slow
 def test_parts_are_never_advised_for_less_than_a_line_of_code_is_worth() -> None:
     for backward_s in (0.005, 0.02, 0.1, 2.0):
         for rate in (2e7, 2e8, 1e9):

@@ -39,6 +39,7 @@ def accelerations_cost_less_than_a_percent(job: JobModel) -> None:
     assert whole_s(job, searched(job)) <= 1.01 * whole_s(job, searched(job, NOTHING))
 
 
+@pytest.mark.slow
 @settings(max_examples=4, deadline=None)
 @given(st.integers(0, 10_000))
 def test_on_small_jobs_accelerations_cost_less_than_a_percent(seed: int) -> None:
@@ -100,6 +101,7 @@ def test_bf16_is_proposed_only_where_it_is_allowed() -> None:
     assert found.step_s < searched(job).step_s
 
 
+@pytest.mark.slow
 @settings(max_examples=4, deadline=None)
 @given(st.integers(0, 10_000))
 def test_what_is_simpler_is_taken_if_it_is_about_as_fast(seed: int) -> None:
