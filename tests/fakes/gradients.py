@@ -9,6 +9,7 @@ import torch
 from sirtaki.comm.device import Device, HostDevice
 from sirtaki.comm.gradients.buffers import GradientBuffers, Reduction
 from sirtaki.comm.gradients.planned_buffers import PlannedBuffers
+from sirtaki.comm.gradients.schedule import Schedule, ScheduledUnit
 from sirtaki.comm.layout import GradientLayout
 from sirtaki.comm.plan import CommPlan, TransportKind, Unit
 from sirtaki.comm.transports.contract import NOTHING_TO_DO, FlatBuffer, Work
@@ -97,3 +98,13 @@ def parameters(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> 
     for number, param in enumerate(found):
         param.grad = (torch.arange(param.numel()) + 100 * number).to(dtype).view(param.shape)
     return found
+
+
+def come(schedule: Schedule, index: int) -> list[ScheduledUnit]:
+    """A gradient comes; what leaves then."""
+    left: list[ScheduledUnit] = []
+    for number in schedule.units_of[index]:
+        schedule.missing[number] -= 1
+        if not schedule.missing[number]:
+            left += schedule.take(number)
+    return left

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from fakes.gradients import LonelyRouter, make_planned, parameters, plan_of
+from fakes.gradients import LonelyRouter, come, make_planned, parameters, plan_of
 
 from sirtaki.comm.gradients.control_flags import FLAG_COUNT, Said
 from sirtaki.comm.gradients.overtaking import IterationPace
@@ -13,13 +13,7 @@ from sirtaki.errors import PlanError, TransportError
 
 def all_come(schedule: Schedule) -> list[ScheduledUnit]:
     """All gradients come, one after the other; what leaves then."""
-    left: list[ScheduledUnit] = []
-    for numbers in schedule.units_of:
-        for number in numbers:
-            schedule.missing[number] -= 1
-            if not schedule.missing[number]:
-                left += schedule.take(number)
-    return left
+    return [unit for index in range(len(schedule.units_of)) for unit in come(schedule, index)]
 
 
 def test_the_first_buffer_ends_with_the_flags_and_every_layout_has_its_default_plan() -> None:

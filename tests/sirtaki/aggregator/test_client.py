@@ -182,6 +182,11 @@ def test_five_thousand_packets_through_loss_duplicates_and_reordering() -> None:
 
 
 @pytest.mark.slow
+def test_twenty_thousand_packets_through_loss_duplicates_and_reordering() -> None:
+    through_a_bad_network(4, HeatLayout(rows=27_500, width=16), 4, timeout_s=100)
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(580)
 def test_a_million_packets_through_loss_duplicates_and_reordering() -> None:
     through_a_bad_network(4, HeatLayout(rows=110_000, width=16), 50, timeout_s=560)

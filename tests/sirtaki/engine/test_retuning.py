@@ -46,6 +46,7 @@ def test_without_retuning_a_slower_link_changes_nothing(run_ranks: RunRanks) -> 
     ("ranks", "seed", "streams"),
     [
         (2, 1, ""),
+        pytest.param(3, 1, "", marks=pytest.mark.slow),
         *(pytest.param(ranks, seed, "", marks=pytest.mark.slow) for ranks in (2, 3, 4, 5) for seed in (2, 3, 5)),
         *(pytest.param(ranks, seed, "1", marks=pytest.mark.slow) for ranks in (2, 3, 4) for seed in (2, 3, 5, 10)),
     ],

@@ -22,7 +22,7 @@ def test_what_is_put_off_is_never_read_stale(play: Play, rank_case: RankCase) ->
 
 @on_ranks(
     "forward_overlap",
-    Job(3, "three ranks", {**DOUBLE, "SIRTAKI_UNIT_BYTES": "4096", "SIRTAKI_TEST_STEPS": "8"}),
+    Job(3, "three ranks", {**DOUBLE, "SIRTAKI_UNIT_BYTES": "4096", "SIRTAKI_TEST_STEPS": "12"}),
     slow(Job(3, "small units", DOUBLE)),
     slow(Job(5, "five ranks", DOUBLE)),
     slow(Job(2, "500 steps", LONG)),
