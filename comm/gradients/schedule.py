@@ -157,6 +157,7 @@ class Schedule:
 
     def take_all(self) -> Iterator[ScheduledUnit]:
         """All that have not left, complete or not."""
-        for number in sorted({*range(len(self.units))}.difference(self.left)):
+        before = set(self.left)
+        for number in (number for number in range(len(self.units)) if number not in before):
             self.left.append(number)
             yield self.units[number]

@@ -126,11 +126,6 @@ class Synchroniser:
         self._begin_iteration()
 
     @property
-    def on_streams(self) -> bool:
-        """Gradients are on a device on which things happen later than they are called."""
-        return self._device.streams
-
-    @property
     def n_params(self) -> int:
         """How many parameters it has."""
         return len(self._params)

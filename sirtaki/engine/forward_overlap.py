@@ -43,7 +43,6 @@ class ForwardOverlap:
     Attributes:
         wanted: iterations are to be put off; the same on all ranks.
         reads: parameters, by index, in the order in which this rank's forward pass reads them; empty = not known.
-        profiled: the iteration in which the order of gradients was profiled; None = it has not been.
         trials: that are under way, or have been; None where nothing is to be tried, or not yet.
     """
 
@@ -54,7 +53,6 @@ class ForwardOverlap:
         self._tries: bool
         self.wanted, self._tries = control.broadcast((wanted, tries))
         self.reads: Sequence[int] = ()
-        self.profiled: IterationReport | None = None
         self.trials: OverlapTrials | None = None
         self._pace: IterationPace | None = None
         self._ends_s: list[float] = []
@@ -97,7 +95,14 @@ class ForwardOverlap:
         return self.wanted and self._prepared == 1
 
     def note(
-        self, report: IterationReport, synchroniser: Synchroniser, knobs: Knobs, space: KnobSpace, *, joined: bool
+        self,
+        report: IterationReport,
+        synchroniser: Synchroniser,
+        knobs: Knobs,
+        space: KnobSpace,
+        *,
+        profiled: IterationReport | None,
+        joined: bool,
     ) -> Knobs | None:
         """An iteration has ended in which nothing was tuned or profiled. Collective when it is the last that prepares.
 
@@ -108,6 +113,7 @@ class ForwardOverlap:
             synchroniser: whose units leave in another order then.
             knobs: what it ran.
             space: what may be tried.
+            profiled: the iteration in which the order of gradients was profiled; None = it has not been.
             joined: this rank has no data any more, and knows nothing.
 
         Returns:
@@ -116,7 +122,7 @@ class ForwardOverlap:
         if not self.wanted:
             return None
         if self._prepared < PREPARING:
-            self._prepare(report, synchroniser, joined=joined)
+            self._prepare(report, synchroniser, profiled=profiled, joined=joined)
             if self._prepared < PREPARING or not self._tries or self.trials is not None:
                 return None
             self.trials = OverlapTrials(knobs, space, synchroniser.layouts)
@@ -152,11 +158,13 @@ class ForwardOverlap:
             self._pace = replace(self._pace, s_per_byte=span_s / _bytes_of(synchroniser))
         return mean_s
 
-    def _prepare(self, report: IterationReport, synchroniser: Synchroniser, *, joined: bool) -> None:
+    def _prepare(
+        self, report: IterationReport, synchroniser: Synchroniser, *, profiled: IterationReport | None, joined: bool
+    ) -> None:
         self._prepared += 1
         if self._prepared < PREPARING:
             return
-        count, profiled = synchroniser.n_params, self.profiled
+        count = synchroniser.n_params
         said = np.zeros(2 * count + 3)
         if not joined and len(self.reads) > 0 and profiled is not None:
             said[:count] = count  # what is never read is last
@@ -177,4 +185,4 @@ class ForwardOverlap:
 
 
 def _bytes_of(synchroniser: Synchroniser) -> int:
-    return sum(layout.numel * layout.itemsize_bytes for layout in synchroniser.layouts)
+    return sum(layout.total_bytes for layout in synchroniser.layouts)

@@ -51,7 +51,7 @@ class OverlapTrials:
     def __init__(self, tuned: Knobs, space: KnobSpace, layouts: Sequence[GradientLayout]) -> None:
         """Args: what the tuner has chosen, what may be chosen, and the flat buffers."""
         self._space, self._first_layout = space, layouts[0]
-        self._total_bytes = sum(layout.numel * layout.itemsize_bytes for layout in layouts)
+        self._total_bytes = sum(layout.total_bytes for layout in layouts)
         self.now = self.first = OverlapChoice(tuned, puts_off=False)
         self.over = False
         self._taken_s: dict[OverlapChoice, list[float]] = {self.first: []}

@@ -218,7 +218,7 @@ class TunedSynchroniser:
         if self.overlap.trials is not None and self.overlap.trying:
             self.knobs = self.overlap.trials.first.knobs
         self.overlap.begin()
-        self.overlap.profiled = self._profiled = report
+        self._profiled = report
         if self._drift is not None:
             self._drift.reordered()
             self._sync.say_pace(Pace.USUAL)
@@ -315,7 +315,7 @@ class TunedSynchroniser:
 
     def _note_overlap(self, report: IterationReport, *, joined: bool) -> None:
         """Collective now and then: see `ForwardOverlap`."""
-        knobs = self.overlap.note(report, self._sync, self.knobs, self._space, joined=joined)
+        knobs = self.overlap.note(report, self._sync, self.knobs, self._space, profiled=self._profiled, joined=joined)
         if knobs is not None:
             self._sync.set_plans(plans_for(knobs, self._sync.layouts))
             self.knobs = knobs

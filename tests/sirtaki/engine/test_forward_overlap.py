@@ -1,6 +1,5 @@
 """What is learned and agreed on before iterations end in the next forward pass."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -9,6 +8,7 @@ import pytest
 from sirtaki.autotune.knobs import KIB, Knobs, KnobSpace
 from sirtaki.comm.gradients.iteration_report import IterationReport
 from sirtaki.comm.gradients.overtaking import IterationPace
+from sirtaki.comm.layout import GradientLayout
 from sirtaki.comm.plan import Algorithm, TransportKind
 from sirtaki.engine import forward_overlap
 from sirtaki.engine.forward_overlap import SKIPPED, TIMED, ForwardOverlap
@@ -37,7 +37,7 @@ class Control:
 
 class Sync:
     n_params, on_streams = 3, False
-    layouts = (SimpleNamespace(numel=1 << 20, itemsize_bytes=4),)
+    layouts = (GradientLayout(sizes=(1 << 20,)),)
 
     def __init__(self) -> None:
         self.order: list[IterationPace] = []
@@ -49,12 +49,11 @@ class Sync:
 def test_two_iterations_prepare_it_and_then_all_ranks_have_one_order() -> None:
     control, sync = Control([0.0, 1.0, 2.0, 3.0, 2.5, 0.0, 3.0, 12.0, 1.0]), Sync()
     overlap: Any = ForwardOverlap(control, wanted=True)  # type: ignore[arg-type]
-    overlap.profiled = PROFILED
     states = []
     for _ in range(3):
         states.append((overlap.learning, overlap.ready))
         overlap.reads = [2, 0]
-        assert overlap.note(REPORT, sync, KNOBS, SPACE, joined=False) is None
+        assert overlap.note(REPORT, sync, KNOBS, SPACE, profiled=PROFILED, joined=False) is None
     assert states == [(False, False), (True, False), (False, True)]
     # What is never read is last; gradients come in half the time that they took while they were profiled.
     assert control.said == [[1.0, 3.0, 0.0, 1.0, 0.5, 0.0, 1.0, 4.0, 1.0]]
@@ -70,7 +69,7 @@ def test_where_nobody_knows_the_order_stays() -> None:
     overlap: Any = ForwardOverlap(Control([0.0] * 9), wanted=True)  # type: ignore[arg-type]
     overlap.reads = [0, 1, 2]
     for _ in range(2):
-        assert overlap.note(REPORT, sync, KNOBS, SPACE, joined=True) is None
+        assert overlap.note(REPORT, sync, KNOBS, SPACE, profiled=PROFILED, joined=True) is None
     assert overlap.ready
     assert sync.order == []
 
@@ -79,7 +78,7 @@ def test_where_it_is_not_wanted_nothing_is_said() -> None:
     control = Control([])
     overlap: Any = ForwardOverlap(control, wanted=False)  # type: ignore[arg-type]
     for _ in range(5):
-        overlap.note(REPORT, Sync(), KNOBS, SPACE, joined=False)
+        overlap.note(REPORT, Sync(), KNOBS, SPACE, profiled=PROFILED, joined=False)
     assert not overlap.ready
     assert not overlap.learning
     assert control.said == []
@@ -92,14 +91,14 @@ class Played:
         self.now_s, self.sync = 0.0, Sync()
         monkeypatch.setattr(forward_overlap.time, "perf_counter", lambda: self.now_s)
         self.overlap: Any = ForwardOverlap(Control([]), wanted=True, tries=True)  # type: ignore[arg-type]
-        self.overlap.reads, self.overlap.profiled = [0, 1, 2], PROFILED
+        self.overlap.reads = [0, 1, 2]
         self.knobs, self.gains, self.put_off = KNOBS, gains, list[bool]()
 
     def iterate(self, count: int) -> None:
         for _ in range(count):
             self.put_off.append(self.overlap.ready)
             self.now_s += 0.5 if self.overlap.ready and self.gains else 1.0
-            knobs = self.overlap.note(REPORT, self.sync, self.knobs, SPACE, joined=False)
+            knobs = self.overlap.note(REPORT, self.sync, self.knobs, SPACE, profiled=PROFILED, joined=False)
             if knobs is not None:
                 self.knobs = knobs
                 self.overlap.order(self.sync)
