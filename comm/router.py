@@ -166,7 +166,14 @@ class Router:
         self._limits.opened[route] = max(have, want)
 
     def keep_only(self, plans: Sequence[CommPlan]) -> None:
-        """Collective, between iterations: frees the GPU's memory of what only other plans need."""
+        """Collective, between iterations: closes what only other plans need, if it takes time or a GPU's memory."""
+        self._control.agree_on_success("")  # nothing is in flight any more on any rank
+        for (kind, algorithm), transport in self._transports.items():
+            specs = [spec for plan in plans if plan.transport is kind for spec in streams_of(plan, algorithm)]
+            wanted = 1 + max((spec.number for spec in specs), default=-1)
+            if self._limits.opened.get((kind, algorithm), 0) > wanted and not isinstance(transport, NcclTransport):
+                transport.keep(wanted)
+                self._limits.opened[kind, algorithm] = wanted
         if self._factory.pool is not None:
             keys = [
                 key

@@ -158,6 +158,9 @@ class NcclTransport:
         """Returns the work and the factor that has still to be applied."""
         return _all_reduce(self._group(stream, Scope.ALL), unit, op, scale)
 
+    def keep(self, streams: int) -> None:
+        """See `Transport`; the pool is its owner's."""
+
     def close(self) -> bool:
         """See `Transport`; the pool is its owner's."""
         return True

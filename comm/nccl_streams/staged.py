@@ -151,6 +151,10 @@ class StagedTransport:
             return NOTHING_TO_DO
         return self._streams[stream.number].submit(buffer, start, stop, op, scale)
 
+    def keep(self, streams: int) -> None:
+        """See `Transport`."""
+        self._inner.keep(streams)
+
     def close(self) -> bool:
         """See `Transport`."""
         for stream in self._streams:

@@ -125,6 +125,10 @@ class Transport(Protocol):
         """
         ...
 
+    def keep(self, streams: int) -> None:
+        """Collective, with nothing in flight on any rank: closes all but the first so many if idle ones take time."""
+        ...
+
     def close(self) -> bool:
         """Releases threads and connections; pending works fail. May be called twice.
 

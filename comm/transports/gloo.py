@@ -186,6 +186,11 @@ class GlooTransport:
         )
         return _GlooWork(work, incoming, 1.0, f"an exchange on stream {stream.number}")
 
+    def keep(self, streams: int) -> None:
+        """See `Transport`: the I/O thread of an idle one wakes up a hundred times a second."""
+        while len(self._groups) > streams:
+            _end(self._groups.pop())
+
     def close(self) -> bool:
         """See `Transport`."""
         for group in self._groups:

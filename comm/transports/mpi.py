@@ -186,6 +186,9 @@ class MpiTransport:
         chosen.tasks.put(task)
         return work
 
+    def keep(self, streams: int) -> None:
+        """See `Transport`: an idle one sleeps."""
+
     def close(self) -> bool:
         """See `Transport`."""
         for stream in self._streams:

@@ -147,6 +147,11 @@ class _Stream:
             return f"shared-memory stream {self._index}: {err}"
         return ""
 
+    @property
+    def crosses_by(self) -> TransportKind | None:
+        """What carries units between nodes; None = there is only one node."""
+        return None if self._across is None else self._across.kind
+
     def submit(self, task: _Task) -> None:
         """Posts a unit. The queue is filled first, so that the thread finds the task once it sees the count."""
         self._incoming.put(task)
@@ -318,6 +323,11 @@ class SharedMemoryTransport:
         task = _Task(outgoing, receive=receive)
         self._streams[stream.number].submit(task)
         return task.work
+
+    def keep(self, streams: int) -> None:
+        """See `Transport`: an idle one sleeps, unless it reaches other nodes over Gloo."""
+        while len(self._streams) > streams and self._streams[-1].crosses_by is TransportKind.GLOO:
+            self._streams.pop().close()
 
     def close(self) -> bool:
         """See `Transport`."""

@@ -320,7 +320,10 @@ class TunedSynchroniser:
             self._sync.set_plans(plans_for(knobs, self._sync.layouts))
             self.knobs = knobs
             self.overlap.order(self._sync)
-            if self._drift is not None and not self.overlap.trying:
+            if self.overlap.trying:
+                return
+            self.router.keep_only(self._sync.plans)
+            if self._drift is not None:
                 self._drift.reordered()
 
     def _watch(self, drift: DriftWatch, span_s: float, agreed: Pace) -> None:

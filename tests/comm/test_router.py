@@ -34,6 +34,7 @@ class Transport:
         self.opened: list[list[StreamSpec]] = []
         self.asked: list[tuple[int, int, dict[str, Any]]] = []
         self.closed, self.ends = 0, True
+        self.kept: list[int] = []
 
     def open_streams(self, streams: Sequence[StreamSpec]) -> None:
         if max(stream.number for stream in streams) >= self.possible:
@@ -43,6 +44,9 @@ class Transport:
     def all_reduce(self, buffer: FlatBuffer, start: int, stop: int, **how: Any) -> Work:
         self.asked.append((start, stop, how))
         return NOTHING_TO_DO
+
+    def keep(self, streams: int) -> None:
+        self.kept.append(streams)
 
     def close(self) -> bool:
         self.closed += 1
@@ -171,6 +175,21 @@ def test_more_streams_than_are_possible_are_refused_with_the_reason(make: Make) 
     router.open_plan(plan(2, FLAT, FLAT))
 
 
+def test_of_streams_that_idle_those_are_kept_that_a_plan_uses_and_others_can_be_opened_again(make: Make) -> None:
+    router = make()
+    flat, tree, mpi = (transport(router, route) for route in Factory.all_routes[1::-1] + Factory.all_routes[2:])
+    router.open_plan(plan(4, FLAT, FLAT, FLAT, FLAT))
+    router.open_plan(plan(2, TREE, TREE))
+    router.open_plan(plan(2, FLAT, FLAT, kind=MPI))
+    router.keep_only([plan(2, FLAT, FLAT), plan(3, TREE, FLAT, TREE)])
+    assert (flat.kept, tree.kept, mpi.kept) == ([2], [], [0])
+    router.keep_only([plan(2, FLAT, FLAT)])
+    assert (flat.kept, tree.kept, mpi.kept) == ([2], [0], [0])
+    router.open_plan(plan(4, FLAT, FLAT, FLAT, FLAT))
+    router.keep_only([plan(4, FLAT, FLAT, FLAT, FLAT)])
+    assert flat.kept == [2]
+
+
 def test_streams_that_could_not_be_opened_are_an_error_and_half_of_them_are_not_tried_again(make: Make) -> None:
     router = make()
     gloo = transport(router, (GLOO, FLAT))
@@ -282,10 +301,8 @@ def test_a_devices_buffer_has_a_mirror_on_the_host_unless_nccl_carries_it(make: 
     assert len(device.pinned) == 1
 
 
-def test_without_nccl_there_is_nothing_to_check_and_nothing_to_keep(make: Make) -> None:
-    router = make()
-    router.check()
-    router.keep_only([plan(1, FLAT)])
+def test_without_nccl_there_is_nothing_to_check(make: Make) -> None:
+    make().check()
 
 
 def test_nccls_pool_is_checked_and_closed_unless_the_job_is_lost(make: Make) -> None:

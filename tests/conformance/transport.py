@@ -64,10 +64,10 @@ def reduces_every_dtype_size_and_operation(control: ControlPlane, router: Router
                 assert_close(buffer.tensor, expected(control.size, numel, dtype, op, scale, salt), dtype, control.size)
 
 
-def touches_nothing_outside_the_range(control: ControlPlane, router: Router, route: Route) -> None:
+def touches_nothing_outside_the_range(control: ControlPlane, router: Router, route: Route, *, stream: int = 0) -> None:
     buffer = router.allocate(1000, torch.float32)
     buffer.tensor.fill_(float(control.rank))
-    finish(router, router.all_reduce(buffer, 333, 667, route=route, stream=0))
+    finish(router, router.all_reduce(buffer, 333, 667, route=route, stream=stream))
     total = float(sum(range(control.size)))
     assert torch.all(buffer.tensor[333:667] == total)
     assert torch.all(buffer.tensor[:333] == control.rank)
@@ -105,24 +105,28 @@ def keeps_many_units_on_many_streams_apart(control: ControlPlane, router: Router
         assert_close(buffer.tensor, wanted, torch.float32, control.size)
 
 
-def opens_the_streams_of_a_plan(router: Router, route: Route) -> None:
+def plan_on(streams: int, route: Route) -> CommPlan:
     transport, algorithm = route
+    units = tuple(Unit(start=i, stop=i + 1, stream=i, algorithm=algorithm) for i in range(streams))
+    return CommPlan(numel=streams, streams=streams, transport=transport, units=units)
+
+
+def goes_on_with_fewer_streams_and_with_more_again(control: ControlPlane, router: Router, route: Route) -> None:
     streams = min(4, router.max_streams())
-    router.open_plan(
-        CommPlan(
-            numel=streams,
-            streams=streams,
-            transport=transport,
-            units=tuple(Unit(start=i, stop=i + 1, stream=i, algorithm=algorithm) for i in range(streams)),
-        )
-    )
+    for _ in range(3):
+        for kept in sorted({streams, max(1, streams - 1), 1}, reverse=True):
+            router.keep_only([plan_on(kept, route)])
+            touches_nothing_outside_the_range(control, router, route, stream=kept - 1)
+        router.keep_only([])
+        router.open_plan(plan_on(streams, route))
 
 
 def check_route(control: ControlPlane, router: Router, route: Route) -> None:
     """Collective: the whole suite over one route."""
-    opens_the_streams_of_a_plan(router, route)
+    router.open_plan(plan_on(min(4, router.max_streams()), route))
     reduces_every_dtype_size_and_operation(control, router, route)
     touches_nothing_outside_the_range(control, router, route)
     if isinstance(router.device, HostDevice | CudaDevice):  # threads that play streams need not carry as much
         reduces_twenty_five_megabytes(control, router, route)
+    goes_on_with_fewer_streams_and_with_more_again(control, router, route)
     keeps_many_units_on_many_streams_apart(control, router, route)
