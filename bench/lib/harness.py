@@ -12,6 +12,7 @@ import json
 import math
 import os
 import platform
+import shlex
 import statistics
 import subprocess
 import sys
@@ -113,7 +114,7 @@ class Report:
         program, *words = (word for word in sys.argv if word != "--save")
         return {
             "benchmark": self.name,
-            "command": " ".join(["python", "-m", f"bench.{Path(program).stem}", *words]),
+            "command": shlex.join(["python", "-m", f"bench.{Path(program).stem}", *words]),
             "taken_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "machine": machine(),
             "versions": versions(),

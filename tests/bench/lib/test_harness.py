@@ -62,6 +62,11 @@ def test_the_file_holds_figures_spread_machine_versions_and_seed(tmp_path):
     assert written["machine"]["cores"] >= 1
 
 
+def test_the_command_can_be_given_again(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["bench/trial.py", "--save", "--only", "two words", "--check"])
+    assert a_report(value=0.5).to_json()["command"] == "python -m bench.trial --only 'two words' --check"
+
+
 def test_saving_keeps_a_summary_apart_from_the_samples(tmp_path, monkeypatch):
     monkeypatch.setattr(harness, "RESULTS", tmp_path)
     monkeypatch.setattr(harness, "RAW", tmp_path / "raw")

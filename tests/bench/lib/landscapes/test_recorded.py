@@ -14,6 +14,7 @@ import pytest
 from bench.landscapes import bars, by_family, summary
 from bench.lib.landscapes.contenders import CONTENDERS, SIRTAKI
 from bench.lib.landscapes.recorded import Recorded, estimated, recorded, recordings
+from bench.sweep import model_rank_correlation
 from sirtaki.autotune.knobs import KIB, Cut, Knobs
 from sirtaki.comm.plan import TransportKind
 
@@ -116,8 +117,8 @@ def test_what_is_kept_of_real_jobs_can_be_read() -> None:
     assert sum(path.stat().st_size for path in recordings()) <= 500 * KIB
 
 
-def row(contender: str, family: str, seed: int, regret: float) -> dict[str, object]:
-    head = {"contender": contender, "family": family, "seed": seed, "regret": regret}
+def row(contender: str, family: str, seed: int, regret: float, *, default: float = 1.5) -> dict[str, object]:
+    head = {"contender": contender, "family": family, "seed": seed, "regret": regret, "default_over_best": default}
     return {**head, "found_at": 9, "cost": 1.0, "over_default": 0.9}
 
 
@@ -128,3 +129,20 @@ def test_contenders_are_compared_on_the_seeds_that_both_have_had() -> None:
     found = {bar.claim: bar.value for bar in bars(rows)}
     assert found["mean regret over that of the best other contender (optuna GP)"] == pytest.approx(0.25)
     assert found["regret behind the best contender in the worst family"] == pytest.approx(-0.03)
+
+
+def test_what_is_asked_where_the_default_is_the_best_and_of_short_warm_ups() -> None:
+    rows = [row(SIRTAKI, "a", 0, 0.02), row(SIRTAKI, "idle", 0, 0.008, default=1.0)]
+    rows += [row("random", "a", 0, 0.04), row("random", "idle", 0, 0.016, default=1.0)]
+    missed = [bar.claim for bar in bars(rows) if not bar.met]
+    assert missed == ["regret where the default is the best"]
+    assert [(bar.value, bar.limit) for bar in bars(rows, budget=40)] == [(pytest.approx(0.5), 1.0)]
+
+
+def test_what_planners_predict_is_held_against_what_was_recorded() -> None:
+    path = next(path for path in recordings() if path.stem == "cluster-400-100")
+    data = json.loads(path.read_text())
+    assert model_rank_correlation(data) > 0.9
+    upside_down = [{**one, "spans_s": [1.0 / span_s for span_s in one["spans_s"]]} for one in data["rows"]]
+    assert model_rank_correlation({**data, "rows": upside_down}) < -0.9
+    assert math.isnan(model_rank_correlation({**data, "model": None}))
