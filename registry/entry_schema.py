@@ -4,12 +4,23 @@ An import is data from strangers: this is the border, and all behind it may trus
 looked up by name; nesting is as deep as the schema and no deeper.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from sirtaki.errors import RegistryError
 from sirtaki.link_model import LinkModel
 
+from .checked import (
+    HIGHEST,
+    checked_choice,
+    checked_fields,
+    checked_flag,
+    checked_list,
+    checked_number,
+    checked_pairs,
+    checked_text,
+    checked_whole,
+)
 from .entry import Entry, EntryKey, Provenance, implausible
 from .graph import Graph
 from .topology import MAX_RANKS, Topology
@@ -18,8 +29,6 @@ _T = TypeVar("_T")
 
 MAX_TRIALS = 10_000
 MAX_CUTS = 100_000
-MAX_TEXT_CHARS = 1_000
-_HIGHEST = 1e18
 _LOWEST_RATE = 1e-9
 
 _ALGORITHMS = ("flat", "hierarchical")
@@ -38,7 +47,7 @@ def entry_from_json(data: object) -> Entry:
         RegistryError: a field is missing, unknown or has an invalid value, or no job can have found this;
             the message names it.
     """
-    fields = _fields("entry", data, (*_BODY_FIELDS, "model", "topology"))
+    fields = checked_fields("entry", data, (*_BODY_FIELDS, "model", "topology"))
     entry = body_from_json(
         {name: fields[name] for name in _BODY_FIELDS},
         model=_named("model", Graph.from_json, fields["model"]),
@@ -63,21 +72,22 @@ def body_from_json(data: object, *, model: Graph, topology: Topology) -> Entry:
     Raises:
         RegistryError: as in `entry_from_json`.
     """
-    fields = _fields("entry", data, _BODY_FIELDS)
+    fields = checked_fields("entry", data, _BODY_FIELDS)
     return Entry(
         key=_key(fields["key"]),
         model=model,
         topology=topology,
-        layout=_text("layout", fields["layout"]),
+        layout=checked_text("layout", fields["layout"]),
         knobs=checked_knobs("knobs", fields["knobs"]),
-        best_span_s=_number("best_span_s", fields["best_span_s"], low=1e-9),
-        default_span_s=_number("default_span_s", fields["default_span_s"], low=1e-9),
-        noise_s=_number("noise_s", fields["noise_s"]),
-        n_trials=_whole("n_trials", fields["n_trials"], high=10**9),
-        arm=_text("arm", fields["arm"]),
-        complete=_flag("complete", fields["complete"]),
+        best_span_s=checked_number("best_span_s", fields["best_span_s"], low=1e-9),
+        default_span_s=checked_number("default_span_s", fields["default_span_s"], low=1e-9),
+        noise_s=checked_number("noise_s", fields["noise_s"]),
+        n_trials=checked_whole("n_trials", fields["n_trials"], high=10**9),
+        arm=checked_text("arm", fields["arm"]),
+        complete=checked_flag("complete", fields["complete"]),
         trials=tuple(
-            _trial(f"trials[{index}]", item) for index, item in enumerate(_list("trials", fields["trials"], MAX_TRIALS))
+            _trial(f"trials[{index}]", item)
+            for index, item in enumerate(checked_list("trials", fields["trials"], MAX_TRIALS))
         ),
         link=None if fields["link"] is None else _link(fields["link"]),
         provenance=_provenance(fields["provenance"]),
@@ -90,14 +100,14 @@ def checked_knobs(path: str, data: object) -> dict[str, Any]:
     Raises:
         RegistryError: as in `entry_from_json`.
     """
-    fields = _fields(path, data, ("unit_bytes", "streams", "threads", "algorithm", "transport", "cuts"))
-    streams = _whole(f"{path}.streams", fields["streams"], low=1, high=1024)
+    fields = checked_fields(path, data, ("unit_bytes", "streams", "threads", "algorithm", "transport", "cuts"))
+    streams = checked_whole(f"{path}.streams", fields["streams"], low=1, high=1024)
     return {
-        "unit_bytes": _whole(f"{path}.unit_bytes", fields["unit_bytes"], low=1, high=2**40),
+        "unit_bytes": checked_whole(f"{path}.unit_bytes", fields["unit_bytes"], low=1, high=2**40),
         "streams": streams,
         "threads": _threads(f"{path}.threads", fields["threads"]),
-        "algorithm": _choice(f"{path}.algorithm", fields["algorithm"], _ALGORITHMS),
-        "transport": _choice(f"{path}.transport", fields["transport"], _TRANSPORTS),
+        "algorithm": checked_choice(f"{path}.algorithm", fields["algorithm"], _ALGORITHMS),
+        "transport": checked_choice(f"{path}.transport", fields["transport"], _TRANSPORTS),
         "cuts": None if fields["cuts"] is None else _cuts(f"{path}.cuts", fields["cuts"], streams),
     }
 
@@ -105,152 +115,95 @@ def checked_knobs(path: str, data: object) -> dict[str, Any]:
 def _cuts(path: str, data: object, streams: int) -> list[list[int | None]]:
     cuts: list[list[int | None]] = []
     end = 0
-    for index, item in enumerate(_list(path, data, MAX_CUTS)):
+    for index, item in enumerate(checked_list(path, data, MAX_CUTS)):
         here = f"{path}[{index}]"
-        if len(_list(here, item, 3)) != 3:
+        if len(checked_list(here, item, 3)) != 3:
             raise RegistryError(f"{here}: must be a list of stop, stream and threads")
-        stop = _whole(f"{here}.stop", item[0], low=end + 1, high=2**48)
-        stream = _whole(f"{here}.stream", item[1], high=streams - 1)
+        stop = checked_whole(f"{here}.stop", item[0], low=end + 1, high=2**48)
+        stream = checked_whole(f"{here}.stream", item[1], high=streams - 1)
         cuts.append([stop, stream, _threads(f"{here}.threads", item[2])])
         end = stop
     return cuts
 
 
 def _trial(path: str, data: object) -> dict[str, Any]:
-    fields = _fields(path, data, ("arm", "knobs", "iterations", "span_s", "noise_s", "status", "was_best"))
+    fields = checked_fields(path, data, ("arm", "knobs", "iterations", "span_s", "noise_s", "status", "was_best"))
     span_s = fields["span_s"]
     return {
-        "arm": _text(f"{path}.arm", fields["arm"]),
+        "arm": checked_text(f"{path}.arm", fields["arm"]),
         "knobs": checked_knobs(f"{path}.knobs", fields["knobs"]),
-        "iterations": _whole(f"{path}.iterations", fields["iterations"], high=10**9),
-        "span_s": None if span_s is None else _number(f"{path}.span_s", span_s),
-        "noise_s": _number(f"{path}.noise_s", fields["noise_s"]),
-        "status": _choice(f"{path}.status", fields["status"], _STATUSES),
-        "was_best": _flag(f"{path}.was_best", fields["was_best"]),
+        "iterations": checked_whole(f"{path}.iterations", fields["iterations"], high=10**9),
+        "span_s": None if span_s is None else checked_number(f"{path}.span_s", span_s),
+        "noise_s": checked_number(f"{path}.noise_s", fields["noise_s"]),
+        "status": checked_choice(f"{path}.status", fields["status"], _STATUSES),
+        "was_best": checked_flag(f"{path}.was_best", fields["was_best"]),
     }
 
 
 def _key(data: object) -> EntryKey:
-    fields = _fields(
+    fields = checked_fields(
         "key",
         data,
         ("model", "topology", "world_size", "dtype", "device", "versions"),
         optional=("gradients", "fixed", "condition"),  # older releases know none
     )
     return EntryKey(
-        model=_text("key.model", fields["model"]),
-        topology=_text("key.topology", fields["topology"]),
-        world_size=_whole("key.world_size", fields["world_size"], low=1, high=MAX_RANKS),
-        dtype=_text("key.dtype", fields["dtype"]),
-        device=_text("key.device", fields["device"]),
-        versions=_versions("key.versions", fields["versions"]),
-        gradients=_text("key.gradients", fields.get("gradients", "")),
-        fixed=_versions("key.fixed", fields.get("fixed", {})),
-        condition=_text("key.condition", fields.get("condition", "")),
+        model=checked_text("key.model", fields["model"]),
+        topology=checked_text("key.topology", fields["topology"]),
+        world_size=checked_whole("key.world_size", fields["world_size"], low=1, high=MAX_RANKS),
+        dtype=checked_text("key.dtype", fields["dtype"]),
+        device=checked_text("key.device", fields["device"]),
+        versions=checked_pairs("key.versions", fields["versions"]),
+        gradients=checked_text("key.gradients", fields.get("gradients", "")),
+        fixed=checked_pairs("key.fixed", fields.get("fixed", {})),
+        condition=checked_text("key.condition", fields.get("condition", "")),
     )
 
 
 def _link(data: object) -> LinkModel:
     if isinstance(data, Mapping) and "latency_s" in data:  # as older releases write it
         return _old_link(data)
-    fields = _fields("link", data, ("alpha_s", "throughput", "host_s", "residual"))
+    fields = checked_fields("link", data, ("alpha_s", "throughput", "host_s", "residual"))
     return LinkModel(
-        alpha_s=_number("link.alpha_s", fields["alpha_s"]),
+        alpha_s=checked_number("link.alpha_s", fields["alpha_s"]),
         throughput=_rates("link.throughput", fields["throughput"]),
-        host_s=_number("link.host_s", fields["host_s"]),
-        residual=_number("link.residual", fields["residual"]),
+        host_s=checked_number("link.host_s", fields["host_s"]),
+        residual=checked_number("link.residual", fields["residual"]),
     )
 
 
 def _old_link(data: object) -> LinkModel:
-    fields = _fields("link", data, ("latency_s", "bandwidth_bytes_per_s", "concurrency"))
-    alone = _number("link.bandwidth_bytes_per_s", fields["bandwidth_bytes_per_s"], low=_LOWEST_RATE)
+    fields = checked_fields("link", data, ("latency_s", "bandwidth_bytes_per_s", "concurrency"))
+    alone = checked_number("link.bandwidth_bytes_per_s", fields["bandwidth_bytes_per_s"], low=_LOWEST_RATE)
     gains = _rates("link.concurrency", fields["concurrency"] or [1.0])
     return LinkModel(
-        alpha_s=_number("link.latency_s", fields["latency_s"]),
-        throughput=tuple(min(max(alone * gain, _LOWEST_RATE), _HIGHEST) for gain in gains),
+        alpha_s=checked_number("link.latency_s", fields["latency_s"]),
+        throughput=tuple(min(max(alone * gain, _LOWEST_RATE), HIGHEST) for gain in gains),
     )
 
 
 def _rates(path: str, data: object) -> tuple[float, ...]:
-    rates = _list(path, data, 1024)
+    rates = checked_list(path, data, 1024)
     if not rates:
         raise RegistryError(f"{path}: must not be empty")
-    return tuple(_number(f"{path}[{index}]", rate, low=_LOWEST_RATE) for index, rate in enumerate(rates))
+    return tuple(checked_number(f"{path}[{index}]", rate, low=_LOWEST_RATE) for index, rate in enumerate(rates))
 
 
 def _provenance(data: object) -> Provenance:
-    fields = _fields("provenance", data, ("created_s", "model_name", "host_kinds", "versions"))
+    fields = checked_fields("provenance", data, ("created_s", "model_name", "host_kinds", "versions"))
     return Provenance(
-        created_s=_number("provenance.created_s", fields["created_s"], high=1e11),
-        model_name=_text("provenance.model_name", fields["model_name"]),
+        created_s=checked_number("provenance.created_s", fields["created_s"], high=1e11),
+        model_name=checked_text("provenance.model_name", fields["model_name"]),
         host_kinds=tuple(
-            _text(f"provenance.host_kinds[{index}]", item)
-            for index, item in enumerate(_list("provenance.host_kinds", fields["host_kinds"], MAX_RANKS))
+            checked_text(f"provenance.host_kinds[{index}]", item)
+            for index, item in enumerate(checked_list("provenance.host_kinds", fields["host_kinds"], MAX_RANKS))
         ),
-        versions=_versions("provenance.versions", fields["versions"]),
+        versions=checked_pairs("provenance.versions", fields["versions"]),
     )
 
 
-def _versions(path: str, data: object) -> tuple[tuple[str, str], ...]:
-    if not isinstance(data, Mapping) or len(data) > 100:
-        raise RegistryError(f"{path}: must be an object of at most 100 names and texts, not {_shown(data)}")
-    return tuple(sorted((_text(f"{path} (a name)", name), _text(f"{path}.{name}", data[name])) for name in data))
-
-
-def _fields(path: str, data: object, names: Sequence[str], *, optional: Sequence[str] = ()) -> Mapping[str, Any]:
-    if not isinstance(data, Mapping):
-        raise RegistryError(f"{path}: must be an object, not {_shown(data)}")
-    missing = [name for name in names if name not in data]
-    if missing:
-        raise RegistryError(f"{path}: lacks {', '.join(missing)}")
-    unknown = [name for name in data if name not in names and name not in optional]
-    if unknown:
-        raise RegistryError(f"{path}: has the unknown field {_shown(unknown[0])}")
-    return data
-
-
-def _list(path: str, data: object, most: int) -> list[Any]:
-    if not isinstance(data, list) or len(data) > most:
-        raise RegistryError(f"{path}: must be a list of at most {most}, not {_shown(data)}")
-    return data
-
-
-def _whole(path: str, value: object, *, low: int = 0, high: int) -> int:
-    if type(value) is not int or not low <= value <= high:  # True is no number here
-        raise RegistryError(f"{path}: must be a whole number from {low} to {high}, not {_shown(value)}")
-    return value
-
-
-def _number(path: str, value: object, *, low: float = 0.0, high: float = _HIGHEST) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:  # NaN is neither
-        raise RegistryError(f"{path}: must be a number from {low:g} to {high:g}, not {_shown(value)}")
-    return float(value)
-
-
 def _threads(path: str, value: object) -> int | None:
-    return None if value is None else _whole(path, value, low=1, high=2**20)
-
-
-def _flag(path: str, value: object) -> bool:
-    if not isinstance(value, bool):
-        raise RegistryError(f"{path}: must be true or false, not {_shown(value)}")
-    return value
-
-
-def _text(path: str, value: object) -> str:
-    # Unprintable characters could play tricks on a terminal, and some databases refuse them.
-    if not isinstance(value, str) or len(value) > MAX_TEXT_CHARS or not value.isprintable():
-        raise RegistryError(
-            f"{path}: must be printable text of at most {MAX_TEXT_CHARS} characters, not {_shown(value)}"
-        )
-    return value
-
-
-def _choice(path: str, value: object, choices: Sequence[str]) -> str:
-    if value not in choices:
-        raise RegistryError(f"{path}: must be one of {', '.join(choices)}, not {_shown(value)}")
-    return str(value)
+    return None if value is None else checked_whole(path, value, low=1, high=2**20)
 
 
 def _named(path: str, parse: Callable[[object], _T], data: object) -> _T:
@@ -258,10 +211,3 @@ def _named(path: str, parse: Callable[[object], _T], data: object) -> _T:
         return parse(data)
     except RegistryError as err:
         raise RegistryError(f"{path}: {err}") from err
-
-
-def _shown(value: object) -> str:
-    """A value in a message, cut short: it may be megabytes, and may hold control characters."""
-    if isinstance(value, list | Mapping):
-        return f"{type(value).__name__} of {len(value)}"
-    return ascii(value)[:80]

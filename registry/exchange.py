@@ -1,42 +1,54 @@
-"""Entries as a file: what `sirtaki registry export` writes and `import` believes only after looking at every field.
+"""Entries and ways of rows as a file: what `sirtaki registry export` writes and `import` checks field by field.
 
-A file may come from anywhere: it is parsed here, under limits, into checked entries or an error that names the entry
-and the field.
+A file may come from anywhere: it is parsed here, under limits, into what is checked or an error that names the entry
+or way and the field.
 """
 
 import json
-from collections.abc import Iterable
-from typing import IO, Any
+from collections.abc import Callable, Iterable
+from typing import IO, Any, TypeVar
 
 from sirtaki.errors import RegistryError
 
 from .entry import Entry
 from .entry_schema import entry_from_json
+from .row_ways import RowWay, way_from_json
+
+_T = TypeVar("_T")
 
 FORMAT = "sirtaki-registry"
-VERSION = 1
+VERSION = 2
+_LISTS = {1: ("entries",), VERSION: ("entries", "row_ways")}  # that a document of each version has
 
 MAX_FILE_CHARS = 1 << 29
 MAX_ENTRIES = 100_000
 
 
-def write_entries(entries: Iterable[Entry], file: IO[str]) -> int:
-    """Writes a document with one entry a line; how many there were."""
-    count = 0
+def write_document(entries: Iterable[Entry], ways: Iterable[RowWay], file: IO[str]) -> int:
+    """Writes a document with one entry or way of rows a line; how many there were."""
     file.write(f'{{"format": "{FORMAT}", "version": {VERSION}, "entries": [')
-    for entry in entries:
-        file.write(",\n" if count else "\n")
-        file.write(json.dumps(entry.to_json(), allow_nan=False))
-        count += 1
-    file.write("\n]}\n")
+    count = _write_lines(entries, file)
+    file.write('], "row_ways": [')
+    count += _write_lines(ways, file)
+    file.write("]}\n")
     return count
 
 
-def read_entries(file: IO[str]) -> list[Entry]:
-    """The entries of a document, all of them checked.
+def _write_lines(items: Iterable[Entry | RowWay], file: IO[str]) -> int:
+    count = 0
+    for item in items:
+        file.write(",\n" if count else "\n")
+        file.write(json.dumps(item.to_json(), allow_nan=False))
+        count += 1
+    file.write("\n")
+    return count
+
+
+def read_document(file: IO[str]) -> tuple[list[Entry], list[RowWay]]:
+    """The entries and ways of rows of a document, all of them checked; documents of version 1 have no ways.
 
     Raises:
-        RegistryError: it is no such document, or an entry has a field that is invalid; the message names both.
+        RegistryError: it is no such document, or an entry or way has a field that is invalid; the message names both.
     """
     try:
         text = file.read(MAX_FILE_CHARS + 1)
@@ -50,20 +62,26 @@ def read_entries(file: IO[str]) -> list[Entry]:
         raise RegistryError(f"this is not the JSON that `sirtaki registry export` writes: {err!s:.200}") from err
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise RegistryError("this is not what `sirtaki registry export` writes: its format is not " + FORMAT)
-    if type(data.get("version")) is not int or data["version"] != VERSION:
-        raise RegistryError(f"the document's version is not {VERSION}: it was written by another release")
-    if set(data) != {"format", "version", "entries"}:
-        raise RegistryError("the document needs exactly the fields format, version and entries")
-    if not isinstance(data["entries"], list) or len(data["entries"]) > MAX_ENTRIES:
-        raise RegistryError(f"entries must be a list of at most {MAX_ENTRIES}")
-    return [_checked(number, item) for number, item in enumerate(data["entries"], start=1)]
+    if type(data.get("version")) is not int or data["version"] not in _LISTS:
+        raise RegistryError(f"the document's version is not 1 or {VERSION}: it was written by a newer release")
+    lists = _LISTS[data["version"]]
+    if set(data) != {"format", "version", *lists}:
+        raise RegistryError(f"the document needs exactly the fields format, version and {' and '.join(lists)}")
+    for name in lists:
+        if not isinstance(data[name], list) or len(data[name]) > MAX_ENTRIES:
+            raise RegistryError(f"{name} must be a list of at most {MAX_ENTRIES}")
+    entries = _checked("entry", data["entries"], entry_from_json)
+    return entries, _checked("way of rows", data.get("row_ways", []), way_from_json)
 
 
-def _checked(number: int, data: object) -> Entry:
-    try:
-        return entry_from_json(data)
-    except RegistryError as err:
-        raise RegistryError(f"entry {number}: {err}") from err
+def _checked(what: str, data: list[object], read: Callable[[object], _T]) -> list[_T]:
+    checked = []
+    for number, item in enumerate(data, start=1):
+        try:
+            checked.append(read(item))
+        except RegistryError as err:
+            raise RegistryError(f"{what} {number}: {err}") from err
+    return checked
 
 
 def _refuse_constant(name: str) -> None:

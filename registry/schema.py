@@ -87,6 +87,16 @@ distances = Table(
     Column("distance", Float(53), nullable=False),
 )
 
+row_ways = Table(
+    "row_ways",
+    metadata,
+    Column("id", String(64), primary_key=True),
+    Column("kind", String(64), nullable=False),  # digest of the key
+    Column("created_s", Float(53), nullable=False),
+    Column("body", Text, nullable=False),
+    Index("row_ways_by_kind", "kind"),
+)
+
 
 def _create_entries(connection: Connection) -> None:
     metadata.create_all(connection, tables=[versions, models, signatures, topologies, entries])
@@ -97,7 +107,13 @@ def _add_distances(connection: Connection) -> None:
     metadata.create_all(connection, tables=[distances])
 
 
-MIGRATIONS: Sequence[Callable[[Connection], None]] = (_create_entries, _add_distances)
+def _add_row_ways(connection: Connection) -> None:
+    metadata.create_all(connection, tables=[row_ways])
+
+
+MIGRATIONS: Sequence[Callable[[Connection], None]] = (_create_entries, _add_distances, _add_row_ways)
+WITH_ROW_WAYS = 3
+"""The first schema that has the table; older ones that may not be written stay as they are."""
 
 _LOCK = 0x51A7A1  # any number, the same in every process
 

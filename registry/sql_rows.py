@@ -2,6 +2,7 @@
 
 import json
 import logging
+import time
 import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -90,17 +91,47 @@ def load(connection: Connection, ids: Sequence[str]) -> Iterator[Entry]:
         yield entry
 
 
-def find(connection: Connection, id_prefix: str) -> str:
-    """The one id that begins like this."""
-    found = list(
-        connection.execute(
-            select(entries.c.id).where(entries.c.id.startswith(id_prefix, autoescape=True)).limit(3)
+def load_one(connection: Connection, name: str) -> Entry:
+    """The entry of this id.
+
+    Raises:
+        RegistryError: it is damaged.
+    """
+    entry = next(load(connection, [name]), None)
+    if entry is None:
+        raise RegistryError(f"entry {name} has lost its model or its cluster: forget it")
+    return entry
+
+
+def find(connection: Connection, id_prefix: str, *, tables: Sequence[Table] = (entries,)) -> tuple[Table, str]:
+    """The one id that begins like this, and in which of the tables it is."""
+    found = [
+        (table, str(name))
+        for table in tables
+        for name in connection.execute(
+            select(table.c.id).where(table.c.id.startswith(id_prefix, autoescape=True)).limit(3)
         ).scalars()
-    )
+    ]
     if len(found) != 1 or not id_prefix:
-        what = "several entries have ids that begin" if found else "no entry has an id that begins"
-        raise RegistryError(f"{what} with {id_prefix!r}: see `sirtaki registry list`")
-    return str(found[0])
+        kind, lists = ("entry", "`sirtaki registry list`")
+        if len(tables) > 1:
+            kind, lists = "entry or way of rows", f"{lists} and `sirtaki registry rows`"
+        what = "several ids begin" if found else f"no {kind} has an id that begins"
+        raise RegistryError(f"{what} with {id_prefix!r}: see {lists}")
+    return found[0]
+
+
+def delete_old(connection: Connection, table: Table, *, older_than_s: float | None, keep: int | None) -> int:
+    """Rows of more than this age, and all but the `keep` newest; how many went."""
+    gone = 0
+    if older_than_s is not None:
+        gone += connection.execute(delete(table).where(table.c.created_s < time.time() - older_than_s)).rowcount
+    if keep is not None:
+        newest = select(table.c.id).order_by(table.c.created_s.desc(), table.c.id)
+        surplus = list(connection.execute(newest.offset(keep).limit(2**31)).scalars())
+        for start in range(0, len(surplus), 500):
+            gone += connection.execute(delete(table).where(table.c.id.in_(surplus[start : start + 500]))).rowcount
+    return gone
 
 
 def delete_orphans(connection: Connection) -> None:

@@ -4,12 +4,11 @@
 """
 
 import logging
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
-from sqlalchemy import URL, Connection, Engine, NullPool, create_engine, delete, insert, make_url, select
+from sqlalchemy import URL, Connection, Engine, NullPool, Table, create_engine, delete, insert, make_url, select
 from sqlalchemy.exc import IntegrityError, OperationalError, SQLAlchemyError
 
 from sirtaki.errors import RegistryError
@@ -17,10 +16,23 @@ from sirtaki.errors import RegistryError
 from .entry import Entry, EntryKey
 from .entry_schema import body_from_json
 from .graph import Graph
-from .schema import check_version, distances, entries, migrate, models, signatures, topologies, version_of
+from .row_ways import RowsKey, RowWay
+from .schema import (
+    WITH_ROW_WAYS,
+    check_version,
+    distances,
+    entries,
+    migrate,
+    models,
+    row_ways,
+    signatures,
+    topologies,
+    version_of,
+)
 from .signature import SIGNATURE_VERSION, Signatures, from_bytes, is_signature, signature, to_bytes
 from .sql_errors import translated
-from .sql_rows import delete_orphans, expanded, find, load, parsed, save_row
+from .sql_row_ways import load_way, load_ways, save_way
+from .sql_rows import delete_old, delete_orphans, expanded, find, load, load_one, parsed, save_row
 from .sqlite_file import sqlite_engine
 from .store import Candidate, CorruptStoreError, EntrySummary
 from .topology import ClusterShape
@@ -41,6 +53,7 @@ class SqlStore:
 
     def __init__(self, url_or_path: str, *, read_only: bool = False) -> None:
         self.read_only = read_only
+        self._kinds: tuple[Table, ...] = (entries, row_ways)
         url = _url(url_or_path)
         self._path = file_of(url_or_path)
         self.name = str(self._path) if url is None else url.render_as_string(hide_password=True)
@@ -81,6 +94,8 @@ class SqlStore:
                 check_version(version)
                 if version == 0:
                     raise RegistryError(f"there is no registry in {self.name}")
+                if version < WITH_ROW_WAYS:
+                    self._kinds = (entries,)
             else:
                 migrate(connection)
 
@@ -92,19 +107,20 @@ class SqlStore:
 
     def save(self, entry: Entry, *, disproved: Entry | None = None) -> bool:
         """See `Store.save`."""
-        return self._save_all([entry], disproved) == 1
+        return self._save_all([entry], disproved=disproved) == 1
 
-    def save_all(self, new: Sequence[Entry]) -> int:
+    def save_all(self, new: Sequence[Entry], ways: Sequence[RowWay] = ()) -> int:
         """See `Store.save_all`."""
-        return self._save_all(new, None)
+        return self._save_all(new, ways)
 
-    def _save_all(self, new: Sequence[Entry], disproved: Entry | None) -> int:
+    def _save_all(self, new: Sequence[Entry], ways: Sequence[RowWay] = (), *, disproved: Entry | None = None) -> int:
         for entry in new:  # what cannot be read must not be written
             body_from_json(entry.body_to_json(), model=entry.model, topology=entry.topology)
         for _ in range(_ATTEMPTS):
             try:
                 with self._writing() as connection:
-                    return sum(save_row(connection, entry, disproved) for entry in new)
+                    kept = sum(save_row(connection, entry, disproved) for entry in new)
+                    return kept + sum(save_way(connection, way) for way in ways)
             except RegistryError as err:
                 if not isinstance(err.__cause__, IntegrityError):
                     raise
@@ -131,11 +147,14 @@ class SqlStore:
     def get(self, id_prefix: str) -> Entry:
         """See `Store.get`."""
         with self._reading() as connection:
-            found = find(connection, id_prefix)
-            entry = next(load(connection, [found]), None)
-        if entry is None:
-            raise RegistryError(f"entry {found} has lost its model or its cluster: forget it")
-        return entry
+            _, found = find(connection, id_prefix)
+            return load_one(connection, found)
+
+    def find(self, id_prefix: str) -> Entry | RowWay:
+        """See `Store.find`."""
+        with self._reading() as connection:
+            table, found = find(connection, id_prefix, tables=self._kinds)
+            return load_one(connection, found) if table is entries else load_way(connection, found)
 
     def entries(self) -> Iterator[Entry]:
         """See `Store.entries`. One that cannot be read is left out with a warning."""
@@ -149,26 +168,15 @@ class SqlStore:
     def forget(self, id_prefix: str) -> str:
         """See `Store.forget`."""
         with self._writing() as connection:
-            found = find(connection, id_prefix)
-            connection.execute(delete(entries).where(entries.c.id == found))
+            table, found = find(connection, id_prefix, tables=self._kinds)
+            connection.execute(delete(table).where(table.c.id == found))
             delete_orphans(connection)
             return found
 
     def prune(self, *, older_than_s: float | None = None, keep: int | None = None) -> int:
         """See `Store.prune`."""
         with self._writing() as connection:
-            gone = 0
-            if older_than_s is not None:
-                gone += connection.execute(
-                    delete(entries).where(entries.c.created_s < time.time() - older_than_s)
-                ).rowcount
-            if keep is not None:
-                newest = select(entries.c.id).order_by(entries.c.created_s.desc(), entries.c.id)
-                surplus = list(connection.execute(newest.offset(keep).limit(2**31)).scalars())
-                for start in range(0, len(surplus), 500):
-                    gone += connection.execute(
-                        delete(entries).where(entries.c.id.in_(surplus[start : start + 500]))
-                    ).rowcount
+            gone = sum(delete_old(connection, table, older_than_s=older_than_s, keep=keep) for table in self._kinds)
             delete_orphans(connection)
             return gone
 
@@ -242,6 +250,17 @@ class SqlStore:
         except RegistryError as err:
             if not isinstance(err.__cause__, IntegrityError):  # another process has just kept the same
                 raise
+
+    def row_ways(self, key: RowsKey | None = None) -> list[RowWay]:
+        """See `Store.row_ways`."""
+        if row_ways not in self._kinds:
+            return []
+        with self._reading() as connection:
+            return load_ways(connection, key)
+
+    def save_row_way(self, way: RowWay) -> bool:
+        """See `Store.save_row_way`."""
+        return self._save_all([], [way]) == 1
 
     def close(self) -> None:
         """See `Store.close`."""

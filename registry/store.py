@@ -9,6 +9,7 @@ from sirtaki.errors import RegistryError
 
 from .entry import Entry, EntryKey
 from .graph import Graph
+from .row_ways import RowsKey, RowWay
 from .signature import Signatures
 from .topology import ClusterShape
 
@@ -73,8 +74,8 @@ class Store(Protocol):
         """
         ...
 
-    def save_all(self, new: Sequence[Entry]) -> int:
-        """Saves all or, if anything goes wrong, none; how many were kept."""
+    def save_all(self, new: Sequence[Entry], ways: Sequence[RowWay] = ()) -> int:
+        """Saves all entries and ways of rows or, if anything goes wrong, none; how many were kept."""
         ...
 
     def summaries(self) -> list[EntrySummary]:
@@ -85,16 +86,20 @@ class Store(Protocol):
         """The one entry whose id begins like this."""
         ...
 
+    def find(self, id_prefix: str) -> Entry | RowWay:
+        """The one entry or way of rows whose id begins like this."""
+        ...
+
     def entries(self) -> Iterator[Entry]:
         """All entries in full, newest first."""
         ...
 
     def forget(self, id_prefix: str) -> str:
-        """Removes the one entry whose id begins like this; its id."""
+        """Removes the one entry or way of rows whose id begins like this; its id."""
         ...
 
     def prune(self, *, older_than_s: float | None = None, keep: int | None = None) -> int:
-        """Removes entries of more than this age, and all but the `keep` newest; how many went."""
+        """Removes what is older, and all but the `keep` newest entries and as many ways of rows; how many went."""
         ...
 
     def candidates(self, device: str, models: Sequence[str]) -> Sequence[Candidate]:
@@ -119,6 +124,14 @@ class Store(Protocol):
 
     def save_distances(self, fingerprint: str, by_other: Mapping[str, float]) -> None:
         """Keeps computed distances; does nothing where the store is read-only."""
+        ...
+
+    def row_ways(self, key: RowsKey | None = None) -> list[RowWay]:
+        """All ways of rows, or some of this key, the newest first; those that are damaged are left out."""
+        ...
+
+    def save_row_way(self, way: RowWay) -> bool:
+        """Keeps a way of rows, unless the one of the same id is as new; False if so. Atomic."""
         ...
 
     def close(self) -> None:

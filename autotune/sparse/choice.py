@@ -27,6 +27,12 @@ HOPELESS = 3.0
 ROUNDS = 7
 """Of trials: each candidate runs once a round; the first round is not counted."""
 
+CHECKS = 4
+"""Rounds in which what an earlier job has kept runs in turn with gathering; the first one is not counted."""
+
+CLEARLY_SLOWER = 1.1
+"""Where it takes so many times as long as gathering, it does not hold."""
+
 LOST_COVERAGE = 0.9
 """Hot rows are ranked anew once their part of all touches has fallen to this much of what it was."""
 
@@ -80,6 +86,8 @@ class SparseChoice:
         learned: what these follow from; None before that.
         predicted_s: of each candidate.
         measured_s: of each candidate, the median of its trials; empty until they have run.
+        checks: the first candidate is what an earlier job has kept, which is held against gathering.
+        may_recall: what an earlier job has kept may be used.
     """
 
     def __init__(self, *, fixed: SparsePath | None, tries: bool) -> None:
@@ -90,6 +98,7 @@ class SparseChoice:
             tries: candidates are tried; else `GATHER`, or the fixed path, runs as the model says.
         """
         self._fixed, self._patience = fixed, LEAST_WATCHED
+        self.checks, self.may_recall = False, fixed is None
         self.candidates: list[SparsePlan] = []
         self.learned: TouchCounts | None = None
         self.predicted_s: list[float] = []
@@ -125,6 +134,21 @@ class SparseChoice:
         """`choose` is to be called before the next iteration."""
         return self.stage is Stage.LEARN and self._left <= 0
 
+    @property
+    def counts(self) -> TouchCounts:
+        """What was learned, once `has_learned`."""
+        assert self._counts is not None
+        return self._counts
+
+    def recall(self, plan: SparsePlan) -> None:
+        """Instead of `choose`: an earlier job has kept this plan for rows that are touched like these.
+
+        Gathering is kept at once, other ways if gathering is not clearly faster.
+        """
+        self.candidates = [GATHER] if plan == GATHER else [plan, GATHER]
+        self.predicted_s, self.measured_s = [], []
+        self._try(checks=True)
+
     def choose(self, model: Callable[[TouchCounts], VolumeModel]) -> None:
         """Candidates follow from what was learned; `model` makes the predictions.
 
@@ -143,7 +167,10 @@ class SparseChoice:
             if aggregated is not None:
                 self.candidates.append(aggregated)
         self.predicted_s, self.measured_s = [predicted.seconds(plan) for plan in self.candidates], []
-        self.learned, self._counts = self._counts, None
+        self._try(checks=False)
+
+    def _try(self, *, checks: bool) -> None:
+        self.learned, self._counts, self.checks = self._counts, None, checks
         self.stage, self._tried, self.plan = Stage.TRY, 0, self.candidates[0]
         if len(self.candidates) == 1:
             self._keep(self.candidates[0])
@@ -161,17 +188,22 @@ class SparseChoice:
     @property
     def has_tried(self) -> bool:
         """`settle` is to be called before the next iteration."""
-        return self.stage is Stage.TRY and self._tried >= ROUNDS * len(self.candidates)
+        rounds = CHECKS if self.checks else ROUNDS
+        return self.stage is Stage.TRY and self._tried >= rounds * len(self.candidates)
 
     def settle(self, spans_s: Sequence[float]) -> None:
-        """The fastest candidate is kept.
+        """The fastest candidate is kept; what did not hold gives way to `choose`.
 
         Args:
             spans_s: of the trials in their order, each the smallest over ranks; the same on all.
         """
         n = len(self.candidates)
         self.measured_s = [statistics.median(spans_s[number + n :: n]) for number in range(n)]
-        self._keep(self.candidates[self.measured_s.index(min(self.measured_s))])
+        if self.checks and self.measured_s[0] > CLEARLY_SLOWER * self.measured_s[1]:
+            self.may_recall = self.checks = False
+            self.stage, self._counts, self._left = Stage.LEARN, self.learned, 0
+        else:
+            self._keep(self.candidates[self.measured_s.index(min(self.measured_s))])
 
     def _keep(self, plan: SparsePlan) -> None:
         learned = self.learned

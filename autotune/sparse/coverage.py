@@ -18,6 +18,8 @@ STEP_ROWS = 1000
 LEAST_GAIN = 0.01
 """A step that covers less than this more is the last."""
 
+CURVE_POINTS = 24
+
 
 class TouchCounts:
     """Exact counts, the same on all ranks if they note the same; of rows that nobody touched there is nothing.
@@ -102,3 +104,17 @@ def until_little_is_gained(curve: Curve, *, step: int = STEP_ROWS, least: float 
             break
         size = after
     return size
+
+
+def curve_points(counts: TouchCounts, *, also: int = 0) -> tuple[tuple[int, float], ...]:
+    """A few points of the coverage curve, `(rows, part)`, evenly spread by the logarithm of the rows, the last at 1.
+
+    Args:
+        counts: of the rows; where there are none, there is no point.
+        also: a number of rows that has a point, too; 0 = none.
+    """
+    curve = coverage(counts.descending())
+    if not len(curve):
+        return ()
+    places = {*np.geomspace(1, len(curve), CURVE_POINTS).astype(int).tolist(), len(curve), *([also] if also else [])}
+    return tuple((place, round(float(curve[place - 1]), 4)) for place in sorted(places))

@@ -6,15 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import numpy as np
-
 from sirtaki.comm.sparse.plan import SparsePlan
 
 from .choice import SparseChoice
-from .coverage import TouchCounts, coverage, knee
+from .coverage import TouchCounts, coverage, curve_points, knee
 from .traffic import Shape, dense_bytes, horovod_bytes, traffic
 
-CURVE_POINTS = 24
 MB = 1e6
 
 
@@ -149,8 +146,7 @@ def summarise(
         counts: how much was touched; what the choice has learned counts instead where there is such a thing.
     """
     counts = choice.learned or counts
-    curve = coverage(counts.descending())
-    popular = len(choice.plan.hot_rows) or knee(curve)
+    popular = len(choice.plan.hot_rows) or knee(coverage(counts.descending()))
     plans = choice.candidates or [choice.plan]
 
     def way(plan: SparsePlan, number: int) -> Way:
@@ -171,18 +167,11 @@ def summarise(
         union=counts.union,
         plan=choice.plan.describe(),
         ways=tuple(way(plan, number) for number, plan in enumerate(plans)),
-        curve=tuple((rows, round(float(curve[rows - 1]), 4)) for rows in _places(len(curve), popular)),
+        curve=curve_points(counts, also=popular),
         popular_rows=popular,
         dense_bytes=dense_bytes(shape, ranks),
         horovod_bytes=horovod_bytes(shape, ranks, looked_up),
     )
-
-
-def _places(n: int, also: int) -> list[int]:
-    """From 1 to n, a few that are evenly spread on a logarithmic axis, and one more."""
-    if not n:
-        return []
-    return sorted({*np.geomspace(1, n, CURVE_POINTS).astype(int).tolist(), n, *([also] if also else [])})
 
 
 def _at(values: Sequence[float], number: int) -> float | None:

@@ -5,7 +5,7 @@ import sys
 import time
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections import Counter
-from collections.abc import Set
+from collections.abc import Iterable, Set
 from contextlib import ExitStack, closing
 from dataclasses import asdict
 from pathlib import Path
@@ -17,6 +17,7 @@ from sirtaki.link_model import LinkModel
 from sirtaki.registry.edit_distance import least_distance
 from sirtaki.registry.entry import Entry
 from sirtaki.registry.opening import open_store
+from sirtaki.registry.row_ways import BLOCKS, HOT_COLD, RowWay
 from sirtaki.registry.similarity import Match, nearest
 from sirtaki.registry.store import Store
 from sirtaki.settings import REGISTRY_OFF, Settings
@@ -32,27 +33,28 @@ def configure(parser: ArgumentParser) -> None:
     commands = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
 
     listing = commands.add_parser("list", help="all entries, newest first")
-    show = commands.add_parser("show", help="one entry with its knobs and where it comes from")
+    show = commands.add_parser("show", help="one entry with its knobs and where it comes from, or one way of rows")
+    rows = commands.add_parser("rows", help="which way rows of sparse gradients went fastest, newest first")
     similar = commands.add_parser("similar", help="the entries nearest to one")
     similar.add_argument("-k", type=_positive, default=5, metavar="N", help="at most so many (default: 5)")
     similar.add_argument(
         "--max-distance", type=float, default=0.6, metavar="D", help="from 0, the same, to 1 (default: 0.6)"
     )
     similar.add_argument("--plot", type=Path, metavar="FILE", help="picture of its model and the nearest one's")
-    export = commands.add_parser("export", help="write entries to a file, for `import` elsewhere")
+    export = commands.add_parser("export", help="write entries and ways of rows to a file, for `import` elsewhere")
     export.add_argument("ids", nargs="*", metavar="ID", help="which (default: all)")
     export.add_argument("-o", "--output", type=Path, metavar="FILE", help="where to (default: standard output)")
     importing = commands.add_parser(
-        "import", help="check entries of a file and keep those that are not worse than ours"
+        "import", help="check what is in a file and keep entries that are not worse than ours, and newer ways of rows"
     )
     importing.add_argument("file", metavar="FILE", help="what `export` wrote; - is standard input")
-    prune = commands.add_parser("prune", help="remove old entries")
+    prune = commands.add_parser("prune", help="remove old entries and ways of rows")
     prune.add_argument("--older-than", type=_days, metavar="DAYS", help="those made longer ago")
-    prune.add_argument("--keep", type=_count, metavar="N", help="all but the newest N")
-    forget = commands.add_parser("forget", help="remove one entry")
-    for command in (show, similar, forget):
-        command.add_argument("id", metavar="ID", help="the beginning of its id, as `list` shows it")
-    for command in (listing, show, similar, importing, prune, forget):
+    prune.add_argument("--keep", type=_count, metavar="N", help="all but the newest N of each")
+    forget = commands.add_parser("forget", help="remove one entry or way of rows")
+    for command, lists in ((show, "`list` or `rows`"), (similar, "`list`"), (forget, "`list` or `rows`")):
+        command.add_argument("id", metavar="ID", help=f"the beginning of its id, as {lists} shows it")
+    for command in (listing, rows, show, similar, importing, prune, forget):
         command.add_argument("--json", action="store_true", help="for programs")
 
 
@@ -96,7 +98,7 @@ def _list(store: Store, options: Namespace) -> None:
             clusters[summary.topology],
             f"{summary.device} {summary.dtype}",
             faster(summary.default_span_s, summary.best_span_s),
-            ", ".join(f"{name}={value}" for name, value in summary.fixed),
+            _pairs(summary.fixed),
             summary.condition,
             summary.arm,
             f"{summary.n_trials}" if summary.complete else f"{summary.n_trials}, cut short",
@@ -124,6 +126,33 @@ def _list(store: Store, options: Namespace) -> None:
     _print_table(titles, rows)
 
 
+def _rows(store: Store, options: Namespace) -> None:
+    ways = store.row_ways()
+    if options.json:
+        _print_json([{"id": way.id, **way.to_json()} for way in ways])
+        return
+    if not ways:
+        print("no ways of rows are remembered yet", file=sys.stderr)
+        return
+    titles = ["id", "parameter", "rows", "bytes of one", "ranks", "touched", "1 % of these are", "way", "hot", "made"]
+    lines = [
+        [
+            way.id[:8],
+            way.name,
+            str(way.key.n_rows),
+            str(way.key.row_bytes),
+            str(way.key.ranks),
+            f"{way.skew.union / way.key.n_rows:.2%}",
+            f"{way.skew.covered(max(1, way.skew.curve[-1][0] // 100)):.0%} of touches",
+            _words(way),
+            str(way.n_hot or ""),
+            _date(way.created_s),
+        ]
+        for way in ways
+    ]
+    _print_table(titles, lines)
+
+
 def _told_apart(named: Set[tuple[str, str]]) -> dict[str, str]:
     """What to call each graph: by its name, and by its fingerprint, too, where others have the same."""
     count = Counter(name for name, _ in named)
@@ -133,11 +162,42 @@ def _told_apart(named: Set[tuple[str, str]]) -> dict[str, str]:
     }
 
 
+def _words(way: RowWay) -> str:
+    """Its path as plans tell it, but for the number of rows."""
+    if way.path == HOT_COLD:
+        return f"{way.path}, {way.cold}{', aggregator' if way.aggregated else ''}"
+    return f"{way.path} of {way.block_rows}" if way.path == BLOCKS else way.path
+
+
 def _show(store: Store, options: Namespace) -> None:
-    entry = store.get(options.id)
+    found = store.find(options.id)
     if options.json:
-        _print_json(entry.to_json())
-        return
+        _print_json(found.to_json())
+    elif isinstance(found, RowWay):
+        _show_way(found)
+    else:
+        _show_entry(found)
+
+
+def _show_way(way: RowWay) -> None:
+    key = way.key
+    facts = {
+        "id": way.id,
+        "parameter": f"{way.name}: {key.n_rows} rows of {key.row_bytes} bytes, {key.dtype}, on {key.ranks} ranks",
+        "cluster": key.topology,
+        "touched": f"{way.skew.union:.0f} rows in an iteration, {way.skew.touched:.0f} counted for each rank",
+        "coverage": ", ".join(f"{rows}: {part:.0%}" for rows, part in way.skew.curve),
+        "fixed by the user": _pairs(key.fixed) or "nothing",
+        "aggregator": "there" if key.aggregator else "none",
+        "way": f"{_words(way)}, {way.n_hot} hot rows" if way.n_hot else _words(way),
+        "took": f"{1e3 * way.span_s:.3f} ms" if way.span_s else "was not timed: no other was worth a trial",
+        "made": _date(way.created_s),
+        "key versions": _versions(key.versions),
+    }
+    _print_table(["", ""], [[name, value] for name, value in facts.items()])
+
+
+def _show_entry(entry: Entry) -> None:
     knobs = dict(entry.knobs)
     if knobs["cuts"] is not None:
         knobs["cuts"] = f"{len(knobs['cuts'])} planned units"
@@ -151,7 +211,7 @@ def _show(store: Store, options: Namespace) -> None:
         "hosts": ", ".join(filter(None, entry.provenance.host_kinds)) or "of unknown kind",
         "elements": f"{entry.key.dtype} on {entry.key.device}",
         "gradients": entry.key.gradients or "not noted",
-        "fixed by the user": ", ".join(f"{name}={value}" for name, value in entry.key.fixed) or "nothing",
+        "fixed by the user": _pairs(entry.key.fixed) or "nothing",
         "communication took": f"{entry.key.condition or '1×'} its usual time",
         "knobs": ", ".join(f"{name}={value}" for name, value in knobs.items() if value is not None),
         "communication": f"{1e3 * entry.best_span_s:.3f} ms ± {1e3 * entry.noise_s:.3f}",
@@ -215,20 +275,25 @@ def _draw(entry: Entry, other: Entry, match: Match, path: Path) -> None:
 
 
 def _export(store: Store, options: Namespace) -> None:
-    from sirtaki.registry.exchange import write_entries
+    from sirtaki.registry.exchange import write_document
 
-    entries = [store.get(id_prefix) for id_prefix in options.ids] if options.ids else store.entries()
+    entries: Iterable[Entry] = store.entries()
+    ways = store.row_ways()
+    if options.ids:
+        named = [store.find(id_prefix) for id_prefix in options.ids]
+        entries = [one for one in named if isinstance(one, Entry)]
+        ways = [one for one in named if isinstance(one, RowWay)]
     with ExitStack() as stack:
         try:
             file = sys.stdout if options.output is None else stack.enter_context(options.output.open("w"))
         except OSError as err:
             raise RegistryError(f"{options.output} cannot be written: {err.strerror}") from err
-        count = write_entries(entries, file)
+        count = write_document(entries, ways, file)
     print(f"exported: {count}", file=sys.stderr)
 
 
 def _import(store: Store, options: Namespace) -> None:
-    from sirtaki.registry.exchange import read_entries
+    from sirtaki.registry.exchange import read_document
 
     with ExitStack() as stack:
         try:
@@ -236,12 +301,12 @@ def _import(store: Store, options: Namespace) -> None:
         except OSError as err:
             raise RegistryError(f"{options.file} cannot be read: {err.strerror}") from err
         try:
-            entries = read_entries(file)
+            entries, ways = read_document(file)
         except RegistryError as err:
             source = "standard input" if options.file == "-" else options.file
             raise RegistryError(f"nothing of {source} was imported: {err}") from err
-    kept = store.save_all(entries)
-    _report(options, {"imported": kept, "kept as they were": len(entries) - kept})
+    kept = store.save_all(entries, ways)
+    _report(options, {"imported": kept, "kept as they were": len(entries) + len(ways) - kept})
 
 
 def _prune(store: Store, options: Namespace) -> None:
@@ -255,9 +320,10 @@ def _forget(store: Store, options: Namespace) -> None:
     _report(options, {"forgotten": store.forget(options.id)})
 
 
-_READING = ("list", "show", "similar", "export")
+_READING = ("list", "rows", "show", "similar", "export")
 _ACTIONS = {
     "list": _list,
+    "rows": _rows,
     "show": _show,
     "similar": _similar,
     "export": _export,
@@ -305,6 +371,10 @@ def _cluster(entry: Entry) -> str:
     links = {"inside a host": entry.topology.local_link, "between hosts": entry.topology.network_link}
     known = [f"{name} {link}" for name, link in links.items() if link.is_known]
     return "; ".join([entry.topology.describe(), *known, entry.key.topology])
+
+
+def _pairs(pairs: tuple[tuple[str, str], ...]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in pairs)
 
 
 def _without(place: int, row: list[str]) -> list[str]:

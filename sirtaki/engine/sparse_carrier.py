@@ -28,6 +28,7 @@ from sirtaki.comm.sparse.worker import SparseTask, SparseWork, SparseWorker
 
 from .hot_row_aggregator import HotRowAggregator
 from .knob_choices import DEFAULT_STREAMS
+from .sparse_memory import Learned, SparseMemory
 from .sparse_probe import measure
 from .sparse_telling import SparseTelling, shape_of
 
@@ -53,6 +54,7 @@ class SparseCarrier:
         self._lanes: SparseLanes | None = None
         self._worker: SparseWorker | None = None
         self._telling: SparseTelling | None = None
+        self._memory = SparseMemory(control, settings)
         self._closed = False
         self._order: list[str] = []
         self._forms: dict[str, RowFormat] = {}
@@ -185,14 +187,29 @@ class SparseCarrier:
         choices = [(name, self._choices[name]) for name in self._order]
         if tried := [(name, choice) for name, choice in choices if choice.has_tried]:
             self._settle(tried)
-        if learned := [(name, choice) for name, choice in choices if choice.has_learned]:
+        if learned := {name: choice for name, choice in choices if choice.has_learned}:
+            for name in learned:
+                self._spans_s[name] = []
+            asked = {name: choice for name, choice in learned.items() if choice.may_recall}
+            recalled = self._memory.recall(
+                {name: Learned(self._forms[name], choice.counts) for name, choice in asked.items()},
+                aggregator=self._lanes is not None and self._lanes.hot_sums is not None,
+            )
+            for name, plan in recalled.items():
+                learned.pop(name).recall(plan)
+            self._choose(learned)
+
+    def _choose(self, learned: Mapping[str, SparseChoice]) -> None:
+        """Collective where there are any: what each way would take follows from probes."""
+        if learned:
             assert self._lanes is not None
             pace = measure(self._control, self._lanes, streams=self._streams)
-            for name, choice in learned:
+            for name, choice in learned.items():
                 choice.choose(partial(self._model, self._forms[name], pace))
-                self._spans_s[name] = []
-                if self._control.rank == 0 and choice.stage is Stage.KEEP:
-                    logger.info("sparse gradients of %s go by %s", name, choice.plan.describe())
+                if choice.stage is Stage.KEEP:
+                    self._memory.keep(name, self._forms[name], choice)
+                    if self._control.rank == 0:
+                        logger.info("sparse gradients of %s go by %s", name, choice.plan.describe())
 
     def _model(self, form: RowFormat, pace: Pace, counts: TouchCounts) -> VolumeModel:
         if form.dtype is not torch.float32:
@@ -205,16 +222,27 @@ class SparseCarrier:
         least = self._control.minimum(mine).tolist()
         for name, choice in tried:
             count = len(self._spans_s[name])
+            checked = choice.checks
             choice.settle(least[:count])
             least = least[count:]
+            if choice.stage is Stage.KEEP and not checked:
+                self._memory.keep(name, self._forms[name], choice)
             if self._control.rank == 0:
-                others = ", ".join(plan.describe() for plan in choice.candidates if plan != choice.plan)
-                logger.info("sparse gradients of %s go by %s; tried: %s", name, choice.plan.describe(), others)
+                self._say(name, choice)
+
+    @staticmethod
+    def _say(name: str, choice: SparseChoice) -> None:
+        if choice.stage is not Stage.KEEP:
+            logger.info("gathering rows of %s is clearly faster than %s", name, choice.candidates[0].describe())
+            return
+        others = ", ".join(plan.describe() for plan in choice.candidates if plan != choice.plan)
+        logger.info("sparse gradients of %s go by %s; tried: %s", name, choice.plan.describe(), others)
 
     def close(self) -> None:
         """Not collective: ends all threads. Idempotent."""
         if not self._closed:
             self._closed = True
+            self._memory.close()
             if self._worker is not None:
                 self._worker.close()
             if self._telling is not None:

@@ -10,7 +10,7 @@ import math
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy
 import torch
@@ -38,6 +38,9 @@ from sirtaki.settings import REGISTRY_OFF, Settings
 
 from .first_proposals import FirstProposal, first_proposals
 from .knob_choices import checked_plans, fixed_knobs
+
+if TYPE_CHECKING:
+    from sirtaki.comm.control.plane import ControlPlane
 
 logger = logging.getLogger(__name__)
 
@@ -114,6 +117,12 @@ def permitted_by(space: KnobSpace) -> Permitted:
         unit_bytes=space.unit_bytes,
         threads=space.threads,
     )
+
+
+def hosts_by_rank(control: ControlPlane, settings: Settings) -> list[str]:
+    """Of each rank. Nodes simulated by a setting count as hosts, so that their results are not taken for one node's."""
+    simulated = control.local_size if settings.local_size else control.size
+    return [f"{host}/{rank // simulated}" for rank, host in enumerate(control.hosts)]
 
 
 class TuningCache:

@@ -40,7 +40,7 @@ from .given_plan import given_to_all
 from .knob_choices import default_knobs, knob_space, plans_for
 from .opening import open_default, still_possible
 from .telling import IterationTeller
-from .tuning_cache import Hardware, TuningCache
+from .tuning_cache import Hardware, TuningCache, hosts_by_rank
 
 if TYPE_CHECKING:
     from sirtaki.comm.control.plane import ControlPlane
@@ -54,12 +54,6 @@ def without_tuning(settings: Settings, default: Knobs) -> str:
     """What runs in a job that is not tuned, in one line."""
     why = "SIRTAKI_TUNE=0" if not settings.tune else "SIRTAKI_WARMUP_ITERATIONS=0"
     return f"tuning is off ({why}): gradients are reduced by {default.describe()}{NO_LOG if settings.trial_log else ''}"
-
-
-def _hosts(control: ControlPlane, settings: Settings) -> list[str]:
-    """By rank. Nodes simulated by a setting count as hosts, so that their results are not taken for one node's."""
-    simulated = control.local_size if settings.local_size else control.size
-    return [f"{host}/{rank // simulated}" for rank, host in enumerate(control.hosts)]
 
 
 def _coordinator(
@@ -77,7 +71,7 @@ def _coordinator(
         return None
     return TuningCoordinator(
         settings,
-        TuningCache(settings, params, _hosts(control, settings), kinds),
+        TuningCache(settings, params, hosts_by_rank(control, settings), kinds),
         default=default,
         arms=arms,
         # On a device with streams the first report after a change is of the iteration before it.

@@ -11,6 +11,7 @@ from sirtaki.link_model import LinkModel
 from sirtaki.registry.entry import STALE_AFTER_S, Entry, Provenance, make_key
 from sirtaki.registry.graph import Graph
 from sirtaki.registry.model_graph import chain_graph
+from sirtaki.registry.row_ways import RowsKey, RowWay, Skew
 from sirtaki.registry.signature import WIDTH, signature
 from sirtaki.registry.store import Store
 from sirtaki.registry.topology import Topology
@@ -225,6 +226,74 @@ def refuses_what_it_could_not_read_again(store: Store) -> None:
     assert store.summaries() == []
 
 
+def make_way(*, ranks: int = 4, created_s: float = 1.7e9) -> RowWay:
+    """A way of rows with every field filled."""
+    key = RowsKey(
+        topology="ab" * 32,
+        ranks=ranks,
+        n_rows=1000,
+        row_bytes=64,
+        dtype="float32",
+        versions=(("sirtaki", "0.1"),),
+        fixed=(("streams", "2"),),
+    )
+    return RowWay(
+        key=key,
+        name="table.weight",
+        skew=Skew(touched=200.0, union=150.0, curve=((1, 0.1), (30, 0.7), (400, 1.0))),
+        path="hot_cold",
+        cold="owner",
+        block_rows=1,
+        n_hot=30,
+        span_s=0.01,
+        created_s=created_s,
+    )
+
+
+def keeps_ways_of_rows_by_their_key(store: Store) -> None:
+    ways = [make_way(), make_way(ranks=8, created_s=1.71e9)]
+    for way in ways:
+        store.save_row_way(way)
+    assert store.row_ways(ways[0].key) == ways[:1]
+    assert store.row_ways() == ways[::-1]
+    assert store.save_row_way(newer := replace(ways[0], path="gather", n_hot=0, created_s=1.72e9))
+    assert not store.save_row_way(ways[0])
+    assert store.row_ways() == [newer, ways[1]]
+
+
+def prunes_ways_of_rows_as_entries(store: Store) -> None:
+    ways = [make_way(ranks=ranks, created_s=1.7e9 + ranks) for ranks in (2, 3, 4)]
+    assert store.save_all([make_entry()], ways) == 4
+    assert store.prune(keep=2) == 1
+    assert store.row_ways() == [ways[2], ways[1]]
+    assert store.prune(older_than_s=0.0) == 3
+    assert store.row_ways() == []
+
+
+def saves_all_entries_and_ways_or_none(store: Store) -> None:
+    with pytest.raises(RegistryError, match="path"):
+        store.save_all([make_entry()], [make_way(), replace(make_way(ranks=8), path="by air")])
+    assert store.summaries() == []
+    assert store.row_ways() == []
+
+
+def finds_and_forgets_ways_of_rows_by_their_id(store: Store) -> None:
+    entry, way = make_entry(), make_way()
+    store.save_all([entry], [way])
+    assert store.find(way.id[:12]) == way
+    assert store.find(entry.id[:12]) == entry
+    with pytest.raises(RegistryError, match="no entry"):
+        store.get(way.id)
+    for look in (store.find, store.forget):
+        with pytest.raises(RegistryError, match="no entry or way of rows"):
+            look("zz")
+        with pytest.raises(RegistryError, match="several"):
+            look("")
+    assert store.forget(way.id[:12]) == way.id
+    assert store.row_ways() == []
+    assert store.get(entry.id) == entry
+
+
 CHECKS: tuple[Callable[[Store], None], ...] = (
     finds_what_was_saved,
     keeps_keys_apart,
@@ -241,4 +310,8 @@ CHECKS: tuple[Callable[[Store], None], ...] = (
     keeps_signatures_beside_graphs,
     keeps_distances_in_both_directions,
     refuses_what_it_could_not_read_again,
+    keeps_ways_of_rows_by_their_key,
+    prunes_ways_of_rows_as_entries,
+    saves_all_entries_and_ways_or_none,
+    finds_and_forgets_ways_of_rows_by_their_id,
 )

@@ -7,13 +7,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from conformance.store import make_entry
+from conformance.store import make_entry, make_way
 from sqlalchemy import Connection, create_engine, text
 
 from sirtaki.errors import RegistryError
 from sirtaki.registry import sql_rows
 from sirtaki.registry.model_graph import chain_graph
-from sirtaki.registry.schema import migrate
+from sirtaki.registry.schema import entries, migrate, row_ways
+from sirtaki.registry.sql_row_ways import save_way
 from sirtaki.registry.sql_rows import compressed, delete_orphans, expanded, find, load, parsed, save_row
 
 
@@ -89,14 +90,28 @@ def test_an_id_is_found_by_its_beginning_if_that_is_one_entrys(connection: Conne
     for name in ("abc", "abd", "a%x"):
         save_row(connection, make_entry(), None)
         connection.execute(text("UPDATE entries SET id = :name WHERE length(id) > 3"), {"name": name})
-    assert find(connection, "abc") == "abc"
-    assert find(connection, "a%") == "a%x"  # no pattern
-    for prefix, words in (("ab", "several entries have ids that begin"), ("z", "no entry has"), ("", "several")):
+    assert find(connection, "abc") == (entries, "abc")
+    assert find(connection, "a%") == (entries, "a%x")  # no pattern
+    for prefix, words in (("ab", "several ids begin"), ("z", "no entry has"), ("", "several")):
         with pytest.raises(RegistryError, match=words):
             find(connection, prefix)
     connection.execute(text("DELETE FROM entries WHERE id != 'abc'"))
-    with pytest.raises(RegistryError, match="several entries have ids that begin with ''"):
+    with pytest.raises(RegistryError, match="several ids begin with ''"):
         find(connection, "")
+
+
+def test_an_id_may_be_that_of_an_entry_or_a_way_of_rows(connection: Connection) -> None:
+    for table in ("entries", "row_ways"):
+        save = save_row(connection, make_entry(), None) if table == "entries" else save_way(connection, make_way())
+        assert save
+        connection.execute(text(f"UPDATE {table} SET id = :name"), {"name": f"ab {table}"})
+    both = (entries, row_ways)
+    assert find(connection, "ab r", tables=both) == (row_ways, "ab row_ways")
+    assert find(connection, "ab") == (entries, "ab entries")
+    with pytest.raises(RegistryError, match="several ids begin"):
+        find(connection, "ab", tables=both)
+    with pytest.raises(RegistryError, match=r"no entry or way of rows has .* and `sirtaki registry rows`"):
+        find(connection, "z", tables=both)
 
 
 def test_what_no_entry_uses_goes_and_distances_with_it(connection: Connection) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conformance.store import CHECKS, make_entry
+from conformance.store import CHECKS, make_entry, make_way
 
 from sirtaki.errors import RegistryError
 from sirtaki.registry import schema, sqlite_file
@@ -79,7 +79,12 @@ def test_a_read_only_store_reads_and_refuses_to_write(path: Path) -> None:
     open_store(str(path)).save(entry)
     store = open_store(str(path), read_only=True)
     assert store.lookup(entry.key) == entry
-    for write in (lambda: store.save(entry), lambda: store.forget(entry.id), lambda: store.prune(keep=0)):
+    for write in (
+        lambda: store.save(entry),
+        lambda: store.save_row_way(make_way()),
+        lambda: store.forget(entry.id),
+        lambda: store.prune(keep=0),
+    ):
         with pytest.raises(RegistryError, match="cannot be written"):
             write()
     store.save_distances(entry.key.model, {"other": 0.5})  # a cache: nothing is lost
@@ -171,6 +176,22 @@ def test_an_older_schema_is_brought_up_to_date(path: Path, monkeypatch: pytest.M
     assert store.lookup(entry.key) == entry
     store.save_distances("a", {"b": 0.5})
     assert store.distances("b") == {"a": 0.5}
+
+
+def test_schema_2_gets_ways_of_rows_and_where_it_may_not_be_written_has_none(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry, way = make_entry(), make_way()
+    with monkeypatch.context() as patch:
+        patch.setattr(schema, "MIGRATIONS", schema.MIGRATIONS[:2])
+        open_store(str(path)).save(entry)
+    store = open_store(str(path), read_only=True)
+    assert store.row_ways() == store.row_ways(way.key) == []
+    assert store.find(entry.id) == entry
+    store = open_store(str(path))
+    assert store.save_row_way(way)
+    assert store.row_ways(way.key) == [way]
+    assert store.lookup(entry.key) == entry
 
 
 def test_a_newer_schema_is_refused_with_the_remedy(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

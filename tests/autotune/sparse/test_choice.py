@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from sirtaki.autotune.sparse.choice import (
+    CHECKS,
     LEARNING_ITERATIONS,
     LEAST_WATCHED,
     N_CANDIDATES,
@@ -194,3 +195,50 @@ def test_where_hot_rows_are_fixed_they_stay_so_without_an_aggregator() -> None:
     hot = choice.plan.hot_rows
     choice.lose_aggregator()
     assert (choice.stage, choice.plan.aggregated, choice.plan.hot_rows) == (Stage.KEEP, False, hot)
+
+
+def recalled(plan: SparsePlan) -> SparseChoice:
+    choice = SparseChoice(fixed=None, tries=True)
+    for _ in range(LEARNING_ITERATIONS):
+        choice.note(seen())
+    assert choice.may_recall
+    choice.recall(plan)
+    return choice
+
+
+def checked(choice: SparseChoice, remembered_s: float, gathered_s: float) -> None:
+    spans: list[float] = []
+    while not choice.has_tried:
+        spans.append(9.0 if len(spans) < 2 else (remembered_s, gathered_s)[len(spans) % 2])
+        choice.note(seen())
+    assert len(spans) == 2 * CHECKS
+    choice.settle(spans)
+
+
+def test_gathering_that_an_earlier_job_kept_is_kept_at_once() -> None:
+    choice = recalled(GATHER)
+    assert (choice.stage, choice.plan) == (Stage.KEEP, GATHER)
+
+
+def test_another_way_that_an_earlier_job_kept_is_held_against_gathering() -> None:
+    owner = SparsePlan(path=SparsePath.OWNER)
+    for remembered_s, expected in ((0.5, owner), (1.0, owner), (1.05, GATHER)):
+        choice = recalled(owner)
+        assert choice.candidates == [owner, GATHER]
+        checked(choice, remembered_s, 1.0)
+        assert (choice.stage, choice.plan, choice.measured_s) == (Stage.KEEP, expected, [remembered_s, 1.0])
+
+
+def test_what_does_not_hold_gives_way_to_what_the_model_says_and_is_not_asked_for_again() -> None:
+    choice = recalled(SparsePlan(path=SparsePath.OWNER))
+    checked(choice, 1.2, 1.0)
+    assert choice.has_learned
+    assert not choice.may_recall
+    choice.choose(model)
+    assert len(choice.candidates) == N_CANDIDATES
+    kept(choice, 1)
+    assert choice.stage is Stage.KEEP
+
+
+def test_where_the_path_is_fixed_nothing_is_recalled() -> None:
+    assert not SparseChoice(fixed=SparsePath.HOT_COLD, tries=True).may_recall

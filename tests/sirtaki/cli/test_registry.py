@@ -2,16 +2,18 @@ import json
 import re
 from argparse import ArgumentParser
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conformance.store import make_entry
+from conformance.store import make_entry, make_way
 
 from sirtaki.cli import registry as cli
 from sirtaki.errors import RegistryError
 from sirtaki.registry.entry import Entry
 from sirtaki.registry.model_graph import chain_graph
 from sirtaki.registry.opening import open_store
+from sirtaki.registry.row_ways import RowWay
 from sirtaki.registry.store import Store
 
 Run = Callable[..., str]
@@ -61,6 +63,35 @@ def test_list_shows_every_entry_in_a_line(run: Run, entries: list[Entry]) -> Non
     assert "2.00× faster" in lines[2]
 
 
+def test_rows_shows_which_way_rows_went_where_they_were_touched_how(run: Run, store: Store) -> None:
+    assert run("rows") == ""
+    store.save_row_way(make_way())
+    titles, line = run("rows").splitlines()
+    assert re.split(" {2,}", titles.strip())[-3:] == ["way", "hot", "made"]
+    shown = [make_way().id[:8], "table.weight", "1000", "64", "4", "15.00%", "34% of touches", "hot_cold, owner", "30"]
+    assert re.split(" {2,}", line.strip())[:-1] == shown
+    assert json.loads(run("rows", "--json")) == [{"id": make_way().id, **make_way().to_json()}]
+
+
+@pytest.mark.parametrize(
+    ("way", "words"),
+    [
+        (make_way(), "hot_cold, owner"),
+        (replace(make_way(), key=replace(make_way().key, aggregator=True), aggregated=True), "hot_cold, owner, agg"),
+        (replace(make_way(), path="blocks", n_hot=0, block_rows=16), "blocks of 16"),
+        (replace(make_way(), path="gather", n_hot=0), "gather"),
+    ],
+)
+def test_show_tells_a_way_of_rows(run: Run, store: Store, way: RowWay, words: str) -> None:
+    store.save_row_way(way)
+    text = run("show", way.id[:10])
+    assert words in text
+    assert words in run("rows")
+    for part in ("table.weight: 1000 rows of 64 bytes, float32, on 4 ranks", "streams=2", "30: 70%", "10.000 ms"):
+        assert part in text
+    assert json.loads(run("show", way.id, "--json")) == way.to_json()
+
+
 def test_models_of_one_name_are_told_apart(run: Run, store: Store) -> None:
     entries = [make_entry(model=chain_graph([100] * layers)) for layers in (3, 4)]
     assert store.save_all(entries) == 2
@@ -90,8 +121,6 @@ def test_show_says_nothing_of_links_that_nobody_has_measured(run: Run, entries: 
 
 
 def test_names_from_elsewhere_are_no_markup(run: Run, store: Store) -> None:
-    from dataclasses import replace
-
     entry = make_entry()
     store.save(replace(entry, arm="[bold]grid[/bold]"))
     assert "[bold]grid[/bold]" in run("list")
@@ -126,9 +155,47 @@ def test_what_is_exported_can_be_imported_elsewhere(run: Run, entries: list[Entr
     assert run("export") == file.read_text()
 
 
+def test_ways_of_rows_go_with_entries_and_the_newer_stays(run: Run, store: Store, tmp_path: Path) -> None:
+    file, elsewhere = tmp_path / "all.json", f"--registry={tmp_path / 'other.db'}"
+    entry, ways = make_entry(), [make_way(), make_way(ranks=8)]
+    store.save_all([entry], ways)
+    run("export", "-o", file)
+    there = open_store(str(tmp_path / "other.db"))
+    newer = replace(ways[0], path="gather", n_hot=0, created_s=1.75e9)
+    there.save_row_way(newer)
+    assert run(elsewhere, "import", file) == "imported: 2, kept as they were: 1\n"
+    assert there.row_ways() == [newer, ways[1]]
+    assert list(there.entries()) == [entry]
+    assert run(elsewhere, "import", file) == "imported: 1, kept as they were: 2\n"  # entries as new are kept anew
+
+
+def test_a_bad_way_of_rows_is_named_and_nothing_is_imported(run: Run, store: Store, tmp_path: Path) -> None:
+    file = tmp_path / "bad.json"
+    store.save_all([make_entry()], [make_way(), make_way(ranks=8)])
+    data = json.loads(run("export"))
+    data["row_ways"][1]["n_hot"] = 0
+    file.write_text(json.dumps(data))
+    store.prune(keep=0)
+    with pytest.raises(RegistryError, match=r"nothing of .* was imported: way of rows 2: n_hot: must be a whole"):
+        run("import", file)
+    assert store.summaries() == []
+    assert store.row_ways() == []
+
+
+def test_one_way_of_rows_is_exported_and_forgotten(run: Run, store: Store) -> None:
+    ways = [make_way(), make_way(ranks=8)]
+    store.save_all([make_entry()], ways)
+    data = json.loads(run("export", ways[1].id[:12]))
+    assert (data["entries"], data["row_ways"]) == ([], [ways[1].to_json()])
+    assert run("forget", ways[1].id[:12]) == f"forgotten: {ways[1].id}\n"
+    assert store.row_ways() == ways[:1]
+    assert len(store.summaries()) == 1
+
+
 def test_chosen_entries_are_exported(run: Run, entries: list[Entry], tmp_path: Path) -> None:
     text = run("export", entries[1].id[:12])
     assert [entry["key"]["model"] for entry in json.loads(text)["entries"]] == [entries[1].key.model]
+    assert json.loads(text)["row_ways"] == []
 
 
 def test_import_keeps_what_is_better_here(run: Run, store: Store, tmp_path: Path) -> None:
@@ -199,6 +266,6 @@ def test_a_registry_that_is_not_there_is_not_made_by_looking(run: Run, tmp_path:
 def test_every_action_has_help() -> None:
     parser = ArgumentParser()
     cli.configure(parser)
-    assert set(cli._ACTIONS) == {"list", "show", "similar", "export", "import", "prune", "forget"}
+    assert set(cli._ACTIONS) == {"list", "rows", "show", "similar", "export", "import", "prune", "forget"}
     for action in cli._ACTIONS:
         assert action in parser.format_help()

@@ -12,7 +12,7 @@ from sirtaki.comm.control.failure import WAIT_SLICE_S
 from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.sparse.plan import SparsePath, SparsePlan
 from sirtaki.engine.sparse_carrier import SparseCarrier
-from sirtaki.settings import Settings
+from sirtaki.settings import REGISTRY_OFF, Settings
 
 ROWS, WIDTH = 40, 3
 
@@ -41,7 +41,7 @@ def on_carriers(
 ) -> list[Any]:
     def run(control: ControlPlane) -> Any:
         params = {name: torch.zeros(ROWS, WIDTH, dtype=torch.float64) for name in "ab"}
-        carrier = SparseCarrier(control, Settings(**settings))
+        carrier = SparseCarrier(control, Settings(**{"registry": REGISTRY_OFF, **settings}))
         carrier.watch(params)
         try:
             return act(carrier, control, params)
@@ -72,7 +72,9 @@ def test_all_ranks_learn_try_and_keep_the_same() -> None:
 
 def test_what_is_fixed_on_rank_0_holds_for_all() -> None:
     def run(control: ControlPlane) -> dict[str, SparsePlan]:
-        carrier = SparseCarrier(control, Settings(sparse=SparsePath.OWNER if control.rank == 0 else SparsePath.DENSE))
+        carrier = SparseCarrier(
+            control, Settings(registry=REGISTRY_OFF, sparse=SparsePath.OWNER if control.rank == 0 else SparsePath.DENSE)
+        )
         params = {"a": torch.zeros(ROWS, WIDTH, dtype=torch.float64)}
         carrier.watch(params)
         iterate(carrier, control, params, 0)

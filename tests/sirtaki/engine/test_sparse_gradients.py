@@ -12,7 +12,7 @@ from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.gradients.buffers import Reduction
 from sirtaki.engine.sparse_carrier import SparseCarrier
 from sirtaki.engine.sparse_gradients import SparseReductions
-from sirtaki.settings import Settings
+from sirtaki.settings import REGISTRY_OFF, Settings
 
 SIZE = 2
 ROWS, WIDTH = 4, 2
@@ -64,7 +64,7 @@ class Rank:
 
 def on_ranks(act: Callable[[Rank], Any], known: Iterable[str] = "ab", **options: Any) -> list[Any]:
     def run(control: ControlPlane) -> Any:
-        carrier = SparseCarrier(control, Settings())
+        carrier = SparseCarrier(control, Settings(registry=REGISTRY_OFF))
         try:
             return act(Rank(control, carrier, known, dict(options)))
         finally:

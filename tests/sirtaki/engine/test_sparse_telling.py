@@ -16,7 +16,7 @@ from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.sparse.plan import SparsePath
 from sirtaki.engine import sparse_carrier
 from sirtaki.engine.sparse_carrier import SparseCarrier
-from sirtaki.settings import Settings
+from sirtaki.settings import REGISTRY_OFF, Settings
 
 ROWS, WIDTH, LOOKED_UP = 40, 3, 12
 UNTIL_KEPT = LEARNING_ITERATIONS + ROUNDS * N_CANDIDATES
@@ -43,7 +43,7 @@ def iterate(carrier: SparseCarrier, control: ControlPlane, n: int, *, looked_up:
 
 def summaries(iterations: int, **settings: Any) -> list[list[SparseSummary]]:
     def run(control: ControlPlane) -> list[SparseSummary]:
-        carrier = SparseCarrier(control, Settings(**settings))
+        carrier = SparseCarrier(control, Settings(**{"registry": REGISTRY_OFF, **settings}))
         carrier.watch({"table": torch.zeros(ROWS, WIDTH)})
         iterate(carrier, control, iterations)
         carrier.close()
@@ -85,7 +85,7 @@ def test_where_nothing_is_tuned_no_log_is_written(tmp_path: Path) -> None:
 
 def test_what_is_decided_anew_is_told_anew() -> None:
     def run(control: ControlPlane) -> list[tuple[float, float]]:
-        carrier = SparseCarrier(control, Settings())
+        carrier = SparseCarrier(control, Settings(registry=REGISTRY_OFF))
         carrier.watch({"table": torch.zeros(ROWS, WIDTH)})
         iterate(carrier, control, UNTIL_KEPT)
         before = carrier.summaries
