@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import threading
 import time
 from collections.abc import Callable, Sequence
 
@@ -31,6 +32,9 @@ from .scaling import scale_
 MAX_STREAMS = 24
 RENDEZVOUS_TIMEOUT_S = 60.0
 """How long the connections of one stream may take to be made; all ranks begin at the same time."""
+
+END_S = 1.0
+"""How long the threads of closed streams may take to end, before they are left to themselves."""
 
 OWN_DESCRIPTORS = 5
 """Of one stream: its listening socket, and those of its I/O thread; beside one connection to every other rank."""
@@ -96,6 +100,23 @@ class _GlooWork:
 def _end(group: ProcessGroupGloo) -> None:
     if hasattr(group, "abort"):  # torch < 2.7 has none: there a group ends when nobody holds it
         group.abort()
+
+
+def _drop(groups: list[ProcessGroupGloo]) -> None:
+    """Takes the groups out of the list, which nobody else holds, and waits for the end of their threads, but not long.
+
+    A reduction that begins to wait on a connection while that is closed waits until its time is up, and whoever drops
+    the last reference to its group waits for it.
+    """
+    boxes: list[list[ProcessGroupGloo]] = []
+    while groups:
+        boxes.append([groups.pop()])
+    enders = [threading.Thread(target=box.clear, name="sirtaki-gloo-end", daemon=True) for box in boxes]
+    for ender in enders:
+        ender.start()
+    deadline_s = time.monotonic() + END_S
+    for ender in enders:
+        ender.join(max(0.0, deadline_s - time.monotonic()))
 
 
 class GlooTransport:
@@ -193,7 +214,7 @@ class GlooTransport:
 
     def close(self) -> bool:
         """See `Transport`."""
-        for group in self._groups:
-            _end(group)
-        self._groups.clear()
+        for number in range(len(self._groups)):  # a name for one would keep it
+            _end(self._groups[number])
+        _drop(self._groups)
         return True

@@ -1,9 +1,14 @@
-"""What a wait for Gloo makes of time-outs and failures."""
+"""What a wait for Gloo makes of time-outs and failures, and the end of streams."""
+
+import threading
+from typing import Any
 
 import pytest
 import torch
 
-from sirtaki.comm.transports.gloo import _GlooWork
+from sirtaki.comm.control.failure import FailureBoard
+from sirtaki.comm.transports import gloo
+from sirtaki.comm.transports.gloo import GlooTransport, _GlooWork
 from sirtaki.errors import CommError
 
 
@@ -45,3 +50,40 @@ def test_a_reduction_that_goes_on_is_waited_for_again() -> None:
 def test_a_reduction_that_fails_says_what_was_reduced() -> None:
     with pytest.raises(CommError, match=r"elements \[0, 2\) on stream 0.*Connection closed"):
         work(Late(2, fails=True)).wait(0.1)
+
+
+class Group:
+    """A process group whose end waits for a thread of its own."""
+
+    def __init__(self, ended: threading.Event) -> None:
+        self._ended = ended
+
+    def abort(self) -> None:
+        pass
+
+    def __del__(self) -> None:
+        self._ended.wait(30.0)
+
+
+def test_a_stream_whose_thread_does_not_end_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gloo, "END_S", 0.05)
+    ended = threading.Event()
+    transport = GlooTransport(
+        store=None,  # type: ignore[arg-type]  # nothing is opened
+        prefix=str,
+        address="",
+        rank=0,
+        size=2,
+        timeout_s=1.0,
+        agree=lambda _: None,
+        failures=FailureBoard(),
+    )
+    groups: list[Any] = transport._groups
+    groups += [Group(ended), Group(ended)]
+    closer = threading.Thread(target=transport.close)
+    closer.start()
+    closer.join(10.0)
+    held_up = closer.is_alive()
+    ended.set()
+    closer.join(10.0)
+    assert not held_up
