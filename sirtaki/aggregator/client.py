@@ -15,6 +15,7 @@ from sirtaki.host_port import Address, parse_address
 
 from .contact import Contact
 from .exchange import Exchange, RoundTrips
+from .heartbeat import Heartbeat
 from .layout import HeatLayout
 from .packets import (
     Bytes,
@@ -47,12 +48,14 @@ class Patience:
 
     Attributes:
         heartbeat_s: for a sign of life, before it asks for one.
+        alive_s: between the signs of life that it gives while it needs no sums.
         lost_s: for a sign of life, before it takes an aggregator for gone.
         look_s: without a new sum, before it looks whether other ranks have gone to a standby.
         stall_s: without a new sum, before it gives up; other ranks may be late for many reasons.
     """
 
     heartbeat_s: float = 0.2
+    alive_s: float = 3.0
     lost_s: float = 2.0
     look_s: float = 0.3
     stall_s: float = 120.0
@@ -60,6 +63,8 @@ class Patience:
 
 class AggregatorClient:
     """One rank of a job at an aggregator; of one thread.
+
+    From its first sum until it is closed, another thread says now and then that it lives.
 
     Args:
         addresses: `host:port` of the aggregator, and of its standbys; an aggregator names its own standby, too.
@@ -111,7 +116,7 @@ class AggregatorClient:
         self._check = check
         self._failures = 0
         self._progress_s = self._looked_s = 0.0
-        self._entered = False
+        self._heartbeat: Heartbeat | None = None
         self.moves = 0
         """How often it has gone to another aggregator."""
 
@@ -161,6 +166,8 @@ class AggregatorClient:
 
     def close(self) -> None:
         """Leaves; again is harmless. Not before all ranks have their last sums: see `linger`."""
+        if self._heartbeat is not None:
+            self._heartbeat.stop()
         for contact in self._contacts:
             contact.leave(self._rank)
             contact.close()
@@ -176,9 +183,10 @@ class AggregatorClient:
         now_s = time.monotonic()
         self._progress_s = self._looked_s = now_s
         self._failures = 0
-        if not self._entered:
-            self._entered = True
+        if self._heartbeat is None:
             self._contact.enter(now_s)
+            self._heartbeat = Heartbeat(self._say_that_it_lives, every_s=self._patience.alive_s)
+        self._contact.wire.refused = False  # which was between steps, if it was
         self._contact.heard_s = turn_s = now_s  # it was not asked for anything between steps
         while not done():
             now_s = time.monotonic()
@@ -197,6 +205,13 @@ class AggregatorClient:
                     awaits = awaits or exchange.awaits_answers
             contact.wire.wait(min(longest_s, BUSY_S if awaits else IDLE_S))
             self._receive(contact)
+
+    def _say_that_it_lives(self) -> None:
+        """In the thread of the heartbeat."""
+        contact = self._contact
+        if contact.is_open:
+            with contextlib.suppress(OSError):  # which the next sum will tell
+                contact.wire.send(packet(Kind.ALIVE, rank=self._rank, session=contact.session))
 
     def _tend(self, now_s: float) -> None:
         """Sees to it that somebody is there who sums."""

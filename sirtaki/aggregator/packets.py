@@ -70,6 +70,7 @@ class Kind(IntEnum):
     COUNTERS = 15  # aggregator: JSON
     LOOK = 16  # rank: is anyone of my job there?
     SEEN = 17  # aggregator: so many (in `count`)
+    ALIVE = 18  # rank: it needs nothing now, and will come again
 
 
 class Summation(IntEnum):

@@ -40,7 +40,10 @@ from .wire import Wire
 logger = logging.getLogger(__name__)
 
 LEAST_WINDOW, MOST_WINDOW = 16, 1024
-TIDY_EVERY_S = 5.0
+TIDY_EVERY_S = 1.0
+
+ASLEEP_S = 1.0
+"""After so long between two turns this process was stopped or starved, and has not heard who was there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,13 +54,13 @@ class Limits:
         memory_bytes: for the registers of all jobs.
         jobs: at once.
         ranks: of a job.
-        silent_s: a job that is silent for so long is forgotten.
+        silent_s: a job of which no rank has said anything for so long is forgotten; each says every 3 s that it lives.
     """
 
     memory_bytes: int = 256 * 2**20
     jobs: int = 16
     ranks: int = 1024
-    silent_s: float = 3600.0
+    silent_s: float = 15.0
 
 
 @dataclass(slots=True)
@@ -121,7 +124,10 @@ class Aggregator:
 
     def turn(self) -> None:
         """Takes what has come."""
-        self._now_s = time.monotonic()
+        before_s, self._now_s = self._now_s, time.monotonic()
+        if self._now_s - before_s > ASLEEP_S:
+            for job in self._jobs.values():
+                job.heard_s = self._now_s
         for rows, address in self._wire.batches():
             taken = 0
             for group in groups(rows):
@@ -135,7 +141,7 @@ class Aggregator:
     def _take(self, rows: Bytes, address: Address) -> None:
         headers = headers_of(rows)
         kind = int(headers["kind"][0])
-        if kind in (Kind.PART, Kind.SUM, Kind.PULL, Kind.PING, Kind.BYE):
+        if kind in (Kind.PART, Kind.SUM, Kind.PULL, Kind.PING, Kind.BYE, Kind.ALIVE):
             self._take_of_session(kind, rows, headers, address)
             return
         for header, row in zip(headers, rows, strict=True):
@@ -159,6 +165,9 @@ class Aggregator:
             return
         job = self._jobs.get(registration.job)
         refused = self._why_not(registration, job)
+        if refused and job is None:
+            self._forget_ended()
+            refused = self._why_not(registration, job)
         if refused:
             self.counters.refusals += 1
             self._wire.send(packet(Kind.REFUSED, body=refused.encode()), address)
@@ -226,6 +235,8 @@ class Aggregator:
             self.counters.foreign += len(rows)
             return
         job.heard_s = self._now_s
+        if kind == Kind.ALIVE:
+            return
         if kind == Kind.PING:
             self._wire.send(packet(Kind.PONG, session=session), address)
         elif kind == Kind.BYE:
@@ -304,6 +315,11 @@ class Aggregator:
     def _leave(self, job: Job, rank: int) -> None:
         job.left.add(rank)
         if len(job.left) == job.ranks:
+            self._forget(job)
+
+    def _forget_ended(self) -> None:
+        """Of jobs that a rank has left no sum can be made any more; the others may have been killed."""
+        for job in [job for job in self._jobs.values() if job.left]:
             self._forget(job)
 
     def _forget(self, job: Job) -> None:

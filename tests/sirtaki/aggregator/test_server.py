@@ -107,6 +107,63 @@ def test_a_job_that_is_silent_is_forgotten_and_comes_back() -> None:
         client.close()
 
 
+def test_a_job_that_sums_nothing_for_long_keeps_its_place_as_long_as_a_rank_of_it_lives() -> None:
+    alive = Patience(alive_s=0.05)
+    with serving(limits=Limits(silent_s=0.5)) as (address, aggregator):
+        client = client_of([address], 0, 1, LAYOUT, patience=alive)
+        client.sum(values_of(0, 0, 1000, 16))
+        (job,) = aggregator._jobs.values()
+        session, came_s = job.session, job.heard_s
+        deadline_s = time.monotonic() + 20
+        while job.heard_s < came_s + 0.6 and time.monotonic() < deadline_s:
+            time.sleep(0.02)
+            aggregator._tidied_s = -1e9
+        client.sum(values_of(0, 1, 1000, 16))
+        assert client._contact.session == session
+        client.close()
+
+
+def test_the_place_of_a_job_that_ranks_have_left_is_given_away_though_others_have_not_said_so() -> None:
+    with serving(limits=Limits(jobs=1)) as (address, aggregator):
+
+        def act(rank: int) -> Any:
+            client = client_of([address], rank, 2, LAYOUT, job="first")
+            client.sum(values_of(rank, 0, 1000, 16))
+            return client
+
+        there, killed = on_ranks(2, act)
+        assert "serves 1 jobs already" in refusal(address, job="second")
+        there.close()
+        (job,) = aggregator._jobs.values()
+        deadline_s = time.monotonic() + 10
+        while not job.left and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        client = client_of([address], 0, 1, LAYOUT, job="second")
+        client.sum(values_of(0, 0, 1000, 16))
+        for each in (client, killed):
+            each.close()
+
+
+def test_who_was_stopped_takes_nobody_for_silent() -> None:
+    wire = Wire.bound("127.0.0.1", 0)
+    aggregator = Aggregator(wire, limits=Limits(silent_s=30.0))
+    registration = Registration(
+        job=job_key("job"), entry=1, ranks=2, summation=Summation.FLOAT32, packets=3, floats=4, registers=4, width=1
+    )
+    aggregator._register(0, 0, registration.encoded(), ("127.0.0.1", 9))
+    (job,) = aggregator._jobs.values()
+    for moment in ("_now_s", "_tidied_s"):
+        setattr(aggregator, moment, getattr(aggregator, moment) - 60.0)
+    job.heard_s -= 60.0
+    aggregator.turn()
+    assert aggregator._jobs
+    job.heard_s -= 60.0
+    aggregator._tidied_s -= 60.0
+    aggregator.turn()
+    assert not aggregator._jobs
+    wire.close()
+
+
 def test_it_tells_what_it_has_counted_to_whoever_asks_with_as_long_a_packet() -> None:
     with serving(standby="127.0.0.1:7") as (address, _):
         client = client_of([address], 0, 1, LAYOUT)
