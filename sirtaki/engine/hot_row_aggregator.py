@@ -108,7 +108,7 @@ class HotRowAggregator:
         joined = cls(control, addresses, stall_s=stall_s, check=check)
         try:
             joined._rows.sum_rows(torch.ones(1, 1))
-        except AggregatorError:
+        except BaseException:  # the job may be lost, too
             joined.close()
             raise
         if joined._is_root:

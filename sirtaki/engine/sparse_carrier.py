@@ -6,9 +6,10 @@ rank has seen of all (`SparseChoice`); times are the only thing that they have t
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -41,6 +42,28 @@ logger = logging.getLogger(__name__)
 HOST_KINDS = (TransportKind.SHARED_MEMORY, TransportKind.GLOO, TransportKind.MPI)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Means:
+    """What there is once rows have to travel: opened and closed together.
+
+    Attributes:
+        lanes: between the ranks.
+        streams: the only number of them that may be used; None = any.
+        worker: the thread that uses them.
+        telling: of how rows travel.
+    """
+
+    lanes: SparseLanes
+    streams: int | None
+    worker: SparseWorker
+    telling: SparseTelling
+
+    def close(self) -> None:
+        """Not collective, once: ends all threads."""
+        self.worker.close()
+        self.telling.close()
+
+
 class SparseCarrier:
     """Adds up sparse gradients over the ranks; opened once there are any.
 
@@ -51,9 +74,7 @@ class SparseCarrier:
     def __init__(self, control: ControlPlane, settings: Settings, *, prefix: str = "") -> None:
         """Starts nothing; `prefix`: of operations' names in recordings."""
         self._control, self._settings, self._prefix = control, settings, prefix
-        self._lanes: SparseLanes | None = None
-        self._worker: SparseWorker | None = None
-        self._telling: SparseTelling | None = None
+        self._means: _Means | None = None
         self._memory = SparseMemory(control, settings)
         self._closed = False
         self._order: list[str] = []
@@ -65,8 +86,8 @@ class SparseCarrier:
 
     def watch(self, params: Mapping[str, torch.Tensor]) -> None:
         """Collective, between iterations: rows of these parameters come from now on, of all in each iteration."""
-        if params and self._worker is None and self._control.size > 1:
-            self._open()
+        if params and self._means is None and self._control.size > 1:
+            self._means = self._open()
         # The backward pass brings them about the other way round.
         self._order = list(params)[::-1]
         for name, param in params.items():
@@ -75,12 +96,12 @@ class SparseCarrier:
                 self._forms[name] = form
                 self._choices[name] = SparseChoice(fixed=self._fixed, tries=self._tries)
                 self._spans_s[name] = []
-                if self._telling is not None:
-                    self._telling.begin(name)
-        if self._worker is not None:
-            self._worker.begin(self._order)
+                if self._means is not None:
+                    self._means.telling.begin(name)
+        if self._means is not None:
+            self._means.worker.begin(self._order)
 
-    def _open(self) -> None:
+    def _open(self) -> _Means:
         settings = self._settings
         self._fixed, self._tries, kind, streams = self._control.broadcast(
             (
@@ -92,19 +113,25 @@ class SparseCarrier:
         )
         if kind is TransportKind.SHARED_MEMORY and not self._control.one_node:
             kind = None  # which is for within the nodes
-        self._streams: int | None = streams
-        self._lanes = SparseLanes(
+        lanes = SparseLanes(
             self._control, timeout_s=settings.transport_timeout_s, kind=kind, streams=streams or DEFAULT_STREAMS
         )
-        self._lanes.hot_sums = HotRowAggregator.joined(
-            self._control,
-            settings.aggregator,
-            used=learns_hot_rows(self._fixed, tries=self._tries),
-            stall_s=settings.transport_timeout_s,
-            check=self._lanes.check,
+        with contextlib.ExitStack() as unless_joined:
+            unless_joined.callback(lanes.close)
+            lanes.hot_sums = HotRowAggregator.joined(
+                self._control,
+                settings.aggregator,
+                used=learns_hot_rows(self._fixed, tries=self._tries),
+                stall_s=settings.transport_timeout_s,
+                check=lanes.check,
+            )
+            unless_joined.pop_all()
+        return _Means(
+            lanes,
+            streams,
+            SparseWorker(lanes, self._control.failures, prefix=self._prefix),
+            SparseTelling(self._control, trial_log=settings.trial_log if self._tries else None),
         )
-        self._worker = SparseWorker(self._lanes, self._control.failures, prefix=self._prefix)
-        self._telling = SparseTelling(self._control, trial_log=settings.trial_log if self._tries else None)
 
     @property
     def plans(self) -> dict[str, SparsePlan]:
@@ -114,21 +141,20 @@ class SparseCarrier:
     @property
     def summaries(self) -> list[SparseSummary]:
         """How the gradients travel whose way is decided, in the order in which they leave; the same on all ranks."""
-        told = {} if self._telling is None else self._telling.summaries
+        told = {} if self._means is None else self._means.telling.summaries
         return [told[name] for name in self._order if name in told]
 
     def start(self, name: str, gradient: torch.Tensor) -> SparseWork:
         """The rows of a parameter on this rank are complete: a sparse COO tensor, which may be written afterwards."""
-        if self._telling is not None:
-            self._telling.look_up(name, gradient._nnz())
-        rows = coalesced(gradient.cpu())
-        if self._worker is None:
+        rows, means = coalesced(gradient.cpu()), self._means
+        if means is None:
             work = SparseWork()
             work.reduced = Reduced(rows, len(rows))
             work.finish()
             return work
+        means.telling.look_up(name, gradient._nnz())
         form = replace(self._forms[name], dtype=rows.values.dtype)  # which may have changed since
-        return self._worker.submit(SparseTask(name, rows, form, self._choices[name].plan))
+        return means.worker.submit(SparseTask(name, rows, form, self._choices[name].plan))
 
     def check(self) -> None:
         """Raises the failure of the job, if there is one, and does what this rank owes to others while it waits."""
@@ -138,24 +164,24 @@ class SparseCarrier:
 
     def end_iteration(self, works: Mapping[str, SparseWork]) -> None:
         """Collective where something is decided: all reductions of an iteration are done."""
-        if self._worker is None or self._lanes is None or self._telling is None or not works:
+        if (means := self._means) is None or not works:
             return
         before = self.plans
         for name in self._order:
-            self._note(name, works[name])
-        self._notice_a_lost_aggregator(self._lanes)
-        self._decide()
-        self._telling.end_iteration({name: self._choices[name] for name in self._order}, self._forms)
-        self._lanes.grow()
+            self._note(means, name, works[name])
+        self._notice_a_lost_aggregator(means)
+        self._decide(means)
+        means.telling.end_iteration({name: self._choices[name] for name in self._order}, self._forms)
+        means.lanes.grow()
         after = self.plans
         if changed := [name for name in self._order if after[name] != before[name]]:
             stages = [self._choices[name].stage for name in changed]
             if any(stage is not Stage.TRY for stage in stages):
                 fingerprints = " ".join(after[name].fingerprint() for name in self._order)
                 self._control.require_equal(fingerprints, "the way of sparse gradients")
-        self._worker.begin(self._order)
+        means.worker.begin(self._order)
 
-    def _note(self, name: str, work: SparseWork) -> None:
+    def _note(self, means: _Means, name: str, work: SparseWork) -> None:
         choice, reduced = self._choices[name], work.reduced
         if choice.stage is Stage.TRY:
             self._spans_s[name].append(work.span_s)
@@ -167,22 +193,21 @@ class SparseCarrier:
             [indices.numpy() for indices in reduced.by_rank] if learns else (),
         )
         choice.note(seen)
-        assert self._telling is not None
-        self._telling.note(name, seen, choice)
+        means.telling.note(name, seen, choice)
 
-    def _notice_a_lost_aggregator(self, lanes: SparseLanes) -> None:
+    def _notice_a_lost_aggregator(self, means: _Means) -> None:
         """It is lost for all ranks in the same iteration, or for none."""
+        lanes = means.lanes
         if lanes.hot_sums is not None and not lanes.hot_sums.is_open:
             lanes.hot_sums.close()
             lanes.hot_sums = None
-            assert self._telling is not None
             for name, choice in self._choices.items():
                 before = choice.plan
                 choice.lose_aggregator()
                 if choice.stage is Stage.KEEP and choice.plan != before:
-                    self._telling.tell_again(name)
+                    means.telling.tell_again(name)
 
-    def _decide(self) -> None:
+    def _decide(self, means: _Means) -> None:
         """Collective if some parameter has learned or tried enough, which all ranks see alike."""
         choices = [(name, self._choices[name]) for name in self._order]
         if tried := [(name, choice) for name, choice in choices if choice.has_tried]:
@@ -193,17 +218,16 @@ class SparseCarrier:
             asked = {name: choice for name, choice in learned.items() if choice.may_recall}
             recalled = self._memory.recall(
                 {name: Learned(self._forms[name], choice.counts) for name, choice in asked.items()},
-                aggregator=self._lanes is not None and self._lanes.hot_sums is not None,
+                aggregator=means.lanes.hot_sums is not None,
             )
             for name, plan in recalled.items():
                 learned.pop(name).recall(plan)
-            self._choose(learned)
+            self._choose(means, learned)
 
-    def _choose(self, learned: Mapping[str, SparseChoice]) -> None:
+    def _choose(self, means: _Means, learned: Mapping[str, SparseChoice]) -> None:
         """Collective where there are any: what each way would take follows from probes."""
         if learned:
-            assert self._lanes is not None
-            pace = measure(self._control, self._lanes, streams=self._streams)
+            pace = measure(self._control, means.lanes, streams=means.streams)
             for name, choice in learned.items():
                 choice.choose(partial(self._model, self._forms[name], pace))
                 if choice.stage is Stage.KEEP:
@@ -243,7 +267,5 @@ class SparseCarrier:
         if not self._closed:
             self._closed = True
             self._memory.close()
-            if self._worker is not None:
-                self._worker.close()
-            if self._telling is not None:
-                self._telling.close()
+            if self._means is not None:
+                self._means.close()

@@ -71,7 +71,8 @@ def main() -> None:
         assert_equal_on_all_ranks(model)
     (reducer,) = reducers_of(current())
     carrier = reducer._carrier
-    is_open = carrier._lanes.hot_sums is not None and carrier._lanes.hot_sums.is_open
+    hot = carrier._means.lanes.hot_sums
+    is_open = hot is not None and hot.is_open
     ways = [
         f"{plan.path.value} {'there' if plan.aggregated and is_open else 'here'}" for plan in carrier.plans.values()
     ]

@@ -1,5 +1,6 @@
 """Hot rows through an aggregator: on all ranks or on none, right in the step in which it dies, too."""
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable
@@ -13,15 +14,17 @@ from fakes.meshes import on_planes, until
 
 from sirtaki.aggregator import Patience
 from sirtaki.aggregator.server import Limits
+from sirtaki.aggregator.wire import Wire
 from sirtaki.autotune.sparse.choice import LEARNING_ITERATIONS, ROUNDS, Stage
 from sirtaki.comm.control.failure import WAIT_SLICE_S
 from sirtaki.comm.control.plane import ControlPlane
+from sirtaki.comm.sparse.lanes import SparseLanes
 from sirtaki.comm.sparse.plan import SparsePath
 from sirtaki.engine import hot_row_aggregator as module
 from sirtaki.engine.hot_row_aggregator import HotRowAggregator
 from sirtaki.engine.sparse_carrier import SparseCarrier
 from sirtaki.errors import PeerLostError
-from sirtaki.settings import Settings
+from sirtaki.settings import REGISTRY_OFF, Settings
 
 ROWS, WIDTH = 200, 5
 ENOUGH = LEARNING_ITERATIONS + 4
@@ -67,7 +70,7 @@ class Ranks:
 
     @property
     def is_aggregated(self) -> bool:
-        return self.carrier.plans["table"].aggregated and self.carrier._lanes.hot_sums is not None
+        return self.carrier.plans["table"].aggregated and self.carrier._means.lanes.hot_sums is not None
 
     @property
     def stage(self) -> Stage:
@@ -79,7 +82,7 @@ def on_ranks(
 ) -> list[Any]:
     def run(control: ControlPlane) -> Any:
         of_rank = {name: value[control.rank] if isinstance(value, list) else value for name, value in settings.items()}
-        ranks = Ranks(control, Settings(**of_rank), dtype)
+        ranks = Ranks(control, Settings(registry=REGISTRY_OFF, **of_rank), dtype)
         try:
             return act(ranks)
         finally:
@@ -260,7 +263,9 @@ def test_one_that_is_killed_is_done_without() -> None:
 
 def test_each_optimizer_is_a_job_of_its_own_and_leaves_it() -> None:
     def act(ranks: Ranks) -> bool:
-        again = Ranks(ranks.control, Settings(sparse=HOT_COLD, aggregator=(address,)), torch.float32)
+        again = Ranks(
+            ranks.control, Settings(registry=REGISTRY_OFF, sparse=HOT_COLD, aggregator=(address,)), torch.float32
+        )
         found = hot_cold(ranks) and hot_cold(again)
         again.carrier.close()
         return found
@@ -276,7 +281,7 @@ def test_a_wait_for_a_rank_that_does_not_come_ends_when_the_carrier_is_closed() 
         assert hot_cold(ranks)
         if ranks.control.rank == 0:
             ranks.carrier.start("table", rows(0, 0, torch.float32))
-            thread = ranks.carrier._worker._thread
+            thread = ranks.carrier._means.worker._thread
             ranks.carrier.close()
             return not thread.is_alive()
         return True
@@ -296,6 +301,25 @@ def test_a_wait_for_a_rank_that_is_lost_ends_with_the_job() -> None:
 
     with serving() as (address, _), pytest.raises(PeerLostError, match="rank 1 is gone"):
         on_ranks(2, act, sparse=HOT_COLD, aggregator=(address,))
+
+
+def test_a_job_that_is_lost_while_it_joins_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    nobody, closed, close = Wire.bound("127.0.0.1", 0), [], SparseLanes.close
+    monkeypatch.setattr(SparseLanes, "close", lambda lanes: closed.append(lanes) or close(lanes))
+
+    def act(control: ControlPlane) -> None:
+        threading.Timer(0.2, control.failures.report, [PeerLostError("rank 1 is gone")]).start()
+        address = f"127.0.0.1:{nobody.address[1]}"
+        carrier = SparseCarrier(control, Settings(registry=REGISTRY_OFF, sparse=HOT_COLD, aggregator=(address,)))
+        try:
+            carrier.watch({"table": torch.zeros(ROWS, WIDTH)})
+        finally:
+            carrier.close()
+
+    with contextlib.closing(nobody), pytest.raises(PeerLostError, match="rank 1 is gone"):
+        on_planes(2, act)
+    assert len(closed) == 2
+    assert all(thread.name != "sirtaki-heartbeat" for thread in threading.enumerate())
 
 
 def test_an_aggregator_that_has_no_room_is_done_without(caplog: pytest.LogCaptureFixture) -> None:

@@ -100,7 +100,7 @@ def test_where_nothing_is_tuned_rows_are_gathered(settings: dict[str, Any]) -> N
 def test_one_rank_needs_no_lanes() -> None:
     def act(carrier: SparseCarrier, control: ControlPlane, params: dict[str, torch.Tensor]) -> None:
         iterate(carrier, control, params, 0)
-        assert carrier._lanes is None
+        assert carrier._means is None
 
     on_carriers(1, act)
 
