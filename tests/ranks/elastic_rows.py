@@ -1,0 +1,202 @@
+"""Trains embeddings with sparse gradients on ranks that come and go: `… LOG PLAN`, PLAN as JSON, see `Plan`.
+
+Started by test_elastic_rows.py, which plays the same in one process, given who took part in which iteration.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from fakes.told_membership import ToldMembership
+from ranks.elastic_member import Log, hash_of
+from torch import nn
+
+import sirtaki.torch as hvd
+from sirtaki.comm.sparse.plan import SparsePlan
+from sirtaki.engine import job, membership, sparse_carrier
+from sirtaki.engine.optimizer_gradients import reducers_of
+
+ROWS, WIDTH, LOOKED_UP = 60, 4, 12
+NTH = 3
+"""Events happen in this iteration of a stage."""
+
+
+@dataclass
+class Plan:
+    """How long to train, and what happens.
+
+    Attributes:
+        iterations: of the whole job.
+        events: `[generation, worker, stage, phase, action]`: once, where the choice of ways has got to that stage.
+        single: float32, which an aggregator adds.
+        with_set: another model is trained by ranks 0 and 1 only, who are a process set.
+    """
+
+    iterations: int
+    events: list[tuple[int, int, str, str, str]]
+    single: bool = False
+    with_set: bool = False
+
+
+def looked_up(rank: int, iteration: int, salt: int) -> torch.Tensor:
+    """Low rows more often, some several times; now and then none."""
+    generator = torch.Generator().manual_seed(1000 * iteration + 10 * rank + salt)
+    count = 0 if (iteration + rank + salt) % 5 == 4 else LOOKED_UP
+    return (torch.rand(count, generator=generator) ** 3 * ROWS).long()
+
+
+class Model(nn.Module):
+    """Two embeddings before a dense layer."""
+
+    def __init__(self, *, single: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tables = nn.ModuleList(nn.Embedding(ROWS, WIDTH, sparse=True) for _ in range(2))
+        self.head = nn.Linear(WIDTH, 3)
+        self.to(torch.float32 if single else torch.float64)
+
+    def loss(self, rank: int, iteration: int) -> torch.Tensor:
+        """What that rank minimises in that iteration."""
+        total = torch.ones(WIDTH, dtype=self.head.weight.dtype)
+        for salt, table in enumerate(self.tables):
+            rows = looked_up(rank, iteration, salt)
+            if len(rows):
+                total = total + table(rows).mean(0)
+        return (self.head(total) - 1.0).square().mean()
+
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Of the rows, which updates those that there are and no others, and of the rest."""
+        rows = torch.optim.SparseAdam(list(self.tables.parameters()), lr=0.02, eps=1e-2)
+        return [rows, torch.optim.SGD(self.head.parameters(), lr=0.05, momentum=0.9)]
+
+
+class Events:
+    """What is to happen on this worker."""
+
+    def __init__(self, worker: int, events: Iterable[Sequence[Any]]) -> None:
+        self._due = [list(event) for event in events if event[1] == worker]
+        self._seen: Counter[tuple[int, str]] = Counter()
+
+    def count(self) -> None:
+        """An iteration begins."""
+        self._seen[generation_now(), stage()] += 1
+
+    def strike(self, phase: str) -> None:
+        """What is due happens."""
+        now = generation_now(), stage()
+        for event in list(self._due):
+            generation, _, wanted, when, action = event
+            if (generation, wanted, when) == (*now, phase) and (self._seen[now] >= NTH):
+                self._due.remove(event)
+                log("event", generation=generation, stage=wanted, phase=phase, action=action)
+                {"kill": self._kill, "add": self._add}[action]()
+
+    def _kill(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def _add(self) -> None:
+        there.say(kind="add")
+        while not there.change():
+            time.sleep(0.01)
+
+
+def generation_now() -> int:
+    elastic = job.current().elastic
+    assert elastic is not None
+    return elastic.number
+
+
+def carriers() -> list[sparse_carrier.SparseCarrier]:
+    """Of this rank's optimizers, those that carry rows."""
+    return [reducer._carrier for reducer in reducers_of(job.current()) if reducer._carrier._order]
+
+
+def stage() -> str:
+    """How far the choice of the first parameter's way has got."""
+    return next((carrier._choices[carrier._order[0]].stage.value for carrier in carriers()), "")
+
+
+def ways() -> list[str]:
+    """By which rows go, and whether an aggregator sums some of them."""
+    return [_way(carrier, plan) for carrier in carriers() for plan in carrier.plans.values()]
+
+
+def _way(carrier: sparse_carrier.SparseCarrier, plan: SparsePlan) -> str:
+    hot = None if carrier._means is None else carrier._means.lanes.hot_sums
+    return "aggregator" if plan.aggregated and hot is not None and hot.is_open else plan.path.value
+
+
+def weights_of(model: nn.Module) -> list[list[float]]:
+    return [param.flatten().tolist() for param in model.parameters()]
+
+
+def main() -> None:
+    model, inner = Model(single=plan.single), Model(single=plan.single)
+    outer = [hvd.DistributedOptimizer(optimizer) for optimizer in model.optimizers()]
+    made = inner.optimizers() if plan.with_set else []
+    inside = [hvd.DistributedOptimizer(optimizer, process_set=members) for optimizer in made]
+    named = {f"optimizer{number}": optimizer for number, optimizer in enumerate([*outer, *inside])}
+    state = hvd.elastic.TorchState(model=model, inner=inner, iteration=0, **named)
+    probe = sparse_carrier.measure
+
+    def measure(*how: Any, **more: Any) -> Any:
+        events.strike("probe")
+        return probe(*how, **more)
+
+    sparse_carrier.measure = measure
+    model.tables[0].weight.register_post_accumulate_grad_hook(lambda _: events.strike("backward"))
+
+    def step(net: Model, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        net.loss(hvd.rank(), state.iteration).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+    @hvd.elastic.run
+    def train(state: Any) -> None:
+        while state.iteration < plan.iterations:
+            events.count()
+            events.strike("before")
+            step(model, outer)
+            if inside and members.included():
+                step(inner, inside)
+            log(
+                "iteration",
+                number=state.iteration,
+                generation=generation_now(),
+                rank=hvd.rank(),
+                size=hvd.size(),
+                hash=hash_of(model),
+                inner_hash=hash_of(inner),
+                weights=weights_of(model),
+                inner=weights_of(inner),
+                stage=stage(),
+                ways=ways(),
+            )
+            state.iteration += 1
+            if state.iteration % 2 == 0:
+                state.commit()
+
+    train(state)
+    log("end", iteration=state.iteration)
+    hvd.shutdown()
+
+
+if __name__ == "__main__":
+    plan = Plan(**json.loads(sys.argv[2]))
+    there = ToldMembership()
+    log = Log(Path(sys.argv[1]))
+    events = Events(there.worker, plan.events)
+    membership.register(lambda: there)
+    members = hvd.ProcessSet([0, 1])
+    hvd.init(process_sets=[members] if plan.with_set else [])
+    main()
