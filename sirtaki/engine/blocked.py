@@ -16,6 +16,7 @@ from typing import NamedTuple
 from sirtaki.comm.collectives.rank_sets import RankSets
 from sirtaki.comm.control.courier import Courier, Tag
 
+from .joining import Joining
 from .participants import Key, Participant, Participants, Reached, Stage
 
 TELL_S = 0.05
@@ -56,8 +57,8 @@ class _Blocked:
 class BlockedRanks:
     """What this rank tells the others of its waits, and what they have told."""
 
-    def __init__(self, participants: Participants, rank_sets: RankSets, courier: Courier) -> None:
-        self._participants, self._rank_sets, self._courier = participants, rank_sets, courier
+    def __init__(self, participants: Participants, rank_sets: RankSets, courier: Courier, joining: Joining) -> None:
+        self._participants, self._rank_sets, self._courier, self._joining = participants, rank_sets, courier, joining
         self._lock = threading.Lock()
         self._told: _Blocked | None = None
         self._others: dict[int, _Blocked | None] = {}
@@ -78,14 +79,16 @@ class BlockedRanks:
         """Whether this rank must not go on waiting for the current iteration of this optimizer to be reduced.
 
         That is so if some rank waits for this one in a place where it has not been yet, and some rank that waits has
-        not got all its gradients of the iteration.
+        not got all its gradients of the iteration; or some rank has joined, which gives zeros to the iteration once all
+        others have come to it.
         """
         with self._lock:
             self._read()
             others = [blocked for blocked in self._others.values() if blocked is not None]
-        return any(
+        is_incomplete = self._joining.somebody or any(
             blocked.given.get(participant.key, math.inf) <= participant.progress.finished for blocked in others
-        ) and any(self._is_missing(blocked.waits_for, participant) for blocked in others)
+        )
+        return is_incomplete and any(self._is_missing(blocked.waits_for, participant) for blocked in others)
 
     def _read(self) -> None:
         self._others |= dict(self._courier.receive(Tag.BLOCKED))

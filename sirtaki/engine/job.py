@@ -111,7 +111,7 @@ class Job:
         self.disposal = Disposal()
         self.participants = Participants()
         self.joining = Joining(self.participants, self.rank_sets, self.courier, self.watchdog)
-        self.blocked = BlockedRanks(self.participants, self.rank_sets, self.courier)
+        self.blocked = BlockedRanks(self.participants, self.rank_sets, self.courier, self.joining)
         self.control.failures.listen(self._on_failure)
         self.control.failures.while_waiting(self._attend)
 

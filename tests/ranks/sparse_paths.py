@@ -258,6 +258,27 @@ def ranks_that_have_joined_give_no_rows() -> None:
     hvd.join()
 
 
+def a_rank_without_rows_and_one_that_has_joined_hold_nobody_up() -> None:
+    """One rank waits for the sum of the rows of one optimizer, another for that of another one's dense gradients."""
+    table, dense = nn.Embedding(ROWS, WIDTH, sparse=True).double(), nn.Parameter(torch.zeros(3).double())
+    optimizers = [hvd.DistributedOptimizer(torch.optim.SGD(part, lr=0.0)) for part in ([table.weight], [dense])]
+    steps, last = 12, hvd.size() - 1
+    for iteration in range(steps - 6 * (hvd.rank() == last)):
+        without = hvd.rank() == 0 and iteration > 3
+        parts = [lambda: dense.sum(), lambda: table(torch.tensor([1, hvd.rank()])).sum()][: 1 if without else 2]
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        sum(part() for part in parts[:: 1 if iteration % 2 else -1]).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        there = [rank for rank in range(hvd.size()) if iteration < steps - 6 * (rank == last)]
+        rows = [row for rank in there if rank or iteration <= 3 for row in (1, rank)]
+        wanted = torch.bincount(torch.tensor(rows, dtype=torch.int64), minlength=ROWS).double() / hvd.size()
+        assert torch.allclose(table.weight.grad.to_dense()[:, 0], wanted), f"iteration {iteration}"
+        assert torch.allclose(dense.grad, torch.full((3,), len(there) / hvd.size()).double()), f"iteration {iteration}"
+    hvd.join()
+
+
 def optimizers_come_and_go() -> None:
     for _ in range(3):
         optimizer = hvd.DistributedOptimizer(plain_sgd(model := Model(2).double()))
@@ -330,6 +351,7 @@ CASES = [
     sparse_as_dense_leaves_them_dense,
     process_sets,
     ranks_that_have_joined_give_no_rows,
+    a_rank_without_rows_and_one_that_has_joined_hold_nobody_up,
     optimizers_come_and_go,
 ]
 ANY_PATH = [
