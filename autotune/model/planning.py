@@ -56,6 +56,10 @@ class PlanningModel:
             host=self.host,
         )
 
+    def link_between_hosts(self, route: Route) -> LinkModel | None:
+        """The link of that route; None if it was not measured, or if units take processors that compute, too."""
+        return None if self.host is not None else self.links.get(route)
+
     @property
     def bound_s(self) -> float:
         """What no plan's span falls below: the backward pass from its first gradient on, or all bytes at full rate.

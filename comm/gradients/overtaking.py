@@ -55,11 +55,7 @@ def overtaking(
         pace: of the iteration.
         held: units that leave when the backward pass has ended, not before.
     """
-    played = _Played(units, pace)
-    come_s = [
-        pace.backward_s if held(unit) else max((pace.ready_s[index] for index in unit.members), default=0.0)
-        for unit in units
-    ]
+    played, come_s = _Played(units, pace), coming_s(units, pace, held=held)
     for moment_s, numbers in groupby(sorted(range(len(units)), key=come_s.__getitem__), key=come_s.__getitem__):
         played.advance(moment_s)
         for number in numbers:
@@ -67,6 +63,16 @@ def overtaking(
         played.begin_what_can()
     played.advance(float("inf"))
     return played.order
+
+
+def coming_s(
+    units: Sequence[ScheduledUnit], pace: IterationPace, *, held: Callable[[ScheduledUnit], bool]
+) -> list[float]:
+    """When each unit has all that it waits for, after the first gradient."""
+    return [
+        pace.backward_s if held(unit) else max((pace.ready_s[index] for index in unit.members), default=0.0)
+        for unit in units
+    ]
 
 
 class _Played:

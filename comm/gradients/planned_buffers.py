@@ -11,7 +11,7 @@ from sirtaki.errors import PlanError
 
 from .buffers import GradientBuffers, HasGrad, Reduction
 from .control_flags import FLAG_COUNT, ControlFlags, UsageFlags
-from .overtaking import IterationPace, overtaking
+from .overtaking import IterationPace, coming_s, overtaking
 from .schedule import Schedule, ScheduledUnit, schedule
 
 
@@ -90,10 +90,15 @@ class PlannedBuffers:
 
     def overtake(self, pace: IterationPace) -> None:
         """Between iterations, the same on all ranks: see `Synchroniser.overtake`."""
-        usual = sorted(self.schedule.units, key=lambda unit: unit.due)
-        units = overtaking(usual, pace, held=self._has_flags)
+        units, _ = self.overtaken(self.plans, pace)
         # NCCL's communicators of one device share one order; all others are on their own.
         self._schedule(units, flags_wait=True, one_order=self._router.device.streams)
+
+    def overtaken(self, plans: Sequence[CommPlan], pace: IterationPace) -> tuple[list[ScheduledUnit], list[float]]:
+        """Units as they would leave by these plans; and when each has what it waits for, after the first gradient."""
+        usual = schedule(self.buffers.groups, plans, self.buffers.position)
+        units = overtaking(usual, pace, held=self._has_flags)
+        return units, coming_s(units, pace, held=self._has_flags)
 
     def _schedule(self, units: Sequence[ScheduledUnit], *, flags_wait: bool, one_order: bool = True) -> None:
         """Units leave in this order; those with flags, and those behind them, not before all is known that they say."""

@@ -42,6 +42,7 @@ from .order import OrderProfiling, agree_on_order
 from .overtaking import IterationPace
 from .pace import Pace
 from .planned_buffers import PlannedBuffers
+from .schedule import ScheduledUnit
 
 if TYPE_CHECKING:
     from sirtaki.comm.control.plane import ControlPlane
@@ -124,6 +125,10 @@ class Synchroniser:
         """Between iterations, the same on all ranks, until plans change: what forward needs first leaves first."""
         self._planned.overtake(pace)
         self._begin_iteration()
+
+    def overtaken(self, plans: Sequence[CommPlan], pace: IterationPace) -> tuple[list[ScheduledUnit], list[float]]:
+        """See `PlannedBuffers.overtaken`; nothing changes."""
+        return self._planned.overtaken(plans, pace)
 
     @property
     def n_params(self) -> int:

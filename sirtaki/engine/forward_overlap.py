@@ -19,14 +19,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from sirtaki.autotune.knobs import Knobs, KnobSpace
+from sirtaki.autotune.model.forward_span import put_off_iteration_s
 from sirtaki.comm.gradients.overtaking import IterationPace
 
-from .overlap_trials import OverlapTrials
+from .knob_choices import plans_for
+from .overlap_trials import OverlapChoice, OverlapTrials
 
 if TYPE_CHECKING:
     from sirtaki.comm.control.plane import ControlPlane
     from sirtaki.comm.gradients.iteration_report import IterationReport
     from sirtaki.comm.gradients.synchroniser import Synchroniser
+    from sirtaki.link_model import LinkModel
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +58,7 @@ class ForwardOverlap:
         self.reads: Sequence[int] = ()
         self.trials: OverlapTrials | None = None
         self._pace: IterationPace | None = None
+        self._paces: dict[OverlapChoice, IterationPace] = {}
         self._ends_s: list[float] = []
         self._spans_s: list[float] = []
         self.begin()
@@ -103,6 +107,7 @@ class ForwardOverlap:
         *,
         profiled: IterationReport | None,
         joined: bool,
+        link: LinkModel | None,
     ) -> Knobs | None:
         """An iteration has ended in which nothing was tuned or profiled. Collective when it is the last that prepares.
 
@@ -115,6 +120,7 @@ class ForwardOverlap:
             space: what may be tried.
             profiled: the iteration in which the order of gradients was profiled; None = it has not been.
             joined: this rank has no data any more, and knows nothing.
+            link: what units cost by the transport and algorithm of `knobs`, on rank 0; None = not known.
 
         Returns:
             What is to run from now on, if anything else is: for `order` then.
@@ -136,7 +142,10 @@ class ForwardOverlap:
             self._ends_s.append(time.perf_counter())
             self._spans_s.append(report.span_s)
             return None
-        trials.note(self._agree(synchroniser, joined=joined))
+        mean_s, span_s = self._agree(synchroniser, joined=joined)
+        if trials.now == trials.first and self._pace is not None and not trials.informed:
+            trials.expect(self._expected(trials, synchroniser, self._pace, forward_s=mean_s - span_s, link=link))
+        trials.note(mean_s)
         self._ends_s.clear()
         self._spans_s.clear()
         if trials.over and self._control.rank == 0:
@@ -145,18 +154,43 @@ class ForwardOverlap:
 
     def order(self, synchroniser: Synchroniser) -> None:
         """Units of a plan that was installed leave in the order that ranks have agreed on."""
-        if self._pace is not None and (self.trials.now.puts_off if self.trials is not None else not self._tries):
-            synchroniser.overtake(self._pace)
+        if self._pace is None:
+            return
+        if self.trials is None:
+            if not self._tries:
+                synchroniser.overtake(self._pace)
+        elif self.trials.now.puts_off:  # again as it was tried, if it was
+            synchroniser.overtake(self._paces.setdefault(self.trials.now, self._pace))
 
-    def _agree(self, synchroniser: Synchroniser, *, joined: bool) -> float:
-        """Collective: what an iteration of this trial took, in the middle, the mean of the ranks that know."""
+    def _expected(
+        self,
+        trials: OverlapTrials,
+        synchroniser: Synchroniser,
+        pace: IterationPace,
+        *,
+        forward_s: float,
+        link: LinkModel | None,
+    ) -> list[Knobs]:
+        """Collective: what rank 0 finds by replaying iterations; nothing where it does not know the link."""
+
+        def expected_s(knobs: Knobs) -> float:
+            assert link is not None
+            units, come_s = synchroniser.overtaken(plans_for(knobs, synchroniser.layouts), pace)
+            return put_off_iteration_s(units, come_s, pace, forward_s=max(0.0, forward_s), link=link)
+
+        decides = self._control.rank == 0 and link is not None
+        promising: list[Knobs] = self._control.broadcast(trials.promising(expected_s) if decides else [])
+        return promising
+
+    def _agree(self, synchroniser: Synchroniser, *, joined: bool) -> tuple[float, float]:
+        """Collective: what an iteration of this trial took, and reducing in it; the mean of the middles of ranks."""
         middle_s = median(end - begin for begin, end in pairwise(self._ends_s[SKIPPED - 1 :]))
         total = self._control.total(np.array([0.0] * 3 if joined else [middle_s, median(self._spans_s), 1.0]))
         mean_s: float
         mean_s, span_s = self._control.broadcast(tuple(map(float, total[:2] / max(total[2], 1.0))))
         if self._pace is not None:
             self._pace = replace(self._pace, s_per_byte=span_s / _bytes_of(synchroniser))
-        return mean_s
+        return mean_s, span_s
 
     def _prepare(
         self, report: IterationReport, synchroniser: Synchroniser, *, profiled: IterationReport | None, joined: bool
@@ -181,6 +215,7 @@ class ForwardOverlap:
                 backward_s=float(mean[-3]),
                 s_per_byte=float(mean[-2]) / _bytes_of(synchroniser),
             )
+            self._paces.clear()
             self.order(synchroniser)
 
 

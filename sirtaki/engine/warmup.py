@@ -309,7 +309,15 @@ class TunedSynchroniser:
 
     def _note_overlap(self, report: IterationReport, *, joined: bool) -> None:
         """Collective now and then: see `ForwardOverlap`."""
-        knobs = self.overlap.note(report, self._sync, self.knobs, self._space, profiled=self._profiled, joined=joined)
+        knobs = self.overlap.note(
+            report,
+            self._sync,
+            self.knobs,
+            self._space,
+            profiled=self._profiled,
+            joined=joined,
+            link=None if self.model is None else self.model.link_between_hosts(self.knobs.route),
+        )
         if knobs is not None:
             self._sync.set_plans(plans_for(knobs, self._sync.layouts))
             self.knobs = knobs

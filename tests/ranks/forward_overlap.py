@@ -45,12 +45,12 @@ def counted_put_off() -> Iterator[list[bool]]:
 
 def numbers(step: int, *shape: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(7919 * step + hvd.rank())
-    return torch.randn(*shape, generator=generator)
+    return torch.randn(*shape, generator=generator, device="cpu").to(torch.get_default_device())
 
 
 def words(step: int, *shape: int, count: int = 50) -> torch.Tensor:
     generator = torch.Generator().manual_seed(7919 * step + hvd.rank())
-    return torch.randint(count, shape, generator=generator)
+    return torch.randint(count, shape, generator=generator, device="cpu").to(torch.get_default_device())
 
 
 def adam(params: Any) -> torch.optim.Optimizer:
@@ -110,8 +110,8 @@ def assert_same(
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """To the bit; what three ranks and more add up depends, in its last bits, on where units are cut."""
-    if hvd.size() <= 2 or not one.is_floating_point():
+    """To the bit on hosts; what three ranks and more add up depends, in its last bits, on where units are cut."""
+    if (hvd.size() <= 2 and one.device.type == "cpu") or not one.is_floating_point():
         return torch.equal(one, other)
     return torch.allclose(one, other, rtol=1e-8, atol=1e-10, equal_nan=True)
 
@@ -645,4 +645,7 @@ CASES = (
 if __name__ == "__main__":
     if os.environ.get("SIRTAKI_TEST_DOUBLE"):  # so that last bits are far from what a stale read would change
         torch.set_default_dtype(torch.float64)
+    if device := os.environ.get("TEST_DEVICE"):
+        torch.set_default_device(device)
+        os.environ["NCCL_HOSTID"] = os.environ["OMPI_COMM_WORLD_RANK"]  # ranks of a test may share a GPU
     main(CASES)

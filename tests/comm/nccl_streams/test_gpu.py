@@ -3,6 +3,7 @@
 import pytest
 import torch
 from conftest import RunRanks
+from ranks.forward_overlap import FIVE_MODELS
 
 pytestmark = [
     pytest.mark.gpu,
@@ -52,3 +53,18 @@ def test_training_tunes_and_is_as_on_one_process(run_ranks: RunRanks, ranks: int
     job = run_ranks("tuning.py", ranks, 60, env=env, timeout_s=240.0)
     assert job.stdout.count("done") == ranks
     assert "tuned in" in job.stderr
+
+
+@pytest.mark.parametrize("transport", ["nccl", "staged"])
+def test_updates_that_are_put_off_train_five_models_equally(run_ranks: RunRanks, transport: str) -> None:
+    env = {
+        "TEST_DEVICE": "cuda",
+        "SIRTAKI_TEST_DOUBLE": "1",
+        "SIRTAKI_WARMUP_ITERATIONS": "0",
+        "SIRTAKI_UNIT_BYTES": "4096",
+        "SIRTAKI_STREAMS": "3",
+        "SIRTAKI_TRANSPORT": transport,
+    }
+    names = [case.__name__ for case in FIVE_MODELS]
+    output = run_ranks("forward_overlap.py", 2, *names, env=env, timeout_s=300.0).stdout
+    assert output.count("passed ") == 2 * len(names)

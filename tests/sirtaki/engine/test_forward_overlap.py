@@ -4,14 +4,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fakes.gradients import make_buffers, parameters
 
 from sirtaki.autotune.knobs import KIB, Knobs, KnobSpace
+from sirtaki.comm.gradients.control_flags import FLAG_COUNT
 from sirtaki.comm.gradients.iteration_report import IterationReport
 from sirtaki.comm.gradients.overtaking import IterationPace
+from sirtaki.comm.gradients.schedule import ScheduledUnit
 from sirtaki.comm.layout import GradientLayout
-from sirtaki.comm.plan import Algorithm, TransportKind
+from sirtaki.comm.plan import Algorithm, CommPlan, TransportKind
 from sirtaki.engine import forward_overlap
 from sirtaki.engine.forward_overlap import SKIPPED, TIMED, ForwardOverlap
+from sirtaki.engine.knob_choices import plans_for
+from sirtaki.link_model import LinkModel
 
 REPORT = IterationReport(span_s=4.0, backward_s=1.0)
 PROFILED = IterationReport(span_s=9.0, backward_s=2.0, ready_s=(2.0, 1.0, 0.0), profiled=True)
@@ -45,6 +50,12 @@ class Sync:
     def overtake(self, pace: IterationPace) -> None:
         self.order.append(pace)
 
+    def overtaken(self, plans: list[CommPlan], pace: IterationPace) -> tuple[list[ScheduledUnit], list[float]]:
+        (group,), (plan,) = make_buffers(parameters(((1 << 20) - FLAG_COUNT,)), None).groups, plans
+        route = (plan.transport, plan.units[0].algorithm)
+        units = [ScheduledUnit(group, unit.start, unit.stop, unit.stream, route) for unit in plan.units]
+        return units, [1.0] * len(units)
+
 
 def test_two_iterations_prepare_it_and_then_all_ranks_have_one_order() -> None:
     control, sync = Control([0.0, 1.0, 2.0, 3.0, 2.5, 0.0, 3.0, 12.0, 1.0]), Sync()
@@ -53,7 +64,7 @@ def test_two_iterations_prepare_it_and_then_all_ranks_have_one_order() -> None:
     for _ in range(3):
         states.append((overlap.learning, overlap.ready))
         overlap.reads = [2, 0]
-        assert overlap.note(REPORT, sync, KNOBS, SPACE, profiled=PROFILED, joined=False) is None
+        assert overlap.note(REPORT, sync, KNOBS, SPACE, profiled=PROFILED, joined=False, link=None) is None
     assert states == [(False, False), (True, False), (False, True)]
     # What is never read is last; gradients come in half the time that they took while they were profiled.
     assert control.said == [[1.0, 3.0, 0.0, 1.0, 0.5, 0.0, 1.0, 4.0, 1.0]]
@@ -69,7 +80,7 @@ def test_where_nobody_knows_the_order_stays() -> None:
     overlap: Any = ForwardOverlap(Control([0.0] * 9), wanted=True)  # type: ignore[arg-type]
     overlap.reads = [0, 1, 2]
     for _ in range(2):
-        assert overlap.note(REPORT, sync, KNOBS, SPACE, profiled=PROFILED, joined=True) is None
+        assert overlap.note(REPORT, sync, KNOBS, SPACE, profiled=PROFILED, joined=True, link=None) is None
     assert overlap.ready
     assert sync.order == []
 
@@ -78,7 +89,7 @@ def test_where_it_is_not_wanted_nothing_is_said() -> None:
     control = Control([])
     overlap: Any = ForwardOverlap(control, wanted=False)  # type: ignore[arg-type]
     for _ in range(5):
-        overlap.note(REPORT, Sync(), KNOBS, SPACE, profiled=PROFILED, joined=False)
+        overlap.note(REPORT, Sync(), KNOBS, SPACE, profiled=PROFILED, joined=False, link=None)
     assert not overlap.ready
     assert not overlap.learning
     assert control.said == []
@@ -87,24 +98,30 @@ def test_where_it_is_not_wanted_nothing_is_said() -> None:
 class Played:
     """A job on a clock of its own; putting off halves its iterations."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, gains: bool = True) -> None:
-        self.now_s, self.sync = 0.0, Sync()
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, gains: bool = True, link: LinkModel | None = None) -> None:
+        self.now_s, self.sync, self.link = 0.0, Sync(), link
         monkeypatch.setattr(forward_overlap.time, "perf_counter", lambda: self.now_s)
         self.overlap: Any = ForwardOverlap(Control([]), wanted=True, tries=True)  # type: ignore[arg-type]
         self.overlap.reads = [0, 1, 2]
         self.knobs, self.gains, self.put_off = KNOBS, gains, list[bool]()
 
+    def report(self) -> IterationReport:
+        return REPORT
+
     def iterate(self, count: int) -> None:
         for _ in range(count):
             self.put_off.append(self.overlap.ready)
             self.now_s += 0.5 if self.overlap.ready and self.gains else 1.0
-            knobs = self.overlap.note(REPORT, self.sync, self.knobs, SPACE, profiled=PROFILED, joined=False)
+            knobs = self.overlap.note(
+                self.report(), self.sync, self.knobs, SPACE, profiled=PROFILED, joined=False, link=self.link
+            )
             if knobs is not None:
                 self.knobs = knobs
                 self.overlap.order(self.sync)
 
 
 TRIAL = SKIPPED + TIMED + 1
+LINK = LinkModel(alpha_s=0.0, throughput=(1.0,))
 
 
 def test_it_is_tried_first_and_kept_where_iterations_are_faster(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,6 +134,25 @@ def test_it_is_tried_first_and_kept_where_iterations_are_faster(monkeypatch: pyt
     played.iterate(10 * TRIAL)
     assert not played.overlap.trying
     assert played.overlap.ready
+
+
+def test_what_a_replayed_iteration_is_about_shortest_with_is_tried_after_the_tuners_choice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def replayed_s(units: list[ScheduledUnit], come_s: list[float], pace: Any, *, forward_s: float, link: Any) -> float:
+        assert (len(units), forward_s, link) == (len(come_s), 0.0, LINK)  # a span of 4 s in an iteration of 1 s
+        return 10.0 + abs(len(units) - 12) / (1 + len({unit.stream for unit in units}))
+
+    monkeypatch.setattr(forward_overlap, "put_off_iteration_s", replayed_s)
+    played, tried = Played(monkeypatch, link=LINK), list[Knobs]()
+    played.iterate(2 + TRIAL)
+    for _ in range(3):
+        tried.append(played.overlap.trials.now.knobs)
+        played.iterate(TRIAL)
+    counts = [len(plans_for(knobs, Sync.layouts)[0].units) for knobs in tried]
+    assert tried[0] == KNOBS
+    assert [knobs.streams for knobs in tried] == [2, 1, 2]
+    assert counts[1:] == [13, 13]
 
 
 def test_it_is_left_where_nothing_is_gained(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,3 +177,17 @@ def test_another_order_ends_trials_and_keeps_what_they_have_found(monkeypatch: p
     assert played.overlap.trials is found
     played.overlap.forget()
     assert played.overlap.trials is None
+
+
+def test_what_is_kept_leaves_in_the_order_in_which_it_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    played, s_per_byte = Played(monkeypatch), dict[Knobs, set[float]]()
+    reports = iter(IterationReport(span_s=4.0 + number, backward_s=1.0) for number in range(1000))
+    monkeypatch.setattr(played, "report", lambda: next(reports))
+    for _ in range(14 * TRIAL):
+        played.iterate(1)
+        if played.overlap.ready:
+            s_per_byte.setdefault(played.knobs, set()).add(played.sync.order[-1].s_per_byte)
+    assert not played.overlap.trying
+    assert len(s_per_byte) > 2
+    assert all(len(found) == 1 for found in s_per_byte.values())
+    assert len(set[float]().union(*s_per_byte.values())) == len(s_per_byte)

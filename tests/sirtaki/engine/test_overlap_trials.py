@@ -8,7 +8,7 @@ import pytest
 from sirtaki.autotune.knobs import KIB, MIB, Cut, Knobs, KnobSpace
 from sirtaki.comm.layout import GradientLayout
 from sirtaki.comm.plan import Algorithm, TransportKind
-from sirtaki.engine.overlap_trials import MOST_TRIED, OverlapChoice, OverlapTrials, tapered
+from sirtaki.engine.overlap_trials import COUNTS, MOST_TRIED, UNITS, OverlapChoice, OverlapTrials, tapered
 
 SPACE = KnobSpace(routes=((TransportKind.GLOO, Algorithm.FLAT),), unit_bytes=(64 * KIB, 8 * MIB), streams=(1, 2, 4))
 LAYOUT = GradientLayout(sizes=(1000, 2 * MIB - 1000), itemsize_bytes=4, dtype="float32", device="cpu")
@@ -106,3 +106,39 @@ def test_the_last_units_are_a_half_and_a_quarter_of_the_others(unit_bytes: int) 
 
 def test_what_is_too_small_for_that_is_cut_evenly() -> None:
     assert tapered(replace(TUNED, unit_bytes=8 * MIB), LAYOUT).cuts is None
+
+
+def test_what_is_expected_to_be_fast_is_tried_first_and_then_the_neighbours_of_what_was() -> None:
+    trials = made()
+    units = dict[Knobs, int]()
+
+    def expected_s(knobs: Knobs) -> float:
+        units[knobs] = len(knobs.to_plan(LAYOUT).units)
+        return 10.0 + 0.5 * abs(units[knobs] - 13) + (2.0 if knobs.streams == 1 else 0.0)
+
+    promising = trials.promising(expected_s)
+    assert [knobs.streams for knobs in promising] == [2, 4]  # one stream is far from the best
+    assert {units[knobs] for knobs in promising} == {13}
+    assert max(units.values()) > 20
+    assert not trials.informed
+    trials.expect(promising)
+    assert trials.informed
+    best = promising[1]
+    run = play(lambda choice: 0.5 if choice.knobs == best else 1.0, trials)
+    assert [choice.knobs for choice in run[:4]] == [TUNED, TUNED, *promising]
+    assert {choice.knobs.unit_bytes / best.unit_bytes for choice in run[4:-2]} == {0.5, 2.0}
+    assert trials.now.knobs == best
+
+
+def test_of_what_is_expected_to_be_about_equal_it_takes_the_fewest_units() -> None:
+    trials = made()
+    promising = trials.promising(lambda knobs: 1.0 + 1e-4 * knobs.unit_bytes / MIB)
+    assert [knobs.streams for knobs in promising] == [1, 2, 4]
+    assert {knobs.unit_bytes for knobs in promising} == {LAYOUT.total_bytes // min(COUNTS)}
+
+
+def test_where_nothing_can_be_expected_it_begins_with_smaller_units() -> None:
+    trials = made()
+    trials.expect([])
+    run = play(lambda choice: 1.0, trials)
+    assert run[2].knobs.unit_bytes == LAYOUT.total_bytes // UNITS
