@@ -1,12 +1,12 @@
 """The training step with communication hidden behind the next forward pass, too: off, on, and PyTorch DDP.
 
-    python -m bench.overlap [--quick] [--check] [--save] [--cases capped equal] [--scale F]
+    python -m bench.overlap [--quick] [--check] [--save] [--cases capped equal] [--networks resnet50 vgg16 bert_base]
 
 Four emulated nodes (`bench.lib.cluster`), one rank each, train a model whose layers sleep where a GPU would compute and
-read their parameters before that: 150 ms of computation, a third of it forward, over ResNet-50's gradients, scaled. All
-contenders live in the same processes and take turns; a sample is a block of steps, which ends when all updates are
-made. DDP runs as it comes, and as a well-informed user sets it up (several connections, smaller buckets). "off" and
-"on" are Sirtaki tuned, with the same warm-up.
+read their parameters before that: 150 ms of computation, a third of it forward, over a network's gradients, scaled so
+that communication takes about as long. All contenders live in the same processes and take turns; a sample is a block of
+steps, which ends when all updates are made. DDP runs as it comes, and as a well-informed user sets it up (several
+connections, smaller buckets). "off" and "on" are Sirtaki tuned, with the same warm-up.
 
 The bound is `max(all computation, 2(P-1)/P * gradient bytes / payload rate)`. Bars: with equal link and flow rates, on
 ≤ 0.80 of DDP and ≤ 1.10 of the bound; capped, on ≤ 1.12 of the bound; on ≤ 1.01 of off.
@@ -45,8 +45,9 @@ from sirtaki.engine.forward_overlap import PREPARING
 
 COMPUTE_S = 0.15
 DDP, BY_HAND, OFF, ON = "ddp", "ddp by hand", "off", "on"
-SCALES = {"capped": 0.06, "equal": 0.025}
-"""Of ResNet-50's 102 MB: communication takes about as long as all computation."""
+MEGABYTES = {"capped": 6.1, "equal": 2.6}
+"""Of gradients: communication takes about as long as all computation."""
+NETWORKS = ("resnet50", "vgg16", "bert_base")
 JOB_TIMEOUT_S = 560.0
 
 
@@ -78,7 +79,9 @@ def on_rank(options: Mapping[str, Any]) -> None:
     payload = payload_bytes_per_s(comm)
     hvd.init()
     join_gloo(comm, address=options["master"])
-    work, bucket_mb = workload("resnet50").scaled(options["scale"]), 25 * options["scale"]
+    whole = workload(options["network"])
+    scale = 1e6 * options["megabytes"] / whole.layout.total_bytes
+    work, bucket_mb = whole.scaled(scale), 25 * scale
 
     def model() -> Any:
         made = LayeredModel(work, compute_s=options["compute_s"], gradient_value=comm.rank + 1.0)
@@ -124,7 +127,7 @@ def on_rank(options: Mapping[str, Any]) -> None:
 
 def measure(report: Report, case: str, options: dict[str, Any], *, warmup_iterations: int) -> None:
     """Builds the cluster of that case, and adds its rows and bars."""
-    shape = CASES[case]
+    shape, network = CASES[case], options["network"]
     env = {"SIRTAKI_WARMUP_ITERATIONS": str(warmup_iterations), "SIRTAKI_REGISTRY": "off", **rank_env()}
     with NetLab(shape) as lab:
         connections = 1 if shape.flow_bits_per_s == shape.link_bits_per_s else 4
@@ -140,6 +143,7 @@ def measure(report: Report, case: str, options: dict[str, Any], *, warmup_iterat
         report.rows.append(
             {
                 "case": case,
+                "network": network,
                 "contender": name,
                 "step_s": Spread.of(times_s),
                 "ratio_to_ddp": ratios(times_s, samples[DDP]),
@@ -149,7 +153,7 @@ def measure(report: Report, case: str, options: dict[str, Any], *, warmup_iterat
             }
         )
     report.notes.append(
-        f"{case}: ResNet-50's gradients × {options['scale']:g}, {result['gradient_bytes'] / 1e6:.1f} MB; link "
+        f"{case}, {network}: {result['gradient_bytes'] / 1e6:.1f} MB of gradients; link "
         f"{shape.link_bits_per_s / 1e6:g} Mbit/s, flow {shape.flow_bits_per_s / 1e6:g} Mbit/s; computation "
         f"{options['compute_s'] * 1e3:.0f} ms, communication {communication_s * 1e3:.0f} ms at the link's payload rate"
     )
@@ -157,11 +161,11 @@ def measure(report: Report, case: str, options: dict[str, Any], *, warmup_iterat
     against_off = ratios(samples[ON], samples[OFF]).median
     if case == "equal":
         report.bars.append(
-            Bar(claim=f"{case}: on / DDP's step", value=ratios(samples[ON], samples[DDP]).median, limit=0.80)
+            Bar(claim=f"{case}, {network}: on / DDP's", value=ratios(samples[ON], samples[DDP]).median, limit=0.80)
         )
     report.bars += [
-        Bar(claim=f"{case}: on / bound", value=of_bound, limit=1.10 if case == "equal" else 1.12),
-        Bar(claim=f"{case}: on / off", value=against_off, limit=1.01),
+        Bar(claim=f"{case}, {network}: on / bound", value=of_bound, limit=1.10 if case == "equal" else 1.12),
+        Bar(claim=f"{case}, {network}: on / off", value=against_off, limit=1.01),
     ]
 
 
@@ -169,7 +173,8 @@ def main() -> int:
     """Runs every case."""
     flags = parser(__doc__.split("\n")[0])
     flags.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
-    flags.add_argument("--scale", type=float, help="of the gradients; default: as long as the computation")
+    flags.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
+    flags.add_argument("--megabytes", type=float, help="of gradients; default: communication as long as computation")
     flags.add_argument("--rounds", type=int, help="blocks a contender")
     flags.add_argument("--steps", type=int, default=20, help="steps a block")
     flags.add_argument("--warmup-iterations", type=int, default=40, help="the tuner's budget; its own default is 100")
@@ -180,10 +185,16 @@ def main() -> int:
     args.rounds = args.rounds or (3 if args.quick else 7)
     report = Report(name="overlap")
     for case in args.cases:
-        options = {"scale": args.scale or SCALES[case], "compute_s": COMPUTE_S, "rounds": args.rounds}
-        measure(
-            report, case, {**options, "steps": args.steps, "seed": args.seed}, warmup_iterations=args.warmup_iterations
-        )
+        for network in args.networks:
+            options = {
+                "network": network,
+                "megabytes": args.megabytes or MEGABYTES[case],
+                "compute_s": COMPUTE_S,
+                "rounds": args.rounds,
+                "steps": args.steps,
+                "seed": args.seed,
+            }
+            measure(report, case, options, warmup_iterations=args.warmup_iterations)
     return finish(report, args)
 
 

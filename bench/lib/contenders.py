@@ -24,6 +24,8 @@ from sirtaki.torch_backend import register
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+    from sirtaki.comm.plan import TransportKind
+
 ModelMaker = Callable[[], tuple[nn.Module, torch.Tensor]]
 LEARNING_RATE = 1e-9  # the weights stay what they are, whatever the number of steps
 
@@ -142,8 +144,17 @@ class Attached(Ddp):
 class Sirtaki(Contender):
     """An ordinary Horovod loop over `sirtaki.torch`."""
 
-    def __init__(self, make_model: ModelMaker, *, tune: bool, overlap_forward: bool = False) -> None:
-        """Collective; `hvd.init()` comes first. With `tune` the first steps are the warm-up."""
+    def __init__(
+        self, make_model: ModelMaker, *, tune: bool, overlap_forward: bool = False, **fixed: TransportKind | int
+    ) -> None:
+        """Collective; `hvd.init()` comes first. With `tune` the first steps are the warm-up.
+
+        Args:
+            make_model: the model and its input.
+            tune: as the setting.
+            overlap_forward: as the argument of DistributedOptimizer.
+            fixed: knobs, as settings.
+        """
         import sirtaki.torch as hvd
         from sirtaki.engine import job
 
@@ -151,7 +162,7 @@ class Sirtaki(Contender):
         # Settings are a process's, but here a tuned and an untuned optimizer live in one.
         current = job.current()
         settings = current.settings
-        current.settings = replace(settings, tune=tune)
+        current.settings = replace(settings, tune=tune, **fixed)  # type: ignore[arg-type]  # knobs
         try:
             self.optimizer = hvd.DistributedOptimizer(
                 self.optimizer, named_parameters=self.model.named_parameters(), overlap_forward=overlap_forward
@@ -184,6 +195,37 @@ class Sirtaki(Contender):
         overlap = self._sync.overlap
         put_off = (", put off" if overlap.ready else ", not put off") if overlap.wanted else ""
         return f"{self._sync.knobs.describe()}{put_off}"
+
+
+class MpiByHand(Contender):
+    """What a script does that knows MPI: when the backward pass has ended, one `Allreduce` of all gradients."""
+
+    def __init__(self, make_model: ModelMaker, comm: MPI.Comm) -> None:
+        super().__init__(make_model)
+        self._comm, self._params = comm, list(self.model.parameters())
+        self._flat = torch.zeros(sum(param.numel() for param in self._params))
+        self._parts = [
+            part.view_as(param)
+            for part, param in zip(self._flat.split([p.numel() for p in self._params]), self._params, strict=True)
+        ]
+
+    def step(self) -> None:
+        """See `Contender`."""
+        from mpi4py import MPI
+
+        self.forward(self.batch).sum().backward()
+        torch._foreach_copy_(self._parts, [param.grad for param in self._params])
+        self._comm.Allreduce(MPI.IN_PLACE, self._flat.numpy())
+        self._flat /= self._comm.size
+        for param, part in zip(self._params, self._parts, strict=True):
+            param.grad = part
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.steps += 1
+
+    def describe(self) -> str:
+        """See `Contender`."""
+        return "one Allreduce after the backward pass"
 
 
 def join_gloo(comm: MPI.Comm, *, address: str = "127.0.0.1") -> None:
