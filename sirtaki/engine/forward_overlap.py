@@ -12,7 +12,6 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -36,7 +35,7 @@ logger = logging.getLogger(__name__)
 PREPARING = 2
 """Iterations that end with `step()` before one may be put off."""
 
-SKIPPED, TIMED = 2, 5
+SKIPPED, TIMED = 2, 7
 """Of a trial: iterations that do not count, and those that do; in one more, ranks agree."""
 
 
@@ -183,9 +182,9 @@ class ForwardOverlap:
         return promising
 
     def _agree(self, synchroniser: Synchroniser, *, joined: bool) -> tuple[float, float]:
-        """Collective: what an iteration of this trial took, and reducing in it; the mean of the middles of ranks."""
-        middle_s = median(end - begin for begin, end in pairwise(self._ends_s[SKIPPED - 1 :]))
-        total = self._control.total(np.array([0.0] * 3 if joined else [middle_s, median(self._spans_s), 1.0]))
+        """Collective: what an iteration of this trial took, and reducing in it in the middle; the mean over ranks."""
+        taken_s = (self._ends_s[-1] - self._ends_s[SKIPPED - 1]) / (len(self._ends_s) - SKIPPED)
+        total = self._control.total(np.array([0.0] * 3 if joined else [taken_s, median(self._spans_s), 1.0]))
         mean_s: float
         mean_s, span_s = self._control.broadcast(tuple(map(float, total[:2] / max(total[2], 1.0))))
         if self._pace is not None:

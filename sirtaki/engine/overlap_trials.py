@@ -90,7 +90,7 @@ class OverlapTrials:
         self._expected = list(promising[:MOST_EXPECTED])
 
     def note(self, iteration_s: float) -> None:
-        """Iterations of `now` took so long, in the middle."""
+        """Iterations of `now` took so long, on average."""
         self._taken_s[self.now].append(iteration_s)
         chosen = self._next()
         self.over = chosen is None

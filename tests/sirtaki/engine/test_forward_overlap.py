@@ -1,5 +1,7 @@
 """What is learned and agreed on before iterations end in the next forward pass."""
 
+from collections.abc import Sequence
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -98,12 +100,15 @@ def test_where_it_is_not_wanted_nothing_is_said() -> None:
 class Played:
     """A job on a clock of its own; putting off halves its iterations."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, gains: bool = True, link: LinkModel | None = None) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, *, put_off_s: Sequence[float] = (0.5,), link: LinkModel | None = None
+    ) -> None:
         self.now_s, self.sync, self.link = 0.0, Sync(), link
         monkeypatch.setattr(forward_overlap.time, "perf_counter", lambda: self.now_s)
         self.overlap: Any = ForwardOverlap(Control([]), wanted=True, tries=True)  # type: ignore[arg-type]
         self.overlap.reads = [0, 1, 2]
-        self.knobs, self.gains, self.put_off = KNOBS, gains, list[bool]()
+        self.knobs, self.put_off = KNOBS, list[bool]()
+        self.put_off_s = cycle(put_off_s)
 
     def report(self) -> IterationReport:
         return REPORT
@@ -111,7 +116,7 @@ class Played:
     def iterate(self, count: int) -> None:
         for _ in range(count):
             self.put_off.append(self.overlap.ready)
-            self.now_s += 0.5 if self.overlap.ready and self.gains else 1.0
+            self.now_s += next(self.put_off_s) if self.overlap.ready else 1.0
             knobs = self.overlap.note(
                 self.report(), self.sync, self.knobs, SPACE, profiled=PROFILED, joined=False, link=self.link
             )
@@ -155,8 +160,9 @@ def test_what_a_replayed_iteration_is_about_shortest_with_is_tried_after_the_tun
     assert counts[1:] == [13, 13]
 
 
-def test_it_is_left_where_nothing_is_gained(monkeypatch: pytest.MonkeyPatch) -> None:
-    played = Played(monkeypatch, gains=False)
+@pytest.mark.parametrize("put_off_s", [(1.0,), (0.5, 0.5, 2.5)])
+def test_it_is_left_where_nothing_is_gained(monkeypatch: pytest.MonkeyPatch, put_off_s: Sequence[float]) -> None:
+    played = Played(monkeypatch, put_off_s=put_off_s)
     played.iterate(2 + 12 * TRIAL)
     assert not played.overlap.trying
     assert not played.overlap.ready
