@@ -23,7 +23,7 @@ TELL_S = 0.05
 """A wait longer than this is told if gradients have come of an iteration that is not complete on this rank."""
 
 TELL_ANYWAY_S = 1.0
-"""The same if no such gradients have come."""
+"""The same if no such gradients have come; on a rank that has been needed elsewhere once, it is as soon as above."""
 
 
 class _Operation(NamedTuple):
@@ -62,6 +62,7 @@ class BlockedRanks:
         self._lock = threading.Lock()
         self._told: _Blocked | None = None
         self._others: dict[int, _Blocked | None] = {}
+        self._tell_anyway_s = TELL_ANYWAY_S
 
     def attend(self) -> None:
         """Tells what has changed; for any thread, now and then while this rank waits."""
@@ -88,7 +89,10 @@ class BlockedRanks:
         is_incomplete = self._joining.somebody or any(
             blocked.given.get(participant.key, math.inf) <= participant.progress.finished for blocked in others
         )
-        return is_incomplete and any(self._is_missing(blocked.waits_for, participant) for blocked in others)
+        if not (is_incomplete and any(self._is_missing(blocked.waits_for, participant) for blocked in others)):
+            return False
+        self._tell_anyway_s = TELL_S  # a script in which ranks wait for each other goes on doing so
+        return True
 
     def _read(self) -> None:
         self._others |= dict(self._courier.receive(Tag.BLOCKED))
@@ -114,7 +118,7 @@ class BlockedRanks:
         given = {participant.key: participant.given for participant in participants}
         asks = isinstance(waits_for, _Iteration) and waits_for.reached[1] is Stage.ASK
         if (
-            now_s - since_s < TELL_ANYWAY_S
+            now_s - since_s < self._tell_anyway_s
             and not asks
             and not any(
                 participant.pending and given[participant.key] == participant.progress.finished

@@ -13,6 +13,7 @@ import torch
 from conformance.training import main
 
 import sirtaki.torch as hvd
+from sirtaki.engine.blocked import TELL_ANYWAY_S
 
 SOON_S = 10.0
 WHILE_S = 0.3
@@ -118,12 +119,30 @@ def two_ranks_wait_at_the_ends_of_different_backward_passes() -> None:
         end(*both, lacking=0)
 
 
+def ranks_without_gradients_of_one_optimizer_wait_long_for_each_other_once_only() -> None:
+    both, taken_s = (make(), make()), list[float]()
+    for _ in range(6):
+        mine = [trained for number, trained in enumerate(both) if number != hvd.rank()]
+        begin_s = time.monotonic()
+        sum((hvd.rank() + 1) ** 2 * (trained.one + trained.other) for trained in mine).backward()
+        for trained in both:
+            trained.optimizer.step()
+        taken_s.append(time.monotonic() - begin_s)
+        for number, trained in enumerate(both):
+            assert mean_of(range(hvd.size())) - (number + 1) ** 2 / hvd.size() == pytest.approx(float(trained.one.grad))
+            trained.optimizer.zero_grad()
+        hvd.barrier()
+    slowest_s = [max(ranks) for ranks in zip(*hvd.allgather_object(taken_s), strict=True)]
+    assert sorted(slowest_s)[2] < TELL_ANYWAY_S, slowest_s
+
+
 CASES: list[Callable[[], None]] = [
     a_rank_that_lacks_a_gradient_waits_in_an_operation,
     a_rank_that_computes_or_waits_for_what_the_others_have_submitted_holds_nobody_up,
     a_rank_waits_in_another_optimizers_step,
     a_rank_leaves_its_backward_pass_out,
     two_ranks_wait_at_the_ends_of_different_backward_passes,
+    ranks_without_gradients_of_one_optimizer_wait_long_for_each_other_once_only,
 ]
 
 if __name__ == "__main__":
