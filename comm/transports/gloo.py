@@ -209,12 +209,17 @@ class GlooTransport:
 
     def keep(self, streams: int) -> None:
         """See `Transport`: the I/O thread of an idle one wakes up a hundred times a second."""
-        while len(self._groups) > streams:
-            _end(self._groups.pop())
+        self._end_behind(streams)
 
     def close(self) -> bool:
         """See `Transport`."""
-        for number in range(len(self._groups)):  # a name for one would keep it
-            _end(self._groups[number])
-        _drop(self._groups)
+        self._end_behind(0)
         return True
+
+    def _end_behind(self, streams: int) -> None:
+        """Ends all but the first so many."""
+        ended = self._groups[streams:]
+        del self._groups[streams:]
+        for number in range(len(ended)):  # a name for one would keep it
+            _end(ended[number])
+        _drop(ended)
