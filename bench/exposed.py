@@ -74,7 +74,7 @@ def on_rank(options: Mapping[str, Any]) -> None:
 def measure(report: Report, megabytes: float, ranks: int, options: Mapping[str, Any]) -> None:
     """Adds the rows and the bar of gradients of that size."""
     total_bytes = round(1e6 * megabytes)
-    scale = total_bytes / (4 * sum(workload("resnet50").layout.sizes))
+    scale = total_bytes / workload("resnet50").layout.total_bytes
     cycle_bytes = round(total_bytes * CYCLE_S / (2 / 3 * COMPUTE_S))
     result = run_ranks("bench.exposed", ranks, {**options, "scale": scale, "cycle_bytes": cycle_bytes})
     samples = result["samples"]

@@ -12,11 +12,9 @@ from sirtaki.comm.gradients.overtaking import IterationPace
 from sirtaki.comm.gradients.schedule import ScheduledUnit
 from sirtaki.link_model import LinkModel
 
-from .graph import ALL_RANKS, Activity, Edge, Graph, Node, Phase, Server, Work
+from .graph import ALL_RANKS, Activity, Edge, Graph, Node, Phase, Work
 from .replayer import replay
-
-LINK, MESSAGES = range(2)
-"""Places of servers."""
+from .simulator import LINK, MESSAGES, link_servers
 
 ITERATIONS = 5
 """That are replayed; the last two count."""
@@ -39,9 +37,9 @@ def put_off_iteration_s(
         forward_s: from the end of a backward pass to the first gradient of the next, where nothing is waited for.
         link: that all units take.
     """
-    cycle = _Cycle(units, link)
+    cycle, read_s = _Cycle(units, link), [_read_s(unit, pace, forward_s) for unit in units]
     for iteration in range(ITERATIONS):
-        cycle.forward(iteration, [_read_s(unit, pace, forward_s) for unit in units], forward_s)
+        cycle.forward(iteration, read_s, forward_s)
         cycle.backward(iteration, come_s, pace.backward_s)
     played = replay(cycle.graph)
     return (played.end_s[cycle.ends[-1]] - played.end_s[cycle.ends[-3]]) / 2
@@ -71,11 +69,8 @@ class _Cycle:
 
     @property
     def graph(self) -> Graph:
-        rates = self._link.throughput
-        link = Server(name="link", totals=tuple(rate / rates[0] for rate in rates), is_link=True)
         lanes = ["computation", *(f"stream {lane}" for lane in self._lane_of.values())]
-        servers = [link, Server(name="messages", totals=(1.0,))]
-        return Graph(nodes=self._nodes, edges=self._edges, lanes=lanes, servers=servers)
+        return Graph(nodes=self._nodes, edges=self._edges, lanes=lanes, servers=link_servers(self._link))
 
     def forward(self, iteration: int, read_s: Sequence[float], forward_s: float) -> None:
         """Pieces between the moments in which units of the iteration before are waited for."""

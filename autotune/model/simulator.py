@@ -67,6 +67,13 @@ class SimulatedIteration:
         return self.forward_s + self.end_s
 
 
+def link_servers(link: LinkModel) -> list[Server]:
+    """What units share of a link: its throughput, and what hands messages to it; at `LINK` and `MESSAGES`."""
+    rates = link.throughput
+    shared = Server(name="link", totals=tuple(rate / rates[0] for rate in rates), is_link=True)
+    return [shared, Server(name="messages", totals=(1.0,))]
+
+
 class Simulator:
     """Replays plans of one layout on one link.
 
@@ -138,13 +145,10 @@ class Simulator:
 
     def _servers(self) -> list[Server]:
         """What computation and units share: the link, what hands messages to it, and the processors."""
-        rates = self.link.throughput
-        link = Server(name="link", totals=tuple(rate / rates[0] for rate in rates), is_link=True)
-        messages = Server(name="messages", totals=(1.0,))
         if self.host is not None:
-            return [link, messages, self.host.server]
+            return [*link_servers(self.link), self.host.server]
         speed = None if self.contention is None else self.contention.compute_speed
-        return [link, messages, Server(name="processors", totals=(1.0,), speed=speed)]
+        return [*link_servers(self.link), Server(name="processors", totals=(1.0,), speed=speed)]
 
     def _piece(self, seconds: float) -> Node:
         works: tuple[Work, ...] = ()
