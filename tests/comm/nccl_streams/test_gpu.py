@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from conformance.put_off_models import FIVE_MODELS
 from conftest import RunRanks
-from ranks.forward_overlap import FIVE_MODELS
 
 pytestmark = [
     pytest.mark.gpu,
