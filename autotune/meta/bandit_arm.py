@@ -64,6 +64,7 @@ class BanditArm:
         self._opening = opening
         self._doubted, self._wider = doubted, wider
         self._told: list[Trial] = []
+        self._asked: set[str] = set()
 
     def ask(self, n: int = 1) -> Sequence[Proposal]:
         """One proposal of each of the best-scored arms in turn, `n` in all, fewer if all arms run dry."""
@@ -93,7 +94,9 @@ class BanditArm:
                 self._try(arm.name, lambda arm: arm.tell(self._told), None)
 
     def expected_improvement(self) -> float | None:
-        """The largest that any arm still expects; None if no arm can say."""
+        """The largest that any arm still expects; None if no arm can say, or as long as one has not had its turn."""
+        if not self._asked.issuperset(self._arms):
+            return None
         expected = [self._try(name, lambda arm: _number(expected_improvement(arm)), None) for name in list(self._arms)]
         return max((value for value in expected if value is not None), default=None)
 
@@ -123,6 +126,7 @@ class BanditArm:
         return [proposals[place] for chance, place in chances if chance >= LEAST_PROMISE]
 
     def _ask_arm(self, name: str, n: int) -> Sequence[Proposal]:
+        self._asked.add(name)
         return self._try(name, lambda arm: _proposals(arm.ask(n), n, name), ())
 
     def _try(self, name: str, call: Callable[[Arm], _T], otherwise: _T) -> _T:

@@ -41,6 +41,7 @@ def calibrate_link(
     layout: GradientLayout,
     profile: Profile,
     trials: Sequence[Trial],
+    contention: ContentionModel | None = None,
     max_residual: float = MAX_RESIDUAL,
     max_evaluations: int = 12,
 ) -> LinkModel:
@@ -57,7 +58,7 @@ def calibrate_link(
     corrected = _link_correction(link)
 
     def errors(logs: NDArray[np.float64]) -> NDArray[np.float64]:
-        simulator = Simulator(layout=layout, profile=profile, link=corrected(logs))
+        simulator = Simulator(layout=layout, profile=profile, link=corrected(logs), contention=contention)
         missed = np.array([simulator.run(plan).span_s for plan in plans]) / spans_s - 1
         return np.concatenate([missed, KEPT_BACK * logs])
 
@@ -78,21 +79,46 @@ def calibrate_link(
 
 
 def fitted_to_trials(model: PlanningModel, trials: Sequence[Trial]) -> PlanningModel:
-    """The model with those links fitted to trials that these tell more of than probes (LIBRA's algorithm 2).
+    """The model with what trials tell more of than probes fitted to them (LIBRA's algorithm 2).
 
-    A link stays as it is where half of its trials are met within `OFF`, fewer than `FEWEST_TRIALS` ran, or none fits.
+    First contention, where the job has probed it and thread counts were tried, then each link. Either stays as it is
+    where half of its trials are met within `OFF`, fewer than `FEWEST_TRIALS` ran, or none fits.
     """
-    links = dict(model.links)
-    for route, link in model.links.items():
+    for route in model.links:
         ran = [trial for trial in trials if trial.knobs.route == route]
         ran = [trial for trial in ran if trial.status is not TrialStatus.FAILED and math.isfinite(trial.span_s)]
-        if len(ran) < FEWEST_TRIALS or _missed(model, route, ran) <= OFF:
-            continue
-        try:
-            links[route] = calibrate_link(link, layout=model.layout, profile=model.profile, trials=ran)
-        except TuningError as err:
-            logger.debug("%s: %s", route[0].value, err)
-    return replace(model, links=links)
+        for fitted in (_with_contention_fitted, _with_link_fitted):
+            missed = _missed(model, route, ran) if len(ran) >= FEWEST_TRIALS else 0.0
+            if missed <= OFF:
+                break
+            try:
+                other = fitted(model, route, ran)
+            except TuningError as err:
+                logger.debug("%s: %s", route[0].value, err)
+                continue
+            if _missed(other, route, ran) < missed:
+                model = other
+    return model
+
+
+def _with_contention_fitted(model: PlanningModel, route: Route, trials: Sequence[Trial]) -> PlanningModel:
+    if model.contention is None:
+        raise TuningError("nobody has probed contention")
+    contention = calibrate_contention(
+        model.links[route],
+        layout=model.layout,
+        profile=model.profile,
+        trials=trials,
+        default_threads=model.contention.default_threads,
+    )
+    return replace(model, contention=contention)
+
+
+def _with_link_fitted(model: PlanningModel, route: Route, trials: Sequence[Trial]) -> PlanningModel:
+    link = calibrate_link(
+        model.links[route], layout=model.layout, profile=model.profile, trials=trials, contention=model.contention
+    )
+    return replace(model, links={**model.links, route: link})
 
 
 def _missed(model: PlanningModel, route: Route, trials: Sequence[Trial]) -> float:

@@ -75,6 +75,9 @@ def main(options: Namespace) -> int:
         ranks=options.ranks,
         space=space,
         default=replace(untuned, transport=route[0], algorithm=route[1]),
+        # Its rates are those of the link that was measured.
+        contention=model.contention if options.link_gbit is None else None,
+        contention_ranks=options.measured_ranks,
     )
     if options.plot is not None:
         try:

@@ -159,3 +159,43 @@ def test_few_trials_and_such_as_no_link_explains_change_nothing() -> None:
     assert fitted_to_trials(probed, trials_on(LINK)[:4]) == probed
     wild = [replace(trial, span_s=0.01 * 7.0 ** ((5 * i) % 9)) for i, trial in enumerate(trials_on(LINK))]
     assert fitted_to_trials(probed, wild) == probed
+
+
+NCCL = (TransportKind.NCCL, Algorithm.FLAT)
+
+
+def threads_model(contention: ContentionModel) -> PlanningModel:
+    return PlanningModel(layout=LAYOUT, profile=PROFILE, links={NCCL: LINK}, contention=contention)
+
+
+def missed(model: PlanningModel, trials: list[Trial]) -> float:
+    simulator = model.simulator(NCCL)
+    return max(abs(math.log(simulator.run_knobs(trial.knobs).span_s / trial.span_s)) for trial in trials)
+
+
+def test_contention_that_trials_speak_against_is_fitted_to_them() -> None:
+    """Probes of a matrix product alone had shown half the rates, and computation that hardly notices."""
+    probed = threads_model(
+        replace(
+            CONTENTION,
+            alpha_2=1e-5,
+            overlapped=replace(CONTENTION.overlapped, gamma_1=2.5e8, gamma_2=2.2e8),
+            alone=replace(CONTENTION.alone, gamma_1=3e8, gamma_2=2.7e8),
+        )
+    )
+    trials = trials_with_threads(noise=0.03)
+    fitted = fitted_to_trials(probed, trials)
+    assert missed(probed, trials) > 0.3
+    assert missed(fitted, trials_with_threads()) < 0.12
+    assert fitted.contention != probed.contention
+
+
+def test_contention_that_meets_the_trials_stays_as_it_was_probed() -> None:
+    probed = threads_model(CONTENTION)
+    assert fitted_to_trials(probed, trials_with_threads(noise=0.03)) == probed
+
+
+def test_where_two_thread_counts_ran_the_link_alone_is_fitted() -> None:
+    probed = threads_model(replace(CONTENTION, alpha_2=6e-4))
+    fitted = fitted_to_trials(probed, trials_with_threads(threads=(128, 1024)))
+    assert fitted.contention == probed.contention

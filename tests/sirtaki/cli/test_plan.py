@@ -10,6 +10,7 @@ from xml.etree import ElementTree
 import pytest
 
 from sirtaki.autotune.knobs import MIB, Knobs
+from sirtaki.autotune.model.contention import ContentionModel, RateCurve
 from sirtaki.autotune.model.planning import PlanningModel
 from sirtaki.autotune.model.profile import Profile
 from sirtaki.cli.__main__ import main
@@ -71,6 +72,22 @@ def test_a_link_that_the_jobs_trials_speak_against_is_fitted_to_them(
     log.write_text("\n".join(map(json.dumps, lines)))
     after = rows(capsys, str(log), "--ranks", "2", "--measured-ranks", "2")
     assert min(row["iteration_s"] for row in after) > 2 * min(row["iteration_s"] for row in before)
+
+
+def test_contention_that_was_probed_is_counted_where_the_link_is_the_measured_one(
+    log: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def iterations_s(*arguments: str) -> list[float]:
+        return [row["iteration_s"] for row in rows(capsys, str(log), "--ranks", "2", *arguments)]
+
+    alone, described = iterations_s("--measured-ranks", "2"), iterations_s("--link-gbit", "8")
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    rate = RateCurve(gamma_1=1e9, gamma_2=0.0, gamma_3=1.0)
+    slowed = ContentionModel(alpha_1=1.0, alpha_2=1e-3, overlapped=rate, alone=rate)  # 512 threads: half the speed
+    lines[0]["contention"] = slowed.to_json()
+    log.write_text("\n".join(map(json.dumps, lines)))
+    assert min(iterations_s("--measured-ranks", "2")) > 1.2 * min(alone)
+    assert iterations_s("--link-gbit", "8") == described
 
 
 def test_the_expected_scaling_is_plotted_as_a_page_of_its_own(
