@@ -89,16 +89,19 @@ def test_planned_units_are_tried_as_they_are_and_tapered_ones_beside_them() -> N
     assert others == {tapered(replace(knobs, cuts=None), LAYOUT) for knobs in others}
 
 
-@pytest.mark.parametrize("unit_bytes", [4, 16, 64 * KIB, 100_001, 4 * MIB])
-def test_the_last_units_are_a_half_and_a_quarter_of_the_others(unit_bytes: int) -> None:
-    knobs = tapered(replace(TUNED, unit_bytes=unit_bytes), LAYOUT)
-    units = [unit.stop - unit.start for unit in knobs.to_plan(LAYOUT).units]
-    assert sum(units) == LAYOUT.numel
+@pytest.mark.parametrize(
+    ("unit_bytes", "numel"), [(4, 3000), (16, 3000), (64 * KIB, 2 * MIB), (100_001, 2 * MIB), (4 * MIB, 2 * MIB)]
+)
+def test_the_last_units_are_a_half_and_a_quarter_of_the_others(unit_bytes: int, numel: int) -> None:
+    layout = replace(LAYOUT, sizes=(1000, numel - 1000))
+    knobs = tapered(replace(TUNED, unit_bytes=unit_bytes), layout)
+    units = [unit.stop - unit.start for unit in knobs.to_plan(layout).units]
+    assert sum(units) == numel
     if unit_bytes < 16:
         assert knobs.cuts is None
         return
     unit = unit_bytes // 4
-    assert units[-2:] == [unit // 2, LAYOUT.numel - sum(units[:-1])]
+    assert units[-2:] == [unit // 2, numel - sum(units[:-1])]
     assert units[-1] == pytest.approx(unit / 4, abs=1)
     assert max(units[:-2]) - min(units[:-2]) <= 1
     assert units[0] == pytest.approx(unit, rel=0.5)
