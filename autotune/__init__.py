@@ -9,11 +9,10 @@ if __name__ != "sirtaki.autotune":  # every module would be there twice, with cl
 from sirtaki.comm.plan import Algorithm, TransportKind
 
 from .arms.base import Arm
-from .knobs import Cut, Knobs, KnobSpace
-from .lattice import KnobLattice
-from .meta.assignment import Assignment, Purpose, SessionResult
-from .meta.ensemble import default_arms
+from .knobs import Cut, KnobLattice, Knobs, KnobSpace
+from .meta.bandit import default_arms
 from .meta.session import WarmupSession
+from .meta.trials import Assignment, Purpose, SessionResult
 from .trial import Proposal, Trial, TrialStatus
 
 __all__ = [

@@ -7,16 +7,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sirtaki.comm.layout import GradientLayout
-from sirtaki.comm.plan import CommPlan
+from sirtaki.comm.plan import CommPlan, GradientLayout
 from sirtaki.errors import TuningError
-from sirtaki.link_model import LinkModel
+from sirtaki.measures import LinkModel
 
-from .arms.planners import make_planners
+from .arms.catalogue import make_planners
 from .knobs import Knobs, KnobSpace
-from .model.contention import ContentionModel
+from .model.fits import ContentionModel
 from .model.planning import PlanningModel
-from .model.profile import Profile
+from .model.simulator import Profile
 
 DEFAULT = "default"
 

@@ -29,11 +29,10 @@ from bench.lib.harness import (
     run_ranks,
 )
 from bench.lib.lossy_wire import LossyWire
+from bench.lib.packing import conflicts, pack
 from bench.lib.parameter_server import ParameterServerRank, serve
 from sirtaki.aggregator import AggregatorClient, HeatLayout
-from sirtaki.aggregator.packing import conflicts, pack
-from sirtaki.aggregator.server import Aggregator
-from sirtaki.aggregator.table_sum import table_sum, tables
+from sirtaki.aggregator.server import Aggregator, table_sum, tables
 from sirtaki.host_port import parse_address
 
 LOSSES = (0.0, 0.001, 0.01)

@@ -47,10 +47,10 @@ from bench.lib.harness import (
 )
 from bench.lib.models import gpt
 from bench.step import slowest, timed_block
-from sirtaki.optimizer.outcome import optimize
-from sirtaki.profiler.folder import read
-from sirtaki.replay.from_recording import job_model
-from sirtaki.replay.histories import histories
+from sirtaki.analysis.from_recording import job_model
+from sirtaki.analysis.job_model import histories
+from sirtaki.analysis.plan_search import optimize
+from sirtaki.analysis.recording_files import read
 
 MBIT = 1_000_000
 CASES = {

@@ -31,7 +31,7 @@ from rich.table import Table
 from bench.lib.cluster import LabError, LabShape, NetLab, why_unavailable
 from bench.lib.harness import REPOSITORY, give_result, main_or_rank, rank_argv, rank_env, run_ranks, take_result
 from sirtaki.cli.report import write_report
-from sirtaki.gain import faster
+from sirtaki.measures import faster
 
 SHAPE = LabShape(nodes=4, link_bits_per_s=400_000_000, flow_bits_per_s=40_000_000)
 DDP, UNTUNED, TUNED, REMEMBERED = "PyTorch DDP", "Sirtaki, untuned", "Sirtaki, tuned", "Sirtaki, remembered"

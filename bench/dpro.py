@@ -36,18 +36,14 @@ from bench.optimize import ablation
 from bench.profile import INJECTED, measure_clocks, measure_cost, with_wrong_clock
 from bench.replay import NETWORKS, Job, percent, with_other_units
 from bench.replay import run as run_job
+from sirtaki.analysis.from_recording import job_model
+from sirtaki.analysis.global_graph import coarse, communication_s, global_graph, mean_iteration, replayed, symmetric
+from sirtaki.analysis.job_model import JobModel, histories
+from sirtaki.analysis.recording import Recording
+from sirtaki.analysis.recording_files import write_job, write_rank
+from sirtaki.analysis.remedies import play
+from sirtaki.analysis.what_if import with_ranks
 from sirtaki.autotune.model.replayer import replay
-from sirtaki.profiler.folder import write_job, write_rank
-from sirtaki.profiler.recording import Recording
-from sirtaki.replay.coarsening import coarse, mean_iteration, symmetric
-from sirtaki.replay.from_recording import job_model
-from sirtaki.replay.global_graph import global_graph
-from sirtaki.replay.histories import histories
-from sirtaki.replay.job_model import JobModel
-from sirtaki.replay.partial import communication_s
-from sirtaki.replay.remedies import play
-from sirtaki.replay.step_times import replayed
-from sirtaki.replay.what_if import with_ranks
 
 PARTS = ("accuracy", "overhead", "alignment", "search", "scale", "speed")
 Subject = tuple[str, str, int]

@@ -46,8 +46,8 @@ from bench.lib.harness import (
 )
 from bench.lib.models import EmulatedModel, emulated_resnet50
 from sirtaki.autotune.knobs import Knobs
-from sirtaki.comm.gradients.pace import Pace
-from sirtaki.engine.drift import DriftWatch
+from sirtaki.comm.gradients.buffers import Pace
+from sirtaki.engine.tuning.warmup import DriftWatch
 
 MBIT = 1_000_000
 USUAL = LabShape(nodes=4, link_bits_per_s=400 * MBIT, flow_bits_per_s=400 * MBIT)

@@ -31,11 +31,9 @@ from bench.lib.elastic.scale_model import Machine, phases
 from bench.lib.harness import Bar, Report, finish, parser
 from sirtaki.json_channel import encoded
 from sirtaki.machine import process_fields
-from sirtaki.run.elastic.direction import Direction
-from sirtaki.run.elastic.host_pool import HostPool
-from sirtaki.run.elastic.job_members import JobMembers
-from sirtaki.run.elastic.policy import Policy
-from sirtaki.run.elastic.roster import Heard
+from sirtaki.run.elastic.agent_crew import Heard
+from sirtaki.run.elastic.driver import Direction
+from sirtaki.run.elastic.job_members import HostPool, JobMembers, Policy
 
 HOSTS = 4
 PATIENCE_S = 240.0
@@ -92,7 +90,7 @@ def driver(size: int, machine: Machine) -> tuple[float, int]:
     before = crew.sent_bytes
     begin_s = time.perf_counter()
     direction.answer(asked, 3.0)
-    assert direction.members.roll.generation == 2
+    assert direction.members.member_list.generation == 2
     return time.perf_counter() - begin_s, crew.sent_bytes - before
 
 

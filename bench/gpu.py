@@ -73,7 +73,7 @@ class Sirtaki(OneRank):
         from sirtaki.comm.gradients.buffers import Reduction
         from sirtaki.comm.gradients.synchroniser import Synchroniser
         from sirtaki.engine import job
-        from sirtaki.engine.devices import open_router
+        from sirtaki.engine.tuning.warmup import open_router
 
         super().__init__(made)
         current = job.current()

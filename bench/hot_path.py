@@ -117,7 +117,7 @@ def round_latency(comm: Any, options: Mapping[str, Any]) -> list[float]:
     """Collective: seconds of a negotiation round, a sample being the mean of a few in a row, on the slowest rank."""
     from sirtaki.comm.control.communicator import Backend
     from sirtaki.comm.control.mpi import world
-    from sirtaki.comm.gradients.negotiation import agree
+    from sirtaki.comm.gradients.iteration import agree
 
     everybody = world(comm) if Backend(options["backend"]) is Backend.MPI else mesh_beside(comm)
     own, samples = everybody.duplicate(), []
@@ -140,7 +140,7 @@ def round_latency(comm: Any, options: Mapping[str, Any]) -> list[float]:
 
 def mesh_beside(comm: Any) -> Communicator:
     """Collective: the ranks of an MPI communicator as a mesh."""
-    from sirtaki.comm.control.mesh.rendezvous import Meeting, meet
+    from sirtaki.comm.control.mesh_rendezvous import Meeting, meet
 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

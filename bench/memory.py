@@ -46,13 +46,12 @@ from bench.lib.harness import (
     run_ranks,
 )
 from bench.lib.models import lstm, small_resnet, token_transformer
-from sirtaki.optimizer.budget import Fitting, fit
-from sirtaki.optimizer.memory_passes import memory_passes
-from sirtaki.profiler.folder import read
-from sirtaki.replay.from_recording import job_model
-from sirtaki.replay.histories import histories
-from sirtaki.replay.remedies import play
-from sirtaki.replay.step_times import recorded, replayed
+from sirtaki.analysis.from_recording import job_model
+from sirtaki.analysis.global_graph import recorded, replayed
+from sirtaki.analysis.job_model import histories
+from sirtaki.analysis.memory_budget import Fitting, fit, memory_passes
+from sirtaki.analysis.recording_files import read
+from sirtaki.analysis.remedies import play
 
 RANKS = 2
 RECORDED = 6
@@ -102,8 +101,8 @@ class Trained:
 
 def record(options: Mapping[str, Any], trained: Trained) -> None:
     """Collective."""
+    from sirtaki.analysis.recorder import Stage
     from sirtaki.profiler import profile
-    from sirtaki.profiler.job_recorder import Stage
 
     with profile(options["folder"], iterations=RECORDED) as recorder:
         while recorder.stage is not Stage.ENDED:

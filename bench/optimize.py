@@ -47,17 +47,15 @@ from bench.lib.harness import (
 )
 from bench.lib.models import emulated_resnet50, transformer
 from bench.objective import rank_correlation
+from sirtaki.analysis.from_recording import job_model
+from sirtaki.analysis.global_graph import replayed
+from sirtaki.analysis.job_model import JobModel, histories
+from sirtaki.analysis.plan_search import Acceleration, Outcome, optimize
+from sirtaki.analysis.recording_files import read
+from sirtaki.analysis.remedies import play
+from sirtaki.analysis.what_if import with_knobs
 from sirtaki.autotune.knobs import KIB, MIB, Knobs
 from sirtaki.comm.plan import TransportKind
-from sirtaki.optimizer.outcome import Outcome, optimize
-from sirtaki.optimizer.view import Acceleration
-from sirtaki.profiler.folder import read
-from sirtaki.replay.from_recording import job_model
-from sirtaki.replay.histories import histories
-from sirtaki.replay.job_model import JobModel
-from sirtaki.replay.other_plan import with_knobs
-from sirtaki.replay.remedies import play
-from sirtaki.replay.step_times import replayed
 
 MBIT = 1_000_000
 SHAPE = LabShape(nodes=4, link_bits_per_s=400 * MBIT, flow_bits_per_s=100 * MBIT)

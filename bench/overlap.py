@@ -41,7 +41,7 @@ from bench.lib.models import LayeredModel
 from bench.lib.workloads import workload
 from bench.netlab import CASES, payload_bytes_per_s
 from bench.step import slowest
-from sirtaki.engine.forward_overlap import PREPARING
+from sirtaki.engine.tuning.overlap import PREPARING
 
 COMPUTE_S = 0.15
 DDP, BY_HAND, OFF, ON = "ddp", "ddp by hand", "off", "on"

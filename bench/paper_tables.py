@@ -16,14 +16,13 @@ from bench.lib.harness import Bar, Report, finish, parser
 from bench.lib.horovod import horovod_groups
 from bench.lib.workloads import BATCH, Workload, workload
 from sirtaki.autotune.arms.asc_wfbp import two_way_cuts
-from sirtaki.autotune.arms.libra_schedule import StageModel, allocate, backward_s, fuse_and_allocate
+from sirtaki.autotune.arms.libra import StageModel, allocate, backward_s, fuse_and_allocate
 from sirtaki.autotune.arms.mg_wfbp import merge_gradients
 from sirtaki.autotune.arms.planner import cuts_for_groups
-from sirtaki.autotune.model.contention import RateCurve
-from sirtaki.autotune.model.profile import Profile
-from sirtaki.autotune.model.simulator import Simulator
-from sirtaki.comm.layout import GradientLayout
-from sirtaki.link_model import LinkModel
+from sirtaki.autotune.model.fits import RateCurve
+from sirtaki.autotune.model.simulator import Profile, Simulator
+from sirtaki.comm.plan import GradientLayout
+from sirtaki.measures import LinkModel
 
 # ── ASC-WFBP, tables IV and V ────────────────────────────────────────────────────────────────────────────────────
 

@@ -19,8 +19,8 @@ import numpy as np
 from bench.lib.harness import Bar, Report, Spread, finish, parser
 from bench.lib.workloads import cluster, workload
 from sirtaki.autotune.arms.asc_wfbp import layer_types
-from sirtaki.autotune.arms.libra_schedule import StageModel, coarsen, fuse_and_allocate
-from sirtaki.autotune.arms.planners import OUR_PLANNERS
+from sirtaki.autotune.arms.catalogue import OUR_PLANNERS
+from sirtaki.autotune.arms.libra import StageModel, coarsen, fuse_and_allocate
 from sirtaki.autotune.knobs import KnobSpace
 from sirtaki.autotune.model.planning import PlanningModel
 from sirtaki.comm.plan import Algorithm, TransportKind

@@ -42,7 +42,7 @@ from bench.lib.harness import (
     run_ranks,
 )
 from bench.lib.models import small_conv, transformer
-from sirtaki.profiler.recording import Recording
+from sirtaki.analysis.recording import Recording
 
 RANKS = 2
 WARM = 3
@@ -127,7 +127,7 @@ def on_rank(options: dict[str, Any]) -> None:
 
 def measure_cost(report: Report, args: Any, model: str, folder: Path) -> dict[str, float]:
     """Adds what recording costs with one model; returns the median ratios."""
-    from sirtaki.profiler.folder import read
+    from sirtaki.analysis.recording_files import read
 
     options = {"model": model, "folder": str(folder), "steps": args.steps, "rounds": args.rounds, "seed": args.seed}
     found = run_ranks("bench.profile", RANKS, options)
@@ -199,7 +199,7 @@ def left_by_hta_s(true: Recording, told: Recording) -> float:
 
 def measure_clocks(report: Report, true: Recording) -> None:
     """Adds what alignment leaves of an error that was put in, and beside it HolisticTraceAnalysis."""
-    from sirtaki.profiler.alignment import align
+    from sirtaki.analysis.alignment import align
 
     own = true.ranks[1]
     worst_us, bound_us, hta_us = 0.0, 0.0, 0.0
@@ -235,7 +235,7 @@ def main() -> int:
     args = flags.parse_args()
     args.rounds = args.rounds or (7 if args.quick else 21)
     args.steps = args.steps or 10
-    from sirtaki.profiler.folder import read
+    from sirtaki.analysis.recording_files import read
 
     report = Report(name="profile")
     folder = Path(tempfile.mkdtemp()) / "recorded"

@@ -49,8 +49,7 @@ from bench.lib.harness import (
 from bench.lib.models import emulated_resnet50
 from sirtaki.autotune.knobs import KIB, MIB, Cut, Knobs
 from sirtaki.autotune.model.planning import PlanningModel
-from sirtaki.comm.layout import GradientLayout
-from sirtaki.comm.plan import Algorithm, TransportKind
+from sirtaki.comm.plan import Algorithm, GradientLayout, TransportKind
 
 if TYPE_CHECKING:
     pass

@@ -25,13 +25,12 @@ from pathlib import Path
 from typing import Any
 
 from bench.lib.harness import Bar, Report, finish, parser
-from sirtaki.registry.digest import digest
 from sirtaki.registry.entry import Entry, EntryKey, Provenance
-from sirtaki.registry.graph import Graph, Node
-from sirtaki.registry.opening import open_store
-from sirtaki.registry.similarity import Match, nearest
+from sirtaki.registry.graph import Graph, Node, digest
+from sirtaki.registry.safe_store import open_store
 from sirtaki.registry.store import Store
 from sirtaki.registry.topology import Topology
+from sirtaki.registry.warm_start import Match, nearest
 
 LOOKUP_BAR_S = 0.2
 SEED = 7

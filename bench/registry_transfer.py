@@ -48,17 +48,15 @@ from bench.tuner import BUDGET_ITERATIONS, NOISES, PLANNERS, Truth, play
 from sirtaki.autotune.arms.base import Arm
 from sirtaki.autotune.arms.catalogue import OUR_ARMS
 from sirtaki.autotune.knobs import Knobs
-from sirtaki.autotune.meta.assignment import REGISTRY_ARM, SessionResult
-from sirtaki.autotune.meta.ensemble import default_arms
+from sirtaki.autotune.meta.bandit import default_arms
 from sirtaki.autotune.meta.session import WarmupSession
+from sirtaki.autotune.meta.trials import REGISTRY_ARM, SessionResult
 from sirtaki.autotune.model.planning import PlanningModel
-from sirtaki.engine.first_proposals import first_proposals
-from sirtaki.engine.tuning_cache import permitted_by, route_names
+from sirtaki.engine.tuning.cache import first_proposals, permitted_by, route_names
 from sirtaki.registry import warm_start
-from sirtaki.registry.digest import layout_fingerprint
 from sirtaki.registry.entry import Entry, make_key
-from sirtaki.registry.graph import Graph, Node
-from sirtaki.registry.opening import open_store
+from sirtaki.registry.graph import Graph, Node, layout_fingerprint
+from sirtaki.registry.safe_store import open_store
 from sirtaki.registry.topology import Topology
 from sirtaki.registry.warm_start import Neighbour, adapted_all, neighbours
 

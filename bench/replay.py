@@ -45,17 +45,14 @@ from bench.lib.harness import (
     take_result,
 )
 from bench.lib.models import emulated_resnet50, mlp, small_conv, transformer
+from sirtaki.analysis.from_recording import job_model
+from sirtaki.analysis.global_graph import StepTimes, recorded, replayed
+from sirtaki.analysis.job_model import JobModel, histories
+from sirtaki.analysis.recording_files import read
+from sirtaki.analysis.remedies import knobs_of, play
+from sirtaki.analysis.what_if import daydream, with_knobs, with_link, with_ranks, without_stragglers
 from sirtaki.autotune.knobs import KIB, Knobs
 from sirtaki.comm.plan import TransportKind
-from sirtaki.profiler.folder import read
-from sirtaki.replay.daydream import daydream
-from sirtaki.replay.from_recording import job_model
-from sirtaki.replay.histories import histories
-from sirtaki.replay.job_model import JobModel
-from sirtaki.replay.other_plan import with_knobs
-from sirtaki.replay.remedies import knobs_of, play
-from sirtaki.replay.step_times import StepTimes, recorded, replayed
-from sirtaki.replay.what_if import with_link, with_ranks, without_stragglers
 
 MBIT = 1_000_000
 MODELS = ("resnet50", "transformer", "conv", "mlp")

@@ -45,10 +45,9 @@ from bench.lib.landscapes.recorded import RECORDED
 from bench.lib.models import emulated_resnet50, small_conv, transformer
 from bench.objective import rank_correlation
 from sirtaki.autotune.knobs import Knobs
-from sirtaki.autotune.model.forecast import Forecast
-from sirtaki.autotune.model.planning import PlanningModel
+from sirtaki.autotune.model.planning import Forecast, PlanningModel
 from sirtaki.comm.plan import Algorithm, Route, TransportKind
-from sirtaki.unit_sizes import SMALLEST_UNIT_BYTES
+from sirtaki.measures import SMALLEST_UNIT_BYTES
 
 MBIT = 1_000_000
 STREAMS = (1, 2, 3, 4, 6, 8, 12, 16, 24)
@@ -144,7 +143,7 @@ def settings(bare: Bare, job: RecordedJob) -> list[Knobs]:
 def on_rank(options: Mapping[str, Any]) -> None:
     """What each rank does; the first one gives the result."""
     import sirtaki.torch as hvd
-    from sirtaki.autotune.arms.planners import make_planners
+    from sirtaki.autotune.arms.catalogue import make_planners
     from sirtaki.engine import job as engine_job
 
     torch.set_num_threads(1)

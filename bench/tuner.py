@@ -42,14 +42,11 @@ from sirtaki.autotune.arms.dpro import Dpro
 from sirtaki.autotune.arms.libra import Libra, LibraM
 from sirtaki.autotune.arms.mg_wfbp import MgWfbp
 from sirtaki.autotune.arms.planner import Planner, cuts_for_groups
-from sirtaki.autotune.knobs import MIB, Knobs, KnobSpace
-from sirtaki.autotune.lattice import KnobLattice
-from sirtaki.autotune.meta.assignment import Assignment
-from sirtaki.autotune.meta.auc_bandit import Opening
-from sirtaki.autotune.meta.ensemble import default_arms
+from sirtaki.autotune.knobs import MIB, KnobLattice, Knobs, KnobSpace
+from sirtaki.autotune.meta.bandit import Opening, default_arms
 from sirtaki.autotune.meta.session import WarmupSession
-from sirtaki.autotune.model.profile import Profile
-from sirtaki.autotune.model.simulator import Simulator
+from sirtaki.autotune.meta.trials import Assignment
+from sirtaki.autotune.model.simulator import Profile, Simulator
 from sirtaki.autotune.trial import Proposal, Trial
 
 BUDGET_ITERATIONS = 100

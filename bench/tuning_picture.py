@@ -22,10 +22,10 @@ from bench.lib.cluster import LabShape, NetLab
 from bench.lib.contenders import Sirtaki
 from bench.lib.harness import main_or_rank, rank_argv, rank_env
 from bench.lib.models import emulated_resnet50
+from sirtaki.analysis.svg import COLORS, DEFAULT_COLOR, Plot
 from sirtaki.autotune.meta.session import DEFAULT_ARM
-from sirtaki.cli.svg import COLORS, DEFAULT_COLOR, Plot
-from sirtaki.engine.trial_log_reader import TrialLog, read_log
-from sirtaki.gain import faster
+from sirtaki.engine.tuning.trial_log import TrialLog, read_log
+from sirtaki.measures import faster
 
 SHAPE = LabShape(nodes=4, link_bits_per_s=400_000_000, flow_bits_per_s=40_000_000)
 SCALE = 0.25

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from . import timeline
-from .layout import GradientLayout
-from .plan import Route
+from .plan import GradientLayout, Route
 
 
 class ReadyMoment(NamedTuple):

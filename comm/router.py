@@ -1,4 +1,6 @@
-"""All the ways by which units can travel in this job, opened when a plan first needs them."""
+"""All the ways by which units can travel in this job: which there can be, how many streams each has, opened when
+needed.
+"""
 
 from __future__ import annotations
 
@@ -6,24 +8,182 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, cast
 
+import numpy as np
 import torch
 
+from sirtaki.comm.control.communicator import Backend
+from sirtaki.comm.control.failure import WAIT_SLICE_S
+from sirtaki.comm.control.mpi import mpi_of
+from sirtaki.comm.control.plane import ControlPlane
+from sirtaki.comm.nccl_streams.transport import CommunicatorPool, NcclHierarchicalTransport, NcclTransport, Opener
+from sirtaki.comm.transports.contract import (
+    Exchanger,
+    FlatBuffer,
+    Parcels,
+    ReduceOp,
+    StreamSpec,
+    Transport,
+    Work,
+    descriptors_for_streams,
+    held,
+    streams_within,
+)
+from sirtaki.comm.transports.gloo import GlooTransport, WatchfulStore
+from sirtaki.comm.transports.mpi import MpiTransport
+from sirtaki.comm.transports.shared_memory import SharedMemoryTransport, share_memory
+from sirtaki.comm.transports.staged import StagedTransport
 from sirtaki.errors import CommError, PlanError, TransportError
 
-from .control.failure import WAIT_SLICE_S
 from .device import HOST, Device
-from .nccl_streams.communicators import Opener
-from .nccl_streams.nccl import NcclTransport
 from .plan import Algorithm, CommPlan, Route, TransportKind
-from .stream_limits import StreamLimits
-from .transport_factory import TransportFactory
-from .transports.contract import Exchanger, FlatBuffer, ReduceOp, StreamSpec, Transport, Work
-from .transports.node_memory import share_memory
-from .transports.parcels import Parcels
-from .transports.resources import held
 
 if TYPE_CHECKING:
-    from .control.plane import ControlPlane
+    from sirtaki.comm.control.plane import ControlPlane
+
+
+class StreamLimits:
+    """The same on all ranks.
+
+    Attributes:
+        opened: how many streams of each route are open.
+    """
+
+    def __init__(self, control: ControlPlane) -> None:
+        """Collective, before any stream is open."""
+        self._size = control.size
+        self._descriptors = int(control.minimum(np.array([float(descriptors_for_streams())]))[0])
+        self.opened: dict[Route, int] = {}
+        self._refused: dict[Route, int] = {}  # so many are not tried, since that failed before
+
+    def refuse(self, route: Route) -> None:
+        """This route is not possible."""
+        self._refused[route] = 1
+
+    def is_possible(self, route: Route) -> bool:
+        """Whether a stream of it may be opened, as far as is known."""
+        return self._refused.get(route, 2) > 1
+
+    def note_failure(self, route: Route, wanted: int) -> None:
+        """So many could not be opened: half of what could not be added is refused from now on."""
+        have = self.opened.get(route, 0)
+        self._refused[route] = have + (wanted - have) // 2 + 1
+
+    def limit(self, route: Route, transport: Transport) -> tuple[int, str]:
+        """The largest number of streams of a route, and why there are not more."""
+        name = route[0].value
+        fit = streams_within(self._descriptors, transport.stream_cost, most=transport.max_streams)
+        refused = self._refused.get(route)
+        if refused is not None and refused <= fit:
+            return max(1, refused - 1), f"more streams of {name} could not be opened"
+        if fit < transport.max_streams:
+            return fit, (
+                f"each stream of {name} takes {transport.stream_cost.descriptors} descriptors on {self._size} "
+                f"ranks, and {self._descriptors} can be used (see ulimit -n)"
+            )
+        return fit, f"{name} has at most {fit}"
+
+
+MAX_COMMUNICATORS = 24
+"""NCCL communicators that are open at once; those of one stream with several CTA counts are several."""
+
+FLAT, TREE = Algorithm.FLAT, Algorithm.HIERARCHICAL
+
+
+class TransportFactory:
+    """Makes transports; opens no stream.
+
+    Attributes:
+        pool: NCCL's communicators; None where it carries nothing.
+        shares_memory: the ranks of a node can share memory.
+    """
+
+    def __init__(self, control: ControlPlane, *, timeout_s: float, device: Device, nccl: Opener | None) -> None:
+        """See `Router`."""
+        self._control, self._timeout_s, self._device, self._nccl = control, timeout_s, device, nccl
+        self.shares_memory = False
+        self.pool = None
+        if nccl is not None:
+            self.pool = CommunicatorPool(
+                nccl,
+                limit=MAX_COMMUNICATORS,
+                worst=lambda value: float(control.maximum(np.array([value]))[0]),
+            )
+
+    @property
+    def routes(self) -> tuple[Route, ...]:
+        """Those that exist here, the best guess first."""
+        if self._nccl is not None:
+            nodes = not self._control.one_node and self._control.is_homogeneous and self._control.local_size > 1
+            return ((TransportKind.NCCL, FLAT), *([(TransportKind.NCCL, TREE)] if nodes else []))
+        if self._device.streams:
+            inner = dict.fromkeys(algorithm for _, algorithm in self._host_routes)
+            return tuple((TransportKind.STAGED, algorithm) for algorithm in inner)
+        return self._host_routes
+
+    @property
+    def _host_routes(self) -> tuple[Route, ...]:
+        gloo, mpi = (TransportKind.GLOO, FLAT), (TransportKind.MPI, FLAT)
+        if self._control.one_node:
+            shared = ((TransportKind.SHARED_MEMORY, FLAT),) if self.shares_memory else ()
+            routes = (*shared, mpi, gloo)
+        elif self.shares_memory:
+            routes = ((TransportKind.GLOO, TREE), gloo, mpi, (TransportKind.MPI, TREE))
+        else:
+            routes = (gloo, mpi)
+        if self._control.backend is Backend.MPI:
+            return routes
+        return tuple(route for route in routes if route[0] is not TransportKind.MPI)
+
+    def make(self, route: Route) -> Transport:
+        """Collective.
+
+        Raises:
+            TransportError: on all ranks, if it cannot be made.
+        """
+        kind, algorithm = route
+        if kind is TransportKind.NCCL:
+            return self._make_nccl(algorithm)
+        if kind is TransportKind.STAGED:
+            inner = next(host_route for host_route in self._host_routes if host_route[1] is algorithm)
+            return StagedTransport(self.make(inner), self._device, self._control.failures)
+        if kind is TransportKind.SHARED_MEMORY:
+            return SharedMemoryTransport(self._control)
+        if algorithm is TREE:
+            return SharedMemoryTransport(self._control, across=lambda: self._make_sockets(kind, across=True))
+        return self._make_sockets(kind, across=False)
+
+    def _make_sockets(self, kind: TransportKind, *, across: bool) -> Transport:
+        """Gloo or MPI between all ranks, or across the nodes between those of one local rank."""
+        control = self._control
+        if kind is TransportKind.MPI:
+            duplicate = control.duplicate_cross if across else control.duplicate
+            return MpiTransport(lambda: mpi_of(duplicate()), control.agree_on_success)
+        store, address = control.store()
+        group = f"local{control.local_rank}" if across else "all"
+        return GlooTransport(
+            store=WatchfulStore(store, control.failures),
+            prefix=lambda: f"{control.next_prefix()}/{group}",
+            address=address,
+            rank=control.cross_rank if across else control.rank,
+            size=control.cross_size if across else control.size,
+            timeout_s=self._timeout_s,
+            agree=control.agree_on_success,
+            failures=control.failures,
+        )
+
+    def _make_nccl(self, algorithm: Algorithm) -> Transport:
+        assert self.pool is not None
+        assert self._nccl is not None
+        if algorithm is FLAT:
+            return NcclTransport(self.pool, self._device, opener=self._nccl)
+        return NcclHierarchicalTransport(
+            self.pool,
+            self._device,
+            opener=self._nccl,
+            local_size=self._control.local_size,
+            local_rank=self._control.local_rank,
+        )
+
 
 logger = logging.getLogger(__name__)
 

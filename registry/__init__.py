@@ -1,6 +1,6 @@
 """Remembers winners. Knows graphs and stores, nothing of communication or tuning.
 
-May import `sirtaki.errors`, `sirtaki.link_model` and `sirtaki.gain` only. Knobs and trials travel through it as JSON;
+May import `sirtaki.errors`, `sirtaki.measures` and `sirtaki.measures` only. Knobs and trials travel through it as JSON;
 the caller turns them into its own types.
 """
 

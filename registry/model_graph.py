@@ -1,18 +1,18 @@
-"""A model's graph, taken from the autograd graph behind its output, or a chain where there is none.
+"""The graph of a model, recorded from autograd in its first forward pass and coarsened."""
 
-A node is an operation together with the parameters it uses. What says little about communication is left out, as in
-dPRO's coarsened view: operations that only change a tensor's shape vanish, and runs of operations without parameters
-are collapsed into the operation before them. ResNet-152 has about 400 nodes then, not 1500.
+from __future__ import annotations
 
-Of the registry's modules only this one looks into torch's graphs; it keeps no tensor.
-"""
-
+import logging
 import re
-from collections.abc import Iterable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import prod
 from typing import Any
+
+import torch
+from torch.nn.modules import module as torch_module
 
 from .graph import MAX_LABEL_CHARS, Graph, Node
 
@@ -29,18 +29,9 @@ _SHAPE_ONLY = {
 _OPAQUE_PARAMETERS = 16
 
 
-def chain_graph(sizes: Sequence[int]) -> Graph:
-    """The graph of a model of which only the gradients' sizes are known, `(n_gradients,)`, in their order."""
-    return _chain([str(size) for size in sizes], sizes)
-
-
 def shapes_graph(shapes: Sequence[Sequence[int]]) -> Graph:
-    """The same where the parameters' shapes are known."""
-    return _chain([_shape_text(shape) for shape in shapes], [prod(shape) for shape in shapes])
-
-
-def _chain(details: Sequence[str], sizes: Sequence[int]) -> Graph:
-    nodes = tuple(Node(kind="parameter", detail=detail, size=size) for detail, size in zip(details, sizes, strict=True))
+    """The graph of a model of which only the parameters' shapes are known, in their gradients' order: a chain."""
+    nodes = tuple(Node(kind="parameter", detail=_shape_text(shape), size=prod(shape)) for shape in shapes)
     return Graph(nodes=nodes, edges=tuple((index, index + 1, "") for index in range(len(nodes) - 1)))
 
 
@@ -244,3 +235,109 @@ def _other_text(shape: Sequence[int]) -> str:
 
 def _shape_text(shape: Sequence[int]) -> str:
     return "x".join(map(str, shape)) or "scalar"
+
+
+logger = logging.getLogger(__name__)
+
+# A model that is called in pieces, or with parameters that it does not use, never shows a graph with all of them;
+# then the fullest of so many outermost calls is taken.
+_MAX_CALLS = 8
+
+
+class ModelGraphRecorder:
+    """Watches outermost module calls until one's output depends on all parameters of interest.
+
+    It keeps no tensor of a forward pass, takes its hooks away by itself, and nothing it does can raise into training.
+    """
+
+    def __init__(self) -> None:
+        self._parameters: list[torch.Tensor] = []
+        self._best: CapturedGraph | None = None
+        self._fallback: Graph | None = None
+        self._name = ""
+        self._calls = 0
+        self._handles: list[Any] = []  # torch's RemovableHandle, which older versions do not type
+
+    def start(self, model_parameters: Iterable[torch.Tensor]) -> None:
+        """Begins to watch; `model_parameters` are those whose gradients are reduced, in the model's order."""
+        self.stop()
+        self._best, self._name, self._calls = None, "", 0
+        self._parameters = list(model_parameters)
+        self._fallback = shapes_graph([tuple(parameter.shape) for parameter in reversed(self._parameters)])
+        # True, and of no consequence: the hook is gone before anything is compiled.
+        warnings.filterwarnings("ignore", message="Using `torch.compile.module.` when there are global hooks")
+        self._watch()
+
+    def stop(self) -> None:
+        """Takes the hooks away and lets go of the parameters; what was found stays. Idempotent."""
+        self._remove_hooks()
+        self._parameters = []
+
+    @property
+    def is_watching(self) -> bool:
+        """Whether hooks are installed."""
+        return bool(self._handles)
+
+    @property
+    def found(self) -> bool:
+        """Whether a forward pass has shown a graph."""
+        return self._best is not None
+
+    @property
+    def graph(self) -> Graph | None:
+        """The model's graph; the chain of its parameters, last first, if none was seen; None before `start()`."""
+        return self._fallback if self._best is None else self._best.graph
+
+    @property
+    def model_name(self) -> str:
+        """Class name of the module whose output was used, empty if none was."""
+        return self._name
+
+    def _watch(self) -> None:
+        self._handles = [torch_module.register_module_forward_pre_hook(_untraced(self._before))]
+
+    def _remove_hooks(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _before(self, module: torch.nn.Module, inputs: object) -> None:
+        try:
+            self._remove_hooks()
+            self._handles = [module.register_forward_hook(_untraced(self._after), always_call=True)]
+        except Exception:
+            self._give_up(module)
+
+    def _after(self, module: torch.nn.Module, inputs: object, output: object) -> None:
+        try:
+            self._remove_hooks()
+            self._look(module, output)
+        except Exception:
+            self._give_up(module)
+
+    def _give_up(self, module: torch.nn.Module) -> None:
+        """Whatever a module is or returns, the user's training goes on."""
+        logger.debug("no graph of %s: its parameters stand in for it", type(module).__name__, exc_info=True)
+        self.stop()
+
+    def _look(self, module: torch.nn.Module, output: object) -> None:
+        seen = capture(output, {id(parameter): tuple(parameter.shape) for parameter in self._parameters})
+        if seen.n_reached > 0:
+            self._calls += 1
+        if seen.n_reached > (0 if self._best is None else self._best.n_reached):
+            self._best, self._name = seen, _name_of(module)
+        if seen.n_reached == len(self._parameters) or self._calls == _MAX_CALLS:
+            self.stop()
+        else:
+            self._watch()
+
+
+def _untraced(hook: Callable[..., None]) -> Callable[..., None]:
+    untraced: Callable[..., None] = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
+    return untraced
+
+
+def _name_of(module: torch.nn.Module) -> str:
+    """Class name of a model, looked up inside a compiled or wrapped one."""
+    inner = getattr(module, "_orig_mod", None)
+    return type(module if inner is None else inner).__name__

@@ -1,14 +1,40 @@
-"""A store for jobs, which nothing that goes wrong with it may stop."""
+"""How a store is opened, and one that never ends a job."""
+
+from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
 from sirtaki.errors import RegistryError
 
 from .entry import Entry, EntryKey
-from .opening import default_path, open_store
 from .store import CorruptStoreError, Store
+
+
+def default_path() -> Path:
+    """`registry.db` in the user's cache directory (`XDG_CACHE_HOME`, else `~/.cache`)."""
+    cache = os.environ.get("XDG_CACHE_HOME", "")
+    base = Path(cache) if os.path.isabs(cache) else Path.home() / ".cache"  # the XDG specification wants it absolute
+    return base / "sirtaki" / "registry.db"
+
+
+def open_store(url_or_path: str | None = None, *, read_only: bool = False) -> Store:
+    """Opens the registry, and creates it where it does not exist.
+
+    Args:
+        url_or_path: a file, or any SQLAlchemy URL such as `postgresql+psycopg://user@host/db`; None = `default_path()`.
+        read_only: never write; otherwise a file that cannot be written is opened for reading.
+
+    Raises:
+        RegistryError: it cannot be opened; the message says what to do.
+    """
+    from .sql_store import SqlStore
+
+    return SqlStore(url_or_path or str(default_path()), read_only=read_only)
+
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +100,7 @@ class SafeStore:
         logger.log(level, "training goes on without the registry: %s", err)
 
     def _replaced(self, err: CorruptStoreError) -> Store:
-        from .broken_file import set_aside  # with SQLAlchemy
+        from .sql_store import set_aside  # with SQLAlchemy
 
         self.warned = True
         logger.warning("%s; it is kept as %s and a new registry begins", err, set_aside(err.path))

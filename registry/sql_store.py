@@ -1,43 +1,530 @@
-"""The store on SQLAlchemy: a SQLite file of one user, or a database server that deployments share.
+"""Entries in SQLite or another database of SQLAlchemy's."""
 
-`opening.open_store` imports it, and SQLAlchemy with it.
-"""
+from __future__ import annotations
 
+import fcntl
+import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+import os
+import sqlite3
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from itertools import count
 from pathlib import Path
+from typing import Any
+from urllib.parse import quote
 
-from sqlalchemy import URL, Connection, Engine, NullPool, Table, create_engine, delete, insert, make_url, select
-from sqlalchemy.exc import IntegrityError, OperationalError, SQLAlchemyError
+from sqlalchemy import (
+    URL,
+    Boolean,
+    Column,
+    Connection,
+    Engine,
+    Float,
+    ForeignKey,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    NullPool,
+    String,
+    Table,
+    Text,
+    create_engine,
+    delete,
+    event,
+    func,
+    insert,
+    inspect,
+    make_url,
+    select,
+    update,
+)
+from sqlalchemy.exc import DatabaseError, IntegrityError, OperationalError, SQLAlchemyError
 
 from sirtaki.errors import RegistryError
 
-from .entry import Entry, EntryKey
-from .entry_schema import body_from_json
-from .graph import Graph
-from .row_ways import RowsKey, RowWay
-from .schema import (
-    WITH_ROW_WAYS,
-    check_version,
-    distances,
-    entries,
-    migrate,
-    models,
-    row_ways,
-    signatures,
-    topologies,
-    version_of,
-)
-from .signature import SIGNATURE_VERSION, Signatures, from_bytes, is_signature, signature, to_bytes
-from .sql_errors import translated
-from .sql_row_ways import load_way, load_ways, save_way
-from .sql_rows import delete_old, delete_orphans, expanded, find, load, load_one, parsed, save_row
-from .sqlite_file import sqlite_engine
+from .entry import Entry, EntryKey, RowsKey, RowWay, body_from_json, supersedes, way_from_json
+from .graph import SIGNATURE_VERSION, Graph, Signatures, canonical_json, from_bytes, is_signature, signature, to_bytes
 from .store import Candidate, CorruptStoreError, EntrySummary
-from .topology import ClusterShape
+from .topology import ClusterShape, Topology
+
+metadata = MetaData()
+
+versions = Table("sirtaki_schema", metadata, Column("version", Integer, nullable=False))
+
+# Graphs are kept once for all entries that share them, compressed.
+models = Table(
+    "models",
+    metadata,
+    Column("fingerprint", String(64), primary_key=True),
+    Column("body", LargeBinary, nullable=False),
+)
+
+# Apart from the graphs, since all of them are read at every lookup of similar entries.
+signatures = Table(
+    "signatures",
+    metadata,
+    Column("fingerprint", ForeignKey(models.c.fingerprint, ondelete="CASCADE"), primary_key=True),
+    Column("version", Integer, nullable=False),
+    Column("body", LargeBinary, nullable=False),
+)
+
+topologies = Table(
+    "topologies",
+    metadata,
+    Column("fingerprint", String(64), primary_key=True),
+    Column("shape", Text, nullable=False),
+    Column("body", LargeBinary, nullable=False),
+)
+
+entries = Table(
+    "entries",
+    metadata,
+    Column("id", String(64), primary_key=True),
+    Column("model", ForeignKey(models.c.fingerprint), nullable=False),
+    Column("topology", ForeignKey(topologies.c.fingerprint), nullable=False),
+    Column("world_size", Integer, nullable=False),
+    Column("dtype", Text, nullable=False),
+    Column("device", Text, nullable=False),
+    Column("complete", Boolean, nullable=False),
+    Column("created_s", Float(53), nullable=False),
+    Column("best_span_s", Float(53), nullable=False),
+    Column("default_span_s", Float(53), nullable=False),
+    Column("n_trials", Integer, nullable=False),
+    Column("arm", Text, nullable=False),
+    Column("model_name", Text, nullable=False),
+    Column("body", Text, nullable=False),
+    Index("entries_by_time", "created_s"),
+    Index("entries_by_model", "model"),
+    Index("entries_by_topology", "topology"),
+)
+
+distances = Table(
+    "distances",
+    metadata,
+    Column("low", String(64), primary_key=True),  # the lesser of the two fingerprints
+    Column("high", String(64), primary_key=True),
+    Column("distance", Float(53), nullable=False),
+)
+
+row_ways = Table(
+    "row_ways",
+    metadata,
+    Column("id", String(64), primary_key=True),
+    Column("kind", String(64), nullable=False),  # digest of the key
+    Column("created_s", Float(53), nullable=False),
+    Column("body", Text, nullable=False),
+    Index("row_ways_by_kind", "kind"),
+)
+
+
+def _create_entries(connection: Connection) -> None:
+    metadata.create_all(connection, tables=[versions, models, signatures, topologies, entries])
+    connection.execute(insert(versions).values(version=0))
+
+
+def _add_distances(connection: Connection) -> None:
+    metadata.create_all(connection, tables=[distances])
+
+
+def _add_row_ways(connection: Connection) -> None:
+    metadata.create_all(connection, tables=[row_ways])
+
+
+MIGRATIONS: Sequence[Callable[[Connection], None]] = (_create_entries, _add_distances, _add_row_ways)
+WITH_ROW_WAYS = 3
+"""The first schema that has the table; older ones that may not be written stay as they are."""
+
+_LOCK = 0x51A7A1  # any number, the same in every process
+
+
+def version_of(connection: Connection) -> int:
+    """The schema's version; 0 where there is none yet."""
+    if not inspect(connection).has_table(versions.name):
+        return 0
+    return int(connection.execute(select(versions.c.version)).scalar_one())
+
+
+def migrate(connection: Connection) -> None:
+    """Brings the schema up to date inside the caller's transaction.
+
+    Raises:
+        RegistryError: it was written by a newer release.
+    """
+    if connection.dialect.name == "postgresql":  # SQLite's write transactions exclude each other anyway
+        connection.execute(select(func.pg_advisory_xact_lock(_LOCK)))
+    version = version_of(connection)
+    check_version(version)
+    if version < len(MIGRATIONS):
+        for migration in MIGRATIONS[version:]:
+            migration(connection)
+        connection.execute(update(versions).values(version=len(MIGRATIONS)))
+
+
+def check_version(version: int) -> None:
+    """Refuses schemas of the future.
+
+    Raises:
+        RegistryError: it was written by a newer release.
+    """
+    if version > len(MIGRATIONS):
+        raise RegistryError(
+            f"the registry has schema {version}, this release knows up to {len(MIGRATIONS)}: "
+            "upgrade Sirtaki, or name another registry in SIRTAKI_REGISTRY"
+        )
+
+
+@contextmanager
+def translated(name: str, path: Path | None) -> Iterator[None]:
+    """Turns every error of the database `name` and below into a RegistryError; `path` is its file, if it has one."""
+    try:
+        yield
+    except ImportError as err:
+        raise RegistryError(f"{name} needs a driver that is not installed: {err}") from err
+    except OperationalError as err:
+        if "locked" in str(err.orig):
+            advice = "another process holds it; if none is running, look for one that hangs"
+        else:
+            advice = "check that it exists and may be read and written, or name another one in SIRTAKI_REGISTRY"
+        raise RegistryError(f"the registry {name} cannot be used ({_one_line(err.orig)}): {advice}") from err
+    except DatabaseError as err:
+        if path is not None and type(err.orig) is sqlite3.DatabaseError:  # its subclasses are other things
+            raise CorruptStoreError(f"{name} is not a registry or is damaged ({err.orig})", path) from err
+        raise RegistryError(f"the registry {name} refused a statement ({_one_line(err.orig)})") from err
+    except (SQLAlchemyError, OSError) as err:
+        raise RegistryError(
+            f"the registry {name} cannot be used ({err}): name another one in SIRTAKI_REGISTRY"
+        ) from err
+
+
+def _one_line(err: object) -> str:
+    return " ".join(str(err).split())
+
+
+# Write transactions take milliseconds; with dozens of jobs starting together the last may wait for seconds.
+_BUSY_TIMEOUT_S = 15.0
+
+_NETWORK_FILE_SYSTEMS = ("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "afs", "fuse", "9p", "glusterfs")
+
+
+def sqlite_engine(path: Path, *, read_only: bool) -> Engine:
+    """An engine without a pool (safe across fork, nothing stays open) on a file, created unless `read_only`."""
+    journal = "DELETE" if _is_on_network(path) else "WAL"
+
+    def connect() -> sqlite3.Connection:
+        connection = _open(path, read_only=read_only)
+        connection.isolation_level = None  # transactions begin where we say, below
+        connection.execute("PRAGMA foreign_keys = ON")
+        if not read_only:
+            if connection.execute("PRAGMA journal_mode").fetchone()[0].upper() != journal:
+                connection.execute(f"PRAGMA journal_mode = {journal}")
+            # A killed process loses nothing; WAL needs no more, the rollback journal does.
+            connection.execute(f"PRAGMA synchronous = {'NORMAL' if journal == 'WAL' else 'FULL'}")
+        return connection
+
+    engine = create_engine("sqlite://", creator=connect, poolclass=NullPool)
+
+    @event.listens_for(engine, "begin")
+    def _begin(connection: Connection) -> None:
+        # A transaction that reads first and writes later could fail on the way up: take the write lock at once.
+        writes = connection.get_execution_options().get("writes", False)
+        connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
+
+    return engine
+
+
+def is_damaged(path: Path) -> bool:
+    """Whether the file is no SQLite database, or one with damage anywhere; reads all of it."""
+    if not path.exists():
+        return False
+    try:
+        connection = _connect(path, "mode=rw")
+        try:
+            return bool(connection.execute("PRAGMA integrity_check(1)").fetchone()[0] != "ok")
+        finally:
+            connection.close()
+    except sqlite3.DatabaseError as err:
+        return type(err) is sqlite3.DatabaseError  # its subclasses are other things: locks, permissions
+
+
+def _open(path: Path, *, read_only: bool) -> sqlite3.Connection:
+    if not read_only:
+        return _connect(path, "mode=rwc")
+    try:
+        connection = _connect(path, "mode=ro")
+        connection.execute("SELECT count(*) FROM sqlite_schema")
+        return connection
+    except sqlite3.OperationalError:
+        # WAL wants to write an index file beside the database even for reading; `immutable` does without.
+        return _connect(path, "mode=ro&immutable=1")
+
+
+def _connect(path: Path, options: str) -> sqlite3.Connection:
+    uri = f"file:{quote(str(path.absolute()))}?{options}"
+    return sqlite3.connect(uri, uri=True, timeout=_BUSY_TIMEOUT_S, check_same_thread=False)
+
+
+def _is_on_network(path: Path) -> bool:
+    """Whether hosts may share the file: WAL needs memory shared by all who use it, so it works on one host only."""
+    try:
+        mounts = [line.split()[1:3] for line in Path("/proc/self/mounts").read_text().splitlines()]
+    except OSError:
+        return False  # no Linux: take it for a local disk, as most home directories are
+    folder = os.path.realpath(path.parent)
+    best: Any = max(
+        (mount for mount in mounts if folder == mount[0] or folder.startswith(mount[0].rstrip("/") + "/")),
+        key=lambda mount: len(mount[0]),
+        default=("/", ""),
+    )
+    return str(best[1]).startswith(_NETWORK_FILE_SYSTEMS)
+
+
+def set_aside(path: Path) -> Path:
+    """Renames the file, and what SQLite keeps beside it, to `<name>.broken-<n>`; the new path.
+
+    Under a lock, and only if it is still damaged: the first job to come replaces the file, and the others must not
+    put the new one aside.
+
+    Raises:
+        RegistryError: it cannot be renamed.
+    """
+    try:
+        with open(f"{path}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            aside = next(new for n in count(1) if not (new := Path(f"{path}.broken-{n}")).exists())
+            if is_damaged(path):
+                for suffix in ("", "-wal", "-shm"):
+                    if os.path.exists(f"{path}{suffix}"):
+                        os.rename(f"{path}{suffix}", f"{aside}{suffix}")
+            return aside
+    except OSError as err:
+        raise RegistryError(f"the damaged registry {path} cannot be put aside: {err}; move it away by hand") from err
+
 
 logger = logging.getLogger(__name__)
+
+# A graph of stated maximum size has less than this many bytes as JSON; more is an attempt to fill our memory.
+_MAX_GRAPH_BYTES = 1 << 27
+
+
+def save_row(connection: Connection, entry: Entry, disproved: Entry | None) -> bool:
+    """Keeps an entry unless the one there is better; False if so. See `Store.save`."""
+    mine = entries.c.id == entry.id
+    is_there = connection.execute(select(entries.c.id).where(mine).with_for_update()).first() is not None
+    damaged = False
+    if is_there:
+        try:
+            old = next(load(connection, [entry.id]), None)
+        except RegistryError as err:
+            logger.warning("entry %s cannot be read and is replaced: %s", entry.id, err)
+            old, damaged = None, True
+        if old is not None and old != disproved and not supersedes(entry, old):
+            return False
+    _put(connection, models, entry.key.model, damaged, body=compressed(entry.model.to_json()))
+    _put(
+        connection,
+        signatures,
+        entry.key.model,
+        damaged,
+        version=SIGNATURE_VERSION,
+        body=to_bytes(signature(entry.model)),
+    )
+    cluster = {"shape": canonical_json(entry.topology.shape().to_json()), "body": compressed(entry.topology.to_json())}
+    _put(connection, topologies, entry.key.topology, damaged, **cluster)
+    row = {
+        **{name: getattr(entry.key, name) for name in ("model", "topology", "world_size", "dtype", "device")},
+        **{
+            name: getattr(entry, name)
+            for name in ("id", "complete", "best_span_s", "default_span_s", "n_trials", "arm")
+        },
+        "created_s": entry.provenance.created_s,
+        "model_name": entry.provenance.model_name,
+        "body": canonical_json(entry.body_to_json()),
+    }
+    connection.execute(update(entries).where(mine).values(row) if is_there else insert(entries).values(row))
+    return True
+
+
+def _put(connection: Connection, table: Table, fingerprint: str, overwrites: bool, **values: object) -> None:
+    """What is kept of a graph, if it is not there already or may be damaged."""
+    mine = table.c.fingerprint == fingerprint
+    if connection.execute(select(table.c.fingerprint).where(mine)).first() is None:
+        connection.execute(insert(table).values(fingerprint=fingerprint, **values))
+    elif overwrites:
+        connection.execute(update(table).where(mine).values(**values))
+
+
+def load(connection: Connection, ids: Sequence[str]) -> Iterator[Entry]:
+    """The entries of these ids with their graphs."""
+    rows = connection.execute(
+        select(entries.c.id, entries.c.body, models.c.body, topologies.c.body)
+        .join(models, models.c.fingerprint == entries.c.model)
+        .join(topologies, topologies.c.fingerprint == entries.c.topology)
+        .where(entries.c.id.in_(ids))
+    )
+    for name, body, model, topology in rows:
+        entry = body_from_json(
+            parsed(body),
+            model=Graph.from_json(expanded(model)),
+            topology=Topology.from_json(expanded(topology)),
+        )
+        if entry.id != name:
+            raise RegistryError("a stored entry is damaged: it is of another job")
+        yield entry
+
+
+def load_one(connection: Connection, name: str) -> Entry:
+    """The entry of this id.
+
+    Raises:
+        RegistryError: it is damaged.
+    """
+    entry = next(load(connection, [name]), None)
+    if entry is None:
+        raise RegistryError(f"entry {name} has lost its model or its cluster: forget it")
+    return entry
+
+
+def find(connection: Connection, id_prefix: str, *, tables: Sequence[Table] = (entries,)) -> tuple[Table, str]:
+    """The one id that begins like this, and in which of the tables it is."""
+    found = [
+        (table, str(name))
+        for table in tables
+        for name in connection.execute(
+            select(table.c.id).where(table.c.id.startswith(id_prefix, autoescape=True)).limit(3)
+        ).scalars()
+    ]
+    if len(found) != 1 or not id_prefix:
+        kind, lists = ("entry", "`sirtaki registry list`")
+        if len(tables) > 1:
+            kind, lists = "entry or way of rows", f"{lists} and `sirtaki registry rows`"
+        what = "several ids begin" if found else f"no {kind} has an id that begins"
+        raise RegistryError(f"{what} with {id_prefix!r}: see {lists}")
+    return found[0]
+
+
+def delete_old(connection: Connection, table: Table, *, older_than_s: float | None, keep: int | None) -> int:
+    """Rows of more than this age, and all but the `keep` newest; how many went."""
+    gone = 0
+    if older_than_s is not None:
+        gone += connection.execute(delete(table).where(table.c.created_s < time.time() - older_than_s)).rowcount
+    if keep is not None:
+        newest = select(table.c.id).order_by(table.c.created_s.desc(), table.c.id)
+        surplus = list(connection.execute(newest.offset(keep).limit(2**31)).scalars())
+        for start in range(0, len(surplus), 500):
+            gone += connection.execute(delete(table).where(table.c.id.in_(surplus[start : start + 500]))).rowcount
+    return gone
+
+
+def delete_orphans(connection: Connection) -> None:
+    """Graphs that no entry uses, and distances of graphs that are gone."""
+    used = select(entries.c.model).where(entries.c.model == models.c.fingerprint)
+    connection.execute(delete(models).where(~used.exists()))
+    used = select(entries.c.topology).where(entries.c.topology == topologies.c.fingerprint)
+    connection.execute(delete(topologies).where(~used.exists()))
+    for column in (distances.c.low, distances.c.high):
+        connection.execute(delete(distances).where(column.not_in(select(models.c.fingerprint))))
+
+
+def compressed(data: object) -> bytes:
+    """A graph as it is kept."""
+    return zlib.compress(canonical_json(data).encode())
+
+
+def expanded(body: bytes) -> Any:  # Any: JSON
+    """What `compressed` made smaller.
+
+    Raises:
+        RegistryError: it is damaged, or far too large.
+    """
+    try:
+        inflate = zlib.decompressobj()
+        text = inflate.decompress(body, _MAX_GRAPH_BYTES)
+        if inflate.unconsumed_tail:
+            raise RegistryError(f"a stored graph has more than {_MAX_GRAPH_BYTES} bytes")
+    except (zlib.error, TypeError) as err:
+        raise RegistryError(f"a stored graph is damaged: {err}") from err
+    return parsed(text)
+
+
+def parsed(text: str | bytes) -> Any:  # Any: JSON
+    """What is in a stored text.
+
+    Raises:
+        RegistryError: it is damaged.
+    """
+    try:
+        return json.loads(text)
+    except (ValueError, TypeError, RecursionError) as err:
+        raise RegistryError(f"a stored entry is damaged: {err!r:.200}") from err
+
+
+MOST_WAYS = 1000
+"""So many of one key are looked at, the newest of them."""
+
+
+def load_ways(connection: Connection, key: RowsKey | None) -> list[RowWay]:
+    """Those of a key, or all, the newest first; what is damaged is left out."""
+    newest = select(row_ways.c.id, row_ways.c.body).order_by(row_ways.c.created_s.desc(), row_ways.c.id)
+    if key is not None:
+        newest = newest.where(row_ways.c.kind == key.digest()).limit(MOST_WAYS)
+    found = []
+    for name, body in connection.execute(newest):
+        try:
+            found.append(_read(name, body))
+        except RegistryError as err:
+            level = logging.WARNING if key is None else logging.INFO
+            logger.log(level, "way of rows %s in the registry is left out: %s", name, err)
+    return found
+
+
+def load_way(connection: Connection, name: str) -> RowWay:
+    """The one of this id, which is there.
+
+    Raises:
+        RegistryError: it is damaged.
+    """
+    try:
+        return _read(name, connection.execute(select(row_ways.c.body).where(row_ways.c.id == name)).scalar_one())
+    except RegistryError as err:
+        raise RegistryError(f"way of rows {name} is damaged ({err}): forget it") from err
+
+
+def save_way(connection: Connection, way: RowWay) -> bool:
+    """Keeps a way of rows unless the one of the same id is as new; False if so.
+
+    Raises:
+        RegistryError: it could not be read again.
+    """
+    body = canonical_json(way.to_json())
+    _read(way.id, body)
+    mine = row_ways.c.id == way.id
+    there = connection.execute(select(row_ways.c.body).where(mine).with_for_update()).scalar_one_or_none()
+    if there is not None and _is_as_new(there, way):
+        return False
+    connection.execute(delete(row_ways).where(mine))
+    row = {"id": way.id, "kind": way.key.digest(), "created_s": way.created_s, "body": body}
+    connection.execute(insert(row_ways).values(row))
+    return True
+
+
+def _is_as_new(body: str, way: RowWay) -> bool:
+    try:
+        return _read(way.id, body).created_s >= way.created_s
+    except RegistryError as err:
+        logger.info("way of rows %s in the registry is replaced: %s", way.id, err)
+        return False
+
+
+def _read(name: str, body: str) -> RowWay:
+    way = way_from_json(parsed(body))
+    if way.id != name:
+        raise RegistryError("it is of other rows")
+    return way
+
 
 # Two jobs may insert the same key or graph at the same moment; the one that loses tries again and then updates.
 _ATTEMPTS = 5

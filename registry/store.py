@@ -7,10 +7,8 @@ from typing import NamedTuple, Protocol
 
 from sirtaki.errors import RegistryError
 
-from .entry import Entry, EntryKey
-from .graph import Graph
-from .row_ways import RowsKey, RowWay
-from .signature import Signatures
+from .entry import Entry, EntryKey, RowsKey, RowWay
+from .graph import Graph, Signatures
 from .topology import ClusterShape
 
 

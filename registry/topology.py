@@ -13,8 +13,7 @@ from typing import Any
 
 from sirtaki.errors import RegistryError
 
-from .digest import canonical_json, digest
-from .graph import MAX_LABEL_CHARS, Graph, Node, is_label
+from .graph import MAX_LABEL_CHARS, canonical_json, digest, is_label
 
 MAX_RANKS = 65_536
 
@@ -217,33 +216,6 @@ class Topology:
         return ClusterShape(
             hosts=tuple(sorted((detail, size, count) for (detail, size), count in hosts.items())),
             network=str(self.network_link),
-        )
-
-    def host_graph(self) -> Graph:
-        """The coarse graph that clusters are compared by: a node a host, all joined to the network's one node."""
-        shape = self.shape()
-        hosts = [
-            Node(kind="host", detail=detail, size=ranks) for detail, ranks, count in shape.hosts for _ in range(count)
-        ]
-        return Graph(
-            nodes=(*hosts, Node(kind="network")),
-            edges=tuple((index, len(hosts), shape.network) for index in range(len(hosts))),
-            directed=False,
-        )
-
-    def rank_graph(self) -> Graph:
-        """The fine graph, for pictures: ranks joined to their hosts, hosts to the network."""
-        count = self.world_size
-        ranks = [Node(kind="rank", detail=place.device) for place in self.places]
-        hosts = [Node(kind="host", detail=kind) for kind in self.host_kinds]
-        network = count + self.n_hosts
-        return Graph(
-            nodes=(*ranks, *hosts, Node(kind="network")),
-            edges=(
-                *((rank, count + place.host, str(self.local_link)) for rank, place in enumerate(self.places)),
-                *((count + host, network, str(self.network_link)) for host in range(self.n_hosts)),
-            ),
-            directed=False,
         )
 
     def describe(self) -> str:

@@ -19,7 +19,7 @@ from sirtaki.comm.sparse.plan import SparsePath
 from sirtaki.errors import ConfigError
 from sirtaki.host_port import parse_address
 from sirtaki.launchers import AGENT
-from sirtaki.unit_sizes import SMALLEST_UNIT_BYTES
+from sirtaki.measures import SMALLEST_UNIT_BYTES
 
 REGISTRY_OFF = "off"
 TIMELINE_DYNAMIC = "DYNAMIC"
@@ -87,7 +87,6 @@ class Settings:
         profile_edges: of operators also what they read, for Chakra traces; one more iteration takes longer.
         log_level: level of the `sirtaki` logger, as in `logging`.
         log_time: log lines begin with the time.
-        dynamic_process_sets: process sets may be added and removed after `init()`.
         notes: one line for each variable that was accepted but has no effect here.
     """
 
@@ -130,7 +129,6 @@ class Settings:
     profile_edges: bool = False
     log_level: int = logging.INFO
     log_time: bool = True
-    dynamic_process_sets: bool = False
     notes: tuple[str, ...] = ()
 
     @property
@@ -368,7 +366,6 @@ VARIABLES: tuple[Variable, ...] = (
     _variable("HOROVOD_LOG_LEVEL", "log_level", {"parse": _one_of(_LEVELS), "accepts": ", ".join(_LEVELS)}),
     _variable("SIRTAKI_LOG_LEVEL", "log_level", {"parse": _one_of(_LEVELS), "accepts": ", ".join(_LEVELS)}),
     _variable("HOROVOD_LOG_HIDE_TIME", "log_time", _NOT_FLAG),
-    _variable("HOROVOD_DYNAMIC_PROCESS_SETS", "dynamic_process_sets", _FLAG),
 )
 
 # Horovod's variables that a script may set without harm, and why nothing follows from them.
@@ -386,6 +383,7 @@ WITHOUT_EFFECT: Mapping[str, str] = {
     "HOROVOD_CPU_OPERATIONS": "transports are tuned; use SIRTAKI_TRANSPORT to fix one",
     "HOROVOD_CONTROLLER": "use SIRTAKI_CONTROL",
     "HOROVOD_MPI_THREADS_DISABLE": "the thread level is what the MPI library offers",
+    "HOROVOD_DYNAMIC_PROCESS_SETS": "process sets may always be added and removed after init()",
 }
 
 

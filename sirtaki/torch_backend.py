@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 NAME = "sirtaki"
 
-PROCESS_GROUP, MEETING = "sirtaki.torch.distributed.process_group", "sirtaki.torch.distributed.meeting"
+PROCESS_GROUP, MEETING = "sirtaki.torch.distributed.process_group", "sirtaki.torch.distributed.process_group"
 
 
 def register() -> None:

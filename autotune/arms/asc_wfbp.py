@@ -13,10 +13,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from enum import Enum
 
-from sirtaki.comm.layout import GradientLayout
-from sirtaki.comm.plan import Route
+from sirtaki.comm.plan import GradientLayout, Route
 from sirtaki.errors import TuningError
-from sirtaki.link_model import LinkModel
+from sirtaki.measures import LinkModel
 
 from ..knobs import Cut
 from ..model.planning import PlanningModel

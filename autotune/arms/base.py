@@ -1,7 +1,16 @@
-"""The one interface of search techniques, planners and the bandit itself."""
+"""What a search algorithm offers: `ask` and `tell`."""
+
+from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
 from typing import Protocol, runtime_checkable
+
+from sirtaki.errors import TuningError
 
 from ..knobs import Knobs
 from ..trial import Proposal, Trial
@@ -76,3 +85,22 @@ class Screen(Protocol):
 def promise(arm: Arm, candidates: Sequence[Knobs]) -> Sequence[float] | None:
     """What the arm thinks of each; None where it has no opinion."""
     return arm.promise(candidates) if isinstance(arm, Screen) else None
+
+
+def require(arm: str, package: str, distribution: str) -> None:
+    """Says at once what would be missing later.
+
+    Raises:
+        TuningError: the package is not installed.
+    """
+    if find_spec(package) is None:
+        raise TuningError(f"the {arm} arm needs {distribution}: pip install {distribution}, or leave the arm out")
+
+
+@cache
+def import_late(*names: str) -> tuple[ModuleType, ...]:
+    """The modules. What they import may keep the errors of imports that failed, and with these the frames that led to
+    them: so they are imported on a stack of its own, and not on the user's with his model in it.
+    """
+    with ThreadPoolExecutor(max_workers=1) as stack:
+        return tuple(stack.map(import_module, names))

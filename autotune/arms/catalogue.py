@@ -1,9 +1,6 @@
-"""The search techniques by name: our own, and those that other packages bring by entry point.
+"""All search algorithms and planners by name."""
 
-Names are what users write (`arms=["bayesian", "mine"]`) and what packages can add: an entry point in the group
-`sirtaki.arms` is a callable like `make(space, rng)` that returns an `Arm`. Each technique is imported when it is
-built. Planners are not here: they need a model of the job, not a name alone.
-"""
+from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
@@ -15,7 +12,32 @@ import numpy as np
 from sirtaki.errors import TuningError
 
 from ..knobs import KnobSpace
+from ..model.planning import Forecast, PlanningModel
+from .asc_wfbp import AscWfbp, AscWfbpN
 from .base import Arm
+from .dpro import Dpro
+from .libra import Libra, LibraM
+from .mg_wfbp import MgWfbp
+from .planner import Planner
+
+OUR_PLANNERS: tuple[type[Planner], ...] = (AscWfbpN, Libra, Dpro, AscWfbp, MgWfbp, LibraM)
+
+
+def make_planners(*, space: KnobSpace, model: PlanningModel | None = None, presumed: bool = True) -> list[Planner]:
+    """One of each, the one that did best on the simulated clusters first (`docs/decisions/0020`).
+
+    Without a model they propose nothing; hand it to each by `update_model` when it is known. LIBRA-M takes part
+    where there are threads to allocate: elsewhere its plan is MG-WFBP's. Where the model is not `presumed` to be right
+    they are silent until trials have borne it out.
+    """
+    threads = len(space.threads) > 1
+    forecast = None if model is None else Forecast(model, presumed=presumed)
+    return [
+        planner(space=space, model=model, forecast=forecast)
+        for planner in OUR_PLANNERS
+        if planner is not LibraM or threads
+    ]
+
 
 logger = logging.getLogger(__name__)
 

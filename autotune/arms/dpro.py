@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from sirtaki.comm.plan import Route
-from sirtaki.link_model import LinkModel
-from sirtaki.unit_sizes import SMALLEST_UNIT_BYTES
+from sirtaki.measures import SMALLEST_UNIT_BYTES, LinkModel
 
 from ..knobs import Cut
 from ..model.planning import PlanningModel

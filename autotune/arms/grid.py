@@ -8,8 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from ..knobs import Knobs, KnobSpace
-from ..lattice import KnobLattice
+from ..knobs import KnobLattice, Knobs, KnobSpace
 from ..trial import Proposal, Trial
 
 _BASES = (2, 3, 5, 7)  # one a lattice axis

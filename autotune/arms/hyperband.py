@@ -11,10 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from ..knobs import Knobs, KnobSpace
-from ..lattice import KnobLattice
+from ..knobs import KnobLattice, Knobs, KnobSpace
 from ..trial import Proposal, Trial, TrialStatus
-from .late_import import import_late, require
+from .base import import_late, require
 
 _AXES = ("unit_bytes", "streams", "threads", "route")
 _REDUCTION_FACTOR = 2

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..knobs import Knobs, KnobSpace
-from ..lattice import KnobLattice
+from ..knobs import KnobLattice, Knobs, KnobSpace
 from ..trial import Proposal, Trial
 
 _TRUNCATION = 0.25  # share of the population that is copied

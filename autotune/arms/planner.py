@@ -8,14 +8,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from statistics import median
 
-from sirtaki.comm.layout import GradientLayout
-from sirtaki.comm.plan import Route
+from sirtaki.comm.plan import GradientLayout, Route
 from sirtaki.errors import TuningError
-from sirtaki.unit_sizes import SMALLEST_UNIT_BYTES
+from sirtaki.measures import SMALLEST_UNIT_BYTES
 
 from ..knobs import Cut, Knobs, KnobSpace
-from ..model.forecast import Forecast
-from ..model.planning import PlanningModel
+from ..model.planning import Forecast, PlanningModel
 from ..trial import Proposal, Trial
 
 logger = logging.getLogger(__name__)

@@ -3,7 +3,7 @@
 Its Gaussian process is fitted by maximum likelihood, and a portfolio of acquisition functions bids for the next point
 (Brochu, Hoffman, de Freitas, Portfolio Allocation for Bayesian Optimization, 2011). On a continuous space it needs no
 lattice. It is not among the arms that tune by default: with a dozen noisy measurements it knows too surely, and it
-takes a second and a half to load (docs/decisions/0117).
+takes a second and a half to load.
 """
 
 import math
@@ -15,7 +15,7 @@ import numpy as np
 
 from ..knobs import Knobs, KnobSpace
 from ..trial import Proposal, Trial
-from .late_import import import_late, require
+from .base import import_late, require
 
 N_INITIAL = 8
 """Points of a Sobol sequence before the process is asked."""

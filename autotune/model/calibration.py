@@ -1,30 +1,80 @@
-"""Models corrected by whole trials: what the warm-up measures anyway, with the simulator as the form to be fitted.
+"""A cluster's model corrected by the trials of a job."""
 
-The fits of `fits` need measurements of one thing at a time, while a trial's span is the work of all parameters
-together; so little can be asked of it: a few factors, not a curve.
-"""
+from __future__ import annotations
 
 import logging
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from statistics import median
 
 import numpy as np
-import scipy  # loads `optimize`, which takes half a second, when it is first asked for
+import scipy
 from numpy.typing import NDArray
 
-from sirtaki.comm.layout import GradientLayout
-from sirtaki.comm.plan import CommPlan, Route
+from sirtaki.comm.plan import CommPlan, GradientLayout, Route
 from sirtaki.errors import TuningError
-from sirtaki.link_model import LinkModel
+from sirtaki.measures import LinkModel
 
 from ..trial import Trial, TrialStatus
-from .contention import ContentionModel, RateCurve
-from .fits import MAX_RESIDUAL, root_mean_square
+from .fits import MAX_RESIDUAL, ContentionModel, RateCurve, root_mean_square
 from .planning import PlanningModel
-from .profile import Profile
-from .simulator import Simulator
+from .simulator import Profile, Simulator
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """Ranks in a ring over equal links.
+
+    Attributes:
+        name: for tables.
+        ranks: members of the ring.
+        hop_s: latency of one hop (LIBRA's α in eq. 4).
+        link_bytes_per_s: what a rank's link carries each way.
+        flow_bytes_per_s: what a single flow, hence one stream, can carry of that.
+        crowding: share of the throughput lost with each stream beyond those that fill the link.
+
+    Raises:
+        TuningError: a number that is invalid.
+    """
+
+    name: str
+    ranks: int
+    hop_s: float
+    link_bytes_per_s: float
+    flow_bytes_per_s: float
+    crowding: float = 0.01
+
+    def __post_init__(self) -> None:
+        if self.ranks < 2:
+            raise TuningError(f"a cluster has at least two ranks, not {self.ranks}")
+        if self.hop_s < 0 or not 0 < self.flow_bytes_per_s <= self.link_bytes_per_s:
+            raise TuningError(
+                f"a cluster needs hop_s ≥ 0 and 0 < flow ≤ link rate, not {self.hop_s} s, "
+                f"{self.flow_bytes_per_s} and {self.link_bytes_per_s} bytes/s"
+            )
+        if not 0 <= self.crowding < 1:
+            raise TuningError(f"crowding is a share from 0 up to 1, not {self.crowding}")
+
+    def link(self, *, max_streams: int = 24) -> LinkModel:
+        """Ring all-reduce: a = 2 (N − 1) α, and 2 (N − 1) / N bytes on the wire for each gradient byte (LIBRA eq. 4).
+
+        n flows carry n times one flow until they fill the link; each further one loses `crowding` of it.
+        """
+        wire_bytes_per_byte = 2 * (self.ranks - 1) / self.ranks
+        filling = self.link_bytes_per_s / self.flow_bytes_per_s
+        throughput = [
+            min(n * self.flow_bytes_per_s, self.link_bytes_per_s)
+            * (1 - self.crowding) ** max(0.0, n - filling)
+            / wire_bytes_per_byte
+            for n in range(1, max_streams + 1)
+        ]
+        return LinkModel(alpha_s=2 * (self.ranks - 1) * self.hop_s, throughput=tuple(throughput))
+
+    def bound_s(self, gradient_bytes: int) -> float:
+        """The shortest time in which the link can carry an all-reduce of that size."""
+        return 2 * (self.ranks - 1) / self.ranks * gradient_bytes / self.link_bytes_per_s
+
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +84,8 @@ MAX_PLANS = 12  # the plans with the fewest units count, which keeps a calibrati
 KEPT_BACK = 0.03
 """A factor of e costs the fit as much as a trial that is missed by this share: what no trial shows stays as it was."""
 
+_MAX_EVALUATIONS = 12  # of the simulator, for all trials, in one fit of a link
+
 
 def calibrate_link(
     link: LinkModel,
@@ -42,8 +94,6 @@ def calibrate_link(
     profile: Profile,
     trials: Sequence[Trial],
     contention: ContentionModel | None = None,
-    max_residual: float = MAX_RESIDUAL,
-    max_evaluations: int = 12,
 ) -> LinkModel:
     """`link` corrected so that the simulator meets measured trials: data that the warm-up collects anyway.
 
@@ -52,7 +102,7 @@ def calibrate_link(
 
     Raises:
         TuningError: fewer than four trials ran, or the corrected model still misses them by more than
-            `max_residual`.
+            `fits.MAX_RESIDUAL`.
     """
     plans, spans_s = _measured(layout, trials, at_least=4)
     corrected = _link_correction(link)
@@ -69,11 +119,11 @@ def calibrate_link(
         diff_step=0.02,
         loss="soft_l1",
         f_scale=0.1,
-        max_nfev=max_evaluations,
+        max_nfev=_MAX_EVALUATIONS,
     )
     residual = root_mean_square(fit.fun[: len(plans)])
-    if residual > max_residual:
-        raise TuningError(f"the simulator misses the trials by {residual:.0%}; at most {max_residual:.0%} is trusted")
+    if residual > MAX_RESIDUAL:
+        raise TuningError(f"the simulator misses the trials by {residual:.0%}; at most {MAX_RESIDUAL:.0%} is trusted")
     best = corrected(fit.x)
     return replace(best, residual=residual)
 
@@ -147,7 +197,6 @@ def calibrate_contention(
     profile: Profile,
     trials: Sequence[Trial],
     default_threads: int = 512,
-    max_residual: float = MAX_RESIDUAL,
 ) -> ContentionModel:
     """LIBRA's g, p and q (eq. 5-6) from trials with different thread counts, without timing any overlap by itself.
 
@@ -157,7 +206,7 @@ def calibrate_contention(
 
     Raises:
         TuningError: fewer than six trials ran, there are fewer than three thread counts among them, or the
-            fitted model misses them by more than `max_residual`.
+            fitted model misses them by more than `MAX_RESIDUAL`.
     """
     plans, spans_s = _measured(layout, trials, at_least=6)
     counts = {unit.threads or default_threads for plan in plans for unit in plan.units}
@@ -199,8 +248,8 @@ def calibrate_contention(
         key=lambda fit: float(fit.cost),
     )
     residual = root_mean_square(best.fun)
-    if residual > max_residual:
-        raise TuningError(f"contention misses the trials by {residual:.0%}; at most {max_residual:.0%} is trusted")
+    if residual > MAX_RESIDUAL:
+        raise TuningError(f"contention misses the trials by {residual:.0%}; at most {MAX_RESIDUAL:.0%} is trusted")
     return model(best.x, residual)
 
 

@@ -1,30 +1,145 @@
-"""Models from measurements: α, β and the concurrency curve from probes, LIBRA's g, p and q from overlap samples.
+"""Models of links and of contention, fitted to measurements."""
 
-Every fit gives its residual, and refuses with the reason where the form does not describe the data, since a plan from
-a wrong model is worse than none.
-"""
+from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from statistics import median
+from typing import Any
 
 import numpy as np
-import scipy  # loads `optimize`, which takes half a second, when it is first asked for
+import scipy
 from numpy.typing import NDArray
 
 from sirtaki.errors import TuningError
-from sirtaki.link_model import LinkModel
+from sirtaki.measures import LinkModel
 
-from .contention import GAMMA_4, ContentionModel, RateCurve
-from .link_probe import LinkProbe
+GAMMA_4 = 0.6  # LIBRA, below eq. (6): an empirical value, not fitted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RateCurve:
+    """Bytes per second as a function of the threads r, with diminishing returns (LIBRA eq. 6).
+
+    The bytes are gradient bytes: the ring's factor 2 (N − 1) / N in ĉ is part of the rate.
+    """
+
+    gamma_1: float
+    gamma_2: float
+    gamma_3: float
+
+    def __post_init__(self) -> None:
+        if self.gamma_1 <= 0 or not 0 <= self.gamma_2 <= self.gamma_1 or self.gamma_3 < 0:
+            raise TuningError(f"a rate curve needs γ1 > 0, 0 ≤ γ2 ≤ γ1 and γ3 ≥ 0, not {self}")
+
+    def bytes_per_s(self, threads: int) -> float:
+        """The denominator of eq. (6)."""
+        return self.gamma_1 - self.gamma_2 * math.exp(-self.gamma_3 * threads**GAMMA_4)
+
+    def seconds(self, unit_bytes: float, threads: int) -> float:
+        """p(c, r) or q(c, r), eq. (6)."""
+        return unit_bytes / self.bytes_per_s(threads)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContentionModel:
+    """Communication with r threads beside computation.
+
+    Attributes:
+        alpha_1: eq. (5), the share of compute speed left as r → 0.
+        alpha_2: eq. (5), the share lost with each thread.
+        overlapped: p, the transmission rate beside computation.
+        alone: q, the transmission rate with nothing beside it.
+        default_threads: r of a unit that names none.
+        residual: relative error (root mean square) of the fit it came from; 0.0 for a description.
+    """
+
+    alpha_1: float
+    alpha_2: float
+    overlapped: RateCurve
+    alone: RateCurve
+    default_threads: int = 512
+    residual: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.alpha_1 <= 1.2 or self.alpha_2 < 0:
+            raise TuningError(f"contention needs 0 < α1 ≤ 1.2 and α2 ≥ 0, not {self.alpha_1} and {self.alpha_2}")
+
+    def compute_speed(self, threads: float) -> float:
+        """Share b / g(b, r) of the undisturbed speed, eq. (5), never below a twentieth.
+
+        The straight line of eq. (5) would reach zero, which no GPU scheduler does.
+        """
+        return max(self.alpha_1 - self.alpha_2 * threads, 0.05)
+
+    def rescaled(self, *, from_ranks: int, to_ranks: int) -> ContentionModel:
+        """The same GPUs in a ring of another size: ĉ ∝ (N − 1) / N (eq. 4); the computation does not notice."""
+        if min(from_ranks, to_ranks) < 2:
+            raise TuningError(f"a ring has at least two ranks: cannot go from {from_ranks} to {to_ranks}")
+        volume = (to_ranks - 1) / (from_ranks - 1) * from_ranks / to_ranks
+        overlapped, alone = (
+            RateCurve(gamma_1=curve.gamma_1 / volume, gamma_2=curve.gamma_2 / volume, gamma_3=curve.gamma_3)
+            for curve in (self.overlapped, self.alone)
+        )
+        return ContentionModel(
+            alpha_1=self.alpha_1,
+            alpha_2=self.alpha_2,
+            overlapped=overlapped,
+            alone=alone,
+            default_threads=self.default_threads,
+            residual=self.residual,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-ready dict; `from_json` is its inverse."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> ContentionModel:
+        """The model that `to_json` described."""
+        curves = {name: RateCurve(**data[name]) for name in ("overlapped", "alone")}
+        return cls(**{**data, **curves})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkProbe:
+    """Equal all-reduces, as many on each of `streams` streams, all submitted at once.
+
+    Several in a row show the pace that an iteration's units keep; a single one profits from whatever credit an idle
+    link grants (shapers and clouds let short bursts pass).
+
+    Attributes:
+        unit_bytes: size of each.
+        streams: that work side by side.
+        seconds: from the start until the last was done.
+        rounds: all-reduces on each stream.
+        busy: processors that each rank has kept busy meanwhile; None = not measured.
+    """
+
+    unit_bytes: int
+    streams: int
+    seconds: float
+    rounds: int = 1
+    busy: float | None = None
+
+    def __post_init__(self) -> None:
+        positive = min(self.unit_bytes, self.streams, self.rounds) >= 1
+        if not (positive and math.isfinite(self.seconds) and self.seconds > 0):
+            raise TuningError(f"a probe needs positive bytes, streams, rounds and seconds, not {self}")
+
+    @property
+    def round_s(self) -> float:
+        """Seconds that one all-reduce on each stream took."""
+        return self.seconds / self.rounds
+
 
 MAX_RESIDUAL = 0.25
 LEAST_BUSY = 0.02
 
 
-def fit_link(probes: Sequence[LinkProbe], *, max_residual: float = MAX_RESIDUAL) -> LinkModel:
+def fit_link(probes: Sequence[LinkProbe]) -> LinkModel:
     """α, G(n) and processor time o of `t = α + n · max(o, bytes / G(n))` by least squares of the relative errors.
 
     t is the time of a round; no parameter is negative. Probes of one shape count by their median. G between measured
@@ -32,7 +147,7 @@ def fit_link(probes: Sequence[LinkProbe], *, max_residual: float = MAX_RESIDUAL)
 
     Raises:
         TuningError: there are fewer than two sizes on one stream, the times do not grow with the size, or the
-            relative error (root mean square) exceeds `max_residual`.
+            relative error (root mean square) exceeds `MAX_RESIDUAL`.
     """
     groups: dict[tuple[int, int], list[float]] = defaultdict(list)
     for probe in probes:
@@ -47,10 +162,10 @@ def fit_link(probes: Sequence[LinkProbe], *, max_residual: float = MAX_RESIDUAL)
         raise TuningError(
             f"probes on {worst_count} stream(s) do not take longer for more bytes: no throughput can be fitted"
         )
-    if fit.residual > max_residual:
+    if fit.residual > MAX_RESIDUAL:
         worst = max(rounds, key=lambda one: abs(fit.error(one)))
         raise TuningError(
-            f"the α-β model misses the probes by {fit.residual:.0%} (at most {max_residual:.0%} is trusted), most at "
+            f"the α-β model misses the probes by {fit.residual:.0%} (at most {MAX_RESIDUAL:.0%} is trusted), most at "
             f"{worst.unit_bytes} bytes on {worst.streams} stream(s): {worst.seconds:.3g} s measured"
         )
     counts = list(fit.s_per_byte)
@@ -194,13 +309,12 @@ def fit_contention(
     *,
     alpha_s: float,
     default_threads: int = 512,
-    max_residual: float = MAX_RESIDUAL,
 ) -> ContentionModel:
     """LIBRA's g, p and q (eq. 5-6) by least squares of the relative errors.
 
     Raises:
         TuningError: samples of a kind are missing or of one thread count only, or the relative error (root mean
-            square) of one of the three fits exceeds `max_residual`.
+            square) of one of the three fits exceeds `MAX_RESIDUAL`.
     """
     _check_samples("computation", compute)
     overlapped = [sample for sample in transmissions if sample.overlapped]
@@ -210,9 +324,9 @@ def fit_contention(
     alone_curve, alone_residual = _fit_rate_curve("transmission alone", alone, alpha_s)
     residuals = {"g": compute_residual, "p": overlapped_residual, "q": alone_residual}
     worst = max(residuals, key=lambda name: residuals[name])
-    if residuals[worst] > max_residual:
+    if residuals[worst] > MAX_RESIDUAL:
         raise TuningError(
-            f"LIBRA's {worst} misses the samples by {residuals[worst]:.0%}; at most {max_residual:.0%} is trusted"
+            f"LIBRA's {worst} misses the samples by {residuals[worst]:.0%}; at most {MAX_RESIDUAL:.0%} is trusted"
         )
     return ContentionModel(
         alpha_1=alpha_1,

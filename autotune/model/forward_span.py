@@ -8,12 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from sirtaki.comm.gradients.overtaking import IterationPace
-from sirtaki.comm.gradients.schedule import ScheduledUnit
-from sirtaki.link_model import LinkModel
+from sirtaki.comm.gradients.schedule import IterationPace, ScheduledUnit
+from sirtaki.measures import LinkModel
 
-from .graph import ALL_RANKS, Activity, Edge, Graph, Node, Phase, Work
-from .replayer import replay
+from .replayer import ALL_RANKS, Activity, Edge, Graph, Node, Phase, Work, replay
 from .simulator import LINK, MESSAGES, link_servers
 
 ITERATIONS = 5

@@ -1,21 +1,300 @@
-"""Replays a global graph: dPRO's modified Kahn algorithm (section 4.3), with servers that are shared.
-
-Each lane has a queue and works through it in the order in which nodes become ready. What has become ready waits for
-its lane, then lasts its fixed time, and then as long as its servers take. The next event is always the earliest of all
-lanes and servers, so times are exact.
-"""
+"""Plays a graph of operations on processors and links that they share."""
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import dataclass
-from heapq import heappop, heappush
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from enum import Enum
+from heapq import heapify, heappop, heappush
+from typing import Any
 
-from sirtaki.errors import ReplayError
+from sirtaki.errors import ReplayError, TuningError
 
-from .fair_share import FairShare
-from .graph import NEVER, Graph, Work
+
+class Phase(Enum):
+    """What a part of a step is for."""
+
+    DATA = "data"  # the data loader is waited for
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    UPDATE = "update"
+    OTHER = "other"  # between them: the script's own doings, and waiting for gradients
+
+
+class Activity(Enum):
+    """What a node is."""
+
+    COMPUTE = "compute"  # an operator, or the script's own doings between them
+    DATA = "data"  # the data loader is waited for
+    COPY = "copy"  # of gradients into flat buffers
+    UNIT = "unit"  # an all-reduce of gradients
+    COLLECTIVE = "collective"  # another operation between ranks
+
+
+ALL_RANKS = -1
+"""`Node.rank` of what several ranks do together."""
+
+NEVER = -1
+"""`Work.relieved_by` of what is never relieved."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Server:
+    """What several nodes use at the same time, in equal shares.
+
+    Attributes:
+        name: for people.
+        totals: how much n jobs get done together, as a multiple of one that is alone, for n = 1, 2, …; constant
+            beyond its end. `(1, 2)` are two processors, `(1,)` a link that one flow fills.
+        is_link: else processors.
+        speed: of what it serves, as a function of the load that other nodes put on it; None = load does not matter.
+
+    Raises:
+        ReplayError: a total is not positive.
+    """
+
+    name: str
+    totals: tuple[float, ...]
+    is_link: bool = False
+    speed: Callable[[float], float] | None = None
+
+    def __post_init__(self) -> None:
+        if not self.totals or not all(math.isfinite(total) and total > 0 for total in self.totals):
+            raise ReplayError(f"{self.name} needs a positive throughput for each number of jobs, not {self.totals}")
+
+    def share(self, jobs: float) -> float:
+        """Speed of each of so many jobs; 1 is that of one alone. What lies between two numbers is on the line."""
+        whole = int(jobs)
+        if whole >= len(self.totals):
+            return self.totals[-1] / jobs
+        below = self.totals[whole - 1] if whole else 0.0
+        return (below + (jobs - whole) * (self.totals[whole] - below)) / jobs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What a node needs of a server.
+
+    Attributes:
+        server: its place in `Graph.servers`.
+        seconds: with the server to itself.
+        jobs: as how many it counts there; each takes that long. What keeps a processor busy for a part of its time
+            is a part of a job.
+        relieved_by: place of the node whose end makes what is left of it shorter, or `NEVER`.
+        relief: by which factor.
+    """
+
+    server: int
+    seconds: float
+    jobs: float = 1
+    relieved_by: int = NEVER
+    relief: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """What a node does to a server that does not serve it.
+
+    Attributes:
+        server: its place in `Graph.servers`.
+        amount: what `Server.speed` is asked with, together with that of others.
+    """
+
+    server: int
+    amount: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """One thing that is done.
+
+    It lasts `fixed_s`, and then until every server is done with its work.
+
+    Attributes:
+        lane: its place in `Graph.lanes`; a lane takes up what is ready first, one at a time.
+        activity: what it is.
+        phase: of the step that it belongs to.
+        rank: that does it, or `ALL_RANKS`.
+        iteration: counted from the first that is replayed.
+        name: of the operator or unit.
+        fixed_s: what nothing shortens or stretches.
+        works: what it needs of servers, all at the same time.
+        loads: what it puts on others as long as it lasts.
+    """
+
+    lane: int
+    activity: Activity
+    phase: Phase
+    rank: int
+    iteration: int
+    name: str = ""
+    fixed_s: float = 0.0
+    works: tuple[Work, ...] = ()
+    loads: tuple[Load, ...] = ()
+
+    @property
+    def alone_s(self) -> float:
+        """How long it takes if nothing else uses its servers, itself aside."""
+        return self.fixed_s + max((work.seconds for work in self.works), default=0.0)
+
+
+Edge = tuple[int, int, float]
+"""(before, after, gap_s): places of two nodes, and what passes at least from one's end to the other's start."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Graph:
+    """Nodes, and what waits for what.
+
+    Attributes:
+        nodes: in an order in which ties are broken.
+        edges: between them.
+        lanes: names.
+        servers: that nodes share.
+
+    Raises:
+        ReplayError: a number is no place, or a time is negative or not finite.
+    """
+
+    nodes: Sequence[Node]
+    edges: Sequence[Edge]
+    lanes: Sequence[str]
+    servers: Sequence[Server] = field(default=())
+
+    def __post_init__(self) -> None:
+        count = len(self.nodes)
+        for node in self.nodes:
+            works = node.works
+            if not 0 <= node.lane < len(self.lanes):
+                raise ReplayError(f"{node.name} is on lane {node.lane} of {len(self.lanes)}")
+            if not 0 <= node.fixed_s < math.inf or not all(0 <= work.seconds < math.inf for work in works):
+                raise ReplayError(f"{node.name} must take a finite time that is not negative: {node}")
+            if works and not all(0 <= work.server < len(self.servers) and work.jobs > 0 for work in works):
+                raise ReplayError(f"{node.name} needs a server that is not there: {node}")
+        for before, after, gap_s in self.edges:
+            if not (0 <= before < count and 0 <= after < count and before != after and 0 <= gap_s < math.inf):
+                raise ReplayError(f"an edge from node {before} to {after} of {count} with a gap of {gap_s} s")
+
+
+_ROUNDING = 1e-12
+"""Of moments, relative to what the clocks show; what ends that much later ends now."""
+
+
+class FairShare:
+    """One server at work.
+
+    Attributes:
+        next_s: when its next job ends, as things are; infinite if it has none.
+    """
+
+    __slots__ = ("_at_s", "_clock", "_ends", "_jobs", "_load", "_server", "_share", "next_s")
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._ends: list[tuple[float, int, float]] = []  # heap of (clock at which it ends, job, as how many it counts)
+        self._jobs, self._load, self._share = 0.0, 0.0, 1.0
+        self._at_s = self._clock = 0.0
+        self.next_s = math.inf
+
+    def begin(self, now_s: float, job: int, seconds: float, jobs: float) -> None:
+        """A job comes that would take `seconds` alone, and counts as `jobs`."""
+        self._advance(now_s)
+        heappush(self._ends, (self._clock + seconds, job, jobs))
+        self._jobs += jobs
+        self._settle()
+
+    def take_ended(self, now_s: float) -> list[int]:
+        """The jobs that have ended, which leave."""
+        self._advance(now_s)
+        ended, ends = [], self._ends
+        limit = self._clock + _ROUNDING * max(1.0, now_s)
+        while ends and ends[0][0] <= limit:
+            _, job, count = heappop(ends)
+            self._jobs -= count
+            ended.append(job)
+        self._settle()
+        return ended
+
+    def load(self, now_s: float, amount: float) -> None:
+        """Something comes that is not served here, or with a negative amount leaves."""
+        self._advance(now_s)
+        self._load += amount
+        self._settle()
+
+    def relieve(self, now_s: float, factors: Mapping[int, float]) -> None:
+        """What is left of these jobs becomes so many times what it is."""
+        self._advance(now_s)
+        clock = self._clock
+        self._ends = [(clock + (end - clock) * factors.get(job, 1.0), job, count) for end, job, count in self._ends]
+        heapify(self._ends)
+        self._settle()
+
+    def _advance(self, now_s: float) -> None:
+        if self._ends:
+            self._clock += (now_s - self._at_s) * self._share
+        self._at_s = now_s
+
+    def _settle(self) -> None:
+        if self._ends:
+            server = self._server
+            self._share = server.share(self._jobs)
+            if server.speed is not None:
+                self._share *= server.speed(self._load)
+            self.next_s = self._at_s + max(0.0, self._ends[0][0] - self._clock) / self._share
+        else:
+            self._jobs, self.next_s = 0.0, math.inf
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedHost:
+    """All ranks of a job, on one host.
+
+    Attributes:
+        ranks: that compute at the same time, all alike.
+        processors: that they may keep busy together.
+        threads: that each of them computes with.
+
+    Raises:
+        TuningError: one of them is not positive.
+    """
+
+    ranks: int
+    processors: float
+    threads: int = 1
+
+    def __post_init__(self) -> None:
+        if not (self.ranks >= 1 and self.processors > 0 and self.threads >= 1):
+            raise TuningError(f"a host needs ranks, processors and threads, not {self}")
+
+    @property
+    def server(self) -> Server:
+        """N jobs get n processors' work done, until there are no more."""
+        whole = int(self.processors)
+        totals = tuple(float(count) for count in range(1, whole + 1))
+        return Server(name="processors", totals=totals if self.processors == whole else (*totals, self.processors))
+
+    def computation(self, server: int, seconds: float) -> Work:
+        """Of each rank, what took that long while all ranks computed."""
+        jobs = self.ranks * self.threads
+        return Work(server=server, seconds=seconds * self.server.share(jobs), jobs=jobs)
+
+    def unit(self, server: int, seconds: float, busy: float) -> Work:
+        """What takes that long by itself, while each rank keeps so many processors busy."""
+        # What is probed alone has had to share already where ranks are busier than there are processors.
+        jobs = self.ranks * busy
+        return Work(server=server, seconds=seconds * self.server.share(max(1.0, jobs)), jobs=jobs)
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-ready dict; `from_json` is its inverse."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> SharedHost:
+        """The host that `to_json` described."""
+        return cls(**data)
+
 
 START = -1
 """`Replay.causes` of a node that nothing held back."""

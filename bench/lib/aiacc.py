@@ -11,9 +11,8 @@ from dataclasses import dataclass, replace
 from bench.lib.horovod import horovod_groups
 from bench.lib.workloads import BATCH, GBIT, Workload, workload
 from sirtaki.autotune.arms.planner import cuts_for_groups
-from sirtaki.autotune.knobs import MIB, KnobSpace
-from sirtaki.autotune.lattice import KnobLattice
-from sirtaki.autotune.model.cluster import Cluster
+from sirtaki.autotune.knobs import MIB, KnobLattice, KnobSpace
+from sirtaki.autotune.model.calibration import Cluster
 from sirtaki.autotune.model.simulator import Simulator
 from sirtaki.comm.plan import Algorithm, TransportKind
 

@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 from sirtaki.autotune.knobs import Knobs
-from sirtaki.comm.layout import GradientLayout
-from sirtaki.comm.plan import Route
+from sirtaki.comm.plan import GradientLayout, Route
 
 if TYPE_CHECKING:
     from sirtaki.engine.job import Job
@@ -42,8 +41,8 @@ class Bare:
         from sirtaki.comm.gradients.buffers import Reduction
         from sirtaki.comm.gradients.synchroniser import Synchroniser
         from sirtaki.comm.router import Router
-        from sirtaki.engine.before_search import measure
-        from sirtaki.engine.knob_choices import default_knobs, knob_space
+        from sirtaki.engine.tuning.plans import default_knobs, knob_space
+        from sirtaki.engine.tuning.probes import measure
 
         self._control = current.control
         self._model, self._batch = model, batch

@@ -123,7 +123,7 @@ class Attached(Ddp):
         super().__init__(make_model, bucket_mb=bucket_mb)
         import sirtaki.torch.ddp
         from sirtaki.engine import job
-        from sirtaki.engine.optimizer_gradients import reducers_of
+        from sirtaki.engine.reducing.optimizer_gradients import reducers_of
 
         assert isinstance(self.forward, nn.parallel.DistributedDataParallel)
         sirtaki.torch.ddp.attach(self.forward)
@@ -181,8 +181,8 @@ class Sirtaki(Contender):
 
     def record(self, folder: str | Path, *, iterations: int, operators: bool = True) -> None:
         """Collective: steps until `sirtaki.profiler.profile` has recorded what it wants."""
+        from sirtaki.analysis.recorder import Stage
         from sirtaki.profiler import profile
-        from sirtaki.profiler.job_recorder import Stage
 
         with profile(folder, iterations=iterations, operators=operators) as recorder:
             while recorder.stage is not Stage.ENDED:

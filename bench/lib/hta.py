@@ -17,9 +17,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from sirtaki.profiler.alignment import Alignment, ClockLine, Known
-from sirtaki.profiler.recording import Recording
-from sirtaki.profiler.trace_file import trace_entries
+from sirtaki.analysis.alignment import Alignment, ClockLine, Known, trace_entries
+from sirtaki.analysis.recording import Recording
 
 PACKAGE = "HolisticTraceAnalysis"
 Entries = Sequence[Mapping[str, Any]]

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from sirtaki.aggregator.packets import Bytes
-from sirtaki.aggregator.wire import Wire
+from sirtaki.aggregator.wire import Bytes, Wire
 from sirtaki.host_port import Address
 
 

@@ -6,16 +6,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from bench.lib.workloads import FABRICS, RANKS, cluster, workload
-from sirtaki.autotune.knobs import Knobs, KnobSpace
-from sirtaki.autotune.lattice import KnobLattice
-from sirtaki.autotune.model.contention import ContentionModel, RateCurve
+from sirtaki.autotune.knobs import KnobLattice, Knobs, KnobSpace
+from sirtaki.autotune.model.fits import ContentionModel, RateCurve
 from sirtaki.autotune.model.planning import PlanningModel
-from sirtaki.autotune.model.profile import Profile
-from sirtaki.autotune.model.simulator import Simulator
+from sirtaki.autotune.model.simulator import Profile, Simulator
 from sirtaki.comm.plan import Algorithm, TransportKind
-from sirtaki.engine.knob_choices import default_knobs
-from sirtaki.link_model import LinkModel
-from sirtaki.unit_sizes import LARGEST_UNIT_BYTES, SMALLEST_UNIT_BYTES
+from sirtaki.engine.tuning.plans import default_knobs
+from sirtaki.measures import LARGEST_UNIT_BYTES, SMALLEST_UNIT_BYTES, LinkModel
 
 ROUTE = (TransportKind.NCCL, Algorithm.FLAT)
 THREADS = (512, 1024, 2048, 4096)

@@ -7,9 +7,9 @@ gradient takes.
 from dataclasses import dataclass
 
 from bench.lib.networks import NETWORKS
-from sirtaki.autotune.model.cluster import Cluster
-from sirtaki.autotune.model.profile import Profile
-from sirtaki.comm.layout import GradientLayout
+from sirtaki.autotune.model.calibration import Cluster
+from sirtaki.autotune.model.simulator import Profile
+from sirtaki.comm.plan import GradientLayout
 
 GBIT = 1e9 / 8  # bytes per second
 

@@ -1,14 +1,23 @@
-"""Eager operations on tensors over the control plane, in the thread that agreed on them.
+"""Eager operations: what each rank asks for, whether that fits together, and how it is performed.
 
-Requests are non-blocking and tested in a loop, so that a lost job ends the wait. Tensors on other devices than the
-CPU are copied to it and back.
+They run over the control plane, in the thread that agreed on them. Requests are non-blocking and tested in a loop, so
+that a lost job ends the wait. Tensors on other devices than the CPU are copied to it and back.
+
+Adasum combines gradients by how far they point the same way (Maleki et al., "Scaling Distributed Training with Adaptive
+Summation", MLSys 2021): two at right angles are added, two parallel ones averaged, and everything between goes smoothly
+(eq. (3) there); more than two are combined pairwise in a balanced tree. Recursive doubling does that: after the round
+of distance d, groups of 2d ranks hold the same vector.
 """
 
 from __future__ import annotations
 
+import hashlib
+import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
 from itertools import chain, islice, pairwise
 from typing import Any
 
@@ -18,10 +27,213 @@ import torch
 
 from sirtaki.comm.control.communicator import Communicator, Op, Test
 from sirtaki.comm.control.failure import FailureBoard
-from sirtaki.comm.transports.scaling import HALF_DTYPES, scale_
+from sirtaki.comm.transports.contract import HALF_DTYPES, scale_
 
-from .adasum import adasum_
-from .requests import ADASUM, Kind, Signature
+DIGEST_BYTES = 16
+FUSED_BYTES = 8 * 1024**2
+"""All-reduces that one round brings travel together up to this size."""
+FUSIBLE_BYTES = 256 * 1024
+"""A tensor larger than this gains nothing from company."""
+
+
+class Kind(Enum):
+    """Eager operations."""
+
+    ALLREDUCE = "ALLREDUCE"
+    ALLGATHER = "ALLGATHER"
+    BROADCAST = "BROADCAST"
+    ALLTOALL = "ALLTOALL"
+    REDUCESCATTER = "REDUCESCATTER"
+    BARRIER = "BARRIER"
+
+
+RAGGED = (Kind.ALLGATHER, Kind.ALLTOALL)
+"""Operations whose tensors may differ between ranks in their first dimension."""
+
+ADASUM = "adasum"
+"""The `op` that is no element-wise reduction, so tensors cannot travel joined together."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Signature:
+    """One rank's side of an operation; picklable. Several tensors under one name are a group: all or none.
+
+    Attributes:
+        name: pairs the operation across ranks.
+        shapes: of each tensor.
+        dtypes: of each tensor.
+        op: reduction, empty where there is none.
+        root: source of a broadcast, -1 where there is none.
+        factors: (prescale, postscale).
+        device: "cpu" or "cuda".
+        once: the name will not come again, so it is not worth a bit of its own.
+        by_all: ranks that have joined submit it, too; of other operations they take part in all-reduces, with zeros.
+        problem: why this rank cannot take part; the operation then fails on all ranks.
+    """
+
+    name: str
+    kind: Kind
+    shapes: tuple[tuple[int, ...], ...] = ()
+    dtypes: tuple[str, ...] = ()
+    op: str = ""
+    root: int = -1
+    factors: tuple[float, float] = (1.0, 1.0)
+    device: str = "cpu"
+    once: bool = False
+    by_all: bool = False
+    problem: str = ""
+
+    @classmethod
+    def of(cls, tensors: Sequence[torch.Tensor], *, name: str, kind: Kind, **rest: Any) -> Signature:
+        """This rank's side of an operation on these tensors; `rest` are further fields (hence Any)."""
+        return cls(
+            name=name,
+            kind=kind,
+            shapes=tuple([tuple(tensor.shape) for tensor in tensors]),
+            dtypes=tuple([str(tensor.dtype)[len("torch.") :] for tensor in tensors]),
+            device=tensors[0].device.type if tensors else "cpu",
+            **rest,
+        )
+
+    def digest(self) -> int:
+        """Equal on two ranks if and only if `mismatch` finds nothing between them (up to a chance of 2**-128)."""
+        what = (
+            self.name,
+            self.kind.value,
+            tuple(map(self._fixed, self.shapes)),
+            self.dtypes,
+            self.op,
+            self.root,
+            self.factors,
+            self.device,
+            self.problem,
+        )
+        return int.from_bytes(hashlib.blake2b(repr(what).encode(), digest_size=DIGEST_BYTES).digest(), "big")
+
+    def _fixed(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The part of a shape that must be the same on all ranks; -1 = any number of rows."""
+        return (-1, *shape[1:]) if self.kind in RAGGED and shape else shape
+
+    @property
+    def needs_data(self) -> bool:
+        """A rank that has joined cannot take part."""
+        return self.kind is not Kind.ALLREDUCE and not self.by_all
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all tensors together."""
+        return sum(
+            math.prod(shape) * getattr(torch, dtype).itemsize
+            for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
+        )
+
+
+Progress = tuple[int, ...]
+"""How far a rank has got; of those that join between the same two rounds, the one that has got farthest joins last."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Presence:
+    """What one rank says of itself when the ranks exchange what they have pending; picklable.
+
+    Attributes:
+        signatures: of its pending operations.
+        joined: it has no more data since it has got so far; None = it has data.
+        closing: it shuts down.
+        unnamed: how many unnamed operations it has submitted.
+    """
+
+    signatures: list[Signature]
+    joined: Progress | None
+    closing: bool
+    unnamed: int
+
+
+def mismatch(by_rank: Mapping[int, Signature]) -> str | None:
+    """What differs between the ranks' sides of one operation, in words; None if they fit together."""
+    first, *others = (by_rank[rank] for rank in sorted(by_rank))
+    kind = first.kind.value
+    for rank in sorted(by_rank):
+        if by_rank[rank].problem:
+            return f"Rank {rank} cannot take part in {by_rank[rank].kind.value}: {by_rank[rank].problem}"
+    for other in others:
+        if other.kind is not first.kind:
+            return (
+                f"Mismatched collective operations: One rank did an {kind}, but another rank did an {other.kind.value}."
+            )
+        if other.device != first.device:
+            return f"Mismatched {kind} CPU/GPU device selection: One rank uses {first.device}, another {other.device}."
+        if other.dtypes != first.dtypes:
+            return (
+                f"Mismatched data types: One rank had type {_words(first.dtypes)}, "
+                f"but another rank had type {_words(other.dtypes)}."
+            )
+        if other.op != first.op:
+            return f"Mismatched {kind} reduce operations: One rank asked for {first.op}, another for {other.op}."
+        if other.factors != first.factors:
+            return (
+                f"Mismatched prescale and/or postscale factors: One rank had {first.factors}, another {other.factors}."
+            )
+        if other.root != first.root:
+            return f"Mismatched {kind} root ranks: One rank named {first.root}, another {other.root}."
+        if [other._fixed(shape) for shape in other.shapes] != [first._fixed(shape) for shape in first.shapes]:
+            return (
+                f"Mismatched {kind} tensor shapes: One rank sent a tensor of shape {_words(first.shapes)}, "
+                f"but another rank sent a tensor of shape {_words(other.shapes)}."
+            )
+    return None
+
+
+def batches(ready: Mapping[str, Signature]) -> Iterator[list[str]]:
+    """Names that go in one message, in the order in which to perform them; the same on all ranks.
+
+    Small all-reduces with the same operation and factors share a message; anything else goes alone.
+    """
+    open_batches: dict[object, list[str]] = {}
+    filled_bytes: dict[object, int] = {}
+    for name in sorted(ready):
+        signature = ready[name]
+        size_bytes = signature.size_bytes if signature.kind is Kind.ALLREDUCE and signature.op != ADASUM else None
+        if size_bytes is None or size_bytes > FUSIBLE_BYTES:
+            yield [name]
+            continue
+        key = (signature.op, signature.factors)
+        if filled_bytes.get(key, 0) + size_bytes > FUSED_BYTES:
+            yield open_batches.pop(key)
+            filled_bytes[key] = 0
+        open_batches.setdefault(key, []).append(name)
+        filled_bytes[key] = filled_bytes.get(key, 0) + size_bytes
+    yield from open_batches.values()
+
+
+def _words(parts: tuple[object, ...]) -> str:
+    """`((3, 4),)` → `[3, 4]`, `("float32",)` → `float32`."""
+    return ", ".join(str(list(part)) if isinstance(part, tuple) else str(part) for part in parts)
+
+
+def combine(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """`(1 - a·b / 2|a|²) a + (1 - a·b / 2|b|²) b` of two vectors; one that is zero leaves the other as it is."""
+    a, b = one.double(), other.double()
+    product, a_square, b_square = float(a @ b), float(a @ a), float(b @ b)
+    a_share = 1.0 - product / (2 * a_square) if a_square else 1.0
+    b_share = 1.0 - product / (2 * b_square) if b_square else 1.0
+    return (a_share * a + b_share * b).to(one.dtype)
+
+
+def adasum_(vector: torch.Tensor, *, comm: Communicator, wait: Callable[[Test], None]) -> None:
+    """Collective: replaces a contiguous 1-d CPU vector by the Adasum of all ranks'; their number is a power of two."""
+    distance = 1
+    while distance < comm.size:
+        partner = comm.rank ^ distance
+        theirs = torch.empty_like(vector)
+        receiving = comm.receive(theirs.numpy(), partner)
+        wait(comm.send(vector.numpy(), partner))
+        wait(receiving)
+        # Both partners compute the same expression in the same order, so they get the same bits.
+        low, high = (vector, theirs) if comm.rank < partner else (theirs, vector)
+        vector.copy_(combine(low, high))
+        distance *= 2
+
 
 Tensors = list[torch.Tensor]
 

@@ -1,18 +1,137 @@
-"""Flat buffers: where the gradients of one optimizer lie while they are reduced, one buffer a dtype."""
+"""Flat buffers: gradients lie in one buffer a dtype while they are reduced, with the ranks' flags at its end."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 from operator import attrgetter, is_
 from typing import NamedTuple, Protocol
 
 import torch
 
-from sirtaki.comm.layout import GradientLayout
-from sirtaki.comm.router import Router
-from sirtaki.comm.transports.contract import FlatBuffer, ReduceOp
 from sirtaki.errors import ConfigError
+
+from ..device import Device, Event, copy_
+from ..plan import GradientLayout
+from ..router import Router
+from ..transports.contract import FlatBuffer, ReduceOp
+
+
+class Pace(Enum):
+    """What a rank says, or what all ranks say."""
+
+    USUAL = "usual"
+    """As then; or the ranks do not agree."""
+    SLOWER = "slower"
+    """Clearly longer, for a while now."""
+    FASTER = "faster"
+    """Clearly less long, for a while now."""
+
+
+class Said(NamedTuple):
+    """What at least one rank says.
+
+    Attributes:
+        reprofile: the order of the gradients should be profiled again.
+        written: a gradient was written before it was reduced.
+        replaced: `.grad` was replaced before it was reduced; it gives way to what is reduced.
+        complete: all gradients came in the backward pass, so it ended with their reduction; what is done to them
+            afterwards holds.
+        not_slower: reductions do not take clearly longer than they did. Said in the negative: if nobody says so, all
+            ranks find them slower.
+        not_faster: nor do they take clearly less long.
+    """
+
+    reprofile: bool = False
+    written: bool = False
+    replaced: bool = False
+    complete: bool = False
+    not_slower: bool = False
+    not_faster: bool = False
+
+    @property
+    def edits_differ(self) -> bool:
+        """Ranks that have done the same to their gradients would have different ones."""
+        return self.replaced and self.complete
+
+    @property
+    def pace(self) -> Pace:
+        """What all ranks find; as usual where they differ, or where nothing was said."""
+        if self.not_slower == self.not_faster:
+            return Pace.USUAL
+        return Pace.SLOWER if self.not_faster else Pace.FASTER
+
+
+FLAG_COUNT = len(Said._fields)
+
+
+class ControlFlags:
+    """The flags of one flat buffer.
+
+    Attributes:
+        pace: what this rank finds of reductions, which it says along with all else.
+    """
+
+    def __init__(self, device: Device, elements: torch.Tensor) -> None:
+        """Args: `elements` are those of the flat buffer that hold the flags, `(FLAG_COUNT,)`."""
+        self._device, self._elements = device, elements
+        # All that a rank may say, where the flags are, and what was reduced, on the host.
+        choices = torch.cartesian_prod(*[torch.arange(2, device=elements.device)] * FLAG_COUNT).to(elements.dtype)
+        self._choices = {tuple(map(bool, choice.tolist())): choice for choice in choices}
+        self._reduced = torch.zeros(FLAG_COUNT, dtype=elements.dtype)
+        device.pin(self._reduced)
+        self._read: Event | None = None
+        self.pace = Pace.USUAL
+
+    def write(self, said: Said) -> None:
+        """Sets this rank's flags, before the elements are reduced; those of its pace are added."""
+        choice = self._choices[(*said[:-2], self.pace is not Pace.SLOWER, self.pace is not Pace.FASTER)]
+        self._device.launch(self._elements.copy_, choice)
+
+    def now(self) -> Said:
+        """What is said in this iteration, once that is reduced; not on a device with streams."""
+        return Said(*[element > 0.0 for element in self._elements.tolist()])
+
+    def read_back(self) -> None:
+        """Takes the reduced elements to the host."""
+        self._device.launch(copy_, self._reduced, self._elements)
+        self._read = self._device.record_event()
+
+    def forget(self) -> None:
+        """What was read last does not matter any more."""
+        self._read = None
+
+    def before(self) -> Said:
+        """What was said when the flags were last read; waits for the copy if it must."""
+        if self._read is None:
+            return Said()
+        self._device.wait_for(self._read)
+        return Said(*[element > 0.0 for element in self._reduced.tolist()])
+
+
+class UsageFlags:
+    """One element a parameter, which tells whether any rank has its gradient (`SIRTAKI_UNUSED=none`)."""
+
+    def __init__(self, device: Device, elements: torch.Tensor) -> None:
+        """Args: `elements` of the flat buffer, `(n_params,)`; empty where nobody asks."""
+        self._device, self._elements = device, elements
+
+    @property
+    def wanted(self) -> bool:
+        """Somebody asks."""
+        return bool(self._elements.numel())
+
+    def write(self, present: Sequence[int]) -> None:
+        """Sets the flags of the parameters whose gradients this rank has."""
+        flags = torch.zeros(self._elements.numel(), dtype=self._elements.dtype)
+        flags[list(present)] = 1
+        self._device.launch(self._elements.copy_, flags)
+
+    def used(self) -> list[bool]:
+        """Once they are reduced: whether any rank has the gradient, `(n_params,)`. Waits for the device."""
+        return [bool(flag) for flag in (self._elements > 0).tolist()]
 
 
 class HasGrad(Protocol):
@@ -368,3 +487,222 @@ def _strides_to_check(place: torch.Tensor, dtype: torch.dtype) -> tuple[int, ...
     if place.dtype is not dtype:
         return None
     return place.stride() if place.dim() > 1 else ()  # of one dimension there is one way to be dense
+
+
+@dataclass(frozen=True, slots=True)
+class Interference:
+    """What was done to gradients between their hooks and the end of their reduction, by parameter index.
+
+    Attributes:
+        replaced: `.grad` is another tensor; the reduced gradient has taken its place.
+        written: written in place, while it was being reduced perhaps.
+    """
+
+    replaced: tuple[int, ...]
+    written: tuple[int, ...]
+
+
+class Arrivals:
+    """What has come so far in this iteration.
+
+    The tensors are kept as they came: a gradient that the user sets to None afterwards has been computed all the
+    same, and counts for the other ranks.
+
+    Attributes:
+        indices: of the parameters, in the order in which their gradients came.
+        gradients: what was their `.grad` then, in the same order; the flat buffer's view once it is that.
+        versions: of those tensors; `buffers.WRITTEN` = written since they came.
+        own: how many came from this rank's backward pass; the others were put in for it.
+    """
+
+    def __init__(self, params: Sequence[HasGrad], buffers: GradientBuffers) -> None:
+        self._params, self._buffers = params, buffers
+        # Three lists, as a tuple for each gradient would be one more object to make and to collect.
+        self.indices: list[int] = []
+        self.gradients: list[torch.Tensor] = []
+        self.versions: list[int] = []
+        self._copied = 0
+        self.own = 0
+        self._handed_out: set[int] = set()
+
+    @property
+    def own_indices(self) -> list[int]:
+        """Of the parameters whose gradients came from this rank's backward pass."""
+        return self.indices[: self.own]
+
+    @property
+    def present(self) -> list[int]:
+        """Of the parameters whose gradients have come, or are in `.grad` from before: all that will count."""
+        if len(self.indices) == len(self._params):
+            return self.indices
+        arrived = set(self.indices)
+        return [index for index, param in enumerate(self._params) if index in arrived or param.grad is not None]
+
+    def add(self, index: int, gradient: torch.Tensor, version: int) -> None:
+        """The gradient of a parameter is complete, and had this version when it came."""
+        self.indices.append(index)
+        self.gradients.append(gradient)
+        self.versions.append(version)
+
+    def copy_in(self) -> int:
+        """Copies what has come since the last time into the flat buffers; returns how many gradients that were."""
+        first, self._copied = self._copied, len(self.indices)
+        if first < self._copied:
+            self._buffers.copy_in(self.indices, self.gradients, self.versions, first)
+        return self._copied - first
+
+    def put_in(self, index: int) -> None:
+        """Stands in for a gradient that did not come: what is in `.grad` counts as it is, nothing counts as zeros.
+
+        A frozen parameter is left alone.
+        """
+        param = self._params[index]
+        if param.grad is not None and param.requires_grad:
+            self.add(index, param.grad, param.grad._version)
+            return
+        view = self._buffers.view(index)
+        if param.grad is view:
+            param.grad = view.clone()
+        self._buffers.clear(index)
+        self.add(index, view, view._version)
+
+    @property
+    def written(self) -> list[int]:
+        """Parameters whose gradients were written in place after they came, and are not reduced yet."""
+        return [
+            index
+            for index, gradient, version in zip(self.indices, self.gradients, self.versions, strict=True)
+            if gradient._version != version and self._params[index].grad is gradient
+        ]
+
+    @property
+    def replaced(self) -> bool:
+        """The user has put another tensor into some `.grad` since its gradient came, which is not reduced yet."""
+        return any(
+            (current := self._params[index].grad) is not gradient and current is not None
+            for index, gradient in zip(self.indices, self.gradients, strict=True)
+        )
+
+    def hand_out(self, unused: Sequence[int] = ()) -> Interference:
+        """After the reduction: every `.grad` that the user has not set to None holds the reduced gradient.
+
+        Args:
+            unused: parameters that keep None because no rank computed their gradients.
+        """
+        if self.own == len(self.indices) and not self._handed_out and self._is_untouched():
+            return Interference((), ())
+        rest = [number for number, index in enumerate(self.indices) if index not in self._handed_out]
+        return self._hand_out(rest, frozenset(unused))
+
+    def hand_out_some(self, indices: Sequence[int]) -> Interference:
+        """As `hand_out`, of these parameters, which are reduced already; once each."""
+        wanted = set(indices) - self._handed_out
+        self._handed_out |= wanted
+        return self._hand_out([number for number, index in enumerate(self.indices) if index in wanted], frozenset())
+
+    def _hand_out(self, numbers: Sequence[int], left_alone: frozenset[int]) -> Interference:
+        params, addresses = self._params, self._buffers.addresses
+        replaced, written, copies = [], [], list[tuple[int, torch.Tensor]]()
+        for number in numbers:
+            index, gradient, version = self.indices[number], self.gradients[number], self.versions[number]
+            current = params[index].grad
+            if current is gradient:
+                if current._version != version:
+                    written.append(index)
+                if current.data_ptr() != addresses[index]:
+                    copies.append((index, current))
+                    self._buffers.view(index)  # one whose memory was swapped is not used again
+            elif number >= self.own:  # put in, so the reduced one is for this rank, too
+                if params[index].requires_grad and index not in left_alone:
+                    self._give(index, copies)
+            elif current is not None:  # None: the user has set it so
+                replaced.append(index)
+                self._give(index, copies)
+        self._buffers.copy_out(copies)
+        return Interference(tuple(replaced), tuple(written))
+
+    def _is_untouched(self) -> bool:
+        """Every `.grad` is the flat buffer's view, and was not written. The usual case; the loops are C's."""
+        if not self.indices:
+            return True
+        known, gradients = self._buffers.known(self.indices), self.gradients
+        return (
+            all(map(is_, map(GRAD, known.params), gradients))
+            and list(map(VERSION, gradients)) == self.versions
+            and list(map(torch.Tensor.data_ptr, gradients)) == known.addresses
+        )
+
+    def _give(self, index: int, copies: list[tuple[int, torch.Tensor]]) -> None:
+        """Puts the reduced gradient into `.grad`, whatever is there: its place if that fits, else a copy."""
+        if self._buffers.fits(index):
+            self._params[index].grad = self._buffers.view(index)
+        else:
+            fresh = torch.empty_like(self._params[index])  # type: ignore[arg-type]  # a tensor in truth
+            self._params[index].grad = fresh
+            copies.append((index, fresh))
+
+
+logger = logging.getLogger(__name__)
+
+REMEDY = (
+    "call optimizer.synchronize() before you change gradients, and optimizer.step() inside `with "
+    "optimizer.skip_synchronize():`"
+)
+
+
+class LostEdits:
+    """What the user did to gradients too early.
+
+    Attributes:
+        problem: what makes the gradients of this iteration undefined, in words; empty if all is well.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        """`names` of the parameters."""
+        self._names = names
+        self.problem = ""
+        self._warned = self._told = False
+
+    def begin(self) -> None:
+        """The gradients of an iteration leave; nothing is known against them."""
+        self.problem = ""
+
+    def look(self, done: Interference, arrivals: Arrivals, said: Said) -> None:
+        """All gradients are reduced.
+
+        Args:
+            done: to this rank's gradients.
+            arrivals: this rank's gradients.
+            said: by all ranks in this iteration.
+        """
+        if done.written:
+            name, why = self._names[done.written[0]], self._why_late(arrivals)
+            self.problem = f"the gradient of {name} was written before it was reduced{why}; {REMEDY}"
+        elif said.written:
+            self.problem = f"another rank has written a gradient before it was reduced; {REMEDY}"
+        elif said.edits_differ and done.replaced:
+            name, why = self._names[done.replaced[0]], self._why_late(arrivals)
+            self.problem = f"the gradient of {name} was replaced before it was reduced{why}; {REMEDY}"
+        elif said.edits_differ:
+            self.problem = f"another rank has replaced a gradient before it was reduced; {REMEDY}"
+        elif done.replaced and not self._warned:
+            self._warned = True
+            logger.warning(
+                "the gradient of %s was replaced before it was reduced, and the reduced one is used; %s",
+                self._names[done.replaced[0]],
+                REMEDY,
+            )
+
+    def hear_late(self, before: Said) -> None:
+        """An iteration ends on a device with streams, where it is heard only now what was said in the one before.
+
+        What a rank knows of itself has been said then.
+        """
+        if (before.written or before.edits_differ) and not self._told and not self.problem:
+            self.problem = f"another rank has changed a gradient too early in the iteration before this one; {REMEDY}"
+        self._told = bool(self.problem)
+
+    def _why_late(self, arrivals: Arrivals) -> str:
+        own = set(arrivals.own_indices)
+        late = next((name for index, name in enumerate(self._names) if index not in own), "")
+        return f", which ends with step() because {late} had no gradient in this backward pass" if late else ""

@@ -22,27 +22,23 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from sirtaki.comm.layout import GradientLayout
-from sirtaki.comm.plan import CommPlan
 from sirtaki.comm.router import Router
 from sirtaki.errors import PlanError
 
-from .arrivals import Arrivals
-from .buffers import HasGrad, Reduction
-from .control_flags import Said
-from .current_iteration import CurrentIteration
-from .in_flight import InFlight
-from .issuing import issuing_of
-from .iteration import Interrupted, Iteration
-from .iteration_report import IterationReport, report
-from .iteration_trace import IterationTrace
-from .lost_edits import LostEdits
-from .negotiation import ReadinessNegotiation
-from .order import OrderProfiling, agree_on_order
-from .overtaking import IterationPace
-from .pace import Pace
-from .planned_buffers import PlannedBuffers
-from .schedule import ScheduledUnit
+from ..plan import CommPlan, GradientLayout
+from .buffers import Arrivals, HasGrad, LostEdits, Pace, Reduction, Said
+from .iteration import (
+    CurrentIteration,
+    InFlight,
+    Interrupted,
+    Iteration,
+    IterationReport,
+    IterationTrace,
+    ReadinessNegotiation,
+    issuing_of,
+    report,
+)
+from .schedule import IterationPace, OrderProfiling, PlannedBuffers, ScheduledUnit, agree_on_order
 
 if TYPE_CHECKING:
     from sirtaki.comm.control.plane import ControlPlane

@@ -1,7 +1,11 @@
-"""NCCL through torch: one `ProcessGroupNCCL` object a communicator, built directly, and what the ranks agree about it.
+"""NCCL through torch: what this machine's NCCL can do, and one `ProcessGroupNCCL` object a communicator.
 
-Built directly, so the user's own default process group is left alone; each object has a communicator and a CUDA stream
-of its own. This is the only module that needs a GPU to run; everything around it takes a `Group` from anywhere.
+The objects are built directly, so the user's own default process group is left alone; each has a communicator and a
+CUDA stream of its own.
+
+Before NCCL 2.26 all operations of all communicators of a device had to be put into one order by the caller. Since then
+`NCCL_LAUNCH_ORDER_IMPLICIT=1` makes NCCL keep the order in which the host has issued them; with CUDA 12.3 or newer
+(driver and runtime) they overlap even so. Without that several streams can deadlock, so there is one.
 """
 
 from __future__ import annotations
@@ -11,25 +15,88 @@ import datetime
 import logging
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, _make_nccl_premul_sum
 
+from sirtaki.comm.device import CudaDevice
 from sirtaki.comm.transports.contract import ReduceOp
 from sirtaki.comm.transports.gloo import TORCH_OPS
 from sirtaki.errors import CommError
 
-from .communicators import CommunicatorKey, Group, GroupWork, Opener, Scope
-from .cuda_device import CudaDevice
-from .support import ALLOWANCES, NcclVersions
+from .transport import ALLOWANCES, CommunicatorKey, Group, GroupWork, Opener, Scope
 
 if TYPE_CHECKING:
     from sirtaki.comm.control.plane import ControlPlane
 
 logger = logging.getLogger(__name__)
+
+LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
+ORDERED_NCCL = (2, 26)
+OVERLAPPING_CUDA = (12, 3)
+
+MAX_STREAMS = 24
+"""As AIACC used at most; how many of them fit into the GPU's memory, `CommunicatorPool` sees when a plan is opened."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NcclVersions:
+    """The versions that decide.
+
+    Attributes:
+        nccl: as (major, minor, patch).
+        cuda_runtime: that torch was built for, as (major, minor).
+        cuda_driver: the newest CUDA that the driver supports, as (major, minor).
+        launch_order: the value of `NCCL_LAUNCH_ORDER_IMPLICIT`, "" if it is not set.
+    """
+
+    nccl: tuple[int, ...]
+    cuda_runtime: tuple[int, int]
+    cuda_driver: tuple[int, int]
+    launch_order: str
+
+    @classmethod
+    def here(cls, environ: Mapping[str, str] = os.environ) -> NcclVersions:
+        """This process's; needs a GPU."""
+        driver: int = torch._C._cuda_getDriverVersion()  # type: ignore[attr-defined]  # the stub lacks it
+        major, minor = (int(part) for part in str(torch.version.cuda).split(".")[:2])
+        return cls(
+            nccl=tuple(torch.cuda.nccl.version()),  # type: ignore[no-untyped-call]  # torch's
+            cuda_runtime=(major, minor),
+            cuda_driver=(driver // 1000, driver % 1000 // 10),
+            launch_order=environ.get(LAUNCH_ORDER, ""),
+        )
+
+    @property
+    def max_streams(self) -> int:
+        """How many communicators may run at the same time."""
+        return 1 if self.why_one_stream else MAX_STREAMS
+
+    @property
+    def why_one_stream(self) -> str:
+        """What forbids several, in words; empty if nothing does."""
+        if self.nccl[:2] < ORDERED_NCCL:
+            return f"NCCL {_dotted(self.nccl)} cannot order several communicators; {_dotted(ORDERED_NCCL)} can"
+        if self.launch_order != "1":
+            return f"{LAUNCH_ORDER} is {self.launch_order or 'not set'}, and it must be 1 before NCCL starts"
+        for name, version in (("runtime", self.cuda_runtime), ("driver", self.cuda_driver)):
+            if version < OVERLAPPING_CUDA:
+                return f"CUDA's {name} is {_dotted(version)}; communicators overlap from {_dotted(OVERLAPPING_CUDA)} on"
+        return ""
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
+
+
+def ask_for_launch_order() -> None:
+    """Has NCCL keep the host's order, unless the user has said otherwise; before the first communicator of all."""
+    os.environ.setdefault(LAUNCH_ORDER, "1")
+
 
 ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 NO_HANDLING = "0"
@@ -48,11 +115,11 @@ class NcclGroup:
         self._group = group
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> GroupWork:
-        """See `Group`."""
+        """Puts an all-reduce on its stream."""
         return self._work(self._group.allreduce([tensor], TORCH_OPS[op]))
 
     def all_reduce_scaled(self, tensor: torch.Tensor, scale: float) -> GroupWork | None:
-        """See `Group`: an average, or NCCL's pre-multiplied sum."""
+        """A sum with a scale as an average, or by NCCL's pre-multiplied sum; None where neither will do."""
         if not tensor.is_floating_point():
             return None
         if math.isclose(scale * self._group.size(), 1.0):
@@ -64,13 +131,13 @@ class NcclGroup:
         return self._work(self._group.allreduce([tensor], options))
 
     def reduce_scatter(self, share: torch.Tensor, tensor: torch.Tensor, op: ReduceOp) -> GroupWork:
-        """See `Group`."""
+        """Puts the reduction of this rank's share on its stream."""
         options = dist.ReduceScatterOptions()
         options.reduceOp = TORCH_OPS[op]  # type: ignore[assignment]  # the stub knows one of the two classes
         return self._work(self._group._reduce_scatter_base(share, tensor, options))
 
     def all_gather(self, tensor: torch.Tensor, share: torch.Tensor) -> GroupWork:
-        """See `Group`."""
+        """Puts the gathering of all shares on its stream."""
         return self._work(self._group._allgather_base(tensor, share))
 
     @staticmethod
@@ -79,14 +146,14 @@ class NcclGroup:
         return started
 
     def error(self) -> str:
-        """See `Group`."""
+        """What NCCL says has failed, empty if nothing."""
         if not hasattr(self._group, "get_error"):  # torch < 2.7
             return ""
         found = self._group.get_error()
         return "" if found.name == "SUCCESS" else str(found.name).lower().replace("_", " ")
 
     def close(self) -> None:
-        """See `Group`."""
+        """Ends the communicator, by what this version of torch has for it."""
         ways = ("shutdown", "abort", "_shutdown")  # of newer and older versions of torch; 2.4 has the last one only
         next(getattr(self._group, name) for name in ways if hasattr(self._group, name))()
 

@@ -1,28 +1,50 @@
-"""What carries rows: streams of their own over the transports that dense units use.
-
-Rows travel beside dense units, in another thread, whose turn in the streams of these would differ from rank to rank.
-"""
+"""What carries rows: lanes of several connections, and sums of frequent rows."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
 
-from sirtaki.comm.plan import Algorithm, CommPlan, Route, TransportKind, Unit
-from sirtaki.comm.router import Router
-from sirtaki.comm.transports.contract import FlatBuffer, Work
-from sirtaki.comm.transports.node_memory import share_memory
-from sirtaki.comm.transports.parcels import Parcels
 from sirtaki.errors import CommError, ConfigError, TransportError
 
-from .hot_sums import HotSums
+from ..plan import Algorithm, CommPlan, Route, TransportKind, Unit
+from ..router import Router
+from ..transports.contract import FlatBuffer, Parcels, Work
+from ..transports.shared_memory import share_memory
 
 if TYPE_CHECKING:
-    from sirtaki.comm.control.plane import ControlPlane
+    from ..control.plane import ControlPlane
+
+
+class HotSums(Protocol):
+    """Sums over ranks outside of the lanes, which may end for good: then lanes make them.
+
+    Attributes:
+        is_open: sums are made; False, from the same step on all ranks, once they are not any more.
+    """
+
+    @property
+    def is_open(self) -> bool:
+        """See above."""
+        ...
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor | None:
+        """Collective: the sum over ranks of a contiguous 1-d tensor on the host, which is not changed.
+
+        Returns:
+            A tensor like it, bit by bit the same on all ranks; or, on all of them, None: such a tensor is not summed
+            here, or not any more.
+        """
+        ...
+
+    def close(self) -> None:
+        """Not collective, once no thread uses it: leaves."""
+        ...
+
 
 FIRST_REGION_BYTES = 1 << 20
 LARGEST_REGION_BYTES = 1 << 28

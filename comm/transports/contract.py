@@ -1,19 +1,178 @@
-"""The contract of everything that carries units: buffers, works, and the transport itself."""
+"""The contract of everything that carries units, and what its implementations share.
+
+A transport reduces ranges of buffers over streams and, where it can, exchanges parcels. Streams are opened on all ranks
+or on none, and only if the descriptors and threads that they take can be had: what fails in the middle leaves other
+ranks waiting, and Gloo's own threads end the process if they get no descriptor.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import os
+import resource
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
+from sirtaki.comm.control.failure import fresh
 from sirtaki.comm.device import Event
-from sirtaki.comm.plan import TransportKind
+from sirtaki.errors import CommError, TransportError
 
-from .parcels import Parcels
-from .resources import StreamCost
+from ..plan import TransportKind
+
+Lengths = npt.NDArray[np.int64]
+"""`(n_ranks, n_ranks)` bytes, by sender and receiver."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Parcels:
+    """The parcels of one exchange; those of one sender lie one behind the other in its outgoing buffer.
+
+    Attributes:
+        lengths: see `Lengths`.
+        shared: each sender has one parcel only, which goes to all; then the rows of `lengths` are constant.
+    """
+
+    lengths: Lengths
+    shared: bool = False
+
+    @classmethod
+    def to_all(cls, lengths: npt.ArrayLike) -> Parcels:
+        """Each rank sends its one parcel to all: `(n_ranks,)` bytes."""
+        each = np.asarray(lengths, dtype=np.int64)
+        return cls(np.repeat(each[:, None], len(each), axis=1), shared=True)
+
+    def piece(self, number: int, of: int) -> Parcels:
+        """One of so many pieces, about equal, that each parcel is cut into."""
+        return Parcels(self.lengths * (number + 1) // of - self.lengths * number // of, self.shared)
+
+    def sent_by(self, rank: int) -> list[tuple[int, int]]:
+        """Where in its outgoing buffer the parcels lie, by receiver: `[start, stop)`."""
+        lengths = self.lengths[rank].tolist()
+        if self.shared:
+            return [(0, length) for length in lengths]
+        stops = np.cumsum(self.lengths[rank]).tolist()
+        return [(stop - length, stop) for length, stop in zip(lengths, stops, strict=True)]
+
+    def received_by(self, rank: int) -> list[int]:
+        """Bytes by sender."""
+        received: list[int] = self.lengths[:, rank].tolist()
+        return received
+
+    @property
+    def largest_outgoing_bytes(self) -> int:
+        """What the rank with the most to send has in its outgoing buffer."""
+        return int((self.lengths.max(1) if self.shared else self.lengths.sum(1)).max())
+
+    @property
+    def empty(self) -> bool:
+        """Nobody sends anything."""
+        return not self.lengths.any()
+
+
+SHARE = 0.5
+"""Of the descriptors that are free, what streams may take; data loaders, files and sockets want some, too."""
+
+UNLIMITED = 1 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamCost:
+    """What one stream takes of this process."""
+
+    descriptors: int = 0
+    threads: int = 0
+
+    def __add__(self, other: StreamCost) -> StreamCost:
+        return StreamCost(descriptors=self.descriptors + other.descriptors, threads=self.threads + other.threads)
+
+    def __mul__(self, streams: int) -> StreamCost:
+        return StreamCost(descriptors=self.descriptors * streams, threads=self.threads * streams)
+
+
+def raise_descriptor_limit() -> int:
+    """Raises the soft limit of open descriptors to the hard one; returns the limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        # A hard limit above what the kernel permits now is left as it is.
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return descriptor_limit()
+
+
+def descriptor_limit() -> int:
+    """How many descriptors this process may have open."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return UNLIMITED if soft == resource.RLIM_INFINITY else soft
+
+
+def descriptors_for_streams() -> int:
+    """How many more descriptors streams may take."""
+    try:
+        in_use = len(os.listdir("/proc/self/fd"))
+    except OSError:  # no /proc, or no descriptor to read it with
+        in_use = descriptor_limit() // 2
+    return max(0, int(SHARE * (descriptor_limit() - in_use)))
+
+
+def streams_within(descriptors: int, cost: StreamCost, *, most: int) -> int:
+    """How many streams fit into so many descriptors, at most `most`; 1 is always tried."""
+    return max(1, min(most, descriptors // cost.descriptors)) if cost.descriptors else most
+
+
+@contextlib.contextmanager
+def held(cost: StreamCost) -> Iterator[str]:
+    """Takes so many descriptors and threads while the context lasts, to find out whether they can be had.
+
+    Yields:
+        What cannot be had, in words; empty if all can.
+    """
+    descriptors: list[int] = []
+    threads: list[threading.Thread] = []
+    release = threading.Event()
+    problem = ""
+    try:
+        try:
+            # Those that could be had are in the list, too, if the next one cannot.
+            descriptors.extend(os.open(os.devnull, os.O_RDONLY) for _ in range(cost.descriptors))
+        except OSError as err:
+            problem = f"{cost.descriptors} more descriptors cannot be had ({err}; the limit is {descriptor_limit()})"
+        try:
+            for _ in range(cost.threads):
+                thread = threading.Thread(target=release.wait, name="sirtaki-held", daemon=True)
+                thread.start()
+                threads.append(thread)
+        except (RuntimeError, MemoryError) as err:
+            problem = problem or f"{cost.threads} more threads cannot be started ({err})"
+        yield problem
+    finally:
+        release.set()
+        for descriptor in descriptors:
+            os.close(descriptor)
+        for thread in threads:
+            thread.join()
+
+
+HALF_DTYPES = (torch.float16, torch.bfloat16)
+
+
+def scale_(tensor: torch.Tensor, factor: float) -> None:
+    """`tensor *= factor` in place; halves go through float32, integers through float64 and are truncated."""
+    if factor == 1.0 or tensor.numel() == 0:
+        return
+    if tensor.dtype in HALF_DTYPES:
+        tensor.copy_(tensor.float().mul_(factor))
+    elif tensor.is_floating_point() or tensor.is_complex():
+        tensor.mul_(factor)
+    else:
+        tensor.copy_(tensor.double().mul_(factor).trunc_())
 
 
 class ReduceOp(Enum):
@@ -77,6 +236,43 @@ class _NothingToDo:
 
 
 NOTHING_TO_DO = _NothingToDo()
+
+
+class ThreadWork:
+    """A piece of work that another thread does and reports.
+
+    Attributes:
+        begun_s, done_s: when the thread took it up and ended it, as of `time.perf_counter`; 0 = not yet, or unknown.
+    """
+
+    def __init__(self) -> None:
+        self._under_way = threading.Lock()  # a lock that is held until then: an Event costs several times as much
+        self._under_way.acquire()
+        self._error: CommError | None = None
+        self.begun_s = self.done_s = 0.0
+
+    def finish(self, error: CommError | None = None) -> None:
+        """Called by the working thread, once."""
+        self._error = error
+        self.done_s = time.perf_counter()
+        self._under_way.release()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Blocks until the thread is done with it, for at most so long; raises what it has failed with."""
+        if not self._under_way.acquire(timeout=timeout_s):
+            return False
+        self._under_way.release()  # others may wait, too
+        if self._error is not None:
+            raise fresh(self._error)
+        return True
+
+    def is_done(self) -> bool:
+        """Whether the thread is done with it."""
+        return self.done_s > 0.0
+
+    def times(self) -> tuple[Event | None, Event | None]:
+        """When the thread took it up and when it was done."""
+        return self.begun_s or None, self.done_s or None
 
 
 class StreamSpec(NamedTuple):
@@ -151,3 +347,67 @@ class Exchanger(Transport, Protocol):
             stream: that is open.
         """
         ...
+
+
+Stream = TypeVar("Stream")
+Opened = TypeVar("Opened")
+
+Agree = Callable[[str], None]
+"""`ControlPlane.agree_on_success` of all ranks that open streams at the same time."""
+
+
+def open_up_to(
+    streams: list[Stream],
+    wanted: Sequence[StreamSpec],
+    open_one: Callable[[int], Stream],
+    close: Callable[[Stream], object],
+) -> None:
+    """Collective: adds to `streams` until all that are wanted are there.
+
+    Args:
+        streams: those that are open, by number.
+        wanted: what is to be open then.
+        open_one: collective; opens the stream of that number, or raises `TransportError` on all ranks.
+        close: closes one.
+
+    Raises:
+        TransportError: on all ranks, after what was opened here has been closed again.
+    """
+    before = len(streams)
+    try:
+        while len(streams) <= max(stream.number for stream in wanted):
+            streams.append(open_one(len(streams)))
+    except TransportError:
+        while len(streams) > before:
+            close(streams.pop())
+        raise
+
+
+def open_together(
+    what: str, open_mine: Callable[[], Opened], *, agree: Agree, close: Callable[[Opened], object] = lambda _: None
+) -> Opened:
+    """Collective: what `open_mine` gives, if it succeeds on every rank.
+
+    Args:
+        what: is opened, for messages.
+        open_mine: opens it on this rank.
+        agree: tells the ranks whether it is open on all of them.
+        close: undoes `open_mine` where another rank has failed.
+
+    Raises:
+        TransportError: on all ranks, if one of them cannot open it.
+        CommError: the job has failed.
+    """
+    opened: list[Opened] = []
+    problem = ""
+    try:
+        opened.append(open_mine())
+    except (RuntimeError, MemoryError) as err:  # as torch, MPI and threads raise them
+        problem = f"{what}: {err}"
+    try:
+        agree(problem)
+    except CommError:
+        for each in opened:
+            close(each)
+        raise
+    return opened[0]

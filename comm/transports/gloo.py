@@ -1,8 +1,8 @@
 """Gloo: each stream is a process group of its own, hence TCP connections of its own between every two ranks.
 
 One connection is one flow, and clouds cap a flow; more groups are more flows. The groups are built directly, so the
-user's own default process group is left alone. Gloo's threads work outside the GIL: submitting costs some
-microseconds and nothing else of Python runs until the wait.
+user's own default process group is left alone. Gloo's threads work outside the GIL: submitting costs some microseconds
+and nothing else of Python runs until the wait.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import datetime
 import threading
 import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 
 import torch
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
@@ -20,14 +21,72 @@ from torch.distributed import ReduceOp as TorchOp
 from sirtaki.comm import recorder
 from sirtaki.comm.control.failure import FailureBoard, unless_failed
 from sirtaki.comm.device import Event
-from sirtaki.comm.plan import TransportKind
 from sirtaki.errors import CommError
 
-from .contract import NOTHING_TO_DO, FlatBuffer, ReduceOp, StreamSpec, Work
-from .opening import Agree, open_together, open_up_to
-from .parcels import Parcels
-from .resources import SHARE, StreamCost
-from .scaling import scale_
+from ..plan import TransportKind
+from .contract import (
+    NOTHING_TO_DO,
+    SHARE,
+    Agree,
+    FlatBuffer,
+    Parcels,
+    ReduceOp,
+    StreamCost,
+    StreamSpec,
+    Work,
+    open_together,
+    open_up_to,
+    scale_,
+)
+
+LOOK_S = 2e-3
+LONGEST_WAIT_S = 60.0
+"""Where whoever waits names no limit."""
+
+
+class WatchfulStore(Store):
+    """What Gloo asks of a store while its ranks find each other, over another store. Whoever uses it keeps it alive."""
+
+    def __init__(self, store: Store, failures: FailureBoard) -> None:
+        """Waits as long as `failures` are none."""
+        super().__init__()
+        self._store, self._failures = store, failures
+
+    def set(self, key: str, value: str) -> None:
+        """As `Store.set`."""
+        self._store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        """As `Store.get`.
+
+        Raises:
+            CommError: the job has failed.
+        """
+        self.wait([key])
+        return self._store.get(key)
+
+    def add(self, key: str, amount: int) -> int:
+        """As `Store.add`."""
+        return self._store.add(key, amount)
+
+    def check(self, keys: list[str]) -> bool:
+        """As `Store.check`."""
+        return self._store.check(keys)
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """As `Store.wait`.
+
+        Raises:
+            CommError: the job has failed, or the time is up.
+        """
+        limit_s = LONGEST_WAIT_S if timeout is None else timeout.total_seconds()
+        deadline_s = time.monotonic() + limit_s
+        while not self._store.check(list(keys)):
+            self._failures.check()
+            if time.monotonic() > deadline_s:
+                raise CommError(f"no rank has told {', '.join(keys)} within {limit_s:.0f} s")
+            time.sleep(LOOK_S)
+
 
 MAX_STREAMS = 24
 RENDEZVOUS_TIMEOUT_S = 60.0
@@ -184,7 +243,7 @@ class GlooTransport:
     def all_reduce(
         self, buffer: FlatBuffer, start: int, stop: int, *, stream: StreamSpec, op: ReduceOp, scale: float
     ) -> Work:
-        """See `Transport`."""
+        """Hands the range to Gloo, which reduces it in threads of its own."""
         unit = buffer.tensor[start:stop]
         if unit.numel() == 0:
             return NOTHING_TO_DO
@@ -195,7 +254,7 @@ class GlooTransport:
         return unit_work
 
     def exchange(self, outgoing: FlatBuffer, parcels: Parcels, incoming: torch.Tensor, *, stream: StreamSpec) -> Work:
-        """See `Exchanger`; each pair of ranks uses its own connection of the stream, all at the same time."""
+        """Has each pair of ranks use its own connection of the stream, all at the same time."""
         if parcels.empty:
             return NOTHING_TO_DO
         sent, received = parcels.sent_by(self._rank), parcels.received_by(self._rank)
@@ -208,11 +267,11 @@ class GlooTransport:
         return _GlooWork(work, incoming, 1.0, f"an exchange on stream {stream.number}")
 
     def keep(self, streams: int) -> None:
-        """See `Transport`: the I/O thread of an idle one wakes up a hundred times a second."""
+        """Closes all others: the I/O thread of an idle one wakes up a hundred times a second."""
         self._end_behind(streams)
 
     def close(self) -> bool:
-        """See `Transport`."""
+        """Ends all groups, with Gloo's threads."""
         self._end_behind(0)
         return True
 

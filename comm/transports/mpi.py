@@ -15,59 +15,30 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from sirtaki.comm.control.failure import fresh
 from sirtaki.comm.control.mpi import load_mpi
-from sirtaki.comm.device import Event
-from sirtaki.comm.plan import TransportKind
 from sirtaki.errors import CommError
 
-from .contract import NOTHING_TO_DO, FlatBuffer, ReduceOp, StreamSpec, Work
-from .opening import Agree, open_together, open_up_to
-from .parcels import Parcels
-from .resources import StreamCost
-from .scaling import HALF_DTYPES, scale_
+from ..plan import TransportKind
+from .contract import (
+    HALF_DTYPES,
+    NOTHING_TO_DO,
+    Agree,
+    FlatBuffer,
+    Parcels,
+    ReduceOp,
+    StreamCost,
+    StreamSpec,
+    ThreadWork,
+    Work,
+    open_together,
+    open_up_to,
+    scale_,
+)
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 MAX_STREAMS = 24
-
-
-class ThreadWork:
-    """A piece of work that another thread does and reports.
-
-    Attributes:
-        begun_s, done_s: when the thread took it up and ended it, as of `time.perf_counter`; 0 = not yet, or unknown.
-    """
-
-    def __init__(self) -> None:
-        self._under_way = threading.Lock()  # a lock that is held until then: an Event costs several times as much
-        self._under_way.acquire()
-        self._error: CommError | None = None
-        self.begun_s = self.done_s = 0.0
-
-    def finish(self, error: CommError | None = None) -> None:
-        """Called by the working thread, once."""
-        self._error = error
-        self.done_s = time.perf_counter()
-        self._under_way.release()
-
-    def wait(self, timeout_s: float) -> bool:
-        """See `Work`."""
-        if not self._under_way.acquire(timeout=timeout_s):
-            return False
-        self._under_way.release()  # others may wait, too
-        if self._error is not None:
-            raise fresh(self._error)
-        return True
-
-    def is_done(self) -> bool:
-        """See `Work`."""
-        return self.done_s > 0.0
-
-    def times(self) -> tuple[Event | None, Event | None]:
-        """See `Work`."""
-        return self.begun_s or None, self.done_s or None
 
 
 def mpi_all_reduce_(tensor: torch.Tensor, *, comm: MPI.Comm, op: ReduceOp, scale: float) -> None:
@@ -152,7 +123,7 @@ class MpiTransport:
     def all_reduce(
         self, buffer: FlatBuffer, start: int, stop: int, *, stream: StreamSpec, op: ReduceOp, scale: float
     ) -> Work:
-        """See `Transport`."""
+        """Has the stream's thread reduce the range by MPI."""
         unit = buffer.tensor[start:stop]
         if unit.numel() == 0:
             return NOTHING_TO_DO
@@ -163,7 +134,7 @@ class MpiTransport:
         )
 
     def exchange(self, outgoing: FlatBuffer, parcels: Parcels, incoming: torch.Tensor, *, stream: StreamSpec) -> Work:
-        """See `Exchanger`."""
+        """Has the stream's thread carry the parcels by MPI."""
         if parcels.empty:
             return NOTHING_TO_DO
         return self._submit(
@@ -187,10 +158,10 @@ class MpiTransport:
         return work
 
     def keep(self, streams: int) -> None:
-        """See `Transport`: an idle one sleeps."""
+        """Closes nothing: an idle stream sleeps."""
 
     def close(self) -> bool:
-        """See `Transport`."""
+        """Ends the threads; False if one hangs in MPI."""
         for stream in self._streams:
             stream.tasks.put(None)
         for stream in self._streams:

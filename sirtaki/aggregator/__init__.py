@@ -1,10 +1,9 @@
 """Sums over ranks made by a process of its own, as Libra's switch makes them: `docs/how-to/aggregator.md`.
 
-Tensors, and one verdict on all ranks, are in `sirtaki.aggregator.rows`; what is here needs no PyTorch.
+Tensors, and one verdict on all ranks, are in `sirtaki.aggregator.client`; what is here needs no PyTorch.
 """
 
-from .client import AggregatorClient, Patience
-from .layout import HeatLayout
-from .packets import Summation
+from .client import AggregatorClient, HeatLayout, Patience
+from .wire import Summation
 
 __all__ = ["AggregatorClient", "HeatLayout", "Patience", "Summation"]

@@ -1,37 +1,395 @@
-"""A rank's side of an aggregator: sums over ranks through it, whatever is lost on the way, or through its standby."""
+"""A rank's side of the aggregator: contact, exchange of rows, signs of life, failover."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import os
+import secrets
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
+from sirtaki.comm.control.communicator import Op
+from sirtaki.comm.control.failure import SPIN_S
 from sirtaki.errors import AggregatorError, ConfigError
 from sirtaki.host_port import Address, parse_address
 
-from .contact import Contact
-from .exchange import Exchange, RoundTrips
-from .heartbeat import Heartbeat
-from .layout import HeatLayout
-from .packets import (
+from .wire import (
+    MOST_FLOATS,
+    MOST_SEQS,
     Bytes,
     Floats,
     Kind,
+    Numbers,
     Registration,
     Summation,
     Welcome,
+    Wire,
     floats_of,
+    frames,
     groups,
     headers_of,
     job_key,
     packet,
+    runs,
+    seqs_body,
     seqs_of,
 )
-from .wire import Wire
+
+if TYPE_CHECKING:
+    from sirtaki.comm.control.communicator import Communicator
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeatLayout:
+    """Rows of one width in registers.
+
+    Attributes:
+        rows: how many, ordered by heat.
+        width: float32 values of a row.
+        registers: m; None = one for each row of a packet, the fewest without conflicts.
+
+    Raises:
+        ConfigError: a number is not positive.
+    """
+
+    rows: int
+    width: int
+    registers: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.rows < 1 or self.width < 1 or (self.registers is not None and self.registers < 1):
+            raise ConfigError(f"{self} cannot be laid out; rows, width and registers are whole numbers from 1")
+
+    @property
+    def register_count(self) -> int:
+        """The paper's m."""
+        return self.registers or max(1, MOST_FLOATS // self.width)
+
+    @property
+    def packet_rows(self) -> int:
+        """Rows of a packet, at most one of each register; 0 where a row takes several packets."""
+        return min(MOST_FLOATS // self.width, self.register_count)
+
+    @property
+    def floats(self) -> int:
+        """Values of a packet."""
+        return self.packet_rows * self.width or MOST_FLOATS
+
+    @property
+    def packets(self) -> int:
+        """Of a step in which all rows are summed."""
+        return self.packets_for(self.rows)
+
+    def packets_for(self, rows: int) -> int:
+        """Of a step in which the first `rows` are."""
+        return -(-rows * self.width // self.floats)
+
+    def place(self, row: int) -> tuple[int, int]:
+        """(register, slot in it) of a row."""
+        return row % self.register_count, row // self.register_count
+
+
+REGISTER_EVERY_S = 0.05
+
+
+class Contact:
+    """An address, and what is known of who listens there."""
+
+    def __init__(self, address: Address, connect: Callable[[Address], Wire]) -> None:
+        self.address = address
+        self._connect = connect
+        self._wire: Wire | None = None
+        self.session = 0
+        self.window = 1
+        self.entry = 0
+        self.heard_s = self._asked_s = 0.0
+
+    @property
+    def wire(self) -> Wire:
+        """Opened when it is needed.
+
+        Raises:
+            AggregatorError: there is no such host.
+        """
+        if self._wire is None:
+            try:
+                self._wire = self._connect(self.address)
+            except ConfigError as err:
+                raise AggregatorError(str(err)) from err
+        return self._wire
+
+    @property
+    def name(self) -> str:
+        """`host:port`."""
+        return f"{self.address[0]}:{self.address[1]}"
+
+    @property
+    def is_open(self) -> bool:
+        """All ranks have come there, and sums are made."""
+        return self.session != 0
+
+    def enter(self, now_s: float) -> None:
+        """Comes anew: whatever was said there before does not count any more."""
+        self.session, self.entry = 0, secrets.randbits(63) | 1
+        self.heard_s, self._asked_s = now_s, 0.0
+        self.wire.refused = False
+
+    def register(self, registration: Registration, rank: int, step: int, now_s: float) -> None:
+        """Says who is there, from time to time, until it is welcome."""
+        if now_s - self._asked_s >= REGISTER_EVERY_S:
+            self._asked_s = now_s
+            self.wire.send(packet(Kind.REGISTER, rank=rank, step=step, body=registration.encoded()))
+
+    def ping(self, rank: int, now_s: float, every_s: float) -> None:
+        """Asks for a sign of life where there was none for so long."""
+        if now_s - max(self.heard_s, self._asked_s) >= every_s:
+            self._asked_s = now_s
+            self.wire.send(packet(Kind.PING, rank=rank, session=self.session))
+
+    def open(self, welcome: Welcome) -> None:
+        """Sums are made from now on."""
+        self.session, self.window = welcome.session, welcome.window
+
+    def leave(self, rank: int) -> None:
+        """Nothing more is needed; said three times, as nobody answers."""
+        with contextlib.suppress(OSError):  # of a wire that has failed
+            for _ in range(3 if self.is_open else 0):
+                self.wire.send(packet(Kind.BYE, rank=rank, session=self.session))
+
+    def close(self) -> None:
+        """Ends the wire."""
+        if self._wire is not None:
+            self._wire.close()
+            self._wire = None
+
+
+REORDER = 32
+"""Packets by which another may be overtaken without being taken for lost."""
+
+MOST_AT_ONCE = 88
+"""New packets between two looks at what has come."""
+
+FEW = 8
+"""Of more packets that seem to be lost it is asked first which have come."""
+
+LEAST_WINDOW = 16
+CHECK_EVERY_S = 0.0005
+FIRST_TIMEOUT_S, LEAST_TIMEOUT_S, MOST_TIMEOUT_S = 0.1, 0.005, 0.5
+
+
+@dataclass(slots=True)
+class RoundTrips:
+    """How long it takes until something is heard of a packet, smoothed as TCP does (RFC 6298)."""
+
+    mean_s: float = 0.0
+    deviation_s: float = 0.0
+
+    def add(self, seconds: float) -> None:
+        """One more was measured."""
+        if not self.mean_s:
+            self.mean_s, self.deviation_s = seconds, seconds / 2
+            return
+        self.deviation_s += (abs(seconds - self.mean_s) - self.deviation_s) / 4
+        self.mean_s += (seconds - self.mean_s) / 8
+
+    @property
+    def usual_s(self) -> float:
+        """After so long a packet is sent again if something was heard of a later one."""
+        return self.mean_s + 2 * self.deviation_s if self.mean_s else FIRST_TIMEOUT_S
+
+    @property
+    def timeout_s(self) -> float:
+        """After so long a packet is sent again."""
+        if not self.mean_s:
+            return FIRST_TIMEOUT_S
+        return min(max(self.mean_s + 4 * self.deviation_s, LEAST_TIMEOUT_S), MOST_TIMEOUT_S)
+
+
+class Exchange:
+    """One step of one rank; used again for the step after the next."""
+
+    def __init__(self, *, rank: int, packets: int, floats: int) -> None:
+        self._parts = frames(packets, floats, Kind.PART, rank)
+        self._sums = frames(packets, floats, Kind.SUM, rank)
+        self._part_headers, self._sum_headers = headers_of(self._parts), headers_of(self._sums)
+        self._part_values, self._sum_values = floats_of(self._parts), floats_of(self._sums)
+        self._rank = rank
+        self.step, self.count = -1, 0
+        self._session = 0
+        self._has, self._acked, self._settled, self._brings = (np.zeros(packets, np.bool_) for _ in range(4))
+        self._sent_s, self._asked_s = np.zeros(packets), np.zeros(packets)
+        self._order, self._tries, self._asks = (np.zeros(packets, np.int64) for _ in range(3))
+        self._low = self._next = self._sent = self._newest = self._top = self._has_count = 0
+        self._checked_s = 0.0
+        self.window_share = 1.0
+        self.resent = 0
+
+    def begin(self, step: int, values: Floats) -> None:
+        """Takes the values of a step, (n,); their packets are not sent before `enter`."""
+        floats = self._part_values.shape[1]
+        whole, rest = divmod(values.size, floats)
+        self.step, self.count = step, whole + (rest > 0)
+        self._part_values[:whole] = values[: whole * floats].reshape(whole, floats)
+        if rest:
+            self._part_values[whole] = 0
+            self._part_values[whole, :rest] = values[whole * floats :]
+        self._has[:] = False
+        self._has_count = self._session = 0
+        for headers in (self._part_headers, self._sum_headers):
+            headers["step"], headers["count"] = step, values.size
+
+    def enter(self, session: int) -> None:
+        """A session begins: nothing is sent yet; what has a sum already is brought, of all else the part is sent."""
+        self._session = session
+        self._part_headers["session"] = self._sum_headers["session"] = session
+        self._brings[:] = self._has
+        self._acked[:], self._settled[:], self._tries[:], self._asks[:] = False, False, 0, 0
+        self._asked_s[:] = 0.0
+        self._low = self._next = self._sent = self._newest = self._top = 0
+
+    def rest(self) -> None:
+        """All ranks have the sums of this step: nothing is sent."""
+        self._session = 0
+
+    @property
+    def is_complete(self) -> bool:
+        """All sums are here."""
+        return self._has_count == self.count
+
+    @property
+    def awaits_answers(self) -> bool:
+        """Something was sent of which nothing is heard."""
+        under_way = slice(self._low, self._next)
+        return not bool((self._settled[under_way] | self._acked[under_way]).all())
+
+    def result(self, size: int) -> Floats:
+        """The first `size` sums, a copy."""
+        return np.ascontiguousarray(self._sum_values[: self.count]).reshape(-1)[:size].copy()
+
+    # ── what has come ────────────────────────────────────────────────────────────────────────────────────────────
+
+    def take_sums(self, seqs: Numbers, values: Floats, now_s: float, trips: RoundTrips) -> bool:
+        """Sums have come, some perhaps once more; whether one of them is new."""
+        known = seqs < self.count
+        if not known.all():
+            seqs, values = seqs[known], values[known]
+        new = ~self._has[seqs]
+        if not new.any():
+            return False
+        self._heard(seqs, now_s, trips)
+        if not new.all():
+            seqs, values = seqs[new], values[new]
+        self._sum_values[seqs] = values
+        self._has[seqs] = True
+        self._has_count = int(self._has[: self.count].sum())
+        self._settled[seqs] = True
+        self._top = max(self._top, int(seqs.max()))
+        self.window_share = min(1.0, self.window_share + len(seqs) / 4096)
+        return True
+
+    def take_acks(self, seqs: Numbers, now_s: float, trips: RoundTrips) -> None:
+        """Parts have come, or sums that were brought."""
+        seqs = seqs[seqs < self.count]
+        fresh = seqs[~self._acked[seqs]]
+        if fresh.size:
+            self._heard(fresh, now_s, trips)
+            self._acked[fresh] = True
+            self._asked_s[fresh] = now_s
+            self._settled[fresh] |= self._brings[fresh]
+
+    def _heard(self, seqs: Numbers, now_s: float, trips: RoundTrips) -> None:
+        first = seqs[(self._tries[seqs] == 1) & ~self._acked[seqs]]
+        if first.size:
+            trips.add(now_s - float(self._sent_s[first].max()))
+        self._newest = max(self._newest, int(self._order[seqs].max()))
+
+    # ── what is to be sent ───────────────────────────────────────────────────────────────────────────────────────
+
+    def send(self, wire: Wire, now_s: float, *, window: int, trips: RoundTrips) -> None:
+        """Sends what may be sent now, and again what is lost; asks for sums that should have come."""
+        if not self._session:
+            return
+        while self._low < self._next and self._settled[self._low]:
+            ahead = self._settled[self._low : self._next]
+            self._low += len(ahead) if ahead.all() else int(ahead.argmin())
+        if self._low < self._next and now_s - self._checked_s > CHECK_EVERY_S:
+            self._checked_s = now_s
+            self._repeat(wire, now_s, trips)
+        allowed = max(LEAST_WINDOW, int(window * self.window_share))
+        end = min(self.count, self._low + allowed, self._next + MOST_AT_ONCE)
+        if self._next < end:
+            self._dispatch(wire, np.arange(self._next, end), now_s)
+            self._next = end
+
+    def _repeat(self, wire: Wire, now_s: float, trips: RoundTrips) -> None:
+        timeout_s, usual_s = trips.timeout_s, trips.usual_s
+        span = slice(self._low, self._next)
+        silent = ~(self._settled[span] | self._acked[span])
+        waited_s = now_s - self._sent_s[span]
+        patience_s = timeout_s * 2.0 ** np.minimum(self._tries[span] - 1, 5)
+        by_many = (self._order[span] + REORDER < self._newest) & (waited_s > LEAST_TIMEOUT_S / 5)
+        overtaken = by_many | ((self._order[span] < self._newest) & (waited_s > usual_s))
+        asked_s = now_s - self._asked_s[span]
+        lost = np.flatnonzero(silent & (overtaken | (waited_s > patience_s)) & (asked_s > usual_s)) + self._low
+        behind = np.arange(self._low, self._next) < self._top
+        pause_s = np.where(behind, usual_s, 1.5 * timeout_s) * 2.0 ** np.minimum(self._asks[span], 5)
+        asked = np.flatnonzero(self._acked[span] & ~self._settled[span] & (asked_s > pause_s)) + self._low
+        if lost.size > FEW:  # maybe all that was lost is what acknowledged them
+            first = self._asks[lost] == 0
+            asked, lost = np.concatenate((asked, lost[first])), lost[~first]
+        if lost.size:
+            if lost.size > max(FEW, (self._next - self._low) // 8):  # the link's queue overflows, or a buffer
+                self.window_share = max(self.window_share / 2, 1 / 64)
+            self.resent += lost.size
+            self._dispatch(wire, lost, now_s)
+        if asked.size:
+            asked = asked[:MOST_SEQS]
+            self._asked_s[asked] = now_s
+            self._asks[asked] += 1
+            body = seqs_body(asked)
+            wire.send(packet(Kind.PULL, rank=self._rank, session=self._session, step=self.step, body=body))
+
+    def _dispatch(self, wire: Wire, seqs: Numbers, now_s: float) -> None:
+        self._sent_s[seqs] = now_s
+        self._tries[seqs] += 1
+        self._order[seqs] = self._sent + np.arange(1, len(seqs) + 1)
+        self._sent += len(seqs)
+        brings = self._brings[seqs]
+        for source, chosen in ((self._parts, seqs[~brings]), (self._sums, seqs[brings])):
+            for begin, end in runs(chosen):
+                wire.send_rows(source[begin:end])
+
+
+END_S = 2.0
+"""How long the thread may take to end."""
+
+
+class Heartbeat:
+    """Calls a function again and again until it is stopped."""
+
+    def __init__(self, beat: Callable[[], None], *, every_s: float) -> None:
+        """Starts the thread."""
+        self._beat, self._every_s = beat, every_s
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="sirtaki-heartbeat", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._stopped.wait(self._every_s):
+            self._beat()
+
+    def stop(self) -> None:
+        """Ends the thread; again is harmless."""
+        self._stopped.set()
+        self._thread.join(END_S)
+
 
 logger = logging.getLogger(__name__)
 
@@ -333,3 +691,139 @@ def _standby(name: str, of: str, connect: Callable[[Address], Wire]) -> list[Con
         logger.warning("the standby of the aggregator at %s is not used: %s", of, err)
         return []
     return [contact]
+
+
+Vote = Callable[[], bool | None]
+"""Whether all ranks said yes; None = not all have voted. Moves the vote on."""
+
+GIVEN_UP = 1
+"""Tag of what a rank that votes no sends to the others, which may still wait for its part: why."""
+
+
+class Agreement:
+    """Votes over a communicator of the control plane, which nobody else uses at the same time.
+
+    A rank that votes no tells the others at once: without its part they would wait for long. Of one thread.
+    """
+
+    def __init__(self, comm: Communicator, *, check: Callable[[], None] | None = None) -> None:
+        """`check`: called while it waits, ends waits by what it raises; None = CommError where the job is lost."""
+        self._comm = comm
+        self._check = check or comm.failures.check
+        self._told = 0
+        self._reason = ""
+
+    def check(self) -> None:
+        """For the client of the same rank, while it waits for sums.
+
+        Raises:
+            AggregatorError: another rank has voted no, and why.
+            CommError: the job is lost.
+        """
+        self._check()
+        self._hear()
+        if self._told:
+            raise AggregatorError(self._reason)
+
+    @property
+    def reason(self) -> str:
+        """Why the first one that this rank has heard of has voted no; empty = nobody has."""
+        return self._reason
+
+    def _hear(self) -> None:
+        while (posted := self._comm.collect()) is not None:
+            rank, _, why = posted
+            self._told += 1
+            self._reason = self._reason or f"rank {rank} gets no sums: {why.decode()}"
+
+    def begin(self, problem: str) -> Vote:
+        """Collective: begins a vote; does not block. Of waits in it, see `check` in `__init__`.
+
+        Args:
+            problem: why this rank votes no; empty = it votes yes.
+        """
+        comm, yes = self._comm, not problem
+        if not yes:
+            for rank in range(comm.size):
+                if rank != comm.rank:
+                    comm.post(rank, GIVEN_UP, problem.encode())
+        ballots = np.array([yes], dtype=np.int64)
+        test = comm.all_reduce(ballots, Op.SUM)
+
+        def vote() -> bool | None:
+            self._check()
+            if not test():
+                return None
+            others_against = comm.size - int(ballots[0]) - (not yes)
+            self._hear()
+            return None if self._told < others_against else bool(ballots[0] == comm.size)
+
+        return vote
+
+
+class AggregatedRows:
+    """Rows of a fixed layout, the hot rows of an embedding for instance, that an aggregator sums.
+
+    Attributes:
+        is_open: it may be used; False from the first step that has failed on any rank.
+    """
+
+    def __init__(self, client: AggregatorClient, agreement: Agreement) -> None:
+        """The client becomes its own; it was given the agreement's `check`."""
+        self._client, self._agreement = client, agreement
+        self.is_open = True
+
+    def sum_rows(self, values: torch.Tensor) -> torch.Tensor:
+        """Collective: the sum over ranks of each rank's rows, bit by bit the same on all ranks.
+
+        Args:
+            values: (k, width) of a floating dtype on any device, k at most the layout's rows and the same on all
+                ranks. Not changed. They are added as float32.
+
+        Returns:
+            A new tensor like `values`.
+
+        Raises:
+            ConfigError: the shape does not fit the layout.
+            AggregatorError: on all ranks alike: on one of them the sums have not come. Nothing is summed for this
+                step, and this object cannot be used any more; the caller sums by other means.
+            CommError: the job is lost.
+        """
+        if not self.is_open:
+            raise AggregatorError("the aggregator was given up in an earlier step; sums have to be made by other means")
+        if not values.is_floating_point():
+            raise ConfigError(
+                f"values of {values.dtype} cannot be summed by an aggregator; it adds floating-point numbers"
+            )
+        problem: AggregatorError | None = None
+        total: torch.Tensor | None = None
+        try:
+            sums = self._client.sum(values.detach().to("cpu", torch.float32).numpy())
+            total = torch.from_numpy(sums).to(values.device, values.dtype)
+        except AggregatorError as err:
+            problem = err
+        except OSError as err:
+            problem = AggregatorError(f"the aggregator cannot be reached: {err.strerror or err}")
+        vote = self._agreement.begin("" if problem is None else str(problem))
+        verdict: bool | None = None
+
+        def is_decided() -> bool:
+            nonlocal verdict
+            if verdict is None:
+                verdict = vote()
+            return verdict is not None
+
+        spin_until_s = time.perf_counter() + SPIN_S
+        while not is_decided() and time.perf_counter() < spin_until_s:
+            os.sched_yield()
+        self._client.linger(is_decided)
+        if verdict and total is not None:
+            return total
+        self.close()
+        raise problem or AggregatorError(self._agreement.reason)
+
+    def close(self) -> None:
+        """Leaves the aggregator; again is harmless."""
+        if self.is_open:
+            self.is_open = False
+            self._client.close()

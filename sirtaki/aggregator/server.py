@@ -1,32 +1,34 @@
-"""The aggregator: a process that adds up what ranks send, packet by packet, and sends all of them the sums.
-
-What Libra's switch does (§3.5, §3.6), in user space over UDP. It needs no timers but the one that forgets jobs: ranks
-ask again for what they miss. Whatever it does not understand, or is not of a job that it knows, it drops and counts.
-"""
+"""The aggregator: sums rows of all ranks of a step."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import logging
+import secrets
 import time
 from dataclasses import asdict, dataclass
+from functools import cache
 
 import numpy as np
+import numpy.typing as npt
 
 from sirtaki.host_port import Address
 
-from .job import Entry, Job
-from .packets import (
+from .wire import (
     MOST_SEQS,
     PACKET_BYTES,
     Bytes,
+    Floats,
     Headers,
     Kind,
     Numbers,
     Registration,
+    Summation,
     Welcome,
+    Wire,
     floats_of,
+    frames,
     groups,
     headers_of,
     packet,
@@ -34,8 +36,330 @@ from .packets import (
     seqs_body,
     seqs_of,
 )
-from .step_registers import StepRegisters
-from .wire import Wire
+
+Integers = npt.NDArray[np.int64]
+
+ONE = 1 << 16
+"""Logarithms have 16 binary places here."""
+
+_NEAREST = 1 << 11  # of the difference j - i 5 bits before and 11 behind the point are a key
+_FARTHEST = 31  # beyond so many powers of two the smaller number is nothing
+_SPLIT = 12  # bits of the fraction behind its 11th
+_LN2 = float(np.log(2.0))
+_TINY = -(1 << 30)  # log2 of nothing
+
+
+class Tables:
+    """The tables, by the paper's names; an index is a key, an entry has 16 bits (one that is nothing: a mark)."""
+
+    def __init__(self) -> None:
+        high = np.arange(4096)
+        m = 1.0 + (high & 2047) / 2048.0  # 1.f1…f11
+        with np.errstate(divide="ignore"):
+            self.exponent = np.arange(256, dtype=np.int64) - 127  # epoTable
+            self.log_m = np.rint(ONE * np.log2(m)).astype(np.int64)
+            self.log_rest = np.rint(256 * np.log2(high * 2.0**-23)).clip(_TINY).astype(np.int64)  # log Δm, 8 places
+            self.log_m_ln2 = np.rint(256 * np.log2(m * _LN2)).astype(np.int64)
+            keys = np.arange(65536)
+            self.small = np.rint(ONE * 2.0 ** (-keys / 256)).astype(np.int64)  # 2^(log Δm - log(m ln 2))
+            theta = -keys / _NEAREST
+            self.plus = np.rint(ONE * np.log2(1.0 + 2.0**theta)).astype(np.int64)  # miTable
+            self.minus = np.rint(ONE * np.log2(1.0 - 2.0**theta)).clip(_TINY).astype(np.int64)  # not the paper's
+            self.power = np.rint(ONE * (2.0 ** (keys / ONE) - 1.0)).astype(np.int64)  # expTable: a fraction
+
+    @property
+    def papers_bytes(self) -> int:
+        """Of the seven tables, at two bytes an entry."""
+        seven = (self.exponent, self.log_m, self.log_rest, self.log_m_ln2, self.small, self.plus, self.power)
+        return sum(2 * table.size for table in seven)
+
+
+@cache
+def tables() -> Tables:
+    """They are made once."""
+    return Tables()
+
+
+def table_sum(x: Floats, y: Floats) -> Floats:
+    """The sum of x and y by tables. Subnormal numbers count as 0; NaN and infinities are added as usual."""
+    x, y = np.broadcast_arrays(np.asarray(x, np.float32), np.asarray(y, np.float32))
+    bits_x, bits_y = x.view(np.uint32).astype(np.int64), y.view(np.uint32).astype(np.int64)
+    larger = (bits_x & 0x7FFFFFFF) >= (bits_y & 0x7FFFFFFF)
+    first, second = np.where(larger, bits_x, bits_y), np.where(larger, bits_y, bits_x)
+    i, j = _log2(first), _log2(second)
+    found = tables()
+    theta = i - j
+    key = np.minimum((theta + 16) >> 5, 65535)  # 16 places → 11
+    alike = (first ^ second) >> 31 == 0
+    step = np.where(alike, found.plus[key], found.minus[key])
+    step = np.where(theta >= _FARTHEST * ONE, 0, step)
+    total = _power(i + step, first >> 31)
+    total = np.where(~alike & (theta < 16), np.float32(0), total)
+    nothing_x, nothing_y = _is_nothing(first), _is_nothing(second)
+    values_first = first.astype(np.uint32).view(np.float32)
+    total = np.where(nothing_y, np.where(nothing_x, np.float32(0), values_first), total)
+    unusual = ((first >> 23) & 0xFF) == 0xFF
+    if unusual.any():
+        with np.errstate(invalid="ignore"):
+            total[unusual] = x[unusual] + y[unusual]
+    return total.astype(np.float32)
+
+
+def _is_nothing(bits: Integers) -> npt.NDArray[np.bool_]:
+    return np.asarray((bits >> 23) & 0xFF == 0)
+
+
+def _log2(bits: Integers) -> Integers:
+    """log2 of the magnitude, 16 places: equation 1."""
+    found = tables()
+    m, rest = (bits >> _SPLIT) & 0x7FF, bits & 0xFFF
+    key = np.minimum(found.log_m_ln2[m] - found.log_rest[rest], 65535)
+    correction = np.where(rest == 0, 0, found.small[key])
+    return np.asarray(found.exponent[(bits >> 23) & 0xFF] * ONE + found.log_m[m] + correction)
+
+
+def _power(logarithm: Integers, sign: Integers) -> npt.NDArray[np.float32]:
+    """±2^logarithm; 0 where that is subnormal, infinite where it is too large."""
+    exponent, fraction = (logarithm >> 16) + 127, tables().power[logarithm & 0xFFFF]
+    carry = fraction >> 16
+    exponent, fraction = exponent + carry, fraction & 0xFFFF
+    bits = (exponent.clip(0, 255) << 23) | (fraction << 7)
+    bits = np.where(exponent <= 0, 0, np.where(exponent >= 255, 0x7F800000, bits))
+    return np.asarray((bits | (sign << 31)).astype(np.uint32).view(np.float32))
+
+
+FEW_RUNS = 4
+"""So many are added one by one without looking each packet up."""
+
+
+class StepRegisters:
+    """Sums of one step, in packets."""
+
+    def __init__(self, *, ranks: int, packets: int, floats: int, summation: Summation) -> None:
+        self.frames = frames(packets, floats, Kind.SUM)
+        self._values = floats_of(self.frames)
+        self._headers = headers_of(self.frames)
+        self._seen = np.zeros((ranks, packets), np.bool_)
+        self._parts = np.zeros(packets, np.uint16)
+        self._final = np.zeros(packets, np.bool_)
+        self._ranks, self._summation = ranks, summation
+        self._final_count = 0
+        self.step, self.count, self.values = -1, 0, 0
+
+    @staticmethod
+    def bytes_for(*, ranks: int, packets: int, floats: int) -> int:
+        """What one of them takes."""
+        return packets * (32 + 4 * floats + ranks + 3)
+
+    def begin(self, step: int, *, session: int) -> None:
+        """Everything is 0 again, for another step."""
+        self.step, self.count, self.values, self._final_count = step, 0, 0, 0
+        self._headers["session"], self._headers["step"] = session, step
+        self._seen[:], self._parts[:], self._final[:] = False, 0, False
+
+    @property
+    def is_complete(self) -> bool:
+        """All sums are there."""
+        return 0 < self.count == self._final_count
+
+    def takes(self, seqs: Numbers, values: int) -> bool:
+        """Whether such packets belong here, of a step in which each rank gives so many values."""
+        count = -(-values // self._values.shape[1])
+        if not 0 < count <= len(self._parts) or self.values not in (0, values) or bool((seqs >= count).any()):
+            return False
+        if self.count == 0:
+            self.count, self.values = count, values
+            self._headers["count"] = values
+        return True
+
+    def differs(self, values: int) -> bool:
+        """Whether other ranks have given another number of values, of those that are possible."""
+        return self.values not in (0, values) and 0 < values <= self._values.size
+
+    def add(self, rank: int, seqs: Numbers, values: Floats) -> tuple[Numbers, int]:
+        """Adds the parts of one rank that are not in yet.
+
+        Args:
+            rank: whose.
+            seqs: of the packets, (n,); a number may come twice.
+            values: (n, floats).
+
+        Returns:
+            Which packets have become complete, ascending, and how many parts were there already.
+        """
+        pieces = runs(seqs) if len(seqs) == 1 or bool((seqs[1:] > seqs[:-1]).all()) else []
+        if 0 < len(pieces) <= FEW_RUNS and self._are_new(rank, pieces):
+            at = 0
+            for begin, end in pieces:
+                self._add_run(rank, begin, end, values[at : at + end - begin])
+                at += end - begin
+            return np.asarray(seqs[self._final[seqs]]), 0
+        new = ~self._seen[rank, seqs] & ~self._final[seqs]
+        if len(seqs) > 1 and not (np.diff(seqs) > 0).all():  # one batch may hold a packet twice
+            first = np.zeros(len(seqs), np.bool_)
+            first[np.unique(seqs, return_index=True)[1]] = True
+            new &= first
+        repeated = len(seqs) - int(new.sum())
+        if repeated:
+            seqs, values = seqs[new], values[new]
+        self._seen[rank, seqs] = True
+        self._accumulate(seqs, values)
+        self._parts[seqs] += 1
+        complete = np.sort(seqs[self._parts[seqs] == self._ranks])
+        self._finish(complete)
+        return complete, repeated
+
+    def _are_new(self, rank: int, pieces: list[tuple[int, int]]) -> bool:
+        """Whether nothing of this rank is in there, and no packet is empty while its neighbour is not."""
+        for begin, end in pieces:
+            empty = self._parts[begin:end] == 0
+            if (self._seen[rank, begin:end] | self._final[begin:end]).any() or (empty != empty[0]).any():
+                return False
+        return self._summation is Summation.FLOAT32
+
+    def _add_run(self, rank: int, begin: int, end: int, values: Floats) -> None:
+        """The usual case, quickly: new packets that follow each other."""
+        parts = self._parts[begin:end]
+        if parts[0]:
+            self._values[begin:end] += values
+        else:
+            self._values[begin:end] = values
+        parts += 1
+        self._seen[rank, begin:end] = True
+        complete = parts == self._ranks
+        self._final[begin:end] = complete
+        self._final_count += int(complete.sum())
+
+    def _accumulate(self, seqs: Numbers, values: Floats) -> None:
+        empty = self._parts[seqs] == 0
+        if empty.all():
+            self._values[seqs] = values
+            return
+        if empty.any():
+            self._values[seqs[empty]] = values[empty]
+            seqs, values = seqs[~empty], values[~empty]
+        if self._summation is Summation.TABLE:
+            self._values[seqs] = table_sum(self._values[seqs], values)
+        else:
+            self._values[seqs] += values
+
+    def put(self, seqs: Numbers, values: Floats) -> Numbers:
+        """Takes sums that another aggregator has made, as they are; those that are here already stay.
+
+        Returns:
+            Which have become complete.
+        """
+        new = np.unique(seqs, return_index=True)[1]
+        new = new[~self._final[seqs[new]]]
+        seqs, values = seqs[new], values[new]
+        self._values[seqs] = values
+        self._finish(seqs)
+        return seqs
+
+    def _finish(self, seqs: Numbers) -> None:
+        self._final[seqs] = True
+        self._final_count += len(seqs)
+
+    def waiting(self, rank: int, seqs: Numbers) -> Numbers:
+        """Those of the packets in which this rank's part is, and another's is not."""
+        return np.asarray(seqs[self._seen[rank, seqs] & ~self._final[seqs]])
+
+    def final(self, seqs: Numbers) -> Numbers:
+        """Those of the packets whose sums are there, ascending, once each."""
+        return np.unique(seqs[self._final[seqs]])
+
+
+STEPS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A rank that has come.
+
+    Attributes:
+        number: drawn by the rank each time it comes.
+        address: where it is.
+        step: the one that it works on.
+    """
+
+    number: int
+    address: Address
+    step: int
+
+
+class Job:
+    """One job; it exists from the first rank that comes until all have left, or nothing was heard for long."""
+
+    def __init__(self, first: Registration, now_s: float) -> None:
+        self.agreed, self.key = first.agreed, first.job
+        self.ranks, self.floats, self.packets = first.ranks, first.floats, first.packets
+        sizes = {"ranks": first.ranks, "packets": first.packets, "floats": first.floats}
+        self._steps = tuple(StepRegisters(**sizes, summation=first.summation) for _ in range(STEPS))
+        self.entries: dict[int, Entry] = {}
+        self.left: set[int] = set()
+        self.heard_s = now_s
+        self._draw_session()
+
+    @staticmethod
+    def bytes_for(registration: Registration) -> int:
+        """What a job would take."""
+        each = {"ranks": registration.ranks, "packets": registration.packets, "floats": registration.floats}
+        return STEPS * StepRegisters.bytes_for(**each)
+
+    def _draw_session(self) -> None:
+        self.session = secrets.randbits(63) | 1
+        self.first_step = -1
+
+    @property
+    def is_open(self) -> bool:
+        """All ranks have come."""
+        return self.first_step >= 0
+
+    def enter(self, rank: int, entry: Entry) -> bool:
+        """A rank has come, or says once more that it has.
+
+        Returns:
+            Whether a session was ended by it.
+        """
+        ended = self.is_open and self.entries[rank].number != entry.number
+        if ended:
+            self.entries.clear()
+            self._draw_session()
+        if not self.is_open:
+            self.entries[rank] = entry
+            self.left.discard(rank)
+            if len(self.entries) == self.ranks:
+                self._open()
+        return ended
+
+    def _open(self) -> None:
+        steps = [entry.step for entry in self.entries.values()]
+        self.first_step = min(steps)
+        for step in range(self.first_step, self.first_step + STEPS):
+            self._steps[step % STEPS].begin(step, session=self.session)
+
+    @property
+    def is_torn(self) -> bool:
+        """Ranks are further apart than is possible, so they do not train together."""
+        steps = [entry.step for entry in self.entries.values()]
+        return max(steps) - min(steps) >= STEPS
+
+    def registers(self, step: int) -> StepRegisters | None:
+        """Those of a step; the older step's are taken for the next one, once the one between is complete."""
+        found = self._steps[step % STEPS]
+        if found.step == step:
+            return found
+        between = self._steps[(step + 1) % STEPS]
+        if step == found.step + STEPS and between.step == step - 1 and between.is_complete:
+            found.begin(step, session=self.session)
+            return found
+        return None
+
+    def is_at(self, rank: int, address: Address) -> bool:
+        """Whether that is the rank's address."""
+        entry = self.entries.get(rank)
+        return entry is not None and entry.address == address
+
 
 logger = logging.getLogger(__name__)
 

@@ -293,7 +293,7 @@ def check_settings() -> Iterator[Finding]:
 
 
 def _check_registry(url_or_path: str | None) -> Iterator[Finding]:
-    from sirtaki.registry.opening import default_path, open_store
+    from sirtaki.registry.safe_store import default_path, open_store
     from sirtaki.registry.sql_store import file_of
 
     # A password in a URL is not for the screen.

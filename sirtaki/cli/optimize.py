@@ -9,21 +9,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from sirtaki.engine.given_plan import PLAN_FILE
+from sirtaki.analysis.from_recording import job_model
+from sirtaki.analysis.global_graph import Part, StepTimes, recorded
+from sirtaki.analysis.job_model import histories
+from sirtaki.analysis.memory_budget import fit, memory_passes
+from sirtaki.analysis.plan_search import EVERY, SEARCH_LIMIT_S, Acceleration, Outcome, optimize
+from sirtaki.analysis.recording_files import read
+from sirtaki.analysis.what_if import WORTH_A_LINE
+from sirtaki.analysis.words import describe_memory, memory_as_json, memory_bytes, ms, positive, unmet
+from sirtaki.engine.tuning.plans import PLAN_FILE
 from sirtaki.errors import ConfigError, ReplayError
-from sirtaki.optimizer.budget import fit
-from sirtaki.optimizer.memory_passes import memory_passes
-from sirtaki.optimizer.outcome import SEARCH_LIMIT_S, Outcome, optimize
-from sirtaki.optimizer.view import EVERY, Acceleration
-from sirtaki.profiler.folder import read
-from sirtaki.replay.critical_path import Part
-from sirtaki.replay.early_gradients import WORTH_A_LINE
-from sirtaki.replay.from_recording import job_model
-from sirtaki.replay.histories import histories
-from sirtaki.replay.step_times import StepTimes, recorded
-
-from .memory_words import describe_memory, memory_as_json, unmet
-from .quantities import memory_bytes, ms, positive
 
 DOUBTFUL = 0.05
 """Share of a step by which a replay may be off without a word."""

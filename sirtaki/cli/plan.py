@@ -16,17 +16,15 @@ from statistics import median
 from rich.console import Console
 from rich.table import Table
 
+from sirtaki.analysis.svg import COLORS, DEFAULT_COLOR, Plot, framed, legend, page
 from sirtaki.autotune.knobs import MIB, Knobs, KnobSpace, format_bytes
-from sirtaki.autotune.model.calibration import fitted_to_trials
-from sirtaki.autotune.model.cluster import Cluster
+from sirtaki.autotune.model.calibration import Cluster, fitted_to_trials
 from sirtaki.autotune.model.planning import PlanningModel
 from sirtaki.autotune.scaling import DEFAULT, ScalingRow, scaling_table
 from sirtaki.autotune.trial import Trial
-from sirtaki.engine.trial_log_reader import TrialLog, read_log
+from sirtaki.engine.tuning.trial_log import TrialLog, read_log
 from sirtaki.errors import ConfigError
-from sirtaki.link_model import LinkModel
-
-from .svg import COLORS, DEFAULT_COLOR, Plot, framed, legend, page
+from sirtaki.measures import LinkModel
 
 BYTES_PER_GBIT = 1e9 / 8
 MAX_STREAMS = 24

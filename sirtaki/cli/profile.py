@@ -11,14 +11,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+from sirtaki.analysis import recording_files as folders
+from sirtaki.analysis.alignment import align, summary, write_trace
+from sirtaki.analysis.memory_budget import highest_rank, memory_replay
+from sirtaki.analysis.words import peak_words
 from sirtaki.errors import ConfigError, RecordingError
-from sirtaki.optimizer.budget import highest_rank, memory_replay
-from sirtaki.profiler import folder as folders
-from sirtaki.profiler.alignment import align
-from sirtaki.profiler.summary import summary
-from sirtaki.profiler.trace_file import write_trace
-
-from .memory_words import peak_words
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

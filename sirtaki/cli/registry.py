@@ -12,14 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from sirtaki.errors import RegistryError
-from sirtaki.gain import faster
-from sirtaki.link_model import LinkModel
-from sirtaki.registry.edit_distance import least_distance
-from sirtaki.registry.entry import Entry
-from sirtaki.registry.opening import open_store
-from sirtaki.registry.row_ways import BLOCKS, HOT_COLD, RowWay
-from sirtaki.registry.similarity import Match, nearest
+from sirtaki.measures import LinkModel, faster
+from sirtaki.registry.entry import BLOCKS, HOT_COLD, Entry, RowWay
+from sirtaki.registry.graph import least_distance
+from sirtaki.registry.safe_store import open_store
 from sirtaki.registry.store import Store
+from sirtaki.registry.warm_start import Match, nearest
 from sirtaki.settings import REGISTRY_OFF, Settings
 
 DAY_S = 24 * 3600.0
@@ -263,7 +261,7 @@ def _similar(store: Store, options: Namespace) -> None:
 
 
 def _draw(entry: Entry, other: Entry, match: Match, path: Path) -> None:
-    from sirtaki.registry.picture import draw_match
+    from sirtaki.registry.graph import draw_match
 
     draw_match(
         entry.model,
@@ -275,7 +273,7 @@ def _draw(entry: Entry, other: Entry, match: Match, path: Path) -> None:
 
 
 def _export(store: Store, options: Namespace) -> None:
-    from sirtaki.registry.exchange import write_document
+    from sirtaki.registry.entry import write_document
 
     entries: Iterable[Entry] = store.entries()
     ways = store.row_ways()
@@ -293,7 +291,7 @@ def _export(store: Store, options: Namespace) -> None:
 
 
 def _import(store: Store, options: Namespace) -> None:
-    from sirtaki.registry.exchange import read_document
+    from sirtaki.registry.entry import read_document
 
     with ExitStack() as stack:
         try:

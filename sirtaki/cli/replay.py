@@ -12,22 +12,24 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from sirtaki.analysis.from_recording import job_model
+from sirtaki.analysis.global_graph import Part, StepTimes, communication_s, computation_s, parts, recorded, replayed
+from sirtaki.analysis.job_model import Histories, JobModel, histories
+from sirtaki.analysis.recording_files import read
+from sirtaki.analysis.remedies import Answer, answer, knobs_of, play, price_error, price_notes, remedies, unanswered
+from sirtaki.analysis.what_if import (
+    daydream,
+    with_faster_loader,
+    with_knobs,
+    with_link,
+    with_plans,
+    with_ranks,
+    without_stragglers,
+)
+from sirtaki.analysis.words import ms, positive
 from sirtaki.autotune.knobs import MIB
 from sirtaki.comm.plan import CommPlan, TransportKind
 from sirtaki.errors import ConfigError, ReplayError
-from sirtaki.profiler.folder import read
-from sirtaki.replay.critical_path import Part, parts
-from sirtaki.replay.daydream import daydream
-from sirtaki.replay.from_recording import job_model
-from sirtaki.replay.histories import Histories, histories
-from sirtaki.replay.job_model import JobModel
-from sirtaki.replay.other_plan import with_knobs, with_plans
-from sirtaki.replay.partial import communication_s, computation_s
-from sirtaki.replay.remedies import Answer, answer, knobs_of, play, price_error, price_notes, remedies, unanswered
-from sirtaki.replay.step_times import StepTimes, recorded, replayed
-from sirtaki.replay.what_if import with_faster_loader, with_link, with_ranks, without_stragglers
-
-from .quantities import ms, positive
 
 BYTES_PER_GBIT = 1e9 / 8
 LEAST_SHARE = 0.005

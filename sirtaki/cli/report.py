@@ -1,11 +1,8 @@
-"""`sirtaki report`: a recording or a log of trials as a page.
+"""`sirtaki report`: a page about a job's trials, its sparse gradients, or its recording."""
 
-Turns a log of trials into a few lines on the terminal and one self-contained page: what was tried, by whom, what it
-gained, what had been predicted, what was chosen.
+from __future__ import annotations
 
-No scripts, no files beside the page; plots are inline SVG. The page of a recording is `job_page`'s.
-"""
-
+import math
 import sys
 from argparse import ArgumentParser, Namespace
 from collections import Counter
@@ -13,19 +10,322 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from itertools import cycle
 from pathlib import Path
+from statistics import median
 
-from sirtaki.autotune.arms.planners import OUR_PLANNERS
-from sirtaki.autotune.knobs import Knobs
-from sirtaki.autotune.meta.assignment import DEFAULT_ARM
+from sirtaki.analysis.recording_files import REPORT_FILE
+from sirtaki.analysis.svg import COLORS, DEFAULT_COLOR, WIDTH, Plot, framed, legend, log_ms, log_ms_ticks, page, swatch
+from sirtaki.autotune.arms.catalogue import OUR_PLANNERS
+from sirtaki.autotune.knobs import Knobs, format_bytes
+from sirtaki.autotune.meta.trials import DEFAULT_ARM, Purpose
+from sirtaki.autotune.model.planning import BELIEVED
 from sirtaki.autotune.model.simulator import Simulator
-from sirtaki.engine.trial_log_reader import Measurement, TrialLog, read_log
+from sirtaki.autotune.sparse import MB, SparseSummary, Way
+from sirtaki.comm.plan import Algorithm
+from sirtaki.engine.tuning.trial_log import Measurement, Outcome, Retune, TrialLog, read_log
 from sirtaki.errors import ConfigError
-from sirtaki.profiler.folder import REPORT_FILE
+from sirtaki.measures import faster
 
-from .report_sparse import rows_in_words, sparse
-from .report_trust import predictions, trust
-from .report_words import fastest, in_order, in_words, ms, searching, summary, who_was_trusted, why_not_the_fastest
-from .svg import COLORS, DEFAULT_COLOR, WIDTH, Plot, framed, legend, log_ms, log_ms_ticks, page, swatch
+FINALS = (Purpose.FINALS.value, "verify", "guard_winner", "guard_default")  # the latter in logs of older releases
+
+
+def summary(log: TrialLog) -> Iterator[str]:
+    """What was kept, what it gains, the bound, and why it ended so."""
+    kept = log.outcome
+    yield f"{len(log.measurements)} measurements in {log.last_iteration} training iterations."
+    yield f"Kept: {kept.knobs.describe()}, proposed by {kept.arm}."
+    yield from _gain(kept)
+    yield from _bound(log)
+    if kept.reason:
+        yield f"Why: {kept.reason}."
+    yield from map(_retune, log.retunes)
+
+
+def _retune(retune: Retune) -> str:
+    """Why there was a re-tune and what came of it, in one sentence."""
+    took = "was not what it had been" if retune.ratio is None else f"took {retune.ratio:.2g} times as long as before"
+    begin = f"After iteration {retune.iteration} communication {took}:"
+    found = retune.result
+    if found is None:
+        return f"{begin} the log ends before another setting was chosen."
+    if found.knobs == retune.running:
+        return f"{begin} nothing better was found."
+    gain = "" if found.default_span_s is None else f", {faster(found.default_span_s, found.span_s)} than what ran"
+    return f"{begin} from then on {found.knobs.describe()}{gain}."
+
+
+def _gain(kept: Outcome) -> Iterator[str]:
+    """What tuning has brought."""
+    if kept.default_span_s is None:
+        yield f"Communication takes {ms(kept.span_s)}."
+        return
+    before_s, after_s, usual = kept.default_span_s, kept.span_s, kept.usual
+    yield f"Communication takes {ms(after_s)}, {ms(before_s)} by default ({faster(before_s, after_s)})."
+    if usual is not None:
+        yield (
+            f"A step takes {ms(usual.step_s(after_s))}, {ms(usual.step_s(before_s))} by default "
+            f"({faster(usual.step_s(before_s), usual.step_s(after_s))}); the backward pass does not hide "
+            f"{ms(usual.exposed_s(after_s))} of its communication, {ms(usual.exposed_s(before_s))} by default."
+        )
+
+
+def _bound(log: TrialLog) -> Iterator[str]:
+    """What can be reached at all; nothing where that is unknown."""
+    if log.model is None or log.bound_s is None:
+        return
+    if log.bound_s < log.model.bound_s:
+        yield (
+            f"The probes alone would have said that no plan can take less than {ms(log.model.bound_s)}, but "
+            f"gradients have travelled faster since, so the bound is drawn at the fastest setting, {ms(log.bound_s)}."
+        )
+    else:
+        yield (
+            f"No plan can take less than {ms(log.bound_s)}: the backward pass from its first gradient on, or all bytes "
+            "at the best rate that was measured."
+        )
+
+
+def in_words(knobs: Knobs) -> str:
+    """What the knobs mean, for people who have not read about units and streams."""
+    if knobs.cuts is not None:
+        sizes = (
+            f"in {len(knobs.cuts)} units whose sizes a planner chose, {format_bytes(knobs.unit_bytes)} in the middle"
+        )
+    else:
+        sizes = f"in units of {format_bytes(knobs.unit_bytes)}: smaller gradients are packed, larger ones cut"
+    at_once = "one at a time" if knobs.streams == 1 else f"up to {knobs.streams} at the same time, on as many streams"
+    way = (
+        "first inside each node, then between nodes" if knobs.algorithm is Algorithm.HIERARCHICAL else "all ranks alike"
+    )
+    threads = "" if knobs.threads is None else f", with {knobs.threads} GPU threads each"
+    return f"Gradients travel {sizes}; {at_once}, over {knobs.transport.value.replace('_', ' ')}, {way}{threads}."
+
+
+def why_not_the_fastest(log: TrialLog) -> Iterator[str]:
+    """Says so where the first of the fastest settings is not what was kept."""
+    if log.result is None or fastest(log)[0].knobs == log.result.knobs:
+        return
+    compared: dict[Knobs, list[float]] = {}
+    for trial in log.measurements:
+        if trial.succeeded and trial.purpose in FINALS:
+            compared.setdefault(trial.knobs, []).append(trial.span_s)
+    words = "The first row is not what was kept: of many measurements, one is short by luck."
+    if compared:
+        times = sorted((median(spans_s), knobs.describe()) for knobs, spans_s in compared.items())
+        words += " Therefore the fastest settings and the default ran in turns at the end, and took: "
+        words += ", ".join(f"{name} {ms(span_s)}" for span_s, name in times) + "."
+    yield words
+
+
+def fastest(log: TrialLog) -> list[Measurement]:
+    """The shortest measurement of each setting, the fastest first."""
+    shortest = sorted((trial for trial in log.measurements if trial.succeeded), key=lambda trial: trial.span_s)
+    unique = {trial.knobs: trial for trial in reversed(shortest)}
+    return sorted(unique.values(), key=lambda trial: trial.span_s)
+
+
+def in_order(log: TrialLog) -> Iterator[str]:
+    """How well the planners' model predicted what was measured; nothing where it did not."""
+    predicted = [trial for trial in log.measurements if trial.succeeded and trial.predicted_s is not None]
+    if not predicted or predicted[-1].agreement is None or len({trial.knobs for trial in predicted}) < 2:
+        return
+    times = median(trial.span_s / trial.predicted_s for trial in predicted if trial.predicted_s is not None)
+    yield (
+        f"Of two settings that ran, the faster one was the one that the planners' model had predicted to be faster in "
+        f"{_right(predicted[-1].agreement):.0f} % of the cases (the more they differ the more they count; 50 % is "
+        f"guessing). In the median, measured times were {times:.2g} times the predicted ones."
+    )
+    first_doubted = next((trial for trial in log.measurements if trial.believed is False), None)
+    if first_doubted is not None:
+        again = "" if log.measurements[-1].believed is False else ", and were asked again later"
+        yield (
+            f"From iteration {first_doubted.iteration} on it was below {_right(BELIEVED):.0f} %, so planners were not "
+            f"asked any more{again}."
+        )
+
+
+def _right(agreement: float) -> float:
+    """Pairs in the predicted order, in percent."""
+    return 50.0 * (1.0 + agreement)
+
+
+def who_was_trusted(log: TrialLog) -> Iterator[str]:
+    """How often each arm was asked, and what it found."""
+    asked = Counter(trial.arm for trial in searching(log))
+    found = Counter(trial.arm for trial in searching(log) if trial.was_best)
+    each = ", ".join(f"{arm} {count} ({found[arm]})" for arm, count in asked.most_common() if arm != DEFAULT_ARM)
+    if each:
+        yield f"Settings proposed by each, and how many of them were the best so far: {each}."
+
+
+def searching(log: TrialLog) -> list[Measurement]:
+    """Trials that arms proposed, each once; without any such, all measurements."""
+    trials = [trial for trial in log.measurements if trial.purpose == Purpose.TRIAL.value] or log.measurements
+    first: dict[tuple[str, Knobs], Measurement] = {}
+    for trial in trials:
+        before = first.setdefault((trial.arm, trial.knobs), trial)
+        if trial.was_best and not before.was_best:
+            first[trial.arm, trial.knobs] = trial
+    return list(first.values())
+
+
+def ms(seconds: float) -> str:
+    """A time in milliseconds."""
+    return f"{1e3 * seconds:.3g} ms"
+
+
+PLANNERS = {planner.name for planner in OUR_PLANNERS}
+FAINTEST = 0.08
+"""Opacity of an arm without credit."""
+
+
+def trust(log: TrialLog, colors: Mapping[str, str]) -> Iterator[str]:
+    """A row for each arm: its credit over time as the bandit wrote it down, and its trials."""
+    told = [trial for trial in log.measurements if trial.credits]
+    if not told:
+        return
+    yield (
+        "<h2>Which arm was trusted when</h2>"
+        "<p>A row is as strong in colour as the arm's credit: full after it has found a new best (large dot), fading "
+        "with each trial that was none (small dot). More credit gets more trials; arms without any take turns. "
+        "Where a row is empty, planners were not asked: trials had spoken against their model.</p>"
+    )
+    if not any(credit for trial in told for credit in trial.credits.values()):
+        yield "<p>None has found a setting that is clearly better than all before, so all have had equal turns.</p>"
+    arms = list(dict.fromkeys(arm for trial in told for arm in trial.credits))
+    place = {arm: len(arms) - 1 - row for row, arm in enumerate(arms)}
+    last = log.last_iteration
+    plot = Plot(x=(0, last), y=(0, len(arms)), x_label="training iteration", y_label="", height=52 + 20 * len(arms))
+    ends = [*(trial.iteration for trial in told[1:]), last]
+    for trial, end in zip(told, ends, strict=True):
+        for arm, credit in trial.credits.items():
+            if trial.believed is False and arm in PLANNERS:
+                continue
+            plot.box(
+                (trial.iteration, end),
+                (place[arm] + 0.1, place[arm] + 0.9),
+                color=colors.get(arm, DEFAULT_COLOR),
+                title=f"{arm}: credit {credit:.2g}",
+                opacity=FAINTEST + (1.0 - FAINTEST) * min(max(credit, 0.0), 1.0),
+            )
+    for trial in searching(log):
+        if trial.arm in place and trial.succeeded:
+            title = f"{ms(trial.span_s)}: {trial.arm}, {trial.knobs.describe()}"
+            plot.dot(trial.iteration, place[trial.arm] + 0.5, color="currentColor", title=title, large=trial.was_best)
+    yield framed(plot.render(y_ticks=[(place[arm] + 0.5, arm) for arm in arms]))
+
+
+def predictions(log: TrialLog, colors: Mapping[str, str]) -> Iterator[str]:
+    """What the planners' model had predicted against what was measured."""
+    predicted = [
+        (trial, trial.predicted_s) for trial in log.measurements if trial.succeeded and trial.predicted_s is not None
+    ]
+    if not predicted:
+        return
+    yield "<h2>Predicted and measured</h2>"
+    words = "A dot on the line was predicted exactly; what counts is the order, on which planners rely."
+    yield f"<p>{words} {escape(' '.join(in_order(log)))}</p>"
+    times_s = [seconds for trial, predicted_s in predicted for seconds in (trial.span_s, predicted_s)]
+    low, high = log_ms(min(times_s)) - 0.05, log_ms(max(times_s)) + 0.05
+    plot = Plot(x=(low, high), y=(low, high), x_label="predicted, ms (log)", y_label="measured, ms (log)")
+    plot.line([(low, low), (high, high)], color=DEFAULT_COLOR, dashed=True)
+    for trial, predicted_s in predicted:
+        title = f"predicted {ms(predicted_s)}, measured {ms(trial.span_s)}: {trial.arm}, {trial.knobs.describe()}"
+        plot.dot(log_ms(predicted_s), log_ms(trial.span_s), color=colors[trial.arm], title=title)
+    ticks = log_ms_ticks(low, high)
+    yield framed(plot.render(x_ticks=ticks, y_ticks=ticks))
+
+
+SPARSE_TITLES = (
+    "parameter",
+    "rows",
+    "touched",
+    "popular rows",
+    "way",
+    "tried: time, MB",
+    "MB",
+    "if dense",
+    "Horovod's rule",
+)
+HOW_TO_READ = (
+    "<i>Touched</i> are the rows that any rank has in an iteration. <i>Popular rows</i> are the hot ones where they "
+    "travel dense, else those before the knee of the curve below, with their part of all touches. MB are what a rank "
+    "receives in an iteration, computed from the rows that were touched, not counted on the wire; the fastest way need "
+    "not be the one with the fewest. <i>If dense</i> is an all-reduce of the whole gradient, <i>Horovod's rule</i> two "
+    "all-gathers of what the backward pass leaves, in which nothing was added up before."
+)
+
+
+def rows_in_words(log: TrialLog) -> Iterator[str]:
+    """What sparse gradients save, and a line for each; nothing where there are none."""
+    told = list(log.sparse.values())
+    if not told:
+        return
+    n_bytes, dense, horovod = (
+        sum(getattr(summary, name) for summary in told) for name in ("n_bytes", "dense_bytes", "horovod_bytes")
+    )
+    yield (
+        f"Sparse gradients: a rank receives {_mb(n_bytes)} MB in an iteration; dense it would be {_mb(dense)} MB"
+        f"{_saved(n_bytes, dense)}, by Horovod's rule {_mb(horovod)} MB{_saved(n_bytes, horovod)}."
+    )
+    yield from (summary.describe() for summary in told)
+
+
+def sparse(log: TrialLog) -> Iterator[str]:
+    """A table of the parameters, and how much of what is touched the most touched rows are."""
+    told = list(log.sparse.values())
+    if not told:
+        return
+    colors = dict(zip(log.sparse, cycle(COLORS), strict=False))
+    yield "<h2>Sparse gradients</h2>"
+    yield f"<p>{escape(next(rows_in_words(log)))}</p>"
+    titles = "".join(f"<th>{title}</th>" for title in SPARSE_TITLES)
+    lines = "".join(_line(summary, colors[summary.name]) for summary in told)
+    yield framed(f"<table><tr>{titles}</tr>{lines}</table>")
+    yield f"<p>{HOW_TO_READ}</p>"
+    if curved := [summary for summary in told if len(summary.curve) > 1]:
+        yield legend({summary.name: colors[summary.name] for summary in curved})
+        yield framed(_curves(curved, [colors[summary.name] for summary in curved]))
+
+
+def _line(summary: SparseSummary, color: str) -> str:
+    popular = f"{summary.popular_rows}: {summary.popular_share:.0%}" if summary.curve else ""
+    tried = "; ".join(map(_way, summary.ways)) if len(summary.ways) > 1 else ""
+    numbers = (summary.n_bytes, summary.dense_bytes, summary.horovod_bytes)
+    return (
+        f"<tr><td>{swatch(color)}{escape(summary.name)}</td>"
+        f'<td class="number">{summary.n_rows} × {summary.width}</td><td class="number">{summary.density:.2%}</td>'
+        f'<td class="number">{popular}</td><td>{escape(summary.plan)}</td><td>{escape(tried)}</td>'
+        + "".join(f'<td class="number">{_mb(number)}</td>' for number in numbers)
+        + "</tr>"
+    )
+
+
+def _way(way: Way) -> str:
+    time = "" if way.measured_s is None else f" {ms(way.measured_s)},"
+    predicted = "" if way.predicted_s is None else f" (predicted {ms(way.predicted_s)})"
+    return f"{way.plan}{time} {_mb(way.n_bytes)}{predicted}"
+
+
+def _curves(told: Sequence[SparseSummary], colors: Sequence[str]) -> str:
+    most = max(summary.curve[-1][0] for summary in told)
+    plot = Plot(
+        x=(0, math.log10(most)), y=(0, 100), x_label="most touched rows (log)", y_label="of all touches, %", height=220
+    )
+    for summary, color in zip(told, colors, strict=True):
+        plot.line([(math.log10(rows), 100 * part) for rows, part in summary.curve], color=color)
+        if summary.popular_rows:
+            title = f"{summary.name}: {summary.popular_rows} rows are {summary.popular_share:.0%} of touches"
+            plot.dot(math.log10(summary.popular_rows), 100 * summary.popular_share, color=color, title=title)
+    return plot.render(x_ticks=[(power, f"{10**power}") for power in range(int(math.log10(most)) + 1)])
+
+
+def _mb(n_bytes: float) -> str:
+    return f"{n_bytes / MB:.3g}"
+
+
+def _saved(n_bytes: float, other: float) -> str:
+    return f" ({other / n_bytes:.2g} times as much)" if n_bytes > 0 else ""
+
 
 TITLES = ("time", "predicted", "setting", "proposed by", "iteration")
 WHO = (
@@ -66,9 +366,7 @@ def main(options: Namespace) -> int:
 
 
 def _report_recording(folder: Path, path: Path) -> int:
-    from .job_page.findings import findings
-    from .job_page.page import render
-    from .job_page.sentences import heading, problems, sentences
+    from sirtaki.analysis.page import findings, heading, problems, render, sentences
 
     found = findings(folder)
     try:

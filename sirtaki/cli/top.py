@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from sirtaki.gain import faster
+from sirtaki.measures import faster
 from sirtaki.watch.presence import Answer, look
 
 COLUMNS = ("job", "rank", "running for", "iteration", "step", "communication", "exposed", "setting")

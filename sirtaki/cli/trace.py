@@ -6,12 +6,11 @@ import argparse
 import sys
 from pathlib import Path
 
+from sirtaki.analysis.alignment import align, write_trace
+from sirtaki.analysis.job_model import histories
+from sirtaki.analysis.recording import Recording
+from sirtaki.analysis.recording_files import of_ranks, read
 from sirtaki.errors import ConfigError, RecordingError
-from sirtaki.profiler.alignment import align
-from sirtaki.profiler.folder import of_ranks, read
-from sirtaki.profiler.recording import Recording
-from sirtaki.profiler.trace_file import write_trace
-from sirtaki.replay.histories import histories
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -47,8 +46,10 @@ def main(options: argparse.Namespace) -> int:
 
 def _write_chakra(recording: Recording, prefix: Path) -> int:
     try:
-        from sirtaki.replay.chakra.files import write_traces  # needs protobuf, which other commands do without
-        from sirtaki.replay.chakra.nodes import traces
+        from sirtaki.analysis.chakra import (
+            traces,
+            write_traces,  # needs protobuf, which other commands do without
+        )
     except ImportError as err:
         raise ConfigError("protobuf is missing, or older than 5.28: pip install 'sirtaki[chakra]'") from err
     found = traces(histories(recording))

@@ -1,4 +1,4 @@
-"""A rank's way to the agent that has started it, through a socket that it has inherited."""
+"""A rank's connection to the agent that has started it, and what the rank loads before it joins."""
 
 from __future__ import annotations
 
@@ -8,18 +8,27 @@ import json
 import os
 import select
 import socket
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sirtaki.comm.control.mesh.appointment import Appointment, Attendee, attendee, open_places
-from sirtaki.comm.control.mesh.rendezvous import Meeting
+from sirtaki.comm.control.mesh_rendezvous import Appointment, Attendee, Meeting, attendee, open_places
 from sirtaki.errors import CommError, ConfigError
 from sirtaki.json_channel import JsonChannel
 from sirtaki.launchers import AGENT
 
 from .membership import Change, Dismissed, Generation, Member
-from .preloading import load_what_training_needs
+
+
+def load_what_training_needs() -> None:
+    """Loads what PyTorch loads with the first optimizer only, and takes as long as PyTorch itself; again is harmless.
+
+    Does nothing where PyTorch is not loaded.
+    """
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+
 
 _NO_CHANGE = Change(0)
 

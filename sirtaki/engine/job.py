@@ -1,4 +1,4 @@
-"""What `init()` sets up and `shutdown()` takes down: the job, of which a process has one at a time."""
+"""A job on one rank: its control plane, its reducers, its watchers, and how all of it ends."""
 
 from __future__ import annotations
 
@@ -6,44 +6,176 @@ import contextlib
 import itertools
 import logging
 import os
+import queue
+import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
+from sirtaki import watch
 from sirtaki.comm import recorder, timeline
 from sirtaki.comm.collectives.engine import EagerEngine
 from sirtaki.comm.collectives.rank_sets import RankSets
-from sirtaki.comm.control.clocks import align_clocks
 from sirtaki.comm.control.communicator import Backend, Communicator
-from sirtaki.comm.control.courier import Courier
 from sirtaki.comm.control.failure import poll_until
-from sirtaki.comm.control.plane import ControlPlane
-from sirtaki.comm.control.watchdog import Watchdog
-from sirtaki.comm.gradients.in_flight import InFlight
-from sirtaki.comm.nccl_streams.support import ask_for_launch_order
-from sirtaki.comm.transports.resources import raise_descriptor_limit
+from sirtaki.comm.control.plane import ControlPlane, align_clocks
+from sirtaki.comm.control.watchdog import Courier, Watchdog
+from sirtaki.comm.gradients.iteration import InFlight
+from sirtaki.comm.nccl_streams.process_group import ask_for_launch_order
+from sirtaki.comm.transports.contract import raise_descriptor_limit
 from sirtaki.errors import CommError, ConfigError, NotInitializedError, PeerLostError, SirtakiError
 from sirtaki.settings import NEVER_S, Settings
+from sirtaki.watch import watchers
+from sirtaki.watch.presence import Presence
+from sirtaki.watch.watchers import Totals
 
 from . import process_end
-from .blocked import BlockedRanks
-from .disposal import Disposal
 from .generations import Generations, of_this_process
-from .given_plan import part_bytes_of
-from .joining import Joining
 from .membership import Dismissed
-from .observed import Observed
-from .participants import Participants
+from .participants import BlockedRanks, Joining, Participants
 from .ranks import open_beside, open_ranks
+from .tuning.plans import part_bytes_of
 
 if TYPE_CHECKING:
     from mpi4py import MPI
     from torch.distributed import ProcessGroup
 
+    from sirtaki.watch.prometheus import MetricsServer
+
+
 logger = logging.getLogger(__name__)
+
+CLOSING_S = 10.0
+"""How long others wait for what is being closed; threads that do not end in that time never will."""
+
+
+class Disposal:
+    """Closes things one after the other."""
+
+    def __init__(self) -> None:
+        """Starts nothing."""
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()  # `put` may interrupt itself
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Starts the thread, if it does not run yet; before anything is left here."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="sirtaki-disposal", daemon=True)
+            self._thread.start()
+
+    def put(self, close: Callable[[], None]) -> None:
+        """Has `close` called soon. For destructors: never waits."""
+        self._queue.put(close)
+
+    def drain(self) -> None:
+        """Waits until all that was left here before is closed."""
+        if self._thread is not None and self._thread.is_alive():
+            done = threading.Event()
+            self._queue.put(done.set)
+            done.wait(CLOSING_S)
+
+    def _run(self) -> None:
+        while (close := self._queue.get()) is not None:
+            try:
+                close()
+            except Exception:  # whatever it is, the rest is closed
+                logger.warning("an optimizer that was dropped could not be closed", exc_info=True)
+            del close  # it holds what it closes
+
+    def stop(self) -> None:
+        """Closes what is left, and ends the thread."""
+        self._queue.put(None)
+        if self._thread is not None:
+            self._thread.join(CLOSING_S)
+
+
+class Observable(Protocol):
+    """A job, as far as this module knows it."""
+
+    settings: Settings
+    job: str
+    participants: Participants
+
+    @property
+    def rank(self) -> int:
+        """Of this process."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        ...
+
+
+class Observed:
+    """Begins to be seen when it is made. Nothing that goes wrong here reaches training."""
+
+    def __init__(self, job: Observable, *, local_rank: int, generation: int) -> None:
+        self._job, self._generation, self._began_s = job, generation, time.time()
+        self._totals: Totals | None = None
+        self._server: MetricsServer | None = None
+        self._presence: Presence | None = None
+        settings = job.settings
+        watchers.begin(watch.GenerationBegun(number=generation, rank=job.rank, size=job.size))
+        if settings.metrics_port is not None:
+            self._server = self._serve(settings.metrics_host, settings.metrics_port + local_rank)
+        if local_rank == 0:
+            try:
+                self._presence = Presence(self._describe)
+            except OSError as err:
+                logger.debug("`sirtaki top` will not see this job: %s", err)
+
+    def _serve(self, host: str, port: int) -> MetricsServer | None:
+        from sirtaki.watch.prometheus import MetricsServer  # an HTTP server, which few jobs want
+
+        try:
+            return MetricsServer(self._count(), host=host, port=port, rank=self._job.rank, size=self._job.size)
+        except (OSError, OverflowError) as err:
+            logger.warning("metrics cannot be had at %s:%d: %s", host, port, err)
+            return None
+
+    def _count(self) -> Totals:
+        """From now on iterations are added up."""
+        if self._totals is None:
+            self._totals = Totals()
+            watchers.add(self._totals)
+        return self._totals
+
+    def _describe(self) -> dict[str, Any]:
+        """What `sirtaki top` shows. Who asks for the first time has iterations added up from then on."""
+        totals, job = self._count(), self._job
+        running = [there.running for there in job.participants]
+        known = [there for there in running if there is not None]
+        gain = totals.gain
+        return {
+            "job": job.job,
+            "pid": os.getpid(),
+            "script": os.path.basename(sys.argv[0]) if sys.argv else "",
+            "rank": job.rank,
+            "ranks": job.size,
+            "generation": self._generation,
+            "began_s": self._began_s,
+            "iteration": max((there.iteration for there in known), default=0),
+            "tuning": any(there.tuning for there in known),
+            "setting": "; ".join(dict.fromkeys(there.setting for there in known)),
+            "trials": totals.trials,
+            "gain": gain if gain == gain else None,
+            **totals.now(),
+        }
+
+    def close(self, *, for_good: bool) -> None:
+        """Nobody sees it any more; `for_good`: the job has ended, and not only a generation of it."""
+        if self._presence is not None:
+            self._presence.close()
+        if self._server is not None:
+            self._server.close()
+        if self._totals is not None:
+            watchers.remove(self._totals)
+        watchers.end(for_good=for_good)
+
 
 SHUTDOWN_S = 30.0
 """How long `shutdown()` waits for the other ranks to call it, too."""

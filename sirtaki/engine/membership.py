@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Flag
 from typing import Protocol
 
-from sirtaki.comm.control.mesh.rendezvous import Meeting
+from sirtaki.comm.control.mesh_rendezvous import Meeting
 from sirtaki.errors import CommError
 
 

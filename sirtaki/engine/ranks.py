@@ -13,8 +13,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from sirtaki.comm.control.communicator import Backend, Communicator
-from sirtaki.comm.control.mesh.appointment import Appointment, Attendee, attendee, open_places
-from sirtaki.comm.control.mesh.rendezvous import Meeting, alone, meet
+from sirtaki.comm.control.mesh_rendezvous import Appointment, Attendee, Meeting, alone, attendee, meet, open_places
 from sirtaki.comm.plan import TransportKind
 from sirtaki.errors import CommError, ConfigError
 from sirtaki.launchers import check_world_size, started_by_mpi, started_by_srun, started_by_torchrun, torch_place

@@ -15,14 +15,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from sirtaki.autotune.sparse.summary import SparseSummary
+from sirtaki.autotune.sparse import SparseSummary
 from sirtaki.comm.control.failure import WAIT_SLICE_S
-from sirtaki.comm.gradients.buffers import Reduction
+from sirtaki.comm.gradients.buffers import REMEDY, Reduction
 from sirtaki.comm.gradients.iteration import Interrupted
-from sirtaki.comm.gradients.lost_edits import REMEDY
-from sirtaki.comm.sparse.rows import Rows
-from sirtaki.comm.sparse.worker import SparseWork
-from sirtaki.comm.transports.scaling import scale_
+from sirtaki.comm.sparse.worker import Rows, SparseWork
+from sirtaki.comm.transports.contract import scale_
 
 from .sparse_carrier import SparseCarrier
 

@@ -1,6 +1,6 @@
 """Whether NCCL streams overlap here, and what they gain: what `sirtaki doctor` runs on all GPUs of a machine.
 
-    sirtakirun -np 8 python -m sirtaki.torch.stream_trial
+    sirtakirun -np 8 python -m sirtaki.engine.stream_trial
 
 prints one JSON object from rank 0. Each rank takes the GPU of its local rank.
 """
@@ -17,10 +17,10 @@ import torch
 
 from sirtaki.autotune.knobs import MIB
 from sirtaki.comm.plan import CommPlan, TransportKind, Unit
-from sirtaki.gain import faster
+from sirtaki.measures import faster
 
 from . import job as job
-from .devices import open_router
+from .tuning.warmup import open_router
 
 if TYPE_CHECKING:
     from sirtaki.comm.control.plane import ControlPlane

@@ -17,11 +17,9 @@ import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from sirtaki.json_channel import JsonChannel
+from sirtaki.run.elastic.agent_crew import DriverEndpoint, Heard, Lost, Switchboard
 from sirtaki.run.elastic.agent_rules import AgentRules
-from sirtaki.run.elastic.elastic_job import Inheritance
-from sirtaki.run.elastic.roster import Heard, Lost
-from sirtaki.run.elastic.switchboard import Switchboard
-from sirtaki.run.elastic.workers import RankEnd
+from sirtaki.run.elastic.job_members import RankEnd
 
 from .elastic_rank import ElasticRank, Enrolment
 from .ray_logger import Log
@@ -59,7 +57,7 @@ class RankHandle:
 
 
 class HostOfActors:
-    """The ranks of one host: the hands of its `AgentRules`."""
+    """The ranks of one host: does what its `AgentRules` decide."""
 
     def __init__(self, host: str, crew: RayCrew) -> None:
         self.host, self._crew = host, crew
@@ -67,7 +65,7 @@ class HostOfActors:
         self.rules = AgentRules(self, host=host, now_s=time.monotonic())
 
     def start_rank(self, worker: int, slot: int) -> None:
-        """See `Hands`; Ray has the room already."""
+        """Starts an actor on the host; Ray has reserved the room, so the slot does not matter."""
         del slot
         self.ranks[worker] = self._crew.start_actor(worker, self.host)
 
@@ -75,17 +73,17 @@ class HostOfActors:
         """Ray's actors cannot be asked while they are at work; they are killed when their time is over."""
 
     def kill(self, worker: int) -> None:
-        """See `Hands`."""
+        """Kills the worker's actor."""
         ray.kill(self.ranks[worker].actor)
 
     def tell_rank(self, worker: int, message: Mapping[str, Any]) -> None:
-        """See `Hands`."""
+        """Sends the message to a rank; a generation goes with the job's secret, which only its ranks may know."""
         if (rank := self.ranks.get(worker)) is not None and rank.channel is not None:
             own = self._crew.proof if message["is"] == "generation" else {}
             rank.channel.send({**message, **own})
 
     def tell_driver(self, message: Mapping[str, Any]) -> None:
-        """See `Hands`."""
+        """Queues the message for the driver; beats are not needed within one process."""
         if message["is"] != "beat":
             self._crew.heard.append(Heard(host=self.host, message=message))
 
@@ -100,21 +98,21 @@ class RayCrew:
         errors: what functions have raised.
     """
 
-    def __init__(self, start: RankStart, slots: Slots, inheritance: Inheritance) -> None:
+    def __init__(self, start: RankStart, slots: Slots, endpoint: DriverEndpoint) -> None:
         """Has none yet; listens."""
-        self._start, self._slots, self._own = start, slots, inheritance
+        self._start, self._slots, self._own = start, slots, endpoint
         self.heard: deque[Heard | Lost] = deque()
-        self.proof = {"job": inheritance.name, "secret": inheritance.secret}
+        self.proof = {"job": endpoint.name, "secret": endpoint.secret}
         self.results: dict[int, Any] = {}
         self.errors: list[BaseException] = []
         self._hosts: dict[str, HostOfActors] = {}
-        self._board: Switchboard[tuple[HostOfActors, RankHandle]] = Switchboard(inheritance)
+        self._board: Switchboard[tuple[HostOfActors, RankHandle]] = Switchboard(endpoint)
 
-    # ── see Crew ─────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── what the driver asks of its agents ────────────────────────────────────────────────────────────────────────────
 
     @property
     def hosts(self) -> list[str]:
-        """See `Crew`."""
+        """Hosts that the driver has started."""
         return list(self._hosts)
 
     def start(self, host: str) -> None:
@@ -125,17 +123,17 @@ class RayCrew:
             self.wake()
 
     def stop(self, host: str) -> None:
-        """See `Crew`."""
+        """Forgets the host with all its ranks."""
         if (there := self._hosts.pop(host, None)) is not None:
             for rank in list(there.ranks.values()):
                 self._forget(there, rank)
 
     def send(self, host: str, message: Mapping[str, Any]) -> None:
-        """See `Crew`."""
+        """Has the rules of that host hear the message; nothing happens if the host is not used."""
         self.send_to([host], message)
 
     def send_to(self, hosts: Iterable[str], message: Mapping[str, Any]) -> None:
-        """See `Crew`."""
+        """Has the rules of each of these hosts hear the message."""
         text = json.dumps(message)  # rules expect what comes out of a connection
         for host in hosts:
             if (there := self._hosts.get(host)) is not None:
@@ -148,11 +146,11 @@ class RayCrew:
 
     @property
     def expected(self) -> set[int]:
-        """See `HeardCrew`."""
+        """Empty: no driver takes over a job of Ray's actors."""
         return set()
 
     def expect_no_more(self) -> None:
-        """See `HeardCrew`."""
+        """Nobody is expected, so there is nothing to do."""
 
     def wake(self) -> None:
         """From any thread: `look` returns."""

@@ -14,11 +14,9 @@ import ray
 
 from sirtaki.comm.control.addresses import LOOPBACK, own_addresses
 from sirtaki.errors import LaunchError
+from sirtaki.run.elastic.agent_crew import endpoint_at
 from sirtaki.run.elastic.driver import Driver
-from sirtaki.run.elastic.elastic_job import inheritance_at
-from sirtaki.run.elastic.host_pool import HostPool
-from sirtaki.run.elastic.job_members import JobMembers
-from sirtaki.run.elastic.policy import Policy
+from sirtaki.run.elastic.job_members import HostPool, JobMembers, Policy
 
 from .answers import cause_of
 from .crew import RankStart, RayCrew
@@ -71,7 +69,7 @@ class ElasticRanks:
         if self._crew is None or self._members is None:
             return []
         actors = self._crew.actors
-        return [actors[worker] for worker in self._members.roll.members if worker in actors]
+        return [actors[worker] for worker in self._members.member_list.members if worker in actors]
 
     def call(self, fn: Callable[[], Any], listeners: Sequence[Callable[[Any], object]]) -> list[Any]:
         """Calls the function on each rank that is there or comes, until those that are members have returned.
@@ -92,7 +90,7 @@ class ElasticRanks:
             interfaces=settings.interfaces,
         )
         interface = settings.interfaces or None
-        own = inheritance_at([LOOPBACK, *own_addresses(interface)])
+        own = endpoint_at([LOOPBACK, *own_addresses(interface)])
         with heard_by(listeners) as log:
             start = RankStart(demand=self._demand, environ=environ, interface=interface, call=ray.put(fn), log=log)
             self._crew = crew = RayCrew(start, self._slots, own)
@@ -105,7 +103,7 @@ class ElasticRanks:
         if exit_code:
             errors = crew.errors
             raise cause_of(errors) if errors else LaunchError("the job has failed; the lines above say why")
-        found = [crew.results.get(worker, Dismissal()) for worker in members.roll.members or crew.results]
+        found = [crew.results.get(worker, Dismissal()) for worker in members.member_list.members or crew.results]
         return [result for result in found if not isinstance(result, Dismissal)]
 
     def _asking(self, members: JobMembers) -> Callable[[], Mapping[str, int]]:
@@ -117,7 +115,7 @@ class ElasticRanks:
             found, wanted = self._slots.ask(), self._policy.start_ranks
             if time.monotonic() > note_s:
                 note_s = float("inf")
-                if not members.roll.generation and sum(found.values()) < wanted:
+                if not members.member_list.generation and sum(found.values()) < wanted:
                     there = f"Ray has room for {sum(found.values())} of {wanted} ranks"
                     _Sayings().say(f"{there}; waiting up to {self._policy.timeout_s:g} s for more (elastic_timeout)")
             return found

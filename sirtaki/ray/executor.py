@@ -8,7 +8,7 @@ from typing import Any
 import ray
 
 from sirtaki.errors import ConfigError, LaunchError
-from sirtaki.run.elastic.policy import Policy
+from sirtaki.run.elastic.job_members import Policy
 
 from .elastic_ranks import ElasticRanks
 from .executable import Executable

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from sirtaki.launchers import HOROVOD_NAMES, TORCH_NAMES
 from sirtaki.run.as_horovod import SHIM, is_installed
-from sirtaki.run.rank_environment import KEEP_FREED_MEMORY, rank_environ
+from sirtaki.run.rank_command import KEEP_FREED_MEMORY, rank_environ
 
 _CARRIED = ("SIRTAKI_", "HOROVOD_", "NCCL_", "GLOO_")
 

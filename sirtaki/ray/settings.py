@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from sirtaki.errors import ConfigError
-from sirtaki.run.elastic.policy import COOLDOWN_S, Policy
+from sirtaki.run.elastic.job_members import COOLDOWN_S, Policy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

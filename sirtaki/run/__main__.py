@@ -6,11 +6,10 @@ from pathlib import Path
 
 from sirtaki.errors import ConfigError, LaunchError
 
-from .config_file import arguments_from_file
 from .console import open_standard_streams, say
 from .elastic.launch import launch_elastic
 from .launch import launch
-from .options import is_elastic, option_names, parse
+from .options import arguments_from_file, is_elastic, option_names, parse
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 
 from sirtaki.errors import ConfigError, LaunchError
 
-from .call_folder import leave_call, take_result
+from .call import leave_call, take_result
 from .launch import launch
 from .options import parse
 

@@ -1,13 +1,25 @@
-"""Where ranks may run: hosts and their slots, from the command line, a hostfile or a Slurm allocation."""
+"""Hosts as users name them, how ssh reaches them, and whether ranks can start there."""
 
+from __future__ import annotations
+
+import json
 import re
+import shlex
+import shutil
 import socket
-from collections.abc import Iterable, Mapping
+import subprocess
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from ipaddress import IPv4Interface
 from pathlib import Path
 
 from sirtaki.errors import ConfigError
-from sirtaki.slurm import node_names, step_place, task_counts
+from sirtaki.launchers import node_names, step_place, task_counts
+
+from .host_check import Finding, Need
 
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 
@@ -107,3 +119,148 @@ def _merged(hosts: Iterable[Host]) -> tuple[Host, ...]:
     for host in hosts:
         slots[host.name] = slots.get(host.name, 0) + host.slots
     return tuple(Host(name=name, slots=count) for name, count in slots.items())
+
+
+CONNECT_S = 10
+"""How long a host may be silent before it is given up."""
+
+_ALIVE_S, _ALIVE_COUNT = 10, 3
+
+OPTIONS = (
+    *("-o", "BatchMode=yes"),
+    *("-o", f"ConnectTimeout={CONNECT_S}"),
+    *("-o", f"ServerAliveInterval={_ALIVE_S}"),
+    *("-o", f"ServerAliveCountMax={_ALIVE_COUNT}"),
+)
+"""Nobody is there to answer a question, and a host that is gone is to be noticed."""
+
+# What ssh or a shell says → what to do, for {host} and {python}. The first that fits counts.
+_REMEDIES = tuple(
+    (re.compile(pattern), remedy)
+    for pattern, remedy in (
+        (
+            r"Could not resolve hostname",
+            "is the name right? The resolver, /etc/hosts or ~/.ssh/config must know it",
+        ),
+        (r"Connection refused", "start sshd there, or name its port with --ssh-port"),
+        (
+            r"(Connection|Operation) timed out|No route to host|Network is unreachable",
+            "is it switched on, and does no firewall stand between?",
+        ),
+        (
+            r"Host key verification failed|No .* host key is known",
+            "log in once by hand, `ssh {host}`, and compare and accept the key of the host",
+        ),
+        (
+            r"Permission denied \(|Too many authentication failures|No supported authentication methods",
+            "let your key in there, `ssh-copy-id {host}`, or name another one with --ssh-identity-file; another user "
+            "stands in ~/.ssh/config",
+        ),
+        (r"No module named '?sirtaki", "install Sirtaki there for {python}, the same version as here"),
+    )
+)
+
+
+_NO_PROGRAM = re.compile(r"not found|No such file or directory|cannot execute", re.IGNORECASE)
+
+
+def ssh_arguments(port: int | None, identity_file: str | None) -> tuple[str, ...]:
+    """What the user has said of it, for ssh, behind `OPTIONS`.
+
+    Raises:
+        ConfigError: there is no such file.
+    """
+    words = ["-p", str(port)] if port else []
+    if identity_file:
+        if not Path(identity_file).is_file():
+            raise ConfigError(f"--ssh-identity-file {identity_file}: there is no such file")
+        words += ["-i", identity_file]
+    return tuple(words)
+
+
+def remedy(line: str, *, host: str, python: str) -> str:
+    """What to do about this line of a login's standard error; "" if it says nothing of a failure that is known."""
+    for pattern, text in _REMEDIES:
+        if pattern.search(line.strip()):
+            return text.format(host=host, python=python)
+    if python in line and _NO_PROGRAM.search(line):
+        return f"the same Python environment must be there as here, with {python}"
+    return ""
+
+
+def why_not(text: str, *, host: str, python: str) -> str:
+    """Why a login has failed, and what to do, of what it has written to standard error; "" if nothing known."""
+    for line in reversed(text.splitlines()):
+        if found := remedy(line, host=host, python=python):
+            return f"{line.strip().rstrip('.')}: {found}"
+    return ""
+
+
+LIMIT_S = 30.0
+"""How long a host may take to answer; then mpiexec may try."""
+
+_AT_ONCE = 32
+
+_BATCH_SYSTEMS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
+_OTHER_AGENTS = ("plm_ssh_agent", "plm_rsh_agent", "HYDRA_LAUNCHER")
+
+
+def is_by_ssh(environ: Mapping[str, str], mpi_args: str) -> bool:
+    """Whether mpiexec will start its daemons by plain ssh, as far as can be known."""
+    if any(name in environ for name in _BATCH_SYSTEMS) or shutil.which("ssh") is None:
+        return False
+    given = [mpi_args, *(name for name in environ if not name.startswith("HYDRA_LAUNCHER_EXTRA_ARGS"))]
+    return not any(agent in text for agent in _OTHER_AGENTS for text in given)
+
+
+def look_at(
+    hosts: Sequence[Host], need: Need, *, python: str, ssh: Sequence[str], environ: Mapping[str, str]
+) -> dict[str, Finding]:
+    """What all these hosts say of themselves, by ssh and at once; of those that cannot be asked, why.
+
+    Args:
+        hosts: others than this one.
+        need: what they must have.
+        python: interpreter of the ranks.
+        ssh: arguments for ssh.
+        environ: of the ranks.
+    """
+    with ThreadPoolExecutor(max_workers=_AT_ONCE) as pool:
+        names = [host.name for host in hosts]
+        ask = partial(_ask, need=need, python=python, ssh=ssh, environ=environ)
+        return dict(zip(names, pool.map(ask, names), strict=True))
+
+
+def shared_networks(found: Iterable[Finding]) -> tuple[str, ...]:
+    """Networks in which hosts have the same addresses only, as those of container engines: they join nobody."""
+    hosts = {each.identity: {IPv4Interface(text) for text in each.networks} for each in found}
+    counts = Counter(address for addresses in hosts.values() for address in addresses)
+    own = {address.network for address, count in counts.items() if count == 1}
+    shared = {address.network for address, count in counts.items() if count > 1}
+    return tuple(sorted(map(str, shared - own)))
+
+
+def _ask(host: str, *, need: Need, python: str, ssh: Sequence[str], environ: Mapping[str, str]) -> Finding:
+    path = [f"PYTHONPATH={environ['PYTHONPATH']}"] if environ.get("PYTHONPATH") else []
+    there = shlex.join(["env", *path, python, "-m", "sirtaki.run.host_check"])
+    try:
+        asked = subprocess.run(
+            ["ssh", *ssh, host, f"exec {there}"],
+            input=f"{need.as_json()}\n",
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=LIMIT_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return Finding(problem="")
+    if asked.returncode:
+        last = (asked.stderr.strip().splitlines() or [f"ssh ended with exit code {asked.returncode}"])[-1]
+        problem = why_not(asked.stderr, host=host, python=python) or f"{last}; see `ssh {host}`"
+        return Finding(problem=problem)
+    try:
+        values = json.loads(asked.stdout.strip().splitlines()[-1])  # a login may write before
+        return Finding(problem=values["problem"], networks=tuple(values["networks"]), identity=values["identity"])
+    except (ValueError, KeyError, IndexError, TypeError):
+        return Finding(problem="")

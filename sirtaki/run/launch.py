@@ -16,21 +16,24 @@ from sirtaki.settings import Settings
 
 from .console import say
 from .host_check import Need, finding_here, interface_problem, versions_here
-from .hosts import Host, given_hosts
-from .mpi_command import Job, carried_variables, mpiexec_command, ssh_variables, ssh_words
+from .hosts import OPTIONS, Host, given_hosts, is_by_ssh, look_at, shared_networks, ssh_arguments
 from .output import OutputOptions, output_folder
-from .preflight import is_by_ssh, look_at, shared_networks
-from .rank_command import RankCommand, rank_command
-from .rank_environment import (
+from .rank_command import (
     RENDEZVOUS,
+    Job,
+    RankCommand,
     add_defaults,
+    carried_variables,
     crowd_note,
     exported_variables,
+    mpiexec_command,
     put_shim_first,
+    rank_command,
     rank_environ,
     say_notes,
+    ssh_variables,
+    ssh_words,
 )
-from .ssh import OPTIONS, ssh_arguments
 from .supervisor import Supervisor
 
 START_TIMEOUT_S = 60.0

@@ -1,6 +1,9 @@
-"""What the ranks write: from mpiexec's marked lines to the console and, where wanted, one file a rank."""
+"""What ranks write, as one text on the console and in files: marked by rank, with each error shown once."""
+
+from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
@@ -12,8 +15,143 @@ from typing import IO, Protocol
 from sirtaki.errors import ConfigError
 
 from .console import Console, say
-from .error_texts import ErrorTexts
 from .rank_channel import PATTERN, UNFINISHED, Event, Message
+
+
+class ErrorTexts:
+    """Holds back what a rank writes from `begin` to `end`."""
+
+    def __init__(self, label: Callable[[int], str] = str) -> None:
+        """`label` says what the user calls a rank."""
+        self._label = label
+        self._held: dict[int, bytes] = {}
+        self._brief: dict[int, str] = {}
+        self._shown: dict[bytes, int] = {}  # by which rank first
+
+    @property
+    def ranks(self) -> list[int]:
+        """Those that have begun and not ended."""
+        return list(self._held)
+
+    def begin(self, rank: int, brief: str = "") -> None:
+        """What this rank writes from now on is about its error.
+
+        Args:
+            rank: of the job.
+            brief: says enough where another rank's error has been shown; empty if only the whole does.
+        """
+        self._held.setdefault(rank, b"")
+        self._brief[rank] = brief
+
+    def take(self, rank: int, text: bytes) -> bool:
+        """Whether `text` is held back."""
+        if rank not in self._held:
+            return False
+        self._held[rank] += text
+        return True
+
+    def end(self, rank: int) -> bytes:
+        """What is to be shown of this rank's text; empty if nothing was held back."""
+        text, brief = self._held.pop(rank, b""), self._brief.pop(rank, "")
+        if brief and self._shown:
+            return f"{brief}\n".encode()
+        first = self._shown.setdefault(text, rank) if text else rank
+        return text if first == rank else f"the same error as on rank {self._label(first)}\n".encode()
+
+
+_RULE = re.compile(r"(-{40,}|={40,})")
+_LONGEST_BOX = 60  # lines; more is no box
+
+_KILLED = re.compile(r"noticed that process rank (\d+) with PID \d+ on node (\S+) exited on signal (\d+)")
+_EXITED = re.compile(r"exited with non-zero status.*,(\d+)\] Exit code: (\d+)")
+_ABORTED = re.compile(r"MPI_ABORT was invoked on rank (\d+).* Errorcode: (-?\d+)")
+_UNREACHED = re.compile(r"daemon failed to report back.*Remote host: (\S+)")
+_SILENT = re.compile(r"lost communication with a remote daemon.*Remote daemon: \S+ on node (\S+)")
+_STOPPED = re.compile(r"has exited due to process rank (\d+) with PID \d+ on node (\S+) (calling|exiting)")
+_HYDRA = re.compile(r"BAD TERMINATION OF ONE OF YOUR.* PID (\d+) RUNNING AT (\S+).* EXIT CODE: (\d+)")
+_SAID_ALREADY = re.compile(r"Primary job terminated normally, but")
+# What Hydra adds below its box.
+_BELOW = (
+    "YOUR APPLICATION TERMINATED WITH THE EXIT STRING", "This typically refers to a problem with your application",
+    "Please see the FAQ page for debugging suggestions",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """A rank that ended badly, as mpiexec saw it.
+
+    Attributes:
+        rank: None where mpiexec tells the process, or the host, only.
+        host: where, "" if mpiexec does not tell.
+        reason: in words.
+        pid: of the rank's process, 0 if unknown.
+    """
+
+    rank: int | None
+    host: str
+    exit_code: int
+    reason: str
+    pid: int = 0
+
+
+class NoticeFilter:
+    """Takes the lines that are mpiexec's own, gives back what is to be shown of them."""
+
+    def __init__(self, on_ending: Callable[[Ending], None], on_unreached: Callable[[str], None]) -> None:
+        """`on_ending` hears how a rank ended, `on_unreached` of a host whose daemon did not start."""
+        self._on_ending, self._on_unreached = on_ending, on_unreached
+        self._box: list[bytes] = []
+
+    def take(self, line: bytes) -> bytes:
+        """The bytes to show now, none while a box is not complete."""
+        text = line.decode(errors="replace").strip()
+        is_rule = _RULE.fullmatch(text) is not None
+        if not self._box and not is_rule:
+            return b"" if text.startswith(_BELOW) else line
+        self._box.append(line)
+        if len(self._box) > 1 and (is_rule or len(self._box) > _LONGEST_BOX):
+            return self.rest()
+        return b""
+
+    def rest(self) -> bytes:
+        """The box as far as it has come, unless it says what the launcher says."""
+        box, self._box = b"".join(self._box), []
+        return b"" if self._understood(" ".join(box.decode(errors="replace").split())) else box
+
+    def _understood(self, text: str) -> bool:
+        if found := _KILLED.search(text):
+            rank, host, number = found.groups()
+            self._on_ending(killed(int(rank), host, int(number)))
+        elif found := _EXITED.search(text):
+            rank, code = found.groups()
+            self._on_ending(Ending(rank=int(rank), host="", exit_code=int(code), reason=f"exit code {code}"))
+        elif found := _ABORTED.search(text):
+            rank, code = found.groups()
+            reason = f"it called MPI_Abort with {code}"
+            self._on_ending(Ending(rank=int(rank), host="", exit_code=int(code) & 0xFF or 1, reason=reason))
+        elif found := _STOPPED.search(text):
+            rank, host, how = found.groups()
+            reason = "it called MPI_Abort" if how == "calling" else "it ended without MPI_Finalize"
+            self._on_ending(Ending(rank=int(rank), host=host, exit_code=1, reason=reason))
+        elif found := _HYDRA.search(text):
+            pid, host, code = found.groups()
+            self._on_ending(Ending(rank=None, host=host, exit_code=int(code), reason=f"exit code {code}", pid=int(pid)))
+        elif found := _UNREACHED.search(text):
+            self._on_unreached(found[1])
+        elif found := _SILENT.search(text):  # mpiexec ends with exit code 0 then
+            self._on_ending(Ending(rank=None, host=found[1], exit_code=1, reason="its host cannot be reached any more"))
+        else:
+            return _SAID_ALREADY.search(text) is not None
+        return True
+
+
+def killed(rank: int, host: str, number: int) -> Ending:
+    """The end of a rank by signal `number`."""
+    name = signal.Signals(number).name if number in signal.valid_signals() else f"signal {number}"
+    reason = f"killed by {name}{', as the system does where memory runs out' if number == signal.SIGKILL else ''}"
+    return Ending(rank=rank, host=host, exit_code=128 + number, reason=reason)
+
 
 # `[1,0]<stdout>: ` and, in some versions, `[prterun-host-123@1,0]<stdout>: ` from Open MPI; `[0] ` from Hydra.
 _OPEN_MPI_TAG = re.compile(rb"\[(?:[^\]@\s]*@)?\d+,(\d+)\]<std\w+>: ?")

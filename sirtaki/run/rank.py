@@ -26,10 +26,8 @@ from sirtaki.launchers import AGENT, HOROVOD_NAMES, TORCH_NAMES, place
 
 from .as_horovod import SHIM
 from .leftovers import mapped_segments, remove_segments, remove_session_folder
-from .rank_channel import Event, Message
+from .rank_channel import Event, Message, answer_termination, doing, end_with_parent, mark_unfinished_lines
 from .rank_command import unescape
-from .rank_output import mark_unfinished_lines
-from .termination import answer_termination, doing, end_with_parent
 
 EXIT_GRACE_S = 3.0
 """How long a failed rank's exit handlers may take; they must not wait for ranks that wait for this one."""

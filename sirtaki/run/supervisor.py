@@ -22,10 +22,8 @@ from sirtaki.machine import process_fields
 
 from .console import Console
 from .leftovers import makes_way_for_mpiexec, mapped_segments, remove_segments, remove_session_folder, session_members
-from .mpiexec_notices import Ending, NoticeFilter, killed
-from .output import OutputOptions, RankOutput
-from .rank_channel import Event, Message
-from .termination import end_with_parent
+from .output import Ending, NoticeFilter, OutputOptions, RankOutput, killed
+from .rank_channel import Event, Message, end_with_parent
 
 FAILURE_GRACE_S = 3.0
 """After a rank has failed the others may say what they missed, and mpiexec may end them itself."""

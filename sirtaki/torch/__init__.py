@@ -1,6 +1,7 @@
 """Horovod's PyTorch API over `comm`, `autotune` and `registry`: `import sirtaki.torch as hvd`."""
 
 from . import elastic, mpi_ops
+from .basics import start_timeline, stop_timeline
 from .compile_backend import early_gradients
 from .compression import Compression
 from .functions import allgather_object, broadcast_object, broadcast_optimizer_state, broadcast_parameters
@@ -64,10 +65,8 @@ from .mpi_ops import (
     sparse_allreduce_async,
     synchronize,
 )
-from .optimizer import DistributedOptimizer
-from .sparse_summaries import sparse_gradients
+from .optimizer import DistributedOptimizer, sparse_gradients
 from .sync_batch_norm import SyncBatchNorm
-from .timeline import start_timeline, stop_timeline
 
 __all__ = [
     "Adasum",

@@ -1,4 +1,4 @@
-"""Starting and ending, who is who, and what this installation can do. Scripts know this module as `mpi_ops._basics`."""
+"""`init`, `shutdown`, ranks and sizes, the timeline and recordings."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import logging
 import sys
 from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
+from sirtaki.comm import timeline
 from sirtaki.comm.control.communicator import Backend
 from sirtaki.engine import job
 from sirtaki.engine.job import is_initialized
@@ -19,16 +21,64 @@ from sirtaki.errors import ConfigError, LaunchError, SirtakiError
 from sirtaki.mpi_library import find_mpi_library
 from sirtaki.settings import TIMELINE_DYNAMIC, Settings
 
-from . import handles, lasting_optimizers
+from . import lasting_optimizers
+from . import process_sets as handles
 from . import process_sets as process_sets_
 from .process_sets import ProcessSet, open_static
-from .recording import record_if_wanted
-from .timeline import start_timeline
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+
+def record_if_wanted() -> None:
+    """After `init()`, on all ranks."""
+    if job.current().settings.profile is not None:
+        from sirtaki.analysis.recorder import begin_as_set
+
+        begin_as_set()
+
+
 logger = logging.getLogger(__name__)
+
+
+def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
+    """Records what this rank does in a Chrome trace from now on; ranks of one host write to the same file.
+
+    Args:
+        file_path: of the trace; one that another job has left is overwritten.
+        mark_cycles: record the rounds of eager operations, too.
+
+    Raises:
+        ValueError: before `init()`, without `HOROVOD_TIMELINE` set then (to `DYNAMIC`, if no trace is wanted at
+            first), or if the file cannot be written.
+    """
+    current = job.current()
+    if current.clock_offset_s is None:
+        raise ConfigError("start_timeline() wants HOROVOD_TIMELINE to be set when init() is called; DYNAMIC will do")
+    control = current.control
+    number = sorted(set(control.hosts)).index(control.hosts[control.rank])
+    path = timeline.path_on_host(Path(file_path), number)
+    writer = timeline.Writer(
+        job=current.job,
+        rank=control.rank,
+        host=control.host_names[control.rank],
+        clock_offset_s=current.clock_offset_s,
+    )
+    try:
+        timeline.start(timeline.Timeline(path, writer, mark_cycles=mark_cycles))
+    except OSError as err:
+        raise ConfigError(f"the timeline {path} cannot be written: {err}") from err
+
+
+def stop_timeline() -> None:
+    """Ends the trace; the file is complete when this returns.
+
+    Raises:
+        ValueError: before `init()`.
+    """
+    job.current()
+    timeline.stop()
+
 
 __all__ = [
     "ccl_built",

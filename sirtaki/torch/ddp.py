@@ -13,11 +13,11 @@ from sirtaki.autotune.arms.base import Arm
 from sirtaki.comm.collectives.rank_sets import GLOBAL
 from sirtaki.comm.gradients.buffers import Reduction
 from sirtaki.engine import job
-from sirtaki.engine.ddp_gradients import AtRest, DdpGradients, Outputs
-from sirtaki.engine.reducer_options import ReducerOptions
+from sirtaki.engine.reducing.ddp_gradients import AtRest, DdpGradients, Outputs
+from sirtaki.engine.reducing.parameters import ReducerOptions
 from sirtaki.errors import ConfigError
 
-from .recording import record_if_wanted
+from .basics import record_if_wanted
 
 
 def attach(model: DistributedDataParallel, *, arms: Sequence[Arm] | None = None) -> None:

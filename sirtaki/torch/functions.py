@@ -9,11 +9,9 @@ from typing import Any
 
 import torch
 
-from .all_gather import allgather
 from .basics import rank
-from .broadcasts import broadcast_, broadcast_async_
-from .handles import synchronize_all
-from .process_sets import ProcessSet, global_process_set
+from .collectives import allgather, broadcast_, broadcast_async_
+from .process_sets import ProcessSet, global_process_set, synchronize_all
 
 NamedTensors = Mapping[str, Any] | Iterable[tuple[str, Any]]
 

@@ -3,18 +3,6 @@
 from sirtaki.errors import CommError
 
 from . import basics as _basics  # scripts reach for it
-from .all_gather import allgather, allgather_async, grouped_allgather, grouped_allgather_async
-from .all_reduce import (
-    allreduce,
-    allreduce_,
-    allreduce_async,
-    allreduce_async_,
-    grouped_allreduce,
-    grouped_allreduce_,
-    grouped_allreduce_async,
-    grouped_allreduce_async_,
-)
-from .all_to_all import alltoall, alltoall_async
 from .basics import (
     ccl_built,
     cross_rank,
@@ -37,18 +25,47 @@ from .basics import (
     shutdown,
     size,
 )
-from .broadcasts import broadcast, broadcast_, broadcast_async, broadcast_async_
-from .handles import poll, synchronize
-from .meeting import barrier, join
-from .process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
-from .reduce_scatter import (
+from .collectives import (
+    allgather,
+    allgather_async,
+    allreduce,
+    allreduce_,
+    allreduce_async,
+    allreduce_async_,
+    alltoall,
+    alltoall_async,
+    barrier,
+    broadcast,
+    broadcast_,
+    broadcast_async,
+    broadcast_async_,
+    grouped_allgather,
+    grouped_allgather_async,
+    grouped_allreduce,
+    grouped_allreduce_,
+    grouped_allreduce_async,
+    grouped_allreduce_async_,
     grouped_reducescatter,
     grouped_reducescatter_async,
+    join,
     reducescatter,
     reducescatter_async,
+    sparse_allreduce_async,
 )
-from .reduction_ops import Adasum, Average, Max, Min, Product, Sum
-from .sparse_reduce import sparse_allreduce_async
+from .process_sets import (
+    Adasum,
+    Average,
+    Max,
+    Min,
+    ProcessSet,
+    Product,
+    Sum,
+    add_process_set,
+    global_process_set,
+    poll,
+    remove_process_set,
+    synchronize,
+)
 
 HorovodInternalError = CommError
 """Horovod's name for failed communication."""

@@ -1,31 +1,660 @@
-"""`DistributedOptimizer`: an optimizer whose gradients are reduced over all ranks while they are computed."""
+"""`DistributedOptimizer`: a user's optimizer whose gradients are reduced over all ranks."""
 
 from __future__ import annotations
 
 import itertools
 import logging
+import sys
 import warnings
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim import optimizer as torch_optimizer
 
 from sirtaki.autotune.arms.base import Arm
+from sirtaki.autotune.sparse import SparseSummary
+from sirtaki.comm.collectives.rank_sets import GLOBAL, RankSet
+from sirtaki.comm.gradients.buffers import Reduction
 from sirtaki.engine import job
-from sirtaki.engine.warmup import NO_LOG
-from sirtaki.errors import ConfigError
+from sirtaki.engine.reducing.optimizer_gradients import CLOSED, OptimizerGradients, reducers_of
+from sirtaki.engine.reducing.parameters import ReducerOptions
+from sirtaki.engine.tuning.overlap import ForwardOverlap
+from sirtaki.engine.tuning.plans import key_of
+from sirtaki.engine.tuning.warmup import NO_LOG
+from sirtaki.errors import CommError, ConfigError, NotInitializedError
 from sirtaki.settings import Overlap
 
-from .adasum_optimizer import wrap_adasum
-from .averaging_optimizer import AveragingOptimizer
 from .compression import Compression, Compressor, NoneCompressor, _CastCompressor
-from .derived_class import derive, require_plain
-from .gradient_recipe import GradientRecipe
-from .lasting_optimizers import keep
-from .mpi_ops import Adasum, Average, Sum
-from .overlapped_optimizer import OverlappedOptimizer
-from .process_sets import ProcessSet, global_process_set
+from .lasting_optimizers import Distributed, derive, keep, plain_copy, require_attached, require_plain
+from .mpi_ops import Adasum, Average, Sum, allreduce, allreduce_async_, synchronize
+from .overlap import (
+    CheckedReads,
+    LearnedReads,
+    PartialStep,
+    PutOffUpdates,
+    Stage,
+    Zeroing,
+    hold_their_own,
+    refusal,
+    refusal_by_trial,
+    wait_for_own,
+)
+from .process_sets import ProcessSet, global_process_set, require_opened
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, kw_only=True)
+class GradientRecipe:
+    """What the user has asked for; from it each generation of a job makes what its ranks need.
+
+    Attributes:
+        named: all parameters of the optimizer with their names, frozen ones too.
+        wire_dtype: see `Reduction`.
+        passes: backward passes whose gradients are added up.
+        op: Average or Sum.
+        predivide: divides before the sum and multiplies after it.
+        sparse_as_dense: sparse gradients are made dense.
+        groups: parameters that go together.
+        arms: search techniques, None = the usual ones.
+        process_set: the ranks that train together.
+        overlaps: updates are put off into the next forward pass.
+    """
+
+    named: list[tuple[str, torch.Tensor]]
+    wire_dtype: tuple[tuple[torch.dtype, torch.dtype], ...]
+    passes: int
+    op: int
+    predivide: float
+    sparse_as_dense: bool
+    groups: Sequence[Sequence[torch.Tensor]]
+    arms: Sequence[Arm] | None
+    process_set: ProcessSet
+    overlaps: bool = False
+
+    @property
+    def signature(self) -> str:
+        """Equal on two ranks if their optimizers may belong together."""
+        key = key_of([name for name, _ in self.named], [param for _, param in self.named])
+        return f"{key}/{self.op}/{self.process_set.ranks if self.process_set is not global_process_set else 'all'}"
+
+    def make(self, current: job.Job) -> OptimizerGradients | None:
+        """Collective over the process set: None where there is nobody to be equal to.
+
+        Raises:
+            ConfigError: the process set is not open.
+            MismatchError: on all ranks, if their models differ.
+        """
+        members = self._members(current)
+        if members is None:
+            return None
+        count = len(members.ranks)
+        if count == 1:
+            log = NO_LOG if current.settings.trial_log else ""
+            logger.info("on one rank nothing is reduced, and nothing tuned%s", log)
+            return None
+        reduction = Reduction(
+            prescale=1.0 / self.predivide,
+            postscale=self.predivide / count if self.op == Average else 1.0,
+            wire_dtype=self.wire_dtype,
+        )
+        options = ReducerOptions(
+            reduction=reduction,
+            sparse_as_dense=self.sparse_as_dense,
+            groups=self.groups,
+            arms=self.arms,
+            overlaps=self.overlaps,
+        )
+        return OptimizerGradients(current, members, self.named, passes=self.passes, options=options)
+
+    def _members(self, current: job.Job) -> RankSet | None:
+        """Collective over the set: its members, with their control plane; None on other ranks."""
+        if self.process_set is global_process_set:
+            return current.rank_sets[GLOBAL]
+        there = require_opened(self.process_set)
+        return current.rank_sets.members(there.number) if there.engine is not None else None
+
+
+UNSKIPPED = (
+    "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). This can "
+    "cause training slowdown. You may want to consider using optimizer.skip_synchronize() context if you use "
+    "optimizer.synchronize() in your code."
+)
+RACE = (
+    "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or optimizer.synchronize(). "
+    "This is prohibited as it can cause a race condition."
+)
+
+
+class AveragingOptimizer(Distributed):
+    """What is mixed into the class of the wrapped optimizer.
+
+    Attributes:
+        _recipe: what the user has asked for.
+        _gradients: keeps the gradients equal; None where there is nobody to be equal to.
+        _parameter_names: of each parameter, the name in messages; scripts written for Horovod read it.
+    """
+
+    _recipe: GradientRecipe
+    _gradients: OptimizerGradients | None
+    _parameter_names: dict[torch.Tensor, str]
+    _synchronized: bool
+    _should_synchronize: bool
+
+    def _begin(self, recipe: GradientRecipe) -> None:
+        self._recipe, self._gradients = recipe, None
+        self._parameter_names = {param: name for name, param in recipe.named}
+        self._synchronized, self._should_synchronize = False, True
+
+    @property
+    def _signature(self) -> str:
+        return self._recipe.signature
+
+    def _attach(self, current: job.Job) -> None:
+        self._gradients = self._recipe.make(current)
+        self._detached = ""
+
+    def _detach(self, why: str) -> None:
+        super()._detach(why)
+        self._gradients, self._synchronized = None, False
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """From the next step on, gradients are reduced after `passes` backward passes.
+
+        Raises:
+            ValueError: `passes` is not positive.
+        """
+        if passes <= 0:
+            raise ValueError("backward_passes_per_step must be > 0")
+        self._recipe.passes = passes
+        if self._gradients is not None:
+            self._gradients.set_passes(passes)
+
+    def synchronize(self) -> None:
+        """Collective: blocks until all gradients are reduced; afterwards `.grad` holds the result."""
+        self._require_open()
+        if self._gradients is not None:
+            self._gradients.finish()
+            if isinstance(self, torch.optim.SparseAdam):
+                self._make_sparse()
+        self._synchronized = True
+
+    @torch.no_grad()
+    def _make_sparse(self) -> None:
+        """For an optimizer that takes sparse gradients only: those that travelled dense."""
+        for param in self._parameter_names:
+            if param.grad is not None and not param.grad.is_sparse:
+                param.grad = param.grad.to_sparse(1)
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """`step()` inside does not synchronise, because `synchronize()` has been called."""
+        self._should_synchronize = False
+        try:
+            yield
+        finally:
+            self._should_synchronize = True
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # Any: as torch
+        """Collective: synchronises (unless skipped) and updates the parameters.
+
+        With a closure, gradients are synchronised after each call of it.
+
+        Raises:
+            NotInitializedError: `close` or `shutdown` was called.
+        """
+        self._require_open()
+        if closure is not None and self._gradients is not None and self._should_synchronize:
+            closure = self._synchronised(closure)
+        elif self._should_synchronize:
+            if self._synchronized:
+                warnings.warn(UNSKIPPED, stacklevel=2)
+            self.synchronize()
+        self._synchronized = False
+        # A scheduler that was made for the wrapped optimizer looks there whether a step was made.
+        self._wrapped._opt_called = True  # type: ignore[attr-defined]  # torch's, set by its schedulers
+        return super().step(closure)
+
+    def _synchronised(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        decides_by_loss = isinstance(self, torch.optim.LBFGS)
+
+        def synchronised() -> Any:
+            with torch.enable_grad():
+                loss = closure()
+            self.synchronize()
+            if not decides_by_loss:
+                return loss
+            # A line search must take the same decisions on all ranks, so they must see the same loss.
+            return allreduce(torch.as_tensor(loss).detach(), process_set=self._recipe.process_set)
+
+        return synchronised
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As the wrapped optimizer's. Collective after a backward pass that raised, and where `step()` was left out.
+
+        Raises:
+            AssertionError: gradients are being reduced, since some did not come in the backward pass.
+        """
+        if self._gradients is not None:
+            if self._gradients.failed:
+                self._gradients.drop_failed()
+            elif self._gradients.complete:
+                self._gradients.finish()  # its step was left out
+            elif self._gradients.pending:
+                raise AssertionError(RACE)
+            self._gradients.drop_accumulated()
+        super().zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Collective: as the wrapped optimizer's; the new parameters' gradients are reduced, too."""
+        self._require_open()
+        super().add_param_group(param_group)
+        number = len(self.param_groups) - 1
+        added = [(f"group.{number}.{index}", param) for index, param in enumerate(self.param_groups[-1]["params"])]
+        self._parameter_names |= {param: name for name, param in added}
+        self._recipe.named = [*self._recipe.named, *added]
+        if self._gradients is not None:
+            self._gradients.extend(added)
+
+    def close(self) -> None:
+        """Ends this optimizer: its gradients are not reduced any more, and what that took is released. Idempotent.
+
+        Happens by itself when the last reference to the optimizer is dropped. Not collective; parameters that another
+        DistributedOptimizer has, too, go on being reduced for that one.
+        """
+        self._closed = True
+        if self._gradients is not None:
+            self._gradients.close()
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise NotInitializedError(CLOSED.format(reason="by close()"))
+        require_attached(self)
+
+    def finish(self) -> None:
+        """Blocks until all parameters are what the last `step()` makes of them; not collective.
+
+        They are when it returns, but with `overlap_forward=True`: needed then before parameters are read by what
+        neither Python nor PyTorch's dispatcher sees.
+        """
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As the wrapped optimizer's, which stays the same as this one: a scheduler may hold it."""
+        super().load_state_dict(state_dict)
+        self._wrapped.param_groups, self._wrapped.state = self.param_groups, self.state
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return plain_copy(self, type(self._wrapped))
+
+
+class _AdasumDistributed(Distributed):
+    """What is mixed into the class of the wrapped optimizer."""
+
+    _named: Sequence[tuple[str, torch.Tensor]]
+    _parameter_names: dict[torch.Tensor, str]
+    _compression: type[Compressor]
+    _serial: int
+
+    @property
+    def _signature(self) -> str:
+        return f"adasum/{key_of([name for name, _ in self._named], [param for _, param in self._named])}"
+
+    def _attach(self, current: job.Job) -> None:
+        size = current.control.size
+        if size & (size - 1):
+            raise NotImplementedError(f"Adasum needs a number of ranks that is a power of two, not {size}")
+        self._serial, self._detached = next(current.serials[GLOBAL]), ""
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Gradients add up on this rank until `step()`, however many backward passes there are.
+
+        Raises:
+            ValueError: `passes` is not positive.
+        """
+        if passes <= 0:
+            raise ValueError("backward_passes_per_step must be > 0")
+
+    def synchronize(self) -> None:
+        """Does nothing: updates are combined, and those are made by `step()`."""
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Not possible.
+
+        Raises:
+            AssertionError: always.
+        """
+        raise AssertionError("Skipping synchronization is not supported when using Adasum optimizer.")
+        yield
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # Any: as torch
+        """Collective: each rank makes its own update; the parameters move by their combination."""
+        require_attached(self)
+        params = [param for _, param in self._named if param.requires_grad]
+        starts = [param.detach().clone() for param in params]
+        loss = super().step(closure)
+        with torch.no_grad():
+            handles = []
+            for number, (param, start) in enumerate(zip(params, starts, strict=True)):
+                update, context = self._compression.compress(param - start)
+                name = f"adasum.{self._serial}.{number}"
+                handles.append((allreduce_async_(update, name=name, op=Adasum), context))
+            for param, start, (handle, context) in zip(params, starts, handles, strict=True):
+                param.copy_(start.add_(self._compression.decompress(synchronize(handle), context)))
+        self._wrapped._opt_called = True  # type: ignore[attr-defined]  # torch's, set by its schedulers
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As the wrapped optimizer's, which stays the same as this one: a scheduler may hold it."""
+        super().load_state_dict(state_dict)
+        self._wrapped.param_groups, self._wrapped.state = self.param_groups, self.state
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return plain_copy(self, type(self._wrapped))
+
+
+def wrap_adasum(
+    optimizer: torch.optim.Optimizer, named: Sequence[tuple[str, torch.Tensor]], *, compression: type[Compressor]
+) -> Distributed:
+    """An optimizer of a class derived from `optimizer`'s that combines updates, once it is attached to ranks.
+
+    Args:
+        optimizer: the optimizer to wrap.
+        named: all its parameters.
+        compression: how updates travel.
+    """
+    distributed = derive(_AdasumDistributed, optimizer)
+    distributed._named, distributed._compression = named, compression
+    distributed._parameter_names = {param: name for name, param in named}
+    return distributed
+
+
+REFUSED = "overlap_forward does not go with this optimizer: {why}"
+WAITED = (
+    "gradients are looked at between backward() and step(), and are waited for there: only what nobody has looked at "
+    "comes during the next forward pass"
+)
+SYNCHRONIZED = (
+    "synchronize() waits for all gradients, as clipping by their global norm must: nothing of them comes during the "
+    "next forward pass"
+)
+COMPILED = "torch.compile is used, whose graphs read parameters past Python: step() waits for all gradients"
+
+
+class OverlappedOptimizer(AveragingOptimizer):
+    """What is mixed into the class of the wrapped optimizer in the place of `AveragingOptimizer`.
+
+    Attributes:
+        _updates: those that are put off; None where there is nobody to wait for.
+        _refuses: a script that cannot have what it has asked for is told by an error; else it trains without.
+        _refusal: why nothing is put off; empty if it may be, None = not known before the first step.
+        _partial: updates some of the parameters.
+        _learning: watches who reads parameters, in one iteration; None = not in this one.
+        _knows_reads: that iteration has been.
+        _modules_wait: modules of the script's own hold parameters, and wait for them.
+        _hooks: what watches until the next step: learning, checking, modules that wait.
+        _told: what the log has been told.
+    """
+
+    _updates: PutOffUpdates | None = None
+    _refuses = False
+    _refusal: str | None = None
+    _partial: PartialStep | None = None
+    _learning: LearnedReads | None = None
+    _knows_reads = False
+    _modules_wait = False
+    _hooks: ExitStack
+    _told: set[str]
+
+    def _begin_overlap(self, *, refuses: bool) -> None:
+        """Before it is attached.
+
+        Raises:
+            ConfigError: this optimizer cannot have it, and the script has asked for it by an argument.
+        """
+        self._refuses, self._hooks, self._told = refuses, ExitStack(), set()
+        weakref.finalize(self, self._hooks.close)
+        if why := refusal(self, self._kind):
+            self._refuse(why)
+
+    @property
+    def _kind(self) -> type[torch.optim.Optimizer]:
+        return type(self._wrapped)
+
+    def _refuse(self, why: str) -> None:
+        self._refusal = why
+        if self._refuses:
+            raise ConfigError(REFUSED.format(why=why))
+        logger.info("%s; it trains without", REFUSED.format(why=why))
+
+    def _tell_once(self, text: str) -> None:
+        if text not in self._told:
+            self._told.add(text)
+            logger.info("overlap_forward: %s", text)
+
+    def _attach(self, current: job.Job) -> None:
+        super()._attach(current)
+        self._updates = None
+        self.__dict__.pop("_knows_reads", None)
+        if self._gradients is not None and not self._refusal:
+            self._partial = PartialStep(self, self._kind)
+            self._updates = PutOffUpdates(
+                self._gradients,
+                self._partial,
+                allowed=self._may_put_off,
+                seen=lambda: self._tell_once(WAITED),
+                closed=self._stop_watching,
+            )
+            self._updates.use()
+
+    def _detach(self, why: str) -> None:
+        self._stop_watching()
+        if self._updates is not None:
+            self._updates.drop()
+        super()._detach(why)
+
+    # ── what iterations may be put off ───────────────────────────────────────────────────────────────────────────
+
+    @property
+    def _overlap(self) -> ForwardOverlap | None:
+        reducers = [] if self._gradients is None else self._gradients.reducers
+        tuned = reducers[0].tuned if len(reducers) == 1 else None
+        return None if tuned is None else tuned.overlap
+
+    def _may_put_off(self) -> bool:
+        if not self._knows_reads or self._refusal != "":
+            return False
+        if _something_is_compiled():
+            self._tell_once(COMPILED)
+            return False
+        hooks = (
+            self._optimizer_step_pre_hooks,
+            self._optimizer_step_post_hooks,
+            torch_optimizer._global_optimizer_pre_hooks,
+            torch_optimizer._global_optimizer_post_hooks,
+        )
+        scaled = any(getattr(self, name, None) is not None for name in ("grad_scale", "found_inf"))
+        return not (any(hooks) or scaled)
+
+    # ── steps ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # Any: as torch
+        """Collective: as `AveragingOptimizer.step`, but returns at once where updates can be put off.
+
+        Raises:
+            NotInitializedError: `close` or `shutdown` was called.
+            ConfigError: a closure is given, or the optimizer turns out not to update each parameter by itself.
+        """
+        self._stop_watching()
+        if closure is not None and self._refuses:
+            raise ConfigError("overlap_forward does not go with step(closure): call the closure before step()")
+        self._require_open()
+        updates = self._updates
+        if updates is None or self._refusal:
+            return super().step(closure)
+        if updates.stage is Stage.STEPPED:  # no backward pass since
+            updates.settle()
+        plain = closure is None and self._should_synchronize and not self._synchronized
+        if plain and updates.step():
+            self._wrapped._opt_called = True  # type: ignore[attr-defined]  # torch's, set by its schedulers
+            self._watch_put_off()
+            return None
+        updates.withdraw()
+        if self._refusal is None and plain:
+            return self._first_step()
+        result = super().step(closure)
+        self._learn_reads()
+        return result
+
+    def _first_step(self) -> Any:  # Any: as torch
+        """Gradients are there once they are reduced, and tell what kind of optimizer it is."""
+        self.synchronize()
+        self._refusal = ""
+        if why := refusal_by_trial(self, self._kind):
+            self._refuse(why)
+        with self.skip_synchronize():
+            return super().step()
+
+    def synchronize(self) -> None:
+        """As `AveragingOptimizer.synchronize`; nothing of this iteration is put off."""
+        self._stop_watching()
+        if self._updates is not None:
+            if self._updates.stage is Stage.LEFT and self._should_synchronize:
+                self._tell_once(SYNCHRONIZED)
+            self._updates.settle()
+        super().synchronize()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As `AveragingOptimizer.zero_grad`; does not wait for updates that are put off."""
+        updates = self._updates
+        if updates is None or updates.stage is Stage.IDLE:
+            with nullcontext() if self._learning is None else torch._C.DisableTorchFunctionSubclass():
+                super().zero_grad(set_to_none)  # which reads no parameter
+        elif updates.stage is Stage.LEFT:  # its step was left out
+            updates.withdraw()
+            super().zero_grad(set_to_none)
+        else:
+            for group in self.__dict__["param_groups"]:
+                for param in group["params"]:
+                    if not updates.zero(param, Zeroing.NONE if set_to_none else Zeroing.ZEROS):
+                        _zero(param, set_to_none)
+
+    # ── who reads parameters ─────────────────────────────────────────────────────────────────────────────────────
+
+    def _learn_reads(self) -> None:
+        overlap = self._overlap
+        if overlap is None or self._learning is not None or _something_is_compiled():
+            return
+        if overlap.learning or (overlap.ready and not self._knows_reads):  # late, if it could not be in its time
+            learning = LearnedReads(self._reduced_params())
+            if learning.begin():
+                self._learning = learning
+                self._hooks.callback(learning.end)
+
+    def _reduced_params(self) -> list[torch.Tensor]:
+        """All that are updated with dense gradients; none if there are sparse ones, too."""
+        assert self._gradients is not None
+        hooked = self._gradients.reducers[0].hooked
+        return [] if hooked is None or not hooked.reductions.all_dense else [param for _, param in hooked.named]
+
+    def _watch_put_off(self) -> None:
+        """An iteration has just been put off: modules of the script's own wait, and reads are checked if wanted."""
+        if self._modules_wait:
+            self._hooks.callback(register_module_forward_pre_hook(wait_for_own).remove)
+        if job.current().settings.overlap_forward is Overlap.CHECK:
+            names = {id(param): name for param, name in self._parameter_names.items()}
+            checking = CheckedReads(self._reduced_params(), names)
+            checking.begin()
+            self._hooks.callback(checking.end)
+
+    def _stop_watching(self) -> None:
+        self._hooks.close()
+        learning, self._learning = self._learning, None
+        if learning is not None:
+            self._use_reads(learning)
+
+    def _use_reads(self, learning: LearnedReads) -> None:
+        overlap, updates, params = self._overlap, self._updates, self._reduced_params()
+        if overlap is None or updates is None:
+            return
+        number_of = {id(param): number for number, param in enumerate(params)}
+        overlap.reads = [number_of[id(param)] for param in learning.order if id(param) in number_of]
+        updates.uncovered = frozenset(learning.uncovered)
+        self._modules_wait = hold_their_own(learning.modules, params)
+        self._knows_reads = True
+        if learning.uncovered:
+            names = [name for param, name in self._parameter_names.items() if id(param) in learning.uncovered]
+            shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+            self._tell_once(f"{shown} are read past Python, so that step() waits for them")
+
+    # ── everything else that reads or writes what is put off ─────────────────────────────────────────────────────
+
+    def finish(self) -> None:
+        """Blocks until all parameters are what the last `step()` makes of them; not collective."""
+        if self._updates is not None and self._updates.stage is Stage.STEPPED:
+            self._updates.settle()
+            self._stop_watching()
+
+    @property
+    def state(self) -> Any:  # Any: as torch
+        """The optimizer's, once no update is put off any more."""
+        if self._partial is None or not self._partial.running:
+            self.finish()
+        return self.__dict__["state"]
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.__dict__["state"] = state
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """As `AveragingOptimizer.set_backward_passes_per_step`."""
+        self.finish()
+        super().set_backward_passes_per_step(passes)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As `AveragingOptimizer.add_param_group`."""
+        self._stop_watching()
+        self.finish()
+        super().add_param_group(param_group)
+        if self._updates is not None:
+            self._updates.use()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As `AveragingOptimizer.load_state_dict`."""
+        self.finish()
+        super().load_state_dict(state_dict)
+
+    def close(self) -> None:
+        """As `AveragingOptimizer.close`; what is put off is done first, unless the ranks are gone."""
+        self._stop_watching()
+        try:
+            if self._updates is not None:
+                self._updates.settle()
+        except CommError:
+            assert self._updates is not None
+            self._updates.drop()
+        super().close()
+
+
+def _something_is_compiled() -> bool:
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return dynamo is not None and bool(dynamo.counters["frames"])
+
+
+@torch.no_grad()
+def _zero(param: torch.Tensor, set_to_none: bool) -> None:
+    if param.grad is not None:
+        if set_to_none:
+            param.grad = None
+        else:
+            param.grad.detach_()
+            param.grad.zero_()
+
 
 NamedParameters = Iterable[tuple[str, torch.Tensor]]
 
@@ -179,3 +808,19 @@ def _wire_dtypes(compression: type[Compressor]) -> tuple[tuple[torch.dtype, torc
         raise ConfigError(f"compression= takes Compression.none, .fp16 or .bf16, not {compression!r}")
     # Of all parameters that there are or may be, so that optimizers of one compression agree on those that they share.
     return tuple((dtype, compression.wire) for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64))
+
+
+def sparse_gradients() -> list[SparseSummary]:
+    """Which way sparse gradients go, of each parameter for which it is decided; not collective.
+
+    It is decided after some thirty iterations, or eight where `SIRTAKI_SPARSE` fixes the way; on one rank never.
+
+    Returns:
+        Of each parameter its `name`, `density` (which part of its rows any rank touches in an iteration), `plan`,
+        `n_bytes` that a rank receives in an iteration, `dense_bytes` and `horovod_bytes` to compare it with, and more;
+        `describe()` says it in words. The same on all ranks that train the parameter.
+
+    Raises:
+        NotInitializedError: there is no job.
+    """
+    return [summary for reducer in reducers_of(job.current()) for summary in reducer.sparse.summaries]

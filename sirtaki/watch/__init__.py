@@ -1,8 +1,7 @@
 """What a job tells those who watch it: iterations, trials, decisions, generations. `docs/how-to/watch.md`."""
 
-from .events import Decision, GenerationBegun, IterationEnded, TrialEnded, Watcher
 from .tensorboard import TensorBoard
-from .watchers import add, remove
+from .watchers import Decision, GenerationBegun, IterationEnded, TrialEnded, Watcher, add, remove
 
 __all__ = [
     "Decision",

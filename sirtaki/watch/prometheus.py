@@ -6,7 +6,7 @@ import logging
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from .totals import Totals
+from .watchers import Totals
 
 logger = logging.getLogger(__name__)
 

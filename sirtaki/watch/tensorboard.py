@@ -7,7 +7,7 @@ from typing import Any
 
 from sirtaki.errors import ConfigError
 
-from .events import Decision, GenerationBegun, IterationEnded, TrialEnded, Watcher
+from .watchers import Decision, GenerationBegun, IterationEnded, TrialEnded, Watcher
 
 
 class TensorBoard(Watcher):
@@ -34,27 +34,27 @@ class TensorBoard(Watcher):
         self._writer, self._every = writer, every
 
     def iteration(self, event: IterationEnded) -> None:
-        """See `Watcher`."""
+        """Writes what the iteration took, if it is one of every so many."""
         if event.number % self._every == 0:
             for name in ("step_s", "communication_s", "exposed_s"):
                 self._scalar(name, getattr(event, name), event.number)
 
     def trial(self, event: TrialEnded) -> None:
-        """See `Watcher`."""
+        """Writes what the trial took, and the best one so far."""
         self._scalar("trial/communication_s", event.communication_s, event.iteration)
         self._scalar("trial/best_s", event.best_s, event.iteration)
 
     def decision(self, event: Decision) -> None:
-        """See `Watcher`."""
+        """Writes which setting runs, with its time."""
         self._scalar("decision/communication_s", event.best_s, event.iteration)
         self._writer.add_text("sirtaki/setting", f"{event.setting} (proposed by {event.arm})", event.iteration)
 
     def generation(self, event: GenerationBegun) -> None:
-        """See `Watcher`."""
+        """Writes how many ranks are together."""
         self._scalar("ranks", event.size, event.number)
 
     def close(self) -> None:
-        """See `Watcher`; a writer that was given is its owner's."""
+        """Closes its own writer; one that was given is its owner's."""
         if self._own:
             self._writer.close()
 

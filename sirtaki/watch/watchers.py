@@ -1,12 +1,121 @@
-"""Who watches this process's job. Where nobody does, an iteration costs one look at an empty list."""
+"""Who watches a job, what they are told, and totals of it."""
 
 from __future__ import annotations
 
 import atexit
 import logging
-from collections.abc import Callable
+import math
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
-from .events import GenerationBegun, Watcher
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IterationEnded:
+    """A training iteration of one optimizer has ended on this rank.
+
+    Attributes:
+        number: of the iteration, from 1.
+        step_s: since the one before ended; not a number for the first, and after a trial that changed something.
+        communication_s: from the first gradient that was ready to the last one that was reduced; on GPUs, of the
+            iteration before.
+        exposed_s: what of that the backward pass did not hide.
+        n_bytes: of the gradients as they travel.
+        tuning: the setting that ran was a trial's.
+    """
+
+    number: int
+    step_s: float
+    communication_s: float
+    exposed_s: float
+    n_bytes: int
+    tuning: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialEnded:
+    """The tuner has tried a setting; rank 0 is told.
+
+    Attributes:
+        iteration: at which it ended.
+        arm: who proposed it.
+        setting: in words.
+        knobs: as in the trial log.
+        communication_s: the shortest measured; infinite if it could not be run.
+        best_s: of the best setting so far.
+    """
+
+    iteration: int
+    arm: str
+    setting: str
+    knobs: Mapping[str, Any]
+    communication_s: float
+    best_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """The tuner has decided what runs from now on; rank 0 is told.
+
+    Attributes:
+        iteration: after which.
+        arm: who proposed it.
+        setting: in words.
+        knobs: as in the trial log.
+        default_s: communication time of the untuned default; not a number if it was not measured.
+        best_s: of what was decided for.
+        n_trials: that were run.
+        retune: it is the end of a re-tune.
+    """
+
+    iteration: int
+    arm: str
+    setting: str
+    knobs: Mapping[str, Any]
+    default_s: float
+    best_s: float
+    n_trials: int
+    retune: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationBegun:
+    """The ranks of the job are together, for the first time or anew.
+
+    Attributes:
+        number: of the generation, from 1; 0 where ranks stay.
+        rank: this process's.
+        size: how many there are.
+    """
+
+    number: int
+    rank: int
+    size: int
+
+
+class Watcher:
+    """To be derived from; each method does nothing by itself.
+
+    They are called in the thread that trains, so they should be quick. One that raises is told of in the log, and
+    removed.
+    """
+
+    def iteration(self, event: IterationEnded) -> None:
+        """A training iteration has ended."""
+
+    def trial(self, event: TrialEnded) -> None:
+        """A setting was tried; on rank 0."""
+
+    def decision(self, event: Decision) -> None:
+        """It is decided what runs; on rank 0."""
+
+    def generation(self, event: GenerationBegun) -> None:
+        """The ranks are together."""
+
+    def close(self) -> None:
+        """The job, or the script, has ended; nothing more is told."""
+
 
 logger = logging.getLogger(__name__)
 
@@ -60,3 +169,60 @@ def end(*, for_good: bool) -> None:
     if for_good:
         tell_all(lambda watcher: watcher.close())
         watching.clear()
+
+
+RECENT = 50
+"""Iterations whose times are shown as what they take now."""
+
+
+class Totals(Watcher):
+    """Adds up; any thread may read.
+
+    Attributes:
+        iterations: that have ended, of all optimizers.
+        step_s, communication_s, exposed_s: seconds in all.
+        n_bytes: of gradients in all.
+        trials, decisions: counts.
+        generation_number: 0 at first.
+        setting: what was decided for, in words; empty before.
+        gain: how many times faster communication became by the last decision; not a number before.
+    """
+
+    def __init__(self) -> None:
+        self.iterations = self.n_bytes = self.trials = self.decisions = self.generation_number = 0
+        self.step_s = self.communication_s = self.exposed_s = 0.0
+        self.setting, self.gain = "", math.nan
+        self._recent: deque[IterationEnded] = deque(maxlen=RECENT)
+
+    def iteration(self, event: IterationEnded) -> None:
+        """Adds it up, and keeps it among the last ones."""
+        self.iterations += 1
+        self.step_s += 0.0 if math.isnan(event.step_s) else event.step_s
+        self.communication_s += 0.0 if math.isnan(event.communication_s) else event.communication_s
+        self.exposed_s += 0.0 if math.isnan(event.exposed_s) else event.exposed_s
+        self.n_bytes += event.n_bytes
+        self._recent.append(event)
+
+    def trial(self, event: TrialEnded) -> None:
+        """Counts it."""
+        self.trials += 1
+
+    def decision(self, event: Decision) -> None:
+        """Counts it, and keeps the setting and what it gains."""
+        self.decisions += 1
+        self.setting = event.setting
+        self.gain = event.default_s / event.best_s if event.best_s > 0.0 else math.nan
+
+    def generation(self, event: GenerationBegun) -> None:
+        """Keeps its number."""
+        self.generation_number = event.number
+
+    def now(self) -> dict[str, float]:
+        """What the last iterations took on average, in seconds; what is not known is left out."""
+        recent = list(self._recent)
+        means = {}
+        for name in ("step_s", "communication_s", "exposed_s"):
+            known = [value for event in recent if not math.isnan(value := getattr(event, name))]
+            if known:
+                means[name] = sum(known) / len(known)
+        return means

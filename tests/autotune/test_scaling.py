@@ -5,13 +5,12 @@ from itertools import groupby
 import pytest
 
 from bench.lib.workloads import cluster, workload
-from sirtaki.autotune.arms.planners import make_planners
+from sirtaki.autotune.arms.catalogue import make_planners
 from sirtaki.autotune.knobs import MIB, Knobs, KnobSpace
-from sirtaki.autotune.model.contention import ContentionModel, RateCurve
-from sirtaki.autotune.model.profile import Profile
+from sirtaki.autotune.model.fits import ContentionModel, RateCurve
+from sirtaki.autotune.model.simulator import Profile
 from sirtaki.autotune.scaling import DEFAULT, scaling_table
-from sirtaki.comm.layout import GradientLayout
-from sirtaki.comm.plan import Algorithm, TransportKind
+from sirtaki.comm.plan import Algorithm, GradientLayout, TransportKind
 from sirtaki.errors import TuningError
 
 ROUTE = (TransportKind.GLOO, Algorithm.FLAT)

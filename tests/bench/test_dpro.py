@@ -11,7 +11,7 @@ from fakes.replays import on_one_host
 from bench.dpro import MAIN, accuracy, alignment, speed, times
 from bench.lib.harness import Report
 from bench.replay import Job
-from sirtaki.replay.step_times import recorded
+from sirtaki.analysis.global_graph import recorded
 
 
 @pytest.fixture

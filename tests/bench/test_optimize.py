@@ -9,8 +9,7 @@ from fakes.drawn_jobs import drawn_job
 
 from bench.lib.harness import Report
 from bench.optimize import CHOSEN, COLUMNS, DEFAULT, TUNED, judge
-from sirtaki.optimizer.outcome import optimize
-from sirtaki.optimizer.view import EVERY
+from sirtaki.analysis.plan_search import EVERY, optimize
 
 
 def judged(finals: dict[str, list[float]]) -> Report:

@@ -10,9 +10,9 @@ from bench.lib.harness import Report
 from bench.reality import ROUTE, STREAMS, grid_settings, judge, random_settings
 from sirtaki.autotune.knobs import KIB, Knobs
 from sirtaki.autotune.model.planning import PlanningModel
-from sirtaki.autotune.model.profile import Profile
-from sirtaki.comm.layout import GradientLayout
-from sirtaki.link_model import LinkModel
+from sirtaki.autotune.model.simulator import Profile
+from sirtaki.comm.plan import GradientLayout
+from sirtaki.measures import LinkModel
 
 LAYOUT = GradientLayout(sizes=(100_000,) * 20)
 MODEL = PlanningModel(

@@ -19,7 +19,7 @@ from bench.registry_transfer import (
 )
 from bench.tuner import Truth
 from sirtaki.autotune.knobs import Knobs
-from sirtaki.registry.similarity import topology_distance
+from sirtaki.registry.warm_start import topology_distance
 
 PLACE = Place(network="resnet50", fabric="10 Gbit/s TCP", ranks=256)
 LUCK = Luck(noise=0.03, seed=0, planners=True)

@@ -9,13 +9,12 @@ import pytest
 from bench.lib import simulated_jobs
 from bench.lib.simulated_jobs import ROUTE, Job, jobs, misjudged, optimum_s
 from bench.tuner import HorovodTruth, Listed, Truth, bars, contenders, run, summary
-from sirtaki.autotune.knobs import KIB, MIB, Knobs, KnobSpace
-from sirtaki.autotune.lattice import KnobLattice
+from sirtaki.autotune.knobs import KIB, MIB, KnobLattice, Knobs, KnobSpace
 from sirtaki.autotune.model.planning import PlanningModel
-from sirtaki.autotune.model.profile import Profile
+from sirtaki.autotune.model.simulator import Profile
 from sirtaki.autotune.trial import Proposal
-from sirtaki.comm.layout import GradientLayout
-from sirtaki.link_model import LinkModel
+from sirtaki.comm.plan import GradientLayout
+from sirtaki.measures import LinkModel
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sirtaki.comm.layout import GradientLayout
+from sirtaki.comm.plan import GradientLayout
 from sirtaki.errors import PlanError
 
 sizes = st.lists(st.integers(0, 10**9), max_size=30).map(tuple)

@@ -16,8 +16,7 @@ from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.device import HostDevice
 from sirtaki.comm.plan import Algorithm, CommPlan, Route, TransportKind, Unit
 from sirtaki.comm.router import Router, streams_of
-from sirtaki.comm.transports.contract import NOTHING_TO_DO, FlatBuffer, StreamSpec, Work
-from sirtaki.comm.transports.resources import StreamCost
+from sirtaki.comm.transports.contract import NOTHING_TO_DO, FlatBuffer, StreamCost, StreamSpec, Work
 from sirtaki.errors import CommError, PeerLostError, PlanError, TransportError
 
 FLAT, TREE = Algorithm.FLAT, Algorithm.HIERARCHICAL

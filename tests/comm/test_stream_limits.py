@@ -6,9 +6,8 @@ from typing import Any, cast
 import numpy as np
 
 from sirtaki.comm.plan import Algorithm, TransportKind
-from sirtaki.comm.stream_limits import StreamLimits
-from sirtaki.comm.transports.contract import Transport
-from sirtaki.comm.transports.resources import StreamCost
+from sirtaki.comm.router import StreamLimits
+from sirtaki.comm.transports.contract import StreamCost, Transport
 
 ROUTE = (TransportKind.GLOO, Algorithm.FLAT)
 

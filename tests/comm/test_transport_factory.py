@@ -10,14 +10,14 @@ from fakes.groups import LoneOpener
 from sirtaki.comm.control.communicator import Backend
 from sirtaki.comm.control.failure import FailureBoard
 from sirtaki.comm.device import HostDevice
-from sirtaki.comm.nccl_streams.nccl import NcclHierarchicalTransport, NcclTransport
-from sirtaki.comm.nccl_streams.staged import StagedTransport
+from sirtaki.comm.nccl_streams.transport import NcclHierarchicalTransport, NcclTransport
 from sirtaki.comm.plan import Algorithm, TransportKind
-from sirtaki.comm.transport_factory import MAX_COMMUNICATORS, TransportFactory
+from sirtaki.comm.router import MAX_COMMUNICATORS, TransportFactory
 from sirtaki.comm.transports.contract import StreamSpec
 from sirtaki.comm.transports.gloo import GlooTransport
 from sirtaki.comm.transports.mpi import MpiTransport
 from sirtaki.comm.transports.shared_memory import SharedMemoryTransport
+from sirtaki.comm.transports.staged import StagedTransport
 from sirtaki.errors import TransportError
 
 

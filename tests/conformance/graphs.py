@@ -1,10 +1,13 @@
-"""Hypothesis strategies for registry graphs, and a graph with its nodes numbered anew."""
+"""Hypothesis strategies for registry graphs, a graph with its nodes numbered anew, and one as networkx has it."""
 
 import random
+from collections.abc import Iterable
 
+import networkx
 from hypothesis import strategies as st
 
 from sirtaki.registry.graph import Graph, Node
+from sirtaki.registry.model_graph import shapes_graph
 
 NODES = st.builds(
     Node,
@@ -37,3 +40,18 @@ def renumbered(graph: Graph, seed: int) -> Graph:
         edges=tuple((place[a], place[b], label) for a, b, label in graph.edges),
         directed=graph.directed,
     )
+
+
+def to_networkx(graph: Graph) -> "networkx.Graph[int]":
+    """A `DiGraph` or `Graph`, for its routines as oracles; nodes bear kind, detail and size, edges their label."""
+    made = networkx.DiGraph() if graph.directed else networkx.Graph()
+    for index, node in enumerate(graph.nodes):
+        made.add_node(index, kind=node.kind, detail=node.detail, size=node.size)
+    for source, target, label in graph.edges:
+        made.add_edge(source, target, label=label)
+    return made
+
+
+def chain_graph(sizes: Iterable[int]) -> Graph:
+    """A model whose parameters are vectors of these sizes, one after the other."""
+    return shapes_graph([(size,) for size in sizes])

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import sirtaki.torch as hvd
-from sirtaki.torch.overlap.put_off_updates import PutOffUpdates
+from sirtaki.torch.overlap import PutOffUpdates
 
 Loss = Callable[[nn.Module, int], torch.Tensor]
 """(model, number of the step) → what this rank minimises."""

@@ -5,14 +5,12 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+from conformance.graphs import chain_graph
 
 from sirtaki.errors import RegistryError
-from sirtaki.link_model import LinkModel
-from sirtaki.registry.entry import STALE_AFTER_S, Entry, Provenance, make_key
-from sirtaki.registry.graph import Graph
-from sirtaki.registry.model_graph import chain_graph
-from sirtaki.registry.row_ways import RowsKey, RowWay, Skew
-from sirtaki.registry.signature import WIDTH, signature
+from sirtaki.measures import LinkModel
+from sirtaki.registry.entry import STALE_AFTER_S, Entry, Provenance, RowsKey, RowWay, Skew, make_key
+from sirtaki.registry.graph import WIDTH, Graph, signature
 from sirtaki.registry.store import Store
 from sirtaki.registry.topology import Topology
 

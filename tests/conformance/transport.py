@@ -6,8 +6,7 @@ import random
 import torch
 
 from sirtaki.comm.control.plane import ControlPlane
-from sirtaki.comm.device import HostDevice
-from sirtaki.comm.nccl_streams.cuda_device import CudaDevice
+from sirtaki.comm.device import CudaDevice, HostDevice
 from sirtaki.comm.plan import CommPlan, Route, Unit
 from sirtaki.comm.router import Router
 from sirtaki.comm.transports.contract import ReduceOp, Work

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 from fakes.played_jobs import made_job, plan_of
 
-from sirtaki.autotune.model.graph import Activity, Phase
-from sirtaki.link_model import LinkModel
-from sirtaki.replay.early_gradients import COMPILED
-from sirtaki.replay.job_model import JobModel, Piece
+from sirtaki.analysis.job_model import JobModel, Piece
+from sirtaki.analysis.what_if import COMPILED
+from sirtaki.autotune.model.replayer import Activity, Phase
+from sirtaki.measures import LinkModel
 
 BLOCKS = 4
 WEIGHT, BIAS = 400_000, 100_000  # elements: 2 MB a block

@@ -6,9 +6,9 @@ import random
 
 from fakes.played_jobs import GLOO, made_job, plan_of
 
-from sirtaki.link_model import LinkModel
-from sirtaki.optimizer.change import Choices
-from sirtaki.replay.job_model import JobModel
+from sirtaki.analysis.job_model import JobModel
+from sirtaki.analysis.plan_search import Choices
+from sirtaki.measures import LinkModel
 
 CHOICES = Choices(routes=(GLOO,), streams=(1, 2, 3, 4), least_bytes=16 * 1024)
 

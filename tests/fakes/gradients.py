@@ -8,10 +8,8 @@ import torch
 
 from sirtaki.comm.device import Device, HostDevice
 from sirtaki.comm.gradients.buffers import GradientBuffers, Reduction
-from sirtaki.comm.gradients.planned_buffers import PlannedBuffers
-from sirtaki.comm.gradients.schedule import Schedule, ScheduledUnit
-from sirtaki.comm.layout import GradientLayout
-from sirtaki.comm.plan import CommPlan, TransportKind, Unit
+from sirtaki.comm.gradients.schedule import PlannedBuffers, Schedule, ScheduledUnit
+from sirtaki.comm.plan import CommPlan, GradientLayout, TransportKind, Unit
 from sirtaki.comm.transports.contract import NOTHING_TO_DO, FlatBuffer, Work
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from sirtaki.autotune.model.graph import NEVER, Activity, Edge, Graph, Load, Node, Phase, Server, Work
+from sirtaki.autotune.model.replayer import NEVER, Activity, Edge, Graph, Load, Node, Phase, Server, Work
 
 
 def node(lane: int, fixed_s: float = 0.0, *works: Work, name: str = "") -> Node:

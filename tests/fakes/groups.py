@@ -2,7 +2,7 @@
 
 import torch
 
-from sirtaki.comm.nccl_streams.communicators import CommunicatorKey, Group, GroupWork
+from sirtaki.comm.nccl_streams.transport import CommunicatorKey, Group, GroupWork
 from sirtaki.comm.transports.contract import ReduceOp
 
 

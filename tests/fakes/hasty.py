@@ -1,8 +1,8 @@
 """Has iterations put off as soon as it is possible, so that short programs come to it."""
 
-from sirtaki.comm.gradients import order
-from sirtaki.engine import forward_overlap
-from sirtaki.torch.overlapped_optimizer import OverlappedOptimizer
+from sirtaki.comm.gradients import schedule as order
+from sirtaki.engine.tuning import overlap as forward_overlap
+from sirtaki.torch.optimizer import OverlappedOptimizer
 
 _USUAL = (order.PROFILING_ITERATIONS, forward_overlap.PREPARING)
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from sirtaki.autotune.model.graph import Activity, Phase
-from sirtaki.profiler.recording import Recording
-from sirtaki.profiler.step_memory import Allocation, Holds, Module, ModuleCall, StepMemory
-from sirtaki.replay.job_model import JobModel, Piece, Program
+from sirtaki.analysis.job_model import JobModel, Piece, Program
+from sirtaki.analysis.recording import Allocation, Holds, Module, ModuleCall, Recording, StepMemory
+from sirtaki.autotune.model.replayer import Activity, Phase
 
 from . import recordings
 from .played_jobs import made_job, plan_of, record

@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from sirtaki.comm.control.mesh.communicator import MeshCommunicator
-from sirtaki.comm.control.mesh.links import Links
+from sirtaki.comm.control.mesh import MeshCommunicator
+from sirtaki.comm.control.mesh_links import Links
 from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.errors import CommError
 

@@ -7,18 +7,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from sirtaki.autotune.knobs import Knobs
-from sirtaki.autotune.model.graph import Activity, Phase
-from sirtaki.autotune.model.replayer import replay
-from sirtaki.comm.layout import GradientLayout
-from sirtaki.comm.plan import Algorithm, CommPlan, Route, TransportKind, Unit
-from sirtaki.link_model import LinkModel
-from sirtaki.profiler.folder import write_job, write_rank
-from sirtaki.profiler.recording import (
+from sirtaki.analysis.from_recording import link_server
+from sirtaki.analysis.global_graph import global_graph
+from sirtaki.analysis.job_model import Iteration, JobModel, Operation, Piece, Processors, Program
+from sirtaki.analysis.recording import (
     Buffer,
     Copy,
     Detail,
     JobRecord,
+    Module,
+    ModuleKey,
     Operator,
     PhaseSpan,
     Placement,
@@ -29,10 +27,11 @@ from sirtaki.profiler.recording import (
     Recording,
     UnitId,
 )
-from sirtaki.profiler.step_memory import Module, ModuleKey
-from sirtaki.replay.from_recording import link_server
-from sirtaki.replay.global_graph import global_graph
-from sirtaki.replay.job_model import Iteration, JobModel, Operation, Piece, Processors, Program
+from sirtaki.analysis.recording_files import write_job, write_rank
+from sirtaki.autotune.knobs import Knobs
+from sirtaki.autotune.model.replayer import Activity, Phase, replay
+from sirtaki.comm.plan import Algorithm, CommPlan, GradientLayout, Route, TransportKind, Unit
+from sirtaki.measures import LinkModel
 
 GLOO: Route = (TransportKind.GLOO, Algorithm.FLAT)
 

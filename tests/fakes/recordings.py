@@ -4,12 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from sirtaki.autotune.knobs import Cut, Knobs
-from sirtaki.autotune.model.graph import Phase
-from sirtaki.comm.layout import GradientLayout
-from sirtaki.comm.plan import Algorithm, TransportKind
-from sirtaki.link_model import LinkModel
-from sirtaki.profiler.recording import (
+from sirtaki.analysis.recording import (
     Buffer,
     Collective,
     Copy,
@@ -25,6 +20,10 @@ from sirtaki.profiler.recording import (
     Recording,
     UnitId,
 )
+from sirtaki.autotune.knobs import Cut, Knobs
+from sirtaki.autotune.model.replayer import Phase
+from sirtaki.comm.plan import Algorithm, GradientLayout, TransportKind
+from sirtaki.measures import LinkModel
 
 LAYOUT = GradientLayout(sizes=(100, 200, 8), names=("head.weight", "body.weight", "sirtaki.control_flags"))
 ROUTE = (TransportKind.GLOO, Algorithm.FLAT)

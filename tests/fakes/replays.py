@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from fakes.played_jobs import made_job, plan_of
 
+from sirtaki.analysis.global_graph import StepTimes, global_graph, replayed
+from sirtaki.analysis.job_model import JobModel
 from sirtaki.autotune.model.replayer import Replay, replay
-from sirtaki.link_model import LinkModel
-from sirtaki.replay.global_graph import global_graph
-from sirtaki.replay.job_model import JobModel
-from sirtaki.replay.step_times import StepTimes, replayed
+from sirtaki.measures import LinkModel
 
 SIZES = (1000, 3000, 2000, 500)
 LINK = LinkModel(alpha_s=0.002, throughput=(1e5, 1.6e5, 2e5), host_s=0.003)

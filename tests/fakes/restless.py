@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import random
 
-from sirtaki.comm.gradients.pace import Pace
-from sirtaki.engine import coordinator, warmup
-from sirtaki.engine.drift import DriftWatch
+from sirtaki.comm.gradients.buffers import Pace
+from sirtaki.engine.tuning import coordinator, warmup
+from sirtaki.engine.tuning.warmup import DriftWatch
 
 WARM_UP = {"SIRTAKI_WARMUP_ITERATIONS": "7"}
 """Short, so that there is something after it."""

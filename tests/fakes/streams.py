@@ -18,7 +18,7 @@ import torch
 
 from sirtaki.comm.control.mpi import mpi_of
 from sirtaki.comm.control.plane import ControlPlane
-from sirtaki.comm.nccl_streams.communicators import CommunicatorKey, Group, GroupWork, Scope
+from sirtaki.comm.nccl_streams.transport import CommunicatorKey, Group, GroupWork, Scope
 from sirtaki.comm.transports.contract import ReduceOp
 from sirtaki.comm.transports.mpi import mpi_all_reduce_
 

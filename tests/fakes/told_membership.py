@@ -17,8 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sirtaki.comm.control.mesh.appointment import Appointment, Attendee, attendee, open_places
-from sirtaki.comm.control.mesh.rendezvous import Meeting
+from sirtaki.comm.control.mesh_rendezvous import Appointment, Attendee, Meeting, attendee, open_places
 from sirtaki.engine.membership import Change, Dismissed, Generation, Member
 from sirtaki.errors import CommError
 

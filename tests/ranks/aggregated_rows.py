@@ -18,7 +18,7 @@ from torch import nn
 
 import sirtaki.torch as hvd
 from sirtaki.engine.job import current
-from sirtaki.engine.optimizer_gradients import reducers_of
+from sirtaki.engine.reducing.optimizer_gradients import reducers_of
 
 ROWS, WIDTH = 3000, 24
 

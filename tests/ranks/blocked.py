@@ -13,7 +13,7 @@ import torch
 from conformance.training import main
 
 import sirtaki.torch as hvd
-from sirtaki.engine.blocked import TELL_ANYWAY_S
+from sirtaki.engine.participants import TELL_ANYWAY_S
 
 SOON_S = 10.0
 WHILE_S = 0.3

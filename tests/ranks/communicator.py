@@ -13,8 +13,8 @@ import traceback
 import numpy as np
 
 from sirtaki.comm.control.communicator import Communicator, Op
-from sirtaki.comm.control.courier import Courier, Tag
 from sirtaki.comm.control.failure import poll_until
+from sirtaki.comm.control.watchdog import Courier, Tag
 from sirtaki.engine.ranks import open_ranks
 from sirtaki.settings import Settings
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from sirtaki.comm.control import plane
-from sirtaki.comm.control.courier import Courier, Tag
 from sirtaki.comm.control.plane import ControlPlane
+from sirtaki.comm.control.watchdog import Courier, Tag
 from sirtaki.engine.ranks import open_ranks
 from sirtaki.errors import ConfigError, MismatchError
 from sirtaki.settings import Settings

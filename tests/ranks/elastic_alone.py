@@ -10,7 +10,7 @@ import torch
 from conformance.training import main
 
 import sirtaki.torch as hvd
-from sirtaki.comm.control.mesh.rendezvous import Meeting
+from sirtaki.comm.control.mesh_rendezvous import Meeting
 from sirtaki.engine import job, membership
 from sirtaki.engine.membership import Change, Dismissed, Generation, Member
 from sirtaki.errors import NotInitializedError

@@ -22,7 +22,7 @@ from torch import nn
 import sirtaki.torch as hvd
 from sirtaki.comm.sparse.plan import SparsePlan
 from sirtaki.engine import job, membership, sparse_carrier
-from sirtaki.engine.optimizer_gradients import reducers_of
+from sirtaki.engine.reducing.optimizer_gradients import reducers_of
 
 ROWS, WIDTH, LOOKED_UP = 60, 4, 12
 NTH = 3

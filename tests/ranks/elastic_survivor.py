@@ -6,7 +6,7 @@ import sys
 from ranks import elastic_member
 
 from sirtaki.engine import membership
-from sirtaki.engine.surviving_membership import open_survivors
+from sirtaki.engine.generations import open_survivors
 from sirtaki.settings import Settings
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 import sirtaki.torch as hvd
 from sirtaki.errors import ConfigError, StaleReadError
-from sirtaki.torch.overlap import awaited
+from sirtaki.torch import overlap as awaited
 
 # ── what scripts do between steps ────────────────────────────────────────────────────────────────────────────────
 

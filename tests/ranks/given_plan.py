@@ -16,11 +16,11 @@ from conformance.training import main, sgd
 from torch import nn
 
 import sirtaki.torch as hvd
+from sirtaki.analysis.recording_files import read
 from sirtaki.cli.__main__ import main as sirtaki
 from sirtaki.engine import job
 from sirtaki.errors import ConfigError
 from sirtaki.profiler import profile
-from sirtaki.profiler.folder import read
 from sirtaki.torch.compile_backend import usual_part_bytes
 
 

@@ -15,11 +15,11 @@ import pytest
 import torch
 from conformance.transport import expected, values
 
-from sirtaki.comm.control import rendezvous
+from sirtaki.comm.control import addresses
 from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.plan import Algorithm, CommPlan, TransportKind, Unit
 from sirtaki.comm.router import Route, Router
-from sirtaki.comm.transports import gloo, node_memory
+from sirtaki.comm.transports import gloo, shared_memory
 from sirtaki.comm.transports.contract import FlatBuffer, ReduceOp
 from sirtaki.engine.ranks import open_ranks
 from sirtaki.errors import PlanError, TransportError
@@ -164,7 +164,7 @@ def buffers_that_cannot_be_shared_are_not() -> None:
 
 def an_unreachable_store_leaves_mpi() -> None:
     apart = ControlPlane(open_ranks(Settings.from_environ()))
-    with broken(rendezvous, "reach", TransportError("rank 0 cannot be reached")):
+    with broken(addresses, "reach", TransportError("rank 0 cannot be reached")):
         router = Router(apart, timeout_s=30.0)
     assert router.routes == (SHARED, MPI)
     router.open_plan(plan_of(MPI, 1))
@@ -177,7 +177,7 @@ def shared_memory_needs_no_pidfd() -> None:
     said = []
     with (
         broken(os, "pidfd_open", OSError(38, "Function not implemented"), when=lambda _: True),
-        mock.patch.object(node_memory, "_say_once", said.append),
+        mock.patch.object(shared_memory, "_say_once", said.append),
     ):
         router = Router(control, timeout_s=30.0)
         router.open_plan(plan_of(SHARED, 2))

@@ -14,13 +14,12 @@ from fakes import recordings
 from torch import nn
 
 import sirtaki.torch as hvd
-from sirtaki.autotune.model.graph import Phase
+from sirtaki.analysis.alignment import Known, align
+from sirtaki.analysis.recording import Detail, Holds, RecordedIteration, Recording
+from sirtaki.analysis.recording_files import read
+from sirtaki.autotune.model.replayer import Phase
 from sirtaki.comm import recorder
 from sirtaki.profiler import profile
-from sirtaki.profiler.alignment import Known, align
-from sirtaki.profiler.folder import read
-from sirtaki.profiler.recording import Detail, RecordedIteration, Recording
-from sirtaki.profiler.step_memory import Holds
 
 STEPS = 8
 

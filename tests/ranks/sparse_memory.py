@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 import sirtaki.torch as hvd
-from sirtaki.autotune.sparse.choice import CHECKS, LEARNING_ITERATIONS, N_CANDIDATES, ROUNDS, Stage
+from sirtaki.autotune.sparse import CHECKS, LEARNING_ITERATIONS, N_CANDIDATES, ROUNDS, Stage
 from sirtaki.engine import sparse_carrier
 from sirtaki.engine.job import current
-from sirtaki.engine.optimizer_gradients import reducers_of
+from sirtaki.engine.reducing.optimizer_gradients import reducers_of
 
 ROWS, WIDTH, TOUCHED = 6000, 64, 300
 STEPS = 1 + LEARNING_ITERATIONS + 2 * CHECKS + ROUNDS * N_CANDIDATES + 5

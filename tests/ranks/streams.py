@@ -14,13 +14,11 @@ from fakes.streams import FakeDevice, FakeOpener
 
 from sirtaki.autotune.knobs import Knobs
 from sirtaki.comm.control.plane import ControlPlane
+from sirtaki.comm.device import cuda_device
 from sirtaki.comm.gradients.buffers import Reduction
 from sirtaki.comm.gradients.synchroniser import Synchroniser
-from sirtaki.comm.layout import GradientLayout
-from sirtaki.comm.nccl_streams.cuda_device import cuda_device
-from sirtaki.comm.nccl_streams.process_group import find_nccl
-from sirtaki.comm.nccl_streams.support import ask_for_launch_order
-from sirtaki.comm.plan import CommPlan
+from sirtaki.comm.nccl_streams.process_group import ask_for_launch_order, find_nccl
+from sirtaki.comm.plan import CommPlan, GradientLayout
 from sirtaki.comm.router import Router
 from sirtaki.engine.ranks import open_ranks
 from sirtaki.engine.stream_trial import try_streams

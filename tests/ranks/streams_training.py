@@ -12,7 +12,8 @@ from fakes.streams import FakeDevice, FakeOpener
 import sirtaki.torch as hvd
 from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.router import Router
-from sirtaki.engine import contention_probe, warmup
+from sirtaki.engine.tuning import probes as contention_probe
+from sirtaki.engine.tuning import warmup
 from sirtaki.settings import Settings
 
 iterations, fault, fault_at = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])

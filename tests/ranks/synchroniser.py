@@ -9,10 +9,9 @@ import torch
 from sirtaki.autotune.knobs import Cut, Knobs
 from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.gradients.buffers import Reduction
-from sirtaki.comm.gradients.iteration_report import IterationReport
+from sirtaki.comm.gradients.iteration import IterationReport
 from sirtaki.comm.gradients.synchroniser import Synchroniser
-from sirtaki.comm.layout import GradientLayout
-from sirtaki.comm.plan import CommPlan
+from sirtaki.comm.plan import CommPlan, GradientLayout
 from sirtaki.comm.router import Router
 from sirtaki.engine.ranks import open_ranks
 from sirtaki.errors import MismatchError, PlanError

@@ -13,9 +13,7 @@ from conformance.training import main
 from torch._C._distributed_c10d import _make_nccl_premul_sum
 
 import sirtaki.torch.distributed  # noqa: F401
-from sirtaki.torch.distributed.process_group import LARGE_BYTES, SirtakiProcessGroup
-from sirtaki.torch.distributed.reduce_recipe import LANE_DTYPES
-from sirtaki.torch.distributed.works import KEEPS_WORKS
+from sirtaki.torch.distributed.process_group import KEEPS_WORKS, LANE_DTYPES, LARGE_BYTES, SirtakiProcessGroup
 
 Op = dist.ReduceOp
 

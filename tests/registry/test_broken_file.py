@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from sirtaki.errors import RegistryError
-from sirtaki.registry import broken_file
-from sirtaki.registry.broken_file import set_aside
-from sirtaki.registry.sqlite_file import is_damaged
+from sirtaki.registry import sql_store as broken_file
+from sirtaki.registry.sql_store import is_damaged, set_aside
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from sirtaki.errors import RegistryError
-from sirtaki.registry.checked import (
+from sirtaki.registry.entry import (
     MAX_TEXT_CHARS,
     checked_choice,
     checked_fields,

@@ -17,7 +17,7 @@ import pytest
 from conformance.store import make_entry
 
 from sirtaki.registry.entry import Entry
-from sirtaki.registry.opening import open_store
+from sirtaki.registry.safe_store import open_store
 
 N_ENTRIES = 8
 

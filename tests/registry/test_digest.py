@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from sirtaki.registry.digest import canonical_json, digest, gradients_fingerprint, layout_fingerprint
+from sirtaki.registry.graph import canonical_json, digest, gradients_fingerprint, layout_fingerprint
 
 
 def test_where_a_part_ends_counts() -> None:
@@ -28,7 +28,7 @@ def test_digests_do_not_change_from_process_to_process_nor_from_release_to_relea
     assert digest("key", "a")[:16] == "c04202bff8d9b8ca"
     assert layout_fingerprint([3, 5, 7], 4) == "96983cb03d5d00a34fd2ed103f5a2f82"
     assert gradients_fingerprint([("float32", [3, 1, 2])]) == "d88c3e263b366f25eef5e5a383716f4f"
-    script = "from sirtaki.registry.digest import *; print(layout_fingerprint({3, 5, 7}, 4)[:8], digest('key', 'a'))"
+    script = "from sirtaki.registry.graph import *; print(layout_fingerprint({3, 5, 7}, 4)[:8], digest('key', 'a'))"
     runs = {
         subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=env).stdout
         for env in ({"PYTHONHASHSEED": "1", "PYTHONPATH": "."}, {"PYTHONHASHSEED": "2", "PYTHONPATH": "."})

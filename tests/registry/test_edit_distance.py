@@ -3,16 +3,19 @@ from typing import Any
 import networkx
 import numpy as np
 import pytest
-from conformance.graphs import NODES, graphs, renumbered
+from conformance.graphs import NODES, chain_graph, graphs, renumbered, to_networkx
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from sirtaki.registry.edit_distance import (
+from sirtaki.registry.graph import (
     EDGE_COST,
     NODE_COST,
+    Graph,
+    Node,
     assignment_bound,
     assignment_cost,
     distance,
+    from_bytes,
     hausdorff_bound,
     histogram_bounds,
     label_bound,
@@ -21,11 +24,10 @@ from sirtaki.registry.edit_distance import (
     match_nodes,
     node_cost,
     normalised,
+    signature,
+    to_bytes,
     upper_bound,
 )
-from sirtaki.registry.graph import Graph, Node
-from sirtaki.registry.model_graph import chain_graph
-from sirtaki.registry.signature import from_bytes, signature, to_bytes
 
 TINY = 1e-9
 
@@ -37,8 +39,8 @@ def exact(first: Graph, second: Graph) -> float:
         return node_cost(Node(**a), Node(**b))
 
     cost = networkx.graph_edit_distance(
-        first.to_networkx(),
-        second.to_networkx(),
+        to_networkx(first),
+        to_networkx(second),
         node_subst_cost=relabel,
         node_del_cost=lambda _: NODE_COST,
         node_ins_cost=lambda _: NODE_COST,

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from sirtaki.autotune.knobs import Cut, Knobs
 from sirtaki.comm.plan import Algorithm, TransportKind
 from sirtaki.errors import RegistryError
-from sirtaki.link_model import LinkModel
-from sirtaki.registry.entry import Entry
-from sirtaki.registry.entry_schema import checked_knobs, entry_from_json
+from sirtaki.measures import LinkModel
+from sirtaki.registry.entry import Entry, checked_knobs, entry_from_json
 
 GOOD = make_entry().to_json()
 

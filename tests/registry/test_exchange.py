@@ -3,15 +3,13 @@ import json
 from typing import Any
 
 import pytest
+from conformance.graphs import chain_graph
 from conformance.store import make_entry, make_way
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from sirtaki.errors import RegistryError
-from sirtaki.registry.entry import Entry
-from sirtaki.registry.exchange import read_document, write_document
-from sirtaki.registry.model_graph import chain_graph
-from sirtaki.registry.row_ways import RowWay
+from sirtaki.registry.entry import Entry, RowWay, read_document, write_document
 
 
 def exported(entries: list[Entry], ways: list[RowWay]) -> str:

@@ -4,8 +4,9 @@ import math
 
 import pytest
 
-from sirtaki.link_model import LinkModel
-from sirtaki.registry.knob_transfer import (
+from sirtaki.measures import LARGEST_UNIT_BYTES, SMALLEST_UNIT_BYTES, LinkModel
+from sirtaki.registry.topology import LinkClass
+from sirtaki.registry.warm_start import (
     Permitted,
     alike,
     bounded,
@@ -16,8 +17,6 @@ from sirtaki.registry.knob_transfer import (
     unit_factor,
     with_uniform_units,
 )
-from sirtaki.registry.topology import LinkClass
-from sirtaki.unit_sizes import LARGEST_UNIT_BYTES, SMALLEST_UNIT_BYTES
 
 MIB = 1 << 20
 KNOBS = {

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from sirtaki.registry.graph import Graph
-from sirtaki.registry.model_graph import CapturedGraph, capture, chain_graph, shapes_graph
+from sirtaki.registry.model_graph import CapturedGraph, capture, shapes_graph
 
 
 def capture_of(model: nn.Module, output: object) -> CapturedGraph:
@@ -187,11 +187,10 @@ def test_a_resnet_152_is_captured_in_50_ms_and_keeps_no_activation() -> None:
 
 
 def test_a_chain_stands_in_where_only_the_layout_is_known() -> None:
-    assert texts(chain_graph([30, 7])) == ["parameter 30", "parameter 7"]
     assert texts(shapes_graph([(3, 10), (), (7,)])) == ["parameter 3x10", "parameter scalar", "parameter 7"]
     assert [node.size for node in shapes_graph([(3, 10), ()]).nodes] == [30, 1]
-    assert edges(chain_graph([1, 2, 3])) == [(0, 1), (1, 2)]
-    assert chain_graph([]) == Graph(nodes=())
+    assert edges(shapes_graph([(1,), (2,), (3,)])) == [(0, 1), (1, 2)]
+    assert shapes_graph([]) == Graph(nodes=())
 
 
 def test_a_model_of_which_a_part_is_reduced_is_another_graph_for_each_part() -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from sirtaki.errors import RegistryError
-from sirtaki.registry.opening import default_path, open_store
+from sirtaki.registry.safe_store import default_path, open_store
 
 
 def test_it_lies_in_the_users_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

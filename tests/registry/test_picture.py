@@ -6,12 +6,11 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from conformance.graphs import chain_graph
 
 from sirtaki.errors import RegistryError
-from sirtaki.registry import picture
-from sirtaki.registry.graph import Graph, Node
-from sirtaki.registry.model_graph import chain_graph
-from sirtaki.registry.picture import _colour, _places, draw_match
+from sirtaki.registry import graph as picture
+from sirtaki.registry.graph import Graph, Node, _colour, _places, draw_match
 
 TITLES = ("this job", "another one")
 

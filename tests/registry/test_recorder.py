@@ -7,9 +7,8 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
-from sirtaki.registry import recorder as recorder_module
-from sirtaki.registry.model_graph import shapes_graph
-from sirtaki.registry.recorder import ModelGraphRecorder
+from sirtaki.registry import model_graph as recorder_module
+from sirtaki.registry.model_graph import ModelGraphRecorder, shapes_graph
 
 
 @pytest.fixture(autouse=True)

@@ -11,8 +11,7 @@ import pytest
 from sirtaki.comm.sparse.plan import COLD_PATHS as PLANS_COLD_PATHS
 from sirtaki.comm.sparse.plan import SparsePath
 from sirtaki.errors import RegistryError
-from sirtaki.registry.entry import STALE_AFTER_S
-from sirtaki.registry.row_ways import COLD_PATHS, PATHS, RowsKey, RowWay, Skew, nearest_way, way_from_json
+from sirtaki.registry.entry import COLD_PATHS, PATHS, STALE_AFTER_S, RowsKey, RowWay, Skew, nearest_way, way_from_json
 
 KEY = RowsKey(
     topology="ab" * 32,

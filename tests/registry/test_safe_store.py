@@ -4,12 +4,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from conformance.graphs import chain_graph
 from conformance.store import make_entry
 
-from sirtaki.registry import sqlite_file
-from sirtaki.registry.model_graph import chain_graph
-from sirtaki.registry.opening import default_path, open_store
-from sirtaki.registry.safe_store import SafeStore
+from sirtaki.registry import sql_store as sqlite_file
+from sirtaki.registry.safe_store import SafeStore, default_path, open_store
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -107,7 +106,7 @@ def test_a_graph_whose_bytes_have_changed_is_no_entry_and_is_written_anew(
 
 
 def test_a_new_registry_is_not_put_aside_in_place_of_the_damaged_one(tmp_path: Path) -> None:
-    from sirtaki.registry.broken_file import set_aside
+    from sirtaki.registry.sql_store import set_aside
 
     path = tmp_path / "r.db"
     open_store(str(path)).save(make_entry())

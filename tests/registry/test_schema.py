@@ -6,8 +6,8 @@ import pytest
 from sqlalchemy import Connection, create_engine, inspect, select, text
 
 from sirtaki.errors import RegistryError
-from sirtaki.registry import schema
-from sirtaki.registry.schema import MIGRATIONS, check_version, metadata, migrate, version_of
+from sirtaki.registry import sql_store as schema
+from sirtaki.registry.sql_store import MIGRATIONS, check_version, metadata, migrate, version_of
 
 
 @pytest.fixture

@@ -5,8 +5,17 @@ from conformance.graphs import graphs, renumbered
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sirtaki.registry.graph import Graph, Node
-from sirtaki.registry.signature import KIND_BINS, LABEL_BINS, WIDTH, from_bytes, is_signature, signature, to_bytes
+from sirtaki.registry.graph import (
+    KIND_BINS,
+    LABEL_BINS,
+    WIDTH,
+    Graph,
+    Node,
+    from_bytes,
+    is_signature,
+    signature,
+    to_bytes,
+)
 
 
 def graph_of(*nodes: Node, edges: int = 0) -> Graph:

@@ -7,7 +7,7 @@ import pytest
 from sqlalchemy.exc import ArgumentError, DatabaseError, IntegrityError, OperationalError
 
 from sirtaki.errors import RegistryError
-from sirtaki.registry.sql_errors import translated
+from sirtaki.registry.sql_store import translated
 from sirtaki.registry.store import CorruptStoreError
 
 FILE = Path("/somewhere/registry.db")

@@ -7,11 +7,10 @@ import pytest
 from sqlalchemy import Connection, create_engine, update
 
 from sirtaki.errors import RegistryError
-from sirtaki.registry import sql_row_ways
-from sirtaki.registry.digest import canonical_json
-from sirtaki.registry.row_ways import RowsKey, RowWay, Skew
-from sirtaki.registry.schema import migrate, row_ways
-from sirtaki.registry.sql_row_ways import load_way, load_ways, save_way
+from sirtaki.registry import sql_store as sql_row_ways
+from sirtaki.registry.entry import RowsKey, RowWay, Skew
+from sirtaki.registry.graph import canonical_json
+from sirtaki.registry.sql_store import load_way, load_ways, migrate, row_ways, save_way
 
 WAY = RowWay(
     key=RowsKey(topology="a", ranks=2, n_rows=10, row_bytes=4, dtype="float32"),

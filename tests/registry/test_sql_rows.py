@@ -7,15 +7,25 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+from conformance.graphs import chain_graph
 from conformance.store import make_entry, make_way
 from sqlalchemy import Connection, create_engine, text
 
 from sirtaki.errors import RegistryError
-from sirtaki.registry import sql_rows
-from sirtaki.registry.model_graph import chain_graph
-from sirtaki.registry.schema import entries, migrate, row_ways
-from sirtaki.registry.sql_row_ways import save_way
-from sirtaki.registry.sql_rows import compressed, delete_orphans, expanded, find, load, parsed, save_row
+from sirtaki.registry import sql_store as sql_rows
+from sirtaki.registry.sql_store import (
+    compressed,
+    delete_orphans,
+    entries,
+    expanded,
+    find,
+    load,
+    migrate,
+    parsed,
+    row_ways,
+    save_row,
+    save_way,
+)
 
 
 @pytest.fixture

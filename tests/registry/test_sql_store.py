@@ -7,12 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from conformance.graphs import chain_graph
 from conformance.store import CHECKS, make_entry, make_way
 
 from sirtaki.errors import RegistryError
-from sirtaki.registry import schema, sqlite_file
-from sirtaki.registry.model_graph import chain_graph
-from sirtaki.registry.opening import default_path, open_store
+from sirtaki.registry import sql_store as schema
+from sirtaki.registry import sql_store as sqlite_file
+from sirtaki.registry.safe_store import default_path, open_store
 from sirtaki.registry.store import CorruptStoreError, Store
 
 
@@ -97,7 +98,7 @@ def test_a_file_that_may_not_be_written_is_read(tmp_path: Path) -> None:
         import os, sys
         from conformance.store import make_entry
         from sirtaki.errors import RegistryError
-        from sirtaki.registry.opening import open_store
+        from sirtaki.registry.safe_store import open_store
         import sirtaki.registry.sql_store, torch
         if os.getuid() == 0:
             os.setuid(65534)

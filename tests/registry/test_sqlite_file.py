@@ -8,8 +8,8 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.exc import IntegrityError, OperationalError
 
-from sirtaki.registry import sqlite_file
-from sirtaki.registry.sqlite_file import is_damaged, sqlite_engine
+from sirtaki.registry import sql_store as sqlite_file
+from sirtaki.registry.sql_store import is_damaged, sqlite_engine
 
 
 @pytest.fixture

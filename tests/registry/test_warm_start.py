@@ -2,22 +2,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from conformance.graphs import chain_graph
 from conformance.store import KNOBS, make_entry
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sirtaki.link_model import LinkModel
-from sirtaki.registry.entry import Entry
-from sirtaki.registry.entry_schema import checked_knobs
+from sirtaki.measures import LARGEST_UNIT_BYTES, SMALLEST_UNIT_BYTES, LinkModel
+from sirtaki.registry.entry import Entry, checked_knobs
 from sirtaki.registry.graph import Graph
-from sirtaki.registry.knob_transfer import Permitted
-from sirtaki.registry.model_graph import chain_graph
-from sirtaki.registry.opening import open_store
-from sirtaki.registry.similarity import nearest
+from sirtaki.registry.safe_store import open_store
 from sirtaki.registry.store import Store
 from sirtaki.registry.topology import Topology
-from sirtaki.registry.warm_start import Job, Neighbour, WarmStart, adapted, adapted_all, neighbours
-from sirtaki.unit_sizes import LARGEST_UNIT_BYTES, SMALLEST_UNIT_BYTES
+from sirtaki.registry.warm_start import Job, Neighbour, Permitted, WarmStart, adapted, adapted_all, nearest, neighbours
 
 UNIFORM = {**KNOBS, "cuts": None}
 ROUTE = ("gloo", "flat")

@@ -12,7 +12,7 @@ from simulation.launchers import AgentProcess, DriverProcess
 from simulation.network import Address, Network, Simulator
 from simulation.ranks import Rank
 
-from sirtaki.run.elastic.policy import OnFailure, Policy
+from sirtaki.run.elastic.job_members import OnFailure, Policy
 
 REST_S = 400.0
 """After the last fault a job has so long to come to rest: to have ended, or to train with all whom it may have."""
@@ -41,7 +41,7 @@ class World:
             timeout_s=150.0,
             on_failure=OnFailure.DROP_HOST if plan.drops else OnFailure.REPLACE_RANK,
             cooldown_s=(5.0, 20.0),
-            has_heirs=plan.goes_on,
+            has_successors=plan.goes_on,
         )
         self.rests = False
 

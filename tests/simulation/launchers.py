@@ -1,4 +1,4 @@
-"""Drivers and agents in simulated time: the rules that ship, with simulated hands."""
+"""Drivers and agents in simulated time: the rules that ship, with simulated actions."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from simulation.network import Address, End, Process
 
+from sirtaki.run.elastic.agent_crew import AgentList, AgentRecord, Heard, Lost
 from sirtaki.run.elastic.agent_rules import KILL_GRACE_S, AgentRules
-from sirtaki.run.elastic.direction import Direction, has_waited
-from sirtaki.run.elastic.heirs import CONNECT_S, Candidate, candidates, inherited
-from sirtaki.run.elastic.host_pool import HostPool
-from sirtaki.run.elastic.job_members import JobMembers
-from sirtaki.run.elastic.roster import AgentRecord, Heard, Lost, Roster
-from sirtaki.run.elastic.workers import RankEnd
+from sirtaki.run.elastic.driver import Direction, has_waited
+from sirtaki.run.elastic.job_members import HostPool, JobMembers, RankEnd
+from sirtaki.run.elastic.succession import CONNECT_S, Candidate, agents_for_successor, candidates
 
 if TYPE_CHECKING:
     from simulation.histories import World
@@ -53,13 +51,13 @@ class DriverProcess(Process):
         self.network.listeners[address] = self
         self.process = self
         policy = world.policy
-        self.roster: Roster[SimulatedAgent] = Roster(
+        self.agent_list: AgentList[SimulatedAgent] = AgentList(
             expected=expected or [],
             numbers=numbers,
             start_s=60.0,
             tells=world.plan.goes_on,
             sent=lambda agent: None,
-            let_go=lambda agent: None,
+            released=lambda agent: None,
             now_s=self.sim.now_s,
         )
         members = JobMembers(policy, HostPool(policy, random.Random(self.sim.rng.random())))
@@ -80,12 +78,12 @@ class DriverProcess(Process):
 
     @property
     def hosts(self) -> list[str]:
-        return list(self.roster.agents)
+        return list(self.agent_list.agents)
 
     def start(self, host: str) -> None:
-        number = self.roster.next_number()
+        number = self.agent_list.next_number()
         record = SimulatedAgent(host, number, program="ssh", now_s=self.sim.now_s)
-        self.roster.started(record)
+        self.agent_list.started(record)
 
         def begin() -> None:
             if host in self.world.dead_hosts or self.network.cut(self.host, host) or self.network.cut(host, self.host):
@@ -96,31 +94,31 @@ class DriverProcess(Process):
         self.later(self.sim.rng.uniform(0.1, 1.0), begin)
 
     def stop(self, host: str) -> None:
-        if (agent := self.roster.agents.get(host)) is not None:
-            self.roster.stop(agent)
+        if (agent := self.agent_list.agents.get(host)) is not None:
+            self.agent_list.stop(agent)
 
     def send(self, host: str, message: Mapping[str, Any]) -> None:
-        self.roster.send(host, json.loads(json.dumps(message)))
+        self.agent_list.send(host, json.loads(json.dumps(message)))
 
     def send_to(self, hosts: Iterable[str], message: Mapping[str, Any]) -> None:
-        self.roster.send_to(hosts, message)
+        self.agent_list.send_to(hosts, message)
 
     def tell_each_other(self) -> None:
-        self.roster.tell_each_other()
+        self.agent_list.tell_each_other()
 
     # ── see Listener ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def offer(self, key: str, own: int, other: int, end: End) -> bool:
         if key != KEY or other != DRIVER or self._closing:
             return False
-        agent = self.roster.awaited(own)
-        if agent is None and self.roster.adopts:
+        agent = self.agent_list.awaited(own)
+        if agent is None and self.agent_list.adopts:
             agent = SimulatedAgent("", own, program="its starter", now_s=self.sim.now_s)
         if agent is None:
             return False
         agent.channel, agent.heard_s = end, self.sim.now_s
-        end.on_message = lambda message: self._hear(self.roster.hear(agent, message, self.sim.now_s))
-        end.on_close = lambda: self._hear(*self.roster.lose(agent, self.sim.now_s))
+        end.on_message = lambda message: self._hear(self.agent_list.hear(agent, message, self.sim.now_s))
+        end.on_close = lambda: self._hear(*self.agent_list.lose(agent, self.sim.now_s))
         return True
 
     # ── see Driver ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -147,9 +145,9 @@ class DriverProcess(Process):
     def _tick(self) -> None:
         if self._closing:
             return
-        self._hear(*self.roster.tick(self.sim.now_s))
+        self._hear(*self.agent_list.tick(self.sim.now_s))
         if self._events is not None:
-            if has_waited(self.sim.now_s - self._begun_s, self._reports, self.roster.expected):
+            if has_waited(self.sim.now_s - self._begun_s, self._reports, self.agent_list.expected):
                 self._take_over(self._events)
         else:
             if self.world.plan.discovers and self.world.hosts != self._asked:
@@ -165,7 +163,7 @@ class DriverProcess(Process):
         self.direction.found(hosts, self.sim.now_s)
 
     def _take_over(self, later: list[Heard | Lost]) -> None:
-        self.roster.close_adoption()
+        self.agent_list.close_adoption()
         if not self.direction.take_over(self._reports, self.sim.now_s):
             self.world.history.note("say", self.name, text="too few to go on")
             self._close(1)
@@ -198,7 +196,7 @@ class AgentProcess(Process):
         self.place = self.network.port(host)
         self.channels: dict[int, End] = {}
         self._driver: End | None = None
-        self._heir: DriverProcess | None = None
+        self._successor: DriverProcess | None = None
         self._waiting: list[Callable[[], None]] | None = []
         self._reach([driver], CONNECT_S, self._met)
 
@@ -259,10 +257,14 @@ class AgentProcess(Process):
             self._look()
             return
         candidate, *rest = left
-        if candidate.is_own and (self._heir is None or not self._heir.alive):
-            heritage = inherited(self.rules.agents, self.number)
-            self._heir = DriverProcess(
-                self.world, self.host, address=self.place, expected=heritage["agents"], numbers=heritage["numbers"]
+        if candidate.is_own and (self._successor is None or not self._successor.alive):
+            known = agents_for_successor(self.rules.agents, self.number)
+            self._successor = DriverProcess(
+                self.world,
+                self.host,
+                address=self.place,
+                expected=known["agents"],
+                numbers=known["numbers"],
             )
         self._reach(
             [(host, port) for host, port in candidate.places],
@@ -287,7 +289,7 @@ class AgentProcess(Process):
 
         attempt()
 
-    # ── see Hands ────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── what the rules have done ──────────────────────────────────────────────────────────────────────────────────────
 
     def start_rank(self, worker: int, slot: int) -> None:
         from simulation.ranks import Rank

@@ -8,17 +8,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from simulation.network import Address, End, Message, Process
 
+from sirtaki.comm.control import mesh
 from sirtaki.comm.control.communicator import Array, Op
-from sirtaki.comm.control.mesh import collectives
-from sirtaki.comm.control.mesh.connection import Sending
-from sirtaki.comm.control.mesh.frames import Header, Kind
-from sirtaki.comm.control.mesh.links import BEATS
-from sirtaki.comm.control.mesh.mailbox import Inbox
+from sirtaki.comm.control.mesh_links import BEATS, Header, Inbox, Kind, Sending
 from sirtaki.engine.agent_client import LONG_S, Heard, name_of
 from sirtaki.engine.membership import Change
-from sirtaki.torch.elastic.commits import Commits
-from sirtaki.torch.elastic.settling import Brought, agreed
-from sirtaki.torch.elastic.state import Standing
+from sirtaki.torch.elastic.repeating import Brought, agreed
+from sirtaki.torch.elastic.state import Commits, Standing
 
 if TYPE_CHECKING:
     from simulation.histories import World
@@ -145,15 +141,15 @@ class Mesh:
         self._sequence += 1
         self.gathered = np.empty((self.size, len(mine)), dtype=np.int64)
         self.gathered[self.rank] = mine
-        yield from self.wait(collectives.gathered(self, self.gathered.reshape(-1), [len(mine)] * self.size))
+        yield from self.wait(mesh.gather(self, self.gathered.reshape(-1), [len(mine)] * self.size))
 
     def barrier(self) -> Steps:
         self._sequence += 1
-        yield from self.wait(collectives.disseminated(self, np.empty(0, dtype=np.uint8), Op.AND))
+        yield from self.wait(mesh.disseminate(self, np.empty(0, dtype=np.uint8), Op.AND))
 
     def broadcast(self, array: Array) -> Steps:
         self._sequence += 1
-        yield from self.wait(collectives.broadcast(self, array, 0))
+        yield from self.wait(mesh.broadcast(self, array, 0))
 
 
 class Rank(Process):

@@ -10,7 +10,7 @@ from simulation.faults import Fault, Kind, Plan, drawn, smallest
 from simulation.histories import explain, many, play
 from simulation.judge import History, wrongs
 
-from sirtaki.run.elastic.policy import Policy
+from sirtaki.run.elastic.job_members import Policy
 
 
 def check(seeds: range) -> int:
@@ -120,7 +120,7 @@ def cut(kind: Kind, seconds: float, **more: Any) -> Iterator[Plan]:
 
 @pytest.mark.slow
 def test_without_a_quorum_both_sides_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(histories, "Policy", lambda **values: Policy(**{**values, "has_heirs": False}))
+    monkeypatch.setattr(histories, "Policy", lambda **values: Policy(**{**values, "has_successors": False}))
     assert found_wrong(cut(Kind.PARTITION, 100.0))
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from sirtaki.gain import faster, faster_than
+from sirtaki.measures import faster, faster_than
 
 
 @pytest.mark.parametrize(

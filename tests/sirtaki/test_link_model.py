@@ -2,9 +2,9 @@ import math
 
 import pytest
 
-from sirtaki.autotune.model.cluster import Cluster
+from sirtaki.autotune.model.calibration import Cluster
 from sirtaki.errors import TuningError
-from sirtaki.link_model import LinkModel
+from sirtaki.measures import LinkModel
 
 
 def test_two_way_links_have_the_papers_parameters():

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sirtaki.errors import ConfigError
-from sirtaki.slurm import node_names, step_place, task_counts
+from sirtaki.launchers import node_names, step_place, task_counts
 
 STEP = {
     "SLURM_JOB_ID": "70000", "SLURM_STEP_ID": "2", "SLURM_STEP_NUM_TASKS": "7", "SLURM_PROCID": "6",

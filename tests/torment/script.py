@@ -13,7 +13,7 @@ import torch
 import sirtaki.torch as hvd
 from sirtaki.autotune.knobs import Cut, Knobs
 from sirtaki.autotune.trial import Proposal, Trial
-from sirtaki.comm.gradients.control_flags import FLAG_COUNT
+from sirtaki.comm.gradients.buffers import FLAG_COUNT
 from sirtaki.comm.plan import TransportKind
 from sirtaki.errors import GradientError
 

@@ -1,7 +1,7 @@
 """What recovery takes where there are more ranks than anybody has here: messages counted, time by a model.
 
 A message is on its way for `Machine.near_s` within a rack and `far_s` across; sending one, and taking one, keeps a
-rank's core busy for `message_s`. Rounds of the mesh are those of the shipped collectives, played rank by rank; the
+rank's core busy for `message_s`. Rounds of the mesh are those of the shipped mesh, played rank by rank; the
 other phases are counted: who sends how many messages to whom.
 """
 
@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from sirtaki.comm.control import mesh
 from sirtaki.comm.control.communicator import Array, Op
-from sirtaki.comm.control.mesh import collectives
-from sirtaki.comm.control.mesh.connection import Sending
+from sirtaki.comm.control.mesh_links import Sending
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +87,7 @@ class Rounds:
         self._peers = peers
         ranks = [_Rank(rank, size, self) for rank in range(size)]
         nothing = np.empty(0, dtype=np.uint8)
-        steps = [collectives.disseminated(rank, nothing, Op.AND) for rank in ranks]
+        steps = [mesh.disseminate(rank, nothing, Op.AND) for rank in ranks]
         over = [next(each, True) is True for each in steps]
         while self._events:
             at_s, source, target = heapq.heappop(self._events)

@@ -12,12 +12,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from sirtaki.autotune.arms.base import Arm, Nobody
-from sirtaki.autotune.arms.catalogue import OUR_ARMS, make_arm
-from sirtaki.autotune.arms.planners import make_planners
-from sirtaki.autotune.knobs import Knobs, KnobSpace
-from sirtaki.autotune.lattice import KnobLattice
-from sirtaki.autotune.meta.auc_bandit import Opening
-from sirtaki.autotune.meta.ensemble import default_arms
+from sirtaki.autotune.arms.catalogue import OUR_ARMS, make_arm, make_planners
+from sirtaki.autotune.knobs import KnobLattice, Knobs, KnobSpace
+from sirtaki.autotune.meta.bandit import Opening, default_arms
 from sirtaki.autotune.meta.session import WarmupSession
 
 from .landscape import Landscape

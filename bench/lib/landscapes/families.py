@@ -15,11 +15,10 @@ import numpy as np
 
 from bench.lib.workloads import workload
 from sirtaki.autotune.knobs import KIB, MIB, Knobs, KnobSpace
-from sirtaki.autotune.model.profile import Profile
-from sirtaki.comm.layout import GradientLayout
-from sirtaki.comm.plan import Algorithm, Route, TransportKind
-from sirtaki.engine.knob_choices import default_knobs
-from sirtaki.unit_sizes import SMALLEST_UNIT_BYTES
+from sirtaki.autotune.model.simulator import Profile
+from sirtaki.comm.plan import Algorithm, GradientLayout, Route, TransportKind
+from sirtaki.engine.tuning.plans import default_knobs
+from sirtaki.measures import SMALLEST_UNIT_BYTES
 
 from .landscape import Landscape
 from .replay import Message, Physics, replay, round_s

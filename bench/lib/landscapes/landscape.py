@@ -9,14 +9,12 @@ from functools import cached_property
 
 import numpy as np
 
-from sirtaki.autotune.knobs import Knobs, KnobSpace
-from sirtaki.autotune.lattice import KnobLattice
-from sirtaki.autotune.model.link_probe import LinkProbe
+from sirtaki.autotune.knobs import KnobLattice, Knobs, KnobSpace
+from sirtaki.autotune.model.fits import LinkProbe
 from sirtaki.autotune.model.planning import PlanningModel
-from sirtaki.autotune.model.profile import Profile
-from sirtaki.comm.layout import GradientLayout
-from sirtaki.comm.plan import Route
-from sirtaki.engine.probes import ENOUGH, SHAPES, narrowed, planning_model
+from sirtaki.autotune.model.simulator import Profile
+from sirtaki.comm.plan import GradientLayout, Route
+from sirtaki.engine.tuning.probes import ENOUGH, SHAPES, narrowed, planning_model
 
 Luck = Callable[[Knobs, float, np.random.Generator], float]
 """A factor on one measurement of a setting, for a given noise."""

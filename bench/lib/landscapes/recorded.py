@@ -24,9 +24,8 @@ import numpy as np
 
 from sirtaki.autotune.knobs import Knobs, KnobSpace
 from sirtaki.autotune.model.planning import PlanningModel
-from sirtaki.autotune.model.profile import Profile
-from sirtaki.comm.layout import GradientLayout
-from sirtaki.comm.plan import Algorithm, Route, TransportKind
+from sirtaki.autotune.model.simulator import Profile
+from sirtaki.comm.plan import Algorithm, GradientLayout, Route, TransportKind
 
 from .landscape import Landscape
 

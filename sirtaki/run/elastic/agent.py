@@ -1,33 +1,146 @@
-"""The parent of the ranks of one host: `python -m sirtaki.run.elastic.agent`, started by the driver.
-
-On standard input comes one line of JSON: what to run, where the driver listens, and the job's secret, which thus stands
-on no command line. What ranks write goes out on standard output and error, each line with its rank's number. All else
-goes through one connection, both ends of which have proved to know the secret.
-"""
+"""The parent of the ranks of one host: `python -m sirtaki.run.elastic.agent`, started by the driver."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
+import re
 import selectors
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import FrameType
-from typing import Any
+from typing import IO, Any
 
 from sirtaki.errors import CommError
 from sirtaki.json_channel import JsonChannel
+from sirtaki.launchers import AGENT
 
 from ..host_check import PROBLEM, Need, problem_here
-from .agent_config import AgentConfig
+from ..leftovers import session_members
+from ..rank_channel import PATTERN, UNFINISHED, Event, Message
 from .agent_rules import KILL_GRACE_S, AgentRules, end_grace_s
-from .rank_process import RankProcess
-from .succession import Succession, agents_key, reach_driver
+from .job_members import RankEnd
+from .succession import AgentConfig, Succession, agents_key, reach_driver
+
+_LONGEST_LINE = 65536
+_LAST_WORDS_S = 0.3
+"""How long what a failed rank has written may take to come."""
+
+_writing = threading.Lock()
+
+
+class RankProcess:
+    """A process that has been started.
+
+    Attributes:
+        worker: names it in the job.
+        channel: to it.
+        pid: of the process, of its session, and of its first group.
+    """
+
+    def __init__(self, worker: int, command: Sequence[str], environ: Mapping[str, str], *, hosts: str) -> None:
+        """Starts it.
+
+        Args:
+            worker: names it in the job.
+            command: what it runs.
+            environ: its whole environment.
+            hosts: "one" if the job will never have another one, else "many".
+
+        Raises:
+            OSError: it cannot be started.
+        """
+        self.worker = worker
+        own, its = socket.socketpair()
+        with its:
+            try:
+                self._process = subprocess.Popen(
+                    command,
+                    env={**environ, AGENT: f"{its.fileno()},{hosts}"},
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    start_new_session=True,
+                    pass_fds=[its.fileno()],
+                )
+            except BaseException:
+                own.close()
+                raise
+        self.channel = JsonChannel(own)
+        self.pid = self._process.pid
+        self._reason = ""
+        assert self._process.stdout is not None  # both are pipes
+        assert self._process.stderr is not None
+        streams = ((self._process.stdout, sys.stdout), (self._process.stderr, sys.stderr))
+        self._pumps = [
+            threading.Thread(target=self._pump, args=[source, sink.fileno()], name=f"pump-{worker}", daemon=True)
+            for source, sink in streams
+        ]
+        for pump in self._pumps:
+            pump.start()
+
+    def has_ended(self) -> bool:
+        """Whether the process, not all that it has started, is gone."""
+        return self._process.poll() is not None
+
+    def ask_to_end(self) -> None:
+        """SIGTERM to its process group."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGTERM)
+
+    def kill(self) -> None:
+        """SIGKILL to all that is left of its session."""
+        for pid in session_members({self.pid}):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def bury(self) -> RankEnd:
+        """After its end: ends what it has left behind, and says how it ended itself."""
+        returncode = self._process.wait()
+        self.kill()
+        if returncode > 0:
+            self._pumps[1].join(_LAST_WORDS_S)
+        self.channel.close()
+        return RankEnd(exit_code=returncode if returncode >= 0 else 128 - returncode, reason=self._reason)
+
+    def drain(self, timeout_s: float) -> None:
+        """Waits until its output has been passed on."""
+        for pump in self._pumps:
+            pump.join(timeout_s)
+
+    def _pump(self, source: IO[bytes], sink: int) -> None:
+        """Passes lines on, each with the worker's number before it; a very long one in pieces."""
+        head = b"[%d] " % self.worker
+        with source:
+            while line := source.readline(_LONGEST_LINE):
+                line = PATTERN.sub(self._note, line)
+                if line and not line.endswith(b"\n"):
+                    line += UNFINISHED
+                if line:
+                    _write(sink, head + line)
+
+    def _note(self, found: re.Match[bytes]) -> bytes:
+        """What the rank says about itself: its reason is kept, and whose error it is is written into it."""
+        message = Message.decode(found)
+        if message.event is Event.FAILED:
+            self._reason = message.reason
+        return replace(message, rank=self.worker).encode().encode()
+
+
+def _write(sink: int, data: bytes) -> None:
+    """At once, so that no other rank's text comes between; nobody reads any more = it is dropped."""
+    rest = memoryview(data)
+    with _writing, contextlib.suppress(OSError):
+        while rest:
+            rest = rest[os.write(sink, rest) :]
+
 
 ALONE_S = 3.0
 """How much longer an agent looks for its driver once its standard input has ended."""
@@ -41,7 +154,7 @@ class Agent:
 
     def __init__(self, config: AgentConfig, driver: JsonChannel, janitor: subprocess.Popen[bytes] | None) -> None:
         self._config, self._driver, self._janitor = config, driver, janitor
-        self._succession = Succession(config) if config.estate is not None else None
+        self._succession = Succession(config) if config.successor_config is not None else None
         self._rules = AgentRules(self, host=config.host, now_s=time.monotonic())
         self._ranks: dict[int, RankProcess] = {}
         self._events = selectors.DefaultSelector()
@@ -124,10 +237,10 @@ class Agent:
         if self._events.get_map().get(rank.channel) is not None:
             self._events.modify(rank.channel, wanted, rank)
 
-    # ── see Hands ────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── what the rules have done ──────────────────────────────────────────────────────────────────────────────────────
 
     def start_rank(self, worker: int, slot: int) -> None:
-        """See `Hands`."""
+        """Starts the process of a worker in that slot; OSError if it cannot be started."""
         config = self._config
         environ = {
             **os.environ,
@@ -147,22 +260,22 @@ class Agent:
             self._poll_s = _POLL_WITHOUT_PIDFD_S
 
     def ask_to_end(self, worker: int) -> None:
-        """See `Hands`."""
+        """Sends SIGTERM to the worker's process group."""
         self._ranks[worker].ask_to_end()
 
     def kill(self, worker: int) -> None:
-        """See `Hands`."""
+        """Kills all processes of the worker's session."""
         self._ranks[worker].kill()
 
     def tell_rank(self, worker: int, message: Mapping[str, Any]) -> None:
-        """See `Hands`; a generation needs what only ranks of this job may know."""
+        """Sends the message to a rank; a generation goes with the job's secret, which only its ranks may know."""
         if (rank := self._ranks.get(worker)) is not None:
             own = {"job": self._config.job, "secret": self._config.secret} if message["is"] == "generation" else {}
             rank.channel.send({**message, **own})
             self._watch(rank)
 
     def tell_driver(self, message: Mapping[str, Any]) -> None:
-        """See `Hands`."""
+        """Sends the message to the driver."""
         self._driver.send(message)
 
     def _bury(self, rank: RankProcess) -> None:

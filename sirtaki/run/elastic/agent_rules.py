@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from .workers import Phase, RankEnd
+from .job_members import Phase, RankEnd
 
 BEAT_S = 2.0
 """How often agent and driver tell each other that they are there."""
@@ -57,23 +57,23 @@ class Progress:
 
     @property
     def told(self) -> tuple[Any, ...]:
-        """As JSON has it."""
+        """Returns what a driver is told of the rank, as values that JSON can hold."""
         return self.slot, self.phase.value, self.generation, self.rank, self.has_state, self.attendee
 
 
-class Hands(Protocol):
-    """What an agent can do."""
+class AgentActions(Protocol):
+    """Carries out what the rules decide: processes and connections of a real, a simulated or Ray's host."""
 
     def start_rank(self, worker: int, slot: int) -> None:
         """Starts a process; OSError if it cannot."""
         ...
 
     def ask_to_end(self, worker: int) -> None:
-        """Of a rank."""
+        """Asks a rank to end, with SIGTERM."""
         ...
 
     def kill(self, worker: int) -> None:
-        """Of a rank, at once; its end is told as any other's."""
+        """Kills a rank at once; its end is told as any other's."""
         ...
 
     def tell_rank(self, worker: int, message: Mapping[str, Any]) -> None:
@@ -86,7 +86,7 @@ class Hands(Protocol):
 
 
 class AgentRules:
-    """Of one host.
+    """Decides what the agent of one host does about each message and each end of a rank.
 
     Attributes:
         ranks: that are there, by worker.
@@ -94,8 +94,8 @@ class AgentRules:
         ends: no rank is to be left, nor this agent.
     """
 
-    def __init__(self, hands: Hands, *, host: str, now_s: float) -> None:
-        self._hands, self._host = hands, host
+    def __init__(self, actions: AgentActions, *, host: str, now_s: float) -> None:
+        self._actions, self._host = actions, host
         self.ranks: dict[int, Progress] = {}
         self.agents: list[tuple[int, list[tuple[str, int]]]] = []
         self.ends = False
@@ -112,7 +112,7 @@ class AgentRules:
         self._heard_s = now_s
         ranks = [[worker, *progress.told] for worker, progress in self.ranks.items()]
         report = {"host": self._host, "places": places, "ranks": ranks, "generation": self._generation}
-        self._hands.tell_driver({"is": "up", **report})
+        self._actions.tell_driver({"is": "up", **report})
         for worker, progress in self.ranks.items():
             self._ask_patience(worker, progress.patience_s)
 
@@ -127,19 +127,19 @@ class AgentRules:
         for worker, progress in self.ranks.items():
             if progress.kill_at_s is None:
                 progress.kill_at_s = now_s + (grace_s if progress.phase is Phase.MEMBER else KILL_GRACE_S)
-                self._hands.ask_to_end(worker)
+                self._actions.ask_to_end(worker)
 
     def tick(self, now_s: float) -> bool:
         """Time has passed, to be told at least twice a second; False = the driver is to be given up."""
         for worker, progress in list(self.ranks.items()):
             if progress.kill_at_s is not None and now_s >= progress.kill_at_s:
-                self._hands.kill(worker)
+                self._actions.kill(worker)
         if now_s - self._looked_s > DRIVER_SILENT_S / 2:
             self._heard_s = now_s  # this process was stopped, or the machine slept
         self._looked_s = now_s
         if now_s - self._beat_s > BEAT_S:
             self._beat_s = now_s
-            self._hands.tell_driver({"is": "beat"})
+            self._actions.tell_driver({"is": "beat"})
         return now_s - self._heard_s <= DRIVER_SILENT_S
 
     def hear_driver(self, message: Mapping[str, Any], now_s: float) -> None:
@@ -151,9 +151,9 @@ class AgentRules:
             case {"do": "kill", "worker": int(worker), "at_once": bool(at_once)} if worker in self.ranks:
                 self.ranks[worker].kill_at_s = now_s + (0.0 if at_once else KILL_GRACE_S)
                 if at_once:
-                    self._hands.kill(worker)
+                    self._actions.kill(worker)
                 else:
-                    self._hands.ask_to_end(worker)
+                    self._actions.ask_to_end(worker)
             case {"do": "agents", "agents": list(agents)}:
                 self.agents = [(number, [(*place,) for place in places]) for number, places in agents]
             case {
@@ -170,17 +170,17 @@ class AgentRules:
                 own = [(rank, worker) for rank, worker in enumerate(workers) if worker in self.ranks]
                 for rank, worker in own:
                     self._note(worker, Phase.MEMBER, generation=generation["number"], rank=rank)
-                    self._hands.tell_rank(worker, {**generation, "is": "generation", "rank": rank})
+                    self._actions.tell_rank(worker, {**generation, "is": "generation", "rank": rank})
                 if older is not None:
-                    self._hands.tell_driver({"is": "told", "number": generation["number"]})
+                    self._actions.tell_driver({"is": "told", "number": generation["number"]})
             case {"do": "settle", "number": int(number), "older": list(older)} if number == self._generation["number"]:
                 self._generation["older"] = older
             case {"do": "dismiss", "worker": int(worker)}:
                 self._note(worker, Phase.DISMISSED)
-                self._hands.tell_rank(worker, {"is": "dismissed"})
+                self._actions.tell_rank(worker, {"is": "dismissed"})
             case {"do": "change", "workers": list(workers), "change": int(change), "lost": str(lost)}:
                 for worker in workers:
-                    self._hands.tell_rank(worker, {"is": "change", "change": change, "lost": lost})
+                    self._actions.tell_rank(worker, {"is": "change", "change": change, "lost": lost})
             case {"do": "end", **more}:
                 self.end(now_s, grace_s=more.get("grace_s", KILL_GRACE_S))
 
@@ -190,15 +190,15 @@ class AgentRules:
             case {"ask": "join", "has_state": bool(has_state), "attendee": dict(attendee)}:
                 self._note(worker, Phase.WAITING, has_state=has_state, attendee=attendee)
                 if self.ends:  # there will be nobody to train with
-                    self._hands.kill(worker)
+                    self._actions.kill(worker)
                 asked = {"is": "joined", "worker": worker, "has_state": has_state, "attendee": attendee}
-                self._hands.tell_driver(asked)
+                self._actions.tell_driver(asked)
             case {"ask": "patience", "seconds": float(seconds)} if worker in self.ranks:
                 self.ranks[worker].patience_s = seconds
                 self._ask_patience(worker, seconds)
             case {"ask": "finished"}:
                 self._note(worker, Phase.FINISHED)
-                self._hands.tell_driver({"is": "finished", "worker": worker})
+                self._actions.tell_driver({"is": "finished", "worker": worker})
 
     def rank_ended(self, worker: int, end: RankEnd) -> None:
         """A process is there no more."""
@@ -207,11 +207,11 @@ class AgentRules:
 
     def _ask_patience(self, worker: int, seconds: float) -> None:
         if seconds:
-            self._hands.tell_driver({"is": "patient", "worker": worker, "seconds": seconds})
+            self._actions.tell_driver({"is": "patient", "worker": worker, "seconds": seconds})
 
     def _start(self, worker: int, slot: int) -> None:
         try:
-            self._hands.start_rank(worker, slot)
+            self._actions.start_rank(worker, slot)
         except OSError as err:
             self._tell_ended(worker, RankEnd(exit_code=127, reason=str(err)))
         else:
@@ -219,7 +219,7 @@ class AgentRules:
 
     def _tell_ended(self, worker: int, end: RankEnd) -> None:
         told = {"is": "ended", "worker": worker, "exit_code": end.exit_code, "reason": end.reason}
-        self._hands.tell_driver(told)
+        self._actions.tell_driver(told)
 
     def _note(
         self,

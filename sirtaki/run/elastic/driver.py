@@ -1,30 +1,424 @@
-"""Carries out what the rules of membership decide: has agents start ranks, asks discovery, says what happens."""
+"""The driver of an elastic job: asks discovery, tells the rules of membership what happens, does what they say."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
 from sirtaki.errors import ConfigError, LaunchError
 
-from .direction import Crew, Direction, has_waited
-from .discovery import Discovery, Hosts
-from .job_members import JobMembers
-from .roster import Heard, Lost
-from .workers import Worker
+from ..console import Console
+from ..hosts import parse_hosts
+from ..output import OutputOptions, RankOutput
+from .agent_crew import Heard, Lost
+from .agent_rules import NO_GENERATION
+from .job_members import (
+    Action,
+    Dismiss,
+    End,
+    Form,
+    JobMembers,
+    KillRank,
+    Phase,
+    Quorum,
+    RankEnd,
+    Say,
+    Settle,
+    StartAgent,
+    StartRank,
+    StopAgent,
+    Tell,
+    Worker,
+)
+
+INTERVAL_S = 1.0
+"""Between one answer and the next question."""
+
+LIMIT_S = 20.0
+"""How long the script may take."""
+
+Hosts = Mapping[str, int]
+
+
+def ask_script(script: str, slots: int, limit_s: float = LIMIT_S) -> Hosts:
+    """Runs the script once: one host a line, `name` or `name:slots`; blank lines and `#` comments are ignored.
+
+    Args:
+        script: of the user, with its path; anything that can be executed.
+        slots: of a host that the script gives no number for.
+        limit_s: how long it may take; then it is killed, with what it has started.
+
+    Raises:
+        LaunchError: it cannot be run, fails, hangs or prints what names no host.
+    """
+    try:
+        process = subprocess.Popen(
+            [str(Path(script).resolve())] if Path(script).exists() else ["sh", "-c", script],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+    except OSError as err:
+        raise LaunchError(f"it cannot be run ({err}); make it executable, with #!/bin/sh in its first line") from err
+    try:
+        out, err_text = process.communicate(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        raise LaunchError(f"it has not ended within {limit_s:g} s") from None
+    finally:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        for stream in (process.stdout, process.stderr):
+            if stream is not None:
+                stream.close()
+    if process.returncode != 0:
+        last = (err_text.decode(errors="replace").strip().splitlines() or [""])[-1]
+        raise LaunchError(f"it ended with exit code {process.returncode}{f': {last[:200]}' if last else ''}")
+    return _hosts(out.decode(errors="replace"), slots)
+
+
+def _hosts(text: str, slots: int) -> Hosts:
+    found: dict[str, int] = {}
+    for line in text.splitlines():
+        entry = line.partition("#")[0].strip()
+        if not entry:
+            continue
+        try:
+            (host,) = parse_hosts(entry if ":" in entry else f"{entry}:{slots}")
+        except (ConfigError, ValueError) as err:
+            raise LaunchError(f"it printed {entry[:80]!r}, which is no host; write name or name:slots") from err
+        found[host.name] = found.get(host.name, 0) + host.slots
+    return found
+
+
+class Discovery:
+    """Asks in a thread, since an answer may take long."""
+
+    def __init__(
+        self, ask: Callable[[], Hosts], *, on_answer: Callable[[], None], interval_s: float = INTERVAL_S
+    ) -> None:
+        """Begins at once.
+
+        Args:
+            ask: for all hosts; LaunchError where there is no answer.
+            on_answer: called in the thread when `take` has something.
+            interval_s: between one answer and the next question.
+        """
+        self._ask, self._on_answer, self._interval_s = ask, on_answer, interval_s
+        self._answers: queue.SimpleQueue[Hosts | LaunchError] = queue.SimpleQueue()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="discovery", daemon=True)
+        self._thread.start()
+
+    def take(self) -> Hosts | LaunchError | None:
+        """The oldest answer that has not been taken, or why there was none; None = nothing new."""
+        with contextlib.suppress(queue.Empty):
+            return self._answers.get_nowait()
+        return None
+
+    def close(self) -> None:
+        """Asks no more; a question that is being asked is not waited for."""
+        self._closing.set()
+
+    def _run(self) -> None:
+        last: object = None
+        while not self._closing.wait(self._interval_s):
+            try:
+                answer: Hosts | LaunchError = self._ask()
+            except LaunchError as err:
+                answer = err
+            found = str(answer) if isinstance(answer, LaunchError) else dict(answer)
+            if found != last:  # an error that stays is told once
+                last = found
+                self._answers.put(answer)
+                self._on_answer()
+
+
+ADOPT_S = 30.0
+"""How long a driver that takes over waits for more agents than it needs; those that have tried others before may need
+some time."""
+
+GATHER_S = 120.0
+"""How long it waits for as many as it needs: one agent finds the end of a connection at once, another one silence."""
+
+
+class Crew(Protocol):
+    """Agents, as far as they are given orders."""
+
+    @property
+    def hosts(self) -> list[str]:
+        """Hosts of agents that have not been given up."""
+        ...
+
+    def start(self, host: str) -> None:
+        """Starts the agent of a host; OSError if its command cannot be run."""
+        ...
+
+    def stop(self, host: str) -> None:
+        """Has the agent of a host end."""
+        ...
+
+    def send(self, host: str, message: Mapping[str, Any]) -> None:
+        """Sends the message to the agent of a host; nothing happens if there is none."""
+        ...
+
+    def send_to(self, hosts: Iterable[str], message: Mapping[str, Any]) -> None:
+        """Sends the message to the agents of these hosts."""
+        ...
+
+    def tell_each_other(self) -> None:
+        """Lets all agents know who may be the next driver."""
+        ...
+
+
+def _newest(reports: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:
+    """The newest generation that any agent has reported."""
+    known = [report["generation"] for report in reports.values()] or [NO_GENERATION]
+    return max(known, key=lambda generation: (int(generation["number"]), -len(generation["older"])))
+
+
+def has_waited(for_s: float, reports: Mapping[str, Mapping[str, Any]], expected: Collection[int]) -> bool:
+    """Whether a driver that takes over has waited for long enough.
+
+    Args:
+        for_s: how long it has.
+        reports: of agents that have come, by host.
+        expected: numbers of those that have not.
+    """
+    if not are_enough(reports):
+        return for_s > GATHER_S
+    return not expected or for_s > ADOPT_S
+
+
+def are_enough(reports: Mapping[str, Mapping[str, Any]]) -> bool:
+    """Whether a driver could go on with the agents that have reported this, by host."""
+    newest, quorum = _newest(reports), Quorum()
+    present = [values[0] for report in reports.values() for values in report["ranks"]]
+    quorum.take_over([*newest["older"], newest["workers"]], newest["number"], present)
+    return bool(newest["number"]) and not quorum.is_lost
+
+
+class Direction:
+    """Tells the rules of membership what agents say, and agents what the rules decide.
+
+    Attributes:
+        members: the rules.
+        end: of the job; None = it goes on.
+    """
+
+    def __init__(self, members: JobMembers, crew: Crew, say: Callable[[str], None]) -> None:
+        """Does nothing yet.
+
+        Args:
+            members: the rules.
+            crew: the agents.
+            say: shows a line to the user.
+        """
+        self.members = members
+        self._crew, self._say = crew, say
+        self._attendees: dict[int, Mapping[str, Any]] = {}
+        self._hosts: dict[int, str] = {}
+        self.end: End | None = None
+
+    def take_over(self, reports: Mapping[str, Mapping[str, Any]], now_s: float) -> bool:
+        """Goes on where another driver is lost; False = too few of the job can be reached.
+
+        Args:
+            reports: what agents have said that have come, by host.
+            now_s: the time.
+        """
+        hosts = self._crew.hosts
+        workers = [
+            self._adopted(host, *values, now_s=now_s)
+            for host, report in reports.items()
+            if host in hosts
+            for values in report["ranks"]
+        ]
+        newest = _newest(reports)
+        self.members.pool.remember(newest["left_out"], now_s)
+        return self.members.take_over(
+            workers, hosts, newest["number"], newest["workers"], newest["older"], has_state=newest["has_state"]
+        )
+
+    def _adopted(
+        self, host: str, number: int, slot: int, phase: str, generation: int, rank: int | None, has_state: bool,
+        attendee: Mapping[str, Any], *, now_s: float,
+    ) -> Worker:  # fmt: skip
+        self._hosts[number], self._attendees[number] = host, attendee
+        return Worker(
+            number=number,
+            host=host,
+            slot=slot,
+            phase=Phase(phase),
+            rank=rank,
+            generation=generation,
+            has_state=has_state,
+            since_s=now_s,
+        )
+
+    def found(self, hosts: Mapping[str, int], now_s: float) -> None:
+        """Discovery says which hosts there are, with how many slots each."""
+        self._do(self.members.found(hosts, now_s), now_s)
+
+    def tick(self, now_s: float) -> None:
+        """Time has passed; to be told often."""
+        self._do(self.members.tick(now_s), now_s)
+
+    def answer(self, events: Iterable[Heard | Lost], now_s: float) -> None:
+        """Agents have said something, or are given up, all at one time as far as anybody knows."""
+        with self.members.deferring():
+            for event in events:
+                self._answer(event, now_s)
+        self.tick(now_s)
+
+    def _answer(self, event: Heard | Lost, now_s: float) -> None:
+        if isinstance(event, Lost):
+            self._hosts = {worker: host for worker, host in self._hosts.items() if host != event.host}
+            self._do(self.members.agent_lost(event.host, event.why, now_s), now_s)
+            return
+        match event.message:
+            case {"is": "up"}:
+                self._do(self.members.agent_up(event.host, now_s), now_s)
+                self._crew.tell_each_other()
+            case {"is": "told", "number": int(number)}:
+                self._do(self.members.told(event.host, number, now_s), now_s)
+            case {"is": _, "worker": int(worker)} if self._hosts.get(worker) != event.host:
+                pass  # it was given up
+            case {"is": "joined", "worker": int(worker), "has_state": bool(has_state), "attendee": dict(attendee)}:
+                self._attendees[worker] = attendee
+                self._do(self.members.joined(worker, has_state=has_state, now_s=now_s), now_s)
+            case {"is": "patient", "worker": int(), "seconds": float(seconds)}:
+                self.members.slow(seconds)
+            case {"is": "finished", "worker": int(worker)}:
+                self._do(self.members.finished(worker, now_s), now_s)
+            case {"is": "ended", "worker": int(worker), "exit_code": int(code), "reason": str(reason)}:
+                del self._hosts[worker]
+                self._attendees.pop(worker, None)
+                self._do(self.members.ended(worker, RankEnd(exit_code=code, reason=reason), now_s), now_s)
+
+    def _do(self, actions: Sequence[Action], now_s: float) -> None:
+        for action in actions:
+            match action:
+                case StartAgent(host=host):
+                    try:
+                        self._crew.start(host)
+                    except OSError as err:
+                        self._do(self.members.agent_lost(host, f"its agent could not be started: {err}", now_s), now_s)
+                case StopAgent(host=host):
+                    self._crew.stop(host)
+                case StartRank(worker=worker, host=host, slot=slot):
+                    self._hosts[worker] = host
+                    self._crew.send(host, {"do": "start", "worker": worker, "slot": slot})
+                case KillRank(worker=worker, host=host, at_once=at_once):
+                    self._crew.send(host, {"do": "kill", "worker": worker, "at_once": at_once})
+                case Dismiss(worker=worker, host=host):
+                    self._crew.send(host, {"do": "dismiss", "worker": worker})
+                case Tell(workers=workers, change=change, lost=lost):
+                    for host in {self._hosts[worker]: None for worker in workers}:
+                        there = [worker for worker in workers if self._hosts[worker] == host]
+                        told = {"do": "change", "workers": there, "change": change.value, "lost": lost}
+                        self._crew.send(host, told)
+                case Form():
+                    self._announce(action, now_s)
+                case Settle(number=number, older=older):
+                    self._crew.send_to(self._crew.hosts, {"do": "settle", "number": number, "older": older})
+                case Say(text=text):
+                    self._say(text)
+                case End():
+                    self.end = action
+
+    def _announce(self, form: Form, now_s: float) -> None:
+        """To agents of members, and to all others where another driver may be needed: one text for all of them."""
+        workers = self.members.member_list.workers
+        hosts = self._crew.hosts if form.older is not None else {workers[each].host: None for each in form.workers}
+        generation = {
+            "number": form.number,
+            "workers": form.workers,
+            "older": form.older,
+            "has_state": len(form.new) < len(form.workers),
+            "left_out": self.members.pool.left_out(now_s),
+            "members": [[workers[each].host, workers[each].slot, each in form.new] for each in form.workers],
+            "attendees": [self._attendees[each] for each in form.workers],
+        }
+        self._crew.send_to(hosts, {"do": "generation", **generation})
+
+
+class _Shown:
+    """Text that no rank has written, such as ssh's, is shown as it is."""
+
+    def take(self, text: bytes) -> bytes:
+        return text
+
+    def rest(self) -> bytes:
+        return b""
+
+
+class ElasticOutput:
+    """Standard output and error of a job whose lines are marked with the numbers of workers."""
+
+    def __init__(
+        self,
+        *,
+        prefix: bool,
+        timestamps: bool,
+        folder: Path | None,
+        label: Callable[[int], str],
+        place: Callable[[int], str],
+    ) -> None:
+        """Shows nothing yet.
+
+        Args:
+            prefix: lines on the console begin with the rank.
+            timestamps: and with the time.
+            folder: also write one file a place and stream below it; None = console only.
+            label: the rank, as it is now, of a worker.
+            place: of a worker, as part of a path.
+        """
+        options = OutputOptions(
+            hydra=True, prefix=prefix, timestamps=timestamps, folder=folder, label=label, place=place
+        )
+        self._consoles = {"stdout": Console(sys.stdout, "stdout"), "stderr": Console(sys.stderr, "stderr")}
+        self._locks = {name: threading.Lock() for name in self._consoles}
+        self._outputs = {
+            name: RankOutput(name, console=console, on_message=lambda message: None, notices=_Shown(), options=options)
+            for name, console in self._consoles.items()
+        }
+
+    def pump(self, name: str, stream: IO[bytes]) -> None:
+        """Reads an agent's "stdout" or "stderr" to its end."""
+        with stream:
+            for line in stream:
+                with self._locks[name]:
+                    self._outputs[name].write(line)
+
+    def say(self, text: str) -> None:
+        """A line of the launcher's own."""
+        self._consoles["stderr"].say(text)
+
+    def finish(self) -> None:
+        """Nothing more comes."""
+        for name, output in self._outputs.items():
+            with self._locks[name]:
+                output.finish()
+
 
 _TICK_S = 0.2
 
 
 class HeardCrew(Crew, Protocol):
-    """Agents that are heard, too."""
+    """Agents that are given orders and whose messages are heard."""
 
     @property
     def expected(self) -> set[int]:
@@ -129,7 +523,7 @@ class Driver:
                     later.append(event)
         self._crew.expect_no_more()
         goes_on = self._direction.take_over(reports, time.monotonic())
-        workers = list(self._direction.members.roll.workers.values())
+        workers = list(self._direction.members.member_list.workers.values())
         there = f"{len(workers)} ranks on {', '.join(self._crew.hosts)}"
         if not goes_on:
             self._output.say(f"the driver is lost, and only {there} can be reached: too few to go on")

@@ -13,34 +13,27 @@ from dataclasses import replace
 from pathlib import Path
 
 from sirtaki.errors import ConfigError
+from sirtaki.launchers import node_names
 from sirtaki.machine import usable_cores
 from sirtaki.settings import Settings
-from sirtaki.slurm import node_names
 
 from ..console import say
-from ..hosts import Host, given_hosts
-from ..mpi_command import carried_variables
+from ..hosts import Host, given_hosts, ssh_arguments
 from ..output import output_folder
-from ..rank_command import rank_command
-from ..rank_environment import (
+from ..rank_command import (
     add_defaults,
+    carried_variables,
     crowd_note,
     exported_variables,
     put_shim_first,
+    rank_command,
     rank_environ,
     say_notes,
 )
-from ..ssh import ssh_arguments
-from .agent_crew import AgentCrew
-from .agent_start import AgentStart
-from .discovery import Hosts, ask_script
-from .driver import Driver, first_answer
-from .elastic_job import ElasticJob, new_inheritance
-from .elastic_output import ElasticOutput
-from .host_pool import HostPool
-from .job_members import JobMembers
-from .policy import COOLDOWN_S, OnFailure, Policy
-from .successor import estate_of
+from .agent_crew import AgentCrew, AgentStart, ElasticJob, new_endpoint
+from .driver import Driver, ElasticOutput, Hosts, ask_script, first_answer
+from .job_members import COOLDOWN_S, HostPool, JobMembers, OnFailure, Policy
+from .successor import successor_config_of
 
 _LATER_S = 30.0
 """How much longer than the launcher a rank waits for others: the launcher can say who is missing."""
@@ -90,7 +83,7 @@ def launch_elastic(options: argparse.Namespace) -> int:
     )
     folder = output_folder(options.output_filename) if options.output_filename else None
     if options.on_driver_loss == "go-on":
-        estate = estate_of(
+        successor_config = successor_config_of(
             job,
             policy,
             script=_absolute(options.host_discovery_script),
@@ -100,7 +93,7 @@ def launch_elastic(options: argparse.Namespace) -> int:
             timestamps=options.timestamps,
             folder=folder,
         )
-        job = replace(job, estate=estate)
+        job = replace(job, successor_config=successor_config)
     if options.verbose:
         _describe(policy, hosts, job)
     members = JobMembers(policy, HostPool(policy, random.Random(time.time_ns())))
@@ -108,10 +101,10 @@ def launch_elastic(options: argparse.Namespace) -> int:
         prefix=options.prefix,
         timestamps=options.timestamps,
         folder=folder,
-        label=members.roll.label,
-        place=members.roll.place,
+        label=members.member_list.label,
+        place=members.member_list.place,
     )
-    return Driver(AgentCrew(job, new_inheritance(job), output.pump), members, output).run(hosts, ask)
+    return Driver(AgentCrew(job, new_endpoint(job), output.pump), members, output).run(hosts, ask)
 
 
 def policy_of(options: argparse.Namespace, hosts: Hosts, *, timeout_s: float) -> Policy:
@@ -148,7 +141,7 @@ def policy_of(options: argparse.Namespace, hosts: Hosts, *, timeout_s: float) ->
         reset_limit=options.reset_limit,
         on_failure=on_failure,
         cooldown_s=(cooldown_s[0], cooldown_s[1]) if cooldown_s else default_s,
-        has_heirs=options.on_driver_loss == "go-on",
+        has_successors=options.on_driver_loss == "go-on",
         hosts_stay=not options.host_discovery_script,
     )
 

@@ -1,9 +1,4 @@
-"""How agents find a driver: the one that has started them, and where that is lost, another one.
-
-Each agent has a port at which nobody answers as long as the driver lives. When it is lost, all agents go through the
-list of agents that it has sent last, from the lowest number: whoever finds itself there starts a driver that listens
-at its port, and the others connect to the first that answers.
-"""
+"""How agents find a driver: the one that has started them, and where that is lost, another one."""
 
 from __future__ import annotations
 
@@ -14,15 +9,102 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from sirtaki.comm.control.addresses import LOOPBACK, own_addresses
-from sirtaki.comm.control.mesh.handshake import connect, job_key, listen
+from sirtaki.comm.control.mesh_rendezvous import connect, job_key, listen
 from sirtaki.errors import CommError
 from sirtaki.json_channel import JsonChannel
 
-from .agent_config import AgentConfig
-from .heirs import CONNECT_S, Agents, candidates, inherited
+CONNECT_S = 20.0
+"""How long to try to reach a driver that is there, or is about to be."""
+
+CANDIDATE_S = 6.0
+"""How long to try to reach an agent that may be the next driver."""
+
+Place = tuple[str, int]
+Agents = Sequence[tuple[int, list[Place]]]
+"""Number and places of each."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """Where the next driver may be.
+
+    Attributes:
+        number: of the agent there.
+        places: of it.
+        is_own: it is for this agent to start the driver.
+        timeout_s: how long to try to reach it.
+    """
+
+    number: int
+    places: Sequence[Place]
+    is_own: bool
+    timeout_s: float
+
+
+def candidates(agents: Agents, own: int) -> Iterator[Candidate]:
+    """Those that an agent tries, one after the other, until it reaches a driver.
+
+    Args:
+        agents: as the lost driver has told last.
+        own: number of this agent.
+    """
+    for number, places in sorted(agents):
+        timeout_s = CONNECT_S if number == own else CANDIDATE_S
+        yield Candidate(number=number, places=places, is_own=number == own, timeout_s=timeout_s)
+
+
+def agents_for_successor(agents: Agents, own: int) -> dict[str, Any]:
+    """What a driver is told of agents that this one starts: who may come to it, and which numbers have been given."""
+    return {
+        "agents": [number for number, _ in agents if number >= own],
+        "numbers": max(number for number, _ in agents),
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentConfig:
+    """What an agent is told on its standard input.
+
+    Attributes:
+        host: as the job calls it.
+        need: what it must have, see `Need`.
+        number: of the agent; no other one of the job has had it.
+        places: where the driver listens.
+        secret: of the job.
+        job: names it.
+        command: what a rank runs.
+        environ: what is added to this process's environment for ranks.
+        folder: where they run.
+        hosts: "one" if there will never be another host, else "many".
+        interface: network interface that joins the hosts; None = any.
+        successor_config: what a new driver needs; None = the loss of the driver is the end of the job.
+    """
+
+    host: str
+    number: int
+    places: tuple[tuple[str, int], ...]
+    secret: str = field(repr=False)
+    job: str
+    command: tuple[str, ...]
+    environ: Mapping[str, str]
+    folder: str
+    hosts: str
+    interface: str | None
+    successor_config: Mapping[str, Any] | None
+    need: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def decode(cls, line: bytes) -> AgentConfig:
+        """From JSON; ValueError, TypeError or KeyError if it is something else."""
+        values = json.loads(line)
+        places = tuple((host, port) for host, port in values["places"])
+        return cls(**{**values, "places": places, "command": tuple(values["command"])})
+
 
 DRIVER = 0
 """The driver's number in the handshake; agents count from 1."""
@@ -56,7 +138,7 @@ def reach_driver(
 
 
 class Succession:
-    """Of one agent."""
+    """Finds an agent another driver when its own is lost, and starts that driver where it is this agent's turn."""
 
     def __init__(self, config: AgentConfig) -> None:
         """Opens the port.
@@ -105,12 +187,12 @@ class Succession:
         config = self._config
         descriptors = [listener.fileno() for listener in self._listeners]
         told = {
-            "estate": config.estate,
+            "successor_config": config.successor_config,
             "environ": dict(config.environ),
             "secret": config.secret,
             "job": config.job,
             "listeners": descriptors,
-            **inherited(agents, config.number),
+            **agents_for_successor(agents, config.number),
         }
         self._driver = subprocess.Popen(
             [sys.executable, "-m", "sirtaki.run.elastic.successor"],

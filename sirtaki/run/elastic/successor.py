@@ -17,18 +17,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from .agent_crew import AgentCrew
-from .agent_start import AgentStart
-from .discovery import ask_script
-from .driver import Driver
-from .elastic_job import ElasticJob, Inheritance
-from .elastic_output import ElasticOutput
-from .host_pool import HostPool
-from .job_members import JobMembers
-from .policy import OnFailure, Policy
+from .agent_crew import AgentCrew, AgentStart, DriverEndpoint, ElasticJob
+from .driver import Driver, ElasticOutput, ask_script
+from .job_members import HostPool, JobMembers, OnFailure, Policy
 
 
-def estate_of(
+def successor_config_of(
     job: ElasticJob,
     policy: Policy,
     *,
@@ -72,41 +66,43 @@ def estate_of(
 def main() -> int:
     """Runs the job to its end; the exit code of the job."""
     told = json.load(sys.stdin)
-    estate = told["estate"]
-    values = estate["policy"]
+    config = told["successor_config"]
+    values = config["policy"]
     cooldown_s = None if values["cooldown_s"] is None else tuple(values["cooldown_s"])
     policy = Policy(**{**values, "on_failure": OnFailure(values["on_failure"]), "cooldown_s": cooldown_s})
     job = ElasticJob(
-        command=tuple(estate["command"]),
-        script=estate["rank_script"],
+        command=tuple(config["command"]),
+        script=config["rank_script"],
         environ={**os.environ, **told["environ"]},
-        carried=estate["carried"],
-        interface=estate["interface"],
-        one_host=estate["one_host"],
+        carried=config["carried"],
+        interface=config["interface"],
+        one_host=config["one_host"],
         agents=AgentStart(
-            template=estate["template"], slurm_hosts=frozenset(estate["slurm_hosts"]), ssh=tuple(estate["ssh"])
+            template=config["template"],
+            slurm_hosts=frozenset(config["slurm_hosts"]),
+            ssh=tuple(config["ssh"]),
         ),
-        agent_start_s=estate["agent_start_s"],
-        estate=estate,
+        agent_start_s=config["agent_start_s"],
+        successor_config=config,
     )
     members = JobMembers(policy, HostPool(policy, random.Random(time.time_ns())))
-    shown = estate["output"]
+    shown = config["output"]
     output = ElasticOutput(
         prefix=shown["prefix"],
         timestamps=shown["timestamps"],
         folder=Path(shown["folder"]) if shown["folder"] else None,
-        label=members.roll.label,
-        place=members.roll.place,
+        label=members.member_list.label,
+        place=members.member_list.place,
     )
-    inheritance = Inheritance(
+    endpoint = DriverEndpoint(
         name=told["job"],
         secret=told["secret"],
         listeners=tuple(socket.socket(fileno=descriptor) for descriptor in told["listeners"]),
         agents=tuple(told["agents"]),
         numbers=told["numbers"],
     )
-    ask = functools.partial(ask_script, estate["script"], estate["slots"]) if estate["script"] else None
-    return Driver(AgentCrew(job, inheritance, output.pump), members, output).take_over(estate["hosts"], ask)
+    ask = functools.partial(ask_script, config["script"], config["slots"]) if config["script"] else None
+    return Driver(AgentCrew(job, endpoint, output.pump), members, output).take_over(config["hosts"], ask)
 
 
 if __name__ == "__main__":

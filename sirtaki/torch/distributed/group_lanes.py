@@ -15,14 +15,14 @@ from dataclasses import dataclass
 
 import torch
 
-from sirtaki.comm.collectives.unit_pipeline import TensorReduction, UnitPipeline
 from sirtaki.comm.control.communicator import Communicator
 from sirtaki.comm.control.failure import WAIT_SLICE_S, fresh, poll_until
 from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.plan import Algorithm, CommPlan, Route, TransportKind, Unit
 from sirtaki.comm.router import Router
-from sirtaki.comm.transports.resources import raise_descriptor_limit
-from sirtaki.engine.knob_choices import default_knobs, knob_space
+from sirtaki.comm.transports.contract import raise_descriptor_limit
+from sirtaki.comm.units import TensorReduction, UnitPipeline
+from sirtaki.engine.tuning.plans import default_knobs, knob_space
 from sirtaki.errors import CommError, SirtakiError
 from sirtaki.settings import Settings
 

@@ -9,23 +9,250 @@ with the interpreter locked, which hangs if one of Gloo's threads wants the inte
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d
 from torch._C._distributed_c10d import AllgatherOptions, PrefixStore, Store, Work
+from torch.distributed import ReduceOp as TorchOp
+from torch.torch_version import TorchVersion
 
-from sirtaki.comm.collectives.unit_pipeline import TensorReduction
-from sirtaki.engine.ranks import open_at_store
+from sirtaki.comm.control.plane import ControlPlane
+from sirtaki.comm.transports.contract import ReduceOp
+from sirtaki.comm.transports.gloo import TORCH_OPS
+from sirtaki.comm.units import TensorReduction
+from sirtaki.engine.ranks import open_at_store, open_ranks
 from sirtaki.settings import Settings
 from sirtaki.torch_backend import NAME
 
 from .group_lanes import GroupLanes
-from .reduce_recipe import LANE_DTYPES, ReduceRecipe
-from .works import FollowedWork, LaneWork, lasting
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+LANE_OPS = {theirs: ours for ours, theirs in TORCH_OPS.items()}
+
+LANE_DTYPES = frozenset(
+    (
+        torch.float32,
+        torch.float64,
+        torch.float16,
+        torch.bfloat16,
+        torch.int8,
+        torch.uint8,
+        torch.int32,
+        torch.int64,
+    )
+)
+"""Those that Gloo adds up, too; a bool is left to Gloo, for which it is a byte."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReduceRecipe:
+    """How tensors of different ranks are combined.
+
+    Attributes:
+        op: PyTorch's, without averages and scaled sums.
+        factor: what this rank's tensor is multiplied by before that; None = nothing.
+        divisor: what the result is divided by; 1 = nothing. Integers are rounded towards zero, as NCCL does.
+    """
+
+    op: TorchOp.RedOpType
+    factor: float | torch.Tensor | None = None
+    divisor: int = 1
+
+    @classmethod
+    def of(cls, op: TorchOp | TorchOp.RedOpType, size: int) -> ReduceRecipe:
+        """That of an operation over `size` ranks."""
+        whole: Any = TorchOp(op) if isinstance(op, TorchOp.RedOpType) else op  # Any: the stub lacks what pickles it
+        kind, factor = whole.__getstate__()
+        if kind == TorchOp.AVG:
+            return cls(op=TorchOp.SUM, divisor=size)
+        return cls(op=TorchOp.SUM if kind == TorchOp.PREMUL_SUM else kind, factor=factor)
+
+    @property
+    def lane_op(self) -> ReduceOp | None:
+        """What lanes do; None if they can't."""
+        return LANE_OPS.get(self.op)
+
+    def prepare_(self, tensor: torch.Tensor) -> None:
+        """In place, before others see it."""
+        if self.factor is not None:
+            tensor.mul_(self.factor)
+
+    def divide_(self, tensor: torch.Tensor) -> None:
+        """In place, at the end."""
+        if self.divisor == 1:
+            return
+        if tensor.is_floating_point() or tensor.is_complex():
+            tensor.div_(self.divisor)
+        else:
+            tensor.div_(self.divisor, rounding_mode="trunc")
+
+
+NO_TIMEOUT = timedelta(0)
+"""What PyTorch says where it means none."""
+
+
+KEEPS_WORKS = TorchVersion(torch.__version__) >= "2.7"
+"""Whether PyTorch's C++ keeps a work of Python's alive; 2.4 does not, and waits for ever."""
+
+
+def lasting(work: LaneWork | FollowedWork) -> Work:
+    """What C++ may be given: in older versions of PyTorch a work of its own, which cannot wait for a limited time."""
+    if KEEPS_WORKS:
+        return work
+    native: Work = _distributed_c10d._create_work_from_future(work.get_future())  # type: ignore[attr-defined]
+    return native
+
+
+class LaneWork(Work):
+    """A tensor on its way through the lanes."""
+
+    def __init__(self, lanes: GroupLanes, reduction: TensorReduction, outputs: Tensors) -> None:
+        """`outputs` are what the operation fills."""
+        super().__init__()
+        self._lanes, self._reduction, self._outputs = lanes, reduction, outputs
+        self._future: torch.futures.Future[Tensors] | None = None
+
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
+        """Drives the lanes until the tensor is there; a timeout of 0 is none.
+
+        Raises:
+            CommError: it has failed, or the time is up.
+        """
+        limit_s = timeout.total_seconds()
+        if not self._lanes.finish(self._reduction, limit_s if limit_s > 0 else None):
+            raise RuntimeError(f"an operation of this process group did not end within {limit_s:g} s")
+        return True
+
+    def synchronize(self) -> None:
+        """Waits: the lanes know no streams of torch."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Whether it has ended, after a turn of the lanes if not; never waits."""
+        if not self._reduction.is_done():
+            self._lanes.drive()
+        return self._reduction.is_done()
+
+    def is_success(self) -> bool:
+        """Whether it has ended well."""
+        return self._reduction.is_done() and self._reduction.error is None
+
+    def exception(self) -> BaseException | None:
+        """What it has failed with, if it has."""
+        return self._reduction.error
+
+    def result(self) -> Tensors:
+        """What the operation fills."""
+        return self._outputs
+
+    def get_future(self) -> torch.futures.Future[Tensors]:
+        """A future that gets the outputs, or the error, at the end."""
+        if self._future is None:
+            self._future = torch.futures.Future()
+            self._reduction.when_done(self._tell)
+            self._lanes.drive()
+        return self._future
+
+    def _tell(self) -> None:
+        assert self._future is not None
+        if self._reduction.error is None:
+            self._future.set_result(self._outputs)
+        else:
+            self._future.set_exception(self._reduction.error)  # type: ignore[arg-type]  # so torch's stub has it
+
+
+class FollowedWork(Work):
+    """Operations of other groups, and what is done when they have ended, once, by whoever is there first."""
+
+    def __init__(self, works: Sequence[Work], then: Callable[[], None], outputs: Tensors) -> None:
+        """`outputs` are what the operation fills."""
+        super().__init__()
+        self._works, self._then, self._outputs = works, then, outputs
+        self._followed = False
+        self._error: RuntimeError | None = None
+        self._following = threading.Lock()
+
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
+        """Waits for each, and does what follows."""
+        for work in self._works:
+            work.wait(timeout)
+        self._follow()
+        return True
+
+    def _follow(self) -> None:
+        with self._following:
+            if not self._followed:
+                self._then()
+                self._followed = True
+
+    def synchronize(self) -> None:
+        """Waits for each, and does what follows."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Whether all have ended; does what follows then."""
+        if not all(work.is_completed() for work in self._works):
+            return False
+        try:
+            self.wait()
+        except RuntimeError as err:
+            self._error = err
+        return True
+
+    def is_success(self) -> bool:
+        """Whether all have ended well."""
+        return self.is_completed() and self._error is None
+
+    def exception(self) -> BaseException | None:
+        """What one of them has failed with, if all have ended."""
+        return self._error if self.is_completed() else None
+
+    def result(self) -> Tensors:
+        """What the operation fills."""
+        return self._outputs
+
+    def get_future(self) -> torch.futures.Future[Tensors]:
+        """A future that does what follows when all have ended."""
+
+        def follow(ended: torch.futures.Future[Any]) -> Tensors:
+            for future in ended.value():
+                future.value()  # raises what has failed
+            self._follow()
+            return self._outputs
+
+        followed: torch.futures.Future[Tensors] = torch.futures.collect_all(
+            [work.get_future() for work in self._works]
+        ).then(follow)
+        return followed
+
+
+def meet(timeout: timedelta) -> tuple[Store, int, int]:
+    """Collective over all ranks that the launcher has started.
+
+    Returns:
+        A store that all of them reach, this process's rank, and how many there are.
+
+    Raises:
+        ConfigError: what the launcher says does not fit together.
+        CommError: the ranks do not find each other.
+    """
+    settings = replace(Settings.from_environ(), start_timeout_s=timeout.total_seconds())
+    ranks = open_ranks(settings)
+    control = ControlPlane(ranks, interface=settings.gloo_interface)
+    store, _ = control.store()
+    control.close()
+    ranks.free()
+    return store, control.rank, control.size
+
 
 LARGE_BYTES = 256 * 1024
 """From this size on tensors take the lanes: below it Gloo is as fast, with a core for each rank."""

@@ -1,30 +1,194 @@
-"""Commits that outlive the job: rank 0 writes one to disk now and then, and the same command goes on from the newest.
-
-Beside training: what is written is copied first, which takes as long as a commit, and a thread does the rest. SIGTERM,
-by which preemptible machines are announced to go, or SIGUSR1, which batch systems send, has the next commit written at
-once, and then ends the rank.
-"""
+"""Checkpoints of an elastic job: files, random state, reading back."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import os
+import random
+import shutil
 import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
+
+import numpy as np
+import torch
 
 from sirtaki.engine import job
 from sirtaki.errors import ConfigError
 
 from ..functions import allgather_object, broadcast_object
-from .checkpoint_folder import Checkpoint, CheckpointFolder
-from .random_state import RandomState
 
 logger = logging.getLogger(__name__)
+
+KEPT = 3
+STATE, MANIFEST = "state.pt", "manifest.json"
+_PREFIX, _UNFINISHED = "checkpoint-", "writing-"
+_DAMAGED, _SUPERSEDED = "damaged", "superseded"
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """One that is whole.
+
+    Attributes:
+        number: of the commit.
+        path: its folder.
+    """
+
+    number: int
+    path: Path
+
+    def load(self) -> dict[str, Any]:
+        """What was written (Any: whatever pickles). It runs code that its writer chose, as `torch.load` does."""
+        tree: dict[str, Any] = torch.load(self.path / STATE, map_location="cpu", weights_only=False)
+        return tree
+
+
+class CheckpointFolder:
+    """Where the checkpoints of one job lie."""
+
+    def __init__(self, path: Path) -> None:
+        """The folder need not be there."""
+        self.path = path
+
+    def write(self, number: int, tree: Mapping[str, Any]) -> None:
+        """Writes one beside the others, has it appear at once, and reads it back; then the oldest go.
+
+        Those with larger numbers are of a line that this job did not go on from: they are put aside, so that what is
+        written last is what a later job finds.
+
+        Raises:
+            OSError: it could not be written or is not what was written; the others are as they were.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        for left in self.path.glob(f"{_UNFINISHED}*"):  # by a writer that is gone
+            shutil.rmtree(left, ignore_errors=True)
+        unfinished, final = self.path / f"{_UNFINISHED}{os.getpid()}", self._place(number)
+        try:
+            unfinished.mkdir()
+            state = unfinished / STATE
+            torch.save(dict(tree), state)
+            manifest = {"number": number, "bytes": state.stat().st_size, "sha256": _digest(state), "at": time.time()}
+            (unfinished / MANIFEST).write_text(json.dumps(manifest) + "\n")
+            for file in (state, unfinished / MANIFEST, unfinished):
+                _sync(file)
+            if problem := _problem(unfinished):
+                raise OSError(f"read back, {problem}")
+            shutil.rmtree(final, ignore_errors=True)  # of a job that went on from an older one
+            unfinished.rename(final)
+            _sync(self.path)
+        except RuntimeError as err:  # PyTorch's, where the disk is full
+            raise OSError(str(err).splitlines()[0]) from err
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
+        there = self._there()
+        for path in there[there.index(final) + 1 :]:
+            logger.warning(
+                "%s is put aside as %s: this job did not go on from it", path, self._put_aside(path, _SUPERSEDED)
+            )
+        for path in self._there()[:-KEPT]:
+            shutil.rmtree(path, ignore_errors=True)
+
+    def newest(self) -> Checkpoint | None:
+        """The newest one that is whole; None if there is none. Damaged ones that are newer are put aside, by name."""
+        for path in reversed(self._there()):
+            problem = _problem(path)
+            if not problem:
+                return Checkpoint(_number(path), path)
+            aside = self._put_aside(path, _DAMAGED)
+            logger.warning("the checkpoint %s is not used, and put aside as %s: %s", path, aside, problem)
+        return None
+
+    def _put_aside(self, path: Path, why: str) -> str:
+        """Gives it a name that is no checkpoint's, and returns that; its own where it can't be renamed."""
+        number = 1
+        while (aside := path.with_name(f"{why}-{number}-{path.name}")).exists():
+            number += 1
+        try:
+            path.rename(aside)
+        except OSError:  # another host has just done it, or the folder may not be written
+            return path.name
+        return aside.name
+
+    def _place(self, number: int) -> Path:
+        return self.path / f"{_PREFIX}{number:08}"
+
+    def _there(self) -> list[Path]:
+        """The oldest first."""
+        found = [path for path in self.path.glob(f"{_PREFIX}*") if path.name.removeprefix(_PREFIX).isdecimal()]
+        return sorted(found, key=_number)
+
+
+def _number(path: Path) -> int:
+    return int(path.name.removeprefix(_PREFIX))
+
+
+def _problem(path: Path) -> str:
+    """Why it cannot be used; empty if it can."""
+    try:
+        manifest = json.loads((path / MANIFEST).read_text())
+        size, digest = manifest["bytes"], manifest["sha256"]
+        if (path / STATE).stat().st_size != size:
+            return f"{STATE} has {(path / STATE).stat().st_size} bytes, not {size}"
+        if _digest(path / STATE) != digest:
+            return f"{STATE} is not what was written"
+    except (OSError, ValueError, KeyError, TypeError) as err:
+        return f"{type(err).__name__}: {err}"
+    return ""
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # as it lies on the disk, where it does already
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync(path: Path) -> None:
+    """Has the disk hold it."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError:
+        if not path.is_dir():  # not every file system can do that with folders
+            raise
+    finally:
+        os.close(descriptor)
+
+
+@dataclass(frozen=True, slots=True)
+class RandomState:
+    """Of Python's, NumPy's and PyTorch's global generators (Any: as those give it)."""
+
+    python: Any
+    numpy: Any
+    host: torch.Tensor
+    device: torch.Tensor | None
+
+    @classmethod
+    def now(cls) -> RandomState:
+        """As the generators are."""
+        device = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]  # torch's
+        return cls(random.getstate(), np.random.get_state(), torch.get_rng_state(), device)
+
+    def plain(self) -> dict[str, Any]:
+        """The same in types that need no Sirtaki to be unpickled."""
+        return {"python": self.python, "numpy": self.numpy, "host": self.host, "device": self.device}
+
+    def put_back(self) -> None:
+        """The generators go on from here."""
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)
+        torch.set_rng_state(self.host)
+        if self.device is not None:
+            torch.cuda.set_rng_state(self.device)
+
 
 GENERATORS = "generators"
 """Of a checkpoint: the states of all ranks' random generators, by rank."""
@@ -37,7 +201,7 @@ TERMINATED = 128 + signal.SIGTERM
 AGAIN_S = 2.0
 """What comes so soon says the same once more: batch systems tell a rank, and its launcher, which tells it, too."""
 
-_LAUNCHERS = "sirtaki.run.termination"
+_LAUNCHERS = "sirtaki.run.rank_channel"
 
 Tree = Mapping[str, Any]  # whatever pickles
 
@@ -164,7 +328,7 @@ def resume(state: Resumable, *, has_state: bool) -> None:
         has_state: this rank has one.
 
     Raises:
-        ConfigError: on all ranks, it is of another script.
+        ConfigError: on all ranks, it is of another script, or names classes that this one lacks.
     """
     checkpoints = of_this_process()
     if checkpoints is None:
@@ -177,7 +341,12 @@ def resume(state: Resumable, *, has_state: bool) -> None:
         return
     holder = said.index((False, newest))
     mine = found is not None and job.current().rank == holder
-    tree = broadcast_object(found.load() if mine and found is not None else None, holder)
+    tree, problem = broadcast_object(_loaded(found) if mine and found is not None else None, holder)
+    if problem:
+        raise ConfigError(
+            f"{problem}. Its file is whole, so the script has changed since it was written: bring back what is "
+            "missing, or move the checkpoint away to begin with the one before it"
+        )
     try:
         state._load(tree)
     except Exception as err:
@@ -191,3 +360,11 @@ def resume(state: Resumable, *, has_state: bool) -> None:
     state._count_from(newest + 1)
     if job.current().rank == 0:
         logger.info("going on from the checkpoint of commit %d in %s", newest, checkpoints.folder.path)
+
+
+def _loaded(checkpoint: Checkpoint) -> tuple[Tree | None, str]:
+    """What was written, or why that cannot be loaded; for all ranks, of which one reads."""
+    try:
+        return checkpoint.load(), ""
+    except Exception as err:  # whatever unpickling somebody's classes raises
+        return None, f"the checkpoint {checkpoint.path} cannot be loaded ({type(err).__name__}: {err})"

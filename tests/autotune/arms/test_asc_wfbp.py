@@ -8,12 +8,11 @@ from hypothesis import strategies as st
 from sirtaki.autotune.arms.asc_wfbp import AscWfbp, AscWfbpN, LayerType, layer_types
 from sirtaki.autotune.arms.mg_wfbp import MgWfbp
 from sirtaki.autotune.knobs import KnobSpace
-from sirtaki.autotune.model.contention import ContentionModel, RateCurve
+from sirtaki.autotune.model.fits import ContentionModel, RateCurve
 from sirtaki.autotune.model.planning import PlanningModel
-from sirtaki.autotune.model.profile import Profile
-from sirtaki.comm.layout import GradientLayout
-from sirtaki.comm.plan import Algorithm, TransportKind
-from sirtaki.link_model import LinkModel
+from sirtaki.autotune.model.simulator import Profile
+from sirtaki.comm.plan import Algorithm, GradientLayout, TransportKind
+from sirtaki.measures import LinkModel
 
 N, M, S = LayerType.NORMAL, LayerType.MERGED, LayerType.SIMULTANEOUS
 ROUTE = (TransportKind.GLOO, Algorithm.FLAT)

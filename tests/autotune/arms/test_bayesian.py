@@ -10,8 +10,7 @@ from conformance.arm import GPU, PLANNED, WIDE, converse, span_of, trial_of
 
 from sirtaki.autotune.arms.bayesian import BayesianArm
 from sirtaki.autotune.arms.grid import GridArm
-from sirtaki.autotune.knobs import KnobSpace
-from sirtaki.autotune.lattice import KnobLattice
+from sirtaki.autotune.knobs import KnobLattice, KnobSpace
 from sirtaki.autotune.trial import Proposal
 
 
@@ -83,7 +82,7 @@ def test_arms_that_no_one_has_asked_import_no_library_that_is_slow_to_load() -> 
 import sys
 import numpy as np
 from conformance.arm import WIDE
-from sirtaki.autotune.meta.ensemble import default_arms
+from sirtaki.autotune.meta.bandit import default_arms
 default_arms(space=WIDE, rng=np.random.default_rng(0)).ask()
 print({"optuna", "scipy.optimize", "scipy.stats"} & set(sys.modules))
 """

@@ -11,7 +11,7 @@ from conformance.arm import WIDE
 from sirtaki.autotune.arms import catalogue
 from sirtaki.autotune.arms.catalogue import FURTHER_ARMS, OUR_ARMS, make_arm
 from sirtaki.autotune.knobs import KnobSpace
-from sirtaki.autotune.meta.ensemble import default_arms
+from sirtaki.autotune.meta.bandit import default_arms
 from sirtaki.autotune.trial import Proposal, Trial
 from sirtaki.errors import TuningError
 

@@ -9,11 +9,9 @@ from bench.lib.workloads import cluster, workload
 from sirtaki.autotune.arms.dpro import CriticalPathSearch, Dpro, Schedule, coarsened_ends, partial_replay_s
 from sirtaki.autotune.knobs import KnobSpace
 from sirtaki.autotune.model.planning import PlanningModel
-from sirtaki.autotune.model.profile import Profile
-from sirtaki.autotune.model.simulator import Simulator
-from sirtaki.comm.layout import GradientLayout
-from sirtaki.comm.plan import Algorithm, TransportKind
-from sirtaki.link_model import LinkModel
+from sirtaki.autotune.model.simulator import Profile, Simulator
+from sirtaki.comm.plan import Algorithm, GradientLayout, TransportKind
+from sirtaki.measures import LinkModel
 
 ROUTE = (TransportKind.GLOO, Algorithm.FLAT)
 MB = 1_000_000

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from sirtaki.autotune.arms.gaussian_process import GaussianProcess, IntArray
-from sirtaki.autotune.lattice import FloatArray
+from sirtaki.autotune.arms.bayesian import GaussianProcess, IntArray
+from sirtaki.autotune.knobs import FloatArray
 
 ROUTES = 2
 

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from sirtaki.autotune.arms.grid import GridArm, halton, radical_inverse
-from sirtaki.autotune.knobs import MIB, Knobs, KnobSpace
-from sirtaki.autotune.lattice import KnobLattice
+from sirtaki.autotune.knobs import MIB, KnobLattice, Knobs, KnobSpace
 from sirtaki.autotune.trial import Trial
 from sirtaki.comm.plan import Algorithm, TransportKind
 

@@ -7,12 +7,11 @@ from sirtaki.autotune.arms.asc_wfbp import AscWfbpN
 from sirtaki.autotune.arms.libra import Libra, LibraM
 from sirtaki.autotune.arms.mg_wfbp import MgWfbp
 from sirtaki.autotune.knobs import KnobSpace
-from sirtaki.autotune.model.contention import ContentionModel, RateCurve
+from sirtaki.autotune.model.fits import ContentionModel, RateCurve
 from sirtaki.autotune.model.planning import PlanningModel
-from sirtaki.autotune.model.profile import Profile
-from sirtaki.comm.layout import GradientLayout
-from sirtaki.comm.plan import Algorithm, TransportKind
-from sirtaki.link_model import LinkModel
+from sirtaki.autotune.model.simulator import Profile
+from sirtaki.comm.plan import Algorithm, GradientLayout, TransportKind
+from sirtaki.measures import LinkModel
 
 ROUTE = (TransportKind.NCCL, Algorithm.FLAT)
 THREADS = (128, 256, 512, 1024, 2048, 4096)

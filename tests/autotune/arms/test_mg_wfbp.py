@@ -6,10 +6,9 @@ from hypothesis import strategies as st
 from sirtaki.autotune.arms.mg_wfbp import merge_gradients, merge_optimally
 from sirtaki.autotune.arms.planner import cuts_for_groups
 from sirtaki.autotune.model.planning import PlanningModel
-from sirtaki.autotune.model.profile import Profile
-from sirtaki.comm.layout import GradientLayout
-from sirtaki.comm.plan import Algorithm, TransportKind
-from sirtaki.link_model import LinkModel
+from sirtaki.autotune.model.simulator import Profile
+from sirtaki.comm.plan import Algorithm, GradientLayout, TransportKind
+from sirtaki.measures import LinkModel
 
 ROUTE = (TransportKind.GLOO, Algorithm.FLAT)
 

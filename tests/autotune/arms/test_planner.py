@@ -5,13 +5,11 @@ from sirtaki.autotune.arms.mg_wfbp import MgWfbp
 from sirtaki.autotune.arms.planner import cuts_for_groups
 from sirtaki.autotune.knobs import KnobSpace
 from sirtaki.autotune.model.planning import PlanningModel
-from sirtaki.autotune.model.profile import Profile
+from sirtaki.autotune.model.simulator import Profile
 from sirtaki.autotune.trial import Trial
-from sirtaki.comm.layout import GradientLayout
-from sirtaki.comm.plan import Algorithm, TransportKind
+from sirtaki.comm.plan import Algorithm, GradientLayout, TransportKind
 from sirtaki.errors import TuningError
-from sirtaki.link_model import LinkModel
-from sirtaki.unit_sizes import SMALLEST_UNIT_BYTES
+from sirtaki.measures import SMALLEST_UNIT_BYTES, LinkModel
 
 GLOO = (TransportKind.GLOO, Algorithm.FLAT)
 MPI = (TransportKind.MPI, Algorithm.FLAT)

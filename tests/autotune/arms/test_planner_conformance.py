@@ -5,11 +5,11 @@ from sirtaki.autotune.arms.asc_wfbp import AscWfbp, AscWfbpN
 from sirtaki.autotune.arms.dpro import Dpro
 from sirtaki.autotune.arms.libra import Libra, LibraM
 from sirtaki.autotune.arms.mg_wfbp import MgWfbp
-from sirtaki.autotune.model.contention import ContentionModel, RateCurve
+from sirtaki.autotune.model.fits import ContentionModel, RateCurve
 from sirtaki.autotune.model.planning import PlanningModel
-from sirtaki.autotune.model.profile import Profile
-from sirtaki.comm.layout import GradientLayout
-from sirtaki.link_model import LinkModel
+from sirtaki.autotune.model.simulator import Profile
+from sirtaki.comm.plan import GradientLayout
+from sirtaki.measures import LinkModel
 
 PLANNERS = (MgWfbp, AscWfbp, AscWfbpN, Libra, LibraM, Dpro)
 LINK = LinkModel(alpha_s=1e-3, throughput=(3e8, 6e8, 8e8))

@@ -6,12 +6,12 @@ import sys
 
 PROGRAM = """
 import json
-from sirtaki.autotune.arms.planners import make_planners
+from sirtaki.autotune.arms.catalogue import make_planners
 from sirtaki.autotune.knobs import KIB, MIB, KnobSpace
-from sirtaki.link_model import LinkModel
+from sirtaki.measures import LinkModel
 from sirtaki.autotune.model.planning import PlanningModel
-from sirtaki.autotune.model.profile import Profile
-from sirtaki.comm.layout import GradientLayout
+from sirtaki.autotune.model.simulator import Profile
+from sirtaki.comm.plan import GradientLayout
 from sirtaki.comm.plan import Algorithm, TransportKind
 
 route = (TransportKind.GLOO, Algorithm.FLAT)

@@ -13,7 +13,7 @@ from sirtaki.autotune.arms.hyperband import HyperbandArm
 from sirtaki.autotune.arms.pbt import PBTArm
 from sirtaki.autotune.arms.scikit_optimize import ScikitOptimizeArm
 from sirtaki.autotune.knobs import KnobSpace
-from sirtaki.autotune.meta.bandit_arm import BanditArm
+from sirtaki.autotune.meta.bandit import BanditArm
 
 
 def grid(space: KnobSpace, rng: np.random.Generator) -> Arm:

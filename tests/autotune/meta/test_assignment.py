@@ -2,7 +2,7 @@
 
 from fakes.warmup_job import DEFAULT
 
-from sirtaki.autotune.meta.assignment import Assignment, Purpose
+from sirtaki.autotune.meta.trials import Assignment, Purpose
 
 
 def test_every_purpose_has_words_of_its_own() -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sirtaki.autotune.meta.auc_bandit import AUCBandit, Opening, window_for
+from sirtaki.autotune.meta.bandit import AUCBandit, Opening, window_for
 from sirtaki.errors import TuningError
 
 ARMS = ("grid", "pbt", "bayesian", "hyperband")

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from sirtaki.autotune.knobs import MIB, Knobs
-from sirtaki.autotune.meta.bandit_arm import BanditArm
+from sirtaki.autotune.meta.bandit import BanditArm
 from sirtaki.autotune.trial import Proposal, Trial
 from sirtaki.comm.plan import TransportKind
 

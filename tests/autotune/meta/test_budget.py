@@ -1,6 +1,6 @@
 """How a warm-up's iterations are shared out between trials and finals."""
 
-from sirtaki.autotune.meta.budget import Budget
+from sirtaki.autotune.meta.trials import Budget
 
 
 def test_trials_may_use_what_the_finals_do_not_need() -> None:

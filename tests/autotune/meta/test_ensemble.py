@@ -12,10 +12,8 @@ from fakes.warmup_job import DEFAULT, SPACE, ListArm
 from sirtaki.autotune.arms.catalogue import OUR_ARMS
 from sirtaki.autotune.arms.planner import Planner
 from sirtaki.autotune.knobs import KnobSpace
-from sirtaki.autotune.meta import ensemble
-from sirtaki.autotune.meta.auc_bandit import window_for
-from sirtaki.autotune.meta.bandit_arm import BanditArm
-from sirtaki.autotune.meta.ensemble import default_arms
+from sirtaki.autotune.meta import bandit as ensemble
+from sirtaki.autotune.meta.bandit import BanditArm, default_arms, window_for
 from sirtaki.errors import TuningError
 
 

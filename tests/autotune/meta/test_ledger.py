@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from sirtaki.autotune.knobs import MIB, Knobs
-from sirtaki.autotune.meta.ledger import PRIOR_NOISE, Ledger
+from sirtaki.autotune.meta.trials import PRIOR_NOISE, Ledger
 from sirtaki.autotune.trial import TrialStatus
 from sirtaki.comm.plan import TransportKind
 

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from sirtaki.autotune.knobs import MIB, Knobs
-from sirtaki.autotune.meta.ledger import Setting
-from sirtaki.autotune.meta.promise import Promise
+from sirtaki.autotune.meta.trials import Promise, Setting
 from sirtaki.comm.plan import TransportKind
 
 QUIET = 0.02

@@ -9,14 +9,8 @@ from fakes.warmup_job import BEST, DEFAULT, OUTSIDE, SPACE, Job, ListArm, landsc
 
 from sirtaki.autotune.arms.base import Arm
 from sirtaki.autotune.knobs import MIB, Knobs
-from sirtaki.autotune.meta.assignment import (
-    PLAN_ARM,
-    REGISTRY_ARM,
-    Purpose,
-)
-from sirtaki.autotune.meta.auc_bandit import Opening
-from sirtaki.autotune.meta.bandit_arm import BanditArm
-from sirtaki.autotune.meta.promise import Promise
+from sirtaki.autotune.meta.bandit import BanditArm, Opening
+from sirtaki.autotune.meta.trials import PLAN_ARM, REGISTRY_ARM, Promise, Purpose
 from sirtaki.autotune.trial import Trial
 from sirtaki.errors import PlanError, TuningError
 

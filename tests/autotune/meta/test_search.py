@@ -9,10 +9,8 @@ from fakes.warmup_job import BEST, DEFAULT, SPACE, ListArm, Sure, streams
 
 from sirtaki.autotune.arms.base import Arm
 from sirtaki.autotune.knobs import Knobs
-from sirtaki.autotune.meta.assignment import REFINEMENT_ARM, Assignment, Purpose
-from sirtaki.autotune.meta.budget import Budget
 from sirtaki.autotune.meta.search import Search
-from sirtaki.autotune.meta.trials import Trials
+from sirtaki.autotune.meta.trials import REFINEMENT_ARM, Assignment, Budget, Purpose, Trials
 from sirtaki.autotune.trial import Proposal, TrialStatus
 
 Span = Callable[[Knobs], float]

@@ -10,10 +10,7 @@ from hypothesis import strategies as st
 
 from sirtaki.autotune.arms.grid import GridArm
 from sirtaki.autotune.knobs import MIB
-from sirtaki.autotune.meta.assignment import (
-    DEFAULT_ARM,
-    Purpose,
-)
+from sirtaki.autotune.meta.trials import DEFAULT_ARM, Purpose
 from sirtaki.autotune.trial import Proposal, TrialStatus
 from sirtaki.errors import TuningError
 

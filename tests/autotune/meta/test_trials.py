@@ -7,9 +7,7 @@ import pytest
 from fakes.warmup_job import BEST, DEFAULT, Believer, ListArm, streams
 
 from sirtaki.autotune.knobs import Knobs
-from sirtaki.autotune.meta.assignment import DEFAULT_ARM, REGISTRY_ARM, Purpose
-from sirtaki.autotune.meta.budget import Budget
-from sirtaki.autotune.meta.trials import Trials
+from sirtaki.autotune.meta.trials import DEFAULT_ARM, REGISTRY_ARM, Budget, Purpose, Trials
 from sirtaki.autotune.trial import Proposal, Trial, TrialStatus
 
 

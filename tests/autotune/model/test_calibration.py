@@ -6,15 +6,13 @@ import pytest
 
 from sirtaki.autotune.knobs import KIB, MIB, Knobs
 from sirtaki.autotune.model.calibration import calibrate_contention, calibrate_link, fitted_to_trials
-from sirtaki.autotune.model.contention import ContentionModel, RateCurve
+from sirtaki.autotune.model.fits import ContentionModel, RateCurve
 from sirtaki.autotune.model.planning import PlanningModel
-from sirtaki.autotune.model.profile import Profile
-from sirtaki.autotune.model.simulator import Simulator
+from sirtaki.autotune.model.simulator import Profile, Simulator
 from sirtaki.autotune.trial import Trial, TrialStatus
-from sirtaki.comm.layout import GradientLayout
-from sirtaki.comm.plan import Algorithm, TransportKind
+from sirtaki.comm.plan import Algorithm, GradientLayout, TransportKind
 from sirtaki.errors import TuningError
-from sirtaki.link_model import LinkModel
+from sirtaki.measures import LinkModel
 
 LINK = LinkModel(alpha_s=1.4e-3, throughput=(5e8, 8e8, 9e8, 9e8))
 

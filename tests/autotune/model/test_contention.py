@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from sirtaki.autotune.model.contention import GAMMA_4, ContentionModel, RateCurve
+from sirtaki.autotune.model.fits import GAMMA_4, ContentionModel, RateCurve
 from sirtaki.errors import TuningError
 
 CURVE = RateCurve(gamma_1=4e8, gamma_2=3e8, gamma_3=0.02)
@@ -43,7 +43,6 @@ def test_computation_loses_a_share_with_each_thread_but_never_stops() -> None:
     assert MODEL.compute_speed(0) == 0.98
     assert MODEL.compute_speed(1000) == pytest.approx(0.88)
     assert MODEL.compute_speed(10**6) == 0.05
-    assert MODEL.overlapped_compute_s(2.0, 1000) == pytest.approx(2.0 / 0.88)
 
 
 @pytest.mark.parametrize("alphas", [(0.0, 0.1), (1.3, 0.1), (-0.1, 0.1), (0.9, -1e-9)])

@@ -6,8 +6,7 @@ import math
 
 import pytest
 
-from sirtaki.autotune.model.fair_share import FairShare
-from sirtaki.autotune.model.graph import Server
+from sirtaki.autotune.model.replayer import FairShare, Server
 
 
 def test_jobs_end_when_the_shared_clock_says_so() -> None:

@@ -7,17 +7,18 @@ from hypothesis import strategies as st
 from scipy.optimize import nnls
 
 from sirtaki.autotune.knobs import KIB, MIB
-from sirtaki.autotune.model.contention import ContentionModel, RateCurve
 from sirtaki.autotune.model.fits import (
     ComputeSample,
+    ContentionModel,
     LinkProbe,
+    RateCurve,
     TransmissionSample,
     fit_contention,
     fit_link,
     nonnegative_least_squares,
 )
 from sirtaki.errors import TuningError
-from sirtaki.link_model import LinkModel
+from sirtaki.measures import LinkModel
 
 LINK = LinkModel(alpha_s=1.4e-3, throughput=(5e8, 8e8, 9e8, 9e8))
 
@@ -134,9 +135,7 @@ def samples_of(model, *, noise=0.0, alpha_s=1e-4, seed=0):
     def noisy(seconds):
         return seconds * math.exp(noise * rng.standard_normal())
 
-    compute = [
-        ComputeSample(alone_s=0.02, seconds=noisy(model.overlapped_compute_s(0.02, r)), threads=r) for r in THREADS
-    ]
+    compute = [ComputeSample(alone_s=0.02, seconds=noisy(0.02 / model.compute_speed(r)), threads=r) for r in THREADS]
     transmissions = [
         TransmissionSample(
             unit_bytes=size,

@@ -6,16 +6,14 @@ from dataclasses import replace
 
 import pytest
 
+from sirtaki.autotune.arms.catalogue import make_planners
 from sirtaki.autotune.arms.planner import Planner
-from sirtaki.autotune.arms.planners import make_planners
 from sirtaki.autotune.knobs import MIB, Cut, Knobs, KnobSpace
-from sirtaki.autotune.model.forecast import Forecast
-from sirtaki.autotune.model.planning import PlanningModel
-from sirtaki.autotune.model.profile import Profile
+from sirtaki.autotune.model.planning import Forecast, PlanningModel
+from sirtaki.autotune.model.simulator import Profile
 from sirtaki.autotune.trial import Trial
-from sirtaki.comm.layout import GradientLayout
-from sirtaki.comm.plan import Algorithm, TransportKind
-from sirtaki.link_model import LinkModel
+from sirtaki.comm.plan import Algorithm, GradientLayout, TransportKind
+from sirtaki.measures import LinkModel
 
 ROUTE = (TransportKind.GLOO, Algorithm.FLAT)
 SPACE = KnobSpace(routes=(ROUTE,), unit_bytes=(MIB, 64 * MIB))

@@ -5,11 +5,9 @@ import random
 import pytest
 
 from sirtaki.autotune.model.forward_span import put_off_iteration_s
-from sirtaki.comm.gradients.overtaking import IterationPace
-from sirtaki.comm.gradients.schedule import ScheduledUnit
-from sirtaki.comm.layout import GradientLayout
-from sirtaki.comm.plan import Algorithm, TransportKind
-from sirtaki.link_model import LinkModel
+from sirtaki.comm.gradients.schedule import IterationPace, ScheduledUnit
+from sirtaki.comm.plan import Algorithm, GradientLayout, TransportKind
+from sirtaki.measures import LinkModel
 
 
 class Group:

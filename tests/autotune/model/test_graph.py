@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from fakes.graphs import node
 
-from sirtaki.autotune.model.graph import Server, Work
+from sirtaki.autotune.model.replayer import Server, Work
 
 
 def test_shares_of_a_server_beyond_what_is_known_of_it() -> None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from sirtaki.autotune.model.link_probe import LinkProbe
+from sirtaki.autotune.model.fits import LinkProbe
 from sirtaki.errors import TuningError
 
 PROBE = LinkProbe(unit_bytes=1024, streams=2, seconds=3.0, rounds=4)

@@ -3,13 +3,12 @@ from dataclasses import replace
 
 import pytest
 
-from sirtaki.autotune.model.contention import ContentionModel, RateCurve
+from sirtaki.autotune.model.fits import ContentionModel, RateCurve
 from sirtaki.autotune.model.planning import PlanningModel
-from sirtaki.autotune.model.profile import Profile
-from sirtaki.comm.layout import GradientLayout
-from sirtaki.comm.plan import Algorithm, TransportKind
+from sirtaki.autotune.model.simulator import Profile
+from sirtaki.comm.plan import Algorithm, GradientLayout, TransportKind
 from sirtaki.errors import TuningError
-from sirtaki.link_model import LinkModel
+from sirtaki.measures import LinkModel
 
 GLOO = (TransportKind.GLOO, Algorithm.FLAT)
 TREE = (TransportKind.GLOO, Algorithm.HIERARCHICAL)

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sirtaki.autotune.model.profile import Profile
-from sirtaki.comm.layout import GradientLayout
+from sirtaki.autotune.model.simulator import Profile
+from sirtaki.comm.plan import GradientLayout
 from sirtaki.errors import TuningError
 
 

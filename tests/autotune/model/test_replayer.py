@@ -9,8 +9,7 @@ from fakes.graphs import brute_force, drawn_graphs, graph, longest_path_s, node
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from sirtaki.autotune.model.graph import Graph, Load, Server, Work
-from sirtaki.autotune.model.replayer import START, replay
+from sirtaki.autotune.model.replayer import START, Graph, Load, Server, Work, replay
 from sirtaki.errors import ReplayError
 
 LINK = Server(name="link", totals=(1.0, 1.5), is_link=True)

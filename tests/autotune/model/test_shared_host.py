@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sirtaki.autotune.model.shared_host import SharedHost
+from sirtaki.autotune.model.replayer import SharedHost
 from sirtaki.errors import TuningError
 
 

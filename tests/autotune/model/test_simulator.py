@@ -6,13 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sirtaki.autotune.knobs import Cut, Knobs
-from sirtaki.autotune.model.contention import ContentionModel, RateCurve
-from sirtaki.autotune.model.profile import Profile
-from sirtaki.autotune.model.simulator import Simulator
-from sirtaki.comm.layout import GradientLayout
-from sirtaki.comm.plan import CommPlan, TransportKind, Unit
+from sirtaki.autotune.model.fits import ContentionModel, RateCurve
+from sirtaki.autotune.model.simulator import Profile, Simulator
+from sirtaki.comm.plan import CommPlan, GradientLayout, TransportKind, Unit
 from sirtaki.errors import TuningError
-from sirtaki.link_model import LinkModel
+from sirtaki.measures import LinkModel
 
 MB = 1_000_000
 

@@ -5,19 +5,21 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from sirtaki.autotune.sparse.choice import (
+from sirtaki.autotune.sparse import (
     CHECKS,
     LEARNING_ITERATIONS,
     LEAST_WATCHED,
     N_CANDIDATES,
     ROUNDS,
+    HotPace,
+    Pace,
     Seen,
+    Shape,
     SparseChoice,
     Stage,
+    TouchCounts,
+    VolumeModel,
 )
-from sirtaki.autotune.sparse.coverage import TouchCounts
-from sirtaki.autotune.sparse.traffic import Shape
-from sirtaki.autotune.sparse.volume import HotPace, Pace, VolumeModel
 from sirtaki.comm.sparse.plan import GATHER, SparsePath, SparsePlan
 
 ROWS = 1000

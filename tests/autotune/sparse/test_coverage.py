@@ -4,7 +4,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from sirtaki.autotune.sparse.coverage import TouchCounts, coverage, knee, until_little_is_gained
+from sirtaki.autotune.sparse import TouchCounts, coverage, knee, until_little_is_gained
 
 
 def zipf(n: int, rows: int, exponent: float, seed: int) -> npt.NDArray[np.int64]:

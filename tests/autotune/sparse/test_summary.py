@@ -5,10 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from sirtaki.autotune.sparse.choice import SparseChoice
-from sirtaki.autotune.sparse.coverage import TouchCounts
-from sirtaki.autotune.sparse.summary import SparseSummary, summarise
-from sirtaki.autotune.sparse.traffic import Shape
+from sirtaki.autotune.sparse import Shape, SparseChoice, SparseSummary, TouchCounts, summarise
 from sirtaki.comm.sparse.plan import GATHER, SparsePath, SparsePlan
 
 SHAPE = Shape(n_rows=1000, row_bytes=32, item_bytes=4, index_bytes=4)

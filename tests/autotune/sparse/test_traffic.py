@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from sirtaki.autotune.sparse.coverage import TouchCounts
-from sirtaki.autotune.sparse.traffic import Shape, Traffic, dense_bytes, horovod_bytes, traffic
+from sirtaki.autotune.sparse import Shape, TouchCounts, Traffic, dense_bytes, horovod_bytes, traffic
 from sirtaki.comm.sparse.plan import SparsePath, SparsePlan
 
 SHAPE = Shape(n_rows=1000, row_bytes=32, item_bytes=4, index_bytes=4)

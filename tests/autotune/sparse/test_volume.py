@@ -5,9 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from sirtaki.autotune.sparse.coverage import TouchCounts, coverage, knee
-from sirtaki.autotune.sparse.traffic import Shape
-from sirtaki.autotune.sparse.volume import HotPace, Pace, VolumeModel
+from sirtaki.autotune.sparse import HotPace, Pace, Shape, TouchCounts, VolumeModel, coverage, knee
 from sirtaki.comm.sparse.plan import SparsePath, SparsePlan
 
 PACE = Pace(exchange_s=1e-4, exchange_bytes_per_s=1e8, reduce_s=1e-4, reduce_bytes_per_s=1e8 / 1.5, add_bytes_per_s=1e9)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from fakes.meshes import among
 
-from sirtaki.comm.collectives.adasum import adasum_, combine
+from sirtaki.comm.collectives.operations import adasum_, combine
 from sirtaki.comm.control.communicator import Communicator, Test
 from sirtaki.comm.control.failure import poll_until
 

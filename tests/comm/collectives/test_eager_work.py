@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from sirtaki.comm.collectives import eager_work
-from sirtaki.comm.collectives.eager_work import EagerWork, record_operations, trace_operations
-from sirtaki.comm.collectives.requests import Kind, Signature
+from sirtaki.comm.collectives import engine
+from sirtaki.comm.collectives.engine import EagerWork, record_operations, trace_operations
+from sirtaki.comm.collectives.operations import Kind, Signature
 from sirtaki.errors import CommError
 
 
@@ -79,7 +79,7 @@ def test_the_negotiation_of_each_begins_when_it_was_submitted_on_the_other_clock
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     other = SimpleNamespace(monotonic=time.monotonic, perf_counter=lambda: time.perf_counter() + 1000.0)
-    monkeypatch.setattr(eager_work, "time", other)
+    monkeypatch.setattr(engine, "time", other)
     trace, early = Noting(), work("early")
     early.submitted_s = time.monotonic() - 5.0
     begin_s = other.perf_counter()

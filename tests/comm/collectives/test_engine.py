@@ -12,9 +12,8 @@ import torch
 from fakes.meshes import among, until
 
 from sirtaki.comm import timeline
-from sirtaki.comm.collectives.eager_work import EagerWork
-from sirtaki.comm.collectives.engine import EagerEngine
-from sirtaki.comm.collectives.requests import Kind, Signature
+from sirtaki.comm.collectives.engine import EagerEngine, EagerWork
+from sirtaki.comm.collectives.operations import Kind, Signature
 from sirtaki.comm.control.communicator import Communicator
 from sirtaki.errors import CommError
 

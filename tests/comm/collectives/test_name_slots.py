@@ -2,8 +2,8 @@
 
 import random
 
-from sirtaki.comm.collectives.name_slots import NameSlots
-from sirtaki.comm.collectives.requests import Kind, Signature
+from sirtaki.comm.collectives.engine import NameSlots
+from sirtaki.comm.collectives.operations import Kind, Signature
 
 
 def signature(name: str, *, once: bool = False, by_all: bool = False, op: str = "sum") -> Signature:

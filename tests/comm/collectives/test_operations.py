@@ -8,8 +8,7 @@ import pytest
 import torch
 from fakes.meshes import among
 
-from sirtaki.comm.collectives.operations import Ranks, perform, row_bounds, zeros_for
-from sirtaki.comm.collectives.requests import ADASUM, Kind, Signature
+from sirtaki.comm.collectives.operations import ADASUM, Kind, Ranks, Signature, perform, row_bounds, zeros_for
 from sirtaki.comm.control.communicator import Communicator
 from sirtaki.comm.control.failure import FailureBoard
 from sirtaki.errors import CommError

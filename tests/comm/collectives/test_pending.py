@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from sirtaki.comm.collectives.eager_work import EagerWork
-from sirtaki.comm.collectives.pending import Pending
-from sirtaki.comm.collectives.requests import Kind, Signature
+from sirtaki.comm.collectives.engine import EagerWork, Pending
+from sirtaki.comm.collectives.operations import Kind, Signature
 from sirtaki.errors import CommError, MismatchError
 
 

@@ -8,8 +8,8 @@ import torch
 from fakes.meshes import on_planes
 
 from sirtaki.comm.collectives.engine import EagerEngine
+from sirtaki.comm.collectives.operations import Kind, Signature
 from sirtaki.comm.collectives.rank_sets import GLOBAL, RankSets
-from sirtaki.comm.collectives.requests import Kind, Signature
 from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.errors import CommError, ConfigError, MismatchError
 

@@ -8,15 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from sirtaki.comm.collectives.requests import (
-    ADASUM,
-    FUSED_BYTES,
-    FUSIBLE_BYTES,
-    Kind,
-    Signature,
-    batches,
-    mismatch,
-)
+from sirtaki.comm.collectives.operations import ADASUM, FUSED_BYTES, FUSIBLE_BYTES, Kind, Signature, batches, mismatch
 
 REDUCE = Signature(name="a", kind=Kind.ALLREDUCE, shapes=((3, 4),), dtypes=("float32",), op="sum")
 GATHER = Signature(name="a", kind=Kind.ALLGATHER, shapes=((3, 4),), dtypes=("float32",))

@@ -8,14 +8,11 @@ import pytest
 import torch
 from fakes.meshes import among
 
-from sirtaki.comm.collectives import rounds
-from sirtaki.comm.collectives.eager_work import EagerWork
-from sirtaki.comm.collectives.name_slots import CAPACITY, NameSlots
-from sirtaki.comm.collectives.pending import Pending
-from sirtaki.comm.collectives.requests import Kind, Signature
-from sirtaki.comm.collectives.rounds import Rounds, _Messages
+from sirtaki.comm.collectives import engine
+from sirtaki.comm.collectives.engine import CAPACITY, EagerWork, NameSlots, Pending, Rounds, _Messages
+from sirtaki.comm.collectives.operations import Kind, Signature
 from sirtaki.comm.control.communicator import Communicator
-from sirtaki.comm.transports.mpi import ThreadWork
+from sirtaki.comm.transports.contract import ThreadWork
 from sirtaki.errors import CommError, MismatchError
 
 SIZE = 3
@@ -128,8 +125,8 @@ def test_names_that_were_exchanged_are_known_from_then_on() -> None:
 
 
 def test_names_in_use_stay_known_where_there_are_few_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rounds, "CAPACITY", 3)
-    monkeypatch.setattr(rounds, "NameSlots", lambda: NameSlots(3))
+    monkeypatch.setattr(engine, "CAPACITY", 3)
+    monkeypatch.setattr(engine, "NameSlots", lambda: NameSlots(3))
 
     def act(rank: Rank) -> None:
         for names in ("abc", "a", "d"):

@@ -4,8 +4,7 @@ import pytest
 import torch
 from fakes.meshes import among
 
-from sirtaki.comm.collectives.engine import EagerEngine
-from sirtaki.comm.collectives.sparse import SparseSum
+from sirtaki.comm.collectives.engine import EagerEngine, SparseSum
 from sirtaki.comm.control.communicator import Communicator
 from sirtaki.errors import MismatchError
 

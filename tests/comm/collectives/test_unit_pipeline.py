@@ -8,10 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sirtaki.comm.collectives.unit_pipeline import TensorReduction, UnitPipeline
 from sirtaki.comm.control.failure import FailureBoard
 from sirtaki.comm.plan import Algorithm, TransportKind
 from sirtaki.comm.transports.contract import FlatBuffer, ReduceOp, StreamSpec
+from sirtaki.comm.units import TensorReduction, UnitPipeline
 from sirtaki.errors import CommError, PeerLostError, StallError
 
 ROUTE = TransportKind.GLOO, Algorithm.FLAT

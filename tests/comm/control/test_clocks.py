@@ -5,7 +5,7 @@ from fakes.meshes import on_planes
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sirtaki.comm.control.clocks import ClockOffset, compare_clocks, offset_from
+from sirtaki.comm.control.plane import ClockOffset, compare_clocks, offset_from
 
 DELAYS = st.floats(min_value=0.0, max_value=0.01)
 

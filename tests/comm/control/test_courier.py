@@ -6,8 +6,8 @@ import pytest
 from fakes.meshes import among, until
 
 from sirtaki.comm.control.communicator import Communicator
-from sirtaki.comm.control.courier import Courier, Tag
 from sirtaki.comm.control.failure import poll_until
+from sirtaki.comm.control.watchdog import Courier, Tag
 
 
 def meet(comm: Communicator) -> None:

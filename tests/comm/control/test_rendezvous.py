@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.torch_version import TorchVersion
 
-from sirtaki.comm.control import rendezvous
+from sirtaki.comm.control import addresses
+from sirtaki.comm.control.addresses import Rendezvous, connect_to_store
 from sirtaki.comm.control.failure import FailureBoard
-from sirtaki.comm.control.rendezvous import Rendezvous, connect_to_store
 from sirtaki.errors import ConfigError, PeerLostError, SirtakiError
 
 
@@ -51,7 +51,7 @@ def test_who_connects_to_a_rank_that_is_gone_hears_of_it() -> None:
 
 
 def test_who_finds_nobody_is_told_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous, "LIMIT_S", 0.1)
+    monkeypatch.setattr(addresses, "LIMIT_S", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     with pytest.raises(RuntimeError):

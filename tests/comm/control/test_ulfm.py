@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from sirtaki.comm.control import ulfm
-from sirtaki.comm.control.ulfm import Survivors, started_to_survive
+from sirtaki.comm.control import mpi
+from sirtaki.comm.control.mpi import Survivors, started_to_survive
 from sirtaki.errors import CommError, PeerLostError
 
 
@@ -59,8 +59,8 @@ class Communicator:
 def world(monkeypatch: pytest.MonkeyPatch) -> Communicator:
     """All ranks that MPI has started."""
     world = Communicator()
-    mpi = types.SimpleNamespace(COMM_WORLD=world, ANY_SOURCE=-1, Exception=Gone)
-    monkeypatch.setattr(ulfm, "load_mpi", lambda: mpi)
+    library = types.SimpleNamespace(COMM_WORLD=world, ANY_SOURCE=-1, Exception=Gone)
+    monkeypatch.setattr(mpi, "load_mpi", lambda: library)
     return world
 
 
@@ -98,8 +98,8 @@ def test_a_process_ends_so_that_the_others_hear_of_it(
         ended.append(text)
         raise Ended
 
-    monkeypatch.setattr(ulfm.os, "_exit", lambda code: end(f"exit {code}"))
-    monkeypatch.setattr(ulfm.os, "kill", lambda _, number: end(f"signal {number:d}"))
+    monkeypatch.setattr(mpi.os, "_exit", lambda code: end(f"exit {code}"))
+    monkeypatch.setattr(mpi.os, "kill", lambda _, number: end(f"signal {number:d}"))
     survivors = Survivors()
     world.failed = n_failed
     with pytest.raises(Ended):

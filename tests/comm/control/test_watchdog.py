@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from sirtaki.comm.control import watchdog
-from sirtaki.comm.control.courier import Courier
 from sirtaki.comm.control.failure import FailureBoard
 from sirtaki.comm.control.mpi import load_mpi, world
-from sirtaki.comm.control.watchdog import MOST_FAILURES, Watchdog
+from sirtaki.comm.control.watchdog import MOST_FAILURES, Courier, Watchdog
 
 
 @pytest.fixture

@@ -4,8 +4,7 @@ import pytest
 import torch
 from fakes.gradients import make_buffers, parameters
 
-from sirtaki.comm.gradients.arrivals import Arrivals, Interference
-from sirtaki.comm.gradients.buffers import WRITTEN, GradientBuffers
+from sirtaki.comm.gradients.buffers import WRITTEN, Arrivals, GradientBuffers, Interference
 
 
 def made(*shapes: tuple[int, ...]) -> tuple[list[torch.nn.Parameter], GradientBuffers, Arrivals]:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from fakes.gradients import make_buffers, parameters
 
-from sirtaki.comm.gradients.arrivals import Arrivals, Interference
+from sirtaki.comm.gradients.buffers import Arrivals, Interference
 
 SHAPES = ((2, 3), (0,), (5,), (), (2, 2, 2))
 

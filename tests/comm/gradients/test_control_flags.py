@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from sirtaki.comm.device import HostDevice
-from sirtaki.comm.gradients.control_flags import FLAG_COUNT, ControlFlags, Said, UsageFlags
-from sirtaki.comm.gradients.pace import Pace
+from sirtaki.comm.gradients.buffers import FLAG_COUNT, ControlFlags, Pace, Said, UsageFlags
 
 ALL = [Said(*map(bool, bits)) for bits in itertools.product((0, 1), repeat=FLAG_COUNT)]
 

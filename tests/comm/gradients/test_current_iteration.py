@@ -6,14 +6,9 @@ import pytest
 import torch
 from fakes.gradients import LonelyRouter, make_planned, parameters
 
-from sirtaki.comm.gradients.arrivals import Arrivals
-from sirtaki.comm.gradients.buffers import Reduction
-from sirtaki.comm.gradients.control_flags import Said
-from sirtaki.comm.gradients.current_iteration import CurrentIteration
-from sirtaki.comm.gradients.iteration import Interrupted, Iteration
-from sirtaki.comm.gradients.lost_edits import LostEdits
-from sirtaki.comm.gradients.order import OrderProfiling
-from sirtaki.comm.gradients.planned_buffers import PlannedBuffers
+from sirtaki.comm.gradients.buffers import Arrivals, LostEdits, Reduction, Said
+from sirtaki.comm.gradients.iteration import CurrentIteration, Interrupted, Iteration
+from sirtaki.comm.gradients.schedule import OrderProfiling, PlannedBuffers
 
 RANKS = 3
 

@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 from typing import Any
 
-from sirtaki.comm.gradients.in_flight import InFlight, IterationEvents
+from sirtaki.comm.gradients.iteration import InFlight, IterationEvents
 
 
 class Device:

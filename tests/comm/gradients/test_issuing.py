@@ -12,11 +12,11 @@ import torch
 from fakes.gradients import LonelyRouter, make_planned, parameters
 
 from sirtaki.comm.device import HostDevice
-from sirtaki.comm.gradients.arrivals import Arrivals
-from sirtaki.comm.gradients.buffers import Reduction
-from sirtaki.comm.gradients.control_flags import FLAG_COUNT
-from sirtaki.comm.gradients.issuing import (
+from sirtaki.comm.gradients.buffers import FLAG_COUNT, Arrivals, Reduction
+from sirtaki.comm.gradients.iteration import (
+    Interrupted,
     Issuing,
+    Iteration,
     NegotiatedIssuing,
     OneAtATime,
     RecordedIssuing,
@@ -24,7 +24,6 @@ from sirtaki.comm.gradients.issuing import (
     StreamIssuing,
     issuing_of,
 )
-from sirtaki.comm.gradients.iteration import Interrupted, Iteration
 
 
 class Streams(HostDevice):

@@ -5,10 +5,8 @@ import torch
 from fakes.gradients import LonelyRouter, make_planned, parameters
 
 from sirtaki.comm.device import HostDevice
-from sirtaki.comm.gradients.arrivals import Arrivals
-from sirtaki.comm.gradients.buffers import Reduction
-from sirtaki.comm.gradients.iteration import Iteration
-from sirtaki.comm.gradients.iteration_trace import IterationTrace
+from sirtaki.comm.gradients.buffers import Arrivals, Reduction
+from sirtaki.comm.gradients.iteration import Iteration, IterationTrace
 from sirtaki.comm.transports.contract import ReduceOp
 from sirtaki.errors import CommError
 

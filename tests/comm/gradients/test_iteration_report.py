@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from sirtaki.comm.gradients.in_flight import InFlight
-from sirtaki.comm.gradients.iteration_report import IterationReport, report
+from sirtaki.comm.gradients.iteration import InFlight, IterationReport, report
 
 
 @dataclass

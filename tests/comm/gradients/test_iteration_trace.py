@@ -6,11 +6,9 @@ from typing import Any
 import pytest
 
 from sirtaki.comm.device import HostDevice
-from sirtaki.comm.gradients import iteration_trace
-from sirtaki.comm.gradients.in_flight import IterationEvents
-from sirtaki.comm.gradients.iteration_trace import IssuedUnit, IterationTrace
-from sirtaki.comm.layout import GradientLayout
-from sirtaki.comm.plan import Algorithm, TransportKind
+from sirtaki.comm.gradients import iteration as iteration_trace
+from sirtaki.comm.gradients.iteration import IssuedUnit, IterationEvents, IterationTrace
+from sirtaki.comm.plan import Algorithm, GradientLayout, TransportKind
 
 LAYOUT = GradientLayout(sizes=(10, 20, 30), names=("a", "b", "c"), itemsize_bytes=2)
 END_S = 100.0

@@ -5,9 +5,7 @@ import logging
 import pytest
 from fakes.gradients import make_buffers, parameters
 
-from sirtaki.comm.gradients.arrivals import Arrivals, Interference
-from sirtaki.comm.gradients.control_flags import Said
-from sirtaki.comm.gradients.lost_edits import LostEdits
+from sirtaki.comm.gradients.buffers import Arrivals, Interference, LostEdits, Said
 
 NOTHING = Interference((), ())
 REPLACED, WRITTEN = Interference((0,), ()), Interference((), (0,))

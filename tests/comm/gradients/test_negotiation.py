@@ -9,7 +9,7 @@ import pytest
 
 from sirtaki.comm.control.communicator import Backend, Op
 from sirtaki.comm.control.failure import FailureBoard
-from sirtaki.comm.gradients.negotiation import ReadinessNegotiation
+from sirtaki.comm.gradients.iteration import ReadinessNegotiation
 from sirtaki.errors import CommError
 
 RANKS = 3

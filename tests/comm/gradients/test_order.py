@@ -3,7 +3,7 @@
 import numpy as np
 from fakes.gradients import make_buffers, parameters
 
-from sirtaki.comm.gradients.order import (
+from sirtaki.comm.gradients.schedule import (
     DISORDERLY_ITERATIONS,
     PATIENCE_ITERATIONS,
     OrderProfiling,

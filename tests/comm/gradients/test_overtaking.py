@@ -5,8 +5,7 @@ import random
 import pytest
 from fakes.gradients import make_buffers, parameters, plan_of
 
-from sirtaki.comm.gradients.overtaking import IterationPace, overtaking
-from sirtaki.comm.gradients.schedule import ScheduledUnit, schedule
+from sirtaki.comm.gradients.schedule import IterationPace, ScheduledUnit, overtaking, schedule
 
 ITEM_BYTES = 4
 

@@ -4,9 +4,8 @@ import pytest
 import torch
 from fakes.gradients import LonelyRouter, come, make_planned, parameters, plan_of
 
-from sirtaki.comm.gradients.control_flags import FLAG_COUNT, Said
-from sirtaki.comm.gradients.overtaking import IterationPace
-from sirtaki.comm.gradients.schedule import Schedule, ScheduledUnit
+from sirtaki.comm.gradients.buffers import FLAG_COUNT, Said
+from sirtaki.comm.gradients.schedule import IterationPace, Schedule, ScheduledUnit
 from sirtaki.comm.plan import CommPlan
 from sirtaki.errors import PlanError, TransportError
 

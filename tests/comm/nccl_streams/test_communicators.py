@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 from fakes.groups import LoneOpener
 
-from sirtaki.comm.nccl_streams.communicators import CommunicatorKey, CommunicatorPool, Scope
+from sirtaki.comm.nccl_streams.transport import CommunicatorKey, CommunicatorPool, Scope
 from sirtaki.errors import CommError, PlanError
 
 

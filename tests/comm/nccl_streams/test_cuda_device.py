@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from sirtaki.comm.nccl_streams import cuda_device
-from sirtaki.comm.nccl_streams.cuda_device import HIGH_PRIORITY, CudaDevice
+from sirtaki.comm import device
+from sirtaki.comm.device import HIGH_PRIORITY, CudaDevice
 
 
 class Stream:
@@ -85,7 +85,7 @@ class Cuda:
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
     made = Cuda()
-    monkeypatch.setattr(cuda_device, "torch", made.namespace())
+    monkeypatch.setattr(device, "torch", made.namespace())
     return made
 
 
@@ -179,8 +179,8 @@ def test_memory_that_cannot_be_page_locked_is_told_and_not_unlocked(
 
 def test_there_is_one_object_for_each_gpu(cuda: Cuda) -> None:
     try:
-        first = cuda_device.cuda_device(5)
-        assert cuda_device.cuda_device(5) is first
-        assert cuda_device.cuda_device(6) is not first
+        first = device.cuda_device(5)
+        assert device.cuda_device(5) is first
+        assert device.cuda_device(6) is not first
     finally:
-        cuda_device.cuda_device.cache_clear()
+        device.cuda_device.cache_clear()

@@ -12,10 +12,16 @@ from fakes.streams import FakeDevice, FakeWork
 
 from sirtaki.autotune.knobs import Cut, Knobs
 from sirtaki.comm.device import HOST
-from sirtaki.comm.layout import GradientLayout
-from sirtaki.comm.nccl_streams.communicators import CommunicatorKey, CommunicatorPool, Group, GroupWork, Scope
-from sirtaki.comm.nccl_streams.nccl import NcclHierarchicalTransport, NcclTransport
-from sirtaki.comm.plan import Algorithm, TransportKind
+from sirtaki.comm.nccl_streams.transport import (
+    CommunicatorKey,
+    CommunicatorPool,
+    Group,
+    GroupWork,
+    NcclHierarchicalTransport,
+    NcclTransport,
+    Scope,
+)
+from sirtaki.comm.plan import Algorithm, GradientLayout, TransportKind
 from sirtaki.comm.router import streams_of
 from sirtaki.comm.transports.contract import FlatBuffer, ReduceOp, StreamSpec
 

@@ -11,11 +11,17 @@ from fakes.streams import FakeDevice
 
 from sirtaki.comm.control.failure import FailureBoard
 from sirtaki.comm.device import HostDevice
-from sirtaki.comm.nccl_streams.staged import StagedTransport
 from sirtaki.comm.plan import TransportKind
-from sirtaki.comm.transports.contract import NOTHING_TO_DO, FlatBuffer, ReduceOp, StreamSpec, Work
-from sirtaki.comm.transports.mpi import ThreadWork
-from sirtaki.comm.transports.resources import StreamCost
+from sirtaki.comm.transports.contract import (
+    NOTHING_TO_DO,
+    FlatBuffer,
+    ReduceOp,
+    StreamCost,
+    StreamSpec,
+    ThreadWork,
+    Work,
+)
+from sirtaki.comm.transports.staged import StagedTransport
 from sirtaki.errors import CommError
 
 

@@ -5,13 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from sirtaki.comm.nccl_streams.support import (
-    ALLOWANCES,
-    LAUNCH_ORDER,
-    NcclVersions,
-    ask_for_launch_order,
-    ctas_for,
-)
+from sirtaki.comm.nccl_streams.process_group import LAUNCH_ORDER, NcclVersions, ask_for_launch_order
+from sirtaki.comm.nccl_streams.transport import ALLOWANCES, ctas_for
 
 GOOD = NcclVersions(nccl=(2, 27, 3), cuda_runtime=(12, 8), cuda_driver=(12, 4), launch_order="1")
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sirtaki.comm.sparse.rows import ALIGNMENT_BYTES, RowFormat, Rows, coalesced, disjoint, merged
+from sirtaki.comm.sparse.worker import ALIGNMENT_BYTES, RowFormat, Rows, coalesced, disjoint, merged
 
 
 def sparse(indices: list[int], values: list[float], *, rows: int = 9, width: int = 2) -> torch.Tensor:

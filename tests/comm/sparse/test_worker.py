@@ -12,8 +12,7 @@ from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.sparse import worker as module
 from sirtaki.comm.sparse.lanes import SparseLanes
 from sirtaki.comm.sparse.plan import GATHER
-from sirtaki.comm.sparse.rows import RowFormat, Rows
-from sirtaki.comm.sparse.worker import SparseTask, SparseWorker
+from sirtaki.comm.sparse.worker import RowFormat, Rows, SparseTask, SparseWorker
 from sirtaki.errors import CommError
 
 FORM = RowFormat(9, 1, torch.float64)

@@ -10,8 +10,8 @@ import torch
 
 from sirtaki.comm.control.mpi import load_mpi
 from sirtaki.comm.transports import mpi
-from sirtaki.comm.transports.contract import NOTHING_TO_DO, FlatBuffer, ReduceOp, StreamSpec
-from sirtaki.comm.transports.mpi import MpiTransport, ThreadWork, mpi_all_reduce_
+from sirtaki.comm.transports.contract import NOTHING_TO_DO, FlatBuffer, ReduceOp, StreamSpec, ThreadWork
+from sirtaki.comm.transports.mpi import MpiTransport, mpi_all_reduce_
 from sirtaki.errors import CommError, TransportError
 
 

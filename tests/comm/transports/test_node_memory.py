@@ -12,8 +12,8 @@ import torch
 from fakes.meshes import on_planes
 
 from sirtaki.comm.control.plane import ControlPlane
-from sirtaki.comm.transports import node_memory
-from sirtaki.comm.transports.node_memory import Doorbell, _is_alive, open_peers, share_memory
+from sirtaki.comm.transports import shared_memory
+from sirtaki.comm.transports.shared_memory import Doorbell, _is_alive, open_peers, share_memory
 from sirtaki.errors import TransportError
 
 SIZE = 3
@@ -84,11 +84,11 @@ def test_what_one_rank_cannot_share_is_an_error_on_all_and_leaves_nothing(
         return call
 
     if how == "no memory":
-        monkeypatch.setattr(node_memory.os, "posix_fallocate", guarded(os.posix_fallocate, OSError(28, "no space")))
+        monkeypatch.setattr(shared_memory.os, "posix_fallocate", guarded(os.posix_fallocate, OSError(28, "no space")))
     elif how == "no descriptor":
-        monkeypatch.setattr(node_memory.os, "memfd_create", guarded(os.memfd_create, OSError(24, "too many files")))
+        monkeypatch.setattr(shared_memory.os, "memfd_create", guarded(os.memfd_create, OSError(24, "too many files")))
     else:
-        monkeypatch.setattr(node_memory, "_mapped", guarded(node_memory._mapped, RuntimeError("mmap failed")))
+        monkeypatch.setattr(shared_memory, "_mapped", guarded(shared_memory._mapped, RuntimeError("mmap failed")))
 
     def act(control: ControlPlane) -> str:
         if control.rank == 1:
@@ -187,7 +187,7 @@ def test_a_doorbell_leaves_no_descriptor_whether_it_was_hung_or_not(monkeypatch:
         bell.close()
         bell.close()
         assert descriptors() == before
-        monkeypatch.setattr(node_memory, "open_peers", no_peers)
+        monkeypatch.setattr(shared_memory, "open_peers", no_peers)
         with pytest.raises(TransportError, match="no such process"):
             Doorbell(control)
         assert descriptors() == before
@@ -202,11 +202,11 @@ def test_the_end_of_a_process_of_the_node_is_told_once(has_pidfd: bool, monkeypa
         def no_pidfd(pid: int) -> int:
             raise OSError(38, "not implemented")
 
-        monkeypatch.setattr(node_memory.os, "pidfd_open", no_pidfd)
+        monkeypatch.setattr(shared_memory.os, "pidfd_open", no_pidfd)
     other = subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE)
     inbox, outbox = os.pipe()
     control: Any = SimpleNamespace(rank=0, local_rank=0, node_ranks=[0, 1], all_gather=lambda value: [value, other.pid])
-    monkeypatch.setattr(node_memory, "open_peers", lambda control, own, flags, problem: [os.dup(own), outbox])
+    monkeypatch.setattr(shared_memory, "open_peers", lambda control, own, flags, problem: [os.dup(own), outbox])
     try:
         bell = Doorbell(control)
         assert bell.listen(0.01) == []

@@ -3,7 +3,7 @@
 import pytest
 from rank_jobs import ONLY_OVER_MPI, Job, Play, RankCase, on_ranks, slow
 
-from sirtaki.comm.transports.opening import open_together
+from sirtaki.comm.transports.contract import open_together
 from sirtaki.errors import TransportError
 
 

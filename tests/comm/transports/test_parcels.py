@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from sirtaki.comm.transports.parcels import Parcels
+from sirtaki.comm.transports.contract import Parcels
 
 LENGTHS = np.array([[1, 2, 3], [0, 16, 5], [7, 0, 0]])
 

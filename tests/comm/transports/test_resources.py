@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from sirtaki.comm.transports import resources
-from sirtaki.comm.transports.resources import (
+from sirtaki.comm.transports import contract
+from sirtaki.comm.transports.contract import (
     UNLIMITED,
     StreamCost,
     descriptor_limit,
@@ -85,7 +85,7 @@ def test_threads_that_cannot_be_had_are_told_unless_descriptors_are_scarce_alrea
             started.append(self)
             super().start()
 
-    monkeypatch.setattr(resources.threading, "Thread", Scarce)
+    monkeypatch.setattr(contract.threading, "Thread", Scarce)
     with held(StreamCost(threads=3)) as problem:
         assert problem == "3 more threads cannot be started (can't start new thread)"
     assert not any(thread.is_alive() for thread in started)
@@ -93,7 +93,7 @@ def test_threads_that_cannot_be_had_are_told_unless_descriptors_are_scarce_alrea
     def none_left(*args: object) -> int:
         raise OSError(errno.EMFILE, "Too many open files")
 
-    monkeypatch.setattr(resources.os, "open", none_left)
+    monkeypatch.setattr(contract.os, "open", none_left)
     with held(StreamCost(descriptors=1, threads=3)) as problem:
         assert "1 more descriptors" in problem
 
@@ -111,13 +111,13 @@ def test_a_limit_that_may_not_be_raised_stays(error: type[Exception], monkeypatc
     def refuse(*args: object) -> None:
         raise error("not permitted")
 
-    monkeypatch.setattr(resources.resource, "getrlimit", lambda which: (200, 400))
-    monkeypatch.setattr(resources.resource, "setrlimit", refuse)
+    monkeypatch.setattr(contract.resource, "getrlimit", lambda which: (200, 400))
+    monkeypatch.setattr(contract.resource, "setrlimit", refuse)
     assert raise_descriptor_limit() == 200
 
 
 def test_no_limit_is_a_large_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resources.resource, "getrlimit", lambda which: (resource.RLIM_INFINITY,) * 2)
+    monkeypatch.setattr(contract.resource, "getrlimit", lambda which: (resource.RLIM_INFINITY,) * 2)
     assert descriptor_limit() == UNLIMITED
 
 
@@ -133,11 +133,11 @@ def test_where_nobody_can_count_them_half_are_taken_to_be_in_use(monkeypatch: py
     def no_proc(path: str) -> list[str]:
         raise FileNotFoundError(path)
 
-    monkeypatch.setattr(resources.os, "listdir", no_proc)
-    monkeypatch.setattr(resources, "descriptor_limit", lambda: 1000)
+    monkeypatch.setattr(contract.os, "listdir", no_proc)
+    monkeypatch.setattr(contract, "descriptor_limit", lambda: 1000)
     assert descriptors_for_streams() == 250
 
 
 def test_a_process_above_its_limit_has_none_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resources, "descriptor_limit", lambda: 2)
+    monkeypatch.setattr(contract, "descriptor_limit", lambda: 2)
     assert descriptors_for_streams() == 0

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sirtaki.comm.transports.scaling import scale_
+from sirtaki.comm.transports.contract import scale_
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])

@@ -14,10 +14,8 @@ from sirtaki.comm.control.failure import poll_until
 from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.plan import TransportKind
 from sirtaki.comm.transports import shared_memory
-from sirtaki.comm.transports.contract import NOTHING_TO_DO, FlatBuffer, ReduceOp, StreamSpec, Work
-from sirtaki.comm.transports.node_memory import Doorbell, share_memory
-from sirtaki.comm.transports.resources import StreamCost
-from sirtaki.comm.transports.shared_memory import SharedMemoryTransport, reduce_share
+from sirtaki.comm.transports.contract import NOTHING_TO_DO, FlatBuffer, ReduceOp, StreamCost, StreamSpec, Work
+from sirtaki.comm.transports.shared_memory import Doorbell, SharedMemoryTransport, reduce_share, share_memory
 from sirtaki.errors import CommError, PeerLostError, TransportError
 
 SIZE = 3

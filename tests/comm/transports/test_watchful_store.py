@@ -7,7 +7,7 @@ import pytest
 from torch._C._distributed_c10d import HashStore, PrefixStore, ProcessGroupGloo
 
 from sirtaki.comm.control.failure import FailureBoard
-from sirtaki.comm.transports.watchful_store import WatchfulStore
+from sirtaki.comm.transports.gloo import WatchfulStore
 from sirtaki.errors import PeerLostError
 
 

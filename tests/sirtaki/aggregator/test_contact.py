@@ -4,9 +4,8 @@ from typing import cast
 
 import pytest
 
-from sirtaki.aggregator.contact import REGISTER_EVERY_S, Contact
-from sirtaki.aggregator.packets import Kind, Registration, Summation, Welcome
-from sirtaki.aggregator.wire import Wire
+from sirtaki.aggregator.client import REGISTER_EVERY_S, Contact
+from sirtaki.aggregator.wire import Kind, Registration, Summation, Welcome, Wire
 from sirtaki.errors import AggregatorError
 
 REGISTRATION = Registration(

@@ -5,9 +5,8 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from sirtaki.aggregator.exchange import LEAST_TIMEOUT_S, REORDER, Exchange, RoundTrips
-from sirtaki.aggregator.packets import Kind, floats_of, headers_of, seqs_of
-from sirtaki.aggregator.wire import Wire
+from sirtaki.aggregator.client import LEAST_TIMEOUT_S, REORDER, Exchange, RoundTrips
+from sirtaki.aggregator.wire import Kind, Wire, floats_of, headers_of, seqs_of
 
 FLOATS = 4
 

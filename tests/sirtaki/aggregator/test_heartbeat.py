@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from sirtaki.aggregator.heartbeat import Heartbeat
+from sirtaki.aggregator.client import Heartbeat
 
 
 def test_it_beats_again_and_again_in_a_thread_of_its_own_until_it_is_stopped() -> None:

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from sirtaki.aggregator.job import Entry, Job
-from sirtaki.aggregator.packets import Registration, Summation
+from sirtaki.aggregator.server import Entry, Job
+from sirtaki.aggregator.wire import Registration, Summation
 
 REGISTRATION = Registration(
     job=b"j" * 16, entry=1, ranks=2, summation=Summation.FLOAT32, packets=3, floats=4, registers=4, width=1

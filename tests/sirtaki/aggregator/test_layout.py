@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sirtaki.aggregator import HeatLayout
-from sirtaki.aggregator.packets import MOST_FLOATS
+from sirtaki.aggregator.wire import MOST_FLOATS
 from sirtaki.errors import ConfigError
 
 

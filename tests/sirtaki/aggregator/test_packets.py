@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sirtaki.aggregator.packets import (
+from sirtaki.aggregator.wire import (
     HEADER_BYTES,
     PACKET_BYTES,
     Kind,

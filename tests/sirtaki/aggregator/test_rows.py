@@ -11,8 +11,8 @@ from fakes.aggregators import client_of, process, serving
 from fakes.meshes import close, connected, on_all
 
 from sirtaki.aggregator import HeatLayout
-from sirtaki.aggregator.rows import AggregatedRows, Agreement
-from sirtaki.comm.control.mesh.communicator import MeshCommunicator
+from sirtaki.aggregator.client import AggregatedRows, Agreement
+from sirtaki.comm.control.mesh import MeshCommunicator
 from sirtaki.errors import AggregatorError, ConfigError
 
 LAYOUT = HeatLayout(rows=400, width=8)

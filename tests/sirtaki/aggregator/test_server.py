@@ -10,9 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sirtaki.aggregator import HeatLayout, Patience
-from sirtaki.aggregator.packets import Kind, Registration, Summation, job_key, packet
 from sirtaki.aggregator.server import Aggregator, Limits, ask_status
-from sirtaki.aggregator.wire import Wire
+from sirtaki.aggregator.wire import Kind, Registration, Summation, Wire, job_key, packet
 from sirtaki.errors import AggregatorError
 from sirtaki.host_port import parse_address
 

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sirtaki.aggregator.packets import Kind, Summation, floats_of, headers_of
-from sirtaki.aggregator.step_registers import StepRegisters
+from sirtaki.aggregator.server import StepRegisters
+from sirtaki.aggregator.wire import Kind, Summation, floats_of, headers_of
 
 RANKS, PACKETS, FLOATS = 3, 12, 2
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sirtaki.aggregator.table_sum import table_sum, tables
+from sirtaki.aggregator.server import table_sum, tables
 
 
 def relative(x: np.ndarray, y: np.ndarray) -> np.ndarray:  # type: ignore[type-arg]

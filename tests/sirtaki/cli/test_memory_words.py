@@ -1,9 +1,8 @@
 from fakes import memories
 from fakes.memories import LEFT, OUTPUT, THERE
 
-from sirtaki.cli.memory_words import describe_memory, memory_as_json, peak_words, unmet
-from sirtaki.optimizer.budget import Fitting, fit, memory_replay
-from sirtaki.optimizer.memory_passes import memory_passes
+from sirtaki.analysis.memory_budget import Fitting, fit, memory_passes, memory_replay
+from sirtaki.analysis.words import describe_memory, memory_as_json, peak_words, unmet
 
 WHOLE = THERE + 4 * (LEFT + OUTPUT)
 

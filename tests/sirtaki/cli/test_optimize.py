@@ -13,13 +13,13 @@ from fakes.drawn_jobs import drawn_job
 from fakes.played_jobs import record
 from fakes.replays import on_one_host
 
+from sirtaki.analysis.plan_search import optimize
+from sirtaki.analysis.recording import Recording
+from sirtaki.analysis.recording_files import rank_path, write_job, write_rank
 from sirtaki.cli.__main__ import main
 from sirtaki.cli.optimize import worth
-from sirtaki.engine.given_plan import GivenPlan
-from sirtaki.link_model import LinkModel
-from sirtaki.optimizer.outcome import optimize
-from sirtaki.profiler.folder import rank_path, write_job, write_rank
-from sirtaki.profiler.recording import Recording
+from sirtaki.engine.tuning.plans import GivenPlan
+from sirtaki.measures import LinkModel
 
 
 @pytest.fixture

@@ -10,13 +10,12 @@ from xml.etree import ElementTree
 import pytest
 
 from sirtaki.autotune.knobs import MIB, Knobs
-from sirtaki.autotune.model.contention import ContentionModel, RateCurve
+from sirtaki.autotune.model.fits import ContentionModel, RateCurve
 from sirtaki.autotune.model.planning import PlanningModel
-from sirtaki.autotune.model.profile import Profile
+from sirtaki.autotune.model.simulator import Profile
 from sirtaki.cli.__main__ import main
-from sirtaki.comm.layout import GradientLayout
-from sirtaki.comm.plan import Algorithm, TransportKind
-from sirtaki.link_model import LinkModel
+from sirtaki.comm.plan import Algorithm, GradientLayout, TransportKind
+from sirtaki.measures import LinkModel
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from fakes import recordings
 
+from sirtaki.analysis import recording_files as folders
 from sirtaki.cli.__main__ import main
-from sirtaki.profiler import folder as folders
 
 TRAINS = """
 import os, signal, torch, sirtaki.torch as hvd

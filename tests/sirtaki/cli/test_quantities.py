@@ -2,7 +2,7 @@ from argparse import ArgumentTypeError
 
 import pytest
 
-from sirtaki.cli.quantities import memory_bytes, ms, positive
+from sirtaki.analysis.words import memory_bytes, ms, positive
 
 
 def test_numbers_above_0_are_read() -> None:

@@ -6,14 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from conformance.graphs import chain_graph
 from conformance.store import make_entry, make_way
 
 from sirtaki.cli import registry as cli
 from sirtaki.errors import RegistryError
-from sirtaki.registry.entry import Entry
-from sirtaki.registry.model_graph import chain_graph
-from sirtaki.registry.opening import open_store
-from sirtaki.registry.row_ways import RowWay
+from sirtaki.registry.entry import Entry, RowWay
+from sirtaki.registry.safe_store import open_store
 from sirtaki.registry.store import Store
 
 Run = Callable[..., str]

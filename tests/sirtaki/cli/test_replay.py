@@ -10,8 +10,8 @@ import pytest
 from fakes.played_jobs import plan_of, record, written
 from fakes.replays import SIZES, on_one_host, over_a_link
 
+from sirtaki.analysis.recording_files import rank_path
 from sirtaki.cli.__main__ import main
-from sirtaki.profiler.folder import rank_path
 
 
 @pytest.fixture

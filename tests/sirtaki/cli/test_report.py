@@ -5,12 +5,12 @@ from html.parser import HTMLParser
 import pytest
 from fakes.trial_logs import JOB, MODEL, PLANNING, knobs, predicted, svgs, trial
 
+from sirtaki.analysis.svg import nice_ticks
 from sirtaki.autotune.knobs import Cut
 from sirtaki.cli.__main__ import main
 from sirtaki.cli.report import render, write_report
-from sirtaki.cli.svg import nice_ticks
 from sirtaki.comm.plan import TransportKind
-from sirtaki.engine.trial_log_reader import read_log
+from sirtaki.engine.tuning.trial_log import read_log
 from sirtaki.errors import ConfigError
 
 

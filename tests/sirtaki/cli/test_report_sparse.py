@@ -5,7 +5,7 @@ from fakes.trial_logs import JOB, TABLE, svgs
 
 from sirtaki.cli.__main__ import main
 from sirtaki.cli.report import render
-from sirtaki.engine.trial_log_reader import read_log
+from sirtaki.engine.tuning.trial_log import read_log
 
 OF = {"version": 2, "tuner": "a", "process": "p"}
 HOT_COLD = "hot_cold (300 hot rows, the others by owner)"

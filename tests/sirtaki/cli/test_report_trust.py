@@ -1,7 +1,7 @@
 from fakes.trial_logs import JOB, MODEL, RESULT, predicted, svgs
 
 from sirtaki.cli.report import render
-from sirtaki.engine.trial_log_reader import read_log
+from sirtaki.engine.tuning.trial_log import read_log
 
 
 def test_a_credit_that_is_zero_for_all_is_said(log_of):

@@ -6,7 +6,7 @@ from fakes.trial_logs import JOB, RESULT, knobs, trial
 from sirtaki.autotune.knobs import Cut
 from sirtaki.cli.report import render
 from sirtaki.comm.plan import Algorithm
-from sirtaki.engine.trial_log_reader import read_log
+from sirtaki.engine.tuning.trial_log import read_log
 
 
 def test_the_page_says_what_was_kept_and_what_it_gained(log_of):

@@ -9,8 +9,8 @@ import pytest
 from fakes.played_jobs import record, without, written
 from fakes.replays import over_a_link
 
+from sirtaki.analysis.recording_files import TRACE_FILE
 from sirtaki.cli.__main__ import main
-from sirtaki.profiler.folder import TRACE_FILE
 
 
 def test_the_trace_for_perfetto_is_written_into_the_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -42,7 +42,7 @@ def test_what_cannot_be_done_is_one_sentence(
     (tmp_path / "file").write_text("")
     assert main(["trace", str(folder), "--chakra", str(tmp_path / "file" / "job")]) == 1
     assert capsys.readouterr().err.startswith("sirtaki trace: ")
-    for name in [name for name in sys.modules if name.startswith("sirtaki.replay.chakra")]:
+    for name in [name for name in sys.modules if name.startswith("sirtaki.analysis.chakra")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "google.protobuf", None)
     assert main(["trace", str(folder), "--chakra", str(tmp_path / "job")]) == 1

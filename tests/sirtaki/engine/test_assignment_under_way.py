@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from sirtaki.autotune.knobs import MIB, Knobs
-from sirtaki.autotune.meta.assignment import Assignment, Purpose
+from sirtaki.autotune.meta.trials import Assignment, Purpose
 from sirtaki.comm.plan import TransportKind
-from sirtaki.engine.assignment_under_way import AssignmentUnderWay
+from sirtaki.engine.tuning.warmup import AssignmentUnderWay
 
 KNOBS = Knobs(unit_bytes=MIB, streams=1, transport=TransportKind.GLOO)
 

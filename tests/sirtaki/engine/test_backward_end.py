@@ -6,7 +6,7 @@ import pytest
 import torch
 from fakes.backward import Raises
 
-from sirtaki.engine.backward_end import BackwardEnd
+from sirtaki.engine.reducing.reducer import BackwardEnd
 
 
 class Listener:

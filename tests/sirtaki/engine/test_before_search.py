@@ -2,7 +2,7 @@
 
 from sirtaki.autotune.knobs import KnobSpace
 from sirtaki.comm.plan import Algorithm, TransportKind
-from sirtaki.engine.before_search import Measured, without_planners
+from sirtaki.engine.tuning.probes import Measured, without_planners
 
 GLOO, MPI, SHARED = (
     (kind, Algorithm.FLAT) for kind in (TransportKind.GLOO, TransportKind.MPI, TransportKind.SHARED_MEMORY)

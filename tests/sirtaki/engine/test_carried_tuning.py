@@ -3,13 +3,12 @@
 import torch
 
 from sirtaki.autotune.knobs import KIB, MIB, Knobs, KnobSpace
-from sirtaki.autotune.meta.assignment import Purpose
+from sirtaki.autotune.meta.trials import Purpose
 from sirtaki.autotune.trial import Trial
-from sirtaki.comm.layout import GradientLayout
-from sirtaki.comm.plan import Algorithm, TransportKind
-from sirtaki.engine.carried_tuning import NOTHING_BROUGHT, CarriedTuning, Carrying, key_of
-from sirtaki.engine.coordinator import TuningCoordinator
-from sirtaki.engine.tuning_cache import TuningCache
+from sirtaki.comm.plan import Algorithm, GradientLayout, TransportKind
+from sirtaki.engine.tuning.cache import TuningCache
+from sirtaki.engine.tuning.coordinator import TuningCoordinator
+from sirtaki.engine.tuning.plans import NOTHING_BROUGHT, CarriedTuning, Carrying, key_of
 from sirtaki.settings import Settings
 
 ROUTE = (TransportKind.GLOO, Algorithm.FLAT)

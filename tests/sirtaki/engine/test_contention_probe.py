@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from sirtaki.autotune.model.contention import ContentionModel, RateCurve
-from sirtaki.engine.contention_probe import UNIT_BYTES, ThreadProbe, contention_model, threads_matter
+from sirtaki.autotune.model.fits import ContentionModel, RateCurve
+from sirtaki.engine.tuning.probes import UNIT_BYTES, ThreadProbe, contention_model, threads_matter
 
 TRUTH = ContentionModel(
     alpha_1=0.98,
@@ -29,7 +29,7 @@ def probes(
             exact = {
                 "alone_s": ALPHA_S + TRUTH.alone.seconds(unit_bytes, seen),
                 "beside_s": ALPHA_S + TRUTH.overlapped.seconds(unit_bytes, seen),
-                "compute_s": TRUTH.overlapped_compute_s(COMPUTE_S, seen),
+                "compute_s": COMPUTE_S / TRUTH.compute_speed(seen),
                 "undisturbed_s": COMPUTE_S,
             }
             noisy = {

@@ -7,12 +7,11 @@ from pathlib import Path
 import pytest
 
 from sirtaki.autotune.knobs import KIB, MIB, Knobs, KnobSpace
-from sirtaki.autotune.meta.assignment import Purpose
+from sirtaki.autotune.meta.trials import Purpose
 from sirtaki.autotune.trial import Proposal, Trial
-from sirtaki.comm.layout import GradientLayout
-from sirtaki.comm.plan import Algorithm, TransportKind
-from sirtaki.engine.coordinator import RETUNE_ITERATIONS, TuningCoordinator
-from sirtaki.engine.tuning_cache import TuningCache
+from sirtaki.comm.plan import Algorithm, GradientLayout, TransportKind
+from sirtaki.engine.tuning.cache import TuningCache
+from sirtaki.engine.tuning.coordinator import RETUNE_ITERATIONS, TuningCoordinator
 from sirtaki.settings import Settings
 
 ROUTE = (TransportKind.GLOO, Algorithm.FLAT)

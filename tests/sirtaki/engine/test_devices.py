@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from sirtaki.comm.nccl_streams import cuda_device, process_group
+from sirtaki.comm import device
+from sirtaki.comm.nccl_streams import process_group
 from sirtaki.comm.plan import TransportKind
-from sirtaki.engine import devices
-from sirtaki.engine.devices import open_router
+from sirtaki.engine.tuning import warmup as devices
+from sirtaki.engine.tuning.warmup import open_router
 
 Opened = dict[str, Any]
 
@@ -29,7 +30,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Opened:
         return f"nccl on {device}, {'forced' if forced else 'if it is there'}, {timeout_s}"
 
     monkeypatch.setattr(devices, "Router", router)
-    monkeypatch.setattr(cuda_device, "cuda_device", lambda index: f"cuda {index}")
+    monkeypatch.setattr(device, "cuda_device", lambda index: f"cuda {index}")
     monkeypatch.setattr(process_group, "find_nccl", find_nccl)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     return found

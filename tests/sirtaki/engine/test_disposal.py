@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from sirtaki.engine.disposal import Disposal
+from sirtaki.engine.job import Disposal
 
 
 def test_everything_is_closed_in_order_by_another_thread(caplog: pytest.LogCaptureFixture) -> None:

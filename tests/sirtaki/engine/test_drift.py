@@ -6,8 +6,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from sirtaki.comm.gradients.pace import Pace
-from sirtaki.engine.drift import COOL_DOWN, LONG, REFERENCE, SKIPPED, DriftWatch
+from sirtaki.comm.gradients.buffers import Pace
+from sirtaki.engine.tuning.warmup import COOL_DOWN, LONG, REFERENCE, SKIPPED, DriftWatch
 
 Noise = Callable[[np.random.Generator, int], np.ndarray]
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sirtaki.engine.failed_pass import FailedPass
+from sirtaki.engine.reducing.reducer import FailedPass
 
 
 @pytest.fixture

@@ -4,17 +4,16 @@ import logging
 from dataclasses import replace
 
 import pytest
+from conformance.graphs import chain_graph
 
-from sirtaki.autotune.arms.planners import make_planners
+from sirtaki.autotune.arms.catalogue import make_planners
 from sirtaki.autotune.knobs import KIB, MIB, Cut, Knobs, KnobSpace
 from sirtaki.autotune.model.planning import PlanningModel
-from sirtaki.autotune.model.profile import Profile
-from sirtaki.comm.layout import GradientLayout
-from sirtaki.comm.plan import Algorithm, TransportKind
-from sirtaki.engine.first_proposals import first_proposals
-from sirtaki.link_model import LinkModel
+from sirtaki.autotune.model.simulator import Profile
+from sirtaki.comm.plan import Algorithm, GradientLayout, TransportKind
+from sirtaki.engine.tuning.cache import first_proposals
+from sirtaki.measures import LinkModel
 from sirtaki.registry.entry import Entry, make_key
-from sirtaki.registry.model_graph import chain_graph
 from sirtaki.registry.topology import Topology
 from sirtaki.registry.warm_start import WarmStart
 

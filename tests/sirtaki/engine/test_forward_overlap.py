@@ -9,16 +9,14 @@ import pytest
 from fakes.gradients import make_buffers, parameters
 
 from sirtaki.autotune.knobs import KIB, Knobs, KnobSpace
-from sirtaki.comm.gradients.control_flags import FLAG_COUNT
-from sirtaki.comm.gradients.iteration_report import IterationReport
-from sirtaki.comm.gradients.overtaking import IterationPace
-from sirtaki.comm.gradients.schedule import ScheduledUnit
-from sirtaki.comm.layout import GradientLayout
-from sirtaki.comm.plan import Algorithm, CommPlan, TransportKind
-from sirtaki.engine import forward_overlap
-from sirtaki.engine.forward_overlap import SKIPPED, TIMED, ForwardOverlap
-from sirtaki.engine.knob_choices import plans_for
-from sirtaki.link_model import LinkModel
+from sirtaki.comm.gradients.buffers import FLAG_COUNT
+from sirtaki.comm.gradients.iteration import IterationReport
+from sirtaki.comm.gradients.schedule import IterationPace, ScheduledUnit
+from sirtaki.comm.plan import Algorithm, CommPlan, GradientLayout, TransportKind
+from sirtaki.engine.tuning import overlap as forward_overlap
+from sirtaki.engine.tuning.overlap import SKIPPED, TIMED, ForwardOverlap
+from sirtaki.engine.tuning.plans import plans_for
+from sirtaki.measures import LinkModel
 
 REPORT = IterationReport(span_s=4.0, backward_s=1.0)
 PROFILED = IterationReport(span_s=9.0, backward_s=2.0, ready_s=(2.0, 1.0, 0.0), profiled=True)

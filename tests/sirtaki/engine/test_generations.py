@@ -2,7 +2,7 @@
 
 import pytest
 
-from sirtaki.comm.control.mesh.rendezvous import Meeting
+from sirtaki.comm.control.mesh_rendezvous import Meeting
 from sirtaki.engine import generations
 from sirtaki.engine.generations import Generations
 from sirtaki.engine.membership import Change, Dismissed, Generation, Member, register

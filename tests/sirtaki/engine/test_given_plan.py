@@ -13,9 +13,8 @@ from rank_jobs import Job, Play, RankCase, on_ranks
 
 from sirtaki.autotune.knobs import KIB, Cut, Knobs, KnobSpace
 from sirtaki.comm.control.plane import ControlPlane
-from sirtaki.comm.layout import GradientLayout
-from sirtaki.comm.plan import Algorithm, CommPlan, TransportKind
-from sirtaki.engine.given_plan import GivenPlan, given_to_all, part_bytes_of
+from sirtaki.comm.plan import Algorithm, CommPlan, GradientLayout, TransportKind
+from sirtaki.engine.tuning.plans import GivenPlan, given_to_all, part_bytes_of
 from sirtaki.errors import ConfigError
 
 SIZES = (30_000, 20_000, 50_000, 2)

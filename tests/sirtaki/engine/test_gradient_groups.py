@@ -2,7 +2,7 @@
 
 import torch
 
-from sirtaki.engine.gradient_groups import GradientGroups
+from sirtaki.engine.reducing.hooks import GradientGroups
 
 
 class Made:

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from sirtaki.engine.gradient_hooks import Dense, GradientHooks
+from sirtaki.engine.reducing.hooks import Dense, GradientHooks
 
 
 class Recorder:

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from sirtaki.engine import hooked_parameters
-from sirtaki.engine.hooked_parameters import HookedParameters
+from sirtaki.engine.reducing import parameters
+from sirtaki.engine.reducing.parameters import HookedParameters
 
 
 class Reductions:
@@ -61,9 +61,9 @@ class Made:
             self.made.append(Reductions(*args))
             return self.made[-1]
 
-        monkeypatch.setattr(hooked_parameters, "Reductions", make)
+        monkeypatch.setattr(parameters, "Reductions", make)
         monkeypatch.setattr(
-            hooked_parameters,
+            parameters,
             "require_same_model",
             lambda control, named: self.compared.append([name for name, _ in named]),
         )

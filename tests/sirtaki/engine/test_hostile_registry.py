@@ -17,15 +17,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sirtaki.autotune.knobs import KIB, MIB, Cut, Knobs, KnobSpace
-from sirtaki.autotune.meta.assignment import Purpose, SessionResult
+from sirtaki.autotune.meta.trials import Purpose, SessionResult
 from sirtaki.autotune.trial import Proposal, Trial
-from sirtaki.comm.layout import GradientLayout
-from sirtaki.comm.plan import Algorithm, TransportKind
-from sirtaki.engine.coordinator import TuningCoordinator
-from sirtaki.engine.knob_choices import checked_plans
-from sirtaki.engine.tuning_cache import TuningCache
-from sirtaki.registry.opening import open_store
-from sirtaki.registry.safe_store import SafeStore
+from sirtaki.comm.plan import Algorithm, GradientLayout, TransportKind
+from sirtaki.engine.tuning.cache import TuningCache
+from sirtaki.engine.tuning.coordinator import TuningCoordinator
+from sirtaki.engine.tuning.plans import checked_plans
+from sirtaki.registry.safe_store import SafeStore, open_store
 from sirtaki.settings import Settings
 
 ROUTE = (TransportKind.GLOO, Algorithm.FLAT)
@@ -172,12 +170,12 @@ class Broken:
 
 def faults() -> list[tuple[str, str]]:
     return [
-        ("sirtaki.engine.searchers.make_planners", "without planners"),
-        ("sirtaki.engine.searchers.default_arms", "tuning has failed"),
-        ("sirtaki.engine.coordinator.WarmupSession", "tuning has failed"),
-        ("sirtaki.engine.tuning_cache.neighbours", "registry"),
-        ("sirtaki.engine.tuning_cache.make_key", "left alone"),
-        ("sirtaki.engine.tuning_cache.Entry", "not remembered"),
+        ("sirtaki.engine.tuning.coordinator.make_planners", "without planners"),
+        ("sirtaki.engine.tuning.coordinator.default_arms", "tuning has failed"),
+        ("sirtaki.engine.tuning.coordinator.WarmupSession", "tuning has failed"),
+        ("sirtaki.engine.tuning.cache.neighbours", "registry"),
+        ("sirtaki.engine.tuning.cache.make_key", "left alone"),
+        ("sirtaki.engine.tuning.cache.Entry", "not remembered"),
         ("sirtaki.registry.safe_store.open_store", "without the registry"),
     ]
 

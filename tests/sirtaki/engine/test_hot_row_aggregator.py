@@ -15,14 +15,13 @@ from fakes.meshes import on_planes, until
 from sirtaki.aggregator import Patience
 from sirtaki.aggregator.server import Limits
 from sirtaki.aggregator.wire import Wire
-from sirtaki.autotune.sparse.choice import LEARNING_ITERATIONS, ROUNDS, Stage
+from sirtaki.autotune.sparse import LEARNING_ITERATIONS, ROUNDS, Stage
 from sirtaki.comm.control.failure import WAIT_SLICE_S
 from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.sparse.lanes import SparseLanes
 from sirtaki.comm.sparse.plan import SparsePath
-from sirtaki.engine import hot_row_aggregator as module
-from sirtaki.engine.hot_row_aggregator import HotRowAggregator
-from sirtaki.engine.sparse_carrier import SparseCarrier
+from sirtaki.engine import sparse_carrier as module
+from sirtaki.engine.sparse_carrier import HotRowAggregator, SparseCarrier
 from sirtaki.errors import PeerLostError
 from sirtaki.settings import REGISTRY_OFF, Settings
 

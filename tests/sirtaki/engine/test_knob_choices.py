@@ -6,7 +6,7 @@ import pytest
 
 from sirtaki.autotune.knobs import MIB
 from sirtaki.comm.plan import Algorithm, Route, TransportKind
-from sirtaki.engine.knob_choices import knob_space
+from sirtaki.engine.tuning.plans import knob_space
 from sirtaki.settings import Settings
 
 ROUTE = (TransportKind.NCCL, Algorithm.FLAT)

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from sirtaki.engine.late_end import LateEnd
 from sirtaki.engine.participants import Progress, Stage
+from sirtaki.engine.reducing.reducer import LateEnd
 from sirtaki.errors import CommError
 
 

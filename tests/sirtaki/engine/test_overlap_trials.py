@@ -6,9 +6,8 @@ from dataclasses import replace
 import pytest
 
 from sirtaki.autotune.knobs import KIB, MIB, Cut, Knobs, KnobSpace
-from sirtaki.comm.layout import GradientLayout
-from sirtaki.comm.plan import Algorithm, TransportKind
-from sirtaki.engine.overlap_trials import COUNTS, MOST_TRIED, UNITS, OverlapChoice, OverlapTrials, tapered
+from sirtaki.comm.plan import Algorithm, GradientLayout, TransportKind
+from sirtaki.engine.tuning.overlap import COUNTS, MOST_TRIED, UNITS, OverlapChoice, OverlapTrials, tapered
 
 SPACE = KnobSpace(routes=((TransportKind.GLOO, Algorithm.FLAT),), unit_bytes=(64 * KIB, 8 * MIB), streams=(1, 2, 4))
 LAYOUT = GradientLayout(sizes=(1000, 2 * MIB - 1000), itemsize_bytes=4, dtype="float32", device="cpu")

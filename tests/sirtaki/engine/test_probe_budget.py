@@ -3,16 +3,17 @@
 import pytest
 
 from sirtaki.autotune.knobs import KIB, MIB
-from sirtaki.engine.probe_budget import (
+from sirtaki.engine.tuning.probes import (
     LEAST_LARGE_BYTES,
+    NEEDED_FIRST,
     PASSES,
+    SHAPES,
     SMALL_BYTES,
     SOUNDING_BYTES,
     STREAM_BYTES,
     ProbeBudget,
     ProbeSize,
 )
-from sirtaki.engine.probes import NEEDED_FIRST, SHAPES
 
 
 class Link:

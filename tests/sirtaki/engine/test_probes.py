@@ -2,8 +2,7 @@
 
 from conftest import RunRanks
 
-from sirtaki.engine.probe_budget import LEAST_LARGE_BYTES, PASSES, STREAM_BYTES
-from sirtaki.engine.probes import NEEDED_FIRST, SHAPES
+from sirtaki.engine.tuning.probes import LEAST_LARGE_BYTES, NEEDED_FIRST, PASSES, SHAPES, STREAM_BYTES
 
 
 def shapes_of(output: str) -> list[list[tuple[int, ...]]]:

@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from sirtaki.comm.gradients.buffers import Reduction
-from sirtaki.engine import reducer_resources
-from sirtaki.engine.reducer_options import ReducerOptions
-from sirtaki.engine.reducer_resources import ReducerResources
+from sirtaki.engine.reducing import parameters
+from sirtaki.engine.reducing.parameters import ReducerOptions, ReducerResources
 from sirtaki.settings import Settings
 
 THE_RANKS = SimpleNamespace(size=1)
@@ -51,7 +50,7 @@ def test_dense_gradients_get_a_synchroniser_of_their_names_and_what_is_asked_for
     elastic: Any, carried: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given: list[Any] = []
-    monkeypatch.setattr(reducer_resources, "TunedSynchroniser", lambda *args, **more: given.append((args, more)))
+    monkeypatch.setattr(parameters, "TunedSynchroniser", lambda *args, **more: given.append((args, more)))
     params = [torch.zeros(1), torch.ones(1)]
     options = ReducerOptions(reduction=Reduction(postscale=0.25), arms=())
     made(options, elastic=elastic).make_tuned([("a", params[0]), ("b", params[1])])
@@ -64,7 +63,7 @@ def test_dense_gradients_get_a_synchroniser_of_their_names_and_what_is_asked_for
 @pytest.mark.parametrize("unused", ["zeros", "none"])
 def test_thawed_gradients_are_reduced_as_all_others(unused: str, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[Any] = []
-    monkeypatch.setattr(reducer_resources, "reduce_thawed", lambda params, **more: given.append((params, more)))
+    monkeypatch.setattr(parameters, "reduce_thawed", lambda params, **more: given.append((params, more)))
     params = [torch.zeros(1)]
     made(SIRTAKI_UNUSED=unused).reduce_thawed(params)
     assert given == [

@@ -8,7 +8,7 @@ import pytest
 
 from sirtaki.comm.control.watchdog import Wait
 from sirtaki.engine.participants import Progress, Stage
-from sirtaki.engine.reducer_watch import ReducerWatch
+from sirtaki.engine.reducing.reducer import ReducerWatch
 from sirtaki.errors import CommError
 
 

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from sirtaki.engine.gradient_hooks import Dense
-from sirtaki.engine.reductions import Reductions
-from sirtaki.engine.same_model import Named
+from sirtaki.engine.reducing.hooks import Dense
+from sirtaki.engine.reducing.parameters import Reductions
+from sirtaki.engine.reducing.same_model import Named
 
 
 class Sync:

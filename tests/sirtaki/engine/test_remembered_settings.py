@@ -6,7 +6,7 @@ import pytest
 from conftest import RunRanks
 
 from sirtaki.registry.entry import Entry
-from sirtaki.registry.opening import open_store
+from sirtaki.registry.safe_store import open_store
 
 SOME_DAMAGES = ["cuts of another model", "knobs out of space", "graphs that are none", "the file cut off"]
 ALL_DAMAGES = [

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from conftest import RunRanks
 
-from sirtaki.engine.trial_log_reader import read_log
+from sirtaki.engine.tuning.trial_log import read_log
 
 RESTLESS = {"SIRTAKI_WARMUP_ITERATIONS": "7", "SIRTAKI_REGISTRY": "off"}
 

@@ -10,13 +10,12 @@ import pytest
 from sirtaki.autotune.arms.catalogue import OUR_ARMS
 from sirtaki.autotune.knobs import MIB, Knobs, KnobSpace
 from sirtaki.autotune.model.planning import PlanningModel
-from sirtaki.autotune.model.profile import Profile
+from sirtaki.autotune.model.simulator import Profile
 from sirtaki.autotune.trial import Proposal, Trial
-from sirtaki.comm.layout import GradientLayout
-from sirtaki.comm.plan import Algorithm, TransportKind
-from sirtaki.engine.searchers import Searchers
-from sirtaki.engine.step_times import StepTime
-from sirtaki.link_model import LinkModel
+from sirtaki.comm.plan import Algorithm, GradientLayout, TransportKind
+from sirtaki.engine.tuning.coordinator import Searchers
+from sirtaki.engine.tuning.trial_log import StepTime
+from sirtaki.measures import LinkModel
 
 ROUTE = (TransportKind.GLOO, Algorithm.FLAT)
 SPACE = KnobSpace(routes=(ROUTE,), unit_bytes=(MIB, 64 * MIB))

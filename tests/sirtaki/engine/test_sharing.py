@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from sirtaki.engine.participants import Progress, Stage
-from sirtaki.engine.sharing import Sharing
+from sirtaki.engine.reducing.reducer import Sharing
 
 
 class Optimizer:
@@ -33,7 +33,7 @@ class Ranks:
 @pytest.mark.parametrize(("here", "there"), [(True, False), (False, True), (True, True), (False, False)])
 def test_a_reduction_is_due_on_all_ranks_if_it_is_on_any(here: bool, there: bool) -> None:
     ranks = Ranks(there, 2.0)
-    sharing: Sharing[object] = Sharing(ranks, ranks.progress)  # type: ignore[arg-type]
+    sharing = Sharing(ranks, ranks.progress)  # type: ignore[arg-type]
     assert sharing.is_due(here=here) is (here or there)
     assert ranks.waited_for == [Stage.ASK]
     assert ranks.progress.waiting is None
@@ -42,7 +42,7 @@ def test_a_reduction_is_due_on_all_ranks_if_it_is_on_any(here: bool, there: bool
 def test_it_ends_when_every_rank_has_one_user_left_and_not_before() -> None:
     users = [Optimizer(), Optimizer()]
     ranks = Ranks(0.0, 1.0)
-    sharing: Sharing[object] = Sharing(ranks, ranks.progress)  # type: ignore[arg-type]
+    sharing = Sharing(ranks, ranks.progress)  # type: ignore[arg-type]
     sharing.active = True
     for user in users:
         sharing.users.add(user)

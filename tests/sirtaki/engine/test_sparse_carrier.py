@@ -7,7 +7,7 @@ import pytest
 import torch
 from fakes.meshes import on_planes
 
-from sirtaki.autotune.sparse.choice import LEARNING_ITERATIONS, N_CANDIDATES, ROUNDS, Stage
+from sirtaki.autotune.sparse import LEARNING_ITERATIONS, N_CANDIDATES, ROUNDS, Stage
 from sirtaki.comm.control.failure import WAIT_SLICE_S
 from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.sparse.plan import SparsePath, SparsePlan

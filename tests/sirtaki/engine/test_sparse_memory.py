@@ -9,16 +9,14 @@ import pytest
 import torch
 from fakes.meshes import on_planes
 
-from sirtaki.autotune.sparse.choice import CHECKS, LEARNING_ITERATIONS, N_CANDIDATES, ROUNDS, SparseChoice, Stage
-from sirtaki.autotune.sparse.coverage import TouchCounts
+from sirtaki.autotune.sparse import CHECKS, LEARNING_ITERATIONS, N_CANDIDATES, ROUNDS, SparseChoice, Stage, TouchCounts
 from sirtaki.comm.control.failure import WAIT_SLICE_S
 from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.sparse.plan import GATHER, SparsePath, SparsePlan
-from sirtaki.comm.sparse.rows import RowFormat
-from sirtaki.engine.sparse_carrier import SparseCarrier
-from sirtaki.engine.sparse_memory import Learned, SparseMemory, plan_of, skew_of
-from sirtaki.registry.opening import open_store
-from sirtaki.registry.row_ways import RowsKey, RowWay
+from sirtaki.comm.sparse.worker import RowFormat
+from sirtaki.engine.sparse_carrier import Learned, SparseCarrier, SparseMemory, plan_of, skew_of
+from sirtaki.registry.entry import RowsKey, RowWay
+from sirtaki.registry.safe_store import open_store
 from sirtaki.settings import Settings
 
 ROWS, WIDTH = 200, 3

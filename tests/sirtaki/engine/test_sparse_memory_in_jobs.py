@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from conftest import RunRanks
 
-from sirtaki.autotune.sparse.choice import CHECKS, LEARNING_ITERATIONS
-from sirtaki.registry.opening import open_store
+from sirtaki.autotune.sparse import CHECKS, LEARNING_ITERATIONS
+from sirtaki.registry.safe_store import open_store
 
 TOLD = re.compile(r"(even|popular): kept after (\d+), (probed|not probed), (\w+)")
 

@@ -4,12 +4,12 @@ import pytest
 import torch
 from fakes.meshes import on_planes
 
-from sirtaki.autotune.sparse.volume import Pace
+from sirtaki.autotune.sparse import Pace
 from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.plan import TransportKind
 from sirtaki.comm.sparse.lanes import SparseLanes
-from sirtaki.engine import sparse_probe as module
-from sirtaki.engine.sparse_probe import _fastest, _Times, measure
+from sirtaki.engine import sparse_carrier as module
+from sirtaki.engine.sparse_carrier import _fastest, _Times, measure
 
 
 @pytest.mark.parametrize(("kind", "streams"), [(TransportKind.GLOO, None), (TransportKind.GLOO, 3), (None, None)])

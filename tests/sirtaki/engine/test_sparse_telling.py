@@ -8,9 +8,7 @@ import pytest
 import torch
 from fakes.meshes import on_planes
 
-from sirtaki.autotune.sparse.choice import LEARNING_ITERATIONS, LEAST_WATCHED, N_CANDIDATES, ROUNDS
-from sirtaki.autotune.sparse.summary import SparseSummary
-from sirtaki.autotune.sparse.volume import Pace
+from sirtaki.autotune.sparse import LEARNING_ITERATIONS, LEAST_WATCHED, N_CANDIDATES, ROUNDS, Pace, SparseSummary
 from sirtaki.comm.control.failure import WAIT_SLICE_S
 from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.sparse.plan import SparsePath

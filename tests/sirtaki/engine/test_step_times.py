@@ -4,9 +4,9 @@ import time
 
 import pytest
 
-from sirtaki.autotune.model.profile import Profile
-from sirtaki.comm.gradients.iteration_report import IterationReport
-from sirtaki.engine.step_times import StepTime, StepTimes
+from sirtaki.autotune.model.simulator import Profile
+from sirtaki.comm.gradients.iteration import IterationReport
+from sirtaki.engine.tuning.trial_log import StepTime, StepTimes
 
 USUAL = StepTime(backward_s=0.02, between_s=0.03)
 

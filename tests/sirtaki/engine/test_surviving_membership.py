@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from sirtaki.comm.control.communicator import Backend
-from sirtaki.comm.control.mesh.rendezvous import meet
+from sirtaki.comm.control.mesh_rendezvous import meet
 from sirtaki.comm.plan import TransportKind
-from sirtaki.engine import surviving_membership
+from sirtaki.engine import generations as surviving_membership
+from sirtaki.engine.generations import SurvivingMembership, in_order, open_survivors
 from sirtaki.engine.membership import Change, Generation
-from sirtaki.engine.surviving_membership import SurvivingMembership, in_order, open_survivors
 from sirtaki.errors import CommError, PeerLostError
 from sirtaki.settings import Settings
 

@@ -5,10 +5,10 @@ from collections.abc import Iterator
 import pytest
 
 from sirtaki.autotune.knobs import MIB, Knobs
-from sirtaki.autotune.meta.assignment import Assignment, Purpose, SessionResult
-from sirtaki.comm.gradients.iteration_report import IterationReport
+from sirtaki.autotune.meta.trials import Assignment, Purpose, SessionResult
+from sirtaki.comm.gradients.iteration import IterationReport
 from sirtaki.comm.plan import TransportKind
-from sirtaki.engine.telling import IterationTeller, tell_decision, tell_trial
+from sirtaki.engine.tuning.coordinator import IterationTeller, tell_decision, tell_trial
 from sirtaki.watch import Decision, IterationEnded, TrialEnded, Watcher, watchers
 
 KNOBS = Knobs(unit_bytes=2 * MIB, streams=2, transport=TransportKind.GLOO)

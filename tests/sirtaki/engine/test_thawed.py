@@ -9,7 +9,7 @@ from fakes.engines import on_engines
 from sirtaki.comm.collectives.engine import EagerEngine
 from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.gradients.buffers import Reduction
-from sirtaki.engine.thawed import reduce_thawed
+from sirtaki.engine.reducing.parameters import reduce_thawed
 
 SIZE = 3
 

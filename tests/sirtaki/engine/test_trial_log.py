@@ -8,19 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from sirtaki.autotune.arms.planners import make_planners
+from sirtaki.autotune.arms.catalogue import make_planners
 from sirtaki.autotune.knobs import MIB, Knobs, KnobSpace
-from sirtaki.autotune.meta.assignment import Assignment, Purpose
-from sirtaki.autotune.model.forecast import Forecast
-from sirtaki.autotune.model.planning import PlanningModel
-from sirtaki.autotune.model.profile import Profile
+from sirtaki.autotune.meta.trials import Assignment, Purpose
+from sirtaki.autotune.model.planning import Forecast, PlanningModel
+from sirtaki.autotune.model.simulator import Profile
 from sirtaki.autotune.trial import Trial
-from sirtaki.comm.layout import GradientLayout
-from sirtaki.comm.plan import Algorithm, TransportKind
-from sirtaki.engine.trial_log import TrialLogWriter
-from sirtaki.engine.trial_log_reader import read_log
+from sirtaki.comm.plan import Algorithm, GradientLayout, TransportKind
+from sirtaki.engine.tuning.trial_log import TrialLogWriter, read_log
 from sirtaki.errors import ConfigError
-from sirtaki.link_model import LinkModel
+from sirtaki.measures import LinkModel
 
 ROUTE = (TransportKind.GLOO, Algorithm.FLAT)
 MODEL = PlanningModel(

@@ -3,7 +3,7 @@ import json
 import pytest
 from fakes.trial_logs import JOB, TABLE, knobs, trial
 
-from sirtaki.engine.trial_log_reader import read_log
+from sirtaki.engine.tuning.trial_log import read_log
 from sirtaki.errors import ConfigError
 
 

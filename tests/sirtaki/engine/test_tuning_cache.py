@@ -8,23 +8,15 @@ import pytest
 import torch
 
 from sirtaki.autotune.knobs import KIB, MIB, Cut, Knobs, KnobSpace
-from sirtaki.autotune.meta.assignment import SessionResult
-from sirtaki.autotune.meta.promise import Promise
+from sirtaki.autotune.meta.trials import Promise, SessionResult
 from sirtaki.autotune.model.planning import PlanningModel
-from sirtaki.autotune.model.profile import Profile
+from sirtaki.autotune.model.simulator import Profile
 from sirtaki.autotune.trial import Trial
-from sirtaki.comm.layout import GradientLayout
-from sirtaki.comm.plan import Algorithm, Route, TransportKind
-from sirtaki.engine.tuning_cache import (
-    OTHER_TIMES,
-    OTHER_TIMES_ON_ONE_HOST,
-    Hardware,
-    TuningCache,
-    condition_of,
-)
-from sirtaki.link_model import LinkModel
+from sirtaki.comm.plan import Algorithm, GradientLayout, Route, TransportKind
+from sirtaki.engine.tuning.cache import OTHER_TIMES, OTHER_TIMES_ON_ONE_HOST, Hardware, TuningCache, condition_of
+from sirtaki.measures import LinkModel
 from sirtaki.registry.entry import Entry
-from sirtaki.registry.opening import open_store
+from sirtaki.registry.safe_store import open_store
 from sirtaki.settings import Settings
 
 ROUTE = (TransportKind.GLOO, Algorithm.FLAT)
@@ -205,7 +197,7 @@ def test_a_fault_in_what_others_have_stored_never_reaches_the_user(
     memory.keep(WINNER, TRIALS, complete=True, links={ROUTE: LINK})
     deeper, layout = job(path, layers=7)
     deeper.look_up([layout], SPACE)
-    monkeypatch.setattr("sirtaki.engine.tuning_cache.adapted_all", lambda *_: 1 / 0)
+    monkeypatch.setattr("sirtaki.engine.tuning.cache.adapted_all", lambda *_: 1 / 0)
     assert deeper.first_proposals([layout], SPACE, None) == []
     assert "is left alone" in caplog.text
 

@@ -11,8 +11,8 @@ from sirtaki.autotune.knobs import MIB, Knobs, KnobSpace
 from sirtaki.autotune.meta.session import WarmupSession
 from sirtaki.autotune.trial import Proposal, Trial
 from sirtaki.comm.plan import Algorithm, TransportKind
-from sirtaki.engine.step_times import StepTime
-from sirtaki.engine.tuning_messages import describe_change, describe_progress, describe_result
+from sirtaki.engine.tuning.coordinator import describe_change, describe_progress, describe_result
+from sirtaki.engine.tuning.trial_log import StepTime
 
 USUAL = StepTime(backward_s=0.04, between_s=0.1)
 SPACE = KnobSpace(routes=((TransportKind.GLOO, Algorithm.FLAT),), streams=(1, 2, 4))

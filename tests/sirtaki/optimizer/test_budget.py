@@ -8,9 +8,8 @@ import pytest
 from fakes import memories, recordings
 from fakes.memories import LEFT, OUTPUT, THERE
 
+from sirtaki.analysis.memory_budget import Fitting, fit, highest_rank, memory_passes
 from sirtaki.errors import RecordingError
-from sirtaki.optimizer.budget import Fitting, fit, highest_rank
-from sirtaki.optimizer.memory_passes import memory_passes
 
 BLOCKS = 4
 WHOLE = THERE + BLOCKS * (LEFT + OUTPUT)

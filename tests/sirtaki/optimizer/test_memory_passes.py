@@ -12,9 +12,9 @@ from fakes import memories
 from fakes.memories import LEFT, OUTPUT, THERE
 from torch import nn
 
-from sirtaki.errors import ConfigError
-from sirtaki.optimizer import other_passes
-from sirtaki.optimizer.memory_passes import (
+from sirtaki.analysis import plan_search as other_passes
+from sirtaki.analysis.memory import MemoryReplay
+from sirtaki.analysis.memory_budget import (
     Accumulation,
     Both,
     MemoryPass,
@@ -23,7 +23,7 @@ from sirtaki.optimizer.memory_passes import (
     Recomputation,
     memory_passes,
 )
-from sirtaki.replay.memory import MemoryReplay
+from sirtaki.errors import ConfigError
 
 BLOCKS = 4
 WHOLE = THERE + BLOCKS * (LEFT + OUTPUT)

@@ -1,6 +1,6 @@
 """Nothing is found where no package brings anything; the rest is told by the tests of both kinds of passes."""
 
-from sirtaki.optimizer.other_passes import others
+from sirtaki.analysis.plan_search import others
 
 
 def test_a_group_that_nobody_knows_has_none() -> None:

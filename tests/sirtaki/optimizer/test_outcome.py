@@ -10,12 +10,10 @@ from fakes.drawn_jobs import drawn_job
 from fakes.played_jobs import GLOO
 from fakes.replays import on_one_host, over_a_link, times
 
+from sirtaki.analysis.plan_search import STREAMS_ON_ONE_HOST, Subject, choices_of, optimize, planned
+from sirtaki.analysis.what_if import WORTH_A_LINE, with_knobs
 from sirtaki.comm.plan import Algorithm, TransportKind
-from sirtaki.link_model import LinkModel
-from sirtaki.optimizer.outcome import STREAMS_ON_ONE_HOST, choices_of, optimize, planned
-from sirtaki.optimizer.view import Subject
-from sirtaki.replay.early_gradients import WORTH_A_LINE
-from sirtaki.replay.other_plan import with_knobs
+from sirtaki.measures import LinkModel
 
 
 def test_the_plan_brings_what_is_said() -> None:

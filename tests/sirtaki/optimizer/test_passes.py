@@ -11,23 +11,27 @@ from fakes.drawn_jobs import CHOICES
 from fakes.played_jobs import GLOO
 from fakes.replays import over_a_link
 
-from sirtaki.autotune.model.graph import Activity
-from sirtaki.comm.layout import GradientLayout
-from sirtaki.errors import ConfigError
-from sirtaki.optimizer import other_passes
-from sirtaki.optimizer import passes as module
-from sirtaki.optimizer.change import Candidate, Change, Choices, Position
-from sirtaki.optimizer.passes import (
+from sirtaki.analysis import plan_search as module
+from sirtaki.analysis import plan_search as other_passes
+from sirtaki.analysis.plan_search import (
     BF16,
     Bf16OnTheWire,
+    Candidate,
+    Change,
+    Choices,
+    Position,
     Routes,
+    Schedule,
     Streams,
+    Tensor,
     TensorFusion,
     TensorPartition,
     TensorSplit,
     passes,
 )
-from sirtaki.optimizer.schedule import Schedule, Tensor
+from sirtaki.autotune.model.replayer import Activity
+from sirtaki.comm.plan import GradientLayout
+from sirtaki.errors import ConfigError
 
 TENSORS = (Tensor(stop=1000), Tensor(stop=3000), Tensor(stop=6000, parts=2))
 
@@ -140,9 +144,9 @@ def test_other_packages_bring_passes(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(other_passes, "entry_points", lambda group: [point])
 
     monkeypatch.setattr(module, "mine", Mine, raising=False)
-    brought("sirtaki.optimizer.passes:mine")
+    brought("sirtaki.analysis.plan_search:mine")
     assert passes()[-1].name == "mine"
-    brought("sirtaki.optimizer.passes:nothing")
+    brought("sirtaki.analysis.plan_search:nothing")
     with pytest.raises(ConfigError, match="'mine' could not be built"):
         passes()
     brought("builtins:object")

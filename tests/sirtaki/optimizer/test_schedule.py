@@ -9,9 +9,9 @@ from fakes.replays import SIZES, over_a_link
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sirtaki.analysis.plan_search import Schedule, Tensor, place_of, units_of
 from sirtaki.autotune.knobs import Knobs
-from sirtaki.comm.layout import GradientLayout
-from sirtaki.optimizer.schedule import Schedule, Tensor, place_of, units_of
+from sirtaki.comm.plan import GradientLayout
 
 LAYOUT = GradientLayout(sizes=SIZES)
 EVEN = Schedule(route=GLOO, streams=2, unit_bytes=4 * 2000)

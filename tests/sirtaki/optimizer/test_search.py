@@ -14,15 +14,24 @@ from fakes.replays import on_one_host, times
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sirtaki.analysis.global_graph import replayed
+from sirtaki.analysis.job_model import JobModel, Piece
+from sirtaki.analysis.plan_search import (
+    EVERY,
+    Acceleration,
+    Candidate,
+    Change,
+    Found,
+    Position,
+    Schedule,
+    Search,
+    Subject,
+    Tensor,
+    View,
+    passes,
+)
 from sirtaki.comm.plan import TransportKind
-from sirtaki.link_model import LinkModel
-from sirtaki.optimizer.change import Candidate, Change, Position
-from sirtaki.optimizer.passes import passes
-from sirtaki.optimizer.schedule import Schedule, Tensor
-from sirtaki.optimizer.search import Found, Search
-from sirtaki.optimizer.view import EVERY, Acceleration, Subject, View
-from sirtaki.replay.job_model import JobModel, Piece
-from sirtaki.replay.step_times import replayed
+from sirtaki.measures import LinkModel
 
 NOTHING: frozenset[Acceleration] = frozenset()
 

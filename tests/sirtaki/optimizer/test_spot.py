@@ -7,10 +7,7 @@ from fakes.drawn_jobs import CHOICES
 from fakes.played_jobs import GLOO, made_job, plan_of
 from fakes.replays import LINK, SIZES
 
-from sirtaki.optimizer.change import Candidate, Choices
-from sirtaki.optimizer.schedule import Schedule, Tensor
-from sirtaki.optimizer.spot import Spot
-from sirtaki.optimizer.view import Subject, View
+from sirtaki.analysis.plan_search import Candidate, Choices, Schedule, Spot, Subject, Tensor, View
 
 SCHEDULE = Schedule(
     route=GLOO, streams=1, unit_bytes=1, tensors=(Tensor(stop=1000), Tensor(stop=4000, parts=2), Tensor(stop=6500))

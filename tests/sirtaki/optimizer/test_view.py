@@ -11,11 +11,9 @@ from fakes.replays import LINK, SIZES, on_one_host, over_a_link, times
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sirtaki.analysis.global_graph import replayed
+from sirtaki.analysis.plan_search import EVERY, FEW_RANKS, Acceleration, Candidate, Schedule, Subject, View
 from sirtaki.errors import ReplayError
-from sirtaki.optimizer.change import Candidate
-from sirtaki.optimizer.schedule import Schedule
-from sirtaki.optimizer.view import EVERY, FEW_RANKS, Acceleration, Subject, View
-from sirtaki.replay.step_times import replayed
 
 KINDS = st.frozensets(st.sampled_from(list(Acceleration)))
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from fakes import recordings
 
-from sirtaki.profiler.alignment import Known, align
-from sirtaki.profiler.recording import RankRecording, RecordedIteration, RecordedUnit, Recording, UnitId
+from sirtaki.analysis.alignment import Known, align
+from sirtaki.analysis.recording import RankRecording, RecordedIteration, RecordedUnit, Recording, UnitId
 
 OFFSETS_S = (0.05, -0.05)
 DRIFT = 20e-6

@@ -2,10 +2,9 @@
 
 import pytest
 
-from sirtaki.autotune.model.graph import Phase
-from sirtaki.profiler.borrowed_operators import borrowed
-from sirtaki.profiler.operators import StepOperators
-from sirtaki.profiler.recording import Operator, PhaseSpan
+from sirtaki.analysis.operators import StepOperators, borrowed
+from sirtaki.analysis.recording import Operator, PhaseSpan
+from sirtaki.autotune.model.replayer import Phase
 
 THERE = {("begin",): 10.0, ("ready", 1): 14.0, ("ready", 0): 16.0, ("end",): 20.0}
 

@@ -2,8 +2,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sirtaki.analysis.operators import Mark, map_clock
 from sirtaki.errors import RecordingError
-from sirtaki.profiler.clock_map import Mark, map_clock
 
 EPOCH_NS = 1_795_374_239_018_036_638
 

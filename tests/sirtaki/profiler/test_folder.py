@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from fakes import recordings
 
+from sirtaki.analysis import recording_files as folder
+from sirtaki.analysis.recording import FORMAT_VERSION, Recording
 from sirtaki.errors import RecordingError
-from sirtaki.profiler import folder
-from sirtaki.profiler.recording import FORMAT_VERSION, Recording
 
 
 @pytest.fixture

@@ -5,10 +5,10 @@ from types import SimpleNamespace
 import pytest
 from rank_jobs import OVER_MESH, UNTUNED, Job, Play, RankCase, on_ranks, slow
 
+from sirtaki.analysis import recorder as job_recorder
+from sirtaki.analysis.recorder import JobRecorder, Stage, Wanted
 from sirtaki.comm.plan import Algorithm, Route, TransportKind
-from sirtaki.link_model import LinkModel
-from sirtaki.profiler import job_recorder
-from sirtaki.profiler.job_recorder import JobRecorder, Stage, Wanted
+from sirtaki.measures import LinkModel
 
 SHORT_WARMUP = {"SIRTAKI_REGISTRY": "off", "SIRTAKI_WARMUP_ITERATIONS": "3"}
 

@@ -6,8 +6,8 @@ import time
 import pytest
 import torch
 
+from sirtaki.analysis.operators import Kineto
 from sirtaki.errors import RecordingError
-from sirtaki.profiler.kineto import Kineto
 
 
 def test_operators_have_times_of_our_clock() -> None:

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from sirtaki.profiler.live_tensors import LiveStorage, address_of, live_storages
-from sirtaki.profiler.step_memory import Holds
+from sirtaki.analysis.recording import Holds
+from sirtaki.analysis.step_tensors import LiveStorage, address_of, live_storages
 
 
 def of(tensor: torch.Tensor, found: list[LiveStorage]) -> LiveStorage:

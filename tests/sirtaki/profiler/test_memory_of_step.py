@@ -9,16 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from sirtaki.autotune.model.graph import Phase
-from sirtaki.profiler.clock_map import ClockMap
-from sirtaki.profiler.kineto import ACCUMULATING, Event, Kineto, MemoryEvent, Seen
-from sirtaki.profiler.live_tensors import UNSEEN, LiveStorage, live_storages
-from sirtaki.profiler.memory_of_step import WatchedStep, memory_of_step
-from sirtaki.profiler.module_calls import ModuleCalls
-from sirtaki.profiler.operators import BACKWARD
-from sirtaki.profiler.recording import PhaseSpan
-from sirtaki.profiler.step_memory import Allocation, Holds, StepMemory
-from sirtaki.replay.memory import MemoryReplay
+from sirtaki.analysis.memory import MemoryReplay
+from sirtaki.analysis.operators import ACCUMULATING, BACKWARD, ClockMap, Event, Kineto, MemoryEvent, Seen
+from sirtaki.analysis.recording import Allocation, Holds, PhaseSpan, StepMemory
+from sirtaki.analysis.step_tensors import UNSEEN, LiveStorage, ModuleCalls, WatchedStep, live_storages, memory_of_step
+from sirtaki.autotune.model.replayer import Phase
 
 CLOCK = ClockMap(origin_ns=0, origin_s=0.0, error_s=0.0)
 SPANS = (

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from sirtaki.profiler.module_calls import ModuleCalls, model_is_compiled
+from sirtaki.analysis.step_tensors import ModuleCalls, model_is_compiled
 
 
 @pytest.fixture

@@ -5,10 +5,18 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sirtaki.autotune.model.graph import Phase
-from sirtaki.profiler.clock_map import ClockMap
-from sirtaki.profiler.kineto import Event, Seen
-from sirtaki.profiler.operators import BACKWARD, LOADER, ZEROING, Step, StepOperators, operators_of
+from sirtaki.analysis.operators import (
+    BACKWARD,
+    LOADER,
+    ZEROING,
+    ClockMap,
+    Event,
+    Seen,
+    Step,
+    StepOperators,
+    operators_of,
+)
+from sirtaki.autotune.model.replayer import Phase
 
 TRAINS, ENGINE = 1, 7
 CLOCK = ClockMap(origin_ns=0, origin_s=0.0, error_s=0.0)

@@ -3,20 +3,11 @@ from dataclasses import replace
 import pytest
 from fakes import recordings
 
-from sirtaki.autotune.model.graph import Phase
+from sirtaki.analysis.operators import BACKWARD, ClockMap, Event, Seen
+from sirtaki.analysis.recorder import Draft, all_buffers, buffer_number, model_digest, operators_of_drafts, recorded
+from sirtaki.autotune.model.replayer import Phase
 from sirtaki.comm.plan import Algorithm, TransportKind
 from sirtaki.comm.recorder import CopySpan, ReadyMoment, TracedIteration, TracedOperation, TracedUnit
-from sirtaki.profiler.clock_map import ClockMap
-from sirtaki.profiler.kineto import Event, Seen
-from sirtaki.profiler.operators import BACKWARD
-from sirtaki.profiler.own_recording import (
-    Draft,
-    all_buffers,
-    buffer_number,
-    model_digest,
-    operators_of_drafts,
-    recorded,
-)
 
 ROUTE = (TransportKind.GLOO, Algorithm.FLAT)
 

@@ -2,7 +2,7 @@ import os
 from types import SimpleNamespace
 from typing import Any
 
-from sirtaki.profiler.placement import clock_identity, own_placement
+from sirtaki.analysis.recorder import clock_identity, own_placement
 
 
 def test_a_rank_says_where_it_runs() -> None:

@@ -1,7 +1,8 @@
 import pytest
 
+from sirtaki.analysis import recorder as profiling
 from sirtaki.errors import NotInitializedError
-from sirtaki.profiler import profile, profiling
+from sirtaki.profiler import profile
 
 
 def test_a_recording_needs_a_job(tmp_path) -> None:

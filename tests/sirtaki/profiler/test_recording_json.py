@@ -4,8 +4,8 @@ from dataclasses import replace
 import pytest
 from fakes import memories, recordings
 
-from sirtaki.autotune.model.contention import ContentionModel, RateCurve
-from sirtaki.profiler.recording_json import job_from_json, job_to_json, rank_from_json, rank_to_json
+from sirtaki.analysis.recording_files import job_from_json, job_to_json, rank_from_json, rank_to_json
+from sirtaki.autotune.model.fits import ContentionModel, RateCurve
 
 
 def test_a_rank_comes_back_from_json_as_it_was() -> None:
@@ -35,3 +35,5 @@ def test_a_job_comes_back_from_json_as_it_was() -> None:
 
 def test_names_of_operators_are_written_once() -> None:
     assert rank_to_json(recordings.rank(0))["operator_names"] == ["aten::linear", "AddmmBackward0"]
+    rank = replace(memories.recording().ranks[0], memory=memories.chain())
+    assert rank_to_json(rank)["memory"]["operators"] == ["", "aten::mm"]

@@ -2,9 +2,8 @@ from dataclasses import replace
 
 from fakes import recordings
 
-from sirtaki.profiler.alignment import align
-from sirtaki.profiler.recording import Detail, Recording
-from sirtaki.profiler.summary import summary
+from sirtaki.analysis.alignment import align, summary
+from sirtaki.analysis.recording import Detail, Recording
 
 
 def lines(recording: Recording) -> list[str]:

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from sirtaki.autotune.model.graph import Phase
-from sirtaki.profiler.recording import Operator
-from sirtaki.profiler.tensor_edges import Reader, TensorWatch, readers, with_edges
+from sirtaki.analysis.operators import Reader, TensorWatch, readers, with_edges
+from sirtaki.analysis.recording import Operator
+from sirtaki.autotune.model.replayer import Phase
 
 FLOAT = 4
 

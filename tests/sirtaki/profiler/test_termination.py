@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from sirtaki.profiler import termination
+from sirtaki.analysis import termination
 
 PROGRAM = """
 import os, runpy, signal, sys

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 from fakes import recordings
 
-from sirtaki.profiler.alignment import align
-from sirtaki.profiler.trace_file import trace_entries, write_trace
+from sirtaki.analysis.alignment import align, trace_entries, write_trace
 
 
 def entries(recording: Any = None) -> list[dict[str, Any]]:

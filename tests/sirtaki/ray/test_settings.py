@@ -4,7 +4,7 @@ import pytest
 
 from sirtaki.errors import ConfigError
 from sirtaki.ray.settings import Demand, RaySettings, Shape, elastic_policy, interface_names
-from sirtaki.run.elastic.policy import OnFailure
+from sirtaki.run.elastic.job_members import OnFailure
 
 
 def test_a_bundle_asks_for_what_is_wanted_only() -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from fakes.played_jobs import GLOO
 from fakes.replays import over_a_link
 
-from sirtaki.autotune.model.graph import Activity
-from sirtaki.profiler.recording import Collective, RecordedIteration, RecordedUnit, UnitId
-from sirtaki.replay.barriers import Barriers
+from sirtaki.analysis.job_model import Barriers
+from sirtaki.analysis.recording import Collective, RecordedIteration, RecordedUnit, UnitId
+from sirtaki.autotune.model.replayer import Activity
 
 
 def unit(start: int, stop: int, issue_s: float, done_s: float, stream: int = 0) -> RecordedUnit:

@@ -11,11 +11,10 @@ from fakes.replays import LINK, SIZES, on_one_host, over_a_link, played, times
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sirtaki.analysis.global_graph import coarse, global_graph, mean_iteration, symmetric
+from sirtaki.analysis.job_model import JobModel, Piece
+from sirtaki.analysis.what_if import with_plans
 from sirtaki.autotune.model.replayer import replay
-from sirtaki.replay.coarsening import coarse, mean_iteration, symmetric
-from sirtaki.replay.global_graph import global_graph
-from sirtaki.replay.job_model import JobModel, Piece
-from sirtaki.replay.other_plan import with_plans
 
 
 def finer(job: JobModel, parts: int) -> JobModel:
@@ -68,13 +67,6 @@ def test_when_gradients_come_stays_known_until_the_plan_is_settled() -> None:
     assert len(small.iterations[0].programs[0]) < len(job.iterations[0].programs[0]) / 2
     asked = times(with_plans(small, {0: plan}))
     assert asked.iteration_s == pytest.approx(times(with_plans(job, {0: plan})).iteration_s)
-
-
-def test_what_is_shorter_than_the_tolerance_counts_as_what_lies_before_it() -> None:
-    job = over_a_link(cuts=(4,))
-    kinds = [piece.name for piece in coarse(job, tolerance_s=0.011).iterations[0].programs[0]]
-    assert kinds == ["forward", "backward 2", "", ""] or len(kinds) < len(coarse(job).iterations[0].programs[0])
-    assert times(coarse(job, tolerance_s=0.011)).iteration_s == pytest.approx(times(job).iteration_s)
 
 
 def test_the_mean_iteration_takes_what_iterations_take_on_average() -> None:

@@ -10,11 +10,10 @@ from fakes.played_jobs import made_job, plan_of
 from fakes.replays import LINK, SIZES, on_one_host, over_a_link, played
 from hypothesis import given, settings
 
-from sirtaki.autotune.model.graph import Graph
-from sirtaki.autotune.model.replayer import replay
-from sirtaki.link_model import LinkModel
-from sirtaki.replay.critical_path import critical_path, parts
-from sirtaki.replay.job_model import JobModel
+from sirtaki.analysis.global_graph import critical_path, parts
+from sirtaki.analysis.job_model import JobModel
+from sirtaki.autotune.model.replayer import Graph, replay
+from sirtaki.measures import LinkModel
 
 
 def shares(job: JobModel) -> dict[str, float]:

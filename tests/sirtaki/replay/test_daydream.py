@@ -8,10 +8,10 @@ import pytest
 from fakes.played_jobs import record
 from fakes.replays import over_a_link
 
+from sirtaki.analysis.from_recording import job_model
+from sirtaki.analysis.job_model import histories
+from sirtaki.analysis.what_if import bandwidth, daydream
 from sirtaki.errors import ReplayError
-from sirtaki.replay.daydream import bandwidth, daydream
-from sirtaki.replay.from_recording import job_model
-from sirtaki.replay.histories import histories
 
 
 def test_tensors_follow_each_other_at_bytes_by_bandwidth() -> None:

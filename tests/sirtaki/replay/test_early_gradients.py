@@ -8,11 +8,8 @@ import pytest
 from fakes.compiled_jobs import compiled_job
 from fakes.replays import over_a_link, times
 
-from sirtaki.autotune.model.graph import Activity
-from sirtaki.comm.layout import GradientLayout
-from sirtaki.errors import ReplayError
-from sirtaki.link_model import LinkModel
-from sirtaki.replay.early_gradients import (
+from sirtaki.analysis.job_model import JobModel
+from sirtaki.analysis.what_if import (
     COMPILED,
     COST_S,
     COST_SHARE,
@@ -21,7 +18,10 @@ from sirtaki.replay.early_gradients import (
     in_parts,
     sizes_worth_trying,
 )
-from sirtaki.replay.job_model import JobModel
+from sirtaki.autotune.model.replayer import Activity
+from sirtaki.comm.plan import GradientLayout
+from sirtaki.errors import ReplayError
+from sirtaki.measures import LinkModel
 
 MB = 1_000_000
 SLOW = LinkModel(alpha_s=0.001, throughput=(2e7, 3e7, 4e7), host_s=0.0)

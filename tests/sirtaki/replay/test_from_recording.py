@@ -9,15 +9,13 @@ from fakes.played_jobs import made_job, plan_of, record
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sirtaki.analysis.from_recording import job_model, without_dents
+from sirtaki.analysis.global_graph import StepTimes, global_graph, recorded, replayed
+from sirtaki.analysis.job_model import JobModel, histories
+from sirtaki.analysis.recording import Detail
 from sirtaki.autotune.model.replayer import replay
 from sirtaki.errors import ReplayError
-from sirtaki.link_model import LinkModel
-from sirtaki.profiler.recording import Detail
-from sirtaki.replay.from_recording import job_model, without_dents
-from sirtaki.replay.global_graph import global_graph
-from sirtaki.replay.histories import histories
-from sirtaki.replay.job_model import JobModel
-from sirtaki.replay.step_times import StepTimes, recorded, replayed
+from sirtaki.measures import LinkModel
 
 SIZES = (1000, 3000, 2000, 500)
 LINK = LinkModel(alpha_s=0.002, throughput=(1e5, 1.6e5, 2e5), host_s=0.003)

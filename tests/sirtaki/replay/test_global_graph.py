@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 from fakes.replays import on_one_host, over_a_link, played
 
-from sirtaki.autotune.model.graph import ALL_RANKS, Activity
-from sirtaki.replay.global_graph import BEFORE, global_graph
+from sirtaki.analysis.global_graph import BEFORE, global_graph
+from sirtaki.autotune.model.replayer import ALL_RANKS, Activity
 
 
 def test_there_is_a_lane_for_each_rank_and_one_for_each_stream_of_all() -> None:

@@ -8,7 +8,7 @@ import pytest
 from fakes.played_jobs import record
 from fakes.replays import over_a_link
 
-from sirtaki.replay.histories import histories
+from sirtaki.analysis.job_model import histories
 
 
 def test_ranks_are_on_one_clock_that_begins_with_them() -> None:

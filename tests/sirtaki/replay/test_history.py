@@ -6,9 +6,9 @@ from itertools import pairwise
 
 import pytest
 
-from sirtaki.autotune.model.graph import Activity, Phase
-from sirtaki.profiler.recording import Copy, Operator, PhaseSpan, RecordedIteration
-from sirtaki.replay.history import Marks, Stretch, Wait, pieces, stretches, with_waits
+from sirtaki.analysis.job_model import Marks, Stretch, Wait, pieces, stretches, with_waits
+from sirtaki.analysis.recording import Copy, Operator, PhaseSpan, RecordedIteration
+from sirtaki.autotune.model.replayer import Activity, Phase
 
 UNIT = (0, 0, 100)
 

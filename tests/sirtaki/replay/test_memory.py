@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 from fakes.memories import FLAT, GRADIENT, LEFT, OUTPUT, PARAMETERS, TEMPORARY, THERE, chain
 
-from sirtaki.profiler.step_memory import Holds
-from sirtaki.replay.memory import MemoryReplay, main_device
+from sirtaki.analysis.memory import MemoryReplay, main_device
+from sirtaki.analysis.recording import Holds
 
 
 def replay_of(blocks: int = 4) -> MemoryReplay:

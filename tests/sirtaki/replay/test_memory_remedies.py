@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from fakes.memories import job
 
-from sirtaki.autotune.model.graph import Activity, Phase
-from sirtaki.replay.job_model import JobModel
-from sirtaki.replay.memory_remedies import ADDING, AGAIN, CALL_S, OPERATOR_S, with_accumulation, with_recomputation
-from sirtaki.replay.remedies import play
-from sirtaki.replay.step_times import replayed
+from sirtaki.analysis.global_graph import replayed
+from sirtaki.analysis.job_model import JobModel
+from sirtaki.analysis.memory import ADDING, AGAIN, CALL_S, OPERATOR_S, with_accumulation, with_recomputation
+from sirtaki.analysis.remedies import play
+from sirtaki.autotune.model.replayer import Activity, Phase
 
 
 def step_s(job: JobModel) -> float:

@@ -10,13 +10,12 @@ from fakes.replays import LINK, SIZES, on_one_host, over_a_link, times
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sirtaki.analysis.from_recording import job_model
+from sirtaki.analysis.job_model import JobModel, histories
+from sirtaki.analysis.what_if import with_knobs, with_plans
 from sirtaki.autotune.knobs import Knobs
 from sirtaki.comm.plan import TransportKind
 from sirtaki.errors import ReplayError
-from sirtaki.replay.from_recording import job_model
-from sirtaki.replay.histories import histories
-from sirtaki.replay.job_model import JobModel
-from sirtaki.replay.other_plan import with_knobs, with_plans
 
 CUTS = [(4,), (1, 4), (2, 3, 4), (1, 2, 3, 4)]
 

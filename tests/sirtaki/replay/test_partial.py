@@ -6,9 +6,8 @@ import pytest
 from fakes.graphs import graph, node
 from fakes.replays import over_a_link
 
+from sirtaki.analysis.global_graph import communication_s, computation_s, global_graph, part
 from sirtaki.autotune.model.replayer import replay
-from sirtaki.replay.global_graph import global_graph
-from sirtaki.replay.partial import communication_s, computation_s, part
 
 
 def test_what_is_kept_keeps_its_edges() -> None:

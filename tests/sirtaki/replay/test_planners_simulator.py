@@ -8,10 +8,9 @@ from fakes.replays import SIZES, times
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sirtaki.autotune.model.profile import Profile
-from sirtaki.autotune.model.shared_host import SharedHost
-from sirtaki.autotune.model.simulator import Simulator
-from sirtaki.link_model import LinkModel
+from sirtaki.autotune.model.replayer import SharedHost
+from sirtaki.autotune.model.simulator import Profile, Simulator
+from sirtaki.measures import LinkModel
 
 rates = st.floats(1e4, 1e6)
 seconds = st.floats(0.0, 0.05)

@@ -9,12 +9,7 @@ from fakes.compiled_jobs import compiled_job
 from fakes.played_jobs import made_job, plan_of
 from fakes.replays import LINK, SIZES, on_one_host, over_a_link, times
 
-from sirtaki.autotune.knobs import Knobs
-from sirtaki.comm.plan import TransportKind
-from sirtaki.errors import ReplayError
-from sirtaki.link_model import LinkModel
-from sirtaki.replay.other_plan import with_plans
-from sirtaki.replay.remedies import (
+from sirtaki.analysis.remedies import (
     best_knobs,
     knobs_of,
     price_error,
@@ -23,6 +18,11 @@ from sirtaki.replay.remedies import (
     single_remedies,
     unanswered,
 )
+from sirtaki.analysis.what_if import with_plans
+from sirtaki.autotune.knobs import Knobs
+from sirtaki.comm.plan import TransportKind
+from sirtaki.errors import ReplayError
+from sirtaki.measures import LinkModel
 
 
 def test_remedies_are_for_what_is_there_the_best_first() -> None:

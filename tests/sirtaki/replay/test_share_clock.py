@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from sirtaki.autotune.model.graph import Server
-from sirtaki.replay.share_clock import ShareClock
+from sirtaki.analysis.from_recording import ShareClock
+from sirtaki.autotune.model.replayer import Server
 
 
 def test_the_clock_runs_at_each_jobs_share() -> None:

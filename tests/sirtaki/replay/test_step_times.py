@@ -6,9 +6,9 @@ import pytest
 from fakes.played_jobs import record
 from fakes.replays import over_a_link, played
 
-from sirtaki.autotune.model.graph import Phase
-from sirtaki.replay.histories import histories
-from sirtaki.replay.step_times import recorded, replayed
+from sirtaki.analysis.global_graph import recorded, replayed
+from sirtaki.analysis.job_model import histories
+from sirtaki.autotune.model.replayer import Phase
 
 
 def test_waiting_belongs_to_the_phase_in_which_it_is_done() -> None:

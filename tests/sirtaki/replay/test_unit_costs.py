@@ -8,10 +8,10 @@ import pytest
 from fakes.played_jobs import GLOO
 from fakes.replays import LINK, on_one_host, over_a_link
 
+from sirtaki.analysis.what_if import unit_cost
 from sirtaki.comm.plan import Algorithm, TransportKind
 from sirtaki.errors import ReplayError
-from sirtaki.link_model import LinkModel
-from sirtaki.replay.unit_costs import unit_cost
+from sirtaki.measures import LinkModel
 
 
 def test_without_probes_recorded_sizes_tell_start_up_and_rate() -> None:

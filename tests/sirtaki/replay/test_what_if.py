@@ -9,10 +9,8 @@ import pytest
 from fakes.played_jobs import made_job, plan_of
 from fakes.replays import LINK, SIZES, on_one_host, over_a_link, times
 
-from sirtaki.errors import ReplayError
-from sirtaki.link_model import LinkModel
-from sirtaki.replay.job_model import JobModel
-from sirtaki.replay.what_if import (
+from sirtaki.analysis.job_model import JobModel
+from sirtaki.analysis.what_if import (
     PAYLOAD,
     link_rate,
     wire_bytes_per_byte,
@@ -22,6 +20,8 @@ from sirtaki.replay.what_if import (
     with_ranks,
     without_stragglers,
 )
+from sirtaki.errors import ReplayError
+from sirtaki.measures import LinkModel
 
 DURATIONS = (0.02, 0.01, 0.03, 0.02)
 

@@ -1,7 +1,7 @@
 import pytest
 
 from sirtaki.errors import LaunchError
-from sirtaki.run.call_folder import answer_call, leave_call, take_result
+from sirtaki.run.call import answer_call, leave_call, take_result
 
 
 def test_a_call_goes_out_and_each_ranks_result_comes_back(tmp_path):

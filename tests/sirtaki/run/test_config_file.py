@@ -3,8 +3,7 @@ import json
 import pytest
 
 from sirtaki.errors import ConfigError
-from sirtaki.run.config_file import arguments_from_file
-from sirtaki.run.options import option_names, parse
+from sirtaki.run.options import arguments_from_file, option_names, parse
 
 
 def arguments(tmp_path, content, name="c.json"):

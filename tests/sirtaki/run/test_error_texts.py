@@ -1,4 +1,4 @@
-from sirtaki.run.error_texts import ErrorTexts
+from sirtaki.run.output import ErrorTexts
 
 
 def ended(texts: ErrorTexts, rank: int, text: bytes, brief: str = "") -> bytes:

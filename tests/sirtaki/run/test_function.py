@@ -10,7 +10,7 @@ import pytest
 
 from sirtaki.errors import ConfigError, LaunchError
 from sirtaki.run import function
-from sirtaki.run.call_folder import answer_call
+from sirtaki.run.call import answer_call
 from sirtaki.run.function import run
 
 Launched = list[argparse.Namespace]

@@ -4,7 +4,7 @@ import pytest
 
 from sirtaki.mpi_library import MpiLibrary
 from sirtaki.run.hosts import Host
-from sirtaki.run.mpi_command import Job, carried_variables, mpiexec_command, ssh_variables, ssh_words
+from sirtaki.run.rank_command import Job, carried_variables, mpiexec_command, ssh_variables, ssh_words
 
 MPIEXEC = Path("/opt/mpi/bin/mpiexec")
 

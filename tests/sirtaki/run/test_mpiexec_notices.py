@@ -1,6 +1,6 @@
 import pytest
 
-from sirtaki.run.mpiexec_notices import NoticeFilter
+from sirtaki.run.output import NoticeFilter
 
 RULE = "-" * 74
 KILLED = "prterun noticed that process rank 1 with PID 16144 on node n0 exited on\nsignal 9 (Killed)."

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sirtaki.run.console import Console
-from sirtaki.run.mpiexec_notices import NoticeFilter
-from sirtaki.run.output import OutputOptions, RankOutput
+from sirtaki.run.output import NoticeFilter, OutputOptions, RankOutput
 from sirtaki.run.rank_channel import UNFINISHED, Event, Message
 
 texts = st.lists(st.tuples(st.integers(0, 12), st.text("ab []0:<>@,\r", max_size=12)), max_size=12)

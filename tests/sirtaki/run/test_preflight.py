@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from sirtaki.run.host_check import Finding, Need, finding_here, versions_here
-from sirtaki.run.hosts import Host
-from sirtaki.run.preflight import is_by_ssh, look_at, shared_networks
+from sirtaki.run.hosts import Host, is_by_ssh, look_at, shared_networks
 
 SSH = """#!/bin/sh
 while [ "$1" != b ] && [ "$1" != c ]; do shift; done

@@ -14,7 +14,7 @@ SCRIPT = """
 import sys, types
 sys.modules["sirtaki"] = package = types.ModuleType("sirtaki"); package.__path__ = [sys.argv[1]]
 sys.modules["sirtaki.run"] = part = types.ModuleType("sirtaki.run"); part.__path__ = [sys.argv[1] + "/run"]
-from sirtaki.run.rank_output import mark_unfinished_lines
+from sirtaki.run.rank_channel import mark_unfinished_lines
 {before}
 mark_unfinished_lines()
 {after}

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from sirtaki.errors import ConfigError
-from sirtaki.run.ssh import remedy, ssh_arguments, why_not
+from sirtaki.run.hosts import remedy, ssh_arguments, why_not
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[3]
 PROGRAM = """
 import os, signal, sys, time, types
-from sirtaki.run.termination import answer_termination
+from sirtaki.run.rank_channel import answer_termination
 sys.modules["sirtaki.engine.process_end"] = types.SimpleNamespace(describe=lambda: "waits for rank 1")
 answer_termination(lambda doing: print("it", doing, flush=True))
 if sys.argv[1] == "itself":

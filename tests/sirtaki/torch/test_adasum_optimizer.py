@@ -8,10 +8,9 @@ import torch
 from fakes.jobs import on_jobs
 
 from sirtaki.engine import job
-from sirtaki.torch.adasum_optimizer import wrap_adasum
 from sirtaki.torch.compression import Compression
-from sirtaki.torch.derived_class import Distributed
-from sirtaki.torch.lasting_optimizers import keep
+from sirtaki.torch.lasting_optimizers import Distributed, keep
+from sirtaki.torch.optimizer import wrap_adasum
 
 
 def made(

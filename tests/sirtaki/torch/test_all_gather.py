@@ -5,9 +5,8 @@ import torch
 from fakes.jobs import on_jobs
 
 from sirtaki.errors import MismatchError
-from sirtaki.torch.all_gather import allgather, allgather_async, grouped_allgather, grouped_allgather_async
-from sirtaki.torch.handles import synchronize
-from sirtaki.torch.process_sets import ProcessSet, add_process_set
+from sirtaki.torch.collectives import allgather, allgather_async, grouped_allgather, grouped_allgather_async
+from sirtaki.torch.process_sets import ProcessSet, add_process_set, synchronize
 
 SIZE = 3
 

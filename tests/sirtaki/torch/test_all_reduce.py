@@ -7,7 +7,7 @@ import torch
 from fakes.jobs import on_jobs
 
 from sirtaki.errors import MismatchError
-from sirtaki.torch.all_reduce import (
+from sirtaki.torch.collectives import (
     allreduce,
     allreduce_,
     allreduce_async,
@@ -18,9 +18,7 @@ from sirtaki.torch.all_reduce import (
     grouped_allreduce_async_,
 )
 from sirtaki.torch.compression import Compression
-from sirtaki.torch.handles import synchronize
-from sirtaki.torch.process_sets import ProcessSet, add_process_set
-from sirtaki.torch.reduction_ops import Average, Max, Min, Product, Sum
+from sirtaki.torch.process_sets import Average, Max, Min, ProcessSet, Product, Sum, add_process_set, synchronize
 
 SIZE = 3
 

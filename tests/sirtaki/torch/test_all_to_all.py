@@ -7,8 +7,8 @@ import torch
 from fakes.jobs import on_jobs
 
 from sirtaki.errors import MismatchError
-from sirtaki.torch.all_to_all import alltoall, alltoall_async
-from sirtaki.torch.handles import synchronize
+from sirtaki.torch.collectives import alltoall, alltoall_async
+from sirtaki.torch.process_sets import synchronize
 
 SIZE = 3
 

@@ -6,11 +6,9 @@ import pytest
 import torch
 
 from sirtaki.errors import NotInitializedError
-from sirtaki.torch.averaging_optimizer import AveragingOptimizer
-from sirtaki.torch.derived_class import derive
-from sirtaki.torch.gradient_recipe import GradientRecipe
-from sirtaki.torch.process_sets import global_process_set
-from sirtaki.torch.reduction_ops import Average
+from sirtaki.torch.lasting_optimizers import derive
+from sirtaki.torch.optimizer import AveragingOptimizer, GradientRecipe
+from sirtaki.torch.process_sets import Average, global_process_set
 
 
 @pytest.fixture

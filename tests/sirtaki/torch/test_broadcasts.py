@@ -5,9 +5,8 @@ import torch
 from fakes.jobs import on_jobs
 
 from sirtaki.errors import MismatchError
-from sirtaki.torch.broadcasts import broadcast, broadcast_, broadcast_async, broadcast_async_
-from sirtaki.torch.handles import synchronize
-from sirtaki.torch.process_sets import ProcessSet, add_process_set
+from sirtaki.torch.collectives import broadcast, broadcast_, broadcast_async, broadcast_async_
+from sirtaki.torch.process_sets import ProcessSet, add_process_set, synchronize
 
 SIZE = 3
 

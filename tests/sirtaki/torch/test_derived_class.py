@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sirtaki.errors import ConfigError
-from sirtaki.torch.derived_class import Distributed, derive, plain_copy, require_plain
+from sirtaki.torch.lasting_optimizers import Distributed, derive, plain_copy, require_plain
 
 
 class Mixin(Distributed):

@@ -8,7 +8,7 @@ import torch
 
 from sirtaki.comm.control.mpi import load_mpi, world
 from sirtaki.comm.control.plane import ControlPlane
-from sirtaki.engine.nan_check import NanCheck
+from sirtaki.engine.reducing.hooks import NanCheck
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +19,7 @@ def control() -> ControlPlane:
 @pytest.fixture(autouse=True)
 def logged(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     """Also where a test of this process has taken Sirtaki's log away from the root logger."""
-    logger = logging.getLogger("sirtaki.engine.nan_check")
+    logger = logging.getLogger("sirtaki.engine.reducing.hooks")
     logger.addHandler(caplog.handler)
     yield
     logger.removeHandler(caplog.handler)

@@ -10,9 +10,8 @@ import torch
 
 from sirtaki.comm.collectives.rank_sets import RankSet
 from sirtaki.settings import Settings
-from sirtaki.torch.gradient_recipe import GradientRecipe
-from sirtaki.torch.process_sets import ProcessSet, global_process_set
-from sirtaki.torch.reduction_ops import Average, Sum
+from sirtaki.torch.optimizer import GradientRecipe
+from sirtaki.torch.process_sets import Average, ProcessSet, Sum, global_process_set
 
 
 def recipe(*shape: int, name: str = "weight", **changes: Any) -> GradientRecipe:

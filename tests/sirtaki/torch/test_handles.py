@@ -5,20 +5,21 @@ import torch
 from fakes.jobs import on_jobs
 from fakes.meshes import until
 
-from sirtaki.comm.collectives.requests import Kind
+from sirtaki.comm.collectives.operations import Kind
 from sirtaki.errors import MismatchError
-from sirtaki.torch import handles
-from sirtaki.torch.handles import (
+from sirtaki.torch import process_sets as handles
+from sirtaki.torch.process_sets import (
     Call,
+    engine_of,
     everything,
     first,
+    global_process_set,
     into,
     into_one,
     poll,
     synchronize,
     synchronize_all,
 )
-from sirtaki.torch.process_sets import engine_of, global_process_set
 
 SIZE = 2
 

@@ -11,8 +11,7 @@ import torch
 
 from sirtaki.errors import ConfigError, NotInitializedError
 from sirtaki.torch import lasting_optimizers
-from sirtaki.torch.derived_class import Distributed
-from sirtaki.torch.lasting_optimizers import WAITING, attach, detach_all, detached, keep, require_attached
+from sirtaki.torch.lasting_optimizers import WAITING, Distributed, attach, detach_all, detached, keep, require_attached
 
 
 class Optimizer(Distributed):

@@ -9,7 +9,7 @@ from fakes.jobs import on_jobs
 
 from sirtaki.engine import job
 from sirtaki.errors import NotInitializedError
-from sirtaki.torch.meeting import barrier, join
+from sirtaki.torch.collectives import barrier, join
 from sirtaki.torch.process_sets import ProcessSet, add_process_set
 
 SIZE = 3

@@ -2,9 +2,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from sirtaki.analysis import recorder as profiling
 from sirtaki.engine import job
-from sirtaki.profiler import profiling
-from sirtaki.torch.recording import record_if_wanted
+from sirtaki.torch.basics import record_if_wanted
 
 
 @pytest.mark.parametrize(("folder", "begun"), [(None, 0), ("somewhere", 1)])

@@ -7,15 +7,14 @@ import torch
 from fakes.jobs import on_jobs
 
 from sirtaki.errors import MismatchError
-from sirtaki.torch.compression import Compression
-from sirtaki.torch.handles import synchronize
-from sirtaki.torch.reduce_scatter import (
+from sirtaki.torch.collectives import (
     grouped_reducescatter,
     grouped_reducescatter_async,
     reducescatter,
     reducescatter_async,
 )
-from sirtaki.torch.reduction_ops import Adasum, Average, Max, Sum
+from sirtaki.torch.compression import Compression
+from sirtaki.torch.process_sets import Adasum, Average, Max, Sum, synchronize
 
 SIZE = 3
 

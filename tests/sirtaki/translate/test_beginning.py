@@ -1,7 +1,7 @@
 from training_loops import HEAD
 
 from sirtaki.translate import translate
-from sirtaki.translate.beginning import free_name
+from sirtaki.translate.changes import free_name
 from sirtaki.translate.source import Source
 
 

@@ -1,7 +1,6 @@
 import libcst as cst
 
-from sirtaki.translate.edits import Edits
-from sirtaki.translate.source import Source
+from sirtaki.translate.source import Edits, Source
 
 SCRIPT = """\
 # a comment

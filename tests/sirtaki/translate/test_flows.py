@@ -1,7 +1,6 @@
 import libcst as cst
 
-from sirtaki.translate.flows import Flows, Kind
-from sirtaki.translate.source import Source
+from sirtaki.translate.source import Flows, Kind, Source
 
 SCRIPT = """
 import torch

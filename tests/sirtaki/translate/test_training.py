@@ -1,8 +1,7 @@
 import pytest
 
-from sirtaki.translate.flows import Flows
-from sirtaki.translate.source import Source
-from sirtaki.translate.training import Training
+from sirtaki.translate.meaning import Training
+from sirtaki.translate.source import Flows, Source
 
 HEAD = """
 import torch

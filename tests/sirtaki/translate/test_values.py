@@ -1,7 +1,7 @@
 import libcst as cst
 import pytest
 
-from sirtaki.translate.values import ALL, BATCH, COUNT, Over, Value, all_alike, collected, combined, either
+from sirtaki.translate.source import ALL, BATCH, COUNT, Over, Value, all_alike, collected, combined, either
 
 MEAN, SUM = Value(over=Over.MEAN), Value(over=Over.SUM)
 

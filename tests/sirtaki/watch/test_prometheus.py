@@ -6,7 +6,7 @@ import pytest
 
 from sirtaki.watch import IterationEnded
 from sirtaki.watch.prometheus import MetricsServer, render
-from sirtaki.watch.totals import Totals
+from sirtaki.watch.watchers import Totals
 
 
 def some() -> Totals:

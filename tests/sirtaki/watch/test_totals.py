@@ -3,7 +3,7 @@ import math
 import pytest
 
 from sirtaki.watch import Decision, IterationEnded
-from sirtaki.watch.totals import RECENT, Totals
+from sirtaki.watch.watchers import RECENT, Totals
 
 
 def iteration(number: int, step_s: float) -> IterationEnded:

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 from fakes.meshes import close, until
 
-from sirtaki.comm.control.mesh import handshake
-from sirtaki.comm.control.mesh.appointment import Appointment, Attendee, attendee, keep, open_places
-from sirtaki.comm.control.mesh.rendezvous import Meeting, meet
+from sirtaki.comm.control import mesh_rendezvous
+from sirtaki.comm.control.mesh_rendezvous import Appointment, Attendee, Meeting, attendee, keep, meet, open_places
 from sirtaki.errors import CommError, ConfigError, PeerLostError
 
 
@@ -65,7 +64,7 @@ def test_nobody_waits_for_whom_the_launcher_knows_to_be_gone() -> None:
     threading.Timer(0.2, gone.set).start()
     begin_s = time.monotonic()
     results = together(everybody, timeout_s=60.0)
-    assert time.monotonic() - begin_s < handshake.HANDSHAKE_S + 5.0
+    assert time.monotonic() - begin_s < mesh_rendezvous.HANDSHAKE_S + 5.0
     for rank in (0, 2):
         assert isinstance(results[rank], PeerLostError)
         assert "rank 1 was killed" in str(results[rank])

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
+from sirtaki.comm.control import mesh
 from sirtaki.comm.control.communicator import Op
-from sirtaki.comm.control.mesh import collectives
-from sirtaki.comm.control.mesh.connection import Sending
+from sirtaki.comm.control.mesh_links import Sending
 
 SIZES = [1, 2, 3, 4, 5, 7, 8, 11, 16, 33]
 
@@ -54,8 +54,8 @@ class Exchange:
 @pytest.mark.parametrize("op", list(Op))
 def test_short_reductions_take_log2_rounds(size: int, op: Op) -> None:
     arrays = [np.random.default_rng(rank).integers(1, 3, 5) for rank in range(size)]
-    expected = collectives.UFUNCS[op].reduce(arrays)
-    rounds = Network(size).run(lambda exchange: collectives.all_reduced(exchange, arrays[exchange.rank], op))
+    expected = mesh.UFUNCS[op].reduce(arrays)
+    rounds = Network(size).run(lambda exchange: mesh.all_reduce(exchange, arrays[exchange.rank], op))
     assert rounds <= math.ceil(math.log2(size))
     assert all(np.array_equal(array, expected) for array in arrays)
 
@@ -65,7 +65,7 @@ def test_short_reductions_take_log2_rounds(size: int, op: Op) -> None:
 def test_sums_of_any_length_have_the_same_bits_everywhere(size: int, length: int) -> None:
     arrays = [np.random.default_rng(rank).standard_normal(length) for rank in range(size)]
     total = np.sum(arrays, axis=0)
-    Network(size).run(lambda exchange: collectives.all_reduced(exchange, arrays[exchange.rank], Op.SUM))
+    Network(size).run(lambda exchange: mesh.all_reduce(exchange, arrays[exchange.rank], Op.SUM))
     assert len({array.tobytes() for array in arrays}) == 1
     np.testing.assert_allclose(arrays[0], total, rtol=1e-10, atol=1e-10)
 
@@ -76,12 +76,12 @@ def test_gathering_and_broadcasts_take_log2_rounds(size: int) -> None:
     expected = np.repeat(np.arange(size), counts)
     wholes = [np.where(expected == rank, rank, -1) for rank in range(size)]
     network = Network(size)
-    assert network.run(lambda exchange: collectives.gathered(exchange, wholes[exchange.rank], counts)) <= math.ceil(
+    assert network.run(lambda exchange: mesh.gather(exchange, wholes[exchange.rank], counts)) <= math.ceil(
         math.log2(size)
     )
     assert all(np.array_equal(whole, expected) for whole in wholes)
     for root in range(size):
         arrays = [np.full(4, rank) for rank in range(size)]
-        steps = lambda exchange, a=arrays, r=root: collectives.broadcast(exchange, a[exchange.rank], r)  # noqa: E731
+        steps = lambda exchange, a=arrays, r=root: mesh.broadcast(exchange, a[exchange.rank], r)  # noqa: E731
         assert Network(size).run(steps) <= math.ceil(math.log2(size))
         assert all((array == root).all() for array in arrays)

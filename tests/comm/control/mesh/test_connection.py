@@ -5,8 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from sirtaki.comm.control.mesh.connection import COPIED_BYTES, Connection
-from sirtaki.comm.control.mesh.frames import MAX_PAYLOAD_BYTES, Header, Kind, encode
+from sirtaki.comm.control.mesh_links import COPIED_BYTES, MAX_PAYLOAD_BYTES, Connection, Header, Kind, encode
 from sirtaki.errors import CommError
 
 

@@ -1,6 +1,6 @@
 import pytest
 
-from sirtaki.comm.control.mesh.frames import HEADER_BYTES, MAX_PAYLOAD_BYTES, Header, Kind, decode, encode
+from sirtaki.comm.control.mesh_links import HEADER_BYTES, MAX_PAYLOAD_BYTES, Header, Kind, decode, encode
 from sirtaki.errors import CommError
 
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 from fakes.meshes import until
 
-from sirtaki.comm.control.mesh import handshake
-from sirtaki.comm.control.mesh.handshake import Acceptor, NoProof, connect, job_key, listen
+from sirtaki.comm.control import mesh_rendezvous
+from sirtaki.comm.control.mesh_rendezvous import Acceptor, NoProof, connect, job_key, listen
 
 KEY = job_key("secret", "job")
 
@@ -56,7 +56,7 @@ def test_a_wrong_secret_is_noticed_by_the_connector(acceptor: Acceptor, key: byt
 
 def test_who_cannot_answer_the_challenge_is_refused(acceptor: Acceptor) -> None:
     with socket.create_connection(acceptor.places[0]) as sock:
-        sock.sendall(handshake._HELLO.pack(handshake.MAGIC, 1, 0, bytes(32)))
+        sock.sendall(mesh_rendezvous._HELLO.pack(mesh_rendezvous.MAGIC, 1, 0, bytes(32)))
         assert len(sock.recv(64)) == 64
         sock.sendall(bytes(32))
         assert hang_up(sock)
@@ -97,7 +97,7 @@ def test_a_replay_proves_nothing(acceptor: Acceptor) -> None:
     [
         b"GET / HTTP/1.1\r\nHost: sirtaki\r\nConnection: keep-alive\r\n\r\n",
         pickle.dumps({"a": list(range(50))}),
-        handshake._HELLO.pack(handshake.MAGIC, 1, 5, bytes(32)),  # to another rank
+        mesh_rendezvous._HELLO.pack(mesh_rendezvous.MAGIC, 1, 5, bytes(32)),  # to another rank
         b"\0" * 100_000,
     ],
 )
@@ -110,11 +110,11 @@ def test_garbage_is_hung_up_on(acceptor: Acceptor, said: bytes) -> None:
 
 
 def test_the_slow_and_the_many_hold_nobody_up(acceptor: Acceptor, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handshake, "HANDSHAKE_S", 0.3)
-    monkeypatch.setattr(handshake, "MAX_UNPROVED", 8)
+    monkeypatch.setattr(mesh_rendezvous, "HANDSHAKE_S", 0.3)
+    monkeypatch.setattr(mesh_rendezvous, "MAX_UNPROVED", 8)
     with contextlib.ExitStack() as strangers:
         crowd = [strangers.enter_context(socket.create_connection(acceptor.places[0])) for _ in range(30)]
-        crowd[-1].sendall(handshake.MAGIC)
+        crowd[-1].sendall(mesh_rendezvous.MAGIC)
         connect(acceptor.places[0], key=KEY, own=1, other=0).close()
         until(lambda: acceptor.refused == 30)  # 22 for lack of room, the others when their time was up
         assert hang_up(crowd[-1])

@@ -13,8 +13,8 @@ from fakes.meshes import close, connected, on_all, until
 
 from sirtaki.comm.control.communicator import Op
 from sirtaki.comm.control.failure import poll_until
-from sirtaki.comm.control.mesh.communicator import MeshCommunicator
-from sirtaki.comm.control.mesh.links import Links
+from sirtaki.comm.control.mesh import MeshCommunicator
+from sirtaki.comm.control.mesh_links import Links
 from sirtaki.errors import PeerLostError
 
 

@@ -2,8 +2,7 @@
 
 import pytest
 
-from sirtaki.comm.control.mesh.frames import Header, Kind
-from sirtaki.comm.control.mesh.mailbox import Inbox, Mailbox
+from sirtaki.comm.control.mesh_links import Header, Inbox, Kind, Mailbox
 from sirtaki.errors import CommError, MismatchError
 
 

@@ -12,10 +12,10 @@ from unittest import mock
 import pytest
 from fakes.meshes import close
 
+from sirtaki.comm.control import mesh_rendezvous
 from sirtaki.comm.control.failure import poll_until
-from sirtaki.comm.control.mesh import rendezvous
-from sirtaki.comm.control.mesh.communicator import MeshCommunicator
-from sirtaki.comm.control.mesh.rendezvous import Meeting, meet
+from sirtaki.comm.control.mesh import MeshCommunicator
+from sirtaki.comm.control.mesh_rendezvous import Meeting, meet
 from sirtaki.errors import CommError, ConfigError
 
 names = (f"test {number}" for number in itertools.count())
@@ -118,7 +118,7 @@ def test_two_processes_of_one_rank_are_told_so() -> None:
         def __setitem__(self, key: object, value: int) -> None:
             pass
 
-    with mock.patch.object(rendezvous, "_met", Uncounted()):
+    with mock.patch.object(mesh_rendezvous, "_met", Uncounted()):
         results = together([places[0], places[1], places[1]], timeout_s=5.0)
     errors = [result for result in results if isinstance(result, Exception)]
     assert any("two processes say that they are rank 1" in str(error) for error in errors), results
@@ -138,7 +138,7 @@ def test_ranks_of_different_worlds_are_told_so() -> None:
 def test_ranks_with_different_secrets_are_told_so(
     monkeypatch: pytest.MonkeyPatch, secrets: list[str | None], words: list[str]
 ) -> None:
-    monkeypatch.setattr(rendezvous, "WRONG_SECRET_S", 0.2)
+    monkeypatch.setattr(mesh_rendezvous, "WRONG_SECRET_S", 0.2)
     expect(together(meetings(2), secrets=secrets), ConfigError, *words)
 
 
@@ -150,8 +150,8 @@ def test_ranks_of_several_hosts_listen_at_the_chosen_interface(monkeypatch: pyte
         offered.append(interface)
         return ["127.0.0.3", "127.0.0.2"]
 
-    monkeypatch.setattr(rendezvous, "host_identity", lambda: next(hosts))
-    monkeypatch.setattr(rendezvous, "own_addresses", addresses)
+    monkeypatch.setattr(mesh_rendezvous, "host_identity", lambda: next(hosts))
+    monkeypatch.setattr(mesh_rendezvous, "own_addresses", addresses)
     comms = together(meetings(2))
     peer = next(iter(comms[1]._links._connections.values()))._socket.getpeername()[0]
     assert peer == "127.0.0.3"

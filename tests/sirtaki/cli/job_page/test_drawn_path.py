@@ -4,10 +4,10 @@ import pytest
 from fakes.played_jobs import made_job, plan_of, record
 from fakes.replays import SIZES
 
-from sirtaki.cli.job_page.drawn_path import drawn_path
-from sirtaki.replay.from_recording import job_model
-from sirtaki.replay.histories import histories
-from sirtaki.replay.remedies import play
+from sirtaki.analysis.from_recording import job_model
+from sirtaki.analysis.job_model import histories
+from sirtaki.analysis.remedies import play
+from sirtaki.analysis.timeline_plot import drawn_path
 
 DURATIONS = (0.02, 0.01, 0.03, 0.02)
 

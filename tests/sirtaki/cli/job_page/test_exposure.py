@@ -4,10 +4,8 @@ import pytest
 from fakes.played_jobs import made_job, plan_of, record
 from fakes.replays import SIZES, over_a_link
 
-from sirtaki.cli.job_page.exposure import exposures, late_units
-from sirtaki.cli.job_page.kinds import Kind
-from sirtaki.cli.job_page.step_parts import step_parts
-from sirtaki.replay.histories import histories
+from sirtaki.analysis.job_model import histories
+from sirtaki.analysis.timeline_plot import Kind, exposures, late_units, step_parts
 
 DURATIONS = (0.02, 0.01, 0.03, 0.02)
 SLOW = tuple(2 * seconds for seconds in DURATIONS)

@@ -7,13 +7,13 @@ from fakes.played_jobs import record, written
 from fakes.recordings import recording as made
 from fakes.replays import on_one_host, over_a_link
 
-from sirtaki.cli.job_page import findings as module
-from sirtaki.cli.job_page.findings import findings
+from sirtaki.analysis import page as module
+from sirtaki.analysis.page import findings
+from sirtaki.analysis.recording import Detail
+from sirtaki.analysis.recording_files import rank_path
+from sirtaki.analysis.remedies import Answer
 from sirtaki.errors import RecordingError, ReplayError
-from sirtaki.link_model import LinkModel
-from sirtaki.profiler.folder import rank_path
-from sirtaki.profiler.recording import Detail
-from sirtaki.replay.remedies import Answer
+from sirtaki.measures import LinkModel
 
 
 def test_a_whole_recording_is_replayed_and_asked(tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
 import pytest
 
-from sirtaki.autotune.model.graph import Activity, Phase
-from sirtaki.cli.job_page.kinds import COLORS, OF_PHASE, Kind, kind_of
-from sirtaki.replay.history import Stretch
+from sirtaki.analysis.job_model import Stretch
+from sirtaki.analysis.timeline_plot import COLORS, OF_PHASE, Kind, kind_of
+from sirtaki.autotune.model.replayer import Activity, Phase
 
 
 def stretch(activity: Activity = Activity.COMPUTE, phase: Phase = Phase.BACKWARD, **fields) -> Stretch:

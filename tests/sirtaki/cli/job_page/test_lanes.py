@@ -5,11 +5,10 @@ from fakes.played_jobs import record
 from fakes.recordings import recording as made
 from fakes.replays import over_a_link
 
-from sirtaki.autotune.model.graph import Phase
-from sirtaki.cli.job_page.kinds import Kind
-from sirtaki.cli.job_page.lanes import Lane, Span, coarsened, lanes_of
-from sirtaki.profiler.recording import Detail, Operator
-from sirtaki.replay.histories import Histories, histories
+from sirtaki.analysis.job_model import Histories, histories
+from sirtaki.analysis.recording import Detail, Operator
+from sirtaki.analysis.timeline_plot import Kind, Lane, Span, coarsened, lanes_of
+from sirtaki.autotune.model.replayer import Phase
 
 
 def lanes(found: Histories) -> dict[tuple[int, str], Lane]:

@@ -9,10 +9,8 @@ from pathlib import Path
 from fakes import memories
 from fakes.played_jobs import record, written
 
-from sirtaki.cli.job_page.findings import findings
-from sirtaki.cli.job_page.memory import MOST_MOMENTS, memory_section
-from sirtaki.cli.job_page.page import render
-from sirtaki.profiler.recording import Recording
+from sirtaki.analysis.page import MOST_MOMENTS, findings, memory_section, render
+from sirtaki.analysis.recording import Recording
 
 
 def section(folder: Path, recording: Recording) -> str:

@@ -17,13 +17,12 @@ from fakes.played_jobs import made_job, plan_of, record, written
 from fakes.replays import SIZES, on_one_host, over_a_link
 from fakes.trial_logs import svgs
 
+from sirtaki.analysis import page as finding
+from sirtaki.analysis import page as module
+from sirtaki.analysis.page import findings, render
+from sirtaki.analysis.recording import Detail, Recording
+from sirtaki.analysis.recording_files import JOB_FILE, rank_path
 from sirtaki.cli.__main__ import main
-from sirtaki.cli.job_page import findings as finding
-from sirtaki.cli.job_page import page as module
-from sirtaki.cli.job_page.findings import findings
-from sirtaki.cli.job_page.page import render
-from sirtaki.profiler.folder import JOB_FILE, rank_path
-from sirtaki.profiler.recording import Detail, Recording
 
 EVIL = "</script><script>alert(1)</script><b>&\"'"
 
@@ -248,5 +247,5 @@ def test_the_plots_are_well_formed(tmp_path: Path) -> None:
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs Node.js")
 def test_the_script_is_javascript(tmp_path: Path) -> None:
     path = tmp_path / "timeline.js"
-    path.write_text(files("sirtaki.cli.job_page").joinpath("timeline.js").read_text(encoding="utf-8"))
+    path.write_text(files("sirtaki.analysis").joinpath("timeline.js").read_text(encoding="utf-8"))
     subprocess.run(["node", "--check", path], check=True)

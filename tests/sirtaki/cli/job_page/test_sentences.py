@@ -3,13 +3,12 @@ from pathlib import Path
 from fakes.played_jobs import record, written
 from fakes.replays import on_one_host, over_a_link
 
-from sirtaki.cli.job_page.findings import findings
-from sirtaki.cli.job_page.kinds import Kind
-from sirtaki.cli.job_page.sentences import gain, heading, kind_words, ms, percent, problems, sentences, signed_ms
-from sirtaki.profiler.folder import rank_path
-from sirtaki.profiler.recording import Detail
-from sirtaki.replay.remedies import Answer
-from sirtaki.replay.step_times import StepTimes
+from sirtaki.analysis.global_graph import StepTimes
+from sirtaki.analysis.page import findings, gain, heading, kind_words, ms, percent, problems, sentences, signed_ms
+from sirtaki.analysis.recording import Detail
+from sirtaki.analysis.recording_files import rank_path
+from sirtaki.analysis.remedies import Answer
+from sirtaki.analysis.timeline_plot import Kind
 
 
 def test_the_most_important_comes_in_a_few_sentences(tmp_path: Path) -> None:

@@ -2,10 +2,9 @@ import pytest
 from fakes.played_jobs import record
 from fakes.replays import over_a_link
 
-from sirtaki.cli.job_page.kinds import Kind
-from sirtaki.cli.job_page.step_parts import step_parts
-from sirtaki.profiler.recording import Detail
-from sirtaki.replay.histories import histories
+from sirtaki.analysis.job_model import histories
+from sirtaki.analysis.recording import Detail
+from sirtaki.analysis.timeline_plot import Kind, step_parts
 
 
 @pytest.mark.parametrize("detail", Detail)

@@ -7,13 +7,10 @@ from fakes.played_jobs import record
 from fakes.recordings import recording as made
 from fakes.replays import over_a_link
 
-from sirtaki.cli.job_page.drawn_path import Leg, drawn_path
-from sirtaki.cli.job_page.kinds import Kind
-from sirtaki.cli.job_page.lanes import lanes_of
-from sirtaki.cli.job_page.timeline import MOST_BOXES, TICKS_PER_S, Timeline, timeline
-from sirtaki.replay.from_recording import job_model
-from sirtaki.replay.histories import Histories, histories
-from sirtaki.replay.remedies import play
+from sirtaki.analysis.from_recording import job_model
+from sirtaki.analysis.job_model import Histories, histories
+from sirtaki.analysis.remedies import play
+from sirtaki.analysis.timeline_plot import MOST_BOXES, TICKS_PER_S, Kind, Leg, Timeline, drawn_path, lanes_of, timeline
 
 NAMES = {kind: kind.value for kind in Kind}
 

@@ -11,14 +11,14 @@ from fakes import chakra_files, recordings
 from fakes.played_jobs import record
 from fakes.replays import on_one_host, over_a_link
 
+from sirtaki.analysis.chakra import traces
+from sirtaki.analysis.job_model import histories
+from sirtaki.analysis.recording import Recording
 from sirtaki.errors import RecordingError
-from sirtaki.profiler.recording import Recording
-from sirtaki.replay.chakra.nodes import traces
-from sirtaki.replay.histories import histories
 
 pytest.importorskip("google.protobuf", minversion="5.28")
 
-from sirtaki.replay.chakra.files import write_traces
+from sirtaki.analysis.chakra import write_traces
 
 
 def written(folder: Path, recording: Recording) -> list[Path]:

@@ -8,10 +8,10 @@ from fakes import recordings
 from fakes.played_jobs import record
 from fakes.replays import on_one_host, over_a_link
 
-from sirtaki.autotune.model.graph import Activity
-from sirtaki.profiler.recording import Recording
-from sirtaki.replay.chakra.nodes import ALL_RANKS, TraceNode, Traces, traces
-from sirtaki.replay.histories import histories
+from sirtaki.analysis.chakra import ALL_RANKS, TraceNode, Traces, traces
+from sirtaki.analysis.job_model import histories
+from sirtaki.analysis.recording import Recording
+from sirtaki.autotune.model.replayer import Activity
 
 
 def traced(recording: Recording) -> Traces:

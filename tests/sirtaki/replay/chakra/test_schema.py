@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("google.protobuf", minversion="5.28")
 
-from sirtaki.replay.chakra.schema import COMM_COLL_NODE, messages
+from sirtaki.analysis.chakra import COMM_COLL_NODE, messages
 
 
 def test_bytes_are_those_of_the_schema() -> None:

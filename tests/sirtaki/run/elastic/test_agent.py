@@ -7,10 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from sirtaki.run.elastic.agent_crew import AgentCrew
-from sirtaki.run.elastic.agent_start import AgentStart
-from sirtaki.run.elastic.elastic_job import ElasticJob, new_inheritance
-from sirtaki.run.elastic.roster import Heard, Lost
+from sirtaki.run.elastic.agent_crew import AgentCrew, AgentStart, ElasticJob, Heard, Lost, new_endpoint
 
 RANK = "import sys, time; time.sleep(float(sys.argv[1]))"
 
@@ -23,7 +20,7 @@ class Told:
             command=(sys.executable, "-c", RANK, str(seconds)), environ=os.environ, carried={}, interface=None,
             one_host=True, agents=AgentStart(),
         )  # fmt: skip
-        self.crew = AgentCrew(job, new_inheritance(job), lambda name, stream: stream.close())
+        self.crew = AgentCrew(job, new_endpoint(job), lambda name, stream: stream.close())
         self.crew.start("localhost")
         assert self.next()["is"] == "up"
 

@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from sirtaki.run.elastic.agent_config import AgentConfig
+from sirtaki.run.elastic.succession import AgentConfig
 
 VALUES = {
     "host": "node1", "number": 3, "places": [["10.0.0.1", 4000]], "secret": "hidden", "job": "j", "command": ["python"],
-    "environ": {"A": "1"}, "folder": "/", "hosts": "many", "interface": None, "estate": None,
+    "environ": {"A": "1"}, "folder": "/", "hosts": "many", "interface": None, "successor_config": None,
 }  # fmt: skip
 
 

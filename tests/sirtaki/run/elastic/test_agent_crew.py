@@ -8,11 +8,8 @@ from typing import Any
 
 import pytest
 
-from sirtaki.run.elastic import roster
-from sirtaki.run.elastic.agent_crew import AgentCrew
-from sirtaki.run.elastic.agent_start import AgentStart
-from sirtaki.run.elastic.elastic_job import ElasticJob, new_inheritance
-from sirtaki.run.elastic.roster import Heard, Lost
+from sirtaki.run.elastic import agent_crew
+from sirtaki.run.elastic.agent_crew import AgentCrew, AgentStart, ElasticJob, Heard, Lost, new_endpoint
 
 AGENT = """
 import json, socket, sys, time
@@ -35,7 +32,7 @@ def crew_of() -> Iterator[Callable[..., AgentCrew]]:
             command=("x",), environ=os.environ, carried={}, interface=None, one_host=True,
             agents=_Program(text), agent_start_s=start_s,
         )  # fmt: skip
-        crews.append(AgentCrew(job, new_inheritance(job), lambda name, stream: stream.close()))
+        crews.append(AgentCrew(job, new_endpoint(job), lambda name, stream: stream.close()))
         return crews[-1]
 
     yield make
@@ -78,7 +75,7 @@ def test_an_agent_comes_speaks_and_goes(crew_of: Callable[..., AgentCrew]) -> No
 def test_an_agent_that_falls_silent_is_given_up(
     crew_of: Callable[..., AgentCrew], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(roster, "AGENT_SILENT_S", 0.5)
+    monkeypatch.setattr(agent_crew, "AGENT_SILENT_S", 0.5)
     crew = crew_of("time.sleep(3.0)")
     crew.start("a")
     _, lost = events(crew, 2)

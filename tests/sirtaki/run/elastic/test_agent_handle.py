@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sirtaki.run.elastic.agent_handle import AdoptedAgent, AgentHandle
+from sirtaki.run.elastic.agent_crew import AdoptedAgent, AgentHandle
 from sirtaki.run.host_check import PROBLEM
 
 

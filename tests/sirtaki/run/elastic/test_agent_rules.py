@@ -1,4 +1,4 @@
-"""What an agent does about what it hears; its hands write down what they are told."""
+"""What an agent does about what it hears; its actions write down what they are told."""
 
 import signal
 from collections.abc import Mapping
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from sirtaki.run.elastic.agent_rules import DRIVER_SILENT_S, KILL_GRACE_S, LEAVE_GRACE_S, AgentRules, end_grace_s
-from sirtaki.run.elastic.workers import RankEnd
+from sirtaki.run.elastic.job_members import RankEnd
 
 FORM = {
     "do": "generation",
@@ -20,7 +20,7 @@ FORM = {
 }
 
 
-class Hands:
+class AgentActions:
     def __init__(self) -> None:
         self.done: list[Any] = []
         self.to_driver: list[Any] = []
@@ -44,25 +44,25 @@ class Hands:
 
 
 @pytest.fixture
-def hands() -> Hands:
-    return Hands()
+def actions() -> AgentActions:
+    return AgentActions()
 
 
 @pytest.fixture
-def rules(hands: Hands) -> AgentRules:
+def rules(actions: AgentActions) -> AgentRules:
     """Of an agent with one rank."""
-    rules = AgentRules(hands, host="a", now_s=0.0)
+    rules = AgentRules(actions, host="a", now_s=0.0)
     rules.hear_driver({"do": "start", "worker": 7, "slot": 1}, 0.0)
     return rules
 
 
-def test_a_driver_that_knows_nothing_is_told_how_far_all_are(hands: Hands, rules: AgentRules) -> None:
+def test_a_driver_that_knows_nothing_is_told_how_far_all_are(actions: AgentActions, rules: AgentRules) -> None:
     rules.hear_rank(7, {"ask": "join", "has_state": True, "attendee": {"places": []}})
     rules.hear_driver({**FORM, "older": [[5, 7]]}, 1.0)
-    assert hands.to_ranks[-1][1]["rank"] == 0
-    assert hands.to_driver[-1] == {"is": "told", "number": 3}
+    assert actions.to_ranks[-1][1]["rank"] == 0
+    assert actions.to_driver[-1] == {"is": "told", "number": 3}
     rules.meet_driver([("a", 1)], 2.0)
-    report = hands.to_driver[-1]
+    report = actions.to_driver[-1]
     assert report["ranks"] == [[7, 1, "member", 3, 0, True, {"places": []}]]
     assert report["generation"] == {
         "number": 3,
@@ -74,27 +74,27 @@ def test_a_driver_that_knows_nothing_is_told_how_far_all_are(hands: Hands, rules
     rules.hear_driver({"do": "settle", "number": 2, "older": []}, 3.0)  # of one that has passed
     rules.hear_driver({"do": "settle", "number": 3, "older": []}, 3.0)
     rules.meet_driver([], 4.0)
-    assert hands.to_driver[-1]["generation"]["older"] == []
+    assert actions.to_driver[-1]["generation"]["older"] == []
 
 
-def test_nobody_asks_for_an_answer_where_no_driver_follows(hands: Hands, rules: AgentRules) -> None:
+def test_nobody_asks_for_an_answer_where_no_driver_follows(actions: AgentActions, rules: AgentRules) -> None:
     rules.hear_driver({**FORM, "older": None}, 1.0)
-    assert hands.to_driver == []
+    assert actions.to_driver == []
 
 
-def test_a_rank_is_asked_to_end_before_it_is_killed(hands: Hands, rules: AgentRules) -> None:
+def test_a_rank_is_asked_to_end_before_it_is_killed(actions: AgentActions, rules: AgentRules) -> None:
     rules.hear_driver({"do": "kill", "worker": 7, "at_once": False}, 1.0)
     rules.tick(1.0 + KILL_GRACE_S - 0.1)
-    assert hands.done == [("ask to end", 7)]
+    assert actions.done == [("ask to end", 7)]
     rules.tick(1.0 + KILL_GRACE_S)
-    assert hands.done[-1] == ("kill", 7)
+    assert actions.done[-1] == ("kill", 7)
     rules.rank_ended(7, RankEnd(exit_code=137))
-    assert hands.to_driver[-1] == {"is": "ended", "worker": 7, "exit_code": 137, "reason": ""}
+    assert actions.to_driver[-1] == {"is": "ended", "worker": 7, "exit_code": 137, "reason": ""}
 
 
-def test_a_rank_that_cannot_be_started_has_ended(hands: Hands, rules: AgentRules) -> None:
+def test_a_rank_that_cannot_be_started_has_ended(actions: AgentActions, rules: AgentRules) -> None:
     rules.hear_driver({"do": "start", "worker": 8, "slot": 13}, 0.0)
-    assert hands.to_driver[-1]["exit_code"] == 127
+    assert actions.to_driver[-1]["exit_code"] == 127
     assert list(rules.ranks) == [7]
 
 
@@ -105,23 +105,23 @@ def test_a_silent_driver_is_given_up_but_not_by_who_was_stopped_itself(rules: Ag
     assert rules.tick(1000.0)
 
 
-def test_at_its_end_it_ends_its_ranks(hands: Hands, rules: AgentRules) -> None:
+def test_at_its_end_it_ends_its_ranks(actions: AgentActions, rules: AgentRules) -> None:
     rules.hear_driver({"do": "end"}, 1.0)
     assert rules.ends
-    assert hands.done == [("ask to end", 7)]
+    assert actions.done == [("ask to end", 7)]
 
 
 def test_who_trains_may_take_its_time_to_write_and_who_waits_for_others_may_not(
-    hands: Hands, rules: AgentRules
+    actions: AgentActions, rules: AgentRules
 ) -> None:
     rules.hear_driver({**FORM, "older": None}, 1.0)
     rules.hear_driver({"do": "start", "worker": 8, "slot": 2}, 1.0)
     rules.hear_driver({"do": "end", "grace_s": LEAVE_GRACE_S}, 1.0)
-    del hands.done[:]
+    del actions.done[:]
     rules.tick(1.0 + KILL_GRACE_S)
-    assert hands.done == [("kill", 8)]  # which has not begun to train
+    assert actions.done == [("kill", 8)]  # which has not begun to train
     rules.hear_rank(7, {"ask": "join", "has_state": True, "attendee": {}})
-    assert hands.done[1:] == [("kill", 7)]
+    assert actions.done[1:] == [("kill", 7)]
 
 
 def test_ranks_that_write_checkpoints_have_time_for_it_when_the_job_is_told_to_go() -> None:
@@ -132,8 +132,8 @@ def test_ranks_that_write_checkpoints_have_time_for_it_when_the_job_is_told_to_g
     assert end_grace_s(None, writes) == KILL_GRACE_S
 
 
-def test_every_driver_hears_how_long_a_rank_computes(hands: Hands, rules: AgentRules) -> None:
+def test_every_driver_hears_how_long_a_rank_computes(actions: AgentActions, rules: AgentRules) -> None:
     rules.hear_rank(7, {"ask": "patience", "seconds": 40.0})
-    assert hands.to_driver == [{"is": "patient", "worker": 7, "seconds": 40.0}]
+    assert actions.to_driver == [{"is": "patient", "worker": 7, "seconds": 40.0}]
     rules.meet_driver([], 1.0)
-    assert hands.to_driver[-1] == {"is": "patient", "worker": 7, "seconds": 40.0}
+    assert actions.to_driver[-1] == {"is": "patient", "worker": 7, "seconds": 40.0}

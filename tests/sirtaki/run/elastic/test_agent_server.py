@@ -8,10 +8,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from sirtaki.comm.control.mesh import handshake
-from sirtaki.comm.control.mesh.handshake import NoProof, connect, listen
+from sirtaki.comm.control import mesh_rendezvous
+from sirtaki.comm.control.mesh_rendezvous import NoProof, connect, listen
 from sirtaki.json_channel import JsonChannel
-from sirtaki.run.elastic.agent_server import AgentServer
+from sirtaki.run.elastic.agent_crew import AgentServer
 from sirtaki.run.elastic.succession import DRIVER, agents_key, reach_driver
 
 KEY = agents_key("secret", "job")
@@ -53,7 +53,7 @@ def serving() -> Iterator[Serving]:
 
 def test_an_agent_gets_in_while_strangers_stand_at_the_door(serving: Serving) -> None:
     (place,) = serving.server.places
-    silent = [socket.create_connection(place) for _ in range(handshake.MAX_UNPROVED + 5)]
+    silent = [socket.create_connection(place) for _ in range(mesh_rendezvous.MAX_UNPROVED + 5)]
     with socket.create_connection(place) as loud:
         loud.sendall(b"GET / HTTP/1.1\r\n" * 100)
         driver = reach_driver([place], key=KEY, number=7)
@@ -80,6 +80,6 @@ def test_who_has_another_secret_is_refused_and_finds_out(serving: Serving) -> No
 
 
 def test_a_stranger_who_says_nothing_is_dropped_in_time(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handshake, "HANDSHAKE_S", 0.2)
+    monkeypatch.setattr(mesh_rendezvous, "HANDSHAKE_S", 0.2)
     with socket.create_connection(serving.server.places[0], timeout=5.0) as stranger:
         assert stranger.recv(1) == b""

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from sirtaki.errors import ConfigError
-from sirtaki.run.elastic.agent_start import AgentStart
+from sirtaki.run.elastic.agent_crew import AgentStart
 
 AGENT = [sys.executable, "-m", "sirtaki.run.elastic.agent"]
 

@@ -6,13 +6,11 @@ from typing import Any
 
 import pytest
 
-from sirtaki.run.elastic.direction import Direction
-from sirtaki.run.elastic.host_pool import HostPool
-from sirtaki.run.elastic.job_members import JobMembers
-from sirtaki.run.elastic.policy import Policy
-from sirtaki.run.elastic.roster import Heard, Lost
+from sirtaki.run.elastic.agent_crew import Heard, Lost
+from sirtaki.run.elastic.driver import Direction
+from sirtaki.run.elastic.job_members import HostPool, JobMembers, Policy
 
-POLICY = Policy(start_ranks=2, min_ranks=1, has_heirs=True)
+POLICY = Policy(start_ranks=2, min_ranks=1, has_successors=True)
 
 
 class Crew:
@@ -84,7 +82,7 @@ def test_all_agents_hear_of_a_generation_and_older_ones_count_until_they_know_it
 def test_what_a_host_says_of_a_rank_that_is_not_its_own_does_not_count(crew: Crew, direction: Direction) -> None:
     begin(direction)
     hear(direction, "b", what="ended", worker=1, exit_code=0, reason="")
-    assert 1 in direction.members.roll.workers
+    assert 1 in direction.members.member_list.workers
     direction.answer([Lost(host="b", why="it is silent")], 2.0)
     hear(direction, "b", what="ended", worker=2, exit_code=0, reason="")
     assert direction.end is None
@@ -109,7 +107,7 @@ def test_who_takes_over_believes_the_newest_generation_and_needs_enough_of_it(cr
     reports["a"] = {"ranks": ranks["a"], "generation": {**generations["a"], "older": []}}
     fresh = Direction(JobMembers(POLICY, HostPool(POLICY, random.Random(0))), crew, lambda text: None)
     assert fresh.take_over(reports, 0.0)
-    assert fresh.members.roll.generation == 5
+    assert fresh.members.member_list.generation == 5
     fresh.found({"a": 1, "b": 1, "z": 1}, 0.0)
     assert "z" not in crew.hosts  # as the lost driver had left it out
 
@@ -128,6 +126,6 @@ def test_the_rules_hear_how_long_a_rank_computes(direction: Direction) -> None:
     hear(direction, "a", what="patient", worker=1, seconds=40.0)
     hear(direction, "a", what="joined", worker=1, has_state=True, attendee={"places": []})
     direction.tick(70.0)
-    assert direction.members.roll.workers[2].verdict == ""
+    assert direction.members.member_list.workers[2].verdict == ""
     direction.tick(90.0)
-    assert "within 80 s" in direction.members.roll.workers[2].verdict
+    assert "within 80 s" in direction.members.member_list.workers[2].verdict

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from sirtaki.errors import LaunchError
-from sirtaki.run.elastic.discovery import Discovery, ask_script
+from sirtaki.run.elastic.driver import Discovery, ask_script
 
 
 def script(folder: Path, text: str, *, mode: int = 0o755) -> str:

@@ -1,7 +1,6 @@
 """What the first driver of a job makes for itself."""
 
-from sirtaki.run.elastic.agent_start import AgentStart
-from sirtaki.run.elastic.elastic_job import ElasticJob, new_inheritance
+from sirtaki.run.elastic.agent_crew import AgentStart, ElasticJob, new_endpoint
 
 
 def job(**changes: object) -> ElasticJob:
@@ -10,7 +9,7 @@ def job(**changes: object) -> ElasticJob:
 
 
 def test_each_job_has_a_name_and_a_secret_of_its_own_and_shows_the_latter_to_nobody() -> None:
-    first, second = new_inheritance(job()), new_inheritance(job())
+    first, second = new_endpoint(job()), new_endpoint(job())
     assert first.secret != second.secret
     assert first.name != second.name
     assert len(first.secret) == 64
@@ -20,7 +19,7 @@ def test_each_job_has_a_name_and_a_secret_of_its_own_and_shows_the_latter_to_nob
 
 
 def test_a_job_of_one_host_listens_on_loopback_only() -> None:
-    one, many = new_inheritance(job()), new_inheritance(job(one_host=False))
+    one, many = new_endpoint(job()), new_endpoint(job(one_host=False))
     assert [listener.getsockname()[0] for listener in one.listeners] == ["127.0.0.1"]
     assert many.listeners[0].getsockname()[0] == "127.0.0.1"
     assert len(many.listeners) >= 1

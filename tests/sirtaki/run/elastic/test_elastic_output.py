@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from sirtaki.run.elastic.elastic_output import ElasticOutput
+from sirtaki.run.elastic.driver import ElasticOutput
 
 
 def output(labels: dict[int, str], folder: Path | None = None, *, prefix: bool = True) -> ElasticOutput:

@@ -4,8 +4,7 @@ import random
 
 import pytest
 
-from sirtaki.run.elastic.host_pool import HostPool
-from sirtaki.run.elastic.policy import Policy
+from sirtaki.run.elastic.job_members import HostPool, Policy
 
 
 def pool(cooldown_s: tuple[float, float] | None = (10.0, 60.0)) -> HostPool:
@@ -48,17 +47,17 @@ def test_three_strikes_in_a_row_are_one_too_many() -> None:
 
 def test_another_driver_goes_on_with_what_was_left_out() -> None:
     policy = Policy(start_ranks=1, min_ranks=1, cooldown_s=(10.0, 1000.0))
-    pool, heir = HostPool(policy, random.Random(0)), HostPool(policy, random.Random(0))
-    for each in (pool, heir):
+    pool, successor = HostPool(policy, random.Random(0)), HostPool(policy, random.Random(0))
+    for each in (pool, successor):
         each.find({"a": 1, "b": 1})
     pool.drop("b", 0.0)
     assert pool.take_back(12.0) == ["b"]
     second_s = pool.drop("b", 12.0)
     assert second_s is not None
-    heir.remember(pool.left_out(15.0), 100.0)
-    assert heir.usable == {"a": 1}
-    assert heir.take_back(100.0 + second_s - 3.1) == []
-    assert heir.take_back(100.0 + second_s - 2.9) == ["b"]
-    third_s = heir.drop("b", 200.0)
+    successor.remember(pool.left_out(15.0), 100.0)
+    assert successor.usable == {"a": 1}
+    assert successor.take_back(100.0 + second_s - 3.1) == []
+    assert successor.take_back(100.0 + second_s - 2.9) == ["b"]
+    third_s = successor.drop("b", 200.0)
     assert third_s is not None
     assert third_s > 30.0

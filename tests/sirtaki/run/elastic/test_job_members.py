@@ -7,22 +7,25 @@ from typing import Any
 import pytest
 
 from sirtaki.engine.membership import Change
-from sirtaki.run.elastic.actions import (
+from sirtaki.run.elastic.job_members import (
     Action,
     Dismiss,
     End,
     Form,
+    HostPool,
+    JobMembers,
     KillRank,
+    OnFailure,
+    Phase,
+    Policy,
+    RankEnd,
     Say,
     StartAgent,
     StartRank,
     StopAgent,
     Tell,
+    Worker,
 )
-from sirtaki.run.elastic.host_pool import HostPool
-from sirtaki.run.elastic.job_members import JobMembers
-from sirtaki.run.elastic.policy import OnFailure, Policy
-from sirtaki.run.elastic.workers import Phase, RankEnd, Worker
 
 KILLED = RankEnd(exit_code=137)
 RAISED = RankEnd(exit_code=3, reason="ValueError: a bad batch")
@@ -71,7 +74,7 @@ def running(hosts: dict[str, int], **policy: Any) -> Story:
     """A job in its first generation, with a rank in every slot."""
     story = Story(hosts, **policy)
     story.join(*range(1, sum(hosts.values()) + 1))
-    assert story.members.roll.generation == 1
+    assert story.members.member_list.generation == 1
     return story
 
 
@@ -129,7 +132,7 @@ def test_a_member_without_state_does_not_come_before_one_that_has_it() -> None:
     story.join(2, 3, has_state=True)  # on a and b
     story.join(4)  # on a
     story.join(2, 3, has_state=True)
-    assert story.members.roll.members == (2, 4, 3)
+    assert story.members.member_list.members == (2, 4, 3)
     story.end(2, KILLED)
     story.join(4)
     assert of(Form, story.join(3, has_state=True))[0].workers == (3, 4)
@@ -190,7 +193,7 @@ def test_who_is_to_leave_hands_the_state_over_first() -> None:
     story = running({"a": 1}, start_ranks=1, min_ranks=1)
     story.does(story.members.found, {"b": 1})
     story.join(1, has_state=True)  # and nobody else is there: it goes on
-    assert story.members.roll.members == (1,)
+    assert story.members.member_list.members == (1,)
     story.join(2)
     (form,) = of(Form, story.join(1, has_state=True))
     assert (form.workers, form.new) == ((1, 2), {2})
@@ -227,12 +230,12 @@ def test_a_rank_that_fails_again_and_again_leaves_its_host_out() -> None:
 def test_a_killed_rank_that_had_joined_is_no_mark_against_its_host() -> None:
     story = running({"a": 2}, min_ranks=1)
     for _ in range(10):
-        alive = [worker.number for worker in story.members.roll.of_generation(Phase.MEMBER)]
+        alive = [worker.number for worker in story.members.member_list.of_generation(Phase.MEMBER)]
         story.end(alive[-1], KILLED)
         story.join(alive[0], has_state=True)
-        story.join(max(story.members.roll.workers))
+        story.join(max(story.members.member_list.workers))
         story.join(alive[0], has_state=True)
-        assert len(story.members.roll.members) == 2
+        assert len(story.members.member_list.members) == 2
 
 
 def test_horovods_policy_drops_the_host_for_good() -> None:

@@ -3,8 +3,8 @@
 import pytest
 
 from sirtaki.errors import ConfigError
+from sirtaki.run.elastic.job_members import OnFailure, Policy
 from sirtaki.run.elastic.launch import policy_of
-from sirtaki.run.elastic.policy import OnFailure, Policy
 from sirtaki.run.options import is_elastic, parse
 
 SCRIPT = ["python", "train.py"]

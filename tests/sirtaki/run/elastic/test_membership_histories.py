@@ -7,20 +7,21 @@ from collections.abc import Callable
 
 import pytest
 
-from sirtaki.run.elastic.actions import (
+from sirtaki.run.elastic.job_members import (
     Action,
     Dismiss,
     End,
     Form,
+    HostPool,
+    JobMembers,
     KillRank,
+    OnFailure,
+    Policy,
+    RankEnd,
     StartAgent,
     StartRank,
     Tell,
 )
-from sirtaki.run.elastic.host_pool import HostPool
-from sirtaki.run.elastic.job_members import JobMembers
-from sirtaki.run.elastic.policy import OnFailure, Policy
-from sirtaki.run.elastic.workers import RankEnd
 
 KILLED = RankEnd(exit_code=137)
 RAISED = RankEnd(exit_code=3, reason="ValueError: a bad batch")

@@ -4,7 +4,7 @@ from itertools import combinations
 
 import pytest
 
-from sirtaki.run.elastic.quorum import Quorum
+from sirtaki.run.elastic.job_members import Quorum
 
 
 def driver(*generations: tuple[int, ...]) -> Quorum:

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from sirtaki.launchers import AGENT
-from sirtaki.run.elastic.rank_process import RankProcess
-from sirtaki.run.elastic.workers import RankEnd
+from sirtaki.run.elastic.agent import RankProcess
+from sirtaki.run.elastic.job_members import RankEnd
 from sirtaki.run.rank_channel import Event, Message
 
 Capture = pytest.CaptureFixture[bytes]

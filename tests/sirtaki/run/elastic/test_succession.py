@@ -10,12 +10,11 @@ from unittest import mock
 
 import pytest
 
-from sirtaki.comm.control.mesh.handshake import Acceptor, listen
+from sirtaki.comm.control.mesh_rendezvous import Acceptor, listen
 from sirtaki.errors import CommError
 from sirtaki.json_channel import JsonChannel
-from sirtaki.run.elastic import heirs
-from sirtaki.run.elastic.agent_config import AgentConfig
-from sirtaki.run.elastic.succession import DRIVER, Succession, agents_key, reach_driver
+from sirtaki.run.elastic import succession as successors
+from sirtaki.run.elastic.succession import DRIVER, AgentConfig, Succession, agents_key, reach_driver
 
 KEY = agents_key("secret", "job")
 
@@ -23,7 +22,7 @@ KEY = agents_key("secret", "job")
 def config(number: int) -> AgentConfig:
     return AgentConfig(
         host=f"h{number}", number=number, places=(), secret="secret", job="job", command=(), environ={}, folder="/",
-        hosts="one", interface=None, estate={},
+        hosts="one", interface=None, successor_config={},
     )  # fmt: skip
 
 
@@ -31,7 +30,7 @@ def config(number: int) -> AgentConfig:
 def _stays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Here, with its output."""
     monkeypatch.setattr(Succession, "_write_to_file", lambda self: None)
-    monkeypatch.setattr(heirs, "CANDIDATE_S", 0.3)
+    monkeypatch.setattr(successors, "CANDIDATE_S", 0.3)
     monkeypatch.chdir(tmp_path)
 
 
@@ -65,7 +64,7 @@ def test_the_lowest_number_starts_it_and_the_others_find_it(agents: list[Success
 
     with mock.patch.object(Succession, "_start_driver", lambda self, agents: serve(self, started)):
         threads = [threading.Thread(target=look, args=[index]) for index in (2, 1, 0)]
-        with mock.patch.object(heirs, "CANDIDATE_S", 3.0):
+        with mock.patch.object(successors, "CANDIDATE_S", 3.0):
             for thread in threads:
                 thread.start()
                 time.sleep(0.05)
@@ -90,7 +89,7 @@ def test_an_agent_that_is_gone_is_passed_over(agents: list[Succession]) -> None:
 
 @pytest.mark.slow
 def test_an_agent_whose_driver_goes_on_without_it_starts_no_other_one(agents: list[Succession]) -> None:
-    with mock.patch.object(heirs, "CONNECT_S", 0.3), mock.patch("subprocess.Popen") as start:
+    with mock.patch.object(successors, "CONNECT_S", 0.3), mock.patch("subprocess.Popen") as start:
         start.return_value.poll.return_value = None
         for _ in range(2):
             assert agents[0].find_driver(told(agents)[:1]) is None

@@ -8,11 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from sirtaki.comm.control.mesh.handshake import listen
+from sirtaki.comm.control.mesh_rendezvous import listen
 from sirtaki.run.elastic import successor
-from sirtaki.run.elastic.agent_start import AgentStart
-from sirtaki.run.elastic.elastic_job import ElasticJob
-from sirtaki.run.elastic.policy import OnFailure, Policy
+from sirtaki.run.elastic.agent_crew import AgentStart, ElasticJob
+from sirtaki.run.elastic.job_members import OnFailure, Policy
 
 POLICY = Policy(start_ranks=3, min_ranks=2, max_ranks=4, on_failure=OnFailure.DROP_HOST, cooldown_s=(1.0, 2.0))
 JOB = ElasticJob(
@@ -23,11 +22,13 @@ JOB = ElasticJob(
 
 @pytest.mark.parametrize("script", [None, "/hosts.sh"])
 def test_it_comes_back_as_it_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, script: str | None) -> None:
-    estate = successor.estate_of(JOB, POLICY, script=script, slots=2, hosts={"a": 1}, timestamps=False, folder=tmp_path)
+    successor_config = successor.successor_config_of(
+        JOB, POLICY, script=script, slots=2, hosts={"a": 1}, timestamps=False, folder=tmp_path
+    )
     (listener,) = listen(["127.0.0.1"])
     told = {
-        "estate": estate, "environ": {"A": "b"}, "secret": "s", "job": "j", "listeners": [listener.detach()],
-        "agents": [2, 3], "numbers": 7,
+        "successor_config": successor_config, "environ": {"A": "b"}, "secret": "s", "job": "j",
+        "listeners": [listener.detach()], "agents": [2, 3], "numbers": 7,
     }  # fmt: skip
     seen = {}
 
@@ -40,7 +41,7 @@ def test_it_comes_back_as_it_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
             return 5
 
     monkeypatch.setattr(successor, "Driver", Driver)
-    monkeypatch.setattr(successor, "AgentCrew", lambda job, own, pump: seen.update(job=job, inheritance=own))
+    monkeypatch.setattr(successor, "AgentCrew", lambda job, own, pump: seen.update(job=job, endpoint=own))
     monkeypatch.setattr(
         successor, "ElasticOutput", lambda **shown: seen.update(shown=shown) or SimpleNamespace(pump=None)
     )
@@ -48,12 +49,12 @@ def test_it_comes_back_as_it_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert successor.main() == 5
     assert seen["policy"] == POLICY
     assert (seen["shown"]["prefix"], seen["shown"]["timestamps"], seen["shown"]["folder"]) == (True, False, tmp_path)
-    job, inheritance = seen["job"], seen["inheritance"]
+    job, endpoint = seen["job"], seen["endpoint"]
     assert (job.command, job.carried, job.interface, job.agents) == (JOB.command, JOB.carried, "eth0", JOB.agents)
     assert job.environ["A"] == "b"
-    assert job.estate == json.loads(json.dumps(estate))
-    assert (inheritance.name, inheritance.secret, inheritance.agents, inheritance.numbers) == ("j", "s", (2, 3), 7)
+    assert job.successor_config == json.loads(json.dumps(successor_config))
+    assert (endpoint.name, endpoint.secret, endpoint.agents, endpoint.numbers) == ("j", "s", (2, 3), 7)
     assert seen["hosts"] == {"a": 1}
     assert (seen["ask"] is None) == (script is None)
-    for sock in inheritance.listeners:
+    for sock in endpoint.listeners:
         sock.close()

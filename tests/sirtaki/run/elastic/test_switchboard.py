@@ -7,11 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from sirtaki.comm.control.mesh.handshake import listen
+from sirtaki.comm.control.mesh_rendezvous import listen
 from sirtaki.json_channel import JsonChannel
-from sirtaki.run.elastic.elastic_job import Inheritance
+from sirtaki.run.elastic.agent_crew import DriverEndpoint, Switchboard
 from sirtaki.run.elastic.succession import agents_key, reach_driver
-from sirtaki.run.elastic.switchboard import Switchboard
 
 KEY = agents_key("secret", "job")
 LATE_S = 5.0
@@ -19,7 +18,7 @@ LATE_S = 5.0
 
 @pytest.fixture
 def board() -> Iterator[Switchboard[str]]:
-    board = Switchboard[str](Inheritance(name="job", secret="secret", listeners=tuple(listen(["127.0.0.1"]))))
+    board = Switchboard[str](DriverEndpoint(name="job", secret="secret", listeners=tuple(listen(["127.0.0.1"]))))
     yield board
     board.close()
 

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from sirtaki.run.elastic.workers import RankEnd, Worker, ranked
+from sirtaki.run.elastic.job_members import RankEnd, Worker, ranked
 
 
 def worker(number: int, host: str, slot: int = 0, rank: int | None = None, *, generation: int = 1) -> Worker:

@@ -6,7 +6,7 @@ from torch._C._distributed_c10d import _make_nccl_premul_sum
 from torch.distributed import ReduceOp as TorchOp
 
 from sirtaki.comm.transports.contract import ReduceOp
-from sirtaki.torch.distributed.reduce_recipe import ReduceRecipe
+from sirtaki.torch.distributed.process_group import ReduceRecipe
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from sirtaki.comm.collectives.unit_pipeline import TensorReduction
+from sirtaki.comm.units import TensorReduction
 from sirtaki.errors import CommError, PeerLostError
-from sirtaki.torch.distributed.works import FollowedWork, LaneWork
+from sirtaki.torch.distributed.process_group import FollowedWork, LaneWork
 
 
 class Lanes:

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from sirtaki.torch.elastic.checkpoint_folder import MANIFEST, STATE, CheckpointFolder
+from sirtaki.torch.elastic import checkpoints
+from sirtaki.torch.elastic.checkpoints import MANIFEST, STATE, CheckpointFolder
 
 
 def folder_with(path: Path, *numbers: int) -> CheckpointFolder:
@@ -65,6 +66,47 @@ def test_a_damaged_one_is_passed_over_for_the_one_before(
     assert found is not None
     assert found.number == 1
     assert "checkpoint-00000002 is not used" in caplog.text
+    assert names(tmp_path) == ["checkpoint-00000001", "damaged-1-checkpoint-00000002"]
+
+
+def test_where_all_are_damaged_a_job_that_begins_anew_keeps_what_it_writes(tmp_path: Path) -> None:
+    folder = folder_with(tmp_path, 7, 8, 9)
+    for number in (7, 8, 9):
+        (tmp_path / f"checkpoint-{number:08}" / STATE).write_bytes(b"")
+    assert folder.newest() is None
+    for number in (1, 2):
+        folder.write(number, {"step": number})
+        found = folder.newest()
+        assert found is not None
+        assert found.load()["step"] == number
+    assert names(tmp_path)[2:] == [f"damaged-1-checkpoint-{number:08}" for number in (7, 8, 9)]
+
+
+def test_what_is_written_last_is_found_though_newer_ones_of_another_line_are_there(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = folder_with(tmp_path, 7, 8, 9)
+    folder.write(2, {"step": "mine"})
+    found = folder.newest()
+    assert found is not None
+    assert found.load()["step"] == "mine"
+    assert "superseded-1-checkpoint-00000009" in names(tmp_path)
+    assert "this job did not go on from it" in caplog.text
+
+
+def test_what_cannot_be_read_back_is_not_said_to_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = folder_with(tmp_path, 1)
+    sync = checkpoints._sync
+
+    def spoil(path: Path) -> None:
+        sync(path)
+        if path.name == STATE:
+            path.write_bytes(b"something else")
+
+    monkeypatch.setattr(checkpoints, "_sync", spoil)
+    with pytest.raises(OSError, match="read back"):
+        folder.write(2, {"step": 2})
+    assert names(tmp_path) == ["checkpoint-00000001"]
 
 
 def test_a_write_that_fails_leaves_what_was_there_and_nothing_else(

@@ -1,8 +1,10 @@
 """Jobs go on from their checkpoints."""
 
+import importlib
 import os
 import re
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,9 +13,8 @@ import pytest
 import torch
 from conftest import RunRanks
 
-from sirtaki.run.termination import answer_termination
-from sirtaki.torch.elastic.checkpoint_folder import CheckpointFolder
-from sirtaki.torch.elastic.checkpoints import AGAIN_S, Checkpoints
+from sirtaki.run.rank_channel import answer_termination
+from sirtaki.torch.elastic.checkpoints import AGAIN_S, CheckpointFolder, Checkpoints
 
 STEPS = 10
 
@@ -147,3 +148,18 @@ def test_what_cannot_be_written_is_told_and_does_not_end_training(
     kept.wait()
     assert "commit 3 could not be written" in caplog.text
     assert CheckpointFolder(folder).newest() is None
+
+
+def test_a_checkpoint_whose_classes_are_gone_is_named_on_all_ranks(
+    run_ranks: RunRanks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gone_by_then.py").write_text("class Thing:\n    pass\n")
+    with monkeypatch.context() as patch:
+        patch.syspath_prepend(tmp_path)
+        thing = importlib.import_module("gone_by_then").Thing()
+        CheckpointFolder(tmp_path / "kept").write(4, {"thing": thing})
+    sys.modules.pop("gone_by_then")
+    job = run_ranks("elastic_checkpoints.py", 2, STEPS, "none", 0, env=environment(tmp_path / "kept"), check=False)
+    assert job.returncode not in (0, 124)
+    assert re.search(r"checkpoint-00000004 cannot be loaded \(ModuleNotFoundError: .*gone_by_then", job.stderr)
+    assert CheckpointFolder(tmp_path / "kept").newest() is not None  # it stays where it is

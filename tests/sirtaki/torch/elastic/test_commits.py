@@ -5,7 +5,7 @@ import collections
 import pytest
 import torch
 
-from sirtaki.torch.elastic.commits import Commits, copied
+from sirtaki.torch.elastic.state import Commits, copied
 
 
 class Refuses:

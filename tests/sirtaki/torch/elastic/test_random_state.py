@@ -5,7 +5,7 @@ import random
 import numpy as np
 import torch
 
-from sirtaki.torch.elastic.random_state import RandomState
+from sirtaki.torch.elastic.checkpoints import RandomState
 
 
 def test_random_generators_go_on_where_they_were() -> None:

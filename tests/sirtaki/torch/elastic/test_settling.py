@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from sirtaki.engine import job
-from sirtaki.torch.elastic import settling
-from sirtaki.torch.elastic.settling import Brought, Settlement, agreed, settle
+from sirtaki.torch.elastic import repeating as settling
+from sirtaki.torch.elastic.repeating import Brought, Settlement, agreed, settle
 from sirtaki.torch.elastic.state import Standing, State
 
 FOUR = Standing(written=4, completed=4)

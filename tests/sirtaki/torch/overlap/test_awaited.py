@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from sirtaki.torch.overlap import awaited
+from sirtaki.torch import overlap as awaited
 
 
 class Notes:

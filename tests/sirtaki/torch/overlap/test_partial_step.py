@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from sirtaki.torch.overlap.partial_step import PartialStep
+from sirtaki.torch.overlap import PartialStep
 
 
 def net() -> nn.Module:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from sirtaki.torch.overlap.per_parameter import refusal, refusal_by_trial
+from sirtaki.torch.overlap import refusal, refusal_by_trial
 
 
 class Own(torch.optim.Optimizer):

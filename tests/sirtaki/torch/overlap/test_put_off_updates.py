@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from sirtaki.torch.overlap import awaited
-from sirtaki.torch.overlap.partial_step import PartialStep
-from sirtaki.torch.overlap.put_off_updates import PutOffUpdates, Stage, Zeroing
+from sirtaki.torch import overlap as awaited
+from sirtaki.torch.overlap import PartialStep, PutOffUpdates, Stage, Zeroing
 
 
 class Late:

@@ -10,8 +10,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from sirtaki.errors import StaleReadError
-from sirtaki.torch.overlap import awaited
-from sirtaki.torch.overlap.reads import CheckedReads, LearnedReads, hold_their_own, wait_for_own
+from sirtaki.torch import overlap as awaited
+from sirtaki.torch.overlap import CheckedReads, LearnedReads, hold_their_own, wait_for_own
 
 
 def traced(module: nn.Module) -> Any:

@@ -2,7 +2,7 @@
 
 from rank_jobs import UNTUNED, Job, Play, RankCase, on_ranks, slow
 
-from sirtaki.torch.ranks.data import shares
+from sirtaki.torch.ranks import shares
 
 
 @on_ranks("divided_data", Job(2, env=UNTUNED), slow(Job(3, env=UNTUNED)))

@@ -1,0 +1,769 @@
+"""Which algorithm suits a sparse gradient: coverage of rows by accesses, traffic, volumes, choice, summary."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from enum import Enum
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sirtaki.comm.sparse.plan import COLD_PATHS, GATHER, SparsePath, SparsePlan
+
+Curve = npt.NDArray[np.float64]
+
+STEP_ROWS = 1000
+"""By so many rows at a time the hot set grows."""
+
+LEAST_GAIN = 0.01
+"""A step that covers less than this more is the last."""
+
+CURVE_POINTS = 24
+
+
+class TouchCounts:
+    """Exact counts, the same on all ranks if they note the same; of rows that nobody touched there is nothing.
+
+    Attributes:
+        rows: that were touched, ascending: `(n,)`.
+        counts: how many ranks touched each of them, over all iterations noted: `(n,)`.
+        n_samples: ranks times iterations noted.
+        touched: rows touched in an iteration by all ranks together, mean.
+        most: rows touched by the rank that touched the most, mean.
+        union: rows touched by any rank in an iteration, mean.
+    """
+
+    def __init__(self) -> None:
+        self.rows, self.counts = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
+        self.n_samples = 0
+        self._totals = np.zeros(3)
+        self._n = 0
+
+    def note(self, by_rank: Sequence[npt.NDArray[np.int64]], union: int) -> None:
+        """One iteration: the rows that each rank touched, each once, and how many rows that are."""
+        sizes = [len(rows) for rows in by_rank]
+        self.rows, place = np.unique(np.concatenate([self.rows, *by_rank]), return_inverse=True)
+        ones = np.ones(sum(sizes), dtype=np.int64)
+        counts = np.bincount(place, weights=np.concatenate([self.counts, ones]), minlength=len(self.rows))
+        self.counts = counts.astype(np.int64)
+        self.note_totals(sum(sizes), max(sizes), union)
+        self.n_samples += len(by_rank)
+
+    def note_totals(self, touched: float, most: float, union: float) -> None:
+        """One iteration of which rows are not known: only how many; see above."""
+        self._totals += touched, most, union
+        self._n += 1
+
+    @property
+    def touched(self) -> float:
+        """See above."""
+        return float(self._totals[0]) / max(1, self._n)
+
+    @property
+    def most(self) -> float:
+        """See above."""
+        return float(self._totals[1]) / max(1, self._n)
+
+    @property
+    def union(self) -> float:
+        """See above."""
+        return float(self._totals[2]) / max(1, self._n)
+
+    def ranked(self) -> npt.NDArray[np.int64]:
+        """Rows that were touched, the most touched first; of equal ones the lower number."""
+        return self.rows[np.argsort(-self.counts, kind="stable")]
+
+    def descending(self) -> npt.NDArray[np.int64]:
+        """The counts of rows that were touched, the largest first."""
+        return np.sort(self.counts)[::-1]
+
+    def of(self, rows: npt.ArrayLike) -> npt.NDArray[np.int64]:
+        """The counts of rows that were touched."""
+        return self.counts[np.searchsorted(self.rows, np.asarray(rows, dtype=np.int64))]
+
+
+def coverage(counts: npt.NDArray[np.int64]) -> Curve:
+    """Which part of all touches the first k rows have, k = 1 …: `(n,)`; of counts that descend."""
+    return np.cumsum(counts, dtype=np.float64) / max(1, int(counts.sum()))
+
+
+def knee(curve: Curve) -> int:
+    """How many rows lie before the point of the curve that is farthest above its chord; 0 = there is none."""
+    if not len(curve):
+        return 0
+    chord = np.arange(1, len(curve) + 1) / len(curve)
+    return int(np.argmax(curve - chord)) + 1 if (curve > chord).any() else 0
+
+
+def until_little_is_gained(curve: Curve, *, step: int = STEP_ROWS, least: float = LEAST_GAIN) -> int:
+    """How many rows there are when `step` more would cover less than `least` more (§ 5.3)."""
+    size = 0
+    while size < len(curve):
+        after = min(size + step, len(curve))
+        if curve[after - 1] - (curve[size - 1] if size else 0.0) < least:
+            break
+        size = after
+    return size
+
+
+def curve_points(counts: TouchCounts, *, also: int = 0) -> tuple[tuple[int, float], ...]:
+    """A few points of the coverage curve, `(rows, part)`, evenly spread by the logarithm of the rows, the last at 1.
+
+    Args:
+        counts: of the rows; where there are none, there is no point.
+        also: a number of rows that has a point, too; 0 = none.
+    """
+    curve = coverage(counts.descending())
+    if not len(curve):
+        return ()
+    places = {*np.geomspace(1, len(curve), CURVE_POINTS).astype(int).tolist(), len(curve), *([also] if also else [])}
+    return tuple((place, round(float(curve[place - 1]), 4)) for place in sorted(places))
+
+
+LONG_INDEX_BYTES = 8
+"""Of the number of a row as PyTorch has it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """Of one parameter.
+
+    Attributes:
+        n_rows: rows.
+        row_bytes: of one.
+        item_bytes: of one element.
+        index_bytes: of the number of a row as it travels.
+    """
+
+    n_rows: int
+    row_bytes: int
+    item_bytes: int
+    index_bytes: int
+
+    @property
+    def flagged_bytes(self) -> int:
+        """Of a row that travels with an element that says whether it was touched."""
+        return self.row_bytes + self.item_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """One reduction, on the busiest rank.
+
+    Attributes:
+        exchanges: how many there are.
+        exchanged_bytes: that the rank receives in them.
+        reductions: how many all-reduces there are.
+        reduced_bytes: of the tensors that are all-reduced.
+        aggregations: how many sums an aggregator makes.
+        aggregated_bytes: of the tensors that it sums.
+        added_rows: that the rank adds up.
+    """
+
+    exchanges: int = 0
+    exchanged_bytes: float = 0.0
+    reductions: int = 0
+    reduced_bytes: float = 0.0
+    aggregations: int = 0
+    aggregated_bytes: float = 0.0
+    added_rows: float = 0.0
+
+    def received_bytes(self, ranks: int) -> float:
+        """By the rank, where all-reduces are rings; an aggregator sends it each sum once."""
+        return self.exchanged_bytes + ring_bytes(self.reduced_bytes, ranks) + self.aggregated_bytes
+
+
+def ring_bytes(n_bytes: float, ranks: int) -> float:
+    """What a rank receives in an all-reduce of a tensor of that many bytes."""
+    return 2.0 * (ranks - 1) / ranks * n_bytes
+
+
+def dense_bytes(shape: Shape, ranks: int) -> float:
+    """What a rank receives where the whole gradient is all-reduced."""
+    return ring_bytes(shape.n_rows * shape.row_bytes, ranks)
+
+
+def horovod_bytes(shape: Shape, ranks: int, looked_up: float) -> float:
+    """What a rank receives by Horovod's rule: two all-gathers of what each rank has looked up, nothing added up before.
+
+    Args:
+        shape: of the parameter.
+        ranks: how many there are.
+        looked_up: rows by each of them, the same one several times.
+    """
+    return (ranks - 1) * looked_up * (shape.row_bytes + LONG_INDEX_BYTES)
+
+
+def traffic(plan: SparsePlan, shape: Shape, ranks: int, counts: TouchCounts) -> Traffic:
+    """Of a parameter whose rows are touched like that, by this plan."""
+    touched, most, union = counts.touched, counts.most, counts.union
+    if plan.path is SparsePath.DENSE:
+        return Traffic(reductions=1, reduced_bytes=shape.n_rows * shape.flagged_bytes, added_rows=most)
+    if plan.path is SparsePath.BLOCKS:
+        single = plan.block_rows == 1
+        rows = union if single else _rows_in_blocks(plan.block_rows, ranks, counts)
+        return Traffic(
+            exchanges=1,
+            exchanged_bytes=(ranks - 1) * shape.n_rows / plan.block_rows / 8,
+            reductions=1,
+            reduced_bytes=rows * (shape.row_bytes if single else shape.flagged_bytes),
+            added_rows=most,
+        )
+    if plan.path is SparsePath.HOT_COLD:
+        hot = counts.of(plan.hot_rows)
+        share = float(hot.sum()) / max(1, int(counts.counts.sum()))
+        chance = hot / max(1, counts.n_samples)
+        hot_union = float((1.0 - (1.0 - chance) ** ranks).sum())
+        rest = 1.0 - share
+        cold = _plain(plan.cold, shape, ranks, touched * rest, most * rest, max(0.0, union - hot_union))
+        n_bytes, added_rows = len(hot) * shape.flagged_bytes, most * share + len(hot) + cold.added_rows
+        if plan.aggregated:
+            return replace(cold, aggregations=1, aggregated_bytes=n_bytes, added_rows=added_rows)
+        return replace(cold, reductions=1, reduced_bytes=n_bytes, added_rows=added_rows)
+    return _plain(plan.path, shape, ranks, touched, most, union)
+
+
+def _plain(path: SparsePath, shape: Shape, ranks: int, touched: float, most: float, union: float) -> Traffic:
+    """Of rows that travel with their numbers."""
+    row_bytes, others = shape.row_bytes + shape.index_bytes, (ranks - 1) / ranks
+    if path is SparsePath.GATHER:
+        sent = max(touched - touched / ranks, most * others)
+        return Traffic(exchanges=2, exchanged_bytes=sent * row_bytes, added_rows=touched)
+    return Traffic(exchanges=4, exchanged_bytes=others * (most + union) * row_bytes, added_rows=touched / ranks + union)
+
+
+def _rows_in_blocks(block_rows: int, ranks: int, counts: TouchCounts) -> float:
+    """In blocks that any rank touches in an iteration."""
+    chance = counts.counts / max(1, counts.n_samples)
+    untouched = np.log1p(-np.minimum(chance, 1.0 - 1e-9)) * ranks
+    begins = np.flatnonzero(np.diff(counts.rows // block_rows, prepend=-1))
+    of_block = np.add.reduceat(untouched, begins) if len(begins) else np.zeros(0)
+    return float((1.0 - np.exp(of_block)).sum()) * block_rows
+
+
+BLOCK_ROWS = (1, 8, 64)
+MOST_HOT_BYTES = 16 << 20
+MOST_DENSE_BYTES = 1 << 30
+"""Of buffers that hold hot rows, or all rows."""
+
+HOT_SIZES = 24
+"""As many sizes of the hot set are tried, beside those of the coverage curve."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HotPace:
+    """What was measured of sums through an aggregator, of the slowest rank.
+
+    Attributes:
+        start_s: of a sum of next to nothing.
+        bytes_per_s: of the tensor that is summed.
+    """
+
+    start_s: float
+    bytes_per_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """What was measured between these ranks, the slowest of them.
+
+    Attributes:
+        exchange_s: of an exchange of next to nothing.
+        exchange_bytes_per_s: that one rank receives.
+        reduce_s: of an all-reduce of next to nothing.
+        reduce_bytes_per_s: of the tensor that is reduced.
+        add_bytes_per_s: of rows that one rank adds up.
+        aggregator: None = there is none.
+    """
+
+    exchange_s: float
+    exchange_bytes_per_s: float
+    reduce_s: float
+    reduce_bytes_per_s: float
+    add_bytes_per_s: float
+    aggregator: HotPace | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class VolumeModel:
+    """Predicts plans for one parameter.
+
+    Attributes:
+        shape: of it.
+        ranks: how many there are.
+        counts: of its rows.
+        pace: of these ranks.
+    """
+
+    shape: Shape
+    ranks: int
+    counts: TouchCounts
+    pace: Pace
+
+    def seconds(self, plan: SparsePlan) -> float:
+        """How long a reduction by this plan takes."""
+        work, pace = self.traffic(plan), self.pace
+        aggregated_s = 0.0
+        if work.aggregations:
+            assert pace.aggregator is not None
+            hot = pace.aggregator
+            aggregated_s = work.aggregations * hot.start_s + work.aggregated_bytes / hot.bytes_per_s
+        return (
+            aggregated_s
+            + work.exchanges * pace.exchange_s
+            + work.exchanged_bytes / pace.exchange_bytes_per_s
+            + work.reductions * pace.reduce_s
+            + work.reduced_bytes / pace.reduce_bytes_per_s
+            + work.added_rows * self.shape.row_bytes / pace.add_bytes_per_s
+        )
+
+    def traffic(self, plan: SparsePlan) -> Traffic:
+        """What a reduction by this plan consists of."""
+        return traffic(plan, self.shape, self.ranks, self.counts)
+
+    # ── candidates ───────────────────────────────────────────────────────────────────────────────────────────────
+
+    def best_of(self, path: SparsePath) -> SparsePlan | None:
+        """The fastest plan of a path without an aggregator; None if it makes no sense here."""
+        plans = list(self._plans(path))
+        return min(plans, key=self.seconds) if plans else None
+
+    def best_aggregated(self) -> SparsePlan | None:
+        """The fastest plan whose hot rows an aggregator sums; None without one, or without hot rows.
+
+        It has at least the rows up to the knee of the coverage curve, as the paper's switch: with a single row, which
+        is the fastest where an aggregator is slow, it would be there in name only.
+        """
+        if self.pace.aggregator is None:
+            return None
+        plans = [replace(plan, aggregated=True) for plan in self._plans(SparsePath.HOT_COLD)]
+        bend = knee(coverage(self.counts.descending()))
+        least = min(bend, max((len(plan.hot_rows) for plan in plans), default=0))
+        return min((plan for plan in plans if len(plan.hot_rows) >= least), key=self.seconds, default=None)
+
+    def ranked(self) -> list[SparsePlan]:
+        """The best plan of each path without an aggregator, the fastest first; alike on ranks that know the same."""
+        found = [plan for path in SparsePath if (plan := self.best_of(path)) is not None]
+        return sorted(found, key=self.seconds)
+
+    def _plans(self, path: SparsePath) -> Iterator[SparsePlan]:
+        if path is SparsePath.BLOCKS:
+            for block_rows in BLOCK_ROWS:
+                yield SparsePlan(path=path, block_rows=block_rows)
+        elif path is SparsePath.HOT_COLD:
+            ranked = self.counts.ranked()
+            for size in self._hot_sizes(ranked):
+                hot = tuple(np.sort(ranked[:size]).tolist())
+                for cold in COLD_PATHS:
+                    yield SparsePlan(path=path, hot_rows=hot, cold=cold)
+        elif path is not SparsePath.DENSE or self.shape.n_rows * self.shape.flagged_bytes <= MOST_DENSE_BYTES:
+            yield SparsePlan(path=path)
+
+    def _hot_sizes(self, ranked: np.ndarray[tuple[int], np.dtype[np.int64]]) -> list[int]:
+        """Of the coverage curve, where a row's chance makes it worth its place, and some between."""
+        counts = self.counts.of(ranked)
+        curve = coverage(counts)
+        most = min(len(ranked), int(MOST_HOT_BYTES / self.shape.flagged_bytes))
+        if most < 1:
+            return []
+        # In a ring each rank sends a dense row 2(P-1)/P times, in an all-gather of rows P-1 times its chance.
+        worth = int((counts > 2.0 / self.ranks * self.counts.n_samples).sum())
+        between = np.geomspace(1, most, HOT_SIZES).astype(int).tolist()
+        sizes = {knee(curve), until_little_is_gained(curve), worth, *between}
+        return sorted(size for size in sizes if 1 <= size <= most)
+
+
+LEARNING_ITERATIONS = 8
+N_CANDIDATES = 3
+HOPELESS = 3.0
+"""What is predicted to take so many times as long as the fastest is not tried."""
+
+ROUNDS = 7
+"""Of trials: each candidate runs once a round; the first round is not counted."""
+
+CHECKS = 4
+"""Rounds in which what an earlier job has kept runs in turn with gathering; the first one is not counted."""
+
+CLEARLY_SLOWER = 1.1
+"""Where it takes so many times as long as gathering, it does not hold."""
+
+LOST_COVERAGE = 0.9
+"""Hot rows are ranked anew once their part of all touches has fallen to this much of what it was."""
+
+OTHER_VOLUME = 1.5
+"""Paths are chosen anew once so many times as many rows are touched as then, or as few."""
+
+MEMORY = 0.1
+"""Weight of the newest iteration in what is watched."""
+
+LEAST_WATCHED = 20
+"""Iterations before a change is believed, at first; twice as many after each change."""
+
+
+class Stage(Enum):
+    """How far the choice has got."""
+
+    LEARN = "learn"
+    TRY = "try"
+    KEEP = "keep"
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What an iteration has shown to all ranks alike.
+
+    Attributes:
+        n_touched: rows of all ranks together.
+        n_hot: of these, hot ones.
+        union: rows of any rank.
+        by_rank: their numbers, where the path tells.
+    """
+
+    n_touched: int
+    n_hot: int
+    union: int
+    by_rank: Sequence[npt.NDArray[np.int64]] = ()
+
+
+def learns_hot_rows(fixed: SparsePath | None, *, tries: bool) -> bool:
+    """Which rows are hot is found out: where they are asked for, or where any path may be tried."""
+    return fixed is SparsePath.HOT_COLD or (fixed is None and tries)
+
+
+class SparseChoice:
+    """Of one parameter.
+
+    Attributes:
+        plan: of the next iteration.
+        stage: see above.
+        candidates: that are tried, or were.
+        learned: what these follow from; None before that.
+        predicted_s: of each candidate.
+        measured_s: of each candidate, the median of its trials; empty until they have run.
+        checks: the first candidate is what an earlier job has kept, which is held against gathering.
+        may_recall: what an earlier job has kept may be used.
+    """
+
+    def __init__(self, *, fixed: SparsePath | None, tries: bool) -> None:
+        """Begins to learn if there is anything to choose.
+
+        Args:
+            fixed: the only path that may be used; None = any.
+            tries: candidates are tried; else `GATHER`, or the fixed path, runs as the model says.
+        """
+        self._fixed, self._patience = fixed, LEAST_WATCHED
+        self.checks, self.may_recall = False, fixed is None
+        self.candidates: list[SparsePlan] = []
+        self.learned: TouchCounts | None = None
+        self.predicted_s: list[float] = []
+        self.measured_s: list[float] = []
+        if learns_hot_rows(fixed, tries=tries):
+            self._learn()
+        else:
+            self.stage, self.plan = Stage.KEEP, GATHER if fixed is None else SparsePlan(path=fixed)
+            self._counts: TouchCounts | None = None
+            self._watch: _Watch | None = None
+
+    def _learn(self) -> None:
+        self.stage, self.plan = Stage.LEARN, GATHER
+        self._counts = TouchCounts()
+        self._left = LEARNING_ITERATIONS
+
+    def note(self, seen: Seen) -> None:
+        """One iteration by `plan` is over."""
+        if self.stage is Stage.LEARN:
+            assert self._counts is not None
+            if seen.n_touched:  # an iteration that touches nothing teaches nothing
+                self._counts.note(seen.by_rank, seen.union)
+                self._left -= 1
+        elif self.stage is Stage.TRY:
+            self._tried += 1
+            self.plan = self.candidates[self._tried % len(self.candidates)]
+        elif self._watch is not None and self._watch.changed(seen):
+            self._patience *= 2
+            self._learn()
+
+    @property
+    def has_learned(self) -> bool:
+        """`choose` is to be called before the next iteration."""
+        return self.stage is Stage.LEARN and self._left <= 0
+
+    @property
+    def counts(self) -> TouchCounts:
+        """What was learned, once `has_learned`."""
+        assert self._counts is not None
+        return self._counts
+
+    def recall(self, plan: SparsePlan) -> None:
+        """Instead of `choose`: an earlier job has kept this plan for rows that are touched like these.
+
+        Gathering is kept at once, other ways if gathering is not clearly faster.
+        """
+        self.candidates = [GATHER] if plan == GATHER else [plan, GATHER]
+        self.predicted_s, self.measured_s = [], []
+        self._try(checks=True)
+
+    def choose(self, model: Callable[[TouchCounts], VolumeModel]) -> None:
+        """Candidates follow from what was learned; `model` makes the predictions.
+
+        Hot rows through an aggregator are tried whatever is predicted: who names one wants to know.
+        """
+        assert self._counts is not None
+        predicted = model(self._counts)
+        aggregated = predicted.best_aggregated()
+        if self._fixed is not None:
+            best = aggregated or predicted.best_of(self._fixed)
+            self.candidates = [GATHER if best is None else best]
+        else:
+            ranked = predicted.ranked()
+            limit_s = HOPELESS * predicted.seconds(ranked[0])
+            self.candidates = [plan for plan in ranked if predicted.seconds(plan) <= limit_s][:N_CANDIDATES]
+            if aggregated is not None:
+                self.candidates.append(aggregated)
+        self.predicted_s, self.measured_s = [predicted.seconds(plan) for plan in self.candidates], []
+        self._try(checks=False)
+
+    def _try(self, *, checks: bool) -> None:
+        self.learned, self._counts, self.checks = self._counts, None, checks
+        self.stage, self._tried, self.plan = Stage.TRY, 0, self.candidates[0]
+        if len(self.candidates) == 1:
+            self._keep(self.candidates[0])
+
+    def lose_aggregator(self) -> None:
+        """Between iterations, on all ranks: what was chosen for its sake is chosen anew; a fixed path stays."""
+        if self.stage is Stage.LEARN or not any(plan.aggregated for plan in self.candidates):
+            return
+        if self._fixed is not None:
+            self.plan = replace(self.plan, aggregated=False)
+            self.candidates, self.predicted_s = [self.plan], []
+        elif self.stage is Stage.TRY or self.plan.aggregated:
+            self._learn()
+
+    @property
+    def has_tried(self) -> bool:
+        """`settle` is to be called before the next iteration."""
+        rounds = CHECKS if self.checks else ROUNDS
+        return self.stage is Stage.TRY and self._tried >= rounds * len(self.candidates)
+
+    def settle(self, spans_s: Sequence[float]) -> None:
+        """The fastest candidate is kept; what did not hold gives way to `choose`.
+
+        Args:
+            spans_s: of the trials in their order, each the smallest over ranks; the same on all.
+        """
+        n = len(self.candidates)
+        self.measured_s = [statistics.median(spans_s[number + n :: n]) for number in range(n)]
+        if self.checks and self.measured_s[0] > CLEARLY_SLOWER * self.measured_s[1]:
+            self.may_recall = self.checks = False
+            self.stage, self._counts, self._left = Stage.LEARN, self.learned, 0
+        else:
+            self._keep(self.candidates[self.measured_s.index(min(self.measured_s))])
+
+    def _keep(self, plan: SparsePlan) -> None:
+        learned = self.learned
+        assert learned is not None
+        covered = int(learned.of(plan.hot_rows).sum()) / max(1, int(learned.counts.sum()))
+        self._watch = _Watch(covered=covered, touched=learned.touched, least=self._patience)
+        self.stage, self.plan = Stage.KEEP, plan
+
+
+class _Watch:
+    """Notices that rows are touched otherwise than they were."""
+
+    def __init__(self, *, covered: float, touched: float, least: int) -> None:
+        """`covered`: the part of touches that hot rows had; `touched`: rows in an iteration; `least`: iterations."""
+        self._covered, self._touched, self._least = covered, touched, least
+        self._hot_now, self._touched_now, self._n = covered * touched, touched, 0
+
+    def changed(self, seen: Seen) -> bool:
+        """After an iteration."""
+        if not seen.n_touched:
+            return False
+        self._n += 1
+        self._hot_now += MEMORY * (seen.n_hot - self._hot_now)
+        self._touched_now += MEMORY * (seen.n_touched - self._touched_now)
+        if self._n < self._least:
+            return False
+        ratio = self._touched_now / self._touched
+        lost = self._hot_now < LOST_COVERAGE * self._covered * self._touched_now
+        return lost or not 1.0 / OTHER_VOLUME < ratio < OTHER_VOLUME
+
+
+MB = 1e6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """One way that rows could take.
+
+    Attributes:
+        plan: in words.
+        predicted_s: how long a reduction takes by the model of volumes; None where nothing was predicted.
+        measured_s: the median of its trials; None where it was not tried.
+        n_bytes: that the busiest rank receives in an iteration, computed from the rows that were touched.
+    """
+
+    plan: str
+    predicted_s: float | None
+    measured_s: float | None
+    n_bytes: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SparseSummary:
+    """Of one parameter; numbers of rows and bytes are means over the iterations in which they were counted.
+
+    Attributes:
+        name: of the parameter.
+        n_rows: that it has.
+        width: elements of a row.
+        ranks: that add up rows.
+        looked_up: rows in the gradient of one rank as its backward pass leaves it, the same one several times.
+        touched: rows of all ranks in an iteration, one that several ranks have counted for each.
+        union: rows that any rank has.
+        plan: the way that is taken, in words.
+        ways: that were compared, the taken one among them; one where there was nothing to compare.
+        curve: which part of all touches the most touched rows have, `(rows, part)`; empty where that was not counted.
+        popular_rows: hot rows of the plan; without those, the rows before the curve's knee.
+        dense_bytes: that a rank receives in an iteration where the whole gradient is all-reduced.
+        horovod_bytes: the same by Horovod's rule, two all-gathers of what was looked up.
+    """
+
+    name: str
+    n_rows: int
+    width: int
+    ranks: int
+    looked_up: float
+    touched: float
+    union: float
+    plan: str
+    ways: tuple[Way, ...]
+    curve: tuple[tuple[int, float], ...] = ()
+    popular_rows: int = 0
+    dense_bytes: float
+    horovod_bytes: float
+
+    @property
+    def density(self) -> float:
+        """Which part of the rows any rank touches in an iteration."""
+        return self.union / self.n_rows
+
+    @property
+    def popular_share(self) -> float:
+        """Which part of all touches the popular rows have."""
+        return dict(self.curve).get(self.popular_rows, 0.0)
+
+    @property
+    def n_bytes(self) -> float:
+        """That the busiest rank receives in an iteration."""
+        return next(way.n_bytes for way in self.ways if way.plan == self.plan)
+
+    def describe(self) -> str:
+        """In words."""
+        popular = f", {self.popular_rows} of them are {self.popular_share:.0%} of touches" if self.curve else ""
+        return (
+            f"{self.name} ({self.n_rows} × {self.width}): {self.density:.2%} of rows in an iteration{popular}; by "
+            f"{self.plan}, {self.n_bytes / MB:.3g} MB to a rank; dense {self.dense_bytes / MB:.3g} MB, "
+            f"Horovod's rule {self.horovod_bytes / MB:.3g} MB"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """As `from_json` reads it."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> SparseSummary:
+        """What `to_json` has given; other keys are passed over.
+
+        Raises:
+            KeyError: something is missing.
+            TypeError: something is of another type.
+            ValueError: a number is none, or negative, or nothing is said of the way that is taken.
+        """
+        found = cls(
+            name=str(data["name"]),
+            n_rows=int(_number(data["n_rows"], least=1)),
+            width=int(_number(data["width"])),
+            ranks=int(_number(data["ranks"], least=1)),
+            looked_up=_number(data["looked_up"]),
+            touched=_number(data["touched"]),
+            union=_number(data["union"]),
+            plan=str(data["plan"]),
+            ways=tuple(
+                Way(
+                    plan=str(way["plan"]),
+                    predicted_s=_number_or_none(way["predicted_s"]),
+                    measured_s=_number_or_none(way["measured_s"]),
+                    n_bytes=_number(way["n_bytes"]),
+                )
+                for way in data["ways"]
+            ),
+            curve=tuple((int(_number(rows, least=1)), _number(part)) for rows, part in data["curve"]),
+            popular_rows=int(_number(data["popular_rows"])),
+            dense_bytes=_number(data["dense_bytes"]),
+            horovod_bytes=_number(data["horovod_bytes"]),
+        )
+        if found.plan not in {way.plan for way in found.ways}:
+            raise ValueError(f"{found.plan} is none of the ways")
+        return found
+
+
+def summarise(
+    choice: SparseChoice, shape: Shape, *, name: str, width: int, ranks: int, looked_up: float, counts: TouchCounts
+) -> SparseSummary:
+    """Of a choice that is made.
+
+    Args:
+        choice: of the parameter.
+        shape: of it.
+        name: of it.
+        width: elements of a row.
+        ranks: how many there are.
+        looked_up: see `SparseSummary`.
+        counts: how much was touched; what the choice has learned counts instead where there is such a thing.
+    """
+    counts = choice.learned or counts
+    popular = len(choice.plan.hot_rows) or knee(coverage(counts.descending()))
+    plans = choice.candidates or [choice.plan]
+
+    def way(plan: SparsePlan, number: int) -> Way:
+        return Way(
+            plan=plan.describe(),
+            predicted_s=_at(choice.predicted_s, number),
+            measured_s=_at(choice.measured_s, number),
+            n_bytes=traffic(plan, shape, ranks, counts).received_bytes(ranks),
+        )
+
+    return SparseSummary(
+        name=name,
+        n_rows=shape.n_rows,
+        width=width,
+        ranks=ranks,
+        looked_up=looked_up,
+        touched=counts.touched,
+        union=counts.union,
+        plan=choice.plan.describe(),
+        ways=tuple(way(plan, number) for number, plan in enumerate(plans)),
+        curve=curve_points(counts, also=popular),
+        popular_rows=popular,
+        dense_bytes=dense_bytes(shape, ranks),
+        horovod_bytes=horovod_bytes(shape, ranks, looked_up),
+    )
+
+
+def _at(values: Sequence[float], number: int) -> float | None:
+    return values[number] if number < len(values) else None
+
+
+def _number(value: Any, *, least: float = 0.0) -> float:  # Any: whatever JSON had there
+    number = float(value)
+    if not least <= number < float("inf"):
+        raise ValueError(f"{number} where a number from {least:g} on was expected")
+    return number
+
+
+def _number_or_none(value: Any) -> float | None:  # Any: as above
+    return None if value is None else _number(value)

@@ -1,0 +1,650 @@
+"""How the ranks of a mesh find each other and prove to each other that they belong to one job.
+
+Either a launcher knows all of them and has told each where the others listen (an appointment), or they tell each other
+through PyTorch's TCPStore, which is needed no more afterwards. What stands in the store is JSON: nothing that came from
+it is ever unpickled. Whoever reaches the store can read the secret that rank 0 makes, unless the user has given the
+ranks one.
+
+Before either end of a connection reads anything else, each sends a random challenge, and answers the other's with an
+HMAC-SHA256 under the job's key over both challenges and both ranks. What was recorded from one connection proves
+nothing on another. Messages are not encrypted afterwards.
+
+    connector → acceptor   hello: magic, from, to, challenge
+    acceptor → connector   challenge, proof
+    connector → acceptor   proof
+    acceptor → connector   welcome
+"""
+
+from __future__ import annotations
+
+import datetime
+import hmac
+import json
+import logging
+import secrets
+import selectors
+import socket
+import struct
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from sirtaki.errors import CommError, ConfigError, PeerLostError, SirtakiError
+
+from .addresses import LOOPBACK, host_identity, own_addresses
+from .mesh import MeshCommunicator
+from .mesh_links import Links
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store, TCPStore
+
+HANDSHAKE_S = 5.0
+"""How long a connection may take to prove itself."""
+
+MAX_UNPROVED = 128
+"""Connections that have not proved themselves yet; one more, and the oldest of them is closed."""
+
+MAGIC = b"SIRTAKI\x01"
+_HELLO = struct.Struct("<8sII32s")
+_CHALLENGE_BYTES = _PROOF_BYTES = 32
+_REPLY_BYTES = _CHALLENGE_BYTES + _PROOF_BYTES
+_WELCOME = b"\x01"
+
+
+class NoProof(CommError):
+    """The other end does not know the job's secret."""
+
+
+def job_key(secret: str, job: str) -> bytes:
+    """What proves are made with: of the job's secret, for this job only."""
+    return hmac.digest(secret.encode(), f"sirtaki mesh {job}".encode(), "sha256")
+
+
+def _proof(key: bytes, side: bytes, hello: bytes, challenge: bytes) -> bytes:
+    return hmac.digest(key, side + hello + challenge, "sha256")
+
+
+def connect(address: tuple[str, int], *, key: bytes, own: int, other: int) -> socket.socket:
+    """A connection to rank `other`, both ends of which have proved themselves to be the job's ranks.
+
+    Raises:
+        OSError: nobody is there, or it does not answer in time.
+        NoProof: it does not prove itself.
+    """
+    sock = socket.create_connection(address, timeout=HANDSHAKE_S)
+    try:
+        hello = _HELLO.pack(MAGIC, own, other, secrets.token_bytes(_CHALLENGE_BYTES))
+        sock.sendall(hello)
+        reply = _read(sock, _REPLY_BYTES)
+        challenge, proof = reply[:_CHALLENGE_BYTES], reply[_CHALLENGE_BYTES:]
+        if not hmac.compare_digest(proof, _proof(key, b"acceptor", hello, challenge)):
+            raise NoProof(f"who answers at {address[0]}:{address[1]} does not know this job's secret")
+        sock.sendall(_proof(key, b"connector", hello, challenge))
+        if _read(sock, len(_WELCOME)) != _WELCOME:
+            raise OSError("not welcome")
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def _read(sock: socket.socket, length: int) -> bytes:
+    """So many bytes, and no more, within the time that a handshake may take in all."""
+    deadline_s, read = time.monotonic() + HANDSHAKE_S, b""
+    while len(read) < length:
+        sock.settimeout(max(1e-3, deadline_s - time.monotonic()))
+        if not (more := sock.recv(length - len(read))):
+            raise ConnectionError("it was closed in the middle of the handshake")
+        read += more
+    return read
+
+
+class Candidate:
+    """A connection that somebody has made, and that has not proved itself yet."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        """Takes a socket that does not block."""
+        self.sock, self.deadline_s = sock, time.monotonic() + HANDSHAKE_S
+        self.hello = self.read = b""
+        self.challenge = secrets.token_bytes(_CHALLENGE_BYTES)
+
+    def advance(self, key: bytes, own: int) -> int | None:
+        """Reads what has come; the rank at the other end once it has proved itself.
+
+        Raises:
+            OSError: it has not, and will not.
+        """
+        wanted = _PROOF_BYTES if self.hello else _HELLO.size
+        more = self.sock.recv(wanted - len(self.read))
+        if not more:
+            raise ConnectionError("closed")
+        self.read += more
+        if len(self.read) < wanted:
+            return None
+        read, self.read = self.read, b""
+        if not self.hello:
+            magic, _, to, _ = _HELLO.unpack(read)
+            if magic != MAGIC or to != own:
+                raise ConnectionError("no rank of this job")
+            self.hello = read
+            self._send(self.challenge + _proof(key, b"acceptor", read, self.challenge))
+            return None
+        if not hmac.compare_digest(read, _proof(key, b"connector", self.hello, self.challenge)):
+            raise ConnectionError("no proof")
+        return int(_HELLO.unpack(self.hello)[1])
+
+    def _send(self, message: bytes) -> None:
+        if self.sock.send(message) < len(message):  # into an empty buffer
+            raise ConnectionError("it does not read")
+
+    def welcome(self) -> None:
+        """To whom has proved itself.
+
+        Raises:
+            OSError: it is gone.
+        """
+        self._send(_WELCOME)
+
+
+def listen(addresses: Sequence[str]) -> list[socket.socket]:
+    """Listens at a port of each address, and nowhere else.
+
+    Raises:
+        OSError: it cannot.
+    """
+    listeners: list[socket.socket] = []
+    try:
+        for address in addresses:
+            listeners.append(socket.create_server((address, 0), backlog=512))  # noqa: PERF401  # closed if one fails
+    except OSError:
+        for listener in listeners:
+            listener.close()
+        raise
+    return listeners
+
+
+class Acceptor:
+    """Accepts the connections of other ranks, in a thread; strangers cost a time limit and no more.
+
+    Attributes:
+        refused: connections that did not prove themselves.
+    """
+
+    def __init__(self, listeners: Sequence[socket.socket], *, key: bytes, own: int, expected: Sequence[int]) -> None:
+        """The listeners become its own."""
+        self._key, self._own, self._expected = key, own, set(expected)
+        self._accepted: dict[int, socket.socket] = {}
+        self._closing = threading.Event()
+        self.refused = 0
+        self._listeners = listeners
+        self._thread = threading.Thread(target=self._run, name="sirtaki-accept", daemon=True)
+        self._thread.start()
+
+    @property
+    def places(self) -> list[tuple[str, int]]:
+        """Where it listens."""
+        return [listener.getsockname()[:2] for listener in self._listeners]
+
+    @property
+    def missing(self) -> list[int]:
+        """Ranks that have not connected yet."""
+        return sorted(self._expected - self._accepted.keys())
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether all are there, at the latest after so long."""
+        self._thread.join(timeout_s)
+        return not self.missing
+
+    def close(self) -> dict[int, socket.socket]:
+        """Stops listening, and gives the connections by rank; they are the caller's."""
+        self._closing.set()
+        self._thread.join()
+        for listener in self._listeners:
+            listener.close()
+        return self._accepted
+
+    def _run(self) -> None:
+        unproved: dict[int, Candidate] = {}
+        with selectors.DefaultSelector() as events:
+            for listener in self._listeners:
+                listener.setblocking(False)
+                events.register(listener, selectors.EVENT_READ)
+
+            def drop(descriptor: int) -> None:
+                gone = unproved.pop(descriptor)
+                events.unregister(gone.sock)
+                gone.sock.close()
+                self.refused += 1
+
+            while self.missing and not self._closing.is_set():
+                for chosen, _ in events.select(0.05):
+                    if chosen.fd not in unproved:
+                        with suppress(OSError):
+                            sock, _ = chosen.fileobj.accept()  # type: ignore[union-attr]  # a listener
+                            sock.setblocking(False)
+                            if len(unproved) >= MAX_UNPROVED:
+                                drop(next(iter(unproved)))
+                            unproved[sock.fileno()] = Candidate(sock)
+                            events.register(sock, selectors.EVENT_READ)
+                        continue
+                    candidate = unproved[chosen.fd]
+                    try:
+                        rank = candidate.advance(self._key, self._own)
+                        if rank is not None and rank not in self.missing:
+                            raise ConnectionError("it is there already")
+                        if rank is not None:
+                            candidate.welcome()
+                    except OSError:
+                        drop(chosen.fd)
+                        continue
+                    if rank is not None:
+                        del unproved[chosen.fd]
+                        events.unregister(candidate.sock)
+                        self._accepted[rank] = candidate.sock
+                now_s = time.monotonic()
+                for descriptor in [fd for fd, each in unproved.items() if each.deadline_s < now_s]:
+                    drop(descriptor)
+            for descriptor in list(unproved):
+                drop(descriptor)
+
+
+_AGAIN_S = 0.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attendee:
+    """A rank, as those who are to meet it are told.
+
+    Attributes:
+        host: of `host_identity`.
+        places: where it listens; those at loopback reach it from its own host.
+    """
+
+    host: tuple[str, ...]
+    places: tuple[tuple[str, int], ...]
+
+    @classmethod
+    def of_json(cls, found: Mapping[str, Any]) -> Attendee:
+        """What `asdict` has become on its way through JSON."""
+        return cls(host=tuple(found["host"]), places=tuple((str(host), int(port)) for host, port in found["places"]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Appointment:
+    """Who meets whom.
+
+    Attributes:
+        attendees: by rank.
+        secret: of the job.
+        listeners: of this rank; they are closed once it has met the others, or has not.
+        in_vain: why one of them will not come, as far as the launcher knows; "" = all may. It never blocks.
+    """
+
+    attendees: tuple[Attendee, ...]
+    secret: str = field(repr=False)
+    listeners: tuple[socket.socket, ...] = field(default=(), repr=False)
+    in_vain: Callable[[], str] = field(default=lambda: "", repr=False)
+
+
+def open_places(interface: str | None, *, loopback_only: bool = False) -> tuple[socket.socket, ...]:
+    """Listeners of a rank: at loopback, and at the addresses that other hosts may reach; the caller's to close.
+
+    Args:
+        interface: name of the network interface that joins the hosts; None = any.
+        loopback_only: the job has one host.
+
+    Raises:
+        CommError: it cannot listen.
+        ConfigError: there is no such interface.
+    """
+    addresses = [LOOPBACK, *([] if loopback_only else own_addresses(interface))]
+    try:
+        return tuple(listen(addresses))
+    except OSError as err:
+        raise CommError(f"this rank cannot listen at {', '.join(addresses)}: {err}") from err
+
+
+def attendee(listeners: Sequence[socket.socket]) -> Attendee:
+    """This rank, as the others are to be told."""
+    return Attendee(host=host_identity(), places=tuple(listener.getsockname()[:2] for listener in listeners))
+
+
+def keep(appointment: Appointment, *, rank: int, name: str, timeout_s: float) -> dict[int, socket.socket]:
+    """Collective: connections to all others, by rank. Each rank connects to those before it.
+
+    Raises:
+        CommError: some do not come or cannot be reached.
+    """
+    key, deadline_s = job_key(appointment.secret, name), time.monotonic() + timeout_s
+    own = appointment.attendees[rank]
+    here = all(other.host == own.host for other in appointment.attendees)
+    for listener in appointment.listeners:
+        if here and listener.getsockname()[0] != LOOPBACK:
+            listener.close()  # nobody needs it, and strangers may find it
+    listeners = [listener for listener in appointment.listeners if listener.fileno() >= 0]
+    acceptor = Acceptor(listeners, key=key, own=rank, expected=range(rank + 1, len(appointment.attendees)))
+    sockets: dict[int, socket.socket] = {}
+    try:
+        for other in range(rank):
+            sockets[other] = _reach_attendee(appointment, other, key=key, own=rank, deadline_s=deadline_s)
+        while not acceptor.wait(_LOOK_S):
+            _check(appointment)
+            if time.monotonic() > deadline_s:
+                raise CommError(
+                    f"rank {acceptor.missing[0]} did not connect to rank {rank}; name the interface that joins the "
+                    "hosts in SIRTAKI_GLOO_IFACE"
+                )
+    except BaseException:
+        for sock in (*sockets.values(), *acceptor.close().values()):
+            sock.close()
+        raise
+    return sockets | acceptor.close()
+
+
+def _check(appointment: Appointment) -> None:
+    if problem := appointment.in_vain():
+        raise PeerLostError(problem)
+
+
+def _reach_attendee(appointment: Appointment, rank: int, *, key: bytes, own: int, deadline_s: float) -> socket.socket:
+    """A connection to that rank, at the first of its places that answers."""
+    near = appointment.attendees[rank].host == appointment.attendees[own].host
+    places = [place for place in appointment.attendees[rank].places if (place[0] == LOOPBACK) == near]
+    problem: Exception = CommError("it listens nowhere")
+    while time.monotonic() < deadline_s:
+        for place in places:
+            _check(appointment)
+            try:
+                return connect(place, key=key, own=own, other=rank)
+            except (OSError, CommError) as err:
+                problem = err
+        time.sleep(_AGAIN_S)
+    tried = ", ".join(f"{host}:{port}" for host, port in places)
+    raise CommError(
+        f"rank {rank} cannot be reached at {tried} ({problem}); name the interface that joins the hosts in "
+        "SIRTAKI_GLOO_IFACE"
+    )
+
+
+logger = logging.getLogger(__name__)
+
+_LOOK_S = 0.02
+_NOTICE_S = 10.0
+"""A wait that lasts so long is told."""
+
+WRONG_SECRET_S = 3.0
+"""How long a rank that does not prove itself has to be another one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meeting:
+    """Where the ranks of a job meet, as all of them are told.
+
+    Attributes:
+        rank: of this process.
+        size: how many there are.
+        host, port: of the store.
+        agent_store: the launcher keeps it; else rank 0 opens it.
+        name: no other meeting at this store has it.
+        members: ranks that meet, if not all do.
+        appointment: of a launcher that knows all ranks, so that they need no store.
+    """
+
+    rank: int
+    size: int
+    host: str = ""
+    port: int = 0
+    agent_store: bool = False
+    name: str = ""
+    members: tuple[int, ...] = ()
+    appointment: Appointment | None = None
+
+
+_stores: dict[tuple[str, int], TCPStore] = {}
+"""Those of rank 0 stay open: other ranks may still read."""
+
+_met: Counter[tuple[str, int]] = Counter()
+"""How often this process has met there: `init()` may be called again."""
+
+
+def alone() -> MeshCommunicator:
+    """The mesh of one rank."""
+    return MeshCommunicator(Links(0, {}, heartbeat_s=None))
+
+
+def meet(
+    meeting: Meeting, *, interface: str | None, secret: str | None, timeout_s: float, heartbeat_s: float | None
+) -> MeshCommunicator:
+    """Collective: connects the ranks, each with each.
+
+    Args:
+        meeting: where they meet.
+        interface: name of the network interface that joins the hosts; None = any. With an appointment it has been
+            chosen.
+        secret: of the job, which an appointment has, too; None = rank 0 makes one and hands it out through the store.
+        timeout_s: how long to wait for the others in all.
+        heartbeat_s: a rank that is silent for so long later is given up; None = never.
+
+    Returns:
+        The communicator of all of them; with it the mesh ends.
+
+    Raises:
+        ConfigError: what the ranks were told does not fit together.
+        CommError: some do not come or cannot be reached.
+    """
+    if meeting.appointment is not None:
+        sockets = keep(meeting.appointment, rank=meeting.rank, name=meeting.name, timeout_s=timeout_s)
+        return MeshCommunicator(Links(meeting.rank, sockets, heartbeat_s=heartbeat_s))
+    members = meeting.members or tuple(range(meeting.size))
+    if len(members) == 1:
+        return alone()
+    deadline_s = time.monotonic() + timeout_s
+    name = f"{meeting.name}/{','.join(map(str, meeting.members))}"
+    _met[name, meeting.rank] += 1
+    prefix = f"sirtaki/{name}/{_met[name, meeting.rank]}"
+    table = _Table(_store(meeting, deadline_s), prefix, meeting, members, deadline_s)
+    if not table.claim():  # which must not trouble those who are right
+        raise ConfigError(
+            f"two processes say that they are rank {meeting.rank} at {meeting.host}:{meeting.port}; each needs a "
+            "RANK of its own, and each job a MASTER_PORT of its own"
+        )
+    try:
+        key = _agree(table, meeting, secret)
+        sockets = _connect(table, meeting, key, interface)
+    except SirtakiError as err:
+        table.tell_problem(err)
+        raise
+    own = members.index(meeting.rank)
+    return MeshCommunicator(
+        Links(own, {members.index(rank): sock for rank, sock in sockets.items()}, heartbeat_s=heartbeat_s)
+    )
+
+
+def _store(meeting: Meeting, deadline_s: float) -> Store:
+    """The store at the meeting's address."""
+    from torch._C._distributed_c10d import TCPStore
+
+    timeout = datetime.timedelta(seconds=max(1.0, deadline_s - time.monotonic()))
+    place = meeting.host, meeting.port
+    if not meeting.agent_store and meeting.rank == (meeting.members or (0,))[0]:
+        if place not in _stores:
+            try:
+                # multi_tenant: the script's own process groups may meet at the same port
+                _stores[place] = TCPStore(
+                    *place, is_master=True, wait_for_workers=False, timeout=timeout, multi_tenant=True
+                )
+            except (OSError, RuntimeError) as err:
+                raise ConfigError(
+                    f"rank {meeting.rank} cannot listen at MASTER_PORT={meeting.port}: {_first_line(err)}; does "
+                    "another job use it? Give each job a port of its own"
+                ) from err
+        return _stores[place]
+    _wait_for_master(meeting, deadline_s)
+    try:
+        return TCPStore(*place, is_master=False, timeout=timeout)
+    except (OSError, RuntimeError) as err:
+        raise CommError(f"there is no store at {meeting.host}:{meeting.port}: {_first_line(err)}") from err
+
+
+def _wait_for_master(meeting: Meeting, deadline_s: float) -> None:
+    notice_s, problem = time.monotonic() + _NOTICE_S, ""
+    while time.monotonic() < deadline_s:
+        try:
+            with socket.create_connection((meeting.host, meeting.port), timeout=2.0):
+                return
+        except socket.gaierror as err:
+            raise ConfigError(f"MASTER_ADDR={meeting.host} names no host ({err.strerror})") from err
+        except OSError as err:
+            problem = str(err)
+        if time.monotonic() > notice_s:
+            notice_s = deadline_s
+            logger.warning("rank %d waits for rank 0 at %s:%d", meeting.rank, meeting.host, meeting.port)
+        time.sleep(0.1)
+    raise CommError(
+        f"rank {meeting.rank} finds nobody at {meeting.host}:{meeting.port} ({problem}); is rank 0 running, are "
+        "MASTER_ADDR and MASTER_PORT right, does a firewall stand between? SIRTAKI_START_TIMEOUT_S=… waits longer"
+    )
+
+
+def _first_line(err: Exception) -> str:
+    return (str(err).splitlines() or [type(err).__name__])[0]
+
+
+class _Table:
+    """What the ranks tell each other through the store."""
+
+    def __init__(self, store: Store, prefix: str, meeting: Meeting, members: Sequence[int], deadline_s: float) -> None:
+        self._store, self._prefix, self._meeting, self.members = store, prefix, meeting, members
+        self.deadline_s = deadline_s
+
+    def tell(self, what: str, value: Any) -> None:
+        """Of this rank, for all."""
+        self._call("set", self._key(what, self._meeting.rank), json.dumps(value))
+
+    def read(self, what: str, ranks: Sequence[int]) -> list[Any]:
+        """What these ranks have told.
+
+        Raises:
+            CommError: one of them does not come, or has met a problem.
+        """
+        keys = [self._key(what, rank) for rank in ranks]
+        notice_s = time.monotonic() + _NOTICE_S
+        while not self._call("check", keys):
+            self.raise_problem()
+            now_s = time.monotonic()
+            if now_s > min(notice_s, self.deadline_s):
+                missing = [rank for rank, key in zip(ranks, keys, strict=True) if not self._call("check", [key])]
+                text = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing[:8]))}"
+                if now_s > self.deadline_s and missing:
+                    raise CommError(
+                        f"{text} of {self._meeting.size} did not come to {self._meeting.host}:{self._meeting.port} in "
+                        "time; are all processes started, with one WORLD_SIZE and different RANKs? "
+                        "SIRTAKI_START_TIMEOUT_S=… waits longer"
+                    )
+                notice_s = self.deadline_s
+                logger.warning("rank %d waits for %s", self._meeting.rank, text)
+            time.sleep(_LOOK_S)
+        return [json.loads(self._call("get", key)) for key in keys]
+
+    def claim(self) -> bool:
+        """Whether this process is the first that says to be this rank."""
+        return bool(self._call("add", self._key("claim", self._meeting.rank), 1) == 1)
+
+    def tell_problem(self, error: SirtakiError) -> None:
+        """For those who wait: they need not find it out by waiting."""
+        with suppress(CommError):
+            self._call("set", f"{self._prefix}/problem", json.dumps(str(error)))
+
+    def raise_problem(self) -> None:
+        """Raises what another rank has told."""
+        key = f"{self._prefix}/problem"
+        if self._call("check", [key]):
+            raise CommError(str(json.loads(self._call("get", key))))
+
+    def _key(self, what: str, rank: int) -> str:
+        return f"{self._prefix}/{what}/{rank}"
+
+    def _call(self, method: str, *arguments: Any) -> Any:  # Any: as the store's methods
+        try:
+            return getattr(self._store, method)(*arguments)
+        except RuntimeError as err:
+            raise PeerLostError(f"the store is gone, and rank 0 or the launcher with it: {_first_line(err)}") from err
+
+
+def _agree(table: _Table, meeting: Meeting, secret: str | None) -> bytes:
+    """Collective: the job's key."""
+    table.tell("here", {"size": meeting.size, "secret": secret is not None, "host": host_identity()})
+    first = table.members[0]
+    if meeting.rank == first:
+        table.tell("job", {"id": secrets.token_hex(16), "secret": None if secret else secrets.token_hex(32)})
+    everybody = table.read("here", table.members)
+    for rank, other in zip(table.members, everybody, strict=True):
+        if other["size"] != everybody[0]["size"]:
+            raise ConfigError(
+                f"WORLD_SIZE is {everybody[0]['size']} on rank {first} and {other['size']} on rank {rank}; it must be "
+                "one on all ranks"
+            )
+        if other["secret"] != everybody[0]["secret"]:
+            raise ConfigError(f"SIRTAKI_SECRET is set on one of the ranks {first} and {rank} only; all need the same")
+    (job,) = table.read("job", [first])
+    return job_key(secret or job["secret"], job["id"])
+
+
+def _connect(table: _Table, meeting: Meeting, key: bytes, interface: str | None) -> dict[int, socket.socket]:
+    """Collective: connections to all others, by rank. Each rank connects to those before it."""
+    hosts = [tuple(other["host"]) for other in table.read("here", table.members)]
+    addresses = [LOOPBACK] if len(set(hosts)) == 1 else own_addresses(interface)
+    number = table.members.index(meeting.rank)
+    try:
+        listeners = listen(addresses)
+    except OSError as err:
+        raise CommError(f"rank {meeting.rank} cannot listen at {', '.join(addresses)}: {err}") from err
+    acceptor = Acceptor(listeners, key=key, own=meeting.rank, expected=table.members[number + 1 :])
+    sockets: dict[int, socket.socket] = {}
+    try:
+        table.tell("places", acceptor.places)
+        for rank, places in zip(table.members[:number], table.read("places", table.members[:number]), strict=True):
+            sockets[rank] = _reach(table, rank, places, key=key, own=meeting.rank)
+        while not acceptor.wait(0.2):
+            table.raise_problem()
+            if time.monotonic() > table.deadline_s:
+                raise CommError(
+                    f"rank {acceptor.missing[0]} did not connect to rank {meeting.rank} at {', '.join(addresses)}"
+                    + (f"; {acceptor.refused} connections did not prove themselves" if acceptor.refused else "")
+                    + "; name the interface that joins the hosts in SIRTAKI_GLOO_IFACE"
+                )
+    except BaseException:
+        for sock in (*sockets.values(), *acceptor.close().values()):
+            sock.close()
+        raise
+    return sockets | acceptor.close()
+
+
+def _reach(table: _Table, rank: int, places: list[tuple[str, int]], *, key: bytes, own: int) -> socket.socket:
+    """A connection to that rank, at the first of its places that proves to be it."""
+    problem: Exception = CommError("it listens nowhere")
+    unproved_s = float("inf")
+    while time.monotonic() < min(table.deadline_s, unproved_s):
+        for host, port in places:
+            try:
+                return connect((host, port), key=key, own=own, other=rank)
+            except NoProof as err:
+                problem, unproved_s = err, min(unproved_s, time.monotonic() + WRONG_SECRET_S)
+            except OSError as err:
+                problem = err
+        table.raise_problem()
+        time.sleep(0.1)
+    if isinstance(problem, NoProof):
+        raise ConfigError(
+            f"rank {rank} and rank {own} do not prove themselves to each other: SIRTAKI_SECRET must be the same on all "
+            f"ranks ({problem})"
+        )
+    tried = ", ".join(f"{host}:{port}" for host, port in places)
+    raise CommError(
+        f"rank {rank} cannot be reached at {tried} ({problem}); name the interface that joins the hosts in "
+        "SIRTAKI_GLOO_IFACE"
+    )

@@ -1,0 +1,445 @@
+"""Units over several NCCL communicators at once, each on a CUDA stream of its own.
+
+A stream has a communicator for each number of CTAs, since NCCL fixes that when a communicator is made. They are one
+stream all the same: a unit waits for the one before it on its stream, whichever communicator carried that (LIBRA's
+stages follow one another). A pool opens and closes communicators in one order on all ranks, as they take memory on the
+GPU.
+
+Nothing here waits: a unit is put on its communicator's stream after what was packed so far, and whoever waits for it
+makes *its stream* wait. NCCL needs the same order of operations on all ranks, over all communicators of a GPU, and one
+thread at a time that puts them there; the synchroniser keeps the order, a lock the rest. All of it runs in tests
+without a GPU.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Protocol
+
+import torch
+
+from sirtaki.comm import recorder
+from sirtaki.comm.device import Device, Event
+from sirtaki.comm.transports.contract import NOTHING_TO_DO, FlatBuffer, ReduceOp, StreamCost, StreamSpec, Work, scale_
+from sirtaki.errors import CommError, PlanError
+
+from ..plan import TransportKind
+
+logger = logging.getLogger(__name__)
+
+MEMORY_SHARE = 0.1
+"""Of the GPU's memory, what communicators may take together; a plan that needs more is refused."""
+
+
+THREADS_PER_CTA = 512
+"""NCCL's block size on current GPUs (`NCCL_NTHREADS`, which is one for the whole process)."""
+
+MAX_CTAS = 32
+
+ALLOWANCES = tuple(THREADS_PER_CTA * ctas for ctas in (1, 2, 4, 8, 16))
+"""GPU threads that a unit may be allowed: each another number of CTAs, since fewer than a block's are a block, too."""
+
+
+def ctas_for(threads: int | None) -> int | None:
+    """CTAs (thread blocks) of a communicator that may use so many GPU threads (LIBRA's r); None = NCCL decides."""
+    if threads is None:
+        return None
+    return min(MAX_CTAS, max(1, threads // THREADS_PER_CTA))
+
+
+class Scope(Enum):
+    """Which ranks a communicator joins."""
+
+    ALL = "all"
+    NODE = "node"  # those of this rank's node
+    ACROSS = "across"  # those with this rank's local rank, one a node
+
+
+@dataclass(frozen=True, slots=True)
+class CommunicatorKey:
+    """What makes two communicators differ.
+
+    Attributes:
+        stream: on which its operations run.
+        ctas: thread blocks of each of its operations; None = NCCL decides.
+        scope: the ranks.
+    """
+
+    stream: int
+    ctas: int | None = None
+    scope: Scope = Scope.ALL
+
+    def __str__(self) -> str:
+        ctas = "" if self.ctas is None else f" with {self.ctas} CTAs"
+        scope = "" if self.scope is Scope.ALL else f" ({self.scope.value})"
+        return f"stream {self.stream}{ctas}{scope}"
+
+
+class GroupWork(Protocol):
+    """An operation under way."""
+
+    def wait(self) -> None:
+        """The current stream waits for it, not the caller."""
+        ...
+
+    def is_completed(self) -> bool:
+        """Whether it is done; never waits."""
+        ...
+
+
+class Group(Protocol):
+    """One communicator with a stream of its own. Operations wait for the current stream, and then run on theirs."""
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> GroupWork:
+        """Reduces in place."""
+        ...
+
+    def all_reduce_scaled(self, tensor: torch.Tensor, scale: float) -> GroupWork | None:
+        """Adds up in place, times `scale`; None, and nothing happens, if that cannot be done in one."""
+        ...
+
+    def reduce_scatter(self, share: torch.Tensor, tensor: torch.Tensor, op: ReduceOp) -> GroupWork:
+        """Reduces `tensor`, `(ranks * share.numel(),)`, of which this rank gets its share."""
+        ...
+
+    def all_gather(self, tensor: torch.Tensor, share: torch.Tensor) -> GroupWork:
+        """Puts all ranks' shares one after the other into `tensor`, `(ranks * share.numel(),)`."""
+        ...
+
+    def error(self) -> str:
+        """What has gone wrong by itself, in words; empty while all is well. Any thread may ask."""
+        ...
+
+    def close(self) -> None:
+        """Collective, with nothing in flight: frees it."""
+        ...
+
+
+class Opener(Protocol):
+    """Makes communicators, and knows what may be made.
+
+    Attributes:
+        max_streams: that may run at the same time.
+        threads: GPU threads that a unit may be allowed.
+    """
+
+    max_streams: int
+    threads: tuple[int, ...]
+
+    def open(self, key: CommunicatorKey) -> Group:
+        """Collective over the scope's ranks, and all ranks do it at the same time.
+
+        Raises:
+            CommError: the ranks cannot connect.
+        """
+        ...
+
+    def memory_bytes(self) -> tuple[int, int]:
+        """The device's memory: (free, all)."""
+        ...
+
+
+class CommunicatorPool:
+    """The communicators that are open; those that were needed longest ago are closed for others.
+
+    Attributes:
+        limit: so many may be open.
+    """
+
+    def __init__(self, opener: Opener, *, limit: int, worst: Callable[[float], float]) -> None:
+        """Opens nothing.
+
+        Args:
+            opener: makes communicators.
+            limit: so many may be open.
+            worst: collective: the largest of the ranks' values.
+        """
+        self._opener, self.limit, self._worst = opener, limit, worst
+        self._open: OrderedDict[CommunicatorKey, Group] = OrderedDict()  # longest unused first
+        self._per_stream: Counter[tuple[int, Scope]] = Counter()
+        self._taken_share = 0.0  # of the memory, by all that are open, on the rank where it is most
+
+    def __getitem__(self, key: CommunicatorKey) -> Group:
+        return self._open[key]
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def keys(self) -> tuple[CommunicatorKey, ...]:
+        """What is open, longest unused first."""
+        return tuple(self._open)
+
+    def count(self, stream: int, scope: Scope) -> int:
+        """Of how many numbers of CTAs communicators are open for this stream."""
+        return self._per_stream[stream, scope]
+
+    def require(self, keys: Sequence[CommunicatorKey]) -> None:
+        """Collective, with nothing in flight: opens those of `keys` that are not open, in their order.
+
+        Raises:
+            PlanError: on all ranks: so many cannot be open at once, or they would take too much memory.
+            CommError: the ranks cannot connect.
+        """
+        wanted = list(dict.fromkeys(keys))
+        if len(wanted) > self.limit:
+            raise PlanError(f"the plan needs {len(wanted)} communicators; at most {self.limit} are kept open")
+        for key in wanted:
+            if key in self._open:
+                self._open.move_to_end(key)
+        for key in wanted:
+            if key not in self._open:
+                self._make_room(wanted, key)
+                self._open[key] = self._make(key)
+                self._per_stream[key.stream, key.scope] += 1
+
+    def _make(self, key: CommunicatorKey) -> Group:
+        free_before, total = self._opener.memory_bytes()
+        group = self._opener.open(key)
+        taken = (free_before - self._opener.memory_bytes()[0]) / total
+        self._taken_share += max(0.0, self._worst(taken))
+        logger.debug("NCCL %s is open; %d in all, %.1f %% of memory", key, len(self._open) + 1, 100 * self._taken_share)
+        return group
+
+    def _make_room(self, wanted: Sequence[CommunicatorKey], key: CommunicatorKey) -> None:
+        while len(self._open) >= self.limit or (self._open and self._expected_share() > MEMORY_SHARE):
+            unused = next((other for other in self._open if other not in wanted), None)
+            if unused is None:
+                raise PlanError(
+                    f"the communicators of this plan would take {self._expected_share():.0%} of the GPU's memory "
+                    f"with {key}; at most {MEMORY_SHARE:.0%} is used for them"
+                )
+            self._close(unused)
+
+    def _expected_share(self) -> float:
+        """Of memory, once one more like those that are open is open, too."""
+        return self._taken_share * (len(self._open) + 1) / len(self._open)
+
+    def _close(self, key: CommunicatorKey) -> None:
+        self._taken_share -= self._taken_share / len(self._open)
+        self._open.pop(key).close()
+        self._per_stream[key.stream, key.scope] -= 1
+        logger.debug("NCCL %s is closed", key)
+
+    def keep_only(self, keys: Iterable[CommunicatorKey]) -> None:
+        """Collective, with nothing in flight: closes all others."""
+        kept = set(keys)
+        for key in [key for key in self._open if key not in kept]:
+            self._close(key)
+
+    def check(self) -> None:
+        """Raises what has gone wrong by itself in any of them; any thread may ask.
+
+        Raises:
+            CommError: naming the communicator.
+        """
+        for key, group in list(self._open.items()):
+            if error := group.error():
+                raise CommError(f"NCCL failed on {key}: {error}")
+
+    def close(self) -> None:
+        """Closes all of them."""
+        self.keep_only(())
+
+
+ISSUING = threading.Lock()
+"""One thread at a time gives work to NCCL, whichever communicators it uses."""
+
+
+class NcclWork:
+    """A unit on its way; the current stream waits for it, not the thread.
+
+    Attributes:
+        done_event: when it is reduced; None unless `note_end` was called.
+    """
+
+    def __init__(self, work: GroupWork, device: Device, unit: torch.Tensor, scale: float, what: str) -> None:
+        """Args: `scale` is what the unit has still to be multiplied by."""
+        self._work, self._device, self._unit, self._scale, self._what = work, device, unit, scale, what
+        self._waited_for = False
+        self.done_event: Event | None = None
+
+    def note_end(self, stream: Any) -> None:
+        """Has a stream that is used for nothing else wait for the unit, and notes the moment."""
+        with self._device.on(stream):
+            self._work.wait()
+            self.done_event = self._device.record_event()
+
+    def is_done(self) -> bool:
+        """Whether the stream has got past the unit."""
+        return self._work.is_completed()
+
+    def times(self) -> tuple[Event | None, Event | None]:
+        """The end, where it was noted; NCCL says no beginning."""
+        return None, self.done_event
+
+    def wait(self, timeout_s: float) -> bool:
+        """Has the current stream wait, and returns True at once."""
+        if not self._waited_for:
+            try:
+                self._work.wait()
+            except RuntimeError as err:
+                raise CommError(f"NCCL failed in {self._what}: {err}") from err
+            self._device.launch(scale_, self._unit, self._scale)
+            self._waited_for = True
+        return True
+
+
+class _Chain:
+    """Operations of several communicators one after the other on a stream that leads from one to the next."""
+
+    def __init__(self, device: Device, end: Event, last: GroupWork) -> None:
+        self._device, self._end, self._last = device, end, last
+
+    def wait(self) -> None:
+        self._device.order_after(self._end)
+
+    def is_completed(self) -> bool:
+        return self._last.is_completed() and self._device.is_reached(self._end)
+
+
+class NcclTransport:
+    """The flat algorithm: each unit is one all-reduce on the communicator of its stream and CTAs."""
+
+    kind = TransportKind.NCCL
+    scopes: tuple[Scope, ...] = (Scope.ALL,)
+
+    def __init__(self, pool: CommunicatorPool, device: Device, *, opener: Opener) -> None:
+        """Starts nothing.
+
+        Args:
+            pool: the communicators; other algorithms share it, and whoever owns it closes it.
+            device: where the buffers are.
+            opener: knows how many streams and which thread allowances there may be.
+        """
+        self._pool, self._device = pool, device
+        self.max_streams = min(opener.max_streams, pool.limit // len(self.scopes))
+        self.threads = opener.threads
+        self.stream_cost = StreamCost()  # NCCL's own; the pool looks after the device's memory
+        self._leads: dict[int, Any] = {}
+
+    def keys(self, streams: Sequence[StreamSpec]) -> list[CommunicatorKey]:
+        """The communicators that these streams need."""
+        return [
+            CommunicatorKey(stream.number, ctas_for(stream.threads), scope)
+            for stream in streams
+            for scope in self.scopes
+        ]
+
+    def open_streams(self, streams: Sequence[StreamSpec]) -> None:
+        """Collective: see `Transport`."""
+        keys = self.keys(streams)
+        if not set(keys) <= set(self._pool.keys()):
+            self._device.synchronise()  # what is closed for the new ones must have nothing in flight
+        self._pool.require(keys)
+
+    def all_reduce(
+        self, buffer: FlatBuffer, start: int, stop: int, *, stream: StreamSpec, op: ReduceOp, scale: float
+    ) -> Work:
+        """Issues it behind what is on the current stream by now."""
+        unit = buffer.tensor[start:stop]
+        if unit.numel() == 0:
+            return NOTHING_TO_DO
+        with ISSUING:
+            work, left = self._issue_in_turn(unit, stream, op, scale)
+        unit_work = NcclWork(work, self._device, unit, left, f"elements [{start}, {stop}) on stream {stream.number}")
+        if recorder.times_wanted():
+            unit_work.note_end(self._lead(stream.number))
+        return unit_work
+
+    def _lead(self, number: int) -> Any:  # Any: a stream of the device
+        """A stream of the device for this stream that is not NCCL's."""
+        if number not in self._leads:
+            self._leads[number] = self._device.make_stream()
+        return self._leads[number]
+
+    def _issue_in_turn(
+        self, unit: torch.Tensor, stream: StreamSpec, op: ReduceOp, scale: float
+    ) -> tuple[GroupWork, float]:
+        """As `_issue`, behind the stream's last unit, which another communicator may have carried."""
+        if self._pool.count(stream.number, Scope.ALL) == 1:
+            return self._issue(unit, stream, op, scale)
+        packed = self._device.record_event()
+        with self._device.on(self._lead(stream.number)):
+            self._device.order_after(packed)
+            work, left = self._issue(unit, stream, op, scale)
+            work.wait()
+        return work, left
+
+    def _group(self, stream: StreamSpec, scope: Scope) -> Group:
+        return self._pool[CommunicatorKey(stream.number, ctas_for(stream.threads), scope)]
+
+    def _issue(self, unit: torch.Tensor, stream: StreamSpec, op: ReduceOp, scale: float) -> tuple[GroupWork, float]:
+        """Returns the work and the factor that has still to be applied."""
+        return _all_reduce(self._group(stream, Scope.ALL), unit, op, scale)
+
+    def keep(self, streams: int) -> None:
+        """Closes nothing: the pool is its owner's."""
+
+    def close(self) -> bool:
+        """Closes nothing: the pool is its owner's."""
+        return True
+
+
+def _all_reduce(group: Group, unit: torch.Tensor, op: ReduceOp, scale: float) -> tuple[GroupWork, float]:
+    if op is ReduceOp.SUM and scale != 1.0:
+        work = group.all_reduce_scaled(unit, scale)
+        if work is not None:
+            return work, 1.0
+    return group.all_reduce(unit, op), scale
+
+
+class NcclHierarchicalTransport(NcclTransport):
+    """The hierarchical algorithm: reduce-scatter inside the node, all-reduce across nodes, all-gather inside.
+
+    Each rank carries its share of a unit across nodes, so all network interfaces of a node work. Elements that are
+    too few for a share go the flat way.
+    """
+
+    scopes = (Scope.ALL, Scope.NODE, Scope.ACROSS)
+
+    def __init__(
+        self,
+        pool: CommunicatorPool,
+        device: Device,
+        *,
+        opener: Opener,
+        local_size: int,
+        local_rank: int,
+    ) -> None:
+        """Starts nothing. Args: as `NcclTransport`, and this rank's place in its node; all nodes are of one size."""
+        super().__init__(pool, device, opener=opener)
+        self._local_size, self._local_rank = local_size, local_rank
+
+    def _issue(self, unit: torch.Tensor, stream: StreamSpec, op: ReduceOp, scale: float) -> tuple[GroupWork, float]:
+        share_numel = unit.numel() // self._local_size
+        whole, rest = unit[: share_numel * self._local_size], unit[share_numel * self._local_size :]
+        packed = self._device.record_event()
+        works: list[GroupWork] = []
+        left = scale
+        with self._device.on(self._lead(stream.number)):
+            self._device.order_after(packed)
+            if rest.numel():
+                work, rest_left = _all_reduce(self._group(stream, Scope.ALL), rest, op, scale)
+                works.append(work)
+                work.wait()
+                if rest_left != 1.0:
+                    self._device.launch(scale_, rest, rest_left)
+            if share_numel:
+                share = whole[self._local_rank * share_numel : (self._local_rank + 1) * share_numel]
+                node = self._group(stream, Scope.NODE)
+                works.append(node.reduce_scatter(share, whole, op))
+                works[-1].wait()
+                work, left = _all_reduce(self._group(stream, Scope.ACROSS), share, op, scale)
+                works.append(work)
+                work.wait()
+                if left != 1.0:
+                    self._device.launch(scale_, share, left)
+                works.append(node.all_gather(whole, share))
+                works[-1].wait()
+            end = self._device.record_event()
+        return _Chain(self._device, end, works[-1]), 1.0

@@ -1,0 +1,303 @@
+"""Whole tensors, cut into units that travel over several lanes at the same time.
+
+Nobody plans here, and nothing is negotiated: all ranks submit the same tensors in the same order, as with every process
+group. The units of all of them form one sequence; the n-th one travels on stream n modulo their number. Where ranks
+share memory, units pass through a window of *slots* there: copied in, reduced, copied out, slot after slot, so that a
+tensor of any size needs little shared memory, which stays in the processor's cache. Elsewhere they are reduced where
+they lie.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from sirtaki.comm.control.failure import WAIT_SLICE_S, FailureBoard, fresh
+from sirtaki.comm.transports.contract import FlatBuffer, ReduceOp, Work
+from sirtaki.errors import CommError, StallError
+
+from .plan import Route
+from .router import Router
+
+LATE_S = 0.5
+"""How long a unit may take to end after a rank has: one that leaves after its last operation has done its part."""
+
+
+class TensorReduction:
+    """A tensor under way.
+
+    Attributes:
+        source: of this rank, 1-d and contiguous; left alone until it is done.
+        target: where elements `[start, start + target.numel())` of the result belong, 1-d and contiguous. It may be
+            `source`.
+        start: see there.
+        error: why it has failed; None while it has not.
+    """
+
+    def __init__(
+        self,
+        source: torch.Tensor,
+        target: torch.Tensor,
+        *,
+        start: int = 0,
+        op: ReduceOp = ReduceOp.SUM,
+        scale: float = 1.0,
+        timeout_s: float,
+        then: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Nothing happens yet.
+
+        Args:
+            source: see above.
+            target: see above.
+            start: see above.
+            op: how elements are combined.
+            scale: what the result is multiplied by.
+            timeout_s: after so long, from now on, it has failed.
+            then: called with the result in `target`, before anybody hears of it.
+        """
+        self.source, self.target, self.start = source, target, start
+        self.op, self.scale = op, scale
+        self.timeout_s, self.deadline_s = timeout_s, time.monotonic() + timeout_s
+        self.error: CommError | None = None
+        self._then = then
+        self._ended = threading.Event()
+        self._listeners: list[Callable[[], None]] = []
+        self._telling = threading.Lock()
+
+    def is_done(self) -> bool:
+        """The result is there, or it has failed."""
+        return self._ended.is_set()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether it is done within that time; drives nothing."""
+        return self._ended.wait(timeout_s)
+
+    def when_done(self, listener: Callable[[], None]) -> None:
+        """Calls it in the thread that ends the reduction; at once, if it is done."""
+        with self._telling:
+            if not self._ended.is_set():
+                self._listeners.append(listener)
+                return
+        listener()
+
+    def finish(self, error: CommError | None = None) -> None:
+        """Called once, by whoever drives it."""
+        if error is None:
+            try:
+                self._then()
+            except Exception as err:  # whatever it is, those who wait must hear of it
+                error = CommError(f"a tensor was reduced, but its result could not be put away: {err!r}")
+        self.error = error
+        with self._telling:
+            self._ended.set()
+        for listener in self._listeners:
+            listener()
+
+    def check(self) -> None:
+        """Raises why it has failed, if it has."""
+        if self.error is not None:
+            raise fresh(self.error)
+
+
+@dataclass(slots=True, eq=False)
+class _Unit:
+    """Elements `[low, high)` of a tensor, on their way."""
+
+    reduction: TensorReduction
+    low: int
+    high: int
+    result: torch.Tensor
+    work: Work
+
+
+class UnitPipeline:
+    """Reduces tensors over one route, in the order in which they are submitted."""
+
+    def __init__(
+        self,
+        router: Router,
+        failures: FailureBoard,
+        *,
+        route: Route,
+        streams: int,
+        unit_bytes: int,
+        slots: FlatBuffer | None = None,
+    ) -> None:
+        """Keeps what it is given; the streams are open.
+
+        Args:
+            router: of these ranks, for this pipeline alone.
+            failures: where a lost job is reported.
+            route: of all units.
+            streams: how many run at the same time.
+            unit_bytes: size of a unit.
+            slots: memory that the ranks of the node share, some times `unit_bytes`, as uint8; None = units are reduced
+                in the tensors themselves.
+        """
+        self._router, self._failures = router, failures
+        self._route, self._streams, self._unit_bytes = route, streams, unit_bytes
+        self._slots = slots
+        self._window = slots.tensor.numel() // unit_bytes if slots is not None else 1 << 30
+        self._typed: dict[torch.dtype, FlatBuffer] = {}
+        self._waiting: deque[TensorReduction] = deque()
+        self._position = 0  # in the first of those
+        self._issued = 0
+        self._in_flight: deque[_Unit] = deque()
+        self._issuing = threading.Lock()
+        self._turn = threading.Lock()  # of whoever waits for units
+        self._error: CommError | None = None
+
+    def submit(self, reduction: TensorReduction) -> None:
+        """Starts it; does not wait for others, nor for anything that was submitted before.
+
+        Raises:
+            CommError: an earlier one has failed.
+        """
+        with self._issuing:
+            if self._error is not None:
+                raise fresh(self._error)
+            if not reduction.source.numel():
+                reduction.finish()
+                return
+            self._waiting.append(reduction)
+            problem = self._issue()
+        if problem is not None:
+            self.fail(problem)
+
+    def finish(self, reduction: TensorReduction, timeout_s: float | None = None) -> bool:
+        """Drives the units, unless another thread does, until that reduction is done; False if the time is up.
+
+        Raises:
+            CommError: it has failed.
+        """
+        limit_s = float("inf") if timeout_s is None else time.monotonic() + timeout_s
+        while not reduction.is_done():
+            if time.monotonic() > limit_s:
+                return False
+            if self._turn.acquire(blocking=False):
+                try:
+                    while not reduction.is_done() and time.monotonic() <= limit_s:
+                        self._advance()
+                finally:
+                    self._turn.release()
+            else:
+                reduction.wait(WAIT_SLICE_S)
+        reduction.check()
+        return True
+
+    def drain(self) -> None:
+        """Drives the units until none is left. What fails is told to those who wait for it."""
+        while self._in_flight:
+            with self._turn:
+                self._advance()
+
+    def fail(self, error: CommError) -> None:
+        """Ends what is under way; nothing can be submitted any more."""
+        with self._issuing:
+            self._error = self._error or error
+            pending = [*(unit.reduction for unit in self._in_flight), *self._waiting]
+            self._in_flight.clear()
+            self._waiting.clear()
+        for reduction in dict.fromkeys(pending):
+            if not reduction.is_done():
+                reduction.finish(error)
+
+    def _issue(self) -> CommError | None:
+        """With `_issuing`: sends off what fits into the window. Returns what has gone wrong."""
+        while self._waiting and len(self._in_flight) < self._window:
+            reduction = self._waiting[0]
+            step = self._unit_bytes // reduction.source.itemsize
+            low, high = self._position, min(self._position + step, reduction.source.numel())
+            try:
+                self._in_flight.append(self._begin(reduction, low, high))
+            except RuntimeError as err:
+                return CommError(f"elements [{low}, {high}) of a tensor could not be sent: {err}")
+            self._issued += 1
+            self._position = high
+            if high == reduction.source.numel():
+                self._waiting.popleft()
+                self._position = 0
+        return None
+
+    def _begin(self, reduction: TensorReduction, low: int, high: int) -> _Unit:
+        if self._slots is None:
+            if low == 0 and reduction.target is not reduction.source:
+                reduction.source = reduction.source.clone()  # which is reduced in place
+            buffer, start, result = FlatBuffer(reduction.source), low, reduction.source[low:high]
+        else:
+            buffer = self._typed.get(reduction.source.dtype) or self._view(self._slots, reduction.source.dtype)
+            start = self._issued % self._window * (self._unit_bytes // reduction.source.itemsize)
+            result = buffer.tensor[start : start + high - low]
+            result.copy_(reduction.source[low:high])
+        work = self._router.all_reduce(
+            buffer,
+            start,
+            start + high - low,
+            route=self._route,
+            stream=self._issued % self._streams,
+            op=reduction.op,
+            scale=reduction.scale,
+        )
+        return _Unit(reduction, low, high, result, work)
+
+    def _view(self, slots: FlatBuffer, dtype: torch.dtype) -> FlatBuffer:
+        found = FlatBuffer(slots.tensor.view(dtype), tuple(peer.view(dtype) for peer in slots.peers))
+        self._typed[dtype] = found
+        return found
+
+    def _advance(self) -> None:
+        """With the turn: waits a little for the oldest unit, and puts away its result if it is there."""
+        try:
+            unit = self._in_flight[0]
+        except IndexError:  # whoever issues is about to, or another thread has ended all
+            time.sleep(0)
+            return
+        reduction = unit.reduction
+        try:
+            if not unit.work.wait(WAIT_SLICE_S) and not self._ends_late(unit):
+                if time.monotonic() > reduction.deadline_s:
+                    raise StallError(
+                        f"a tensor of {reduction.source.numel()} elements was not reduced within "
+                        f"{reduction.timeout_s:g} s: another rank has not come, or stands still"
+                    )
+                return
+        except CommError as err:
+            self.fail(err if isinstance(err, StallError) else self._failures.cause_of(err))
+            return
+        self._put_away(unit)
+        with self._issuing:
+            if self._in_flight:  # else another thread has ended all
+                self._in_flight.popleft()
+            problem = self._issue()
+        if unit.high == reduction.source.numel() and not reduction.is_done():
+            reduction.finish()
+        if problem is not None:
+            self.fail(problem)
+
+    def _ends_late(self, unit: _Unit) -> bool:
+        """Whether it ends though the job has failed; False if all is well.
+
+        Raises:
+            CommError: it does not.
+        """
+        ended = self._failures.error is not None and unit.work.wait(LATE_S)
+        if not ended:
+            self._failures.check()
+        return ended
+
+    def _put_away(self, unit: _Unit) -> None:
+        """Copies what belongs into the target, unless it is there."""
+        reduction = unit.reduction
+        if self._slots is None and reduction.target is reduction.source:
+            return
+        low = max(unit.low, reduction.start)
+        high = min(unit.high, reduction.start + reduction.target.numel())
+        if low < high:
+            part = unit.result[low - unit.low : high - unit.low]
+            reduction.target[low - reduction.start : high - reduction.start].copy_(part)

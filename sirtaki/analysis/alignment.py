@@ -1,0 +1,448 @@
+"""Recordings of several ranks on one clock, their summary, and their trace."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+import numpy as np
+
+from sirtaki.autotune.model.replayer import Phase
+
+from .recording import Buffer, Detail, JobRecord, RankRecording, RecordedIteration, RecordedUnit, Recording, UnitId
+from .recording_files import TRACE_FILE, write_whole
+
+LARGEST_DRIFT = 500e-6
+"""Of one clock against another; those of computers stay below a tenth of it."""
+
+DRIFT_PRICE = 0.1
+"""Slack that a drift must gain, as a part of what it moves the clock by until the recording ends."""
+
+_US = 1e6
+
+
+class Known(Enum):
+    """How a clock's offset was found."""
+
+    REFERENCE = "reference"  # it is the clock of all
+    UNITS = "units"
+    START = "start"  # asked for when the recording began; nothing is known of a drift
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClockLine:
+    """What must be added to a clock: `offset_s + drift * (moment_s - origin_s)`.
+
+    Attributes:
+        origin_s: the middle of what was recorded, by this clock.
+        offset_s: then.
+        drift: seconds a second.
+        error_s: by which the offset may be wrong; for `START` when the recording began.
+        known: how it was found.
+    """
+
+    origin_s: float
+    offset_s: float
+    drift: float
+    error_s: float
+    known: Known
+
+    def at(self, moment_s: float) -> float:
+        """The moment by the clock of all."""
+        return moment_s + self.offset_s + self.drift * (moment_s - self.origin_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alignment:
+    """The clock of every rank.
+
+    Attributes:
+        lines: by rank; ranks of one clock have the same.
+        reference: the rank whose clock is that of all.
+    """
+
+    lines: Mapping[int, ClockLine]
+    reference: int
+
+    def at(self, rank: int, moment_s: float) -> float:
+        """A moment of a rank's clock by that of all."""
+        return self.lines[rank].at(moment_s)
+
+    @property
+    def error_s(self) -> float:
+        """The largest of all."""
+        return max(line.error_s for line in self.lines.values())
+
+
+@dataclass(frozen=True, slots=True)
+class _Barrier:
+    """One unit, by clock: the last issue and the first end of its ranks there."""
+
+    issue_s: Mapping[str, float]
+    done_s: Mapping[str, float]
+
+
+def align(recording: Recording) -> Alignment:
+    """Finds the clocks of all ranks that were recorded."""
+    reference = min(recording.ranks)
+    clocks = {rank: recording.job.placement[rank].clock for rank in recording.ranks}
+    barriers = _barriers(recording, clocks)
+    middles = {clock: _middle_s(recording, clock, clocks) for clock in set(clocks.values())}
+    found = {
+        clocks[reference]: ClockLine(
+            origin_s=middles[clocks[reference]], offset_s=0.0, drift=0.0, error_s=0.0, known=Known.REFERENCE
+        )
+    }
+    found |= _fit(clocks[reference], barriers, middles)
+    first = recording.ranks[reference]
+    for rank, clock in clocks.items():
+        if clock not in found:
+            own = recording.ranks[rank]
+            found[clock] = ClockLine(
+                origin_s=own.iterations[0].begin_s if own.iterations else 0.0,
+                offset_s=own.offset_s - first.offset_s,
+                drift=0.0,
+                error_s=(own.round_trip_s + first.round_trip_s) / 2,
+                known=Known.START,
+            )
+    return Alignment(lines={rank: found[clock] for rank, clock in clocks.items()}, reference=reference)
+
+
+def _barriers(recording: Recording, clocks: Mapping[int, str]) -> list[_Barrier]:
+    """Units with ranks of several clocks."""
+    issue_s: defaultdict[UnitId, dict[str, float]] = defaultdict(dict)
+    done_s: defaultdict[UnitId, dict[str, float]] = defaultdict(dict)
+    for number, rank in recording.ranks.items():
+        clock = clocks[number]
+        for iteration in rank.iterations:
+            for one in iteration.units:
+                issued, done = issue_s[one.unit], done_s[one.unit]
+                issued[clock] = max(issued.get(clock, one.issue_s), one.issue_s)
+                done[clock] = min(done.get(clock, one.done_s), one.done_s)
+    return [_Barrier(issue_s[unit], done_s[unit]) for unit in issue_s if len(issue_s[unit]) > 1]
+
+
+def _middle_s(recording: Recording, clock: str, clocks: Mapping[int, str]) -> float:
+    moments = [
+        moment_s
+        for number, rank in recording.ranks.items()
+        if clocks[number] == clock
+        for iteration in rank.iterations
+        for moment_s in (iteration.begin_s, iteration.end_s)
+    ]
+    return (min(moments) + max(moments)) / 2 if moments else 0.0
+
+
+def _coarse(reference: str, barriers: Sequence[_Barrier]) -> dict[str, float]:
+    """What to add to each clock that units join with the reference, so that their ends fall together in the median."""
+    apart: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
+    for barrier in barriers:
+        for one, one_s in barrier.done_s.items():
+            for other, other_s in barrier.done_s.items():
+                if one != other:
+                    apart[one, other].append(one_s - other_s)
+    found, fresh = {reference: 0.0}, [reference]
+    while fresh:
+        one = fresh.pop()
+        for (near, far), differences in apart.items():
+            if near == one and far not in found:
+                found[far] = found[one] + median(differences)
+                fresh.append(far)
+    return found
+
+
+def _fit(reference: str, barriers: Sequence[_Barrier], middles: Mapping[str, float]) -> dict[str, ClockLine]:
+    """The lines of all clocks that units join with the reference, itself left out."""
+    coarse = _coarse(reference, barriers)
+    others = [clock for clock in coarse if clock != reference]
+    if not others:
+        return {}
+    known = [barrier for barrier in barriers if reference in coarse and coarse.keys() & barrier.done_s.keys()]
+    half_s = (
+        max((abs(moment_s - middles[clock]) for one in known for clock, moment_s in one.done_s.items()), default=0.0)
+        or 1.0
+    )
+    offsets, shifts, margins = _solve(reference, others, known, coarse, middles, half_s)
+    return {
+        clock: ClockLine(
+            origin_s=middles[clock],
+            offset_s=coarse[clock] + offsets[clock],
+            drift=shifts[clock] / half_s,
+            error_s=abs(margins[reference] + margins[clock]),
+            known=Known.UNITS,
+        )
+        for clock in others
+    }
+
+
+def _solve(
+    reference: str,
+    others: Sequence[str],
+    barriers: Sequence[_Barrier],
+    coarse: Mapping[str, float],
+    middles: Mapping[str, float],
+    half_s: float,
+) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
+    """The linear programme, in microseconds. Every barrier has a moment of its own, between all issues and all ends.
+
+    Variables: of each clock but the reference's, an offset, what its drift adds by the end, and the size of that; of
+    each clock, its margin; of each barrier, its moment.
+
+    Returns:
+        Offsets, what the drifts add by the end, and margins, in seconds, by clock.
+    """
+    from scipy.optimize import linprog  # slow to load
+    from scipy.sparse import coo_array
+
+    clocks = [reference, *others]
+    n, n_all = len(others), len(clocks)
+    offset = {clock: number for number, clock in enumerate(others)}
+    margin = {clock: 3 * n + number for number, clock in enumerate(clocks)}
+    moment = 3 * n + n_all
+    rows, columns, values, bounds = list[int](), list[int](), list[float](), list[float]()
+
+    def at_most(terms: Sequence[tuple[int, float]], bound: float) -> None:
+        for column, value in terms:
+            rows.append(len(bounds))
+            columns.append(column)
+            values.append(value)
+        bounds.append(bound)
+
+    base_s = middles[reference]
+    for number, barrier in enumerate(barriers):
+        for clock, issue_s in barrier.issue_s.items():
+            done_s = barrier.done_s[clock]
+            for moment_s, sign in ((issue_s, 1.0), (done_s, -1.0)):
+                line: list[tuple[int, float]] = []
+                if clock != reference:
+                    place = offset[clock]
+                    line = [(place, sign), (n + place, sign * (moment_s - middles[clock]) / half_s)]
+                told_us = (moment_s + coarse[clock] - base_s) * _US
+                at_most([*line, (moment + number, -sign), (margin[clock], 1.0)], -sign * told_us)
+    for place in range(n):
+        at_most([(n + place, 1.0), (2 * n + place, -1.0)], 0.0)
+        at_most([(n + place, -1.0), (2 * n + place, -1.0)], 0.0)
+    total = moment + len(barriers)
+    cost = np.zeros(total)
+    cost[2 * n : 3 * n] = DRIFT_PRICE
+    cost[3 * n : moment] = -1.0
+    largest_us = LARGEST_DRIFT * half_s * _US
+    limits = [(None, None)] * n + [(-largest_us, largest_us)] * n + [(None, None)] * (total - 2 * n)
+    found = linprog(
+        cost, A_ub=coo_array((values, (rows, columns)), shape=(len(bounds), total)).tocsr(), b_ub=bounds, bounds=limits
+    )
+    solved = found.x / _US if found.x is not None else np.zeros(total)
+    return (
+        {clock: float(solved[place]) for clock, place in offset.items()},
+        {clock: float(solved[n + place]) for clock, place in offset.items()},
+        {clock: float(solved[place]) for clock, place in margin.items()},
+    )
+
+
+COLUMNS = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.UPDATE)
+MOST_RANKS = 16
+"""As many are shown one by one."""
+
+
+def summary(recording: Recording, alignment: Alignment) -> Iterator[str]:
+    """Its lines."""
+    hosts = {recording.job.placement[rank].host for rank in recording.ranks}
+    usual = recording.usual_iterations
+    details = {rank.detail for rank in recording.ranks.values()}
+    what = "with operators" if details == {Detail.OPERATORS} else "units only"
+    if len(details) > 1:
+        what = "of some ranks with operators"
+    yield (
+        f"{_count(len(usual), 'iteration')} of {_count(len(recording.ranks), 'rank')} "
+        f"on {_count(len(hosts), 'host')}, {what}"
+    )
+    for problem in recording.problems:
+        yield f"  but: {problem}"
+    yield _clocks(recording, alignment)
+    yield ""
+    yield f"{'rank':>6}{'step':>10}" + "".join(f"{phase.value:>10}" for phase in COLUMNS) + f"{'exposed':>10}"
+    shown = sorted(recording.ranks.items())
+    for number, rank in shown[:MOST_RANKS]:
+        yield f"{number:>6}" + "".join(f"{_ms(value):>10}" for value in _row(rank, usual))
+    if len(shown) > MOST_RANKS:
+        yield f"   and {len(shown) - MOST_RANKS} more"
+    yield "means, in ms; exposed is the communication that no computation hides"
+
+
+def _clocks(recording: Recording, alignment: Alignment) -> str:
+    known = {line.known for line in alignment.lines.values()}
+    operators_us = 1e6 * max(rank.clock_error_s for rank in recording.ranks.values())
+    told = f"; times of operators within {operators_us:.1f} µs" if operators_us else ""
+    if known == {Known.REFERENCE}:
+        return f"one clock{told}"
+    how = "the units" if Known.START not in known else "the units, of some as asked for at the start"
+    if Known.UNITS not in known:
+        how = "what was asked for at the start"
+    return f"clocks are aligned by {how}, within {1e6 * alignment.error_s:.0f} µs{told}"
+
+
+def _row(rank: RankRecording, usual: Sequence[int]) -> Iterator[float | None]:
+    """Mean times: of the step, of each phase, and of exposed communication."""
+    steps = [iteration for iteration in rank.iterations if iteration.number in usual]
+    if not steps:
+        yield from [None] * (len(COLUMNS) + 2)
+        return
+    yield mean(step.end_s - step.begin_s for step in steps)
+    for phase in COLUMNS:
+        spans = [
+            sum(span.end_s - span.begin_s for span in step.spans if span.phase is phase)
+            for step in steps
+            if any(span.phase is phase for span in step.spans)
+        ]
+        yield sum(spans) / len(steps) if spans else None
+    yield mean(step.exposed_s for step in steps)
+
+
+def _ms(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{1e3 * seconds:.2f}"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+Entry = dict[str, Any]
+
+STEPS, PHASES, COPIES, GRADIENTS, COLLECTIVES = "steps", "phases", "copies", "gradients", "collectives"
+OPERATORS = "operators"
+OPERATOR, OTHER = "cpu_op", "user_annotation"
+"""Categories, as torch.profiler has them: tools that read its traces skip what has none."""
+
+
+def write_trace(folder: Path, recording: Recording, alignment: Alignment) -> Path:
+    """Writes it into the folder, and returns where it is.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path = folder / TRACE_FILE
+    lines = ",\n".join(json.dumps(entry, separators=(",", ":")) for entry in trace_entries(recording, alignment))
+    write_whole(path, f'{{"displayTimeUnit":"ms","traceEvents":[\n{lines}\n]}}\n'.encode())
+    return path
+
+
+def trace_entries(recording: Recording, alignment: Alignment) -> Iterator[Entry]:
+    """Its events: a process is a rank, and a thread what happens one after the other there. Times in µs, from 0 on."""
+    begins = [
+        alignment.at(number, iteration.begin_s)
+        for number, rank in recording.ranks.items()
+        for iteration in rank.iterations[:1]
+    ]
+    origin_s = min(begins, default=0.0)
+    for number, rank in sorted(recording.ranks.items()):
+        yield from _RankTrace(recording.job, rank, alignment.lines[number], origin_s).entries()
+
+
+class _RankTrace:
+    """The events of one rank."""
+
+    def __init__(self, job: JobRecord, rank: RankRecording, clock: ClockLine, origin_s: float) -> None:
+        self._job, self._rank, self._clock, self._origin_s = job, rank, clock, origin_s
+        self._buffers: dict[int, Buffer] = {buffer.number: buffer for buffer in job.buffers}
+        self._tracks: dict[str, int] = {}
+        self._queued = rank.rank << 32  # numbers of what may overlap, which no other rank uses
+
+    def entries(self) -> Iterator[Entry]:
+        """All of them, the names of processes and threads among them."""
+        place = self._job.placement[self._rank.rank]
+        yield self._metadata("process_name", {"name": f"rank {self._rank.rank} on {place.host_name}"})
+        yield self._metadata("process_sort_index", {"sort_index": self._rank.rank})
+        for iteration in self._rank.iterations:
+            yield from self._iteration(iteration)
+        for track, number in self._tracks.items():
+            yield self._metadata("thread_name", {"name": track}, number)
+            yield self._metadata("thread_sort_index", {"sort_index": number}, number)
+
+    def _iteration(self, iteration: RecordedIteration) -> Iterator[Entry]:
+        arguments: Entry = {
+            "exposed_ms": round(1e3 * iteration.exposed_s, 3),
+            **({"slowed": "by torch.profiler"} if iteration.slowed else {}),
+        }
+        yield self._span(STEPS, f"iteration {iteration.number}", iteration.begin_s, iteration.end_s, arguments)
+        for span in iteration.spans:
+            yield self._span(PHASES, span.phase.value, span.begin_s, span.end_s)
+        for one in iteration.operators:
+            arguments = {"phase": one.phase.value, **({"sequence": one.sequence} if one.sequence >= 0 else {})}
+            yield self._span(f"{OPERATORS}: {self._rank.lanes[one.lane]}", one.name, one.begin_s, one.end_s, arguments)
+        for copy in iteration.copies:
+            yield self._span(COPIES, f"copy {copy.n_gradients} gradients", copy.begin_s, copy.end_s)
+        for ready in iteration.ready:
+            layout = self._buffers[ready.buffer].layout
+            yield self._instant(GRADIENTS, layout.names[ready.index] if layout.names else "", ready.ready_s)
+        yield from self._units(iteration)
+        for call in iteration.collectives:
+            waited_ms = round(1e3 * (call.agreed_s - call.begin_s), 3)
+            arguments = {"kind": call.kind, "bytes": call.n_bytes, "waited_ms": waited_ms}
+            yield self._span(COLLECTIVES, call.name, call.agreed_s, call.end_s, arguments)
+
+    def _units(self, iteration: RecordedIteration) -> Iterator[Entry]:
+        free_s: dict[str, float] = {}
+        for one in sorted(iteration.units, key=lambda one: one.issue_s):
+            unit = one.unit
+            transport, algorithm = unit.route
+            track = f"{transport.value} stream {unit.stream}"
+            # A transport that does not tell when it began takes a stream's units one after the other.
+            begin_s = max(one.issue_s, one.begin_s or 0.0, free_s.get(track, 0.0))
+            free_s[track] = end_s = max(one.done_s, begin_s)
+            layout = self._buffers[unit.buffer].layout
+            name = layout.describe(unit.start, unit.stop) if layout.names else f"[{unit.start}, {unit.stop})"
+            arguments = {
+                "unit": f"{unit.buffer}:{unit.iteration}:{unit.start}-{unit.stop}",
+                "bytes": (unit.stop - unit.start) * layout.itemsize_bytes,
+                "algorithm": algorithm.value,
+            }
+            if begin_s > one.issue_s:
+                yield from self._queue(f"{track} queue", name, one, begin_s)
+            yield self._span(track, name, begin_s, end_s, arguments)
+
+    def _queue(self, track: str, name: str, one: RecordedUnit, begin_s: float) -> Iterator[Entry]:
+        """Units that wait may overlap, so they are no spans of a thread."""
+        self._queued += 1
+        both = {"name": track, "cat": "queue", "id": self._queued, "pid": self._rank.rank, "tid": 0}
+        yield {**both, "ph": "b", "ts": self._us(one.issue_s), "args": {"unit": name}}
+        yield {**both, "ph": "e", "ts": self._us(begin_s)}
+
+    def _us(self, moment_s: float) -> float:
+        return round((self._clock.at(moment_s) - self._origin_s) * 1e6, 3)
+
+    def _track(self, name: str) -> int:
+        return self._tracks.setdefault(name, len(self._tracks) + 1)
+
+    def _span(
+        self, track: str, name: str, begin_s: float, end_s: float, arguments: dict[str, Any] | None = None
+    ) -> Entry:
+        begin_us = self._us(begin_s)
+        return {
+            "name": name,
+            "cat": OPERATOR if track.startswith(OPERATORS) else OTHER,
+            "ph": "X",
+            "pid": self._rank.rank,
+            "tid": self._track(track),
+            "ts": begin_us,
+            "dur": round(self._us(end_s) - begin_us, 3),
+            "args": arguments or {},
+        }
+
+    def _instant(self, track: str, name: str, moment_s: float) -> Entry:
+        return {
+            "name": name,
+            "ph": "i",
+            "s": "t",
+            "pid": self._rank.rank,
+            "tid": self._track(track),
+            "ts": self._us(moment_s),
+        }
+
+    def _metadata(self, name: str, arguments: dict[str, Any], track: int = 0) -> Entry:
+        return {"name": name, "ph": "M", "pid": self._rank.rank, "tid": track, "args": arguments}

@@ -1,0 +1,1059 @@
+"""Looks along the critical path for a plan with which a recorded job would be faster (dPRO, section 5)."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from bisect import bisect_left, bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from functools import partial
+from importlib.metadata import entry_points
+from itertools import pairwise
+from typing import Any, Protocol, cast
+
+from sirtaki.autotune.knobs import Cut, Knobs
+from sirtaki.autotune.model.replayer import ALL_RANKS, Activity, Replay, replay
+from sirtaki.comm.plan import GradientLayout, Route, TransportKind
+from sirtaki.engine.tuning.plans import STREAM_COUNTS, GivenPlan, plans_for
+from sirtaki.errors import ConfigError, PlanError, ReplayError
+from sirtaki.measures import LARGEST_UNIT_BYTES, SMALLEST_UNIT_BYTES
+
+from .global_graph import (
+    Part,
+    StepTimes,
+    coarse,
+    computation_s,
+    critical_path,
+    global_graph,
+    mean_iteration,
+    parts,
+    replayed,
+    symmetric,
+)
+from .job_model import Iteration, JobModel, Operation
+from .recording import Buffer
+from .what_if import (
+    WORTH_A_LINE,
+    UnitCost,
+    best_part_bytes,
+    compiled_backwards,
+    in_parts,
+    in_words,
+    line_of_code,
+    unit_cost,
+    with_knobs,
+    with_less_traffic,
+    with_plans,
+)
+
+
+def others(group: str, parts: Sequence[str]) -> list[object]:
+    """Those of one kind, each made.
+
+    Args:
+        group: of the entry points.
+        parts: that each one must have.
+
+    Raises:
+        ConfigError: one cannot be made, or lacks a part.
+    """
+    found: list[object] = []
+    for point in entry_points(group=group):
+        try:
+            one: object = point.load()()
+        except Exception as err:  # somebody else's code may raise anything
+            raise ConfigError(f"the optimizer's pass {point.name!r} could not be built: {err!r}") from err
+        missing = [part for part in parts if not hasattr(one, part)]
+        if missing:
+            raise ConfigError(f"the optimizer's pass {point.name!r} is none: it has no {', '.join(missing)}")
+        found.append(one)
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tensor:
+    """Gradients that leave together.
+
+    Attributes:
+        stop: element behind its last.
+        parts: units that it travels as.
+    """
+
+    stop: int
+    parts: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """A way to send one flat buffer; further buffers of the same optimizer are cut evenly.
+
+    Attributes:
+        route: of all units.
+        streams: that units take in turn.
+        unit_bytes: of units where they are even.
+        tensors: one behind the other; None = even units.
+    """
+
+    route: Route
+    streams: int
+    unit_bytes: int
+    tensors: tuple[Tensor, ...] | None = None
+
+    @classmethod
+    def recorded(cls, buffer: Buffer) -> Schedule:
+        """What a buffer was sent by: its units take the streams in turn, and GPU threads are left to the transport."""
+        plan, knobs = buffer.plan, buffer.knobs
+        return cls(
+            route=(plan.transport, plan.units[0].algorithm),
+            streams=plan.streams,
+            unit_bytes=knobs.unit_bytes,
+            tensors=None if buffer.is_cut_evenly else tuple(Tensor(stop=unit.stop) for unit in plan.units),
+        )
+
+    def tensors_of(self, layout: GradientLayout) -> tuple[Tensor, ...]:
+        """Its tensors; an even unit is one."""
+        if self.tensors is not None:
+            return self.tensors
+        return tuple(Tensor(stop=unit.stop) for unit in self.knobs(layout).to_plan(layout).units)
+
+    def knobs(self, layout: GradientLayout) -> Knobs:
+        """What a job runs."""
+        even = Knobs(unit_bytes=self.unit_bytes, streams=self.streams, transport=self.route[0], algorithm=self.route[1])
+        if self.tensors is None:
+            return even
+        stops = [stop for _, stop in units_of(self.tensors)]
+        cuts = tuple(Cut(stop=stop, stream=number % self.streams) for number, stop in enumerate(stops))
+        sizes = [stop - start for start, stop in pairwise((0, *stops))]
+        typical = int(statistics.median(sizes)) * layout.itemsize_bytes
+        return replace(even, unit_bytes=min(max(typical, SMALLEST_UNIT_BYTES), LARGEST_UNIT_BYTES), cuts=cuts)
+
+    def fused(self, layout: GradientLayout, stop: int) -> Schedule | None:
+        """The tensor that ends there and the next one are one tensor; None if no two meet there."""
+        tensors = self.tensors_of(layout)
+        place = place_of(tensors, stop)
+        if place is None or place + 1 == len(tensors):
+            return None
+        one = Tensor(stop=tensors[place + 1].stop, parts=max(tensors[place].parts, tensors[place + 1].parts))
+        return replace(self, tensors=(*tensors[:place], one, *tensors[place + 2 :]))
+
+    def parted(self, layout: GradientLayout, stop: int, parts: int) -> Schedule | None:
+        """The tensor that ends there travels as so many units; None if there is no such tensor, or it does so."""
+        tensors = self.tensors_of(layout)
+        place = place_of(tensors, stop)
+        if place is None or tensors[place].parts == parts:
+            return None
+        return replace(self, tensors=(*tensors[:place], Tensor(stop=stop, parts=parts), *tensors[place + 1 :]))
+
+    def split(self, layout: GradientLayout, stop: int, at: int) -> Schedule | None:
+        """The tensor that ends at `stop` is two, of which one ends at `at`; None if it does not reach over that."""
+        tensors = self.tensors_of(layout)
+        place = place_of(tensors, stop)
+        if place is None or not (tensors[place - 1].stop if place else 0) < at < stop:
+            return None
+        halves = Tensor(stop=at), Tensor(stop=stop)
+        return replace(self, tensors=(*tensors[:place], *halves, *tensors[place + 1 :]))
+
+
+def place_of(tensors: Sequence[Tensor], stop: int) -> int | None:
+    """Of the tensor that ends there."""
+    place = bisect_left(tensors, stop, key=lambda one: one.stop)
+    return place if place < len(tensors) and tensors[place].stop == stop else None
+
+
+def units_of(tensors: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
+    """(place of the tensor, end) of each unit, none of which is empty."""
+    start = 0
+    for place, tensor in enumerate(tensors):
+        size = tensor.stop - start
+        parts = min(tensor.parts, size)
+        yield from ((place, start + size * (part + 1) // parts) for part in range(parts))
+        start = tensor.stop
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extra:
+    """What is changed besides the plan, which the user has to do.
+
+    Attributes:
+        words: such as "bf16 on the wire".
+        line: of code that does it.
+        apply: the job with it; of a module, so that equal extras are equal.
+    """
+
+    words: str
+    line: str
+    apply: Callable[[JobModel], JobModel]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """All that is changed."""
+
+    schedule: Schedule
+    extras: tuple[Extra, ...] = ()
+
+    def with_schedule(self, schedule: Schedule | None) -> Candidate | None:
+        """Another schedule, None = none."""
+        return None if schedule is None else replace(self, schedule=schedule)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """One proposal.
+
+    Attributes:
+        words: what it changes, such as "fuse tensors".
+        apply: the candidate with it; None where it does not fit any more.
+        alike: changes that are equal in this are worth trying together; None = it stands alone.
+    """
+
+    words: str
+    apply: Callable[[Candidate], Candidate | None]
+    alike: Hashable = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choices:
+    """What a job can be asked to run.
+
+    Attributes:
+        routes: that something is known of.
+        streams: how many, ascending.
+        least_bytes: of a part of a tensor.
+    """
+
+    routes: tuple[Route, ...]
+    streams: tuple[int, ...]
+    least_bytes: int
+
+
+class Position(Protocol):
+    """Where the search stands: a candidate, and its replay."""
+
+    candidate: Candidate
+    layout: GradientLayout
+    choices: Choices
+    tensors: Sequence[Tensor]
+
+    def n_bytes(self, tensor: int) -> int:
+        """Of a tensor."""
+        ...
+
+    def ready_s(self, tensor: int) -> float:
+        """When its last gradient is there (p^e)."""
+        ...
+
+    def end_s(self, tensor: int) -> float:
+        """When it is reduced (q^e)."""
+        ...
+
+    def best_parts(self, n_bytes: int) -> tuple[int, float]:
+        """k* of a tensor of that size, and t_sync with it."""
+        ...
+
+
+class Pass(Protocol):
+    """One kind of change.
+
+    Attributes:
+        name: what users allow it by.
+        changes_numbers: training comes out otherwise, so it is used only where it is allowed by name.
+    """
+
+    name: str
+    changes_numbers: bool
+
+    def changes(self, position: Position, tensor: int) -> Iterator[Change]:
+        """What may help at a tensor that lies on the critical path, or whose neighbour does."""
+        ...
+
+
+FEW_RANKS = 8
+TOLERANCES = (0.02, 0.05, 0.1, 0.2)
+"""How much ranks that count as alike may differ, more of it where too many would be left."""
+
+
+class Acceleration(Enum):
+    """What makes the search quicker."""
+
+    COARSENING = "coarsening"  # chains are one piece, and gradients that come together start as one tensor
+    PARTIAL_REPLAY = "partial-replay"  # what a tensor takes is told by a replay of its units alone
+    SYMMETRY = "symmetry"  # ranks that are alike are replayed once, changes that are alike are tried at once
+
+
+EVERY = frozenset(Acceleration)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """The gradients whose plan is sought: those of one optimizer.
+
+    Attributes:
+        buffers: theirs; the first one's is planned unit by unit.
+    """
+
+    buffers: tuple[Buffer, ...]
+
+    @classmethod
+    def of(cls, job: JobModel) -> Subject:
+        """The optimizer with the most gradients.
+
+        Raises:
+            ReplayError: no gradients were exchanged.
+        """
+        if not job.buffers:
+            raise ReplayError("no gradients were exchanged, so there is no plan to improve")
+        total: dict[tuple[int, int], int] = {}
+        for buffer in job.buffers:
+            total[buffer.reducer] = total.get(buffer.reducer, 0) + buffer.layout.total_bytes
+        largest = max(total, key=lambda reducer: total[reducer])
+        return cls(buffers=tuple(buffer for buffer in job.buffers if buffer.reducer == largest))
+
+    @property
+    def layout(self) -> GradientLayout:
+        """Of the buffer that is planned unit by unit."""
+        return self.buffers[0].layout
+
+    @property
+    def recorded(self) -> Schedule:
+        """How that one travelled."""
+        return Schedule.recorded(self.buffers[0])
+
+    def planned(self, job: JobModel, candidate: Candidate, costs: Mapping[Route, UnitCost] | None = None) -> JobModel:
+        """The job with a candidate's units, and whatever else that changes.
+
+        Raises:
+            ReplayError: nothing is known of its route.
+        """
+        layouts = [buffer.layout for buffer in self.buffers]
+        plans = plans_for(candidate.schedule.knobs(self.layout), layouts)
+        numbers = [buffer.number for buffer in self.buffers]
+        job = with_plans(job, dict(zip(numbers, plans, strict=True)), costs=costs)
+        for extra in candidate.extras:
+            job = extra.apply(job)
+        return job
+
+
+class View:
+    """A smaller job that is replayed for each candidate.
+
+    Attributes:
+        subject: what is planned.
+        accelerations: that are in force.
+        replays: how many graphs have been played, parts of them included.
+    """
+
+    def __init__(self, job: JobModel, subject: Subject, accelerations: frozenset[Acceleration] = EVERY) -> None:
+        self.subject, self.accelerations, self.replays = subject, accelerations, 0
+        self._job, self._costs = job, dict[Route, UnitCost]()
+        small = mean_iteration(job)
+        if Acceleration.COARSENING in accelerations:
+            small = coarse(small, settled=False)
+        if Acceleration.SYMMETRY in accelerations:
+            small = _few(small)
+        self._small = small
+        self._sync_s: dict[tuple[Route, int, int, int], float] = {}
+
+    @property
+    def n_ranks(self) -> int:
+        """That are replayed."""
+        return len(self._small.ranks)
+
+    @property
+    def job(self) -> JobModel:
+        """With the units that were recorded."""
+        return self._small
+
+    @property
+    def startup_s(self) -> float:
+        """Of a unit on the route that was recorded."""
+        return self._cost(self.subject.recorded.route).startup_s
+
+    def planned(self, candidate: Candidate) -> JobModel:
+        """See `Subject.planned`."""
+        return self.subject.planned(
+            self._small, candidate, {candidate.schedule.route: self._cost(candidate.schedule.route)}
+        )
+
+    def play(self, job: JobModel) -> Replay:
+        """Replays it."""
+        self.replays += 1
+        return replay(global_graph(coarse(job) if Acceleration.COARSENING in self.accelerations else job))
+
+    def sync_s(self, candidate: Candidate, n_bytes: int, parts: int) -> float:
+        """t_sync(s, k): what a tensor takes as so many units, from when they leave until the last one is there."""
+        schedule = candidate.schedule
+        units = [self._probe(candidate, -(-n_bytes // parts), number) for number in range(parts)]
+        if Acceleration.PARTIAL_REPLAY not in self.accelerations:
+            return self._among_all_s(candidate, units)
+        key = (schedule.route, schedule.streams, n_bytes, parts)
+        if key not in self._sync_s:
+            alone = Iteration(programs=dict.fromkeys(self._small.ranks, ()), operations=tuple(units))
+            job = replace(self._small, iterations=(alone,), begin_s={})
+            self.replays += 1
+            self._sync_s[key] = replay(global_graph(job)).total_s
+        return self._sync_s[key]
+
+    def _among_all_s(self, candidate: Candidate, units: list[Operation]) -> float:
+        """The same by a replay of everything, in which nobody waits for these units."""
+        job = self.planned(candidate)
+        (iteration,) = job.iterations
+        played = self.play(
+            replace(job, iterations=(replace(iteration, operations=(*iteration.operations, *units)),), begin_s={})
+        )
+        first = len(job.ranks) + len(iteration.operations)
+        return max(played.end_s[first : first + len(units)])
+
+    def _probe(self, candidate: Candidate, n_bytes: int, number: int) -> Operation:
+        buffer = self.subject.buffers[0]
+        bare = Operation(
+            key=(-2, number, number + 1),
+            activity=Activity.UNIT,
+            lane=f"probe {number % candidate.schedule.streams}",
+            ranks=tuple(rank for rank in buffer.ranks if rank in self._small.ranks),
+            n_bytes=n_bytes,
+            route=candidate.schedule.route,
+        )
+        return self._cost(candidate.schedule.route).applied_to(bare)
+
+    def _cost(self, route: Route) -> UnitCost:
+        if route not in self._costs:
+            self._costs[route] = unit_cost(self._job, route, self._job.ranks)
+        return self._costs[route]
+
+
+def _few(job: JobModel) -> JobModel:
+    small = job
+    for tolerance in TOLERANCES:
+        small = symmetric(job, tolerance=tolerance)
+        if len(small.ranks) <= FEW_RANKS:
+            break
+    return small
+
+
+class Spot:
+    """A `Position`."""
+
+    def __init__(self, view: View, choices: Choices, candidate: Candidate, job: JobModel, played: Replay) -> None:
+        """Takes a candidate that has been replayed; `job` is the view's with it."""
+        self.candidate, self.choices, self._view, self._played = candidate, choices, view, played
+        self.layout: GradientLayout = view.subject.layout
+        self.tensors: Sequence[Tensor] = candidate.schedule.tensors_of(self.layout)
+        places = {one.key: len(job.ranks) + number for number, one in enumerate(job.iterations[0].operations)}
+        number, start = view.subject.buffers[0].number, 0
+        self._units: list[list[int]] = [[] for _ in self.tensors]
+        for tensor, stop in units_of(self.tensors):
+            self._units[tensor].append(places[number, start, stop])
+            start = stop
+        self._issued_s = [0.0] * len(played.graph.nodes)
+        for before, after, _ in played.graph.edges:
+            if played.graph.nodes[before].rank != ALL_RANKS:  # else it is the unit before it on its stream
+                self._issued_s[after] = max(self._issued_s[after], played.end_s[before])
+
+    def n_bytes(self, tensor: int) -> int:
+        """See `Position`."""
+        start = self.tensors[tensor - 1].stop if tensor else 0
+        return (self.tensors[tensor].stop - start) * self.layout.itemsize_bytes
+
+    def ready_s(self, tensor: int) -> float:
+        """See `Position`."""
+        return max(self._issued_s[place] for place in self._units[tensor])
+
+    def end_s(self, tensor: int) -> float:
+        """See `Position`."""
+        return max(self._played.end_s[place] for place in self._units[tensor])
+
+    def best_parts(self, n_bytes: int) -> tuple[int, float]:
+        """See `Position`."""
+        most = max(1, min(self.candidate.schedule.streams, n_bytes // self.choices.least_bytes))
+        took_s = {parts: self._view.sync_s(self.candidate, n_bytes, parts) for parts in range(1, most + 1)}
+        best = min(took_s, key=lambda parts: (took_s[parts], parts))
+        return best, took_s[best]
+
+    @property
+    def critical(self) -> list[int]:
+        """Tensors on the critical path, and those beside them, in their order."""
+        tensor_of = {place: tensor for tensor, places in enumerate(self._units) for place in places}
+        visited = {tensor_of[visit.place] for visit in critical_path(self._played) if visit.place in tensor_of}
+        beside = {tensor + 1 for tensor in visited if tensor + 1 < len(self.tensors)}
+        return sorted(visited | beside)
+
+
+ENTRY_POINT_GROUP = "sirtaki.optimizer_passes"
+
+
+class TensorFusion:
+    """Theorem 2: a tensor joins the one before it where that ends later than it takes to wait for both."""
+
+    name = "tensor-fusion"
+    changes_numbers = False
+
+    def changes(self, position: Position, tensor: int) -> Iterator[Change]:
+        """See `Pass`."""
+        if tensor == 0:
+            return
+        before, own = position.n_bytes(tensor - 1), position.n_bytes(tensor)
+        parts, both_s = position.best_parts(before + own)
+        _, own_s = position.best_parts(own)
+        if position.end_s(tensor - 1) <= position.ready_s(tensor) + both_s - own_s:
+            return
+        layout, stops = position.layout, (position.tensors[tensor - 1].stop, position.tensors[tensor].stop)
+        yield Change(
+            words="fuse tensors", apply=partial(_fused, layout=layout, stops=stops, parts=parts), alike=(before, own)
+        )
+
+
+def _fused(candidate: Candidate, *, layout: GradientLayout, stops: tuple[int, int], parts: int) -> Candidate | None:
+    fused = candidate.schedule.fused(layout, stops[0])
+    if fused is None:
+        return None
+    return candidate.with_schedule(fused.parted(layout, stops[1], parts) or fused)
+
+
+class TensorPartition:
+    """A tensor travels as its best number of units (k*), found by grid, or as a whole."""
+
+    name = "tensor-partition"
+    changes_numbers = False
+
+    def changes(self, position: Position, tensor: int) -> Iterator[Change]:
+        """See `Pass`."""
+        n_bytes, now = position.n_bytes(tensor), position.tensors[tensor]
+        best, _ = position.best_parts(n_bytes)
+        for n_parts in dict.fromkeys((best, 1)):
+            if n_parts != now.parts:
+                change = partial(_parted, layout=position.layout, stop=now.stop, parts=n_parts)
+                yield Change(words="partition tensors", apply=change, alike=(n_bytes, n_parts))
+
+
+def _parted(candidate: Candidate, *, layout: GradientLayout, stop: int, parts: int) -> Candidate | None:
+    return candidate.with_schedule(candidate.schedule.parted(layout, stop, parts))
+
+
+class TensorSplit:
+    """A tensor of several gradients is cut where one ends, nearest to its middle: what fusion does, undone."""
+
+    name = "tensor-split"
+    changes_numbers = False
+
+    def changes(self, position: Position, tensor: int) -> Iterator[Change]:
+        """See `Pass`."""
+        stop = position.tensors[tensor].stop
+        start = position.tensors[tensor - 1].stop if tensor else 0
+        offsets = position.layout.offsets
+        inside = offsets[bisect_right(offsets, start) : bisect_left(offsets, stop)]
+        if inside:
+            middle = min(inside, key=lambda offset: abs(2 * offset - start - stop))
+            change = partial(_split, layout=position.layout, stop=stop, at=middle)
+            yield Change(words="split tensors", apply=change, alike=position.n_bytes(tensor))
+
+
+def _split(candidate: Candidate, *, layout: GradientLayout, stop: int, at: int) -> Candidate | None:
+    return candidate.with_schedule(candidate.schedule.split(layout, stop, at))
+
+
+class Streams:
+    """As many streams more, or fewer."""
+
+    name = "streams"
+    changes_numbers = False
+
+    def changes(self, position: Position, tensor: int) -> Iterator[Change]:
+        """See `Pass`."""
+        for streams in position.choices.streams:
+            yield Change(words="use another number of streams", apply=partial(_on_streams, streams=streams))
+
+
+def _on_streams(candidate: Candidate, *, streams: int) -> Candidate:
+    return replace(candidate, schedule=replace(candidate.schedule, streams=streams))
+
+
+class Routes:
+    """Another transport or algorithm that something is known of."""
+
+    name = "route"
+    changes_numbers = False
+
+    def changes(self, position: Position, tensor: int) -> Iterator[Change]:
+        """See `Pass`."""
+        for route in position.choices.routes:
+            yield Change(words="take another route", apply=partial(_by_route, route=route))
+
+
+def _by_route(candidate: Candidate, *, route: Route) -> Candidate:
+    return replace(candidate, schedule=replace(candidate.schedule, route=route))
+
+
+def _in_half(job: JobModel) -> JobModel:
+    return with_less_traffic(job, 0.5)
+
+
+BF16 = Extra(
+    words="gradients travel as bf16, in half the bytes",
+    line="hvd.DistributedOptimizer(..., compression=hvd.Compression.bf16)",
+    apply=_in_half,
+)
+
+
+class Bf16OnTheWire:
+    """Float32 gradients travel in half the bytes; what converting them costs is not known and not counted."""
+
+    name = "bf16"
+    changes_numbers = True
+
+    def changes(self, position: Position, tensor: int) -> Iterator[Change]:
+        """See `Pass`."""
+        if position.layout.dtype == "float32":
+            yield Change(words="send bf16", apply=_as_bf16)
+
+
+def _as_bf16(candidate: Candidate) -> Candidate | None:
+    return None if BF16 in candidate.extras else replace(candidate, extras=(*candidate.extras, BF16))
+
+
+OUR_PASSES = (TensorFusion, TensorPartition, TensorSplit, Streams, Routes, Bf16OnTheWire)
+
+
+def passes(allowed: Iterable[str] = ()) -> tuple[Pass, ...]:
+    """Those that change no numbers, and those that are allowed; others' behind ours.
+
+    Raises:
+        ConfigError: one is allowed that does not exist, or one that another package brings is none.
+    """
+    ours: list[Pass] = [make() for make in OUR_PASSES]
+    found = [*ours, *cast(list[Pass], others(ENTRY_POINT_GROUP, ("name", "changes_numbers", "changes")))]
+    wanted = set(allowed)
+    if unknown := sorted(wanted - {one.name for one in found}):
+        raise ConfigError(f"there is no pass {unknown[0]!r}; there are {', '.join(one.name for one in found)}")
+    return tuple(one for one in found if not one.changes_numbers or one.name in wanted)
+
+
+FEW_WALKS, LITTLE = 5, 0.002
+"""When so many walks have made the step shorter by less than that share, the search ends."""
+
+SURELY = 1e-6
+"""Share of the step; what is less is rounding."""
+
+OCTAVE = 2
+
+FEW_GRADIENTS = 32
+"""With so few, what accelerations leave out is looked at, too: it costs little."""
+
+MOST_UNITS = 256
+"""Of even cuts that the search begins with."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What a search has come to.
+
+    Attributes:
+        candidate: the fastest.
+        step_s: with it, in the view.
+        recorded_s: with the units that were recorded, cut and priced in the same way, in the view.
+        changes: how often each kind of change was kept, after the start.
+        walks: along critical paths.
+        replays: of graphs and parts of them.
+        in_time: it ended by itself.
+    """
+
+    candidate: Candidate
+    step_s: float
+    recorded_s: float
+    changes: Counter[str] = field(default_factory=Counter)
+    walks: int
+    replays: int
+    in_time: bool
+
+
+class Search:
+    """One search over one view."""
+
+    def __init__(
+        self,
+        view: View,
+        passes: Sequence[Pass],
+        choices: Choices,
+        *,
+        limit_s: float = float("inf"),
+        indifference: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Begins to count time.
+
+        Args:
+            view: of the job.
+            passes: propose changes.
+            choices: what the job can run.
+            limit_s: after it what has been found until then is the result.
+            indifference: share of the step that the result may be longer if it is simpler: on fewer streams, in even
+                units, in fewer of them.
+            clock: shows seconds.
+        """
+        self._view, self._passes, self._choices, self._clock = view, passes, choices, clock
+        self._until_s, self._indifference = clock() + limit_s, indifference
+        self._step_s: dict[Candidate, float] = {}
+
+    def run(self) -> Found:
+        """The fastest candidate."""
+        recorded = Candidate(schedule=self._view.subject.recorded)
+        recorded_s = self._judged(recorded)
+        fastest: dict[str, Candidate] = {}
+        for kind, candidate in self._starts():
+            if self._late:
+                break
+            fastest[kind] = self._faster(candidate, fastest.get(kind, recorded))
+        best, changes, walks = recorded, Counter[str](), 0
+        for start in sorted(dict.fromkeys(fastest.values()) or [recorded], key=self._judged):
+            for together in self._manners():
+                found, kept, took = self._refined(start, together=together)
+                walks += took
+                if self._faster(found, best) is found:
+                    best, changes = found, kept
+        best = self._simplest(best)
+        return Found(
+            candidate=best,
+            step_s=self._judged(best),
+            recorded_s=recorded_s,
+            changes=changes,
+            walks=walks,
+            replays=self._view.replays,
+            in_time=not self._late,
+        )
+
+    def _refined(self, start: Candidate, *, together: bool) -> tuple[Candidate, Counter[str], int]:
+        """Walks from there on; the changes that were kept, and how many walks it took."""
+        best, kept, lengths_s = start, Counter[str](), [self._judged(start)]
+        while not self._late:
+            best = self._walk(best, kept, together=together)
+            lengths_s.append(self._judged(best))
+            if lengths_s[-1] == lengths_s[-2]:
+                break
+            if len(lengths_s) > FEW_WALKS and lengths_s[-1] > (1 - LITTLE) * lengths_s[-1 - FEW_WALKS]:
+                break
+        return best, kept, len(lengths_s) - 1
+
+    def _simplest(self, best: Candidate) -> Candidate:
+        """Of all that were replayed, with as much changed besides, and are about as fast."""
+        near = [
+            candidate
+            for candidate, step_s in self._step_s.items()
+            if step_s <= (1 + self._indifference) * self._judged(best) and candidate.extras == best.extras
+        ]
+        layout = self._view.subject.layout
+
+        def complexity(candidate: Candidate) -> tuple[int, bool, int, float]:
+            schedule = candidate.schedule
+            units = sum(min(tensor.parts, tensor.stop) for tensor in schedule.tensors_of(layout))
+            return schedule.streams, schedule.tensors is not None, units, self._judged(candidate)
+
+        return min(near, key=complexity) if self._indifference else best
+
+    @property
+    def _late(self) -> bool:
+        return self._clock() > self._until_s
+
+    # ── where it begins ──────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def _is_small(self) -> bool:
+        return len(self._view.subject.layout.sizes) <= FEW_GRADIENTS
+
+    def _manners(self) -> Sequence[bool]:
+        """Whether walks try changes that are alike together."""
+        if Acceleration.SYMMETRY not in self._view.accelerations:
+            return (False,)
+        return (True, False) if self._is_small else (True,)
+
+    def _starts(self) -> Iterator[tuple[str, Candidate]]:
+        """Of each kind some, of which the fastest is a beginning."""
+        layout = self._view.subject.layout
+        coarse = Acceleration.COARSENING in self._view.accelerations
+        for route in self._choices.routes:
+            for streams in self._choices.streams:
+                unit_bytes = max(self._choices.least_bytes, 1 << (layout.total_bytes // MOST_UNITS).bit_length())
+                while unit_bytes < OCTAVE * layout.total_bytes:
+                    yield "even", Candidate(schedule=Schedule(route=route, streams=streams, unit_bytes=unit_bytes))
+                    unit_bytes *= OCTAVE
+                ends = {"gradients": list(range(len(layout.sizes)))} if not coarse or self._is_small else {}
+                if coarse:
+                    ends["coarsened"] = _groups(self._view, streams)
+                for kind, indices in ends.items():
+                    stops = {layout.offsets[index + 1] for index in indices} - {0} | {layout.numel}
+                    tensors = tuple(Tensor(stop=stop) for stop in sorted(stops))
+                    schedule = Schedule(route=route, streams=streams, unit_bytes=unit_bytes, tensors=tensors)
+                    yield kind, Candidate(schedule=schedule)
+
+    # ── walks ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _walk(self, best: Candidate, kept: Counter[str], *, together: bool) -> Candidate:
+        """Once along the critical path; what helps is kept at once."""
+        job, played = self._played(best)
+        spot = Spot(self._view, self._choices, best, job, played)
+        proposed: list[Change] = []
+        for tensor in spot.critical:
+            if not self._late:
+                proposed += [change for each in self._passes for change in each.changes(spot, tensor)]
+        for changes in _tries(proposed, together=together):
+            if self._late:
+                break
+            tried: Candidate | None = best
+            applied = 0
+            for change in changes:
+                after = None if tried is None else change.apply(tried)
+                if after is not None:
+                    tried, applied = after, applied + 1
+            if not applied or tried is None or tried == best:
+                continue
+            faster = self._faster(tried, best)
+            if faster is not best:
+                best = faster
+                kept[changes[0].words] += applied
+        return best
+
+    # ── the judge ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _faster(self, candidate: Candidate, best: Candidate) -> Candidate:
+        return candidate if self._judged(candidate) < (1 - SURELY) * self._judged(best) else best
+
+    def _judged(self, candidate: Candidate) -> float:
+        if candidate not in self._step_s:
+            try:
+                _, played = self._played(candidate)
+                self._step_s[candidate] = replayed(played).iteration_s
+            except (PlanError, ReplayError):  # it does not fit, or nothing is known of its route
+                self._step_s[candidate] = float("inf")
+        return self._step_s[candidate]
+
+    def _played(self, candidate: Candidate) -> tuple[JobModel, Replay]:
+        job = self._view.planned(candidate)
+        return job, self._view.play(job)
+
+
+def _tries(proposed: Sequence[Change], *, together: bool) -> Iterator[Sequence[Change]]:
+    """Each change; before that, if asked for, those that are alike together."""
+    groups: dict[Hashable, list[Change]] = defaultdict(list)
+    for change in proposed if together else ():
+        if change.alike is not None:
+            groups[change.words, change.alike].append(change)
+    yield from (group for group in groups.values() if len(group) > 1)
+    yield from ([change] for change in proposed)
+
+
+def _groups(view: View, streams: int) -> list[int]:
+    """Numbers of the gradients behind which a tensor ends: gradients come together if they do within a start-up time.
+
+    Those of one operation never come at one moment, since hooks run one after the other. Start-ups on several streams
+    overlap, so one counts for less there.
+    """
+    number, startup_s = view.subject.buffers[0].number, view.startup_s / streams
+    come_s: dict[int, float] = {}
+    for program in view.job.iterations[0].programs.values():
+        now_s = 0.0
+        for piece in program:
+            now_s += piece.seconds
+            for buffer, index in piece.ready:
+                if buffer == number:
+                    come_s[index] = max(now_s, come_s.get(index, 0.0))
+    ends, first_s = [], None
+    for index in sorted(come_s):
+        if first_s is not None and come_s[index] - first_s > startup_s:
+            ends.append(index - 1)
+            first_s = None
+        first_s = come_s[index] if first_s is None else first_s
+    return ends
+
+
+SEARCH_LIMIT_S = 60.0
+
+STREAMS_ON_ONE_HOST = 4
+"""As many streams as shared memory has, so as many a job on one host may run."""
+
+INDIFFERENCE = 0.01
+"""Share of the step that no replay can be sure of; what is simpler is taken if it is longer by no more."""
+
+WORTH_A_CHANGE = 0.001
+"""Share of the step; what gains less leaves the recorded plan."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What was found.
+
+    Attributes:
+        recorded_knobs: what ran.
+        knobs: what to run; equal if nothing is faster.
+        plan: the same as a file holds it.
+        extras: what else has to be done.
+        as_recorded: the step with the recorded units at their recorded times.
+        before: the step with the recorded plan at the prices that the search goes by.
+        after: the step with what was found.
+        parts_before, parts_after: of their critical paths.
+        without_communication_s: no plan makes a step shorter than that.
+        found: by the search.
+        plan_alone: the step with the best plan if the model is not compiled in parts; None where it need not be.
+        n_ranks: that were replayed in it.
+        search_s: that it took.
+    """
+
+    recorded_knobs: Knobs
+    knobs: Knobs
+    plan: GivenPlan
+    extras: tuple[Extra, ...]
+    as_recorded: StepTimes
+    before: StepTimes
+    after: StepTimes
+    parts_before: tuple[Part, ...]
+    parts_after: tuple[Part, ...]
+    without_communication_s: float
+    found: Found
+    n_ranks: int
+    search_s: float
+    plan_alone: StepTimes | None = None
+
+    @property
+    def gain(self) -> float:
+        """Share of the step that is saved."""
+        return 1 - self.after.iteration_s / self.before.iteration_s if self.before.iteration_s > 0 else 0.0
+
+    @property
+    def price_error(self) -> float:
+        """How far the recorded plan, at the search's prices, is from itself as it was recorded."""
+        return self.before.iteration_s / self.as_recorded.iteration_s - 1 if self.as_recorded.iteration_s > 0 else 0.0
+
+
+def optimize(job: JobModel, *, limit_s: float = SEARCH_LIMIT_S, **options: Any) -> Outcome:
+    """The best plan, and with it, if that is worth a line of code, the compiled model in parts.
+
+    That is dPRO's operator fusion: what was compiled as a whole is all operators fused, so parts are tried, where
+    theorem 1 leaves any. Each size that may be best, under the recorded plan and under the best one for the whole
+    model, has a search of its own.
+
+    Args:
+        job: that was recorded.
+        limit_s: of all searches together.
+        options: see `planned`.
+
+    Raises:
+        ReplayError: no gradients were exchanged, or when they come is not known.
+        ConfigError: a pass is allowed that does not exist.
+    """
+    whole = planned(job, limit_s=limit_s, **options)
+    if not compiled_backwards(job):
+        return whole
+    best, spent_s = replace(whole, plan=replace(whole.plan, part_bytes=0)), whole.search_s
+    sizes = dict.fromkeys(best_part_bytes(one) for one in (job, with_knobs(job, whole.knobs)))
+    for size in sizes:
+        if size is None:
+            continue
+        early = _with_parts(job, size, whole, limit_s=max(0.0, limit_s - spent_s), **options)
+        spent_s += early.search_s
+        worth_it = WORTH_A_LINE if best.plan.part_bytes == 0 else INDIFFERENCE
+        if early.after.iteration_s <= (1 - worth_it) * best.after.iteration_s:
+            best = early
+    return replace(best, search_s=spent_s)
+
+
+def _with_parts(job: JobModel, part_bytes: int, whole: Outcome, **options: Any) -> Outcome:
+    """The best plan for the job in parts, told as a change of the job as it was recorded."""
+    found = planned(in_parts(job, part_bytes), **options)
+    apply = partial(in_parts, part_bytes=part_bytes)
+    extra = Extra(words=in_words(job, part_bytes), line=line_of_code(part_bytes), apply=apply)
+    return replace(
+        whole,
+        knobs=found.knobs,
+        plan=replace(found.plan, part_bytes=part_bytes),
+        extras=(extra, *found.extras),
+        after=found.after,
+        parts_after=found.parts_after,
+        plan_alone=whole.after,
+        found=found.found,
+        search_s=found.search_s,
+    )
+
+
+def planned(
+    job: JobModel,
+    *,
+    settings: Mapping[str, str] | None = None,
+    allowed: Iterable[str] = (),
+    accelerations: frozenset[Acceleration] = EVERY,
+    least_bytes: int = SMALLEST_UNIT_BYTES,
+    limit_s: float = SEARCH_LIMIT_S,
+    clock: Callable[[], float] = time.monotonic,
+) -> Outcome:
+    """Searches for a plan, and replays the result for all ranks and iterations.
+
+    Args:
+        job: that was recorded.
+        settings: variables that were in force; what they fix stays.
+        allowed: passes that change numbers.
+        accelerations: of the search.
+        least_bytes: of a part of a tensor.
+        limit_s: of the search.
+        clock: shows seconds.
+
+    Raises:
+        ReplayError: no gradients were exchanged, or when they come is not known.
+        ConfigError: a pass is allowed that does not exist.
+    """
+    subject = Subject.of(job)
+    view = View(job, subject, accelerations)
+    choices = choices_of(job, subject, settings or {}, least_bytes=least_bytes)
+    begin_s = clock()
+    found = Search(view, passes(allowed), choices, limit_s=limit_s, indifference=INDIFFERENCE, clock=clock).run()
+    search_s = clock() - begin_s
+    recorded = Candidate(schedule=subject.recorded)
+    before, parts_before, alone_s = _judged(subject.planned(job, recorded))
+    after, parts_after, _ = _judged(subject.planned(job, found.candidate))
+    best = found.candidate
+    if after.iteration_s > (1 - WORTH_A_CHANGE) * before.iteration_s:
+        best, after, parts_after = recorded, before, parts_before
+    knobs = best.schedule.knobs(subject.layout)
+    return Outcome(
+        recorded_knobs=subject.buffers[0].knobs,
+        knobs=knobs,
+        plan=GivenPlan(
+            source="",
+            knobs=knobs,
+            ranks=len(subject.buffers[0].ranks),
+            sizes=tuple(buffer.layout.sizes for buffer in subject.buffers),
+        ),
+        extras=best.extras,
+        as_recorded=_judged(job)[0],
+        before=before,
+        after=after,
+        parts_before=parts_before,
+        parts_after=parts_after,
+        without_communication_s=alone_s,
+        found=found,
+        n_ranks=view.n_ranks,
+        search_s=search_s,
+    )
+
+
+def _judged(job: JobModel) -> tuple[StepTimes, tuple[Part, ...], float]:
+    """A step, what it is made of, and what it would be if nothing were exchanged."""
+    graph = global_graph(coarse(job))
+    played = replay(graph)
+    times = replayed(played)
+    return times, parts(played), computation_s(graph) / max(1, times.iterations)
+
+
+def choices_of(job: JobModel, subject: Subject, settings: Mapping[str, str], *, least_bytes: int) -> Choices:
+    """What can be chosen: routes of which something is known, and what no variable has fixed."""
+    now = subject.recorded.route
+    used = {one.route for each in job.iterations for one in each.operations if one.activity is Activity.UNIT}
+    known = dict.fromkeys([now, *(route for route in used if route is not None), *job.links])
+    transport, algorithm = settings.get("SIRTAKI_TRANSPORT"), settings.get("SIRTAKI_ALGORITHM")
+    routes = tuple(
+        route for route in known if transport in (None, route[0].value) and algorithm in (None, route[1].value)
+    ) or (now,)
+    one_host = not job.crosses_hosts(subject.buffers[0].ranks)
+    most = STREAMS_ON_ONE_HOST if one_host and transport in (None, TransportKind.SHARED_MEMORY.value) else 24
+    fixed = settings.get("SIRTAKI_STREAMS", "")
+    counts = (int(fixed),) if fixed.isdecimal() else tuple(n for n in STREAM_COUNTS if n <= most)
+    return Choices(routes=routes, streams=counts, least_bytes=least_bytes)

@@ -1,0 +1,600 @@
+"""Records the steps of a running job on every rank."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import hashlib
+import logging
+import os
+import platform
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+import sirtaki
+from sirtaki.autotune.model.replayer import Phase
+from sirtaki.comm import recorder
+from sirtaki.comm.control.plane import ClockOffset, ControlPlane, compare_clocks
+from sirtaki.comm.plan import Route
+from sirtaki.comm.recorder import TracedIteration, TracedOperation
+from sirtaki.engine.job import Job, current, is_initialized
+from sirtaki.engine.reducing.reducer import GradientReducer
+from sirtaki.engine.tuning.probes import fitted_links, probe_routes
+from sirtaki.engine.tuning.warmup import TunedSynchroniser
+from sirtaki.errors import ConfigError, RecordingError
+from sirtaki.machine import allowed_processors, cpu_quota, processor_time_beside_s
+from sirtaki.measures import LinkModel
+from sirtaki.settings import variables_set
+
+from . import recording_files as folders
+from .operators import BACKWARD, Event, Interval, Kineto, Moments, Seen, Step, StepOperators, borrowed, operators_of
+from .recording import (
+    Buffer,
+    Collective,
+    Copy,
+    Detail,
+    JobRecord,
+    PhaseSpan,
+    Placement,
+    RankRecording,
+    ReadyGradient,
+    RecordedIteration,
+    RecordedUnit,
+    StepMemory,
+    UnitId,
+)
+from .step_tensors import LiveStorage, ModuleCalls, WatchedStep, live_storages, memory_of_step, model_is_compiled
+from .termination import Termination
+
+Reducer = tuple[int, int]
+"""The number of a process set, and that of what reduces gradients there."""
+
+
+def buffer_number(reducer: Reducer, layout: int) -> int:
+    """Of a flat buffer among all of the job; every rank finds the same, also one that knows no other buffers."""
+    process_set, serial = reducer
+    return process_set << 20 | serial << 8 | layout
+
+
+def model_digest(buffers: Iterable[Buffer]) -> str:
+    """Equal on ranks that train the same."""
+    common = [(buffer.number, buffer.layout) for buffer in buffers if buffer.reducer[0] == 0]
+    return hashlib.sha256(repr(sorted(common, key=lambda item: item[0])).encode()).hexdigest()[:16]
+
+
+@dataclass(slots=True)
+class Draft:
+    """One step while it lasts.
+
+    Attributes:
+        slowed: torch.profiler was on.
+        traced: iterations of synchronisers that ended in it, each with whose it was.
+        operations: eager ones; another thread adds to them.
+        updates: of optimizers.
+        beside_s: see `RecordedIteration`.
+    """
+
+    begin_s: float
+    slowed: bool = False
+    traced: list[tuple[Reducer, TracedIteration]] = field(default_factory=list)
+    operations: list[TracedOperation] = field(default_factory=list)
+    updates: list[Interval] = field(default_factory=list)
+    number: int = -1
+    end_s: float = 0.0
+    beside_s: float = 0.0
+
+    @property
+    def profiling(self) -> bool:
+        """The order of gradients was negotiated in it."""
+        return any(traced.profiling for _, traced in self.traced)
+
+    @property
+    def moments(self) -> Moments:
+        """When what every step has happened in it."""
+        found: dict[tuple[object, ...], float] = {("begin",): self.begin_s, ("end",): self.end_s}
+        for number, update in enumerate(self.updates):
+            found["update", number], found["updated", number] = update
+        copied: Counter[Reducer] = Counter()
+        for reducer, traced in self.traced:
+            found["backward", reducer] = traced.backward_ended_s
+            found["reduced", reducer] = traced.end_s
+            found.update({("ready", reducer, one.layout, one.place): one.ready_s for one in traced.ready})
+            for copy in traced.copies:
+                found["copy", reducer, copied[reducer]] = copy.begin_s
+                copied[reducer] += copy.n_gradients
+                found["copied", reducer, copied[reducer]] = copy.end_s
+        return found
+
+    @property
+    def step(self) -> Step:
+        """What telling its operators takes."""
+        copies = [(copy.begin_s, copy.end_s) for _, traced in self.traced for copy in traced.copies]
+        waits = [(traced.backward_ended_s, traced.end_s) for _, traced in self.traced]
+        return Step(
+            begin_s=self.begin_s, end_s=self.end_s, updates=tuple(self.updates), cuts=tuple(sorted(copies + waits))
+        )
+
+
+def operators_of_drafts(
+    drafts: Sequence[Draft], seen: Seen | None, calls: ModuleCalls | None = None
+) -> tuple[list[StepOperators | None], tuple[str, ...]]:
+    """Of each one, and the names of lanes; those that torch.profiler did not see have what others had at that place.
+
+    Args:
+        drafts: those that it saw come first.
+        seen: None = nothing.
+        calls: of modules; None = not known.
+    """
+    lenders = [draft for draft in drafts if draft.slowed]
+    if seen is None or not lenders:
+        return [None] * len(drafts), ()
+    _, module_of_call = ((), []) if calls is None else calls.modules()
+
+    def module_of(event: Event) -> int:
+        if calls is None:
+            return -1
+        call = calls.of_node(event.sequence) if event.name.startswith(BACKWARD) else calls.at(event.begin_s)
+        return module_of_call[call] if call >= 0 else -1
+
+    found, lanes = operators_of(seen, [draft.step for draft in lenders], module_of)
+    pairs = list(zip(found, lenders, strict=True))
+    turns = cycle([pair for pair in pairs if not pair[1].profiling] or pairs)
+    borrowers = zip(drafts[len(lenders) :], turns, strict=False)
+    return [*found, *(borrowed(own, lender.moments, one.moments) for one, (own, lender) in borrowers)], lanes
+
+
+def recorded(draft: Draft, operators: StepOperators | None) -> RecordedIteration:
+    """A step that has ended; without operators, what its phases are is less exact."""
+    spans: Sequence[PhaseSpan]
+    if operators is None:
+        spans = [
+            *(
+                PhaseSpan(phase=Phase.BACKWARD, begin_s=traced.first_ready_s, end_s=traced.backward_ended_s)
+                for _, traced in draft.traced
+            ),
+            *(PhaseSpan(phase=Phase.UPDATE, begin_s=begin_s, end_s=end_s) for begin_s, end_s in draft.updates),
+        ]
+        spans.sort(key=lambda span: span.begin_s)
+    else:
+        spans = operators.spans
+    return RecordedIteration(
+        number=draft.number,
+        begin_s=draft.begin_s,
+        end_s=draft.end_s,
+        profiling=draft.profiling,
+        slowed=draft.slowed,
+        spans=tuple(spans),
+        operators=() if operators is None else operators.operators,
+        ready=tuple(
+            sorted(
+                (
+                    ReadyGradient(buffer=buffer_number(reducer, ready.layout), index=ready.place, ready_s=ready.ready_s)
+                    for reducer, traced in draft.traced
+                    for ready in traced.ready
+                ),
+                key=lambda one: one.ready_s,
+            )
+        ),
+        copies=tuple(
+            Copy(begin_s=copy.begin_s, end_s=copy.end_s, n_gradients=copy.n_gradients)
+            for _, traced in draft.traced
+            for copy in traced.copies
+        ),
+        units=tuple(_units(draft.traced)),
+        collectives=tuple(
+            Collective(
+                name=one.name,
+                kind=one.kind,
+                begin_s=one.submitted_s,
+                agreed_s=one.agreed_s,
+                end_s=one.done_s,
+                n_bytes=one.n_bytes,
+            )
+            for one in sorted(draft.operations, key=lambda one: one.submitted_s)
+        ),
+        exposed_s=sum(max(0.0, traced.end_s - traced.backward_ended_s) for _, traced in draft.traced),
+        beside_s=draft.beside_s,
+    )
+
+
+def _units(traced: Iterable[tuple[Reducer, TracedIteration]]) -> Iterable[RecordedUnit]:
+    for reducer, iteration in traced:
+        for unit in iteration.units:
+            identity = UnitId(
+                iteration=iteration.number,
+                buffer=buffer_number(reducer, unit.layout_number),
+                start=unit.start,
+                stop=unit.stop,
+                route=unit.route,
+                stream=unit.stream,
+            )
+            yield RecordedUnit(unit=identity, issue_s=unit.issued_s, begin_s=unit.began_s, done_s=unit.done_s)
+
+
+def all_buffers(of_ranks: Sequence[Sequence[Buffer]]) -> tuple[Buffer, ...]:
+    """Those that any rank knows, each once."""
+    known: Mapping[int, Buffer] = {buffer.number: buffer for buffers in of_ranks for buffer in buffers}
+    return tuple(known[number] for number in sorted(known))
+
+
+def clock_identity() -> str:
+    """Equal for processes whose `time.perf_counter` is one: those of one boot and one time namespace."""
+    found = [socket.gethostname()]
+    with contextlib.suppress(OSError):  # not everywhere is there a /proc
+        found = [Path("/proc/sys/kernel/random/boot_id").read_text().strip()]
+        found.append(os.readlink("/proc/self/ns/time"))
+    return " ".join(found)
+
+
+def own_placement(control: ControlPlane) -> Placement:
+    """Of this process."""
+    rank = control.rank
+    return Placement(
+        rank=rank,
+        host=control.hosts[rank],
+        node=control.node_ranks[0],
+        host_name=control.host_names[rank],
+        clock=clock_identity(),
+        processors=allowed_processors(),
+        host_processors=os.cpu_count() or 1,
+        quota=cpu_quota(),
+        threads=torch.get_num_threads(),
+    )
+
+
+logger = logging.getLogger(__name__)
+
+
+PROBING_S, PROBED_STREAMS = 0.5, 8
+"""For each route of which a warm-up has told nothing."""
+
+NOTHING = "nothing was recorded: no gradients of several ranks were reduced once the warm-up was over"
+
+
+class Stage(Enum):
+    """How far it is."""
+
+    WAITING = auto()  # for the end of the warm-up
+    STARTING = auto()  # an iteration that is not kept: torch.profiler has been switched on, or off
+    RECORDING = auto()
+    ENDED = auto()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What is to be recorded.
+
+    Attributes:
+        folder: where to.
+        n_iterations: how many, and if torch.profiler is used as many again.
+        operators: torch.profiler is used.
+        edges: what operators read is found out, too.
+    """
+
+    folder: Path
+    n_iterations: int = 10
+    operators: bool = True
+    edges: bool = False
+
+
+class JobRecorder:
+    """One recording of this rank; `recorder.Recorder` while it lasts.
+
+    Attributes:
+        stage: how far it is.
+    """
+
+    def __init__(self, wanted: Wanted) -> None:
+        """Waits for its time from now on."""
+        self._wanted, self.stage = wanted, Stage.WAITING
+        self._update_begin_s: float | None = None
+        self._finished = -1
+        self._draft = Draft(0.0)
+        self._drafts: list[Draft] = []
+        self._kineto: Kineto | None = None  # while it is on
+        self._seen: Seen | None = None
+        self._calls: ModuleCalls | None = None
+        self._storages: Sequence[LiveStorage] = ()
+        self._job: JobRecord | None = None
+        self._rank, self._clock = 0, ClockOffset(0.0, 0.0)
+        self._ending = threading.RLock()  # a signal may come while it is held
+        self._termination = Termination(self.end)
+        self._hooks = [
+            register_optimizer_step_pre_hook(self._before_update),
+            register_optimizer_step_post_hook(self._after_update),
+        ]
+
+    # ── steps ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _before_update(self, *_: Any) -> None:  # Any: torch's hook
+        self._update_begin_s = time.perf_counter()
+
+    def _after_update(self, *_: Any) -> None:  # Any: torch's hook
+        now_s = time.perf_counter()
+        if self.stage is Stage.ENDED or not is_initialized():
+            return
+        if self._update_begin_s is not None:
+            reduced_s = max((traced.end_s for _, traced in self._draft.traced), default=0.0)
+            self._draft.updates.append((max(self._update_begin_s, reduced_s), now_s))
+            self._update_begin_s = None
+        leader = _leader(current())
+        if leader is None or leader.synchroniser.iteration == self._finished:
+            return
+        self._finished = leader.synchroniser.iteration
+        self._end_step(now_s, leader)
+
+    def _end_step(self, now_s: float, leader: TunedSynchroniser) -> None:
+        if self.stage is Stage.WAITING:
+            job = current()
+            if not (_is_tuning(job) or leader.synchroniser.profiling or job.joining.somebody):  # as on all ranks
+                self._begin(job)
+        elif self.stage is Stage.STARTING:
+            self.stage = Stage.RECORDING
+            self._next_draft()
+        elif self.stage is Stage.RECORDING:
+            self._draft.number, self._draft.end_s = self._finished - 1, now_s
+            self._draft.beside_s += processor_time_beside_s()
+            self._drafts.append(self._draft)
+            if self._count(slowed=self._draft.slowed) >= self._wanted.n_iterations:
+                if not self._draft.slowed:
+                    self.end()
+                    return
+                self._look_no_more()
+                self.stage = Stage.STARTING
+            self._next_draft()
+
+    def _count(self, *, slowed: bool) -> int:
+        """How many have been recorded with torch.profiler, or without it."""
+        return sum(draft.slowed is slowed for draft in self._drafts)
+
+    def _next_draft(self) -> None:
+        """Memory is looked at in the first step."""
+        if self._kineto is not None:
+            if not self._drafts:
+                self._storages = live_storages()
+            if self._calls is not None:
+                self._calls.with_tensors = not self._drafts
+            self._kineto.mark()
+        self._draft = Draft(time.perf_counter(), slowed=self._kineto is not None, beside_s=-processor_time_beside_s())
+
+    # ── what is told meanwhile ───────────────────────────────────────────────────────────────────────────────────
+
+    def iteration(self, traced: TracedIteration) -> None:
+        """See `Recorder`."""
+        reducer = next((key for key, tuned in _tuned(current()) if tuned.synchroniser is traced.source), None)
+        if reducer is not None:
+            self._draft.traced.append((reducer, traced))
+
+    def operation(self, traced: TracedOperation) -> None:
+        """See `Recorder`."""
+        self._draft.operations.append(traced)
+
+    # ── begin and end ────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _begin(self, job: Job) -> None:
+        """Collective."""
+        control = job.control
+        self._rank, host_leads = control.rank, control.hosts[control.rank] == control.rank
+        if host_leads:
+            with suppress(OSError):  # which is told at the end
+                self._wanted.folder.mkdir(parents=True, exist_ok=True)
+                folders.clear(self._wanted.folder)
+        told: list[tuple[Placement, list[Buffer]]] = control.all_gather((own_placement(control), _buffers(job)))
+        self._clock = compare_clocks(control)
+        model = next((tuned.model for _, tuned in _tuned(job) if tuned.model is not None), None)
+        self._job = JobRecord(
+            job=job.job,
+            n_iterations=self._wanted.n_iterations,
+            placement=tuple(place for place, _ in told),
+            buffers=all_buffers([buffers for _, buffers in told]),
+            links=_links(job, control.broadcast({} if model is None else dict(model.links))),
+            contention=control.broadcast(None if model is None else model.contention),
+            settings=variables_set(),
+            versions={
+                "sirtaki": sirtaki.__version__,
+                "torch": str(torch.__version__),
+                "python": platform.python_version(),
+            },
+        )
+        if host_leads:  # now, as this rank may be the one that is killed
+            with suppress(OSError):
+                folders.write_job(self._wanted.folder, self._job)
+        if self._wanted.operators:
+            try:
+                self._kineto = Kineto(edges=self._wanted.edges)
+            except RecordingError as err:
+                logger.warning("%s", err)
+            else:
+                self._calls = None if model_is_compiled() else ModuleCalls()
+        recorder.start(self)
+        self.stage = Stage.STARTING
+        self._termination.watch()
+        if self._rank == 0:
+            logger.info("recording %d iterations in %s", self._wanted.n_iterations, self._wanted.folder)
+
+    def end(self) -> None:
+        """Writes what there is; any thread, and more than once perhaps."""
+        with self._ending:
+            stage, self.stage = self.stage, Stage.ENDED
+            if stage is Stage.ENDED:
+                return
+            recorder.stop()
+            for hook in self._hooks:
+                hook.remove()
+            if stage is Stage.WAITING:
+                logger.warning("%s", NOTHING)
+            else:
+                with self._termination.put_off():
+                    self._write()
+
+    def _write(self) -> None:
+        assert self._job is not None
+        self._look_no_more()
+        operators, lanes = operators_of_drafts(self._drafts, self._seen, self._calls)
+        recording = RankRecording(
+            rank=self._rank,
+            job=self._job.job,
+            model=model_digest(self._job.buffers),
+            detail=Detail.UNITS if self._seen is None else Detail.OPERATORS,
+            offset_s=self._clock.offset_s,
+            round_trip_s=self._clock.round_trip_s,
+            clock_error_s=0.0 if self._seen is None else self._seen.clock.error_s,
+            lanes=lanes,
+            complete=self._count(slowed=self._seen is not None) >= self._wanted.n_iterations,
+            iterations=tuple(map(recorded, self._drafts, operators)),
+            modules=() if self._calls is None else self._calls.modules()[0],
+            memory=self._memory(operators),
+        )
+        try:
+            folders.write_rank(self._wanted.folder, recording)
+        except OSError as err:
+            logger.warning("what was recorded cannot be written: %s", err)
+            return
+        if self._rank == 0:
+            logger.info(
+                "%d iterations are recorded in %s: sirtaki profile --show %s",
+                len(self._drafts),
+                self._wanted.folder,
+                self._wanted.folder,
+            )
+
+    def _memory(self, operators: Sequence[StepOperators | None]) -> StepMemory | None:
+        """Of the first step; None where torch.profiler did not see it."""
+        if self._seen is None or not self._drafts or operators[0] is None:
+            return None
+        first = self._drafts[0]
+        step = WatchedStep(
+            number=first.number,
+            begin_s=first.begin_s,
+            end_s=first.end_s,
+            spans=operators[0].spans,
+            storages=self._storages,
+        )
+        return memory_of_step(self._seen, step, self._calls)
+
+    def _look_no_more(self) -> None:
+        """Switches torch.profiler off, where it is on."""
+        if self._calls is not None:
+            self._calls.stop()
+        kineto, self._kineto = self._kineto, None
+        if kineto is not None and kineto.here:
+            try:
+                self._seen = kineto.stop()
+            except RecordingError as err:
+                logger.warning("%s; no operators are recorded", err)
+
+
+def _tuned(job: Job) -> Sequence[tuple[Reducer, TunedSynchroniser]]:
+    """What reduces gradients on this rank, each with its key."""
+    return [
+        (there.key, there.tuned)
+        for there in job.participants
+        if isinstance(there, GradientReducer) and there.tuned is not None
+    ]
+
+
+def _of_all_ranks(job: Job) -> list[TunedSynchroniser]:
+    return [tuned for (process_set, _), tuned in _tuned(job) if process_set == 0]
+
+
+def _leader(job: Job) -> TunedSynchroniser | None:
+    """The one whose iterations are counted; the same on all ranks. None: gradients are not reduced over all ranks."""
+    return next(iter(_of_all_ranks(job)), None)
+
+
+def _links(job: Job, known: Mapping[Route, LinkModel]) -> dict[Route, LinkModel]:
+    """Collective: what all-reduces cost, also on routes in use that no warm-up has probed."""
+    links = dict(known)
+    for tuned in _of_all_ranks(job):
+        if tuned.knobs.route not in links:
+            route = [tuned.knobs.route]
+            probes = probe_routes(job.control, tuned.router, route, max_streams=PROBED_STREAMS, budget_s=PROBING_S)
+            links |= fitted_links(probes)
+    return links
+
+
+def _is_tuning(job: Job) -> bool:
+    return any(tuned.tuning for tuned in _of_all_ranks(job))
+
+
+def _buffers(job: Job) -> list[Buffer]:
+    """Those of this rank."""
+    keys = {there.key: there.ranks for there in job.participants}
+    return [
+        Buffer(
+            number=buffer_number(key, number),
+            reducer=key,
+            ranks=tuple(keys[key]),
+            layout=layout,
+            plan=plan,
+            knobs=tuned.knobs,
+        )
+        for key, tuned in _tuned(job)
+        for number, (layout, plan) in enumerate(zip(tuned.synchroniser.layouts, tuned.synchroniser.plans, strict=True))
+    ]
+
+
+_from_environment: JobRecorder | None = None
+
+
+def begin_as_set() -> None:
+    """After `init()`, on all ranks: records this job if `SIRTAKI_PROFILE` is set on rank 0; once in a process."""
+    global _from_environment
+    settings = current().settings
+    if settings.profile is None or _from_environment is not None:
+        return
+    _from_environment = JobRecorder(
+        Wanted(
+            folder=Path(settings.profile),
+            n_iterations=settings.profile_iterations,
+            operators=settings.profile_operators,
+            edges=settings.profile_edges,
+        )
+    )
+    atexit.register(_from_environment.end)
+
+
+@contextmanager
+def profile(
+    folder: str | Path, *, iterations: int = 10, operators: bool = True, edges: bool = False
+) -> Iterator[JobRecorder]:
+    """Collective: records training iterations of what runs inside, once the tuner has done its work.
+
+    Every rank enters and leaves it between the same steps. Recording stops by itself after `iterations` of them, and
+    each rank writes a file then, which takes a moment; what runs on is not recorded. If there are fewer inside, those
+    are written.
+
+    Args:
+        folder: where to; a recording that is there is overwritten.
+        iterations: how many.
+        operators: record operators by torch.profiler, too, and behind these iterations as many that it does not slow.
+        edges: of operators also what they read, for `sirtaki trace --chakra`.
+
+    Raises:
+        NotInitializedError: before `init()`.
+        ConfigError: `iterations` is less than 1, or `SIRTAKI_PROFILE` is set, which records the job already.
+    """
+    current()
+    if iterations < 1:
+        raise ConfigError(f"profile() records at least one iteration, not {iterations}")
+    if _from_environment is not None and _from_environment.stage is not Stage.ENDED:
+        raise ConfigError("SIRTAKI_PROFILE is set, so this job is being recorded already: leave one of the two out")
+    recorder = JobRecorder(
+        Wanted(folder=Path(folder).absolute(), n_iterations=iterations, operators=operators, edges=edges)
+    )
+    try:
+        yield recorder
+    finally:
+        recorder.end()

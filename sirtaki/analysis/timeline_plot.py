@@ -1,0 +1,588 @@
+"""The timeline of a step as a page shows it: lanes, exposed communication, the critical path."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Any
+
+from sirtaki.autotune.model.replayer import ALL_RANKS, Activity, Phase, Replay
+
+from .global_graph import BEFORE, critical_path
+from .job_model import Barrier, Clock, Histories, OperationKey, Step, Stretch
+from .recording import Operator
+
+
+class Kind(Enum):
+    """In the order in which bars are stacked; the last one is only on streams."""
+
+    DATA = "data loading"
+    FORWARD = "forward"
+    BACKWARD = "backward computation"
+    COPY = "copying gradients"
+    EXPOSED = "exposed communication"
+    UPDATE = "update"
+    COLLECTIVE = "other operations between ranks"
+    OTHER = "other, gaps"
+    UNIT = "hidden communication"
+
+
+COLORS = {
+    Kind.DATA: "#e69f00",
+    Kind.FORWARD: "#0072b2",
+    Kind.BACKWARD: "#56b4e9",
+    Kind.COPY: "#a58a3c",
+    Kind.EXPOSED: "#d1366b",
+    Kind.UPDATE: "#009e73",
+    Kind.COLLECTIVE: "#d55e00",
+    Kind.OTHER: "#8b9096",
+    Kind.UNIT: "#9a78c2",
+}
+"""Told apart on white and on black, and by most who see few colours."""
+
+NOT_TOLD_APART = "forward, data loading, other (told apart only where operators are recorded)"
+
+OF_PHASE = {
+    Phase.DATA: Kind.DATA,
+    Phase.FORWARD: Kind.FORWARD,
+    Phase.BACKWARD: Kind.BACKWARD,
+    Phase.UPDATE: Kind.UPDATE,
+    Phase.OTHER: Kind.OTHER,
+}
+
+
+def kind_of(one: Stretch) -> Kind:
+    """Of what a rank's training thread does for a while."""
+    if one.waits:
+        return Kind.EXPOSED if waits_for_gradients(one) else Kind.COLLECTIVE
+    if one.activity is Activity.COPY:
+        return Kind.COPY
+    return OF_PHASE[one.phase]
+
+
+def waits_for_gradients(one: Stretch) -> bool:
+    """Units are waited for, perhaps among other things."""
+    return any(buffer >= 0 for buffer, _, _ in one.waits)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepParts:
+    """Of one rank, means over its iterations.
+
+    Attributes:
+        rank: which.
+        seconds: spent on each kind of thing; what is not there is left out.
+    """
+
+    rank: int
+    seconds: Mapping[Kind, float]
+
+    @property
+    def step_s(self) -> float:
+        """The whole step."""
+        return sum(self.seconds.values())
+
+
+def step_parts(histories: Histories) -> tuple[StepParts, ...]:
+    """Of every rank."""
+    return tuple(_parts_of_rank(histories, rank) for rank in histories.ranks)
+
+
+def _parts_of_rank(histories: Histories, rank: int) -> StepParts:
+    total_s: dict[Kind, float] = defaultdict(float)
+    for step in histories.steps:
+        for one in step.stretches[rank]:
+            total_s[kind_of(one)] += one.end_s - one.begin_s
+    count = len(histories.steps)
+    return StepParts(rank=rank, seconds={kind: total_s[kind] / count for kind in Kind if total_s.get(kind)})
+
+
+LEAST_S = 1e-6
+"""A unit that ends so shortly after the backward pass is not late."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankExposure:
+    """One rank's waiting for gradients; means of an iteration.
+
+    Attributes:
+        rank: which.
+        moving_s: a unit was under way meanwhile.
+        held_s: none was, since another rank had not come so far yet.
+    """
+
+    rank: int
+    moving_s: float
+    held_s: float
+
+    @property
+    def exposed_s(self) -> float:
+        """All of it."""
+        return self.moving_s + self.held_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LateUnit:
+    """A unit that ends after a backward pass. Moments are seconds after the end of that, means of ranks and iterations.
+
+    Attributes:
+        name: its gradients.
+        lane: its stream.
+        n_bytes: of it.
+        issue_s: a rank has its gradients ready.
+        begin_s: all have, and the stream is free.
+        done_s: the result is there.
+        late_s: of `done_s` what is after the end.
+        times: in how many iterations it was late on any rank.
+    """
+
+    name: str
+    lane: str
+    n_bytes: int
+    issue_s: float
+    begin_s: float
+    done_s: float
+    late_s: float
+    times: int
+
+
+def backward_ends_s(histories: Histories, step: Step, rank: int) -> dict[tuple[int, int], float]:
+    """When this rank begins to wait for the gradients of each reducer, by the job's clock."""
+    reducers = {buffer.number: buffer.reducer for buffer in histories.recording.job.buffers}
+    found: dict[tuple[int, int], float] = {}
+    for one in step.stretches[rank]:
+        if waits_for_gradients(one):
+            for buffer, _, _ in one.waits:
+                if buffer in reducers:
+                    found[reducers[buffer]] = one.begin_s
+    return found
+
+
+def exposures(histories: Histories) -> tuple[RankExposure, ...]:
+    """Of every rank."""
+    return tuple(_of_rank(histories, rank) for rank in histories.ranks)
+
+
+def _of_rank(histories: Histories, rank: int) -> RankExposure:
+    moving_s = total_s = 0.0
+    for step in histories.steps:
+        busy = _busy(step.barriers, rank)
+        for one in step.stretches[rank]:
+            if waits_for_gradients(one):
+                total_s += one.end_s - one.begin_s
+                moving_s += sum(max(0.0, min(end_s, one.end_s) - max(begin_s, one.begin_s)) for begin_s, end_s in busy)
+    count = len(histories.steps)
+    return RankExposure(rank=rank, moving_s=moving_s / count, held_s=(total_s - moving_s) / count)
+
+
+def _busy(barriers: Sequence[Barrier], rank: int) -> list[tuple[float, float]]:
+    """When units of this rank were under way; intervals that do not overlap."""
+    found: list[tuple[float, float]] = []
+    mine = [one for one in barriers if one.activity is Activity.UNIT and rank in one.issued_s]
+    for begin_s, end_s in sorted((one.begin_s, one.done_s[rank]) for one in mine):
+        if found and begin_s <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], end_s)
+        else:
+            found.append((begin_s, end_s))
+    return found
+
+
+def late_units(histories: Histories) -> tuple[LateUnit, ...]:
+    """Those that end after the backward pass on some rank, in the order in which they end."""
+    what: dict[OperationKey, Barrier] = {}
+    moments: dict[OperationKey, list[tuple[float, float, float]]] = defaultdict(list)
+    times: dict[OperationKey, set[int]] = defaultdict(set)
+    reducers = {buffer.number: buffer.reducer for buffer in histories.recording.job.buffers}
+    for step in histories.steps:
+        ends_s = {rank: backward_ends_s(histories, step, rank) for rank in histories.ranks}
+        for one in step.barriers:
+            if one.activity is Activity.UNIT:
+                what[one.key] = one
+                found = list(_after(one, reducers[one.key[0]], ends_s))
+                moments[one.key] += found
+                if any(done_s > LEAST_S for _, _, done_s in found):
+                    times[one.key].add(step.number)
+    late = [_late_unit(what[key], moments[key], len(numbers)) for key, numbers in times.items()]
+    return tuple(sorted(late, key=lambda one: one.done_s))
+
+
+def _after(
+    one: Barrier, reducer: tuple[int, int], ends_s: Mapping[int, Mapping[tuple[int, int], float]]
+) -> Sequence[tuple[float, float, float]]:
+    """Issue, begin and end on each rank, after the end of its backward pass."""
+    return [
+        (one.issued_s[rank] - end_s, one.begin_s - end_s, one.done_s[rank] - end_s)
+        for rank in one.ranks
+        if (end_s := ends_s[rank].get(reducer)) is not None
+    ]
+
+
+def _late_unit(one: Barrier, moments: Sequence[tuple[float, float, float]], times: int) -> LateUnit:
+    issue_s, begin_s, done_s = (statistics.fmean(values) for values in zip(*moments, strict=True))
+    return LateUnit(
+        name=one.name,
+        lane=one.lane,
+        n_bytes=one.n_bytes,
+        issue_s=issue_s,
+        begin_s=begin_s,
+        done_s=done_s,
+        late_s=statistics.fmean(max(0.0, done) for _, _, done in moments),
+        times=times,
+    )
+
+
+COPIES = "copies"
+TRAINING = "training thread"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """One box; moments of the job's clock.
+
+    Attributes:
+        name: empty of a phase.
+        issued_s: of a unit: from when on this rank waited for it to begin.
+        n_bytes: of a unit or another operation between ranks.
+    """
+
+    begin_s: float
+    end_s: float
+    kind: Kind
+    name: str = ""
+    issued_s: float | None = None
+    n_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lane:
+    """One row.
+
+    Attributes:
+        rank: whose.
+        name: what it is.
+        under: phases, behind the boxes.
+        spans: boxes in their order.
+    """
+
+    rank: int
+    name: str
+    under: tuple[Span, ...] = ()
+    spans: tuple[Span, ...] = ()
+
+
+def lanes_of(histories: Histories, step: Step, ranks: Sequence[int]) -> list[Lane]:
+    """The lanes of these ranks, those of a rank together."""
+    return [lane for rank in ranks for lane in _lanes_of_rank(histories, step, rank)]
+
+
+def _lanes_of_rank(histories: Histories, step: Step, rank: int) -> Iterator[Lane]:
+    stretches = step.stretches[rank]
+    named = [
+        one
+        for one in stretches
+        if (one.name or one.waits) and one.end_s > one.begin_s and one.activity is not Activity.COPY
+    ]
+    yield Lane(rank=rank, name=TRAINING, under=tuple(_runs(stretches)), spans=tuple(map(_span, named)))
+    yield from _other_threads(histories, step, rank)
+    copies = [one for one in stretches if one.activity is Activity.COPY]
+    if copies:
+        yield Lane(rank=rank, name=COPIES, spans=tuple(map(_span, copies)))
+    yield from _streams(histories, step, rank)
+
+
+def _span(one: Stretch) -> Span:
+    kind = kind_of(one)
+    waited = "waits for gradients" if kind is Kind.EXPOSED else "waits for other ranks"
+    return Span(begin_s=one.begin_s, end_s=one.end_s, kind=kind, name=waited if one.waits else one.name)
+
+
+def _runs(stretches: Iterable[Stretch]) -> list[Span]:
+    """Phases: neighbours of one kind, waits and copies left out."""
+    found: list[Span] = []
+    for one in stretches:
+        kind = kind_of(one)
+        if one.waits or one.activity is Activity.COPY or one.end_s <= one.begin_s:
+            continue
+        if found and found[-1].kind is kind and found[-1].end_s == one.begin_s:
+            found[-1] = replace(found[-1], end_s=one.end_s)
+        else:
+            found.append(Span(begin_s=one.begin_s, end_s=one.end_s, kind=kind))
+    return found
+
+
+def _other_threads(histories: Histories, step: Step, rank: int) -> Iterator[Lane]:
+    """Threads beside the one that trains, and streams of devices."""
+    recorded, clock = histories.recording.ranks[rank], histories.clocks[rank]
+    (iteration,) = (one for one in recorded.iterations if one.number == step.number)
+    beside: dict[int, list[Span]] = {}
+    for one in iteration.operators:
+        if one.lane:
+            beside.setdefault(one.lane, []).append(_operator(one, clock))
+    for number, spans in sorted(beside.items()):
+        name = recorded.lanes[number] if number < len(recorded.lanes) else f"lane {number}"
+        yield Lane(rank=rank, name=name, spans=tuple(sorted(spans, key=lambda span: span.begin_s)))
+
+
+def _operator(one: Operator, clock: Clock) -> Span:
+    return Span(begin_s=clock(one.begin_s), end_s=clock(one.end_s), kind=OF_PHASE[one.phase], name=one.name)
+
+
+def _streams(histories: Histories, step: Step, rank: int) -> Iterator[Lane]:
+    ends_s = backward_ends_s(histories, step, rank)
+    reducers = {buffer.number: buffer.reducer for buffer in histories.recording.job.buffers}
+    found: dict[str, list[Span]] = {}
+    for one in step.barriers:
+        if rank not in one.issued_s:
+            continue
+        kind = Kind.COLLECTIVE
+        if one.activity is Activity.UNIT:
+            end_s = ends_s.get(reducers[one.key[0]])
+            late = end_s is not None and one.done_s[rank] > end_s + LEAST_S
+            kind = Kind.EXPOSED if late else Kind.UNIT
+        span = Span(
+            begin_s=one.begin_s,
+            end_s=one.done_s[rank],
+            kind=kind,
+            name=one.name,
+            issued_s=one.issued_s[rank],
+            n_bytes=one.n_bytes,
+        )
+        found.setdefault(one.lane, []).append(span)
+    for name, spans in sorted(found.items()):
+        yield Lane(rank=rank, name=name, spans=tuple(sorted(spans, key=lambda span: span.begin_s)))
+
+
+def coarsened(lanes: Sequence[Lane], least_s: float) -> list[Lane]:
+    """Neighbours on a thread that are all of one kind and shorter than that become one box, with the gaps between."""
+    return [replace(lane, spans=tuple(_joined(lane.spans, least_s))) for lane in lanes]
+
+
+def _joined(spans: Sequence[Span], least_s: float) -> list[Span]:
+    found: list[Span] = []
+    counts: list[int] = []
+    for one in spans:
+        before = found[-1] if found else None
+        short = one.end_s - one.begin_s < least_s and one.issued_s is None
+        if (
+            before is not None
+            and short
+            and before.kind is one.kind
+            and before.end_s - before.begin_s < least_s
+            and one.begin_s - before.end_s < least_s
+        ):
+            counts[-1] += 1
+            what = one.name if before.name in (one.name, f"{counts[-1] - 1} × {one.name}") else "operators"
+            found[-1] = replace(before, end_s=one.end_s, name=f"{counts[-1]} × {what}")
+        else:
+            found.append(one)
+            counts.append(1)
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leg:
+    """A part of the path; moments of the job's clock.
+
+    Attributes:
+        rank: on whose lane it is drawn: of what all do together, that of the one which came last.
+        lane: which of its lanes.
+    """
+
+    rank: int
+    lane: str
+    begin_s: float
+    end_s: float
+
+
+def drawn_path(histories: Histories, replay: Replay) -> dict[int, tuple[Leg, ...]]:
+    """The path of each iteration, by its number.
+
+    The replay's moments are stretched so that each of its iterations lies where the recorded one does.
+    """
+    nodes, lanes = replay.graph.nodes, replay.graph.lanes
+    to = _recorded_ends_s(histories)
+    of = _replayed_ends_s(replay)
+    found: dict[int, list[Leg]] = {step.number: [] for step in histories.steps}
+    rank = histories.ranks[0]
+    for visit in critical_path(replay):
+        node = nodes[visit.place]
+        lane = lanes[node.lane]
+        if node.rank != ALL_RANKS:
+            rank, lane = node.rank, COPIES if node.activity is Activity.COPY else TRAINING
+        first, last = of.get(node.iteration - 1, 0.0), of[node.iteration]
+        begin, end = to.get(node.iteration - 1, 0.0), to[node.iteration]
+        factor = (end - begin) / (last - first) if last > first else 1.0
+        leg = Leg(
+            rank=rank,
+            lane=lane,
+            begin_s=begin + (visit.begin_s - first) * factor,
+            end_s=begin + (visit.end_s - first) * factor,
+        )
+        found[histories.steps[node.iteration].number].append(leg)
+    return {number: tuple(legs) for number, legs in found.items()}
+
+
+def _recorded_ends_s(histories: Histories) -> Mapping[int, float]:
+    """When the last rank has ended each iteration, by its place."""
+    return {
+        place: max(mine[-1].end_s for mine in step.stretches.values()) for place, step in enumerate(histories.steps)
+    }
+
+
+def _replayed_ends_s(replay: Replay) -> Mapping[int, float]:
+    found: dict[int, float] = {}
+    for place, node in enumerate(replay.graph.nodes):
+        if node.iteration > BEFORE and node.rank != ALL_RANKS:
+            found[node.iteration] = max(found.get(node.iteration, 0.0), replay.end_s[place])
+    return found
+
+
+TICKS_PER_S = 10_000_000
+MOST_BOXES = 200_000
+"""Of all iterations together: 2 to 3 MB."""
+
+FINEST_S, COARSEST_S = 1e-6, 1.0
+"""What is shorter may be put together: tried one after the other, each twice the one before."""
+
+KINDS = tuple(Kind)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """What the page shows.
+
+    Attributes:
+        data: for the script.
+        notes: what of the recording is not in it, a sentence each.
+    """
+
+    data: Mapping[str, Any]
+    notes: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class _Names:
+    """Each name once."""
+
+    places: dict[str, int] = field(default_factory=dict)
+
+    def place(self, name: str) -> int:
+        return self.places.setdefault(name, len(self.places))
+
+
+def timeline(
+    histories: Histories,
+    ranks: Sequence[int],
+    paths: Mapping[int, Sequence[Leg]],
+    *,
+    kind_names: Mapping[Kind, str],
+    most_boxes: int = MOST_BOXES,
+) -> Timeline:
+    """Of the median iteration first, and of as many others as there is room for.
+
+    Args:
+        histories: what was recorded.
+        ranks: that are drawn.
+        paths: the critical path of each iteration, by its number; what is on other ranks is left out.
+        kind_names: what kinds of time are called.
+        most_boxes: of all iterations together.
+    """
+    steps = _median_first(histories.steps)
+    drawn = {step.number: lanes_of(histories, step, ranks) for step in steps}
+    notes = []
+    if sum(map(_boxes, drawn.values())) > most_boxes and len(steps) > 3:
+        notes.append(f"Of {len(steps)} iterations the median, the shortest and the longest one are drawn.")
+        steps = [steps[0], *sorted(steps[1:], key=_length_s)[:: len(steps) - 2]]
+    left = most_boxes
+    for place, step in enumerate(steps):
+        # The median one may have half of all, the others share what is left.
+        most = max(left // 2, left // len(steps)) if place == 0 else left // (len(steps) - place)
+        drawn[step.number], least_s = _bounded(drawn[step.number], most)
+        left -= _boxes(drawn[step.number])
+        if least_s:
+            notes.append(
+                f"In iteration {step.number} neighbouring operators that are shorter than {1e6 * least_s:.0f} µs are "
+                "drawn as one box."
+            )
+    names = _Names()
+    return Timeline(
+        data={
+            "ticks_per_ms": TICKS_PER_S // 1000,
+            "kinds": [[kind_names[kind], COLORS[kind]] for kind in KINDS],
+            "hosts": {place.rank: place.host_name for place in histories.recording.job.placement},
+            "iterations": [_iteration(step, drawn[step.number], paths.get(step.number, ()), names) for step in steps],
+            "names": list(names.places),
+        },
+        notes=tuple(notes),
+    )
+
+
+def _length_s(step: Step) -> float:
+    return statistics.fmean(mine[-1].end_s - mine[0].begin_s for mine in step.stretches.values())
+
+
+def _median_first(steps: Sequence[Step]) -> list[Step]:
+    middle = sorted(steps, key=_length_s)[(len(steps) - 1) // 2]
+    return [middle, *(step for step in steps if step is not middle)]
+
+
+def _boxes(lanes: Sequence[Lane]) -> int:
+    return sum(len(lane.spans) + len(lane.under) for lane in lanes)
+
+
+def _bounded(lanes: list[Lane], most_boxes: int) -> tuple[list[Lane], float]:
+    """Lanes with few enough boxes, and how short those are that were put together; 0 = none."""
+    found, least_s = lanes, 0.0
+    while _boxes(found) > most_boxes and least_s < COARSEST_S:
+        least_s = 2 * least_s or FINEST_S
+        found = coarsened(lanes, least_s)
+    return found, least_s
+
+
+def _iteration(step: Step, lanes: Sequence[Lane], path: Sequence[Leg], names: _Names) -> dict[str, Any]:
+    begin_s = min(mine[0].begin_s for mine in step.stretches.values())
+    end_s = max(mine[-1].end_s for mine in step.stretches.values())
+    places = {(lane.rank, lane.name): place for place, lane in enumerate(lanes)}
+    return {
+        "number": step.number,
+        "ms": round(1e3 * _length_s(step), 3),
+        "ticks": _ticks(end_s - begin_s),
+        "lanes": [
+            {
+                "rank": lane.rank,
+                "name": lane.name,
+                "under": _flat(lane.under, begin_s, names),
+                ("units" if _are_units(lane) else "boxes"): _flat(lane.spans, begin_s, names),
+            }
+            for lane in lanes
+        ],
+        "path": [
+            [_ticks(leg.begin_s - begin_s), _ticks(leg.end_s - begin_s), places[leg.rank, leg.lane]]
+            for leg in path
+            if (leg.rank, leg.lane) in places
+        ],
+    }
+
+
+def _are_units(lane: Lane) -> bool:
+    return any(span.issued_s is not None for span in lane.spans)
+
+
+def _flat(spans: Sequence[Span], origin_s: float, names: _Names) -> list[int]:
+    """Boxes one behind the other, as the module says."""
+    found: list[int] = []
+    now = 0
+    for span in spans:
+        begin, end = _ticks(span.begin_s - origin_s), _ticks(span.end_s - origin_s)
+        found += (begin - now, end - begin, KINDS.index(span.kind), names.place(span.name))
+        if span.issued_s is not None:
+            found += (span.n_bytes, max(0, begin - _ticks(span.issued_s - origin_s)))
+        now = end
+    return found
+
+
+def _ticks(seconds: float) -> int:
+    return round(seconds * TICKS_PER_S)

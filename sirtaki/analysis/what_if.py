@@ -1,0 +1,840 @@
+"""How long a step would take if something were different: another plan, earlier gradients, faster parts."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from sirtaki.autotune.knobs import Knobs
+from sirtaki.autotune.model.fits import nonnegative_least_squares
+from sirtaki.autotune.model.replayer import Activity, Phase, replay
+from sirtaki.comm.plan import CommPlan, GradientLayout, Route, TransportKind
+from sirtaki.errors import ReplayError
+
+from .global_graph import StepTimes, coarse, global_graph, mean_iteration, replayed
+from .job_model import (
+    GradientKey,
+    Histories,
+    Iteration,
+    JobModel,
+    Operation,
+    OperationKey,
+    Piece,
+    Processors,
+    Program,
+    Step,
+    Stretch,
+)
+from .recording import Buffer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitCost:
+    """Cost of a unit by its size on one route, with everything to itself.
+
+    Attributes:
+        startup_s: before anything moves; on one host, processor time that does not depend on the size.
+        s_per_byte: of the link, or of the processor of each rank where all are on one host.
+        host_s: of what hands messages to the link.
+        busy: see `Operation`.
+        lag_s: how much later than the first the last rank is done.
+        across: the link is needed.
+    """
+
+    startup_s: float
+    s_per_byte: float
+    host_s: float
+    busy: float
+    lag_s: float
+    across: bool
+
+    def applied_to(self, unit: Operation) -> Operation:
+        """The unit at this cost."""
+        moving_s = unit.n_bytes * self.s_per_byte
+        return Operation(
+            key=unit.key,
+            activity=unit.activity,
+            lane=unit.lane,
+            ranks=unit.ranks,
+            n_bytes=unit.n_bytes,
+            name=unit.name,
+            route=unit.route,
+            fixed_s=self.startup_s if self.across else 0.0,
+            link_s=moving_s if self.across else 0.0,
+            host_s=self.host_s,
+            processor_s=0.0 if self.across else self.startup_s + moving_s,
+            busy=self.busy,
+            lag_s=self.lag_s,
+        )
+
+
+def unit_cost(job: JobModel, route: Route, ranks: tuple[int, ...]) -> UnitCost:
+    """What units of these ranks cost on that route.
+
+    Raises:
+        ReplayError: neither units of that route were recorded nor was it probed.
+    """
+    units = _recorded(job, route)
+    probed = job.links.get(route)
+    across = job.crosses_hosts(ranks)
+    if not units and probed is None:
+        known = sorted({f"{one[0].value} {one[1].value}" for one in job.links} | _routes(job))
+        raise ReplayError(
+            f"nothing is known of {route[0].value} {route[1].value}: neither was it probed nor did units use it "
+            f"(known: {', '.join(known) or 'none'})"
+        )
+    lag_s = statistics.fmean([one.lag_s for one in units]) if units else 0.0
+    busy = statistics.fmean([one.busy for one in units]) if units else 1.0 if probed is None else probed.busy
+    if probed is None:
+        startup_s, s_per_byte = _fitted(units)
+        return UnitCost(startup_s=startup_s, s_per_byte=s_per_byte, host_s=0.0, busy=busy, lag_s=lag_s, across=across)
+    startup_s, s_per_byte = probed.alpha_s, probed.beta_s_per_byte
+    host_s = probed.host_s if across else 0.0
+    if units and across:
+        # Start-up is the probes'; how long the link takes is the recording's.
+        s_per_byte = sum(one.link_s for one in units) / sum(one.n_bytes for one in units)
+    elif units:
+        recorded_s = sum(one.processor_s for one in units)
+        s_probed = sum(startup_s + one.n_bytes * s_per_byte for one in units)
+        startup_s, s_per_byte = startup_s * recorded_s / s_probed, s_per_byte * recorded_s / s_probed
+    return UnitCost(startup_s=startup_s, s_per_byte=s_per_byte, host_s=host_s, busy=busy, lag_s=lag_s, across=across)
+
+
+def _recorded(job: JobModel, route: Route) -> list[Operation]:
+    return [
+        one
+        for each in job.iterations
+        for one in each.operations
+        if one.activity is Activity.UNIT and one.route == route
+    ]
+
+
+def _routes(job: JobModel) -> set[str]:
+    routes = {one.route for each in job.iterations for one in each.operations if one.route is not None}
+    return {f"{transport.value} {algorithm.value}" for transport, algorithm in routes}
+
+
+def _fitted(units: Sequence[Operation]) -> tuple[float, float]:
+    """Start-up and seconds a byte that miss the mean of each size least, in relation to it."""
+    by_size: dict[int, list[float]] = defaultdict(list)
+    for one in units:
+        by_size[one.n_bytes].append(one.fixed_s + one.link_s + one.processor_s)
+    sizes = np.array([float(size) for size in by_size])
+    means_s = np.array([max(1e-9, statistics.fmean(seconds)) for seconds in by_size.values()])
+    if len(sizes) == 1:
+        return 0.0, float(means_s[0] / sizes[0])
+    scale = float(sizes.max())
+    rows = np.column_stack([1 / means_s, sizes / scale / means_s])
+    startup_s, moving_s = nonnegative_least_squares(rows, np.ones(len(sizes))).tolist()
+    return startup_s, moving_s / scale
+
+
+def with_knobs(job: JobModel, knobs: Knobs) -> JobModel:
+    """All buffers cut by these knobs.
+
+    Raises:
+        PlanError: their cuts do not fit a buffer.
+        ReplayError: nothing is known of their route, or of when gradients come.
+    """
+    return with_plans(job, {buffer.number: knobs.to_plan(buffer.layout) for buffer in job.buffers})
+
+
+def with_plans(
+    job: JobModel, plans: Mapping[int, CommPlan], *, costs: Mapping[Route, UnitCost] | None = None
+) -> JobModel:
+    """These buffers cut by these plans.
+
+    Args:
+        job: as it was recorded, or with fewer ranks that stand for all (`symmetric`).
+        plans: by buffer.
+        costs: of units on each route; has to be given for a job with fewer ranks, which no longer shows them.
+
+    Raises:
+        ReplayError: a plan is of another layout, or nothing is known of its route or of when gradients come.
+    """
+    buffers = tuple(
+        replace(buffer, plan=plans[buffer.number]) if buffer.number in plans else buffer for buffer in job.buffers
+    )
+    for buffer in buffers:
+        if buffer.plan.numel != buffer.layout.numel:
+            raise ReplayError(
+                f"the plan is of {buffer.plan.numel} elements, buffer {buffer.number} has {buffer.layout.numel}"
+            )
+    changed = [buffer for buffer in buffers if buffer.number in plans]
+    routes = {(buffer.plan.transport, unit.algorithm) for buffer in changed for unit in buffer.plan.units}
+    if costs is None:
+        costs = {route: unit_cost(job, route, job.ranks) for route in routes}
+    iterations = tuple(_replanned(each, changed, costs) for each in job.iterations)
+    return replace(job, buffers=buffers, iterations=iterations)
+
+
+def _replanned(iteration: Iteration, buffers: Sequence[Buffer], costs: Mapping[Route, UnitCost]) -> Iteration:
+    numbers = {buffer.number for buffer in buffers}
+    units = [unit for buffer in buffers for unit in _units(buffer, costs)]
+    others = [one for one in iteration.operations if one.key[0] not in numbers]
+    programs = {rank: _Reissue(program, buffers, units).program() for rank, program in iteration.programs.items()}
+    return Iteration(programs=programs, operations=(*others, *units))
+
+
+def _units(buffer: Buffer, costs: Mapping[Route, UnitCost]) -> list[Operation]:
+    layout = buffer.layout
+    found = []
+    for unit in buffer.plan.units:
+        route = (buffer.plan.transport, unit.algorithm)
+        bare = Operation(
+            key=(buffer.number, unit.start, unit.stop),
+            activity=Activity.UNIT,
+            lane=f"{buffer.plan.transport.value} stream {unit.stream}",
+            ranks=buffer.ranks,
+            n_bytes=unit.numel * layout.itemsize_bytes,
+            name=layout.describe(unit.start, unit.stop) if layout.names else f"unit {unit.start}",
+            route=route,
+        )
+        found.append(costs[route].applied_to(bare))
+    return found
+
+
+class _Reissue:
+    """One rank's iteration with other units of some buffers."""
+
+    def __init__(self, program: Program, buffers: Sequence[Buffer], units: Sequence[Operation]) -> None:
+        self._program, self._units = program, {one.key: one for one in units}
+        self._numbers = {buffer.number for buffer in buffers}
+        come = {gradient for piece in program for gradient in piece.ready}
+        self._missing: dict[OperationKey, int] = {}
+        self._of: dict[GradientKey, list[OperationKey]] = defaultdict(list)
+        for buffer in buffers:
+            there = [index for number, index in come if number == buffer.number]
+            if not there:
+                raise ReplayError(f"when the gradients of buffer {buffer.number} come was not recorded on every rank")
+            self._wait_for_gradients(buffer, set(there))
+        self._queues = {
+            buffer.number: [(buffer.number, unit.start, unit.stop) for unit in buffer.plan.units] for buffer in buffers
+        }
+        self._left = {number: sum(1 for one, _ in come if one == number) for number in self._numbers}
+        copied_s = sum(piece.seconds for piece in program if piece.activity is Activity.COPY)
+        copied = sum(buffer.layout.total_bytes for buffer in buffers)
+        self._copy_s_per_byte = copied_s / copied
+        self._copy = next((piece for piece in program if piece.activity is Activity.COPY), None)
+
+    def _wait_for_gradients(self, buffer: Buffer, there: set[int]) -> None:
+        offsets = buffer.layout.offsets
+        for unit in buffer.plan.units:
+            key = (buffer.number, unit.start, unit.stop)
+            first, last = bisect_right(offsets, unit.start) - 1, bisect_left(offsets, unit.stop)
+            mine = [index for index in range(first, last) if index in there]
+            self._missing[key] = len(mine)
+            for index in mine:
+                self._of[buffer.number, index].append(key)
+
+    def program(self) -> Program:
+        found: list[Piece] = []
+        for piece in self._program:
+            found += self._replaced(piece)
+        return tuple(found)
+
+    def _replaced(self, piece: Piece) -> list[Piece]:
+        issues = tuple(key for key in piece.issues if key[0] not in self._numbers)
+        bare = replace(piece, waits=self._waits(piece), issues=issues)
+        if piece.activity is Activity.COPY:
+            bare = replace(bare, seconds=0.0)
+        leaving = [key for gradient in piece.ready for key in self._come(gradient)]
+        if not leaving:
+            return [bare] if bare.seconds or bare.is_joint or bare.ready else []
+        copy_s = self._copy_s_per_byte * sum(self._units[key].n_bytes for key in leaving)
+        return [
+            bare,
+            Piece(
+                activity=Activity.COPY,
+                phase=piece.phase if self._copy is None else self._copy.phase,
+                name="copy gradients",
+                seconds=copy_s,
+                issues=tuple(leaving),
+            ),
+        ]
+
+    def _waits(self, piece: Piece) -> tuple[tuple[OperationKey, float], ...]:
+        """For the last unit on each stream instead of the units that it waited for."""
+        found = [(key, lag_s) for key, lag_s in piece.waits if key[0] not in self._numbers]
+        lag_s = dict.fromkeys(self._numbers, 0.0)
+        waited = set()
+        for key, late_s in piece.waits:
+            if key[0] in self._numbers:
+                waited.add(key[0])
+                lag_s[key[0]] = max(lag_s[key[0]], late_s)
+        last = {self._units[key].lane: key for key in self._units if key[0] in waited}
+        return (*found, *((key, lag_s[key[0]]) for key in last.values()))
+
+    def _come(self, gradient: GradientKey) -> list[OperationKey]:
+        """Units that leave once it is there: in their order, and all that is left with the last one."""
+        number = gradient[0]
+        if number not in self._numbers:
+            return []
+        for key in self._of[gradient]:
+            self._missing[key] -= 1
+        self._left[number] -= 1
+        queue = self._queues[number]
+        count = next((place for place, key in enumerate(queue) if self._missing[key] > 0), len(queue))
+        if self._left[number] > 0:
+            while count and not self._of_any_gradient(queue[count - 1]):
+                count -= 1  # what has no gradient that comes leaves with the last one
+        leaving, self._queues[number] = queue[:count], queue[count:]
+        return leaving
+
+    def _of_any_gradient(self, key: OperationKey) -> bool:
+        return any(key in keys for keys in self._of.values())
+
+
+PAYLOAD = 0.95
+"""Of a link's rate, what is not headers."""
+
+FILLED = 0.9
+"""A single unit that moves at that share of the best rate fills the link."""
+
+
+def wire_bytes_per_byte(ranks: int) -> float:
+    """Bytes on each link for a byte of gradients: a ring's."""
+    return 2 * (ranks - 1) / ranks
+
+
+def link_rate(job: JobModel) -> float | None:
+    """Bytes a second that the link carries of gradients with the best number of units at a time; None = no link."""
+    route = _link_route(job)
+    if job.link is None or route is None:
+        return None
+    return max(job.link.totals) / unit_cost(job, route, job.ranks).s_per_byte
+
+
+def with_link(job: JobModel, link_bytes_per_s: float) -> JobModel:
+    """Links of another rate between the hosts.
+
+    One that is slower caps what all units get together. One that is faster helps a single unit only if that filled the
+    link: else it was its flow that was slow, and more units at a time are needed.
+
+    Raises:
+        ReplayError: all ranks are on one host, or the rate is none.
+    """
+    rate = link_rate(job)
+    route = _link_route(job)
+    if job.link is None or rate is None or route is None:
+        raise ReplayError("all ranks are on one host, so no link between hosts can be faster or slower")
+    if not (math.isfinite(link_bytes_per_s) and link_bytes_per_s > 0):
+        raise ReplayError(f"a link's rate must be positive, not {link_bytes_per_s}")
+    wanted = PAYLOAD * link_bytes_per_s / wire_bytes_per_byte(len(job.ranks))
+    totals, alone = job.link.totals, 1 / unit_cost(job, route, job.ranks).s_per_byte
+    if alone >= FILLED * rate:
+        rates = [wanted / rate * alone * total for total in totals]
+    elif wanted <= rate:
+        rates = [min(alone * total, wanted) for total in totals]
+    else:
+        filling = math.ceil(wanted / alone)
+        rates = [min(alone * count, wanted) for count in range(1, max(filling, len(totals)) + 1)]
+    link = replace(job.link, totals=tuple(one / rates[0] for one in rates))
+    return replace(_with_units(job, lambda one: replace(one, link_s=one.link_s * alone / rates[0])), link=link)
+
+
+def _link_route(job: JobModel) -> Route | None:
+    routes = [
+        one.route
+        for each in job.iterations
+        for one in each.operations
+        if one.route is not None and job.crosses_hosts(one.ranks)
+    ]
+    return statistics.mode(routes) if routes else None
+
+
+def with_ranks(job: JobModel, ranks: int) -> JobModel:
+    """As many ranks as given, like those that are there, on as many hosts as it takes.
+
+    Units cost what they cost in a ring of that size: start-up and messages as N − 1, bytes as (N − 1) / N. Through
+    shared memory each rank moves as many bytes however many there are. Where nodes are emulated on one machine, more of
+    them share its processors.
+
+    Raises:
+        ReplayError: fewer than two, or other than a process set of all is reduced.
+    """
+    if ranks < 2 or len(job.ranks) < 2:
+        raise ReplayError(f"a job of {len(job.ranks)} ranks cannot be carried over to {ranks}: two is the least")
+    if any(len(buffer.ranks) != len(job.ranks) for buffer in job.buffers):
+        raise ReplayError("gradients are averaged in process sets, so it is not known what more ranks would do")
+    like = {rank: job.ranks[rank % len(job.ranks)] for rank in range(ranks)}
+    hosts, processors = _places(job, like)
+    everyone = tuple(like)
+    hops = (ranks - 1) / (len(job.ranks) - 1)
+    volume = hops * len(job.ranks) / ranks
+
+    def rescaled(one: Operation) -> Operation:
+        in_memory = one.route is not None and one.route[0] is TransportKind.SHARED_MEMORY
+        return replace(
+            one,
+            ranks=everyone,
+            fixed_s=one.fixed_s * hops,
+            host_s=one.host_s * hops,
+            link_s=one.link_s * volume,
+            processor_s=one.processor_s * (1.0 if in_memory else volume),
+        )
+
+    return replace(
+        job,
+        ranks=everyone,
+        hosts=hosts,
+        processors=processors,
+        buffers=tuple(replace(buffer, ranks=everyone) for buffer in job.buffers),
+        iterations=tuple(
+            Iteration(
+                programs={rank: each.programs[other] for rank, other in like.items()},
+                operations=tuple(map(rescaled, each.operations)),
+            )
+            for each in job.iterations
+        ),
+        begin_s={rank: job.begin_s.get(other, 0.0) for rank, other in like.items()},
+        alike={},
+    )
+
+
+def _places(job: JobModel, like: Mapping[int, int]) -> tuple[dict[int, int], tuple[Processors, ...]]:
+    """Hosts and processors of more ranks: those of the ranks that they are like, or others of the kind."""
+    one_host, one_machine = len(set(job.hosts.values())) == 1, len(job.processors) == 1
+    hosts: dict[int, int] = {}
+    machines: dict[tuple[int, int], list[int]] = defaultdict(list)
+    first_of: dict[tuple[int, int], int] = {}
+    for rank, other in like.items():
+        turn = rank // len(job.ranks)
+        hosts[rank] = 0 if one_host else first_of.setdefault((turn, job.hosts[other]), rank)
+        machines[0 if one_machine else turn, job.processors_of(other)].append(rank)
+    processors = tuple(replace(job.processors[place], ranks=tuple(mine)) for (_, place), mine in machines.items())
+    return hosts, processors
+
+
+def without_stragglers(job: JobModel) -> JobModel:
+    """No rank takes longer on the whole for a phase than the median one; how much its iterations differ stays."""
+    own_s: dict[Phase, dict[int, float]] = defaultdict(lambda: defaultdict(float))
+    for each in job.iterations:
+        for rank, program in each.programs.items():
+            for piece in program:
+                own_s[piece.phase][rank] += piece.seconds
+    usual_s = {
+        phase: statistics.median_low([mine.get(rank, 0.0) for rank in job.ranks]) for phase, mine in own_s.items()
+    }
+
+    def factor(rank: int, phase: Phase) -> float:
+        mine_s = own_s[phase].get(rank, 0.0)
+        return min(1.0, usual_s[phase] / mine_s) if mine_s > 0 else 1.0
+
+    return _with_durations(job, lambda rank, phase, _: factor(rank, phase))
+
+
+def with_faster_loader(job: JobModel, factor: float) -> JobModel:
+    """What ranks wait for data, divided by `factor`; infinite = they never wait.
+
+    Raises:
+        ReplayError: it is not positive.
+    """
+    if not factor > 0:
+        raise ReplayError(f"a data loader cannot be {factor} times as fast")
+    return _with_durations(job, lambda _rank, _phase, activity: 1 / factor if activity is Activity.DATA else 1.0)
+
+
+def with_less_traffic(job: JobModel, factor: float) -> JobModel:
+    """Gradients travel in so many times the bytes, of which nobody pays for the conversion.
+
+    Raises:
+        ReplayError: it is not positive.
+    """
+    if not factor > 0:
+        raise ReplayError(f"gradients cannot travel in {factor} times the bytes")
+    return _with_units(
+        job,
+        lambda one: replace(
+            one,
+            n_bytes=round(one.n_bytes * factor),
+            link_s=one.link_s * factor,
+            processor_s=one.processor_s * factor,
+        ),
+    )
+
+
+def _with_durations(job: JobModel, factor: Callable[[int, Phase, Activity], float]) -> JobModel:
+    iterations = tuple(
+        replace(
+            each,
+            programs={
+                rank: tuple(
+                    replace(piece, seconds=piece.seconds * factor(rank, piece.phase, piece.activity))
+                    for piece in program
+                )
+                for rank, program in each.programs.items()
+            },
+        )
+        for each in job.iterations
+    )
+    return replace(job, iterations=iterations)
+
+
+def _with_units(job: JobModel, changed: Callable[[Operation], Operation]) -> JobModel:
+    iterations = tuple(
+        replace(
+            each,
+            operations=tuple(changed(one) if one.activity is Activity.UNIT else one for one in each.operations),
+        )
+        for each in job.iterations
+    )
+    return replace(job, iterations=iterations)
+
+
+COMPILED = "CompiledFunctionBackward"
+"""What autograd calls the node that AOTAutograd makes of a graph."""
+
+COST_S, COST_SHARE = 2e-4, 0.004
+"""Of each cut: calls into one more graph, and what is not fused across it, as a share of the operator's time."""
+
+WORTH_A_LINE = 0.02
+"""Share of the step; for less nobody is asked to change a script."""
+
+INDIFFERENCE = 0.01
+"""Share of the step that fewer parts may cost: no replay can be sure of it."""
+
+WHOLE = 1 << 62
+"""Bytes that no part has."""
+
+COUNTS = (2, 3, 4, 6, 8, 12, 16)
+"""Of parts that are tried."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompiledBackward:
+    """One such operator.
+
+    Attributes:
+        gradients: that come at its end, in the order of a backward pass, as far as their names tell.
+        n_bytes: of each.
+        seconds: that it takes, a mean over ranks and iterations.
+    """
+
+    gradients: tuple[GradientKey, ...]
+    n_bytes: tuple[int, ...]
+    seconds: float
+
+    def parts(self, part_bytes: int) -> list[tuple[GradientKey, ...]]:
+        """Gradients of each part: it ends where it has as many bytes, as `DDPOptimizer` counts."""
+        found: list[list[GradientKey]] = [[]]
+        so_far = 0
+        for key, size in zip(self.gradients, self.n_bytes, strict=True):
+            if so_far >= part_bytes:
+                found.append([])
+                so_far = 0
+            found[-1].append(key)
+            so_far += size
+        return [tuple(part) for part in found]
+
+    @property
+    def cost_s(self) -> float:
+        """Of each cut."""
+        return COST_S + COST_SHARE * self.seconds
+
+
+def compiled_backwards(job: JobModel) -> tuple[CompiledBackward, ...]:
+    """Those of a step, in their order; empty where iterations or ranks differ in what comes of which."""
+    seen: list[list[tuple[frozenset[GradientKey], float]]] = []
+    for each in job.iterations:
+        for program in each.programs.values():
+            blocks = [block for block in _blocks(program) if isinstance(block, _Block)]
+            seen.append([(frozenset(block.gradients), block.seconds) for block in blocks])
+    if not seen or not seen[0] or any([keys for keys, _ in one] != [keys for keys, _ in seen[0]] for one in seen):
+        return ()
+    layouts = {buffer.number: buffer.layout for buffer in job.buffers}
+    found = []
+    for place, (keys, _) in enumerate(seen[0]):
+        if any(number not in layouts for number, _ in keys):
+            return ()
+        ordered = [
+            (number, index)
+            for number, layout in layouts.items()
+            for index in backward_order(layout, sorted(index for other, index in keys if other == number))
+        ]
+        found.append(
+            CompiledBackward(
+                gradients=tuple(ordered),
+                n_bytes=tuple(
+                    layouts[number].sizes[index] * layouts[number].itemsize_bytes for number, index in ordered
+                ),
+                seconds=statistics.fmean(one[place][1] for one in seen),
+            )
+        )
+    return tuple(found)
+
+
+def backward_order(layout: GradientLayout, indices: Sequence[int]) -> list[int]:
+    """Gradients that came at once, as they would come one by one.
+
+    Autograd hands them on in the reverse order of the forward pass, but for a few that its queue moves to the front.
+    These go back to those whose names show that they belong to the same block.
+    """
+    if not layout.names:
+        return list(indices)
+    places: dict[str, list[int]] = {}
+    for place, index in enumerate(indices):
+        places.setdefault(_block_name(layout.names[index]), []).append(place)
+    of_block = {name: statistics.median_high(mine) for name, mine in places.items()}
+    order = sorted(range(len(indices)), key=lambda place: (of_block[_block_name(layout.names[indices[place]])], place))
+    return [indices[place] for place in order]
+
+
+def _block_name(name: str) -> str:
+    """Up to the first number, such as `encoder.layer.3`; without one, the module that the parameter is of."""
+    words = name.split(".")
+    number = next((place for place, word in enumerate(words) if word.isdecimal()), None)
+    return ".".join(words[:-1] if number is None else words[: number + 1])
+
+
+def sizes_worth_trying(job: JobModel) -> tuple[int, ...]:
+    """Bytes of a part, ascending; none where nothing compiled is large enough.
+
+    dPRO's theorem 1 is the filter: operators are fused if the first one's gradients travel in no more time than fusing
+    saves. So nothing is cut so small that what a part sends, by itself on a free link, takes no longer than the cut.
+    """
+    found = compiled_backwards(job)
+    if not found:
+        return ()
+    largest = max(found, key=lambda one: one.seconds * (len(one.gradients) > 1))
+    total = sum(largest.n_bytes)
+    sizes = {-(-total // count) for count in COUNTS}
+    return tuple(
+        size for size in sorted(sizes) if _alone_s(job, size) > largest.cost_s and len(largest.parts(size)) > 1
+    )
+
+
+def best_part_bytes(job: JobModel) -> int | None:
+    """The size with which a step under the job's plan is shortest, or as good as that in fewer parts.
+
+    None where nothing compiled was recorded, or parts bring less than `WORTH_A_LINE` of the step.
+    """
+    mean = mean_iteration(job)
+    try:
+        sizes = sizes_worth_trying(mean)
+        whole_s = _step_s(in_parts(mean, WHOLE)) if sizes else 0.0
+        steps_s = {size: _step_s(in_parts(mean, size)) for size in sizes}
+    except ReplayError:  # nothing is known of when gradients come, or of what units cost
+        return None
+    if not steps_s or min(steps_s.values()) > (1 - WORTH_A_LINE) * whole_s:
+        return None
+    return max(size for size, step_s in steps_s.items() if step_s <= (1 + INDIFFERENCE) * min(steps_s.values()))
+
+
+def _step_s(job: JobModel) -> float:
+    return replayed(replay(global_graph(coarse(job)))).iteration_s
+
+
+def in_words(job: JobModel, part_bytes: int) -> str:
+    """What `in_parts` does, such as "the model was compiled in 4 parts"."""
+    count = sum(len(one.parts(part_bytes)) for one in compiled_backwards(job))
+    return f"the model was compiled in {count} parts"
+
+
+def line_of_code(part_bytes: int) -> str:
+    """That does it."""
+    return f"torch.compile(model, backend=hvd.early_gradients(part_bytes={part_bytes}))"
+
+
+def _alone_s(job: JobModel, n_bytes: int) -> float:
+    """The least that so many bytes take."""
+    buffer = job.buffers[0]
+    cost = unit_cost(job, (buffer.plan.transport, buffer.plan.units[0].algorithm), buffer.ranks)
+    fastest = max(job.link.totals) if cost.across and job.link is not None else 1.0
+    return cost.startup_s + n_bytes * cost.s_per_byte / fastest
+
+
+def in_parts(job: JobModel, part_bytes: int) -> JobModel:
+    """The job with its compiled backward passes cut there, under the plan that it has.
+
+    Args:
+        job: in which all gradients of each buffer come on every rank.
+        part_bytes: a part ends where it has as many bytes of gradients.
+
+    Raises:
+        ReplayError: there is nothing to cut, or nothing is known of units or of when gradients come.
+    """
+    found = compiled_backwards(job)
+    if not found:
+        raise ReplayError("no compiled backward pass was recorded, so there is nothing to compile in parts")
+    moved: dict[GradientKey, int] = {}
+    layouts = {}
+    for buffer in job.buffers:
+        order = list(range(len(buffer.layout.sizes)))
+        for one in found:
+            mine = [index for number, index in one.gradients if number == buffer.number]
+            for place, index in zip(sorted(mine), mine, strict=True):
+                order[place] = index
+        layouts[buffer.number] = buffer.layout.reordered(order)
+        moved |= {(buffer.number, index): place for place, index in enumerate(order)}
+    iterations = tuple(
+        replace(
+            each, programs={rank: _cut(program, found, part_bytes, moved) for rank, program in each.programs.items()}
+        )
+        for each in job.iterations
+    )
+    buffers = tuple(replace(buffer, layout=layouts[buffer.number]) for buffer in job.buffers)
+    changed = replace(job, buffers=buffers, iterations=iterations)
+    return with_plans(changed, {buffer.number: buffer.plan for buffer in buffers})
+
+
+@dataclass(slots=True)
+class _Block:
+    """Pieces of a compiled operator, and those behind it that hand on its gradients."""
+
+    compute: list[Piece]
+    behind: list[Piece]
+
+    @property
+    def gradients(self) -> Iterator[GradientKey]:
+        return (key for piece in (*self.compute, *self.behind) for key in piece.ready)
+
+    @property
+    def seconds(self) -> float:
+        return sum(piece.seconds for piece in self.compute)
+
+
+def _blocks(program: Program) -> Iterator[_Block | Piece]:
+    """The program with compiled operators and their gradients together."""
+    block: _Block | None = None
+    waiting: list[Piece] = []  # may lie between gradients, or behind the last one
+    for piece in program:
+        if piece.name == COMPILED:
+            if block is not None and (block.behind or any(block.gradients)):
+                yield block
+                yield from waiting
+                block, waiting = None, []
+            block = block or _Block([], [])
+            block.compute.append(piece)
+        elif block is None:
+            yield piece
+        elif piece.waits or any(number < 0 for number, _, _ in piece.issues):  # others depend on where that is
+            yield block
+            yield from (*waiting, piece)
+            block, waiting = None, []
+        else:
+            waiting.append(piece)
+            if piece.ready:
+                block.behind += waiting
+                waiting = []
+    if block is not None:
+        yield block
+    yield from waiting
+
+
+def _cut(
+    program: Program, found: Sequence[CompiledBackward], part_bytes: int, moved: dict[GradientKey, int]
+) -> Program:
+    pieces: list[Piece] = []
+    compiled = iter(found)
+    for block in _blocks(program):
+        pieces += _in_parts(block, next(compiled), part_bytes) if isinstance(block, _Block) else [block]
+    return tuple(
+        replace(piece, ready=tuple((number, moved[number, index]) for number, index in piece.ready))
+        if piece.ready
+        else piece
+        for piece in pieces
+    )
+
+
+def _in_parts(block: _Block, compiled: CompiledBackward, part_bytes: int) -> Iterator[Piece]:
+    parts = compiled.parts(part_bytes)
+    if len(parts) == 1:
+        yield from (*block.compute, *block.behind)
+        return
+    size = dict(zip(compiled.gradients, compiled.n_bytes, strict=True))
+    total = sum(compiled.n_bytes)
+    first = block.compute[0]
+    handed_s = sum(piece.seconds for piece in block.behind if piece.activity is not Activity.COPY)
+    # What is copied is priced by the plan that it is for; one piece stands for that, so that its price is not lost.
+    copied_s = sum(piece.seconds for piece in block.behind if piece.activity is Activity.COPY)
+    waits = tuple(wait for piece in block.compute for wait in piece.waits)
+    for number, part in enumerate(parts):
+        share = sum(size[key] for key in part) / total
+        yield replace(
+            first,
+            seconds=block.seconds * share + (compiled.cost_s if number else 0.0),
+            waits=() if number else waits,
+            ready=(),
+            issues=(),
+        )
+        behind_s = handed_s * len(part) / len(compiled.gradients)
+        for key in part:
+            yield replace(first, name="AccumulateGrad", seconds=behind_s / len(part), waits=(), ready=(key,), issues=())
+    if copied_s:
+        copy = next(piece for piece in block.behind if piece.activity is Activity.COPY)
+        yield replace(copy, seconds=copied_s, ready=(), issues=())
+
+
+def daydream(histories: Histories, job: JobModel) -> StepTimes:
+    """Its prediction, a mean over ranks and iterations.
+
+    Raises:
+        ReplayError: no units were recorded, so no bandwidth is known.
+    """
+    rate = bandwidth(job)
+    found = [_times(step, rank, job.buffers, rate) for step in histories.steps for rank in histories.ranks]
+    iteration_s, forward_s, backward_s = (statistics.fmean(times) for times in zip(*found, strict=True))
+    return StepTimes(
+        iteration_s=iteration_s,
+        phases_s={Phase.FORWARD: forward_s, Phase.BACKWARD: backward_s},
+        spread_s=0.0,
+        iterations=len(histories.steps),
+    )
+
+
+def _times(step: Step, rank: int, buffers: Sequence[Buffer], rate: float) -> tuple[float, float, float]:
+    """Iteration, forward and backward pass of one rank."""
+    at = _without_waits(step.stretches[rank])
+    layouts = {buffer.number: buffer.layout for buffer in buffers}
+    sent_s = 0.0
+    for moment_s, (buffer, index) in sorted(step.marks[rank].ready):
+        layout = layouts[buffer]
+        sent_s = max(sent_s, at(moment_s)) + layout.sizes[index] * layout.itemsize_bytes / rate
+    whole_s = at(step.stretches[rank][-1].end_s)
+    spans = {
+        phase: [(at(one.begin_s), at(one.end_s)) for one in step.stretches[rank] if one.phase is phase]
+        for phase in (Phase.FORWARD, Phase.BACKWARD)
+    }
+    backward = spans[Phase.BACKWARD] or [(whole_s, whole_s)]
+    exposed_s = max(0.0, sent_s - backward[-1][1])
+    forward_s, backward_s = (sum(end_s - begin_s for begin_s, end_s in mine) for mine in spans.values())
+    return whole_s + exposed_s, forward_s, backward_s + exposed_s
+
+
+def _without_waits(stretches: Sequence[Stretch]) -> Callable[[float], float]:
+    """From the job's clock to one that begins with these and stands while the rank waits for others."""
+    begins_s = [one.begin_s for one in stretches]
+    shown_s, now_s = [], 0.0
+    for one in stretches:
+        shown_s.append(now_s)
+        now_s += 0.0 if one.waits else one.end_s - one.begin_s
+
+    def at(moment_s: float) -> float:
+        place = max(0, bisect_right(begins_s, moment_s) - 1)
+        one = stretches[place]
+        return shown_s[place] + (0.0 if one.waits else min(moment_s, one.end_s) - one.begin_s)
+
+    return at
+
+
+def bandwidth(job: JobModel) -> float:
+    """Bytes of gradients a second: the link's best rate, or that of the fastest unit."""
+    rate = link_rate(job)
+    if rate is not None:
+        return rate
+    rates = [
+        one.n_bytes / one.processor_s
+        for each in job.iterations
+        for one in each.operations
+        if one.activity is Activity.UNIT and one.processor_s > 0
+    ]
+    if not rates:
+        raise ReplayError("no units were recorded, so no bandwidth is known")
+    return max(rates)

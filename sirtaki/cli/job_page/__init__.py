@@ -1,1 +1,0 @@
-"""The page that `sirtaki report` makes of a recording."""

@@ -1,0 +1,304 @@
+"""The gradients of one optimizer, some of whose parameters other optimizers may have, too.
+
+Every parameter belongs to one reducer. An optimizer uses as many reducers as it takes to cover its parameters: when a
+new optimizer has some of the parameters of an older one, these are split off into a reducer that both use. Whichever
+steps first finishes its iteration, and the other finds the reduced gradients in place.
+
+Optimizers are garbage-collected at different times on different ranks. What is gone on one rank can't be used by a new
+optimizer on the others, and is closed there when the new one is made.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from sirtaki.errors import ConfigError, GradientError, MismatchError, NotInitializedError
+
+from .parameters import ReducerOptions
+from .reducer import GradientReducer
+from .same_model import Named
+
+if TYPE_CHECKING:
+    from sirtaki.comm.collectives.rank_sets import RankSet
+
+    from ..job import Job
+
+IN_FLIGHT = "add_param_group() between backward() and step(): call step() or synchronize() first"
+
+CLOSED = "this DistributedOptimizer was closed {reason}; make a new one: hvd.DistributedOptimizer(…)"
+
+
+@dataclass(slots=True)
+class _Part:
+    """One reducer, and its `sharing.n_reduced` when this optimizer last used the result."""
+
+    reducer: GradientReducer
+    seen: int
+
+
+class OptimizerGradients:
+    """Keeps the gradients of one optimizer equal on some of the ranks."""
+
+    def __init__(
+        self, job: Job, members: RankSet, named: Sequence[Named], *, passes: int, options: ReducerOptions
+    ) -> None:
+        """Collective over the members.
+
+        Args:
+            job: of this process.
+            members: the ranks that take part, with their control plane.
+            named: all parameters of the optimizer with their names, frozen ones too, the same on all ranks.
+            passes: backward passes whose gradients are added up before they are reduced.
+            options: how to reduce.
+
+        Raises:
+            ConfigError: on all ranks, if a parameter belongs to another optimizer whose options differ.
+            MismatchError: on all ranks, if their models differ.
+        """
+        self._job, self._members, self._passes, self._options = job, members, passes, options
+        self._parts: list[_Part] = []
+        self._claim(named)
+
+    # ── which reducers ───────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def reducers(self) -> list[GradientReducer]:
+        """Those in use, in the order in which they finish; the same on all ranks."""
+        return [part.reducer for part in self._parts]
+
+    def _use(self, reducer: GradientReducer, seen: int) -> None:
+        reducer.sharing.users.add(self)
+        self._parts = sorted([*self._parts, _Part(reducer, seen)], key=lambda part: part.reducer.key[1])
+
+    def use_part(self, part: GradientReducer, *, of: GradientReducer) -> None:
+        """See `User`."""
+        self._use(part, next(there.seen for there in self._parts if there.reducer is of))
+
+    def _claim(self, named: Sequence[Named]) -> None:
+        """Collective: from now on, these parameters too."""
+        job, members = self._job, self._members
+        assert members.control is not None
+        job.participants.settle()
+        if reducers_of(job):
+            gc.collect()  # torch's optimizers are parts of reference cycles, so that they are collected some time later
+        job.disposal.drain()
+        members.control.reclaim()
+        owners, in_flight = self._agree_on_owners(named)
+        lenders = {reducer.key[1]: reducer for reducer in reducers_of(job) if reducer.members is members}
+        for serial in sorted({owner for owner in owners if owner is not None}):
+            lender = lenders[serial]
+            if serial in in_flight:
+                lender.finish()
+                lender.sharing.active = True  # until its optimizer has seen that this iteration is finished
+            wanted = {id(param) for (_, param), owner in zip(named, owners, strict=True) if owner == serial}
+            if len(wanted) < len(lender.named):
+                lender = _split(job, lender, wanted)
+            lender.sharing.active = True
+            self._use(lender, lender.sharing.n_reduced)
+        free = [item for item, owner in zip(named, owners, strict=True) if owner is None]
+        home = next((reducer for reducer in self.reducers if not reducer.sharing.active), None)
+        if free and home is not None:
+            home.attach([*home.named, *free])
+        elif free or not self._parts:
+            reducer = GradientReducer(job, members, free, passes=self._passes, options=self._options)
+            self._use(reducer, reducer.sharing.n_reduced)
+
+    def _agree_on_owners(self, named: Sequence[Named]) -> tuple[list[int | None], set[int]]:
+        """Collective: the serial of the reducer that each parameter belongs to, None = it is free.
+
+        And the serials of reducers with gradients under way on some rank.
+        """
+        members = self._members
+        assert members.control is not None
+        said: list[_Owners] = members.control.all_gather(self._owners(named))
+        owners, gone = _agreed([there.serials for there in said], [name for name, _ in named])
+        for reducer in reducers_of(self._job):
+            if reducer.members is members and reducer.key[1] in gone:
+                reducer.close("since another rank has dropped it, and a new one takes its parameters")
+        for there in said:
+            for serial, conflict in there.conflicts.items():
+                if serial not in gone:
+                    raise ConfigError(conflict)
+        return owners, {serial for there in said for serial in there.in_flight}
+
+    def _owners(self, named: Sequence[Named]) -> _Owners:
+        """What this rank knows of these parameters."""
+        reducers = reducers_of(self._job)
+        owner_of = {id(param): reducer for reducer in reducers for _, param in reducer.named}
+        serials: list[int | None] = []
+        conflicts: dict[int, str] = {}
+        for name, param in named:
+            owner = owner_of.get(id(param))
+            serials.append(owner.key[1] if owner is not None and owner.members is self._members else None)
+            if owner is not None and (difference := self._difference(owner, param.dtype)):
+                # Serials count within a set of ranks; what belongs to another set is always in the way.
+                serial = owner.key[1] if owner.members is self._members else -1
+                conflicts.setdefault(
+                    serial,
+                    f"{name} belongs to another DistributedOptimizer, which has {difference}: give both the same "
+                    "options, or close() the other one before this one is made",
+                )
+        in_flight = tuple(reducer.key[1] for reducer in reducers if reducer.members is self._members and reducer.begun)
+        return _Owners(serials=tuple(serials), conflicts=conflicts, in_flight=in_flight)
+
+    def _difference(self, owner: GradientReducer, dtype: torch.dtype) -> str:
+        """What of another reducer's options a parameter that is in both can't have; empty if nothing."""
+        if owner.members is not self._members:
+            return f"a process set of ranks {list(owner.members.ranks)} (here: {list(self._members.ranks)})"
+        if owner.passes != self._passes:
+            return f"backward_passes_per_step={owner.passes} (here: {self._passes})"
+        mine, other = self._options, owner.options
+        if mine.sparse_as_dense != other.sparse_as_dense:
+            return f"sparse_as_dense={other.sparse_as_dense} (here: {mine.sparse_as_dense})"
+        if mine.reduction.travels_as(dtype) != other.reduction.travels_as(dtype):
+            return "another compression"
+        if replace(mine.reduction, wire_dtype=()) != replace(other.reduction, wire_dtype=()):
+            return "another op or gradient_predivide_factor"
+        return ""
+
+    def extend(self, named: Sequence[Named]) -> None:
+        """Collective: from now on, these parameters too.
+
+        Raises:
+            RuntimeError: gradients are being reduced.
+        """
+        if self.pending:
+            raise RuntimeError(IN_FLIGHT)
+        self._require_open()
+        self._claim(named)
+
+    # ── iterations ───────────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def pending(self) -> bool:
+        """Gradients are being reduced."""
+        return any(part.reducer.pending for part in self._parts)
+
+    @property
+    def complete(self) -> bool:
+        """All that has come is reduced, though the iteration has not ended."""
+        pending = [part.reducer for part in self._parts if part.reducer.pending]
+        return bool(pending) and all(reducer.complete for reducer in pending)
+
+    @property
+    def failed(self) -> bool:
+        """A backward pass has raised in its midst."""
+        return any(part.reducer.failed_in is not None for part in self._parts)
+
+    def fail(self) -> None:
+        """See `User`."""
+        for part in self._parts:
+            part.reducer.fail()
+
+    def drop_failed(self) -> None:
+        """Collective after a backward pass that raised: gradients that came before that do not count."""
+        for part in self._parts:
+            part.reducer.drop_failed()
+            part.seen = part.reducer.sharing.n_reduced
+
+    def drop_accumulated(self) -> None:
+        """Gradients of fewer backward passes than are added up before they are reduced do not count."""
+        for part in self._parts:
+            part.reducer.drop_accumulated()
+
+    def set_passes(self, passes: int) -> None:
+        """From the next iteration on, gradients of `passes` backward passes are added up before they are reduced.
+
+        Those of parameters that other optimizers have, too, are so for these as well.
+        """
+        self._passes = passes
+        for part in self._parts:
+            part.reducer.set_passes(passes)
+
+    def finish(self) -> None:
+        """Collective: blocks until all gradients are reduced; afterwards `.grad` holds the result.
+
+        Raises:
+            NotInitializedError: it is closed.
+            GradientError: a gradient was written while it was being reduced; the iteration has ended all the same.
+        """
+        self._require_open()
+        problem: GradientError | None = None
+        for part in self._parts:
+            reducer = part.reducer
+            try:
+                reducer.finish(due=reducer.sharing.n_reduced == part.seen)
+            except GradientError as err:
+                problem = err
+            part.seen = reducer.sharing.n_reduced
+        if problem is not None:
+            raise problem
+
+    # ── the end ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _require_open(self) -> None:
+        if reason := next((part.reducer.closed for part in self._parts if part.reducer.closed), ""):
+            raise NotInitializedError(CLOSED.format(reason=reason))
+
+    def close(self) -> None:
+        """Not collective: this optimizer's gradients are not reduced any more. Idempotent."""
+        parts, self._parts = self._parts, []
+        for part in parts:
+            part.reducer.sharing.users.discard(self)
+            if not part.reducer.sharing.users:
+                part.reducer.close("by close()")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Owners:
+    """What one rank knows of the parameters of a new optimizer.
+
+    Attributes:
+        serials: of the reducer that each belongs to, None = to none of this set of ranks that is alive.
+        conflicts: why a parameter cannot be shared, by the serial of its reducer; -1 = of another set of ranks.
+        in_flight: serials of reducers with gradients under way.
+    """
+
+    serials: tuple[int | None, ...]
+    conflicts: dict[int, str]
+    in_flight: tuple[int, ...]
+
+
+def reducers_of(job: Job) -> list[GradientReducer]:
+    """Those of a job that are in use or not collected yet, the oldest first."""
+    return [participant for participant in job.participants if isinstance(participant, GradientReducer)]
+
+
+def _agreed(said: Sequence[tuple[int | None, ...]], names: Sequence[str]) -> tuple[list[int | None], set[int]]:
+    """What holds on all ranks: each parameter's owner, None = it is free; and the owners that are gone on some rank.
+
+    Raises:
+        MismatchError: the ranks wrap different parameters of other optimizers.
+    """
+    if len({len(serials) for serials in said}) > 1:  # different models, which the new reducer finds out
+        return [None] * len(names), set()
+    by_param = [set(owners) for owners in zip(*said, strict=True)]
+    for name, owners in zip(names, by_param, strict=True):
+        if len(owners - {None}) > 1:
+            raise MismatchError(f"{name} belongs to different optimizers on different ranks: wrap the same parameters")
+    gone = {owner for owners in by_param if None in owners for owner in owners if owner is not None}
+    agreed = [next(iter(owners)) if len(owners) == 1 else None for owners in by_param]
+    return [None if owner in gone else owner for owner in agreed], gone
+
+
+def _split(job: Job, lender: GradientReducer, wanted: set[int]) -> GradientReducer:
+    """Collective: gives these parameters of `lender`, by id, to a new reducer that all its users use, too."""
+    lent = [(name, param) for name, param in lender.named if id(param) in wanted]
+    lender.attach([(name, param) for name, param in lender.named if id(param) not in wanted])
+    reducer = GradientReducer(
+        job,
+        lender.members,
+        lent,
+        passes=lender.passes,
+        options=lender.options,
+        known_sparse=lender.sparse.known,
+    )
+    reducer.sharing.n_reduced = lender.sharing.n_reduced
+    for user in list(lender.sharing.users):
+        user.use_part(reducer, of=lender)
+    return reducer

@@ -1,0 +1,1 @@
+"""How trials run inside training."""

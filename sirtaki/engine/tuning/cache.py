@@ -1,0 +1,449 @@
+"""Settings from the registry: looked up before the first trial, stored after the last."""
+
+from __future__ import annotations
+
+import logging
+import math
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy
+import torch
+
+import sirtaki
+from sirtaki.autotune.arms.catalogue import make_planners
+from sirtaki.autotune.knobs import Knobs, KnobSpace
+from sirtaki.autotune.meta.trials import Promise, SessionResult
+from sirtaki.autotune.model.planning import PlanningModel
+from sirtaki.autotune.trial import Trial
+from sirtaki.comm.plan import GradientLayout, Route
+from sirtaki.errors import PlanError, TuningError
+from sirtaki.machine import host_kind
+from sirtaki.measures import LinkModel, faster, faster_than
+from sirtaki.registry.entry import Entry, Provenance, make_key
+from sirtaki.registry.graph import gradients_fingerprint, layout_fingerprint
+from sirtaki.registry.model_graph import ModelGraphRecorder
+from sirtaki.registry.safe_store import SafeStore
+from sirtaki.registry.topology import Topology
+from sirtaki.registry.warm_start import Job, Neighbour, Permitted, WarmStart, adapted_all, neighbours, route_of
+from sirtaki.settings import REGISTRY_OFF, Settings
+
+from .plans import checked_plans, fixed_knobs
+
+if TYPE_CHECKING:
+    from sirtaki.comm.control.plane import ControlPlane
+
+
+logger = logging.getLogger(__name__)
+
+INDIFFERENCE = 0.02
+"""Share of the expected span that no model of measured links can be sure of; more where the link's fit is worse."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FirstProposal:
+    """A setting to begin with.
+
+    Attributes:
+        knobs: the setting.
+        arm: who found it in the other job, or planned it anew for this one.
+        message: where it comes from, for the log.
+    """
+
+    knobs: Knobs
+    arm: str
+    message: str
+
+
+def first_proposals(
+    starts: Sequence[WarmStart],
+    *,
+    layouts: Sequence[GradientLayout],
+    space: KnobSpace,
+    model: PlanningModel | None,
+) -> list[FirstProposal]:
+    """What to try first, in this order.
+
+    Args:
+        starts: what similar jobs have found, the most similar first, adapted to this job.
+        layouts: of this job; what does not fit them is left out.
+        space: what may be chosen.
+        model: of this job, None if it could not be measured; then nothing is planned anew and nothing left out.
+    """
+    planners = {planner.name: planner for planner in make_planners(space=space, model=model)}
+
+    @cache
+    def planned(name: str) -> list[Knobs]:
+        return [proposal.knobs for proposal in planners[name].ask()] if name in planners else []
+
+    proposals: list[FirstProposal] = []
+    for start in starts:
+        proposal = _carried_over(start, layouts)
+        if start.lost_cuts and (plans := planned(start.entry.arm)):
+            words = f"{start.source}; planned anew by {start.entry.arm}, whose plan that was"
+            proposal = FirstProposal(knobs=plans[0], arm=start.entry.arm, message=words)
+        if proposal is not None and all(proposal.knobs != other.knobs for other in proposals):
+            proposals.append(proposal)
+    if model is None or not proposals:
+        return proposals
+    return _promising(proposals, planned(next(iter(planners))), model)  # the first is the one that did best in general
+
+
+def _carried_over(start: WarmStart, layouts: Sequence[GradientLayout]) -> FirstProposal | None:
+    try:
+        knobs = Knobs.from_json(start.knobs)
+        checked_plans(knobs, layouts)
+    except PlanError as err:
+        logger.warning("the registry's entry %s is left alone: %s", start.entry.id[:8], err)
+        return None
+    return FirstProposal(knobs=knobs, arm=start.entry.arm, message=start.explanation)
+
+
+def _promising(
+    proposals: Sequence[FirstProposal], rivals: Sequence[Knobs], model: PlanningModel
+) -> list[FirstProposal]:
+    """Those that the model expects to be about as fast as the best that it knows, and those it knows nothing of."""
+    expected_s = [_expected_s(proposal.knobs, model) for proposal in proposals]
+    known_s = [
+        span_s for span_s in [*expected_s, *(_expected_s(knobs, model) for knobs in rivals)] if span_s is not None
+    ]
+    doubt = max([INDIFFERENCE, *(link.residual for link in model.links.values())])
+    kept = []
+    for proposal, span_s in zip(proposals, expected_s, strict=True):
+        if span_s is None or span_s <= (1 + doubt) * min(known_s):
+            kept.append(proposal)
+        else:
+            slower = faster(min(known_s), span_s)
+            logger.info("not tried, as it would be %s than the best plan: %s", slower, proposal.message)
+    return kept
+
+
+def _expected_s(knobs: Knobs, model: PlanningModel) -> float | None:
+    """The span by simulation; None on a route that was not measured."""
+    route = knobs.route
+    return model.simulator(route).run_knobs(knobs).span_s if route in model.links else None
+
+
+_T = TypeVar("_T")
+
+OTHER_TIMES, OTHER_TIMES_ON_ONE_HOST = 1.5, 3.0
+"""How many times as much or as little time communication may take, until its link is another one.
+
+Within one host it takes longer where others keep the processors busy, for as long as they do.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheHit:
+    """What an earlier job has left.
+
+    Attributes:
+        exact: the knobs that this very job ended its warm-up with.
+        promise: what that job measured of them; None where there are no such knobs.
+        history: trials of a warm-up that was cut short.
+        message: where this comes from, for the log; empty if there is nothing.
+    """
+
+    exact: Knobs | None = None
+    promise: Promise | None = None
+    history: tuple[Trial, ...] = ()
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """What a rank runs on.
+
+    Attributes:
+        host: such as `machine.host_kind` gives it.
+        device: "cpu", or the name of the GPU.
+    """
+
+    host: str
+    device: str
+
+    @classmethod
+    def here(cls, device: torch.device) -> Hardware:
+        """Of this process, whose gradients are on that device; empty where the machine does not say."""
+        try:
+            name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+            return cls(host=_label(host_kind()), device=_label(name))
+        except Exception:
+            logger.info("this machine does not say of what kind it is", exc_info=True)
+            return cls(host="", device=device.type)
+
+
+def _label(text: str) -> str:
+    """What a graph's label may be."""
+    return "".join(character for character in text if character.isprintable())[:200]
+
+
+def route_names(route: Route) -> tuple[str, str]:
+    """A route as it is written in knobs."""
+    return route[0].value, route[1].value
+
+
+def condition_of(ratio: float) -> str:
+    """How many times as long as usual the default takes, in powers of two; empty = as usual, or unknown."""
+    power = round(math.log2(ratio)) if 0.0 < ratio < math.inf else 0
+    return f"{2.0**power:g}×" if power else ""
+
+
+def permitted_by(space: KnobSpace) -> Permitted:
+    """A knob space as the registry knows it."""
+    return Permitted(
+        routes=tuple(map(route_names, space.routes)),
+        streams=space.streams,
+        unit_bytes=space.unit_bytes,
+        threads=space.threads,
+    )
+
+
+def hosts_by_rank(control: ControlPlane, settings: Settings) -> list[str]:
+    """Of each rank. Nodes simulated by a setting count as hosts, so that their results are not taken for one node's."""
+    simulated = control.local_size if settings.local_size else control.size
+    return [f"{host}/{rank // simulated}" for rank, host in enumerate(control.hosts)]
+
+
+class TuningCache:
+    """Looks this job up and stores what it found. Nothing here raises into training."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        parameters: Sequence[torch.Tensor],
+        hosts: Sequence[str],
+        kinds: Sequence[Hardware] = (),
+    ) -> None:
+        """Begins to watch for the model's graph.
+
+        Args:
+            settings: where the registry is.
+            parameters: those whose gradients are reduced.
+            hosts: of each rank; simulated nodes have different names.
+            kinds: of each rank's host and device, as far as they are known.
+        """
+        self._settings = settings
+        self._topology: Topology | None = None
+        self._recorder = ModelGraphRecorder()
+        self._job: Job | None = None
+        self._own: Entry | None = None
+        self._disproved: Entry | None = None
+        self._warned = False
+        self._neighbours: list[Neighbour] | None = None  # None = not looked for yet
+        self._found_by: dict[Knobs, str] = {}
+        if settings.registry == REGISTRY_OFF:
+            return
+        try:
+            self._topology = Topology.from_ranks(
+                hosts,
+                devices=[kind.device for kind in kinds] or None,
+                host_kinds={name: kind.host for name, kind in zip(hosts, kinds, strict=False)},
+            )
+            self._recorder.start(parameters)
+        except Exception as err:
+            logger.warning("training goes on without the registry: %s", err)
+            self._topology = None
+
+    def close(self) -> None:
+        """Does not watch for the model's graph any more."""
+        self._recorder.stop()
+
+    def look_up(self, layouts: Sequence[GradientLayout], space: KnobSpace) -> CacheHit:
+        """What is known of this job; the model must have run forward once. Similar jobs' settings come later."""
+        try:
+            self._job = self._job_of(layouts, space)
+            if self._job is None:
+                return CacheHit()
+            key = self._job.key
+            self._own = self._with_store(lambda store: store.lookup(key))
+            return CacheHit() if self._own is None else self._hit_of(self._own, layouts, space)
+        except Exception:  # whatever others have stored, the user's training goes on
+            logger.warning("what earlier jobs have found is left alone", exc_info=True)
+            return CacheHit()
+
+    def _job_of(self, layouts: Sequence[GradientLayout], space: KnobSpace) -> Job | None:
+        """This job; None where nothing is remembered."""
+        graph = self._recorder.graph
+        self._recorder.stop()
+        if self._topology is None or graph is None:
+            return None
+        layout = layouts[0]
+        return Job(
+            key=make_key(
+                graph,
+                self._topology,
+                dtype=layout.dtype,
+                device=layout.device,
+                versions={"torch": ".".join(torch.__version__.split(".")[:2]), "sirtaki": sirtaki.__version__},
+                gradients=gradients_fingerprint((each.dtype, each.sizes) for each in layouts),
+                fixed=fixed_knobs(self._settings),
+            ),
+            model=graph,
+            topology=self._topology,
+            layout=layout_fingerprint(layout.sizes, layout.itemsize_bytes),
+            itemsize_bytes=layout.itemsize_bytes,
+            permitted=permitted_by(space),
+            name=self._recorder.model_name,
+        )
+
+    def _with_store(self, action: Callable[[SafeStore], _T]) -> _T:
+        store = SafeStore(self._settings.registry, warned=self._warned)
+        try:
+            return action(store)
+        finally:
+            self._warned = store.warned
+            store.close()
+
+    def _hit_of(self, own: Entry, layouts: Sequence[GradientLayout], space: KnobSpace) -> CacheHit:
+        same_order = self._job is not None and own.layout == self._job.layout
+        try:
+            if not own.complete:
+                trials = (Trial.from_json(trial) for trial in own.trials)
+                history = tuple(trial for trial in trials if trial.knobs.cuts is None or same_order)
+                return CacheHit(
+                    history=history,
+                    message=f"found an unfinished warm-up of {own.describe()} in the registry: going on after "
+                    f"{len(history)} trials",
+                )
+            knobs = Knobs.from_json(own.knobs)
+            if knobs not in space:
+                raise PlanError(f"{knobs.describe()} is not possible here")
+            if knobs.cuts is not None and not same_order:
+                raise PlanError("its planned units are of gradients that come in another order")
+            checked_plans(knobs, layouts)
+        except (PlanError, TuningError) as err:
+            logger.info("the registry's entry %s cannot be run as it is: %s", own.id[:8], err)
+            self._disproved = own
+            self._neighbours = [Neighbour(entry=own, distance=0.0)]
+            return CacheHit()
+        self._found_by[knobs] = own.arm
+        return CacheHit(
+            exact=knobs,
+            promise=Promise(
+                exact_s=own.best_span_s,
+                default_s=own.default_span_s,
+                noise=own.noise_s / own.best_span_s,
+                other_times=OTHER_TIMES if own.topology.n_hosts > 1 else OTHER_TIMES_ON_ONE_HOST,
+            ),
+            message=f"found {own.describe()} in the registry ({own.id[:8]}): communication "
+            f"{faster_than(own.default_span_s, own.best_span_s, other='with the default')}, by {knobs.describe()}",
+        )
+
+    def disprove(self) -> None:
+        """This job's own entry did not hold, or not for the link as it is now: what `keep` is given replaces it."""
+        self._disproved = self._own
+
+    def look_again(self) -> None:
+        """Links have changed: other jobs' settings may be nearer than those that were."""
+        self._neighbours = None
+
+    def first_proposals(
+        self, layouts: Sequence[GradientLayout], space: KnobSpace, model: PlanningModel | None
+    ) -> list[FirstProposal]:
+        """What similar jobs suggest, once this job has measured what it can (`model`, None = nothing)."""
+        if self._job is None or (self._own is not None and not self._own.complete):
+            return []
+        try:
+            links = {} if model is None else {route_names(route): link for route, link in model.links.items()}
+            self._job = job = replace(self._job, links=links, permitted=permitted_by(space))
+            if self._neighbours is None:
+                nothing: list[Neighbour] = []
+                self._neighbours = self._with_store(
+                    lambda store: store.attempt(lambda opened: neighbours(opened, job), nothing)
+                )
+            starts = adapted_all(self._neighbours, job)
+            proposals = first_proposals(starts, layouts=layouts, space=space, model=model)
+        except Exception:  # as in `look_up`
+            logger.warning("what similar jobs have found is left alone", exc_info=True)
+            return []
+        self._found_by.update((proposal.knobs, proposal.arm) for proposal in proposals)
+        return proposals
+
+    def keep(
+        self,
+        result: SessionResult,
+        trials: Sequence[Trial],
+        *,
+        complete: bool,
+        links: Mapping[Route, LinkModel],
+        condition: str = "",
+    ) -> bool:
+        """Stores what the warm-up has found; True if it was kept.
+
+        Args:
+            result: of the session.
+            trials: of the session.
+            complete: the warm-up has come to its end.
+            links: what was measured of each route.
+            condition: see `EntryKey`; what was found under one goes beside the job's own entry.
+        """
+        spans = (result.best_span_s, result.default_span_s)
+        if self._job is None or not all(0 < span < math.inf for span in spans):
+            return False
+        try:
+            if condition:
+                job = replace(self._job, key=replace(self._job.key, condition=condition))
+                entry = self._entry(job, None, result, trials, complete=complete, links=links)
+                return self._with_store(lambda store: store.save(entry))
+            entry = self._entry(self._job, self._own, result, trials, complete=complete, links=links)
+            kept = self._with_store(lambda store: store.save(entry, disproved=self._disproved))
+            if kept and self._disproved is not None and self._disproved.complete:
+                self._keep_aside(self._disproved, entry)
+            return kept
+        except Exception as err:
+            logger.warning("this job's settings are not remembered: %s", err)
+            return False
+
+    def _keep_aside(self, before: Entry, now: Entry) -> None:
+        """What was right while communication took longer, or less long, is right again when it does."""
+        condition = condition_of(before.default_span_s / now.default_span_s)
+        if condition and before.key == now.key:
+            aside = replace(before, key=replace(before.key, condition=condition))
+            self._with_store(lambda store: store.save(aside))
+
+    def _entry(
+        self,
+        job: Job,
+        own: Entry | None,
+        result: SessionResult,
+        trials: Sequence[Trial],
+        *,
+        complete: bool,
+        links: Mapping[Route, LinkModel],
+    ) -> Entry:
+        route = result.knobs.route
+        # A remembered setting that was only checked was found then, by whom it was found then.
+        checked = own is not None and own.complete and own.knobs == result.knobs.to_json()
+        link = links.get(route)
+        if link is None and own is not None and own.link is not None and route_of(own.knobs) == route_names(route):
+            link = own.link
+        versions = {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "numpy": numpy.__version__,
+            "sirtaki": sirtaki.__version__,
+        }
+        return Entry(
+            key=job.key,
+            model=job.model,
+            topology=job.topology,
+            knobs=result.knobs.to_json(),
+            best_span_s=result.best_span_s,
+            default_span_s=result.default_span_s,
+            noise_s=result.noise_s,
+            n_trials=len(trials) + (own.n_trials if checked and own is not None else 0),
+            arm=self._found_by.setdefault(result.knobs, result.arm),
+            complete=complete,
+            layout=job.layout,
+            trials=() if complete else tuple(trial.to_json() for trial in trials),
+            link=link,
+            provenance=Provenance(
+                model_name=job.name,
+                host_kinds=tuple(sorted(set(job.topology.host_kinds))),
+                versions=tuple(sorted(versions.items())),
+            ),
+        )

@@ -1,0 +1,136 @@
+"""Measures that all parts share: the link model, limits of a unit's size, and when one time is faster than another."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sirtaki.errors import TuningError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkModel:
+    """Cost of all-reduces on one route.
+
+    Attributes:
+        alpha_s: start-up time of one all-reduce; it takes no throughput from others (ASC-WFBP eq. 9).
+        throughput: the concurrency curve G(n), `(max_streams,)`: gradient bytes all-reduced per second in total
+            while n = 1, 2, … streams are active. Each of them moves at G(n) / n. Beyond its end it is constant.
+        host_s: processor time of one all-reduce, whatever its size. All streams share the processor, which works while
+            the link transmits: an all-reduce is over when both are done with it.
+        residual: relative error (root mean square) of the fit it came from; 0.0 for a description.
+        busy: processors that each rank keeps busy while a unit is under way by itself; below 1 where messages are
+            waited for. Counts where the ranks of one host share its processors.
+
+    Raises:
+        TuningError: the start-up or processor time is negative, or a throughput is not positive.
+    """
+
+    alpha_s: float
+    throughput: tuple[float, ...]
+    host_s: float = 0.0
+    residual: float = 0.0
+    busy: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name, seconds in (("alpha_s", self.alpha_s), ("host_s", self.host_s)):
+            if not (math.isfinite(seconds) and seconds >= 0):
+                raise TuningError(f"{name} must be finite and not negative, not {seconds}")
+        if not self.throughput or not all(math.isfinite(rate) and rate > 0 for rate in self.throughput):
+            raise TuningError(f"throughput must be positive for each number of streams: {self.throughput}")
+
+    @classmethod
+    def two_way(cls, *, alpha_s: float, beta_s_per_byte: float, gamma: float) -> LinkModel:
+        """ASC-WFBP's link: two all-reduces at a time, each γ times slower than one alone (eq. 3 and 9)."""
+        return cls(alpha_s=alpha_s, throughput=(1 / beta_s_per_byte, 2 / (gamma * beta_s_per_byte)))
+
+    @property
+    def beta_s_per_byte(self) -> float:
+        """Transmission time of one byte while nothing else runs (ASC-WFBP's b)."""
+        return 1 / self.throughput[0]
+
+    @property
+    def gamma(self) -> float:
+        """How much slower each of two simultaneous all-reduces is than one alone (ASC-WFBP's γ)."""
+        return 2 * self.throughput[0] / self.total_bytes_per_s(2)
+
+    def total_bytes_per_s(self, active: int) -> float:
+        """G(n), for n ≥ 1."""
+        return self.throughput[min(active, len(self.throughput)) - 1]
+
+    @property
+    def startup_s(self) -> float:
+        """The least that one all-reduce costs, to planners that know no processor but only a start-up time (a)."""
+        return self.alpha_s + self.host_s
+
+    def together_s(self, unit_bytes: float, *, streams: int) -> float:
+        """Time of `streams` equal all-reduces that start together, one a stream (ASC-WFBP eq. 3, 9, n ways)."""
+        return self.alpha_s + streams * max(self.host_s, unit_bytes / self.total_bytes_per_s(streams))
+
+    def rescaled(self, *, from_ranks: int, to_ranks: int) -> LinkModel:
+        """The same link under a ring of another size: a ∝ N − 1 and ĉ ∝ (N − 1) / N (LIBRA eq. 4).
+
+        Raises:
+            TuningError: a ring has fewer than two ranks.
+        """
+        if min(from_ranks, to_ranks) < 2:
+            raise TuningError(f"a ring has at least two ranks: cannot go from {from_ranks} to {to_ranks}")
+        hops = (to_ranks - 1) / (from_ranks - 1)
+        volume = hops * from_ranks / to_ranks
+        return LinkModel(
+            alpha_s=self.alpha_s * hops,
+            throughput=tuple(rate / volume for rate in self.throughput),
+            host_s=self.host_s * hops,  # 2 (N − 1) messages a rank
+            residual=self.residual,
+            busy=self.busy,
+        )
+
+    def differs_from(self, other: LinkModel) -> bool:
+        """Whether a parameter moved by more than either fit's own error, so that plans should be made anew."""
+        tolerance = max(self.residual, other.residual, 0.01)
+        width = max(len(self.throughput), len(other.throughput))
+        pairs = [(self.alpha_s, other.alpha_s), (self.host_s, other.host_s)]
+        pairs += [(self.total_bytes_per_s(n), other.total_bytes_per_s(n)) for n in range(1, width + 1)]
+        return any(abs(mine - theirs) > tolerance * max(mine, theirs) for mine, theirs in pairs)
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-ready dict; `from_json` is its inverse."""
+        return {
+            "alpha_s": self.alpha_s,
+            "throughput": list(self.throughput),
+            "host_s": self.host_s,
+            "residual": self.residual,
+            "busy": self.busy,
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> LinkModel:
+        """The link that `to_json` described."""
+        return cls(
+            alpha_s=data["alpha_s"],
+            throughput=tuple(data["throughput"]),
+            host_s=data.get("host_s", 0.0),  # profiles that were saved before it was known
+            residual=data["residual"],
+            busy=data.get("busy", 1.0),
+        )
+
+
+SMALLEST_UNIT_BYTES, LARGEST_UNIT_BYTES = 64 * 1024, 256 * 1024**2
+"""The range of the tuner; below it the start-up of a reduction is all that counts."""
+
+
+def faster(before_s: float, after_s: float) -> str:
+    """`1.24× faster`, `1.10× slower`, or `as fast` where the difference is less than half a percent."""
+    ratio = before_s / after_s
+    if abs(ratio - 1.0) < 0.005:
+        return "as fast"
+    factor, word = (ratio, "faster") if ratio > 1.0 else (1.0 / ratio, "slower")
+    return f"{factor:.2f}× {word}" if factor < 10.0 else f"{factor:.0f}× {word}"
+
+
+def faster_than(before_s: float, after_s: float, *, other: str) -> str:
+    """`1.24× faster than` the other, or `as fast as` it."""
+    told = faster(before_s, after_s)
+    return f"{told} {'as' if told == 'as fast' else 'than'} {other}"

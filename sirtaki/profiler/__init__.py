@@ -1,5 +1,0 @@
-"""What a job does on all ranks, recorded in a folder: operators, gradients, copies, units. docs/how-to/profile.md."""
-
-from .profiling import profile
-
-__all__ = ["profile"]

@@ -1,1 +1,0 @@
-"""A recording as Chakra execution traces, which ASTRA-sim and others read: one file a rank."""

@@ -1,0 +1,720 @@
+"""Parameters whose update is put off until they are read."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import threading
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from enum import Enum
+from typing import Any, Protocol, cast
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
+from torch.utils._pytree import tree_leaves
+
+from sirtaki.engine.reducing.parameters import HookedParameters
+from sirtaki.engine.reducing.reducer import GradientReducer
+from sirtaki.errors import StaleReadError
+
+
+def bare_step(kind: type[torch.optim.Optimizer]) -> Callable[[Any], object]:
+    """`kind.step` without the hooks that PyTorch calls around it, once for each call."""
+    step = kind.step
+    return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]  # functools'
+
+
+@contextlib.contextmanager
+def as_at_step(device: torch.device) -> Iterator[None]:
+    """Inside, a step is what it is in a script's training loop, wherever this is called: in autocast, in evaluation."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(torch._C.DisableTorchFunction())
+        if torch._C._len_torch_dispatch_stack():
+            stack.enter_context(_disable_current_modes())
+        if torch.is_autocast_enabled(device.type):
+            stack.enter_context(torch.autocast(device.type, enabled=False))
+        yield
+
+
+class PartialStep:
+    """The step that an optimizer's script has asked for last."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer]) -> None:
+        """`kind`: the class whose `step` updates parameters."""
+        self._optimizer, self._step = optimizer, bare_step(kind)
+        self._options: list[dict[str, Any]] = []
+        self._group_of: dict[int, int] = {}
+        self.running = False
+
+    def begin(self) -> None:
+        """A step is asked for: what its groups say now holds for all its updates, whatever is written there later."""
+        self._options, self._group_of = [], {}
+        for number, group in enumerate(self._optimizer.param_groups):
+            self._group_of |= {id(param): number for param in group["params"]}
+            self._options.append({name: _copy(value) for name, value in group.items() if name != "params"})
+
+    def others(self, params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """The optimizer's parameters without these."""
+        without = {id(param) for param in params}
+        every = (param for group in self._optimizer.param_groups for param in group["params"])
+        return [param for param in every if id(param) not in without]
+
+    def update(self, params: Iterable[torch.Tensor]) -> None:
+        """Updates these parameters, once each, by what is in their `.grad`."""
+        members: dict[int, list[torch.Tensor]] = {}
+        for param in params:
+            if param.grad is not None and (number := self._group_of.get(id(param))) is not None:
+                members.setdefault(number, []).append(param)
+        if not members:
+            return
+        groups = [{**self._options[number], "params": members[number]} for number in sorted(members)]
+        device = groups[0]["params"][0].device
+        optimizer, whole = self._optimizer, self._optimizer.param_groups
+        self.running = True
+        try:
+            with as_at_step(device):
+                optimizer.param_groups = groups
+                self._step(optimizer)
+        finally:
+            optimizer.param_groups = whole
+            self.running = False
+
+
+def _copy(value: Any) -> Any:  # Any: an optimizer's options may be anything
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+KNOWN = frozenset(
+    getattr(torch.optim, name)
+    for name in (
+        *("ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Muon", "NAdam", "RAdam", "RMSprop"),
+        *("Rprop", "SGD", "SparseAdam"),
+    )
+    if hasattr(torch.optim, name)
+)
+"""PyTorch's own that do; all others are tried."""
+
+SAMPLE = 3
+"""So many parameters of a group are tried, the smallest."""
+
+
+def refusal(optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer]) -> str:
+    """Why `overlap_forward` does not go with this optimizer, as far as its class says; empty if it may.
+
+    Args:
+        optimizer: with the groups and options.
+        kind: its class.
+    """
+    if issubclass(kind, torch.optim.LBFGS):
+        return f"{kind.__name__} looks at all parameters at once"
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        return f"{kind.__name__}(differentiable=True) keeps a graph of its step"
+    return ""
+
+
+def refusal_by_trial(optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer]) -> str:
+    """The same, of an optimizer whose class is not known, by a trial on copies; gradients must be there.
+
+    A few parameters are updated together, and once more one by one: the results must be equal to the bit, and the
+    optimizer may note nothing outside of its state of each parameter.
+    """
+    if kind in KNOWN:
+        return ""
+    sample: list[list[torch.Tensor]] = []
+    for group in optimizer.param_groups:
+        having = [param for param in group["params"] if param.grad is not None and not param.grad.is_sparse]
+        sample.append(sorted(having, key=torch.Tensor.numel)[:SAMPLE])
+    every = [(number, param) for number, params in enumerate(sample) for param in params]
+    if not every:
+        return ""
+    rng = torch.get_rng_state()
+    try:
+        together = _Copies(optimizer, kind, every)
+        if changed := together.step():
+            return f"{kind.__name__}.step() changes {changed}, which is not of one parameter"
+        for place, item in enumerate(every):
+            alone = _Copies(optimizer, kind, [item])
+            alone.step()
+            if not _equal(alone.results[0], together.results[place]):
+                return f"{kind.__name__} updates a parameter by what belongs to others, too"
+        if not torch.equal(rng, torch.get_rng_state()):
+            return f"{kind.__name__} draws random numbers"
+    except Exception as err:  # whatever an unknown optimizer does with copies
+        return f"{kind.__name__} cannot be tried with a few parameters ({type(err).__name__}: {err})"
+    finally:
+        torch.set_rng_state(rng)
+    return ""
+
+
+class _Copies:
+    """An optimizer of copies of some parameters, in their groups."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        kind: type[torch.optim.Optimizer],
+        chosen: Sequence[tuple[int, torch.Tensor]],
+    ) -> None:
+        """`chosen`: (number of the group, parameter)."""
+        self._kind = kind
+        self._optimizer = object.__new__(kind)
+        state = optimizer.state
+        own = {name: value for name, value in vars(optimizer).items() if name in _attributes_of(kind, optimizer)}
+        self._optimizer.__dict__.update({name: _copied(value) for name, value in own.items()})
+        self._optimizer.__dict__.update(
+            {name: OrderedDict() for name, value in vars(optimizer).items() if name.endswith("_hooks")}
+        )
+        self._optimizer.state = defaultdict(dict)
+        groups: dict[int, dict[str, Any]] = {}
+        self.params: list[torch.Tensor] = []
+        for number, param in chosen:
+            options = {name: value for name, value in optimizer.param_groups[number].items() if name != "params"}
+            group = groups.setdefault(number, {**copy.deepcopy(options), "params": []})
+            twin = torch.nn.Parameter(param.detach().clone())
+            assert param.grad is not None
+            twin.grad = param.grad.detach().clone()
+            group["params"].append(twin)
+            if param in state:
+                self._optimizer.state[twin] = copy.deepcopy(state[param])
+            self.params.append(twin)
+        self._optimizer.param_groups = [groups[number] for number in sorted(groups)]
+
+    def step(self) -> str:
+        """Updates the copies; returns the name of what has changed besides them and their states."""
+        before = self._notes()
+        with as_at_step(self.params[0].device):
+            bare_step(self._kind)(self._optimizer)
+        after = self._notes()
+        return next((name for name in after if name not in before or not _equal(before[name], after[name])), "")
+
+    @property
+    def results(self) -> list[Any]:
+        """Of each parameter: its value and state."""
+        return [(param.detach(), self._optimizer.state.get(param, {})) for param in self.params]
+
+    def _notes(self) -> dict[str, Any]:
+        own = {name: value for name, value in vars(self._optimizer).items() if name not in ("state", "param_groups")}
+        notes = {f"its attribute {name}": value for name, value in own.items() if not name.endswith("_hooks")}
+        for group in self._optimizer.param_groups:
+            notes |= {f"its option {name}": value for name, value in group.items() if name != "params"}
+        return copy.deepcopy(notes)
+
+
+def _attributes_of(kind: type[torch.optim.Optimizer], optimizer: torch.optim.Optimizer) -> set[str]:
+    """Those that `kind` itself has given the optimizer."""
+    wrapped = getattr(optimizer, "_wrapped", optimizer)
+    return {name for name in vars(wrapped) if name not in ("state", "param_groups", "step")}
+
+
+def _copied(value: Any) -> Any:
+    try:
+        return copy.deepcopy(value)
+    except Exception:  # what cannot be copied is not what an update depends on
+        return value
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        same = one.dtype == other.dtype and one.shape == other.shape
+        return same and bool(((one == other) | ((one != one) & (other != other))).all())
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    try:
+        return bool(one == other)
+    except Exception:  # what cannot be compared is not known to be equal
+        return False
+
+
+class Awaiter(Protocol):
+    """Who can wait for tensors."""
+
+    def arrive(self, tensor: torch.Tensor) -> None:
+        """Blocks until anybody may use the tensor, and lets go of it."""
+        ...
+
+    def settle(self) -> None:
+        """The same for all of its tensors."""
+        ...
+
+
+_awaiters: dict[int, Awaiter] = {}
+
+_FREE = frozenset(
+    getattr(torch.Tensor, name).__get__
+    for name in ("shape", "dtype", "device", "layout", "ndim", "is_leaf", "requires_grad", "is_cuda", "is_cpu")
+) | {torch.Tensor.size, torch.Tensor.numel, torch.Tensor.dim}
+"""What may be asked at any time: it says nothing of values."""
+
+
+class _Awaited:
+    """Mixed into the class of tensors that are waited for."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Any,  # Any: as torch
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func in _FREE:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        found = list(_tensors((args, kwargs)))
+        for tensor in found:
+            wait_for(tensor)
+        if not found:  # in a container that is not known here
+            settle_all()
+        return func(*args, **(kwargs or {}))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        tensor = cast(torch.Tensor, self)
+        wait_for(tensor)
+        return copy.deepcopy(tensor, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        tensor = cast(torch.Tensor, self)
+        wait_for(tensor)
+        return tensor.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]  # torch's
+
+
+class _AwaitedParameter(_Awaited, nn.Parameter):
+    pass
+
+
+class _AwaitedTensor(_Awaited, torch.Tensor):
+    pass
+
+
+_HELD: dict[type, type] = {nn.Parameter: _AwaitedParameter, torch.Tensor: _AwaitedTensor}
+_PLAIN: dict[type, type] = {held: plain for plain, held in _HELD.items()}
+
+
+def can_be_held(tensor: torch.Tensor) -> bool:
+    """Whether it is of a class that `hold` knows, and is not held already."""
+    return type(tensor) in _HELD
+
+
+def is_held(tensor: torch.Tensor) -> bool:
+    """Whether it is waited for."""
+    return type(tensor) in _PLAIN
+
+
+def hold(tensors: Iterable[torch.Tensor], awaiter: Awaiter) -> None:
+    """Whoever uses one of these waits from now on, by `awaiter`, which is kept alive until then."""
+    for tensor in tensors:
+        _awaiters[id(tensor)] = awaiter
+        tensor.__class__ = _HELD[type(tensor)]
+
+
+def let_go(tensor: torch.Tensor) -> None:
+    """Nobody waits for this one any more. Harmless if nobody did."""
+    if type(tensor) in _PLAIN:
+        tensor.__class__ = _PLAIN[type(tensor)]
+        del _awaiters[id(tensor)]
+
+
+def wait_for(tensor: torch.Tensor) -> None:
+    """Blocks until anybody may use the tensor."""
+    awaiter = _awaiters.get(id(tensor))
+    if awaiter is not None:
+        awaiter.arrive(tensor)
+
+
+def settle_all() -> None:
+    """Blocks until nothing is waited for any more; not collective."""
+    for awaiter in dict.fromkeys(_awaiters.values()):
+        awaiter.settle()
+
+
+def _tensors(found: object) -> Iterator[torch.Tensor]:
+    if isinstance(found, _Awaited):
+        yield cast(torch.Tensor, found)
+    elif isinstance(found, list | tuple | set | frozenset):
+        for item in found:
+            yield from _tensors(item)
+    elif isinstance(found, dict):
+        yield from _tensors(list(found.values()))
+
+
+class HeldReads(TorchDispatchMode):
+    """Reports each operation that reads a tensor while it is held, or another that shares its memory."""
+
+    def __init__(self, params: Sequence[torch.Tensor], found: Callable[[torch.Tensor, Any], None]) -> None:
+        """`found` is called with the tensor that is held, and the operation."""
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        self._found = found
+        with torch._C.DisableTorchFunctionSubclass():
+            self._by_memory = {param.untyped_storage()._cdata: param for param in params}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """PyTorch's call."""
+        for tensor in tree_leaves((args, kwargs)):
+            if isinstance(tensor, torch.Tensor):
+                param = self._by_memory.get(_memory(tensor))
+                if param is not None and is_held(param):
+                    self._found(param, func)
+        return func(*args, **(kwargs or {}))
+
+    def begin(self) -> bool:
+        """Sees all operations of this thread from now on; False, and sees none, inside another mode of the script's."""
+        if any(not isinstance(mode, HeldReads) for mode in _get_current_dispatch_mode_stack()):
+            return False
+        self.__enter__()  # type: ignore[no-untyped-call]  # torch's
+        return True
+
+    def end(self) -> None:
+        """Sees no more, whatever modes were entered since. Harmless if it has ended."""
+        if not any(mode is self for mode in _get_current_dispatch_mode_stack()):
+            return
+        above = list[Any]()
+        while _get_current_dispatch_mode_stack()[-1] is not self:
+            above.append(_pop_mode())
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's
+        for mode in reversed(above):
+            _push_mode(mode)
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    with torch._C.DisableTorchFunctionSubclass():
+        try:
+            return int(tensor.untyped_storage()._cdata)
+        except (NotImplementedError, RuntimeError):  # sparse, or a transform's
+            return 0
+
+
+class LearnedReads:
+    """One iteration in which all parameters of an optimizer are watched.
+
+    Attributes:
+        order: parameters in the order in which they were first read.
+        uncovered: those that were read past Python, by id.
+        modules: outermost modules that were called.
+    """
+
+    def __init__(self, params: Sequence[torch.Tensor]) -> None:
+        """`params`: plain ones, of which nothing is under way."""
+        self._params = params
+        self._mode = HeldReads(params, self._past_python)
+        self.order: list[torch.Tensor] = []
+        self.uncovered: set[int] = set()
+        self.modules: list[nn.Module] = []
+        self._handle: torch.utils.hooks.RemovableHandle | None = None
+
+    def begin(self) -> bool:
+        """Watches from now on; False if it cannot."""
+        if not all(map(can_be_held, self._params)) or not self._mode.begin():
+            return False
+        hold(self._params, self)
+        self._handle = register_module_forward_pre_hook(self._called)
+        return True
+
+    def end(self) -> None:
+        """Watches no more."""
+        self._mode.end()
+        self.settle()
+        if self._handle is not None:
+            self._handle.remove()
+
+    def arrive(self, tensor: torch.Tensor) -> None:
+        """See `Awaiter`."""
+        let_go(tensor)
+        self.order.append(tensor)
+
+    def settle(self) -> None:
+        """See `Awaiter`."""
+        for param in self._params:
+            let_go(param)
+
+    def _past_python(self, param: torch.Tensor, _: object) -> None:
+        self.uncovered.add(id(param))
+        self.arrive(param)
+
+    def _called(self, module: nn.Module, _: object) -> None:
+        if not any(module is known for known in self.modules):
+            self.modules.append(module)
+
+
+class CheckedReads:
+    """Raises where a parameter is read that is not what it will be (`SIRTAKI_OVERLAP_FORWARD=check`)."""
+
+    def __init__(self, params: Sequence[torch.Tensor], names: dict[int, str]) -> None:
+        """`names`: of the parameters, by id."""
+        self._names = names
+        self._mode = HeldReads(params, self._raise)
+        self._inside: list[str] = []
+        self._handles = contextlib.ExitStack()
+
+    def begin(self) -> None:
+        """Checks from now on."""
+        if self._mode.begin():
+            for handle in (
+                register_module_forward_pre_hook(lambda module, _: self._inside.append(type(module).__name__)),
+                register_module_forward_hook(self._left, always_call=True),
+            ):
+                self._handles.callback(handle.remove)
+
+    def end(self) -> None:
+        """Checks no more."""
+        self._mode.end()
+        self._handles.close()
+        self._inside.clear()
+
+    def _left(self, *_: object) -> None:
+        if self._inside:
+            self._inside.pop()
+
+    def _raise(self, param: torch.Tensor, operation: Any) -> None:
+        where = f"in {self._inside[-1]}" if self._inside else "outside of all modules"
+        raise StaleReadError(
+            f"{operation} reads {self._names.get(id(param), 'a parameter')} {where} before its update is made, past "
+            "what Python can see: call optimizer.finish() before that"
+        )
+
+
+def wait_for_own(module: nn.Module, _: object) -> None:
+    """A forward pre-hook of all modules: those that are not PyTorch's wait for the parameters that they hold.
+
+    What is in PyTorch reads parameters by functions that wait; others may give theirs to an extension.
+    """
+    if not type(module).__module__.startswith("torch."):
+        for param in _own(module):
+            wait_for(param)
+
+
+def hold_their_own(modules: Sequence[nn.Module], params: Sequence[torch.Tensor]) -> bool:
+    """Whether one of these modules, or one in them, is not PyTorch's and holds some of these parameters."""
+    wanted = {id(param) for param in params}
+    every = dict.fromkeys(part for module in modules for part in module.modules())
+    others = [part for part in every if not type(part).__module__.startswith("torch.")]
+    return any(id(param) in wanted for part in others for param in _own(part))
+
+
+def _own(module: nn.Module) -> list[nn.Parameter]:
+    """What it holds, also in lists."""
+    lists = [part for part in module._modules.values() if isinstance(part, nn.ParameterList | nn.ParameterDict)]
+    return [param for part in (module, *lists) for param in part._parameters.values() if param is not None]
+
+
+class Stage(Enum):
+    """Where an iteration is."""
+
+    IDLE = "nothing is put off"
+    LEFT = "backward has returned, gradients are under way"
+    STEPPED = "step has returned, updates are to be made"
+
+
+class Zeroing(Enum):
+    """What `zero_grad` has asked for while updates were put off."""
+
+    NONE = "set to None"
+    ZEROS = "zeros"
+
+
+class Gradients(Protocol):
+    """Of the optimizer; see `OptimizerGradients`."""
+
+    @property
+    def reducers(self) -> list[GradientReducer]:
+        """See there."""
+        ...
+
+    def finish(self) -> None:
+        """See there."""
+        ...
+
+
+class PutOffUpdates:
+    """Of one optimizer; it is the keeper of its reducer's late ends.
+
+    Attributes:
+        stage: see there.
+        uncovered: parameters, by id, that something reads past Python: these are waited for in `step()`.
+    """
+
+    def __init__(
+        self,
+        gradients: Gradients,
+        partial: PartialStep,
+        *,
+        allowed: Callable[[], bool],
+        seen: Callable[[], None],
+        closed: Callable[[], None],
+    ) -> None:
+        """Nothing is put off before `use` is called.
+
+        Args:
+            gradients: of the optimizer.
+            partial: updates some of its parameters.
+            allowed: whether this iteration may be put off, as far as the script is concerned.
+            seen: called when gradients are looked at, and so waited for, between backward and step.
+            closed: called when nothing is put off any more by these ranks.
+        """
+        self._gradients, self._partial, self._allowed, self._seen = gradients, partial, allowed, seen
+        self._closed = closed
+        self._lock = threading.RLock()
+        self.stage, self.uncovered = Stage.IDLE, frozenset[int]()
+        self._hooked: HookedParameters | None = None
+        self._params: list[torch.Tensor] = []
+        self._number_of: dict[int, int] = {}
+        self._waiting: set[int] = set()
+        self._gradient_of: dict[int, torch.Tensor | None] = {}
+        self._zeroing: dict[int, Zeroing] = {}
+
+    def use(self) -> None:
+        """The optimizer's reducers are as they are now; called again when they change."""
+        if len(self._gradients.reducers) == 1:
+            self._gradients.reducers[0].late.use(self)
+
+    # ── the backward pass ────────────────────────────────────────────────────────────────────────────────────────
+
+    def _possible(self) -> bool:
+        reducers = self._gradients.reducers
+        return len(reducers) == 1 and reducers[0].late.possible and self._allowed() and self._know_parameters()
+
+    def _know_parameters(self) -> bool:
+        """Takes up the reducer's parameters, which may have changed; False if one of them cannot be held."""
+        hooked = self._gradients.reducers[0].hooked
+        if hooked is not self._hooked and hooked is not None:
+            self._hooked, self._params = hooked, [param for _, param in hooked.named]
+            self._number_of = {id(param): number for number, param in enumerate(self._params)}
+        return self.stage is not Stage.IDLE or all(map(can_be_held, self._params))
+
+    def keep(self) -> bool:
+        """See `Keeper`."""
+        with self._lock:
+            if self.stage is not Stage.IDLE or not self._possible():
+                return False
+            self._hold()
+            self.stage = Stage.LEFT
+            return True
+
+    def _hold(self) -> None:
+        self._waiting = set(range(len(self._params)))
+        hold(self._params, self)
+
+    def withdraw(self) -> None:
+        """Before `step()`: nothing is put off, and gradients are as after a backward pass that has waited for them."""
+        with self._lock:
+            if self.stage is Stage.LEFT:
+                self._let_go_all()
+                self._gradients.reducers[0].late.reduce()
+
+    def _let_go_all(self) -> None:
+        self.stage = Stage.IDLE
+        for number in self._waiting:
+            let_go(self._params[number])
+        self._waiting.clear()
+
+    # ── the step ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def step(self) -> bool:
+        """Has the updates of this step put off; False, and nothing is done, if they cannot be."""
+        with self._lock:
+            if not self._possible():
+                self.withdraw()
+                return False
+            self._gradients.reducers[0].late.begin()
+            if self.stage is Stage.IDLE:  # some gradients did not come in the backward pass
+                self._hold()
+            self.stage = Stage.STEPPED
+            waiting = [self._params[number] for number in self._waiting]
+            with torch._C.DisableTorchFunctionSubclass():
+                for number in self._waiting:
+                    param = self._params[number]
+                    # A backward pass through an old graph must not add to what is being reduced.
+                    self._gradient_of[number], param.grad = param.grad, None
+                    torch.autograd.graph.increment_version(param)
+            self._partial.begin()
+            self._partial.update(self._partial.others(waiting))
+            for param in waiting:
+                if id(param) in self.uncovered:
+                    self.arrive(param)
+            return True
+
+    def zero(self, param: torch.Tensor, zeroing: Zeroing) -> bool:
+        """Between steps: zeroes a gradient once its update is made; False, and nothing is done, if it is made."""
+        with self._lock:
+            number = self._number_of.get(id(param), -1)
+            if self.stage is not Stage.STEPPED or number not in self._waiting:
+                return False
+            self._zeroing[number] = zeroing
+            return True
+
+    # ── what is waited for ───────────────────────────────────────────────────────────────────────────────────────
+
+    def arrive(self, tensor: torch.Tensor) -> None:
+        """See `Awaiter`."""
+        with self._lock:
+            number = self._number_of.get(id(tensor), -1)
+            if number not in self._waiting:
+                let_go(tensor)
+                return
+            if self.stage is Stage.LEFT:
+                self._seen()
+            late = self._gradients.reducers[0].late
+            arrived = [other for other in late.wait_for(number) if other in self._waiting]
+            if not arrived:
+                self._let_go_all()  # this rank is needed elsewhere
+                return
+            params = [self._params[number] for number in arrived]
+            self._waiting.difference_update(arrived)
+            for param in params:
+                let_go(param)
+            if self.stage is Stage.STEPPED:
+                self._update(arrived, params)
+            else:
+                late.hand_out(arrived)
+
+    def _update(self, arrived: Sequence[int], params: Sequence[torch.Tensor]) -> None:
+        came = {number: param.grad for number, param in zip(arrived, params, strict=True) if param.grad is not None}
+        for number, param in zip(arrived, params, strict=True):
+            param.grad = self._gradient_of.pop(number)
+        self._gradients.reducers[0].late.hand_out(arrived)
+        self._partial.update(params)
+        for number, param in zip(arrived, params, strict=True):
+            zeroing = self._zeroing.pop(number, None)
+            if zeroing is Zeroing.NONE:
+                param.grad = None
+            elif zeroing is Zeroing.ZEROS and param.grad is not None:
+                param.grad = torch.zeros_like(param.grad)
+            if (gradient := came.get(number)) is not None:
+                param.grad = gradient if param.grad is None else param.grad + gradient
+
+    def settle(self) -> None:
+        """See `Keeper`: what was put off is done, and the iteration has ended; before `step()`, withdraws."""
+        with self._lock:
+            self.withdraw()
+            if self.stage is not Stage.STEPPED:
+                return
+            for number in sorted(self._waiting):
+                if number in self._waiting:
+                    self.arrive(self._params[number])
+            self.stage = Stage.IDLE
+            self._gradients.finish()
+
+    def close(self) -> None:
+        """See `Keeper`."""
+        self._closed()
+
+    def drop(self) -> None:
+        """The ranks are gone: parameters stay what they are."""
+        with self._lock:
+            self._let_go_all()
+            self._gradient_of.clear()
+            self._zeroing.clear()

@@ -1,0 +1,253 @@
+"""What a script of several ranks needs beside training: its share of data, one rank's output, values of all."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sized
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
+from torch.utils.data.distributed import DistributedSampler as TorchDistributedSampler
+
+from sirtaki.errors import ConfigError, MismatchError
+
+from .basics import is_initialized, rank, size
+from .collectives import allreduce
+from .functions import broadcast_object
+from .process_sets import Average, Sum
+
+T = TypeVar("T")
+
+
+class DistributedSampler(TorchDistributedSampler[Any]):
+    """Every `size()`-th index of what another sampler yields, beginning with the `rank()`-th.
+
+    At the beginning of a pass all ranks take rank 0's random state, so the other sampler shuffles alike on all; a pass
+    is a collective operation therefore. PyTorch's own shuffles by `(seed, epoch)` instead, in another order than
+    `DataLoader(shuffle=True)`.
+    """
+
+    def __init__(self, order: Sampler[Any], *, drop_last: bool = False) -> None:
+        """Args.
+
+        Args:
+            order: yields the indices of all ranks; finite.
+            drop_last: leave out what is left where there is no multiple of `size()` indices.
+        """
+        assert isinstance(order, Sized)
+        super().__init__(order, num_replicas=size(), rank=rank(), shuffle=False, drop_last=drop_last)  # type: ignore[arg-type]  # only its length is asked for
+        self._order = order
+
+    def __iter__(self) -> Iterator[Any]:
+        take_root_random_state(self.epoch, getattr(self._order, "generator", None))
+        indices = list(self._order)
+        take_own_random_state()
+        if self.drop_last:
+            indices = indices[: self.total_size]
+        return iter(shares(indices, self.num_replicas)[self.rank :: self.num_replicas])
+
+
+class _EndlessSampler(Sampler[None]):
+    """Stands where a loader of an IterableDataset has its sampler: it has no indices, but passes begin with it."""
+
+    def __init__(self, dataset: IterableDataset[Any]) -> None:
+        self._dataset, self.epoch = dataset, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """For the data set, if it wants to know."""
+        self.epoch = epoch
+        if hasattr(self._dataset, "set_epoch"):
+            self._dataset.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[None]:
+        take_root_random_state(self.epoch, None)
+        take_own_random_state()
+        while True:
+            yield None
+
+
+class _IterableShare(IterableDataset[Any]):
+    """Every `ranks`-th item of another data set; items that are left at its end are no rank's."""
+
+    def __init__(self, dataset: IterableDataset[Any], *, rank: int, ranks: int) -> None:
+        self._dataset, self._rank, self._ranks = dataset, rank, ranks
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._dataset, name)
+
+    def __iter__(self) -> Iterator[Any]:
+        turn: list[Any] = []
+        for item in self._dataset:
+            turn.append(item)
+            if len(turn) == self._ranks:
+                yield turn[self._rank]
+                turn.clear()
+
+    def __len__(self) -> int:
+        return len(self._dataset) // self._ranks  # type: ignore[arg-type]  # TypeError, where it has none
+
+
+def take_root_random_state(epoch: int, generator: torch.Generator | None) -> None:
+    """Collective: all ranks go on with the random state that rank 0 has.
+
+    Raises:
+        MismatchError: on the ranks that are not in rank 0's epoch.
+    """
+    if size() == 1:
+        return
+    states = (torch.get_rng_state(), None if generator is None else generator.get_state(), epoch)
+    state, generator_state, root_epoch = broadcast_object(states, root_rank=0)
+    if epoch != root_epoch:
+        raise MismatchError(f"rank {rank()} begins epoch {epoch}, rank 0 epoch {root_epoch}: they have parted ways")
+    torch.set_rng_state(state)
+    if generator is not None:
+        generator.set_state(generator_state)
+
+
+def take_own_random_state() -> None:
+    """Ranks that have one random state go on with different ones, rank 0 with the one that it has.
+
+    So noise, dropout and augmentation differ within a batch.
+    """
+    if rank() != 0:
+        torch.manual_seed(zlib.crc32(torch.get_rng_state().numpy().tobytes()) + rank())
+
+
+def shares(samples: list[T], ranks: int) -> list[T]:
+    """The samples, the first ones again at the end if it takes them to make a multiple of `ranks`."""
+    missing = -len(samples) % ranks
+    return samples + [samples[number % len(samples)] for number in range(missing)] if samples else samples
+
+
+def share(batch: Any, axis: int = 0) -> Any:
+    """This rank's part of a batch that all ranks have cut alike: every `size()`-th row of a tensor, array or list."""
+    if size() == 1:
+        return batch
+    rows = shares(list(range(batch.shape[axis] if hasattr(batch, "shape") else len(batch))), size())[rank() :: size()]
+    if isinstance(batch, torch.Tensor):
+        return batch.index_select(axis, torch.tensor(rows, device=batch.device))
+    return batch.take(rows, axis=axis) if hasattr(batch, "take") else [batch[row] for row in rows]
+
+
+def divided(loader: DataLoader[Any]) -> DataLoader[Any]:
+    """A loader of this rank's share of each batch; `loader` itself on one rank, but for its sampler.
+
+    Raises:
+        ConfigError: its batches cannot be divided.
+    """
+    batch_size, ranks = loader.batch_size, size()
+    if batch_size is None or type(loader.batch_sampler) is not BatchSampler:
+        raise ConfigError(
+            "a loader with a batch sampler of its own, or without batches, cannot be divided: do it by hand"
+        )
+    if batch_size % ranks:
+        less, more = batch_size - batch_size % ranks, batch_size + -batch_size % ranks
+        fitting = f"{less} or {more}" if less else f"{more}"
+        raise ConfigError(f"a batch of {batch_size} samples cannot be divided among {ranks} ranks: make it {fitting}")
+    part = copy.copy(loader)
+    sampler: Any
+    if isinstance(loader.dataset, IterableDataset):
+        sampler = _EndlessSampler(loader.dataset)
+        dataset: Any = _IterableShare(loader.dataset, rank=rank(), ranks=ranks) if ranks > 1 else loader.dataset
+    else:
+        order: Any = loader.sampler  # torch says Iterable, and takes its length
+        sampler, dataset = DistributedSampler(order, drop_last=loader.drop_last), loader.dataset
+    # A DataLoader refuses assignments to these, since its iterators may hold the old ones; this one has none yet.
+    vars(part).update(
+        _whole=loader,
+        dataset=dataset,
+        sampler=sampler,
+        batch_size=batch_size // ranks,
+        batch_sampler=BatchSampler(sampler, batch_size // ranks, loader.drop_last),
+    )
+    return part
+
+
+def whole(loader: Iterable[T]) -> Iterable[T]:
+    """What `loader` was before it was divided: every rank sees all of its data."""
+    undivided: Iterable[T] = getattr(loader, "_whole", loader)
+    return undivided
+
+
+P = ParamSpec("P")
+
+
+class _Nobody:
+    """Stands on other ranks for what only rank 0 has, a writer or a run: whatever is asked of it does nothing."""
+
+    def __getattr__(self, name: str) -> _Nobody:
+        return self
+
+    def __call__(self, *args: object, **kwargs: object) -> _Nobody:
+        return self
+
+    def __setitem__(self, key: object, value: object) -> None: ...
+
+    def __enter__(self) -> _Nobody:
+        return self
+
+    def __exit__(self, *error: object) -> None: ...
+
+    def __bool__(self) -> bool:
+        return False
+
+
+def on_root(function: Callable[P, T]) -> Callable[P, T]:
+    """`function`, which is called on rank 0 only; elsewhere its result is an object whose methods do nothing.
+
+    All ranks evaluate its arguments, so these may hold collective operations.
+    """
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        if is_initialized() and rank() != 0:
+            return _Nobody()  # type: ignore[return-value]  # what stands for it
+        return function(*args, **kwargs)
+
+    return call
+
+
+def average(value: Any) -> Any:
+    """Collective: the mean over the ranks of a number, of each in a container, or of a tensor, which is detached.
+
+    For what is a mean over the samples of a rank.
+    """
+    return _reduced(value, Average)
+
+
+def total(value: Any) -> Any:
+    """Collective: the sum over the ranks of a number, of each in a container, or of a tensor, which is detached.
+
+    For what is a sum over the samples of a rank, or counts them.
+    """
+    return _reduced(value, Sum)
+
+
+def _reduced(value: Any, op: int) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach() if size() == 1 else allreduce(value.detach(), op=op)
+    if size() == 1:
+        return value
+    if isinstance(value, dict):
+        return {key: _reduced(there, op) for key, there in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(allreduce(torch.tensor(value, dtype=torch.float64), op=op).tolist())
+    if op == Sum and isinstance(value, int):
+        return int(allreduce(torch.tensor(value), op=op))
+    return float(allreduce(torch.tensor(float(value), dtype=torch.float64), op=op))
+
+
+def agreed(value: T) -> T:
+    """Collective: rank 0's value; for what all ranks have computed alike, but for the last bits."""
+    if size() == 1:
+        return value
+    shared: T = broadcast_object(value, root_rank=0)
+    return shared
+
+
+__all__ = ["DistributedSampler", "agreed", "average", "divided", "on_root", "share", "total", "whole"]

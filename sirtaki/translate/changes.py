@@ -1,0 +1,635 @@
+"""The changes that make a script train on several ranks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import libcst as cst
+
+from .meaning import RankValues, Training
+from .source import (
+    Edits,
+    Flows,
+    Kind,
+    Over,
+    Site,
+    Source,
+    argument,
+    called_attribute,
+    keyword,
+    parameters,
+    targets,
+    walk,
+    with_more,
+)
+
+
+def free_name(source: Source, wanted: str) -> str:
+    """`wanted`, or another where the script has something of that name."""
+    return wanted if wanted not in source.names() else f"sirtaki_{wanted}"
+
+
+def import_lines(*, hvd: str, ranks: str) -> list[str]:
+    """The imports, under these names."""
+    as_ranks = "" if ranks == "ranks" else f" as {ranks}"
+    return [f"import sirtaki.torch as {hvd}", f"from sirtaki.torch import ranks{as_ranks}"]
+
+
+def begin(source: Source, edits: Edits, *, imports: list[str], lines: list[str]) -> None:
+    """Puts imports behind the script's own, and lines where it begins to do something."""
+    last = _last_import(source)
+    guard = _guard(source)
+    if guard is not None and not _does_something(source, guard):
+        edits.after(last, *imports)
+        first = guard.body.body[0]
+        assert isinstance(first, cst.BaseStatement)
+        edits.before(first, *lines)
+    else:
+        edits.after(last, *imports, *lines)
+
+
+def _last_import(source: Source) -> cst.BaseStatement:
+    """The last of those at the top, which may stand in a `try`."""
+    found: cst.BaseStatement | None = None
+    for statement in source.module.body:
+        if isinstance(statement, cst.FunctionDef | cst.ClassDef | cst.For | cst.While | cst.With):
+            break
+        if isinstance(statement, cst.If) and _is_guard(statement):
+            break
+        if any(True for _ in source.all(cst.Import, statement)) or any(
+            True for _ in source.all(cst.ImportFrom, statement)
+        ):
+            found = statement
+    if found is None:
+        first = source.module.body[0]
+        assert isinstance(first, cst.BaseStatement)
+        return first
+    return found
+
+
+def _guard(source: Source) -> cst.If | None:
+    for statement in source.module.body:
+        if isinstance(statement, cst.If) and _is_guard(statement):
+            return statement
+    return None
+
+
+def _is_guard(statement: cst.If) -> bool:
+    test = statement.test
+    return (
+        isinstance(test, cst.Comparison)
+        and isinstance(test.left, cst.Name)
+        and test.left.value == "__name__"
+        and isinstance(statement.body, cst.IndentedBlock)
+    )
+
+
+def _does_something(source: Source, guard: cst.If) -> bool:
+    """Whether code at the top level needs to know its rank: it makes, shows or trains something."""
+    for statement in source.module.body:
+        if statement is guard or isinstance(statement, cst.FunctionDef | cst.ClassDef):
+            continue
+        for call in source.all(cst.Call, statement):
+            name = source.full_name(call.func)
+            last = name.rpartition(".")[2]
+            if last in ("print", "DataLoader", "main", "run", "open") or name.startswith(
+                ("torch.optim.", "torch.save")
+            ):
+                return True
+            if name in source.functions:
+                return True
+    return False
+
+
+def place(source: Source, flows: Flows, edits: Edits, *, hvd: str) -> list[str]:
+    """Edits what names a device.
+
+    Returns:
+        What the script does at its beginning.
+    """
+    for text in source.all(cst.SimpleString):
+        if re.fullmatch(r"""["']cuda:0["']""", text.value):
+            edits.replace(text, f'f"cuda:{{{hvd}.local_rank()}}"')
+        elif re.fullmatch(r"""["']cuda:\d+["']""", text.value):
+            edits.refuse(source.line(text), f"names one device for all ranks: {text.value}")
+    for call in source.all(cst.Call):
+        numbered = called_attribute(call) == "cuda" and call.args and isinstance(call.args[0].value, cst.Integer)
+        if numbered or source.full_name(call.func) == "torch.cuda.set_device":
+            edits.replace(call.args[0].value, f"{hvd}.local_rank()")
+    for node in source.all(cst.Subscript):
+        visible = source.full_name(node.value) == "os.environ" and "CUDA_VISIBLE_DEVICES" in source.code(node)
+        if visible and isinstance(source.parent(node), cst.AssignTarget):
+            edits.refuse(
+                source.line(node), "chooses the devices that all ranks see: leave that to who starts the script"
+            )
+    for site in flows.made(Kind.WRAPPER):
+        if site.name.endswith(".DataParallel"):
+            undo_wrapper(source, flows, edits, site.call)
+    uses_cuda = source.imported.get("torch") == "torch" and "cuda" in source.text
+    return [f"if torch.cuda.is_available():\n    torch.cuda.set_device({hvd}.local_rank())"] if uses_cuda else []
+
+
+def undo_wrapper(source: Source, flows: Flows, edits: Edits, call: cst.Call) -> None:
+    """`Wrapper(model, …)` becomes `model`, and `wrapped.module` what it was."""
+    inner = call.args[0].value
+    assign = source.parent(call)
+    same = isinstance(assign, cst.Assign) and len(assign.targets) == 1
+    if same and source.code(assign.targets[0].target) == source.code(inner):  # type: ignore[attr-defined]  # an Assign
+        edits.remove(source.statement(call))
+    else:
+        edits.change(call, lambda node: node.args[0].value)  # type: ignore[attr-defined]  # a call
+    for node in source.all(cst.Attribute):
+        wrapped = node.attr.value == "module" and flows.holds(node.value, Kind.WRAPPER)
+        if wrapped and not isinstance(source.parent(node), cst.AssignTarget):
+            edits.change(node, lambda there: there.value)  # type: ignore[attr-defined]  # an attribute
+    edits.note(source.line(call), "the model is not wrapped: its states have no `module.` before each name any more")
+
+
+AT_STEP = 1_000_000
+"""Backward passes before a step that nobody reaches: gradients are reduced when the step is made."""
+
+READS_GRADIENTS = {"clip_grad_norm_", "clip_grad_value_", "clip_grad_norm", "unscale_", "get_total_norm"}
+
+
+class Optimizers:
+    """Edits what makes optimizers and what uses them."""
+
+    def __init__(self, training: Training, edits: Edits, *, hvd: str) -> None:
+        self._training, self._flows, self._edits, self._hvd = training, training.flows, edits, hvd
+        self._source: Source = training.source
+
+    def distribute(self, losses: dict[Over, int]) -> None:
+        """All of them; `losses` are what backward passes begin from, with a line of each."""
+        options = ""
+        if not self._training.passes_are_counted():
+            options += f", backward_passes_per_step={AT_STEP:_}"
+            self._edits.note(
+                0, "gradients of several backward passes are added up, and reduced when `step()` is called"
+            )
+        if Over.SUM in losses:
+            options += f", op={self._hvd}.Sum"
+            if Over.MEAN in losses:
+                self._edits.refuse(losses[Over.SUM], f"a loss is a sum here, and a mean in line {losses[Over.MEAN]}")
+        for site in self._flows.made(Kind.OPTIMIZER):
+            self._distribute(site, options)
+        self._synchronise()
+
+    def _distribute(self, site: Site, options: str) -> None:
+        source, call = self._source, site.call
+        models = list(dict.fromkeys(source.code(model) for model in self._models(call)))
+        if not models:
+            self._edits.refuse(source.line(call), f"cannot tell whose parameters `{source.code(call)}` has")
+            return
+        named = f", named_parameters={models[0]}.named_parameters()" if len(models) == 1 else ""
+        statement = source.statement(call)
+        target = _assigned(source, call)
+        broadcasts = [f"{self._hvd}.broadcast_parameters({model}.state_dict(), root_rank=0)" for model in models]
+        if target is None:
+            self._edits.before(statement, *broadcasts)
+            wrapped = f"{self._hvd}.DistributedOptimizer"
+            extra = f"{named}{options}"
+            self._edits.change(call, lambda inner: _with_arguments(wrapped, inner, extra))
+        else:
+            name = source.code(target)
+            line = f"{name} = {self._hvd}.DistributedOptimizer({name}{named}{options})"
+            self._edits.after(statement, *broadcasts, line)
+
+    def _models(self, call: cst.Call) -> Iterator[cst.BaseExpression]:
+        """Whose parameters an optimizer gets."""
+        given = argument(call, "params", 0)
+        if given is None:
+            return
+        yield from self._receivers(given, set())
+
+    def _receivers(self, node: cst.CSTNode, seen: set[str]) -> Iterator[cst.BaseExpression]:
+        source = self._source
+        for call in source.all(cst.Call, node):
+            if called_attribute(call) in ("parameters", "named_parameters") and isinstance(call.func, cst.Attribute):
+                yield self._root(call.func.value)
+        for name in source.all(cst.Name, node):
+            symbol = source.symbol(name)
+            if symbol is None or name.value in seen or source.parent(name).__class__ is cst.Attribute:
+                continue
+            seen.add(name.value)
+            for origin in self._origins(name):
+                yield from self._receivers(origin, seen)
+
+    def _root(self, node: cst.BaseExpression) -> cst.BaseExpression:
+        """`model` of `model.head`, since a part cannot be made alike without the rest."""
+        while isinstance(node, cst.Attribute) and not (isinstance(node.value, cst.Name) and node.value.value == "self"):
+            node = node.value
+        return node
+
+    def _origins(self, name: cst.Name) -> Iterator[cst.CSTNode]:
+        """What a name was made from in its function: assigned, appended to, or looped over."""
+        symbol = self._source.symbol(name)
+        for assign in self._source.all(cst.Assign):
+            if any(self._source.symbol(target.target) == symbol for target in assign.targets):
+                yield assign.value
+        for loop in self._source.all(cst.For):
+            for call in self._source.all(cst.Call, loop.body):
+                if called_attribute(call) in ("append", "extend") and any(
+                    self._source.symbol(there) == symbol for there in self._source.all(cst.Name, call.func)
+                ):
+                    yield loop.iter
+
+    # ── gradients that are looked at ─────────────────────────────────────────────────────────────────────────────
+
+    def _synchronise(self) -> None:
+        """In front of what reads gradients, and around the step that follows."""
+        steps = list(self._training.steps())
+        for call, optimizer in steps:
+            if call.args and self._source.code(call.args[0].value) != self._source.code(optimizer):
+                continue  # a closure: reduced after each call of it
+            step = self._source.statement(call)
+            alone = isinstance(step, cst.SimpleStatementLine) and len(step.body) == 1
+            reads = self._reads_before(call) + ([] if alone else self._reads(step))
+            if not reads and not call.args:
+                continue
+            if not alone:
+                line = self._source.line(call)
+                self._edits.refuse(line, "gradients are read before this step: put it on a line of its own")
+                continue
+            name = self._source.code(optimizer)
+            self._edits.before(self._source.statement(reads[0] if reads else call), f"{name}.synchronize()")
+            self._edits.put_into(step, f"with {name}.skip_synchronize()")
+
+    def _reads_before(self, step: cst.Call) -> list[cst.CSTNode]:
+        """What reads gradients in the block of a step or one inside, in front of it."""
+        statement = self._source.statement(step)
+        block = self._source.parent(statement)
+        found: list[cst.CSTNode] = []
+        for sibling in block.children:
+            if sibling is statement:
+                break
+            if self._training.backward_passes(sibling):
+                found.clear()
+            found += self._reads(sibling)
+        return found
+
+    def _reads(self, part: cst.CSTNode) -> list[cst.CSTNode]:
+        """What reads gradients in a part of the script, behind its last backward pass."""
+        found: list[cst.CSTNode] = []
+        for node in walk(part):
+            if isinstance(node, cst.Call):
+                if called_attribute(node) == "backward":
+                    found.clear()
+                elif {called_attribute(node), self._source.full_name(node.func).rpartition(".")[2]} & READS_GRADIENTS:
+                    found.append(node)
+            elif (
+                isinstance(node, cst.Attribute) and node.attr.value == "grad" and dotted_base(node) != "torch.autograd"
+            ):
+                found.append(node)
+        return found
+
+
+def dotted_base(node: cst.Attribute) -> str:
+    """What stands before the last dot, if it is a dotted name."""
+    parts: list[str] = []
+    there = node.value
+    while isinstance(there, cst.Attribute):
+        parts.append(there.attr.value)
+        there = there.value
+    return ".".join([there.value, *reversed(parts)]) if isinstance(there, cst.Name) else ""
+
+
+def _assigned(source: Source, call: cst.Call) -> cst.BaseExpression | None:
+    """What a call's value is assigned to, if it is just that."""
+    assign = source.parent(call)
+    if isinstance(assign, cst.Assign) and len(assign.targets) == 1:
+        target = assign.targets[0].target
+        return target if isinstance(target, cst.Name | cst.Attribute) else None
+    return None
+
+
+def _with_arguments(function: str, inner: cst.BaseExpression, extra: str) -> cst.BaseExpression:
+    wrapped = cst.parse_expression(f"{function}(_{extra})")
+    assert isinstance(wrapped, cst.Call)
+    return wrapped.with_changes(args=[wrapped.args[0].with_changes(value=inner), *wrapped.args[1:]])
+
+
+WRITES = {
+    "torch.save", "pickle.dump", "json.dump", "yaml.dump", "joblib.dump", "numpy.save", "numpy.savez", "numpy.savetxt",
+    "numpy.savez_compressed", "os.remove", "os.unlink", "os.rename", "os.replace", "os.rmdir", "torch.onnx.export",
+    "torch.jit.save", "torchvision.utils.save_image", "safetensors.torch.save_file", "sys.stdout.write",
+    "sys.stderr.write",
+    "matplotlib.pyplot.savefig", "matplotlib.pyplot.show",
+}  # fmt: skip
+"""Calls that only rank 0 makes."""
+
+WRITING_METHODS = {
+    "savefig",
+    "save_pretrained",
+    "to_csv",
+    "to_json",
+    "write_text",
+    "write_bytes",
+    "unlink",
+    "rmdir",
+    "touch",
+}
+WRITING_PACKAGES = ("shutil.", "wandb.", "mlflow.")
+FOLDERS = {"os.makedirs", "os.mkdir", "mkdir", "makedirs"}
+READS = {"torch.load", "numpy.load", "json.load", "pickle.load", "joblib.load"}
+
+
+class Output:
+    """Keeps a script's output to rank 0."""
+
+    def __init__(self, source: Source, flows: Flows, edits: Edits, *, hvd: str, ranks: str) -> None:
+        """`hvd` and `ranks` are the names that `sirtaki.torch` and `sirtaki.torch.ranks` have in the script."""
+        self._source, self._flows, self._edits, self._hvd, self._ranks = source, flows, edits, hvd, ranks
+        self._writes = False
+
+    def keep(self) -> None:
+        """The whole script."""
+        for call in self._source.all(cst.Call):
+            name, method = self._source.full_name(call.func), called_attribute(call)
+            if name in WRITES or name.startswith(WRITING_PACKAGES) or method in WRITING_METHODS:
+                self._writes = self._writes or not name.startswith("sys.")
+                self._on_root(call)
+            elif name in FOLDERS or method == "mkdir":
+                self._folder(call)
+            elif name == "open" or method == "open":
+                self._open(call)
+            elif name.rpartition(".")[2] in ("tqdm", "trange"):
+                self._bar(call)
+            elif id(call) in self._flows.sites and self._flows.sites[id(call)].kind is Kind.WRITER:
+                self._edits.wrap(call.func, f"{self._ranks}.on_root")
+        for call in self._source.all(cst.Call):
+            if self._writes and self._source.full_name(call.func) in READS:
+                self._edits.before(self._source.statement(call), f"{self._hvd}.barrier()  # rank 0 may be writing it")
+
+    @property
+    def begins_with(self) -> list[str]:
+        """What the script does at its beginning, so that others keep silent."""
+        lines = []
+        if "print" in self._source.names():
+            lines.append(f"print = {self._ranks}.on_root(print)")
+        if self._source.imports("logging"):
+            lines.append(f"if {self._hvd}.rank() != 0:\n    logging.disable(logging.INFO)")
+        return lines
+
+    def _on_root(self, call: cst.Call) -> None:
+        """A plain call into a block of rank 0's; one whose value is used, or that may communicate, by a function."""
+        parent = self._source.parent(call)
+        line = self._source.parent(parent) if isinstance(parent, cst.Expr) else None
+        calls_own = any(self._flows.callees(inner) for inner in self._source.all(cst.Call, call))
+        communicates = calls_own or self._edits.changes_in(call)
+        if isinstance(line, cst.SimpleStatementLine) and len(line.body) == 1 and not communicates:
+            self._edits.put_into(line, f"if {self._hvd}.rank() == 0")
+        else:
+            self._edits.wrap(call.func, f"{self._ranks}.on_root")
+
+    def _folder(self, call: cst.Call) -> None:
+        if argument(call, "exist_ok") is None:
+            self._on_root(call)
+
+    def _open(self, call: cst.Call) -> None:
+        """Ranks other than the first write into nothing."""
+        receiver = call.func.value if isinstance(call.func, cst.Attribute) else None
+        if isinstance(receiver, cst.Name) and receiver.value in self._source.imported:  # gzip.open
+            receiver = None
+        mode = argument(call, "mode", 1 if receiver is None else 0)
+        text = "" if mode is None else self._source.code(mode).strip("\"'")
+        if not set(text) & set("wax+"):
+            return
+        self._writes = True
+        if receiver is not None:  # a pathlib.Path
+            where = cst.parse_expression(f'{self._source.code(receiver)} if {self._hvd}.rank() == 0 else "/dev/null"')
+            self._edits.change(call, lambda node: _opened(node, where))
+        elif not call.args or call.args[0].keyword is not None:
+            self._edits.refuse(self._source.line(call), f"all ranks would write: `{self._source.code(call)}`")
+        else:
+            path = self._source.code(call.args[0].value)
+            self._edits.replace(call.args[0].value, f'{path} if {self._hvd}.rank() == 0 else "/dev/null"')
+
+    def _bar(self, call: cst.Call) -> None:
+        if argument(call, "disable") is None:
+            silent = keyword("disable", f"{self._hvd}.rank() != 0")
+            self._edits.change(call, lambda node: with_more(node, silent))
+
+
+def _opened(call: cst.BaseExpression, where: cst.BaseExpression) -> cst.Call:
+    """`open(where, …)` for `path.open(…)`."""
+    assert isinstance(call, cst.Call)
+    return call.with_changes(func=cst.Name("open"), args=[cst.Arg(where), *call.args])
+
+
+FRAMEWORKS = {
+    "lightning": "Lightning",
+    "pytorch_lightning": "Lightning",
+    "accelerate": "Accelerate",
+    "deepspeed": "DeepSpeed",
+    "fairscale": "FairScale",
+    "tensorflow": "TensorFlow",
+    "jax": "JAX",
+    "ignite": "Ignite",
+}
+STARTS_PROCESSES = {"torch.multiprocessing.spawn", "multiprocessing.Process", "torch.multiprocessing.Process"}
+CLOCKS = {"time.time", "time.perf_counter", "time.monotonic", "datetime.datetime.now", "time.process_time"}
+
+
+def look_for_what_cannot_be(training: Training, edits: Edits) -> None:
+    """Notes obstacles."""
+    source = training.source
+    for name, title in FRAMEWORKS.items():
+        if source.imports(name):
+            edits.refuse(1, f"{title} has its own ways of training on several processes")
+    if source.imported.get("torch") != "torch":
+        edits.refuse(1, "`import torch` is missing")
+    if not training.backward_passes():
+        edits.refuse(1, "nowhere is `backward()` called: there is nothing to average")
+    elif not training.flows.made(Kind.OPTIMIZER):
+        edits.refuse(
+            source.line(training.backward_passes()[0]), "no optimizer of torch.optim is made for these gradients"
+        )
+    for call in source.all(cst.Call):
+        name = source.full_name(call.func)
+        if name in STARTS_PROCESSES or name.startswith("torch.distributed.fsdp"):
+            edits.refuse(source.line(call), f"`{name}` starts or divides work itself")
+        elif name in ("torch.autograd.backward", "exec", "eval") or called_attribute(call) == "manual_backward":
+            edits.refuse(source.line(call), f"cannot look into `{source.code(call)}`")
+    _look_for_clocks(training, edits)
+
+
+def _look_for_clocks(training: Training, edits: Edits) -> None:
+    """Loops that end when time is over end at different times on different ranks."""
+    source = training.source
+    timed = {
+        node.value for assign in source.all(cst.Assign) if _reads_clock(source, assign.value) for node in _names(assign)
+    }
+    for branch in source.all(cst.If):
+        ends = any(isinstance(node, cst.Break | cst.Return | cst.Continue) for node in walk(branch.body))
+        if ends and _depends(source, branch.test, timed) and _trains_around(training, branch):
+            edits.refuse(
+                source.line(branch),
+                f"ranks may decide differently, each by its own clock: `{source.code(branch.test)}`",
+            )
+    for loop in source.all(cst.While):
+        if _depends(source, loop.test, timed) and training.trains(loop.body):
+            edits.refuse(
+                source.line(loop), f"ranks may decide differently, each by its own clock: `{source.code(loop.test)}`"
+            )
+
+
+def _depends(source: Source, test: cst.BaseExpression, timed: set[str]) -> bool:
+    return _reads_clock(source, test) or any(node.value in timed for node in source.all(cst.Name, test))
+
+
+def _reads_clock(source: Source, node: cst.CSTNode) -> bool:
+    return any(source.full_name(call.func) in CLOCKS for call in source.all(cst.Call, node))
+
+
+def _names(assign: cst.Assign) -> list[cst.Name]:
+    return [target.target for target in assign.targets if isinstance(target.target, cst.Name)]
+
+
+def _trains_around(training: Training, node: cst.CSTNode) -> bool:
+    around = training.source.above(node)
+    return any(isinstance(there, cst.For | cst.While) and training.trains(there) for there in around)
+
+
+DRAWS = {"torch.randint", "numpy.random.randint", "numpy.random.choice", "random.sample", "random.choices"}
+SPLITS = {"split", "chunk", "array_split"}
+
+
+class HandCut:
+    """Finds what a batch is cut from, and divides it among the ranks."""
+
+    def __init__(self, training: Training, edits: Edits, *, ranks: str) -> None:
+        """`ranks` is the name that `sirtaki.torch.ranks` has in the script."""
+        self._training, self._edits, self._ranks = training, edits, ranks
+        self._source: Source = training.source
+        self._functions = self._called_in_training()
+
+    def divide(self, values: RankValues) -> None:
+        """Tells `values` which expressions are parts of batches from now on."""
+        for site in self._training.flows.made(Kind.LOADER):
+            self._edits.refuse(self._source.line(site.call), "cannot see which loop trains on this loader")
+        cut = [*self._slices(), *self._draws()]
+        for loop in self._split_loops():
+            self._edits.wrap(loop.iter, f"map({self._ranks}.share, _)")
+            values.batches.add(id(loop.iter))
+        found = bool(cut or values.batches)
+        if not found:
+            cut = list(self._whole_sets())
+        for node in cut:
+            self._edits.wrap(node, f"{self._ranks}.share")
+            values.batches.add(id(node))
+        if not cut and not found:
+            first = self._training.backward_passes()[0]
+            self._edits.refuse(
+                self._source.line(first), "cannot find the loader or the batches that are trained on here"
+            )
+            return
+        for call in self._source.all(cst.Call):
+            if self._source.full_name(call.func) in ("torch.randperm", "numpy.random.permutation") and self._trains(
+                call
+            ):
+                self._edits.wrap(call, f"{self._ranks}.agreed")
+        self._edits.note(0, "each batch is divided among the ranks; learning rates stay as they are")
+
+    def _trains(self, node: cst.CSTNode) -> bool:
+        """Whether a node is run while the script trains."""
+        if self._source.function_of(node) in self._functions:
+            return True
+        around = (there for there in self._source.above(node) if isinstance(there, cst.For | cst.While))
+        return any(self._training.trains(loop) for loop in around)
+
+    def _called_in_training(self) -> set[str]:
+        """The functions that loops which train call, or that train themselves."""
+        found: set[str] = set()
+        loops = [
+            loop
+            for loop in walk(self._source.module)
+            if isinstance(loop, cst.For | cst.While) and self._training.trains(loop)
+        ]
+        pending: list[cst.CSTNode] = [loop.body for loop in loops]
+        while pending:
+            for call in self._source.all(cst.Call, pending.pop()):
+                for function in self._training.flows.callees(call):
+                    name = self._source.name_of(function)
+                    if name not in found and function.name.value not in ("forward", "__init__"):
+                        found.add(name)
+                        pending.append(function.body)
+        return found
+
+    def _slices(self) -> Iterator[cst.Subscript]:
+        """`X[i : i + size]`, where `i` is counted by a loop around."""
+        for node in self._source.all(cst.Subscript):
+            if not self._trains(node) or not isinstance(node.slice[0].slice, cst.Slice):
+                continue
+            used = {name.value for name in self._source.all(cst.Name, node.slice[0])}
+            if used & self._stepped(node):
+                yield node
+
+    def _stepped(self, node: cst.CSTNode) -> set[str]:
+        """Variables of the loops around a node, and names that are computed from these in them."""
+        names: set[str] = set()
+        for there in self._source.above(node):
+            if isinstance(there, cst.FunctionDef):
+                break
+            if isinstance(there, cst.For) and isinstance(there.iter, cst.Call) and self._training.trains(there.body):
+                inner = {name.value for name in self._source.all(cst.Name, there.target)}
+                for assign in self._source.all(cst.Assign, there.body):
+                    if {name.value for name in self._source.all(cst.Name, assign.value)} & inner:
+                        inner |= {name.value for t in targets(assign) for name in self._source.all(cst.Name, t)}
+                names |= inner
+        return names
+
+    def _draws(self) -> Iterator[cst.Call]:
+        for call in self._source.all(cst.Call):
+            full = self._source.full_name(call.func)
+            if full in DRAWS and self._trains(call) and len(call.args) > 1:
+                yield call
+
+    def _split_loops(self) -> Iterator[cst.For]:
+        for loop in self._source.all(cst.For):
+            if isinstance(loop.iter, cst.Call) and self._training.trains(loop.body):
+                name = called_attribute(loop.iter)
+                if name in SPLITS and isinstance(loop.target, cst.Name):
+                    yield loop
+
+    def _whole_sets(self) -> Iterator[cst.Name]:
+        """All data in one batch: what a model or a loss gets that is not made in the loop."""
+        models = {
+            self._source.code(call.func.value)
+            for call in self._source.all(cst.Call)
+            if called_attribute(call) == "parameters" and isinstance(call.func, cst.Attribute)
+        }
+        for call in self._source.all(cst.Call):
+            if not self._trains_here(call):
+                continue
+            is_model = self._source.code(call.func) in models
+            name = self._source.full_name(call.func)
+            is_loss = bool(self._training.flows.holds(call.func, Kind.LOSS)) or name.startswith("torch.nn.functional.")
+            if is_model or (
+                is_loss and ("loss" in name or "entropy" in name or self._training.flows.values(call.func))
+            ):
+                for arg in call.args:
+                    if isinstance(arg.value, cst.Name) and not self._made_around(arg.value):
+                        yield arg.value
+
+    def _trains_here(self, node: cst.CSTNode) -> bool:
+        """Whether a backward pass stands in the same function, or loop."""
+        for there in self._source.above(node):
+            if isinstance(there, cst.FunctionDef | cst.For | cst.While):
+                return bool(self._training.backward_passes(there.body))
+        return False
+
+    def _made_around(self, name: cst.Name) -> bool:
+        """Whether the loop or closure around assigns to a name."""
+        symbol = self._source.symbol(name)
+        for there in self._source.above(name):
+            if isinstance(there, cst.FunctionDef) and any(p.name.value == name.value for p in parameters(there)):
+                return True
+            if isinstance(there, cst.FunctionDef | cst.For | cst.While):
+                for node in walk(there):
+                    names = (name for target in targets(node) for name in self._source.all(cst.Name, target))
+                    if any(self._source.symbol(name) == symbol for name in names):
+                        return True
+                if not isinstance(there, cst.FunctionDef):
+                    return False
+        return False
