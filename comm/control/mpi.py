@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from importlib import metadata
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
 
 import numpy as np
 
@@ -121,6 +121,9 @@ class MpiCommunicator:
 
     backend = Backend.MPI
 
+    _unsent: ClassVar[list[Test]] = []
+    """Messages that were still under way when their communicator was dropped: MPI may yet read their memory."""
+
     def __init__(self, mpi: MPI.Comm, failures: FailureBoard, *, owned: bool = True) -> None:
         """Wraps a communicator, which `free` leaves alone unless it is `owned`."""
         self.mpi: MPI.Intracomm = mpi  # type: ignore[assignment]  # that is what users have
@@ -137,6 +140,10 @@ class MpiCommunicator:
         }
         self._posting: list[Test] = []
         self._status = library.Status()
+
+    def __del__(self) -> None:
+        """Keeps the memory of messages that MPI has not sent yet."""
+        self._unsent.extend(getattr(self, "_posting", ()))
 
     def duplicate(self) -> MpiCommunicator:
         """Collective: the same ranks, by `MPI_Comm_dup`."""

@@ -141,6 +141,24 @@ def short_messages_keep_their_order_and_wait_for_nobody() -> None:
     assert courier.receive(Tag.LOST) == []
 
 
+def a_long_message_arrives_though_its_sender_has_dropped_the_communicator() -> None:
+    duplicate = world.duplicate()
+    if world.rank != 0:
+        duplicate.post(0, Tag.JOINED, b"x" * 50_000)
+        del duplicate
+        rubbish = [bytes([number]) * 50_000 for number in range(100)]
+        wait(world, world.barrier())
+        assert len(rubbish) == 100
+        return
+    time.sleep(0.1)
+    found = []
+    while len(found) < world.size - 1:
+        if (message := duplicate.collect()) is not None:
+            found.append(message)
+    assert sorted(found) == [(rank, Tag.JOINED, b"x" * 50_000) for rank in range(1, world.size)]
+    wait(world, world.barrier())
+
+
 def threads_use_duplicates_at_the_same_time() -> None:
     problems = []
 
@@ -225,6 +243,7 @@ CASES = [
     nobody_passes_a_barrier_before_all_have_come,
     neighbours_exchange_arrays_of_all_lengths,
     short_messages_keep_their_order_and_wait_for_nobody,
+    a_long_message_arrives_though_its_sender_has_dropped_the_communicator,
     threads_use_duplicates_at_the_same_time,
     subsets_are_numbered_in_the_order_given_and_others_know_nothing,
     a_freed_communicator_leaves_the_others_alone,
