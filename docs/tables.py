@@ -19,7 +19,7 @@ from pathlib import Path
 
 from sirtaki.cli.__main__ import COMMANDS
 from sirtaki.run.options import build_parser
-from sirtaki.settings import VARIABLES, WITHOUT_EFFECT, Settings, Variable
+from sirtaki.settings import REMOVED, VARIABLES, WITHOUT_EFFECT, Settings, Variable
 
 DOCS = Path(__file__).resolve().parent
 
@@ -42,6 +42,11 @@ def settings_table() -> str:
 def without_effect_table() -> str:
     """Horovod's variables that are accepted and do nothing."""
     return _table(("variable", "why nothing follows from it"), [(f"`{n}`", why) for n, why in WITHOUT_EFFECT.items()])
+
+
+def removed_table() -> str:
+    """What earlier releases read."""
+    return _table(("variable", "what takes its place"), [(f"`{n}`", use) for n, use in REMOVED.items()])
 
 
 def launcher_table() -> str:
@@ -80,6 +85,7 @@ def decisions_table() -> str:
 TABLES: Mapping[str, tuple[str, Callable[[], str]]] = {
     "settings": ("reference/settings.md", settings_table),
     "without effect": ("reference/settings.md", without_effect_table),
+    "removed settings": ("reference/settings.md", removed_table),
     "sirtakirun": ("reference/cli.md", launcher_table),
     **{f"sirtaki {name}": ("reference/cli.md", lambda name=name: command_table(name)) for name in COMMANDS},
     "decisions": ("decisions/index.md", decisions_table),

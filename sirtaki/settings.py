@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
+from urllib.parse import parse_qsl
 
 from sirtaki.comm.control.communicator import Backend
 from sirtaki.comm.plan import Algorithm, TransportKind
@@ -40,18 +41,46 @@ class Overlap(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileRequest:
+    """What is to be recorded of a job; its text is that of `SIRTAKI_PROFILE`: `FOLDER?iterations=20&operators=0`.
+
+    Attributes:
+        folder: where to.
+        iterations: how many are recorded.
+        operators: record operators, too; without them gradients and units only, which costs less.
+        edges: of operators also what they read, for Chakra traces; one more iteration takes longer.
+    """
+
+    folder: str
+    iterations: int = 10
+    operators: bool = True
+    edges: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.folder}?iterations={self.iterations}&operators={self.operators:d}&edges={self.edges:d}"
+
+    @classmethod
+    def parse(cls, text: str) -> "ProfileRequest":
+        """What such a text asks for; ValueError if it is none."""
+        folder, _, options = text.partition("?")
+        given = dict(parse_qsl(options, strict_parsing=True))
+        readers = {"iterations": _integer(1), "operators": _one_of(_FLAGS), "edges": _one_of(_FLAGS)}
+        if not folder or not given.keys() <= readers.keys():
+            raise ValueError(text)
+        return cls(folder=folder, **{name: readers[name](value) for name, value in given.items()})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """All settings of one process; None = not set, so free to be tuned or chosen.
 
     Attributes:
         tune: search for a better setting in the first iterations; off = the default, and what is fixed by others.
         warmup_iterations: training iterations in which trials may run.
-        retune: search again, for at most 20 iterations, if communication later takes clearly longer, or less long.
         plan: file that `sirtaki optimize` has written, or its folder: the warm-up tries that plan first; without tuning
             it is what runs. Rank 0's holds for all.
         unit_bytes: fixes the size of a unit.
         streams: fixes how many communicators run at the same time.
-        threads: fixes the GPU threads of a unit; no effect on CPUs.
         transport: fixes what carries the units.
         algorithm: fixes flat or hierarchical reduction.
         sparse: the way of rows of sparse gradients; None, set by `auto`: the fastest is found; rank 0's holds for all.
@@ -60,7 +89,7 @@ class Settings:
         local_size: pretend that this many consecutive ranks share a node, to try hierarchies on one machine.
         gloo_interface: network interface, or several with commas, that Gloo connects through.
         control: what carries the control plane; None, set by `auto`: what the launcher's environment asks for.
-        secret: of the job, which ranks of a mesh prove to know; None = rank 0 makes one.
+        secret: of the job, which ranks of a mesh prove to know; launchers set it. None = rank 0 makes one.
         heartbeat_s: a rank of a mesh that is silent for so long is given up; None, set by 0: never.
         start_timeout_s: how long the ranks of a mesh wait for each other at the start.
         elastic_timeout_s: how long a rank of an elastic job waits for enough others.
@@ -71,32 +100,26 @@ class Settings:
         stall_warning_s: seconds after which missing ranks are named in a warning.
         stall_shutdown_s: seconds after which missing ranks are an error; None, set by 0: never.
         trial_log: file for one machine-readable line a trial.
-        metrics_port: port of local rank 0 for Prometheus; that of the next rank is one higher.
-        metrics_host: address that Prometheus is answered at.
+        metrics: address and port of local rank 0 for Prometheus; the port of the next rank is one higher.
         registry: where results are remembered: a database URL, a file, or "off"; None, not set: the user's cache.
-        seed: of the tuner's random choices.
         unused_as_none: gradients that no rank has are None (PyTorch's rule) instead of zeros (Horovod's).
         overlap_forward: distributed optimizers update parameters in the next forward pass, each before it is read;
             "check" = and every read is verified.
         check_nan: name the rank, parameter and iteration that first bring a NaN or an infinity.
         timeline: file for a Chrome trace; "DYNAMIC" = none yet, but `start_timeline` may open one.
         timeline_mark_cycles: mark the negotiation rounds in the trace.
-        profile: folder into which a few iterations after the warm-up are recorded; rank 0's holds for all.
-        profile_iterations: how many.
-        profile_operators: record operators, too; off = gradients and units only, which costs less.
-        profile_edges: of operators also what they read, for Chakra traces; one more iteration takes longer.
+        profile: folder into which a few iterations after the warm-up are recorded, and how; rank 0's holds for all.
         log_level: level of the `sirtaki` logger, as in `logging`.
         log_time: log lines begin with the time.
-        notes: one line for each variable that was accepted but has no effect here.
+        notes: one line for each of Horovod's variables that was accepted but has no effect here.
+        warnings: one line for each variable that earlier releases had, with what takes its place.
     """
 
     tune: bool = True
     warmup_iterations: int = 100
-    retune: bool = True
     plan: str | None = None
     unit_bytes: int | None = None
     streams: int | None = None
-    threads: int | None = None
     transport: TransportKind | None = None
     algorithm: Algorithm | None = None
     sparse: SparsePath | None = None
@@ -114,22 +137,18 @@ class Settings:
     stall_warning_s: float = 60.0
     stall_shutdown_s: float | None = 600.0
     trial_log: str | None = None
-    metrics_port: int | None = None
-    metrics_host: str = "127.0.0.1"
+    metrics: tuple[str, int] | None = None
     registry: str | None = None
-    seed: int = 0
     unused_as_none: bool = False
     overlap_forward: Overlap = Overlap.OFF
     check_nan: bool = False
     timeline: str | None = None
     timeline_mark_cycles: bool = False
-    profile: str | None = None
-    profile_iterations: int = 10
-    profile_operators: bool = True
-    profile_edges: bool = False
+    profile: ProfileRequest | None = None
     log_level: int = logging.INFO
     log_time: bool = True
     notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
     @property
     def missing_ranks_limit_s(self) -> float | None:
@@ -156,7 +175,8 @@ class Settings:
             variable.field: variable.read(present[variable.name]) for variable in VARIABLES if variable.name in present
         }
         notes = tuple(f"{name} has no effect here: {why}" for name, why in WITHOUT_EFFECT.items() if name in present)
-        return cls(**values, notes=notes)
+        warnings = tuple(f"{name} is no setting any more: {use}" for name, use in REMOVED.items() if name in present)
+        return cls(**values, notes=notes, warnings=warnings)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,6 +251,13 @@ def _fusion_threshold(text: str) -> int:
     return _integer(0)(text) or SMALLEST_UNIT_BYTES
 
 
+def _port(text: str) -> tuple[str, int]:
+    """`9400` is loopback's; `0.0.0.0:9400`."""
+    if ":" in text:
+        return parse_address(text)
+    return "127.0.0.1", _integer(1)(text)
+
+
 def _addresses(text: str) -> tuple[str, ...]:
     """`host:port[,standby:port]`, each once."""
     found = tuple(part.strip() for part in text.split(","))
@@ -275,7 +302,6 @@ VARIABLES: tuple[Variable, ...] = (
     _variable("HOROVOD_AUTOTUNE", "tune", _FLAG),
     _variable("SIRTAKI_TUNE", "tune", _FLAG),
     _variable("SIRTAKI_WARMUP_ITERATIONS", "warmup_iterations", _FROM_ZERO),
-    _variable("SIRTAKI_RETUNE", "retune", _FLAG),
     _variable("SIRTAKI_PLAN", "plan", _TEXT),
     _variable(
         "HOROVOD_FUSION_THRESHOLD",
@@ -285,7 +311,6 @@ VARIABLES: tuple[Variable, ...] = (
     _variable("SIRTAKI_UNIT_BYTES", "unit_bytes", _SIZE),
     _variable("HOROVOD_NUM_NCCL_STREAMS", "streams", _COUNT),
     _variable("SIRTAKI_STREAMS", "streams", _COUNT),
-    _variable("SIRTAKI_THREADS", "threads", _COUNT),
     _variable("SIRTAKI_TRANSPORT", "transport", _enum(TransportKind)),
     _variable(
         "HOROVOD_HIERARCHICAL_ALLREDUCE",
@@ -325,21 +350,17 @@ VARIABLES: tuple[Variable, ...] = (
     _variable("SIRTAKI_HEARTBEAT_S", "heartbeat_s", _LIMIT),
     _variable("SIRTAKI_START_TIMEOUT_S", "start_timeout_s", _SECONDS),
     _variable("HOROVOD_ELASTIC_TIMEOUT", "elastic_timeout_s", _SECONDS),
-    _variable("SIRTAKI_ELASTIC_TIMEOUT_S", "elastic_timeout_s", _SECONDS),
     _variable("SIRTAKI_CHECKPOINT_DIR", "checkpoint_dir", _TEXT),
     _variable("SIRTAKI_CHECKPOINT_S", "checkpoint_s", _SECONDS),
     _variable("HOROVOD_STALL_CHECK_DISABLE", "stall_check", _NOT_FLAG),
-    _variable("SIRTAKI_STALL_CHECK", "stall_check", _FLAG),
     _variable("HOROVOD_STALL_CHECK_TIME_SECONDS", "stall_warning_s", _SECONDS),
     _variable("SIRTAKI_STALL_WARNING_S", "stall_warning_s", _SECONDS),
     _variable("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "stall_shutdown_s", _LIMIT),
     _variable("SIRTAKI_STALL_SHUTDOWN_S", "stall_shutdown_s", _LIMIT),
     _variable("HOROVOD_AUTOTUNE_LOG", "trial_log", _TEXT),
     _variable("SIRTAKI_TRIAL_LOG", "trial_log", _TEXT),
-    _variable("SIRTAKI_METRICS_PORT", "metrics_port", _COUNT),
-    _variable("SIRTAKI_METRICS_HOST", "metrics_host", _TEXT),
+    _variable("SIRTAKI_METRICS_PORT", "metrics", {"parse": _port, "accepts": "a port of 127.0.0.1, or ADDRESS:PORT"}),
     _variable("SIRTAKI_REGISTRY", "registry", _TEXT),
-    _variable("SIRTAKI_SEED", "seed", _FROM_ZERO),
     _variable("SIRTAKI_CHECK_NAN", "check_nan", _FLAG),
     _variable(
         "SIRTAKI_UNUSED",
@@ -359,10 +380,11 @@ VARIABLES: tuple[Variable, ...] = (
     _variable("HOROVOD_TIMELINE", "timeline", _TEXT),
     _variable("SIRTAKI_TIMELINE", "timeline", _TEXT),
     _variable("HOROVOD_TIMELINE_MARK_CYCLES", "timeline_mark_cycles", _FLAG),
-    _variable("SIRTAKI_PROFILE", "profile", _TEXT),
-    _variable("SIRTAKI_PROFILE_ITERATIONS", "profile_iterations", _COUNT),
-    _variable("SIRTAKI_PROFILE_OPERATORS", "profile_operators", _FLAG),
-    _variable("SIRTAKI_PROFILE_EDGES", "profile_edges", _FLAG),
+    _variable(
+        "SIRTAKI_PROFILE",
+        "profile",
+        {"parse": ProfileRequest.parse, "accepts": "FOLDER, or FOLDER?iterations=10&operators=1&edges=0"},
+    ),
     _variable("HOROVOD_LOG_LEVEL", "log_level", {"parse": _one_of(_LEVELS), "accepts": ", ".join(_LEVELS)}),
     _variable("SIRTAKI_LOG_LEVEL", "log_level", {"parse": _one_of(_LEVELS), "accepts": ", ".join(_LEVELS)}),
     _variable("HOROVOD_LOG_HIDE_TIME", "log_time", _NOT_FLAG),
@@ -386,6 +408,19 @@ WITHOUT_EFFECT: Mapping[str, str] = {
     "HOROVOD_DYNAMIC_PROCESS_SETS": "process sets may always be added and removed after init()",
 }
 
+# What earlier releases read, and what takes its place.
+REMOVED: Mapping[str, str] = {
+    "SIRTAKI_RETUNE": "SIRTAKI_PLAN with SIRTAKI_TUNE=0 keeps one setting",
+    "SIRTAKI_THREADS": "the tuner chooses them; SIRTAKI_PLAN with SIRTAKI_TUNE=0 keeps a plan's",
+    "SIRTAKI_ELASTIC_TIMEOUT_S": "use HOROVOD_ELASTIC_TIMEOUT, or sirtakirun --elastic-timeout",
+    "SIRTAKI_STALL_CHECK": "use HOROVOD_STALL_CHECK_DISABLE=1, or sirtakirun --no-stall-check",
+    "SIRTAKI_METRICS_HOST": "use SIRTAKI_METRICS_PORT=ADDRESS:PORT",
+    "SIRTAKI_SEED": "the tuner always draws from the same seed",
+    "SIRTAKI_PROFILE_ITERATIONS": "use SIRTAKI_PROFILE=FOLDER?iterations=N",
+    "SIRTAKI_PROFILE_OPERATORS": "use SIRTAKI_PROFILE=FOLDER?operators=0",
+    "SIRTAKI_PROFILE_EDGES": "use SIRTAKI_PROFILE=FOLDER?edges=1",
+}
+
 
 def variables_set() -> dict[str, str]:
     """Those of our variables that are set, as they are, but for what only the job's own processes may know."""
@@ -395,9 +430,12 @@ def variables_set() -> dict[str, str]:
 
 def _refuse_unknown(present: Mapping[str, str]) -> None:
     """A misspelt switch must not be overlooked; names below `SIRTAKI_TEST_` are the tests' own."""
-    known = [variable.name for variable in VARIABLES]
+    ours = [variable.name for variable in VARIABLES if variable.name.startswith("SIRTAKI_")]
     for name in present:
-        if name.startswith("SIRTAKI_") and not name.startswith("SIRTAKI_TEST_") and name not in (*known, AGENT):
-            ours = [candidate for candidate in known if candidate.startswith("SIRTAKI_")]
+        if (
+            name.startswith("SIRTAKI_")
+            and not name.startswith("SIRTAKI_TEST_")
+            and name not in (*ours, *REMOVED, AGENT)
+        ):
             near = difflib.get_close_matches(name, ours, n=1, cutoff=0)[0]
             raise ConfigError(f"{name} is not a setting; the nearest one is {near} (all: {', '.join(ours)})")

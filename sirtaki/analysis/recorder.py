@@ -552,16 +552,11 @@ _from_environment: JobRecorder | None = None
 def begin_as_set() -> None:
     """After `init()`, on all ranks: records this job if `SIRTAKI_PROFILE` is set on rank 0; once in a process."""
     global _from_environment
-    settings = current().settings
-    if settings.profile is None or _from_environment is not None:
+    asked = current().settings.profile
+    if asked is None or _from_environment is not None:
         return
     _from_environment = JobRecorder(
-        Wanted(
-            folder=Path(settings.profile),
-            n_iterations=settings.profile_iterations,
-            operators=settings.profile_operators,
-            edges=settings.profile_edges,
-        )
+        Wanted(folder=Path(asked.folder), n_iterations=asked.iterations, operators=asked.operators, edges=asked.edges)
     )
     atexit.register(_from_environment.end)
 

@@ -284,7 +284,7 @@ def check_settings() -> Iterator[Finding]:
         return
     named = sorted(name for name in os.environ if name.startswith(("SIRTAKI_", "HOROVOD_")))
     yield Finding(section="settings", name="environment", value=", ".join(named) or "nothing set")
-    for note in settings.notes:
+    for note in (*settings.notes, *settings.warnings):
         yield Finding(section="settings", name="note", value=note)
     if settings.registry == REGISTRY_OFF:
         yield Finding(section="registry", name="store", value="off")

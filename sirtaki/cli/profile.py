@@ -16,6 +16,7 @@ from sirtaki.analysis.alignment import align, summary, write_trace
 from sirtaki.analysis.memory_budget import highest_rank, memory_replay
 from sirtaki.analysis.words import peak_words
 from sirtaki.errors import ConfigError, RecordingError
+from sirtaki.settings import ProfileRequest
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -116,13 +117,10 @@ def _command(words: list[str]) -> list[str]:
 
 
 def _run(command: list[str], folder: Path, options: argparse.Namespace) -> int:
-    environ = {
-        **os.environ,
-        "SIRTAKI_PROFILE": str(folder),
-        "SIRTAKI_PROFILE_ITERATIONS": str(options.iterations),
-        "SIRTAKI_PROFILE_OPERATORS": str(int(not options.units_only)),
-        "SIRTAKI_PROFILE_EDGES": str(int(options.edges)),
-    }
+    asked = ProfileRequest(
+        folder=str(folder), iterations=options.iterations, operators=not options.units_only, edges=options.edges
+    )
+    environ = {**os.environ, "SIRTAKI_PROFILE": str(asked)}
     environ.setdefault("KINETO_LOG_LEVEL", "99")  # it tells of its start and stop on the standard error
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the job, which is then shown as far as it got
     try:

@@ -120,8 +120,9 @@ class Observed:
         self._presence: Presence | None = None
         settings = job.settings
         watchers.begin(watch.GenerationBegun(number=generation, rank=job.rank, size=job.size))
-        if settings.metrics_port is not None:
-            self._server = self._serve(settings.metrics_host, settings.metrics_port + local_rank)
+        if settings.metrics is not None:
+            host, port = settings.metrics
+            self._server = self._serve(host, port + local_rank)
         if local_rank == 0:
             try:
                 self._presence = Presence(self._describe)
@@ -212,22 +213,15 @@ class Job:
         self.observed: Observed | None = None
         # What other ranks may fail comes before what would have to be ended then.
         self.control = ControlPlane(comm, local_size=settings.local_size, interface=settings.gloo_interface)
-        recorded = os.path.abspath(settings.profile) if settings.profile else None
-        asked = settings.profile_iterations, settings.profile_operators, settings.profile_edges
+        asked = settings.profile and replace(settings.profile, folder=os.path.abspath(settings.profile.folder))
         part_bytes = part_bytes_of(settings.plan) if self.control.rank == 0 else None
         self.job: str
         self.part_bytes: int | None
-        self.job, profile, (iterations, operators, edges), self.part_bytes = self.control.broadcast(
-            (f"{time.time_ns()}.{os.getpid()}", recorded, asked, part_bytes)
+        self.job, profile, self.part_bytes = self.control.broadcast(
+            (f"{time.time_ns()}.{os.getpid()}", asked, part_bytes)
         )
         # A rank that does not record while others do would not come to where they meet for it.
-        self.settings = settings = replace(
-            settings,
-            profile=profile,
-            profile_iterations=iterations,
-            profile_operators=operators,
-            profile_edges=edges,
-        )
+        self.settings = settings = replace(settings, profile=profile)
         self.clock_offset_s = align_clocks(self.control) if settings.timeline is not None else None
         _start_logging(settings, self.control.rank)
         self.courier = Courier(self.control.duplicate())
@@ -409,6 +403,8 @@ def _start_logging(settings: Settings, rank: int) -> None:
     if rank == 0:
         for note in settings.notes:
             logger.info("%s", note)
+        for warning in settings.warnings:
+            logger.warning("%s", warning)
 
 
 _job: Job | None = None

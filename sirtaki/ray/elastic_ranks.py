@@ -58,7 +58,7 @@ class ElasticRanks:
             variables: of the environment, from the user.
         """
         self._settings, self._policy, self._demand = settings, policy, demand
-        self._variables = {"SIRTAKI_ELASTIC_TIMEOUT_S": f"{policy.timeout_s + _LATER_S:g}", **variables}
+        self._variables = {"HOROVOD_ELASTIC_TIMEOUT": f"{policy.timeout_s + _LATER_S:g}", **variables}
         self._slots = Slots(demand, least=policy.start_ranks, most=policy.max_ranks)
         self._crew: RayCrew | None = None
         self._members: JobMembers | None = None

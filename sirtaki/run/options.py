@@ -169,8 +169,8 @@ RANK_SETTINGS: tuple[RankSetting, ...] = (
     ),
     RankSetting(
         flags=("--no-stall-check",),
-        variable="SIRTAKI_STALL_CHECK",
-        constant="0",
+        variable="HOROVOD_STALL_CHECK_DISABLE",
+        constant="1",
         help="do not watch for ranks that do not come",
     ),
     RankSetting(

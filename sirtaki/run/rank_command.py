@@ -14,7 +14,7 @@ from pathlib import Path
 from sirtaki.errors import ConfigError
 from sirtaki.launchers import AGENT, TORCH_NAMES
 from sirtaki.mpi_library import Launcher, MpiLibrary
-from sirtaki.settings import Settings
+from sirtaki.settings import REMOVED, Settings
 
 from .as_horovod import SHIM
 from .console import say
@@ -85,14 +85,17 @@ def add_defaults(environ: dict[str, str], *, local_ranks: int, cores: int, inter
         environ.update(dict.fromkeys(("SIRTAKI_GLOO_IFACE", "NCCL_SOCKET_IFNAME"), interfaces))
 
 
-def say_notes(notes: tuple[str, ...], environ: Mapping[str, str]) -> None:
-    """Tells which options and variables have no effect.
+def say_notes(notes: tuple[str, ...], environ: dict[str, str]) -> None:
+    """Tells which options and variables have no effect; variables of earlier releases go no further than here.
 
     Raises:
         ConfigError: a variable has no valid value.
     """
-    for note in (*notes, *Settings.from_environ(environ).notes):
+    settings = Settings.from_environ(environ)
+    for note in (*notes, *settings.notes, *settings.warnings):
         say(note)
+    for name in REMOVED:
+        environ.pop(name, None)
 
 
 def put_shim_first(environ: dict[str, str], beside: str) -> None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from sirtaki.comm.plan import Algorithm, TransportKind
 from sirtaki.errors import ConfigError
-from sirtaki.settings import VARIABLES, WITHOUT_EFFECT, Settings
+from sirtaki.settings import REMOVED, VARIABLES, WITHOUT_EFFECT, ProfileRequest, Settings
 
 
 def test_an_empty_environment_gives_the_defaults():
@@ -50,6 +50,14 @@ def test_an_empty_environment_gives_the_defaults():
         ({"SIRTAKI_AGGREGATOR": "10.0.0.5:9500"}, "aggregator", ("10.0.0.5:9500",)),
         ({"SIRTAKI_AGGREGATOR": "a:7000, [::1]:7001"}, "aggregator", ("a:7000", "[::1]:7001")),
         ({"SIRTAKI_STREAMS": "  "}, "streams", None),
+        ({"SIRTAKI_METRICS_PORT": "9400"}, "metrics", ("127.0.0.1", 9400)),
+        ({"SIRTAKI_METRICS_PORT": "0.0.0.0:9400"}, "metrics", ("0.0.0.0", 9400)),
+        ({"SIRTAKI_PROFILE": "here"}, "profile", ProfileRequest(folder="here")),
+        (
+            {"SIRTAKI_PROFILE": "a/b?iterations=3&operators=no&edges=1"},
+            "profile",
+            ProfileRequest(folder="a/b", iterations=3, operators=False, edges=True),
+        ),
     ],
 )
 def test_a_variable_sets_its_field(environ, field, value):
@@ -76,6 +84,8 @@ def test_a_variable_sets_its_field(environ, field, value):
         ("SIRTAKI_STALL_SHUTDOWN_S", "nan"),
         ("SIRTAKI_STALL_SHUTDOWN_S", "-1"),
         ("SIRTAKI_LOG_LEVEL", "loud"),
+        *(("SIRTAKI_METRICS_PORT", text) for text in ("0", ":9400", "a:b", "x")),
+        *(("SIRTAKI_PROFILE", text) for text in ("?edges=1", "here?edges", "here?edges=2", "here?what=1")),
         *(("SIRTAKI_AGGREGATOR", text) for text in ("10.0.0.5", "a:", "a:7000,", "a:x", "a:7000,a:7000")),
     ],
 )
@@ -116,9 +126,24 @@ def test_variables_without_effect_leave_a_note_each():
     assert dataclasses.replace(settings, notes=()) == Settings()
 
 
+def test_a_setting_of_earlier_releases_is_one_warning_that_says_what_takes_its_place():
+    settings = Settings.from_environ({"SIRTAKI_SEED": "7", "SIRTAKI_PROFILE_EDGES": "1"})
+    assert settings.warnings == (
+        "SIRTAKI_SEED is no setting any more: the tuner always draws from the same seed",
+        "SIRTAKI_PROFILE_EDGES is no setting any more: use SIRTAKI_PROFILE=FOLDER?edges=1",
+    )
+    assert dataclasses.replace(settings, warnings=()) == Settings()
+    assert not set(REMOVED) & {variable.name for variable in VARIABLES}
+
+
+def test_what_a_job_is_to_record_can_be_read_from_its_text():
+    asked = ProfileRequest(folder="/tmp/a b", iterations=4, operators=True, edges=True)
+    assert ProfileRequest.parse(str(asked)) == asked
+
+
 def test_every_field_is_documented_and_can_be_set_by_a_variable():
     fields = {field.name for field in dataclasses.fields(Settings)}
-    assert fields - {"notes"} == {variable.field for variable in VARIABLES}
+    assert fields - {"notes", "warnings"} == {variable.field for variable in VARIABLES}
     assert all(f"        {name}: " in (Settings.__doc__ or "") for name in fields)
 
 

@@ -46,6 +46,10 @@ logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 
+SEED = 0
+"""Of all that the tuner draws: equal times give equal trials."""
+
+
 class Searchers:
     """Nobody, until `make` has been called.
 
@@ -54,15 +58,14 @@ class Searchers:
         model: the planners'; None where there are no planners.
     """
 
-    def __init__(self, arms: Sequence[Arm] | None, *, seed: int, presumed: bool) -> None:
+    def __init__(self, arms: Sequence[Arm] | None, *, presumed: bool) -> None:
         """Nothing is made yet.
 
         Args:
             arms: search techniques that take the place of all of ours, None = the usual ones.
-            seed: of what they draw.
             presumed: planners are asked before trials have borne their model out.
         """
-        self._arms, self._seed, self._presumed = arms, seed, presumed
+        self._arms, self._presumed = arms, presumed
         self.bandit: BanditArm | None = None
         self.model: PlanningModel | None = None
         self._planners: Sequence[Planner] = ()
@@ -94,7 +97,7 @@ class Searchers:
             make = functools.partial(make_planners, space=promising, model=model, presumed=self._presumed)
             self._planners = _attempt(make, ())
             self.know_pace(usual)
-        rng = np.random.default_rng(self._seed)
+        rng = np.random.default_rng(SEED)
         if self._arms is not None:
             window = window_for(budget_iterations // ITERATIONS_PER_TRIAL, len(self._arms))
             self.bandit = BanditArm(self._arms, rng=rng, window=window)
@@ -376,7 +379,7 @@ class TuningCoordinator:
         """
         self._settings, self._cache, self.default = settings, cache, default
         self._discarded_iterations = discarded_iterations
-        self._searchers = Searchers(arms, seed=settings.seed, presumed=presumed)
+        self._searchers = Searchers(arms, presumed=presumed)
         self._layouts: Sequence[GradientLayout] = ()
         self._hit = CacheHit()
         self._session: WarmupSession | None = None
@@ -578,7 +581,7 @@ class TuningCoordinator:
             space=space,
             default=self._stays or self.default,
             arm=arm,
-            rng=np.random.default_rng(self._settings.seed),
+            rng=np.random.default_rng(SEED),
             budget_iterations=self._budget_iterations,
             measured_iterations=MEASURED_IN_RETUNE if self._retuning else MEASURED,
             retune=self._retuning,

@@ -178,7 +178,7 @@ def knob_space(router: Router, settings: Settings, total_bytes: int) -> KnobSpac
     largest = min(LARGEST_UNIT_BYTES, max(SMALLEST_UNIT_BYTES, 1 << (total_bytes - 1).bit_length()))
     return KnobSpace(
         routes=routes,
-        threads=(settings.threads,) if settings.threads and router.threads() else (None, *allowances),
+        threads=(None, *allowances),
         unit_bytes=(settings.unit_bytes,) * 2 if settings.unit_bytes else (SMALLEST_UNIT_BYTES, largest),
         streams=(settings.streams,) if settings.streams else tuple(n for n in STREAM_COUNTS if n <= limit),
         most_streams=tuple((route, limits[route]) for route in routes if limits[route] < limit),
@@ -235,7 +235,6 @@ def fixed_knobs(settings: Settings) -> dict[str, str]:
     fixed = {
         "unit_bytes": settings.unit_bytes,
         "streams": settings.streams,
-        "threads": settings.threads,
         "transport": settings.transport.value if settings.transport else None,
         "algorithm": settings.algorithm.value if settings.algorithm else None,
     }

@@ -290,7 +290,7 @@ class TunedSynchroniser:
         self._coordinator: TuningCoordinator | None = None
         self._drift: DriftWatch | None = None
         if self.tuning:
-            if settings.retune and control.size > 1 and self._space.has_choices:
+            if control.size > 1 and self._space.has_choices:
                 self._drift = DriftWatch()
             self._coordinator = _coordinator(
                 settings, control, params, default=self._default, arms=arms, on_streams=self.on_streams

@@ -69,7 +69,7 @@ def launch_elastic(options: argparse.Namespace) -> int:
     local_ranks = min(max([1, *hosts.values()]), policy.max_ranks or 2**31)
     if note := crowd_note(local_ranks, usable_cores()):
         say(note)
-    environ["SIRTAKI_ELASTIC_TIMEOUT_S"] = f"{policy.timeout_s + _LATER_S:g}"
+    environ["HOROVOD_ELASTIC_TIMEOUT"] = f"{policy.timeout_s + _LATER_S:g}"
     add_defaults(environ, local_ranks=local_ranks, cores=usable_cores(), interfaces=options.interfaces)
     job = ElasticJob(
         command=command.words,

@@ -99,9 +99,10 @@ def test_a_recording_that_is_there_is_shown_with_its_trace(written: Path, capsys
 
 
 def test_the_jobs_exit_code_is_the_commands_where_something_was_recorded(written: Path, tmp_path: Path) -> None:
-    told = "$SIRTAKI_PROFILE_ITERATIONS$SIRTAKI_PROFILE_OPERATORS$SIRTAKI_PROFILE_EDGES"
-    copies = f"cp {written}/* $SIRTAKI_PROFILE; test {told} = 700; exit 5"
-    words = ["profile", "-o", str(tmp_path / "new"), "--iterations", "7", "--units-only", "sh", "-c", copies]
+    folder = str(tmp_path / "new")
+    asked = f"{folder}?iterations=7&operators=0&edges=0"
+    copies = f"cp {written}/* {folder}; test $SIRTAKI_PROFILE = '{asked}' || exit 6; exit 5"
+    words = ["profile", "-o", folder, "--iterations", "7", "--units-only", "sh", "-c", copies]
     assert main(words) == 5
 
 

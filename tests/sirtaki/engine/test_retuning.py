@@ -35,13 +35,6 @@ def test_a_slower_link_is_noticed_by_all_ranks_and_settings_are_tried_again(
     assert log.retunes[0].measurements
 
 
-@pytest.mark.slow
-def test_without_retuning_a_slower_link_changes_nothing(run_ranks: RunRanks) -> None:
-    job = run_ranks("retuning.py", 2, "slower", 75, env={"SIRTAKI_WARMUP_ITERATIONS": "15", "SIRTAKI_RETUNE": "0"})
-    assert re_tunes(job.stdout, 2) == 0
-    assert "trying others" not in job.stderr
-
-
 @pytest.mark.parametrize(
     ("ranks", "seed", "streams"),
     [

@@ -37,7 +37,7 @@ class Mine:
 
 
 def made(model: PlanningModel | None, *, presumed: bool = True, usual: StepTime | None = None) -> Searchers:
-    searchers = Searchers(None, seed=0, presumed=presumed)
+    searchers = Searchers(None, presumed=presumed)
     searchers.make(SPACE, SPACE, lambda: model, budget_iterations=100, usual=usual)
     return searchers
 
@@ -64,7 +64,7 @@ def test_a_model_that_cannot_be_made_is_told_of_and_done_without(caplog: pytest.
     def broken() -> PlanningModel:
         raise ZeroDivisionError
 
-    searchers = Searchers(None, seed=0, presumed=True)
+    searchers = Searchers(None, presumed=True)
     with caplog.at_level(logging.WARNING):
         searchers.make(SPACE, SPACE, broken, budget_iterations=100, usual=None)
     assert set(searchers.credits) == set(OUR_ARMS)
@@ -72,7 +72,7 @@ def test_a_model_that_cannot_be_made_is_told_of_and_done_without(caplog: pytest.
 
 
 def test_the_users_arms_take_the_place_of_the_usual_ones() -> None:
-    searchers = Searchers([Mine()], seed=0, presumed=True)
+    searchers = Searchers([Mine()], presumed=True)
     bandit = searchers.make(SPACE, SPACE, lambda: None, budget_iterations=100, usual=None)
     assert [proposal.arm for proposal in bandit.ask()] == ["mine"]
 

@@ -3,6 +3,7 @@ import pytest
 from sirtaki.analysis import recorder as profiling
 from sirtaki.errors import NotInitializedError
 from sirtaki.profiler import profile
+from sirtaki.settings import ProfileRequest
 
 
 def test_a_recording_needs_a_job(tmp_path) -> None:
@@ -24,7 +25,7 @@ def test_at_least_one_iteration_is_recorded(monkeypatch, tmp_path) -> None:
 
 
 def test_a_job_that_is_recorded_already_is_not_recorded_twice(monkeypatch, tmp_path) -> None:
-    asked = _Asked(profile=str(tmp_path), profile_iterations=2, profile_operators=False, profile_edges=False)
+    asked = _Asked(profile=ProfileRequest(folder=str(tmp_path), iterations=2, operators=False))
     monkeypatch.setattr(profiling, "current", lambda: asked)
     monkeypatch.setattr(profiling, "_from_environment", None)
     profiling.begin_as_set()
