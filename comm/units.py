@@ -267,10 +267,15 @@ class UnitPipeline:
                         f"{reduction.timeout_s:g} s: another rank has not come, or stands still"
                     )
                 return
+            self._put_away(unit)
         except CommError as err:
             self.fail(err if isinstance(err, StallError) else self._failures.cause_of(err))
             return
-        self._put_away(unit)
+        except Exception as err:  # whatever it is, those who wait must hear of it
+            self.fail(
+                CommError(f"elements [{unit.low}, {unit.high}) of a reduced tensor could not be put away: {err!r}")
+            )
+            return
         with self._issuing:
             if self._in_flight:  # else another thread has ended all
                 self._in_flight.popleft()

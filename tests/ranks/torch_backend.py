@@ -132,6 +132,49 @@ def tensors_need_not_be_contiguous() -> None:
             assert torch.equal(view, result)
 
 
+def tensors_that_are_sent_on_need_not_be_contiguous() -> None:
+    """Gloo alone writes the memory between their elements."""
+    for rows in (3, 301):
+        whole = data(me(), rows * 400).view(rows, 400)
+        for view in (whole.clone()[:, ::2], whole.clone().t(), whole.clone()[1:, 7:300]):
+            mine = view.clone(memory_format=torch.contiguous_format)
+            gathered = [torch.empty_like(mine) for _ in ranks()]
+            dist.all_gather(gathered, mine)
+            base = view._base.clone()
+            dist.broadcast(view, src=len(ranks()) - 1)
+            assert torch.equal(view, gathered[-1])
+            view.copy_(mine)
+            assert torch.equal(view._base, base)
+            dist.reduce(view, dst=0)
+            if me() == 0:
+                assert torch.equal(view, sum(gathered))
+            view.copy_(mine)
+            parts = [(view + rank).t().contiguous().t() for rank in ranks()] if me() == 0 else None
+            dist.scatter(view, parts, src=0)
+            assert torch.equal(view, gathered[0] + me())
+
+
+def parameters_are_reduced_without_a_record() -> None:
+    """Also by the group's own thread, which records gradients unless it is told otherwise."""
+    for shape in ((3, 3, 3), (300, 301)):
+        numel = torch.Size(shape).numel()
+        for asynchronous in (False, True):
+            parameter = torch.nn.Parameter(data(me(), numel).view(shape))
+            with torch.no_grad():
+                work = dist.all_reduce(parameter, async_op=asynchronous)
+            if asynchronous:
+                (result,) = work.get_future().wait()
+                assert result.shape == parameter.shape
+            assert torch.equal(parameter.double().view(-1), summed(numel))
+            parts = torch.nn.Parameter(data(me(), len(ranks()) * numel))
+            part = torch.nn.Parameter(torch.empty(numel))
+            with torch.no_grad():
+                work = reduce_scatter_single(part, parts, async_op=asynchronous)
+            if asynchronous:
+                work.get_future().wait()
+            assert torch.equal(part.double(), summed(len(ranks()) * numel)[me() * numel :][:numel])
+
+
 def complex_numbers_are_added() -> None:
     for numel in (5, 70_001):
         tensor = torch.complex(data(me(), numel), data(me(), numel, seed=1))
@@ -385,6 +428,8 @@ CASES = (
     every_operation_gives_what_one_process_gives,
     averages_and_scaled_sums_are_those_of_one_process,
     tensors_need_not_be_contiguous,
+    tensors_that_are_sent_on_need_not_be_contiguous,
+    parameters_are_reduced_without_a_record,
     complex_numbers_are_added,
     many_may_be_under_way_and_be_waited_for_in_any_order,
     works_that_nobody_waits_for_end_too,

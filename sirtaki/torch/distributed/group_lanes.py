@@ -23,7 +23,7 @@ from sirtaki.comm.router import Router
 from sirtaki.comm.transports.contract import raise_descriptor_limit
 from sirtaki.comm.units import TensorReduction, UnitPipeline
 from sirtaki.engine.tuning.plans import default_knobs, knob_space
-from sirtaki.errors import CommError, SirtakiError
+from sirtaki.errors import CommError
 from sirtaki.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -118,7 +118,7 @@ class GroupLanes:
     def _run(self) -> None:
         try:
             opened = self._open()
-        except (SirtakiError, RuntimeError, OSError) as err:
+        except Exception as err:  # whatever it is, those who wait must hear of it
             self._fail(err if isinstance(err, CommError) else CommError(f"no streams for this process group: {err}"))
             return
         with self._lock:

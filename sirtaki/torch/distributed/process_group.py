@@ -348,12 +348,13 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     def _all_reduce(self, tensors: Tensors, op: dist.ReduceOp, opts: Any) -> Work:
         """The tensors as one: a contiguous one where it lies, others in a copy."""
+        plain = [tensor.detach() for tensor in tensors]  # parameters are written by threads that record gradients
         whole = len(tensors) == 1 and tensors[0].is_contiguous()
-        flat = tensors[0].view(-1) if whole else torch.cat([tensor.reshape(-1) for tensor in tensors])
+        flat = plain[0].view(-1) if whole else torch.cat([tensor.reshape(-1) for tensor in plain])
 
         def copy_back() -> None:
             parts = torch.split(flat, [tensor.numel() for tensor in tensors])
-            for tensor, part in zip(tensors, parts, strict=True):
+            for tensor, part in zip(plain, parts, strict=True):
                 tensor.copy_(part.view(tensor.shape))
 
         return self._reduce(
@@ -399,10 +400,11 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     def _scatter(self, flat: torch.Tensor, output: torch.Tensor, start: int, opts: Any) -> Work:
-        target = output.view(-1) if output.is_contiguous() else torch.empty(output.numel(), dtype=output.dtype)
+        flat, plain = flat.detach(), output.detach()
+        target = plain.view(-1) if output.is_contiguous() else torch.empty(output.numel(), dtype=output.dtype)
 
         def copy_back() -> None:
-            output.copy_(target.view(output.shape))
+            plain.copy_(target.view(output.shape))
 
         then = None if output.is_contiguous() else copy_back
         return self._reduce(flat, target, start, ReduceRecipe.of(opts.reduceOp, self.size()), opts, [output], then)
@@ -456,9 +458,10 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         scratch = flat if target is flat else flat.clone()
         options = dist.AllreduceOptions()
         options.reduceOp, options.timeout = dist.ReduceOp(recipe.op), opts.timeout
+        if target is flat and recipe.divisor == 1 and then is None:
+            alone: Work = self._inner.allreduce([flat.view(outputs[0].shape)], options)  # whose future has this shape
+            return alone
         work: Work = self._inner.allreduce([scratch], options)
-        if target is scratch and recipe.divisor == 1 and then is None:
-            return work
 
         def end_small() -> None:
             if target is not scratch:
@@ -498,7 +501,34 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         ]
         return lasting(FollowedWork(works, lambda: None, outputs))
 
-    broadcast = _left_to_inner("broadcast")
+    def broadcast(self, tensors: Any, *args: Any, **options: Any) -> Work:  # Any: as the inner group has it
+        """Collective: see `torch.distributed.broadcast`; contiguous or not, where Gloo writes between elements."""
+        return self._ask_contiguous("broadcast", tensors, *args, **options)
+
+    def reduce(self, tensors: Any, *args: Any, **options: Any) -> Work:  # Any: as above
+        """Collective: see `torch.distributed.reduce`; contiguous or not, as for `broadcast`."""
+        return self._ask_contiguous("reduce", tensors, *args, **options)
+
+    def scatter(self, outputs: Any, inputs: Any, *args: Any, **options: Any) -> Work:  # Any: as above
+        """Collective: see `torch.distributed.scatter`; contiguous or not, as for `broadcast`."""
+        plain = [[tensor.contiguous() for tensor in part] if isinstance(part, list) else part for part in inputs]
+        return self._ask_contiguous("scatter", outputs, plain, *args, **options)
+
+    def _ask_contiguous(self, name: str, tensors: Any, *args: Any, **options: Any) -> Work:  # Any: as above
+        """As `_ask`, with contiguous copies of tensors that are not, from which they are filled at the end."""
+        outputs = [tensors] if isinstance(tensors, torch.Tensor) else tensors
+        if all(tensor.layout is not torch.strided or tensor.is_contiguous() for tensor in outputs):
+            return self._ask(name, tensors, *args, **options)
+        plain = [tensor.detach() for tensor in outputs]
+        copies = [tensor.contiguous() for tensor in plain]
+
+        def copy_back() -> None:
+            for tensor, copy in zip(plain, copies, strict=True):
+                tensor.copy_(copy)
+
+        asked = copies[0] if isinstance(tensors, torch.Tensor) else copies
+        return lasting(FollowedWork([self._ask(name, asked, *args, **options)], copy_back, outputs))
+
     allgather = _left_to_inner("allgather")
     all_gather_single = _left_to_inner("_allgather_base")
     all_to_all_single = _left_to_inner("alltoall_base")
