@@ -47,8 +47,7 @@ from bench.lib.harness import (
 )
 from bench.lib.models import gpt
 from bench.step import slowest, timed_block
-from sirtaki.analysis.from_recording import job_model
-from sirtaki.analysis.job_model import histories
+from sirtaki.analysis.job_model import histories, job_model
 from sirtaki.analysis.plan_search import optimize
 from sirtaki.analysis.recording_files import read
 

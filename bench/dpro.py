@@ -36,12 +36,18 @@ from bench.optimize import ablation
 from bench.profile import INJECTED, measure_clocks, measure_cost, with_wrong_clock
 from bench.replay import NETWORKS, Job, percent, with_other_units
 from bench.replay import run as run_job
-from sirtaki.analysis.from_recording import job_model
-from sirtaki.analysis.global_graph import coarse, communication_s, global_graph, mean_iteration, replayed, symmetric
-from sirtaki.analysis.job_model import JobModel, histories
+from sirtaki.analysis.global_graph import (
+    coarse,
+    communication_s,
+    global_graph,
+    mean_iteration,
+    play,
+    replayed,
+    symmetric,
+)
+from sirtaki.analysis.job_model import JobModel, histories, job_model
 from sirtaki.analysis.recording import Recording
 from sirtaki.analysis.recording_files import write_job, write_rank
-from sirtaki.analysis.remedies import play
 from sirtaki.analysis.what_if import with_ranks
 from sirtaki.autotune.model.replayer import replay
 

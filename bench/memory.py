@@ -46,12 +46,10 @@ from bench.lib.harness import (
     run_ranks,
 )
 from bench.lib.models import lstm, small_resnet, token_transformer
-from sirtaki.analysis.from_recording import job_model
-from sirtaki.analysis.global_graph import recorded, replayed
-from sirtaki.analysis.job_model import histories
+from sirtaki.analysis.global_graph import play, recorded, replayed
+from sirtaki.analysis.job_model import histories, job_model
 from sirtaki.analysis.memory_budget import Fitting, fit, memory_passes
 from sirtaki.analysis.recording_files import read
-from sirtaki.analysis.remedies import play
 
 RANKS = 2
 RECORDED = 6

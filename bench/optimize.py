@@ -47,12 +47,10 @@ from bench.lib.harness import (
 )
 from bench.lib.models import emulated_resnet50, transformer
 from bench.objective import rank_correlation
-from sirtaki.analysis.from_recording import job_model
-from sirtaki.analysis.global_graph import replayed
-from sirtaki.analysis.job_model import JobModel, histories
+from sirtaki.analysis.global_graph import play, replayed
+from sirtaki.analysis.job_model import JobModel, histories, job_model
 from sirtaki.analysis.plan_search import Acceleration, Outcome, optimize
 from sirtaki.analysis.recording_files import read
-from sirtaki.analysis.remedies import play
 from sirtaki.analysis.what_if import with_knobs
 from sirtaki.autotune.knobs import KIB, MIB, Knobs
 from sirtaki.comm.plan import TransportKind

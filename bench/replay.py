@@ -45,12 +45,10 @@ from bench.lib.harness import (
     take_result,
 )
 from bench.lib.models import emulated_resnet50, mlp, small_conv, transformer
-from sirtaki.analysis.from_recording import job_model
-from sirtaki.analysis.global_graph import StepTimes, recorded, replayed
-from sirtaki.analysis.job_model import JobModel, histories
+from sirtaki.analysis.global_graph import StepTimes, play, recorded, replayed
+from sirtaki.analysis.job_model import JobModel, histories, job_model
 from sirtaki.analysis.recording_files import read
-from sirtaki.analysis.remedies import knobs_of, play
-from sirtaki.analysis.what_if import daydream, with_knobs, with_link, with_ranks, without_stragglers
+from sirtaki.analysis.what_if import daydream, knobs_of, with_knobs, with_link, with_ranks, without_stragglers
 from sirtaki.autotune.knobs import KIB, Knobs
 from sirtaki.comm.plan import TransportKind
 

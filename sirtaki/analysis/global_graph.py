@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from sirtaki.autotune.model.replayer import (
     ALL_RANKS,
@@ -21,7 +22,7 @@ from sirtaki.autotune.model.replayer import (
     replay,
 )
 
-from .job_model import Histories, Iteration, JobModel, Operation, OperationKey, Piece, Processors, Program
+from .job_model import Histories, Iteration, JobModel, Operation, Piece, Processors, Program
 
 
 def coarse(job: JobModel, *, settled: bool = True) -> JobModel:
@@ -31,38 +32,30 @@ def coarse(job: JobModel, *, settled: bool = True) -> JobModel:
         job: what is to become smaller.
         settled: its plan stays, so when gradients come that complete no unit need no longer be known.
     """
-    iterations = tuple(
-        replace(
-            each,
-            programs={rank: _coarse_program(program, settled) for rank, program in each.programs.items()},
-        )
-        for each in job.iterations
-    )
-    return replace(job, iterations=iterations)
+
+    def joined(_: int, program: Program) -> Program:
+        found: list[Piece] = []
+        for piece in program:
+            before = found[-1] if found else None
+            marked = before is not None and (before.issues or (before.ready and not settled))
+            if before is None or marked or piece.waits or not _belong_together(before, piece):
+                found.append(piece)
+                continue
+            larger = before if before.seconds >= piece.seconds else piece
+            found[-1] = replace(
+                larger,
+                waits=before.waits,
+                seconds=before.seconds + piece.seconds,
+                ready=before.ready + piece.ready,
+                issues=piece.issues,
+                module=before.module,
+            )
+        return tuple(found)
+
+    return job.changed(program=joined)
 
 
-def _coarse_program(program: Program, settled: bool) -> Program:
-    found: list[Piece] = []
-    for piece in program:
-        before = found[-1] if found else None
-        marked = before is not None and (before.issues or (before.ready and not settled))
-        if before is None or marked or piece.waits or not _join(before, piece):
-            found.append(piece)
-            continue
-        larger = before if before.seconds >= piece.seconds else piece
-        found[-1] = replace(
-            before,
-            activity=larger.activity,
-            phase=larger.phase,
-            name=larger.name,
-            seconds=before.seconds + piece.seconds,
-            ready=before.ready + piece.ready,
-            issues=piece.issues,
-        )
-    return tuple(found)
-
-
-def _join(before: Piece, piece: Piece) -> bool:
+def _belong_together(before: Piece, piece: Piece) -> bool:
     alike = (before.activity, before.phase) == (piece.activity, piece.phase)
     negligible = min(before.seconds, piece.seconds) <= 0.0 and not before.waits  # waiting has a phase, too
     return before.computes == piece.computes and (alike or negligible)
@@ -101,14 +94,9 @@ def _mean_program(programs: Sequence[Program]) -> Program:
 
 
 def _mean_operation(same: Sequence[Operation]) -> Operation:
-    return replace(
-        same[0],
-        fixed_s=statistics.fmean(one.fixed_s for one in same),
-        link_s=statistics.fmean(one.link_s for one in same),
-        host_s=statistics.fmean(one.host_s for one in same),
-        processor_s=statistics.fmean(one.processor_s for one in same),
-        lag_s=statistics.fmean(one.lag_s for one in same),
-    )
+    costs = ("fixed_s", "link_s", "host_s", "processor_s", "lag_s")
+    means: dict[str, Any] = {cost: statistics.fmean(getattr(one, cost) for one in same) for cost in costs}
+    return replace(same[0], **means)
 
 
 def _signature(program: Program) -> Hashable:
@@ -126,61 +114,60 @@ def symmetric(job: JobModel, *, tolerance: float = 0.02) -> JobModel:
     cost that nobody has run is to be asked of the whole job.
     """
     kinds = _kinds(job, tolerance)
-    hosts: dict[Hashable, Processors] = {}
+    hosts: dict[Hashable, tuple[Processors, Counter[int]]] = {}
     for group in job.processors:
         counts = Counter(kinds[rank] for rank in group.ranks)
-        hosts.setdefault((frozenset(counts.items()), group.capacity, group.threads), group)
+        hosts.setdefault((frozenset(counts.items()), group.capacity, group.threads), (group, counts))
     kept: dict[int, int] = {}
     processors = []
-    for group in hosts.values():
-        counts = Counter(kinds[rank] for rank in group.ranks)
-        mine: dict[int, int] = {}
+    for group, counts in hosts.values():
+        firsts: dict[int, int] = {}
         for rank in group.ranks:
-            if kinds[rank] not in {kinds[other] for other in mine}:
-                mine[rank] = counts[kinds[rank]] * job.alike.get(rank, 1)
+            firsts.setdefault(kinds[rank], rank)
+        mine = {rank: counts[kind] * job.alike.get(rank, 1) for kind, rank in firsts.items()}
         kept |= mine
         processors.append(replace(group, ranks=tuple(mine)))
+
+    def only(ranks: Sequence[int]) -> tuple[int, ...]:
+        return tuple(rank for rank in ranks if rank in kept)
+
     return replace(
         job,
-        ranks=tuple(rank for rank in job.ranks if rank in kept),
+        ranks=only(job.ranks),
         processors=tuple(processors),
-        buffers=tuple(
-            replace(buffer, ranks=tuple(rank for rank in buffer.ranks if rank in kept)) for buffer in job.buffers
+        buffers=tuple(replace(buffer, ranks=only(buffer.ranks)) for buffer in job.buffers),
+        iterations=tuple(
+            Iteration(
+                programs={rank: program for rank, program in each.programs.items() if rank in kept},
+                operations=tuple(replace(one, ranks=ranks) for one in each.operations if (ranks := only(one.ranks))),
+            )
+            for each in job.iterations
         ),
-        iterations=tuple(_only(each, kept) for each in job.iterations),
         begin_s={rank: begin_s for rank, begin_s in job.begin_s.items() if rank in kept},
         alike=kept,
     )
 
 
-def _only(iteration: Iteration, kept: Mapping[int, int]) -> Iteration:
-    operations = [
-        replace(one, ranks=ranks)
-        for one in iteration.operations
-        if (ranks := tuple(rank for rank in one.ranks if rank in kept))
-    ]
-    there = {one.key for one in operations}
-    programs = {rank: program for rank, program in iteration.programs.items() if rank in kept}
-    assert all(key in there for program in programs.values() for piece in program for key in piece.issues)
-    return Iteration(programs=programs, operations=tuple(operations))
-
-
 def _kinds(job: JobModel, tolerance: float) -> dict[int, int]:
     """The lowest rank of each one's kind."""
-    found: dict[int, int] = {}
-    signatures = {rank: tuple(_signature(each.programs[rank]) for each in job.iterations) for rank in job.ranks}
+    signatures = {rank: [_signature(each.programs[rank]) for each in job.iterations] for rank in job.ranks}
     lengths = {rank: [_lengths(each.programs[rank]) for each in job.iterations] for rank in job.ranks}
-    for rank in job.ranks:
-        found[rank] = next(
-            (
-                kind
-                for kind in sorted(set(found.values()))
-                if signatures[kind] == signatures[rank]
-                and abs(job.begin_s.get(kind, 0.0) - job.begin_s.get(rank, 0.0)) <= tolerance * _total(lengths[rank])
-                and all(_close(*pair, tolerance) for pair in zip(lengths[kind], lengths[rank], strict=True))
-            ),
-            rank,
+
+    def alike(kind: int, rank: int) -> bool:
+        limit_s = tolerance * min(each["all"] for each in lengths[rank])
+        if signatures[kind] != signatures[rank]:
+            return False
+        if abs(job.begin_s.get(kind, 0.0) - job.begin_s.get(rank, 0.0)) > limit_s:
+            return False
+        return all(
+            abs(seconds - other.get(key, 0.0)) <= tolerance * max(mine["all"], other["all"])
+            for mine, other in zip(lengths[kind], lengths[rank], strict=True)
+            for key, seconds in mine.items()
         )
+
+    found: dict[int, int] = {}
+    for rank in job.ranks:
+        found[rank] = next((kind for kind in sorted(set(found.values())) if alike(kind, rank)), rank)
     return found
 
 
@@ -191,19 +178,9 @@ def _lengths(program: Program) -> dict[Hashable, float]:
     for piece in program:
         so_far_s += piece.seconds
         found[piece.phase, piece.activity is Activity.DATA] += piece.seconds
-        for key in piece.issues:
-            found[key] = so_far_s
+        found |= dict.fromkeys(piece.issues, so_far_s)
     found["all"] = so_far_s
     return found
-
-
-def _total(lengths: Sequence[Mapping[Hashable, float]]) -> float:
-    return min(each["all"] for each in lengths)
-
-
-def _close(mine: Mapping[Hashable, float], other: Mapping[Hashable, float], tolerance: float) -> bool:
-    limit_s = tolerance * max(mine["all"], other["all"])
-    return all(abs(seconds - other.get(key, 0.0)) <= limit_s for key, seconds in mine.items())
 
 
 BEFORE = -1
@@ -216,125 +193,86 @@ def global_graph(job: JobModel) -> Graph:
     Raises:
         ReplayError: a time is negative or not finite.
     """
-    return _Builder(job).build()
+    nodes: list[Node] = []
+    edges: list[Edge] = []
+    lanes = {f"rank {rank}": place for place, rank in enumerate(job.ranks)}
+    servers = [group.server for group in job.processors]
+    link, messages = len(servers), len(servers) + 1
+    if job.link is not None:
+        servers += [job.link, Server(name="handing messages to the link", totals=(1.0,), is_link=True)]
+    place_of = {rank: place for place, group in enumerate(job.processors) for rank in group.ranks}
+    last_on: dict[str, tuple[int, float]] = {}  # by lane: the last operation, and how late its last rank is
 
+    def count(ranks: Sequence[int]) -> int:
+        return sum(job.alike.get(rank, 1) for rank in ranks)
 
-class _Builder:
-    def __init__(self, job: JobModel) -> None:
-        self._job = job
-        self._nodes: list[Node] = []
-        self._edges: list[Edge] = []
-        self._lanes = [f"rank {rank}" for rank in job.ranks]
-        self._lane_places = {name: place for place, name in enumerate(self._lanes)}
-        self._servers = [group.server for group in job.processors]
-        self._link, self._messages = len(self._servers), len(self._servers) + 1
-        if job.link is not None:
-            self._servers += [job.link, Server(name="handing messages to the link", totals=(1.0,), is_link=True)]
-        self._place_of = {rank: place for place, group in enumerate(job.processors) for rank in group.ranks}
-        streams = 1 + max((len({one.lane for one in each.operations}) for each in job.iterations), default=0)
-        self._shared = [
-            group.capacity < self._count(group.ranks) * (group.threads + streams - 1) for group in job.processors
-        ]
-        self._last_on: dict[str, tuple[int, float]] = {}  # by lane: the last operation, and how late its last rank is
+    streams = 1 + max((len({one.lane for one in each.operations}) for each in job.iterations), default=0)
+    shared = [group.capacity < count(group.ranks) * (group.threads + streams - 1) for group in job.processors]
 
-    def build(self) -> Graph:
-        last: dict[int, int] = {}
-        for rank in self._job.ranks:
-            delay_s = self._job.begin_s.get(rank, 0.0)
-            last[rank] = self._add(
-                Node(
-                    lane=self._lane(f"rank {rank}"),
-                    activity=Activity.COMPUTE,
-                    phase=Phase.OTHER,
-                    rank=rank,
-                    iteration=BEFORE,
-                    fixed_s=delay_s,
-                )
-            )
-        for number, iteration in enumerate(self._job.iterations):
-            self._iteration(number, iteration, last)
-        return Graph(nodes=self._nodes, edges=self._edges, lanes=self._lanes, servers=self._servers)
-
-    def _iteration(self, number: int, iteration: Iteration, last: dict[int, int]) -> None:
-        places = {operation.key: self._operation(number, operation) for operation in iteration.operations}
-        for rank, program in iteration.programs.items():
-            before = last[rank]
-            for piece in program:
-                place = self._piece(number, rank, piece)
-                self._edges.append((before, place, 0.0))
-                self._connect(place, piece, places)
-                before = place
-            last[rank] = before
-
-    def _connect(self, place: int, piece: Piece, places: dict[OperationKey, int]) -> None:
-        self._edges += [(places[key], place, lag_s) for key, lag_s in piece.waits]
-        self._edges += [(place, places[key], 0.0) for key in piece.issues]
-
-    def _piece(self, number: int, rank: int, piece: Piece) -> int:
-        server = self._place_of[rank]
-        on_server = piece.computes and self._shared[server]
-        threads = self._job.processors[server].threads
-        return self._add(
+    def add_piece(number: int, rank: int, piece: Piece) -> int:
+        server = place_of[rank]
+        on_server = piece.computes and shared[server]
+        work = Work(server=server, seconds=piece.seconds, jobs=job.processors[server].threads * count((rank,)))
+        nodes.append(
             Node(
-                lane=self._lane_places[f"rank {rank}"],
+                lane=lanes[f"rank {rank}"],
                 activity=piece.activity,
                 phase=piece.phase,
                 rank=rank,
                 iteration=number,
                 name=piece.name,
                 fixed_s=0.0 if on_server else piece.seconds,
-                works=(Work(server=server, seconds=piece.seconds, jobs=threads * self._count((rank,))),)
-                if on_server
-                else (),
+                works=(work,) if on_server else (),
             )
         )
+        return len(nodes) - 1
 
-    def _operation(self, number: int, operation: Operation) -> int:
-        works, fixed_s = [], operation.fixed_s
-        if operation.link_s > 0:
-            works.append(Work(server=self._link, seconds=operation.link_s))
-        if operation.host_s > 0:
-            works.append(Work(server=self._messages, seconds=operation.host_s))
-        if operation.processor_s > 0:
-            server = self._place_of[operation.ranks[0]]
-            if self._shared[server]:
-                works.append(
-                    Work(
-                        server=server, seconds=operation.processor_s, jobs=operation.busy * self._count(operation.ranks)
-                    )
-                )
-            else:
-                fixed_s += operation.processor_s
-        place = self._add(
+    def add_operation(number: int, one: Operation) -> int:
+        server, works = place_of[one.ranks[0]], []
+        if one.link_s > 0:
+            works.append(Work(server=link, seconds=one.link_s))
+        if one.host_s > 0:
+            works.append(Work(server=messages, seconds=one.host_s))
+        if one.processor_s > 0 and shared[server]:
+            works.append(Work(server=server, seconds=one.processor_s, jobs=one.busy * count(one.ranks)))
+        nodes.append(
             Node(
-                lane=self._lane(operation.lane),
-                activity=operation.activity,
+                lane=lanes.setdefault(one.lane, len(lanes)),
+                activity=one.activity,
                 phase=Phase.OTHER,
                 rank=ALL_RANKS,
                 iteration=number,
-                name=operation.name,
-                fixed_s=fixed_s,
+                name=one.name,
+                fixed_s=one.fixed_s + (0.0 if shared[server] else one.processor_s),
                 works=tuple(works),
             )
         )
-        if operation.lane in self._last_on:
-            before, lag_s = self._last_on[operation.lane]
-            self._edges.append((before, place, lag_s))
-        self._last_on[operation.lane] = place, operation.lag_s
+        place = len(nodes) - 1
+        if one.lane in last_on:
+            before, lag_s = last_on[one.lane]
+            edges.append((before, place, lag_s))
+        last_on[one.lane] = place, one.lag_s
         return place
 
-    def _count(self, ranks: tuple[int, ...]) -> int:
-        return sum(self._job.alike.get(rank, 1) for rank in ranks)
+    last: dict[int, int] = {}
+    for rank in job.ranks:
+        delay = Piece(activity=Activity.COMPUTE, phase=Phase.OTHER, seconds=job.begin_s.get(rank, 0.0), computes=False)
+        last[rank] = add_piece(BEFORE, rank, delay)
+    for number, iteration in enumerate(job.iterations):
+        places = {one.key: add_operation(number, one) for one in iteration.operations}
+        for rank, program in iteration.programs.items():
+            for piece in program:
+                place = add_piece(number, rank, piece)
+                edges.append((last[rank], place, 0.0))
+                edges += [(places[key], place, lag_s) for key, lag_s in piece.waits]
+                edges += [(place, places[key], 0.0) for key in piece.issues]
+                last[rank] = place
+    return Graph(nodes=nodes, edges=edges, lanes=list(lanes), servers=servers)
 
-    def _lane(self, name: str) -> int:
-        if name not in self._lane_places:
-            self._lane_places[name] = len(self._lanes)
-            self._lanes.append(name)
-        return self._lane_places[name]
 
-    def _add(self, node: Node) -> int:
-        self._nodes.append(node)
-        return len(self._nodes) - 1
+def play(job: JobModel) -> Replay:
+    """Replays all its iterations, one behind the other."""
+    return replay(global_graph(coarse(job)))
 
 
 STRAGGLES = 0.05
@@ -401,7 +339,7 @@ def parts(replay: Replay) -> tuple[Part, ...]:
         node = graph.nodes[visit.place]
         for words, rank, phase, part_s in _shares(graph, node, visit.end_s - visit.begin_s):
             seconds[words, rank, phase] += part_s
-        seconds[_LATE, ALL_RANKS, Phase.OTHER] += visit.gap_s
+        seconds["is ranks that see results later than the first", ALL_RANKS, Phase.OTHER] += visit.gap_s
     iterations = 1 + max((node.iteration for node in graph.nodes), default=0)
     total_s = sum(seconds.values()) or 1.0
     named = _by_name(seconds, _own_s(graph))
@@ -412,30 +350,26 @@ def parts(replay: Replay) -> tuple[Part, ...]:
     )
 
 
-_LATE = "is ranks that see results later than the first"
-_COPIES = "is copying gradients"
 _OWN = ""  # computing and loading: named by phase and rank
 
 
 def _shares(graph: Graph, node: Node, length_s: float) -> Sequence[tuple[str, int, Phase, float]]:
     """What a node's time was spent on."""
-    alone_s = min(node.alone_s, length_s)
-    found: list[tuple[str, int, Phase, float]] = []
+    alone_s, fixed_s = min(node.alone_s, length_s), min(node.fixed_s, length_s)
+    link = next((work.server for work in node.works if graph.servers[work.server].is_link), None)
+    words, rank = _OWN, node.rank
     if node.activity is Activity.COLLECTIVE:
         return [("is operations between ranks that a script asks for", ALL_RANKS, node.phase, length_s)]
+    if node.activity is Activity.UNIT and link is not None:
+        return [
+            ("is starting to exchange gradients", ALL_RANKS, node.phase, fixed_s),
+            (f"is {graph.servers[link].name}", ALL_RANKS, node.phase, length_s - fixed_s),
+        ]
     if node.activity is Activity.UNIT:
-        link = next((work for work in node.works if graph.servers[work.server].is_link), None)
-        if link is None:
-            found.append(("is exchanging gradients on one host", ALL_RANKS, node.phase, alone_s))
-        else:
-            fixed_s = min(node.fixed_s, length_s)
-            found.append(("is starting to exchange gradients", ALL_RANKS, node.phase, fixed_s))
-            found.append((f"is {graph.servers[link.server].name}", ALL_RANKS, node.phase, length_s - fixed_s))
-            return found
+        words = "is exchanging gradients on one host"
     elif node.activity is Activity.COPY:
-        found.append((_COPIES, ALL_RANKS, node.phase, alone_s))
-    else:
-        found.append((_OWN, node.rank, node.phase, alone_s))
+        words, rank = "is copying gradients", ALL_RANKS
+    found = [(words, rank, node.phase, alone_s)]
     if node.works and length_s > alone_s:
         shared = graph.servers[node.works[0].server].name
         found.append((f"is sharing {shared}", ALL_RANKS, node.phase, length_s - alone_s))
@@ -534,28 +468,27 @@ def _means(steps_s: Sequence[Sequence[float]], phases_s: Mapping[Phase, float]) 
     )
 
 
-TOGETHER = frozenset({Activity.UNIT, Activity.COLLECTIVE})
-
-
-def part(graph: Graph, kept: Callable[[Node], bool]) -> Graph:
-    """The nodes that are kept, the edges between them, all lanes and servers."""
-    places = {place: new for new, place in enumerate(place for place, node in enumerate(graph.nodes) if kept(node))}
-    return replace(
-        graph,
-        nodes=[graph.nodes[place] for place in places],
-        edges=[
-            (places[before], places[after], gap_s)
-            for before, after, gap_s in graph.edges
-            if before in places and after in places
-        ],
-    )
+def _part_s(graph: Graph, activities: Collection[Activity]) -> float:
+    kept = [place for place, node in enumerate(graph.nodes) if node.activity in activities]
+    places = {place: new for new, place in enumerate(kept)}
+    edges = [
+        (places[before], places[after], gap_s)
+        for before, after, gap_s in graph.edges
+        if before in places and after in places
+    ]
+    return replay(replace(graph, nodes=[graph.nodes[place] for place in kept], edges=edges)).total_s
 
 
 def communication_s(graph: Graph) -> float:
     """What ranks do together, as if nobody had to wait for gradients."""
-    return replay(part(graph, lambda node: node.activity in TOGETHER)).total_s
+    return _part_s(graph, {Activity.UNIT, Activity.COLLECTIVE})
 
 
 def computation_s(graph: Graph) -> float:
     """What the slowest rank does by itself, as if nobody waited for others."""
-    return replay(part(graph, lambda node: node.activity not in TOGETHER)).total_s
+    return _part_s(graph, {Activity.COMPUTE, Activity.DATA, Activity.COPY})
+
+
+def ms(seconds: float) -> str:
+    """`198.2 ms`."""
+    return f"{1e3 * seconds:.4g} ms"

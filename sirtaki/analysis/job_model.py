@@ -1,10 +1,10 @@
-"""The model of a recorded job: histories of its ranks, made comparable."""
+"""The model of a recorded job: histories of its ranks on one clock, and what they say of the work that was done."""
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from sirtaki.autotune.model.replayer import Activity, Phase, Server
@@ -12,8 +12,8 @@ from sirtaki.comm.plan import Route
 from sirtaki.errors import ReplayError
 from sirtaki.measures import LinkModel
 
-from .alignment import Alignment, align
-from .recording import Buffer, Module, ModuleKey, RecordedIteration, Recording
+from .alignment import align
+from .recording import Buffer, Copy, Module, ModuleKey, Operator, PhaseSpan, Placement, RecordedIteration, Recording
 
 GradientKey = tuple[int, int]
 """(buffer, place in its layout)."""
@@ -124,9 +124,8 @@ class Processors:
     @property
     def server(self) -> Server:
         """N jobs get n processors' work done, until there are no more."""
-        whole = int(self.capacity)
-        totals = [float(count) for count in range(1, whole + 1)]
-        return Server(name=self.name, totals=(*totals, self.capacity) if self.capacity > whole else tuple(totals))
+        whole = [float(count) for count in range(1, int(self.capacity) + 1)]
+        return Server(name=self.name, totals=tuple(dict.fromkeys((*whole, self.capacity))))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,9 +160,21 @@ class JobModel:
         """Whether an operation of these ranks needs the link."""
         return len({self.hosts[rank] for rank in ranks}) > 1
 
-    def processors_of(self, rank: int) -> int:
-        """The place in `processors` of those that a rank uses."""
-        return next(place for place, group in enumerate(self.processors) if rank in group.ranks)
+    def changed(
+        self,
+        *,
+        program: Callable[[int, Program], Program] = lambda _, same: same,
+        operation: Callable[[Operation], Operation] = lambda same: same,
+    ) -> JobModel:
+        """The job with each rank's program, given with its rank, and each operation put through a function."""
+        iterations = [
+            Iteration(
+                programs={rank: program(rank, mine) for rank, mine in each.programs.items()},
+                operations=tuple(map(operation, each.operations)),
+            )
+            for each in self.iterations
+        ]
+        return replace(self, iterations=tuple(iterations))
 
 
 Clock = Callable[[float], float]
@@ -172,7 +183,7 @@ Clock = Callable[[float], float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stretch:
-    """One kind of thing for a while; moments of the job's clock.
+    """What a training thread does for a while; moments of the job's clock.
 
     Attributes:
         waits: the thread waits for these, and for nothing else; empty if it does something.
@@ -206,121 +217,98 @@ class Wait:
     keys: tuple[OperationKey, ...]
     until_backward_ends: bool = False
 
-    @property
-    def phase(self) -> Phase | None:
-        """That the waiting belongs to; None = the one in which it is done."""
-        return Phase.BACKWARD if self.until_backward_ends else None
-
 
 def stretches(iteration: RecordedIteration, clock: Clock, modules: Sequence[Module] = ()) -> list[Stretch]:
-    """The whole iteration, waiting not told apart yet."""
-    begin_s, end_s = clock(iteration.begin_s), clock(iteration.end_s)
-    known = [
-        Stretch(
+    """The whole iteration without a gap, waiting not told apart yet."""
+
+    def stretch(
+        one: Operator | PhaseSpan | Copy,
+        phase: Phase,
+        activity: Activity,
+        name: str = "",
+        module: ModuleKey | None = None,
+    ) -> Stretch:
+        return Stretch(
             begin_s=clock(one.begin_s),
             end_s=clock(one.end_s),
-            activity=Activity.DATA if one.phase is Phase.DATA else Activity.COMPUTE,
-            phase=one.phase,
-            name=one.name,
-            module=modules[one.module].key if one.module >= 0 else None,
+            activity=activity,
+            phase=phase,
+            name=name,
+            module=module,
         )
+
+    def usual(phase: Phase) -> Activity:
+        return Activity.DATA if phase is Phase.DATA else Activity.COMPUTE
+
+    begin_s, end_s = clock(iteration.begin_s), clock(iteration.end_s)
+    spans = [stretch(one, one.phase, usual(one.phase)) for one in iteration.spans]
+    known = [
+        stretch(one, one.phase, usual(one.phase), one.name, modules[one.module].key if one.module >= 0 else None)
         for one in iteration.operators
         if one.lane == 0
     ]
-    spans = [
-        Stretch(begin_s=clock(one.begin_s), end_s=clock(one.end_s), activity=_usual(one.phase), phase=one.phase)
-        for one in iteration.spans
-    ]
-    copies = [
-        Stretch(
-            begin_s=clock(one.begin_s),
-            end_s=clock(one.end_s),
-            activity=Activity.COPY,
-            phase=_phase_at(spans, clock(one.begin_s)),
-            name="copy gradients",
-        )
-        for one in iteration.copies
-    ]
+    for copy in iteration.copies:
+        at_s = clock(copy.begin_s)
+        phase = next((span.phase for span in spans if span.begin_s <= at_s < span.end_s), Phase.OTHER)
+        known.append(stretch(copy, phase, Activity.COPY, "copy gradients"))
     full: list[Stretch] = []
     now_s = begin_s
-    for one in sorted([*known, *copies], key=lambda one: one.begin_s):
+    for one in sorted(known, key=lambda one: one.begin_s):
         # Operators are told by another clock, so neighbours may seem to overlap a little.
         from_s, to_s = max(now_s, min(one.begin_s, end_s)), min(one.end_s, end_s)
-        if to_s < from_s:
-            continue
-        full += _between(spans, now_s, from_s)
-        full.append(replace(one, begin_s=from_s, end_s=to_s))
-        now_s = to_s
+        if to_s >= from_s:
+            full += (*_between(spans, now_s, from_s), replace(one, begin_s=from_s, end_s=to_s))
+            now_s = to_s
     return [*full, *_between(spans, now_s, end_s)]
 
 
-def _usual(phase: Phase) -> Activity:
-    return Activity.DATA if phase is Phase.DATA else Activity.COMPUTE
-
-
-def _phase_at(spans: Sequence[Stretch], moment_s: float) -> Phase:
-    return next((one.phase for one in spans if one.begin_s <= moment_s < one.end_s), Phase.OTHER)
-
-
-def _between(spans: Sequence[Stretch], begin_s: float, end_s: float) -> list[Stretch]:
+def _between(spans: Sequence[Stretch], begin_s: float, end_s: float) -> Iterator[Stretch]:
     """Time in which nothing is recorded but, perhaps, the phase."""
-    found: list[Stretch] = []
+
+    def other(from_s: float, to_s: float) -> Stretch:
+        return Stretch(begin_s=from_s, end_s=to_s, activity=Activity.COMPUTE, phase=Phase.OTHER)
+
     now_s = begin_s
     for span in spans:
-        if span.end_s <= now_s or span.begin_s >= end_s:
-            continue
-        if span.begin_s > now_s:
-            found.append(_other(now_s, span.begin_s))
-        now_s, from_s = min(span.end_s, end_s), max(span.begin_s, now_s)
-        found.append(replace(span, begin_s=from_s, end_s=now_s))
-    return [*found, _other(now_s, end_s)] if end_s > now_s else found
+        if now_s < span.end_s and span.begin_s < end_s:
+            if span.begin_s > now_s:
+                yield other(now_s, span.begin_s)
+            now_s, from_s = min(span.end_s, end_s), max(span.begin_s, now_s)
+            yield replace(span, begin_s=from_s, end_s=now_s)
+    if end_s > now_s:
+        yield other(now_s, end_s)
 
 
-def _other(begin_s: float, end_s: float) -> Stretch:
-    return Stretch(begin_s=begin_s, end_s=end_s, activity=Activity.COMPUTE, phase=Phase.OTHER)
-
-
-def with_waits(full: Sequence[Stretch], waits: Sequence[Wait]) -> list[Stretch]:
+def with_waits(full: Sequence[Stretch], waits: Iterable[Wait]) -> list[Stretch]:
     """Stretches, those in which the thread waited told apart; only time that nothing was recorded in is waiting."""
     found = list(full)
     for wait in sorted(waits, key=lambda wait: wait.end_s):
-        found = _with_wait(found, wait)
+        _tell_apart(found, wait)
     return found
 
 
-def _with_wait(full: list[Stretch], wait: Wait) -> list[Stretch]:
-    place = min(bisect_left([one.end_s for one in full], wait.end_s), len(full) - 1)
+def _tell_apart(full: list[Stretch], wait: Wait) -> None:
+    place = min(bisect_left(full, wait.end_s, key=lambda one: one.end_s), len(full) - 1)
     one = full[place]
-    backward_end = max(
-        (at + 1 for at, each in enumerate(full) if each.name and each.phase is Phase.BACKWARD), default=0
-    )
-    if one.name or one.waits or (wait.until_backward_ends and place < backward_end):
+    backward = [at for at, each in enumerate(full) if each.name and each.phase is Phase.BACKWARD]
+    backward_end = 1 + backward[-1] if backward and wait.until_backward_ends else 0
+    if one.name or one.waits or place < backward_end:
         # Something was done then, so nobody waited: the result is needed later, when backward() returns at the soonest.
-        place = max(place + 1, backward_end if wait.until_backward_ends else 0)
-        moment_s = full[place - 1].end_s
-        seen = Stretch(
-            begin_s=moment_s,
-            end_s=moment_s,
-            activity=Activity.COMPUTE,
-            phase=wait.phase or full[place - 1].phase,
-            waits=wait.keys,
-        )
-        return [*full[:place], seen, *full[place:]]
-    begin_s = min(max(one.begin_s, wait.begin_s), wait.end_s)
-    end_s = min(max(begin_s, wait.end_s), one.end_s)
+        place = max(place + 1, backward_end)
+        before = full[place - 1]
+        one = Stretch(begin_s=before.end_s, end_s=before.end_s, activity=Activity.COMPUTE, phase=before.phase)
+        begin_s = end_s = before.end_s
+        full.insert(place, one)
+    else:
+        begin_s = min(max(one.begin_s, wait.begin_s), wait.end_s)
+        end_s = min(max(begin_s, wait.end_s), one.end_s)
+    phase = Phase.BACKWARD if wait.until_backward_ends else one.phase
     parts = [
         replace(one, end_s=begin_s),
-        replace(
-            one,
-            begin_s=begin_s,
-            end_s=end_s,
-            activity=Activity.COMPUTE,
-            phase=wait.phase or one.phase,
-            waits=wait.keys,
-        ),
+        replace(one, begin_s=begin_s, end_s=end_s, activity=Activity.COMPUTE, phase=phase, waits=wait.keys),
         replace(one, begin_s=end_s),
     ]
-    return [*full[:place], *(part for part in parts if part.waits or part.end_s > part.begin_s), *full[place + 1 :]]
+    full[place : place + 1] = [part for part in parts if part.waits or part.end_s > part.begin_s]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -338,7 +326,7 @@ class Marks:
     seen: dict[OperationKey, float]
 
 
-def pieces(full: Sequence[Stretch], marks: Marks, work_s: Callable[[float, float], float]) -> tuple[Piece, ...]:
+def pieces(full: Sequence[Stretch], marks: Marks, work_s: Callable[[float, float], float]) -> Program:
     """The program: stretches cut at marks.
 
     Args:
@@ -346,138 +334,117 @@ def pieces(full: Sequence[Stretch], marks: Marks, work_s: Callable[[float, float
         marks: cut it.
         work_s: how much a thread got done from one moment to another, in seconds on a processor of its own.
     """
-    at: dict[float, tuple[list[GradientKey], list[OperationKey]]] = {}
+    ready: dict[float, list[GradientKey]] = defaultdict(list)
+    issued: dict[float, list[OperationKey]] = defaultdict(list)
     for moment_s, gradient in marks.ready:
-        at.setdefault(moment_s, ([], []))[0].append(gradient)
+        ready[moment_s].append(gradient)
     for moment_s, key in marks.issued:
-        at.setdefault(moment_s, ([], []))[1].append(key)
-    cuts = sorted(at)
+        issued[moment_s].append(key)
+    cuts = sorted(ready.keys() | issued.keys())
     found: list[Piece] = []
     place = 0
-    last_s = full[-1].end_s
     for one in full:
         now_s = one.begin_s
         waits = tuple((key, marks.seen.get(key, 0.0)) for key in one.waits)
-        while place < len(cuts) and (cuts[place] <= one.end_s or one.end_s >= last_s):
+
+        def piece(from_s: float, to_s: float, cut_s: float | None, one: Stretch = one) -> Piece:
+            return Piece(
+                activity=one.activity,
+                phase=one.phase,
+                name=one.name,
+                seconds=0.0 if one.waits else work_s(from_s, to_s) if one.computes else to_s - from_s,
+                computes=one.computes,
+                waits=waits,  # noqa: B023  it is called before the next stretch's
+                ready=() if cut_s is None else tuple(ready.get(cut_s, ())),
+                issues=() if cut_s is None else tuple(issued.get(cut_s, ())),
+                module=one.module,
+            )
+
+        while place < len(cuts) and (cuts[place] <= one.end_s or one.end_s >= full[-1].end_s):
             until_s = max(now_s, min(cuts[place], one.end_s))
-            ready, issued = at[cuts[place]]
-            found.append(_piece(one, now_s, until_s, work_s, waits, tuple(ready), tuple(issued)))
+            found.append(piece(now_s, until_s, cuts[place]))
             now_s, waits = until_s, ()
             place += 1
         if one.end_s > now_s or waits:
-            found.append(_piece(one, now_s, one.end_s, work_s, waits))
+            found.append(piece(now_s, one.end_s, None))
     return tuple(found)
 
 
-def _piece(
-    one: Stretch,
-    begin_s: float,
-    end_s: float,
-    work_s: Callable[[float, float], float],
-    waits: tuple[tuple[OperationKey, float], ...],
-    ready: tuple[GradientKey, ...] = (),
-    issues: tuple[OperationKey, ...] = (),
-) -> Piece:
-    seconds = 0.0 if one.waits else work_s(begin_s, end_s) if one.computes else end_s - begin_s
-    return Piece(
-        activity=one.activity,
-        phase=one.phase,
-        name=one.name,
-        seconds=seconds,
-        computes=one.computes,
-        waits=waits,
-        ready=ready,
-        issues=issues,
-        module=one.module,
-    )
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Barrier:
-    """One operation of several ranks; moments of the job's clock.
+class Barrier(Operation):
+    """An operation that was recorded; moments of the job's clock.
 
     Attributes:
-        key: which.
-        activity: `Activity.UNIT` or `Activity.COLLECTIVE`.
-        lane: its stream.
-        n_bytes: of a rank's input.
-        name: for people.
-        route: of a unit.
         issued_s: when each rank took part in it from.
         begin_s: when it began.
         done_s: when each rank saw its result; none before it began.
     """
 
-    key: OperationKey
-    activity: Activity
-    lane: str
-    n_bytes: int
-    name: str
-    route: Route | None
     issued_s: Mapping[int, float]
     begin_s: float
     done_s: Mapping[int, float]
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """That took part."""
-        return tuple(sorted(self.issued_s))
 
     @property
     def end_s(self) -> float:
         """When the first rank saw the result."""
         return min(self.done_s.values())
 
-    @property
-    def lags_s(self) -> dict[int, float]:
-        """How much later than the first each rank saw it."""
-        return {rank: done_s - self.end_s for rank, done_s in self.done_s.items()}
 
+def barriers(
+    iterations: Mapping[int, RecordedIteration],
+    clocks: Mapping[int, Clock],
+    buffers: Iterable[Buffer],
+    free_s: dict[str, float],
+) -> list[Barrier]:
+    """The operations of one iteration of all ranks, in the order in which they began.
 
-class Barriers:
-    """Those of one iteration after the other; streams that are busy with one keep the next waiting."""
-
-    def __init__(self, buffers: tuple[Buffer, ...]) -> None:
-        self._buffers = {buffer.number: buffer for buffer in buffers}
-        self._free_s: dict[str, float] = {}
-
-    def of(self, iterations: Mapping[int, RecordedIteration], clocks: Mapping[int, Clock]) -> list[Barrier]:
-        """Of one iteration of all ranks, in the order in which they began."""
-        issued: dict[OperationKey, dict[int, float]] = defaultdict(dict)
-        done: dict[OperationKey, dict[int, float]] = defaultdict(dict)
-        what: dict[OperationKey, tuple[Activity, str, int, str, Route | None]] = {}
-        for rank, iteration in iterations.items():
-            clock = clocks[rank]
-            for one in iteration.units:
-                key = (one.unit.buffer, one.unit.start, one.unit.stop)
-                issued[key][rank], done[key][rank] = clock(one.issue_s), clock(one.done_s)
-                layout = self._buffers[one.unit.buffer].layout
-                lane = f"{one.unit.route[0].value} stream {one.unit.stream}"
-                n_bytes = (one.unit.stop - one.unit.start) * layout.itemsize_bytes
-                name = layout.describe(one.unit.start, one.unit.stop) if layout.names else f"unit {one.unit.start}"
-                what[key] = Activity.UNIT, lane, n_bytes, name, one.unit.route
-            for place, other in enumerate(iteration.collectives):
-                key = (-1, place, 0)
-                issued[key][rank], done[key][rank] = clock(other.begin_s), clock(other.end_s)
-                what[key] = Activity.COLLECTIVE, f"{other.kind}s", other.n_bytes, other.name, None
-        found = []
-        for key in sorted(issued, key=lambda key: (max(issued[key].values()), key)):
-            activity, lane, n_bytes, name, route = what[key]
-            begin_s = max(*issued[key].values(), self._free_s.get(lane, 0.0))
-            barrier = Barrier(
+    Args:
+        iterations: of each rank.
+        clocks: of each rank.
+        buffers: of the job.
+        free_s: when each stream is done with the iterations before; brought up to date, as a stream that is busy keeps
+            the next operation waiting.
+    """
+    layouts = {buffer.number: buffer.layout for buffer in buffers}
+    issued: dict[OperationKey, dict[int, float]] = defaultdict(dict)
+    done: dict[OperationKey, dict[int, float]] = defaultdict(dict)
+    what: dict[OperationKey, tuple[Activity, str, int, str, Route | None]] = {}
+    for rank, iteration in iterations.items():
+        clock = clocks[rank]
+        for one in iteration.units:
+            unit, layout = one.unit, layouts[one.unit.buffer]
+            key = (unit.buffer, unit.start, unit.stop)
+            issued[key][rank], done[key][rank] = clock(one.issue_s), clock(one.done_s)
+            lane = f"{unit.route[0].value} stream {unit.stream}"
+            n_bytes = (unit.stop - unit.start) * layout.itemsize_bytes
+            name = layout.describe(unit.start, unit.stop) if layout.names else f"unit {unit.start}"
+            what[key] = Activity.UNIT, lane, n_bytes, name, unit.route
+        for place, other in enumerate(iteration.collectives):
+            key = (-1, place, 0)
+            issued[key][rank], done[key][rank] = clock(other.begin_s), clock(other.end_s)
+            what[key] = Activity.COLLECTIVE, f"{other.kind}s", other.n_bytes, other.name, None
+    found = []
+    for key in sorted(issued, key=lambda key: (max(issued[key].values()), key)):
+        activity, lane, n_bytes, name, route = what[key]
+        begin_s = max(*issued[key].values(), free_s.get(lane, 0.0))
+        done_s = {rank: max(moment_s, begin_s) for rank, moment_s in done[key].items()}
+        free_s[lane] = max(done_s.values())
+        found.append(
+            Barrier(
                 key=key,
                 activity=activity,
                 lane=lane,
+                ranks=tuple(sorted(issued[key])),
                 n_bytes=n_bytes,
                 name=name,
                 route=route,
                 issued_s=issued[key],
                 begin_s=begin_s,
-                done_s={rank: max(done_s, begin_s) for rank, done_s in done[key].items()},
+                done_s=done_s,
+                lag_s=max(done_s.values()) - min(done_s.values()),
             )
-            self._free_s[lane] = max(barrier.done_s.values())
-            found.append(barrier)
-        return found
+        )
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -499,103 +466,86 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Histories:
-    """All of them.
+    """What every rank did in the iterations that show what a step takes.
 
     Attributes:
         recording: that they are of.
         steps: one behind the other.
         begin_s: how much later than the first rank each one begins.
         clocks: of each rank, to the job's.
+        hosts: of each rank, by the lowest rank there.
     """
 
     recording: Recording
     steps: Sequence[Step]
     begin_s: Mapping[int, float]
     clocks: Mapping[int, Clock]
+    hosts: Mapping[int, int]
 
     @property
     def ranks(self) -> tuple[int, ...]:
         """That there is something of."""
         return tuple(self.begin_s)
 
-    @property
-    def hosts(self) -> dict[int, int]:
-        """Of each rank, by the lowest rank there."""
-        return {place.rank: place.host for place in self.recording.job.placement if place.rank in self.begin_s}
-
     def crosses_hosts(self, barrier: Barrier) -> bool:
         """Whether it needs the link."""
-        hosts = self.hosts
-        return len({hosts[rank] for rank in barrier.ranks}) > 1
+        return len({self.hosts[rank] for rank in barrier.ranks}) > 1
 
 
 def histories(recording: Recording) -> Histories:
-    """Reads them: `Recording.usual_iterations`.
+    """Reads `Recording.usual_iterations`.
 
     Raises:
         ReplayError: no iteration is there of all ranks.
     """
-    ranks = tuple(sorted(recording.ranks))
+    ranks, buffers = tuple(sorted(recording.ranks)), recording.job.buffers
     known = {rank: {one.number: one for one in recording.ranks[rank].iterations} for rank in ranks}
     if not (numbers := recording.usual_iterations):
         raise ReplayError("no iteration was recorded on all ranks, so there is nothing to replay")
     iterations = [{rank: known[rank][number] for rank in ranks} for number in numbers]
     clocks = _clocks(recording, iterations[0])
-    barriers = Barriers(recording.job.buffers)
-    reducers = {buffer.number: buffer.reducer for buffer in recording.job.buffers}
+    reducers = {buffer.number: buffer.reducer for buffer in buffers}
+    free_s: dict[str, float] = {}
     steps = []
     for number, each in zip(numbers, iterations, strict=True):
-        found = barriers.of(each, clocks)
-        steps.append(
-            Step(
-                number=number,
-                barriers=found,
-                stretches={
-                    rank: with_waits(
-                        stretches(one, clocks[rank], recording.ranks[rank].modules), _waits(rank, one, found, reducers)
-                    )
-                    for rank, one in each.items()
-                },
-                marks={rank: _marks(rank, one, found, clocks[rank]) for rank, one in each.items()},
+        found = barriers(each, clocks, buffers, free_s)
+        full: dict[int, list[Stretch]] = {}
+        marks: dict[int, Marks] = {}
+        for rank, one in each.items():
+            mine = [barrier for barrier in found if rank in barrier.ranks]
+            bare = stretches(one, clocks[rank], recording.ranks[rank].modules)
+            full[rank] = with_waits(bare, _waits(rank, one, mine, reducers))
+            marks[rank] = Marks(
+                ready=[(clocks[rank](ready.ready_s), (ready.buffer, ready.index)) for ready in one.ready],
+                issued=[(barrier.issued_s[rank], barrier.key) for barrier in mine],
+                seen={barrier.key: barrier.done_s[rank] - barrier.end_s for barrier in mine},
             )
-        )
-    begins_s = {rank: clocks[rank](one.begin_s) for rank, one in iterations[0].items()}
-    return Histories(recording=recording, steps=steps, begin_s=begins_s, clocks=clocks)
+        steps.append(Step(number=number, barriers=found, stretches=full, marks=marks))
+    return Histories(
+        recording=recording,
+        steps=steps,
+        begin_s={rank: clocks[rank](one.begin_s) for rank, one in iterations[0].items()},
+        clocks=clocks,
+        hosts={place.rank: place.host for place in recording.job.placement if place.rank in ranks},
+    )
 
 
 def _waits(
-    rank: int,
-    iteration: RecordedIteration,
-    barriers: Sequence[Barrier],
-    reducers: Mapping[int, tuple[int, int]],
-) -> list[Wait]:
-    mine = [one for one in barriers if rank in one.ranks]
-    waits = [
-        Wait(begin_s=one.issued_s[rank], end_s=one.done_s[rank], keys=(one.key,))
-        for one in mine
-        if one.activity is Activity.COLLECTIVE
-    ]
+    rank: int, iteration: RecordedIteration, mine: Sequence[Barrier], reducers: Mapping[int, tuple[int, int]]
+) -> Iterator[Wait]:
     by_reducer: dict[tuple[int, int], list[Barrier]] = defaultdict(list)
     for one in mine:
         if one.activity is Activity.UNIT:
             by_reducer[reducers[one.key[0]]].append(one)
+        else:
+            yield Wait(begin_s=one.issued_s[rank], end_s=one.done_s[rank], keys=(one.key,))
     for units in by_reducer.values():
         end_s = max(one.done_s[rank] for one in units)
         begin_s = max(one.issued_s[rank] for one in units)
         if len(by_reducer) == 1 and iteration.exposed_s > 0:
             begin_s = max(begin_s, end_s - iteration.exposed_s)
         last = {one.lane: one.key for one in units}
-        waits.append(Wait(begin_s=begin_s, end_s=end_s, keys=tuple(last.values()), until_backward_ends=True))
-    return waits
-
-
-def _marks(rank: int, iteration: RecordedIteration, barriers: Sequence[Barrier], clock: Clock) -> Marks:
-    mine = [one for one in barriers if rank in one.ranks]
-    return Marks(
-        ready=[(clock(one.ready_s), (one.buffer, one.index)) for one in iteration.ready],
-        issued=[(one.issued_s[rank], one.key) for one in mine],
-        seen={one.key: one.lags_s[rank] for one in mine},
-    )
+        yield Wait(begin_s=begin_s, end_s=end_s, keys=tuple(last.values()), until_backward_ends=True)
 
 
 def _clocks(recording: Recording, first: Mapping[int, RecordedIteration]) -> dict[int, Clock]:
@@ -605,22 +555,218 @@ def _clocks(recording: Recording, first: Mapping[int, RecordedIteration]) -> dic
     the recording may be wrong by, its answer holds.
     """
     found = align(recording)
-    asked_s = max(one.round_trip_s for one in recording.ranks.values()) / 2
-    clocks = {
-        rank: _by_units(found, rank) if found.error_s <= asked_s else _by_start(recording, rank) for rank in first
-    }
-    origin_s = min(clocks[rank](one.begin_s) for rank, one in first.items())
-    return {rank: _since(origin_s, clock) for rank, clock in clocks.items()}
+    by_units = found.error_s <= max(one.round_trip_s for one in recording.ranks.values()) / 2
+
+    def clock(rank: int, origin_s: float) -> Clock:
+        line, offset_s = found.lines[rank], recording.ranks[rank].offset_s
+        if by_units:
+            return lambda moment_s: line.at(moment_s) - origin_s
+        return lambda moment_s: moment_s + offset_s - origin_s
+
+    origin_s = min(clock(rank, 0.0)(one.begin_s) for rank, one in first.items())
+    return {rank: clock(rank, origin_s) for rank in first}
 
 
-def _by_units(found: Alignment, rank: int) -> Clock:
-    return lambda moment_s: found.at(rank, moment_s)
+Use = tuple[float, float, float]
+"""(begin_s, end_s, as how many jobs it counts)."""
 
 
-def _by_start(recording: Recording, rank: int) -> Clock:
-    offset_s = recording.ranks[rank].offset_s
-    return lambda moment_s: moment_s + offset_s
+class ShareClock:
+    """The clock of a server's jobs: it runs at each one's share, and at 1 while there is none or one."""
+
+    def __init__(self, server: Server, uses: Iterable[Use]) -> None:
+        changes: dict[float, float] = defaultdict(float)
+        for begin_s, end_s, jobs in uses:
+            if end_s > begin_s:
+                changes[begin_s] += jobs
+                changes[end_s] -= jobs
+        self._moments_s, self._shown_s, self._speeds = [0.0], [0.0], [1.0]
+        jobs = 0.0
+        for moment_s in sorted(changes):
+            shown_s = self.at(moment_s)
+            jobs += changes[moment_s]
+            self._moments_s.append(moment_s)
+            self._shown_s.append(shown_s)
+            self._speeds.append(server.share(max(1.0, jobs)))
+
+    def at(self, moment_s: float) -> float:
+        """What it shows."""
+        place = max(0, bisect_right(self._moments_s, moment_s) - 1)
+        return self._shown_s[place] + (moment_s - self._moments_s[place]) * self._speeds[place]
+
+    def between(self, begin_s: float, end_s: float) -> float:
+        """What a job got done, in seconds of a server of its own."""
+        return max(0.0, self.at(end_s) - self.at(begin_s))
 
 
-def _since(origin_s: float, clock: Clock) -> Clock:
-    return lambda moment_s: clock(moment_s) - origin_s
+TURNS = 20
+CLOSE = 1e-4
+LEAST_BUSY = 0.02
+
+
+def processor_use(group: Processors, histories: Histories) -> tuple[ShareClock, float]:
+    """What the ranks of a machine did in all recorded iterations.
+
+    Returns:
+        The clock of what computes there, and `Operation.busy` of units, 1 where it cannot be told.
+    """
+    units = [
+        one
+        for step in histories.steps
+        for one in step.barriers
+        if one.activity is Activity.UNIT and one.ranks[0] in group.ranks and not histories.crosses_hosts(one)
+    ]
+    computation = [
+        (one.begin_s, one.end_s, float(group.threads))
+        for step in histories.steps
+        for rank in group.ranks
+        for one in step.stretches[rank]
+        if one.computes
+    ]
+
+    def clock(busy: float) -> ShareClock:
+        uses = [(one.begin_s, one.end_s, busy * len(one.ranks)) for one in units]
+        return ShareClock(group.server, [*computation, *uses])
+
+    spent_s = _spent_s(group, histories) if units else None
+    if spent_s is None:
+        return clock(1.0), 1.0
+    busy = 1.0
+    for _ in range(TURNS):
+        alone = clock(busy)
+        alone_s = sum(len(one.ranks) * alone.between(one.begin_s, one.end_s) for one in units)
+        before, busy = busy, min(1.0, max(LEAST_BUSY, spent_s / alone_s)) if alone_s > 0 else 1.0
+        if abs(busy - before) <= CLOSE:
+            break
+    return clock(busy), busy
+
+
+def _spent_s(group: Processors, histories: Histories) -> float | None:
+    """Processor time of communication; None = it was not recorded, or operators use other threads, too."""
+    numbers = {step.number for step in histories.steps}
+    recorded = [one for rank in group.ranks for one in histories.recording.ranks[rank].iterations]
+    spent_s = [one.beside_s for one in recorded if one.number in numbers and one.beside_s is not None]
+    complete = len(spent_s) == sum(one.number in numbers for one in recorded)
+    return sum(spent_s) if complete and group.threads == 1 else None
+
+
+LINK = "the link between hosts"
+
+
+def job_model(histories: Histories) -> JobModel:
+    """What the recorded iterations are made of."""
+    job, hosts = histories.recording.job, histories.hosts
+    recorded = [one for step in histories.steps for one in step.barriers]
+
+    def probed_of(one: Operation) -> LinkModel | None:
+        return None if one.route is None else job.links.get(one.route)
+
+    processors = _processors([place for place in job.placement if place.rank in hosts])
+    used_by = {rank: use for group in processors for use in [processor_use(group, histories)] for rank in group.ranks}
+    across = [one for one in recorded if one.activity is Activity.UNIT and histories.crosses_hosts(one)]
+    probed = [known for one in across if (known := probed_of(one)) is not None]
+    link: Server | None = None
+    notes = []
+    if probed:
+        link = link_server(replace(probed[0], throughput=without_dents(probed[0].throughput)))
+    elif across:
+        link = Server(name=LINK, totals=(1.0,), is_link=True)
+        notes.append(
+            "the link between hosts was not probed (the job was not tuned), so it is taken for one that a single unit "
+            "fills"
+        )
+
+    def startup_s(one: Operation, length_s: float) -> float:
+        known = probed_of(one)
+        return 0.0 if known is None else min(known.alpha_s, length_s)
+
+    on_link = None
+    if link is not None:
+        on_link = ShareClock(
+            link, [(one.begin_s + startup_s(one, one.end_s - one.begin_s), one.end_s, 1) for one in across]
+        )
+
+    def priced(one: Barrier) -> Operation:
+        length_s = one.end_s - one.begin_s
+        if one.activity is not Activity.UNIT:
+            return replace(one, fixed_s=length_s)
+        if on_link is None or not histories.crosses_hosts(one):
+            clock, busy = used_by[one.ranks[0]]
+            return replace(one, processor_s=clock.between(one.begin_s, one.end_s), busy=busy)
+        fixed_s = startup_s(one, length_s)
+        known = probed_of(one)
+        return replace(
+            one,
+            fixed_s=fixed_s,
+            link_s=on_link.between(one.begin_s + fixed_s, one.end_s),
+            host_s=0.0 if known is None else min(known.host_s, length_s - fixed_s),
+        )
+
+    used = {one.key[0] for one in recorded}
+    return JobModel(
+        ranks=histories.ranks,
+        hosts=hosts,
+        processors=processors,
+        buffers=tuple(
+            replace(buffer, ranks=tuple(rank for rank in buffer.ranks if rank in hosts))
+            for buffer in job.buffers
+            if buffer.number in used
+        ),
+        links=job.links,
+        link=link,
+        iterations=tuple(
+            Iteration(
+                programs={
+                    rank: pieces(mine, step.marks[rank], used_by[rank][0].between)
+                    for rank, mine in step.stretches.items()
+                },
+                operations=tuple(map(priced, step.barriers)),
+            )
+            for step in histories.steps
+        ),
+        begin_s=histories.begin_s,
+        notes=tuple(notes),
+    )
+
+
+def without_dents(throughput: Sequence[float]) -> tuple[float, ...]:
+    """G(n) of probes; what lies below the line between a higher value before it and one behind it is put on that line.
+
+    A link that carries more with fewer units at a time, and with more of them, carries no less between: something else
+    kept the machine busy while that was probed. What falls to the end stays.
+    """
+    found = list(throughput)
+    places = range(len(found))
+    for place in places:
+        before = max(places[: place + 1], key=lambda other: throughput[other])
+        behind = max(places[place:], key=lambda other: throughput[other])
+        if before < place < behind:
+            slope = (throughput[behind] - throughput[before]) / (behind - before)
+            found[place] = max(found[place], throughput[before] + slope * (place - before))
+    return tuple(found)
+
+
+def link_server(link: LinkModel) -> Server:
+    """The link as it was probed: G(n) / G(1)."""
+    alone = link.throughput[0]
+    return Server(name=LINK, totals=tuple(rate / alone for rate in link.throughput), is_link=True)
+
+
+def _processors(places: Sequence[Placement]) -> tuple[Processors, ...]:
+    """Of each machine: hosts with one clock are on one."""
+    machines: dict[str, list[Placement]] = defaultdict(list)
+    for place in places:
+        machines[place.clock].append(place)
+    groups = []
+    for mine in machines.values():
+        usable = float(len({number for place in mine for number in place.processors}) or mine[0].host_processors)
+        limits = {place.host: float("inf") if place.quota is None else place.quota for place in mine}
+        groups.append(
+            Processors(
+                name=f"the processors of {mine[0].host_name}",
+                capacity=min(usable, sum(limits.values())),
+                ranks=tuple(place.rank for place in mine),
+                threads=max(1, min(place.threads for place in mine)),
+            )
+        )
+    return tuple(groups)

@@ -10,12 +10,11 @@ from typing import Protocol, cast
 
 from sirtaki.errors import RecordingError
 
-from .global_graph import StepTimes, replayed
+from .global_graph import StepTimes, play, replayed
 from .job_model import JobModel
 from .memory import MemoryReplay, Peak, main_device, with_accumulation, with_recomputation
 from .plan_search import others
 from .recording import Module, ModuleCall, RankRecording, Recording
-from .remedies import play
 
 ENTRY_POINT_GROUP = "sirtaki.optimizer_memory_passes"
 MOST_PASSES = 64

@@ -19,14 +19,12 @@ from sirtaki.autotune.model.replayer import Replay
 from sirtaki.errors import ConfigError, PlanError, RecordingError, ReplayError
 
 from .alignment import align, summary
-from .from_recording import job_model
-from .global_graph import Part, StepTimes, parts, recorded, replayed
-from .job_model import Histories, JobModel, histories
+from .global_graph import Part, StepTimes, parts, play, recorded, replayed
+from .job_model import Histories, JobModel, histories, job_model
 from .memory import MemoryReplay, Moment, Peak
 from .memory_budget import Fitting, fit, highest_rank, memory_passes, memory_replay
 from .recording import Detail, Holds, RankRecording, Recording
 from .recording_files import of_ranks, read
-from .remedies import WORTH_SAYING, Answer, play, price_error, price_notes, single_remedies, unanswered
 from .svg import Plot, framed, legend, page
 from .timeline_plot import (
     COLORS,
@@ -41,6 +39,7 @@ from .timeline_plot import (
     step_parts,
     timeline,
 )
+from .what_if import WORTH_SAYING, Answer, price_error, price_notes, single_remedies, unanswered
 from .words import ms, peak_words, phase_at
 
 WIDEST_PX = 160

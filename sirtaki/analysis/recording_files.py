@@ -10,18 +10,17 @@ import re
 import tempfile
 import zlib
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
 from enum import Enum
-from functools import cache
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
+
+import msgspec
 
 from sirtaki.autotune.knobs import Knobs
-from sirtaki.autotune.model.fits import ContentionModel
-from sirtaki.autotune.model.replayer import Phase
-from sirtaki.comm.plan import Algorithm, CommPlan, GradientLayout, Route, TransportKind
+from sirtaki.comm.plan import Route
 from sirtaki.errors import RecordingError
 from sirtaki.measures import LinkModel
 
@@ -29,17 +28,13 @@ from .recording import (
     FORMAT_VERSION,
     READABLE_VERSIONS,
     Allocation,
-    Buffer,
     Collective,
     Copy,
-    Detail,
-    Holds,
     JobRecord,
     Module,
     ModuleCall,
     Operator,
     PhaseSpan,
-    Placement,
     RankRecording,
     ReadyGradient,
     RecordedIteration,
@@ -55,32 +50,35 @@ _T = TypeVar("_T")
 DIGITS = 9
 """Of seconds; clocks tell nanoseconds."""
 
-_ROWS = ("spans", "ready", "copies", "collectives")
-"""Records of an iteration whose rows are their fields and nothing else."""
+_ROWS: Mapping[str, type] = {
+    "spans": PhaseSpan,
+    "operators": Operator,
+    "ready": ReadyGradient,
+    "copies": Copy,
+    "units": RecordedUnit,
+    "collectives": Collective,
+    "modules": Module,
+    "allocations": Allocation,
+    "calls": ModuleCall,
+}
+"""Fields whose records are written as rows: the values of their fields, in order."""
 
-_BARE = (int, str, bool, type(None))
+_NAMES: Mapping[Any, tuple[str, ...]] = {
+    kind: tuple(field.name for field in fields(kind))
+    for kind in (*_ROWS.values(), UnitId, RankRecording, RecordedIteration, StepMemory)
+}
+_VALUES = {kind: attrgetter(*names) for kind, names in _NAMES.items()}
 
 
 def job_to_json(job: JobRecord) -> Json:
     """A JSON-ready dict; `job_from_json` is its inverse."""
     return {
         "format": FORMAT_VERSION,
-        "job": job.job,
-        "n_iterations": job.n_iterations,
-        "placement": [asdict(place) for place in job.placement],
-        "buffers": [
-            {
-                **_plain(buffer),
-                "layout": asdict(buffer.layout),
-                "plan": buffer.plan.to_json(),
-                "knobs": buffer.knobs.to_json(),
-            }
-            for buffer in job.buffers
+        **asdict(job),
+        "buffers": [{**asdict(one), "plan": one.plan.to_json(), "knobs": one.knobs.to_json()} for one in job.buffers],
+        "links": [
+            {"route": [part.value for part in route], "link": link.to_json()} for route, link in job.links.items()
         ],
-        "links": [{"route": _value(route), "link": link.to_json()} for route, link in job.links.items()],
-        "contention": None if job.contention is None else job.contention.to_json(),
-        "settings": dict(job.settings),
-        "versions": dict(job.versions),
     }
 
 
@@ -90,32 +88,41 @@ def job_from_json(data: Mapping[str, Any]) -> JobRecord:
     Raises:
         KeyError, TypeError, ValueError: it is something else.
     """
-    contention = data["contention"]
-    return JobRecord(
-        job=data["job"],
-        n_iterations=data["n_iterations"],
-        placement=tuple(
-            Placement(**{**place, "processors": tuple(place["processors"])}) for place in data["placement"]
-        ),
-        buffers=tuple(_buffer_from_json(buffer) for buffer in data["buffers"]),
-        links={_route_from_json(entry["route"]): LinkModel.from_json(entry["link"]) for entry in data["links"]},
-        contention=None if contention is None else ContentionModel.from_json(contention),
-        settings=data["settings"],
-        versions=data["versions"],
-    )
+    buffers = [{**one, "knobs": Knobs.from_json(one["knobs"])} for one in data["buffers"]]
+    links = {msgspec.convert(one["route"], Route): LinkModel.from_json(one["link"]) for one in data["links"]}
+    return msgspec.convert({**data, "buffers": buffers, "links": links}, JobRecord)
 
 
 def rank_to_json(rank: RankRecording) -> Json:
     """A JSON-ready dict; `rank_from_json` is its inverse."""
     names: dict[str, int] = {}
-    return {
-        "format": FORMAT_VERSION,
-        **_plain(rank, but=("iterations", "modules", "memory")),
-        "iterations": [_iteration_to_json(iteration, names) for iteration in rank.iterations],
-        "operator_names": list(names),
-        "modules": [_row(one) for one in rank.modules],
-        "memory": None if rank.memory is None else _memory_to_json(rank.memory),
-    }
+    return {"format": FORMAT_VERSION, **_to_json(rank, names), "operator_names": list(names)}
+
+
+def _to_json(value: Any, names: dict[str, int]) -> Any:
+    """A record, or a value in one, in JSON's types; `names` numbers the operators' names."""
+    kind = type(value)
+    if kind is float:
+        return round(value, DIGITS)
+    if kind is tuple:
+        return [_to_json(one, names) for one in value]
+    if isinstance(value, Enum):
+        return value.value
+    if kind not in _NAMES:
+        return value
+    if kind is StepMemory:
+        names = {}
+    found: Any = [_to_json(one, names) for one in _VALUES[kind](value)]
+    if kind is Operator:
+        found[0] = names.setdefault(value.name, len(names))
+    elif kind is Allocation:
+        found[-1] = names.setdefault(value.operator, len(names))
+    elif kind is RecordedUnit:
+        found[:1] = found[0]
+    elif kind in (RankRecording, RecordedIteration, StepMemory):
+        found = dict(zip(_NAMES[kind], found, strict=True))
+        return {**found, "operators": list(names)} if kind is StepMemory else found
+    return found
 
 
 def rank_from_json(data: Mapping[str, Any]) -> RankRecording:
@@ -124,170 +131,29 @@ def rank_from_json(data: Mapping[str, Any]) -> RankRecording:
     Raises:
         KeyError, IndexError, TypeError, ValueError: it is something else.
     """
-    names, memory = data["operator_names"], data.get("memory")
-    return RankRecording(
-        rank=data["rank"],
-        job=data["job"],
-        model=data["model"],
-        detail=Detail(data["detail"]),
-        offset_s=data["offset_s"],
-        round_trip_s=data["round_trip_s"],
-        clock_error_s=data["clock_error_s"],
-        lanes=tuple(data["lanes"]),
-        complete=data["complete"],
-        iterations=tuple(_iteration_from_json(iteration, names) for iteration in data["iterations"]),
-        modules=_rows(Module, data.get("modules", ())),
-        memory=None if memory is None else _memory_from_json(memory),
-    )
+    found, memory = _named(data), data.get("memory")
+    found["iterations"] = [_named(one) for one in data["iterations"]]
+    for iteration in found["iterations"]:
+        for one in iteration["operators"]:
+            one["name"] = data["operator_names"][one["name"]]
+        for one in iteration["units"]:
+            one["unit"] = dict(zip(_NAMES[UnitId], one["unit"], strict=True))
+    if memory is not None:
+        found["memory"] = _named({name: memory[name] for name in memory if name != "operators"})
+        for one in found["memory"]["allocations"]:
+            one["operator"] = memory["operators"][one["operator"]]
+    return msgspec.convert(found, RankRecording)
 
 
-def _buffer_from_json(data: Mapping[str, Any]) -> Buffer:
-    layout, (process_set, serial) = data["layout"], data["reducer"]
-    return Buffer(
-        number=data["number"],
-        reducer=(process_set, serial),
-        ranks=tuple(data["ranks"]),
-        layout=GradientLayout(**{**layout, "sizes": tuple(layout["sizes"]), "names": tuple(layout["names"])}),
-        plan=CommPlan.from_json(data["plan"]),
-        knobs=Knobs.from_json(data["knobs"]),
-    )
-
-
-def _route_from_json(data: Sequence[str]) -> Route:
-    transport, algorithm = data
-    return TransportKind(transport), Algorithm(algorithm)
-
-
-def _iteration_to_json(iteration: RecordedIteration, names: dict[str, int]) -> Json:
-    found = _plain(iteration, but=(*_ROWS, "operators", "units"), digits=DIGITS)
-    for kind in _ROWS:
-        found[kind] = [_row(one) for one in getattr(iteration, kind)]
-    found["operators"] = [[names.setdefault(one.name, len(names)), *_row(one)[1:]] for one in iteration.operators]
-    found["units"] = [[*_row(one.unit), *_row(one)[1:]] for one in iteration.units]
+def _named(data: Mapping[str, Any]) -> Json:
+    """Rows with the names of their fields; older versions lack the last ones."""
+    found = dict(data)
+    for field, kind in _ROWS.items():
+        if field == "units" and field in data:
+            found[field] = [dict(zip(_NAMES[kind], (row[:-3], *row[-3:]), strict=True)) for row in data[field]]
+        elif field in data:
+            found[field] = [dict(zip(_NAMES[kind], row, strict=False)) for row in data[field]]
     return found
-
-
-def _iteration_from_json(data: Mapping[str, Any], names: Sequence[str]) -> RecordedIteration:
-    return RecordedIteration(
-        number=data["number"],
-        begin_s=data["begin_s"],
-        end_s=data["end_s"],
-        profiling=data["profiling"],
-        slowed=data["slowed"],
-        exposed_s=data["exposed_s"],
-        beside_s=data.get("beside_s"),  # recordings that were made before it was known
-        spans=tuple(
-            PhaseSpan(phase=Phase(phase), begin_s=begin_s, end_s=end_s) for phase, begin_s, end_s in data["spans"]
-        ),
-        operators=tuple(
-            Operator(
-                name=names[name],
-                lane=lane,
-                begin_s=begin_s,
-                end_s=end_s,
-                phase=Phase(phase),
-                sequence=sequence,
-                after=tuple(after),
-                module=module[0] if module else -1,  # version 2 has none
-            )
-            for name, lane, begin_s, end_s, phase, sequence, after, *module in data["operators"]
-        ),
-        ready=_rows(ReadyGradient, data["ready"]),
-        copies=_rows(Copy, data["copies"]),
-        units=tuple(
-            RecordedUnit(
-                unit=UnitId(
-                    iteration=number,
-                    buffer=buffer,
-                    start=start,
-                    stop=stop,
-                    route=_route_from_json(route),
-                    stream=stream,
-                ),
-                issue_s=issue_s,
-                begin_s=begin_s,
-                done_s=done_s,
-            )
-            for number, buffer, start, stop, route, stream, issue_s, begin_s, done_s in data["units"]
-        ),
-        collectives=_rows(Collective, data["collectives"]),
-    )
-
-
-def _memory_to_json(memory: StepMemory) -> Json:
-    names: dict[str, int] = {}
-    return {
-        **_plain(memory, but=("allocations", "calls")),
-        "allocations": [[*_row(one)[:-1], names.setdefault(one.operator, len(names))] for one in memory.allocations],
-        "calls": [_row(one) for one in memory.calls],
-        "operators": list(names),
-    }
-
-
-def _memory_from_json(data: Mapping[str, Any]) -> StepMemory:
-    names = _fields(ModuleCall)
-    return StepMemory(
-        iteration=data["iteration"],
-        begin_s=data["begin_s"],
-        end_s=data["end_s"],
-        devices=tuple(data["devices"]),
-        batch=data["batch"],
-        allocations=tuple(
-            Allocation(
-                device=device,
-                n_bytes=n_bytes,
-                holds=Holds(holds),
-                phase=Phase(phase),
-                begin_s=begin_s,
-                end_s=end_s,
-                added_s=added_s,
-                call=call,
-                operator=data["operators"][operator],
-            )
-            for device, n_bytes, holds, phase, begin_s, end_s, added_s, call, operator in data["allocations"]
-        ),
-        calls=tuple(
-            ModuleCall(**{**call, "inputs": tuple(call["inputs"]), "outputs": tuple(call["outputs"])})
-            for call in (dict(zip(names, row, strict=True)) for row in data["calls"])
-        ),
-    )
-
-
-# ── records and their fields ──────────────────────────────────────────────────────────────────────────────────────────
-
-
-@cache
-def _fields(kind: Hashable) -> tuple[str, ...]:
-    return tuple(field.name for field in fields(cast(Any, kind)))
-
-
-@cache
-def _values(kind: Hashable) -> Callable[[Any], tuple[Any, ...]]:
-    return attrgetter(*_fields(kind))
-
-
-def _value(value: Any, digits: int | None = DIGITS) -> Any:
-    if isinstance(value, float):
-        return value if digits is None else round(value, digits)
-    if isinstance(value, tuple):
-        return [_value(each, digits) for each in value]
-    return value.value if isinstance(value, Enum) else value
-
-
-def _row(record: Any) -> list[Any]:
-    values = _values(cast(Hashable, type(record)))(record)
-    return [value if type(value) in _BARE else _value(value) for value in values]
-
-
-def _plain(record: Any, *, but: Sequence[str] = (), digits: int | None = None) -> Json:
-    """Fields by name, seconds rounded if `digits` says so."""
-    names = _fields(cast(Hashable, type(record)))
-    return {name: _value(getattr(record, name), digits) for name in names if name not in but}
-
-
-def _rows(kind: type[_T], rows: Sequence[Sequence[Any]]) -> tuple[_T, ...]:
-    names = _fields(cast(Hashable, kind))
-    return tuple(kind(**dict(zip(names, row, strict=True))) for row in rows)
 
 
 JOB_FILE, TRACE_FILE, REPORT_FILE = "job.json", "trace.json", "report.html"

@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from sirtaki.autotune.knobs import Knobs
+from sirtaki.autotune.knobs import MIB, Knobs, format_bytes
 from sirtaki.autotune.model.fits import nonnegative_least_squares
-from sirtaki.autotune.model.replayer import Activity, Phase, replay
+from sirtaki.autotune.model.replayer import Activity, Phase
 from sirtaki.comm.plan import CommPlan, GradientLayout, Route, TransportKind
-from sirtaki.errors import ReplayError
+from sirtaki.errors import PlanError, ReplayError
 
-from .global_graph import StepTimes, coarse, global_graph, mean_iteration, replayed
+from .global_graph import StepTimes, coarse, mean_iteration, play, replayed
 from .job_model import (
     GradientKey,
     Histories,
@@ -26,7 +26,6 @@ from .job_model import (
     Operation,
     OperationKey,
     Piece,
-    Processors,
     Program,
     Step,
     Stretch,
@@ -57,14 +56,8 @@ class UnitCost:
     def applied_to(self, unit: Operation) -> Operation:
         """The unit at this cost."""
         moving_s = unit.n_bytes * self.s_per_byte
-        return Operation(
-            key=unit.key,
-            activity=unit.activity,
-            lane=unit.lane,
-            ranks=unit.ranks,
-            n_bytes=unit.n_bytes,
-            name=unit.name,
-            route=unit.route,
+        return replace(
+            unit,
             fixed_s=self.startup_s if self.across else 0.0,
             link_s=moving_s if self.across else 0.0,
             host_s=self.host_s,
@@ -80,44 +73,33 @@ def unit_cost(job: JobModel, route: Route, ranks: tuple[int, ...]) -> UnitCost:
     Raises:
         ReplayError: neither units of that route were recorded nor was it probed.
     """
-    units = _recorded(job, route)
+    all_units = [one for each in job.iterations for one in each.operations if one.activity is Activity.UNIT]
+    units = [one for one in all_units if one.route == route]
     probed = job.links.get(route)
     across = job.crosses_hosts(ranks)
     if not units and probed is None:
-        known = sorted({f"{one[0].value} {one[1].value}" for one in job.links} | _routes(job))
+        known = {*job.links, *(one.route for one in all_units if one.route is not None)}
+        words = sorted(f"{transport.value} {algorithm.value}" for transport, algorithm in known)
         raise ReplayError(
             f"nothing is known of {route[0].value} {route[1].value}: neither was it probed nor did units use it "
-            f"(known: {', '.join(known) or 'none'})"
+            f"(known: {', '.join(words) or 'none'})"
         )
     lag_s = statistics.fmean([one.lag_s for one in units]) if units else 0.0
     busy = statistics.fmean([one.busy for one in units]) if units else 1.0 if probed is None else probed.busy
+    host_s = 0.0
     if probed is None:
         startup_s, s_per_byte = _fitted(units)
-        return UnitCost(startup_s=startup_s, s_per_byte=s_per_byte, host_s=0.0, busy=busy, lag_s=lag_s, across=across)
-    startup_s, s_per_byte = probed.alpha_s, probed.beta_s_per_byte
-    host_s = probed.host_s if across else 0.0
-    if units and across:
-        # Start-up is the probes'; how long the link takes is the recording's.
-        s_per_byte = sum(one.link_s for one in units) / sum(one.n_bytes for one in units)
-    elif units:
-        recorded_s = sum(one.processor_s for one in units)
-        s_probed = sum(startup_s + one.n_bytes * s_per_byte for one in units)
-        startup_s, s_per_byte = startup_s * recorded_s / s_probed, s_per_byte * recorded_s / s_probed
+    else:
+        startup_s, s_per_byte = probed.alpha_s, probed.beta_s_per_byte
+        host_s = probed.host_s if across else 0.0
+        if units and across:
+            # Start-up is the probes'; how long the link takes is the recording's.
+            s_per_byte = sum(one.link_s for one in units) / sum(one.n_bytes for one in units)
+        elif units:
+            recorded_s = sum(one.processor_s for one in units)
+            s_probed = sum(startup_s + one.n_bytes * s_per_byte for one in units)
+            startup_s, s_per_byte = startup_s * recorded_s / s_probed, s_per_byte * recorded_s / s_probed
     return UnitCost(startup_s=startup_s, s_per_byte=s_per_byte, host_s=host_s, busy=busy, lag_s=lag_s, across=across)
-
-
-def _recorded(job: JobModel, route: Route) -> list[Operation]:
-    return [
-        one
-        for each in job.iterations
-        for one in each.operations
-        if one.activity is Activity.UNIT and one.route == route
-    ]
-
-
-def _routes(job: JobModel) -> set[str]:
-    routes = {one.route for each in job.iterations for one in each.operations if one.route is not None}
-    return {f"{transport.value} {algorithm.value}" for transport, algorithm in routes}
 
 
 def _fitted(units: Sequence[Operation]) -> tuple[float, float]:
@@ -170,21 +152,19 @@ def with_plans(
     routes = {(buffer.plan.transport, unit.algorithm) for buffer in changed for unit in buffer.plan.units}
     if costs is None:
         costs = {route: unit_cost(job, route, job.ranks) for route in routes}
-    iterations = tuple(_replanned(each, changed, costs) for each in job.iterations)
+    units = {one.key: one for buffer in changed for one in _units(buffer, costs)}
+    iterations = tuple(
+        Iteration(
+            programs={rank: _Reissue(program, changed, units).program() for rank, program in each.programs.items()},
+            operations=(*(one for one in each.operations if one.key[0] not in plans), *units.values()),
+        )
+        for each in job.iterations
+    )
     return replace(job, buffers=buffers, iterations=iterations)
 
 
-def _replanned(iteration: Iteration, buffers: Sequence[Buffer], costs: Mapping[Route, UnitCost]) -> Iteration:
-    numbers = {buffer.number for buffer in buffers}
-    units = [unit for buffer in buffers for unit in _units(buffer, costs)]
-    others = [one for one in iteration.operations if one.key[0] not in numbers]
-    programs = {rank: _Reissue(program, buffers, units).program() for rank, program in iteration.programs.items()}
-    return Iteration(programs=programs, operations=(*others, *units))
-
-
-def _units(buffer: Buffer, costs: Mapping[Route, UnitCost]) -> list[Operation]:
+def _units(buffer: Buffer, costs: Mapping[Route, UnitCost]) -> Iterator[Operation]:
     layout = buffer.layout
-    found = []
     for unit in buffer.plan.units:
         route = (buffer.plan.transport, unit.algorithm)
         bare = Operation(
@@ -196,99 +176,80 @@ def _units(buffer: Buffer, costs: Mapping[Route, UnitCost]) -> list[Operation]:
             name=layout.describe(unit.start, unit.stop) if layout.names else f"unit {unit.start}",
             route=route,
         )
-        found.append(costs[route].applied_to(bare))
-    return found
+        yield costs[route].applied_to(bare)
 
 
 class _Reissue:
     """One rank's iteration with other units of some buffers."""
 
-    def __init__(self, program: Program, buffers: Sequence[Buffer], units: Sequence[Operation]) -> None:
-        self._program, self._units = program, {one.key: one for one in units}
-        self._numbers = {buffer.number for buffer in buffers}
-        come = {gradient for piece in program for gradient in piece.ready}
-        self._missing: dict[OperationKey, int] = {}
+    def __init__(self, program: Program, buffers: Sequence[Buffer], units: Mapping[OperationKey, Operation]) -> None:
+        self._program, self._units = program, units
+        self._missing: dict[OperationKey, int] = {}  # gradients that a unit still waits for
         self._of: dict[GradientKey, list[OperationKey]] = defaultdict(list)
+        self._left: dict[int, int] = {}  # by buffer: gradients that have not come yet, and units that have not left
+        self._queues: dict[int, list[OperationKey]] = {}
+        come = {gradient for piece in program for gradient in piece.ready}
         for buffer in buffers:
-            there = [index for number, index in come if number == buffer.number]
+            there = {index for number, index in come if number == buffer.number}
             if not there:
                 raise ReplayError(f"when the gradients of buffer {buffer.number} come was not recorded on every rank")
-            self._wait_for_gradients(buffer, set(there))
-        self._queues = {
-            buffer.number: [(buffer.number, unit.start, unit.stop) for unit in buffer.plan.units] for buffer in buffers
-        }
-        self._left = {number: sum(1 for one, _ in come if one == number) for number in self._numbers}
-        copied_s = sum(piece.seconds for piece in program if piece.activity is Activity.COPY)
+            offsets, queue = buffer.layout.offsets, list[OperationKey]()
+            for unit in buffer.plan.units:
+                queue.append((buffer.number, unit.start, unit.stop))
+                first, last = bisect_right(offsets, unit.start) - 1, bisect_left(offsets, unit.stop)
+                mine = [index for index in range(first, last) if index in there]
+                self._missing[queue[-1]] = len(mine)
+                for index in mine:
+                    self._of[buffer.number, index].append(queue[-1])
+            self._left[buffer.number], self._queues[buffer.number] = len(there), queue
+        self._without_gradients = {key for key, missing in self._missing.items() if not missing}
+        self._copies = [piece for piece in program if piece.activity is Activity.COPY]
         copied = sum(buffer.layout.total_bytes for buffer in buffers)
-        self._copy_s_per_byte = copied_s / copied
-        self._copy = next((piece for piece in program if piece.activity is Activity.COPY), None)
-
-    def _wait_for_gradients(self, buffer: Buffer, there: set[int]) -> None:
-        offsets = buffer.layout.offsets
-        for unit in buffer.plan.units:
-            key = (buffer.number, unit.start, unit.stop)
-            first, last = bisect_right(offsets, unit.start) - 1, bisect_left(offsets, unit.stop)
-            mine = [index for index in range(first, last) if index in there]
-            self._missing[key] = len(mine)
-            for index in mine:
-                self._of[buffer.number, index].append(key)
+        self._copy_s_per_byte = sum(piece.seconds for piece in self._copies) / copied
 
     def program(self) -> Program:
-        found: list[Piece] = []
-        for piece in self._program:
-            found += self._replaced(piece)
-        return tuple(found)
+        return tuple(new for piece in self._program for new in self._replaced(piece))
 
-    def _replaced(self, piece: Piece) -> list[Piece]:
-        issues = tuple(key for key in piece.issues if key[0] not in self._numbers)
-        bare = replace(piece, waits=self._waits(piece), issues=issues)
-        if piece.activity is Activity.COPY:
-            bare = replace(bare, seconds=0.0)
+    def _replaced(self, piece: Piece) -> Iterator[Piece]:
+        issues = tuple(key for key in piece.issues if key[0] not in self._queues)
+        seconds = 0.0 if piece.activity is Activity.COPY else piece.seconds
+        bare = replace(piece, waits=self._waits(piece), issues=issues, seconds=seconds)
         leaving = [key for gradient in piece.ready for key in self._come(gradient)]
-        if not leaving:
-            return [bare] if bare.seconds or bare.is_joint or bare.ready else []
-        copy_s = self._copy_s_per_byte * sum(self._units[key].n_bytes for key in leaving)
-        return [
-            bare,
-            Piece(
+        if leaving or bare.seconds or bare.ready or bare.waits or bare.issues:
+            yield bare
+        if leaving:
+            yield Piece(
                 activity=Activity.COPY,
-                phase=piece.phase if self._copy is None else self._copy.phase,
+                phase=self._copies[0].phase if self._copies else piece.phase,
                 name="copy gradients",
-                seconds=copy_s,
+                seconds=self._copy_s_per_byte * sum(self._units[key].n_bytes for key in leaving),
                 issues=tuple(leaving),
-            ),
-        ]
+            )
 
     def _waits(self, piece: Piece) -> tuple[tuple[OperationKey, float], ...]:
         """For the last unit on each stream instead of the units that it waited for."""
-        found = [(key, lag_s) for key, lag_s in piece.waits if key[0] not in self._numbers]
-        lag_s = dict.fromkeys(self._numbers, 0.0)
-        waited = set()
-        for key, late_s in piece.waits:
-            if key[0] in self._numbers:
-                waited.add(key[0])
-                lag_s[key[0]] = max(lag_s[key[0]], late_s)
-        last = {self._units[key].lane: key for key in self._units if key[0] in waited}
-        return (*found, *((key, lag_s[key[0]]) for key in last.values()))
+        lag_s: dict[int, float] = {}
+        for (number, _, _), late_s in piece.waits:
+            if number in self._queues:
+                lag_s[number] = max(lag_s.get(number, 0.0), late_s)
+        last = {one.lane: key for key, one in self._units.items() if key[0] in lag_s}
+        others = [(key, late_s) for key, late_s in piece.waits if key[0] not in self._queues]
+        return (*others, *((key, lag_s[key[0]]) for key in last.values()))
 
     def _come(self, gradient: GradientKey) -> list[OperationKey]:
         """Units that leave once it is there: in their order, and all that is left with the last one."""
         number = gradient[0]
-        if number not in self._numbers:
+        if number not in self._queues:
             return []
         for key in self._of[gradient]:
             self._missing[key] -= 1
         self._left[number] -= 1
         queue = self._queues[number]
         count = next((place for place, key in enumerate(queue) if self._missing[key] > 0), len(queue))
-        if self._left[number] > 0:
-            while count and not self._of_any_gradient(queue[count - 1]):
-                count -= 1  # what has no gradient that comes leaves with the last one
+        while self._left[number] and count and queue[count - 1] in self._without_gradients:
+            count -= 1  # what has no gradient that comes leaves with the last one
         leaving, self._queues[number] = queue[:count], queue[count:]
         return leaving
-
-    def _of_any_gradient(self, key: OperationKey) -> bool:
-        return any(key in keys for keys in self._of.values())
 
 
 PAYLOAD = 0.95
@@ -336,7 +297,8 @@ def with_link(job: JobModel, link_bytes_per_s: float) -> JobModel:
         filling = math.ceil(wanted / alone)
         rates = [min(alone * count, wanted) for count in range(1, max(filling, len(totals)) + 1)]
     link = replace(job.link, totals=tuple(one / rates[0] for one in rates))
-    return replace(_with_units(job, lambda one: replace(one, link_s=one.link_s * alone / rates[0])), link=link)
+    slower = _with_units(job, lambda one: replace(one, link_s=one.link_s * alone / rates[0]))
+    return replace(slower, link=link)
 
 
 def _link_route(job: JobModel) -> Route | None:
@@ -364,10 +326,19 @@ def with_ranks(job: JobModel, ranks: int) -> JobModel:
     if any(len(buffer.ranks) != len(job.ranks) for buffer in job.buffers):
         raise ReplayError("gradients are averaged in process sets, so it is not known what more ranks would do")
     like = {rank: job.ranks[rank % len(job.ranks)] for rank in range(ranks)}
-    hosts, processors = _places(job, like)
     everyone = tuple(like)
     hops = (ranks - 1) / (len(job.ranks) - 1)
     volume = hops * len(job.ranks) / ranks
+    # Hosts and machines are those of the ranks that they are like, or others of the kind.
+    one_host, one_machine = len(set(job.hosts.values())) == 1, len(job.processors) == 1
+    group_of = {rank: place for place, group in enumerate(job.processors) for rank in group.ranks}
+    hosts: dict[int, int] = {}
+    machines: dict[tuple[int, int], list[int]] = defaultdict(list)
+    first_of: dict[tuple[int, int], int] = {}
+    for rank, other in like.items():
+        turn = rank // len(job.ranks)
+        hosts[rank] = 0 if one_host else first_of.setdefault((turn, job.hosts[other]), rank)
+        machines[0 if one_machine else turn, group_of[other]].append(rank)
 
     def rescaled(one: Operation) -> Operation:
         in_memory = one.route is not None and one.route[0] is TransportKind.SHARED_MEMORY
@@ -384,7 +355,7 @@ def with_ranks(job: JobModel, ranks: int) -> JobModel:
         job,
         ranks=everyone,
         hosts=hosts,
-        processors=processors,
+        processors=tuple(replace(job.processors[place], ranks=tuple(mine)) for (_, place), mine in machines.items()),
         buffers=tuple(replace(buffer, ranks=everyone) for buffer in job.buffers),
         iterations=tuple(
             Iteration(
@@ -398,20 +369,6 @@ def with_ranks(job: JobModel, ranks: int) -> JobModel:
     )
 
 
-def _places(job: JobModel, like: Mapping[int, int]) -> tuple[dict[int, int], tuple[Processors, ...]]:
-    """Hosts and processors of more ranks: those of the ranks that they are like, or others of the kind."""
-    one_host, one_machine = len(set(job.hosts.values())) == 1, len(job.processors) == 1
-    hosts: dict[int, int] = {}
-    machines: dict[tuple[int, int], list[int]] = defaultdict(list)
-    first_of: dict[tuple[int, int], int] = {}
-    for rank, other in like.items():
-        turn = rank // len(job.ranks)
-        hosts[rank] = 0 if one_host else first_of.setdefault((turn, job.hosts[other]), rank)
-        machines[0 if one_machine else turn, job.processors_of(other)].append(rank)
-    processors = tuple(replace(job.processors[place], ranks=tuple(mine)) for (_, place), mine in machines.items())
-    return hosts, processors
-
-
 def without_stragglers(job: JobModel) -> JobModel:
     """No rank takes longer on the whole for a phase than the median one; how much its iterations differ stays."""
     own_s: dict[Phase, dict[int, float]] = defaultdict(lambda: defaultdict(float))
@@ -423,11 +380,11 @@ def without_stragglers(job: JobModel) -> JobModel:
         phase: statistics.median_low([mine.get(rank, 0.0) for rank in job.ranks]) for phase, mine in own_s.items()
     }
 
-    def factor(rank: int, phase: Phase) -> float:
-        mine_s = own_s[phase].get(rank, 0.0)
-        return min(1.0, usual_s[phase] / mine_s) if mine_s > 0 else 1.0
+    def factor(rank: int, piece: Piece) -> float:
+        mine_s = own_s[piece.phase].get(rank, 0.0)
+        return min(1.0, usual_s[piece.phase] / mine_s) if mine_s > 0 else 1.0
 
-    return _with_durations(job, lambda rank, phase, _: factor(rank, phase))
+    return _with_durations(job, factor)
 
 
 def with_faster_loader(job: JobModel, factor: float) -> JobModel:
@@ -438,7 +395,7 @@ def with_faster_loader(job: JobModel, factor: float) -> JobModel:
     """
     if not factor > 0:
         raise ReplayError(f"a data loader cannot be {factor} times as fast")
-    return _with_durations(job, lambda _rank, _phase, activity: 1 / factor if activity is Activity.DATA else 1.0)
+    return _with_durations(job, lambda _, piece: 1 / factor if piece.activity is Activity.DATA else 1.0)
 
 
 def with_less_traffic(job: JobModel, factor: float) -> JobModel:
@@ -460,32 +417,16 @@ def with_less_traffic(job: JobModel, factor: float) -> JobModel:
     )
 
 
-def _with_durations(job: JobModel, factor: Callable[[int, Phase, Activity], float]) -> JobModel:
-    iterations = tuple(
-        replace(
-            each,
-            programs={
-                rank: tuple(
-                    replace(piece, seconds=piece.seconds * factor(rank, piece.phase, piece.activity))
-                    for piece in program
-                )
-                for rank, program in each.programs.items()
-            },
+def _with_durations(job: JobModel, factor: Callable[[int, Piece], float]) -> JobModel:
+    return job.changed(
+        program=lambda rank, program: tuple(
+            replace(piece, seconds=piece.seconds * factor(rank, piece)) for piece in program
         )
-        for each in job.iterations
     )
-    return replace(job, iterations=iterations)
 
 
 def _with_units(job: JobModel, changed: Callable[[Operation], Operation]) -> JobModel:
-    iterations = tuple(
-        replace(
-            each,
-            operations=tuple(changed(one) if one.activity is Activity.UNIT else one for one in each.operations),
-        )
-        for each in job.iterations
-    )
-    return replace(job, iterations=iterations)
+    return job.changed(operation=lambda one: changed(one) if one.activity is Activity.UNIT else one)
 
 
 COMPILED = "CompiledFunctionBackward"
@@ -618,17 +559,13 @@ def best_part_bytes(job: JobModel) -> int | None:
     mean = mean_iteration(job)
     try:
         sizes = sizes_worth_trying(mean)
-        whole_s = _step_s(in_parts(mean, WHOLE)) if sizes else 0.0
-        steps_s = {size: _step_s(in_parts(mean, size)) for size in sizes}
+        whole_s = replayed(play(in_parts(mean, WHOLE))).iteration_s if sizes else 0.0
+        steps_s = {size: replayed(play(in_parts(mean, size))).iteration_s for size in sizes}
     except ReplayError:  # nothing is known of when gradients come, or of what units cost
         return None
     if not steps_s or min(steps_s.values()) > (1 - WORTH_A_LINE) * whole_s:
         return None
     return max(size for size, step_s in steps_s.items() if step_s <= (1 + INDIFFERENCE) * min(steps_s.values()))
-
-
-def _step_s(job: JobModel) -> float:
-    return replayed(replay(global_graph(coarse(job)))).iteration_s
 
 
 def in_words(job: JobModel, part_bytes: int) -> str:
@@ -673,14 +610,15 @@ def in_parts(job: JobModel, part_bytes: int) -> JobModel:
                 order[place] = index
         layouts[buffer.number] = buffer.layout.reordered(order)
         moved |= {(buffer.number, index): place for place, index in enumerate(order)}
-    iterations = tuple(
-        replace(
-            each, programs={rank: _cut(program, found, part_bytes, moved) for rank, program in each.programs.items()}
-        )
-        for each in job.iterations
-    )
+
+    def cut(_: int, program: Program) -> Program:
+        compiled, pieces = iter(found), list[Piece]()
+        for block in _blocks(program):
+            pieces += _in_parts(block, next(compiled), part_bytes) if isinstance(block, _Block) else [block]
+        return tuple(replace(one, ready=tuple((key[0], moved[key]) for key in one.ready)) for one in pieces)
+
     buffers = tuple(replace(buffer, layout=layouts[buffer.number]) for buffer in job.buffers)
-    changed = replace(job, buffers=buffers, iterations=iterations)
+    changed = replace(job.changed(program=cut), buffers=buffers)
     return with_plans(changed, {buffer.number: buffer.plan for buffer in buffers})
 
 
@@ -726,21 +664,6 @@ def _blocks(program: Program) -> Iterator[_Block | Piece]:
     if block is not None:
         yield block
     yield from waiting
-
-
-def _cut(
-    program: Program, found: Sequence[CompiledBackward], part_bytes: int, moved: dict[GradientKey, int]
-) -> Program:
-    pieces: list[Piece] = []
-    compiled = iter(found)
-    for block in _blocks(program):
-        pieces += _in_parts(block, next(compiled), part_bytes) if isinstance(block, _Block) else [block]
-    return tuple(
-        replace(piece, ready=tuple((number, moved[number, index]) for number, index in piece.ready))
-        if piece.ready
-        else piece
-        for piece in pieces
-    )
 
 
 def _in_parts(block: _Block, compiled: CompiledBackward, part_bytes: int) -> Iterator[Piece]:
@@ -838,3 +761,184 @@ def bandwidth(job: JobModel) -> float:
     if not rates:
         raise ReplayError("no units were recorded, so no bandwidth is known")
     return max(rates)
+
+
+UNIT_BYTES = tuple(MIB * mib for mib in (1, 4, 16, 64))
+STREAMS = (1, 2, 4, 8)
+WORTH_SAYING = 0.01
+"""A remedy that brings less is not mentioned."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """One question, answered by replay.
+
+    Attributes:
+        words: what would be different.
+        times: the step then.
+        gain: what share of the step it would save; negative where it would take longer.
+        is_priced: it has other units, at prices that were fitted to the recorded ones.
+    """
+
+    words: str
+    times: StepTimes
+    gain: float
+    is_priced: bool = False
+
+    @property
+    def is_worth_saying(self) -> bool:
+        """It brings something."""
+        return self.gain > WORTH_SAYING
+
+
+def answer(words: str, job: JobModel, *, before_s: float) -> Answer:
+    """Replays a changed job.
+
+    Args:
+        words: what was changed.
+        job: the result.
+        before_s: an iteration without the change.
+    """
+    times = replayed(play(job))
+    return Answer(words=words, times=times, gain=1 - times.iteration_s / before_s if before_s > 0 else 0.0)
+
+
+def remedies(job: JobModel, *, before_s: float) -> tuple[Answer, ...]:
+    """Each single remedy that would bring something, the best first."""
+    return tuple(one for one in single_remedies(job, before_s=before_s) if one.is_worth_saying)
+
+
+def single_remedies(job: JobModel, *, before_s: float) -> tuple[Answer, ...]:
+    """Each single one that can be answered, the best first; some bring nothing.
+
+    Args:
+        job: as it was recorded.
+        before_s: an iteration of it.
+    """
+    found = [answer(words, changed(), before_s=before_s) for words, changed in _remedies(job)]
+    if (size := None if unanswered(job) else best_part_bytes(job)) is not None:
+        words = f"{in_words(job, size)}: {line_of_code(size)}"
+        found.append(replace(answer(words, in_parts(job, size), before_s=before_s), is_priced=True))
+    for words, knobs in _other_cuts(job):
+        found.append(replace(answer(words, with_knobs(job, knobs), before_s=before_s), is_priced=True))
+    return tuple(sorted(found, key=lambda one: -one.gain))
+
+
+def price_error(job: JobModel, *, before_s: float) -> float:
+    """How much longer a step is if the recorded units, too, are cut and priced as other ones would be.
+
+    Args:
+        job: as it was recorded.
+        before_s: an iteration of it.
+
+    Returns:
+        A share of the step; 0 where other units cannot be asked for.
+    """
+    if not job.buffers or unanswered(job) or not before_s > 0:
+        return 0.0
+    try:
+        same = with_plans(job, {buffer.number: buffer.plan for buffer in job.buffers})
+    except ReplayError:
+        return 0.0
+    return replayed(play(same)).iteration_s / before_s - 1
+
+
+def price_notes(error: float) -> tuple[str, ...]:
+    """What `price_error` means for answers, a sentence; none where it is too little to be said."""
+    if abs(error) <= WORTH_SAYING:
+        return ()
+    change = f"{100 * abs(error):.1f} % {'longer' if error > 0 else 'shorter'}"
+    return (
+        f"priced as other units are, the recorded ones would make a step {change} than it was: what other units are "
+        "said to bring may be wrong by as much",
+    )
+
+
+def unanswered(job: JobModel) -> tuple[str, ...]:
+    """What cannot be asked, a sentence each."""
+    numbers = {buffer.number for buffer in job.buffers}
+    for each in job.iterations:
+        for program in each.programs.values():
+            if numbers - {number for piece in program for number, _ in piece.ready}:
+                return (
+                    "what other units would bring cannot be told: there is an iteration in which a rank had no "
+                    "gradients of its own",
+                )
+    return ()
+
+
+def _remedies(job: JobModel) -> Iterator[tuple[str, Callable[[], JobModel]]]:
+    if len(job.ranks) > 2:
+        yield "no rank were slower than most", lambda: without_stragglers(job)
+    if any(
+        piece.activity is Activity.DATA for each in job.iterations for mine in each.programs.values() for piece in mine
+    ):
+        yield "no rank waited for data", lambda: with_faster_loader(job, math.inf)
+    rate = link_rate(job)
+    if rate is not None:
+        wire = wire_bytes_per_byte(len(job.ranks)) * rate
+        yield "the links were twice as fast", lambda: with_link(job, 2 * wire)
+    if any(one.activity is Activity.UNIT for each in job.iterations for one in each.operations):
+        yield "gradients travelled in half as many bytes (bf16 for float32)", lambda: with_less_traffic(job, 0.5)
+
+
+def _other_cuts(job: JobModel) -> Iterator[tuple[str, Knobs]]:
+    """One knob changed, or both."""
+    if not job.buffers or unanswered(job):
+        return
+    now, layout, plan = job.buffers[0].knobs, job.buffers[0].layout, job.buffers[0].plan
+    cut = {plan.units}
+    others: list[tuple[str, Knobs | None]] = []
+    if job.buffers[0].is_cut_evenly:
+        # Else units are not of one size, and another number of streams is another plan altogether.
+        streams = best_knobs(job, unit_bytes=(now.unit_bytes,), streams=[n for n in STREAMS if n > now.streams])
+        size = best_knobs(job, unit_bytes=[n for n in UNIT_BYTES if n != now.unit_bytes], streams=(now.streams,))
+        others = [
+            ("" if streams is None else f"there were {streams.streams} streams", streams),
+            ("" if size is None else f"units were of {format_bytes(size.unit_bytes)}", size),
+        ]
+    best = best_knobs(job)
+    for words, knobs in [*others, ("" if best is None else f"units were cut otherwise ({best.describe()})", best)]:
+        if knobs is not None and (units := knobs.to_plan(layout).units) not in cut:
+            cut.add(units)
+            yield words, knobs
+
+
+def best_knobs(
+    job: JobModel, *, unit_bytes: Sequence[int] = UNIT_BYTES, streams: Sequence[int] = STREAMS
+) -> Knobs | None:
+    """The fastest of a few unit sizes and numbers of streams, on the route that is used; None if none can be told."""
+    if not job.buffers:
+        return None
+    now = job.buffers[0].knobs
+    mean = coarse(mean_iteration(job), settled=False)
+    found: dict[Knobs, float] = {}
+    for size in unit_bytes:
+        for count in streams:
+            knobs = replace(now, unit_bytes=size, streams=count, cuts=None)
+            try:
+                found[knobs] = replayed(play(with_knobs(mean, knobs))).iteration_s
+            except (PlanError, ReplayError):
+                return None
+    return min(found, key=lambda knobs: found[knobs], default=None)
+
+
+def knobs_of(
+    job: JobModel, *, unit_bytes: int | None = None, streams: int | None = None, transport: TransportKind | None = None
+) -> Knobs:
+    """Those of the recording with what is given changed.
+
+    Raises:
+        ReplayError: no gradients were exchanged.
+        PlanError: a number is not positive.
+    """
+    if not job.buffers:
+        raise ReplayError("no gradients were exchanged, so there is no plan to change")
+    now = job.buffers[0].knobs
+    return replace(
+        now,
+        unit_bytes=unit_bytes or now.unit_bytes,
+        streams=streams or now.streams,
+        transport=transport or now.transport,
+        cuts=None if unit_bytes or streams else now.cuts,
+    )

@@ -9,9 +9,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from sirtaki.analysis.from_recording import job_model
 from sirtaki.analysis.global_graph import Part, StepTimes, recorded
-from sirtaki.analysis.job_model import histories
+from sirtaki.analysis.job_model import histories, job_model
 from sirtaki.analysis.memory_budget import fit, memory_passes
 from sirtaki.analysis.plan_search import EVERY, SEARCH_LIMIT_S, Acceleration, Outcome, optimize
 from sirtaki.analysis.recording_files import read

@@ -12,13 +12,27 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from sirtaki.analysis.from_recording import job_model
-from sirtaki.analysis.global_graph import Part, StepTimes, communication_s, computation_s, parts, recorded, replayed
-from sirtaki.analysis.job_model import Histories, JobModel, histories
+from sirtaki.analysis.global_graph import (
+    Part,
+    StepTimes,
+    communication_s,
+    computation_s,
+    parts,
+    play,
+    recorded,
+    replayed,
+)
+from sirtaki.analysis.job_model import Histories, JobModel, histories, job_model
 from sirtaki.analysis.recording_files import read
-from sirtaki.analysis.remedies import Answer, answer, knobs_of, play, price_error, price_notes, remedies, unanswered
 from sirtaki.analysis.what_if import (
+    Answer,
+    answer,
     daydream,
+    knobs_of,
+    price_error,
+    price_notes,
+    remedies,
+    unanswered,
     with_faster_loader,
     with_knobs,
     with_link,

@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from sirtaki.analysis.from_recording import link_server
 from sirtaki.analysis.global_graph import global_graph
-from sirtaki.analysis.job_model import Iteration, JobModel, Operation, Piece, Processors, Program
+from sirtaki.analysis.job_model import Iteration, JobModel, Operation, Piece, Processors, Program, link_server
 from sirtaki.analysis.recording import (
     Buffer,
     Copy,

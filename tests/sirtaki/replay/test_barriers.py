@@ -5,7 +5,7 @@ from __future__ import annotations
 from fakes.played_jobs import GLOO
 from fakes.replays import over_a_link
 
-from sirtaki.analysis.job_model import Barriers
+from sirtaki.analysis.job_model import barriers
 from sirtaki.analysis.recording import Collective, RecordedIteration, RecordedUnit, UnitId
 from sirtaki.autotune.model.replayer import Activity
 
@@ -24,33 +24,37 @@ def same(moment_s: float) -> float:
 
 
 def test_a_unit_begins_with_its_last_rank_and_its_stream() -> None:
-    barriers = Barriers(over_a_link().buffers)
-    found = barriers.of(
+    free_s: dict[str, float] = {}
+    found = barriers(
         {
             0: iteration(unit(0, 1000, 1.0, 4.0), unit(1000, 4000, 1.5, 6.0), unit(4000, 6500, 2.0, 3.0, 1)),
             1: iteration(unit(0, 1000, 2.0, 4.5), unit(1000, 4000, 2.5, 5.5), unit(4000, 6500, 2.6, 3.0, 1)),
         },
         {0: same, 1: same},
+        over_a_link().buffers,
+        free_s,
     )
     assert [(one.key[1], one.begin_s, one.end_s) for one in found] == [
         (0, 2.0, 4.0),
         (1000, 4.5, 5.5),
         (4000, 2.6, 3.0),
     ]
-    assert found[0].lags_s == {0: 0.0, 1: 0.5}
-    (later,) = barriers.of({0: iteration(unit(0, 1000, 5.0, 7.0))}, {0: same})
+    assert found[0].lag_s == 0.5
+    (later,) = barriers({0: iteration(unit(0, 1000, 5.0, 7.0))}, {0: same}, over_a_link().buffers, free_s)
     assert later.begin_s == 6.0
 
 
 def test_nothing_is_done_before_it_began_though_clocks_differ() -> None:
-    (one,) = Barriers(over_a_link().buffers).of(
+    (one,) = barriers(
         {0: iteration(unit(0, 6500, 1.0, 1.5)), 1: iteration(unit(0, 6500, 2.0, 3.0))},
         {0: same, 1: lambda moment_s: moment_s + 1.0},
+        over_a_link().buffers,
+        {},
     )
     assert (one.begin_s, one.end_s) == (3.0, 3.0)
 
 
 def test_other_operations_are_barriers_too() -> None:
     loss = Collective(name="loss", kind="allreduce", begin_s=1.0, agreed_s=1.5, end_s=2.0, n_bytes=4)
-    (one,) = Barriers(()).of({0: iteration(collectives=(loss,))}, {0: same})
+    (one,) = barriers({0: iteration(collectives=(loss,))}, {0: same}, (), {})
     assert (one.activity, one.name, one.ranks, one.end_s) == (Activity.COLLECTIVE, "loss", (0,), 2.0)

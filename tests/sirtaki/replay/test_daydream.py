@@ -8,8 +8,7 @@ import pytest
 from fakes.played_jobs import record
 from fakes.replays import over_a_link
 
-from sirtaki.analysis.from_recording import job_model
-from sirtaki.analysis.job_model import histories
+from sirtaki.analysis.job_model import histories, job_model
 from sirtaki.analysis.what_if import bandwidth, daydream
 from sirtaki.errors import ReplayError
 

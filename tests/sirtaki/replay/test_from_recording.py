@@ -9,9 +9,8 @@ from fakes.played_jobs import made_job, plan_of, record
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sirtaki.analysis.from_recording import job_model, without_dents
 from sirtaki.analysis.global_graph import StepTimes, global_graph, recorded, replayed
-from sirtaki.analysis.job_model import JobModel, histories
+from sirtaki.analysis.job_model import JobModel, histories, job_model, without_dents
 from sirtaki.analysis.recording import Detail
 from sirtaki.autotune.model.replayer import replay
 from sirtaki.errors import ReplayError

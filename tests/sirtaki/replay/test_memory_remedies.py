@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 from fakes.memories import job
 
-from sirtaki.analysis.global_graph import replayed
+from sirtaki.analysis.global_graph import play, replayed
 from sirtaki.analysis.job_model import JobModel
 from sirtaki.analysis.memory import ADDING, AGAIN, CALL_S, OPERATOR_S, with_accumulation, with_recomputation
-from sirtaki.analysis.remedies import play
 from sirtaki.autotune.model.replayer import Activity, Phase
 
 

@@ -10,8 +10,7 @@ from fakes.replays import LINK, SIZES, on_one_host, over_a_link, times
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sirtaki.analysis.from_recording import job_model
-from sirtaki.analysis.job_model import JobModel, histories
+from sirtaki.analysis.job_model import JobModel, histories, job_model
 from sirtaki.analysis.what_if import with_knobs, with_plans
 from sirtaki.autotune.knobs import Knobs
 from sirtaki.comm.plan import TransportKind

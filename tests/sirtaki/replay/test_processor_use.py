@@ -9,8 +9,7 @@ from fakes.played_jobs import made_job, plan_of, record
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sirtaki.analysis.from_recording import job_model
-from sirtaki.analysis.job_model import JobModel, histories
+from sirtaki.analysis.job_model import JobModel, histories, job_model
 from sirtaki.analysis.recording import Recording
 
 SIZES = (20_000, 30_000, 10_000, 25_000)

@@ -9,7 +9,7 @@ from fakes.compiled_jobs import compiled_job
 from fakes.played_jobs import made_job, plan_of
 from fakes.replays import LINK, SIZES, on_one_host, over_a_link, times
 
-from sirtaki.analysis.remedies import (
+from sirtaki.analysis.what_if import (
     best_knobs,
     knobs_of,
     price_error,
@@ -17,8 +17,8 @@ from sirtaki.analysis.remedies import (
     remedies,
     single_remedies,
     unanswered,
+    with_plans,
 )
-from sirtaki.analysis.what_if import with_plans
 from sirtaki.autotune.knobs import Knobs
 from sirtaki.comm.plan import TransportKind
 from sirtaki.errors import ReplayError

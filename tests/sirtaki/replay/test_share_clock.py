@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sirtaki.analysis.from_recording import ShareClock
+from sirtaki.analysis.job_model import ShareClock
 from sirtaki.autotune.model.replayer import Server
 
 

@@ -4,9 +4,8 @@ import pytest
 from fakes.played_jobs import made_job, plan_of, record
 from fakes.replays import SIZES
 
-from sirtaki.analysis.from_recording import job_model
-from sirtaki.analysis.job_model import histories
-from sirtaki.analysis.remedies import play
+from sirtaki.analysis.global_graph import play
+from sirtaki.analysis.job_model import histories, job_model
 from sirtaki.analysis.timeline_plot import drawn_path
 
 DURATIONS = (0.02, 0.01, 0.03, 0.02)

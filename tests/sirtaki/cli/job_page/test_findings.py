@@ -11,7 +11,7 @@ from sirtaki.analysis import page as module
 from sirtaki.analysis.page import findings
 from sirtaki.analysis.recording import Detail
 from sirtaki.analysis.recording_files import rank_path
-from sirtaki.analysis.remedies import Answer
+from sirtaki.analysis.what_if import Answer
 from sirtaki.errors import RecordingError, ReplayError
 from sirtaki.measures import LinkModel
 

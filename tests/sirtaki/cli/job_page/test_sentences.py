@@ -7,8 +7,8 @@ from sirtaki.analysis.global_graph import StepTimes
 from sirtaki.analysis.page import findings, gain, heading, kind_words, ms, percent, problems, sentences, signed_ms
 from sirtaki.analysis.recording import Detail
 from sirtaki.analysis.recording_files import rank_path
-from sirtaki.analysis.remedies import Answer
 from sirtaki.analysis.timeline_plot import Kind
+from sirtaki.analysis.what_if import Answer
 
 
 def test_the_most_important_comes_in_a_few_sentences(tmp_path: Path) -> None:

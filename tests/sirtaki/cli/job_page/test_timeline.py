@@ -7,9 +7,8 @@ from fakes.played_jobs import record
 from fakes.recordings import recording as made
 from fakes.replays import over_a_link
 
-from sirtaki.analysis.from_recording import job_model
-from sirtaki.analysis.job_model import Histories, histories
-from sirtaki.analysis.remedies import play
+from sirtaki.analysis.global_graph import play
+from sirtaki.analysis.job_model import Histories, histories, job_model
 from sirtaki.analysis.timeline_plot import MOST_BOXES, TICKS_PER_S, Kind, Leg, Timeline, drawn_path, lanes_of, timeline
 
 NAMES = {kind: kind.value for kind in Kind}
