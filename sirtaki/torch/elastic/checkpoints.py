@@ -97,9 +97,16 @@ class CheckpointFolder:
             shutil.rmtree(path, ignore_errors=True)
 
     def newest(self) -> Checkpoint | None:
-        """The newest one that is whole; None if there is none. Damaged ones that are newer are put aside, by name."""
+        """The newest one that is whole; None if there is none.
+
+        Damaged ones that are newer are put aside, by name; what this process may not read is passed over.
+        """
         for path in reversed(self._there()):
-            problem = _problem(path)
+            try:
+                problem = _problem(path)
+            except PermissionError as err:  # it may be whole: its owner, or the user once that is mended, can use it
+                logger.warning("the checkpoint %s is passed over, since it may not be read: %s", path, err)
+                continue
             if not problem:
                 return Checkpoint(_number(path), path)
             aside = self._put_aside(path, _DAMAGED)
@@ -131,7 +138,11 @@ def _number(path: Path) -> int:
 
 
 def _problem(path: Path) -> str:
-    """Why it cannot be used; empty if it can."""
+    """Why it cannot be used; empty if it can.
+
+    Raises:
+        PermissionError: this process may not read it.
+    """
     try:
         manifest = json.loads((path / MANIFEST).read_text())
         size, digest = manifest["bytes"], manifest["sha256"]
@@ -139,6 +150,8 @@ def _problem(path: Path) -> str:
             return f"{STATE} has {(path / STATE).stat().st_size} bytes, not {size}"
         if _digest(path / STATE) != digest:
             return f"{STATE} is not what was written"
+    except PermissionError:
+        raise
     except (OSError, ValueError, KeyError, TypeError) as err:
         return f"{type(err).__name__}: {err}"
     return ""

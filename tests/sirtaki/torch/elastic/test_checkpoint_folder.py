@@ -69,6 +69,25 @@ def test_a_damaged_one_is_passed_over_for_the_one_before(
     assert names(tmp_path) == ["checkpoint-00000001", "damaged-1-checkpoint-00000002"]
 
 
+def test_one_that_may_not_be_read_is_passed_over_and_stays_as_it_is(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = folder_with(tmp_path, 1, 2)
+    read_text = Path.read_text
+
+    def forbidden(path: Path, *args: str) -> str:  # the superuser, as whom containers run tests, may read all
+        if path.parent.name == "checkpoint-00000002":
+            raise PermissionError(13, "Permission denied", str(path))
+        return read_text(path, *args)
+
+    monkeypatch.setattr(Path, "read_text", forbidden)
+    found = folder.newest()
+    assert found is not None
+    assert found.number == 1
+    assert "checkpoint-00000002 is passed over" in caplog.text
+    assert names(tmp_path) == ["checkpoint-00000001", "checkpoint-00000002"]
+
+
 def test_where_all_are_damaged_a_job_that_begins_anew_keeps_what_it_writes(tmp_path: Path) -> None:
     folder = folder_with(tmp_path, 7, 8, 9)
     for number in (7, 8, 9):
