@@ -100,6 +100,7 @@ class HostDevice:
     torch_device = torch.device("cpu")
     streams = False
     users = 0
+    record_event = staticmethod(time.perf_counter)  # a moment is a time by the host's clock
     _nothing = nullcontext()
 
     def launch(self, function: Callable[..., object], *args: object) -> None:
@@ -129,10 +130,6 @@ class HostDevice:
 
     def release(self) -> None:
         """Nothing to do: nothing is kept."""
-
-    def record_event(self) -> Event:
-        """The time by the host's clock."""
-        return time.perf_counter()
 
     def order_after(self, event: Event) -> None:
         """Nothing to do: the moment is over."""

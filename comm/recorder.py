@@ -1,6 +1,6 @@
 """Who is told what travels between ranks, for a recording; nobody, as a rule.
 
-Whoever records is above this layer and gives itself to `start`. While nobody does, `active()` is None, which is all
+Whoever records is above this layer and gives itself to `start`. While nobody does, `current` is None, which is all
 that an iteration asks.
 """
 
@@ -103,34 +103,30 @@ class Recorder(Protocol):
         ...
 
 
-_active: Recorder | None = None
+current: Recorder | None = None
+"""Who records now; None = nobody."""
 
 
 def times_wanted() -> bool:
     """Transports are to note when units end."""
-    return _active is not None or timeline.active() is not None
-
-
-def active() -> Recorder | None:
-    """Who records now; None = nobody."""
-    return _active
+    return current is not None or timeline.current is not None
 
 
 def start(recorder: Recorder) -> None:
     """From now on it is told; of an iteration only if it has not begun."""
-    global _active
-    _active = recorder
+    global current
+    current = recorder
 
 
 def stop() -> None:
     """Nobody is told any more."""
-    global _active
-    _active = None
+    global current
+    current = None
 
 
 def end() -> None:
     """The job ends: so does the recording, if there is one."""
-    recorder = _active
+    recorder = current
     stop()
     if recorder is not None:
         recorder.end()

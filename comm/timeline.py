@@ -2,7 +2,7 @@
 
 All ranks of a host write to one file, which is a complete JSON array after every write, so that the trace of a job that
 was killed can be read. Events are kept in memory and written a few times a second by a thread; who records something
-pays for one tuple in a list. While no trace is wanted, `active()` is None and nothing is recorded.
+pays for one tuple in a list. While no trace is wanted, `current` is None and nothing is recorded.
 """
 
 from __future__ import annotations
@@ -175,25 +175,21 @@ class Timeline:
             self._file = -1
 
 
-_active: Timeline | None = None
-
-
-def active() -> Timeline | None:
-    """What records events now; None = nobody wants a trace."""
-    return _active
+current: Timeline | None = None
+"""What records events now; None = nobody wants a trace."""
 
 
 def start(timeline: Timeline) -> None:
-    """From now on, events go to `timeline`; one that was active is closed."""
-    global _active
+    """From now on, events go to `timeline`; one that was current is closed."""
+    global current
     stop()
-    _active = timeline
+    current = timeline
 
 
 def stop() -> None:
     """Ends the trace; harmless if there is none."""
-    global _active
-    timeline, _active = _active, None
+    global current
+    timeline, current = current, None
     if timeline is not None:
         timeline.close()
 

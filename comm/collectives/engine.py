@@ -491,9 +491,9 @@ class Rounds:
         except Exception as err:
             names = ", ".join(repr(signature.name) for signature in signatures)
             error = CommError(f"{signatures[0].kind.value.lower()} {names} failed: {err!r}")
-        if (trace := timeline.active()) is not None:
+        if (trace := timeline.current) is not None:
             trace_operations(trace, signatures, works, begin_s)
-        if (recording := recorder.active()) is not None:
+        if (recording := recorder.current) is not None:
             record_operations(recording, works, begin_s)
         self.concluded += len(signatures)
         mine = [work for work in works if work is not None]
@@ -660,7 +660,7 @@ class EagerEngine:
         mine = self._pending.snapshot(self._pause_s)
         if mine is None or self._rounds.ended:
             return
-        if (trace := timeline.active()) is not None and trace.mark_cycles:
+        if (trace := timeline.current) is not None and trace.mark_cycles:
             trace.instant("eager", "CYCLE_START", time.perf_counter())
         try:
             brought = self._rounds.run(mine)

@@ -52,11 +52,6 @@ class Said(NamedTuple):
     not_faster: bool = False
 
     @property
-    def edits_differ(self) -> bool:
-        """Ranks that have done the same to their gradients would have different ones."""
-        return self.replaced and self.complete
-
-    @property
     def pace(self) -> Pace:
         """What all ranks find; as usual where they differ, or where nothing was said."""
         if self.not_slower == self.not_faster:
@@ -90,38 +85,36 @@ class ControlFlags:
         choice = self._choices[(*said[:-2], self.pace is not Pace.SLOWER, self.pace is not Pace.FASTER)]
         self._device.launch(self._elements.copy_, choice)
 
-    def now(self) -> Said:
-        """What is said in this iteration, once that is reduced; not on a device with streams."""
-        return Said(*[element > 0.0 for element in self._elements.tolist()])
+    def read(self) -> Said:
+        """What was said in this iteration, which is reduced; on a device with streams, what was in the one before.
 
-    def read_back(self) -> None:
-        """Takes the reduced elements to the host."""
+        There the host would have to wait; this iteration's flags are on their way to it afterwards. Once an iteration.
+        """
+        if not self._device.streams:
+            return Said(*map(bool, self._elements.tolist()))
+        before = Said()
+        if self._read is not None:
+            self._device.wait_for(self._read)
+            before = Said(*map(bool, self._reduced.tolist()))
         self._device.launch(copy_, self._reduced, self._elements)
         self._read = self._device.record_event()
+        return before
 
     def forget(self) -> None:
-        """What was read last does not matter any more."""
+        """What is on its way to the host does not matter any more."""
         self._read = None
-
-    def before(self) -> Said:
-        """What was said when the flags were last read; waits for the copy if it must."""
-        if self._read is None:
-            return Said()
-        self._device.wait_for(self._read)
-        return Said(*[element > 0.0 for element in self._reduced.tolist()])
 
 
 class UsageFlags:
-    """One element a parameter, which tells whether any rank has its gradient (`SIRTAKI_UNUSED=none`)."""
+    """One element a parameter, which tells whether any rank has its gradient (`SIRTAKI_UNUSED=none`).
+
+    Attributes:
+        wanted: somebody asks.
+    """
 
     def __init__(self, device: Device, elements: torch.Tensor) -> None:
         """Args: `elements` of the flat buffer, `(n_params,)`; empty where nobody asks."""
-        self._device, self._elements = device, elements
-
-    @property
-    def wanted(self) -> bool:
-        """Somebody asks."""
-        return bool(self._elements.numel())
+        self._device, self._elements, self.wanted = device, elements, bool(elements.numel())
 
     def write(self, present: Sequence[int]) -> None:
         """Sets the flags of the parameters whose gradients this rank has."""
@@ -308,6 +301,10 @@ class GradientBuffers:
         elements = first.buffer.tensor[first.layout.offsets[-2] :]
         return torch.view_as_real(elements)[:, 0] if elements.is_complex() else elements
 
+    def has_flags(self, group: GradientGroup, stop: int) -> bool:
+        """A unit that ends at element `stop` of a group's buffer has control flags among its elements."""
+        return group is self.groups[0] and stop > group.layout.offsets[-2]
+
     def take_over(self, before: GradientBuffers) -> None:
         """Gradients that lie in the buffers that were there before move into these."""
         for index, param in enumerate(self._params):
@@ -361,13 +358,7 @@ class GradientBuffers:
         Raises:
             ConfigError: a parameter was moved to another device, or has another shape.
         """
-        if not self._copy_as_usual(indices, gradients, versions, first):
-            self._copy_one_by_one(indices, gradients, versions, first)
-
-    def _copy_as_usual(
-        self, indices: list[int], gradients: list[torch.Tensor], versions: list[int], first: int
-    ) -> bool:
-        """`copy_in` if every gradient fits its place: the loops are C's. False, and nothing done, if one does not."""
+        # The usual case is that every gradient fits its place; then the loops are C's.
         part = slice(first, len(indices))
         own, fresh = indices[part], gradients[part]
         _, params, views, places, strides, _ = self.known(own)
@@ -378,7 +369,8 @@ class GradientBuffers:
             and [gradient.stride() if wanted else () for gradient, wanted in zip(fresh, strides, strict=True)]
             == strides
         ):
-            return False
+            self._copy_one_by_one(indices, gradients, versions, first)
+            return
         self._copy(places, fresh)
         try:
             for param, view in zip(params, views, strict=True):
@@ -387,9 +379,9 @@ class GradientBuffers:
             for param, gradient in zip(params, fresh, strict=True):
                 if param.grad is not gradient:
                     param.grad = gradient
-            return False
+            self._copy_one_by_one(indices, gradients, versions, first)
+            return
         gradients[part], versions[part] = views, map(VERSION, views)
-        return True
 
     def known(self, indices: list[int]) -> Known:
         """What is known of these parameters, in this order; looked up once where the order stays the same."""
@@ -489,19 +481,6 @@ def _strides_to_check(place: torch.Tensor, dtype: torch.dtype) -> tuple[int, ...
     return place.stride() if place.dim() > 1 else ()  # of one dimension there is one way to be dense
 
 
-@dataclass(frozen=True, slots=True)
-class Interference:
-    """What was done to gradients between their hooks and the end of their reduction, by parameter index.
-
-    Attributes:
-        replaced: `.grad` is another tensor; the reduced gradient has taken its place.
-        written: written in place, while it was being reduced perhaps.
-    """
-
-    replaced: tuple[int, ...]
-    written: tuple[int, ...]
-
-
 class Arrivals:
     """What has come so far in this iteration.
 
@@ -513,6 +492,9 @@ class Arrivals:
         gradients: what was their `.grad` then, in the same order; the flat buffer's view once it is that.
         versions: of those tensors; `buffers.WRITTEN` = written since they came.
         own: how many came from this rank's backward pass; the others were put in for it.
+        lost_replaced: parameters whose `.grad` was another tensor when the reduced gradient was handed out, which has
+            taken its place.
+        lost_written: parameters whose gradients were written in place before that, while they were reduced perhaps.
     """
 
     def __init__(self, params: Sequence[HasGrad], buffers: GradientBuffers) -> None:
@@ -523,6 +505,8 @@ class Arrivals:
         self.versions: list[int] = []
         self._copied = 0
         self.own = 0
+        self.lost_replaced: list[int] = []
+        self.lost_written: list[int] = []
         self._handed_out: set[int] = set()
 
     @property
@@ -583,32 +567,39 @@ class Arrivals:
             for index, gradient in zip(self.indices, self.gradients, strict=True)
         )
 
-    def hand_out(self, unused: Sequence[int] = ()) -> Interference:
+    def hand_out(self, unused: Sequence[int] = ()) -> None:
         """After the reduction: every `.grad` that the user has not set to None holds the reduced gradient.
 
         Args:
             unused: parameters that keep None because no rank computed their gradients.
         """
-        if self.own == len(self.indices) and not self._handed_out and self._is_untouched():
-            return Interference((), ())
+        if self.indices and self.own == len(self.indices) and not self._handed_out:
+            # The usual case is that every `.grad` is the flat buffer's view, and was not written; the loops are C's.
+            known, gradients = self._buffers.known(self.indices), self.gradients
+            if (
+                all(map(is_, map(GRAD, known.params), gradients))
+                and list(map(VERSION, gradients)) == self.versions
+                and list(map(torch.Tensor.data_ptr, gradients)) == known.addresses
+            ):
+                return
         rest = [number for number, index in enumerate(self.indices) if index not in self._handed_out]
-        return self._hand_out(rest, frozenset(unused))
+        self._hand_out(rest, frozenset(unused))
 
-    def hand_out_some(self, indices: Sequence[int]) -> Interference:
+    def hand_out_some(self, indices: Sequence[int]) -> None:
         """As `hand_out`, of these parameters, which are reduced already; once each."""
         wanted = set(indices) - self._handed_out
         self._handed_out |= wanted
-        return self._hand_out([number for number, index in enumerate(self.indices) if index in wanted], frozenset())
+        self._hand_out([number for number, index in enumerate(self.indices) if index in wanted], frozenset())
 
-    def _hand_out(self, numbers: Sequence[int], left_alone: frozenset[int]) -> Interference:
+    def _hand_out(self, numbers: Sequence[int], left_alone: frozenset[int]) -> None:
         params, addresses = self._params, self._buffers.addresses
-        replaced, written, copies = [], [], list[tuple[int, torch.Tensor]]()
+        copies = list[tuple[int, torch.Tensor]]()
         for number in numbers:
             index, gradient, version = self.indices[number], self.gradients[number], self.versions[number]
             current = params[index].grad
             if current is gradient:
                 if current._version != version:
-                    written.append(index)
+                    self.lost_written.append(index)
                 if current.data_ptr() != addresses[index]:
                     copies.append((index, current))
                     self._buffers.view(index)  # one whose memory was swapped is not used again
@@ -616,21 +607,9 @@ class Arrivals:
                 if params[index].requires_grad and index not in left_alone:
                     self._give(index, copies)
             elif current is not None:  # None: the user has set it so
-                replaced.append(index)
+                self.lost_replaced.append(index)
                 self._give(index, copies)
         self._buffers.copy_out(copies)
-        return Interference(tuple(replaced), tuple(written))
-
-    def _is_untouched(self) -> bool:
-        """Every `.grad` is the flat buffer's view, and was not written. The usual case; the loops are C's."""
-        if not self.indices:
-            return True
-        known, gradients = self._buffers.known(self.indices), self.gradients
-        return (
-            all(map(is_, map(GRAD, known.params), gradients))
-            and list(map(VERSION, gradients)) == self.versions
-            and list(map(torch.Tensor.data_ptr, gradients)) == known.addresses
-        )
 
     def _give(self, index: int, copies: list[tuple[int, torch.Tensor]]) -> None:
         """Puts the reduced gradient into `.grad`, whatever is there: its place if that fits, else a copy."""
@@ -651,58 +630,51 @@ REMEDY = (
 
 
 class LostEdits:
-    """What the user did to gradients too early.
-
-    Attributes:
-        problem: what makes the gradients of this iteration undefined, in words; empty if all is well.
-    """
+    """Tells what the user did to gradients too early."""
 
     def __init__(self, names: Sequence[str]) -> None:
         """`names` of the parameters."""
         self._names = names
-        self.problem = ""
         self._warned = self._told = False
 
-    def begin(self) -> None:
-        """The gradients of an iteration leave; nothing is known against them."""
-        self.problem = ""
-
-    def look(self, done: Interference, arrivals: Arrivals, said: Said) -> None:
-        """All gradients are reduced.
+    def look(self, arrivals: Arrivals, said: Said) -> str:
+        """All gradients of an iteration are reduced: what makes them undefined, in words; empty if all is well.
 
         Args:
-            done: to this rank's gradients.
-            arrivals: this rank's gradients.
-            said: by all ranks in this iteration.
+            arrivals: this rank's gradients, which have been handed out.
+            said: by all ranks in this iteration; nothing on a device with streams.
         """
-        if done.written:
-            name, why = self._names[done.written[0]], self._why_late(arrivals)
-            self.problem = f"the gradient of {name} was written before it was reduced{why}; {REMEDY}"
+        problem, differ = "", said.replaced and said.complete
+        if arrivals.lost_written:
+            problem = f"the gradient of {self._names[arrivals.lost_written[0]]} was written before it was reduced"
         elif said.written:
-            self.problem = f"another rank has written a gradient before it was reduced; {REMEDY}"
-        elif said.edits_differ and done.replaced:
-            name, why = self._names[done.replaced[0]], self._why_late(arrivals)
-            self.problem = f"the gradient of {name} was replaced before it was reduced{why}; {REMEDY}"
-        elif said.edits_differ:
-            self.problem = f"another rank has replaced a gradient before it was reduced; {REMEDY}"
-        elif done.replaced and not self._warned:
-            self._warned = True
-            logger.warning(
-                "the gradient of %s was replaced before it was reduced, and the reduced one is used; %s",
-                self._names[done.replaced[0]],
-                REMEDY,
-            )
-
-    def hear_late(self, before: Said) -> None:
-        """An iteration ends on a device with streams, where it is heard only now what was said in the one before.
-
-        What a rank knows of itself has been said then.
-        """
-        if (before.written or before.edits_differ) and not self._told and not self.problem:
-            self.problem = f"another rank has changed a gradient too early in the iteration before this one; {REMEDY}"
-        self._told = bool(self.problem)
-
-    def _why_late(self, arrivals: Arrivals) -> str:
+            return f"another rank has written a gradient before it was reduced; {REMEDY}"
+        elif arrivals.lost_replaced:
+            name = self._names[arrivals.lost_replaced[0]]
+            if differ:
+                problem = f"the gradient of {name} was replaced before it was reduced"
+            elif not self._warned:
+                self._warned = True
+                logger.warning(
+                    "the gradient of %s was replaced before it was reduced, and the reduced one is used; %s",
+                    name,
+                    REMEDY,
+                )
+        elif differ:
+            return f"another rank has replaced a gradient before it was reduced; {REMEDY}"
+        if not problem:
+            return ""
         own = set(arrivals.own_indices)
         late = next((name for index, name in enumerate(self._names) if index not in own), "")
-        return f", which ends with step() because {late} had no gradient in this backward pass" if late else ""
+        why = f", which ends with step() because {late} had no gradient in this backward pass" if late else ""
+        return f"{problem}{why}; {REMEDY}"
+
+    def hear_late(self, problem: str, before: Said) -> str:
+        """An iteration ends on a device with streams, where it is heard only now what was said in the one before.
+
+        What a rank knows of itself has been said then. Returns the problem of this iteration, `problem` if it is known.
+        """
+        if (before.written or (before.replaced and before.complete)) and not self._told and not problem:
+            problem = f"another rank has changed a gradient too early in the iteration before this one; {REMEDY}"
+        self._told = bool(problem)
+        return problem

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from itertools import groupby
@@ -10,11 +10,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from sirtaki.errors import PlanError
-
-from ..plan import CommPlan, GradientLayout, Route
-from ..router import Router
-from .buffers import FLAG_COUNT, ControlFlags, GradientBuffers, GradientGroup, HasGrad, Reduction, UsageFlags
+from ..plan import CommPlan, Route
+from .buffers import GradientBuffers, GradientGroup
 
 if TYPE_CHECKING:
     from ..control.plane import ControlPlane
@@ -44,42 +41,10 @@ def agree_on_order(arrived: Sequence[int], control: ControlPlane, *, counts: boo
     return [int(index) for index in np.argsort(control.total(places), kind="stable")]
 
 
-class OrderWatch:
-    """Notices that gradients come in another order than they did when it was profiled."""
-
-    def __init__(self) -> None:
-        self._profiled_from = 0
-        self._not_before = 0
-        self._disorderly = 0
-
-    def profiling_begins(self, iteration: int) -> None:
-        """The order is profiled from this iteration on."""
-        self._profiled_from, self._disorderly = iteration, 0
-
-    def profiled(self, iteration: int) -> None:
-        """The order is known since this iteration."""
-        self._not_before = iteration + 2 * (iteration - self._profiled_from + PATIENCE_ITERATIONS)
-
-    def as_expected(self) -> None:
-        """In this iteration gradients came in the order that was profiled."""
-        self._disorderly = 0
-
-    def wants_reprofile(self, iteration: int, arrived: Sequence[int], position: Sequence[int]) -> bool:
-        """Whether to ask for a new profile, at the end of an iteration.
-
-        Args:
-            iteration: its number.
-            arrived: parameters in the order in which their gradients came, those that came.
-            position: where each parameter was expected.
-        """
-        limit = max(8, len(position) // 8)
-        late = max((place - position[index] for place, index in enumerate(arrived)), default=0)
-        self._disorderly = self._disorderly + 1 if late > limit else 0
-        return self._disorderly >= DISORDERLY_ITERATIONS and iteration >= self._not_before
-
-
 class OrderProfiling:
     """Whether the order is profiled in the current iteration, and whether this rank asks for that.
+
+    A rank asks where gradients have come in another order than the one that was profiled, several iterations in a row.
 
     Attributes:
         active: it is profiled; the same on all ranks.
@@ -91,37 +56,35 @@ class OrderProfiling:
     def __init__(self) -> None:
         self.active, self.since = True, 0
         self.requested = self.asks = False
-        self._watch = OrderWatch()
-
-    def ends_with(self, iteration: int) -> bool:
-        """Whether this is the last iteration in which it is profiled."""
-        return self.active and iteration + 1 - self.since >= PROFILING_ITERATIONS
-
-    def end(self, iteration: int) -> None:
-        """The order is known since this iteration."""
-        self.active = False
-        self._watch.profiled(iteration)
+        self._disorderly = self._not_before = 0
 
     def begin(self, iteration: int) -> None:
         """It is profiled from this iteration on."""
-        self.active, self.since = True, iteration
-        self._watch.profiling_begins(iteration)
+        self.active, self.since, self._disorderly = True, iteration, 0
         self.requested = self.asks = False
 
-    def watch(self, iteration: int, arrived: Sequence[int], buffers: GradientBuffers) -> None:
+    def ends_with(self, iteration: int) -> bool:
+        """Whether this is the last iteration in which it is profiled; it is not `active` any more then."""
+        if not self.active or iteration + 1 - self.since < PROFILING_ITERATIONS:
+            return False
+        self.active = False
+        self._not_before = iteration + 2 * (iteration - self.since + PATIENCE_ITERATIONS)
+        return True
+
+    def watch(self, iteration: int, arrived: Sequence[int], expected: GradientBuffers) -> None:
         """At the end of an iteration in which it was not profiled: decides whether this rank asks for it.
 
         Args:
             iteration: its number.
-            arrived: parameters in the order in which this rank's gradients came.
-            buffers: have the expected order.
+            arrived: parameters in the order in which this rank's gradients came, those that came.
+            expected: has the order that was profiled.
         """
-        late = False
-        if arrived == buffers.order:
-            self._watch.as_expected()
-        else:
-            late = self._watch.wants_reprofile(iteration, arrived, buffers.position)
-        self.asks = late or buffers.outdated or self.requested
+        late = 0
+        if arrived != expected.order:
+            late = max((place - expected.position[index] for place, index in enumerate(arrived)), default=0)
+        self._disorderly = self._disorderly + 1 if late > max(8, len(expected.order) // 8) else 0
+        differs = self._disorderly >= DISORDERLY_ITERATIONS and iteration >= self._not_before
+        self.asks = differs or expected.outdated or self.requested
 
 
 @dataclass(slots=True, eq=False)
@@ -203,14 +166,14 @@ def _expand(number: int, group: GradientGroup, plan: CommPlan, position: Sequenc
 
 
 class Schedule:
-    """Units in a fixed order, counting what each still waits for in this iteration.
+    """Units in a fixed order, and what each of them waits for.
 
     Attributes:
         units: in the order in which they are to leave.
         units_of: for each parameter, the numbers of the units that have elements of it.
-        missing: for each unit, gradients that have not come, and one more while the unit before it has not left; one
-            entry more, never zero, stands behind the last.
-        left: the numbers of the units that have left, in the order in which they did.
+        awaited: for each unit, how many gradients it waits for, and one more if it is to follow another unit; one entry
+            more, which never gets to zero, stands behind the last.
+        behind: for each unit, the number of the one that is to follow it.
     """
 
     def __init__(
@@ -226,12 +189,12 @@ class Schedule:
         Args:
             units: in the order in which they are to leave.
             n_params: how many gradients there are.
-            held: units that leave with `take_all` only, and so do those behind them.
+            held: units that leave at the end of the backward pass, complete or not, and so do those behind them.
             one_order: each unit leaves behind the one before it; otherwise behind the one before it on its stream.
         """
         self.units = list(units)
-        self._expected = [len(unit.members) + held(unit) for unit in self.units]
-        self._behind = [len(self.units)] * len(self.units)
+        self.awaited = [len(unit.members) + held(unit) for unit in self.units]
+        self.behind = [len(self.units)] * len(self.units)
         last: dict[object, int] = {}
         units_of: list[list[int]] = [[] for _ in range(n_params)]
         for number, unit in enumerate(self.units):
@@ -239,18 +202,12 @@ class Schedule:
                 units_of[index].append(number)
             lane = None if one_order else (unit.route, unit.stream)
             if lane in last:
-                self._behind[last[lane]] = number
-                self._expected[number] += 1
+                self.behind[last[lane]] = number
+                self.awaited[number] += 1
             last[lane] = number
-        self._expected.append(len(last) + 1)
+        self.awaited.append(len(last) + 1)
         self.units_of = [tuple(numbers) for numbers in units_of]
         self._together: dict[tuple[int, ...], list[int]] = {}
-        self.begin()
-
-    def begin(self) -> None:
-        """An iteration begins: everything is missing."""
-        self.missing = list(self._expected)
-        self.left: list[int] = []
 
     def together(self, index: int) -> list[int]:
         """The parameters that have elements in no other units than this one has; it is among them."""
@@ -259,22 +216,6 @@ class Schedule:
             members = sorted({member for number in own for member in self.units[number].members})
             self._together[own] = [member for member in members if set(self.units_of[member]) <= set(own)]
         return self._together[own]
-
-    def take(self, number: int) -> Iterator[ScheduledUnit]:
-        """A unit that waits for nothing any more leaves, and those behind it that have waited for it only."""
-        missing = self.missing
-        while not missing[number]:
-            self.left.append(number)
-            yield self.units[number]
-            number = self._behind[number]
-            missing[number] -= 1
-
-    def take_all(self) -> Iterator[ScheduledUnit]:
-        """All that have not left, complete or not."""
-        before = set(self.left)
-        for number in (number for number in range(len(self.units)) if number not in before):
-            self.left.append(number)
-            yield self.units[number]
 
 
 SLOWER = 1.3
@@ -382,102 +323,3 @@ class _Played:
                 heappush(self._free[lanes], stream)
             self.begin_what_can()
         self._now_s = until_s
-
-
-class PlannedBuffers:
-    """Flat buffers in one order of the parameters, ready to be reduced.
-
-    Attributes:
-        buffers: where gradients lie.
-        flags: what ranks tell each other along with them.
-        usage: which gradients were computed at all, if anybody asks.
-        plans: the current ones, one a layout.
-        schedule: their units, in the order in which they leave.
-    """
-
-    plans: tuple[CommPlan, ...]
-    schedule: Schedule
-
-    def __init__(
-        self,
-        order: Sequence[int],
-        params: Sequence[HasGrad],
-        names: Sequence[str],
-        *,
-        router: Router,
-        reduction: Reduction,
-        default_plan: Callable[[GradientLayout], CommPlan],
-        unused_as_none: bool,
-        before: PlannedBuffers | None,
-    ) -> None:
-        """Collective.
-
-        Args:
-            order: of the parameters in the buffers, the same on all ranks.
-            params: their gradients are reduced.
-            names: of the parameters.
-            router: allocates, and opens the plans' streams.
-            reduction: tells in which dtype gradients travel.
-            default_plan: the plan of a new layout; the same on all ranks.
-            unused_as_none: there is a flag for each parameter that tells whether its gradient was computed.
-            before: the buffers that these replace; gradients that lie there move along.
-        """
-        self._router, self._n_params = router, len(params)
-        router.device.synchronise()  # nothing may use the old ones any more
-        self.buffers = GradientBuffers(
-            order,
-            params,
-            names,
-            reduction=reduction,
-            router=router,
-            n_flags=FLAG_COUNT + (len(params) if unused_as_none else 0),
-        )
-        if before is not None:
-            self.buffers.take_over(before.buffers)
-        elements = self.buffers.flags
-        self.flags = ControlFlags(router.device, elements[:FLAG_COUNT])
-        self.usage = UsageFlags(router.device, elements[FLAG_COUNT:])
-        self.install([default_plan(layout) for layout in self.buffers.layouts])
-
-    def install(self, plans: Sequence[CommPlan]) -> None:
-        """Collective, between iterations: units leave by these plans from now on.
-
-        Raises:
-            PlanError: a plan does not fit its layout, or has a route or streams that this job does not have.
-            TransportError: on all ranks, streams could not be opened.
-        """
-        groups = self.buffers.groups
-        if len(plans) != len(groups):
-            raise PlanError(f"{len(plans)} plans for {len(groups)} layouts")
-        for group, plan in zip(groups, plans, strict=True):
-            if plan.numel != group.layout.numel:
-                raise PlanError(f"a plan of {plan.numel} elements for a layout of {group.layout.numel}")
-            self._router.open_plan(plan)
-        # What tells of usage is known at the end only; other flags when the last gradient has come, and so their unit.
-        self._schedule(schedule(groups, plans, self.buffers.position), flags_wait=self.usage.wanted)
-        self.plans = tuple(plans)
-
-    def overtake(self, pace: IterationPace) -> None:
-        """Between iterations, the same on all ranks: see `Synchroniser.overtake`."""
-        units, _ = self.overtaken(self.plans, pace)
-        # NCCL's communicators of one device share one order; all others are on their own.
-        self._schedule(units, flags_wait=True, one_order=self._router.device.streams)
-
-    def overtaken(self, plans: Sequence[CommPlan], pace: IterationPace) -> tuple[list[ScheduledUnit], list[float]]:
-        """Units as they would leave by these plans; and when each has what it waits for, after the first gradient."""
-        usual = schedule(self.buffers.groups, plans, self.buffers.position)
-        units = overtaking(usual, pace, held=self._has_flags)
-        return units, coming_s(units, pace, held=self._has_flags)
-
-    def _schedule(self, units: Sequence[ScheduledUnit], *, flags_wait: bool, one_order: bool = True) -> None:
-        """Units leave in this order; those with flags, and those behind them, not before all is known that they say."""
-        self.schedule = Schedule(
-            units,
-            self._n_params,
-            held=lambda unit: flags_wait and self._has_flags(unit),
-            one_order=one_order,
-        )
-
-    def _has_flags(self, unit: ScheduledUnit) -> bool:
-        first = self.buffers.groups[0]
-        return unit.group is first and unit.stop > first.layout.offsets[-2]

@@ -1,21 +1,30 @@
-"""Reduces gradients over all ranks while the backward pass still computes others.
+"""Reduces gradients over all ranks while the backward pass still computes others: the way of a gradient.
 
-In *order-profiling* iterations the ranks negotiate which gradients are ready (`issuing.NegotiatedIssuing`), because
-the order is not known. From then on iterations are *scheduled*: gradients lie in the flat buffers in the agreed order,
-and units leave in that order as soon as their gradients are in, straight from the hook, without a control message.
+An iteration goes so: `ready` for each gradient, `reduce` at the end of a backward pass if every gradient has come, and
+`finish`, which reduces in any case and closes the iteration. Between them a gradient goes through these hands:
 
-A fixed order costs time if gradients begin to come in another one. Each rank watches that (`order`), and asks with a
-control flag that travels along with the gradients (`control_flags`); if anyone asks, all ranks profile the order again
-in the next iteration, and rebuild their buffers.
+    ready ─▶ _leave: the last gradient that a unit waits for has come, and it is the unit's turn
+          ─▶ _send: gradients are copied into the flat buffers, the unit goes over its stream
+    flush ─▶ what did not come is put in, and what has not left leaves
+    reduce ─▶ all units are awaited, and every `.grad` becomes a view of the flat buffer
+    finish ─▶ the iteration is measured, the ranks' flags are read, and the next one begins
 
-An iteration goes so: `ready` for each gradient, `reduce` at the end of a backward pass if every gradient has come,
-and `finish`, which reduces in any case and closes the iteration.
+*Scheduled* iterations do that: gradients lie in the flat buffers in the agreed order, and units leave in that order,
+straight from the hook, without a control message. In *order-profiling* iterations the order is not known: on the host
+the ranks negotiate which gradients are ready (`ReadinessNegotiation`), and neighbours in the flat buffer that all have
+leave together; on a device with streams everything leaves at the end of the backward pass.
+
+A fixed order costs time if gradients begin to come in another one. Each rank watches that (`OrderProfiling`), and asks
+with a control flag that travels along with the gradients (`ControlFlags`); if anyone asks, all ranks profile the order
+again in the next iteration, and rebuild their buffers.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -25,25 +34,75 @@ import torch
 from sirtaki.comm.router import Router
 from sirtaki.errors import PlanError
 
+from .. import recorder, timeline
+from ..device import Event
 from ..plan import CommPlan, GradientLayout
-from .buffers import Arrivals, HasGrad, LostEdits, Pace, Reduction, Said
-from .iteration import (
-    CurrentIteration,
-    InFlight,
-    Interrupted,
-    Iteration,
-    IterationReport,
-    IterationTrace,
-    ReadinessNegotiation,
-    issuing_of,
-    report,
+from ..transports.contract import Work, scale_
+from .buffers import (
+    FLAG_COUNT,
+    Arrivals,
+    ControlFlags,
+    GradientBuffers,
+    HasGrad,
+    LostEdits,
+    Pace,
+    Reduction,
+    Said,
+    UsageFlags,
 )
-from .schedule import IterationPace, OrderProfiling, PlannedBuffers, ScheduledUnit, agree_on_order
+from .iteration import InFlight, Interrupted, IterationEvents, IterationReport, IterationTrace, ReadinessNegotiation
+from .schedule import (
+    IterationPace,
+    OrderProfiling,
+    Schedule,
+    ScheduledUnit,
+    agree_on_order,
+    coming_s,
+    overtaking,
+    schedule,
+)
 
 if TYPE_CHECKING:
     from sirtaki.comm.control.plane import ControlPlane
 
 logger = logging.getLogger(__name__)
+
+NOTHING = Said()
+
+
+@dataclass(slots=True)
+class Iteration:
+    """How far this rank is in one iteration.
+
+    Attributes:
+        missing: for each unit, what it waits for still; see `Schedule.awaited`.
+        ready_events: when each gradient came, by parameter; only while the order is profiled.
+        deferred: nothing leaves before `flush`.
+        trace: collects what a timeline or a recorder wants to know; None = nobody does.
+        left: the numbers of the units that have left, in the order in which they did; none while ranks negotiate.
+        works: units under way, in the order in which they left.
+        first_ready: when the first gradient came; None until then.
+        backward_ended: when all gradients had come, or were put in; None until then.
+        reduced: when all of them were reduced; None until then.
+        said: by all ranks, on the host.
+        joined: this rank has no data any more and takes part with zeros.
+        flushed: all units have left, or the negotiation knows that all may.
+        one_by_one: units were waited for one by one.
+    """
+
+    missing: list[int]
+    ready_events: list[Event | None]
+    deferred: bool
+    trace: IterationTrace | None
+    left: list[int] = field(default_factory=list)
+    works: list[Work] = field(default_factory=list)
+    first_ready: Event | None = None
+    backward_ended: Event | None = None
+    reduced: Event | None = None
+    said: Said = NOTHING
+    joined: bool = False
+    flushed: bool = False
+    one_by_one: bool = False
 
 
 class Synchroniser:
@@ -54,10 +113,17 @@ class Synchroniser:
 
     Attributes:
         iteration: iterations finished so far.
-        current: the iteration that has not ended.
+        plans: by which units are sent now, one a layout.
+        n_params: how many parameters it has.
+        profiling: the order of the gradients is profiled in this iteration; the same on all ranks.
+        complete: all gradients of this iteration are reduced.
+        problem: what makes the gradients of this iteration undefined; empty until they are reduced, and if all is well.
         in_flight: what the device may still be busy with.
-        pace: what all ranks find of reductions, as they have said with `say_pace` by the iteration before the last.
+        pace: what all ranks have said of reductions with `say_pace`, by the last iteration; with streams, by the one
+            before it.
     """
+
+    plans: tuple[CommPlan, ...]
 
     def __init__(
         self,
@@ -81,59 +147,68 @@ class Synchroniser:
             default_plan: the plan of a new layout; the same on all ranks.
             unused_as_none: gradients that no rank has computed are None afterwards, not zeros.
         """
-        self._params, self._names = list(params), list(names)
+        self._params, self._names, self.n_params = list(params), list(names), len(params)
         self._control, self._router, self._reduction = control, router, reduction
+        self._default_plan, self._unused_as_none = default_plan, unused_as_none
         self._device = router.device
+        self._device.users += 1
         self._negotiation = (
             None if self._device.streams else ReadinessNegotiation(control.duplicate(), control.failures)
         )
-        self._device.users += 1
+        # Autograd computes the gradients of several devices in a thread for each.
         self._several_devices = len({param.device for param in params}) > 1
+        self._one_at_a_time = threading.Lock()
         self.iteration = 0
+        self.problem = ""
         self.pace = Pace.USUAL
         self.in_flight = InFlight(self._device)
         self._order, self._edits = OrderProfiling(), LostEdits(self._names)
-        self._make_buffers = partial(
-            PlannedBuffers,
-            params=self._params,
-            names=self._names,
-            router=router,
-            reduction=reduction,
-            default_plan=default_plan,
-            unused_as_none=unused_as_none,
-        )
-        self._planned = self._make_buffers(range(len(self._params))[::-1], before=None)
+        self._buffers = self._make_buffers(range(self.n_params)[::-1])
         self._begin_iteration()
 
     # ── layouts and plans ────────────────────────────────────────────────────────────────────────────────────────
 
+    def _make_buffers(self, order: Sequence[int]) -> GradientBuffers:
+        """Collective: flat buffers in this order of the parameters, which leave by the default plans."""
+        self._device.synchronise()  # nothing may use the old ones any more
+        buffers = GradientBuffers(
+            order,
+            self._params,
+            self._names,
+            reduction=self._reduction,
+            router=self._router,
+            n_flags=FLAG_COUNT + (self.n_params if self._unused_as_none else 0),
+        )
+        self._flags = ControlFlags(self._device, buffers.flags[:FLAG_COUNT])
+        self._usage = UsageFlags(self._device, buffers.flags[FLAG_COUNT:])
+        self._install([self._default_plan(layout) for layout in buffers.layouts], buffers)
+        return buffers
+
+    def _install(self, plans: Sequence[CommPlan], buffers: GradientBuffers) -> None:
+        """Collective: opens the plans' streams; units leave by them from now on, in the order of their last gradients.
+
+        Raises:
+            PlanError: a plan does not fit its layout, or has a route or streams that this job does not have.
+            TransportError: on all ranks, streams could not be opened.
+        """
+        if len(plans) != len(buffers.groups):
+            raise PlanError(f"{len(plans)} plans for {len(buffers.groups)} layouts")
+        for group, plan in zip(buffers.groups, plans, strict=True):
+            if plan.numel != group.layout.numel:
+                raise PlanError(f"a plan of {plan.numel} elements for a layout of {group.layout.numel}")
+            self._router.open_plan(plan)
+        # What tells of usage is known at the end only; other flags when the last gradient has come, and so their unit.
+        self._schedule = Schedule(
+            schedule(buffers.groups, plans, buffers.position),
+            self.n_params,
+            held=lambda unit: self._unused_as_none and buffers.has_flags(unit.group, unit.stop),
+        )
+        self.plans = tuple(plans)
+
     @property
     def layouts(self) -> tuple[GradientLayout, ...]:
         """The current layouts, one a dtype; the first has one element more, the control flags."""
-        return self._planned.buffers.layouts
-
-    @property
-    def plans(self) -> tuple[CommPlan, ...]:
-        """By which units are sent now, one a layout."""
-        return self._planned.plans
-
-    def overtake(self, pace: IterationPace) -> None:
-        """Between iterations, the same on all ranks, until plans change: what forward needs first leaves first."""
-        self._planned.overtake(pace)
-        self._begin_iteration()
-
-    def overtaken(self, plans: Sequence[CommPlan], pace: IterationPace) -> tuple[list[ScheduledUnit], list[float]]:
-        """See `PlannedBuffers.overtaken`; nothing changes."""
-        return self._planned.overtaken(plans, pace)
-
-    @property
-    def n_params(self) -> int:
-        """How many parameters it has."""
-        return len(self._params)
-
-    def in_layout_order(self, values: Sequence[float]) -> list[float]:
-        """Values by parameter index, as reports give them, in the order of the first layout, the flags left out."""
-        return [values[index] for index in self._planned.buffers.groups[0].indices]
+        return self._buffers.layouts
 
     def set_plans(self, plans: Sequence[CommPlan]) -> None:
         """Collective, between iterations: sends units by these plans from now on, one a layout.
@@ -145,37 +220,30 @@ class Synchroniser:
         if self.pending:
             raise PlanError("plans change between iterations only, and gradients of this one are in already")
         self._control.require_equal(" ".join(plan.fingerprint() for plan in plans), "the plan")
-        self._planned.install(plans)
+        self._install(plans, self._buffers)
         self._begin_iteration()
 
-    # ── one iteration ────────────────────────────────────────────────────────────────────────────────────────────
+    def overtake(self, pace: IterationPace) -> None:
+        """Between iterations, the same on all ranks, until plans change: what forward needs first leaves first."""
+        units, _ = self.overtaken(self.plans, pace)
+        # NCCL's communicators of one device share one order; all others are on their own.
+        self._schedule = Schedule(units, self.n_params, held=self._has_flags, one_order=self._device.streams)
+        self._begin_iteration()
 
-    def _begin_iteration(self) -> None:
-        """Ready for the next backward pass."""
-        planned = self._planned
-        planned.schedule.begin()
-        planned.flags.write(Said(reprofile=self._order.asks, complete=True))
-        self._arrivals = Arrivals(self._params, planned.buffers)
-        self._iteration = Iteration(
-            self._arrivals,
-            router=self._router,
-            reduction=self._reduction,
-            trace=IterationTrace.wanted(self._device, self, planned.buffers),
-            ready_events=[None] * len(self._params) if self._order.active else [],
-        )
-        self._issuing = issuing_of(
-            self._iteration,
-            planned,
-            self._negotiation,
-            profiling=self._order.active,
-            several_devices=self._several_devices,
-        )
-        self.current = CurrentIteration(self._iteration, self._issuing, planned, self._order, self._edits)
+    def overtaken(self, plans: Sequence[CommPlan], pace: IterationPace) -> tuple[list[ScheduledUnit], list[float]]:
+        """Units as they would leave by these plans; and when each has what it waits for, after the first gradient."""
+        usual = schedule(self._buffers.groups, plans, self._buffers.position)
+        units = overtaking(usual, pace, held=self._has_flags)
+        return units, coming_s(units, pace, held=self._has_flags)
 
-    @property
-    def profiling(self) -> bool:
-        """The order of the gradients is profiled in this iteration; the same on all ranks."""
-        return self._order.active
+    def _has_flags(self, unit: ScheduledUnit) -> bool:
+        return self._buffers.has_flags(unit.group, unit.stop)
+
+    def in_layout_order(self, values: Sequence[float]) -> list[float]:
+        """Values by parameter index, as reports give them, in the order of the first layout, the flags left out."""
+        return [values[index] for index in self._buffers.groups[0].indices]
+
+    # ── what is asked of it between and in iterations ────────────────────────────────────────────────────────────
 
     def profile_again(self) -> None:
         """Asks for the order to be profiled again in one of the next iterations."""
@@ -183,9 +251,8 @@ class Synchroniser:
 
     def say_pace(self, pace: Pace) -> None:
         """Between iterations: what this rank finds of reductions; told along with the gradients until it changes."""
-        flags = self._planned.flags
-        if pace is not flags.pace:
-            flags.pace = pace
+        if pace is not self._flags.pace:
+            self._flags.pace = pace
             self._begin_iteration()
 
     @property
@@ -193,33 +260,183 @@ class Synchroniser:
         """Some gradient of this iteration is ready and `finish` has not been called."""
         return bool(self._arrivals.indices)
 
-    @property
-    def problem(self) -> str:
-        """What makes the gradients of this iteration undefined; empty until they are reduced, and if all is well."""
-        return self._edits.problem
-
     def missing_names(self) -> list[str]:
         """Parameters whose gradients have not come in this iteration."""
         arrived = set(self._arrivals.indices)
         return [name for index, name in enumerate(self._names) if index not in arrived]
 
-    def ready(self, index: int, gradient: torch.Tensor, version: int) -> None:
-        """The gradient of parameter `index`, its `.grad`, is complete, and had this version when it came. Once each."""
-        self._issuing.ready(index, gradient, version)
+    @property
+    def can_put_off(self) -> bool:
+        """The units of this iteration may be waited for one by one, once they have left."""
+        recorded = self._now.trace is not None and self._now.trace.recorded is not None
+        return not (self.profiling or self._unused_as_none or recorded)
 
     def detach(self) -> None:
         """Every `.grad` is the user's alone from now on."""
-        self._planned.buffers.detach()
+        self._buffers.detach()
 
-    @property
-    def complete(self) -> bool:
-        """All gradients of this iteration are reduced."""
-        return self._iteration.complete
+    # ── the way of a gradient ────────────────────────────────────────────────────────────────────────────────────
+
+    def _begin_iteration(self) -> None:
+        """Ready for the next backward pass."""
+        device, self.profiling = self._device, self._order.active
+        self._flags.write(Said(reprofile=self._order.asks, complete=True))
+        self._arrivals = Arrivals(self._params, self._buffers)
+        traced = timeline.current is not None or recorder.current is not None
+        self._now = Iteration(
+            missing=self._schedule.awaited.copy(),
+            ready_events=[None] * self.n_params if self.profiling else [],
+            deferred=device.streams and self.profiling,
+            trace=IterationTrace(device, self, self._buffers) if traced else None,
+        )
+        self._negotiates = self.profiling and not device.streams
+        self._is_usual = not (device.streams or self.profiling or self._several_devices or traced)
+        self.complete = False
+
+    def ready(self, index: int, gradient: torch.Tensor, version: int) -> None:
+        """The gradient of parameter `index`, its `.grad`, is complete, and had this version when it came. Once each.
+
+        The hot path: sends the units that it completes.
+        """
+        if not self._is_usual:
+            with self._one_at_a_time:
+                self._ready(index, gradient, version)
+            return
+        arrived = self._arrivals
+        if not arrived.indices:
+            self._now.first_ready = self._device.record_event()
+        arrived.indices.append(index)
+        arrived.gradients.append(gradient)
+        arrived.versions.append(version)
+        missing = self._now.missing
+        for number in self._schedule.units_of[index]:
+            missing[number] -= 1
+            if not missing[number]:
+                self._leave(number)
+
+    def _ready(self, index: int, gradient: torch.Tensor, version: int) -> None:
+        """As `ready`, on a device with streams, where somebody wants to know, or while the order is profiled."""
+        now, arrived, device = self._now, self._arrivals, self._device
+        device.notice_stream()
+        if now.trace is not None and now.trace.recorded is not None:
+            now.trace.ready.append((index, device.record_event()))
+        if not arrived.indices:
+            # Where several use a device, all ranks issue them in the order of their steps.
+            now.deferred = device.streams and (self.profiling or device.users > 1)
+            now.first_ready = device.record_event()
+            if self._negotiates:
+                self._begin_negotiation()
+        if self.profiling:
+            now.ready_events[index] = device.record_event()
+        arrived.indices.append(index)
+        arrived.gradients.append(gradient)
+        arrived.versions.append(version)
+        if self._negotiates:
+            assert self._negotiation is not None
+            self._copy_in()
+            # Bits are kept in layout order, so that agreed neighbours are neighbours in the flat buffer.
+            self._negotiation.set_ready(self._buffers.position[index])
+        elif not now.deferred:
+            for number in self._schedule.units_of[index]:
+                now.missing[number] -= 1
+                if not now.missing[number]:
+                    self._leave(number)
+
+    def _leave(self, number: int) -> None:
+        """A unit that waits for nothing any more leaves, and those behind it that have waited for it only."""
+        missing, behind, leaving = self._now.missing, self._schedule.behind, list[int]()
+        while not missing[number]:
+            leaving.append(number)
+            number = behind[number]
+            missing[number] -= 1
+        self._send(leaving)
+
+    def _send(self, numbers: Sequence[int]) -> None:
+        """Copies the gradients that have come into the flat buffers, and submits units, whose gradients are among them.
+
+        On a device with streams this happens beside the backward pass.
+        """
+        with self._device.beside():
+            self._copy_in()
+            self._now.left += numbers
+            for number in numbers:
+                self._submit(self._now, self._schedule.units[number])
+
+    def _copy_in(self) -> None:
+        trace = self._now.trace
+        begin = None if trace is None else self._device.record_event()
+        count = self._arrivals.copy_in()
+        if trace is not None and count:
+            trace.copies.append((begin, self._device.record_event(), count))
+
+    def _submit(self, now: Iteration, unit: ScheduledUnit) -> None:
+        reduction, buffer = self._reduction, unit.group.buffer
+        if reduction.prescale != 1.0:
+            self._device.launch(scale_, buffer.tensor[unit.start : unit.stop], reduction.prescale)
+        issued = None if now.trace is None else self._device.record_event()
+        work = self._router.all_reduce(
+            buffer,
+            unit.start,
+            unit.stop,
+            route=unit.route,
+            stream=unit.stream,
+            threads=unit.threads,
+            op=reduction.op,
+            scale=reduction.postscale,
+        )
+        now.works.append(work)
+        if now.trace is not None:
+            now.trace.units.append((unit, work, issued))
 
     @property
     def can_reduce(self) -> bool:
         """Every gradient of this iteration has come, so that nothing need be known of what the script does next."""
-        return self.current.can_reduce
+        return not (self.complete or self._waits_for_step)
+
+    @property
+    def _waits_for_step(self) -> bool:
+        # All ranks issue the optimizers of one GPU in the order of their steps.
+        return len(self._arrivals.indices) < self.n_params or (self._now.deferred and self._device.users > 1)
+
+    def contribute_zeros(self) -> None:
+        """On a rank that has joined: gives zeros to an iteration that others have begun; waits for nobody."""
+        if not self._arrivals.indices:
+            self._now.joined = True
+            self._flags.pace = Pace.USUAL  # without data it knows nothing of that
+            for param in self._params:
+                param.grad = None
+        self.flush()
+
+    def flush(self) -> None:
+        """Puts in what did not come, and sends what has not left; waits for nobody. For callers: if it `can_reduce`."""
+        now, arrived = self._now, self._arrivals
+        if now.flushed:
+            return
+        now.flushed, self.problem = True, ""
+        now.backward_ended = self._device.record_event()
+        arrived.own = len(arrived.indices)
+        if self._unused_as_none:
+            self._usage.write([] if now.joined else arrived.present)
+        if self._waits_for_step:  # so the flags have not left
+            self._flags.write(
+                Said(written=bool(arrived.written), replaced=arrived.replaced, reprofile=self._order.asks)
+            )
+        if now.first_ready is None:
+            now.first_ready = now.backward_ended
+            if self._negotiates:
+                self._begin_negotiation()
+        if arrived.own < self.n_params:
+            came = set(arrived.indices)
+            for index in range(self.n_params):
+                if index not in came:
+                    arrived.put_in(index)
+        if self._negotiates:
+            assert self._negotiation is not None
+            self._copy_in()
+            self._negotiation.end()
+        elif len(now.left) < len(self._schedule.units) or arrived.own < self.n_params:
+            left = set(now.left)
+            self._send([number for number in range(len(self._schedule.units)) if number not in left])
 
     def reduce(self, interrupted: Interrupted | None) -> bool:
         """At the end of a backward pass, if it `can_reduce`: blocks until all gradients are reduced, as DDP does.
@@ -236,27 +453,49 @@ class Synchroniser:
         Raises:
             CommError: a reduction failed, or the job did; gradients are undefined then.
         """
-        return self.current.reduce(interrupted)
+        self.flush()
+        now, device = self._now, self._device
+        if self._negotiates:
+            assert self._negotiation is not None
+            if not self._negotiation.wait(interrupted):
+                return False
+        if not self._router.wait_for(now.works, interrupted=interrupted):
+            return False
+        self.complete = True
+        device.release()
+        now.reduced = self._last_done() if now.one_by_one else device.record_event()
+        unused = [index for index, used in enumerate(self._usage.used()) if not used] if self._unused_as_none else ()
+        self._arrivals.hand_out(unused)
+        if not device.streams:
+            now.said = self._flags.read()
+        self.problem = self._edits.look(self._arrivals, now.said)
+        return True
 
-    @property
-    def can_put_off(self) -> bool:
-        """The units of this iteration may be waited for one by one, once they have left."""
-        trace = self._iteration.trace
-        recorded = trace is not None and trace.recorder is not None
-        return not (self._order.active or self._planned.usage.wanted or recorded)
+    def _last_done(self) -> Event:
+        """When the last unit was reduced, which nobody may have waited for then."""
+        moments = [self._now.backward_ended, *(work.times()[1] for work in self._now.works)]
+        known = [moment for moment in moments if moment is not None]
+        if self._device.streams or len(known) < len(moments):
+            return self._device.record_event()
+        return max(known)
 
-    def contribute_zeros(self) -> None:
-        """On a rank that has joined: gives zeros to an iteration that others have begun; waits for nobody."""
-        if not self._arrivals.indices:
-            self._iteration.joined = True
-            self._planned.flags.pace = Pace.USUAL  # without data it knows nothing of that
-            for param in self._params:
-                param.grad = None
-        self.current.flush()
+    def wait_for(self, index: int, interrupted: Interrupted | None) -> list[int]:
+        """Once all units have left: blocks until the units of one gradient are reduced.
 
-    def flush(self) -> None:
-        """Sends what has not left; waits for nobody. For callers outside: if it `can_reduce`."""
-        self.current.flush()
+        Returns:
+            All parameters that have elements in these units only; none if it was interrupted.
+
+        Raises:
+            CommError: as `reduce`.
+        """
+        now = self._now
+        now.one_by_one = True
+        works = [now.works[now.left.index(number)] for number in self._schedule.units_of[index]]
+        return self._schedule.together(index) if self._router.wait_for(works, interrupted=interrupted) else []
+
+    def hand_out_some(self, indices: Sequence[int]) -> None:
+        """Hands out gradients that `wait_for` has returned, before all are reduced."""
+        self._arrivals.hand_out_some(indices)
 
     # ── its end ──────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -272,53 +511,116 @@ class Synchroniser:
         self._control.failures.raise_if_failed()
         if joined:
             self.contribute_zeros()
-        iteration, order = self._iteration, self._order
-        if not iteration.complete:
-            self.current.reduce(None)
+        if not self.complete:
+            self.reduce(None)
+        profiled = self._order.ends_with(self.iteration)
+        report = self._measure(profiled=profiled)
+        said = self._now.said
         if self._device.streams:
-            self.in_flight.units = list(zip(self._planned.schedule.units, iteration.works, strict=True))
-        measured = report(
-            iteration,
-            self.in_flight,
-            number=self.iteration,
-            profiling=order.active,
-            profiled=order.ends_with(self.iteration),
-        )
-        self._end_iteration(profiled=measured.profiled)
-        return measured
-
-    def _end_iteration(self, *, profiled: bool) -> None:
-        """Collective: what the next iteration will be."""
-        flags, order = self._planned.flags, self._order
-        before = flags.before()
-        if self._device.streams:
-            self._edits.hear_late(before)
-        flags.read_back()
+            said = self._flags.read()
+            self.problem = self._edits.hear_late(self.problem, said)
         self.pace = Pace.USUAL
         if profiled:
             self._end_profiling()
-        elif not order.active:
-            order.watch(self.iteration, self._arrivals.own_indices, self._planned.buffers)
-            self.pace = before.pace
-            if before.reprofile:
+        elif not self.profiling:
+            self._order.watch(self.iteration, self._arrivals.own_indices, self._buffers)
+            self.pace = said.pace
+            if said.reprofile:
                 logger.info("gradients come in another order, or in another form, than they did: profiling them again")
-                order.begin(self.iteration + 1)
-                flags.forget()
+                self._order.begin(self.iteration + 1)
+                self._flags.forget()
                 self.pace = Pace.USUAL  # what it is compared with was in another order
         self._begin_iteration()
         self.iteration += 1
+        return report
+
+    def _measure(self, *, profiled: bool) -> IterationReport:
+        """What the iteration measured; waits for the device, for the iteration before at most unless it is recorded."""
+        now, device = self._now, self._device
+        events = measured = IterationEvents(self.iteration, now.first_ready, now.backward_ended, now.reduced)
+        if device.streams:
+            self.in_flight.units = list(zip(self._schedule.units, now.works, strict=True))
+            before = self.in_flight.add(events)
+            measured = events if self.profiling else before
+            # The host is never more than one iteration ahead.
+            device.wait_for(measured.reduced if now.trace is None else events.reduced)
+        if now.trace is not None:
+            now.trace.write(events, profiling=self.profiling)
+        return IterationReport(
+            span_s=device.elapsed_s(measured.first_ready, measured.reduced),
+            backward_s=max(0.0, device.elapsed_s(measured.first_ready, measured.backward_ended)),  # may be none at all
+            ready_s=tuple(
+                [
+                    0.0 if event is None else max(0.0, device.elapsed_s(events.first_ready, event))
+                    for event in now.ready_events
+                ]
+            ),
+            profiled=profiled,
+        )
 
     def _end_profiling(self) -> None:
         """Collective: buffers in the agreed order, new ones if the order or a parameter has changed."""
-        buffers = self._planned.buffers
-        order = agree_on_order(self._arrivals.indices, self._control, counts=not self._iteration.joined)
-        outdated = bool(self._control.maximum(np.array([float(buffers.outdated)]))[0])
-        self._order.end(self.iteration)
-        if order != buffers.order or outdated:
-            self._planned = self._make_buffers(order, before=self._planned)
+        before = self._buffers
+        order = agree_on_order(self._arrivals.indices, self._control, counts=not self._now.joined)
+        outdated = bool(self._control.maximum(np.array([float(before.outdated)]))[0])
+        if order != before.order or outdated:
+            self._buffers = self._make_buffers(order)
+            self._buffers.take_over(before)
+
+    # ── while the order is profiled on the host ──────────────────────────────────────────────────────────────────
+
+    def _begin_negotiation(self) -> None:
+        """The ranks begin to agree on what is ready: neighbours leave together that are worth a unit of the plans."""
+        buffers, negotiation = self._buffers, self._negotiation
+        assert negotiation is not None
+        groups = list(zip(buffers.groups, self.plans, strict=True))
+        unit_bytes = [unit.numel * group.layout.itemsize_bytes for group, plan in groups for unit in plan.units]
+        sizes_bytes = [buffers.views[index].numel() * buffers.views[index].element_size() for index in buffers.order]
+        if self._unused_as_none:  # a bit of their own for the flags, which is set with the others at the end
+            sizes_bytes.append(0)
+        # Of the streams that a plan may use only those are open that its units do use; units take them in turn.
+        lanes = [
+            sorted({unit.stream for unit in plan.units if unit.algorithm is plan.units[0].algorithm})
+            for plan in self.plans
+        ]
+        turn, to_agree = 0, len(sizes_bytes)
+        largest_bytes = max([1, *unit_bytes])
+
+        def issue_agreed(now: Iteration, positions: list[int]) -> None:
+            """In the negotiation's thread: reduces gradients that are ready everywhere, the flags last."""
+            nonlocal turn, to_agree
+            agreed = {buffers.order[position] for position in positions if position < len(buffers.order)}
+            for (group, plan), streams in zip(groups, lanes, strict=True):
+                offsets, limit = group.layout.offsets, max(1, largest_bytes // group.layout.itemsize_bytes)
+                runs: list[tuple[int, int]] = []
+                for position, index in enumerate(group.indices):
+                    start, stop = offsets[position], offsets[position + 1]
+                    if index not in agreed:
+                        continue
+                    if runs and runs[-1][1] == start and stop - runs[-1][0] <= limit:
+                        runs[-1] = (runs[-1][0], stop)
+                    else:
+                        runs.append((start, stop))
+                for start, stop in runs:
+                    for low in range(start, stop, limit):
+                        route, stream = (plan.transport, plan.units[0].algorithm), streams[turn % len(streams)]
+                        turn += 1
+                        self._submit(now, ScheduledUnit(group, low, min(low + limit, stop), stream, route))
+            to_agree -= len(positions)
+            if not to_agree:
+                (first, plan), first_unit = groups[0], self.plans[0].units[0]
+                start, stop = first.layout.offsets[-2:]
+                route = (plan.transport, first_unit.algorithm)
+                self._submit(now, ScheduledUnit(first, start, stop, first_unit.stream, route))
+
+        negotiation.begin(
+            np.array(sizes_bytes, dtype=np.int64),
+            granularity_bytes=largest_bytes,
+            on_agreed=partial(issue_agreed, self._now),
+        )
 
     def close(self) -> bool:
         """Ends the negotiation thread; gradients keep their values. Once. False if its communicator stays in use."""
         self._device.users -= 1
-        del self._make_buffers  # the default plan leads back to whom it belongs
+        del self._default_plan  # it leads back to whom it belongs
         return self._negotiation is None or self._negotiation.close()

@@ -347,9 +347,9 @@ class SparseWorker:
     def _tell(self, task: SparseTask, work: SparseWork) -> None:
         """Tells the timeline and the recorder, if there are any, of a reduction that has just ended."""
         done_s, name = time.perf_counter(), f"{self._prefix}{task.name}"
-        if (trace := timeline.active()) is not None:
+        if (trace := timeline.current) is not None:
             trace.span(f"sparse {self._prefix}".strip(" ."), name, work.begun_s, done_s, path=task.plan.path.value)
-        if (recording := recorder.active()) is not None:
+        if (recording := recorder.current) is not None:
             recording.operation(
                 recorder.TracedOperation(
                     name=name,

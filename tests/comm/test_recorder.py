@@ -26,13 +26,13 @@ def _nobody() -> None:
 
 def test_nobody_records_until_somebody_does() -> None:
     mine = Ends()
-    assert recorder.active() is None
+    assert recorder.current is None
     assert not recorder.times_wanted()
     recorder.start(mine)
-    assert recorder.active() is mine
+    assert recorder.current is mine
     assert recorder.times_wanted()
     recorder.stop()
-    assert recorder.active() is None
+    assert recorder.current is None
     assert mine.ended == 0
 
 
@@ -42,9 +42,9 @@ def test_the_end_of_the_job_ends_a_recording_once() -> None:
     recorder.end()
     recorder.end()
     assert mine.ended == 1
-    assert recorder.active() is None
+    assert recorder.current is None
 
 
 def test_a_timeline_wants_times_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timeline, "_active", object())
+    monkeypatch.setattr(timeline, "current", object())
     assert recorder.times_wanted()

@@ -55,15 +55,15 @@ def test_ranks_share_a_file_and_a_new_job_overwrites_it(tmp_path: Path) -> None:
 
 
 def test_one_timeline_is_active_at_a_time(tmp_path: Path) -> None:
-    assert timeline.active() is None
+    assert timeline.current is None
     first, second = (Timeline(tmp_path / name, Writer(job="1", rank=0)) for name in ("a.json", "b.json"))
     timeline.start(first)
     first.instant("track", "only here", 1.0)
     timeline.start(second)
-    assert timeline.active() is second
+    assert timeline.current is second
     timeline.stop()
     timeline.stop()
-    assert timeline.active() is None
+    assert timeline.current is None
     assert "only here" in (tmp_path / "a.json").read_text()
 
 

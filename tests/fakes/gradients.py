@@ -8,8 +8,7 @@ import torch
 
 from sirtaki.comm.device import Device, HostDevice
 from sirtaki.comm.gradients.buffers import GradientBuffers, Reduction
-from sirtaki.comm.gradients.schedule import PlannedBuffers, Schedule, ScheduledUnit
-from sirtaki.comm.plan import CommPlan, GradientLayout, TransportKind, Unit
+from sirtaki.comm.plan import CommPlan, TransportKind, Unit
 from sirtaki.comm.transports.contract import NOTHING_TO_DO, FlatBuffer, Work
 
 
@@ -60,34 +59,9 @@ def plan_of(numel: int, *cuts: int, streams: int = 1) -> CommPlan:
     units = tuple(
         Unit(start=start, stop=stop, stream=number % streams)
         for number, (start, stop) in enumerate(itertools.pairwise(bounds))
+        if stop > start
     )
     return CommPlan(numel=numel, units=units, streams=streams, transport=TransportKind.MPI)
-
-
-def make_planned(
-    params: Sequence[torch.nn.Parameter],
-    *cuts: int,
-    router: LonelyRouter | None = None,
-    streams: int = 1,
-    order: Sequence[int] | None = None,
-    unused_as_none: bool = False,
-    before: PlannedBuffers | None = None,
-) -> PlannedBuffers:
-    """Flat buffers of these parameters, which leave in units between the cuts."""
-
-    def plan(layout: GradientLayout) -> CommPlan:
-        return plan_of(layout.numel, *cuts, streams=streams)
-
-    return PlannedBuffers(
-        range(len(params)) if order is None else order,
-        params,
-        [f"p{index}" for index in range(len(params))],
-        router=router or LonelyRouter(),  # type: ignore[arg-type]  # what is needed of one
-        reduction=Reduction(),
-        default_plan=plan,
-        unused_as_none=unused_as_none,
-        before=before,
-    )
 
 
 def parameters(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[torch.nn.Parameter]:
@@ -96,13 +70,3 @@ def parameters(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> 
     for number, param in enumerate(found):
         param.grad = (torch.arange(param.numel()) + 100 * number).to(dtype).view(param.shape)
     return found
-
-
-def come(schedule: Schedule, index: int) -> list[ScheduledUnit]:
-    """A gradient comes; what leaves then."""
-    left: list[ScheduledUnit] = []
-    for number in schedule.units_of[index]:
-        schedule.missing[number] -= 1
-        if not schedule.missing[number]:
-            left += schedule.take(number)
-    return left

@@ -76,7 +76,7 @@ def all_ranks_record_the_same_units() -> None:
     optimizer = optimizer_of(model)
     with profile(folder, iterations=3):
         train(model, optimizer, 10)
-    assert recorder.active() is None
+    assert recorder.current is None
     found = recorded(folder)
     assert found.problems == ()
     for one in (one for rank in found.ranks.values() for one in rank.iterations):

@@ -44,7 +44,7 @@ def main(ending: str, path: str) -> None:
     else:
         train(8)
     if ending == "killed":
-        present = timeline.active()
+        present = timeline.current
         assert present is not None
         present.flush()
         hvd.barrier()

@@ -268,14 +268,14 @@ class Reductions:
         self._sync.flush()
 
     def wait_for(self, number: int, interrupted: Interrupted | None) -> list[int]:
-        """Blocks until the gradient of a parameter is reduced; see `CurrentIteration.wait_for`."""
+        """Blocks until the gradient of a parameter is reduced; see `Synchroniser.wait_for`."""
         assert self._sync is not None
-        return self._sync.current.wait_for(number, interrupted)
+        return self._sync.wait_for(number, interrupted)
 
     def hand_out_some(self, numbers: Sequence[int]) -> None:
         """Once `wait_for` has returned these parameters: their `.grad` holds the reduced gradient."""
         assert self._sync is not None
-        self._sync.current.hand_out_some(numbers)
+        self._sync.hand_out_some(numbers)
 
     def contribute_zeros(self) -> None:
         """On a rank that has joined: gives zeros to an iteration that the other ranks have not begun to end."""

@@ -1,139 +1,314 @@
-"""What one iteration submits, and when it is over."""
+"""Ranks agree on what is ready, traces tell of units, and a device that stalls is found."""
 
+import random
+import threading
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
 import pytest
-import torch
-from fakes.gradients import LonelyRouter, make_planned, parameters
 
+from sirtaki.comm.control.communicator import Backend, Op
+from sirtaki.comm.control.failure import FailureBoard
 from sirtaki.comm.device import HostDevice
-from sirtaki.comm.gradients.buffers import Arrivals, Reduction
-from sirtaki.comm.gradients.iteration import Iteration, IterationTrace
-from sirtaki.comm.transports.contract import ReduceOp
+from sirtaki.comm.gradients import iteration
+from sirtaki.comm.gradients.iteration import InFlight, IterationEvents, IterationTrace, ReadinessNegotiation
+from sirtaki.comm.plan import Algorithm, GradientLayout, TransportKind
 from sirtaki.errors import CommError
 
+RANKS = 3
 
-class Launching(HostDevice):
-    """Notes what goes through `launch`, as all that touches tensors must on a device with streams."""
+
+class Rounds:
+    """All-reduces by AND among threads of this process: the n-th of every rank is one."""
+
+    def __init__(self, ranks: int = RANKS) -> None:
+        self.ranks, self.lock = ranks, threading.Lock()
+        self.given: list[list[np.ndarray]] = []
+
+    def communicator(self) -> "Communicator":
+        return Communicator(self)
+
+
+class Communicator:
+    backend = Backend.MPI
+
+    def __init__(self, rounds: Rounds) -> None:
+        self._rounds, self.used = rounds, 0
+
+    def all_reduce(self, array: np.ndarray, op: Op) -> "Request":
+        assert op is Op.AND
+        with self._rounds.lock:
+            if len(self._rounds.given) == self.used:
+                self._rounds.given.append([])
+            self._rounds.given[self.used].append(array.copy())
+        self.used += 1
+        return Request(self._rounds, self.used - 1, array)
+
+
+class Request:
+    def __init__(self, rounds: Rounds, number: int, result: np.ndarray) -> None:
+        self._rounds, self._number, self._result = rounds, number, result
+
+    def __call__(self) -> bool:
+        with self._rounds.lock:
+            given = self._rounds.given[self._number]
+            if len(given) < self._rounds.ranks:
+                return False
+            self._result[:] = np.bitwise_and.reduce(given)
+        return True
+
+
+@pytest.mark.parametrize("granularity_bytes", [1, 40, 10_000])
+@pytest.mark.parametrize("seed", range(6))
+def test_all_ranks_learn_the_same_rounds_whatever_their_orders(seed: int, granularity_bytes: int) -> None:
+    rounds, rng = Rounds(), random.Random(seed)
+    n_gradients = rng.randrange(1, 30)
+    sizes_bytes = np.array([rng.randrange(0, 50) for _ in range(n_gradients)])
+    ready: list[set[int]] = [set() for _ in range(RANKS)]
+    agreed: list[list[list[int]]] = [[] for _ in range(RANKS)]
+    communicators = [rounds.communicator() for _ in range(RANKS)]
+
+    def rank(number: int) -> None:
+        own = random.Random(100 * seed + number)
+        negotiation_ = ReadinessNegotiation(communicators[number], FailureBoard())  # type: ignore[arg-type]
+
+        def on_agreed(indices: list[int]) -> None:
+            assert all(set(indices) <= other for other in ready), "agreed before every rank was ready"
+            assert indices == sorted(indices)
+            agreed[number].append(indices)
+
+        for _ in range(2):  # backward passes
+            negotiation_.begin(sizes_bytes, granularity_bytes=granularity_bytes, on_agreed=on_agreed)
+            left_out = own.randrange(n_gradients) if own.random() < 0.5 else None
+            for index in own.sample(range(n_gradients), n_gradients):
+                if index != left_out:
+                    ready[number].add(index)
+                    negotiation_.set_ready(index)
+                if own.random() < 0.2:
+                    time.sleep(0.001)
+            if left_out is not None:  # the pass ends without it
+                ready[number].add(left_out)
+                negotiation_.end()
+            assert negotiation_.wait()
+            meeting.wait()
+            ready[number].clear()
+            meeting.wait()
+        assert negotiation_.close()
+
+    meeting = threading.Barrier(RANKS)
+    threads = [threading.Thread(target=rank, args=[number]) for number in range(RANKS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30.0)
+    assert agreed[0] == agreed[1] == agreed[2]
+    everything = sorted(index for indices in agreed[0] for index in indices)
+    assert everything == sorted(2 * list(range(n_gradients)))
+    assert len({each.used for each in communicators}) == 1, "a rank began a round that no other one joins"
+
+
+def test_a_wait_may_be_interrupted_and_goes_on_later() -> None:
+    rounds = Rounds(ranks=2)
+    alone = ReadinessNegotiation(rounds.communicator(), FailureBoard())  # type: ignore[arg-type]
+    found: list[int] = []
+    alone.begin(np.array([8]), granularity_bytes=1, on_agreed=found.extend)
+    alone.set_ready(0)
+    assert not alone.wait(lambda: True)
+    other = rounds.communicator()
+    other.all_reduce(np.packbits([True]), Op.AND)
+    assert alone.wait(lambda: False)
+    assert found == [0]
+    assert alone.close()
+
+
+def test_a_round_that_nobody_joins_is_given_up_and_told() -> None:
+    alone = ReadinessNegotiation(Rounds(ranks=2).communicator(), FailureBoard())  # type: ignore[arg-type]
+    alone.begin(np.array([8]), granularity_bytes=1, on_agreed=lambda indices: None)
+    alone.set_ready(0)
+    time.sleep(0.05)
+    assert not alone.close(), "the communicator is in use for ever"
+
+
+def test_a_failed_job_ends_the_wait() -> None:
+    failures = FailureBoard()
+    alone = ReadinessNegotiation(Rounds(ranks=2).communicator(), failures)  # type: ignore[arg-type]
+    alone.begin(np.array([8]), granularity_bytes=1, on_agreed=lambda indices: None)
+    alone.set_ready(0)
+    failures.report(CommError("rank 1 has ended"))
+    with pytest.raises(CommError, match="rank 1 has ended"):
+        alone.wait()
+
+
+LAYOUT = GradientLayout(sizes=(10, 20, 30), names=("a", "b", "c"), itemsize_bytes=2)
+GROUP = SimpleNamespace(layout=LAYOUT)
+END_S = 100.0
+
+
+class Noting:
+    """A timeline that keeps what it is told."""
 
     def __init__(self) -> None:
-        self.launched: list[str] = []
+        self.spans: list[tuple[str, str, float, float, dict[str, Any]]] = []
+        self.overlaps: list[tuple[str, float, float, dict[str, Any]]] = []
 
-    def launch(self, function, *args):
-        self.launched.append(function.__name__)
-        function(*args)
+    def span(self, track: str, name: str, begin_s: float, end_s: float, **arguments: Any) -> None:
+        self.spans.append((track, name, begin_s, end_s, arguments))
 
-
-class Made:
-    """An iteration of two gradients, all of which have come, in units of two elements."""
-
-    def __init__(self, reduction: Reduction | None = None, *, traced: bool = False) -> None:
-        self.params = parameters((3,), (1,))
-        self.device = Launching()
-        self.router = LonelyRouter(self.device)
-        self.planned = make_planned(self.params, 2, 4, router=self.router)
-        self.trace = IterationTrace(None, self.device) if traced else None  # type: ignore[arg-type]
-        self.arrivals = Arrivals(self.params, self.planned.buffers)
-        self.iteration = Iteration(
-            self.arrivals,
-            router=self.router,  # type: ignore[arg-type]
-            reduction=reduction or Reduction(),
-            trace=self.trace,
-            ready_events=[],
-        )
-        for index, param in enumerate(self.params):
-            self.arrivals.add(index, param.grad, param.grad._version)  # type: ignore[arg-type, union-attr]
-
-    @property
-    def values(self) -> list[float]:
-        return self.planned.buffers.groups[0].buffer.tensor[:4].tolist()  # type: ignore[no-any-return]
+    def overlapping(self, name: str, begin_s: float, end_s: float, **arguments: Any) -> None:
+        self.overlaps.append((name, begin_s, end_s, arguments))
 
 
-def test_a_new_iteration_has_nothing_and_its_first_gradient_is_a_moment() -> None:
-    now = Made().iteration
-    assert (now.works, now.first_ready, now.backward_ended, now.reduced) == ([], None, None, None)
-    assert [now.joined, now.flushed, now.complete] == [False] * 3
-    now.note_first()
-    assert isinstance(now.first_ready, float)
+class Moment:
+    """An event of a device with a clock of its own."""
+
+    def __init__(self, at: float) -> None:
+        self.at = at
 
 
-def test_a_unit_goes_to_the_router_as_it_is_planned_and_its_work_is_kept() -> None:
-    made = Made(Reduction(op=ReduceOp.MAX, postscale=0.5))
-    made.iteration.copy_in()
-    first, second, *_ = made.planned.schedule.units
-    second.threads, second.stream = 512, 3
-    made.iteration.issue(second)
-    made.iteration.issue(first)
-    route = first.route
-    assert made.router.reduced == [
-        (2, 4, {"route": route, "stream": 3, "threads": 512, "op": ReduceOp.MAX, "scale": 0.5}),
-        (0, 2, {"route": route, "stream": 0, "threads": None, "op": ReduceOp.MAX, "scale": 0.5}),
+class OtherClock(HostDevice):
+    """Its clock is ten times as fast and counts from elsewhere; what is asked of it is converted."""
+
+    def elapsed_s(self, begin: Moment, end: Moment) -> float:  # type: ignore[override]
+        return (end.at - begin.at) / 10
+
+
+@pytest.fixture
+def written(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Noting]:
+    """Writes an iteration with these units and copies, and returns the timeline."""
+
+    def write(
+        first: Any,
+        ended: Any,
+        reduced: Any = 99.0,
+        *units: Any,
+        device: HostDevice | None = None,
+        copies: Any = (),
+        profiling: bool = False,
+    ) -> Noting:
+        monkeypatch.setattr(iteration, "time", SimpleNamespace(perf_counter=lambda: END_S))
+        timeline, buffers = Noting(), SimpleNamespace(groups=[GROUP], layout_places=[])
+        tracing = IterationTrace(device or HostDevice(), None, buffers, timeline, None, list(copies), list(units))  # type: ignore[arg-type]
+        tracing.write(IterationEvents(7, first, ended, reduced), profiling=profiling)
+        return timeline
+
+    return write
+
+
+def unit(issued: Any, begun: Any, done: Any, *, stream: int = 0, start: int = 0) -> Any:
+    work = SimpleNamespace(times=lambda: (begun, done))
+    route = (TransportKind.GLOO, Algorithm.FLAT)
+    return SimpleNamespace(group=GROUP, start=start, stop=start + 5, stream=stream, route=route), work, issued
+
+
+def test_an_iteration_has_its_backward_pass_its_copies_and_the_wait_behind_it(written: Callable[..., Noting]) -> None:
+    assert written(90.0, 95.0, copies=[(92.0, 92.5, 3)]).spans == [
+        ("iterations", "iteration 7", 90.0, END_S, {"kind": "scheduled"}),
+        ("iterations", "backward", 90.0, 95.0, {}),
+        ("iterations", "wait", 95.0, END_S, {}),
+        ("copies", "copy 3 gradients", 92.0, 92.5, {}),
     ]
-    assert len(made.iteration.works) == 2
+    # A backward pass that was over before the first gradient is none.
+    assert written(95.0, 90.0, profiling=True).spans == [
+        ("iterations", "iteration 7", 95.0, END_S, {"kind": "order profiling"}),
+        ("iterations", "wait", 95.0, END_S, {}),
+    ]
 
 
-def test_a_prescale_multiplies_the_unit_and_nothing_else_on_the_device() -> None:
-    made = Made(Reduction(prescale=3.0))
-    made.iteration.copy_in()
-    made.device.launched.clear()
-    made.iteration.issue(made.planned.schedule.units[1])
-    assert made.values == [0.0, 1.0, 6.0, 300.0]
-    assert made.device.launched == ["scale_"]
+def test_a_unit_waits_in_the_queue_until_its_transport_begins(written: Callable[..., Noting]) -> None:
+    timeline = written(90.0, 95.0, 99.0, unit(91.0, 92.0, 94.0, stream=2, start=8), unit(91.0, 91.0, 94.0))
+    assert timeline.spans[3] == ("gloo stream 2", "a … b (2)", 92.0, 94.0, {"bytes": 10})
+    assert timeline.overlaps == [("gloo stream 2 queue", 91.0, 92.0, {"unit": "a … b (2)", "bytes": 10})]
 
 
-def test_without_a_prescale_nothing_is_launched() -> None:
-    made = Made()
-    made.iteration.copy_in()
-    made.device.launched.clear()
-    made.iteration.issue(made.planned.schedule.units[0])
-    assert made.device.launched == []
-    assert made.values == [0.0, 1.0, 2.0, 100.0]
+def test_a_transport_that_tells_no_beginning_takes_a_streams_units_one_after_the_other(
+    written: Callable[..., Noting],
+) -> None:
+    units = [
+        unit(91.0, None, 94.0, stream=0),
+        unit(91.5, None, 93.0, stream=1),
+        unit(92.0, None, 96.0, stream=0),
+        unit(92.5, None, 95.0, stream=0),  # it does not last less than nothing
+        unit(97.0, None, None, stream=0),  # its end is not known: that of all
+    ]
+    timeline = written(90.0, 95.0, 99.0, *units)
+    assert [(track, begin, end) for track, _, begin, end, _ in timeline.spans[3:]] == [
+        ("gloo stream 0", 91.0, 94.0),
+        ("gloo stream 1", 91.5, 93.0),
+        ("gloo stream 0", 94.0, 96.0),
+        ("gloo stream 0", 96.0, 96.0),
+        ("gloo stream 0", 97.0, END_S),
+    ]
+    assert timeline.overlaps[0] == ("gloo stream 0 queue", 92.0, 94.0, {"unit": "a", "bytes": 10})
 
 
-def test_a_trace_hears_of_copies_that_copied_something_and_of_every_unit() -> None:
-    made = Made(traced=True)
-    assert made.trace is not None
-    made.iteration.copy_in()
-    made.iteration.copy_in()  # nothing new
-    assert [count for _, _, count in made.trace.copies] == [2]
-    begin, end, _ = made.trace.copies[0]
-    assert begin <= end
-    unit = made.planned.schedule.units[1]
-    made.iteration.issue(unit)
-    (issued,) = made.trace.units
-    assert (issued.start, issued.stop, issued.stream) == (2, 4, 0)
-    assert issued.route == unit.route
-    assert issued.work is made.iteration.works[0]
-    assert end <= issued.issued
+def test_moments_of_a_device_are_counted_back_from_the_end_of_the_iteration(written: Callable[..., Noting]) -> None:
+    one = unit(Moment(520), Moment(540), Moment(580))
+    timeline = written(Moment(500), Moment(550), Moment(600), one, device=OtherClock())
+    assert [(begin, end) for _, _, begin, end, _ in timeline.spans] == [
+        (90.0, END_S),
+        (90.0, 95.0),
+        (95.0, END_S),
+        (94.0, 98.0),
+    ]
+    assert timeline.overlaps[0][1:3] == (92.0, 94.0)
 
 
-def test_a_wait_ends_with_the_works_unless_it_is_interrupted_or_a_reduction_fails() -> None:
-    made = Made()
-    made.iteration.copy_in()
-    made.iteration.issue(made.planned.schedule.units[0])
-    assert made.iteration.wait(None)
-    assert not made.iteration.wait(lambda: True)
+class Device:
+    """Reaches events up to `now`."""
 
-    class Fails:
-        def wait(self, timeout_s: float) -> bool:
-            raise CommError("rank 1 has ended")
+    now = 0.0
 
-    made.iteration.works.append(Fails())  # type: ignore[arg-type]
-    with pytest.raises(CommError, match="rank 1"):
-        made.iteration.wait(None)
+    def is_reached(self, event: float) -> bool:
+        return event <= self.now
 
 
-def test_works_are_waited_for_in_the_order_in_which_they_left() -> None:
-    made, waited = Made(), list[int]()
+def made() -> tuple[Device, InFlight]:
+    device = Device()
+    in_flight = InFlight(device)  # type: ignore[arg-type]
     for number in range(3):
-        made.iteration.works.append(type("W", (), {"wait": lambda self, s, number=number: not waited.append(number)})())
-    assert made.iteration.wait(None)
-    assert waited == [0, 1, 2]
+        in_flight.add(IterationEvents(number, 10.0 * number, 10.0 * number + 2, 10.0 * number + 5))
+    return device, in_flight
 
 
-def test_only_what_came_is_copied_though_the_buffer_is_larger() -> None:
-    made = Made()
-    made.arrivals.indices.pop()
-    made.arrivals.gradients.pop()
-    made.arrivals.versions.pop()
-    made.iteration.copy_in()
-    assert made.values == [0.0, 1.0, 2.0, 99.0]
-    assert torch.equal(made.params[1].grad, torch.tensor([100.0]))  # type: ignore[arg-type]
+def test_only_a_reduction_after_the_end_of_its_backward_pass_can_stall() -> None:
+    device, in_flight = made()
+    device.now = 11.0  # in the second backward pass
+    assert in_flight.stalled() is None
+    device.now = 13.0
+    first = in_flight.stalled()
+    assert first is not None
+    assert first[0] == 1
+    assert in_flight.stalled() == first  # since the first time that it was seen
+    device.now = 16.0
+    assert in_flight.stalled() is None
+    device.now = 23.0
+    second = in_flight.stalled()
+    assert second is not None
+    assert second[0] == 2
+    device.now = 25.0
+    assert in_flight.stalled() is None
+
+
+def test_a_device_is_busy_until_the_last_iteration_is_reduced() -> None:
+    device, in_flight = made()
+    device.now = 24.0
+    assert in_flight.busy
+    device.now = 25.0
+    assert not in_flight.busy
+    assert not InFlight(device).busy  # type: ignore[arg-type]
+
+
+def test_the_first_unit_that_is_not_reduced_is_named() -> None:
+    _, in_flight = made()
+    assert in_flight.unreduced_unit() == ""
+
+    def unit(stream: int) -> Any:
+        layout = SimpleNamespace(describe=lambda start, stop: f"elements {start} to {stop}")
+        return SimpleNamespace(group=SimpleNamespace(layout=layout), start=stream, stop=9, stream=stream)
+
+    works: list[Any] = [SimpleNamespace(is_done=lambda done=done: done) for done in (True, False, False)]
+    in_flight.units = list(zip([unit(0), unit(1), unit(2)], works, strict=True))
+    assert in_flight.unreduced_unit() == "unit 2 of 3 (elements 1 to 9) on stream 1"

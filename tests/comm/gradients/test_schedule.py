@@ -1,19 +1,33 @@
 """Units leave in one order, or in one on each stream, each when all its gradients are there."""
 
 import random
-from dataclasses import replace
+from collections.abc import Sequence
 
+import numpy as np
 import pytest
 import torch
-from fakes.gradients import come, make_buffers, parameters, plan_of
+from fakes.gradients import make_buffers, parameters, plan_of
 
-from sirtaki.comm.gradients.schedule import Schedule, ScheduledUnit, schedule
+from sirtaki.comm.gradients.buffers import GradientBuffers
+from sirtaki.comm.gradients.schedule import (
+    DISORDERLY_ITERATIONS,
+    PATIENCE_ITERATIONS,
+    IterationPace,
+    OrderProfiling,
+    Schedule,
+    ScheduledUnit,
+    agree_on_order,
+    overtaking,
+    schedule,
+)
 
 
-def units_of(shapes: list[tuple[int, ...]], *bounds: int, order: list[int] | None = None) -> list[ScheduledUnit]:
+def units_of(
+    shapes: Sequence[tuple[int, ...]], *bounds: int, order: list[int] | None = None, streams: int = 1
+) -> list[ScheduledUnit]:
     buffers = make_buffers(parameters(*shapes), order)
     (group,) = buffers.groups
-    return schedule([group], [plan_of(group.layout.numel, *bounds)], buffers.position)
+    return schedule([group], [plan_of(group.layout.numel, *bounds, streams=streams)], buffers.position)
 
 
 def test_a_unit_waits_for_every_gradient_of_which_it_has_elements() -> None:
@@ -39,60 +53,141 @@ def test_units_of_two_dtypes_are_merged_by_when_their_last_gradient_comes() -> N
     assert [unit.members for unit in schedule(buffers.groups, plans, buffers.position)] == [(0,), (1,), (2,)]
 
 
-@pytest.mark.parametrize("one_order", [True, False])
-@pytest.mark.parametrize("seed", range(50))
-def test_whatever_the_order_of_arrival_units_leave_in_theirs_and_never_too_early(seed: int, one_order: bool) -> None:
-    rng = random.Random(seed)
-    shapes = [(rng.randrange(0, 6),) for _ in range(rng.randrange(1, 9))]
-    numel = sum(shape[0] for shape in shapes) + 2
-    bounds = sorted(rng.sample(range(1, numel), min(numel - 1, rng.randrange(0, 5))))
-    units = [replace(unit, stream=rng.randrange(3)) for unit in units_of(shapes, *bounds)]
-    plan = Schedule(units, len(shapes), held=lambda unit: not one_order and unit.stop > numel - 2, one_order=one_order)
-    for _ in range(2):  # iterations
-        plan.begin()
-        left: list[ScheduledUnit] = []
-        arrived: set[int] = set()
-        for index in rng.sample(range(len(shapes)), len(shapes)):
-            arrived.add(index)
-            left += come(plan, index)
-            assert all(set(unit.members) <= arrived for unit in left)
-            for lane in {None if one_order else unit.stream for unit in units}:
-                behind = [unit for unit in units if lane in (None, unit.stream) and unit not in left]
-                assert (
-                    not behind
-                    or not set(behind[0].members) <= arrived
-                    or (not one_order and behind[0].stop > numel - 2)
-                ), "a unit that is complete has not left"
-        if one_order:
-            assert left == units
-        left += plan.take_all()
-        assert [units[number] for number in plan.left] == left
-        assert sorted(plan.left) == list(range(len(units)))
-        for stream in range(3):
-            own = [unit for unit in units if unit.stream == stream]
-            assert [unit for unit in left if unit.stream == stream] == own
-
-
-def test_held_units_leave_with_the_rest() -> None:
-    units = units_of([(4,), (6,)], 4)
-    plan = Schedule(units, 2, held=lambda unit: unit is units[1])
-    assert come(plan, 0) + come(plan, 1) == units[:1]
-    assert list(plan.take_all()) == units[1:]
-    assert list(plan.take_all()) == []
-
-
-def test_a_unit_whose_gradients_are_late_holds_up_its_own_stream_only_where_streams_need_no_one_order() -> None:
-    units = [
-        replace(unit, stream=number % 2) for number, unit in enumerate(units_of([(4,), (4,), (4,), (4,)], 4, 8, 12))
-    ]
-    for one_order, left in ((True, [[], [], [], [0, 1, 2, 3]]), (False, [[1], [], [3], [0, 2]])):
-        plan = Schedule(units, 4, held=lambda unit: False, one_order=one_order)
-        assert [[units.index(unit) for unit in come(plan, index)] for index in (1, 2, 3, 0)] == left
-
-
 def test_parameters_are_together_that_share_all_their_units() -> None:
     units = units_of([(4,), (4,), (4,)], 6)
     plan = Schedule(units, 3, held=lambda unit: False)
     assert plan.together(0) == [0]
     assert plan.together(2) == [2]
     assert plan.together(1) == [0, 1, 2]  # it lies in both
+
+
+ITEM_BYTES = 4
+
+
+def order_of(
+    units: list[ScheduledUnit], needed: list[float], ready_s: list[float], *, s_per_element: float
+) -> list[int]:
+    """First elements of the units, in the order in which they leave; the last one is held."""
+    pace = IterationPace(
+        needed=needed, ready_s=ready_s, backward_s=ready_s[-1] + 0.5, s_per_byte=s_per_element / ITEM_BYTES
+    )
+    return [unit.start for unit in overtaking(units, pace, held=lambda unit: unit is units[-1])]
+
+
+FORWARD = [3.0, 2.0, 1.0, 0.0]  # the last gradient is that of the first layer
+COMES_S = [0.0, 1.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    ("s_per_element", "starts"),
+    [
+        (0.01, [0, 4, 8, 12]),  # each is reduced before the next one comes
+        (0.6, [0, 8, 12, 4]),  # while the first is under way two come, of which the second is needed first
+        (5.0, [0, 12, 8, 4]),  # all come meanwhile
+    ],
+)
+def test_of_what_has_come_the_stream_takes_what_forward_reads_first(s_per_element: float, starts: list[int]) -> None:
+    units = units_of([(4,), (4,), (4,), (4,)], 4, 8, 12)
+    assert order_of(units, FORWARD, COMES_S, s_per_element=s_per_element) == starts
+
+
+def test_a_unit_is_as_urgent_as_the_first_of_its_parameters() -> None:
+    units = units_of([(4,), (4,), (4,), (4,), (4,)], 4, 12)
+    come_s = [0.0, 1.0, 1.0, 1.0, 1.0]
+    assert order_of(units, [9.0, 0.0, 9.0, 5.0, 6.0], come_s, s_per_element=9.0) == [0, 4, 12]
+    assert order_of(units, [9.0, 9.0, 7.0, 5.0, 6.0], come_s, s_per_element=9.0) == [0, 12, 4]
+
+
+def test_streams_share_the_network_and_take_whatever_is_next() -> None:
+    units = units_of([(8,), (4,), (4,), (4,)], 8, 12, 16, streams=2)
+    pace = IterationPace(needed=FORWARD, ready_s=[0.0] * 4, backward_s=0.0, s_per_byte=1.0)
+    played = overtaking(units, pace, held=lambda unit: False)
+    assert [(unit.start, unit.stream) for unit in played] == [(16, 0), (12, 1), (8, 1), (0, 0)]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_whatever_comes_whenever_every_unit_leaves_once_on_a_stream_of_its_kind(seed: int) -> None:
+    rng = random.Random(seed)
+    shapes = [(rng.randrange(0, 9),) for _ in range(rng.randrange(1, 9))]
+    numel = sum(shape[0] for shape in shapes) + 2
+    units = units_of(shapes, *sorted(rng.sample(range(1, numel), min(numel - 1, rng.randrange(0, 6)))), streams=3)
+    for unit in units:
+        unit.threads = rng.choice([None, 512])
+    kinds = {(unit.threads, unit.stream) for unit in units}
+    ready_s = [rng.random() for _ in shapes]
+    pace = IterationPace(
+        needed=[rng.random() for _ in shapes], ready_s=ready_s, backward_s=1.0, s_per_byte=rng.choice([0.0, 0.1, 9.0])
+    )
+    played = overtaking(units, pace, held=lambda unit: unit is units[-1])
+    assert sorted(unit.start for unit in played) == sorted(unit.start for unit in units)
+    assert {(unit.threads, unit.stream) for unit in played} <= kinds
+
+
+class SumOf:
+    """A control plane on which the other ranks have said their places already."""
+
+    def __init__(self, *others: list[int]) -> None:
+        self._others = others
+
+    def total(self, places: np.ndarray) -> np.ndarray:
+        return places + sum((np.argsort(order) for order in self._others), np.zeros(len(places)))
+
+
+def test_no_rank_rules_the_order() -> None:
+    ranks = ([0, 1, 2, 3], [0, 2, 1, 3], [0, 2, 3, 1])
+    found = [
+        agree_on_order(own, SumOf(*(other for other in ranks if other is not own)), counts=True)  # type: ignore[arg-type]
+        for own in ranks
+    ]
+    assert found[0] == found[1] == found[2] == [0, 2, 1, 3]
+
+
+def test_a_rank_without_gradients_has_no_say() -> None:
+    assert agree_on_order([0, 1, 2], SumOf([2, 1, 0]), counts=False) == [2, 1, 0]  # type: ignore[arg-type]
+
+
+def settled(n_params: int = 40) -> tuple[OrderProfiling, GradientBuffers]:
+    """The order of so many parameters was profiled in iterations 0 and 1."""
+    profiling = OrderProfiling()
+    assert [profiling.ends_with(iteration) for iteration in (0, 1)] == [False, True]
+    assert not profiling.active
+    return profiling, make_buffers(parameters(*[(1,)] * n_params))
+
+
+def test_an_order_that_changed_for_good_is_profiled_again_but_not_chased() -> None:
+    profiling, buffers = settled()
+    asked = []
+    for iteration in range(2, 2000):
+        profiling.watch(iteration, list(range(40))[::-1], buffers)
+        if profiling.asks:
+            asked.append(iteration)
+            profiling.begin(iteration + 1)
+            assert not profiling.ends_with(iteration + 1)
+            assert profiling.ends_with(iteration + 2)
+    assert asked[0] == max(1 + DISORDERLY_ITERATIONS, 2 * PATIENCE_ITERATIONS + 3)
+    assert len(asked) <= 2000 // (2 * PATIENCE_ITERATIONS) + 1
+
+
+def test_a_few_gradients_out_of_place_and_single_iterations_are_nothing() -> None:
+    profiling, buffers = settled()
+    neighbours, backwards = [index ^ 1 for index in range(40)], list(range(40))[::-1]
+    for iteration in range(500, 560):
+        profiling.watch(iteration, backwards if iteration % 3 == 0 else neighbours, buffers)
+        assert not profiling.asks
+
+
+def test_a_rank_asks_where_somebody_wants_it_or_a_gradient_does_not_fit_its_place() -> None:
+    profiling, buffers = settled(3)
+    profiling.watch(2, [0, 1, 2], buffers)
+    assert not profiling.asks
+    profiling.requested = True
+    profiling.watch(3, [0, 1, 2], buffers)
+    assert profiling.asks
+    profiling.begin(5)
+    assert profiling.active
+    assert not profiling.asks
+    assert not profiling.requested
+    assert [profiling.ends_with(iteration) for iteration in (5, 6)] == [False, True]
+    buffers.outdated = True
+    profiling.watch(7, [0, 1, 2], buffers)
+    assert profiling.asks
