@@ -12,7 +12,7 @@ from enum import Enum
 from functools import partial
 from importlib.metadata import entry_points
 from itertools import pairwise
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 from sirtaki.autotune.knobs import Cut, Knobs
 from sirtaki.autotune.model.replayer import ALL_RANKS, Activity, Replay, replay
@@ -30,6 +30,7 @@ from .global_graph import (
     global_graph,
     mean_iteration,
     parts,
+    play,
     replayed,
     symmetric,
 )
@@ -136,8 +137,8 @@ class Schedule:
         place = place_of(tensors, stop)
         if place is None or place + 1 == len(tensors):
             return None
-        one = Tensor(stop=tensors[place + 1].stop, parts=max(tensors[place].parts, tensors[place + 1].parts))
-        return replace(self, tensors=(*tensors[:place], one, *tensors[place + 2 :]))
+        one, other = tensors[place : place + 2]
+        return self._with(tensors, place, 2, Tensor(stop=other.stop, parts=max(one.parts, other.parts)))
 
     def parted(self, layout: GradientLayout, stop: int, parts: int) -> Schedule | None:
         """The tensor that ends there travels as so many units; None if there is no such tensor, or it does so."""
@@ -145,7 +146,7 @@ class Schedule:
         place = place_of(tensors, stop)
         if place is None or tensors[place].parts == parts:
             return None
-        return replace(self, tensors=(*tensors[:place], Tensor(stop=stop, parts=parts), *tensors[place + 1 :]))
+        return self._with(tensors, place, 1, Tensor(stop=stop, parts=parts))
 
     def split(self, layout: GradientLayout, stop: int, at: int) -> Schedule | None:
         """The tensor that ends at `stop` is two, of which one ends at `at`; None if it does not reach over that."""
@@ -153,12 +154,14 @@ class Schedule:
         place = place_of(tensors, stop)
         if place is None or not (tensors[place - 1].stop if place else 0) < at < stop:
             return None
-        halves = Tensor(stop=at), Tensor(stop=stop)
-        return replace(self, tensors=(*tensors[:place], *halves, *tensors[place + 1 :]))
+        return self._with(tensors, place, 1, Tensor(stop=at), Tensor(stop=stop))
+
+    def _with(self, tensors: tuple[Tensor, ...], place: int, count: int, *new: Tensor) -> Schedule:
+        return replace(self, tensors=(*tensors[:place], *new, *tensors[place + count :]))
 
 
 def place_of(tensors: Sequence[Tensor], stop: int) -> int | None:
-    """Of the tensor that ends there."""
+    """The place of the tensor that ends there."""
     place = bisect_left(tensors, stop, key=lambda one: one.stop)
     return place if place < len(tensors) and tensors[place].stop == stop else None
 
@@ -195,10 +198,6 @@ class Candidate:
     schedule: Schedule
     extras: tuple[Extra, ...] = ()
 
-    def with_schedule(self, schedule: Schedule | None) -> Candidate | None:
-        """Another schedule, None = none."""
-        return None if schedule is None else replace(self, schedule=schedule)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
@@ -230,47 +229,6 @@ class Choices:
     least_bytes: int
 
 
-class Position(Protocol):
-    """Where the search stands: a candidate, and its replay."""
-
-    candidate: Candidate
-    layout: GradientLayout
-    choices: Choices
-    tensors: Sequence[Tensor]
-
-    def n_bytes(self, tensor: int) -> int:
-        """Of a tensor."""
-        ...
-
-    def ready_s(self, tensor: int) -> float:
-        """When its last gradient is there (p^e)."""
-        ...
-
-    def end_s(self, tensor: int) -> float:
-        """When it is reduced (q^e)."""
-        ...
-
-    def best_parts(self, n_bytes: int) -> tuple[int, float]:
-        """k* of a tensor of that size, and t_sync with it."""
-        ...
-
-
-class Pass(Protocol):
-    """One kind of change.
-
-    Attributes:
-        name: what users allow it by.
-        changes_numbers: training comes out otherwise, so it is used only where it is allowed by name.
-    """
-
-    name: str
-    changes_numbers: bool
-
-    def changes(self, position: Position, tensor: int) -> Iterator[Change]:
-        """What may help at a tensor that lies on the critical path, or whose neighbour does."""
-        ...
-
-
 FEW_RANKS = 8
 TOLERANCES = (0.02, 0.05, 0.1, 0.2)
 """How much ranks that count as alike may differ, more of it where too many would be left."""
@@ -287,187 +245,152 @@ class Acceleration(Enum):
 EVERY = frozenset(Acceleration)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Subject:
-    """The gradients whose plan is sought: those of one optimizer.
+class View:
+    """What is planned, and a smaller job that is replayed for each candidate.
 
     Attributes:
-        buffers: theirs; the first one's is planned unit by unit.
+        buffers: of the optimizer with the most gradients; the first one is planned unit by unit.
+        recorded: how that one travelled.
+        accelerations: that are in force.
+        small: the smaller job, with the units that were recorded.
+        replays: how many graphs have been played, parts of them included.
     """
 
-    buffers: tuple[Buffer, ...]
-
-    @classmethod
-    def of(cls, job: JobModel) -> Subject:
-        """The optimizer with the most gradients.
+    def __init__(self, job: JobModel, accelerations: frozenset[Acceleration] = EVERY) -> None:
+        """Makes the smaller job.
 
         Raises:
             ReplayError: no gradients were exchanged.
         """
         if not job.buffers:
             raise ReplayError("no gradients were exchanged, so there is no plan to improve")
-        total: dict[tuple[int, int], int] = {}
+        total = Counter[tuple[int, int]]()
         for buffer in job.buffers:
-            total[buffer.reducer] = total.get(buffer.reducer, 0) + buffer.layout.total_bytes
+            total[buffer.reducer] += buffer.layout.total_bytes
         largest = max(total, key=lambda reducer: total[reducer])
-        return cls(buffers=tuple(buffer for buffer in job.buffers if buffer.reducer == largest))
+        self.buffers = tuple(buffer for buffer in job.buffers if buffer.reducer == largest)
+        self.layout, self.recorded = self.buffers[0].layout, Schedule.recorded(self.buffers[0])
+        self.accelerations, self.replays = accelerations, 0
+        self._job, self._costs = job, dict[Route, UnitCost]()
+        self._sync_s: dict[tuple[Route, int, int, int], float] = {}
+        self.small = mean = mean_iteration(job)
+        if Acceleration.COARSENING in accelerations:
+            self.small = mean = coarse(mean, settled=False)
+        for tolerance in TOLERANCES if Acceleration.SYMMETRY in accelerations else ():
+            self.small = symmetric(mean, tolerance=tolerance)
+            if len(self.small.ranks) <= FEW_RANKS:
+                break
 
-    @property
-    def layout(self) -> GradientLayout:
-        """Of the buffer that is planned unit by unit."""
-        return self.buffers[0].layout
-
-    @property
-    def recorded(self) -> Schedule:
-        """How that one travelled."""
-        return Schedule.recorded(self.buffers[0])
-
-    def planned(self, job: JobModel, candidate: Candidate, costs: Mapping[Route, UnitCost] | None = None) -> JobModel:
-        """The job with a candidate's units, and whatever else that changes.
+    def cost(self, route: Route) -> UnitCost:
+        """What units cost on a route, as the whole job shows it.
 
         Raises:
-            ReplayError: nothing is known of its route.
+            ReplayError: nothing is known of it.
         """
-        layouts = [buffer.layout for buffer in self.buffers]
-        plans = plans_for(candidate.schedule.knobs(self.layout), layouts)
-        numbers = [buffer.number for buffer in self.buffers]
-        job = with_plans(job, dict(zip(numbers, plans, strict=True)), costs=costs)
-        for extra in candidate.extras:
-            job = extra.apply(job)
-        return job
-
-
-class View:
-    """A smaller job that is replayed for each candidate.
-
-    Attributes:
-        subject: what is planned.
-        accelerations: that are in force.
-        replays: how many graphs have been played, parts of them included.
-    """
-
-    def __init__(self, job: JobModel, subject: Subject, accelerations: frozenset[Acceleration] = EVERY) -> None:
-        self.subject, self.accelerations, self.replays = subject, accelerations, 0
-        self._job, self._costs = job, dict[Route, UnitCost]()
-        small = mean_iteration(job)
-        if Acceleration.COARSENING in accelerations:
-            small = coarse(small, settled=False)
-        if Acceleration.SYMMETRY in accelerations:
-            small = _few(small)
-        self._small = small
-        self._sync_s: dict[tuple[Route, int, int, int], float] = {}
-
-    @property
-    def n_ranks(self) -> int:
-        """That are replayed."""
-        return len(self._small.ranks)
-
-    @property
-    def job(self) -> JobModel:
-        """With the units that were recorded."""
-        return self._small
-
-    @property
-    def startup_s(self) -> float:
-        """Of a unit on the route that was recorded."""
-        return self._cost(self.subject.recorded.route).startup_s
-
-    def planned(self, candidate: Candidate) -> JobModel:
-        """See `Subject.planned`."""
-        return self.subject.planned(
-            self._small, candidate, {candidate.schedule.route: self._cost(candidate.schedule.route)}
-        )
-
-    def play(self, job: JobModel) -> Replay:
-        """Replays it."""
-        self.replays += 1
-        return replay(global_graph(coarse(job) if Acceleration.COARSENING in self.accelerations else job))
-
-    def sync_s(self, candidate: Candidate, n_bytes: int, parts: int) -> float:
-        """t_sync(s, k): what a tensor takes as so many units, from when they leave until the last one is there."""
-        schedule = candidate.schedule
-        units = [self._probe(candidate, -(-n_bytes // parts), number) for number in range(parts)]
-        if Acceleration.PARTIAL_REPLAY not in self.accelerations:
-            return self._among_all_s(candidate, units)
-        key = (schedule.route, schedule.streams, n_bytes, parts)
-        if key not in self._sync_s:
-            alone = Iteration(programs=dict.fromkeys(self._small.ranks, ()), operations=tuple(units))
-            job = replace(self._small, iterations=(alone,), begin_s={})
-            self.replays += 1
-            self._sync_s[key] = replay(global_graph(job)).total_s
-        return self._sync_s[key]
-
-    def _among_all_s(self, candidate: Candidate, units: list[Operation]) -> float:
-        """The same by a replay of everything, in which nobody waits for these units."""
-        job = self.planned(candidate)
-        (iteration,) = job.iterations
-        played = self.play(
-            replace(job, iterations=(replace(iteration, operations=(*iteration.operations, *units)),), begin_s={})
-        )
-        first = len(job.ranks) + len(iteration.operations)
-        return max(played.end_s[first : first + len(units)])
-
-    def _probe(self, candidate: Candidate, n_bytes: int, number: int) -> Operation:
-        buffer = self.subject.buffers[0]
-        bare = Operation(
-            key=(-2, number, number + 1),
-            activity=Activity.UNIT,
-            lane=f"probe {number % candidate.schedule.streams}",
-            ranks=tuple(rank for rank in buffer.ranks if rank in self._small.ranks),
-            n_bytes=n_bytes,
-            route=candidate.schedule.route,
-        )
-        return self._cost(candidate.schedule.route).applied_to(bare)
-
-    def _cost(self, route: Route) -> UnitCost:
         if route not in self._costs:
             self._costs[route] = unit_cost(self._job, route, self._job.ranks)
         return self._costs[route]
 
+    def planned(self, candidate: Candidate, *, whole: bool = False) -> JobModel:
+        """The smaller job, or the whole one, with a candidate's units, and whatever else that changes.
 
-def _few(job: JobModel) -> JobModel:
-    small = job
-    for tolerance in TOLERANCES:
-        small = symmetric(job, tolerance=tolerance)
-        if len(small.ranks) <= FEW_RANKS:
-            break
-    return small
+        Raises:
+            ReplayError: nothing is known of its route.
+        """
+        plans = plans_for(candidate.schedule.knobs(self.layout), [buffer.layout for buffer in self.buffers])
+        numbers = [buffer.number for buffer in self.buffers]
+        costs = None if whole else {candidate.schedule.route: self.cost(candidate.schedule.route)}
+        job = with_plans(self._job if whole else self.small, dict(zip(numbers, plans, strict=True)), costs=costs)
+        for extra in candidate.extras:
+            job = extra.apply(job)
+        return job
+
+    def play(self, job: JobModel) -> Replay:
+        """Replays the smaller job."""
+        self.replays += 1
+        return play(job) if Acceleration.COARSENING in self.accelerations else replay(global_graph(job))
+
+    def sync_s(self, candidate: Candidate, n_bytes: int, parts: int) -> float:
+        """t_sync(s, k): what a tensor takes as so many units, from when they leave until the last one is there."""
+        schedule, cost = candidate.schedule, self.cost(candidate.schedule.route)
+        ranks = tuple(rank for rank in self.buffers[0].ranks if rank in self.small.ranks)
+        units = [
+            cost.applied_to(
+                Operation(
+                    key=(-2, number, number + 1),
+                    activity=Activity.UNIT,
+                    lane=f"probe {number % schedule.streams}",
+                    ranks=ranks,
+                    n_bytes=-(-n_bytes // parts),
+                    route=schedule.route,
+                )
+            )
+            for number in range(parts)
+        ]
+        if Acceleration.PARTIAL_REPLAY in self.accelerations:
+            key = (schedule.route, schedule.streams, n_bytes, parts)
+            if key not in self._sync_s:
+                alone = Iteration(programs=dict.fromkeys(self.small.ranks, ()), operations=tuple(units))
+                self.replays += 1
+                job = replace(self.small, iterations=(alone,), begin_s={})
+                self._sync_s[key] = replay(global_graph(job)).total_s
+            return self._sync_s[key]
+        # The same by a replay of everything, in which nobody waits for these units.
+        job = self.planned(candidate)
+        (iteration,) = job.iterations
+        among_all = replace(iteration, operations=(*iteration.operations, *units))
+        played = self.play(replace(job, iterations=(among_all,), begin_s={}))
+        first = len(job.ranks) + len(iteration.operations)
+        return max(played.end_s[first : first + parts])
 
 
-class Spot:
-    """A `Position`."""
+class Position:
+    """Where the search stands: a candidate, and its replay.
 
-    def __init__(self, view: View, choices: Choices, candidate: Candidate, job: JobModel, played: Replay) -> None:
-        """Takes a candidate that has been replayed; `job` is the view's with it."""
-        self.candidate, self.choices, self._view, self._played = candidate, choices, view, played
-        self.layout: GradientLayout = view.subject.layout
+    Attributes:
+        candidate: which.
+        layout: of the buffer that is planned unit by unit.
+        choices: what the job can run.
+        tensors: of the candidate.
+    """
+
+    def __init__(self, view: View, choices: Choices, candidate: Candidate) -> None:
+        """Replays the candidate.
+
+        Raises:
+            ReplayError: nothing is known of its route.
+        """
+        job = view.planned(candidate)
+        self._view, self._played = view, view.play(job)
+        self.candidate, self.choices, self.layout = candidate, choices, view.layout
         self.tensors: Sequence[Tensor] = candidate.schedule.tensors_of(self.layout)
         places = {one.key: len(job.ranks) + number for number, one in enumerate(job.iterations[0].operations)}
-        number, start = view.subject.buffers[0].number, 0
+        number, start = view.buffers[0].number, 0
         self._units: list[list[int]] = [[] for _ in self.tensors]
         for tensor, stop in units_of(self.tensors):
             self._units[tensor].append(places[number, start, stop])
             start = stop
-        self._issued_s = [0.0] * len(played.graph.nodes)
-        for before, after, _ in played.graph.edges:
-            if played.graph.nodes[before].rank != ALL_RANKS:  # else it is the unit before it on its stream
-                self._issued_s[after] = max(self._issued_s[after], played.end_s[before])
+        graph = self._played.graph
+        self._issued_s = [0.0] * len(graph.nodes)
+        for before, after, _ in graph.edges:
+            if graph.nodes[before].rank != ALL_RANKS:  # else it is the unit before it on its stream
+                self._issued_s[after] = max(self._issued_s[after], self._played.end_s[before])
 
     def n_bytes(self, tensor: int) -> int:
-        """See `Position`."""
+        """Bytes of a tensor."""
         start = self.tensors[tensor - 1].stop if tensor else 0
         return (self.tensors[tensor].stop - start) * self.layout.itemsize_bytes
 
     def ready_s(self, tensor: int) -> float:
-        """See `Position`."""
+        """When a tensor's last gradient is there (p^e)."""
         return max(self._issued_s[place] for place in self._units[tensor])
 
     def end_s(self, tensor: int) -> float:
-        """See `Position`."""
+        """When a tensor is reduced (q^e)."""
         return max(self._played.end_s[place] for place in self._units[tensor])
 
     def best_parts(self, n_bytes: int) -> tuple[int, float]:
-        """See `Position`."""
+        """k* of a tensor of that size, and t_sync with it."""
         most = max(1, min(self.candidate.schedule.streams, n_bytes // self.choices.least_bytes))
         took_s = {parts: self._view.sync_s(self.candidate, n_bytes, parts) for parts in range(1, most + 1)}
         best = min(took_s, key=lambda parts: (took_s[parts], parts))
@@ -485,106 +408,80 @@ class Spot:
 ENTRY_POINT_GROUP = "sirtaki.optimizer_passes"
 
 
-class TensorFusion:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pass:
+    """One kind of change; those of other packages are of any class that has the same attributes.
+
+    Attributes:
+        name: what users allow it by.
+        changes_numbers: training comes out otherwise, so it is used only where it is allowed by name.
+        changes: what may help at a tensor that lies on the critical path, or whose neighbour does, by its place.
+    """
+
+    name: str
+    changes_numbers: bool = False
+    changes: Callable[[Position, int], Iterable[Change]]
+
+
+def _on_schedule(change: Callable[[Schedule], Schedule | None]) -> Callable[[Candidate], Candidate | None]:
+    """The change of a candidate that changes its schedule so."""
+
+    def apply(candidate: Candidate) -> Candidate | None:
+        schedule = change(candidate.schedule)
+        return None if schedule is None else replace(candidate, schedule=schedule)
+
+    return apply
+
+
+def fuse(position: Position, tensor: int) -> Iterator[Change]:
     """Theorem 2: a tensor joins the one before it where that ends later than it takes to wait for both."""
+    if tensor == 0:
+        return
+    before, own = position.n_bytes(tensor - 1), position.n_bytes(tensor)
+    parts, both_s = position.best_parts(before + own)
+    _, own_s = position.best_parts(own)
+    if position.end_s(tensor - 1) <= position.ready_s(tensor) + both_s - own_s:
+        return
+    layout, at, stop = position.layout, position.tensors[tensor - 1].stop, position.tensors[tensor].stop
 
-    name = "tensor-fusion"
-    changes_numbers = False
+    def fused(schedule: Schedule) -> Schedule | None:
+        both = schedule.fused(layout, at)
+        return None if both is None else both.parted(layout, stop, parts) or both
 
-    def changes(self, position: Position, tensor: int) -> Iterator[Change]:
-        """See `Pass`."""
-        if tensor == 0:
-            return
-        before, own = position.n_bytes(tensor - 1), position.n_bytes(tensor)
-        parts, both_s = position.best_parts(before + own)
-        _, own_s = position.best_parts(own)
-        if position.end_s(tensor - 1) <= position.ready_s(tensor) + both_s - own_s:
-            return
-        layout, stops = position.layout, (position.tensors[tensor - 1].stop, position.tensors[tensor].stop)
-        yield Change(
-            words="fuse tensors", apply=partial(_fused, layout=layout, stops=stops, parts=parts), alike=(before, own)
-        )
+    yield Change(words="fuse tensors", apply=_on_schedule(fused), alike=(before, own))
 
 
-def _fused(candidate: Candidate, *, layout: GradientLayout, stops: tuple[int, int], parts: int) -> Candidate | None:
-    fused = candidate.schedule.fused(layout, stops[0])
-    if fused is None:
-        return None
-    return candidate.with_schedule(fused.parted(layout, stops[1], parts) or fused)
-
-
-class TensorPartition:
+def partition(position: Position, tensor: int) -> Iterator[Change]:
     """A tensor travels as its best number of units (k*), found by grid, or as a whole."""
-
-    name = "tensor-partition"
-    changes_numbers = False
-
-    def changes(self, position: Position, tensor: int) -> Iterator[Change]:
-        """See `Pass`."""
-        n_bytes, now = position.n_bytes(tensor), position.tensors[tensor]
-        best, _ = position.best_parts(n_bytes)
-        for n_parts in dict.fromkeys((best, 1)):
-            if n_parts != now.parts:
-                change = partial(_parted, layout=position.layout, stop=now.stop, parts=n_parts)
-                yield Change(words="partition tensors", apply=change, alike=(n_bytes, n_parts))
+    n_bytes, now, layout = position.n_bytes(tensor), position.tensors[tensor], position.layout
+    best, _ = position.best_parts(n_bytes)
+    for n_parts in dict.fromkeys((best, 1)):
+        if n_parts != now.parts:
+            parted = _on_schedule(partial(Schedule.parted, layout=layout, stop=now.stop, parts=n_parts))
+            yield Change(words="partition tensors", apply=parted, alike=(n_bytes, n_parts))
 
 
-def _parted(candidate: Candidate, *, layout: GradientLayout, stop: int, parts: int) -> Candidate | None:
-    return candidate.with_schedule(candidate.schedule.parted(layout, stop, parts))
-
-
-class TensorSplit:
+def split(position: Position, tensor: int) -> Iterator[Change]:
     """A tensor of several gradients is cut where one ends, nearest to its middle: what fusion does, undone."""
-
-    name = "tensor-split"
-    changes_numbers = False
-
-    def changes(self, position: Position, tensor: int) -> Iterator[Change]:
-        """See `Pass`."""
-        stop = position.tensors[tensor].stop
-        start = position.tensors[tensor - 1].stop if tensor else 0
-        offsets = position.layout.offsets
-        inside = offsets[bisect_right(offsets, start) : bisect_left(offsets, stop)]
-        if inside:
-            middle = min(inside, key=lambda offset: abs(2 * offset - start - stop))
-            change = partial(_split, layout=position.layout, stop=stop, at=middle)
-            yield Change(words="split tensors", apply=change, alike=position.n_bytes(tensor))
+    stop, layout = position.tensors[tensor].stop, position.layout
+    start = position.tensors[tensor - 1].stop if tensor else 0
+    inside = layout.offsets[bisect_right(layout.offsets, start) : bisect_left(layout.offsets, stop)]
+    if inside:
+        middle = min(inside, key=lambda offset: abs(2 * offset - start - stop))
+        halves = _on_schedule(partial(Schedule.split, layout=layout, stop=stop, at=middle))
+        yield Change(words="split tensors", apply=halves, alike=position.n_bytes(tensor))
 
 
-def _split(candidate: Candidate, *, layout: GradientLayout, stop: int, at: int) -> Candidate | None:
-    return candidate.with_schedule(candidate.schedule.split(layout, stop, at))
-
-
-class Streams:
+def streams(position: Position, _: int) -> Iterator[Change]:
     """As many streams more, or fewer."""
-
-    name = "streams"
-    changes_numbers = False
-
-    def changes(self, position: Position, tensor: int) -> Iterator[Change]:
-        """See `Pass`."""
-        for streams in position.choices.streams:
-            yield Change(words="use another number of streams", apply=partial(_on_streams, streams=streams))
+    for count in position.choices.streams:
+        yield Change(words="use another number of streams", apply=_on_schedule(partial(replace, streams=count)))
 
 
-def _on_streams(candidate: Candidate, *, streams: int) -> Candidate:
-    return replace(candidate, schedule=replace(candidate.schedule, streams=streams))
-
-
-class Routes:
+def routes(position: Position, _: int) -> Iterator[Change]:
     """Another transport or algorithm that something is known of."""
-
-    name = "route"
-    changes_numbers = False
-
-    def changes(self, position: Position, tensor: int) -> Iterator[Change]:
-        """See `Pass`."""
-        for route in position.choices.routes:
-            yield Change(words="take another route", apply=partial(_by_route, route=route))
-
-
-def _by_route(candidate: Candidate, *, route: Route) -> Candidate:
-    return replace(candidate, schedule=replace(candidate.schedule, route=route))
+    for route in position.choices.routes:
+        yield Change(words="take another route", apply=_on_schedule(partial(replace, route=route)))
 
 
 def _in_half(job: JobModel) -> JobModel:
@@ -598,23 +495,25 @@ BF16 = Extra(
 )
 
 
-class Bf16OnTheWire:
+def bf16(position: Position, _: int) -> Iterator[Change]:
     """Float32 gradients travel in half the bytes; what converting them costs is not known and not counted."""
-
-    name = "bf16"
-    changes_numbers = True
-
-    def changes(self, position: Position, tensor: int) -> Iterator[Change]:
-        """See `Pass`."""
-        if position.layout.dtype == "float32":
-            yield Change(words="send bf16", apply=_as_bf16)
-
-
-def _as_bf16(candidate: Candidate) -> Candidate | None:
-    return None if BF16 in candidate.extras else replace(candidate, extras=(*candidate.extras, BF16))
+    if position.layout.dtype == "float32":
+        yield Change(
+            words="send bf16",
+            apply=lambda candidate: (
+                None if BF16 in candidate.extras else replace(candidate, extras=(*candidate.extras, BF16))
+            ),
+        )
 
 
-OUR_PASSES = (TensorFusion, TensorPartition, TensorSplit, Streams, Routes, Bf16OnTheWire)
+OUR_PASSES = (
+    Pass(name="tensor-fusion", changes=fuse),
+    Pass(name="tensor-partition", changes=partition),
+    Pass(name="tensor-split", changes=split),
+    Pass(name="streams", changes=streams),
+    Pass(name="route", changes=routes),
+    Pass(name="bf16", changes=bf16, changes_numbers=True),
+)
 
 
 def passes(allowed: Iterable[str] = ()) -> tuple[Pass, ...]:
@@ -623,8 +522,7 @@ def passes(allowed: Iterable[str] = ()) -> tuple[Pass, ...]:
     Raises:
         ConfigError: one is allowed that does not exist, or one that another package brings is none.
     """
-    ours: list[Pass] = [make() for make in OUR_PASSES]
-    found = [*ours, *cast(list[Pass], others(ENTRY_POINT_GROUP, ("name", "changes_numbers", "changes")))]
+    found = [*OUR_PASSES, *cast(list[Pass], others(ENTRY_POINT_GROUP, ("name", "changes_numbers", "changes")))]
     wanted = set(allowed)
     if unknown := sorted(wanted - {one.name for one in found}):
         raise ConfigError(f"there is no pass {unknown[0]!r}; there are {', '.join(one.name for one in found)}")
@@ -699,7 +597,7 @@ class Search:
 
     def run(self) -> Found:
         """The fastest candidate."""
-        recorded = Candidate(schedule=self._view.subject.recorded)
+        recorded = Candidate(schedule=self._view.recorded)
         recorded_s = self._judged(recorded)
         fastest: dict[str, Candidate] = {}
         for kind, candidate in self._starts():
@@ -707,8 +605,11 @@ class Search:
                 break
             fastest[kind] = self._faster(candidate, fastest.get(kind, recorded))
         best, changes, walks = recorded, Counter[str](), 0
+        manners: Sequence[bool] = (False,)  # whether walks try changes that are alike together
+        if Acceleration.SYMMETRY in self._view.accelerations:
+            manners = (True, False) if self._is_small else (True,)
         for start in sorted(dict.fromkeys(fastest.values()) or [recorded], key=self._judged):
-            for together in self._manners():
+            for together in manners:
                 found, kept, took = self._refined(start, together=together)
                 walks += took
                 if self._faster(found, best) is found:
@@ -743,7 +644,7 @@ class Search:
             for candidate, step_s in self._step_s.items()
             if step_s <= (1 + self._indifference) * self._judged(best) and candidate.extras == best.extras
         ]
-        layout = self._view.subject.layout
+        layout = self._view.layout
 
         def complexity(candidate: Candidate) -> tuple[int, bool, int, float]:
             schedule = candidate.schedule
@@ -760,17 +661,11 @@ class Search:
 
     @property
     def _is_small(self) -> bool:
-        return len(self._view.subject.layout.sizes) <= FEW_GRADIENTS
-
-    def _manners(self) -> Sequence[bool]:
-        """Whether walks try changes that are alike together."""
-        if Acceleration.SYMMETRY not in self._view.accelerations:
-            return (False,)
-        return (True, False) if self._is_small else (True,)
+        return len(self._view.layout.sizes) <= FEW_GRADIENTS
 
     def _starts(self) -> Iterator[tuple[str, Candidate]]:
         """Of each kind some, of which the fastest is a beginning."""
-        layout = self._view.subject.layout
+        layout = self._view.layout
         coarse = Acceleration.COARSENING in self._view.accelerations
         for route in self._choices.routes:
             for streams in self._choices.streams:
@@ -791,8 +686,7 @@ class Search:
 
     def _walk(self, best: Candidate, kept: Counter[str], *, together: bool) -> Candidate:
         """Once along the critical path; what helps is kept at once."""
-        job, played = self._played(best)
-        spot = Spot(self._view, self._choices, best, job, played)
+        spot = Position(self._view, self._choices, best)
         proposed: list[Change] = []
         for tensor in spot.critical:
             if not self._late:
@@ -822,15 +716,11 @@ class Search:
     def _judged(self, candidate: Candidate) -> float:
         if candidate not in self._step_s:
             try:
-                _, played = self._played(candidate)
+                played = self._view.play(self._view.planned(candidate))
                 self._step_s[candidate] = replayed(played).iteration_s
             except (PlanError, ReplayError):  # it does not fit, or nothing is known of its route
                 self._step_s[candidate] = float("inf")
         return self._step_s[candidate]
-
-    def _played(self, candidate: Candidate) -> tuple[JobModel, Replay]:
-        job = self._view.planned(candidate)
-        return job, self._view.play(job)
 
 
 def _tries(proposed: Sequence[Change], *, together: bool) -> Iterator[Sequence[Change]]:
@@ -849,9 +739,9 @@ def _groups(view: View, streams: int) -> list[int]:
     Those of one operation never come at one moment, since hooks run one after the other. Start-ups on several streams
     overlap, so one counts for less there.
     """
-    number, startup_s = view.subject.buffers[0].number, view.startup_s / streams
+    number, startup_s = view.buffers[0].number, view.cost(view.recorded.route).startup_s / streams
     come_s: dict[int, float] = {}
-    for program in view.job.iterations[0].programs.values():
+    for program in view.small.iterations[0].programs.values():
         now_s = 0.0
         for piece in program:
             now_s += piece.seconds
@@ -1000,27 +890,26 @@ def planned(
         ReplayError: no gradients were exchanged, or when they come is not known.
         ConfigError: a pass is allowed that does not exist.
     """
-    subject = Subject.of(job)
-    view = View(job, subject, accelerations)
-    choices = choices_of(job, subject, settings or {}, least_bytes=least_bytes)
+    view = View(job, accelerations)
+    choices = choices_of(job, view, settings or {}, least_bytes=least_bytes)
     begin_s = clock()
     found = Search(view, passes(allowed), choices, limit_s=limit_s, indifference=INDIFFERENCE, clock=clock).run()
     search_s = clock() - begin_s
-    recorded = Candidate(schedule=subject.recorded)
-    before, parts_before, alone_s = _judged(subject.planned(job, recorded))
-    after, parts_after, _ = _judged(subject.planned(job, found.candidate))
+    recorded = Candidate(schedule=view.recorded)
+    before, parts_before, alone_s = _judged(view.planned(recorded, whole=True))
+    after, parts_after, _ = _judged(view.planned(found.candidate, whole=True))
     best = found.candidate
     if after.iteration_s > (1 - WORTH_A_CHANGE) * before.iteration_s:
         best, after, parts_after = recorded, before, parts_before
-    knobs = best.schedule.knobs(subject.layout)
+    knobs = best.schedule.knobs(view.layout)
     return Outcome(
-        recorded_knobs=subject.buffers[0].knobs,
+        recorded_knobs=view.buffers[0].knobs,
         knobs=knobs,
         plan=GivenPlan(
             source="",
             knobs=knobs,
-            ranks=len(subject.buffers[0].ranks),
-            sizes=tuple(buffer.layout.sizes for buffer in subject.buffers),
+            ranks=len(view.buffers[0].ranks),
+            sizes=tuple(buffer.layout.sizes for buffer in view.buffers),
         ),
         extras=best.extras,
         as_recorded=_judged(job)[0],
@@ -1030,29 +919,28 @@ def planned(
         parts_after=parts_after,
         without_communication_s=alone_s,
         found=found,
-        n_ranks=view.n_ranks,
+        n_ranks=len(view.small.ranks),
         search_s=search_s,
     )
 
 
 def _judged(job: JobModel) -> tuple[StepTimes, tuple[Part, ...], float]:
     """A step, what it is made of, and what it would be if nothing were exchanged."""
-    graph = global_graph(coarse(job))
-    played = replay(graph)
+    played = play(job)
     times = replayed(played)
-    return times, parts(played), computation_s(graph) / max(1, times.iterations)
+    return times, parts(played), computation_s(played.graph) / max(1, times.iterations)
 
 
-def choices_of(job: JobModel, subject: Subject, settings: Mapping[str, str], *, least_bytes: int) -> Choices:
+def choices_of(job: JobModel, view: View, settings: Mapping[str, str], *, least_bytes: int) -> Choices:
     """What can be chosen: routes of which something is known, and what no variable has fixed."""
-    now = subject.recorded.route
+    now = view.recorded.route
     used = {one.route for each in job.iterations for one in each.operations if one.activity is Activity.UNIT}
     known = dict.fromkeys([now, *(route for route in used if route is not None), *job.links])
     transport, algorithm = settings.get("SIRTAKI_TRANSPORT"), settings.get("SIRTAKI_ALGORITHM")
     routes = tuple(
         route for route in known if transport in (None, route[0].value) and algorithm in (None, route[1].value)
     ) or (now,)
-    one_host = not job.crosses_hosts(subject.buffers[0].ranks)
+    one_host = not job.crosses_hosts(view.buffers[0].ranks)
     most = STREAMS_ON_ONE_HOST if one_host and transport in (None, TransportKind.SHARED_MEMORY.value) else 24
     fixed = settings.get("SIRTAKI_STREAMS", "")
     counts = (int(fixed),) if fixed.isdecimal() else tuple(n for n in STREAM_COUNTS if n <= most)

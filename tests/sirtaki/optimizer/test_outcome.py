@@ -10,7 +10,7 @@ from fakes.drawn_jobs import drawn_job
 from fakes.played_jobs import GLOO
 from fakes.replays import on_one_host, over_a_link, times
 
-from sirtaki.analysis.plan_search import STREAMS_ON_ONE_HOST, Subject, choices_of, optimize, planned
+from sirtaki.analysis.plan_search import STREAMS_ON_ONE_HOST, View, choices_of, optimize, planned
 from sirtaki.analysis.what_if import WORTH_A_LINE, with_knobs
 from sirtaki.comm.plan import Algorithm, TransportKind
 from sirtaki.measures import LinkModel
@@ -43,19 +43,19 @@ def test_what_variables_fix_is_not_changed() -> None:
     job = over_a_link()
     other = (TransportKind.MPI, Algorithm.FLAT)
     job = replace(job, links={**job.links, other: job.links[GLOO]})
-    subject = Subject.of(job)
-    free = choices_of(job, subject, {}, least_bytes=1)
+    view = View(job)
+    free = choices_of(job, view, {}, least_bytes=1)
     assert free.routes == (GLOO, other)
     assert free.streams[-1] == 24
-    fixed = choices_of(job, subject, {"SIRTAKI_TRANSPORT": "mpi", "SIRTAKI_STREAMS": "3"}, least_bytes=1)
+    fixed = choices_of(job, view, {"SIRTAKI_TRANSPORT": "mpi", "SIRTAKI_STREAMS": "3"}, least_bytes=1)
     assert (fixed.routes, fixed.streams) == ((other,), (3,))
 
 
 def test_on_one_host_there_are_as_many_streams_as_shared_memory_has() -> None:
     job = on_one_host()
-    subject = Subject.of(job)
-    assert choices_of(job, subject, {}, least_bytes=1).streams[-1] == STREAMS_ON_ONE_HOST
-    assert choices_of(job, subject, {"SIRTAKI_TRANSPORT": "gloo"}, least_bytes=1).streams[-1] == 24
+    view = View(job)
+    assert choices_of(job, view, {}, least_bytes=1).streams[-1] == STREAMS_ON_ONE_HOST
+    assert choices_of(job, view, {"SIRTAKI_TRANSPORT": "gloo"}, least_bytes=1).streams[-1] == 24
 
 
 SLOW = LinkModel(alpha_s=0.001, throughput=(2e7, 3e7, 4e7), host_s=0.0)

@@ -15,19 +15,19 @@ from sirtaki.analysis import plan_search as module
 from sirtaki.analysis import plan_search as other_passes
 from sirtaki.analysis.plan_search import (
     BF16,
-    Bf16OnTheWire,
     Candidate,
     Change,
     Choices,
     Position,
-    Routes,
     Schedule,
-    Streams,
     Tensor,
-    TensorFusion,
-    TensorPartition,
-    TensorSplit,
+    bf16,
+    fuse,
+    partition,
     passes,
+    routes,
+    split,
+    streams,
 )
 from sirtaki.autotune.model.replayer import Activity
 from sirtaki.comm.plan import GradientLayout
@@ -39,7 +39,7 @@ CANDIDATE = Candidate(schedule=Schedule(route=GLOO, streams=2, unit_bytes=4000, 
 
 
 @dataclass
-class Place:
+class Place(Position):
     """A position: a start-up of 1 s, and 1 s for 1000 elements on one of two streams; best in as many parts as told."""
 
     ends_s: tuple[float, ...] = (2.0, 4.0, 9.0)
@@ -71,45 +71,45 @@ def stops(change: Change, place: Place) -> list[tuple[int, int]]:
 
 def test_a_tensor_joins_the_one_before_it_if_that_ends_later_than_both_take_longer() -> None:
     # Theorem 2: tensor 1 is ready at 1 s; both take 4 s, it alone 3 s. So the end of tensor 0 has to be behind 2 s.
-    assert list(TensorFusion().changes(Place(ends_s=(2.0, 4.0, 9.0)), 1)) == []
+    assert list(fuse(Place(ends_s=(2.0, 4.0, 9.0)), 1)) == []
     place = Place(ends_s=(2.1, 4.0, 9.0))
-    (change,) = TensorFusion().changes(place, 1)
+    (change,) = fuse(place, 1)
     assert stops(change, place) == [(3000, 1), (6000, 2)]
-    assert list(TensorFusion().changes(place, 0)) == []
+    assert list(fuse(place, 0)) == []
 
 
 def test_a_fused_tensor_has_its_best_number_of_parts() -> None:
     place = Place(ends_s=(2.1, 4.0, 9.0), parts=3)
-    (change,) = TensorFusion().changes(place, 1)
+    (change,) = fuse(place, 1)
     assert stops(change, place) == [(3000, 3), (6000, 2)]
 
 
 def test_a_tensor_is_parted_as_is_best_or_not_at_all() -> None:
     place = Place(parts=4)
-    changes = list(TensorPartition().changes(place, 2))
+    changes = list(partition(place, 2))
     assert [stops(change, place)[2] for change in changes] == [(6000, 4), (6000, 1)]
-    assert len(list(TensorPartition().changes(place, 0))) == 1
+    assert len(list(partition(place, 0))) == 1
     assert changes[0].alike != changes[1].alike
 
 
 def test_a_tensor_of_several_gradients_is_split_at_the_one_nearest_to_its_middle() -> None:
     place = Place()
-    (change,) = TensorSplit().changes(place, 2)
+    (change,) = split(place, 2)
     assert stops(change, place) == [(1000, 1), (3000, 1), (4500, 1), (6000, 1)]
-    assert list(TensorSplit().changes(place, 1)) == []
+    assert list(split(place, 1)) == []
 
 
 def test_every_number_of_streams_and_every_route_is_tried() -> None:
     place = Place()
-    found = [change.apply(place.candidate) for change in Streams().changes(place, 0)]
+    found = [change.apply(place.candidate) for change in streams(place, 0)]
     assert [one.schedule.streams for one in found if one is not None] == [1, 2, 3, 4]
-    (by_route,) = Routes().changes(place, 0)
+    (by_route,) = routes(place, 0)
     assert by_route.apply(place.candidate) == place.candidate
 
 
 def test_bf16_halves_what_units_carry_once() -> None:
     place = Place()
-    (change,) = Bf16OnTheWire().changes(place, 0)
+    (change,) = bf16(place, 0)
     after = change.apply(place.candidate)
     assert after is not None
     assert after.extras == (BF16,)
@@ -120,7 +120,7 @@ def test_bf16_halves_what_units_carry_once() -> None:
         assert one.activity is Activity.UNIT
         assert other.link_s == pytest.approx(one.link_s / 2)
     other = replace(place, layout=GradientLayout(sizes=(6000,), itemsize_bytes=2, dtype="bfloat16"))
-    assert list(Bf16OnTheWire().changes(other, 0)) == []
+    assert list(bf16(other, 0)) == []
 
 
 def test_what_changes_numbers_is_used_only_by_name() -> None:

@@ -22,10 +22,9 @@ from sirtaki.analysis.plan_search import (
     Candidate,
     Change,
     Found,
-    Position,
+    Pass,
     Schedule,
     Search,
-    Subject,
     Tensor,
     View,
     passes,
@@ -37,11 +36,11 @@ NOTHING: frozenset[Acceleration] = frozenset()
 
 
 def searched(job: JobModel, accelerations: frozenset[Acceleration] = EVERY) -> Found:
-    return Search(View(job, Subject.of(job), accelerations), passes(), CHOICES).run()
+    return Search(View(job, accelerations), passes(), CHOICES).run()
 
 
 def whole_s(job: JobModel, found: Found) -> float:
-    return times(Subject.of(job).planned(job, found.candidate)).iteration_s
+    return times(View(job).planned(found.candidate, whole=True)).iteration_s
 
 
 def accelerations_cost_less_than_a_percent(job: JobModel) -> None:
@@ -70,10 +69,10 @@ def test_on_jobs_of_forty_gradients_too(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_no_grouping_of_gradients_on_any_number_of_streams_is_faster(seed: int) -> None:
     job = drawn_job(seed, gradients=5, ranks=2)
-    view = View(job, Subject.of(job), NOTHING)
+    view = View(job, NOTHING)
 
     def all_s() -> Iterator[float]:
-        offsets = view.subject.layout.offsets
+        offsets = view.layout.offsets
         for streams in CHOICES.streams:
             for count in range(5):
                 for ends in itertools.combinations(range(1, 5), count):
@@ -98,14 +97,14 @@ def test_another_route_is_taken_where_it_was_probed_and_is_faster() -> None:
     faster = replace(next(iter(job.links.values())), throughput=(1e8,), alpha_s=1e-5)
     job = replace(job, links={**job.links, other: faster})
     choices = replace(CHOICES, routes=(GLOO, other, (TransportKind.NCCL, GLOO[1])))
-    found = Search(View(job, Subject.of(job)), passes(), choices).run()
+    found = Search(View(job), passes(), choices).run()
     assert found.candidate.schedule.route == other
 
 
 def test_bf16_is_proposed_only_where_it_is_allowed() -> None:
     job = drawn_job(3)
     assert searched(job).candidate.extras == ()
-    found = Search(View(job, Subject.of(job)), passes(["bf16"]), CHOICES).run()
+    found = Search(View(job), passes(["bf16"]), CHOICES).run()
     assert [extra.words for extra in found.candidate.extras] == ["gradients travel as bf16, in half the bytes"]
     assert found.step_s < searched(job).step_s
 
@@ -116,32 +115,23 @@ def test_bf16_is_proposed_only_where_it_is_allowed() -> None:
 def test_what_is_simpler_is_taken_if_it_is_about_as_fast(seed: int) -> None:
     job = drawn_job(seed)
     fastest = searched(job)
-    search = Search(View(job, Subject.of(job)), passes(), CHOICES, indifference=0.05)
+    search = Search(View(job), passes(), CHOICES, indifference=0.05)
     simple = search.run()
     assert simple.step_s <= 1.05 * fastest.step_s
     assert simple.candidate.schedule.streams <= fastest.candidate.schedule.streams
 
 
-class Worse:
-    """A pass that proposes the worst."""
-
-    name, changes_numbers = "worse", False
-
-    def changes(self, position: Position, tensor: int) -> Iterator[Change]:
-        even = Schedule(route=GLOO, streams=1, unit_bytes=1000)
-        yield Change(words="harm", apply=lambda candidate: replace(candidate, schedule=even))
-
-
 def test_the_replay_judges_what_passes_propose() -> None:
-    job = drawn_job(3)
-    found = Search(View(job, Subject.of(job)), [Worse()], CHOICES).run()
+    even = Schedule(route=GLOO, streams=1, unit_bytes=1000)
+    worst = Change(words="harm", apply=lambda candidate: replace(candidate, schedule=even))
+    found = Search(View(drawn_job(3)), [Pass(name="worse", changes=lambda *_: [worst])], CHOICES).run()
     assert "harm" not in found.changes
 
 
 def test_when_the_time_is_up_what_was_found_until_then_is_the_result() -> None:
     job = on_one_host()
     ticks = itertools.count()
-    search = Search(View(job, Subject.of(job)), passes(), CHOICES, limit_s=3.0, clock=lambda: float(next(ticks)))
+    search = Search(View(job), passes(), CHOICES, limit_s=3.0, clock=lambda: float(next(ticks)))
     found = search.run()
     assert not found.in_time
     assert found.replays < searched(job).replays

@@ -7,14 +7,14 @@ from fakes.drawn_jobs import CHOICES
 from fakes.played_jobs import GLOO, made_job, plan_of
 from fakes.replays import LINK, SIZES
 
-from sirtaki.analysis.plan_search import Candidate, Choices, Schedule, Spot, Subject, Tensor, View
+from sirtaki.analysis.plan_search import Candidate, Choices, Position, Schedule, Tensor, View
 
 SCHEDULE = Schedule(
     route=GLOO, streams=1, unit_bytes=1, tensors=(Tensor(stop=1000), Tensor(stop=4000, parts=2), Tensor(stop=6500))
 )
 
 
-def spot(durations_s: tuple[float, ...], schedule: Schedule = SCHEDULE, choices: Choices = CHOICES) -> Spot:
+def spot(durations_s: tuple[float, ...], schedule: Schedule = SCHEDULE, choices: Choices = CHOICES) -> Position:
     job = made_job(
         durations_s=dict.fromkeys(range(2), durations_s),
         sizes=SIZES,
@@ -22,10 +22,7 @@ def spot(durations_s: tuple[float, ...], schedule: Schedule = SCHEDULE, choices:
         link=LINK,
         copy_s=0.0,
     )
-    view = View(job, Subject.of(job))
-    candidate = Candidate(schedule=schedule)
-    planned = view.planned(candidate)
-    return Spot(view, choices, candidate, planned, view.play(planned))
+    return Position(View(job), choices, Candidate(schedule=schedule))
 
 
 def test_a_tensor_is_ready_with_its_last_gradient_and_reduced_with_its_last_unit() -> None:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sirtaki.analysis.global_graph import replayed
-from sirtaki.analysis.plan_search import EVERY, FEW_RANKS, Acceleration, Candidate, Schedule, Subject, View
+from sirtaki.analysis.plan_search import EVERY, FEW_RANKS, Acceleration, Candidate, Schedule, View
 from sirtaki.errors import ReplayError
 
 KINDS = st.frozensets(st.sampled_from(list(Acceleration)))
@@ -24,35 +24,35 @@ def test_a_view_tells_of_another_plan_what_the_whole_job_does(
     seed: int, octave: int, streams: int, accelerations: frozenset[Acceleration]
 ) -> None:
     job = drawn_job(seed)
-    view = View(job, Subject.of(job), accelerations)
+    view = View(job, accelerations)
     candidate = Candidate(schedule=Schedule(route=GLOO, streams=streams, unit_bytes=1 << octave))
     told = replayed(view.play(view.planned(candidate)))
-    whole = times(view.subject.planned(job, candidate))
+    whole = times(view.planned(candidate, whole=True))
     assert told.iteration_s == pytest.approx(whole.iteration_s, rel=0.02)
 
 
 @pytest.mark.parametrize("ranks", [2, 6])
 def test_ranks_that_are_alike_are_replayed_once_also_where_units_leave_their_host(ranks: int) -> None:
     job = over_a_link(ranks=ranks)
-    view = View(job, Subject.of(job))
-    assert view.n_ranks == 1
+    view = View(job)
+    assert len(view.small.ranks) == 1
     candidate = Candidate(schedule=Schedule(route=GLOO, streams=2, unit_bytes=8000))
     assert replayed(view.play(view.planned(candidate))).iteration_s == pytest.approx(
-        times(view.subject.planned(job, candidate)).iteration_s
+        times(view.planned(candidate, whole=True)).iteration_s
     )
 
 
 def test_few_of_many_different_ranks_are_left() -> None:
     durations = {rank: tuple((1 + rank / 40) * seconds for seconds in (0.02, 0.01, 0.03, 0.02)) for rank in range(20)}
     job = made_job(durations_s=durations, sizes=SIZES, plan=plan_of(SIZES, (4,)), link=LINK)
-    assert View(job, Subject.of(job)).n_ranks <= FEW_RANKS
-    assert View(job, Subject.of(job), EVERY - {Acceleration.SYMMETRY}).n_ranks == 20
+    assert len(View(job).small.ranks) <= FEW_RANKS
+    assert len(View(job, EVERY - {Acceleration.SYMMETRY}).small.ranks) == 20
 
 
 @pytest.mark.parametrize("accelerations", [EVERY, EVERY - {Acceleration.PARTIAL_REPLAY}])
 def test_what_a_tensor_takes_as_so_many_units(accelerations: frozenset[Acceleration]) -> None:
     job = over_a_link()
-    view = View(job, Subject.of(job), accelerations)
+    view = View(job, accelerations)
     candidate = Candidate(schedule=Schedule(route=GLOO, streams=2, unit_bytes=8000))
     assert view.sync_s(candidate, 4000, 1) == pytest.approx(LINK.together_s(4000, streams=1))
     assert view.sync_s(candidate, 4000, 2) == pytest.approx(LINK.together_s(2000, streams=2))
@@ -67,6 +67,6 @@ def test_the_optimizer_with_the_most_gradients_is_planned_and_others_stay() -> N
     job = on_one_host()
     (buffer,) = job.buffers
     small = replace(buffer, number=1, reducer=(0, 1), layout=replace(buffer.layout, sizes=(10,), names=("b",)))
-    assert Subject.of(replace(job, buffers=(small, buffer))).buffers == (buffer,)
+    assert View(replace(job, buffers=(small, buffer))).buffers == (buffer,)
     with pytest.raises(ReplayError, match="no gradients were exchanged"):
-        Subject.of(replace(job, buffers=()))
+        View(replace(job, buffers=()))
