@@ -48,7 +48,7 @@ from bench.lib.harness import (
 from bench.lib.models import lstm, small_resnet, token_transformer
 from sirtaki.analysis.global_graph import play, recorded, replayed
 from sirtaki.analysis.job_model import histories, job_model
-from sirtaki.analysis.memory_budget import Fitting, fit, memory_passes
+from sirtaki.analysis.memory import Fitting, fit, memory_passes
 from sirtaki.analysis.recording_files import read
 
 RANKS = 2

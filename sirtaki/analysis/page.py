@@ -19,10 +19,20 @@ from sirtaki.autotune.model.replayer import Replay
 from sirtaki.errors import ConfigError, PlanError, RecordingError, ReplayError
 
 from .alignment import align, summary
-from .global_graph import Part, StepTimes, parts, play, recorded, replayed
+from .global_graph import Part, StepTimes, ms, parts, play, recorded, replayed
 from .job_model import Histories, JobModel, histories, job_model
-from .memory import MemoryReplay, Moment, Peak
-from .memory_budget import Fitting, fit, highest_rank, memory_passes, memory_replay
+from .memory import (
+    Fitting,
+    MemoryReplay,
+    Moment,
+    Peak,
+    fit,
+    highest_rank,
+    memory_passes,
+    memory_replay,
+    peak_words,
+    phase_at,
+)
 from .recording import Detail, Holds, RankRecording, Recording
 from .recording_files import of_ranks, read
 from .svg import Plot, framed, legend, page
@@ -40,7 +50,6 @@ from .timeline_plot import (
     timeline,
 )
 from .what_if import WORTH_SAYING, Answer, price_error, price_notes, single_remedies, unanswered
-from .words import ms, peak_words, phase_at
 
 WIDEST_PX = 160
 

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from sirtaki.analysis.global_graph import Part, StepTimes, recorded
+from sirtaki.analysis.global_graph import Part, StepTimes, ms, recorded
 from sirtaki.analysis.job_model import histories, job_model
-from sirtaki.analysis.memory_budget import fit, memory_passes
+from sirtaki.analysis.memory import Fitting, fit, memory_passes
 from sirtaki.analysis.plan_search import EVERY, SEARCH_LIMIT_S, Acceleration, Outcome, optimize
 from sirtaki.analysis.recording_files import read
 from sirtaki.analysis.what_if import WORTH_A_LINE
-from sirtaki.analysis.words import describe_memory, memory_as_json, memory_bytes, ms, positive, unmet
+from sirtaki.autotune.knobs import format_bytes
 from sirtaki.engine.tuning.plans import PLAN_FILE
 from sirtaki.errors import ConfigError, ReplayError
 
@@ -26,6 +27,37 @@ COMPILED_STAYS = f"The compiled model stays whole: in parts a step is not {100 *
 
 MOST_PARTS = 3
 """Of a critical path, so many are shown."""
+
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+def positive(text: str) -> float:
+    """An option's value.
+
+    Raises:
+        ArgumentTypeError: it is no number above 0, or it is infinite.
+    """
+    try:
+        value = float(text)
+    except ValueError as err:
+        raise ArgumentTypeError(f"{text!r} is no number") from err
+    if not 0 < value < float("inf"):
+        raise ArgumentTypeError(f"it must be positive, not {text}")
+    return value
+
+
+def memory_bytes(text: str) -> int:
+    """An option's value such as `6G`, `512M`, `1.5GiB`, or a number of bytes; K, M, G and T are powers of 1024.
+
+    Raises:
+        ArgumentTypeError: it is something else, or nothing.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
+    n_bytes = int(float(found[1]) * _UNITS[found[2].upper()]) if found else 0
+    if not n_bytes:
+        raise ArgumentTypeError(f"{text!r} is no amount of memory: give one such as 6G or 512M")
+    return n_bytes
 
 
 def configure(parser: ArgumentParser) -> None:
@@ -203,4 +235,64 @@ def _as_json(outcome: Outcome, was: StepTimes, path: Path) -> dict[str, Any]:
             "ranks": outcome.n_ranks,
             "in_time": found.in_time,
         },
+    }
+
+
+def unmet(fitting: Fitting) -> str:
+    """One sentence."""
+    least = min(fitting.remedies, key=lambda one: one.remedy.peak_bytes, default=None)
+    how = "nothing that is known lowers it"
+    if least is not None and least.remedy.peak_bytes < fitting.peak_bytes:
+        how = f"the least that can be reached is {format_bytes(least.remedy.peak_bytes)}, by {least.remedy.words}"
+    return (
+        f"a budget of {format_bytes(fitting.budget_bytes)} cannot be met: a rank holds "
+        f"{format_bytes(fitting.peak_bytes)} at the peak, and {how}"
+    )
+
+
+def describe_memory(fitting: Fitting) -> Iterator[str]:
+    """Whether the job fits, what makes it fit, what that costs, and the lines of code; an empty line at the end."""
+    holds = f"At its peak rank {fitting.rank} holds {format_bytes(fitting.peak_bytes)} ({fitting.device})"
+    budget = format_bytes(fitting.budget_bytes)
+    if fitting.chosen is None:
+        yield f"{holds}, within {budget}: nothing need be done about memory."
+        yield ""
+        return
+    yield f"{holds}, more than {budget}. What would do, by replay:"
+    yield ""
+    yield f"{'peak':>12}{'step':>12}  "
+    yield f"{format_bytes(fitting.peak_bytes):>12}{ms(fitting.times.iteration_s):>12}  as it is"
+    for one in fitting.remedies:
+        not_enough = "" if one.remedy.peak_bytes <= fitting.budget_bytes else ", which is not enough"
+        peak, step = format_bytes(one.remedy.peak_bytes), ms(one.times.iteration_s)
+        yield f"{peak:>12}{step:>12}  {one.remedy.words}{not_enough}"
+    yield ""
+    yield f"The fastest that fits is {fitting.chosen.by}:"
+    yield ""
+    yield from (f"    {line}" for line in fitting.chosen.remedy.lines)
+    yield ""
+    yield from (f"But: {note}." for note in fitting.chosen.remedy.notes)
+    yield "Steps below are with it."
+    yield ""
+
+
+def memory_as_json(fitting: Fitting) -> dict[str, Any]:
+    """The same for machines."""
+    return {
+        "budget_bytes": fitting.budget_bytes,
+        "peak_bytes": fitting.peak_bytes,
+        "rank": fitting.rank,
+        "device": fitting.device,
+        "chosen": None if fitting.chosen is None else fitting.remedies.index(fitting.chosen),
+        "remedies": [
+            {
+                "by": one.by,
+                "words": one.remedy.words,
+                "lines": list(one.remedy.lines),
+                "notes": list(one.remedy.notes),
+                "peak_bytes": one.remedy.peak_bytes,
+                "step_s": one.times.iteration_s,
+            }
+            for one in fitting.remedies
+        ],
     }

@@ -13,8 +13,7 @@ from pathlib import Path
 
 from sirtaki.analysis import recording_files as folders
 from sirtaki.analysis.alignment import align, summary, write_trace
-from sirtaki.analysis.memory_budget import highest_rank, memory_replay
-from sirtaki.analysis.words import peak_words
+from sirtaki.analysis.memory import highest_rank, memory_replay, peak_words
 from sirtaki.errors import ConfigError, RecordingError
 from sirtaki.settings import ProfileRequest
 

@@ -17,6 +17,7 @@ from sirtaki.analysis.global_graph import (
     StepTimes,
     communication_s,
     computation_s,
+    ms,
     parts,
     play,
     recorded,
@@ -40,10 +41,11 @@ from sirtaki.analysis.what_if import (
     with_ranks,
     without_stragglers,
 )
-from sirtaki.analysis.words import ms, positive
 from sirtaki.autotune.knobs import MIB
 from sirtaki.comm.plan import CommPlan, TransportKind
 from sirtaki.errors import ConfigError, ReplayError
+
+from .optimize import positive
 
 BYTES_PER_GBIT = 1e9 / 8
 LEAST_SHARE = 0.005

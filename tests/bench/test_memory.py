@@ -7,7 +7,7 @@ from fakes.memories import LEFT, OUTPUT, THERE
 
 from bench.lib.harness import Report
 from bench.memory import AS_IS, judge_choices, judge_peaks, judge_times, way_of, ways_of
-from sirtaki.analysis.memory_budget import Accumulation, Fitting, Recomputation, fit
+from sirtaki.analysis.memory import Accumulation, Fitting, Recomputation, fit
 
 WHOLE = THERE + 4 * (LEFT + OUTPUT)
 

@@ -1,8 +1,8 @@
 from fakes import memories
 from fakes.memories import LEFT, OUTPUT, THERE
 
-from sirtaki.analysis.memory_budget import Fitting, fit, memory_passes, memory_replay
-from sirtaki.analysis.words import describe_memory, memory_as_json, peak_words, unmet
+from sirtaki.analysis.memory import Fitting, fit, memory_passes, memory_replay, peak_words
+from sirtaki.cli.optimize import describe_memory, memory_as_json, unmet
 
 WHOLE = THERE + 4 * (LEFT + OUTPUT)
 

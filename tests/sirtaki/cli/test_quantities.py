@@ -2,7 +2,8 @@ from argparse import ArgumentTypeError
 
 import pytest
 
-from sirtaki.analysis.words import memory_bytes, ms, positive
+from sirtaki.analysis.global_graph import ms
+from sirtaki.cli.optimize import memory_bytes, positive
 
 
 def test_numbers_above_0_are_read() -> None:

@@ -8,7 +8,7 @@ import pytest
 from fakes import memories, recordings
 from fakes.memories import LEFT, OUTPUT, THERE
 
-from sirtaki.analysis.memory_budget import Fitting, fit, highest_rank, memory_passes
+from sirtaki.analysis.memory import Fitting, fit, highest_rank, memory_passes
 from sirtaki.errors import RecordingError
 
 BLOCKS = 4

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from importlib.metadata import EntryPoint
 
@@ -13,15 +13,14 @@ from fakes.memories import LEFT, OUTPUT, THERE
 from torch import nn
 
 from sirtaki.analysis import plan_search as other_passes
-from sirtaki.analysis.memory import MemoryReplay
-from sirtaki.analysis.memory_budget import (
-    Accumulation,
-    Both,
-    MemoryPass,
+from sirtaki.analysis.memory import (
     MemoryQuestion,
     MemoryRemedy,
-    Recomputation,
+    MemoryReplay,
+    accumulation,
+    both,
     memory_passes,
+    recomputation,
 )
 from sirtaki.errors import ConfigError
 
@@ -38,31 +37,31 @@ def question(budget_bytes: int, *, kind: str = "Block", batch: int = 8) -> Memor
     )
 
 
-def only(one: MemoryPass, asked: MemoryQuestion) -> MemoryRemedy:
-    (found,) = one.remedies(asked)
+def only(one: Callable[[MemoryQuestion], Iterable[MemoryRemedy]], asked: MemoryQuestion) -> MemoryRemedy:
+    (found,) = one(asked)
     return found
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_no_more_modules_compute_again_than_the_budget_asks_for(count: int) -> None:
-    remedy = only(Recomputation(), question(WHOLE - count * LEFT))
+    remedy = only(recomputation, question(WHOLE - count * LEFT))
     assert remedy.peak_bytes == WHOLE - count * LEFT
     assert remedy.words.startswith(f"re-computation of {count} module")
 
 
 def test_where_the_budget_cannot_be_met_it_comes_as_near_as_it_can() -> None:
-    assert only(Recomputation(), question(100)).peak_bytes == LEAST
-    assert only(Accumulation(), question(100)).words.startswith("8 passes")
-    least = only(Both(), question(100))
-    assert least.peak_bytes < min(LEAST, only(Accumulation(), question(100)).peak_bytes)
+    assert only(recomputation, question(100)).peak_bytes == LEAST
+    assert only(accumulation, question(100)).words.startswith("8 passes")
+    least = only(both, question(100))
+    assert least.peak_bytes < min(LEAST, only(accumulation, question(100)).peak_bytes)
     assert len(least.lines) == 7
 
 
 def test_passes_divide_the_batch_and_are_as_few_as_do() -> None:
-    assert only(Accumulation(), question(WHOLE - 500)).words.startswith("2 passes")
-    assert only(Accumulation(), question(WHOLE - 500, batch=9)).words.startswith("3 passes")
-    assert list(Accumulation().remedies(question(WHOLE - 500, batch=1))) == []
-    remedy = only(Accumulation(), question(WHOLE - 500))
+    assert only(accumulation, question(WHOLE - 500)).words.startswith("2 passes")
+    assert only(accumulation, question(WHOLE - 500, batch=9)).words.startswith("3 passes")
+    assert list(accumulation(question(WHOLE - 500, batch=1))) == []
+    remedy = only(accumulation, question(WHOLE - 500))
     assert "backward_passes_per_step=2" in remedy.lines[0]
     assert "4 samples instead of 8" in remedy.lines[1]
 
@@ -71,21 +70,21 @@ def test_a_step_that_has_several_passes_gets_so_many_times_as_many() -> None:
     once = question(WHOLE - 500)
     memory = once.replay.memory
     twice = replace(memory, calls=(*memory.calls, memory.calls[0]))
-    remedy = only(Accumulation(), replace(once, replay=MemoryReplay(twice, 0)))
+    remedy = only(accumulation, replace(once, replay=MemoryReplay(twice, 0)))
     assert remedy.words == "4 passes over parts of the batch before each step instead of 2"
     assert "backward_passes_per_step=4" in remedy.lines[0]
     assert "4 samples instead of 8; for each step 4 times: (loss(model(part)) / 4)" in remedy.lines[1]
 
 
 def test_what_a_batchs_statistics_come_to_is_said() -> None:
-    for one in (Recomputation(), Accumulation()):
+    for one in (recomputation, accumulation):
         assert only(one, question(WHOLE - 500)).notes == ()
         (note,) = only(one, question(WHOLE - 500, kind="BatchNorm2d")).notes
         assert "BatchNorm" in note
 
 
 def test_the_lines_have_modules_compute_again() -> None:
-    remedy = only(Recomputation(), question(WHOLE - 2 * LEFT))
+    remedy = only(recomputation, question(WHOLE - 2 * LEFT))
     model = nn.Module()
     model.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(BLOCKS))
     forwards = list[int]()

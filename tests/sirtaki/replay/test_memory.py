@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from fakes.memories import FLAT, GRADIENT, LEFT, OUTPUT, PARAMETERS, TEMPORARY, THERE, chain
 
-from sirtaki.analysis.memory import MemoryReplay, main_device
+from sirtaki.analysis.memory import MemoryReplay
 from sirtaki.analysis.recording import Holds
 
 
@@ -76,7 +76,7 @@ def test_both_add_up() -> None:
 
 
 def test_a_budget_is_for_the_accelerator_where_there_is_one() -> None:
-    assert main_device(chain()) == 0
-    assert main_device(replace(chain(), devices=("cpu", "cuda:0"))) == 1
+    assert MemoryReplay(chain()).device == 0
+    assert MemoryReplay(replace(chain(), devices=("cpu", "cuda:0"))).device == 1
     other = replace(chain(), devices=("cpu", "cuda:0"))
     assert MemoryReplay(other, 1).peak().n_bytes == 0
