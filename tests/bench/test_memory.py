@@ -7,13 +7,13 @@ from fakes.memories import LEFT, OUTPUT, THERE
 
 from bench.lib.harness import Report
 from bench.memory import AS_IS, judge_choices, judge_peaks, judge_times, way_of, ways_of
-from sirtaki.analysis.memory import Accumulation, Fitting, Recomputation, fit
+from sirtaki.analysis.memory import Fitting, fit, memory_passes
 
 WHOLE = THERE + 4 * (LEFT + OUTPUT)
 
 
 def asked() -> list[Fitting]:
-    passes = [Recomputation(), Accumulation()]
+    passes = memory_passes()[:2]
     return [fit(memories.recording(), memories.job(), passes, budget_bytes=WHOLE - LEFT)]
 
 
