@@ -68,7 +68,7 @@ EAGER, WHOLE, EARLY, ADVISED, IN_FOUR = "as it is", "whole", "early", "as advise
 DDP_BUCKET_MB = [("ddp", 25.0), ("ddp, 4 MB buckets", 4.0)]
 
 
-# ── on the ranks ─────────────────────────────────────────────────────────────────────────────────────────────────
+# ── on the ranks ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class CompiledSirtaki(Sirtaki):
@@ -160,7 +160,7 @@ def searched(folder: Path) -> Any:
     return optimize(job_model(histories(recording)), settings=recording.job.settings)
 
 
-# ── judgement ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── judgement ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def judge(report: Report, case: str, result: Mapping[str, Any]) -> None:

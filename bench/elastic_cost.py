@@ -2,7 +2,7 @@
 
     python -m bench.elastic_cost [--quick] [--check] [--save] [--ranks 2]
 
-The same script (`bench.lib.elastic.steady`) is started by `sirtakirun` with and without `--min-np`, in turn, untuned; a
+The same script (`bench.lib.elastic_steady`) is started by `sirtakirun` with and without `--min-np`, in turn, untuned; a
 step's ratio is that of the medians of a round. Then it commits 100 MB at times, and checkpoints go to disk: with all
 cores at work, and with one rank only, which leaves a core to the writer.
 
@@ -32,7 +32,7 @@ UNTUNED = {"SIRTAKI_WARMUP_ITERATIONS": "0", "SIRTAKI_REGISTRY": "off"}
 def train(
     ranks: int, *, elastic: bool, seconds: float, commit_every: int = 0, state_bytes: int = 0
 ) -> Mapping[str, list[float]]:
-    """Seconds of rank 0's steps and commits, see `bench.lib.elastic.steady`.
+    """Seconds of rank 0's steps and commits, see `bench.lib.elastic_steady`.
 
     Raises:
         RuntimeError: the job has failed.
@@ -46,7 +46,7 @@ def train(
         options = ["--min-np", str(ranks), "--max-np", str(ranks)] if elastic else []
         words = [folder, str(seconds), str(commit_every), str(state_bytes)]
         job = subprocess.run(
-            [*launcher, *options, sys.executable, "-m", "bench.lib.elastic.steady", *words],
+            [*launcher, *options, sys.executable, "-m", "bench.lib.elastic_steady", *words],
             env=env,
             capture_output=True,
             text=True,

@@ -19,7 +19,7 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,102 @@ import torch.distributed as dist
 from torch import nn
 
 from bench.lib.contenders import LEARNING_RATE
-from bench.lib.gpu_models import GPU_MODELS, GpuModel
 from bench.lib.harness import Bar, Report, Spread, alternate, finish, parser, ratios
+
+# ── Networks of the size that people train on GPUs, built from torch's own parts, with a batch each ──────────────────
+
+GpuModel = tuple[nn.Module, torch.Tensor]
+
+
+class Bottleneck(nn.Module):
+    """ResNet's block of three convolutions."""
+
+    def __init__(self, inputs: int, width: int, stride: int) -> None:
+        super().__init__()
+        outputs = 4 * width
+        self.path = nn.Sequential(
+            nn.Conv2d(inputs, width, 1, bias=False),
+            nn.BatchNorm2d(width),
+            nn.ReLU(),
+            nn.Conv2d(width, width, 3, stride, 1, bias=False),
+            nn.BatchNorm2d(width),
+            nn.ReLU(),
+            nn.Conv2d(width, outputs, 1, bias=False),
+            nn.BatchNorm2d(outputs),
+        )
+        self.around: nn.Module = nn.Identity()
+        if stride != 1 or inputs != outputs:
+            self.around = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """`(n, inputs, h, w)` → `(n, 4 * width, h / stride, w / stride)`."""
+        return torch.relu(self.path(images) + self.around(images))
+
+
+def resnet50_like(device: torch.device, *, batch: int = 64) -> GpuModel:
+    """ResNet-50: 25.6 M parameters in 161 tensors."""
+    blocks: list[nn.Module] = [
+        nn.Conv2d(3, 64, 7, 2, 3, bias=False),
+        nn.BatchNorm2d(64),
+        nn.ReLU(),
+        nn.MaxPool2d(3, 2, 1),
+    ]
+    inputs = 64
+    for stage, count in enumerate((3, 4, 6, 3)):
+        width = 64 << stage
+        for number in range(count):
+            blocks.append(Bottleneck(inputs, width, 2 if stage and not number else 1))
+            inputs = 4 * width
+    model = nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, 1000))
+    return model.to(device), torch.randn(batch, 3, 224, 224, device=device)
+
+
+class TokenModel(nn.Module):
+    """An embedding, transformer layers, and a projection onto the vocabulary (BERT) or not."""
+
+    def __init__(self, *, vocabulary: int, width: int, layers: int, length: int, causal: bool) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(
+                width, width // 64, 4 * width, dropout=0.0, activation="gelu", batch_first=True, norm_first=causal
+            )
+            for _ in range(layers)
+        )
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.causal = causal
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """`(n, length)` token numbers → `(n, length, vocabulary)`."""
+        length = tokens.shape[1]
+        hidden = self.tokens(tokens) + self.places(torch.arange(length, device=tokens.device))
+        mask = nn.Transformer.generate_square_subsequent_mask(length, device=tokens.device) if self.causal else None
+        for layer in self.layers:
+            hidden = layer(hidden, src_mask=mask, is_causal=self.causal)
+        logits: torch.Tensor = self.head(hidden)
+        return logits
+
+
+def bert_base_like(device: torch.device, *, batch: int = 8) -> GpuModel:
+    """BERT-Base's encoder with its vocabulary: 12 layers of 768, sequences of 128."""
+    model = TokenModel(vocabulary=30522, width=768, layers=12, length=128, causal=False)
+    return model.to(device), torch.randint(0, 30522, (batch, 128), device=device)
+
+
+def gpt2_like(device: torch.device, *, batch: int = 4) -> GpuModel:
+    """GPT-2's smallest: 12 causal layers of 768, sequences of 256."""
+    model = TokenModel(vocabulary=50257, width=768, layers=12, length=256, causal=True)
+    return model.to(device), torch.randint(0, 50257, (batch, 256), device=device)
+
+
+GPU_MODELS: Mapping[str, Callable[[torch.device], GpuModel]] = {
+    "resnet50-like": resnet50_like,
+    "bert-base-like": bert_base_like,
+    "gpt2-like": gpt2_like,
+}
+
+
+# ── The benchmark ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 STREAMS = 4
 UNIT_BYTES = 16 * 1024 * 1024

@@ -28,6 +28,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from scipy.stats import spearmanr
 
 from bench.lib.cluster import LabShape, NetLab, why_unavailable
 from bench.lib.contenders import Sirtaki
@@ -46,7 +47,6 @@ from bench.lib.harness import (
     take_result,
 )
 from bench.lib.models import emulated_resnet50, transformer
-from bench.objective import rank_correlation
 from sirtaki.analysis.global_graph import play, replayed
 from sirtaki.analysis.job_model import JobModel, histories, job_model
 from sirtaki.analysis.plan_search import Acceleration, Outcome, optimize
@@ -74,7 +74,7 @@ COLUMNS = (
 )
 
 
-# ── on the ranks ─────────────────────────────────────────────────────────────────────────────────────────────────
+# ── on the ranks ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def step_s(contender: Sirtaki, sync: Any, control: Any, knobs: Knobs) -> float:
@@ -134,7 +134,7 @@ def on_rank(options: Mapping[str, Any]) -> None:
     hvd.shutdown()
 
 
-# ── judgement ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── judgement ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def searched(folder: Path, **options: Any) -> Outcome:
@@ -148,7 +148,7 @@ def judge(report: Report, case: str, result: Mapping[str, Any], outcome: Outcome
     knobs = {name: Knobs.from_json(one) for name, one in result["knobs"].items()}
     said_s = {name: replayed(play(with_knobs(job, one))).iteration_s for name, one in knobs.items()}
     grid = [name for name in knobs if name not in (CHOSEN, DEFAULT, TUNED)]
-    order = rank_correlation([said_s[name] for name in grid], [median(result["sweep"][name]) for name in grid])
+    order = spearmanr([said_s[name] for name in grid], [median(result["sweep"][name]) for name in grid]).statistic
     for stage in ("sweep", "finals"):
         report.rows += [
             {

@@ -30,9 +30,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from bench.lib.bare import Bare
 from bench.lib.cluster import LabShape, NetLab, why_unavailable
-from bench.lib.contenders import Sirtaki
+from bench.lib.contenders import Bare, Sirtaki
 from bench.lib.harness import (
     Bar,
     Report,
@@ -90,7 +89,7 @@ def grid_settings(layout: GradientLayout) -> list[Knobs]:
     ]
 
 
-# ── on the ranks ─────────────────────────────────────────────────────────────────────────────────────────────────
+# ── on the ranks ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def spans_s(bare: Bare, settings: Sequence[Knobs], rounds: int, seed: int) -> list[list[float]]:
@@ -149,7 +148,7 @@ def on_rank(options: Mapping[str, Any]) -> None:
     hvd.shutdown()
 
 
-# ── judgement ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── judgement ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def judge(report: Report, result: Mapping[str, Any]) -> None:

@@ -41,10 +41,20 @@ from typing import Any
 import numpy as np
 
 from bench.lib.harness import Bar, Report, finish, parser
-from bench.lib.networks import NETWORKS
-from bench.lib.simulated_jobs import ROUTE, Job, jobs, misjudged, optimum_s, simulated_job
-from bench.lib.workloads import FABRICS, RANKS
-from bench.tuner import BUDGET_ITERATIONS, NOISES, PLANNERS, Truth, play
+from bench.lib.workloads import FABRICS, NETWORKS, RANKS
+from bench.tuner import (
+    BUDGET_ITERATIONS,
+    NOISES,
+    PLANNERS,
+    ROUTE,
+    Job,
+    Truth,
+    jobs,
+    misjudged,
+    optimum_s,
+    play,
+    simulated_job,
+)
 from sirtaki.autotune.arms.base import Arm
 from sirtaki.autotune.arms.catalogue import OUR_ARMS
 from sirtaki.autotune.knobs import Knobs
@@ -136,7 +146,7 @@ def _kind(layer: str) -> str:
     return "convolution" if "conv" in last or last.endswith("wise") or layer.startswith("features") else "linear"
 
 
-# ── runs ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── runs ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -314,7 +324,7 @@ def _finite(iterations: float) -> float | None:
     return None if math.isinf(iterations) else iterations
 
 
-# ── judgement ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── judgement ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def summary(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:

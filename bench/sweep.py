@@ -25,10 +25,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from scipy.stats import spearmanr
 from torch import nn
 
-from bench.lib.bare import Bare
 from bench.lib.cluster import LabError, LabShape, NetLab
+from bench.lib.contenders import Bare
 from bench.lib.harness import (
     alternate,
     give_result,
@@ -43,7 +44,6 @@ from bench.lib.harness import (
 )
 from bench.lib.landscapes.recorded import RECORDED
 from bench.lib.models import emulated_resnet50, small_conv, transformer
-from bench.objective import rank_correlation
 from sirtaki.autotune.knobs import Knobs
 from sirtaki.autotune.model.planning import Forecast, PlanningModel
 from sirtaki.comm.plan import Algorithm, Route, TransportKind
@@ -125,7 +125,7 @@ JOBS = {
 }
 
 
-# ── on the ranks ─────────────────────────────────────────────────────────────────────────────────────────────────
+# ── on the ranks ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def settings(bare: Bare, job: RecordedJob) -> list[Knobs]:
@@ -195,7 +195,7 @@ def _short(seconds: float) -> float:
     return float(f"{seconds:.4g}")
 
 
-# ── files ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── files ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def record(job: RecordedJob, *, seed: int) -> Path:
@@ -238,7 +238,7 @@ def model_rank_correlation(data: Mapping[str, Any]) -> float:
         for row in data["rows"]
         if (predicted_s := forecast.predicted_s(Knobs.from_json(row["knobs"]))) is not None
     ]
-    return rank_correlation(*zip(*both, strict=True))
+    return float(spearmanr(*zip(*both, strict=True)).statistic)
 
 
 def describe(path: Path) -> str:

@@ -9,6 +9,7 @@ sample is the slowest rank's time from a barrier to the last result. One host: s
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -16,7 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bench.allreduce import KIB, timed_call
 from bench.lib.harness import (
     Bar,
     Report,
@@ -30,8 +30,18 @@ from bench.lib.harness import (
     run_ranks,
 )
 from bench.step import slowest
+from sirtaki.autotune.knobs import KIB
 
 SIRTAKI, GLOO = "sirtaki", "gloo"
+
+
+def timed_call(call: Callable[[], object], comm: Any, repeats: int) -> float:
+    """Collective: this rank's mean seconds of a few calls from one barrier on."""
+    comm.Barrier()
+    begin_s = time.perf_counter()
+    for _ in range(repeats):
+        call()
+    return (time.perf_counter() - begin_s) / repeats
 
 
 def on_rank(options: Mapping[str, Any]) -> None:

@@ -19,6 +19,8 @@ The Horovod-like tuner is Bayesian over fusion threshold and cycle time, twenty 
 (Horovod's own takes ten iterations a sample; here it gets the session's cheaper trials).
 """
 
+from __future__ import annotations
+
 import math
 import os
 import statistics
@@ -33,8 +35,7 @@ from typing import Any
 import numpy as np
 
 from bench.lib.harness import Bar, Report, finish, parser
-from bench.lib.horovod import horovod_groups
-from bench.lib.simulated_jobs import ROUTE, Job, jobs, misjudged, optimum_s
+from bench.lib.workloads import FABRICS, RANKS, cluster, workload
 from sirtaki.autotune.arms.asc_wfbp import AscWfbp, AscWfbpN
 from sirtaki.autotune.arms.base import Arm
 from sirtaki.autotune.arms.catalogue import OUR_ARMS, make_arm
@@ -46,8 +47,165 @@ from sirtaki.autotune.knobs import MIB, KnobLattice, Knobs, KnobSpace
 from sirtaki.autotune.meta.bandit import Opening, default_arms
 from sirtaki.autotune.meta.session import WarmupSession
 from sirtaki.autotune.meta.trials import Assignment
+from sirtaki.autotune.model.fits import ContentionModel, RateCurve
+from sirtaki.autotune.model.planning import PlanningModel
 from sirtaki.autotune.model.simulator import Profile, Simulator
 from sirtaki.autotune.trial import Proposal, Trial
+from sirtaki.comm.plan import Algorithm, TransportKind
+from sirtaki.engine.tuning.plans import default_knobs
+from sirtaki.measures import LARGEST_UNIT_BYTES, SMALLEST_UNIT_BYTES, LinkModel
+
+# ── How Horovod groups gradients: at the ticks of its cycle, whole ones in order, up to the fusion thres ─────────────
+
+CYCLE_S = 1e-3
+FUSION_BYTES = 64 * MIB
+
+
+def horovod_groups(
+    ready_s: Sequence[float],
+    sizes_bytes: Sequence[int],
+    *,
+    cycle_s: float = CYCLE_S,
+    fusion_bytes: int = FUSION_BYTES,
+) -> tuple[list[int], tuple[float, ...]]:
+    """What is sent together, and the tick at which each gradient is noticed.
+
+    Args:
+        ready_s: when each gradient and all before it are ready, `(n_gradients,)`, ascending.
+        sizes_bytes: `(n_gradients,)`.
+        cycle_s: time between ticks.
+        fusion_bytes: a group is no larger than that, unless it is one gradient.
+
+    Returns:
+        Index behind the last gradient of each group, and `(n_gradients,)` seconds.
+    """
+    ticks = [math.ceil(moment_s / cycle_s) for moment_s in ready_s]
+    ends: list[int] = []
+    together = 0
+    for end, tick in enumerate(ticks, start=1):
+        together += sizes_bytes[end - 1]
+        if end == len(ticks) or ticks[end] != tick or together + sizes_bytes[end] > fusion_bytes:
+            ends.append(end)
+            together = 0
+    return ends, tuple(tick * cycle_s for tick in ticks)
+
+
+# ── Simulated training jobs, each a network on a cluster, and how planners would misjudge them ───────────────────────
+
+ROUTE = (TransportKind.NCCL, Algorithm.FLAT)
+THREADS = (512, 1024, 2048, 4096)
+# Two networks on each of the twelve clusters, so that each network comes up at least twice.
+NETWORKS = (
+    "resnet50",
+    "vgg16",
+    "bert_base",
+    "densenet201",
+    "resnet101",
+    "bert_large",
+    "inception_v4",
+    "gpt2",
+    "xception",
+    "resnet152",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Job:
+    """A network on a cluster.
+
+    Attributes:
+        name: for tables.
+        space: what may be chosen.
+        default: what runs untuned.
+        model: the truth.
+    """
+
+    name: str
+    space: KnobSpace
+    default: Knobs
+    model: PlanningModel
+
+    @property
+    def simulator(self) -> Simulator:
+        """The truth, replayed."""
+        return self.model.simulator(ROUTE)
+
+
+def jobs(count: int) -> list[Job]:
+    """The first `count` jobs; neighbours in the list differ in router, size and network."""
+    clusters = [(router, ranks) for ranks in RANKS for router in FABRICS]
+    return [simulated_job(NETWORKS[i % len(NETWORKS)], *clusters[i % len(clusters)]) for i in range(count)]
+
+
+def simulated_job(network: str, router: str, ranks: int) -> Job:
+    """One network on one cluster."""
+    load = workload(network)
+    gpu_threads = "RDMA" in router  # where GPUs communicate by themselves, their threads are a knob
+    link = cluster(router, ranks).link()
+    space = KnobSpace(
+        routes=(ROUTE,),
+        unit_bytes=(SMALLEST_UNIT_BYTES, min(LARGEST_UNIT_BYTES, load.layout.total_bytes)),
+        threads=THREADS if gpu_threads else (None,),
+    )
+    model = PlanningModel(
+        layout=load.layout,
+        profile=load.profile(),
+        links={ROUTE: link},
+        contention=_contention(link) if gpu_threads else None,
+    )
+    return Job(
+        name=f"{network}, {router}, {ranks} ranks",
+        space=space,
+        default=default_knobs(space, total_bytes=load.layout.total_bytes, one_node=router == "one host"),
+        model=model,
+    )
+
+
+def _contention(link: LinkModel) -> ContentionModel:
+    """An assumption of the size that LIBRA's figures 3 and 4 show: 512 threads reach most of the link's rate."""
+    rate = link.throughput[0]
+    return ContentionModel(
+        alpha_1=0.98,
+        alpha_2=1.3e-4,
+        overlapped=RateCurve(gamma_1=0.95 * rate, gamma_2=0.9 * rate, gamma_3=0.02),
+        alone=RateCurve(gamma_1=rate, gamma_2=0.9 * rate, gamma_3=0.03),
+    )
+
+
+def optimum_s(job: Job) -> float:
+    """The shortest span of all settings on the fine lattice."""
+    simulator = job.simulator
+    return min(simulator.run_knobs(knobs).span_s for knobs in KnobLattice(job.space, steps_per_octave=4).points)
+
+
+def misjudged(model: PlanningModel, *, noise: float, rng: np.random.Generator) -> PlanningModel:
+    """The model as it would be measured: every number off by the noise."""
+
+    def off(value: float) -> float:
+        return float(value * math.exp(noise * rng.standard_normal()))
+
+    link = model.links[ROUTE]
+    contention = model.contention
+    if contention is not None:
+        contention = replace(
+            contention,
+            alpha_2=off(contention.alpha_2),
+            overlapped=_scaled(contention.overlapped, off(1.0)),
+            alone=_scaled(contention.alone, off(1.0)),
+        )
+    return PlanningModel(
+        layout=model.layout,
+        profile=Profile.from_durations([off(duration) for duration in model.profile.durations_s]),
+        links={ROUTE: replace(link, alpha_s=off(link.alpha_s), throughput=tuple(map(off, link.throughput)))},
+        contention=contention,
+    )
+
+
+def _scaled(curve: RateCurve, factor: float) -> RateCurve:
+    return replace(curve, gamma_1=factor * curve.gamma_1, gamma_2=factor * curve.gamma_2)
+
+
+# ── The benchmark ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 BUDGET_ITERATIONS = 100
 CLOSE = 0.03  # share of the optimum within which a setting counts as found
@@ -58,7 +216,7 @@ AS_PRINTED = "bandit as printed"
 PLANNERS: tuple[type[Planner], ...] = (AscWfbpN, Libra, Dpro, AscWfbp, LibraM, MgWfbp)
 
 
-# ── contenders ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── contenders ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class Listed:
@@ -144,7 +302,7 @@ def _bandit(job: Job, noise: float, seed: int, *, opening: Opening = Opening.AS_
     )
 
 
-# ── runs ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── runs ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,7 +436,7 @@ def run_task(task: Task) -> list[dict[str, Any]]:
     return rows
 
 
-# ── judgement ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── judgement ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def summary(runs: Sequence[dict[str, Any]], name: str) -> dict[str, Any]:

@@ -25,6 +25,103 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
     from sirtaki.comm.plan import TransportKind
+import math
+import time
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from sirtaki.autotune.knobs import Knobs
+from sirtaki.comm.plan import GradientLayout, Route
+
+if TYPE_CHECKING:
+    from sirtaki.engine.job import Job
+
+# ── A network over a synchroniser without a tuner, to measure what single settings cost ──────────────────────────────
+
+
+class Bare:
+    """Runs what it is told, and says how long it took.
+
+    Attributes:
+        space: what may be chosen, and `narrowed` by the probes.
+        default: what would run untuned.
+        probes: of each route.
+        known: the planners' model; None where none fits.
+    """
+
+    def __init__(self, current: Job, model: nn.Module, batch: torch.Tensor, *, only: Route | None = None) -> None:
+        """Collective: trains until the order of the gradients is known, then probes as the warm-up does.
+
+        Args:
+            current: the job.
+            model: the network.
+            batch: its input.
+            only: the route that is used, None = all that there are.
+        """
+        from sirtaki.comm.gradients.buffers import Reduction
+        from sirtaki.comm.gradients.synchroniser import Synchroniser
+        from sirtaki.comm.router import Router
+        from sirtaki.engine.tuning.plans import default_knobs, knob_space
+        from sirtaki.engine.tuning.probes import measure
+
+        self._control = current.control
+        self._model, self._batch = model, batch
+        self._params = list(model.parameters())
+        self._router = Router(self._control, timeout_s=current.settings.transport_timeout_s)
+        total_bytes = sum(param.numel() * param.itemsize for param in self._params)
+        space = knob_space(self._router, current.settings, total_bytes)
+        if only is not None:
+            space = replace(space, routes=(only,))
+        self.default = default_knobs(space, total_bytes=total_bytes, one_node=self._control.one_node)
+        self._sync = Synchroniser(
+            self._params,
+            [str(number) for number in range(len(self._params))],
+            control=self._control,
+            router=self._router,
+            reduction=Reduction(postscale=1 / self._control.size),
+            default_plan=self.default.to_plan,
+        )
+        for index, param in enumerate(self._params):
+            ready = partial(self._sync.ready, index)
+            param.register_post_accumulate_grad_hook(lambda param, ready=ready: ready(param.grad, param.grad._version))  # type: ignore[no-untyped-call]
+        report = self._step()
+        while not report.profiled:
+            report = self._step()
+        found = measure(self._control, self._router, space, default=self.default, span_s=report.span_s)
+        self.space, self.narrowed, self.probes = found.space, found.promising, found.links
+        ready_s = [*self._sync.in_layout_order(report.ready_s), report.backward_s]
+        self.known = found.model(self.layout, ready_s, report.backward_s, between_s=math.nan)
+
+    @property
+    def layout(self) -> GradientLayout:
+        """Of the only flat buffer, the control flags included."""
+        return self._sync.layouts[0]
+
+    def _step(self) -> Any:
+        self._model(self._batch).sum().backward()
+        report = self._sync.finish()
+        for param in self._params:
+            param.grad = None
+        return report
+
+    def measure(self, knobs: Knobs) -> tuple[float, float]:
+        """Collective: span and time of one step with this setting, after one that does not count."""
+        self._sync.set_plans([knobs.to_plan(self.layout)])
+        self._step()
+        begin_s = time.perf_counter()
+        span_s = self._step().span_s
+        step_s = time.perf_counter() - begin_s
+        return float(self._control.minimum(np.array([span_s]))[0]), float(self._control.maximum(np.array([step_s]))[0])
+
+    def close(self) -> None:
+        """Collective."""
+        self._sync.close()
+        self._router.close()
+
+
+# ── The benchmark ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 ModelMaker = Callable[[], tuple[nn.Module, torch.Tensor]]
 LEARNING_RATE = 1e-9  # the weights stay what they are, whatever the number of steps
@@ -195,37 +292,6 @@ class Sirtaki(Contender):
         overlap = self._sync.overlap
         put_off = (", put off" if overlap.ready else ", not put off") if overlap.wanted else ""
         return f"{self._sync.knobs.describe()}{put_off}"
-
-
-class MpiByHand(Contender):
-    """What a script does that knows MPI: when the backward pass has ended, one `Allreduce` of all gradients."""
-
-    def __init__(self, make_model: ModelMaker, comm: MPI.Comm) -> None:
-        super().__init__(make_model)
-        self._comm, self._params = comm, list(self.model.parameters())
-        self._flat = torch.zeros(sum(param.numel() for param in self._params))
-        self._parts = [
-            part.view_as(param)
-            for part, param in zip(self._flat.split([p.numel() for p in self._params]), self._params, strict=True)
-        ]
-
-    def step(self) -> None:
-        """See `Contender`."""
-        from mpi4py import MPI
-
-        self.forward(self.batch).sum().backward()
-        torch._foreach_copy_(self._parts, [param.grad for param in self._params])
-        self._comm.Allreduce(MPI.IN_PLACE, self._flat.numpy())
-        self._flat /= self._comm.size
-        for param, part in zip(self._params, self._parts, strict=True):
-            param.grad = part
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.steps += 1
-
-    def describe(self) -> str:
-        """See `Contender`."""
-        return "one Allreduce after the backward pass"
 
 
 def join_gloo(comm: MPI.Comm, *, address: str = "127.0.0.1") -> None:

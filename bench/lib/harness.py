@@ -17,7 +17,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from itertools import groupby
@@ -27,7 +27,91 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from .summary import summary
+# ── A benchmark's findings as a page that a person can read: what is kept in `bench/results` ─────────────────────────
+
+Found = Mapping[str, Any]  # Any: what JSON can hold
+
+
+def summary(found: Found) -> str:
+    """Markdown of `Report.to_json()`: how it was taken, the bars, a table of the rows; no raw series."""
+    return "\n".join([f"# {found['benchmark']}", "", *_taken(found), *_bars(found["bars"]), *_tables(found), ""])
+
+
+def _taken(found: Found) -> Iterator[str]:
+    machine, versions = found["machine"], found["versions"]
+    memory = f"{machine['memory_bytes'] / 2**30:.0f} GiB" if "memory_bytes" in machine else "unknown memory"
+    yield f"    {found['command']}"
+    yield ""
+    yield f"- Taken {found['taken_at']}, commit {versions.get('commit', 'unknown')}."
+    yield f"- Machine: {machine.get('cpu')}, {machine.get('cores')} cores, {memory}, {machine.get('system')}; TCP: " + (
+        f"{machine.get('tcp_congestion_control')}; load average at the end {machine.get('load_average', math.nan):.1f}."
+    )
+    packages = ", ".join(f"{name} {version}" for name, version in versions.items() if name != "commit")
+    yield f"- Versions: {packages}."
+    settings = ", ".join(f"{name} {_value(value)}" for name, value in found["settings"].items() if _is_short(value))
+    if settings:
+        yield f"- Settings: {settings}."
+    yield from (f"- {note}" for note in found["notes"])
+
+
+def _bars(bars: Sequence[Found]) -> Iterator[str]:
+    if bars:
+        yield from ("", "| bar | measured | limit | |", "|---|---|---|---|")
+    for bar in bars:
+        unit = f" {bar['unit'].strip()}" if bar["unit"].strip() else ""
+        measured, limit = (f"{bar[key]:.3g}{unit}" for key in ("value", "limit"))
+        yield f"| {_escaped(bar['claim'])} | {measured} | ≤ {limit} | {'met' if bar['met'] else '**missed**'} |"
+
+
+def _tables(found: Found) -> Iterator[str]:
+    """One for all rows that have the same columns; a spread is its median and quartiles."""
+    columns: tuple[str, ...] = ()
+    for row in found["rows"]:
+        shown = {key: value for key, value in row.items() if not _is_series(value)}
+        if tuple(shown) != columns:
+            columns = tuple(shown)
+            yield from ("", f"| {' | '.join(map(_heading, columns))} |", "|---" * len(columns) + "|")
+        yield f"| {' | '.join(_cell(key, value) for key, value in shown.items())} |"
+
+
+def _is_short(value: Any) -> bool:
+    """Settings may hold whole models and runs, too."""
+    if isinstance(value, list):
+        return len(value) <= 8 and not any(isinstance(each, list | dict) for each in value)
+    return value is not None and not isinstance(value, dict)
+
+
+def _is_series(value: Any) -> bool:
+    return isinstance(value, list) or (isinstance(value, dict) and "median" not in value)
+
+
+def _heading(column: str) -> str:
+    return (column.removesuffix("_s") + ", ms" if column.endswith("_s") else column).replace("_", " ")
+
+
+def _cell(column: str, value: Any) -> str:
+    scale = 1e3 if column.endswith("_s") else 1.0
+    if isinstance(value, dict):
+        median, low, high = (_figure(scale * value[key]) for key in ("median", "low", "high"))
+        return f"{median} ({low}–{high})"
+    if isinstance(value, float):
+        return "" if math.isnan(value) else _figure(scale * value)
+    return "" if value is None else _escaped(str(value))
+
+
+def _figure(value: float) -> str:
+    return f"{value:.0f}" if abs(value) >= 1000 and math.isfinite(value) else f"{value:.3g}"
+
+
+def _value(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _escaped(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+# ── The benchmark ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RESULTS, RAW = REPOSITORY / "bench" / "results", REPOSITORY / "bench" / "raw"
@@ -159,7 +243,7 @@ def versions() -> dict[str, str]:
     return found
 
 
-# ── measuring ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── measuring ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def alternate(contenders: Mapping[str, Callable[[], float]], rounds: int, *, seed: int = 0) -> dict[str, list[float]]:
@@ -184,7 +268,7 @@ def alternate(contenders: Mapping[str, Callable[[], float]], rounds: int, *, see
     return samples
 
 
-# ── ranks ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── ranks ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 RESULT_MARK = "BENCH-RESULT "
 RANK_ENV = {
@@ -277,7 +361,7 @@ def run_ranks(
     return take_result(done.stdout)
 
 
-# ── the front door ───────────────────────────────────────────────────────────────────────────────────────────────
+# ── the front door ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def parser(description: str) -> argparse.ArgumentParser:
@@ -327,7 +411,7 @@ def print_table(rows: Sequence[Mapping[str, Any]], *, title: str, console: Conso
         for column in columns:
             table.add_column(column.removesuffix("_s") + " ms" if column.endswith("_s") else column.replace("_", " "))
         for row in group:
-            table.add_row(*(_cell(column, row.get(column)) for column in columns))
+            table.add_row(*(_shown(column, row.get(column)) for column in columns))
         console.print(table)
 
 
@@ -335,7 +419,7 @@ def _columns(row: Mapping[str, Any]) -> list[str]:
     return [key for key, value in row.items() if not isinstance(value, list | dict)]
 
 
-def _cell(column: str, value: Any) -> str:
+def _shown(column: str, value: Any) -> str:
     scale = 1e3 if column.endswith("_s") else 1.0
     if value is None:
         return ""

@@ -4,12 +4,279 @@ A workload is a gradient layout in the order of the backward pass with the share
 gradient takes.
 """
 
-from dataclasses import dataclass
+from __future__ import annotations
 
-from bench.lib.networks import NETWORKS
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
 from sirtaki.autotune.model.calibration import Cluster
 from sirtaki.autotune.model.simulator import Profile
 from sirtaki.comm.plan import GradientLayout
+
+# ── The networks of the benchmarks as lists of parameters with their compute cost, from their constructi ─────────────
+
+MEMORY_BOUND_MACS = 32.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameter:
+    """One parameter tensor in the order of the forward pass.
+
+    Attributes:
+        numel: elements.
+        macs: multiply-adds of the forward pass of one sample that belong to it.
+    """
+
+    name: str
+    numel: int
+    macs: float
+
+
+@dataclass(slots=True)
+class _Net:
+    """Collects parameters while a construction rule walks through its layers."""
+
+    parameters: list[Parameter] = field(default_factory=list)
+
+    def add(self, name: str, numel: int, macs: float = 0.0) -> None:
+        self.parameters.append(Parameter(name=name, numel=numel, macs=macs))
+
+    def conv(
+        self,
+        name: str,
+        channels_in: int,
+        channels_out: int,
+        kernel: tuple[int, int],
+        side: int,
+        *,
+        groups: int = 1,
+        bias: bool = False,
+    ) -> None:
+        """A convolution whose output is `side` × `side`."""
+        weight = channels_out * (channels_in // groups) * kernel[0] * kernel[1]
+        self.add(f"{name}.weight", weight, weight * side * side)
+        if bias:
+            self.add(f"{name}.bias", channels_out)
+
+    def norm(self, name: str, channels: int, positions: int) -> None:
+        """A normalisation of `positions` places with `channels` features each."""
+        self.add(f"{name}.weight", channels, MEMORY_BOUND_MACS * channels * positions)
+        self.add(f"{name}.bias", channels)
+
+    def conv_norm(
+        self, name: str, channels_in: int, channels_out: int, kernel: int | tuple[int, int], side: int
+    ) -> None:
+        shape = (kernel, kernel) if isinstance(kernel, int) else kernel
+        self.conv(f"{name}.conv", channels_in, channels_out, shape, side)
+        self.norm(f"{name}.bn", channels_out, side * side)
+
+    def linear(self, name: str, features_in: int, features_out: int, *, rows: int = 1, extra_macs: float = 0) -> None:
+        self.add(f"{name}.weight", features_in * features_out, features_in * features_out * rows + extra_macs)
+        self.add(f"{name}.bias", features_out)
+
+
+def vgg(depths: tuple[int, int, int, int, int]) -> list[Parameter]:
+    """Simonyan & Zisserman; `depths` are the convolutions of each block."""
+    net = _Net()
+    channels_in = 3
+    for block, (channels, depth) in enumerate(zip((64, 128, 256, 512, 512), depths, strict=True)):
+        for layer in range(depth):
+            net.conv(f"features.{block}.{layer}", channels_in, channels, (3, 3), 224 >> block, bias=True)
+            channels_in = channels
+    net.linear("classifier.0", 512 * 7 * 7, 4096)
+    net.linear("classifier.3", 4096, 4096)
+    net.linear("classifier.6", 4096, 1000)
+    return net.parameters
+
+
+def resnet(depths: tuple[int, int, int, int]) -> list[Parameter]:
+    """He et al. with bottleneck blocks; `depths` are the blocks of each stage."""
+    net = _Net()
+    net.conv_norm("stem", 3, 64, 7, 112)
+    channels_in = 64
+    for stage, depth in enumerate(depths):
+        width, side = 64 << stage, 56 >> stage
+        for block in range(depth):
+            name = f"layer{stage + 1}.{block}"
+            reduced_at = side * 2 if block == 0 and stage > 0 else side  # the 3×3 convolution strides
+            net.conv_norm(f"{name}.1", channels_in, width, 1, reduced_at)
+            net.conv_norm(f"{name}.2", width, width, 3, side)
+            net.conv_norm(f"{name}.3", width, width * 4, 1, side)
+            if block == 0:
+                net.conv_norm(f"{name}.downsample", channels_in, width * 4, 1, side)
+            channels_in = width * 4
+    net.linear("fc", 2048, 1000)
+    return net.parameters
+
+
+def densenet(depths: tuple[int, int, int, int]) -> list[Parameter]:
+    """Huang et al., growth 32, bottleneck 4; `depths` are the layers of each block."""
+    growth, net = 32, _Net()
+    net.conv_norm("stem", 3, 64, 7, 112)
+    channels, side = 64, 56
+    for block, depth in enumerate(depths):
+        for layer in range(depth):
+            name = f"block{block + 1}.{layer}"
+            net.norm(f"{name}.norm1", channels, side * side)
+            net.conv(f"{name}.conv1", channels, 4 * growth, (1, 1), side)
+            net.norm(f"{name}.norm2", 4 * growth, side * side)
+            net.conv(f"{name}.conv2", 4 * growth, growth, (3, 3), side)
+            channels += growth
+        if block < 3:
+            net.norm(f"transition{block + 1}.norm", channels, side * side)
+            net.conv(f"transition{block + 1}.conv", channels, channels // 2, (1, 1), side)
+            channels, side = channels // 2, side // 2
+    net.norm("norm5", channels, side * side)
+    net.linear("classifier", channels, 1000)
+    return net.parameters
+
+
+def inception_v4() -> list[Parameter]:
+    """Szegedy et al., figures 3 to 9; 224 × 224 input as in the ASC-WFBP paper."""
+    net = _Net()
+
+    def branch(name: str, channels_in: int, side: int, *layers: tuple[int, int | tuple[int, int]]) -> None:
+        for index, (channels, kernel) in enumerate(layers):
+            net.conv_norm(f"{name}.{index}", channels_in, channels, kernel, side)
+            channels_in = channels
+
+    net.conv_norm("stem.0", 3, 32, 3, 111)
+    net.conv_norm("stem.1", 32, 32, 3, 109)
+    net.conv_norm("stem.2", 32, 64, 3, 109)
+    net.conv_norm("stem.3", 64, 96, 3, 54)  # beside a pooling: 64 + 96 = 160 channels
+    branch("stem.4a", 160, 52, (64, 1), (96, 3))
+    branch("stem.4b", 160, 52, (64, 1), (64, (1, 7)), (64, (7, 1)), (96, 3))
+    net.conv_norm("stem.5", 192, 192, 3, 25)  # beside a pooling: 192 + 192 = 384 channels
+    for block in range(4):
+        name = f"a{block}"
+        branch(f"{name}.0", 384, 25, (96, 1))
+        branch(f"{name}.1", 384, 25, (64, 1), (96, 3))
+        branch(f"{name}.2", 384, 25, (64, 1), (96, 3), (96, 3))
+        branch(f"{name}.3", 384, 25, (96, 1))
+    branch("reduction_a.0", 384, 12, (384, 3))
+    branch("reduction_a.1", 384, 25, (192, 1), (224, 3))
+    net.conv_norm("reduction_a.1.2", 224, 256, 3, 12)
+    for block in range(7):
+        name = f"b{block}"
+        branch(f"{name}.0", 1024, 12, (384, 1))
+        branch(f"{name}.1", 1024, 12, (192, 1), (224, (1, 7)), (256, (7, 1)))
+        branch(f"{name}.2", 1024, 12, (192, 1), (192, (7, 1)), (224, (1, 7)), (224, (7, 1)), (256, (1, 7)))
+        branch(f"{name}.3", 1024, 12, (128, 1))
+    branch("reduction_b.0", 1024, 12, (192, 1))
+    net.conv_norm("reduction_b.0.1", 192, 192, 3, 5)
+    branch("reduction_b.1", 1024, 12, (256, 1), (256, (1, 7)), (320, (7, 1)))
+    net.conv_norm("reduction_b.1.3", 320, 320, 3, 5)
+    for block in range(3):
+        name = f"c{block}"
+        branch(f"{name}.0", 1536, 5, (256, 1))
+        branch(f"{name}.1", 1536, 5, (384, 1))
+        net.conv_norm(f"{name}.1.a", 384, 256, (1, 3), 5)
+        net.conv_norm(f"{name}.1.b", 384, 256, (3, 1), 5)
+        branch(f"{name}.2", 1536, 5, (384, 1), (448, (3, 1)), (512, (1, 3)))
+        net.conv_norm(f"{name}.2.a", 512, 256, (1, 3), 5)
+        net.conv_norm(f"{name}.2.b", 512, 256, (3, 1), 5)
+        branch(f"{name}.3", 1536, 5, (256, 1))
+    net.linear("classifier", 1536, 1000)
+    return net.parameters
+
+
+def xception() -> list[Parameter]:
+    """Chollet, figure 5; 299 × 299 input."""
+    net = _Net()
+
+    def separable(name: str, channels_in: int, channels_out: int, side: int) -> None:
+        net.add(f"{name}.depthwise.weight", channels_in * 9, MEMORY_BOUND_MACS * channels_in * side * side)
+        net.conv(f"{name}.pointwise", channels_in, channels_out, (1, 1), side)
+        net.norm(f"{name}.bn", channels_out, side * side)
+
+    net.conv_norm("conv1", 3, 32, 3, 149)
+    net.conv_norm("conv2", 32, 64, 3, 147)
+    channels = 64
+    for block, (width, side) in enumerate(((128, 147), (256, 74), (728, 37))):
+        separable(f"block{block + 1}.0", channels, width, side)
+        separable(f"block{block + 1}.1", width, width, side)
+        net.conv_norm(f"block{block + 1}.skip", channels, width, 1, (side + 1) // 2)
+        channels = width
+    for block in range(8):
+        for layer in range(3):
+            separable(f"block{block + 4}.{layer}", 728, 728, 19)
+    separable("block12.0", 728, 728, 19)
+    separable("block12.1", 728, 1024, 19)
+    net.conv_norm("block12.skip", 728, 1024, 1, 10)
+    separable("conv3", 1024, 1536, 10)
+    separable("conv4", 1536, 2048, 10)
+    net.linear("fc", 2048, 1000)
+    return net.parameters
+
+
+def bert(layers: int, hidden: int, *, tokens: int = 128) -> list[Parameter]:
+    """Devlin et al. with both pre-training heads, as `transformers.BertForPreTraining`; the decoder's weight is tied.
+
+    The tied weight's gradient is complete only after the embedding's backward pass, so it comes last; the decoder's
+    multiplications are charged to the decoder's bias.
+    """
+    vocabulary, net = 30522, _Net()
+    touched = MEMORY_BOUND_MACS * hidden * tokens
+    net.add("embeddings.word", vocabulary * hidden, touched)
+    net.add("embeddings.position", 512 * hidden, touched)
+    net.add("embeddings.token_type", 2 * hidden, touched)
+    net.norm("embeddings.norm", hidden, tokens)
+    for layer in range(layers):
+        name = f"layer.{layer}"
+        for part in ("query", "key", "value"):
+            net.linear(f"{name}.{part}", hidden, hidden, rows=tokens)
+        net.linear(f"{name}.output", hidden, hidden, rows=tokens, extra_macs=2 * tokens * tokens * hidden)
+        net.norm(f"{name}.norm1", hidden, tokens)
+        net.linear(f"{name}.intermediate", hidden, 4 * hidden, rows=tokens)
+        net.linear(f"{name}.dense", 4 * hidden, hidden, rows=tokens)
+        net.norm(f"{name}.norm2", hidden, tokens)
+    net.linear("pooler", hidden, hidden)
+    net.linear("heads.transform", hidden, hidden, rows=tokens)
+    net.norm("heads.norm", hidden, tokens)
+    net.add("heads.decoder.bias", vocabulary, vocabulary * hidden * tokens)
+    net.linear("heads.next_sentence", hidden, 2)
+    return net.parameters
+
+
+def gpt2(*, layers: int = 12, hidden: int = 768, tokens: int = 1024) -> list[Parameter]:
+    """Radford et al., here the small one, as `transformers.GPT2LMHeadModel`; the head is the tied word embedding."""
+    vocabulary, net = 50257, _Net()
+    touched = MEMORY_BOUND_MACS * hidden * tokens
+    net.add("wte", vocabulary * hidden, touched)
+    net.add("wpe", 1024 * hidden, touched)
+    for layer in range(layers):
+        name = f"h.{layer}"
+        net.norm(f"{name}.ln_1", hidden, tokens)
+        net.linear(f"{name}.attn", hidden, 3 * hidden, rows=tokens)
+        net.linear(f"{name}.proj", hidden, hidden, rows=tokens, extra_macs=2 * tokens * tokens * hidden)
+        net.norm(f"{name}.ln_2", hidden, tokens)
+        net.linear(f"{name}.fc", hidden, 4 * hidden, rows=tokens)
+        net.linear(f"{name}.out", 4 * hidden, hidden, rows=tokens)
+    net.add("ln_f.weight", hidden, MEMORY_BOUND_MACS * hidden * tokens)
+    net.add(
+        "ln_f.bias", hidden, vocabulary * hidden * tokens
+    )  # the head's products come before it in the backward pass
+    return net.parameters
+
+
+NETWORKS: dict[str, Callable[[], list[Parameter]]] = {
+    "vgg16": lambda: vgg((2, 2, 3, 3, 3)),  # configuration D
+    "vgg19": lambda: vgg((2, 2, 4, 4, 4)),
+    "resnet50": lambda: resnet((3, 4, 6, 3)),
+    "resnet101": lambda: resnet((3, 4, 23, 3)),
+    "resnet152": lambda: resnet((3, 8, 36, 3)),
+    "densenet169": lambda: densenet((6, 12, 32, 32)),
+    "densenet201": lambda: densenet((6, 12, 48, 32)),
+    "inception_v4": inception_v4,
+    "xception": xception,
+    "bert_base": lambda: bert(12, 768),
+    "bert_large": lambda: bert(24, 1024),
+    "gpt2": gpt2,
+    "gpt2_medium": lambda: gpt2(layers=24, hidden=1024),
+}
+
+
+# ── The benchmark ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 GBIT = 1e9 / 8  # bytes per second
 
@@ -59,7 +326,7 @@ class Workload:
             forward_s=total_s / 2 if forward_s is None else forward_s,
         )
 
-    def scaled(self, fraction: float) -> "Workload":
+    def scaled(self, fraction: float) -> Workload:
         """The same network with each gradient cut to `fraction` of its elements, for machines that are too small."""
         layout = GradientLayout(
             sizes=tuple(max(1, round(size * fraction)) for size in self.layout.sizes),

@@ -81,7 +81,7 @@ Contender = Callable[[Landscape, int, float, int], dict[str, Any]]
 """What comes of a landscape, a budget of iterations, a noise and a seed."""
 
 
-# ── Sirtaki ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── Sirtaki ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 MakeArm = Callable[[Landscape, KnobSpace, Sequence[Arm], int, int], Arm]
 
@@ -142,7 +142,7 @@ def _alone(
     return make_arm(name, space=space, rng=np.random.default_rng(seed))
 
 
-# ── others ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── others ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class Searcher(Protocol):

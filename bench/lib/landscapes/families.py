@@ -20,8 +20,7 @@ from sirtaki.comm.plan import Algorithm, GradientLayout, Route, TransportKind
 from sirtaki.engine.tuning.plans import default_knobs
 from sirtaki.measures import SMALLEST_UNIT_BYTES
 
-from .landscape import Landscape
-from .replay import Message, Physics, replay, round_s
+from .landscape import Landscape, Message, Physics, replay, round_s
 
 ROUTES = (
     (TransportKind.GLOO, Algorithm.FLAT),
@@ -48,7 +47,7 @@ def _default(space: KnobSpace, layout: GradientLayout) -> Knobs:
     return default_knobs(space, total_bytes=layout.total_bytes, one_node=False)
 
 
-# ── replayed ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── replayed ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _messages(knobs: Knobs, layout: GradientLayout, profile: Profile) -> list[Message]:
@@ -299,7 +298,7 @@ def wrong_proposals(rng: _Rng) -> Landscape:
     return scape
 
 
-# ── formulas ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── formulas ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _place(knobs: Knobs, layout: GradientLayout) -> tuple[float, float]:

@@ -1,6 +1,6 @@
 """The same training with torchft, one process a replica.
 
-python -m bench.lib.elastic.torchft_replica FOLDER STEPS NUMBER LIGHTHOUSE
+python -m bench.lib.torchft_replica FOLDER STEPS NUMBER LIGHTHOUSE
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.distributed import TCPStore
 
-from .training import Diary, loss_of, make_model
+from bench.lib.elastic_training import Diary, loss_of, make_model
 
 
 def main(folder: str, steps: str, number: str, lighthouse: str) -> None:

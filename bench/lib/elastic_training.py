@@ -1,6 +1,6 @@
 """The training that all contenders run: a small net, and a line in a file for each thing that has happened.
 
-python -m bench.lib.elastic.training FOLDER STEPS COMMIT_EVERY      started by sirtakirun
+python -m bench.lib.elastic_training FOLDER STEPS COMMIT_EVERY      started by sirtakirun
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The training of `bench.elastic_cost`: nobody is lost, and each step is timed.
 
-python -m bench.lib.elastic.steady FOLDER SECONDS COMMIT_EVERY STATE_BYTES      started by sirtakirun
+python -m bench.lib.elastic_steady FOLDER SECONDS COMMIT_EVERY STATE_BYTES      started by sirtakirun
 """
 
 from __future__ import annotations

@@ -1,1 +1,0 @@
-"""Jobs whose processes are killed one by one, what they write down, and what must hold of that."""

@@ -1,0 +1,241 @@
+"""The tuner's benchmarks: jobs and their models' errors, peers, what the registry saves, and recorded landscapes."""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from bench.lib.landscapes import families
+from bench.lib.landscapes.contenders import CONTENDERS, SIRTAKI
+from bench.lib.landscapes.landscape import Message, Physics, replay
+from bench.lib.landscapes.recorded import estimated, recorded, recordings
+from bench.registry_transfer import SCENARIOS, Luck, Place
+from bench.registry_transfer import run as run_transfer
+from bench.sweep import model_rank_correlation
+from bench.tuner import (
+    ROUTE,
+    HorovodTruth,
+    Job,
+    Listed,
+    Truth,
+    bars,
+    contenders,
+    jobs,
+    misjudged,
+    optimum_s,
+    run,
+    summary,
+)
+from sirtaki.autotune.knobs import KIB, MIB, KnobLattice, Knobs, KnobSpace
+from sirtaki.autotune.model.planning import PlanningModel
+from sirtaki.autotune.model.simulator import Profile
+from sirtaki.autotune.trial import Proposal
+from sirtaki.comm.plan import GradientLayout, TransportKind
+from sirtaki.measures import LinkModel
+
+PLACE = Place(network="resnet50", fabric="10 Gbit/s TCP", ranks=256)
+PLAIN = Physics(capacity=lambda n, computing: 100.0, latency_s=lambda size: 1.0)
+SIZES = (64 * KIB, 128 * KIB, 256 * KIB)
+EVERY_FAMILY = pytest.mark.parametrize(
+    "family", [*families.OPEN, *families.HELD_BACK], ids=lambda family: family.__name__
+)
+
+
+def knobs(size: int, streams: int) -> Knobs:
+    return Knobs(unit_bytes=size, streams=streams, transport=TransportKind.GLOO)
+
+
+@pytest.fixture(scope="module")
+def job() -> Job:
+    """Twenty gradients over a link that four flows fill."""
+    layout = GradientLayout(sizes=(256 * KIB,) * 20)
+    link = LinkModel(alpha_s=1e-3, throughput=(1e9, 2e9, 3e9, 4e9))
+    space = KnobSpace(routes=(ROUTE,), unit_bytes=(64 * KIB, 16 * MIB), streams=(1, 2, 4, 8))
+    default = Knobs(unit_bytes=16 * MIB, streams=1, transport=ROUTE[0])
+    model = PlanningModel(layout=layout, profile=Profile.from_durations([1e-3] * 20), links={ROUTE: link})
+    return Job(name="small", space=space, default=default, model=model)
+
+
+@pytest.fixture(scope="module")
+def truth(job: Job) -> Truth:
+    return Truth(job, optimum_s=optimum_s(job))
+
+
+def test_no_setting_of_the_searched_lattice_beats_the_optimum(truth: Truth) -> None:
+    settings = KnobLattice(truth.job.space).points
+    assert min(map(truth.span_s, settings)) >= truth.optimum_s
+
+
+def test_planners_get_a_model_that_is_off_by_the_noise(job: Job) -> None:
+    wrong = misjudged(job.model, noise=0.1, rng=np.random.default_rng(0))
+    truth, believed = np.array(job.model.links[ROUTE].throughput), np.array(wrong.links[ROUTE].throughput)
+    assert np.all(believed != truth)
+    assert np.all(np.abs(np.log(believed / truth)) < 0.5)
+    assert wrong.profile != job.model.profile
+    assert misjudged(job.model, noise=0.0, rng=np.random.default_rng(0)).links == job.model.links
+
+
+def test_a_run_counts_iterations_until_the_kept_setting_is_close(truth: Truth) -> None:
+    best = min(KnobLattice(truth.job.space).points, key=truth.span_s)
+    found = run(truth, Listed("good", [Proposal(arm="good", knobs=best)]), noise=0.03, seed=0)
+    nothing = run(truth, Listed("idle", []), noise=0.03, seed=0)
+    assert 3 < found.found_at <= found.iterations
+    assert found.regret < 0.03
+    assert math.isinf(nothing.found_at)
+    assert nothing.over_default <= 1.0  # what lies next to the default runs all the same
+
+
+def test_the_horovod_like_peer_waits_for_its_cycles_and_fuses_up_to_its_threshold(job: Job) -> None:
+    peer = HorovodTruth(job, optimum_s=1.0)
+    base = peer.job.default
+    short, long = (peer.span_s(replace(base, threads=cycle)) for cycle in (10, 500))
+    assert long > short + 0.02  # all gradients wait for a tick at 50 ms
+    small, large = (peer.span_s(replace(base, unit_bytes=size, threads=500)) for size in (MIB, 16 * MIB))
+    assert small == pytest.approx(large + 18e-3)  # one start-up for each of 20 gradients, against two
+
+
+@pytest.mark.parametrize("name", ["bandit", "bandit as printed", "random", "grid", "asc_wfbp_n", "horovod-like"])
+def test_every_kind_of_contender_runs(name: str, truth: Truth) -> None:
+    make = contenders()[name]
+    here = HorovodTruth(truth.job, optimum_s=truth.optimum_s) if name == "horovod-like" else truth
+    outcome = run(here, make(here.job, 0.03, 1), noise=0.03, seed=1)
+    assert outcome == run(here, make(here.job, 0.03, 1), noise=0.03, seed=1)
+    assert outcome.iterations <= 100
+
+
+def test_the_summary_takes_runs_that_never_come_close_for_what_they_are() -> None:
+    row = {
+        "contender": "bandit",
+        "noise": 0.1,
+        "iterations_to_3_percent": [4.0, None, 8.0],
+        "regret": [0.01, 0.5, 0.0],
+        "over_default": [0.5, 1.05, 0.9],
+        "iterations": [50, 100, 60],
+    }
+    ours = summary([row], "bandit")
+    assert ours["median_iterations_to_3_percent"] == 8.0
+    assert ours["mean_iterations_to_3_percent"] == pytest.approx((4 + 100 + 8) / 3)
+    assert ours["within_3_percent_at_the_end"] == pytest.approx(2 / 3)
+    assert ours["worst_loss_to_default_in_noises"] == pytest.approx(0.5)
+    worse = summary([{**row, "contender": "grid", "regret": [0.2, 0.6, 0.1]}], "grid")
+    met = {bar.claim: bar.met for bar in bars([ours, worse])}
+    assert met["bandit: share of runs not within 3 %"] is False
+    assert met["bandit: mean regret, less the best single arm's"] is True
+
+
+# ── What the registry saves ────────────────────
+
+
+def test_no_registry_holds_the_job_itself_nor_another_kind_of_similarity() -> None:
+    for place in map(Place.of, jobs(24)):
+        for scenario in SCENARIOS:
+            assert place not in place.others(scenario)
+        assert all((other.network, other.fabric) == (place.network, place.fabric) for other in place.others("size"))
+        assert all((other.fabric, other.ranks) == (place.fabric, place.ranks) for other in place.others("sibling"))
+        assert len(place.others("size")) == 2
+
+
+def test_a_seed_that_is_the_optimum_is_found_by_its_first_measurement() -> None:
+    job = PLACE.job()
+    truth = Truth(job, optimum_s=optimum_s(job))
+    best = min(
+        (Knobs(unit_bytes=1 << n, streams=8, transport=job.default.transport) for n in range(20, 25)), key=truth.span_s
+    )
+    assert truth.is_close(best)
+    outcome = run_transfer(truth, Luck(noise=0.0, seed=0, planners=False), seeds=[best])
+    assert outcome.found_at == 5  # three of the default, a discarded and a measured one
+    assert 2 <= outcome.tried <= 5
+
+
+# ── Landscapes of other physics and recorded ones ────────────────────
+
+
+def test_messages_of_two_streams_share_the_rate_and_their_latencies_overlap() -> None:
+    messages = [Message(0.0, 100.0, 0), Message(0.0, 100.0, 1)]
+    assert replay(messages, compute_s=0.0, physics=PLAIN) == pytest.approx(3.0)
+
+
+def test_quality_and_capacity_beside_computation() -> None:
+    physics = Physics(
+        capacity=lambda n, computing: 10.0 if computing else 100.0,
+        latency_s=lambda size: 0.0,
+        quality=lambda size: 0.5,
+    )
+    # 200 bytes of work; 10 of them beside the last second of computation
+    assert replay([Message(1.0, 100.0, 0)], compute_s=2.0, physics=physics) == pytest.approx(2 + 1.9)
+
+
+def test_communication_slows_computation_down() -> None:
+    physics = Physics(capacity=lambda n, computing: 50.0, latency_s=lambda size: 0.0, slowdown=lambda n: 1.0 + n)
+    # From 1 s on, two seconds of transfer let one second of computation pass; then the other two go on alone.
+    assert replay([Message(1.0, 100.0, 0)], compute_s=4.0, physics=physics) == pytest.approx(1 + 2 + 2)
+
+
+@pytest.mark.slow
+@EVERY_FAMILY
+def test_every_family_has_a_best_setting(family: families.Family) -> None:
+    scape = family(np.random.default_rng(99))
+    assert 0.0 < scape.span_s(scape.best) <= scape.span_s(scape.default)
+    assert scape.regret(scape.best) == 0.0
+
+
+@EVERY_FAMILY
+def test_every_family_gives_planners_a_model_and_is_the_same_again(family: families.Family) -> None:
+    scape = family(np.random.default_rng(99))
+    assert scape.default in scape.space
+    space, model = scape.probed(0.04, np.random.default_rng(0))
+    assert scape.default in space
+    assert model is not None
+    same = family(np.random.default_rng(99))
+    knobs = Knobs(unit_bytes=2**20, streams=2, transport=TransportKind.GLOO)
+    assert same.span_s(knobs) == scape.span_s(knobs)
+
+
+@pytest.mark.parametrize("name", [SIRTAKI, "random", "optuna TPE"])
+def test_a_contender_keeps_to_its_budget_and_is_judged_without_noise(name: str) -> None:
+    scape = families.default_is_best(np.random.default_rng(1))
+    outcome = CONTENDERS[name](scape, 30, 0.04, 0)
+    assert outcome["iterations"] <= 30
+    assert outcome["regret"] >= 0.0
+    assert outcome["cost"] >= 1.0
+
+
+def measured(true_s: Mapping[Knobs, float], noise: float, rounds: int, seed: int) -> dict[Knobs, list[float]]:
+    rng = np.random.default_rng(seed)
+    return {one: (span_s * np.exp(noise * rng.standard_normal(rounds))).tolist() for one, span_s in true_s.items()}
+
+
+def valley() -> dict[Knobs, float]:
+    """Seconds: smooth, but for one cliff of 30 %."""
+    at = {(size, streams): math.log2(size) - 17 + 0.5 * math.log2(streams) for size in SIZES for streams in range(1, 9)}
+    return {knobs(*place): math.exp(0.1 * height**2) * (1.3 if place[1] > 6 else 1.0) for place, height in at.items()}
+
+
+def test_luck_is_taken_out_of_what_was_measured_a_few_times() -> None:
+    true_s = valley()
+    errors: dict[str, list[float]] = {"raw": [], "estimated": []}
+    for seed in range(10):
+        spans_s = measured(true_s, 0.2, 5, seed)
+        for name, found in (("raw", spans_s), ("estimated", estimated(spans_s))):
+            errors[name] += [abs(math.log(np.median(found[one]) / true_s[one])) for one in true_s]
+    assert np.mean(errors["estimated"]) < 0.75 * np.mean(errors["raw"])
+
+
+def test_what_is_kept_of_real_jobs_can_be_read() -> None:
+    for path in recordings():
+        job = recorded(path)
+        assert job.default in job.space
+        assert 0.0 < job.span_s(job.best) <= job.span_s(job.default)
+    assert sum(path.stat().st_size for path in recordings()) <= 500 * KIB
+
+
+def test_what_planners_predict_is_held_against_what_was_recorded() -> None:
+    path = next(path for path in recordings() if path.stem == "cluster-400-100")
+    data = json.loads(path.read_text())
+    assert model_rank_correlation(data) > 0.9
+    upside_down = [{**one, "spans_s": [1.0 / span_s for span_s in one["spans_s"]]} for one in data["rows"]]
+    assert model_rank_correlation({**data, "rows": upside_down}) < -0.9
+    assert math.isnan(model_rank_correlation({**data, "model": None}))
