@@ -3,16 +3,13 @@
 import copy
 import io
 import pickle
-from collections.abc import Callable
 
 import pytest
 import torch
 from conformance.training import (
-    assert_equal_on_all_ranks,
     assert_same_parameters,
     assert_same_training,
     batch,
-    joined,
     main,
 )
 from torch import nn
@@ -21,91 +18,8 @@ import sirtaki.torch as hvd
 from sirtaki.errors import NotInitializedError
 
 
-class Words(nn.Module):
-    """An embedding with sparse gradients, of which a rank may touch nothing, before dense layers."""
-
-    def __init__(self, *, sparse: bool, tied: bool = False) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embedding = nn.Embedding(30, 8, sparse=sparse)
-        self.head = nn.Linear(8, 5)
-        self.tied = tied
-
-    def forward(self, words: torch.Tensor) -> torch.Tensor:
-        hidden = self.embedding(words).sum(0)
-        logits = self.head(hidden)
-        return (logits.square().mean() + (hidden @ self.embedding.weight.T).square().mean()) if self.tied else logits
-
-
-def words_of(rank: int, iteration: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(100 * iteration + rank)
-    count = 0 if (iteration + rank) % 3 == 0 else 6  # sometimes there is nothing to look up
-    return torch.randint(0, 30, (count,), generator=generator)
-
-
-def word_loss(model: nn.Module, rank: int, iteration: int) -> torch.Tensor:
-    words = words_of(rank, iteration)
-    if not len(words):
-        return model.head(torch.ones(8, dtype=torch.float64)).square().mean()
-    return model(words).square().mean()
-
-
 def plain_sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1)
-
-
-def sparse_gradients() -> None:
-    for accumulates in (False, True):
-
-        def step(
-            optimizer: torch.optim.Optimizer, loss: Callable[[], torch.Tensor], accumulates: bool = accumulates
-        ) -> None:
-            optimizer.zero_grad(set_to_none=not accumulates)
-            loss().backward()
-            optimizer.step()
-
-        model = Words(sparse=True).double()
-        assert_same_training(model, word_loss, make_optimizer=plain_sgd, step=step, steps=9)
-        if hvd.size() > 1:
-            assert model.embedding.weight.grad.is_sparse
-    assert_same_training(Words(sparse=True).double(), word_loss, make_optimizer=plain_sgd, op=hvd.Sum, steps=9)
-    model = Words(sparse=True).double()
-    assert_same_training(model, word_loss, make_optimizer=plain_sgd, sparse_as_dense=True, steps=9)
-    if hvd.size() > 1:
-        assert not model.embedding.weight.grad.is_sparse
-
-
-def sparse_adam_beside_a_dense_optimizer() -> None:
-    model = Words(sparse=True).double()
-    alone = copy.deepcopy(model)
-
-    def two(net: Words) -> list[torch.optim.Optimizer]:
-        return [torch.optim.SparseAdam(net.embedding.parameters()), torch.optim.SGD(net.head.parameters(), lr=0.1)]
-
-    def step(optimizers: list[torch.optim.Optimizer], loss: torch.Tensor) -> None:
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        loss.backward()
-        for optimizer in optimizers:
-            optimizer.step()
-
-    ours, theirs = [hvd.DistributedOptimizer(each) for each in two(model)], two(alone)
-    for iteration in range(1, 12, 3):  # iterations in which rank 0 at least looks something up
-        step(ours, word_loss(model, hvd.rank(), iteration))
-        step(theirs, joined(word_loss, alone, iteration))
-        assert_same_parameters(model, alone, 1e-9)
-
-
-def sparse_adam_whose_gradients_travel_dense() -> None:
-    model = nn.Embedding(30, 8, sparse=True).double()
-    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-    assert_same_training(
-        model,
-        lambda net, rank, iteration: net(torch.tensor([rank, iteration, 3 * rank + iteration])).square().sum(),
-        make_optimizer=lambda net: torch.optim.SparseAdam(net.parameters(), lr=0.01),
-        sparse_as_dense=True,
-    )
-    assert model.weight.grad.is_sparse
 
 
 def parameters_have_names() -> None:
@@ -241,48 +155,6 @@ def a_process_set_trains_by_itself() -> None:
         hvd.DistributedOptimizer(plain_sgd(mlp()), process_set=unopened)
 
 
-def ranks_with_fewer_batches_join() -> None:
-    for learns in (False, True):
-        model = mlp()
-        alone = copy.deepcopy(model)
-        optimizer, reference = hvd.DistributedOptimizer(plain_sgd(model)), plain_sgd(alone)
-        done = 0
-        for _ in range(2):
-            batches = [(1 if learns else 5) + 2 * rank for rank in range(hvd.size())]
-            for iteration in range(batches[hvd.rank()]):
-                optimizer.zero_grad()
-                mean_square(model, hvd.rank(), done + iteration).backward()
-                optimizer.step()
-                total = hvd.allreduce(torch.ones(()), op=hvd.Sum, name="present")
-                assert total == sum(count > iteration for count in batches)
-            last = hvd.join()
-            assert last == hvd.size() - 1
-            hvd.broadcast_parameters(model.state_dict(), root_rank=last)
-            for iteration in range(max(batches)):
-                reference.zero_grad()
-                present = [rank for rank, count in enumerate(batches) if count > iteration]
-                losses = [mean_square(alone, rank, done + iteration) for rank in present]
-                (torch.stack(losses).sum() / hvd.size()).backward()
-                reference.step()
-            done += max(batches)
-            assert_same_parameters(model, alone, 1e-12)
-
-
-def two_optimizers_and_a_rank_that_joins() -> None:
-    one, other = mlp(), mlp()
-    optimizers = [hvd.DistributedOptimizer(plain_sgd(each)) for each in (one, other)]
-    for iteration in range(3 + hvd.rank()):
-        for times, (model, optimizer) in zip((2, 1), zip((one, other), optimizers, strict=True), strict=True):
-            for _ in range(times):
-                optimizer.zero_grad()
-                mean_square(model, hvd.rank(), iteration).backward()
-                optimizer.step()
-    assert hvd.join() == hvd.size() - 1
-    for model in (one, other):
-        hvd.broadcast_parameters(model.state_dict(), root_rank=hvd.size() - 1)
-        assert_equal_on_all_ranks(model)
-
-
 def copies_and_pickles_are_plain_optimizers() -> None:
     model = mlp()
     optimizer = hvd.DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=0.03))
@@ -307,36 +179,6 @@ def copies_and_pickles_are_plain_optimizers() -> None:
         mean_square(net, hvd.rank(), 1).backward()
         each.step()
     assert_same_parameters(model, again, 0.0)
-
-
-def parameters_that_are_added_or_thawed_later() -> None:
-    torch.manual_seed(0)
-    model = nn.ModuleDict({"body": nn.Linear(24, 24), "head": nn.Linear(24, 3), "later": nn.Linear(3, 3)}).double()
-    model["body"].requires_grad_(False)
-    alone = copy.deepcopy(model)
-
-    def loss(net: nn.ModuleDict, rank: int, iteration: int) -> torch.Tensor:
-        return net["later"](net["head"](torch.tanh(net["body"](batch(rank, iteration, 5, 24))))).square().mean()
-
-    def first(net: nn.ModuleDict) -> torch.optim.Optimizer:
-        return torch.optim.SGD([*net["body"].parameters(), *net["head"].parameters()], lr=0.1)
-
-    optimizer, reference = hvd.DistributedOptimizer(first(model)), first(alone)
-    for iteration in range(12):
-        if iteration == 4:
-            for net, each in ((model, optimizer), (alone, reference)):
-                each.add_param_group({"params": net["later"].parameters(), "lr": 0.01})
-        if iteration == 8:
-            for net in (model, alone):
-                net["body"].requires_grad_(True)
-        for net in (model, alone):
-            net.zero_grad()
-        loss(model, hvd.rank(), iteration).backward()
-        optimizer.step()
-        joined(loss, alone, iteration).backward()
-        reference.step()
-        assert_same_parameters(model, alone, 1e-12, f"after step {iteration}")
-    assert optimizer.param_groups[1]["lr"] == 0.01
 
 
 def mistakes_are_named() -> None:
@@ -386,18 +228,12 @@ def mistakes_are_named() -> None:
 
 
 CASES = [
-    sparse_gradients,
-    sparse_adam_beside_a_dense_optimizer,
-    sparse_adam_whose_gradients_travel_dense,
     parameters_have_names,
     groups_of_parameters,
     a_group_leaves_as_one,
     adasum_combines_updates,
     a_process_set_trains_by_itself,
-    ranks_with_fewer_batches_join,
-    two_optimizers_and_a_rank_that_joins,
     copies_and_pickles_are_plain_optimizers,
-    parameters_that_are_added_or_thawed_later,
     mistakes_are_named,
 ]
 

@@ -22,8 +22,6 @@ from torch import nn
 import sirtaki.torch as hvd
 from sirtaki.errors import NotInitializedError
 
-SETTLING_S = 20.0
-
 
 class Trunk(nn.Module):
     """Two layers that every head stands on, and three heads."""
@@ -88,16 +86,6 @@ def trains_like_one_process(
     assert_equal_on_all_ranks(model)
 
 
-def a_shared_encoder() -> None:
-    trains_like_one_process([(0, 1)] * 6, count=2)
-    trains_like_one_process([(0, 1), (1, 0)] * 3, count=2, op=hvd.Sum, momentum=0.0)
-
-
-def a_shared_encoder_in_turns() -> None:
-    trains_like_one_process([(0,), (1,)] * 4, count=2)
-    trains_like_one_process([(0,), (1,), (1,), (0,), (0,)] * 2, count=2, op=hvd.Sum)
-
-
 def drawn_turns_of_three_optimizers(seeds: Sequence[int] = (1, 2)) -> None:
     for seed in seeds:
         drawn = random.Random(seed)
@@ -105,46 +93,6 @@ def drawn_turns_of_three_optimizers(seeds: Sequence[int] = (1, 2)) -> None:
         trains_like_one_process(
             turns, count=3, momentum=drawn.choice([0.0, 0.9]), op=drawn.choice([hvd.Average, hvd.Sum])
         )
-
-
-def only_one_rank_reaches_the_shared_layer() -> None:
-    model = Trunk()
-    alone = copy.deepcopy(model)
-    ours, theirs = [hvd.DistributedOptimizer(each) for each in make(model, 2)], make(alone, 2)
-
-    def loss(net: nn.Module, rank: int, iteration: int) -> torch.Tensor:
-        if rank == iteration % hvd.size():
-            return loss_of(1)(net, rank, iteration)
-        return net.heads[1](batch(rank, iteration, 4, 12)).square().mean()
-
-    for iteration in range(6):
-        turn(ours, loss_of(0)(model, hvd.rank(), iteration), [0])
-        turn(theirs, joined(loss_of(0), alone, iteration), [0])
-        turn(ours, loss(model, hvd.rank(), iteration), [1])
-        turn(theirs, joined(loss, alone, iteration), [1])
-        assert_same_parameters(model, alone, 1e-11, f"after turn {iteration}")
-
-
-def clipping_before_the_first_of_two_steps() -> None:
-    model = Trunk()
-    alone = copy.deepcopy(model)
-    ours, theirs = [hvd.DistributedOptimizer(each) for each in make(model, 2)], make(alone, 2)
-    both = [loss_of(0), loss_of(1)]
-    for iteration in range(4):
-        for each in (*ours, *theirs):
-            each.zero_grad()
-        sum(loss(model, hvd.rank(), iteration) for loss in both).backward()
-        for each in ours:
-            each.synchronize()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-        for each in ours:
-            with each.skip_synchronize():
-                each.step()
-        sum(joined(loss, alone, iteration) for loss in both).backward()
-        nn.utils.clip_grad_norm_(alone.parameters(), 0.01)
-        for each in theirs:
-            each.step()
-        assert_same_parameters(model, alone, 1e-11, f"after step {iteration}")
 
 
 def shared_with_other_options_is_an_error_on_all_ranks() -> None:
@@ -180,48 +128,6 @@ def mlp(seed: int = 0) -> nn.Module:
 
 def mean_square(model: nn.Module, rank: int, iteration: int) -> torch.Tensor:
     return model(batch(rank, iteration, 5, 24)).square().mean()
-
-
-def wrapping_the_same_model_again() -> None:
-    model = mlp()
-    for _ in range(3):  # nothing is left of the one before
-        assert_same_training(model, mean_square, steps=4)
-    alone = copy.deepcopy(model)
-    for stage in range(3):  # the one before is still there when the new one is made
-        reference, optimizer = sgd(alone), hvd.DistributedOptimizer(sgd(model))
-        for iteration in range(4 * stage, 4 * stage + 4):
-            for each, loss in (
-                (optimizer, mean_square(model, hvd.rank(), iteration)),
-                (reference, joined(mean_square, alone, iteration)),
-            ):
-                each.zero_grad()
-                loss.backward()
-                each.step()
-            assert_same_parameters(model, alone, 1e-11, f"in stage {stage}")
-
-
-def stages_with_other_parameters_and_options() -> None:
-    model = mlp()
-    alone = copy.deepcopy(model)
-    optimizer = None
-    for stage, (layers, passes) in enumerate([((4,), 1), ((2, 4), 1), ((0, 2, 4), 1), ((0,), 2), ((0, 2), 2)]):
-        for net in (model, alone):
-            net.requires_grad_(False)
-            for layer in layers:
-                net[layer].requires_grad_(True)
-        if passes == 2 and optimizer is not None:
-            optimizer.close()  # what comes has other options
-        made = [torch.optim.Adam([p for layer in layers for p in net[layer].parameters()]) for net in (model, alone)]
-        optimizer, reference = hvd.DistributedOptimizer(made[0], backward_passes_per_step=passes), made[1]
-        for iteration in range(3):
-            for each in (optimizer, reference):
-                each.zero_grad()
-            for part in range(passes):
-                mean_square(model, hvd.rank(), 2 * iteration + part).backward()
-                joined(mean_square, alone, 2 * iteration + part).backward()
-            for each in (optimizer, reference):
-                each.step()
-            assert_same_parameters(model, alone, 1e-9, f"in stage {stage}")
 
 
 def a_closed_optimizer_says_so() -> None:
@@ -390,15 +296,9 @@ def drawn_failures_of_three_optimizers(seeds: Sequence[int] = (1,)) -> None:
 
 
 CASES = [
-    a_shared_encoder,
-    a_shared_encoder_in_turns,
     drawn_turns_of_three_optimizers,
-    only_one_rank_reaches_the_shared_layer,
-    clipping_before_the_first_of_two_steps,
     shared_with_other_options_is_an_error_on_all_ranks,
     wrapping_twice_is_an_error,
-    wrapping_the_same_model_again,
-    stages_with_other_parameters_and_options,
     a_closed_optimizer_says_so,
     the_borrower_trains_on_when_the_owner_is_gone,
     dropped_on_one_rank_only,

@@ -14,10 +14,8 @@ from conformance.training import (
     batch,
     joined,
     main,
-    plain_step,
 )
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import sirtaki.torch as hvd
 
@@ -32,22 +30,8 @@ def mean_square(model: nn.Module, rank: int, iteration: int) -> torch.Tensor:
     return model(batch(rank, iteration, 5, 24, dtype=dtype)).square().mean()
 
 
-def adam(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.Adam(model.parameters(), lr=0.01)
-
-
 def an_ordinary_loop() -> None:
     assert_same_training(mlp(), mean_square)
-    assert_same_training(mlp(), mean_square, make_optimizer=adam, tolerance=1e-9)
-
-
-def zero_grad_that_keeps_the_tensors() -> None:
-    def step(optimizer: torch.optim.Optimizer, loss: Callable[[], torch.Tensor]) -> None:
-        optimizer.zero_grad(set_to_none=False)
-        loss().backward()
-        optimizer.step()
-
-    assert_same_training(mlp(), mean_square, step=step)
 
 
 def gradients_that_are_never_zeroed() -> None:
@@ -58,46 +42,6 @@ def gradients_that_are_never_zeroed() -> None:
         optimizer.step()
 
     assert_same_training(mlp(), mean_square, step=step)
-
-
-class Branches(nn.Module):
-    """Some parameters are used by nobody, some by a few ranks, one by two layers, some are frozen."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.trunk = nn.Linear(24, 40)
-        self.branches = nn.ModuleList(nn.Linear(40, 40) for _ in range(3))
-        self.unused = nn.Linear(7, 300)
-        self.frozen = nn.Linear(40, 40).requires_grad_(False)
-        self.scalar = nn.Parameter(torch.tensor(0.5))
-        self.empty = nn.Parameter(torch.zeros(0, 4))
-
-    def forward(self, inputs: torch.Tensor, branch: int) -> torch.Tensor:
-        hidden = torch.tanh(self.trunk(inputs))
-        hidden = self.branches[branch](torch.tanh(self.branches[branch](hidden)))
-        return self.frozen(hidden) * self.scalar + self.empty.sum()
-
-
-def parameters_that_are_unused_or_shared_or_frozen() -> None:
-    def loss(model: nn.Module, rank: int, iteration: int) -> torch.Tensor:
-        return model(batch(rank, iteration, 5, 24), (rank * (iteration + 1)) % 3).square().mean()
-
-    def reference_step(optimizer: torch.optim.Optimizer, loss: Callable[[], torch.Tensor]) -> None:
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                param.grad = torch.zeros_like(param)  # what nobody uses counts as zeros, as in Horovod
-        loss().backward()
-        optimizer.step()
-
-    model = Branches().double()
-    frozen = model.frozen.weight.clone()
-    step = plain_step if hvd.size() > 1 else reference_step
-    assert_same_training(model, loss, steps=8, step=step, reference_step=reference_step)
-    assert torch.equal(model.frozen.weight, frozen)
-    if hvd.size() > 1:
-        assert model.unused.weight.grad is not None
-        assert not model.unused.weight.grad.any()
 
 
 class Heads(nn.Module):
@@ -148,50 +92,6 @@ def plans_that_change_in_mid_training() -> None:
     assert len(seen) > 2 or warmup < 40 or hvd.size() == 1
 
 
-def windows_of_accumulation_that_end_early() -> None:
-    windows = [3, 3, 1, 3, 2, 3, 1, 1, 3]
-
-    def steps(optimizer: torch.optim.Optimizer, loss_of: Callable[[int], torch.Tensor]) -> None:
-        done = 0
-        for window in windows:
-            optimizer.zero_grad(set_to_none=window != 2)
-            for _ in range(window):
-                loss_of(done).backward()
-                done += 1
-            optimizer.step()
-
-    model = mlp()
-    alone = copy.deepcopy(model)
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.05), backward_passes_per_step=3)
-    steps(optimizer, lambda now: mean_square(model, hvd.rank(), now))
-    steps(torch.optim.SGD(alone.parameters(), lr=0.05), lambda now: joined(mean_square, alone, now))
-    assert_same_parameters(model, alone, 1e-12)
-    optimizer.set_backward_passes_per_step(1)
-    optimizer.zero_grad()
-    mean_square(model, hvd.rank(), 0).backward()
-    if hvd.size() > 1:
-        assert optimizer._gradients.pending
-    optimizer.step()
-
-
-def clipping_by_the_norm_of_the_reduced_gradients() -> None:
-    def step(optimizer: torch.optim.Optimizer, loss: Callable[[], torch.Tensor]) -> None:
-        optimizer.zero_grad()
-        loss().backward()
-        if hasattr(optimizer, "synchronize"):
-            optimizer.synchronize()
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        norm = nn.utils.clip_grad_norm_(params, 1e-3)
-        assert norm > 1e-3
-        if hasattr(optimizer, "synchronize"):
-            with optimizer.skip_synchronize():
-                optimizer.step()
-        else:
-            optimizer.step()
-
-    assert_same_training(mlp(), mean_square, step=step)
-
-
 def scaled_losses_and_an_overflow_on_one_rank() -> None:
     def loss(model: nn.Module, rank: int, iteration: int) -> torch.Tensor:
         bad = math.inf if iteration == 2 and rank == hvd.size() - 1 else 1.0
@@ -235,113 +135,6 @@ def a_model_compiled_in_parts() -> None:
 
     assert_same_training(mlp(), loss)
     torch.compiler.reset()
-
-
-class Checkpointed(nn.Module):
-    def __init__(self, *, reentrant: bool) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(24, 24), nn.Dropout(0.2), nn.Tanh()) for _ in range(4))
-        self.reentrant = reentrant
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        inputs = inputs.requires_grad_()
-        for block in self.blocks:
-            inputs = checkpoint(block, inputs, use_reentrant=self.reentrant)
-        return inputs
-
-
-def checkpointed_activations() -> None:
-    def loss(model: nn.Module, rank: int, iteration: int) -> torch.Tensor:
-        torch.manual_seed(100 * rank + iteration)  # dropout
-        return mean_square(model, rank, iteration)
-
-    for reentrant in (False, True):
-        assert_same_training(Checkpointed(reentrant=reentrant).double(), loss)
-
-
-def closures() -> None:
-    def step(optimizer: torch.optim.Optimizer, loss: Callable[[], torch.Tensor]) -> None:
-        def closure() -> torch.Tensor:
-            optimizer.zero_grad()
-            value = loss()
-            value.backward()
-            return value
-
-        optimizer.step(closure)
-
-    def lbfgs(model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.LBFGS(model.parameters(), max_iter=4, line_search_fn="strong_wolfe")
-
-    def always_the_same(model: nn.Module, rank: int, iteration: int) -> torch.Tensor:
-        return (model(batch(rank, 0, 5, 24)) - 0.3).square().mean()
-
-    assert_same_training(mlp(), always_the_same, make_optimizer=lbfgs, step=step, steps=4, tolerance=1e-7)
-    assert_same_training(mlp(), mean_square, step=step)
-
-
-def sums_and_factors() -> None:
-    assert_same_training(mlp(), mean_square, op=hvd.Sum)
-    assert_same_training(mlp(), mean_square, gradient_predivide_factor=3.0)
-    assert_same_training(
-        mlp(torch.float32),
-        mean_square,
-        gradient_predivide_factor=float(hvd.size()),
-        compression=hvd.Compression.fp16,
-        tolerance=2e-3,
-    )
-
-
-def two_optimizers_that_play_against_each_other() -> None:
-    torch.manual_seed(0)
-    pair = nn.ModuleDict(
-        {"generator": nn.Linear(24, 24), "critic": nn.Sequential(nn.Linear(24, 30), nn.Tanh(), nn.Linear(30, 1))}
-    ).double()
-    alone = copy.deepcopy(pair)
-
-    def play(pair: nn.ModuleDict, optimizers: list[torch.optim.Optimizer], mean: Callable[..., torch.Tensor]) -> None:
-        for iteration in range(8):
-            optimizers[1].zero_grad()
-            mean(lambda rank, now=iteration: critic_loss(pair, rank, now)).backward()
-            optimizers[1].step()
-            pair["critic"].requires_grad_(False)
-            optimizers[0].zero_grad()
-            mean(lambda rank, now=iteration: generator_loss(pair, rank, now)).backward()
-            optimizers[0].step()
-            pair["critic"].requires_grad_(True)
-
-    def critic_loss(pair: nn.ModuleDict, rank: int, iteration: int) -> torch.Tensor:
-        noise, real = batch(rank, iteration, 5, 24), batch(rank, 1000 + iteration, 5, 24)
-        return (pair["critic"](pair["generator"](noise).detach()) - pair["critic"](real)).mean()
-
-    def generator_loss(pair: nn.ModuleDict, rank: int, iteration: int) -> torch.Tensor:
-        return -pair["critic"](pair["generator"](batch(rank, iteration, 5, 24))).mean()
-
-    def two(pair: nn.ModuleDict) -> list[torch.optim.Optimizer]:
-        return [torch.optim.SGD(pair[name].parameters(), lr=0.05) for name in ("generator", "critic")]
-
-    play(pair, [hvd.DistributedOptimizer(each) for each in two(pair)], lambda loss: loss(hvd.rank()))
-    play(alone, two(alone), lambda loss: torch.stack([loss(rank) for rank in range(hvd.size())]).mean())
-    assert_same_parameters(pair, alone, 1e-12)
-
-
-def two_optimizers_after_one_backward_pass() -> None:
-    model = mlp()
-    alone = copy.deepcopy(model)
-    halves = [[module.parameters() for module in (net[:2], net[2:])] for net in (model, alone)]
-    ours = [hvd.DistributedOptimizer(torch.optim.SGD(half, lr=0.05)) for half in halves[0]]
-    theirs = [torch.optim.SGD(half, lr=0.05) for half in halves[1]]
-    for iteration in range(6):
-        for optimizers, loss in (
-            (ours, lambda now=iteration: mean_square(model, hvd.rank(), now)),
-            (theirs, lambda now=iteration: joined(mean_square, alone, now)),
-        ):
-            for optimizer in optimizers:
-                optimizer.zero_grad()
-            loss().backward()
-            for optimizer in optimizers[:: 1 if iteration % 2 else -1]:
-                optimizer.step()
-    assert_same_parameters(model, alone, 1e-12)
 
 
 def gradients_with_a_graph_of_their_own() -> None:
@@ -389,22 +182,13 @@ def schedulers_made_before_or_after_wrapping() -> None:
 
 CASES = [
     an_ordinary_loop,
-    zero_grad_that_keeps_the_tensors,
     gradients_that_are_never_zeroed,
-    parameters_that_are_unused_or_shared_or_frozen,
     an_order_that_differs_between_ranks_and_iterations,
     an_order_that_changes_for_good_is_learned_anew,
     plans_that_change_in_mid_training,
-    windows_of_accumulation_that_end_early,
-    clipping_by_the_norm_of_the_reduced_gradients,
     scaled_losses_and_an_overflow_on_one_rank,
     a_compiled_model,
     a_model_compiled_in_parts,
-    checkpointed_activations,
-    closures,
-    sums_and_factors,
-    two_optimizers_that_play_against_each_other,
-    two_optimizers_after_one_backward_pass,
     gradients_with_a_graph_of_their_own,
     schedulers_made_before_or_after_wrapping,
 ]

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 import torch
-from conformance.training import assert_equal_on_all_ranks, assert_same_training, batch, main
+from conformance.training import assert_equal_on_all_ranks, assert_same_training, main
 from ranks.optimizer_training import mean_square, mlp
 from torch import nn
 
@@ -71,30 +71,11 @@ def complex_parameters() -> None:
     assert_equal_on_all_ranks(model)
 
 
-def channels_last_and_fused_updates() -> None:
-    def net() -> nn.Module:
-        torch.manual_seed(0)
-        layers = (nn.Conv2d(3, 8, 3), nn.Tanh(), nn.Conv2d(8, 5, 2), nn.Flatten(), nn.Linear(45, 2))
-        return nn.Sequential(*layers).double().to(memory_format=torch.channels_last)
-
-    def loss(model: nn.Module, rank: int, iteration: int) -> torch.Tensor:
-        images = batch(rank, iteration, 4, 3, 6, 6).to(memory_format=torch.channels_last)
-        return model(images).square().mean()
-
-    for keywords in ({}, {"fused": True}, {"foreach": True}):
-
-        def make(model: nn.Module, keywords: dict[str, bool] = keywords) -> torch.optim.Optimizer:
-            return torch.optim.Adam(model.parameters(), lr=0.01, **keywords)
-
-        assert_same_training(net(), loss, make_optimizer=make, tolerance=1e-8)
-
-
 CASES = [
     bfloat16_autocast,
     smaller_types_on_the_wire,
     several_dtypes_in_one_model,
     complex_parameters,
-    channels_last_and_fused_updates,
 ]
 
 if __name__ == "__main__":
