@@ -7,7 +7,7 @@ import hashlib
 import json
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass, replace
 from html import escape
 from importlib.resources import files
@@ -35,7 +35,7 @@ from .memory import (
 )
 from .recording import Detail, Holds, RankRecording, Recording
 from .recording_files import of_ranks, read
-from .svg import Plot, framed, legend, page
+from .svg import Plot, framed, legend, page, share_bar, table
 from .timeline_plot import (
     COLORS,
     NOT_TOLD_APART,
@@ -50,44 +50,6 @@ from .timeline_plot import (
     timeline,
 )
 from .what_if import WORTH_SAYING, Answer, price_error, price_notes, single_remedies, unanswered
-
-WIDEST_PX = 160
-
-
-class Html(str):
-    """What is HTML already."""
-
-    __slots__ = ()
-
-
-def share_bar(share: float, *classes: str) -> Html:
-    """A bar as long as the share is large."""
-    width_px = WIDEST_PX * min(max(share, 0.0), 1.0)
-    return Html(f'<span class="{" ".join(("share", *classes))}" style="width:{width_px:.1f}px"></span>')
-
-
-def table(
-    titles: Sequence[str], rows: Iterable[Sequence[str]], *, text: Sequence[int] = (), last: Sequence[str] = ()
-) -> str:
-    """A table.
-
-    Args:
-        titles: of the columns.
-        rows: cells; those that are `Html` are taken as they are.
-        text: places of columns that are no numbers.
-        last: a row for sums.
-    """
-
-    def cell(place: int, words: str, kind: str) -> str:
-        number = "" if place in text else ' class="number"'
-        return f"<{kind}{number}>{words if isinstance(words, Html) else escape(words)}</{kind}>"
-
-    def row(cells: Sequence[str], *, kind: str = "td", of: str = "") -> str:
-        return f"<tr{of}>{''.join(cell(place, words, kind) for place, words in enumerate(cells))}</tr>"
-
-    sums = row(last, of=' class="sum"') if last else ""
-    return f"<table>{row(titles, kind='th')}{''.join(map(row, rows))}{sums}</table>"
-
 
 BUDGETS = (0.75, 0.5)
 """Of the peak of memory."""
@@ -212,8 +174,8 @@ def _fittings(histories: Histories, job: JobModel) -> tuple[Fitting, ...]:
         most = memory_replay(highest_rank(histories.recording)).peak().n_bytes
     except RecordingError:
         return ()
-    shares = [round(share * most) for share in BUDGETS]
-    return tuple(fit(histories.recording, job, memory_passes(), budget_bytes=budget) for budget in shares)
+    recording, passes = histories.recording, memory_passes()
+    return tuple(fit(recording, job, passes, budget_bytes=round(share * most)) for share in BUDGETS)
 
 
 def _comparable(recording: Recording) -> tuple[Recording, list[str]]:
@@ -231,14 +193,13 @@ def _comparable(recording: Recording) -> tuple[Recording, list[str]]:
             "no iteration was recorded, so there is nothing to show: the job has ended too soon after its warm-up"
         )
     best = min(count, key=lambda number: (-count[number], number))
-    kept = {number: rank for number, rank in recording.ranks.items() if best in usual[number]}
-    return replace(recording, ranks=kept), list(_left_out([number for number in usual if number not in kept]))
-
-
-def _left_out(ranks: list[int]) -> Iterator[str]:
-    if ranks:
-        has, is_ = ("has", "is") if len(ranks) == 1 else ("have", "are")
-        yield f"{of_ranks(ranks)} {has} no iteration that most others have recorded, and {is_} left out"
+    others = [number for number in usual if best not in usual[number]]
+    kept = {number: rank for number, rank in recording.ranks.items() if number not in others}
+    left_out = []
+    if others:
+        has, is_ = ("has", "is") if len(others) == 1 else ("have", "are")
+        left_out = [f"{of_ranks(others)} {has} no iteration that most others have recorded, and {is_} left out"]
+    return replace(recording, ranks=kept), left_out
 
 
 LEAST_SPREAD_S = 1e-6
@@ -379,24 +340,17 @@ def _other_ranks(ranks: Iterable[RankRecording]) -> Iterator[str]:
     for rank in known:
         replay = memory_replay(rank)
         peak = replay.peak()
-        rows.append(
-            [
-                str(rank.rank),
-                format_bytes(peak.n_bytes),
-                ms(peak.at_s - replay.memory.begin_s),
-                phase_at(rank, peak.at_s).value,
-            ]
-        )
+        into_s, phase = peak.at_s - replay.memory.begin_s, phase_at(rank, peak.at_s)
+        rows.append([str(rank.rank), format_bytes(peak.n_bytes), ms(into_s), phase.value])
     inside = framed(table(["rank", "peak", "into the step", "phase"], rows, text=(3,)))
     yield f"<details><summary>The peak of each rank</summary>{inside}</details>"
 
 
 def _at_the_peak(rank: RankRecording, replay: MemoryReplay, peak: Peak) -> Iterator[str]:
-    memory = replay.memory
     held = Counter[tuple[str, str]]()
     for place, n_bytes in peak.held.items():
-        one = memory.allocations[place]
-        block = _block(rank.modules[memory.calls[one.call].module].name) if one.call >= 0 else ""
+        one = replay.memory.allocations[place]
+        block = _block(rank.modules[replay.memory.calls[one.call].module].name) if one.call >= 0 else ""
         held[one.holds.value, block] += n_bytes
     rows = [
         [share_bar(n_bytes / peak.n_bytes), format_bytes(n_bytes), holds, block]
@@ -404,8 +358,7 @@ def _at_the_peak(rank: RankRecording, replay: MemoryReplay, peak: Peak) -> Itera
     ]
     yield "<p>What holds it at the peak:</p>"
     yield framed(table(["", "bytes", "for", "made in module"], rows, text=(0, 2, 3)))
-    if len(held) > MOST_MEMORY_ROWS:
-        yield f'<p class="quiet">Shown are the {MOST_MEMORY_ROWS} largest, of {len(held)}.</p>'
+    yield from _shown(rows, held, "largest")
 
 
 def _block(name: str) -> str:
@@ -432,8 +385,6 @@ def _lower(found: Findings) -> Iterator[str]:
             "of code.</p>"
         )
 
-
-"""As many are drawn."""
 
 MOST_ROWS = 12
 LEAST_SHARE = 0.005
@@ -671,9 +622,9 @@ def _late_units(found: Findings) -> Iterator[str]:
     worst = sorted(late, key=lambda one: -one.late_s)[:MOST_ROWS]
     rows = [
         [
-            one.name,
-            f"{one.n_bytes:,}",
-            one.lane,
+            one.unit.name,
+            f"{one.unit.n_bytes:,}",
+            one.unit.lane,
             signed_ms(one.issue_s),
             signed_ms(one.begin_s),
             signed_ms(one.done_s),
@@ -686,7 +637,7 @@ def _late_units(found: Findings) -> Iterator[str]:
     yield from _shown(worst, late, "units that are latest")
 
 
-def _shown(some: Sequence[object], all_: Sequence[object], what: str) -> Iterator[str]:
+def _shown(some: Sized, all_: Sized, what: str) -> Iterator[str]:
     if len(some) < len(all_):
         yield f'<p class="quiet">Shown are the {len(some)} {what}, of {len(all_)}.</p>'
 
@@ -713,8 +664,8 @@ def _what_if(found: Findings) -> Iterator[str]:
     rows = []
     for one in found.played.answers:
         sure = found.played.is_sure(one)
+        change = gain(one) + ("" if sure else ", which is within the error")
         bar = share_bar(one.gain if sure else 0.0, "less")
-        change = gain(one) if sure else f"{gain(one)}, which is within the error"
         rows.append([bar, f"if {one.words}", ms(one.times.iteration_s), change])
     yield framed(table(["", "remedy", "step", "change"], rows, text=(0, 1, 3)))
     yield (

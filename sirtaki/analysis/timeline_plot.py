@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
 from sirtaki.autotune.model.replayer import ALL_RANKS, Activity, Phase, Replay
 
 from .global_graph import BEFORE, critical_path
-from .job_model import Barrier, Clock, Histories, OperationKey, Step, Stretch
-from .recording import Operator
+from .job_model import Barrier, Histories, OperationKey, Step, Stretch
 
 
 class Kind(Enum):
@@ -88,16 +88,14 @@ class StepParts:
 
 def step_parts(histories: Histories) -> tuple[StepParts, ...]:
     """Of every rank."""
-    return tuple(_parts_of_rank(histories, rank) for rank in histories.ranks)
-
-
-def _parts_of_rank(histories: Histories, rank: int) -> StepParts:
-    total_s: dict[Kind, float] = defaultdict(float)
-    for step in histories.steps:
-        for one in step.stretches[rank]:
-            total_s[kind_of(one)] += one.end_s - one.begin_s
-    count = len(histories.steps)
-    return StepParts(rank=rank, seconds={kind: total_s[kind] / count for kind in Kind if total_s.get(kind)})
+    found, count = [], len(histories.steps)
+    for rank in histories.ranks:
+        total_s: dict[Kind, float] = defaultdict(float)
+        for step in histories.steps:
+            for one in step.stretches[rank]:
+                total_s[kind_of(one)] += one.end_s - one.begin_s
+        found.append(StepParts(rank=rank, seconds={kind: total_s[kind] / count for kind in Kind if total_s.get(kind)}))
+    return tuple(found)
 
 
 LEAST_S = 1e-6
@@ -129,9 +127,7 @@ class LateUnit:
     """A unit that ends after a backward pass. Moments are seconds after the end of that, means of ranks and iterations.
 
     Attributes:
-        name: its gradients.
-        lane: its stream.
-        n_bytes: of it.
+        unit: as it was in one iteration.
         issue_s: a rank has its gradients ready.
         begin_s: all have, and the stream is free.
         done_s: the result is there.
@@ -139,9 +135,7 @@ class LateUnit:
         times: in how many iterations it was late on any rank.
     """
 
-    name: str
-    lane: str
-    n_bytes: int
+    unit: Barrier
     issue_s: float
     begin_s: float
     done_s: float
@@ -151,31 +145,30 @@ class LateUnit:
 
 def backward_ends_s(histories: Histories, step: Step, rank: int) -> dict[tuple[int, int], float]:
     """When this rank begins to wait for the gradients of each reducer, by the job's clock."""
-    reducers = {buffer.number: buffer.reducer for buffer in histories.recording.job.buffers}
-    found: dict[tuple[int, int], float] = {}
-    for one in step.stretches[rank]:
-        if waits_for_gradients(one):
-            for buffer, _, _ in one.waits:
-                if buffer in reducers:
-                    found[reducers[buffer]] = one.begin_s
-    return found
+    reducers = _reducers(histories)
+    waits = [one for one in step.stretches[rank] if waits_for_gradients(one)]
+    return {reducers[key[0]]: one.begin_s for one in waits for key in one.waits if key[0] in reducers}
+
+
+def _reducers(histories: Histories) -> dict[int, tuple[int, int]]:
+    return {buffer.number: buffer.reducer for buffer in histories.recording.job.buffers}
 
 
 def exposures(histories: Histories) -> tuple[RankExposure, ...]:
     """Of every rank."""
-    return tuple(_of_rank(histories, rank) for rank in histories.ranks)
-
-
-def _of_rank(histories: Histories, rank: int) -> RankExposure:
-    moving_s = total_s = 0.0
-    for step in histories.steps:
-        busy = _busy(step.barriers, rank)
-        for one in step.stretches[rank]:
-            if waits_for_gradients(one):
-                total_s += one.end_s - one.begin_s
-                moving_s += sum(max(0.0, min(end_s, one.end_s) - max(begin_s, one.begin_s)) for begin_s, end_s in busy)
-    count = len(histories.steps)
-    return RankExposure(rank=rank, moving_s=moving_s / count, held_s=(total_s - moving_s) / count)
+    found, count = [], len(histories.steps)
+    for rank in histories.ranks:
+        moving_s = total_s = 0.0
+        for step in histories.steps:
+            busy = _busy(step.barriers, rank)
+            for one in step.stretches[rank]:
+                if waits_for_gradients(one):
+                    total_s += one.end_s - one.begin_s
+                    moving_s += sum(
+                        max(0.0, min(end_s, one.end_s) - max(begin_s, one.begin_s)) for begin_s, end_s in busy
+                    )
+        found.append(RankExposure(rank=rank, moving_s=moving_s / count, held_s=(total_s - moving_s) / count))
+    return tuple(found)
 
 
 def _busy(barriers: Sequence[Barrier], rank: int) -> list[tuple[float, float]]:
@@ -192,46 +185,32 @@ def _busy(barriers: Sequence[Barrier], rank: int) -> list[tuple[float, float]]:
 
 def late_units(histories: Histories) -> tuple[LateUnit, ...]:
     """Those that end after the backward pass on some rank, in the order in which they end."""
-    what: dict[OperationKey, Barrier] = {}
+    units: dict[OperationKey, Barrier] = {}
     moments: dict[OperationKey, list[tuple[float, float, float]]] = defaultdict(list)
-    times: dict[OperationKey, set[int]] = defaultdict(set)
-    reducers = {buffer.number: buffer.reducer for buffer in histories.recording.job.buffers}
+    times = Counter[OperationKey]()
+    reducers = _reducers(histories)
     for step in histories.steps:
         ends_s = {rank: backward_ends_s(histories, step, rank) for rank in histories.ranks}
         for one in step.barriers:
-            if one.activity is Activity.UNIT:
-                what[one.key] = one
-                found = list(_after(one, reducers[one.key[0]], ends_s))
-                moments[one.key] += found
-                if any(done_s > LEAST_S for _, _, done_s in found):
-                    times[one.key].add(step.number)
-    late = [_late_unit(what[key], moments[key], len(numbers)) for key, numbers in times.items()]
+            if one.activity is not Activity.UNIT:
+                continue
+            units[one.key] = one
+            after = [
+                (one.issued_s[rank] - end_s, one.begin_s - end_s, one.done_s[rank] - end_s)
+                for rank in one.ranks
+                if (end_s := ends_s[rank].get(reducers[one.key[0]])) is not None
+            ]
+            moments[one.key] += after
+            if any(done_s > LEAST_S for _, _, done_s in after):
+                times[one.key] += 1
+    late = []
+    for key, count in times.items():
+        issue_s, begin_s, done_s = (statistics.fmean(values) for values in zip(*moments[key], strict=True))
+        late_s = statistics.fmean(max(0.0, done) for _, _, done in moments[key])
+        late.append(
+            LateUnit(unit=units[key], issue_s=issue_s, begin_s=begin_s, done_s=done_s, late_s=late_s, times=count)
+        )
     return tuple(sorted(late, key=lambda one: one.done_s))
-
-
-def _after(
-    one: Barrier, reducer: tuple[int, int], ends_s: Mapping[int, Mapping[tuple[int, int], float]]
-) -> Sequence[tuple[float, float, float]]:
-    """Issue, begin and end on each rank, after the end of its backward pass."""
-    return [
-        (one.issued_s[rank] - end_s, one.begin_s - end_s, one.done_s[rank] - end_s)
-        for rank in one.ranks
-        if (end_s := ends_s[rank].get(reducer)) is not None
-    ]
-
-
-def _late_unit(one: Barrier, moments: Sequence[tuple[float, float, float]], times: int) -> LateUnit:
-    issue_s, begin_s, done_s = (statistics.fmean(values) for values in zip(*moments, strict=True))
-    return LateUnit(
-        name=one.name,
-        lane=one.lane,
-        n_bytes=one.n_bytes,
-        issue_s=issue_s,
-        begin_s=begin_s,
-        done_s=done_s,
-        late_s=statistics.fmean(max(0.0, done) for _, _, done in moments),
-        times=times,
-    )
 
 
 COPIES = "copies"
@@ -279,24 +258,52 @@ def lanes_of(histories: Histories, step: Step, ranks: Sequence[int]) -> list[Lan
 
 
 def _lanes_of_rank(histories: Histories, step: Step, rank: int) -> Iterator[Lane]:
-    stretches = step.stretches[rank]
-    named = [
-        one
-        for one in stretches
-        if (one.name or one.waits) and one.end_s > one.begin_s and one.activity is not Activity.COPY
-    ]
-    yield Lane(rank=rank, name=TRAINING, under=tuple(_runs(stretches)), spans=tuple(map(_span, named)))
-    yield from _other_threads(histories, step, rank)
-    copies = [one for one in stretches if one.activity is Activity.COPY]
+    stretches, clock = step.stretches[rank], histories.clocks[rank]
+    recorded, reducers = histories.recording.ranks[rank], _reducers(histories)
+
+    def lane(name: str, spans: Iterable[Span]) -> Lane:
+        return Lane(rank=rank, name=name, spans=tuple(sorted(spans, key=lambda span: span.begin_s)))
+
+    named, copies = list[Span](), list[Span]()
+    for one in stretches:
+        kind = kind_of(one)
+        waited = "waits for gradients" if kind is Kind.EXPOSED else "waits for other ranks"
+        span = Span(begin_s=one.begin_s, end_s=one.end_s, kind=kind, name=waited if one.waits else one.name)
+        if one.activity is Activity.COPY:
+            copies.append(span)
+        elif span.name and span.end_s > span.begin_s:
+            named.append(span)
+    yield replace(lane(TRAINING, named), under=tuple(_runs(stretches)))
+    beside: dict[int, list[Span]] = defaultdict(list)  # other threads, and streams of devices
+    for operator in next(one.operators for one in recorded.iterations if one.number == step.number):
+        if operator.lane:
+            begin_s, end_s = clock(operator.begin_s), clock(operator.end_s)
+            span = Span(begin_s=begin_s, end_s=end_s, kind=OF_PHASE[operator.phase], name=operator.name)
+            beside[operator.lane].append(span)
+    for number, spans in sorted(beside.items()):
+        yield lane(recorded.lanes[number] if number < len(recorded.lanes) else f"lane {number}", spans)
     if copies:
-        yield Lane(rank=rank, name=COPIES, spans=tuple(map(_span, copies)))
-    yield from _streams(histories, step, rank)
-
-
-def _span(one: Stretch) -> Span:
-    kind = kind_of(one)
-    waited = "waits for gradients" if kind is Kind.EXPOSED else "waits for other ranks"
-    return Span(begin_s=one.begin_s, end_s=one.end_s, kind=kind, name=waited if one.waits else one.name)
+        yield lane(COPIES, copies)
+    ends_s, streams = backward_ends_s(histories, step, rank), defaultdict[str, list[Span]](list)
+    for barrier in step.barriers:
+        if rank not in barrier.issued_s:
+            continue
+        kind = Kind.COLLECTIVE
+        if barrier.activity is Activity.UNIT:
+            backward_end_s = ends_s.get(reducers[barrier.key[0]], math.inf)
+            kind = Kind.EXPOSED if barrier.done_s[rank] > backward_end_s + LEAST_S else Kind.UNIT
+        streams[barrier.lane].append(
+            Span(
+                begin_s=barrier.begin_s,
+                end_s=barrier.done_s[rank],
+                kind=kind,
+                name=barrier.name,
+                issued_s=barrier.issued_s[rank],
+                n_bytes=barrier.n_bytes,
+            )
+        )
+    for name, spans in sorted(streams.items()):
+        yield lane(name, spans)
 
 
 def _runs(stretches: Iterable[Stretch]) -> list[Span]:
@@ -311,48 +318,6 @@ def _runs(stretches: Iterable[Stretch]) -> list[Span]:
         else:
             found.append(Span(begin_s=one.begin_s, end_s=one.end_s, kind=kind))
     return found
-
-
-def _other_threads(histories: Histories, step: Step, rank: int) -> Iterator[Lane]:
-    """Threads beside the one that trains, and streams of devices."""
-    recorded, clock = histories.recording.ranks[rank], histories.clocks[rank]
-    (iteration,) = (one for one in recorded.iterations if one.number == step.number)
-    beside: dict[int, list[Span]] = {}
-    for one in iteration.operators:
-        if one.lane:
-            beside.setdefault(one.lane, []).append(_operator(one, clock))
-    for number, spans in sorted(beside.items()):
-        name = recorded.lanes[number] if number < len(recorded.lanes) else f"lane {number}"
-        yield Lane(rank=rank, name=name, spans=tuple(sorted(spans, key=lambda span: span.begin_s)))
-
-
-def _operator(one: Operator, clock: Clock) -> Span:
-    return Span(begin_s=clock(one.begin_s), end_s=clock(one.end_s), kind=OF_PHASE[one.phase], name=one.name)
-
-
-def _streams(histories: Histories, step: Step, rank: int) -> Iterator[Lane]:
-    ends_s = backward_ends_s(histories, step, rank)
-    reducers = {buffer.number: buffer.reducer for buffer in histories.recording.job.buffers}
-    found: dict[str, list[Span]] = {}
-    for one in step.barriers:
-        if rank not in one.issued_s:
-            continue
-        kind = Kind.COLLECTIVE
-        if one.activity is Activity.UNIT:
-            end_s = ends_s.get(reducers[one.key[0]])
-            late = end_s is not None and one.done_s[rank] > end_s + LEAST_S
-            kind = Kind.EXPOSED if late else Kind.UNIT
-        span = Span(
-            begin_s=one.begin_s,
-            end_s=one.done_s[rank],
-            kind=kind,
-            name=one.name,
-            issued_s=one.issued_s[rank],
-            n_bytes=one.n_bytes,
-        )
-        found.setdefault(one.lane, []).append(span)
-    for name, spans in sorted(found.items()):
-        yield Lane(rank=rank, name=name, spans=tuple(sorted(spans, key=lambda span: span.begin_s)))
 
 
 def coarsened(lanes: Sequence[Lane], least_s: float) -> list[Lane]:
@@ -403,8 +368,12 @@ def drawn_path(histories: Histories, replay: Replay) -> dict[int, tuple[Leg, ...
     The replay's moments are stretched so that each of its iterations lies where the recorded one does.
     """
     nodes, lanes = replay.graph.nodes, replay.graph.lanes
-    to = _recorded_ends_s(histories)
-    of = _replayed_ends_s(replay)
+    ends_s, recorded_ends_s = defaultdict[int, float](float), defaultdict[int, float](float)  # of each iteration
+    for place, node in enumerate(nodes):
+        if node.iteration > BEFORE and node.rank != ALL_RANKS:
+            ends_s[node.iteration] = max(ends_s[node.iteration], replay.end_s[place])
+    for place, step in enumerate(histories.steps):
+        recorded_ends_s[place] = max(mine[-1].end_s for mine in step.stretches.values())
     found: dict[int, list[Leg]] = {step.number: [] for step in histories.steps}
     rank = histories.ranks[0]
     for visit in critical_path(replay):
@@ -412,32 +381,14 @@ def drawn_path(histories: Histories, replay: Replay) -> dict[int, tuple[Leg, ...
         lane = lanes[node.lane]
         if node.rank != ALL_RANKS:
             rank, lane = node.rank, COPIES if node.activity is Activity.COPY else TRAINING
-        first, last = of.get(node.iteration - 1, 0.0), of[node.iteration]
-        begin, end = to.get(node.iteration - 1, 0.0), to[node.iteration]
-        factor = (end - begin) / (last - first) if last > first else 1.0
-        leg = Leg(
-            rank=rank,
-            lane=lane,
-            begin_s=begin + (visit.begin_s - first) * factor,
-            end_s=begin + (visit.end_s - first) * factor,
+        (first, begin), (last, end) = (
+            (ends_s[number], recorded_ends_s[number]) for number in (node.iteration - 1, node.iteration)
         )
-        found[histories.steps[node.iteration].number].append(leg)
+        factor = (end - begin) / (last - first) if last > first else 1.0
+        begin_s, end_s = (begin + (moment_s - first) * factor for moment_s in (visit.begin_s, visit.end_s))
+        number = histories.steps[node.iteration].number
+        found[number].append(Leg(rank=rank, lane=lane, begin_s=begin_s, end_s=end_s))
     return {number: tuple(legs) for number, legs in found.items()}
-
-
-def _recorded_ends_s(histories: Histories) -> Mapping[int, float]:
-    """When the last rank has ended each iteration, by its place."""
-    return {
-        place: max(mine[-1].end_s for mine in step.stretches.values()) for place, step in enumerate(histories.steps)
-    }
-
-
-def _replayed_ends_s(replay: Replay) -> Mapping[int, float]:
-    found: dict[int, float] = {}
-    for place, node in enumerate(replay.graph.nodes):
-        if node.iteration > BEFORE and node.rank != ALL_RANKS:
-            found[node.iteration] = max(found.get(node.iteration, 0.0), replay.end_s[place])
-    return found
 
 
 TICKS_PER_S = 10_000_000
@@ -463,16 +414,6 @@ class Timeline:
     notes: tuple[str, ...]
 
 
-@dataclass(slots=True)
-class _Names:
-    """Each name once."""
-
-    places: dict[str, int] = field(default_factory=dict)
-
-    def place(self, name: str) -> int:
-        return self.places.setdefault(name, len(self.places))
-
-
 def timeline(
     histories: Histories,
     ranks: Sequence[int],
@@ -490,7 +431,8 @@ def timeline(
         kind_names: what kinds of time are called.
         most_boxes: of all iterations together.
     """
-    steps = _median_first(histories.steps)
+    middle = sorted(histories.steps, key=_length_s)[(len(histories.steps) - 1) // 2]
+    steps = [middle, *(step for step in histories.steps if step is not middle)]
     drawn = {step.number: lanes_of(histories, step, ranks) for step in steps}
     notes = []
     if sum(map(_boxes, drawn.values())) > most_boxes and len(steps) > 3:
@@ -507,14 +449,14 @@ def timeline(
                 f"In iteration {step.number} neighbouring operators that are shorter than {1e6 * least_s:.0f} µs are "
                 "drawn as one box."
             )
-    names = _Names()
+    names: dict[str, int] = {}
     return Timeline(
         data={
             "ticks_per_ms": TICKS_PER_S // 1000,
             "kinds": [[kind_names[kind], COLORS[kind]] for kind in KINDS],
             "hosts": {place.rank: place.host_name for place in histories.recording.job.placement},
             "iterations": [_iteration(step, drawn[step.number], paths.get(step.number, ()), names) for step in steps],
-            "names": list(names.places),
+            "names": list(names),
         },
         notes=tuple(notes),
     )
@@ -522,11 +464,6 @@ def timeline(
 
 def _length_s(step: Step) -> float:
     return statistics.fmean(mine[-1].end_s - mine[0].begin_s for mine in step.stretches.values())
-
-
-def _median_first(steps: Sequence[Step]) -> list[Step]:
-    middle = sorted(steps, key=_length_s)[(len(steps) - 1) // 2]
-    return [middle, *(step for step in steps if step is not middle)]
 
 
 def _boxes(lanes: Sequence[Lane]) -> int:
@@ -542,47 +479,41 @@ def _bounded(lanes: list[Lane], most_boxes: int) -> tuple[list[Lane], float]:
     return found, least_s
 
 
-def _iteration(step: Step, lanes: Sequence[Lane], path: Sequence[Leg], names: _Names) -> dict[str, Any]:
+def _iteration(step: Step, lanes: Sequence[Lane], path: Sequence[Leg], names: dict[str, int]) -> dict[str, Any]:
     begin_s = min(mine[0].begin_s for mine in step.stretches.values())
     end_s = max(mine[-1].end_s for mine in step.stretches.values())
     places = {(lane.rank, lane.name): place for place, lane in enumerate(lanes)}
+
+    def ticks(moment_s: float) -> int:
+        return round((moment_s - begin_s) * TICKS_PER_S)
+
+    def flat(spans: Sequence[Span]) -> list[int]:
+        """Boxes one behind the other: gap before, length, kind, name; of units also bytes, and how long they waited."""
+        found, now = list[int](), 0
+        for span in spans:
+            begin, end = ticks(span.begin_s), ticks(span.end_s)
+            found += (begin - now, end - begin, KINDS.index(span.kind), names.setdefault(span.name, len(names)))
+            if span.issued_s is not None:
+                found += (span.n_bytes, max(0, begin - ticks(span.issued_s)))
+            now = end
+        return found
+
     return {
         "number": step.number,
         "ms": round(1e3 * _length_s(step), 3),
-        "ticks": _ticks(end_s - begin_s),
+        "ticks": ticks(end_s),
         "lanes": [
             {
                 "rank": lane.rank,
                 "name": lane.name,
-                "under": _flat(lane.under, begin_s, names),
-                ("units" if _are_units(lane) else "boxes"): _flat(lane.spans, begin_s, names),
+                "under": flat(lane.under),
+                ("units" if any(span.issued_s is not None for span in lane.spans) else "boxes"): flat(lane.spans),
             }
             for lane in lanes
         ],
         "path": [
-            [_ticks(leg.begin_s - begin_s), _ticks(leg.end_s - begin_s), places[leg.rank, leg.lane]]
+            [ticks(leg.begin_s), ticks(leg.end_s), places[leg.rank, leg.lane]]
             for leg in path
             if (leg.rank, leg.lane) in places
         ],
     }
-
-
-def _are_units(lane: Lane) -> bool:
-    return any(span.issued_s is not None for span in lane.spans)
-
-
-def _flat(spans: Sequence[Span], origin_s: float, names: _Names) -> list[int]:
-    """Boxes one behind the other, as the module says."""
-    found: list[int] = []
-    now = 0
-    for span in spans:
-        begin, end = _ticks(span.begin_s - origin_s), _ticks(span.end_s - origin_s)
-        found += (begin - now, end - begin, KINDS.index(span.kind), names.place(span.name))
-        if span.issued_s is not None:
-            found += (span.n_bytes, max(0, begin - _ticks(span.issued_s - origin_s)))
-        now = end
-    return found
-
-
-def _ticks(seconds: float) -> int:
-    return round(seconds * TICKS_PER_S)

@@ -12,8 +12,24 @@ from itertools import cycle
 from pathlib import Path
 from statistics import median
 
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
 from sirtaki.analysis.recording_files import REPORT_FILE
-from sirtaki.analysis.svg import COLORS, DEFAULT_COLOR, WIDTH, Plot, framed, legend, log_ms, log_ms_ticks, page, swatch
+from sirtaki.analysis.svg import (
+    COLORS,
+    DEFAULT_COLOR,
+    WIDTH,
+    Plot,
+    framed,
+    legend,
+    log_ms,
+    log_ms_ticks,
+    page,
+    swatch,
+    table,
+)
 from sirtaki.autotune.arms.catalogue import OUR_PLANNERS
 from sirtaki.autotune.knobs import Knobs, format_bytes
 from sirtaki.autotune.meta.trials import DEFAULT_ARM, Purpose
@@ -278,26 +294,23 @@ def sparse(log: TrialLog) -> Iterator[str]:
     colors = dict(zip(log.sparse, cycle(COLORS), strict=False))
     yield "<h2>Sparse gradients</h2>"
     yield f"<p>{escape(next(rows_in_words(log)))}</p>"
-    titles = "".join(f"<th>{title}</th>" for title in SPARSE_TITLES)
-    lines = "".join(_line(summary, colors[summary.name]) for summary in told)
-    yield framed(f"<table><tr>{titles}</tr>{lines}</table>")
+    rows = [
+        [
+            swatch(colors[one.name], one.name),
+            f"{one.n_rows} × {one.width}",
+            f"{one.density:.2%}",
+            f"{one.popular_rows}: {one.popular_share:.0%}" if one.curve else "",
+            one.plan,
+            "; ".join(map(_way, one.ways)) if len(one.ways) > 1 else "",
+            *(_mb(number) for number in (one.n_bytes, one.dense_bytes, one.horovod_bytes)),
+        ]
+        for one in told
+    ]
+    yield framed(table(SPARSE_TITLES, rows, text=(0, 4, 5)))
     yield f"<p>{HOW_TO_READ}</p>"
     if curved := [summary for summary in told if len(summary.curve) > 1]:
         yield legend({summary.name: colors[summary.name] for summary in curved})
         yield framed(_curves(curved, [colors[summary.name] for summary in curved]))
-
-
-def _line(summary: SparseSummary, color: str) -> str:
-    popular = f"{summary.popular_rows}: {summary.popular_share:.0%}" if summary.curve else ""
-    tried = "; ".join(map(_way, summary.ways)) if len(summary.ways) > 1 else ""
-    numbers = (summary.n_bytes, summary.dense_bytes, summary.horovod_bytes)
-    return (
-        f"<tr><td>{swatch(color)}{escape(summary.name)}</td>"
-        f'<td class="number">{summary.n_rows} × {summary.width}</td><td class="number">{summary.density:.2%}</td>'
-        f'<td class="number">{popular}</td><td>{escape(summary.plan)}</td><td>{escape(tried)}</td>'
-        + "".join(f'<td class="number">{_mb(number)}</td>' for number in numbers)
-        + "</tr>"
-    )
 
 
 def _way(way: Way) -> str:
@@ -400,6 +413,7 @@ def render(log: TrialLog) -> str:
         return page("Tuning report", [f"<p>{NOTHING_DENSE}</p>", *sparse(log)])
     arms = dict.fromkeys(trial.arm for trial in log.measurements if trial.arm != DEFAULT_ARM)
     colors = {DEFAULT_ARM: DEFAULT_COLOR, **dict(zip(arms, cycle(COLORS), strict=False))}
+    settings = [(*cells[:3], swatch(colors[cells[3]], cells[3]), cells[4]) for cells in _rows(log, most=10)]
     lines = {"best so far": BEST_COLOR} | ({"bound": BOUND_COLOR} if log.bound_s is not None else {})
     return page(
         "Tuning report",
@@ -415,7 +429,7 @@ def render(log: TrialLog) -> str:
             *predictions(log, colors),
             "<h2>Fastest settings</h2>",
             *(f"<p>{escape(words)}</p>" for words in why_not_the_fastest(log)),
-            framed(_table(log, colors)),
+            framed(table(TITLES, settings, text=(2, 3))),
             *sparse(log),
             *_timelines(log),
         ],
@@ -481,37 +495,35 @@ def _shares_plot(log: TrialLog, colors: Mapping[str, str]) -> str:
     return plot.render()
 
 
-def _table(log: TrialLog, colors: Mapping[str, str], *, rows: int = 10) -> str:
-    cells = "".join(
-        f'<tr><td class="number">{ms(trial.span_s)}</td><td class="number">{_predicted(trial)}</td>'
-        f"<td>{escape(trial.knobs.describe())}</td><td>{swatch(colors[trial.arm])}{escape(trial.arm)}</td>"
-        f'<td class="number">{trial.iteration}</td></tr>'
-        for trial in fastest(log)[:rows]
-    )
-    titles = "".join(f"<th>{title}</th>" for title in TITLES)
-    return f"<table><tr>{titles}</tr>{cells}</table>"
+def _rows(log: TrialLog, most: int) -> list[tuple[str, str, str, str, str]]:
+    """The fastest settings, in the columns of `TITLES`."""
+    shown = fastest(log)[:most]
+    told = ["" if trial.predicted_s is None else ms(trial.predicted_s) for trial in shown]
+    return [
+        (ms(trial.span_s), predicted, trial.knobs.describe(), trial.arm, str(trial.iteration))
+        for trial, predicted in zip(shown, told, strict=True)
+    ]
 
 
 def _print(log: TrialLog, *, rows: int = 5) -> None:
     """The page in a few lines, for the terminal."""
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
     console = Console() if sys.stdout.isatty() else Console(width=100)
     said: list[str | Table] = [NOTHING_DENSE]
     if log.measurements:
-        table = Table(*TITLES, box=None, pad_edge=False)
-        for trial in fastest(log)[:rows]:
-            cells = (ms(trial.span_s), _predicted(trial), trial.knobs.describe(), trial.arm, str(trial.iteration))
-            table.add_row(*map(Text, cells))  # as text: names from elsewhere may look like markup
-        said = [*summary(log), "", table, "", *why_not_the_fastest(log), *in_order(log), *who_was_trusted(log)]
+        fastest_settings = Table(*TITLES, box=None, pad_edge=False)
+        for cells in _rows(log, most=rows):
+            fastest_settings.add_row(*map(Text, cells))  # as text: names from elsewhere may look like markup
+        said = [
+            *summary(log),
+            "",
+            fastest_settings,
+            "",
+            *why_not_the_fastest(log),
+            *in_order(log),
+            *who_was_trusted(log),
+        ]
     for words in (*said, *rows_in_words(log)):
         console.print(words, markup=False, highlight=False) if isinstance(words, str) else console.print(words)
-
-
-def _predicted(trial: Measurement) -> str:
-    return "" if trial.predicted_s is None else ms(trial.predicted_s)
 
 
 def _timelines(log: TrialLog) -> Iterator[str]:

@@ -32,7 +32,7 @@ def test_units_that_end_after_the_backward_pass_are_late() -> None:
         durations_s={0: DURATIONS, 1: DURATIONS}, sizes=SIZES, plan=plan, seconds_per_byte=per_byte, iterations=3
     )
     (last,) = late_units(histories(record(job)))
-    assert (last.name, last.n_bytes, last.times) == ("w2 … w3 (2)", 10_000, 3)
+    assert (last.unit.name, last.unit.n_bytes, last.times) == ("w2 … w3 (2)", 10_000, 3)
     assert last.late_s == last.done_s == pytest.approx(10_000 * per_byte)
     assert last.begin_s == pytest.approx(0.0, abs=1e-9)
     assert last.issue_s == pytest.approx(0.0, abs=1e-9)

@@ -1,4 +1,4 @@
-from sirtaki.analysis.page import Html, share_bar, table
+from sirtaki.analysis.svg import Html, share_bar, table
 
 
 def test_cells_are_escaped_unless_they_are_html() -> None:
