@@ -5,18 +5,19 @@ from __future__ import annotations
 import io
 import json
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
-from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, proto
+from google.protobuf import descriptor_pb2, descriptor_pool, json_format, message_factory, proto
 
 from sirtaki.autotune.model.replayer import Activity, Phase
 from sirtaki.errors import RecordingError
 
-from .job_model import Barrier, Histories, OperationKey, Piece, Step, pieces
-from .recording import Operator, RecordedIteration
+from .job_model import Barrier, Clock, Histories, OperationKey, Step, pieces
+from .recording import Operator
 from .recording_files import write_whole
 
 VERSION = "0.0.4"
@@ -36,81 +37,74 @@ COLLECTIVES: Mapping[str, int] = {
 """Of `CollectiveCommType`, by what we call them."""
 
 _PACKAGE = "ChakraProtoMsg"
-_Field = descriptor_pb2.FieldDescriptorProto
 
-_SCALARS = {
-    "bool": _Field.TYPE_BOOL,
-    "int64": _Field.TYPE_INT64,
-    "string": _Field.TYPE_STRING,
-    "uint64": _Field.TYPE_UINT64,
+
+def _field(number: int, name: str, kind: str, **more: Any) -> dict[str, Any]:
+    """One field of a message; a kind that is no scalar is an enumeration's name, or a message's."""
+    if kind.islower():
+        return {"number": number, "name": name, "type": f"TYPE_{kind.upper()}", **more}
+    what = "TYPE_ENUM" if kind == "NodeType" else "TYPE_MESSAGE"
+    return {"number": number, "name": name, "type": what, "typeName": f".{_PACKAGE}.{kind}", **more}
+
+
+_MANY, _ONE_OF = {"label": "LABEL_REPEATED"}, {"oneofIndex": 0}
+
+_FILE = {
+    "name": "et_def.proto",
+    "package": _PACKAGE,
+    "syntax": "proto3",
+    "enumType": [
+        {
+            "name": "NodeType",
+            "value": [
+                {"name": "INVALID_NODE", "number": 0},
+                {"name": "COMP_NODE", "number": COMP_NODE},
+                {"name": "COMM_COLL_NODE", "number": COMM_COLL_NODE},
+            ],
+        }
+    ],
+    "messageType": [
+        {
+            "name": "AttributeProto",
+            "oneofDecl": [{"name": "value"}],
+            "field": [
+                _field(1, "name", "string"),
+                _field(9, "int64_val", "int64", **_ONE_OF),
+                _field(13, "uint64_val", "uint64", **_ONE_OF),
+                _field(27, "bool_val", "bool", **_ONE_OF),
+                _field(29, "string_val", "string", **_ONE_OF),
+            ],
+        },
+        {
+            "name": "GlobalMetadata",
+            "field": [_field(1, "version", "string"), _field(2, "attr", "AttributeProto", **_MANY)],
+        },
+        {
+            "name": "Node",
+            "field": [
+                _field(1, "id", "uint64"),
+                _field(2, "name", "string"),
+                _field(3, "type", "NodeType"),
+                _field(4, "ctrl_deps", "uint64", **_MANY),
+                _field(5, "data_deps", "uint64", **_MANY),
+                _field(6, "start_time_micros", "uint64"),
+                _field(7, "duration_micros", "uint64"),
+                _field(10, "attr", "AttributeProto", **_MANY),
+            ],
+        },
+    ],
 }
-
-_FIELDS: Mapping[str, Sequence[tuple[int, str, str]]] = {
-    "AttributeProto": (
-        (1, "name", "string"),
-        (9, "int64_val", "oneof int64"),
-        (13, "uint64_val", "oneof uint64"),
-        (27, "bool_val", "oneof bool"),
-        (29, "string_val", "oneof string"),
-    ),
-    "GlobalMetadata": ((1, "version", "string"), (2, "attr", "repeated AttributeProto")),
-    "Node": (
-        (1, "id", "uint64"),
-        (2, "name", "string"),
-        (3, "type", "NodeType"),
-        (4, "ctrl_deps", "repeated uint64"),
-        (5, "data_deps", "repeated uint64"),
-        (6, "start_time_micros", "uint64"),
-        (7, "duration_micros", "uint64"),
-        (10, "attr", "repeated AttributeProto"),
-    ),
-}
-"""Number, name and type of each message's fields."""
+"""What we write of the schema, as protobuf's own description of a file has it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Messages:
-    """Classes, made by protobuf."""
-
-    Node: Any
-    GlobalMetadata: Any
-
-
-def messages() -> Messages:
-    """Those that a trace consists of: first a `GlobalMetadata`, then `Node`s."""
+def messages() -> Mapping[str, Any]:
+    """The classes that a trace consists of, by name: first a `GlobalMetadata`, then `Node`s."""
     pool = descriptor_pool.DescriptorPool()
-    pool.Add(_file())
-
-    def made(name: str) -> Any:
-        return message_factory.GetMessageClass(pool.FindMessageTypeByName(f"{_PACKAGE}.{name}"))
-
-    return Messages(Node=made("Node"), GlobalMetadata=made("GlobalMetadata"))
-
-
-def _file() -> Any:
-    file = descriptor_pb2.FileDescriptorProto(name="et_def.proto", package=_PACKAGE, syntax="proto3")
-    kinds = file.enum_type.add(name="NodeType")
-    for name, number in (("INVALID_NODE", 0), ("COMP_NODE", COMP_NODE), ("COMM_COLL_NODE", COMM_COLL_NODE)):
-        kinds.value.add(name=name, number=number)
-    for name, fields in _FIELDS.items():
-        message = file.message_type.add(name=name)
-        if any(kind.startswith("oneof") for _, _, kind in fields):
-            message.oneof_decl.add(name="value")
-        for number, field_name, kind in fields:
-            *how, what = kind.split()
-            added = message.field.add(
-                name=field_name,
-                number=number,
-                label=_Field.LABEL_REPEATED if "repeated" in how else _Field.LABEL_OPTIONAL,
-            )
-            if what in _SCALARS:
-                added.type = _SCALARS[what]
-            else:
-                added.type = _Field.TYPE_ENUM if what == "NodeType" else _Field.TYPE_MESSAGE
-                added.type_name = f".{_PACKAGE}.{what}"
-            if "oneof" in how:
-                added.oneof_index = 0
-    return file
+    pool.Add(json_format.ParseDict(_FILE, descriptor_pb2.FileDescriptorProto()))
+    return {
+        name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"{_PACKAGE}.{name}"))
+        for name in ("GlobalMetadata", "Node")
+    }
 
 
 ALL_RANKS = 0
@@ -181,9 +175,8 @@ def traces(histories: Histories) -> Traces:
     numbers: dict[tuple[int, OperationKey], int] = {}
     for step in histories.steps:
         numbers |= {(step.number, one.key): len(numbers) + place for place, one in enumerate(step.barriers)}
-    found = {rank: _RankTrace(histories, rank, groups, numbers) for rank in histories.ranks}
     return Traces(
-        nodes={rank: trace.nodes() for rank, trace in found.items()},
+        nodes={rank: _nodes(histories, rank, groups, numbers) for rank in histories.ranks},
         groups={group: ranks for ranks, group in groups.items()},
     )
 
@@ -192,133 +185,97 @@ def _us(moment_s: float) -> int:
     return round(1e6 * moment_s)
 
 
-@dataclass(slots=True)
-class _RankTrace:
-    """One rank's nodes while they are found.
-
-    `seen` are results that the thread has waited for since its last node.
-    """
-
-    histories: Histories
-    rank: int
-    groups: Mapping[tuple[int, ...], int]
-    numbers: Mapping[tuple[int, OperationKey], int]
-    found: list[TraceNode] = field(default_factory=list)
-    count: int = 0
-    now_s: float = 0.0
+def _nodes(
+    histories: Histories,
+    rank: int,
+    groups: Mapping[tuple[int, ...], int],
+    numbers: Mapping[tuple[int, OperationKey], int],
+) -> Sequence[TraceNode]:
+    """One rank's: what it does alone follows each other, collectives are numbered as on other ranks."""
+    found, last_on = list[TraceNode](), dict[str, int]()
+    seen: list[int] = []  # results that the thread has waited for since its last node
+    own_numbers = count(len(numbers))
     last: int | None = None
-    seen: list[int] = field(default_factory=list)
-    last_on: dict[str, int] = field(default_factory=dict)
+    now_s = 0.0
 
-    def nodes(self) -> Sequence[TraceNode]:
-        self.count = len(self.numbers)
-        recorded = {one.number: one for one in self.histories.recording.ranks[self.rank].iterations}
-        for step in self.histories.steps:
-            self._step(step, recorded[step.number])
-        if self.seen:
-            self._own("the end", step.number, Activity.COMPUTE, Phase.OTHER, 0.0)
-        return self.found
-
-    def _step(self, step: Step, iteration: RecordedIteration) -> None:
-        barriers = {one.key: one for one in step.barriers if self.rank in one.ranks}
-        operators = _Operators(iteration.operators, self.histories.clocks[self.rank])
-        own: dict[int, int] = {}  # by place of an operator: the last node of it
-        gap_s = step.stretches[self.rank][0].begin_s - self.now_s
-        if gap_s > 0:
-            self._own("between steps", step.number, Activity.COMPUTE, Phase.OTHER, gap_s)
-        for piece in pieces(step.stretches[self.rank], step.marks[self.rank], lambda begin_s, end_s: end_s - begin_s):
-            self.seen += [self.numbers[step.number, key] for key, _ in piece.waits]
-            self.now_s = max([self.now_s, *(barriers[key].done_s[self.rank] for key, _ in piece.waits)])
-            if piece.seconds <= 0 and not piece.issues:
-                continue
-            place = operators.at(self.now_s + piece.seconds / 2) if piece.name else None
-            reads = () if place is None or place in own else iteration.operators[place].after
-            self._own(
-                _name(piece),
-                step.number,
-                piece.activity,
-                piece.phase,
-                piece.seconds,
-                reads=[own[other] for other in reads if other in own],
-            )
-            if place is not None and self.last is not None:
-                own[place] = self.last
-            for key in piece.issues:
-                kind = "allreduce" if key[0] >= 0 else iteration.collectives[key[1]].kind.lower()
-                self._collective(step.number, barriers[key], kind)
-
-    def _own(
-        self,
-        name: str,
-        iteration: int,
-        activity: Activity,
-        phase: Phase,
-        seconds: float,
-        *,
-        reads: Sequence[int] = (),
+    def alone(
+        name: str, step: Step, activity: Activity, phase: Phase, seconds: float, reads: Iterable[int] = ()
     ) -> None:
-        before = self.last
-        end_s = self.now_s + seconds
-        self.found.append(
+        nonlocal last, now_s
+        before, begin_s = last, now_s
+        last, now_s = next(own_numbers), now_s + seconds
+        found.append(
             TraceNode(
-                number=self.count,
+                number=last,
                 name=name,
-                iteration=iteration,
+                iteration=step.number,
                 activity=activity,
                 phase=phase,
-                begin_us=_us(self.now_s),
-                end_us=_us(end_s),
+                begin_us=_us(begin_s),
+                end_us=_us(now_s),
                 before=before,
-                after=_once([*([] if before is None else [before]), *self.seen, *reads]),
+                after=tuple(dict.fromkeys([*([] if before is None else [before]), *seen, *reads])),
             )
         )
-        self.last, self.now_s, self.seen = self.count, end_s, []
-        self.count += 1
+        seen.clear()
 
-    def _collective(self, iteration: int, one: Barrier, kind: str) -> None:
-        number, before = self.numbers[iteration, one.key], self.last_on.get(one.lane)
-        issued = [] if self.last is None else [self.last]
-        self.found.append(
+    def together(step: Step, one: Barrier, kind: str) -> None:
+        before, number = last_on.get(one.lane), numbers[step.number, one.key]
+        last_on[one.lane] = number
+        found.append(
             TraceNode(
                 number=number,
                 name=one.name,
-                iteration=iteration,
+                iteration=step.number,
                 activity=one.activity,
                 phase=Phase.OTHER,
                 begin_us=_us(one.begin_s),
-                end_us=_us(one.done_s[self.rank]),
+                end_us=_us(one.done_s[rank]),
                 before=before,
-                after=_once([*([] if before is None else [before]), *issued]),
-                collective=Collective(kind=kind, n_bytes=one.n_bytes, group=self.groups[one.ranks], stream=one.lane),
+                after=tuple(dict.fromkeys(number for number in (before, last) if number is not None)),
+                collective=Collective(kind=kind, n_bytes=one.n_bytes, group=groups[one.ranks], stream=one.lane),
             )
         )
-        self.last_on[one.lane] = number
+
+    recorded = {one.number: one for one in histories.recording.ranks[rank].iterations}
+    for step in histories.steps:
+        iteration = recorded[step.number]
+        barriers = {one.key: one for one in step.barriers if rank in one.ranks}
+        operator_at = _operator_at(iteration.operators, histories.clocks[rank])
+        own: dict[int, int] = {}  # by place of an operator: the last node of it
+        gap_s = step.stretches[rank][0].begin_s - now_s
+        if gap_s > 0:
+            alone("between steps", step, Activity.COMPUTE, Phase.OTHER, gap_s)
+        for piece in pieces(step.stretches[rank], step.marks[rank], lambda begin_s, end_s: end_s - begin_s):
+            seen += [numbers[step.number, key] for key, _ in piece.waits]
+            now_s = max([now_s, *(barriers[key].done_s[rank] for key, _ in piece.waits)])
+            if piece.seconds <= 0 and not piece.issues:
+                continue
+            place = operator_at(now_s + piece.seconds / 2) if piece.name else None
+            reads = () if place is None or place in own else iteration.operators[place].after
+            name = piece.name or f"{piece.phase.value}, between operators"  # the script's own doings have none
+            known = [own[other] for other in reads if other in own]
+            alone(name, step, piece.activity, piece.phase, piece.seconds, known)
+            if place is not None and last is not None:
+                own[place] = last
+            for key in piece.issues:
+                kind = "allreduce" if key[0] >= 0 else iteration.collectives[key[1]].kind.lower()
+                together(step, barriers[key], kind)
+    if seen:
+        alone("the end", step, Activity.COMPUTE, Phase.OTHER, 0.0)
+    return found
 
 
-def _once(numbers: Sequence[int]) -> tuple[int, ...]:
-    return tuple(dict.fromkeys(numbers))
+def _operator_at(operators: Sequence[Operator], clock: Clock) -> Callable[[float], int | None]:
+    """Tells the place of the training thread's operator that ran at a moment; None = there was none."""
+    own = [(clock(one.begin_s), clock(one.end_s), place) for place, one in enumerate(operators) if one.lane == 0]
+    spans = sorted(own)
 
+    def at(moment_s: float) -> int | None:
+        found = bisect_right(spans, moment_s, key=lambda span: span[0]) - 1
+        return spans[found][2] if found >= 0 and moment_s <= spans[found][1] else None
 
-def _name(piece: Piece) -> str:
-    """The script's own doings have none."""
-    return piece.name or f"{piece.phase.value}, between operators"
-
-
-class _Operators:
-    """Those of the thread that trains, by when they ran."""
-
-    def __init__(self, operators: Sequence[Operator], clock: Callable[[float], float]) -> None:
-        own = [(clock(one.begin_s), clock(one.end_s), place) for place, one in enumerate(operators) if one.lane == 0]
-        self._spans = sorted(own)
-        self._begins_s = [begin_s for begin_s, _, _ in self._spans]
-
-    def at(self, moment_s: float) -> int | None:
-        """The place of the one that ran then; None = there was none."""
-        found = bisect_right(self._begins_s, moment_s) - 1
-        if found < 0:
-            return None
-        _, end_s, place = self._spans[found]
-        return place if moment_s <= end_s else None
+    return at
 
 
 def write_traces(prefix: Path, found: Traces) -> list[Path]:
@@ -331,9 +288,9 @@ def write_traces(prefix: Path, found: Traces) -> list[Path]:
     kinds, written = messages(), list[Path]()
     for place, nodes in enumerate(found.nodes.values()):
         out = io.BytesIO()
-        proto.serialize_length_prefixed(kinds.GlobalMetadata(version=VERSION), out)
+        proto.serialize_length_prefixed(kinds["GlobalMetadata"](version=VERSION), out)
         for node in nodes:
-            proto.serialize_length_prefixed(_message(node, kinds), out)
+            proto.serialize_length_prefixed(_message(node, kinds["Node"]), out)
         written.append(prefix.with_name(f"{prefix.name}.{place}.et"))
         write_whole(written[-1], out.getvalue())
     places = {rank: place for place, rank in enumerate(found.nodes)}
@@ -346,9 +303,9 @@ def write_traces(prefix: Path, found: Traces) -> list[Path]:
     return written
 
 
-def _message(node: TraceNode, kinds: Messages) -> Any:
+def _message(node: TraceNode, kind: Any) -> Any:
     own = node.collective
-    message = kinds.Node(
+    message = kind(
         id=node.number,
         name=node.name,
         type=COMP_NODE if own is None else COMM_COLL_NODE,
@@ -357,23 +314,22 @@ def _message(node: TraceNode, kinds: Messages) -> Any:
         start_time_micros=node.begin_us,
         duration_micros=node.end_us - node.begin_us,
     )
-    attributes: dict[str, bool | int | str] = {
-        "is_cpu_op": own is None,  # of collectives simulators want to hear no
-        "iteration": node.iteration,
-        "activity": node.activity.value,
-        "phase": node.phase.value,
-    }
+    attributes: list[tuple[str, str, bool | int | str]] = [
+        ("is_cpu_op", "bool_val", own is None),  # of collectives simulators want to hear no
+        ("iteration", "int64_val", node.iteration),
+        ("activity", "string_val", node.activity.value),
+        ("phase", "string_val", node.phase.value),
+    ]
     if own is not None:
         if own.kind not in COLLECTIVES:
             raise RecordingError(f"{node.name} is {own.kind}, for which Chakra has no name")
-        attributes |= {"comm_type": COLLECTIVES[own.kind], "pg_name": str(own.group), "stream": own.stream}
-        message.attr.add(name="comm_size", uint64_val=own.n_bytes)
-    for name, value in attributes.items():
-        message.attr.add(name=name, **_value(value))
+        attributes = [
+            ("comm_size", "uint64_val", own.n_bytes),
+            *attributes,
+            ("comm_type", "int64_val", COLLECTIVES[own.kind]),
+            ("pg_name", "string_val", str(own.group)),
+            ("stream", "string_val", own.stream),
+        ]
+    for name, field, value in attributes:
+        message.attr.add(name=name, **{field: value})
     return message
-
-
-def _value(value: bool | int | str) -> Mapping[str, Any]:
-    if isinstance(value, bool):
-        return {"bool_val": value}
-    return {"int64_val": value} if isinstance(value, int) else {"string_val": value}
