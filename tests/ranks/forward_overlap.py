@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conformance.put_off import STEPS, adam, assert_same, numbers, plain_step, words
+from conformance.put_off import adam, assert_same, numbers, plain_step
 from conformance.put_off_models import FIVE_MODELS, Perceptron, Signs, square
 from conformance.training import main
 from torch import nn
@@ -36,97 +36,6 @@ def options_are_those_of_the_step() -> None:
             schedulers[id(optimizer)].step()
 
     assert_same(Perceptron(), square, lambda params: torch.optim.SGD(params, lr=0.1), after=schedule)
-
-
-def zeroing_in_every_way() -> None:
-    def at_the_end(optimizer: torch.optim.Optimizer, loss: Callable[[], torch.Tensor]) -> None:
-        loss().backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=False)
-
-    def before_backward(optimizer: torch.optim.Optimizer, loss: Callable[[], torch.Tensor]) -> None:
-        value = loss()
-        optimizer.zero_grad()
-        value.backward()
-        optimizer.step()
-
-    def by_hand(optimizer: torch.optim.Optimizer, loss: Callable[[], torch.Tensor]) -> None:
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                param.grad = None
-        loss().backward()
-        optimizer.step()
-
-    def never(optimizer: torch.optim.Optimizer, loss: Callable[[], torch.Tensor]) -> None:
-        loss().backward()
-        optimizer.step()
-
-    for step in (at_the_end, before_backward, by_hand, never):
-        assert_same(Perceptron(), square, step=step)
-
-
-def gradients_between_backward_and_step() -> None:
-    def editing(edit: Callable[[list[torch.Tensor]], object]) -> Callable[..., None]:
-        def step(optimizer: torch.optim.Optimizer, loss: Callable[[], torch.Tensor]) -> None:
-            optimizer.zero_grad()
-            loss().backward()
-            edit([param for group in optimizer.param_groups for param in group["params"]])
-            optimizer.step()
-
-        return step
-
-    def first_only(params: list[torch.Tensor]) -> None:
-        params[0].grad.mul_(0.5)
-
-    def dropped(params: list[torch.Tensor]) -> None:
-        params[1].grad = None
-
-    edits = (
-        lambda params: nn.utils.clip_grad_norm_(params, 1e-3),
-        lambda params: nn.utils.clip_grad_value_(params, 1e-3),
-        first_only,
-        dropped,
-    )
-    for edit in edits:
-        assert_same(Perceptron(), square, step=editing(edit))
-
-    def synchronized(optimizer: Any, loss: Callable[[], torch.Tensor]) -> None:
-        optimizer.zero_grad()
-        loss().backward()
-        optimizer.synchronize()
-        nn.utils.clip_grad_norm_([param for group in optimizer.param_groups for param in group["params"]], 1e-3)
-        with optimizer.skip_synchronize():
-            optimizer.step()
-
-    assert_same(Perceptron(), square, step=synchronized, puts_off=False)
-
-
-def a_step_that_does_not_synchronize_takes_what_backward_has_reduced() -> None:
-    def step(optimizer: Any, loss: Callable[[], torch.Tensor]) -> None:
-        optimizer.zero_grad()
-        loss().backward()
-        with optimizer.skip_synchronize():
-            optimizer.step()
-
-    turn = iter(range(10_000))
-
-    def now_and_then(optimizer: Any, loss: Callable[[], torch.Tensor]) -> None:
-        (step if next(turn) % 3 == 2 else plain_step)(optimizer, loss)
-
-    turn_of_both = STEPS - STEPS % 3  # both trainings take the same turns
-    assert_same(Perceptron(), square, step=now_and_then, steps=turn_of_both)
-
-
-def steps_that_are_left_out() -> None:
-    turn = iter(range(10_000))
-
-    def step(optimizer: torch.optim.Optimizer, loss: Callable[[], torch.Tensor]) -> None:
-        optimizer.zero_grad()
-        loss().backward()
-        if next(turn) % 3:
-            optimizer.step()
-
-    assert_same(Perceptron(), square, step=step)
 
 
 def averages_copies_and_vectors() -> None:
@@ -214,64 +123,6 @@ def what_raises_in_between() -> None:
         return value
 
     assert_same(Perceptron(), square, step=step)
-
-
-def passes_compression_and_sums() -> None:
-    def step(optimizer: torch.optim.Optimizer, loss: Callable[[], torch.Tensor]) -> None:
-        optimizer.zero_grad()
-        for _ in range(2):
-            loss().backward()
-        optimizer.step()
-
-    assert_same(Perceptron(), square, step=step, backward_passes_per_step=2)
-    assert_same(Perceptron(), square, compression=hvd.Compression.fp16)
-    assert_same(Perceptron(), square, op=hvd.Sum, groups=2)
-
-
-def several_optimizers() -> None:
-    def train(overlaps: bool) -> list[torch.Tensor]:
-        parts = [Perceptron(), Perceptron()]
-        optimizers = [
-            hvd.DistributedOptimizer(adam(part.parameters()), part.named_parameters(), overlap_forward=overlaps)
-            for part in parts
-        ]
-        for number in range(12):
-            for part, optimizer in zip(parts, optimizers, strict=True):
-                plain_step(optimizer, lambda own=part, now=number: square(own, now) + parts[0].scale.detach().sum())
-        return [value.clone() for part in parts for value in part.state_dict().values()]
-
-    for one, other in zip(train(False), train(True), strict=True):
-        assert torch.equal(one, other)
-
-
-def sparse_gradients_are_waited_for() -> None:
-    class Sparse(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.embedding, self.out = nn.Embedding(50, 8, sparse=True), nn.Linear(8, 2)
-
-        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-            return self.out(self.embedding(tokens))
-
-    def loss(model: nn.Module, number: int) -> torch.Tensor:
-        return model(words(number, 5)).square().mean()
-
-    assert_same(Sparse(), loss, lambda params: torch.optim.SGD(params, lr=0.1), puts_off=False)
-
-
-def ranks_that_have_joined() -> None:
-    model = Perceptron()
-    plain = torch.optim.SGD(model.parameters(), lr=0.05)  # the states of others would differ afterwards
-    optimizer = hvd.DistributedOptimizer(plain, model.named_parameters(), overlap_forward=True)
-    for number in range(8 + hvd.rank()):
-        plain_step(optimizer, lambda now=number: square(model, now))
-    hvd.join()
-    hvd.broadcast_parameters(model.state_dict(), root_rank=hvd.size() - 1)
-    for number in range(4):
-        plain_step(optimizer, lambda now=number: square(model, now))
-    for name, value in model.state_dict().items():
-        assert torch.equal(hvd.broadcast(value, 0, name=f"joined.{name}"), value), name
 
 
 def a_look_on_one_rank_only() -> None:
@@ -390,18 +241,10 @@ def the_end_comes_with_updates_put_off() -> None:
 CASES = (
     *FIVE_MODELS,
     options_are_those_of_the_step,
-    zeroing_in_every_way,
-    gradients_between_backward_and_step,
-    a_step_that_does_not_synchronize_takes_what_backward_has_reduced,
-    steps_that_are_left_out,
     averages_copies_and_vectors,
     evaluation_and_other_forwards,
     checkpointed_normed_and_frozen,
     what_raises_in_between,
-    passes_compression_and_sums,
-    several_optimizers,
-    sparse_gradients_are_waited_for,
-    ranks_that_have_joined,
     a_look_on_one_rank_only,
     reads_past_python_are_waited_for,
     a_read_that_was_not_learned_is_found_by_the_check,

@@ -199,24 +199,6 @@ def halves_are_added_up_as_dense_ones() -> None:
             assert torch.equal(everybody, found.expand_as(everybody)), PLANS[iteration % 7].describe()
 
 
-def gradients_add_up_over_several_passes() -> None:
-    def step(optimizer: torch.optim.Optimizer, loss: Callable[[], torch.Tensor]) -> None:
-        optimizer.zero_grad()
-        for _ in range(3):
-            loss().backward()
-        optimizer.step()
-
-    model = Model(2).double()
-    assert_same_training(model, loss_of, make_optimizer=plain_sgd, step=step, steps=STEPS, backward_passes_per_step=3)
-
-
-def sparse_as_dense_leaves_them_dense() -> None:
-    model = Model(2).double()
-    assert_same_training(model, loss_of, make_optimizer=plain_sgd, steps=4, sparse_as_dense=True)
-    if hvd.size() > 1:
-        assert not model.embeddings[0].weight.grad.is_sparse
-
-
 def process_sets() -> None:
     if hvd.size() < 3:
         return
@@ -279,17 +261,6 @@ def a_rank_without_rows_and_one_that_has_joined_hold_nobody_up() -> None:
     hvd.join()
 
 
-def optimizers_come_and_go() -> None:
-    for _ in range(3):
-        optimizer = hvd.DistributedOptimizer(plain_sgd(model := Model(2).double()))
-        for iteration in range(4):
-            optimizer.zero_grad()
-            loss_of(model, hvd.rank(), iteration).backward()
-            optimizer.step()
-        assert_equal_on_all_ranks(model)
-        optimizer.close()
-
-
 def a_thousand_random_steps() -> None:
     """Sizes, dtypes, look-ups and plans are drawn, the same on all ranks but for what each looks up."""
     drawn = torch.Generator().manual_seed(5)
@@ -347,12 +318,9 @@ CASES = [
     several_embeddings,
     tied_embeddings,
     embeddings_tied_to_a_dense_layer,
-    gradients_add_up_over_several_passes,
-    sparse_as_dense_leaves_them_dense,
     process_sets,
     ranks_that_have_joined_give_no_rows,
     a_rank_without_rows_and_one_that_has_joined_hold_nobody_up,
-    optimizers_come_and_go,
 ]
 ANY_PATH = [
     every_plan_in_turn,

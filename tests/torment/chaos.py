@@ -138,7 +138,7 @@ def _strike(fault: str, rng: random.Random) -> Strike:
     return Strike(fault=fault, rank=rng.randrange(RANKS), step=step, delay_s=delay_s, lasts_s=rng.uniform(0.1, 1.5))
 
 
-# ── How a job must end ───────────────────────────────────────────────────────────────────────────────────────────
+# ── How a job must end ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def judge(outcome: Outcome, reference: np.ndarray[Any, Any]) -> list[str]:
@@ -179,7 +179,7 @@ def _wrong_weights(outcome: Outcome, reference: np.ndarray[Any, Any]) -> list[st
     return [f"weights are off by {error:.2g}"] if not error < 1e-4 else []
 
 
-# ── A job from launch to inspection ──────────────────────────────────────────────────────────────────────────────
+# ── A job from launch to inspection ──────────────────────────────────────────────────────────────────────────────────
 
 
 class Job:
@@ -435,7 +435,7 @@ def main(seed: int, jobs: int) -> int:
     return int(any_wrong)
 
 
-# ── A rank ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── A rank ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class Victim:

@@ -15,15 +15,257 @@ import threading
 import time
 import traceback
 import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import torch
 from fakes import hasty, restless
 from mpi4py import MPI
-from torment.program import Program
-from torment.script import Script
+from torment import program as actions
+from torment.program import Backward, Program
+from torment.reference import Entry
+from torment.replica import OPERATIONS, Failed, Optimizer, Replica, Values
 
 import sirtaki.torch as hvd
+from sirtaki.autotune.knobs import Cut, Knobs
+from sirtaki.autotune.trial import Proposal, Trial
+from sirtaki.comm.gradients.buffers import FLAG_COUNT
+from sirtaki.comm.plan import TransportKind
+from sirtaki.errors import GradientError
+
+# ── Plays a program on one rank, as a user's script would, and writes down what a user may look at ───────────────────
+
+OPERATORS = {"average": hvd.Average, "sum": hvd.Sum}
+
+
+class RandomPlans:
+    """An arm that proposes one random plan after the other: cuts anywhere, on any stream."""
+
+    name = "torment"
+
+    def __init__(self, seed: int, params: Callable[[], Sequence[torch.Tensor]], transport: TransportKind) -> None:
+        """`params`: those whose gradients are reduced at present."""
+        self._rng, self._params, self._transport = np.random.default_rng(seed), params, transport
+
+    def ask(self, n: int = 1) -> Sequence[Proposal]:
+        """A plan of up to six units."""
+        params = self._params()
+        streams = int(self._rng.choice([1, 2, 3]))
+        cuts: tuple[Cut, ...] | None = None
+        if len({param.dtype for param in params}) == 1:  # else there are several flat buffers
+            numel = sum(param.numel() for param in params) + FLAG_COUNT
+            count = int(self._rng.integers(0, min(6, numel)))
+            inside = self._rng.choice(np.arange(1, numel), size=count, replace=False)
+            stops = [*sorted(int(stop) for stop in inside), numel]
+            cuts = tuple(Cut(stop=stop, stream=int(self._rng.integers(streams))) for stop in stops)
+        knobs = Knobs(unit_bytes=65536, streams=streams, transport=self._transport, cuts=cuts)
+        return [Proposal(arm=self.name, knobs=knobs, reason="drawn")]
+
+    def tell(self, trials: Sequence[Trial]) -> None:
+        """Learns nothing."""
+
+
+class Script:
+    """One rank's part of a program."""
+
+    def __init__(self, program: Program) -> None:
+        """Collective."""
+        self._program = program
+        self._rank = hvd.rank()
+        self._replica = Replica(program, self._rank)
+        self._sets: dict[tuple[int, ...], hvd.ProcessSet] = {}
+        self._started: list[tuple[str, Any]] = []
+        self._number = 0
+        self.trace: list[Entry] = []
+        self._specs = list(program.optimizers)
+        self.optimizers: list[Any] = []
+        for number in range(len(self._specs)):
+            self.optimizers.append(self._wrap(number))
+
+    def play(self) -> list[Entry]:
+        """Collective: what a user may look at, in the order of the actions."""
+        for number, action in enumerate(self._program.actions):
+            self._number = number
+            getattr(self, f"_{type(action).__name__.lower()}")(action)
+        return self.trace
+
+    def close(self) -> None:
+        """Collective: drops all."""
+        self.optimizers.clear()
+        for process_set in self._sets.values():
+            hvd.remove_process_set(process_set)
+
+    def _look(self, label: str, values: Values) -> None:
+        self.trace.append((self._number, label, values))
+
+    def _wanted(self, number: int) -> Sequence[torch.Tensor]:
+        return [param for param in self._replica.select(self._specs[number].parameters) if param.requires_grad]
+
+    def _wrap(self, number: int) -> Optimizer:
+        """Collective."""
+        spec = self._specs[number]
+        options: dict[str, Any] = {}
+        if spec.process_set:
+            if spec.process_set not in self._sets:
+                self._sets[spec.process_set] = hvd.add_process_set(list(spec.process_set))
+            options["process_set"] = self._sets[spec.process_set]
+        if spec.plan_seed is not None:
+            transport = TransportKind(dict(self._program.environment).get("transport", "shared_memory"))
+            options["arms"] = [RandomPlans(spec.plan_seed, partial(self._wanted, number), transport)]
+        names = {id(param): name for name, param in self._replica.parameters.items()}
+        return hvd.DistributedOptimizer(
+            self._replica.optimizer(spec),
+            named_parameters=[(names[id(param)], param) for param in self._replica.select(spec.parameters)],
+            compression=hvd.Compression.fp16 if spec.fp16 else hvd.Compression.none,
+            backward_passes_per_step=spec.passes,
+            op=OPERATORS[spec.op],
+            gradient_predivide_factor=spec.predivide,
+            groups=spec.groups or None,
+            sparse_as_dense=spec.sparse_as_dense,
+            **options,
+        )
+
+    # ── one action each ──────────────────────────────────────────────────────────────────────────────────────────
+
+    def _backward(self, action: Backward) -> None:
+        loss = self._replica.loss(action, self._number * 100)
+        inputs = self._inputs(action)
+        try:
+            loss.backward(retain_graph=action.retain, inputs=inputs)
+        except Failed:
+            if action.fails_at is None:
+                raise
+
+    def _inputs(self, action: Backward) -> Any:
+        return [param for param in self._replica.select(action.inputs) if param.requires_grad] or None
+
+    def _step(self, action: actions.Step) -> None:
+        optimizer, closure = self.optimizers[action.optimizer], action.closure
+        if closure is not None:
+            wanted = closure
+
+            def compute() -> Any:
+                optimizer.zero_grad()
+                loss = self._replica.loss(wanted, self._number * 100)
+                loss.backward(inputs=self._inputs(wanted))
+                return loss
+
+            optimizer.step(compute)
+        elif action.skip_synchronize:
+            with optimizer.skip_synchronize():
+                optimizer.step()
+        else:
+            optimizer.step()
+        self._stepped(action.optimizer)
+
+    def _stepped(self, number: int) -> None:
+        self._look(f"optimizer {number}", self._replica.values(self._specs[number].parameters))
+        self._look(f"optimizer {number}", self._replica.gradients(self._specs[number].parameters))
+
+    def _synchronize(self, action: actions.Synchronize) -> None:
+        self.optimizers[action.optimizer].synchronize()
+
+    def _zerograd(self, action: actions.ZeroGrad) -> None:
+        if action.optimizer is None:
+            self._replica.blocks.zero_grad(action.set_to_none)
+        else:
+            self.optimizers[action.optimizer].zero_grad(action.set_to_none)
+
+    def _edit(self, action: actions.Edit) -> None:
+        self._replica.edit(action)
+
+    def _tooearly(self, action: actions.TooEarly) -> None:
+        optimizer, raised = self.optimizers[action.optimizer], 0.0
+        try:
+            self._backward(action.backward)
+            self._replica.edit(actions.Edit(how=action.how, parameters=action.parameters, on=action.on))
+            optimizer.step()
+        except GradientError:
+            raised = 1.0
+        optimizer.zero_grad()
+        self._look("too early", {"raised": np.array([raised])})
+
+    def _read(self, action: actions.Read) -> None:
+        self._look("read", self._replica.gradients(action.parameters))
+
+    def _requiregrad(self, action: actions.RequireGrad) -> None:
+        self._replica.require_grad(action)
+
+    def _addgroup(self, action: actions.AddGroup) -> None:
+        number = action.optimizer
+        self.optimizers[number].add_param_group({"params": self._replica.select(action.parameters)})
+        spec = self._specs[number]
+        self._specs[number] = replace(spec, parameters=(*spec.parameters, *action.parameters))
+
+    def _rewrap(self, action: actions.Rewrap) -> None:
+        number = action.optimizer
+        state = self.optimizers[number].state_dict() if action.keep_state else None
+        self.optimizers[number] = None
+        if action.spec is not None:
+            self._specs[number] = action.spec
+        fresh = self._wrap(number)
+        if state is not None:
+            fresh.load_state_dict(state)
+        self.optimizers[number] = fresh
+
+    def _passes(self, action: actions.Passes) -> None:
+        self.optimizers[action.optimizer].set_backward_passes_per_step(action.passes)
+        self._specs[action.optimizer] = replace(self._specs[action.optimizer], passes=action.passes)
+
+    def _save(self, action: actions.Save) -> None:
+        self._replica.save(self.optimizers)
+
+    def _load(self, action: actions.Load) -> None:
+        self._replica.load(self.optimizers)
+
+    def _convert(self, action: actions.Convert) -> None:
+        self._replica.convert(action)
+        self._replica.retained = None
+
+    def _nudge(self, action: actions.Nudge) -> None:
+        self._replica.nudge()
+
+    def _broadcast(self, action: actions.Broadcast) -> None:
+        if action.optimizer is None:
+            hvd.broadcast_parameters(self._replica.blocks.state_dict(), root_rank=action.root)
+        else:
+            hvd.broadcast_optimizer_state(self.optimizers[action.optimizer], root_rank=action.root)
+        self._replica.blocks.zero_grad()
+
+    def _eager(self, action: actions.Eager) -> None:
+        self._started.append((action.what, OPERATIONS[action.what].start(hvd, self._rank, self._number)))
+        if not action.later:
+            self._wait(actions.Wait())
+
+    def _wait(self, action: actions.Wait) -> None:
+        for what, handle in self._started:
+            self._look(f"eager {what}", {"result": handle().numpy().copy()})
+        self._started = []
+
+    def _epoch(self, action: actions.Epoch) -> None:
+        for batch in range(action.batches[self._rank]):
+            for number in action.order[batch % len(action.order)]:
+                optimizer = self.optimizers[number]
+                optimizer.zero_grad()
+                inputs = Backward(inputs=self._specs[number].parameters)
+                self._replica.loss(inputs, self._number * 100 + batch).backward(inputs=self._inputs(inputs))
+                optimizer.step()
+                self._stepped(number)
+        last = hvd.join()
+        assert action.batches[last] == max(action.batches), f"join() says that rank {last} was the last one"
+        hvd.broadcast_parameters(self._replica.blocks.state_dict(), root_rank=last)
+        for number in sorted({number for step in action.order for number in step}):
+            hvd.broadcast_optimizer_state(self.optimizers[number], root_rank=last)
+        self._replica.blocks.zero_grad()
+        self._look("after join", self._replica.values(self._program.parameters))
+
+
+# ── The worker ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 PROGRAMS_PER_INIT = 12
 PREFIX = "SIRTAKI_"

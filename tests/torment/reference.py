@@ -18,23 +18,594 @@ was drawn, or is left of it while Hypothesis shrinks it, is a legitimate program
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
+import torch
 
 from . import program as actions
-from .backward import compute
-from .closures import step_with
-from .eager import OPERATIONS
-from .epoch import play_epoch
-from .features import ALL, Feature
-from .lockstep import Lockstep
-from .program import Action, Backward, Program
-from .replica import Values
-from .too_early import write_too_early
-from .wrapped import IllegalError, legal
-from .zeroing import zero
+from .program import ALL, Action, Backward, BlockKind, Epoch, Feature, OptimizerSpec, Program, TooEarly, ZeroGrad
+from .replica import OPERATIONS, Optimizer, Replica, Values
+
+# ── One DistributedOptimizer on all ranks, in one process, and what no script may do with it ─────────────────────────
+
+
+class IllegalError(Exception):
+    """No script may do this now. Raised before anything has changed."""
+
+
+def legal(condition: bool, why: str) -> None:
+    """Raises IllegalError unless it is."""
+    if not condition:
+        raise IllegalError(why)
+
+
+@dataclass
+class Wrapped:
+    """One DistributedOptimizer on all ranks.
+
+    Attributes:
+        plain: by rank.
+        members: ranks that reduce.
+        hooked: parameters whose gradients are watched.
+        left: by rank, how often each of these must still come.
+        complete: all are reduced, and the step has not been made.
+        seen: of each parameter, how often it had been reduced when this optimizer last used the result; negative if
+            that is unknown, because a backward pass has failed.
+        synchronized: `synchronize()` was called, and the step has not been made.
+        broken: a backward pass has failed since the last `zero_grad()`.
+        replaced: some `.grad` was replaced before it was reduced.
+    """
+
+    spec: OptimizerSpec
+    plain: list[Optimizer]
+    members: tuple[int, ...]
+    hooked: set[str] = field(default_factory=set)
+    left: list[dict[str, int]] = field(default_factory=list)
+    seen: dict[str, int] = field(default_factory=dict)
+    complete: bool = False
+    synchronized: bool = False
+    broken: bool = False
+    replaced: bool = False
+
+    def begin(self) -> None:
+        """Nothing has come yet."""
+        self.left = [dict.fromkeys(self.hooked, self.spec.passes) for _ in self.plain]
+        self.complete = self.replaced = False
+
+    @property
+    def reduced_on_some(self) -> bool:
+        """Ranks to which all their gradients have come have reduced them, others have not."""
+        came = [not any(self.left[rank].values()) for rank in self.members]
+        return bool(self.hooked) and any(came) and not self.complete
+
+    def came(self, name: str) -> bool:
+        """On some rank, at least once."""
+        return any(left.get(name, self.spec.passes) < self.spec.passes for left in self.left)
+
+    @property
+    def pending(self) -> bool:
+        """Something has come."""
+        return any(self.came(name) for name in self.hooked)
+
+
+# ── All ranks of a program in one process: their replicas and optimizers, and how gradients are added up ─────────────
+
+Gradients = list[dict[str, torch.Tensor]]
+"""By rank, what one backward pass computes."""
+
+
+LARGE = 16.0
+"""Of gradients that travel as float16: they may cancel out, and are rounded to 2**-10 of their size before."""
+
+
+class Lockstep:
+    """What all ranks have, and what their gradients are.
+
+    Attributes:
+        n_ranks: world size.
+        features: what programs may do.
+        replicas: one a rank.
+        names: of all parameters.
+        sparse: those that have sparse gradients.
+        optimizers: those of the script.
+        computed: by rank, what came and is not reduced yet.
+        local: parameters changed by a backward pass since they were last reduced.
+        began: parameters of which something came since the last iteration in which they were reduced ended.
+        reduced: how many such iterations there were, by parameter.
+        divided: parameters of optimizers that have had some in common with others.
+        joined: some ranks have no data any more.
+    """
+
+    def __init__(self, program: Program, features: frozenset[Feature]) -> None:
+        self.features = features
+        self.n_ranks = program.ranks
+        self.replicas = [Replica(program, rank) for rank in range(program.ranks)]
+        self.names = program.parameters
+        self.sparse = {name for name in self.names if program.kind_of(name) is BlockKind.SPARSE}
+        self.computed: Gradients = [{} for _ in self.replicas]
+        self.local: set[str] = set()
+        self.began: set[str] = set()
+        self.reduced = dict.fromkeys(self.names, 0)
+        self.divided: set[str] = set()
+        self.joined = False
+        self._unused_as_none = dict(program.environment).get("unused") == "none"
+        self.optimizers: list[Wrapped] = []
+        for spec in program.optimizers:
+            self.optimizers.append(self.wrap(spec))
+
+    # ── optimizers ───────────────────────────────────────────────────────────────────────────────────────────────
+
+    def wrap(self, spec: OptimizerSpec) -> Wrapped:
+        """A new optimizer, which is not one of `optimizers` yet."""
+        self.share(spec, spec.parameters)
+        members = spec.process_set or tuple(range(self.n_ranks))
+        wrapped = Wrapped(spec, [replica.optimizer(spec) for replica in self.replicas], members)
+        wrapped.seen = {name: self.reduced[name] for name in spec.parameters}
+        self.attach(wrapped)
+        return wrapped
+
+    def share(self, spec: OptimizerSpec, names: Iterable[str]) -> None:
+        """These parameters go to an optimizer with these options; others may have them, too."""
+        for other in self.optimizers:
+            shared = set(other.spec.parameters) & set(names)
+            legal(not shared or other.spec.options == spec.options, "other options for a shared parameter")
+        for other in self.optimizers:
+            if set(other.spec.parameters) & set(names):
+                self.divided |= {*other.spec.parameters, *spec.parameters}
+        if set(spec.parameters) & self.divided:
+            self.divided |= set(names)
+
+    def attach(self, wrapped: Wrapped) -> None:
+        """From now on, gradients of those parameters are watched that want one."""
+        wrapped.hooked = {name for name in wrapped.spec.parameters if self.wanted(name)}
+        wrapped.begin()
+
+    def wanted(self, name: str) -> bool:
+        """The parameter wants a gradient."""
+        return self.replicas[0].parameters[name].requires_grad
+
+    def at(self, number: int) -> Wrapped:
+        """The optimizer of this number."""
+        legal(number < len(self.optimizers), "no such optimizer")
+        return self.optimizers[number]
+
+    def needs(self, feature: Feature) -> None:
+        """Raises IllegalError unless this feature is on."""
+        legal(feature in self.features, f"{feature.value}: not yet")
+
+    def is_idle(self, wrapped: Wrapped) -> bool:
+        """None of its gradients has come since it was last stepped."""
+        return not (wrapped.pending or wrapped.broken or self.local & set(wrapped.spec.parameters))
+
+    def require_idle(self) -> None:
+        """Raises IllegalError unless all are between two steps."""
+        legal(all(self.is_idle(wrapped) and not wrapped.synchronized for wrapped in self.optimizers), "between steps")
+
+    def is_defined(self, name: str) -> bool:
+        """The gradient is not on its way."""
+        return all(
+            wrapped.complete or self.is_idle(wrapped) for wrapped in self.optimizers if name in wrapped.spec.parameters
+        )
+
+    def has_come(self, name: str, on: Sequence[int]) -> bool:
+        """Completely, on all these ranks; so that nothing is to come."""
+        return not any(wrapped.broken for wrapped in self.optimizers) and all(
+            rank in wrapped.members and wrapped.left[rank].get(name) == 0
+            for wrapped in self.optimizers
+            if name in wrapped.spec.parameters
+            for rank in on or range(self.n_ranks)
+        )
+
+    @property
+    def watched(self) -> set[str]:
+        """Parameters of some optimizer."""
+        return {name for wrapped in self.optimizers for name in wrapped.spec.parameters}
+
+    @property
+    def beside_sparse(self) -> set[str]:
+        """Parameters of optimizers that have sparse gradients, too: these are reduced by themselves."""
+        specs = [wrapped.spec for wrapped in self.optimizers]
+        return {name for spec in specs if self.sparse & set(spec.parameters) for name in spec.parameters}
+
+    def has_all(self, wrapped: Wrapped) -> bool:
+        """Every parameter has a gradient on every rank."""
+        return all(replica.parameters[name].grad is not None for replica in self.replicas for name in wrapped.hooked)
+
+    def replicas_equal(self) -> bool:
+        """All ranks have the same parameters."""
+        first = self.replicas[0]
+        return all(
+            torch.equal(param, replica.parameters[name])
+            for replica in self.replicas
+            for name, param in first.parameters.items()
+        )
+
+    def update(self, wrapped: Wrapped, ranks: Iterable[int]) -> None:
+        """These ranks update the parameters; SparseAdam gets sparse gradients, however they travelled."""
+        for rank in ranks:
+            if wrapped.spec.rule == "sparse_adam" and rank in wrapped.members and len(wrapped.members) > 1:
+                for param in self.replicas[rank].select(wrapped.spec.parameters):
+                    if param.grad is not None and not param.grad.is_sparse:
+                        param.grad = param.grad.to_sparse(1)
+            wrapped.plain[rank].step()
+
+    def copy_state(self, wrapped: Wrapped, root: int) -> None:
+        """All ranks take the state of one."""
+        state = wrapped.plain[root].state_dict()
+        for rank, plain in enumerate(wrapped.plain):
+            if rank != root:
+                plain.load_state_dict(copy.deepcopy(state))
+
+    def drop_gradients(self) -> None:
+        """Every gradient is None."""
+        for replica in self.replicas:
+            replica.blocks.zero_grad()
+
+    # ── backward ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def accumulate(self, gradients: Gradients) -> None:
+        """Adds gradients up, and reduces those of optimizers that have all of theirs on all ranks now."""
+        for rank, mine in enumerate(gradients):
+            for name, grad in mine.items():
+                param = self.replicas[rank].parameters[name]
+                param.grad = grad.detach().clone() if param.grad is None else param.grad + grad
+        came = {name for mine in gradients for name in mine} & self.watched
+        self.local |= came
+        self.began |= came
+        for wrapped in self.optimizers:
+            if any(wrapped.hooked & mine.keys() for mine in gradients):
+                wrapped.synchronized = False
+            for rank, mine in enumerate(gradients):
+                for name in wrapped.hooked & mine.keys():
+                    wrapped.left[rank][name] -= 1
+                    if wrapped.left[rank][name] == 0 and rank in wrapped.members:
+                        grad = self.replicas[rank].parameters[name].grad
+                        assert grad is not None
+                        self.computed[rank][name] = grad.clone()
+        active = [rank for rank, mine in enumerate(gradients) if mine]
+        for wrapped in self.optimizers:
+            if self._all_came(wrapped, gradients, [rank for rank in wrapped.members if rank in active]):
+                self.reduce(wrapped)
+                wrapped.complete = True
+
+    def _all_came(self, wrapped: Wrapped, gradients: Gradients, active: Sequence[int]) -> bool:
+        """Everything, and the last of it in this backward pass, on all ranks that have data."""
+        if not (wrapped.hooked and active and (self.joined or len(active) == len(wrapped.members))):
+            return False
+        return {name for name in wrapped.spec.parameters if self.wanted(name)} == wrapped.hooked and all(
+            wrapped.hooked & gradients[rank].keys() and not any(wrapped.left[rank].values()) for rank in active
+        )
+
+    # ── reduction ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def reduce(self, wrapped: Wrapped) -> None:
+        """Makes the gradients equal on all members."""
+        for name in wrapped.spec.parameters:
+            if self.wanted(name) and not (wrapped.came(name) and name not in self.local):
+                self._reduce_one(wrapped, name)
+
+    def finish(self, wrapped: Wrapped) -> None:
+        """Ends an iteration: what is not reduced is reduced now, unless another optimizer has done so."""
+        names = wrapped.spec.parameters
+        shared = {name for other in self.optimizers if other is not wrapped for name in other.spec.parameters}
+        there = {
+            name
+            for name in names
+            if name in shared and name not in self.began and self.reduced[name] != wrapped.seen[name]
+        }
+        legal(not (there and self.began & shared & set(names)), "what is reduced together is not said")
+        legal(all(wrapped.seen[name] >= 0 for name in shared.intersection(names) - self.began), "nor what has failed")
+        for name in names:
+            if name in there or not self.wanted(name):
+                continue
+            if not wrapped.complete and not (wrapped.came(name) and name not in self.local):
+                self._reduce_one(wrapped, name)
+        for name in set(names) - there:
+            self.reduced[name] += 1
+        self.began -= set(names)
+        wrapped.seen = {name: self.reduced[name] for name in names}
+        thawed = {name for name in names if self.wanted(name) and name not in wrapped.hooked}
+        if thawed:
+            self.attach(wrapped)
+        for other in self.optimizers:
+            for name in thawed & set(other.spec.parameters) - other.hooked:
+                other.hooked.add(name)
+                for left in other.left:
+                    left[name] = other.spec.passes
+
+    def _reduce_one(self, wrapped: Wrapped, name: str) -> None:
+        self.local.discard(name)
+        if len(wrapped.members) == 1:
+            self.computed[wrapped.members[0]].pop(name, None)
+            return
+        params = {rank: self.replicas[rank].parameters[name] for rank in wrapped.members}
+        unused = self._unused_as_none and not any(name in self.computed[rank] for rank in params)
+        if unused and (name in wrapped.hooked or all(param.grad is None for param in params.values())):
+            params = {rank: param for rank, param in params.items() if param.grad is not None}
+            if not params:
+                return
+        given = [self.computed[rank].get(name, param.grad) for rank, param in params.items()]
+        if wrapped.spec.fp16 and any(gradient is not None and _largest(gradient) > LARGE for gradient in given):
+            raise ValueError("the sum of such gradients is not known in float16")  # the program ends before
+        like = next(iter(params.values()))
+        total = _total(given, like, sparse=name in self.sparse and not wrapped.spec.sparse_as_dense)
+        if wrapped.spec.op == "average":
+            total = total / len(wrapped.members)
+        total = total.to(like.dtype)
+        total = total.coalesce() if total.is_sparse else total
+        for rank, param in params.items():
+            computed = self.computed[rank].pop(name, None)
+            if computed is None or param.grad is not None:  # else it was set to None after it came
+                param.grad = torch.empty_like(param).copy_(total) if not total.is_sparse else total.clone()
+
+
+def _largest(gradient: torch.Tensor) -> float:
+    values = gradient.coalesce().values() if gradient.is_sparse else gradient
+    return float(values.abs().max()) if values.numel() else 0.0
+
+
+def _total(given: Sequence[torch.Tensor | None], like: torch.Tensor, *, sparse: bool) -> torch.Tensor:
+    """The sum of gradients, of which those that are not there are zeros; sparse if none is dense."""
+    total = torch.zeros(like.shape, dtype=torch.float64)
+    if sparse and all(gradient is None or gradient.is_sparse for gradient in given):
+        total = torch.sparse_coo_tensor(
+            torch.empty((1, 0), dtype=torch.int64),
+            like.new_empty((0, *like.shape[1:])),
+            like.shape,
+            check_invariants=False,
+        )
+    for gradient in given:
+        if gradient is not None:
+            total = total + (gradient if total.is_sparse or not gradient.is_sparse else gradient.to_dense())
+    return total
+
+
+# ── Gradients that are zeroed, after a step or instead of one, in one process ────────────────────────────────────────
+
+
+def zero(world: Lockstep, action: ZeroGrad) -> None:
+    """`zero_grad()` of an optimizer, or of the model, which also forgets what failed backward passes have left.
+
+    Raises:
+        IllegalError: no script may do that now.
+    """
+    if action.optimizer is None:
+        wrapped = [each for each in world.optimizers if each.broken]
+        fine = [each for each in world.optimizers if not each.broken]
+        legal(all(world.is_idle(each) and not each.synchronized for each in fine), "between steps")
+    else:
+        wrapped = [world.at(action.optimizer)]
+    for each in wrapped:
+        _require_zeroable(world, each, action)
+    for each in wrapped:
+        drop(world, each)
+    if action.optimizer is None:
+        for replica in world.replicas:
+            replica.blocks.zero_grad(action.set_to_none)
+    else:
+        for plain in wrapped[0].plain:
+            plain.zero_grad(action.set_to_none)
+
+
+def _require_zeroable(world: Lockstep, wrapped: Wrapped, action: ZeroGrad) -> None:
+    legal(not wrapped.pending or wrapped.broken or wrapped.complete, "zero_grad() between backward() and step()")
+    legal(not wrapped.broken or action.set_to_none, "what came before the failure is unknown")
+    if wrapped.complete:
+        world.needs(Feature.LEFT_OUT)
+
+
+def drop(world: Lockstep, wrapped: Wrapped) -> None:
+    """What has come of this iteration does not count, or is left unused."""
+    names = set(wrapped.spec.parameters)
+    if wrapped.complete and names & world.began:  # else another optimizer has ended this iteration
+        world.finish(wrapped)
+    elif wrapped.broken:
+        wrapped.seen = dict.fromkeys(names, -1)
+        world.began -= names
+        for computed in world.computed:
+            for name in names & computed.keys():
+                del computed[name]
+    world.local -= names
+    wrapped.broken = wrapped.synchronized = False
+    wrapped.begin()
+
+
+# ── The backward pass of a program in one process: the gradients of all ranks, if a script may have it c ─────────────
+
+
+def compute(lockstep: Lockstep, action: Backward, number: int, ranks: Sequence[int] | None = None) -> Gradients:
+    """The gradients of batch `number` on each of `ranks`, None = all of them.
+
+    Raises:
+        IllegalError: a gradient would come too often, or has nowhere to go.
+    """
+    reentrant = action.checkpoint == "reentrant"
+    legal(not (reentrant and (action.inputs or action.penalty or action.retain)), "not with reentrant checkpoints")
+    legal(not (reentrant and action.fails_at is not None), "the parts of such a pass end by themselves")
+    legal(not (action.compiled and (action.penalty or action.checkpoint == "reentrant")), "not compiled")
+    legal(not (action.again and (action.penalty or action.fails_at is not None)), "a loss has been made")
+    unreduced = max(2, lockstep.n_ranks)  # on some rank gradients stay as PyTorch has computed them
+    apart = any(w.spec.rule.startswith("fused") and len(w.members) < unreduced for w in lockstep.optimizers)
+    legal(not (action.penalty and apart), "PyTorch's own fused updates misread gradients of other strides")
+    gradients: Gradients = [{} for _ in lockstep.replicas]
+    for rank in range(lockstep.n_ranks) if ranks is None else ranks:
+        replica = lockstep.replicas[rank]
+        names = [name for name in action.inputs or lockstep.names if replica.parameters[name].requires_grad]
+        legal(bool(names) or not action.inputs, "nothing to compute")
+        try:
+            loss = replica.loss(action, number, plain=True)
+            found = (
+                torch.autograd.grad(loss, replica.select(names), retain_graph=action.retain, allow_unused=True)
+                if names
+                else ()
+            )
+        except RuntimeError as err:
+            raise IllegalError("PyTorch cannot compute it") from err
+        gradients[rank] = {name: grad for name, grad in zip(names, found, strict=True) if grad is not None}
+    for wrapped in lockstep.optimizers:
+        touched = any(wrapped.hooked & mine.keys() for mine in gradients)
+        legal(not (touched and wrapped.broken), "a backward pass has failed")
+        legal(not (touched and wrapped.replaced), "where all has come then, it would have been too early")
+        for rank in wrapped.members:
+            for name in wrapped.hooked & gradients[rank].keys():
+                legal(wrapped.left[rank][name] > 0, "more than backward_passes_per_step times")
+    return gradients
+
+
+# ── `step(closure)` in one process: the closure is called on all replicas, and its gradients are reduced ─────────────
+
+
+def step_with(world: Lockstep, wrapped: Wrapped, closure: Backward, number: int) -> None:
+    """Steps this optimizer with a closure that zeroes gradients and makes the backward pass of batch `number`.
+
+    Raises:
+        IllegalError: no script may do that now.
+    """
+    legal(world.is_idle(wrapped) and not wrapped.synchronized and wrapped.spec.passes == 1, "before a closure")
+    legal(not world.divided & set(wrapped.spec.parameters), "what is reduced together is not said")
+    legal(not (closure.again or closure.retain) and closure.fails_at is None, "in a closure")
+    lbfgs = wrapped.spec.rule.startswith("lbfgs")
+    if lbfgs:
+        legal(len(wrapped.members) == world.n_ranks and world.replicas_equal(), "LBFGS takes the same steps everywhere")
+    gradients = compute(world, closure, number)
+    others = {name for other in world.optimizers if other is not wrapped for name in other.spec.parameters}
+    legal(not (lbfgs and others & gradients[0].keys()), "LBFGS calls the closure several times")
+    legal(not (lbfgs and closure.penalty), "the loss is wanted, too")
+    if wrapped.spec.rule == "lbfgs_search":
+        params = world.replicas[0].parameters.values()
+        legal(all(param.dtype == torch.float64 for param in params), "a line search would be decided by rounding")
+    if lbfgs:
+        _lbfgs(world, wrapped, closure, number)
+        return
+    _call(world, wrapped, closure, number)
+    world.update(wrapped, range(world.n_ranks))
+
+
+def _call(world: Lockstep, wrapped: Wrapped, closure: Backward, number: int) -> None:
+    for plain in wrapped.plain:
+        plain.zero_grad()
+    world.accumulate(compute(world, closure, number))
+    world.finish(wrapped)
+    wrapped.begin()
+
+
+def _lbfgs(world: Lockstep, wrapped: Wrapped, closure: Backward, number: int) -> None:
+    """The first replica's optimizer sees the mean loss, and the others follow it."""
+
+    def follow() -> None:
+        with torch.no_grad():
+            for replica in world.replicas[1:]:
+                for name, param in replica.parameters.items():
+                    param.copy_(world.replicas[0].parameters[name])
+
+    def joined() -> torch.Tensor:
+        follow()
+        _call(world, wrapped, closure, number)
+        with torch.no_grad():
+            losses = [float(replica.loss(closure, number, plain=True)) for replica in world.replicas]
+        return torch.tensor(sum(losses) / len(losses), dtype=torch.float64)
+
+    wrapped.plain[0].step(joined)  # type: ignore[arg-type]  # a tensor will do
+    follow()
+    state = wrapped.plain[0].state_dict()
+    for plain in wrapped.plain[1:]:
+        plain.load_state_dict(copy.deepcopy(state))
+
+
+# ── Uneven data in one process: ranks that have no batch any more count as zeros in the average over all ─────────────
+
+Stepped = Callable[[int, Sequence[int]], None]
+"""Notes that these ranks have stepped the optimizer of this number."""
+
+
+def play_epoch(world: Lockstep, action: Epoch, number: int, stepped: Stepped) -> None:
+    """Trains on batches `number`, `number + 1` and so on; then all ranks are as the one that had the most.
+
+    Raises:
+        IllegalError: no script may do that now.
+    """
+    world.require_idle()
+    batches = action.batches
+    legal(world.replicas_equal() or batches.count(max(batches)) == 1, "nobody knows who is last")
+    legal(bool(action.order) and all(action.order), "a step a batch")
+    used = {optimizer for step in action.order for optimizer in step}
+    for optimizer in used:
+        _require_joinable(world, optimizer)
+    for batch in range(max(batches)):
+        active = [rank for rank in range(world.n_ranks) if batch < batches[rank]]
+        world.joined = len(active) < world.n_ranks
+        try:
+            _batch(world, action.order[batch % len(action.order)], number + batch, active, stepped)
+        except IllegalError as err:
+            raise RuntimeError("in the middle of an epoch") from err
+        finally:
+            world.joined = False
+    last = batches.index(max(batches))
+    for replica in world.replicas:
+        replica.blocks.load_state_dict(world.replicas[last].blocks.state_dict())
+    for optimizer in used:
+        world.copy_state(world.at(optimizer), last)
+    world.drop_gradients()
+
+
+def _require_joinable(world: Lockstep, optimizer: int) -> None:
+    wrapped = world.at(optimizer)
+    wanted = {name for name in wrapped.spec.parameters if world.wanted(name)}
+    legal(not wrapped.spec.rule.startswith("lbfgs"), "no closure")
+    legal(wrapped.spec.passes == 1 and len(wrapped.members) == world.n_ranks, "join() is for all ranks")
+    for other in world.optimizers:
+        legal(other is wrapped or not set(other.spec.parameters) & wanted, "shared parameters")
+    legal(bool(wanted) and wanted == wrapped.hooked, "frozen or thawed")
+
+
+def _batch(world: Lockstep, optimizers: Sequence[int], number: int, active: Sequence[int], stepped: Stepped) -> None:
+    """One batch of the ranks that still have one."""
+    for place in optimizers:
+        wrapped = world.at(place)
+        for plain in wrapped.plain:
+            plain.zero_grad()
+        inputs = tuple(name for name in wrapped.spec.parameters if world.wanted(name))
+        world.accumulate(compute(world, Backward(inputs=inputs), number, active))
+        world.finish(wrapped)
+        world.update(wrapped, active)
+        stepped(place, active)
+
+
+# ── Gradients that are written in place before they are reduced: all ranks raise an error, and go on ─────────────────
+
+
+def write_too_early(world: Lockstep, action: TooEarly, number: int) -> None:
+    """A backward pass on batch `number`, a write before its gradients are reduced, an error, and zeroed gradients.
+
+    Raises:
+        IllegalError: no script may do that now, or it is no error.
+    """
+    wrapped, drawn = world.at(action.optimizer), action.backward
+    world.needs(Feature.TOO_EARLY)
+    world.require_idle()
+    legal(len(world.optimizers) == 1 and 1 < len(wrapped.members) == world.n_ranks, "all ranks must do the same")
+    legal(wrapped.spec.passes == 1 and not wrapped.spec.rule.startswith("lbfgs"), "one pass, one step")
+    legal(not (drawn.retain or drawn.again) and drawn.fails_at is None, "one pass")
+    legal({name for name in wrapped.spec.parameters if world.wanted(name)} == wrapped.hooked, "thawed")
+    gradients, dense = compute(world, drawn, number), wrapped.hooked - world.sparse
+    ranks = action.on or range(world.n_ranks)
+    legal(not set(action.parameters) & world.sparse, "what is sparse gives way to what is reduced")
+    legal(
+        any(
+            dense - gradients[rank].keys() and dense & set(action.parameters) & gradients[rank].keys() for rank in ranks
+        ),
+        "nothing is written too early",
+    )
+    world.accumulate(gradients)
+    wrapped.broken = True
+    drop(world, wrapped)
+    for plain in wrapped.plain:
+        plain.zero_grad()
+
+
+# ── The reference ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 Entry = tuple[int, str, Values]
 """(number of the action, what was looked at, the values)."""

@@ -2,13 +2,202 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection, Listener, wait
+from pathlib import Path
+from types import TracebackType
+from typing import Self
 
 import numpy as np
 
 from .program import BlockKind, Convert, OptimizerSpec, Program, Rewrap
-from .ranks import BrokenError, Ranks
 from .reference import Entry, Reference
+
+# ── Ranks that live as long as they work: MPI is started once for hundreds of programs, and again after ──────────────
+
+TESTS = Path(__file__).resolve().parent.parent
+START_S = 90.0
+GRACE_S = 3.0
+"""How long the other ranks have to answer when one has raised an exception."""
+
+
+WORKER = Path(__file__).with_name("rank_worker.py")
+
+Command = Callable[[Path, Sequence[object]], list[str]]
+
+
+def _python(program: Path, args: Sequence[object]) -> list[str]:
+    return [sys.executable, str(program), *map(str, args)]
+
+
+class BrokenError(Exception):
+    """The ranks did not bring a program to its end."""
+
+
+class Ranks:
+    """A job of `size` ranks, which plays programs of that many ranks or fewer; a context manager."""
+
+    def __init__(self, size: int, *, limit_s: float = 20.0, command: Command = _python) -> None:
+        """`limit_s`: after so long a program hangs; `command`: what starts one process of a program."""
+        self._size, self._limit_s, self._command = size, limit_s, command
+        self._job: subprocess.Popen[bytes] | None = None
+        self._connections: list[Connection] = []
+        self._pids: list[int] = []
+        self._new = True
+        self.starts = 0
+
+    def __enter__(self) -> Self:
+        self._folder = Path(tempfile.mkdtemp(prefix="torment."))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._job is not None and kind is None:
+            for connection in self._connections:
+                with contextlib.suppress(OSError):
+                    connection.send(None)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._job.wait(20.0)
+        self.end()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def play(self, program: Program) -> list[list[Entry]]:
+        """What each rank saw.
+
+        Raises:
+            BrokenError: a rank raised, died, or did not answer in time; the next program gets new ranks.
+        """
+        self.begin(program)
+        return self.result(program)
+
+    def begin(self, program: Program) -> None:
+        """Gives the ranks a program; `result` must be called next."""
+        if self._job is None:
+            self._start()
+        text = program.to_json()
+        try:
+            for connection in self._connections:
+                connection.send(text)
+        except OSError:
+            pass  # result() says who is gone
+
+    def result(self, program: Program) -> list[list[Entry]]:
+        """As `play`."""
+        answers: dict[int, tuple[str, object]] = {}
+        deadline = time.monotonic() + self._limit_s + (START_S if self._new else 0.0)
+        dead: list[int] = []
+        while len(answers) + len(dead) < self._size and (left_s := deadline - time.monotonic()) > 0:
+            missing = [rank for rank in range(self._size) if rank not in answers and rank not in dead]
+            ready = wait([self._connections[rank] for rank in missing], left_s)
+            for rank in missing:
+                if self._connections[rank] in ready:
+                    try:
+                        answers[rank] = self._connections[rank].recv()
+                    except (EOFError, OSError):
+                        dead.append(rank)
+            if dead or any(kind == "raised" for kind, _ in answers.values()):
+                deadline = min(deadline, time.monotonic() + GRACE_S)
+        self._new = False
+        raised = {rank: str(what) for rank, (kind, what) in answers.items() if kind == "raised"}
+        if len(answers) == self._size and not raised:
+            return [answers[rank][1] for rank in range(program.ranks)]  # type: ignore[misc]  # traces
+        raise BrokenError(self._describe(answers, dead, raised))
+
+    def _describe(self, answers: dict[int, tuple[str, object]], dead: list[int], raised: dict[int, str]) -> str:
+        hung = [rank for rank in range(self._size) if rank not in answers and rank not in dead]
+        stacks = self._stacks(hung) if hung else ""
+        self.end()
+        parts = [f"rank {rank} raised: {text}" for rank, text in sorted(raised.items())]
+        if dead:
+            log = (self._folder / "output").read_text(errors="replace")[-3000:]
+            parts.append(f"ranks {dead} died: {log}")
+        if hung:
+            parts.append(f"ranks {hung} hung{stacks}")
+        return "\n".join(parts)
+
+    def _stacks(self, hung: list[int]) -> str:
+        for rank in hung:
+            with contextlib.suppress(OSError):
+                os.kill(self._pids[rank], signal.SIGUSR1)
+        time.sleep(0.3)
+        texts = []
+        for rank in hung:
+            with contextlib.suppress(OSError):
+                texts.append(f"\n--- rank {rank}\n" + (self._folder / f"stacks.{rank}").read_text()[-2500:])
+        return "".join(texts)
+
+    # ── the job ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _start(self) -> None:
+        self.starts += 1
+        address = self._folder / f"socket.{self.starts}"
+        output = (self._folder / "output").open("wb")
+        environ = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "OMPI_MCA_mpi_yield_when_idle": "1",  # there may be more ranks than cores
+            "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)]),
+            "XDG_CACHE_HOME": str(self._folder / "cache"),
+        }
+        with Listener(str(address), family="AF_UNIX") as listener:
+            self._job = subprocess.Popen(
+                [*_launcher(), "-np", str(self._size), *self._command(WORKER, [address, os.getpid()])],
+                env=environ,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            output.close()
+            connections: dict[int, tuple[Connection, int]] = {}
+            listener._listener._socket.settimeout(START_S)  # type: ignore[attr-defined]  # it offers no other way
+            for _ in range(self._size):
+                connection = listener.accept()
+                rank, pid = connection.recv()
+                connections[rank] = connection, pid
+        self._connections = [connections[rank][0] for rank in range(self._size)]
+        self._pids = [connections[rank][1] for rank in range(self._size)]
+        self._new = True
+
+    def end(self) -> None:
+        """Ends the ranks at once; the next program gets new ones."""
+        job, self._job = self._job, None
+        if job is None:
+            return
+        for pid in self._pids:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        try:
+            job.wait(10.0)
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(OSError):
+                os.killpg(job.pid, signal.SIGKILL)
+            job.wait()
+        for connection in self._connections:
+            connection.close()
+        self._connections, self._pids = [], []
+
+
+def _launcher() -> list[str]:
+    beside = Path(sys.executable).with_name("mpiexec")
+    found = str(beside) if beside.exists() else shutil.which("mpiexec")
+    if found is None:
+        raise RuntimeError("there is no mpiexec beside this Python nor on PATH")
+    version = subprocess.run([found, "--version"], capture_output=True, text=True, timeout=30, check=False).stdout
+    if "Open MPI" not in version and "OpenRTE" not in version:
+        return [found]
+    return [found, "--allow-run-as-root", "--map-by", ":OVERSUBSCRIBE", "--bind-to", "none"]
+
+
+# ── Comparing ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 TOLERANCE = {"double": 1e-9, "float": 1e-4, "half": 0.1, "bfloat16": 0.3, "fp16": 0.05}
 
