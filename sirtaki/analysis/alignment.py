@@ -15,7 +15,7 @@ import numpy as np
 
 from sirtaki.autotune.model.replayer import Phase
 
-from .recording import Buffer, Detail, JobRecord, RankRecording, RecordedIteration, RecordedUnit, Recording, UnitId
+from .recording import Buffer, Detail, Placement, RankRecording, Recording, UnitId
 from .recording_files import TRACE_FILE, write_whole
 
 LARGEST_DRIFT = 500e-6
@@ -129,13 +129,8 @@ def _barriers(recording: Recording, clocks: Mapping[int, str]) -> list[_Barrier]
 
 
 def _middle_s(recording: Recording, clock: str, clocks: Mapping[int, str]) -> float:
-    moments = [
-        moment_s
-        for number, rank in recording.ranks.items()
-        if clocks[number] == clock
-        for iteration in rank.iterations
-        for moment_s in (iteration.begin_s, iteration.end_s)
-    ]
+    ranks = [rank for number, rank in recording.ranks.items() if clocks[number] == clock]
+    moments = [moment_s for rank in ranks for one in rank.iterations for moment_s in (one.begin_s, one.end_s)]
     return (min(moments) + max(moments)) / 2 if moments else 0.0
 
 
@@ -163,11 +158,9 @@ def _fit(reference: str, barriers: Sequence[_Barrier], middles: Mapping[str, flo
     others = [clock for clock in coarse if clock != reference]
     if not others:
         return {}
-    known = [barrier for barrier in barriers if reference in coarse and coarse.keys() & barrier.done_s.keys()]
-    half_s = (
-        max((abs(moment_s - middles[clock]) for one in known for clock, moment_s in one.done_s.items()), default=0.0)
-        or 1.0
-    )
+    known = [barrier for barrier in barriers if coarse.keys() & barrier.done_s.keys()]
+    moments = [(clock, moment_s) for one in known for clock, moment_s in one.done_s.items()]
+    half_s = max((abs(moment_s - middles[clock]) for clock, moment_s in moments), default=0.0) or 1.0
     offsets, shifts, margins = _solve(reference, others, known, coarse, middles, half_s)
     return {
         clock: ClockLine(
@@ -287,21 +280,19 @@ def _clocks(recording: Recording, alignment: Alignment) -> str:
     return f"clocks are aligned by {how}, within {1e6 * alignment.error_s:.0f} µs{told}"
 
 
-def _row(rank: RankRecording, usual: Sequence[int]) -> Iterator[float | None]:
+def _row(rank: RankRecording, usual: Sequence[int]) -> list[float | None]:
     """Mean times: of the step, of each phase, and of exposed communication."""
     steps = [iteration for iteration in rank.iterations if iteration.number in usual]
     if not steps:
-        yield from [None] * (len(COLUMNS) + 2)
-        return
-    yield mean(step.end_s - step.begin_s for step in steps)
-    for phase in COLUMNS:
-        spans = [
-            sum(span.end_s - span.begin_s for span in step.spans if span.phase is phase)
-            for step in steps
-            if any(span.phase is phase for span in step.spans)
-        ]
-        yield sum(spans) / len(steps) if spans else None
-    yield mean(step.exposed_s for step in steps)
+        return [None] * (len(COLUMNS) + 2)
+    total_s: dict[Phase, float] = {}
+    for span in (span for step in steps for span in step.spans):
+        total_s[span.phase] = total_s.get(span.phase, 0.0) + span.end_s - span.begin_s
+    return [
+        mean(step.end_s - step.begin_s for step in steps),
+        *(total_s[phase] / len(steps) if phase in total_s else None for phase in COLUMNS),
+        mean(step.exposed_s for step in steps),
+    ]
 
 
 def _ms(seconds: float | None) -> str:
@@ -314,8 +305,6 @@ def _count(number: int, what: str) -> str:
 
 Entry = dict[str, Any]
 
-STEPS, PHASES, COPIES, GRADIENTS, COLLECTIVES = "steps", "phases", "copies", "gradients", "collectives"
-OPERATORS = "operators"
 OPERATOR, OTHER = "cpu_op", "user_annotation"
 """Categories, as torch.profiler has them: tools that read its traces skip what has none."""
 
@@ -334,115 +323,83 @@ def write_trace(folder: Path, recording: Recording, alignment: Alignment) -> Pat
 
 def trace_entries(recording: Recording, alignment: Alignment) -> Iterator[Entry]:
     """Its events: a process is a rank, and a thread what happens one after the other there. Times in µs, from 0 on."""
-    begins = [
-        alignment.at(number, iteration.begin_s)
-        for number, rank in recording.ranks.items()
-        for iteration in rank.iterations[:1]
-    ]
-    origin_s = min(begins, default=0.0)
+    firsts = [(number, rank.iterations[0]) for number, rank in recording.ranks.items() if rank.iterations]
+    origin_s = min((alignment.at(number, first.begin_s) for number, first in firsts), default=0.0)
+    buffers = {buffer.number: buffer for buffer in recording.job.buffers}
     for number, rank in sorted(recording.ranks.items()):
-        yield from _RankTrace(recording.job, rank, alignment.lines[number], origin_s).entries()
+        yield from _rank_entries(rank, recording.job.placement[number], buffers, alignment.lines[number], origin_s)
 
 
-class _RankTrace:
-    """The events of one rank."""
+def _rank_entries(
+    rank: RankRecording, place: Placement, buffers: Mapping[int, Buffer], clock: ClockLine, origin_s: float
+) -> Iterator[Entry]:
+    tracks: dict[str, int] = {}
+    queued = rank.rank << 32  # numbers of what may overlap, which no other rank uses
 
-    def __init__(self, job: JobRecord, rank: RankRecording, clock: ClockLine, origin_s: float) -> None:
-        self._job, self._rank, self._clock, self._origin_s = job, rank, clock, origin_s
-        self._buffers: dict[int, Buffer] = {buffer.number: buffer for buffer in job.buffers}
-        self._tracks: dict[str, int] = {}
-        self._queued = rank.rank << 32  # numbers of what may overlap, which no other rank uses
+    def us(moment_s: float) -> float:
+        return round((clock.at(moment_s) - origin_s) * 1e6, 3)
 
-    def entries(self) -> Iterator[Entry]:
-        """All of them, the names of processes and threads among them."""
-        place = self._job.placement[self._rank.rank]
-        yield self._metadata("process_name", {"name": f"rank {self._rank.rank} on {place.host_name}"})
-        yield self._metadata("process_sort_index", {"sort_index": self._rank.rank})
-        for iteration in self._rank.iterations:
-            yield from self._iteration(iteration)
-        for track, number in self._tracks.items():
-            yield self._metadata("thread_name", {"name": track}, number)
-            yield self._metadata("thread_sort_index", {"sort_index": number}, number)
+    def on_track(name: str, track: str, kind: str) -> Entry:
+        return {"name": name, "ph": kind, "pid": rank.rank, "tid": tracks.setdefault(track, len(tracks) + 1)}
 
-    def _iteration(self, iteration: RecordedIteration) -> Iterator[Entry]:
-        arguments: Entry = {
-            "exposed_ms": round(1e3 * iteration.exposed_s, 3),
-            **({"slowed": "by torch.profiler"} if iteration.slowed else {}),
+    def span(track: str, name: str, begin_s: float, end_s: float, **arguments: Any) -> Entry:
+        return {
+            **on_track(name, track, "X"),
+            "cat": OPERATOR if track.startswith("operators") else OTHER,
+            "ts": us(begin_s),
+            "dur": round(us(end_s) - us(begin_s), 3),
+            "args": arguments,
         }
-        yield self._span(STEPS, f"iteration {iteration.number}", iteration.begin_s, iteration.end_s, arguments)
-        for span in iteration.spans:
-            yield self._span(PHASES, span.phase.value, span.begin_s, span.end_s)
-        for one in iteration.operators:
-            arguments = {"phase": one.phase.value, **({"sequence": one.sequence} if one.sequence >= 0 else {})}
-            yield self._span(f"{OPERATORS}: {self._rank.lanes[one.lane]}", one.name, one.begin_s, one.end_s, arguments)
-        for copy in iteration.copies:
-            yield self._span(COPIES, f"copy {copy.n_gradients} gradients", copy.begin_s, copy.end_s)
-        for ready in iteration.ready:
-            layout = self._buffers[ready.buffer].layout
-            yield self._instant(GRADIENTS, layout.names[ready.index] if layout.names else "", ready.ready_s)
-        yield from self._units(iteration)
-        for call in iteration.collectives:
-            waited_ms = round(1e3 * (call.agreed_s - call.begin_s), 3)
-            arguments = {"kind": call.kind, "bytes": call.n_bytes, "waited_ms": waited_ms}
-            yield self._span(COLLECTIVES, call.name, call.agreed_s, call.end_s, arguments)
 
-    def _units(self, iteration: RecordedIteration) -> Iterator[Entry]:
+    def metadata(kind: str, track: int = 0, /, **arguments: Any) -> Entry:
+        return {"name": kind, "ph": "M", "pid": rank.rank, "tid": track, "args": arguments}
+
+    yield metadata("process_name", name=f"rank {rank.rank} on {place.host_name}")
+    yield metadata("process_sort_index", sort_index=rank.rank)
+    for iteration in rank.iterations:
+        slowed = {"slowed": "by torch.profiler"} if iteration.slowed else {}
+        exposed_ms = round(1e3 * iteration.exposed_s, 3)
+        name = f"iteration {iteration.number}"
+        yield span("steps", name, iteration.begin_s, iteration.end_s, exposed_ms=exposed_ms, **slowed)
+        for phase in iteration.spans:
+            yield span("phases", phase.phase.value, phase.begin_s, phase.end_s)
+        for one in iteration.operators:
+            sequence = {"sequence": one.sequence} if one.sequence >= 0 else {}
+            lane = f"operators: {rank.lanes[one.lane]}"
+            yield span(lane, one.name, one.begin_s, one.end_s, phase=one.phase.value, **sequence)
+        for copy in iteration.copies:
+            yield span("copies", f"copy {copy.n_gradients} gradients", copy.begin_s, copy.end_s)
+        for ready in iteration.ready:
+            names = buffers[ready.buffer].layout.names
+            yield {**on_track(names[ready.index] if names else "", "gradients", "i"), "s": "t", "ts": us(ready.ready_s)}
         free_s: dict[str, float] = {}
-        for one in sorted(iteration.units, key=lambda one: one.issue_s):
-            unit = one.unit
+        for done in sorted(iteration.units, key=lambda done: done.issue_s):
+            unit, layout = done.unit, buffers[done.unit.buffer].layout
             transport, algorithm = unit.route
             track = f"{transport.value} stream {unit.stream}"
             # A transport that does not tell when it began takes a stream's units one after the other.
-            begin_s = max(one.issue_s, one.begin_s or 0.0, free_s.get(track, 0.0))
-            free_s[track] = end_s = max(one.done_s, begin_s)
-            layout = self._buffers[unit.buffer].layout
+            begin_s = max(done.issue_s, done.begin_s or 0.0, free_s.get(track, 0.0))
+            free_s[track] = end_s = max(done.done_s, begin_s)
             name = layout.describe(unit.start, unit.stop) if layout.names else f"[{unit.start}, {unit.stop})"
-            arguments = {
-                "unit": f"{unit.buffer}:{unit.iteration}:{unit.start}-{unit.stop}",
-                "bytes": (unit.stop - unit.start) * layout.itemsize_bytes,
-                "algorithm": algorithm.value,
-            }
-            if begin_s > one.issue_s:
-                yield from self._queue(f"{track} queue", name, one, begin_s)
-            yield self._span(track, name, begin_s, end_s, arguments)
-
-    def _queue(self, track: str, name: str, one: RecordedUnit, begin_s: float) -> Iterator[Entry]:
-        """Units that wait may overlap, so they are no spans of a thread."""
-        self._queued += 1
-        both = {"name": track, "cat": "queue", "id": self._queued, "pid": self._rank.rank, "tid": 0}
-        yield {**both, "ph": "b", "ts": self._us(one.issue_s), "args": {"unit": name}}
-        yield {**both, "ph": "e", "ts": self._us(begin_s)}
-
-    def _us(self, moment_s: float) -> float:
-        return round((self._clock.at(moment_s) - self._origin_s) * 1e6, 3)
-
-    def _track(self, name: str) -> int:
-        return self._tracks.setdefault(name, len(self._tracks) + 1)
-
-    def _span(
-        self, track: str, name: str, begin_s: float, end_s: float, arguments: dict[str, Any] | None = None
-    ) -> Entry:
-        begin_us = self._us(begin_s)
-        return {
-            "name": name,
-            "cat": OPERATOR if track.startswith(OPERATORS) else OTHER,
-            "ph": "X",
-            "pid": self._rank.rank,
-            "tid": self._track(track),
-            "ts": begin_us,
-            "dur": round(self._us(end_s) - begin_us, 3),
-            "args": arguments or {},
-        }
-
-    def _instant(self, track: str, name: str, moment_s: float) -> Entry:
-        return {
-            "name": name,
-            "ph": "i",
-            "s": "t",
-            "pid": self._rank.rank,
-            "tid": self._track(track),
-            "ts": self._us(moment_s),
-        }
-
-    def _metadata(self, name: str, arguments: dict[str, Any], track: int = 0) -> Entry:
-        return {"name": name, "ph": "M", "pid": self._rank.rank, "tid": track, "args": arguments}
+            if begin_s > done.issue_s:
+                # Units that wait may overlap, so they are no spans of a thread.
+                queued += 1
+                both = {"name": f"{track} queue", "cat": "queue", "id": queued, "pid": rank.rank, "tid": 0}
+                yield {**both, "ph": "b", "ts": us(done.issue_s), "args": {"unit": name}}
+                yield {**both, "ph": "e", "ts": us(begin_s)}
+            yield span(
+                track,
+                name,
+                begin_s,
+                end_s,
+                unit=f"{unit.buffer}:{unit.iteration}:{unit.start}-{unit.stop}",
+                bytes=(unit.stop - unit.start) * layout.itemsize_bytes,
+                algorithm=algorithm.value,
+            )
+        for call in iteration.collectives:
+            waited_ms = round(1e3 * (call.agreed_s - call.begin_s), 3)
+            arguments = {"kind": call.kind, "bytes": call.n_bytes, "waited_ms": waited_ms}
+            yield span("collectives", call.name, call.agreed_s, call.end_s, **arguments)
+    for track, number in tracks.items():
+        yield metadata("thread_name", number, name=track)
+        yield metadata("thread_sort_index", number, sort_index=number)

@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch._C._autograd import DeviceType
 from torch._C._profiler import _EventType
 from torch.profiler import ExecutionTraceObserver, ProfilerActivity, record_function
@@ -149,43 +148,32 @@ def readers(nodes: Sequence[Node]) -> tuple[Reader, ...]:
         number = int(node["id"])
         outermost[number] = outermost.get(node["ctrl_deps"], number)
         threads.setdefault(own["tid"], []).append(node)
-    flow = _Flow()
+    # Who has made what, and who has made or written into a storage last; operators by their number in the trace.
+    made: dict[Tensor, int] = {}
+    changed: dict[Storage, int] = {}
+    names: dict[int, str] = {}
+    reads: dict[int, set[int]] = {}
     for node in max(threads.values(), key=len, default=[]):
-        flow.add(node, outermost[node["id"]], str(attributes[node["id"]].get("op_schema", "")))
-    return tuple(flow.readers())
-
-
-@dataclass(slots=True)
-class _Flow:
-    """Who has made, or changed, what; operators by their number in the trace."""
-
-    names: dict[int, str] = field(default_factory=dict)
-    reads: dict[int, dict[int, None]] = field(default_factory=dict)
-    made: dict[Tensor, int] = field(default_factory=dict)
-    changed: dict[Storage, int] = field(default_factory=dict)  # who has made it, or written into it, last
-
-    def add(self, node: Node, operator: int, schema: str) -> None:
+        operator, inputs = outermost[node["id"]], node["inputs"]["values"]
         if node["id"] == operator:
-            self.names[operator] = node["name"].removeprefix(_BACKWARD).removeprefix("torch::autograd::")
-            self.reads[operator] = {}
-        taken = list(_tensors(node["inputs"]["values"]))
+            names[operator] = node["name"].removeprefix(_BACKWARD).removeprefix("torch::autograd::")
+            reads[operator] = set()
+        taken = list(_tensors(inputs))
         for tensor in taken:
-            for maker in (self.made.get(tensor), self.changed.get(_storage(tensor))):
-                if maker is not None and maker != operator:
-                    self.reads[operator][maker] = None
+            makers = {made.get(tensor), changed.get(_storage(tensor))}
+            reads[operator] |= {maker for maker in makers if maker is not None and maker != operator}
         known = {_storage(tensor) for tensor in taken}
         for tensor in _tensors(node["outputs"]["values"]):
             if tensor not in taken:
-                self.made[tensor] = operator
+                made[tensor] = operator
             if _storage(tensor) not in known:
-                self.changed[_storage(tensor)] = operator
-        for storage in _written(node["inputs"]["values"], schema):
-            self.changed[storage] = operator
-
-    def readers(self) -> Iterator[Reader]:
-        places = {operator: place for place, operator in enumerate(self.names)}
-        for operator, name in self.names.items():
-            yield Reader(name, tuple(sorted(places[maker] for maker in self.reads[operator])))
+                changed[_storage(tensor)] = operator
+        schema = str(attributes[node["id"]].get("op_schema", ""))
+        changed |= dict.fromkeys(_written(inputs, schema), operator)
+    places = {operator: place for place, operator in enumerate(names)}
+    return tuple(
+        Reader(name, tuple(sorted(places[one] for one in reads[operator]))) for operator, name in names.items()
+    )
 
 
 def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:  # Any: JSON
@@ -495,7 +483,8 @@ def _of_step(
     top = list(_top_level([event for event in events if not event.annotation]))
     on_host = [event for event in top if not event.on_device]
     backward = [event for event in on_host if event.name.startswith(BACKWARD)]
-    forward_s, last_backward_s = _forward_from(step, on_host, backward, loading), _last_begin_s(step, backward)
+    forward_s = _forward_from(step, on_host, backward, loading)
+    last_backward_s = max((event.begin_s for event in backward), default=step.begin_s)
 
     def phase_of(event: Event) -> Phase:
         if event.name.startswith(BACKWARD):
@@ -526,10 +515,6 @@ def _of_step(
         operators=with_edges(pieces, readers),
         spans=tuple(sorted(spans, key=lambda span: span.begin_s)),
     )
-
-
-def _last_begin_s(step: Step, events: Sequence[Event]) -> float:
-    return max((event.begin_s for event in events), default=step.begin_s)
 
 
 def _forward_from(
@@ -608,8 +593,6 @@ def _runs(operators: Sequence[Operator]) -> Iterator[PhaseSpan]:
 Moments = Mapping[tuple[object, ...], float]
 """Of one step, by what happened then; what has the same name is the same in every step."""
 
-FloatArray = NDArray[np.float64]
-
 _Span = TypeVar("_Span", Operator, PhaseSpan)
 
 
@@ -621,29 +604,17 @@ def borrowed(seen: StepOperators, there: Moments, here: Moments) -> StepOperator
         there: when things happened in it.
         here: when they happened in the other one; what only one of them has does not count.
     """
-    clock = _Map.between(there, here)
-    return StepOperators(
-        operators=tuple(clock.moved(one) for one in seen.operators), spans=tuple(clock.moved(one) for one in seen.spans)
-    )
+    pairs = sorted((there[key], here[key]) for key in there.keys() & here.keys())
+    kept = pairs[:1]
+    for there_s, here_s in pairs[1:]:
+        # What happened in another order, such as gradients of two threads, is no common moment.
+        if there_s > kept[-1][0] and here_s >= kept[-1][1]:
+            kept.append((there_s, here_s))
+    theirs_s, ours_s = np.array(kept).T
 
-
-@dataclass(frozen=True, slots=True)
-class _Map:
-    """From moments of one step to those of the other: straight between those that both have."""
-
-    there_s: FloatArray
-    here_s: FloatArray
-
-    @classmethod
-    def between(cls, there: Moments, here: Moments) -> _Map:
-        pairs = sorted((there[key], here[key]) for key in there.keys() & here.keys())
-        kept = pairs[:1]
-        for there_s, here_s in pairs[1:]:
-            # What happened in another order, such as gradients of two threads, is no common moment.
-            if there_s > kept[-1][0] and here_s >= kept[-1][1]:
-                kept.append((there_s, here_s))
-        return cls(*np.array(kept).T)
-
-    def moved(self, one: _Span) -> _Span:
-        begin_s, end_s = np.interp([one.begin_s, one.end_s], self.there_s, self.here_s)
+    def moved(one: _Span) -> _Span:
+        """Straight between moments that both have."""
+        begin_s, end_s = np.interp([one.begin_s, one.end_s], theirs_s, ours_s)
         return replace(one, begin_s=float(begin_s), end_s=float(end_s))
+
+    return StepOperators(operators=tuple(map(moved, seen.operators)), spans=tuple(map(moved, seen.spans)))

@@ -36,7 +36,7 @@ from sirtaki.engine.tuning.warmup import TunedSynchroniser
 from sirtaki.errors import ConfigError, RecordingError
 from sirtaki.machine import allowed_processors, cpu_quota, processor_time_beside_s
 from sirtaki.measures import LinkModel
-from sirtaki.settings import variables_set
+from sirtaki.settings import ProfileRequest, variables_set
 
 from . import recording_files as folders
 from .operators import BACKWARD, Event, Interval, Kineto, Moments, Seen, Step, StepOperators, borrowed, operators_of
@@ -157,76 +157,64 @@ def operators_of_drafts(
 
 def recorded(draft: Draft, operators: StepOperators | None) -> RecordedIteration:
     """A step that has ended; without operators, what its phases are is less exact."""
-    spans: Sequence[PhaseSpan]
     if operators is None:
-        spans = [
-            *(
-                PhaseSpan(phase=Phase.BACKWARD, begin_s=traced.first_ready_s, end_s=traced.backward_ended_s)
-                for _, traced in draft.traced
+        backward = [(Phase.BACKWARD, traced.first_ready_s, traced.backward_ended_s) for _, traced in draft.traced]
+        updates = [(Phase.UPDATE, begin_s, end_s) for begin_s, end_s in draft.updates]
+        known = sorted([*backward, *updates], key=lambda span: span[1])
+        spans = tuple(PhaseSpan(phase=phase, begin_s=begin_s, end_s=end_s) for phase, begin_s, end_s in known)
+        operators = StepOperators(operators=(), spans=spans)
+    ready = [
+        ReadyGradient(buffer=buffer_number(reducer, one.layout), index=one.place, ready_s=one.ready_s)
+        for reducer, traced in draft.traced
+        for one in traced.ready
+    ]
+    units = [
+        RecordedUnit(
+            unit=UnitId(
+                iteration=traced.number,
+                buffer=buffer_number(reducer, unit.layout_number),
+                start=unit.start,
+                stop=unit.stop,
+                route=unit.route,
+                stream=unit.stream,
             ),
-            *(PhaseSpan(phase=Phase.UPDATE, begin_s=begin_s, end_s=end_s) for begin_s, end_s in draft.updates),
-        ]
-        spans.sort(key=lambda span: span.begin_s)
-    else:
-        spans = operators.spans
+            issue_s=unit.issued_s,
+            begin_s=unit.began_s,
+            done_s=unit.done_s,
+        )
+        for reducer, traced in draft.traced
+        for unit in traced.units
+    ]
+    collectives = [
+        Collective(
+            name=one.name,
+            kind=one.kind,
+            begin_s=one.submitted_s,
+            agreed_s=one.agreed_s,
+            end_s=one.done_s,
+            n_bytes=one.n_bytes,
+        )
+        for one in sorted(draft.operations, key=lambda one: one.submitted_s)
+    ]
     return RecordedIteration(
         number=draft.number,
         begin_s=draft.begin_s,
         end_s=draft.end_s,
         profiling=draft.profiling,
         slowed=draft.slowed,
-        spans=tuple(spans),
-        operators=() if operators is None else operators.operators,
-        ready=tuple(
-            sorted(
-                (
-                    ReadyGradient(buffer=buffer_number(reducer, ready.layout), index=ready.place, ready_s=ready.ready_s)
-                    for reducer, traced in draft.traced
-                    for ready in traced.ready
-                ),
-                key=lambda one: one.ready_s,
-            )
-        ),
+        spans=operators.spans,
+        operators=operators.operators,
+        ready=tuple(sorted(ready, key=lambda one: one.ready_s)),
         copies=tuple(
             Copy(begin_s=copy.begin_s, end_s=copy.end_s, n_gradients=copy.n_gradients)
             for _, traced in draft.traced
             for copy in traced.copies
         ),
-        units=tuple(_units(draft.traced)),
-        collectives=tuple(
-            Collective(
-                name=one.name,
-                kind=one.kind,
-                begin_s=one.submitted_s,
-                agreed_s=one.agreed_s,
-                end_s=one.done_s,
-                n_bytes=one.n_bytes,
-            )
-            for one in sorted(draft.operations, key=lambda one: one.submitted_s)
-        ),
+        units=tuple(units),
+        collectives=tuple(collectives),
         exposed_s=sum(max(0.0, traced.end_s - traced.backward_ended_s) for _, traced in draft.traced),
         beside_s=draft.beside_s,
     )
-
-
-def _units(traced: Iterable[tuple[Reducer, TracedIteration]]) -> Iterable[RecordedUnit]:
-    for reducer, iteration in traced:
-        for unit in iteration.units:
-            identity = UnitId(
-                iteration=iteration.number,
-                buffer=buffer_number(reducer, unit.layout_number),
-                start=unit.start,
-                stop=unit.stop,
-                route=unit.route,
-                stream=unit.stream,
-            )
-            yield RecordedUnit(unit=identity, issue_s=unit.issued_s, begin_s=unit.began_s, done_s=unit.done_s)
-
-
-def all_buffers(of_ranks: Sequence[Sequence[Buffer]]) -> tuple[Buffer, ...]:
-    """Those that any rank knows, each once."""
-    known: Mapping[int, Buffer] = {buffer.number: buffer for buffers in of_ranks for buffer in buffers}
-    return tuple(known[number] for number in sorted(known))
 
 
 def clock_identity() -> str:
@@ -272,23 +260,6 @@ class Stage(Enum):
     ENDED = auto()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
-    """What is to be recorded.
-
-    Attributes:
-        folder: where to.
-        n_iterations: how many, and if torch.profiler is used as many again.
-        operators: torch.profiler is used.
-        edges: what operators read is found out, too.
-    """
-
-    folder: Path
-    n_iterations: int = 10
-    operators: bool = True
-    edges: bool = False
-
-
 class JobRecorder:
     """One recording of this rank; `recorder.Recorder` while it lasts.
 
@@ -296,9 +267,9 @@ class JobRecorder:
         stage: how far it is.
     """
 
-    def __init__(self, wanted: Wanted) -> None:
+    def __init__(self, wanted: ProfileRequest) -> None:
         """Waits for its time from now on."""
-        self._wanted, self.stage = wanted, Stage.WAITING
+        self._wanted, self._folder, self.stage = wanted, Path(wanted.folder), Stage.WAITING
         self._update_begin_s: float | None = None
         self._finished = -1
         self._draft = Draft(0.0)
@@ -347,7 +318,7 @@ class JobRecorder:
             self._draft.number, self._draft.end_s = self._finished - 1, now_s
             self._draft.beside_s += processor_time_beside_s()
             self._drafts.append(self._draft)
-            if self._count(slowed=self._draft.slowed) >= self._wanted.n_iterations:
+            if self._count(slowed=self._draft.slowed) >= self._wanted.iterations:
                 if not self._draft.slowed:
                     self.end()
                     return
@@ -389,16 +360,17 @@ class JobRecorder:
         self._rank, host_leads = control.rank, control.hosts[control.rank] == control.rank
         if host_leads:
             with suppress(OSError):  # which is told at the end
-                self._wanted.folder.mkdir(parents=True, exist_ok=True)
-                folders.clear(self._wanted.folder)
+                self._folder.mkdir(parents=True, exist_ok=True)
+                folders.clear(self._folder)
         told: list[tuple[Placement, list[Buffer]]] = control.all_gather((own_placement(control), _buffers(job)))
+        known = {buffer.number: buffer for _, buffers in told for buffer in buffers}  # that any rank knows, each once
         self._clock = compare_clocks(control)
         model = next((tuned.model for _, tuned in _tuned(job) if tuned.model is not None), None)
         self._job = JobRecord(
             job=job.job,
-            n_iterations=self._wanted.n_iterations,
+            n_iterations=self._wanted.iterations,
             placement=tuple(place for place, _ in told),
-            buffers=all_buffers([buffers for _, buffers in told]),
+            buffers=tuple(known[number] for number in sorted(known)),
             links=_links(job, control.broadcast({} if model is None else dict(model.links))),
             contention=control.broadcast(None if model is None else model.contention),
             settings=variables_set(),
@@ -410,7 +382,7 @@ class JobRecorder:
         )
         if host_leads:  # now, as this rank may be the one that is killed
             with suppress(OSError):
-                folders.write_job(self._wanted.folder, self._job)
+                folders.write_job(self._folder, self._job)
         if self._wanted.operators:
             try:
                 self._kineto = Kineto(edges=self._wanted.edges)
@@ -422,7 +394,7 @@ class JobRecorder:
         self.stage = Stage.STARTING
         self._termination.watch()
         if self._rank == 0:
-            logger.info("recording %d iterations in %s", self._wanted.n_iterations, self._wanted.folder)
+            logger.info("recording %d iterations in %s", self._wanted.iterations, self._folder)
 
     def end(self) -> None:
         """Writes what there is; any thread, and more than once perhaps."""
@@ -452,13 +424,13 @@ class JobRecorder:
             round_trip_s=self._clock.round_trip_s,
             clock_error_s=0.0 if self._seen is None else self._seen.clock.error_s,
             lanes=lanes,
-            complete=self._count(slowed=self._seen is not None) >= self._wanted.n_iterations,
+            complete=self._count(slowed=self._seen is not None) >= self._wanted.iterations,
             iterations=tuple(map(recorded, self._drafts, operators)),
             modules=() if self._calls is None else self._calls.modules()[0],
             memory=self._memory(operators),
         )
         try:
-            folders.write_rank(self._wanted.folder, recording)
+            folders.write_rank(self._folder, recording)
         except OSError as err:
             logger.warning("what was recorded cannot be written: %s", err)
             return
@@ -466,8 +438,8 @@ class JobRecorder:
             logger.info(
                 "%d iterations are recorded in %s: sirtaki profile --show %s",
                 len(self._drafts),
-                self._wanted.folder,
-                self._wanted.folder,
+                self._folder,
+                self._folder,
             )
 
     def _memory(self, operators: Sequence[StepOperators | None]) -> StepMemory | None:
@@ -555,9 +527,7 @@ def begin_as_set() -> None:
     asked = current().settings.profile
     if asked is None or _from_environment is not None:
         return
-    _from_environment = JobRecorder(
-        Wanted(folder=Path(asked.folder), n_iterations=asked.iterations, operators=asked.operators, edges=asked.edges)
-    )
+    _from_environment = JobRecorder(asked)
     atexit.register(_from_environment.end)
 
 
@@ -586,9 +556,8 @@ def profile(
         raise ConfigError(f"profile() records at least one iteration, not {iterations}")
     if _from_environment is not None and _from_environment.stage is not Stage.ENDED:
         raise ConfigError("SIRTAKI_PROFILE is set, so this job is being recorded already: leave one of the two out")
-    recorder = JobRecorder(
-        Wanted(folder=Path(folder).absolute(), n_iterations=iterations, operators=operators, edges=edges)
-    )
+    asked = ProfileRequest(folder=str(Path(folder).absolute()), iterations=iterations, operators=operators, edges=edges)
+    recorder = JobRecorder(asked)
     try:
         yield recorder
     finally:

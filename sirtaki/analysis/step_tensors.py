@@ -60,12 +60,13 @@ def live_storages() -> list[LiveStorage]:
             optimizers.append(thing)
     parameters = [one for one in tensors if issubclass(type(one), nn.Parameter)]
     gradients = [one.grad for one in parameters if one.grad is not None]
+    states = [state for each in optimizers for state in vars(each).get("state", {}).values()]
     kinds: tuple[tuple[Holds, Iterable[torch.Tensor]], ...] = (
         (Holds.PARAMETERS, parameters),
         (Holds.FLAT_BUFFERS, (one for one in gradients if _is_part(one))),
         (Holds.GRADIENTS, gradients),
-        (Holds.MODULE_BUFFERS, (one for module in modules for one in _buffers(module))),
-        (Holds.OPTIMIZER, (one for each in optimizers for one in _states(each))),
+        (Holds.MODULE_BUFFERS, _tensors((vars(module).get("_buffers") or {}).values() for module in modules)),
+        (Holds.OPTIMIZER, _tensors(state.values() for state in states if isinstance(state, dict))),
         (Holds.OTHER, tensors),
     )
     found: dict[tuple[str, int], LiveStorage] = {}
@@ -98,17 +99,8 @@ def _unseen(known: Iterable[LiveStorage]) -> Iterator[LiveStorage]:
             yield LiveStorage(device, UNSEEN, left, Holds.OTHER)
 
 
-def _buffers(module: nn.Module) -> Iterator[torch.Tensor]:
-    for value in (vars(module).get("_buffers") or {}).values():
-        if isinstance(value, torch.Tensor):
-            yield value
-
-
-def _states(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    for state in vars(optimizer).get("state", {}).values():
-        for value in state.values() if isinstance(state, dict) else ():
-            if isinstance(value, torch.Tensor):
-                yield value
+def _tensors(groups: Iterable[Iterable[object]]) -> Iterator[torch.Tensor]:
+    return (one for group in groups for one in group if isinstance(one, torch.Tensor))
 
 
 Address = tuple[str, int]
@@ -320,20 +312,19 @@ class _Builder:
         for storage in self._step.storages:
             before.pop((storage.device, storage.address), None)
         for event in before.values():
-            self._there_before(event.device, event.address, event.n_bytes, Holds.OTHER)
+            one = Allocation(device=self._device(event.device), n_bytes=event.n_bytes, holds=Holds.OTHER)
+            self._add(event.device, event.address, one)
         for storage in self._step.storages:
             n_bytes = storage.n_bytes
             if storage.address == UNSEEN:
                 n_bytes -= sum(event.n_bytes for event in before.values() if event.device == storage.device)
             if n_bytes > 0:
-                self._there_before(storage.device, storage.address, n_bytes, storage.holds)
+                one = Allocation(device=self._device(storage.device), n_bytes=n_bytes, holds=storage.holds)
+                self._add(storage.device, storage.address, one)
         for event in rest:
             if event.at_s > self._step.end_s:
                 break
             self._given_out(event) if event.n_bytes > 0 else self._given_back(event)
-
-    def _there_before(self, device: str, address: int, n_bytes: int, holds: Holds) -> None:
-        self._add(device, address, Allocation(device=self._device(device), n_bytes=n_bytes, holds=holds))
 
     def _given_out(self, event: MemoryEvent) -> None:
         call = -1 if self._calls is None else self._call_at(event.at_s)

@@ -6,9 +6,10 @@ import pytest
 from rank_jobs import OVER_MESH, UNTUNED, Job, Play, RankCase, on_ranks, slow
 
 from sirtaki.analysis import recorder as job_recorder
-from sirtaki.analysis.recorder import JobRecorder, Stage, Wanted
+from sirtaki.analysis.recorder import JobRecorder, Stage
 from sirtaki.comm.plan import Algorithm, Route, TransportKind
 from sirtaki.measures import LinkModel
+from sirtaki.settings import ProfileRequest
 
 SHORT_WARMUP = {"SIRTAKI_REGISTRY": "off", "SIRTAKI_WARMUP_ITERATIONS": "3"}
 
@@ -24,7 +25,7 @@ def test_a_job_with_process_sets_is_recorded(play: Play, rank_case: RankCase) ->
 
 
 def test_nothing_is_written_if_it_never_began(tmp_path, caplog) -> None:
-    recorder = JobRecorder(Wanted(folder=tmp_path / "recorded"))
+    recorder = JobRecorder(ProfileRequest(folder=str(tmp_path / "recorded")))
     recorder.end()
     recorder.end()
     assert recorder.stage is Stage.ENDED
