@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -220,6 +222,14 @@ class Known(NamedTuple):
     places: list[torch.Tensor]
     strides: list[tuple[int, ...] | None]
     addresses: list[int]
+    references: list[int]
+    """To each view, while nobody but the buffers has it."""
+
+
+MOST_KNOWN = 512
+
+REFERENCES = min(map(sys.getrefcount, [object()]))
+"""What Python counts, asked in this way, of what one list holds."""
 
 
 class GradientBuffers:
@@ -339,9 +349,11 @@ class GradientBuffers:
             and dense_strides(param) == place.stride()
         )
 
-    def clear(self, index: int) -> None:
-        """Zeros in a parameter's place."""
+    def clear(self, index: int) -> torch.Tensor:
+        """Puts zeros in a parameter's place; returns its view."""
+        self._part_with([index])
         self._device.launch(self._places[index].zero_)
+        return self.views[index]
 
     def copy_in(self, indices: list[int], gradients: list[torch.Tensor], versions: list[int], first: int) -> None:
         """Copies gradients into their places, all at once; where they fit, `.grad` is the view from then on.
@@ -361,7 +373,12 @@ class GradientBuffers:
         # The usual case is that every gradient fits its place; then the loops are C's.
         part = slice(first, len(indices))
         own, fresh = indices[part], gradients[part]
-        _, params, views, places, strides, _ = self.known(own)
+        _, params, views, places, strides, _, references = self.known(own)
+        if list(map(sys.getrefcount, views)) != references:
+            self._part_with(
+                [index for index, gradient in zip(own, fresh, strict=True) if self.views[index] is not gradient]
+            )
+            _, params, views, places, strides, _, _ = self.known(own)
         if not (
             all(map(is_, map(GRAD, params), fresh))
             and not any(map(is_, views, fresh))
@@ -388,6 +405,8 @@ class GradientBuffers:
         key = (indices[0], len(indices))
         found = self._known.get(key)
         if found is None or found.indices != indices:
+            if len(self._known) >= MOST_KNOWN:  # many plans have been tried
+                self._known.clear()
             found = self._known[key] = Known(
                 list(indices),
                 [self._params[index] for index in indices],
@@ -395,8 +414,32 @@ class GradientBuffers:
                 [self._places[index] for index in indices],
                 [self._strides[index] for index in indices],
                 [self.addresses[index] for index in indices],
+                [],
             )
+            for known in self._known.values():
+                known.references.clear()
+        if not found.references:
+            lists = self._lists()
+            found.references.extend(REFERENCES + lists[index] for index in indices)
         return found
+
+    def _lists(self) -> Counter[int]:
+        """How many lists in `_known` have each view."""
+        return Counter(index for known in self._known.values() for index in known.indices)
+
+    def _part_with(self, indices: Sequence[int]) -> None:
+        """Gives views that somebody has kept, and that are no gradients now, memory of their own.
+
+        So a gradient that the user keeps over `zero_grad()` stays what it was. Other tensors over its memory, such as
+        `param.grad.detach()`, do not count.
+        """
+        lists = self._lists()
+        for index in [
+            i for i in indices if sys.getrefcount(self.views[i]) > REFERENCES + lists[i] and self._is_intact(i)
+        ]:
+            view = self.views[index]
+            view.data = view.detach().clone()
+            self.view(index)
 
     def _copy_one_by_one(
         self, indices: list[int], gradients: list[torch.Tensor], versions: list[int], first: int
@@ -544,10 +587,9 @@ class Arrivals:
         if param.grad is not None and param.requires_grad:
             self.add(index, param.grad, param.grad._version)
             return
-        view = self._buffers.view(index)
-        if param.grad is view:
-            param.grad = view.clone()
-        self._buffers.clear(index)
+        if param.grad is self._buffers.view(index):
+            param.grad = param.grad.clone()
+        view = self._buffers.clear(index)
         self.add(index, view, view._version)
 
     @property

@@ -77,6 +77,43 @@ def replace(model: torch.nn.Module, step: int) -> None:
             param.grad = param.grad.clamp(-0.1, 0.1)
 
 
+def gradients_that_are_kept_stay_what_they_were() -> None:
+    """As PCGrad and hand-made momentum keep them, over one iteration and over several."""
+    for unused in (False, True):
+        model, optimizer, truth, reference = both_sides(unused=unused)
+        kept: list[tuple[int, list[torch.Tensor | None], list[torch.Tensor | None]]] = []
+        for step in range(3 * STEPS):
+            inputs, wanted = batch(step)
+            rows = own_rows()
+            for side, each, x, y in (
+                (model, optimizer, inputs[rows], wanted[rows]),
+                (truth, reference, inputs, wanted),
+            ):
+                each.zero_grad()
+                loss_of(side, x, y).backward()
+            if unused:
+                truth.spare.grad = torch.zeros_like(truth.spare)
+                optimizer.synchronize()
+            if step % 3:
+                kept.append((step, *([param.grad for param in side.parameters()] for side in (model, truth))))
+            for before, ours, theirs in kept:
+                for one, other in zip(ours, theirs, strict=True):
+                    assert torch.allclose(one, other, rtol=1e-9, atol=1e-9), (before, step)
+            if len(kept) > 1:  # the last difference of gradients, added to this gradient
+                for side, place in ((model, 1), (truth, 2)):
+                    for param, new, old in zip(side.parameters(), kept[-1][place], kept[-2][place], strict=True):
+                        param.grad = param.grad + 0.1 * (new - old)
+            if len(kept) == 4:
+                del kept[0]
+            if unused:
+                with optimizer.skip_synchronize():
+                    optimizer.step()
+            else:
+                optimizer.step()
+            reference.step()
+            compare(model, truth, f"kept gradients, step {step}")
+
+
 def a_write_beside_an_unused_parameter_is_an_error_that_says_what_to_write() -> None:
     model = make_model(unused=True)
     optimizer = hvd.DistributedOptimizer(sgd(model), named_parameters=model.named_parameters())
@@ -179,6 +216,7 @@ def unused_gradients_are_zeros_or_none() -> None:
 
 
 CASES = (
+    gradients_that_are_kept_stay_what_they_were,
     a_write_beside_an_unused_parameter_is_an_error_that_says_what_to_write,
     a_write_on_one_rank_is_an_error_on_all_of_them,
     a_gradient_that_is_replaced_where_others_have_reduced_theirs_is_an_error_on_all_ranks,
