@@ -5,6 +5,7 @@ for, so that no command waits for another's libraries.
 """
 
 import argparse
+import difflib
 import importlib
 import os
 import sys
@@ -50,6 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command = commands.add_parser(name, help=help_line, description=help_line)
         if name == wanted:
             importlib.import_module(module).configure(command)
+    if wanted is not None and wanted not in COMMANDS and (meant := difflib.get_close_matches(wanted, COMMANDS, 1)):
+        parser.error(f"{wanted!r} is no command; did you mean {meant[0]!r}?")
     options = parser.parse_args(arguments)
     try:
         return int(importlib.import_module(COMMANDS[options.command][0]).main(options))
