@@ -8,12 +8,10 @@ if __name__ != "sirtaki.autotune":  # every module would be there twice, with cl
 
 from sirtaki.comm.plan import Algorithm, TransportKind
 
-from .arms.base import Arm
 from .knobs import Cut, KnobLattice, Knobs, KnobSpace
 from .meta.bandit import default_arms
-from .meta.session import WarmupSession
-from .meta.trials import Assignment, Purpose, SessionResult
-from .trial import Proposal, Trial, TrialStatus
+from .meta.session import Assignment, Purpose, SessionResult, WarmupSession
+from .trial import Arm, Proposal, Trial, TrialStatus
 
 __all__ = [
     "Algorithm",

@@ -11,7 +11,7 @@ from sirtaki.comm.plan import CommPlan, GradientLayout
 from sirtaki.errors import TuningError
 from sirtaki.measures import LinkModel
 
-from .arms.catalogue import make_planners
+from .arms.planners import make_planners
 from .knobs import Knobs, KnobSpace
 from .model.fits import ContentionModel
 from .model.planning import PlanningModel

@@ -1,10 +1,12 @@
-"""What an arm proposes and what comes back: the two records that pass through every arm."""
+"""The interface of search algorithms: an arm proposes settings (`ask`) and learns from trials (`tell`)."""
+
+from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, Protocol
 
 from sirtaki.errors import PlanError, TuningError
 
@@ -71,7 +73,7 @@ class Trial:
         }
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> "Trial":
+    def from_json(cls, data: Mapping[str, Any]) -> Trial:
         """The trial that `to_json` described.
 
         Raises:
@@ -95,3 +97,30 @@ class Trial:
                 f"not {trial.span_s}, {trial.noise_s} and {trial.iterations}"
             )
         return trial
+
+
+class Arm(Protocol):
+    """Proposes knobs and learns from trials. No threads, files, process groups or clocks of its own.
+
+    Three more methods are optional; each may answer None for "no opinion" (`opinion` asks for them):
+    `expected_improvement()` is the largest share of the best span that an untried setting is expected to save,
+    `expected_span_s(knobs)` what a measured setting truly takes, from its neighbours' measurements too, and
+    `promise(candidates)` the share of the best span that each of several settings is expected to save,
+    `(n_candidates,)`, infinite for what the arm knows nothing of.
+    """
+
+    name: str
+
+    def ask(self, n: int = 1) -> Sequence[Proposal]:
+        """Up to `n` proposals; learns nothing. Empty = nothing to propose (now)."""
+        ...
+
+    def tell(self, trials: Sequence[Trial]) -> None:
+        """Learns from finished trials, whoever asked for them; proposes nothing."""
+        ...
+
+
+def opinion(arm: Arm | None, of: str, *arguments: object) -> Any:  # Any: each optional method has its own answer
+    """What an optional method of an arm answers; None where there is no such method, or no arm."""
+    method = getattr(arm, of, None)
+    return None if method is None else method(*arguments)

@@ -55,13 +55,12 @@ from bench.tuner import (
     play,
     simulated_job,
 )
-from sirtaki.autotune.arms.base import Arm
-from sirtaki.autotune.arms.catalogue import OUR_ARMS
+from sirtaki.autotune.arms.techniques import OUR_ARMS
 from sirtaki.autotune.knobs import Knobs
 from sirtaki.autotune.meta.bandit import default_arms
-from sirtaki.autotune.meta.session import WarmupSession
-from sirtaki.autotune.meta.trials import REGISTRY_ARM, SessionResult
+from sirtaki.autotune.meta.session import REGISTRY_ARM, SessionResult, WarmupSession
 from sirtaki.autotune.model.planning import PlanningModel
+from sirtaki.autotune.trial import Arm
 from sirtaki.engine.tuning.cache import first_proposals, permitted_by, route_names
 from sirtaki.registry import warm_start
 from sirtaki.registry.entry import Entry, make_key

@@ -143,7 +143,7 @@ def settings(bare: Bare, job: RecordedJob) -> list[Knobs]:
 def on_rank(options: Mapping[str, Any]) -> None:
     """What each rank does; the first one gives the result."""
     import sirtaki.torch as hvd
-    from sirtaki.autotune.arms.catalogue import make_planners
+    from sirtaki.autotune.arms.planners import make_planners
     from sirtaki.engine import job as engine_job
 
     torch.set_num_threads(1)

@@ -36,21 +36,15 @@ import numpy as np
 
 from bench.lib.harness import Bar, Report, finish, parser
 from bench.lib.workloads import FABRICS, RANKS, cluster, workload
-from sirtaki.autotune.arms.asc_wfbp import AscWfbp, AscWfbpN
-from sirtaki.autotune.arms.base import Arm
-from sirtaki.autotune.arms.catalogue import OUR_ARMS, make_arm
-from sirtaki.autotune.arms.dpro import Dpro
-from sirtaki.autotune.arms.libra import Libra, LibraM
-from sirtaki.autotune.arms.mg_wfbp import MgWfbp
-from sirtaki.autotune.arms.planner import Planner, cuts_for_groups
+from sirtaki.autotune.arms.planners import AscWfbp, AscWfbpN, Dpro, Libra, LibraM, MgWfbp, Planner, cuts_for_groups
+from sirtaki.autotune.arms.techniques import OUR_ARMS, make_arm
 from sirtaki.autotune.knobs import MIB, KnobLattice, Knobs, KnobSpace
 from sirtaki.autotune.meta.bandit import Opening, default_arms
-from sirtaki.autotune.meta.session import WarmupSession
-from sirtaki.autotune.meta.trials import Assignment
+from sirtaki.autotune.meta.session import Assignment, WarmupSession
 from sirtaki.autotune.model.fits import ContentionModel, RateCurve
 from sirtaki.autotune.model.planning import PlanningModel
 from sirtaki.autotune.model.simulator import Profile, Simulator
-from sirtaki.autotune.trial import Proposal, Trial
+from sirtaki.autotune.trial import Arm, Proposal, Trial
 from sirtaki.comm.plan import Algorithm, TransportKind
 from sirtaki.engine.tuning.plans import default_knobs
 from sirtaki.measures import LARGEST_UNIT_BYTES, SMALLEST_UNIT_BYTES, LinkModel

@@ -15,11 +15,10 @@ import numpy as np
 
 from sirtaki.errors import TuningError
 
-from ..arms.base import Arm, expected_improvement, expected_span_s, promise
-from ..arms.catalogue import OUR_ARMS, make_arm, third_party_arms
-from ..arms.planner import Planner
+from ..arms.planners import Planner
+from ..arms.techniques import OUR_ARMS, make_arm, third_party_arms
 from ..knobs import Knobs, KnobSpace
-from ..trial import Proposal, Trial
+from ..trial import Arm, Proposal, Trial, opinion
 
 
 class Opening(Enum):
@@ -190,12 +189,18 @@ class BanditArm:
         """The largest that any arm still expects; None if no arm can say, or as long as one has not had its turn."""
         if not self._asked.issuperset(self._arms):
             return None
-        expected = [self._try(name, lambda arm: _number(expected_improvement(arm)), None) for name in list(self._arms)]
+        expected = [
+            self._try(name, lambda arm: _number(opinion(arm, "expected_improvement")), None)
+            for name in list(self._arms)
+        ]
         return max((value for value in expected if value is not None), default=None)
 
     def expected_span_s(self, knobs: Knobs) -> float | None:
         """What the first arm with an opinion believes."""
-        beliefs = (self._try(name, lambda arm: _number(expected_span_s(arm, knobs)), None) for name in list(self._arms))
+        beliefs = (
+            self._try(name, lambda arm: _number(opinion(arm, "expected_span_s", knobs)), None)
+            for name in list(self._arms)
+        )
         return next((belief for belief in beliefs if belief is not None), None)
 
     @property
@@ -211,7 +216,7 @@ class BanditArm:
     def _screened(self, proposals: Sequence[Proposal]) -> Sequence[Proposal]:
         """Those that the first arm with an opinion gives a chance, the best first; as they came where none has one."""
         knobs = [proposal.knobs for proposal in proposals]
-        opinions = (self._try(name, lambda arm: promise(arm, knobs), None) for name in list(self._arms))
+        opinions = (self._try(name, lambda arm: opinion(arm, "promise", knobs), None) for name in list(self._arms))
         promised = next((opinion for opinion in opinions if opinion is not None), None) if proposals else None
         if promised is None:
             return proposals

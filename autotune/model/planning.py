@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import combinations
+from statistics import median
 from typing import Any
 
-from sirtaki.comm.plan import Algorithm, GradientLayout, Route, TransportKind
+import numpy as np
+import scipy
+from numpy.typing import NDArray
+
+from sirtaki.comm.plan import Algorithm, CommPlan, GradientLayout, Route, TransportKind
 from sirtaki.errors import PlanError, TuningError
 from sirtaki.measures import LinkModel
 
 from ..knobs import Knobs
-from ..trial import Trial
-from .fits import ContentionModel
+from ..trial import Trial, TrialStatus
+from .fits import MAX_RESIDUAL, ContentionModel, RateCurve, root_mean_square
 from .replayer import SharedHost
 from .simulator import Profile, Simulator
 
@@ -219,3 +225,246 @@ class Forecast:
     def _pairs(self) -> list[tuple[float, float]]:
         both = ((measured_s, self.predicted_s(knobs)) for knobs, measured_s in self._measured_s.items())
         return [(measured_s, predicted_s) for measured_s, predicted_s in both if predicted_s is not None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """Ranks in a ring over equal links.
+
+    Attributes:
+        name: for tables.
+        ranks: members of the ring.
+        hop_s: latency of one hop (LIBRA's α in eq. 4).
+        link_bytes_per_s: what a rank's link carries each way.
+        flow_bytes_per_s: what a single flow, hence one stream, can carry of that.
+        crowding: share of the throughput lost with each stream beyond those that fill the link.
+
+    Raises:
+        TuningError: a number that is invalid.
+    """
+
+    name: str
+    ranks: int
+    hop_s: float
+    link_bytes_per_s: float
+    flow_bytes_per_s: float
+    crowding: float = 0.01
+
+    def __post_init__(self) -> None:
+        if self.ranks < 2:
+            raise TuningError(f"a cluster has at least two ranks, not {self.ranks}")
+        if self.hop_s < 0 or not 0 < self.flow_bytes_per_s <= self.link_bytes_per_s:
+            raise TuningError(
+                f"a cluster needs hop_s ≥ 0 and 0 < flow ≤ link rate, not {self.hop_s} s, "
+                f"{self.flow_bytes_per_s} and {self.link_bytes_per_s} bytes/s"
+            )
+        if not 0 <= self.crowding < 1:
+            raise TuningError(f"crowding is a share from 0 up to 1, not {self.crowding}")
+
+    def link(self, *, max_streams: int = 24) -> LinkModel:
+        """Ring all-reduce: a = 2 (N − 1) α, and 2 (N − 1) / N bytes on the wire for each gradient byte (LIBRA eq. 4).
+
+        n flows carry n times one flow until they fill the link; each further one loses `crowding` of it.
+        """
+        wire_bytes_per_byte = 2 * (self.ranks - 1) / self.ranks
+        filling = self.link_bytes_per_s / self.flow_bytes_per_s
+        throughput = [
+            min(n * self.flow_bytes_per_s, self.link_bytes_per_s)
+            * (1 - self.crowding) ** max(0.0, n - filling)
+            / wire_bytes_per_byte
+            for n in range(1, max_streams + 1)
+        ]
+        return LinkModel(alpha_s=2 * (self.ranks - 1) * self.hop_s, throughput=tuple(throughput))
+
+    def bound_s(self, gradient_bytes: int) -> float:
+        """The shortest time in which the link can carry an all-reduce of that size."""
+        return 2 * (self.ranks - 1) / self.ranks * gradient_bytes / self.link_bytes_per_s
+
+
+logger = logging.getLogger(__name__)
+
+FEWEST_TRIALS = 5  # of a route
+OFF = 0.1  # the share by which predictions may miss
+MAX_PLANS = 12  # the plans with the fewest units count, which keeps a calibration to a quarter of a second
+KEPT_BACK = 0.03
+"""A factor of e costs the fit as much as a trial that is missed by this share: what no trial shows stays as it was."""
+
+_MAX_EVALUATIONS = 12  # of the simulator, for all trials, in one fit of a link
+
+
+def calibrate_link(
+    link: LinkModel,
+    *,
+    layout: GradientLayout,
+    profile: Profile,
+    trials: Sequence[Trial],
+    contention: ContentionModel | None = None,
+) -> LinkModel:
+    """`link` corrected so that the simulator meets measured trials: data that the warm-up collects anyway.
+
+    Factors are fitted on α, on G(1) and on the far end of G, with the factors on G between the two interpolated, and
+    on the processor's time where the link has one.
+
+    Raises:
+        TuningError: fewer than four trials ran, or the corrected model still misses them by more than
+            `fits.MAX_RESIDUAL`.
+    """
+    plans, spans_s = _measured(layout, trials, at_least=4)
+    corrected = _link_correction(link)
+
+    def errors(logs: NDArray[np.float64]) -> NDArray[np.float64]:
+        simulator = Simulator(layout=layout, profile=profile, link=corrected(logs), contention=contention)
+        missed = np.array([simulator.run(plan).span_s for plan in plans]) / spans_s - 1
+        return np.concatenate([missed, KEPT_BACK * logs])
+
+    fit = scipy.optimize.least_squares(
+        errors,
+        x0=np.zeros(3 + (link.host_s > 0.0)),
+        bounds=(-3, 3),
+        diff_step=0.02,
+        loss="soft_l1",
+        f_scale=0.1,
+        max_nfev=_MAX_EVALUATIONS,
+    )
+    residual = root_mean_square(fit.fun[: len(plans)])
+    if residual > MAX_RESIDUAL:
+        raise TuningError(f"the simulator misses the trials by {residual:.0%}; at most {MAX_RESIDUAL:.0%} is trusted")
+    best = corrected(fit.x)
+    return replace(best, residual=residual)
+
+
+def fitted_to_trials(model: PlanningModel, trials: Sequence[Trial]) -> PlanningModel:
+    """The model with what trials tell more of than probes fitted to them (LIBRA's algorithm 2).
+
+    First contention, where the job has probed it and thread counts were tried, then each link. Either stays as it is
+    where half of its trials are met within `OFF`, fewer than `FEWEST_TRIALS` ran, or none fits.
+    """
+    for route in model.links:
+        ran = [trial for trial in trials if trial.knobs.route == route]
+        ran = [trial for trial in ran if trial.status is not TrialStatus.FAILED and math.isfinite(trial.span_s)]
+        for fitted in (_with_contention_fitted, _with_link_fitted):
+            missed = _missed(model, route, ran) if len(ran) >= FEWEST_TRIALS else 0.0
+            if missed <= OFF:
+                break
+            try:
+                other = fitted(model, route, ran)
+            except TuningError as err:
+                logger.debug("%s: %s", route[0].value, err)
+                continue
+            if _missed(other, route, ran) < missed:
+                model = other
+    return model
+
+
+def _with_contention_fitted(model: PlanningModel, route: Route, trials: Sequence[Trial]) -> PlanningModel:
+    if model.contention is None:
+        raise TuningError("nobody has probed contention")
+    contention = calibrate_contention(
+        model.links[route],
+        layout=model.layout,
+        profile=model.profile,
+        trials=trials,
+        default_threads=model.contention.default_threads,
+    )
+    return replace(model, contention=contention)
+
+
+def _with_link_fitted(model: PlanningModel, route: Route, trials: Sequence[Trial]) -> PlanningModel:
+    link = calibrate_link(
+        model.links[route], layout=model.layout, profile=model.profile, trials=trials, contention=model.contention
+    )
+    return replace(model, links={**model.links, route: link})
+
+
+def _missed(model: PlanningModel, route: Route, trials: Sequence[Trial]) -> float:
+    """By how much the median of the predictions misses the trials, as a logarithm."""
+    simulator = model.simulator(route)
+    return median([abs(math.log(simulator.run_knobs(trial.knobs).span_s / trial.span_s)) for trial in trials])
+
+
+def _link_correction(link: LinkModel) -> Callable[[NDArray[np.float64]], LinkModel]:
+    far = np.linspace(0, 1, len(link.throughput)) if len(link.throughput) > 1 else np.zeros(1)
+    alpha_s = max(link.alpha_s, 1e-9)  # a factor cannot correct zero
+
+    def corrected(logs: NDArray[np.float64]) -> LinkModel:
+        factors = np.exp(logs[1] * (1 - far) + logs[2] * far)
+        throughput = tuple((np.array(link.throughput) * factors).tolist())
+        host_s = link.host_s * math.exp(logs[3]) if len(logs) > 3 else link.host_s
+        return replace(link, alpha_s=alpha_s * math.exp(logs[0]), throughput=throughput, host_s=host_s)
+
+    return corrected
+
+
+def calibrate_contention(
+    link: LinkModel,
+    *,
+    layout: GradientLayout,
+    profile: Profile,
+    trials: Sequence[Trial],
+    default_threads: int = 512,
+) -> ContentionModel:
+    """LIBRA's g, p and q (eq. 5-6) from trials with different thread counts, without timing any overlap by itself.
+
+    Five numbers are fitted, with the simulator as the model: α2; γ1, γ2 / γ1 and γ3 of p; and the factor by which
+    q is faster. α1 is 1: without threads there is no contention. Spans tell these apart only as far as they matter to
+    spans, so the curves may be off where no trial went.
+
+    Raises:
+        TuningError: fewer than six trials ran, there are fewer than three thread counts among them, or the
+            fitted model misses them by more than `MAX_RESIDUAL`.
+    """
+    plans, spans_s = _measured(layout, trials, at_least=6)
+    counts = {unit.threads or default_threads for plan in plans for unit in plan.units}
+    if len(counts) < 3:
+        raise TuningError(f"contention can be fitted to three thread counts or more, not to {sorted(counts)}")
+    rate, most = link.throughput[0], max(counts)
+
+    def model(x: NDArray[np.float64], residual: float = 0.0) -> ContentionModel:
+        gamma_1 = rate * math.exp(x[1])
+        overlapped = RateCurve(gamma_1=gamma_1, gamma_2=gamma_1 * float(x[2]), gamma_3=math.exp(x[3]))
+        faster = math.exp(x[4])
+        alone = RateCurve(
+            gamma_1=overlapped.gamma_1 * faster, gamma_2=overlapped.gamma_2 * faster, gamma_3=overlapped.gamma_3
+        )
+        return ContentionModel(
+            alpha_1=1.0,
+            alpha_2=float(x[0]) / most,
+            overlapped=overlapped,
+            alone=alone,
+            default_threads=default_threads,
+            residual=residual,
+        )
+
+    def errors(x: NDArray[np.float64]) -> NDArray[np.float64]:
+        simulator = Simulator(layout=layout, profile=profile, link=link, contention=model(x))
+        return np.asarray(np.array([simulator.run(plan).span_s for plan in plans]) / spans_s - 1)
+
+    best = min(
+        (
+            scipy.optimize.least_squares(
+                errors,
+                x0=[0.2, 0.0, 0.7, log_gamma_3, 0.05],
+                bounds=([0, -2, 0, -8, 0], [0.95, 2, 0.999, 0, 0.7]),
+                diff_step=0.02,
+                max_nfev=15,
+            )
+            for log_gamma_3 in (-4.5, -2.5)
+        ),
+        key=lambda fit: float(fit.cost),
+    )
+    residual = root_mean_square(best.fun)
+    if residual > MAX_RESIDUAL:
+        raise TuningError(f"contention misses the trials by {residual:.0%}; at most {MAX_RESIDUAL:.0%} is trusted")
+    return model(best.x, residual)
+
+
+def _measured(
+    layout: GradientLayout, trials: Sequence[Trial], *, at_least: int
+) -> tuple[list[CommPlan], NDArray[np.float64]]:
+    """Plans and spans of the trials with the fewest units, of those that ran."""
+    usable = [t for t in trials if t.status is not TrialStatus.FAILED and math.isfinite(t.span_s) and t.span_s > 0]
+    pairs = sorted(((t.knobs.to_plan(layout), t.span_s) for t in usable), key=lambda pair: len(pair[0].units))
+    if len(pairs) < at_least:
+        raise TuningError(f"a calibration needs {at_least} trials or more that ran, not {len(pairs)}")
+    pairs = pairs[:MAX_PLANS]
+    return [plan for plan, _ in pairs], np.array([span_s for _, span_s in pairs])

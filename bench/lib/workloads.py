@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from sirtaki.autotune.model.calibration import Cluster
+from sirtaki.autotune.model.planning import Cluster
 from sirtaki.autotune.model.simulator import Profile
 from sirtaki.comm.plan import GradientLayout
 

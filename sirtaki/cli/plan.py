@@ -18,8 +18,7 @@ from rich.table import Table
 
 from sirtaki.analysis.svg import COLORS, DEFAULT_COLOR, Plot, framed, legend, page
 from sirtaki.autotune.knobs import MIB, Knobs, KnobSpace, format_bytes
-from sirtaki.autotune.model.calibration import Cluster, fitted_to_trials
-from sirtaki.autotune.model.planning import PlanningModel
+from sirtaki.autotune.model.planning import Cluster, PlanningModel, fitted_to_trials
 from sirtaki.autotune.scaling import DEFAULT, ScalingRow, scaling_table
 from sirtaki.autotune.trial import Trial
 from sirtaki.engine.tuning.trial_log import TrialLog, read_log

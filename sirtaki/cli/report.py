@@ -30,9 +30,9 @@ from sirtaki.analysis.svg import (
     swatch,
     table,
 )
-from sirtaki.autotune.arms.catalogue import OUR_PLANNERS
+from sirtaki.autotune.arms.planners import OUR_PLANNERS
 from sirtaki.autotune.knobs import Knobs, format_bytes
-from sirtaki.autotune.meta.trials import DEFAULT_ARM, Purpose
+from sirtaki.autotune.meta.session import DEFAULT_ARM, Purpose
 from sirtaki.autotune.model.planning import BELIEVED
 from sirtaki.autotune.model.simulator import Simulator
 from sirtaki.autotune.sparse import MB, SparseSummary, Way

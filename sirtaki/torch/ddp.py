@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from sirtaki.autotune.arms.base import Arm
+from sirtaki.autotune.trial import Arm
 from sirtaki.comm.collectives.rank_sets import GLOBAL
 from sirtaki.comm.gradients.buffers import Reduction
 from sirtaki.engine import job

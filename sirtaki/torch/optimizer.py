@@ -16,8 +16,8 @@ import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import optimizer as torch_optimizer
 
-from sirtaki.autotune.arms.base import Arm
 from sirtaki.autotune.sparse import SparseSummary
+from sirtaki.autotune.trial import Arm
 from sirtaki.comm.collectives.rank_sets import GLOBAL, RankSet
 from sirtaki.comm.gradients.buffers import Reduction
 from sirtaki.engine import job

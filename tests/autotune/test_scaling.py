@@ -5,7 +5,7 @@ from itertools import groupby
 import pytest
 
 from bench.lib.workloads import cluster, workload
-from sirtaki.autotune.arms.catalogue import make_planners
+from sirtaki.autotune.arms.planners import make_planners
 from sirtaki.autotune.knobs import MIB, Knobs, KnobSpace
 from sirtaki.autotune.model.fits import ContentionModel, RateCurve
 from sirtaki.autotune.model.simulator import Profile

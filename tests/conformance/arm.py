@@ -8,9 +8,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from sirtaki.autotune.arms.base import Arm, expected_improvement
 from sirtaki.autotune.knobs import KIB, MIB, Cut, Knobs, KnobSpace
-from sirtaki.autotune.trial import Proposal, Trial, TrialStatus
+from sirtaki.autotune.trial import Arm, Proposal, Trial, TrialStatus, opinion
 from sirtaki.comm.plan import Algorithm, TransportKind
 
 MakeArm = Callable[[KnobSpace, np.random.Generator], Arm]
@@ -170,7 +169,7 @@ def the_name_is_stable(make: MakeArm) -> None:
 def what_is_left_to_gain_is_a_share_or_unknown(make: MakeArm) -> None:
     arm = _make(make, WIDE)
     for _ in range(12):
-        expected = expected_improvement(arm)
+        expected = opinion(arm, "expected_improvement")
         assert expected is None or expected >= 0.0
         converse(arm, 1)
 

@@ -6,12 +6,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from sirtaki.autotune.arms.base import Arm
-from sirtaki.autotune.arms.grid import GridArm
+from sirtaki.autotune.arms.techniques import GridArm
 from sirtaki.autotune.knobs import MIB, Knobs, KnobSpace
-from sirtaki.autotune.meta.session import WarmupSession
-from sirtaki.autotune.meta.trials import Assignment, Purpose, SessionResult
-from sirtaki.autotune.trial import Proposal, Trial
+from sirtaki.autotune.meta.session import Assignment, Purpose, SessionResult, WarmupSession
+from sirtaki.autotune.trial import Arm, Proposal, Trial
 from sirtaki.comm.plan import Algorithm, TransportKind
 
 SPACE = KnobSpace(

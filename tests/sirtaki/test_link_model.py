@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from sirtaki.autotune.model.calibration import Cluster
+from sirtaki.autotune.model.planning import Cluster
 from sirtaki.errors import TuningError
 from sirtaki.measures import LinkModel
 

@@ -11,11 +11,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from sirtaki.autotune.arms.base import Arm, Nobody
-from sirtaki.autotune.arms.catalogue import OUR_ARMS, make_arm, make_planners
+from sirtaki.autotune.arms.planners import make_planners
+from sirtaki.autotune.arms.techniques import OUR_ARMS, Nobody, make_arm
 from sirtaki.autotune.knobs import KnobLattice, Knobs, KnobSpace
 from sirtaki.autotune.meta.bandit import Opening, default_arms
 from sirtaki.autotune.meta.session import WarmupSession
+from sirtaki.autotune.trial import Arm
 
 from .landscape import Landscape
 

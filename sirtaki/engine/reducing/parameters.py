@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sirtaki.autotune.arms.base import Arm
+from sirtaki.autotune.trial import Arm
 from sirtaki.comm.collectives.engine import EagerEngine
 from sirtaki.comm.collectives.operations import Kind, Signature
 from sirtaki.comm.gradients.buffers import Reduction

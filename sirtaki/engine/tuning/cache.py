@@ -14,9 +14,9 @@ import numpy
 import torch
 
 import sirtaki
-from sirtaki.autotune.arms.catalogue import make_planners
+from sirtaki.autotune.arms.planners import make_planners
 from sirtaki.autotune.knobs import Knobs, KnobSpace
-from sirtaki.autotune.meta.trials import Promise, SessionResult
+from sirtaki.autotune.meta.session import Promise, SessionResult
 from sirtaki.autotune.model.planning import PlanningModel
 from sirtaki.autotune.trial import Trial
 from sirtaki.comm.plan import GradientLayout, Route

@@ -13,13 +13,10 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 
-from sirtaki.autotune.arms.base import Arm
-from sirtaki.autotune.arms.catalogue import make_planners
-from sirtaki.autotune.arms.planner import Planner
+from sirtaki.autotune.arms.planners import Planner, make_planners
 from sirtaki.autotune.knobs import Knobs, KnobSpace
 from sirtaki.autotune.meta.bandit import ITERATIONS_PER_TRIAL, BanditArm, default_arms, window_for
-from sirtaki.autotune.meta.session import WarmupSession
-from sirtaki.autotune.meta.trials import (
+from sirtaki.autotune.meta.session import (
     DEFAULT_ARM,
     PLAN_ARM,
     REFINEMENT_ARM,
@@ -27,9 +24,10 @@ from sirtaki.autotune.meta.trials import (
     Assignment,
     Purpose,
     SessionResult,
+    WarmupSession,
 )
 from sirtaki.autotune.model.planning import Forecast, PlanningModel
-from sirtaki.autotune.trial import Trial
+from sirtaki.autotune.trial import Arm, Trial
 from sirtaki.comm.gradients.iteration import IterationReport
 from sirtaki.comm.plan import GradientLayout, Route
 from sirtaki.measures import LinkModel, faster, faster_than

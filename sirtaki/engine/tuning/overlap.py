@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from sirtaki.autotune.knobs import Cut, Knobs, KnobSpace, format_bytes
-from sirtaki.autotune.model.forward_span import put_off_iteration_s
+from sirtaki.autotune.model.simulator import put_off_iteration_s
 from sirtaki.comm.gradients.schedule import IterationPace
 from sirtaki.comm.plan import GradientLayout
 

@@ -16,7 +16,7 @@ from statistics import median
 from typing import IO, Any
 
 from sirtaki.autotune.knobs import Knobs
-from sirtaki.autotune.meta.trials import Assignment, SessionResult
+from sirtaki.autotune.meta.session import Assignment, SessionResult
 from sirtaki.autotune.model.planning import Forecast, PlanningModel
 from sirtaki.autotune.model.simulator import Profile
 from sirtaki.autotune.sparse import SparseSummary

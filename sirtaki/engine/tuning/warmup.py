@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from sirtaki.autotune.arms.base import Arm
 from sirtaki.autotune.knobs import Knobs
-from sirtaki.autotune.meta.trials import Assignment, Purpose
+from sirtaki.autotune.meta.session import Assignment, Purpose
 from sirtaki.autotune.model.planning import PlanningModel
+from sirtaki.autotune.trial import Arm
 from sirtaki.comm.gradients.buffers import Pace, Reduction
 from sirtaki.comm.gradients.iteration import IterationReport
 from sirtaki.comm.gradients.synchroniser import Synchroniser

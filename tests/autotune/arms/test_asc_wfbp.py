@@ -5,8 +5,7 @@ from conformance.oracle import best_span_s
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sirtaki.autotune.arms.asc_wfbp import AscWfbp, AscWfbpN, LayerType, layer_types
-from sirtaki.autotune.arms.mg_wfbp import MgWfbp
+from sirtaki.autotune.arms.planners import AscWfbp, AscWfbpN, LayerType, MgWfbp, layer_types
 from sirtaki.autotune.knobs import KnobSpace
 from sirtaki.autotune.model.fits import ContentionModel, RateCurve
 from sirtaki.autotune.model.planning import PlanningModel

@@ -9,7 +9,7 @@ import pytest
 from conformance.arm import GPU, PLANNED, WIDE, converse, span_of, trial_of
 
 from sirtaki.autotune.arms.bayesian import BayesianArm
-from sirtaki.autotune.arms.grid import GridArm
+from sirtaki.autotune.arms.techniques import GridArm
 from sirtaki.autotune.knobs import KnobLattice, KnobSpace
 from sirtaki.autotune.trial import Proposal
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from conformance.arm import WIDE
 
-from sirtaki.autotune.arms import catalogue
-from sirtaki.autotune.arms.catalogue import FURTHER_ARMS, OUR_ARMS, make_arm
+from sirtaki.autotune.arms import techniques
+from sirtaki.autotune.arms.techniques import FURTHER_ARMS, OUR_ARMS, make_arm
 from sirtaki.autotune.knobs import KnobSpace
 from sirtaki.autotune.meta.bandit import default_arms
 from sirtaki.autotune.trial import Proposal, Trial
@@ -47,7 +47,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
             importlib.metadata.EntryPoint(name=name, value=f"{__name__}:{make.__name__}", group="sirtaki.arms")
             for name, make in makers.items()
         ]
-        monkeypatch.setattr(catalogue, "entry_points", lambda group: [p for p in points if p.group == group])
+        monkeypatch.setattr(techniques, "entry_points", lambda group: [p for p in points if p.group == group])
         monkeypatch.setitem(__import__("sys").modules, __name__, __import__("types").SimpleNamespace(**globals()))
 
     return install

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.lib.workloads import cluster, workload
-from sirtaki.autotune.arms.dpro import CriticalPathSearch, Dpro, Schedule, coarsened_ends, partial_replay_s
+from sirtaki.autotune.arms.planners import CriticalPathSearch, Dpro, Schedule, coarsened_ends, partial_replay_s
 from sirtaki.autotune.knobs import KnobSpace
 from sirtaki.autotune.model.planning import PlanningModel
 from sirtaki.autotune.model.simulator import Profile, Simulator

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from sirtaki.autotune.arms.grid import GridArm, halton, radical_inverse
+from sirtaki.autotune.arms.techniques import GridArm, halton, radical_inverse
 from sirtaki.autotune.knobs import MIB, KnobLattice, Knobs, KnobSpace
 from sirtaki.autotune.trial import Trial
 from sirtaki.comm.plan import Algorithm, TransportKind

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from conformance.arm import WIDE, span_of, trial_of
 
-from sirtaki.autotune.arms.hyperband import HyperbandArm
+from sirtaki.autotune.arms.techniques import HyperbandArm
 from sirtaki.autotune.knobs import Knobs
 from sirtaki.autotune.trial import Trial, TrialStatus
 

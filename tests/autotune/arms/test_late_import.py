@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sirtaki.autotune.arms.base import import_late, require
+from sirtaki.autotune.arms.techniques import import_late, require
 from sirtaki.errors import TuningError
 
 

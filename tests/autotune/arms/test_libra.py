@@ -3,9 +3,7 @@ from dataclasses import replace
 import pytest
 
 from bench.lib.workloads import cluster, workload
-from sirtaki.autotune.arms.asc_wfbp import AscWfbpN
-from sirtaki.autotune.arms.libra import Libra, LibraM
-from sirtaki.autotune.arms.mg_wfbp import MgWfbp
+from sirtaki.autotune.arms.planners import AscWfbpN, Libra, LibraM, MgWfbp
 from sirtaki.autotune.knobs import KnobSpace
 from sirtaki.autotune.model.fits import ContentionModel, RateCurve
 from sirtaki.autotune.model.planning import PlanningModel

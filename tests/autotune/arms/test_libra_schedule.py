@@ -8,7 +8,7 @@ from conformance.oracle import all_group_ends
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from sirtaki.autotune.arms.libra import StageModel, allocate, backward_s, coarsen, fuse_and_allocate
+from sirtaki.autotune.arms.planners import StageModel, allocate, backward_s, coarsen, fuse_and_allocate
 from sirtaki.errors import TuningError
 
 ROUNDING = 1e-8

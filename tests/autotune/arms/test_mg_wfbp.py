@@ -3,8 +3,7 @@ from conformance.oracle import all_group_ends, best_span_s
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sirtaki.autotune.arms.mg_wfbp import merge_gradients, merge_optimally
-from sirtaki.autotune.arms.planner import cuts_for_groups
+from sirtaki.autotune.arms.planners import cuts_for_groups, merge_gradients, merge_optimally
 from sirtaki.autotune.model.planning import PlanningModel
 from sirtaki.autotune.model.simulator import Profile
 from sirtaki.comm.plan import Algorithm, GradientLayout, TransportKind

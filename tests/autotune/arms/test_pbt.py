@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 from conformance.arm import GPU, ONLY_STREAMS, WIDE, converse, span_of, trial_of
 
-from sirtaki.autotune.arms.pbt import PBTArm
+from sirtaki.autotune.arms.techniques import PBTArm
 from sirtaki.autotune.knobs import KnobLattice
 from sirtaki.autotune.trial import Proposal, Trial
 

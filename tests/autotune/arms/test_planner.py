@@ -1,8 +1,6 @@
 import pytest
 
-from sirtaki.autotune.arms.asc_wfbp import AscWfbp, AscWfbpN
-from sirtaki.autotune.arms.mg_wfbp import MgWfbp
-from sirtaki.autotune.arms.planner import cuts_for_groups
+from sirtaki.autotune.arms.planners import AscWfbp, AscWfbpN, MgWfbp, cuts_for_groups
 from sirtaki.autotune.knobs import KnobSpace
 from sirtaki.autotune.model.planning import PlanningModel
 from sirtaki.autotune.model.simulator import Profile

@@ -1,10 +1,7 @@
 import pytest
 from conformance.arm import ARM_CHECKS, GPU, WIDE
 
-from sirtaki.autotune.arms.asc_wfbp import AscWfbp, AscWfbpN
-from sirtaki.autotune.arms.dpro import Dpro
-from sirtaki.autotune.arms.libra import Libra, LibraM
-from sirtaki.autotune.arms.mg_wfbp import MgWfbp
+from sirtaki.autotune.arms.planners import AscWfbp, AscWfbpN, Dpro, Libra, LibraM, MgWfbp
 from sirtaki.autotune.model.fits import ContentionModel, RateCurve
 from sirtaki.autotune.model.planning import PlanningModel
 from sirtaki.autotune.model.simulator import Profile

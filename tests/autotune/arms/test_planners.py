@@ -5,8 +5,7 @@ from dataclasses import replace
 from fakes.trial_logs import PLANNING
 from fakes.warmup_job import SPACE
 
-from sirtaki.autotune.arms.catalogue import OUR_PLANNERS, make_planners
-from sirtaki.autotune.arms.libra import LibraM
+from sirtaki.autotune.arms.planners import OUR_PLANNERS, LibraM, make_planners
 
 WITH_THREADS = replace(SPACE, threads=(512, 1024))
 

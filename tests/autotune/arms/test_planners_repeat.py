@@ -6,7 +6,7 @@ import sys
 
 PROGRAM = """
 import json
-from sirtaki.autotune.arms.catalogue import make_planners
+from sirtaki.autotune.arms.planners import make_planners
 from sirtaki.autotune.knobs import KIB, MIB, KnobSpace
 from sirtaki.measures import LinkModel
 from sirtaki.autotune.model.planning import PlanningModel

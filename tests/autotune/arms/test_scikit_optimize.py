@@ -5,7 +5,7 @@ import math
 import numpy as np
 from conformance.arm import WIDE, span_of, trial_of
 
-from sirtaki.autotune.arms.scikit_optimize import N_INITIAL, ScikitOptimizeArm
+from sirtaki.autotune.arms.techniques import N_INITIAL, ScikitOptimizeArm
 from sirtaki.autotune.trial import Proposal, Trial, TrialStatus
 
 

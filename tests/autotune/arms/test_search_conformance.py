@@ -6,14 +6,11 @@ import numpy as np
 import pytest
 from conformance.arm import ARM_CHECKS, MakeArm
 
-from sirtaki.autotune.arms.base import Arm
 from sirtaki.autotune.arms.bayesian import BayesianArm
-from sirtaki.autotune.arms.grid import GridArm
-from sirtaki.autotune.arms.hyperband import HyperbandArm
-from sirtaki.autotune.arms.pbt import PBTArm
-from sirtaki.autotune.arms.scikit_optimize import ScikitOptimizeArm
+from sirtaki.autotune.arms.techniques import GridArm, HyperbandArm, PBTArm, ScikitOptimizeArm
 from sirtaki.autotune.knobs import KnobSpace
 from sirtaki.autotune.meta.bandit import BanditArm
+from sirtaki.autotune.trial import Arm
 
 
 def grid(space: KnobSpace, rng: np.random.Generator) -> Arm:

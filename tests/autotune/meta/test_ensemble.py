@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from fakes.warmup_job import DEFAULT, SPACE, ListArm
 
-from sirtaki.autotune.arms.catalogue import OUR_ARMS
-from sirtaki.autotune.arms.planner import Planner
+from sirtaki.autotune.arms.planners import Planner
+from sirtaki.autotune.arms.techniques import OUR_ARMS
 from sirtaki.autotune.knobs import KnobSpace
 from sirtaki.autotune.meta import bandit as ensemble
 from sirtaki.autotune.meta.bandit import BanditArm, default_arms, window_for

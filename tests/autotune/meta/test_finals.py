@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 from fakes.warmup_job import BEST, DEFAULT, SPACE, Believer, Job, ListArm, landscape, session, streams
 
-from sirtaki.autotune.arms.grid import GridArm
+from sirtaki.autotune.arms.techniques import GridArm
 from sirtaki.autotune.knobs import Knobs
-from sirtaki.autotune.meta.trials import FINALS_ARM, Purpose
+from sirtaki.autotune.meta.session import FINALS_ARM, Purpose
 
 
 def test_close_finalists_are_measured_again_and_the_lucky_one_loses() -> None:

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from sirtaki.autotune.knobs import MIB, Knobs
-from sirtaki.autotune.meta.trials import PRIOR_NOISE, Ledger
-from sirtaki.autotune.trial import TrialStatus
+from sirtaki.autotune.meta.session import PRIOR_NOISE, Ledger
+from sirtaki.autotune.trial import Proposal, TrialStatus
 from sirtaki.comm.plan import TransportKind
 
 
@@ -65,9 +65,7 @@ def test_a_span_that_cannot_be_is_a_failure(span_s: float) -> None:
     bad = book.add(knobs(2), arm="a", spans_s=[1.0, span_s])
     assert bad.failed
     assert math.isinf(bad.span_s)
-    assert bad.as_trial(arm="a", knobs=knobs(2), status=TrialStatus.COMPLETE, was_best=False).status is (
-        TrialStatus.FAILED
-    )
+    assert bad.as_trial(Proposal(arm="a", knobs=knobs(2))).status is TrialStatus.FAILED
     assert book.ranked() == [good]
     assert book.lead(good, bad) == math.inf == -book.lead(bad, good)
     assert book.lead(bad, bad) == 0.0

@@ -8,8 +8,7 @@ from dataclasses import replace
 from fakes.warmup_job import BEST, DEFAULT, SPACE, Job, ListArm, landscape, session
 
 from sirtaki.autotune.knobs import MIB, Cut, Knobs
-from sirtaki.autotune.meta.search import neighbours, untried
-from sirtaki.autotune.meta.trials import REFINEMENT_ARM
+from sirtaki.autotune.meta.session import REFINEMENT_ARM, neighbours, untried
 
 
 def test_neighbours_differ_in_one_knob_by_one_step_and_lie_in_the_space() -> None:

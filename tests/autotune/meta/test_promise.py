@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from sirtaki.autotune.knobs import MIB, Knobs
-from sirtaki.autotune.meta.trials import Promise, Setting
+from sirtaki.autotune.meta.session import Promise, Setting
 from sirtaki.comm.plan import TransportKind
 
 QUIET = 0.02

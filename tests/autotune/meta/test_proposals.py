@@ -7,7 +7,7 @@ import pytest
 from fakes.warmup_job import DEFAULT, SPACE, Job, ListArm, session
 
 from sirtaki.autotune.knobs import KIB, KnobLattice, Knobs
-from sirtaki.autotune.meta.search import FEW
+from sirtaki.autotune.meta.session import FEW
 from sirtaki.autotune.trial import Proposal
 
 TINY = replace(SPACE, unit_bytes=(64 * KIB, 128 * KIB))

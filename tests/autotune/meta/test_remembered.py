@@ -7,11 +7,10 @@ import numpy as np
 import pytest
 from fakes.warmup_job import BEST, DEFAULT, OUTSIDE, SPACE, Job, ListArm, landscape, session, streams
 
-from sirtaki.autotune.arms.base import Arm
 from sirtaki.autotune.knobs import MIB, Knobs
 from sirtaki.autotune.meta.bandit import BanditArm, Opening
-from sirtaki.autotune.meta.trials import PLAN_ARM, REGISTRY_ARM, Promise, Purpose
-from sirtaki.autotune.trial import Trial
+from sirtaki.autotune.meta.session import PLAN_ARM, REGISTRY_ARM, Promise, Purpose
+from sirtaki.autotune.trial import Arm, Trial
 from sirtaki.errors import PlanError, TuningError
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sirtaki.autotune.knobs import MIB, Knobs
-from sirtaki.autotune.meta.trials import Purpose
+from sirtaki.autotune.meta.session import Purpose
 
 BUDGET = 20
 

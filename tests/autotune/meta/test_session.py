@@ -8,9 +8,9 @@ from fakes.warmup_job import BEST, DEFAULT, OUTSIDE, SPACE, Job, ListArm, Sure, 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sirtaki.autotune.arms.grid import GridArm
+from sirtaki.autotune.arms.techniques import GridArm
 from sirtaki.autotune.knobs import MIB
-from sirtaki.autotune.meta.trials import DEFAULT_ARM, Purpose
+from sirtaki.autotune.meta.session import DEFAULT_ARM, Purpose
 from sirtaki.autotune.trial import Proposal, TrialStatus
 from sirtaki.errors import TuningError
 

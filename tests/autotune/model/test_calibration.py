@@ -5,9 +5,8 @@ import numpy as np
 import pytest
 
 from sirtaki.autotune.knobs import KIB, MIB, Knobs
-from sirtaki.autotune.model.calibration import calibrate_contention, calibrate_link, fitted_to_trials
 from sirtaki.autotune.model.fits import ContentionModel, RateCurve
-from sirtaki.autotune.model.planning import PlanningModel
+from sirtaki.autotune.model.planning import PlanningModel, calibrate_contention, calibrate_link, fitted_to_trials
 from sirtaki.autotune.model.simulator import Profile, Simulator
 from sirtaki.autotune.trial import Trial, TrialStatus
 from sirtaki.comm.plan import Algorithm, GradientLayout, TransportKind

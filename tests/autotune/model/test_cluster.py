@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from sirtaki.autotune.model.calibration import Cluster
+from sirtaki.autotune.model.planning import Cluster
 from sirtaki.errors import TuningError
 
 CLUSTER = Cluster(name="four", ranks=4, hop_s=1e-3, link_bytes_per_s=1e9, flow_bytes_per_s=4e8, crowding=0.1)

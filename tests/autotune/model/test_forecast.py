@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from sirtaki.autotune.arms.catalogue import make_planners
-from sirtaki.autotune.arms.planner import Planner
+from sirtaki.autotune.arms.planners import Planner, make_planners
 from sirtaki.autotune.knobs import MIB, Cut, Knobs, KnobSpace
 from sirtaki.autotune.model.planning import Forecast, PlanningModel
 from sirtaki.autotune.model.simulator import Profile

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from sirtaki.autotune.model.forward_span import put_off_iteration_s
+from sirtaki.autotune.model.simulator import put_off_iteration_s
 from sirtaki.comm.gradients.schedule import IterationPace, ScheduledUnit
 from sirtaki.comm.plan import Algorithm, GradientLayout, TransportKind
 from sirtaki.measures import LinkModel

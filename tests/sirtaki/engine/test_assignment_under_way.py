@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from sirtaki.autotune.knobs import MIB, Knobs
-from sirtaki.autotune.meta.trials import Assignment, Purpose
+from sirtaki.autotune.meta.session import Assignment, Purpose
 from sirtaki.comm.plan import TransportKind
 from sirtaki.engine.tuning.warmup import AssignmentUnderWay
 

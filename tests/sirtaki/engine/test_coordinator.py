@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from sirtaki.autotune.knobs import KIB, MIB, Knobs, KnobSpace
-from sirtaki.autotune.meta.trials import Purpose
+from sirtaki.autotune.meta.session import Purpose
 from sirtaki.autotune.trial import Proposal, Trial
 from sirtaki.comm.plan import Algorithm, GradientLayout, TransportKind
 from sirtaki.engine.tuning.cache import TuningCache

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from conformance.graphs import chain_graph
 
-from sirtaki.autotune.arms.catalogue import make_planners
+from sirtaki.autotune.arms.planners import make_planners
 from sirtaki.autotune.knobs import KIB, MIB, Cut, Knobs, KnobSpace
 from sirtaki.autotune.model.planning import PlanningModel
 from sirtaki.autotune.model.simulator import Profile

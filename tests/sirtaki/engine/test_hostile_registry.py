@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sirtaki.autotune.knobs import KIB, MIB, Cut, Knobs, KnobSpace
-from sirtaki.autotune.meta.trials import Purpose, SessionResult
+from sirtaki.autotune.meta.session import Purpose, SessionResult
 from sirtaki.autotune.trial import Proposal, Trial
 from sirtaki.comm.plan import Algorithm, GradientLayout, TransportKind
 from sirtaki.engine.tuning.cache import TuningCache

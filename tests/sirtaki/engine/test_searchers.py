@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from sirtaki.autotune.arms.catalogue import OUR_ARMS
+from sirtaki.autotune.arms.techniques import OUR_ARMS
 from sirtaki.autotune.knobs import MIB, Knobs, KnobSpace
 from sirtaki.autotune.model.planning import PlanningModel
 from sirtaki.autotune.model.simulator import Profile

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from sirtaki.autotune.knobs import MIB, Knobs
-from sirtaki.autotune.meta.trials import Assignment, Purpose, SessionResult
+from sirtaki.autotune.meta.session import Assignment, Purpose, SessionResult
 from sirtaki.comm.gradients.iteration import IterationReport
 from sirtaki.comm.plan import TransportKind
 from sirtaki.engine.tuning.coordinator import IterationTeller, tell_decision, tell_trial

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from sirtaki.autotune.arms.catalogue import make_planners
+from sirtaki.autotune.arms.planners import make_planners
 from sirtaki.autotune.knobs import MIB, Knobs, KnobSpace
-from sirtaki.autotune.meta.trials import Assignment, Purpose
+from sirtaki.autotune.meta.session import Assignment, Purpose
 from sirtaki.autotune.model.planning import Forecast, PlanningModel
 from sirtaki.autotune.model.simulator import Profile
 from sirtaki.autotune.trial import Trial

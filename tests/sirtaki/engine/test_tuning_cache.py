@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sirtaki.autotune.knobs import KIB, MIB, Cut, Knobs, KnobSpace
-from sirtaki.autotune.meta.trials import Promise, SessionResult
+from sirtaki.autotune.meta.session import Promise, SessionResult
 from sirtaki.autotune.model.planning import PlanningModel
 from sirtaki.autotune.model.simulator import Profile
 from sirtaki.autotune.trial import Trial

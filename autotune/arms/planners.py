@@ -1,0 +1,967 @@
+"""Planners: arms that propose what an analytical model finds best. MG-WFBP, ASC-WFBP, LIBRA, LIBRA-M and dPRO.
+
+References in a section are to the paper of its name.
+
+MG-WFBP (Shi et al., INFOCOM 2019; ASC-WFBP eq. (3)-(6)) merges a gradient into the next one where waiting for that
+costs less than another start-up. One stream, one message at a time. Beside the paper's rule stands the exact optimum
+of the same model, which the rule misses where a chain of short waits adds up (`docs/decisions/0020`).
+
+ASC-WFBP chooses for each gradient between sending it, merging it, and sending it beside the one before: the paper's
+two-way rule (eq. 21-40, listing 1), and our generalisation to the measured concurrency curve G(n). Where the printed
+listing contradicts the text, the text holds: line 8 adds τ_b[l] and t_b[l − 1], eq. (21) means the time at which layer
+l − 1 is ready; line 12 adds t_b to τ_c, eq. (17) and (29) to τ_b. A penalty counts only while the other message still
+runs, which eq. (13) presupposes, and after merging "layer l + 1" is the message before this one. That these types are
+optimal (theorem 1) does not hold under the paper's own model: docs/explanation/planners.md.
+
+LIBRA and LIBRA-M choose unit sizes and thread allowances by dynamic programming over a contention model.
+
+dPRO follows the critical path of the simulated iteration, and fuses and partitions the tensors that lie on it. Of its
+strategies, tensor fusion and tensor partition apply here (theorem 2); a training script's computation is not ours to
+fuse, so theorem 1's saving is zero and its condition never holds. Search speed-ups (section 5.3): *coarsened view*,
+gradients of one operation (ready within a moment) start as one tensor; *partial replay*, t_sync(s, k) replays that
+tensor's messages alone, once for each size; *symmetry*, what is decided for a pair of tensors is decided for all pairs
+of these sizes on the path, as in repeated blocks.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from functools import cached_property
+from statistics import median
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sirtaki.comm.plan import GradientLayout, Route
+from sirtaki.errors import TuningError
+from sirtaki.measures import SMALLEST_UNIT_BYTES, LinkModel
+
+from ..knobs import Cut, Knobs, KnobSpace
+from ..model.planning import Forecast, PlanningModel
+from ..model.simulator import SimulatedIteration, Simulator
+from ..trial import Proposal, Trial
+
+logger = logging.getLogger(__name__)
+
+LEAST_PREDICTED_GAIN = 0.005
+"""Share of the span that a plan must be predicted to save over the best that has been measured."""
+
+
+class Planner(ABC):
+    """An arm with a model instead of a search.
+
+    It proposes nothing while it has no model, where the user has fixed the unit size (explicit units would overrule
+    that), and for a layout without elements. The plan that the simulator likes best comes first.
+    """
+
+    name: str
+
+    def __init__(
+        self, *, space: KnobSpace, model: PlanningModel | None = None, forecast: Forecast | None = None
+    ) -> None:
+        """Plans with `model`, and holds its tongue while trials speak against `forecast`, which planners share."""
+        self.space = space
+        self.forecast = forecast
+        self._model: PlanningModel | None = None
+        self._to_ask: list[Proposal] | None = []
+        if model is not None:
+            self.update_model(model)
+
+    @property
+    def doubted(self) -> bool:
+        """Trials have spoken against the model."""
+        return self.forecast is not None and not self.forecast.believed
+
+    @abstractmethod
+    def cuts(self, model: PlanningModel, route: Route) -> tuple[Cut, ...]:
+        """The units that this planner would use on that route.
+
+        Raises:
+            TuningError: it cannot plan with this model.
+        """
+
+    def update_model(self, model: PlanningModel) -> None:
+        """Takes over a new model; plans anew if it differs from the last by more than its own error."""
+        if self.forecast is not None:
+            self.forecast.update_model(model)
+        if self._model is None or model.differs_from(self._model):
+            self._model = model
+            self._to_ask = None
+
+    def ask(self, n: int = 1) -> Sequence[Proposal]:
+        """Up to `n` plans, one for each route, the most promising first; each is proposed once."""
+        if self.doubted:
+            return []
+        if self._to_ask is None:
+            self._to_ask = self._plan()
+        if self.forecast is not None:
+            self._to_ask = [one for one in self._to_ask if self.forecast.promises(one.knobs, gain=LEAST_PREDICTED_GAIN)]
+        asked, self._to_ask = self._to_ask[:n], self._to_ask[n:]
+        return asked
+
+    def tell(self, trials: Sequence[Trial]) -> None:
+        """Drops plans that another arm has had measured already."""
+        if self.forecast is not None:
+            self.forecast.tell(trials)
+        if self._to_ask:
+            tried = {trial.knobs for trial in trials}
+            self._to_ask = [proposal for proposal in self._to_ask if proposal.knobs not in tried]
+
+    def _plan(self) -> list[Proposal]:
+        model = self._model
+        if model is None or model.layout.numel == 0 or self.space.unit_bytes[0] == self.space.unit_bytes[1]:
+            return []
+        plans: list[tuple[float, Proposal]] = []
+        for route in (route for route in self.space.routes if route in model.links):
+            try:
+                knobs = self._knobs(model.layout, route, self.cuts(model, route))
+            except TuningError as err:
+                logger.info("%s has no plan for %s: %s", self.name, route[0].value, err)
+                continue
+            span_s = model.simulator(route).run_knobs(knobs).span_s
+            reason = f"{len(knobs.cuts or ())} units, {span_s * 1e3:.3g} ms expected"
+            plans.append((span_s, Proposal(arm=self.name, knobs=knobs, reason=reason)))
+        return [proposal for _, proposal in sorted(plans, key=lambda plan: plan[0])]
+
+    def allocations(self, model: PlanningModel) -> tuple[int | None, ...]:
+        """LIBRA's R: the thread counts to choose from. Only None where nobody has measured what they do.
+
+        None, NCCL's own choice, is no count: the model takes it for the one that it resembles, so it would win ties.
+        """
+        counts = tuple(threads for threads in self.space.threads if threads is not None)
+        return counts if counts and model.contention is not None else (None,)
+
+    def _knobs(self, layout: GradientLayout, route: Route, cuts: tuple[Cut, ...]) -> Knobs:
+        used = 1 + max(cut.stream for cut in cuts)
+        permitted = self.space.streams_on(route)
+        streams = next((n for n in permitted if n >= used), None)
+        if streams is None:
+            raise TuningError(f"the plan needs {used} streams, {permitted[-1]} are permitted")
+        starts = [0, *(cut.stop for cut in cuts)]
+        typical = median(cut.stop - start for start, cut in zip(starts, cuts, strict=False)) * layout.itemsize_bytes
+        low, high = self.space.unit_bytes
+        return Knobs(
+            unit_bytes=min(max(int(typical), low), high),
+            streams=streams,
+            transport=route[0],
+            algorithm=route[1],
+            threads=self.space.threads[0],
+            cuts=cuts,
+        )
+
+
+def cuts_for_groups(
+    layout: GradientLayout,
+    group_ends: Sequence[int],
+    *,
+    streams: int,
+    slices: int | Sequence[int] = 1,
+    threads: Sequence[int | None] | None = None,
+) -> tuple[Cut, ...]:
+    """Explicit units for groups of consecutive gradients, on the streams in turn.
+
+    Args:
+        layout: where the gradients lie.
+        group_ends: index behind the last gradient of each group, ascending; the last is the number of gradients.
+        streams: how many are used.
+        slices: how many equal units a group is cut into (for all, or `(n_groups,)`), fewer where a slice would
+            be smaller than `SMALLEST_UNIT_BYTES`.
+        threads: of each group's units, `(n_groups,)`.
+    """
+    cuts: list[Cut] = []
+    start = 0
+    for index, end in enumerate(group_ends):
+        stop = layout.offsets[end]
+        wanted = slices if isinstance(slices, int) else slices[index]
+        count = max(1, min(wanted, (stop - start) * layout.itemsize_bytes // SMALLEST_UNIT_BYTES))
+        for part in range(count if stop > start else 0):  # a group of empty gradients has nothing to send
+            cut_stop = start + (stop - start) * (part + 1) // count
+            cuts.append(
+                Cut(stop=cut_stop, stream=len(cuts) % streams, threads=None if threads is None else threads[index])
+            )
+        start = stop
+    return tuple(cuts)
+
+
+# ── MG-WFBP ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def merge_gradients(
+    ready_s: Sequence[float], sizes_bytes: Sequence[int], *, alpha_s: float, beta_s_per_byte: float
+) -> list[int]:
+    """The end of each merged group, as index behind its last gradient.
+
+    The gradients come in the order of the backward pass: the paper's layer l is followed by l − 1.
+
+    Args:
+        ready_s: when each gradient and all before it are ready, `(n_gradients,)`, ascending.
+        sizes_bytes: `(n_gradients,)`.
+        alpha_s: the paper's a.
+        beta_s_per_byte: the paper's b.
+    """
+    ends: list[int] = []
+    free_s = 0.0  # when the message before this group is through
+    group_bytes = 0
+    for i in range(len(ready_s)):
+        group_bytes += sizes_bytes[i]
+        start_s = max(ready_s[i], free_s)  # τ_c of the group so far
+        last = i == len(ready_s) - 1
+        if not last and (ready_s[i + 1] < start_s + alpha_s or group_bytes == 0):  # eq. (5)
+            continue
+        ends.append(i + 1)
+        free_s = start_s + alpha_s + beta_s_per_byte * group_bytes  # eq. (3)
+        group_bytes = 0
+    return ends
+
+
+def merge_optimally(
+    ready_s: Sequence[float], sizes_bytes: Sequence[int], *, alpha_s: float, beta_s_per_byte: float
+) -> list[int]:
+    """The groups that finish first, exactly, in O(n); arguments and result as of `merge_gradients`.
+
+    With S the bytes before a gradient and f(i) the earliest end of the first i gradients,
+    `f(i) = min over j < i of max(ready_i, f(j)) + a + b · (S_i − S_j)`. Of all j with f(j) ≤ ready_i the largest is
+    best; of the others the one with the least f(j) − b · S_j, which a monotone queue keeps at its head.
+    """
+    end_s, before_s, chosen = [0.0], [0.0], [0]  # f(i); b · S_i; the j that f(i) came from
+    queue: deque[int] = deque()
+    idle = 0  # the largest j after which the link waits for gradient i
+    for i, (needed_s, size) in enumerate(zip(ready_s, sizes_bytes, strict=True), start=1):
+        before_s.append(before_s[-1] + beta_s_per_byte * size)
+        while queue and end_s[queue[-1]] - before_s[queue[-1]] >= end_s[i - 1] - before_s[i - 1]:
+            queue.pop()
+        queue.append(i - 1)
+        while idle + 1 < i and end_s[idle + 1] <= needed_s:
+            idle += 1
+        while queue and queue[0] <= idle:
+            queue.popleft()
+        best, start_s = idle, needed_s - before_s[idle]
+        if queue and end_s[queue[0]] - before_s[queue[0]] < start_s:
+            best, start_s = queue[0], end_s[queue[0]] - before_s[queue[0]]
+        chosen.append(best)
+        end_s.append(start_s + alpha_s + before_s[i])
+    ends: list[int] = []
+    i = len(ready_s)
+    while i > 0:
+        ends.append(i)
+        i = chosen[i]
+    return ends[::-1]
+
+
+class MgWfbp(Planner):
+    """Proposes MG-WFBP's groups on one stream."""
+
+    name = "mg_wfbp"
+
+    def cuts(self, model: PlanningModel, route: Route) -> tuple[Cut, ...]:
+        """One unit a group."""
+        layout, link = model.layout, model.links[route]
+        ends = merge_gradients(
+            model.profile.issuable_s,
+            [size * layout.itemsize_bytes for size in layout.sizes],
+            alpha_s=link.startup_s,
+            beta_s_per_byte=link.beta_s_per_byte,
+        )
+        return cuts_for_groups(layout, ends, streams=1)
+
+
+# ── ASC-WFBP ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+VISIBLE_STARTUP = (1.0, 0.5, 0.25, 0.125)  # parts of α that other sets of streams may leave unhidden
+
+
+class LayerType(Enum):
+    """Definitions 1 to 3."""
+
+    NORMAL = "l_n"
+    MERGED = "l_m"
+    SIMULTANEOUS = "l_s"
+
+
+def layer_types(
+    ready_s: Sequence[float], sizes_bytes: Sequence[int], *, alpha_s: float, beta_s_per_byte: float, gamma: float
+) -> list[LayerType]:
+    """Listing 1 in O(n): the type of each gradient, in the order of the backward pass.
+
+    CALCCOMMTIME need not be run anew for each layer: a decision changes nothing but the message that the next
+    gradient joins or follows, which is what is carried along here.
+
+    Args:
+        ready_s: when each gradient and all before it are ready (τ_b + t_b), `(n_gradients,)`, ascending.
+        sizes_bytes: `(n_gradients,)`.
+        alpha_s: a.
+        beta_s_per_byte: b.
+        gamma: γ, how much slower each of two simultaneous messages is.
+    """
+    types: list[LayerType] = []
+    message_bytes = 0
+    before_s, before_bytes = 0.0, 0  # τ_c and size of the message before this one
+    for i in range(len(ready_s) - 1):
+        message_bytes += sizes_bytes[i]
+        start_s, next_ready_s = ready_s[i], ready_s[i + 1]
+        alone_s = alpha_s + beta_s_per_byte * message_bytes
+        before_alone_s = alpha_s + beta_s_per_byte * before_bytes
+        overlap = max(0.0, 1 - (start_s - before_s) / before_alone_s) if before_bytes else 0.0
+        penalty_s = (gamma - 1) * beta_s_per_byte * before_bytes * overlap  # eq. (13)
+        q1 = start_s + alone_s <= next_ready_s  # eq. (21)
+        q2 = next_ready_s < start_s + alpha_s  # eq. (24)
+        q3 = start_s + alone_s + penalty_s < next_ready_s  # eq. (27), as (17) and (29) have it
+        if message_bytes == 0 or (not q1 and q2 and not q3):
+            types.append(LayerType.MERGED)  # eq. (38)
+            continue
+        types.append(LayerType.NORMAL if q1 else LayerType.SIMULTANEOUS)  # eq. (37), (39)
+        before_s, before_bytes, message_bytes = start_s, message_bytes, 0
+    types.append(LayerType.SIMULTANEOUS)  # line 18
+    return types
+
+
+def two_way_cuts(layout: GradientLayout, ready_s: Sequence[float], link: LinkModel) -> tuple[Cut, ...]:
+    """The paper's plan: messages by listing 1, on two streams in turn."""
+    types = layer_types(
+        ready_s,
+        [size * layout.itemsize_bytes for size in layout.sizes],
+        alpha_s=link.startup_s,
+        beta_s_per_byte=link.beta_s_per_byte,
+        gamma=link.gamma,
+    )
+    ends = [i + 1 for i, layer_type in enumerate(types) if layer_type is not LayerType.MERGED]
+    return cuts_for_groups(layout, ends, streams=2)
+
+
+class AscWfbp(Planner):
+    """Proposes the paper's two-way plan."""
+
+    name = "asc_wfbp"
+
+    def cuts(self, model: PlanningModel, route: Route) -> tuple[Cut, ...]:
+        """Messages by listing 1 on two streams."""
+        if self.space.streams_on(route)[-1] < 2:
+            raise TuningError("simultaneous communication needs two streams, one is permitted")
+        return two_way_cuts(model.layout, model.profile.issuable_s, model.links[route])
+
+
+class AscWfbpN(Planner):
+    """Our N-way generalisation: units *and* streams, on the concurrency curve G(n).
+
+    n streams are divided into n / s sets of s. A group of merged gradients is cut into s slices that fill a set
+    side by side, so it pays one start-up; groups take the sets in turn, so that the start-up of one hides behind the
+    transmission of another. To the merging rule all sets together are one link of rate G(n) whose start-up is hidden
+    to some part; which part, n and s the simulator picks. MG-WFBP's and the two-way plan compete too. With a contention
+    model the winner is tried with each permitted thread count, one for all units.
+    """
+
+    name = "asc_wfbp_n"
+
+    def cuts(self, model: PlanningModel, route: Route) -> tuple[Cut, ...]:
+        """The best candidate in the simulator; of equals the one with the fewest units."""
+        simulator = model.simulator(route)
+
+        def cost(cuts: tuple[Cut, ...]) -> tuple[float, int]:
+            return round(simulator.run_cuts(cuts).span_s, 6), len(cuts)
+
+        best = min(dict.fromkeys(self._candidates(model, route)), key=cost)  # the first of equals
+        return min((tuple(replace(cut, threads=r) for cut in best) for r in self.allocations(model)), key=cost)
+
+    def _candidates(self, model: PlanningModel, route: Route) -> Iterator[tuple[Cut, ...]]:
+        layout, ready_s, link = model.layout, model.profile.issuable_s, model.links[route]
+        permitted = self.space.streams_on(route)
+        sizes_bytes = [size * layout.itemsize_bytes for size in layout.sizes]
+        beta_s_per_byte = link.beta_s_per_byte
+        merged = merge_gradients(ready_s, sizes_bytes, alpha_s=link.startup_s, beta_s_per_byte=beta_s_per_byte)
+        yield cuts_for_groups(layout, merged, streams=1)
+        if permitted[-1] >= 2:
+            yield two_way_cuts(layout, ready_s, link)
+        for streams in permitted:
+            beta_s_per_byte = 1 / link.total_bytes_per_s(streams)
+            for visible in VISIBLE_STARTUP if streams > 1 else (1.0,):
+                alpha_s = visible * link.startup_s
+                ends = merge_optimally(ready_s, sizes_bytes, alpha_s=alpha_s, beta_s_per_byte=beta_s_per_byte)
+                for slices in (s for s in range(1, streams + 1) if streams % s == 0):
+                    yield cuts_for_groups(layout, ends, streams=streams, slices=slices)
+
+
+# ── LIBRA ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StageModel:
+    """What overlapping costs with each of J thread allocations.
+
+    Attributes:
+        alpha_s: start-up of an all-reduce (a).
+        overlapped_J: bytes per second beside computation (c / p).
+        alone_J: bytes per second with nothing beside it (c / q).
+        speed_J: compute speed left beside communication (b / g), at most 1.
+    """
+
+    alpha_s: float
+    overlapped_J: Floats
+    alone_J: Floats
+    speed_J: Floats
+
+    def __post_init__(self) -> None:
+        arrays = (self.overlapped_J, self.alone_J, self.speed_J)
+        if len({len(array) for array in arrays}) != 1 or not all((array > 0).all() for array in arrays):
+            raise TuningError("a stage model needs positive rates and speeds for each thread allocation")
+        if (self.speed_J > 1).any():
+            raise TuningError(f"computation does not get faster beside communication: {self.speed_J.max()}")
+
+    def overlapped_s(self, bytes_: Floats) -> Floats:
+        """Time p + a of each size for each allocation, `(…, J)`; nothing to send takes no time (eq. 8)."""
+        return self._seconds(bytes_, self.overlapped_J)
+
+    def alone_s(self, bytes_: Floats) -> Floats:
+        """Time q + a of each size for each allocation, `(…, J)`."""
+        return self._seconds(bytes_, self.alone_J)
+
+    def _seconds(self, bytes_: Floats, rates_J: Floats) -> Floats:
+        sizes = np.asarray(bytes_, dtype=np.float64)[..., None]
+        return np.where(sizes > 0, self.alpha_s + sizes / rates_J, 0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LibraPlan:
+    """Groups and their threads.
+
+    Attributes:
+        ends: index behind the last layer of each group, `(n_groups,)`.
+        choices: index of each group's thread allocation, `(n_groups,)`.
+        discrete_s: backward time with starts at chunk edges only: T(K, L, Z), never below what is reached.
+    """
+
+    ends: tuple[int, ...]
+    choices: tuple[int, ...]
+    discrete_s: float
+
+
+def backward_s(
+    compute_s: Sequence[float],
+    sizes_bytes: Sequence[int],
+    ends: Sequence[int],
+    choices: Sequence[int],
+    model: StageModel,
+) -> float:
+    """The backward time of a plan by eq. (7)-(15), with starts wherever they fall.
+
+    Args:
+        compute_s: computation of each layer in the order of the backward pass, `(L,)`.
+        sizes_bytes: `(L,)`.
+        ends: of each group, `(n_groups,)`.
+        choices: thread allocation of each group, `(n_groups,)`.
+        model: what overlapping costs.
+    """
+    ready = np.concatenate([[0.0], np.cumsum(compute_s)])
+    sent = np.concatenate([[0.0], np.cumsum(sizes_bytes)])
+    bounds = [0, *ends]
+    total_s = float(ready[bounds[1]])  # stage 0: the computation of the first group
+    left_s = float(ready[-1] - ready[bounds[1]])  # s_b
+    for i, choice in enumerate(choices):
+        size = np.array(sent[bounds[i + 1]] - sent[bounds[i]])
+        overlapped_s = float(model.overlapped_s(size)[choice])
+        alone_s = float(model.alone_s(size)[choice])
+        slowed_s = left_s / float(model.speed_J[choice])  # g(s_b, r)
+        both_s = min(overlapped_s, slowed_s)  # eq. (8)
+        residual_compute_s = left_s * (1 - both_s / slowed_s) if left_s > 0 else 0.0  # eq. (9), (11), (14)
+        residual_communication_s = alone_s * (1 - both_s / overlapped_s) if size > 0 else 0.0  # eq. (10), (11)
+        after_next_s = float(ready[-1] - ready[bounds[min(i + 2, len(bounds) - 1)]])
+        waiting_s = max(0.0, residual_compute_s - after_next_s)  # eq. (13)
+        total_s += both_s + waiting_s + residual_communication_s
+        left_s = residual_compute_s - waiting_s  # eq. (15)
+    return total_s
+
+
+def fuse_and_allocate(
+    compute_s: Sequence[float],
+    sizes_bytes: Sequence[int],
+    model: StageModel,
+    *,
+    chunks: int = 150,
+    max_groups: int | None = None,
+) -> LibraPlan:
+    """LIBRA: groups and threads together (listing 1, eq. 21-23).
+
+    Without a limit on the groups (eq. 21) the result is at least as good as with one, and here it is cheaper, which
+    it is not for the printed listing: the paper's K = 10 is an option, no default.
+
+    Args:
+        compute_s: computation of each layer in the order of the backward pass, `(L,)`.
+        sizes_bytes: `(L,)`.
+        model: what overlapping costs.
+        chunks: Z; the result is within (K − 1) / Z of the optimum of K groups (theorem 2).
+        max_groups: K.
+    """
+    earlier = [np.arange(layer) for layer in range(len(sizes_bytes) + 1)]
+    return _solve(compute_s, sizes_bytes, model, chunks=chunks, max_groups=max_groups, earlier=earlier)
+
+
+def allocate(
+    compute_s: Sequence[float], sizes_bytes: Sequence[int], ends: Sequence[int], model: StageModel, *, chunks: int = 150
+) -> LibraPlan:
+    """LIBRA-M: threads for given groups (eq. 16-19), within (K − 1) / Z of the optimum (theorem 1)."""
+    bounds = [0, *ends]
+    group_compute_s = [sum(compute_s[begin:end]) for begin, end in zip(bounds, ends, strict=False)]
+    group_bytes = [sum(sizes_bytes[begin:end]) for begin, end in zip(bounds, ends, strict=False)]
+    earlier = [np.array([max(0, group - 1)]) for group in range(len(bounds))]
+    plan = _solve(group_compute_s, group_bytes, model, chunks=chunks, max_groups=None, earlier=earlier)
+    return LibraPlan(ends=tuple(ends), choices=plan.choices, discrete_s=plan.discrete_s)
+
+
+def coarsen(compute_s: Sequence[float], sizes_bytes: Sequence[int], *, limit: int = 160) -> list[int]:
+    """Ends of at most about `limit` runs of layers, cut where computation and bytes have both advanced by a share.
+
+    A big or slow layer stays alone; a thousand small ones close to each other become one, which no plan would send
+    one by one anyway.
+    """
+    n_layers = len(sizes_bytes)
+    if n_layers <= limit:
+        return list(range(1, n_layers + 1))
+    shares = np.zeros(n_layers)
+    for values in (np.asarray(compute_s, dtype=np.float64), np.asarray(sizes_bytes, dtype=np.float64)):
+        if values.sum() > 0:
+            shares += values / values.sum() / 2
+    bins = np.floor(np.cumsum(shares) * limit * (1 - 1e-12)).astype(int)
+    return [*(np.flatnonzero(np.diff(bins)) + 1).tolist(), n_layers]
+
+
+def _solve(
+    compute_s: Sequence[float],
+    sizes_bytes: Sequence[int],
+    model: StageModel,
+    *,
+    chunks: int,
+    max_groups: int | None,
+    earlier: Sequence[Ints],
+) -> LibraPlan:
+    if not len(sizes_bytes) or len(compute_s) != len(sizes_bytes):
+        raise TuningError(f"LIBRA needs at least one layer: {len(compute_s)} times, {len(sizes_bytes)} sizes")
+    if sum(compute_s) <= 0:  # nothing to overlap with: one message with the fastest allocation
+        alone_J = model.alone_s(np.array(float(sum(sizes_bytes))))
+        return LibraPlan(ends=(len(sizes_bytes),), choices=(int(alone_J.argmin()),), discrete_s=float(alone_J.min()))
+    programme = _Programme(compute_s, sizes_bytes, model, chunks=chunks, max_groups=max_groups, earlier=earlier)
+    programme.fill()
+    return programme.best()
+
+
+class _Programme:
+    """The table of listing 1. Rows count groups (one row for any number where they are not limited)."""
+
+    def __init__(
+        self,
+        compute_s: Sequence[float],
+        sizes_bytes: Sequence[int],
+        model: StageModel,
+        *,
+        chunks: int,
+        max_groups: int | None,
+        earlier: Sequence[Ints],
+    ) -> None:
+        self.model = model
+        self.earlier = earlier
+        self.Z = chunks
+        self.n_layers = len(sizes_bytes)
+        ready = np.concatenate([[0.0], np.cumsum(compute_s)])
+        self.w = float(ready[-1]) / chunks
+        self.first_chunk = np.minimum(np.ceil(ready / self.w - 1e-9).astype(np.int64), chunks)  # ⌈n(l) / w⌉
+        self.sent = np.concatenate([[0.0], np.cumsum(np.asarray(sizes_bytes, dtype=np.float64))])
+        self.step = 0 if max_groups is None else 1  # rows from a state to the one it came from
+        rows = 1 if max_groups is None else max_groups + 1
+        self.source = slice(0, rows - self.step)
+        self.target = slice(self.step, rows)
+        # U for z < Z; column Z is a sentinel that no stage can start from. T at z = Z is apart.
+        self.beyond = np.full((rows, self.n_layers + 1, chunks + 1), np.inf)
+        self.beyond[0, 0, :chunks] = 0.0
+        self.end_s = np.full((rows, self.n_layers + 1), np.inf)
+        self.end_s[0, 0] = ready[-1]
+
+    def fill(self) -> None:
+        for layer in range(1, self.n_layers + 1):
+            before = self.earlier[layer]
+            need, price = self._stages(layer)
+            z = np.arange(self.first_chunk[layer], self.Z)
+            start = z - need[..., None]  # (before, J, z)
+            start = np.where(start >= self.first_chunk[layer], start, self.Z)
+            flat = before[:, None, None] * (self.Z + 1) + start
+            rows = self.beyond[self.source]
+            reached = np.take(rows.reshape(len(rows), -1), flat, axis=1) + price[..., None]
+            if z.size:
+                self.beyond[self.target, layer, z[0] : self.Z] = reached.reshape(len(rows), -1, z.size).min(axis=1)
+            last = self._last_stages(layer).min(axis=2)  # (before, z and Z)
+            self.end_s[self.target, layer] = (self._starts_s(layer) + last).reshape(len(rows), -1).min(axis=1)
+
+    def best(self) -> LibraPlan:
+        row = int(self.end_s[:, self.n_layers].argmin())
+        ends: list[int] = []
+        choices: list[int] = []
+        layer, z = self.n_layers, self.Z
+        while layer > 0:
+            ends.append(layer)
+            before = self.earlier[layer]
+            row -= self.step
+            if z == self.Z:
+                times = self._starts_s(layer)[row][..., None] + self._last_stages(layer)
+                i, z_index, choice = np.unravel_index(int(times.argmin()), times.shape)
+                z = int(self.first_chunk[layer]) + int(z_index)
+            else:
+                need, price = self._stages(layer)
+                start = np.where(z - need >= self.first_chunk[layer], z - need, self.Z)
+                times = self.beyond[row, before[:, None], start] + price
+                i, choice = np.unravel_index(int(times.argmin()), times.shape)
+                z = int(start[i, choice])
+            layer = int(before[i])
+            choices.append(int(choice))
+        return LibraPlan(
+            ends=tuple(ends[::-1]),
+            choices=tuple(choices[::-1]),
+            discrete_s=float(self.end_s[:, self.n_layers].min()),
+        )
+
+    def _stages(self, layer: int) -> tuple[Ints, Floats]:
+        """Chunks that hide the communication of each group ending at `layer`, and its price: `(before, J)` each."""
+        overlapped_s = self.model.overlapped_s(self.sent[layer] - self.sent[self.earlier[layer]])
+        need = np.ceil(overlapped_s * self.model.speed_J / self.w - 1e-9).astype(np.int64)
+        return need, overlapped_s * (1 - self.model.speed_J)
+
+    def _last_stages(self, layer: int) -> Floats:
+        """Stage times h of stages that end the pass, `(before, starts from first_chunk to Z, J)`, eq. (18)-(19)."""
+        sizes = self.sent[layer] - self.sent[self.earlier[layer]]
+        overlapped_s = self.model.overlapped_s(sizes)[:, None, :]
+        alone_s = self.model.alone_s(sizes)[:, None, :]
+        left_s = (self.Z - np.arange(self.first_chunk[layer], self.Z + 1))[None, :, None] * self.w
+        slowed_s = left_s / self.model.speed_J
+        with np.errstate(divide="ignore", invalid="ignore"):
+            unsent = np.where(overlapped_s > 0, 1 - slowed_s / overlapped_s, 0.0)
+        hidden = overlapped_s <= slowed_s
+        return np.where(hidden, left_s + overlapped_s * (1 - self.model.speed_J), slowed_s + alone_s * unsent)
+
+    def _starts_s(self, layer: int) -> Floats:
+        """T of every state from which a stage of groups ending at `layer` may start, `(rows, before, starts)`."""
+        z = np.arange(self.first_chunk[layer], self.Z)
+        rows = self.beyond[self.source][:, self.earlier[layer]]
+        inner_s = rows[:, :, self.first_chunk[layer] : self.Z] + z * self.w
+        outer_s = self.end_s[self.source][:, self.earlier[layer], None]
+        return np.concatenate([inner_s, outer_s], axis=2)
+
+
+SATURATED = 0.98  # share of the largest throughput at which more streams are not worth their threads
+
+
+class Libra(Planner):
+    """Thread allocation and tensor fusion together (listing 1)."""
+
+    name = "libra"
+
+    def cuts(self, model: PlanningModel, route: Route) -> tuple[Cut, ...]:
+        """The programme's groups, each unit with its threads, for one stream or for enough to fill the link."""
+        link, simulator = model.links[route], model.simulator(route)
+        candidates = [
+            self._cuts_on(model, link, streams)
+            for streams in dict.fromkeys((self.space.streams[0], self._enough(link, route)))
+        ]
+        return min(candidates, key=lambda cuts: simulator.run_cuts(cuts).span_s)
+
+    def _cuts_on(self, model: PlanningModel, link: LinkModel, streams: int) -> tuple[Cut, ...]:
+        allocations = self.allocations(model)
+        ends, choices = self._plan_groups(model, link, stage_model(model, link, allocations, streams=streams))
+        threads = [allocations[choice] for choice in choices]
+        return cuts_for_groups(model.layout, ends, streams=streams, slices=streams, threads=threads)
+
+    def _plan_groups(
+        self, model: PlanningModel, link: LinkModel, stages: StageModel
+    ) -> tuple[Sequence[int], Sequence[int]]:
+        """Ends and thread allocations of the groups."""
+        compute_s, sizes_bytes = _layers(model)
+        runs = coarsen(compute_s, sizes_bytes)
+        bounds = list(zip([0, *runs], runs, strict=False))
+        plan = fuse_and_allocate(
+            [math.fsum(compute_s[begin:end]) for begin, end in bounds],
+            [sum(sizes_bytes[begin:end]) for begin, end in bounds],
+            stages,
+        )
+        return [runs[end - 1] for end in plan.ends], plan.choices
+
+    def _enough(self, link: LinkModel, route: Route) -> int:
+        permitted = self.space.streams_on(route)
+        best = max(link.total_bytes_per_s(streams) for streams in permitted)
+        return next(n for n in permitted if link.total_bytes_per_s(n) >= SATURATED * best)
+
+
+class LibraM(Libra):
+    """Thread allocation for MG-WFBP's groups (eq. 16-19)."""
+
+    name = "libra_m"
+
+    def _plan_groups(
+        self, model: PlanningModel, link: LinkModel, stages: StageModel
+    ) -> tuple[Sequence[int], Sequence[int]]:
+        compute_s, sizes_bytes = _layers(model)
+        groups = merge_gradients(
+            model.profile.issuable_s,
+            sizes_bytes,
+            alpha_s=stages.alpha_s,
+            beta_s_per_byte=1 / float(stages.alone_J.max()),
+        )
+        # Theorem 1 allows an error of (K − 1) / Z, and MG-WFBP may leave many groups: Z grows with K while it is cheap.
+        chunks = max(150, min(20 * len(groups), 2_000_000 // len(groups)))
+        plan = allocate(compute_s, sizes_bytes, groups, stages, chunks=chunks)
+        return plan.ends, plan.choices
+
+
+def stage_model(
+    model: PlanningModel, link: LinkModel, allocations: Sequence[int | None], *, streams: int
+) -> StageModel:
+    """What overlapping costs for each allocation when a group fills `streams` streams side by side."""
+    gain = link.total_bytes_per_s(streams) / link.throughput[0]
+    contention = model.contention
+    if contention is None:
+        rate = np.array([gain * link.throughput[0]])
+        return StageModel(alpha_s=link.startup_s, overlapped_J=rate, alone_J=rate, speed_J=np.ones(1))
+    threads = [allocation or contention.default_threads for allocation in allocations]
+    return StageModel(
+        alpha_s=link.startup_s,
+        overlapped_J=np.array([gain * contention.overlapped.bytes_per_s(r) for r in threads]),
+        alone_J=np.array([gain * contention.alone.bytes_per_s(r) for r in threads]),
+        speed_J=np.array([min(1.0, contention.compute_speed(streams * r)) for r in threads]),
+    )
+
+
+def _layers(model: PlanningModel) -> tuple[Sequence[float], list[int]]:
+    layout = model.layout
+    return model.profile.durations_s, [size * layout.itemsize_bytes for size in layout.sizes]
+
+
+# ── dPRO ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+MAX_REPLAYS = 100  # the search's budget for one number of streams; counted, so that it is the same on any machine
+
+
+class Dpro(Planner):
+    """Proposes the schedule at which the search arrives, on the number of streams that does best."""
+
+    name = "dpro"
+
+    def cuts(self, model: PlanningModel, route: Route) -> tuple[Cut, ...]:
+        """One search for each permitted number of streams; the simulator picks."""
+        simulator = model.simulator(route)
+        best = min(
+            (CriticalPathSearch(simulator, streams=streams).run() for streams in self.space.streams_on(route)),
+            key=lambda schedule: (round(schedule.timeline.span_s, 6), len(schedule.cuts)),
+        )
+        return best.cuts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """Tensors as groups of gradients, each partitioned as its size asks for, and their replay.
+
+    Attributes:
+        simulator: what replays it.
+        ends: index behind the last gradient of each tensor, `(n_tensors,)`; tensors without elements are not there.
+        partitions: messages of each tensor (k), `(n_tensors,)`.
+        streams: how many.
+    """
+
+    simulator: Simulator
+    ends: tuple[int, ...]
+    partitions: tuple[int, ...]
+    streams: int
+
+    @cached_property
+    def cuts(self) -> tuple[Cut, ...]:
+        """The schedule as explicit units."""
+        return cuts_for_groups(self.simulator.layout, self.ends, streams=self.streams, slices=self.partitions)
+
+    @cached_property
+    def timeline(self) -> SimulatedIteration:
+        """The full replay."""
+        return self.simulator.run_cuts(self.cuts)
+
+    @cached_property
+    def tensor_bytes(self) -> tuple[int, ...]:
+        """Size of each tensor, `(n_tensors,)`."""
+        layout = self.simulator.layout
+        stops = [layout.offsets[end] * layout.itemsize_bytes for end in self.ends]
+        return tuple(stop - start for start, stop in zip([0, *stops], stops, strict=False))
+
+    @cached_property
+    def tensor_stop_s(self) -> tuple[float, ...]:
+        """When the last message of each tensor is through (q^e), `(n_tensors,)`."""
+        stops: list[float] = []
+        offsets, tensor = self.simulator.layout.offsets, 0
+        for cut, stop_s in zip(self.cuts, self.timeline.stop_s, strict=True):
+            if cut.stop > offsets[self.ends[tensor]]:
+                tensor += 1
+            if tensor == len(stops):
+                stops.append(stop_s)
+            stops[tensor] = max(stops[tensor], stop_s)
+        return tuple(stops)
+
+    def ready_s(self, tensor: int) -> float:
+        """When the computation that makes the tensor's last gradient is done (p^e)."""
+        return self.simulator.issuable_s[self.ends[tensor] - 1]
+
+    def critical_tensors(self) -> range:
+        """The communication at the end of the critical path, as tensors n with the one before them also on it.
+
+        The path ends in the tensor reduced last and goes back over tensors that were still under way when the next
+        was ready; the first that came to an idle link began where computation, the path's other part, let it.
+        """
+        stops = self.tensor_stop_s
+        last = max(range(len(stops)), key=lambda tensor: stops[tensor])
+        first = last
+        while first > 0 and stops[first - 1] > self.ready_s(first):
+            first -= 1
+        return range(first + 1, last + 1)
+
+
+class CriticalPathSearch:
+    """Listing 1 for one number of streams."""
+
+    def __init__(self, simulator: Simulator, *, streams: int) -> None:
+        self.simulator = simulator
+        self.streams = streams
+        self._best_partition: dict[int, tuple[float, int]] = {}
+        self._replays = 0
+
+    def run(self) -> Schedule:
+        """Rounds of theorem 2 over the critical path until the replay gets no shorter (lines 4 to 27)."""
+        best = self._replayed(coarsened_ends(self.simulator))
+        while self._replays < MAX_REPLAYS:
+            ends = self._fused(best)
+            if len(ends) == len(best.ends):
+                break
+            found = self._replayed(ends)
+            if found.timeline.span_s >= best.timeline.span_s:
+                found = self._first_fusion_that_helps(best)
+                if found is best:
+                    break
+            best = found
+        return best
+
+    def sync_s(self, tensor_bytes: int) -> float:
+        """t_sync(s, k*[s])."""
+        return self._partition(tensor_bytes)[0]
+
+    def _partition(self, tensor_bytes: int) -> tuple[float, int]:
+        """t_sync with the best number of partitions, and that number (OPTPARTNUM: grid search, partial replay).
+
+        Messages of one tensor start together on streams of their own, so their replay has a closed form.
+        """
+        if tensor_bytes not in self._best_partition:
+            most = min(self.streams, max(1, tensor_bytes // SMALLEST_UNIT_BYTES))
+            self._best_partition[tensor_bytes] = min(
+                (partial_replay_s(self.simulator.link, tensor_bytes, k), k) for k in range(1, most + 1)
+            )
+        return self._best_partition[tensor_bytes]
+
+    def _replayed(self, ends: Sequence[int]) -> Schedule:
+        """The schedule with these tensors, each with its best partition; counts as a replay."""
+        self._replays += 1
+        offsets, itemsize = self.simulator.layout.offsets, self.simulator.layout.itemsize_bytes
+        sizes = [(offsets[end] - offsets[begin]) * itemsize for begin, end in zip([0, *ends], ends, strict=False)]
+        return Schedule(
+            simulator=self.simulator,
+            ends=tuple(ends),
+            partitions=tuple(self._partition(size)[1] for size in sizes),
+            streams=self.streams,
+        )
+
+    def _worth_fusing(self, ends_s: float, ready_s: float, before_bytes: int, own_bytes: int) -> bool:
+        """Theorem 2."""
+        return ends_s > ready_s + self.sync_s(before_bytes + own_bytes) - self.sync_s(own_bytes)
+
+    def _fused(self, schedule: Schedule) -> list[int]:
+        """One walk along the critical path's communication (lines 17 to 25); the ends that remain.
+
+        A tensor that was just fused goes on as the next one's predecessor, with the end that the fused tensor has.
+        """
+        dropped: set[int] = set()
+        symmetric: set[tuple[int, int]] = set()
+        sizes = schedule.tensor_bytes
+        path = schedule.critical_tensors()
+        if not path:
+            return list(schedule.ends)
+        before_bytes, before_end_s = sizes[path[0] - 1], schedule.tensor_stop_s[path[0] - 1]
+        begin_s = before_end_s - self.sync_s(before_bytes)
+        for tensor in path:
+            ready_s, pair = schedule.ready_s(tensor), (before_bytes, sizes[tensor])
+            if pair in symmetric or self._worth_fusing(before_end_s, ready_s, *pair):
+                symmetric.add(pair)
+                dropped.add(tensor - 1)
+                begin_s = max(begin_s, ready_s)
+                before_bytes += sizes[tensor]
+                before_end_s = begin_s + self.sync_s(before_bytes)
+            else:
+                begin_s = max(before_end_s, ready_s)
+                before_bytes = sizes[tensor]
+                before_end_s = begin_s + self.sync_s(before_bytes)
+        return [end for tensor, end in enumerate(schedule.ends) if tensor not in dropped]
+
+    def _first_fusion_that_helps(self, schedule: Schedule) -> Schedule:
+        """Where all fusions together do harm: the first of them that shortens the replay alone, else no change.
+
+        Theorem 2 takes tensors as one behind the other; with several streams they overlap, and only a replay tells.
+        """
+        for tensor in schedule.critical_tensors():
+            before_end_s, ready_s = schedule.tensor_stop_s[tensor - 1], schedule.ready_s(tensor)
+            sizes = schedule.tensor_bytes
+            if not self._worth_fusing(before_end_s, ready_s, sizes[tensor - 1], sizes[tensor]):
+                continue
+            if self._replays >= MAX_REPLAYS:
+                break
+            found = self._replayed([*schedule.ends[: tensor - 1], *schedule.ends[tensor:]])
+            if found.timeline.span_s < schedule.timeline.span_s:
+                return found
+        return schedule
+
+
+def partial_replay_s(link: LinkModel, tensor_bytes: int, partitions: int) -> float:
+    """t_sync(s, k): k equal messages of one tensor side by side, nothing else under way."""
+    return link.together_s(tensor_bytes / partitions, streams=partitions)
+
+
+def coarsened_ends(simulator: Simulator) -> list[int]:
+    """The coarsened view: gradients that become ready together are one tensor, and empty ones join a neighbour.
+
+    Together is: less than a start-up time after the first of them. Gradients of one operation are never measured as
+    ready at one time, since hooks run one after the other, and so close theorem 2 would fuse them on an idle link, too.
+    """
+    layout, issuable_s = simulator.layout, simulator.issuable_s
+    ends: list[int] = []
+    for end in range(1, len(layout.sizes) + 1):
+        last = end == len(layout.sizes)
+        after_s = 0.0 if last else issuable_s[end] - issuable_s[ends[-1] if ends else 0]
+        together = not last and (after_s == 0.0 or after_s < simulator.link.startup_s)
+        empty = layout.offsets[end] == (layout.offsets[ends[-1]] if ends else 0)
+        if not together and not empty:
+            ends.append(end)
+    if ends and ends[-1] != len(layout.sizes):
+        ends[-1] = len(layout.sizes)
+    return ends
+
+
+OUR_PLANNERS: tuple[type[Planner], ...] = (AscWfbpN, Libra, Dpro, AscWfbp, MgWfbp, LibraM)
+
+
+def make_planners(*, space: KnobSpace, model: PlanningModel | None = None, presumed: bool = True) -> list[Planner]:
+    """One of each, the one that did best on the simulated clusters first (`docs/decisions/0020`).
+
+    Without a model they propose nothing; hand it to each by `update_model` when it is known. LIBRA-M takes part
+    where there are threads to allocate: elsewhere its plan is MG-WFBP's. Where the model is not `presumed` to be right
+    they are silent until trials have borne it out.
+    """
+    threads = len(space.threads) > 1
+    forecast = None if model is None else Forecast(model, presumed=presumed)
+    return [
+        planner(space=space, model=model, forecast=forecast)
+        for planner in OUR_PLANNERS
+        if planner is not LibraM or threads
+    ]
