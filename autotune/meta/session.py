@@ -342,7 +342,7 @@ class WarmupSession:
     Args:
         space: proposals outside it are refused.
         default: the untuned setting, measured first; what stays if nothing beats it. In a re-tune, the one that runs.
-        arm: proposes; told every trial. None = nobody, until `begin_search`; only with `exact`.
+        arm: proposes; told every trial. None = nobody, until `begin_search`.
         rng: the order in which finalists are run.
         budget_iterations: training iterations in all, discarded ones and finals included.
         discarded_iterations: iterations after a change of knobs that are not measured.

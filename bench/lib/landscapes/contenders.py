@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from sirtaki.autotune.arms.planners import make_planners
-from sirtaki.autotune.arms.techniques import OUR_ARMS, Nobody, make_arm
+from sirtaki.autotune.arms.techniques import OUR_ARMS, make_arm
 from sirtaki.autotune.knobs import KnobLattice, Knobs, KnobSpace
 from sirtaki.autotune.meta.bandit import Opening, default_arms
 from sirtaki.autotune.meta.session import WarmupSession
@@ -134,12 +134,12 @@ def _ensemble(
 
 def _alone(
     landscape: Landscape, space: KnobSpace, planners: Sequence[Arm], budget: int, seed: int, *, name: str
-) -> Arm:
+) -> Arm | None:
     for planner in planners:
         if planner.name == name:
             return planner
     if name not in OUR_ARMS:
-        return Nobody()  # a planner where there is no model
+        return None  # a planner where there is no model
     return make_arm(name, space=space, rng=np.random.default_rng(seed))
 
 
