@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, Self
 
 import torch
 
@@ -52,27 +52,21 @@ class Progress:
         self.finished = 0
         self.waiting: tuple[Stage, float] | None = None
 
-    def waits(self, stage: Stage) -> Waiting:
+    def waits(self, stage: Stage) -> Self:
         """Inside, this rank waits for others; the watchdog and the other ranks hear of it if that lasts."""
-        return Waiting(self, stage)
+        self.waiting = stage, time.monotonic()  # `contextlib.contextmanager` costs several times as much
+        return self
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        self.waiting = None
 
     def given(self, *, missing: bool) -> int:
         """Iterations to which this rank has given all its gradients; `missing`: some of the current one's."""
         waiting = self.waiting
         return self.finished + (not missing or (waiting is not None and waiting[0] is not Stage.ASK))
-
-
-class Waiting:
-    """While this rank waits for others. `contextlib.contextmanager` costs several times as much."""
-
-    def __init__(self, progress: Progress, stage: Stage) -> None:
-        self._progress, self._stage = progress, stage
-
-    def __enter__(self) -> None:
-        self._progress.waiting = self._stage, time.monotonic()
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.waiting = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,12 +161,13 @@ class Participants:
     Attributes:
         n_begun: how often a participant's first gradient of a backward pass has come on this rank. It is the same for
             all that fail in one pass, and another in the next.
+        last_finished: of which this rank has ended an iteration last.
     """
 
     def __init__(self) -> None:
         self.n_begun = 0
+        self.last_finished: weakref.ref[Participant] | None = None
         self._all: list[weakref.ref[Participant]] = []
-        self._last_finished: weakref.ref[Participant] | None = None
 
     def __iter__(self) -> Iterator[Participant]:
         return iter([participant for reference in self._all if (participant := reference()) is not None])
@@ -185,13 +180,7 @@ class Participants:
         """It is closed."""
         self._all = [weakref.ref(there) for there in self if there is not participant]
 
-    def begin_backward(self, participant: Participant) -> None:
-        """Its first gradient of a backward pass has come. Collective if the pass before has raised."""
-        if participant.failed_in is not None:
-            self._drop_failed(participant.failed_in)
-        self.n_begun += 1
-
-    def _drop_failed(self, number: int) -> None:
+    def drop_failed(self, number: int) -> None:
         """Collective after a backward pass that raised: what it has left is dropped, in the same order on all ranks.
 
         Not what another pass has left: the other ranks may have no more of whom that is, or not go on with it yet.
@@ -210,19 +199,10 @@ class Participants:
         for participant in self:
             participant.settle()
 
-    def flush(self) -> None:
-        """Sends what has not left of iterations whose gradients have all come; waits for nobody."""
-        for participant in self:
-            participant.flush()
-
-    def note_finished(self, participant: Participant) -> None:
-        """This rank ends an iteration of it."""
-        self._last_finished = weakref.ref(participant)
-
     @property
     def in_use(self) -> list[Participant]:
         """The newest one, and the one that was stepped last."""
-        last = None if self._last_finished is None else self._last_finished()
+        last = None if self.last_finished is None else self.last_finished()
         return [*list(self)[-1:], *([] if last is None else [last])]
 
 
@@ -272,42 +252,33 @@ class Joining:
         """
         reached = participant.progress.finished, stage
         with self._lock:
-            mine = self._current(participant.key)
-            if mine is None:
-                self._taking_part.append(_TakingPart(participant.key, participant.ranks, reached))
+            for mine in self._taking_part:
+                if mine.key == participant.key and not mine.ended:
+                    mine.reached = reached
+                    mine.told.clear()
+                    break
             else:
-                mine.reached = reached
-                mine.told.clear()
+                self._taking_part.append(_TakingPart(participant.key, participant.ranks, reached))
             if self._joined:
                 self._tell()
-
-    def _current(self, key: Key) -> _TakingPart | None:
-        """The iteration of this optimizer that has not ended."""
-        for mine in self._taking_part:
-            if mine.key == key and not mine.ended:
-                return mine
-        return None
 
     def ends(self, participant: Participant) -> None:
         """An iteration of this optimizer has ended, whether or not this rank has joined."""
         self._finished[participant.key[0]] += 1
         with self._lock:
-            mine = self._current(participant.key)
-            if mine is not None:
-                mine.ended = True
-            self._let_go()
+            self.forget(participant.key)
+            self._forget_ended()
 
     def forget(self, key: Key) -> None:
-        """This optimizer is dropped; what was begun is not ended. Any thread, at any time: takes no lock."""
+        """Its iteration has ended, or it is dropped with what was begun. Any thread, at any time: takes no lock."""
         for mine in self._taking_part:
             if mine.key == key:
                 mine.ended = True
 
-    def _let_go(self) -> None:
+    def _forget_ended(self) -> None:
         """What has ended on the device, too: the others may drop that optimizer."""
-        if any(mine.ended for mine in self._taking_part):
-            busy = {participant.key for participant in self._participants if _is_busy(participant)}
-            self._taking_part = [mine for mine in self._taking_part if not mine.ended or mine.key in busy]
+        busy = [participant.key for participant in self._participants if _is_busy(participant)]
+        self._taking_part = [mine for mine in self._taking_part if not mine.ended or mine.key in busy]
 
     def attend(self) -> None:
         """Tells those that have joined meanwhile; for any thread, now and then while this rank waits."""
@@ -319,7 +290,7 @@ class Joining:
 
     def _tell(self) -> None:
         self._joined |= dict(self._courier.receive(Tag.JOINED))
-        self._let_go()
+        self._forget_ended()
         for mine in self._taking_part:
             for rank in mine.ranks:
                 if self._joined.get(rank) == self._round and rank not in mine.told:
@@ -375,7 +346,7 @@ class Joining:
 
 def _is_busy(participant: Participant) -> bool:
     """A device is not done with iterations that have ended on the host."""
-    return (in_flight := participant.in_flight) is not None and in_flight.busy
+    return (in_flight := participant.in_flight) is not None and in_flight.device.streams and in_flight.busy
 
 
 def _pause_s(moved_s: float) -> float:

@@ -14,7 +14,7 @@ from sirtaki.comm.collectives.rank_sets import GLOBAL
 from sirtaki.comm.gradients.buffers import Reduction
 from sirtaki.engine import job
 from sirtaki.engine.reducing.ddp_gradients import AtRest, DdpGradients, Outputs
-from sirtaki.engine.reducing.parameters import ReducerOptions
+from sirtaki.engine.reducing.reducer import ReducerOptions
 from sirtaki.errors import ConfigError
 
 from .basics import record_if_wanted

@@ -22,7 +22,7 @@ from sirtaki.comm.collectives.rank_sets import GLOBAL, RankSet
 from sirtaki.comm.gradients.buffers import Reduction
 from sirtaki.engine import job
 from sirtaki.engine.reducing.optimizer_gradients import CLOSED, OptimizerGradients, reducers_of
-from sirtaki.engine.reducing.parameters import ReducerOptions
+from sirtaki.engine.reducing.reducer import Phase, ReducerOptions
 from sirtaki.engine.tuning.overlap import ForwardOverlap
 from sirtaki.engine.tuning.plans import key_of
 from sirtaki.engine.tuning.warmup import NO_LOG
@@ -37,7 +37,6 @@ from .overlap import (
     LearnedReads,
     PartialStep,
     PutOffUpdates,
-    Stage,
     Zeroing,
     hold_their_own,
     refusal,
@@ -240,14 +239,8 @@ class AveragingOptimizer(Distributed):
         Raises:
             AssertionError: gradients are being reduced, since some did not come in the backward pass.
         """
-        if self._gradients is not None:
-            if self._gradients.failed:
-                self._gradients.drop_failed()
-            elif self._gradients.complete:
-                self._gradients.finish()  # its step was left out
-            elif self._gradients.pending:
-                raise AssertionError(RACE)
-            self._gradients.drop_accumulated()
+        if self._gradients is not None and not self._gradients.drop():
+            raise AssertionError(RACE)
         super().zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -497,7 +490,7 @@ class OverlappedOptimizer(AveragingOptimizer):
         updates = self._updates
         if updates is None or self._refusal:
             return super().step(closure)
-        if updates.stage is Stage.STEPPED:  # no backward pass since
+        if updates.phase is Phase.STEPPED:  # no backward pass since
             updates.settle()
         plain = closure is None and self._should_synchronize and not self._synchronized
         if plain and updates.step():
@@ -524,7 +517,7 @@ class OverlappedOptimizer(AveragingOptimizer):
         """As `AveragingOptimizer.synchronize`; nothing of this iteration is put off."""
         self._stop_watching()
         if self._updates is not None:
-            if self._updates.stage is Stage.LEFT and self._should_synchronize:
+            if self._updates.phase is Phase.KEPT and self._should_synchronize:
                 self._tell_once(SYNCHRONIZED)
             self._updates.settle()
         super().synchronize()
@@ -532,10 +525,10 @@ class OverlappedOptimizer(AveragingOptimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As `AveragingOptimizer.zero_grad`; does not wait for updates that are put off."""
         updates = self._updates
-        if updates is None or updates.stage is Stage.IDLE:
+        if updates is None or updates.phase not in (Phase.KEPT, Phase.STEPPED):
             with nullcontext() if self._learning is None else torch._C.DisableTorchFunctionSubclass():
                 super().zero_grad(set_to_none)  # which reads no parameter
-        elif updates.stage is Stage.LEFT:  # its step was left out
+        elif updates.phase is Phase.KEPT:  # its step was left out
             updates.withdraw()
             super().zero_grad(set_to_none)
         else:
@@ -559,8 +552,8 @@ class OverlappedOptimizer(AveragingOptimizer):
     def _reduced_params(self) -> list[torch.Tensor]:
         """All that are updated with dense gradients; none if there are sparse ones, too."""
         assert self._gradients is not None
-        hooked = self._gradients.reducers[0].hooked
-        return [] if hooked is None or not hooked.reductions.all_dense else [param for _, param in hooked.named]
+        reducer = self._gradients.reducers[0]
+        return [param for _, param in reducer.hooked] if reducer.all_dense else []
 
     def _watch_put_off(self) -> None:
         """An iteration has just been put off: modules of the script's own wait, and reads are checked if wanted."""
@@ -596,7 +589,7 @@ class OverlappedOptimizer(AveragingOptimizer):
 
     def finish(self) -> None:
         """Blocks until all parameters are what the last `step()` makes of them; not collective."""
-        if self._updates is not None and self._updates.stage is Stage.STEPPED:
+        if self._updates is not None and self._updates.phase is Phase.STEPPED:
             self._updates.settle()
             self._stop_watching()
 

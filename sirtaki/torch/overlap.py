@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import threading
+import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum
@@ -22,8 +23,9 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._pytree import tree_leaves
 
-from sirtaki.engine.reducing.parameters import HookedParameters
-from sirtaki.engine.reducing.reducer import GradientReducer
+from sirtaki.engine.reducing.checks import Named
+from sirtaki.engine.reducing.optimizer_gradients import OptimizerGradients
+from sirtaki.engine.reducing.reducer import GradientReducer, Phase
 from sirtaki.errors import StaleReadError
 
 
@@ -511,14 +513,6 @@ def _own(module: nn.Module) -> list[nn.Parameter]:
     return [param for part in (module, *lists) for param in part._parameters.values() if param is not None]
 
 
-class Stage(Enum):
-    """Where an iteration is."""
-
-    IDLE = "nothing is put off"
-    LEFT = "backward has returned, gradients are under way"
-    STEPPED = "step has returned, updates are to be made"
-
-
 class Zeroing(Enum):
     """What `zero_grad` has asked for while updates were put off."""
 
@@ -526,30 +520,16 @@ class Zeroing(Enum):
     ZEROS = "zeros"
 
 
-class Gradients(Protocol):
-    """Of the optimizer; see `OptimizerGradients`."""
-
-    @property
-    def reducers(self) -> list[GradientReducer]:
-        """See there."""
-        ...
-
-    def finish(self) -> None:
-        """See there."""
-        ...
-
-
 class PutOffUpdates:
-    """Of one optimizer; it is the keeper of its reducer's late ends.
+    """Of one optimizer; it is the keeper of its reducer, while it uses one alone.
 
     Attributes:
-        stage: see there.
         uncovered: parameters, by id, that something reads past Python: these are waited for in `step()`.
     """
 
     def __init__(
         self,
-        gradients: Gradients,
+        gradients: OptimizerGradients,
         partial: PartialStep,
         *,
         allowed: Callable[[], bool],
@@ -568,8 +548,8 @@ class PutOffUpdates:
         self._gradients, self._partial, self._allowed, self._seen = gradients, partial, allowed, seen
         self._closed = closed
         self._lock = threading.RLock()
-        self.stage, self.uncovered = Stage.IDLE, frozenset[int]()
-        self._hooked: HookedParameters | None = None
+        self.uncovered = frozenset[int]()
+        self._hooked: list[Named] = []
         self._params: list[torch.Tensor] = []
         self._number_of: dict[int, int] = {}
         self._waiting: set[int] = set()
@@ -578,30 +558,36 @@ class PutOffUpdates:
 
     def use(self) -> None:
         """The optimizer's reducers are as they are now; called again when they change."""
-        if len(self._gradients.reducers) == 1:
-            self._gradients.reducers[0].late.use(self)
+        if (reducer := self._reducer) is not None:
+            reducer.keeper = weakref.ref(self)
+
+    @property
+    def _reducer(self) -> GradientReducer | None:
+        reducers = self._gradients.reducers
+        return reducers[0] if len(reducers) == 1 else None
+
+    @property
+    def phase(self) -> Phase:
+        """That of the reducer; COMING while there are several."""
+        return Phase.COMING if (reducer := self._reducer) is None else reducer.phase
 
     # ── the backward pass ────────────────────────────────────────────────────────────────────────────────────────
 
-    def _possible(self) -> bool:
-        reducers = self._gradients.reducers
-        return len(reducers) == 1 and reducers[0].late.possible and self._allowed() and self._know_parameters()
-
-    def _know_parameters(self) -> bool:
-        """Takes up the reducer's parameters, which may have changed; False if one of them cannot be held."""
-        hooked = self._gradients.reducers[0].hooked
-        if hooked is not self._hooked and hooked is not None:
-            self._hooked, self._params = hooked, [param for _, param in hooked.named]
+    def _can(self, reducer: GradientReducer) -> bool:
+        """Whether this iteration may be put off; takes up the reducer's parameters, which may have changed."""
+        if not (reducer.can_put_off and self._allowed()):
+            return False
+        if reducer.hooked is not self._hooked:
+            self._hooked, self._params = reducer.hooked, [param for _, param in reducer.hooked]
             self._number_of = {id(param): number for number, param in enumerate(self._params)}
-        return self.stage is not Stage.IDLE or all(map(can_be_held, self._params))
+        return reducer.phase is Phase.KEPT or all(map(can_be_held, self._params))
 
     def keep(self) -> bool:
-        """See `Keeper`."""
+        """Holds all parameters, if it can; see `Keeper`."""
         with self._lock:
-            if self.stage is not Stage.IDLE or not self._possible():
+            if (reducer := self._reducer) is None or not self._can(reducer):
                 return False
             self._hold()
-            self.stage = Stage.LEFT
             return True
 
     def _hold(self) -> None:
@@ -611,12 +597,11 @@ class PutOffUpdates:
     def withdraw(self) -> None:
         """Before `step()`: nothing is put off, and gradients are as after a backward pass that has waited for them."""
         with self._lock:
-            if self.stage is Stage.LEFT:
+            if (reducer := self._reducer) is not None and reducer.phase is Phase.KEPT:
                 self._let_go_all()
-                self._gradients.reducers[0].late.reduce()
+                reducer.reduce()
 
     def _let_go_all(self) -> None:
-        self.stage = Stage.IDLE
         for number in self._waiting:
             let_go(self._params[number])
         self._waiting.clear()
@@ -626,13 +611,14 @@ class PutOffUpdates:
     def step(self) -> bool:
         """Has the updates of this step put off; False, and nothing is done, if they cannot be."""
         with self._lock:
-            if not self._possible():
+            reducer = self._reducer
+            if reducer is None or not self._can(reducer):
                 self.withdraw()
                 return False
-            self._gradients.reducers[0].late.begin()
-            if self.stage is Stage.IDLE:  # some gradients did not come in the backward pass
+            kept = reducer.phase is Phase.KEPT
+            reducer.put_off()
+            if not kept:  # some gradients did not come in the backward pass
                 self._hold()
-            self.stage = Stage.STEPPED
             waiting = [self._params[number] for number in self._waiting]
             with torch._C.DisableTorchFunctionSubclass():
                 for number in self._waiting:
@@ -651,7 +637,7 @@ class PutOffUpdates:
         """Between steps: zeroes a gradient once its update is made; False, and nothing is done, if it is made."""
         with self._lock:
             number = self._number_of.get(id(param), -1)
-            if self.stage is not Stage.STEPPED or number not in self._waiting:
+            if number not in self._waiting:
                 return False
             self._zeroing[number] = zeroing
             return True
@@ -659,33 +645,32 @@ class PutOffUpdates:
     # ── what is waited for ───────────────────────────────────────────────────────────────────────────────────────
 
     def arrive(self, tensor: torch.Tensor) -> None:
-        """See `Awaiter`."""
+        """Blocks until anybody may use the tensor, and lets go of it."""
         with self._lock:
-            number = self._number_of.get(id(tensor), -1)
-            if number not in self._waiting:
+            number, reducer = self._number_of.get(id(tensor), -1), self._reducer
+            if number not in self._waiting or reducer is None:
                 let_go(tensor)
                 return
-            if self.stage is Stage.LEFT:
+            if reducer.phase is Phase.KEPT:
                 self._seen()
-            late = self._gradients.reducers[0].late
-            arrived = [other for other in late.wait_for(number) if other in self._waiting]
-            if not arrived:
-                self._let_go_all()  # this rank is needed elsewhere
+            arrived = [other for other in reducer.wait_for(number) if other in self._waiting]
+            if not arrived:  # this rank is needed elsewhere
+                self._let_go_all()
                 return
             params = [self._params[number] for number in arrived]
             self._waiting.difference_update(arrived)
             for param in params:
                 let_go(param)
-            if self.stage is Stage.STEPPED:
-                self._update(arrived, params)
+            if reducer.phase is Phase.KEPT:
+                reducer.hand_out(arrived)
             else:
-                late.hand_out(arrived)
+                self._update(reducer, arrived, params)
 
-    def _update(self, arrived: Sequence[int], params: Sequence[torch.Tensor]) -> None:
+    def _update(self, reducer: GradientReducer, arrived: Sequence[int], params: Sequence[torch.Tensor]) -> None:
         came = {number: param.grad for number, param in zip(arrived, params, strict=True) if param.grad is not None}
         for number, param in zip(arrived, params, strict=True):
             param.grad = self._gradient_of.pop(number)
-        self._gradients.reducers[0].late.hand_out(arrived)
+        reducer.hand_out(arrived)
         self._partial.update(params)
         for number, param in zip(arrived, params, strict=True):
             zeroing = self._zeroing.pop(number, None)
@@ -697,19 +682,18 @@ class PutOffUpdates:
                 param.grad = gradient if param.grad is None else param.grad + gradient
 
     def settle(self) -> None:
-        """See `Keeper`: what was put off is done, and the iteration has ended; before `step()`, withdraws."""
+        """Blocks until what was put off is done, and the iteration has ended; before `step()`, withdraws."""
         with self._lock:
             self.withdraw()
-            if self.stage is not Stage.STEPPED:
+            if self.phase is not Phase.STEPPED:
                 return
             for number in sorted(self._waiting):
                 if number in self._waiting:
                     self.arrive(self._params[number])
-            self.stage = Stage.IDLE
             self._gradients.finish()
 
     def close(self) -> None:
-        """See `Keeper`."""
+        """Nothing will be put off any more; see `Keeper`."""
         self._closed()
 
     def drop(self) -> None:

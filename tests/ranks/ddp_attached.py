@@ -8,6 +8,7 @@ import copy
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,7 @@ from conformance.ddp import (
     sgd,
     trains_alike,
 )
+from conformance.gradient_losses import LOSSES, logged
 from conformance.training import main
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -62,6 +64,14 @@ def passes_may_be_added_up_without_synchronising() -> None:
 
 def reduced_gradients_may_be_clipped() -> None:
     trains_alike(dense_model(), clip=0.05)
+
+
+def gradients_may_be_asked_for_through_the_output() -> None:
+    """By `torch.autograd.grad`, which is no backward pass: what it passes is reduced by the pass that follows."""
+    for loss in LOSSES:
+        trains_alike(dense_model(), partial(loss, batch), find_unused_parameters=True)
+        trains_alike(dense_model(), partial(loss, batch), passes=2, steps=3)
+    trains_alike(dense_model(), partial(logged, batch), static_graph=True)
 
 
 def convolutions_in_channels_last_keep_their_strides() -> None:
@@ -258,10 +268,15 @@ def a_rank_may_use_no_parameter_at_all() -> None:
         def forward(self, inputs: torch.Tensor, skip: bool) -> torch.Tensor:
             return inputs.requires_grad_() * 2 if skip else self.inner(inputs)
 
-    def loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
-        return model(batch(rank, step, 5, 6), rank > 0 and (rank + step) % 2 == 0).square().mean()
+    def loss(model: nn.Module, rank: int, step: int, *, looks: bool = False) -> torch.Tensor:
+        inputs = batch(rank, step, 5, 6).requires_grad_()
+        output = model(inputs, rank > 0 and (rank + step) % 2 == 0)
+        if looks:
+            torch.autograd.grad(output.sum(), inputs, retain_graph=True)
+        return output.square().mean()
 
     trains_alike(Skips(), loss, find_unused_parameters=True)
+    trains_alike(Skips(), partial(loss, looks=True), find_unused_parameters=True)
 
 
 def only_the_pass_that_a_forward_has_asked_for_is_synchronised() -> None:
@@ -415,6 +430,7 @@ CASES = (
     a_static_graph_is_followed,
     passes_may_be_added_up_without_synchronising,
     reduced_gradients_may_be_clipped,
+    gradients_may_be_asked_for_through_the_output,
     convolutions_in_channels_last_keep_their_strides,
     parameters_may_be_unused_on_some_ranks_and_frozen,
     two_types_travel_beside_each_other,

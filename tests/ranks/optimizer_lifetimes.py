@@ -166,7 +166,7 @@ def the_borrower_trains_on_when_the_owner_is_gone() -> None:
             turn(theirs, joined(loss_of(1), alone, iteration), [1])
             assert_same_parameters(model, alone, 1e-11, f"after step {iteration}")
         if hvd.size() > 1:
-            assert not any(reducer.sharing.active for reducer in borrower._gradients.reducers)
+            assert not any(reducer.shared for reducer in borrower._gradients.reducers)
 
 
 def dropped_on_one_rank_only() -> None:

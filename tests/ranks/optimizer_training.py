@@ -6,8 +6,11 @@ import os
 import random
 import warnings
 from collections.abc import Callable
+from functools import partial
 
 import torch
+from conformance.ddp import dense_model
+from conformance.gradient_losses import LOSSES
 from conformance.training import (
     assert_same_parameters,
     assert_same_training,
@@ -180,8 +183,23 @@ def schedulers_made_before_or_after_wrapping() -> None:
         assert_same_parameters(model, alone, 1e-12)
 
 
+def gradients_may_be_asked_for_through_the_output() -> None:
+    """By `torch.autograd.grad`, which is no backward pass: what it passes is reduced by the pass that follows."""
+
+    def twice(optimizer: torch.optim.Optimizer, loss: Callable[[], torch.Tensor]) -> None:
+        optimizer.zero_grad()
+        loss().backward()
+        loss().backward()
+        optimizer.step()
+
+    for loss in LOSSES:
+        assert_same_training(dense_model(), partial(loss, batch))
+        assert_same_training(dense_model(), partial(loss, batch), step=twice, backward_passes_per_step=2, steps=3)
+
+
 CASES = [
     an_ordinary_loop,
+    gradients_may_be_asked_for_through_the_output,
     gradients_that_are_never_zeroed,
     an_order_that_differs_between_ranks_and_iterations,
     an_order_that_changes_for_good_is_learned_anew,

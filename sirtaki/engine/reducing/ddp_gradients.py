@@ -2,24 +2,28 @@
 
 DDP asks its reducer to prepare for each backward pass that is to be synchronised, and for none within `no_sync()`. A
 reducer that is never asked does nothing; so another stands in its place, hears when, and has Sirtaki's hooks on the
-parameters do the work. A pass ends when autograd says so: then the gradients of an iteration are complete.
+parameters do the work. A backward pass that is due is an iteration, and ends it.
+
+Ranks whose pass uses no parameter take part, too, so a pass is noticed where it begins, at what the model has returned.
+`torch.autograd.grad` passes by there as well and adds to no `.grad` (a penalty on gradients, forces from energies, a
+norm for the log): the backward pass that is due comes after it. They are told apart by a leaf of the graph, which
+autograd visits in a backward pass only.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch.autograd.graph import Node
 
 from sirtaki.errors import NotInitializedError
 
-from .reducer import BackwardEnd, GradientReducer
-
-if TYPE_CHECKING:
-    from .hooks import GradientHooks
+from .reducer import GradientReducer
 
 TOO_OFTEN = (
     "a parameter has got a gradient twice in one backward pass, as reentrant checkpoints that share it give it: "
@@ -58,7 +62,7 @@ class DdpGradients(GradientReducer):
             self._arrivals.begin()
 
     def watch(self, output: object) -> None:
-        """Has the pass noticed that begins at what the model returns.
+        """Has the backward pass noticed that begins at what the model returns.
 
         The first gradient may come in a pass within that one (reentrant checkpoints), whose end is not its end, or on
         some ranks not at all.
@@ -66,7 +70,11 @@ class DdpGradients(GradientReducer):
         if self._due:
             for tensor in _tensors(output):
                 if tensor.requires_grad:
-                    tensor.register_hook(self._begin)  # type: ignore[no-untyped-call]  # torch's
+                    tensor.register_hook(partial(self._pass_by, _nearest_leaf(tensor)))  # type: ignore[no-untyped-call]
+
+    def _pass_by(self, leaf: Node | None, _: torch.Tensor) -> None:
+        if self._due and not self._begun and (leaf is None or _accumulates(leaf)):
+            self._begin()
 
     def divide_by(self, active_ranks: torch.distributed.Work | None) -> None:
         """Gradients of the next pass are divided by the number of ranks that have not joined, which that all-reduce
@@ -84,27 +92,27 @@ class DdpGradients(GradientReducer):
         for param, gradient in zip(params, own, strict=True):
             param.grad = gradient
 
-    def begin_backward(self) -> GradientHooks | None:
-        """See `Owner`; None: this pass is not to be synchronised, its gradients are only added up."""
+    def begin_backward(self) -> bool:
+        """False: this pass is not to be synchronised, its gradients are only added up, or counted."""
         if not self._due:
-            return None
+            return False
         self._begin()
-        return super().begin_backward() if self._arrivals is None else None
+        return self._arrivals is None and bool(self.named)
 
-    def _begin(self, _: object = None) -> None:
-        if self._due and not self._begun:
-            self._begun = True
-            BackwardEnd(self._end, self._fail)
+    def _begin(self) -> None:
+        if not self._begun:
+            self._begun = super().begin_backward()
 
-    def _end(self) -> None:
+    def end_backward(self) -> None:
+        """The pass that was due is over, and with it the iteration."""
         counts = []
         if self._arrivals is not None:
             counts, self._arrivals = self._arrivals.end(), None
             for number, count in enumerate(counts):
                 if count:
-                    self.arrive(number)
+                    self._hook_of[number](self.hooked[number][1])
         self._due = self._begun = False
-        self._end_backward()
+        super().end_backward()
         self.finish()
         if counts:
             self.set_passes([max(1, count) for count in counts])
@@ -113,8 +121,10 @@ class DdpGradients(GradientReducer):
             share = len(self.ranks) / float(self._active_ranks.result()[0])
             torch._foreach_mul_([param.grad for _, param in self.named if param.grad is not None], share)
 
-    def _fail(self) -> None:
+    def fail_backward(self) -> None:
+        """The pass that was due has raised."""
         self._due = self._begun = False
+        super().fail_backward()
 
 
 class Arrivals:
@@ -214,3 +224,26 @@ def _tensors(found: object) -> Iterator[torch.Tensor]:
         inside = vars(found).values()
     for item in inside:
         yield from _tensors(item)
+
+
+def _nearest_leaf(tensor: torch.Tensor) -> Node | None:
+    """What adds up the gradient of some tensor that this one was computed from; None if there is none such.
+
+    A reference to it leads back to that tensor, but not to this one, which may hold it.
+    """
+    found, seen = deque([] if tensor.grad_fn is None else [tensor.grad_fn]), set[Node]()
+    while found:
+        node = found.popleft()
+        if hasattr(node, "variable"):
+            return node
+        seen.add(node)
+        found += [there for there, _ in node.next_functions if there is not None and there not in seen]
+    return None
+
+
+def _accumulates(leaf: Node) -> bool:
+    """Whether the current pass, which goes by a tensor computed from this leaf, adds to the `.grad` of leaves."""
+    try:
+        return torch._C._will_engine_execute_node(leaf)
+    except RuntimeError:  # torch.autograd.grad has been asked for that of this leaf
+        return False

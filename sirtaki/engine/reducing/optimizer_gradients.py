@@ -19,9 +19,8 @@ import torch
 
 from sirtaki.errors import ConfigError, GradientError, MismatchError, NotInitializedError
 
-from .parameters import ReducerOptions
-from .reducer import GradientReducer
-from .same_model import Named
+from .checks import Named
+from .reducer import GradientReducer, Phase, ReducerOptions
 
 if TYPE_CHECKING:
     from sirtaki.comm.collectives.rank_sets import RankSet
@@ -35,7 +34,7 @@ CLOSED = "this DistributedOptimizer was closed {reason}; make a new one: hvd.Dis
 
 @dataclass(slots=True)
 class _Part:
-    """One reducer, and its `sharing.n_reduced` when this optimizer last used the result."""
+    """One reducer, and its `n_reduced` when this optimizer last used the result."""
 
     reducer: GradientReducer
     seen: int
@@ -72,7 +71,7 @@ class OptimizerGradients:
         return [part.reducer for part in self._parts]
 
     def _use(self, reducer: GradientReducer, seen: int) -> None:
-        reducer.sharing.users.add(self)
+        reducer.users.add(self)
         self._parts = sorted([*self._parts, _Part(reducer, seen)], key=lambda part: part.reducer.key[1])
 
     def use_part(self, part: GradientReducer, *, of: GradientReducer) -> None:
@@ -94,19 +93,19 @@ class OptimizerGradients:
             lender = lenders[serial]
             if serial in in_flight:
                 lender.finish()
-                lender.sharing.active = True  # until its optimizer has seen that this iteration is finished
+                lender.shared = True  # until its optimizer has seen that this iteration is finished
             wanted = {id(param) for (_, param), owner in zip(named, owners, strict=True) if owner == serial}
             if len(wanted) < len(lender.named):
                 lender = _split(job, lender, wanted)
-            lender.sharing.active = True
-            self._use(lender, lender.sharing.n_reduced)
+            lender.shared = True
+            self._use(lender, lender.n_reduced)
         free = [item for item, owner in zip(named, owners, strict=True) if owner is None]
-        home = next((reducer for reducer in self.reducers if not reducer.sharing.active), None)
+        home = next((reducer for reducer in self.reducers if not reducer.shared), None)
         if free and home is not None:
             home.attach([*home.named, *free])
         elif free or not self._parts:
             reducer = GradientReducer(job, members, free, passes=self._passes, options=self._options)
-            self._use(reducer, reducer.sharing.n_reduced)
+            self._use(reducer, reducer.n_reduced)
 
     def _agree_on_owners(self, named: Sequence[Named]) -> tuple[list[int | None], set[int]]:
         """Collective: the serial of the reducer that each parameter belongs to, None = it is free.
@@ -179,32 +178,37 @@ class OptimizerGradients:
         """Gradients are being reduced."""
         return any(part.reducer.pending for part in self._parts)
 
-    @property
-    def complete(self) -> bool:
-        """All that has come is reduced, though the iteration has not ended."""
-        pending = [part.reducer for part in self._parts if part.reducer.pending]
-        return bool(pending) and all(reducer.complete for reducer in pending)
-
-    @property
-    def failed(self) -> bool:
-        """A backward pass has raised in its midst."""
-        return any(part.reducer.failed_in is not None for part in self._parts)
-
     def fail(self) -> None:
-        """See `User`."""
+        """A backward pass has raised that computed gradients of this optimizer: what has come does not count."""
         for part in self._parts:
             part.reducer.fail()
 
-    def drop_failed(self) -> None:
-        """Collective after a backward pass that raised: gradients that came before that do not count."""
-        for part in self._parts:
-            part.reducer.drop_failed()
-            part.seen = part.reducer.sharing.n_reduced
+    def drop(self) -> bool:
+        """Before gradients are zeroed: what was not stepped does not count.
 
-    def drop_accumulated(self) -> None:
-        """Gradients of fewer backward passes than are added up before they are reduced do not count."""
+        Collective where a backward pass has raised, or where `step()` was left out.
+
+        Returns:
+            False if gradients are being reduced, since some did not come in the backward pass.
+        """
+        failed = reduced = unreduced = False
+        for part in self._parts:
+            phase = part.reducer.phase
+            failed |= phase is Phase.FAILED
+            if part.reducer.pending:
+                reduced |= phase is Phase.REDUCED
+                unreduced |= phase is not Phase.REDUCED
+        if failed:
+            for part in self._parts:
+                part.reducer.drop_failed()
+                part.seen = part.reducer.n_reduced
+        elif unreduced:
+            return False
+        elif reduced:
+            self.finish()
         for part in self._parts:
             part.reducer.drop_accumulated()
+        return True
 
     def set_passes(self, passes: int) -> None:
         """From the next iteration on, gradients of `passes` backward passes are added up before they are reduced.
@@ -227,25 +231,26 @@ class OptimizerGradients:
         for part in self._parts:
             reducer = part.reducer
             try:
-                reducer.finish(due=reducer.sharing.n_reduced == part.seen)
+                reducer.finish(due=reducer.n_reduced == part.seen)
             except GradientError as err:
                 problem = err
-            part.seen = reducer.sharing.n_reduced
+            part.seen = reducer.n_reduced
         if problem is not None:
             raise problem
 
     # ── the end ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _require_open(self) -> None:
-        if reason := next((part.reducer.closed for part in self._parts if part.reducer.closed), ""):
-            raise NotInitializedError(CLOSED.format(reason=reason))
+        for part in self._parts:
+            if part.reducer.closed:
+                raise NotInitializedError(CLOSED.format(reason=part.reducer.closed))
 
     def close(self) -> None:
         """Not collective: this optimizer's gradients are not reduced any more. Idempotent."""
         parts, self._parts = self._parts, []
         for part in parts:
-            part.reducer.sharing.users.discard(self)
-            if not part.reducer.sharing.users:
+            part.reducer.users.discard(self)
+            if not part.reducer.users:
                 part.reducer.close("by close()")
 
 
@@ -298,7 +303,7 @@ def _split(job: Job, lender: GradientReducer, wanted: set[int]) -> GradientReduc
         options=lender.options,
         known_sparse=lender.sparse.known,
     )
-    reducer.sharing.n_reduced = lender.sharing.n_reduced
-    for user in list(lender.sharing.users):
+    reducer.n_reduced = lender.n_reduced
+    for user in list(lender.users):
         user.use_part(reducer, of=lender)
     return reducer

@@ -1,158 +1,67 @@
 """Reduces the gradients of some parameters: what stands between autograd and the synchroniser.
 
-An iteration of a reducer, with what moves it on, and the attribute that tells where it is:
+An iteration of a reducer is in one of these phases; methods lead from one to another:
 
-    begun ──── last gradient ───▶ pending ──── end of backward() ──▶ complete ─── finish() ──▶ the next one
-      │  ▲     of an iteration       │    all reduced; cut short if      ▲
-      │  │                           │    another rank needs this one    │
-      │  └─ passes_left: more        │                                   │
-      │     passes are added up      ├──── finish() ─── waits for the rest, zeros for what has not come
-      │                              │
-      │                              └──── late.begin() ──▶ late.put_off ── wait_for(), hand_out() ── finish()
-      │                                    instead of finish(): step() returns, the next forward pass waits
-      │
-      └──── the pass raises ───▶ failed_in ──── next backward(), or finish() if `.grad` was touched ──▶ the next one
-                                           `drop_failed`: the iteration ends, `.grad` stays as the script has it
+    ─ attach() ─▶ COMING ◀─ a hook for each gradient: counts passes; what is complete leaves
+                   │ │ │
+                   │ │ └─ end_backward(), all have come ─┬─▶ REDUCED ─ finish() ──────────────────────▶ the next one
+                   │ │ ◀─ this rank is needed elsewhere ─┤                                                    ▲
+                   │ │                                   └─▶ KEPT, by a keeper: nobody has waited             │
+                   │ │                                         │ put_off()                                    │
+                   │ ├─ put_off(): zeros for what is missing ─▶ STEPPED ─ wait_for(), hand_out(), finish() ───┤
+                   │ └─ finish(): zeros for what is missing, waits for the rest ──────────────────────────────┤
+                   └─── fail_backward(), from any phase ─▶ FAILED ─ drop_failed(), finish() ──────────────────┘
 
-Gradients leave while they come, as soon as a unit is full. How they come is told in `hooks`; what is done with those
-that are sparse, thawed in mid-training or accumulated, in `parameters`. The synchroniser knows only dense gradients
-that are ready or not, the optimizer only that they are reduced in the end.
+COMING becomes REDUCED once every gradient has come: then nothing need be known of what the script does next. Otherwise
+nobody knows whether the rest will come, and finish() waits. So a pass that brings no gradient of these parameters, as
+`torch.autograd.grad`, changes nothing.
 
-The end of an iteration is put off only where it needs no message: all units have left on this rank, the other ranks'
-leave when they come to their `step()`, and so whoever waits for one waits for nothing that a rank does after that.
+FAILED: a backward pass has raised. What has come does not count, and `.grad` stays as the script has it, unless the
+script steps without having touched it. The iteration ends on all ranks alike, in the next pass or `finish`.
+
+KEPT and STEPPED need no message: all units have left on this rank, the other ranks' leave when they come to their
+`step()`, and so whoever waits for one waits for nothing that a rank does after that.
+
+The synchroniser knows only dense gradients that are ready or not; sparse ones go beside it, and what is thawed in
+mid-training is reduced by itself once, until there is a hook on it.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
 
+from sirtaki.autotune.trial import Arm
+from sirtaki.comm.collectives.operations import Kind, Signature
 from sirtaki.comm.control.watchdog import Wait
+from sirtaki.comm.gradients.buffers import Reduction
 from sirtaki.comm.gradients.iteration import InFlight
+from sirtaki.comm.gradients.synchroniser import Synchroniser
 from sirtaki.errors import CommError, GradientError
 
-from ..participants import Key, Participants, Progress, Running, Stage
+from ..participants import Participants, Progress, Running, Stage
 from ..sparse_carrier import SparseCarrier
+from ..sparse_gradients import SparseReductions
 from ..tuning.warmup import TunedSynchroniser
-from .hooks import TOO_OFTEN, GradientHooks
-from .parameters import HookedParameters, ReducerOptions, ReducerResources
-from .same_model import Named
+from .checks import Named, NanCheck, require_same_model, warn_of_different_values
 
 if TYPE_CHECKING:
     from sirtaki.comm.collectives.rank_sets import RankSet
-    from sirtaki.comm.control.plane import ControlPlane
 
     from ..job import Job
 
-
-class BackwardEnd:
-    """Calls one of two methods when the current backward pass is over; knows their object by weak references only."""
-
-    def __init__(self, ended: Callable[[], None], failed: Callable[[], None]) -> None:
-        """To be called in a hook, in a backward pass.
-
-        Args:
-            ended: bound method, called at the end of the pass.
-            failed: bound method, called when the pass has raised.
-        """
-        self._ended, self._failed = weakref.WeakMethod(ended), weakref.WeakMethod(failed)
-        self._over = False
-        torch.autograd.Variable._execution_engine.queue_callback(self)
-
-    def __call__(self) -> None:
-        """Autograd's call."""
-        self._over = True
-        if (ended := self._ended()) is not None:
-            ended()
-
-    def __del__(self) -> None:
-        if not self._over and (failed := self._failed()) is not None:
-            failed()
-
-
-class FailedPass:
-    """What it has left in `.grad`.
-
-    Attributes:
-        number: of the pass, see `Participant.failed_in`; of the last one, if several have raised in this iteration.
-    """
-
-    def __init__(self, parameters: HookedParameters) -> None:
-        """Takes `.grad` out of the flat buffers: what is on its way must not come into what the script does with it."""
-        self.number = 0
-        parameters.reductions.detach()
-        self._parameters = parameters
-        self._left = [(param, param.grad, _version(param.grad)) for _, param in parameters.named]
-
-    @property
-    def touched(self) -> bool:
-        """The script has changed or dropped some of it since."""
-        return any(param.grad is not left or _version(left) != version for param, left, version in self._left)
-
-    def drop(self, finish: Callable[[], None]) -> None:
-        """Collective: ends the iteration by `finish`, without the gradients, and leaves `.grad` as it is."""
-        self._parameters.reductions.detach()
-        kept = [(param, param.grad) for param, _, _ in self._left]
-        for param, _ in kept:
-            param.grad = None
-        finish()
-        for param, gradient in kept:
-            param.grad = gradient
-
-
-def _version(gradient: torch.Tensor | None) -> int:
-    return 0 if gradient is None else gradient._version
-
-
-class ReducerWatch:
-    """Answers for one reducer, as long as it lives."""
-
-    def __init__(self, participants: Participants, reducer: GradientReducer) -> None:
-        self._participants, self._reducer = participants, weakref.ref(reducer)
-
-    def current_wait(self) -> Wait | None:
-        """What this rank waits for.
-
-        Raises:
-            CommError: a transport has found out by itself that it will never come.
-        """
-        reducer = self._reducer()
-        if reducer is None:
-            return None
-        waiting, iteration, tuned = reducer.progress.waiting, 0, reducer.tuned
-        since_s = None if waiting is None else waiting[1]
-        if tuned is not None:
-            tuned.check()
-            iteration = tuned.synchroniser.iteration
-            if since_s is None and (stalled := tuned.synchroniser.in_flight.stalled()):
-                iteration, since_s = stalled
-        return None if since_s is None else Wait(what=f"the gradients of iteration {iteration}", since_s=since_s)
-
-    def progress(self) -> str:
-        """For the other ranks' watchdogs: how far this rank is; nothing if a later optimizer has taken over."""
-        reducer = self._reducer()
-        tuned = None if reducer is None else reducer.tuned
-        if reducer is None or tuned is None:
-            return ""
-        sync = tuned.synchroniser
-        if not (reducer.pending or reducer.progress.waiting or reducer in self._participants.in_use):
-            return ""
-        missing = sync.missing_names()
-        shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
-        waiting = sync.in_flight.unreduced_unit()
-        return "".join(
-            [
-                f"is in iteration {sync.iteration}",
-                f", has not computed {shown}" if missing else "",
-                f", its GPU waits for {waiting}" if waiting else "",
-            ]
-        )
-
+TOO_OFTEN = (
+    "Gradients were computed more than backward_passes_per_step times before call to step(). "
+    "Increase backward_passes_per_step to accumulate gradients locally."
+)
 
 NEVER_CAME = (
     "the update of this parameter was put off by overlap_forward, and its ranks parted before its gradient had come; "
@@ -160,111 +69,51 @@ NEVER_CAME = (
 )
 
 
+class Phase(Enum):
+    """Where an iteration is; the drawing above shows what leads from one to another."""
+
+    COMING = "some gradients may still come; units leave as they are full"
+    KEPT = "all have left in the backward pass, and whoever looks at a parameter waits"
+    STEPPED = "step() has returned, and whoever looks at a parameter waits, and has it updated"
+    REDUCED = "every .grad holds the reduced gradient"
+    FAILED = "a backward pass has raised"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReducerOptions:
+    """How gradients are reduced, whatever the model.
+
+    Attributes:
+        reduction: what is done to every gradient.
+        sparse_as_dense: sparse gradients are made dense.
+        groups: parameters that go together: none of a group leaves before all are there.
+        unused_as_none: gradients that no rank has are None, whatever the settings say.
+        arms: search techniques to tune with, None = the usual ones.
+        overlaps: iterations may end in the next forward pass.
+    """
+
+    reduction: Reduction
+    sparse_as_dense: bool = False
+    groups: Sequence[Sequence[torch.Tensor]] = ()
+    unused_as_none: bool = False
+    arms: Sequence[Arm] | None = None
+    overlaps: bool = False
+
+
 class Keeper(Protocol):
-    """Keeps everybody from what is not there yet: gradients that are under way, parameters that wait for them."""
+    """Keeps everybody from gradients that are under way, and from parameters that wait for them."""
 
     def keep(self) -> bool:
         """All gradients have left in the backward pass; True if it keeps them, so that nobody waits there."""
         ...
 
     def settle(self) -> None:
-        """Blocks until nothing is put off any more."""
+        """Blocks until nothing is put off any more; not collective."""
         ...
 
     def close(self) -> None:
         """Nothing will be put off any more; not collective."""
         ...
-
-
-class LateEnd:
-    """Of the iterations of one reducer.
-
-    Attributes:
-        put_off: the current iteration has been stepped, and has not ended.
-    """
-
-    def __init__(self, job: Job, reducer: GradientReducer) -> None:
-        """Nothing is put off before there is a keeper."""
-        self._job, self._reducer = job, weakref.ref(reducer)
-        self._keeper: weakref.ref[Keeper] | None = None
-        self.put_off = False
-
-    def use(self, keeper: Keeper) -> None:
-        """From now on iterations may be put off, and it is `keeper` who keeps them; a weak reference."""
-        self._keeper = weakref.ref(keeper)
-
-    def _parameters(self) -> HookedParameters:
-        reducer = self._reducer()
-        assert reducer is not None  # whose part this is
-        assert reducer.hooked is not None
-        return reducer.hooked
-
-    @property
-    def possible(self) -> bool:
-        """The current iteration may be put off."""
-        reducer = self._reducer()
-        if reducer is None or reducer.hooked is None or reducer.hooked.empty:
-            return False
-        return not reducer.shared and reducer.failed_in is None and reducer.hooked.can_put_off
-
-    def kept(self) -> bool:
-        """All gradients have left in the backward pass: True if nobody need wait there."""
-        keeper = None if self._keeper is None else self._keeper()
-        return keeper is not None and not self.put_off and self.possible and keeper.keep()
-
-    def settle(self) -> None:
-        """Blocks until nothing is put off any more; not collective."""
-        keeper = None if self._keeper is None else self._keeper()
-        if keeper is not None:
-            keeper.settle()
-
-    def close(self) -> None:
-        """The reducer closes; nothing is put off. Not collective."""
-        keeper = None if self._keeper is None else self._keeper()
-        if keeper is not None:
-            keeper.close()
-
-    def begin(self) -> None:
-        """If it is `possible`: this rank takes part in the end of the iteration and waits for nobody."""
-        reducer = self._reducer()
-        assert reducer is not None
-        self.put_off = True
-        self._job.joining.begins(reducer, Stage.FINISH)
-        self._job.participants.note_finished(reducer)
-        self._parameters().put_off()
-
-    def wait_for(self, number: int) -> list[int]:
-        """Blocks until the gradient of a parameter is reduced.
-
-        Returns:
-            All parameters that are with it, by number among those that want a gradient; none if this rank is needed
-            elsewhere, before `step()`.
-
-        Raises:
-            CommError: the reduction failed, or the job did.
-        """
-        reducer = self._reducer()
-        if reducer is None or reducer.hooked is None:
-            raise CommError(NEVER_CAME)
-        interrupted = None if self.put_off else partial(self._job.blocked.need, reducer)
-        with reducer.progress.waits(Stage.FINISH if self.put_off else Stage.REDUCE):
-            return self._parameters().reductions.wait_for(number, interrupted)
-
-    def reduce(self) -> None:
-        """Before `step()`: waits for all gradients, unless this rank is needed elsewhere, as `backward()` does."""
-        reducer = self._reducer()
-        if reducer is not None and reducer.hooked is not None:
-            with reducer.progress.waits(Stage.REDUCE):
-                reducer.hooked.reductions.reduce(partial(self._job.blocked.need, reducer))
-
-    def hand_out(self, numbers: Sequence[int]) -> None:
-        """What `wait_for` has returned: each `.grad` holds the reduced gradient from now on."""
-        self._parameters().reductions.hand_out_some(numbers)
-
-    def ends(self) -> bool:
-        """The iteration ends; True if that was put off."""
-        was, self.put_off = self.put_off, False
-        return was
 
 
 class User(Protocol):
@@ -279,32 +128,22 @@ class User(Protocol):
         ...
 
 
-class Sharing:
-    """Who uses one reducer.
+class PassEnd:
+    """Tells a reducer that the backward pass is over in which this was made, or has raised; keeps nothing alive."""
 
-    Attributes:
-        active: several optimizers may use it; the same on all ranks.
-        users: those optimizers of this rank that do.
-        n_reduced: iterations in which gradients were reduced; a shared reducer may find nothing to reduce.
-    """
+    def __init__(self, reducer: GradientReducer) -> None:
+        self._reducer, self._over = weakref.ref(reducer), False
+        torch.autograd.Variable._execution_engine.queue_callback(self)
 
-    def __init__(self, control: ControlPlane, progress: Progress) -> None:
-        """`control`: the ranks; `progress`: of the reducer."""
-        self._control, self._progress = control, progress
-        self.active = False
-        self.users: weakref.WeakSet[User] = weakref.WeakSet()
-        self.n_reduced = 0
+    def __call__(self) -> None:
+        """Autograd's call."""
+        self._over = True
+        if (reducer := self._reducer()) is not None:
+            reducer.end_backward()
 
-    def is_due(self, *, here: bool) -> bool:
-        """Collective, while it is active: whether any rank has something to reduce; ends it if one user is left.
-
-        Args:
-            here: this rank has, or cannot know.
-        """
-        with self._progress.waits(Stage.ASK):
-            anywhere, n_users = self._control.maximum(np.array([float(here), float(len(self.users))]))
-        self.active = bool(n_users > 1)
-        return bool(anywhere > 0)
+    def __del__(self) -> None:
+        if not self._over and (reducer := self._reducer()) is not None:
+            reducer.fail_backward()
 
 
 class GradientReducer:
@@ -316,16 +155,25 @@ class GradientReducer:
         key: the number of the ranks' process set and its own there, the same on all of these ranks.
         members: the ranks that take part, with their control plane.
         ranks: the same, by their rank among all.
-        passes: backward passes whose gradients are added up before they are reduced, of all parameters or of each.
         options: how gradients are reduced.
-        progress: how far this rank is in its iterations.
-        sharing: which optimizers use it.
-        closed: why it is closed; empty while it is open.
+        named: its parameters with their names, frozen ones too; none once it is closed.
+        hooked: those that wanted a gradient when hooks were made.
+        passes: backward passes whose gradients are added up before they are reduced, of all parameters or of each.
+        tuned: what has the dense gradients reduced; None if there are none.
         sparse: its sparse gradients.
-        late: the end of an iteration where it is put off.
+        phase: where its iteration is.
+        failed_in: the backward pass that has raised, by `Participants.n_begun`; None = none has in this iteration.
+        progress: how far this rank is in its iterations.
+        shared: several optimizers may use it; the same on all ranks.
+        users: those optimizers of this rank that do.
+        n_reduced: iterations in which gradients were reduced; a shared reducer may find nothing to reduce.
+        keeper: who may have the end of an iteration put off.
+        closed: why it is closed; empty while it is open.
     """
 
     too_often = TOO_OFTEN
+    failed_in: int | None
+    _ready: Callable[[int, torch.Tensor, int], None]
 
     def __init__(
         self,
@@ -347,153 +195,486 @@ class GradientReducer:
             options: see above.
             known_sparse: parameters of which all ranks know that their gradients are sparse.
         """
-        self._job = job
-        self._parameters: HookedParameters | None = None
-        self._watch: ReducerWatch | None = None
-        self._carrier: SparseCarrier | None = None
-        self.closed = ""
-        self.passes, self.options = passes, options
-        self.members, self.ranks = members, members.ranks
+        assert members.control is not None
+        assert members.engine is not None
+        self.closed, self._job, self._open, self._hooks = "", job, ExitStack(), ExitStack()
+        self._control, self._engine = members.control, members.engine
+        self.members, self.ranks, self.passes, self.options = members, members.ranks, passes, options
         self.key = (members.number, next(job.serials[members.number]))
         self.progress = Progress()
-        self._resources = ReducerResources(
-            job, members, options, prefix=f"optimizer.{self.key[1]}", known_sparse=known_sparse
+        self.shared, self.n_reduced = False, 0
+        self.users: weakref.WeakSet[User] = weakref.WeakSet()
+        self.keeper: weakref.ref[Keeper] | None = None
+        settings = job.settings
+        self._settings = replace(settings, unused_as_none=options.unused_as_none or settings.unused_as_none)
+        carrier = SparseCarrier(members.control, self._settings, prefix=f"optimizer.{self.key[1]}.")
+        self.sparse = SparseReductions(
+            options.reduction,
+            carrier,
+            known_sparse,
+            as_dense=options.sparse_as_dense,
+            unused_as_none=self._settings.unused_as_none,
         )
-        self.sparse, self._carrier = self._resources.sparse, self._resources.carrier
-        self.sharing: Sharing = Sharing(self._resources.control, self.progress)
-        self._failed: FailedPass | None = None
-        self.late = LateEnd(job, self)
+        self._nan_check = NanCheck(members.control) if settings.check_nan else None
+        self._compared_values = False
+        # What belongs to it without leading back to it, since `__del__` hands it to another thread to be closed.
+        self._open.callback(carrier.close)
+        self._open.callback(self._hooks.close)
         job.disposal.start()
         self.attach(named)
-        self._watch = ReducerWatch(job.participants, self)
-        job.watchdog.watch(self._watch.current_wait, self._watch.progress)
+        this = weakref.ref(self)
+        wait, progress = partial(_current_wait, this), partial(_progress_of, this, job.participants)
+        job.watchdog.watch(wait, progress)
+        self._open.callback(job.watchdog.forget, wait, progress)
+        self._open.callback(job.joining.forget, self.key)
         job.participants.add(self)
+
+    # ── its parameters ───────────────────────────────────────────────────────────────────────────────────────────
 
     def attach(self, named: Sequence[Named]) -> None:
         """Collective, between iterations: from now on, these are its parameters, frozen ones too."""
-        if self._parameters is not None:
-            before, self._parameters = self._parameters, None
-            before.close()
-        self._resources.control.reclaim()
+        self._unhook()
+        self._control.reclaim()
         try:
-            self._parameters = HookedParameters(named, self._resources, passes=self.passes, owner=self)
+            self._hook(named)
         except Exception:
             self.close("when its parameters changed, which failed")
             raise
         self._begin_iteration()
 
-    @property
-    def hooked(self) -> HookedParameters | None:
-        """Those of its parameters that want a gradient; None once it is closed."""
-        return self._parameters
+    def _unhook(self) -> None:
+        self._hooks.close()
+        self.named, self.hooked, self._frozen = list[Named](), list[Named](), list[torch.Tensor]()
+        self.tuned: TunedSynchroniser | None = None
+        self._sync: Synchroniser | None = None
+        self._has_sparse, self._dense_index = False, dict[int, int]()
+        self._group_sizes, self._group_of = list[int](), dict[int, int]()
+        self._hook_of: list[Callable[[torch.Tensor], None]] = []
+
+    def _hook(self, named: Sequence[Named]) -> None:
+        """Collective; what it makes before it raises is closed with the reducer."""
+        self.named, self.hooked = list(named), [item for item in named if item[1].requires_grad]
+        self._frozen = [param for _, param in named if not param.requires_grad]
+        require_same_model(self._control, self.hooked)
+        self.sparse.watch(dict(self.hooked))
+        self._has_sparse = bool(self.sparse.names)  # else nothing of it runs in an iteration
+        dense = [number for number, (name, _) in enumerate(self.hooked) if name not in self.sparse.names]
+        if dense:
+            self.tuned = TunedSynchroniser(
+                self._control,
+                self._settings,
+                [self.hooked[number][1] for number in dense],
+                [self.hooked[number][0] for number in dense],
+                reduction=self.options.reduction,
+                arms=self.options.arms,
+                carried=None if self._job.elastic is None else self._job.elastic.tuning,
+                overlaps=self.options.overlaps,
+            )
+            self._hooks.callback(self.tuned.close)
+            self._sync, self._ready = self.tuned.synchroniser, self.tuned.synchroniser.ready
+        self._dense_index = dict(zip(dense, range(len(dense)), strict=True))
+        number_of = {id(param): number for number, (_, param) in enumerate(self.hooked)}
+        groups = [[number_of[id(param)] for param in group if id(param) in number_of] for group in self.options.groups]
+        self._group_sizes = [len(group) for group in groups]
+        self._group_of = {number: place for place, group in enumerate(groups) for number in group}
+        self._hook_of = [self._make_hook(number) for number in range(len(self.hooked))]
+        for (_, param), hook in zip(self.hooked, self._hook_of, strict=True):
+            self._hooks.callback(param.register_post_accumulate_grad_hook(hook).remove)  # type: ignore[no-untyped-call]
 
     @property
-    def named(self) -> list[Named]:
-        """Its parameters with their names, frozen ones too."""
-        return [] if self._parameters is None else self._parameters.all
-
-    # ── the way of one gradient ──────────────────────────────────────────────────────────────────────────────────
-
-    def begin_backward(self) -> GradientHooks | None:
-        """The hooks for its gradients, if it has any. Collective if the pass before has raised: that one is dropped."""
-        self.late.settle()
-        self._job.participants.begin_backward(self)
-        if torch._C._current_graph_task_id() >= 0:  # DDP's join() brings gradients without a pass
-            BackwardEnd(self._end_backward, self._fail_backward)
-        return None if self._parameters is None else self._parameters.hooks
-
-    def arrive(self, number: int) -> None:
-        """For gradients that autograd does not bring: that of a parameter, by its number among those that want one."""
-        if self._parameters is not None:
-            self._parameters.hooks.arrive(number)
-
-    def _fail_backward(self) -> None:
-        """A backward pass has raised, wherever that was."""
-        if self._parameters is not None:
-            self._parameters.hooks.in_backward = False
-        self.fail()
-        for user in self.sharing.users:  # whose other parts may have gradients of passes before this one
-            user.fail()
+    def all_dense(self) -> bool:
+        """No parameter is known to have sparse gradients."""
+        return len(self._dense_index) == len(self.hooked)
 
     @property
-    def failed_in(self) -> int | None:
-        """The backward pass that has raised in this iteration; None = none has."""
-        return None if self._failed is None else self._failed.number
+    def thawed(self) -> list[torch.Tensor]:
+        """Parameters that want a gradient now, and have no hook yet."""
+        return [param for param in self._frozen if param.requires_grad]
 
-    def fail(self) -> None:
-        """What has come in this iteration does not count."""
-        if self._parameters is not None:
-            self._failed = self._failed or FailedPass(self._parameters)
-            self._failed.number = self._job.participants.n_begun
+    def set_passes(self, passes: int | Sequence[int]) -> None:
+        """From the next iteration on, gradients of `passes` backward passes are added up before they are reduced."""
+        self.passes = passes
+        self._begin_iteration()
 
-    def drop_failed(self) -> None:
-        """Collective if a pass has raised in this iteration: ends it, with gradients as they were."""
-        failed, self._failed = self._failed, None
-        if failed is not None:
-            failed.drop(self.finish)
+    def _begin_iteration(self) -> None:
+        """Nothing has come."""
+        passes = self.passes
+        self._passes = [passes] * len(self.hooked) if isinstance(passes, int) else list(passes)
+        self.passes_left = self._passes.copy()
+        self._waiting = [list[tuple[int, torch.Tensor, int]]() for _ in self._group_sizes]
+        self.in_backward = False
+        self.phase, self.failed_in = Phase.COMING, None
 
-    def _end_backward(self) -> None:
+    # ── a backward pass ──────────────────────────────────────────────────────────────────────────────────────────
+
+    def _make_hook(self, number: int) -> Callable[[torch.Tensor], None]:
+        # Garbage collection does not see what such a hook holds, so it holds nothing.
+        this, index = weakref.ref(self), self._dense_index.get(number, -1)
+        leaves_at_once = index >= 0 and number not in self._group_of and self._nan_check is None
+
+        def hook(param: torch.Tensor) -> None:
+            """The hot path: this, and what it calls at its end, is what a gradient costs."""
+            self = this()
+            if self is None:
+                return
+            if not self.in_backward and not self._begin_pass(param):
+                return
+            left = self.passes_left
+            if left[number] != 1:
+                if left[number] < 1:
+                    raise AssertionError(self.too_often)
+                left[number] -= 1
+                return
+            gradient = param.grad
+            if gradient is None:  # this pass leads here, and has come to nothing, as for a bias in a double backward
+                return
+            left[number] = 0
+            if leaves_at_once and not gradient.is_sparse:
+                self._ready(index, gradient, gradient._version)
+            else:
+                self._come(number)
+
+        return hook
+
+    def _begin_pass(self, param: torch.Tensor) -> bool:
+        """The first gradient of a backward pass has come, of `param`; False if it is cared for."""
+        hooks = self._hook_of
+        if not self.begin_backward():
+            return False
+        self.in_backward = True
+        if hooks is self._hook_of:
+            return True
+        for (_, own), hook in zip(self.hooked, self._hook_of, strict=True):  # which were made anew
+            if own is param:
+                hook(param)
+        return False
+
+    def begin_backward(self) -> bool:
+        """A backward pass begins; False if its gradients do not count. Collective if the one before has raised."""
+        if self.phase is not Phase.COMING:
+            self.settle()
+            if self.failed_in is not None:
+                self._job.participants.drop_failed(self.failed_in)
+        self._job.participants.n_begun += 1
+        PassEnd(self)
+        return bool(self.named)
+
+    def _come(self, number: int) -> None:
+        """The gradient of a parameter has come that is not just dense and alone."""
+        name, param = self.hooked[number]
+        assert param.grad is not None
+        if self._nan_check is not None:
+            self._nan_check.look(name, param.grad)
+        gradient = self._as_it_travels(name) if param.grad.is_sparse else param.grad
+        come = (number, gradient, gradient._version)
+        place = self._group_of.get(number)
+        waiting = [] if place is None else self._waiting[place]
+        waiting.append(come)
+        if place is None or len(waiting) == self._group_sizes[place]:
+            self._leave(waiting)
+
+    def _leave(self, come: list[tuple[int, torch.Tensor, int]]) -> None:
+        for number, gradient, version in come:
+            if (index := self._dense_index.get(number)) is None:
+                self.sparse.start(self.hooked[number][0], gradient, version)
+            else:
+                self._ready(index, gradient, version)
+        come.clear()
+
+    def _as_it_travels(self, name: str) -> torch.Tensor:
+        """The sparse gradient of a parameter, made dense, in `.grad`, too, unless all ranks expect a sparse one."""
+        if self._sync is not None and self.sparse.looks_new(name) and not self._sync.profiling:
+            self._sync.profile_again()  # the ranks agree on it then
+        return self.sparse.as_it_travels(name)
+
+    def _put_in_missing(self) -> None:
+        """Gradients leave whose group will not be complete; those that did not come are made what they travel as."""
+        for waiting in self._waiting:
+            self._leave(waiting)
+        if any(self.passes_left):
+            for left, (name, param) in zip(self.passes_left, self.hooked, strict=True):
+                if left and param.grad is not None and param.grad.is_sparse and param.requires_grad:
+                    self._as_it_travels(name)
+
+    def end_backward(self) -> None:
         """A backward pass is over: dense gradients that have all come are reduced now, then sparse ones."""
-        if self._parameters is None:
+        self.in_backward = False
+        if not self._can_reduce():
             return
-        self._parameters.hooks.in_backward = False
-        reductions = self._parameters.reductions
-        if not reductions.can_reduce:
-            return
-        self._job.participants.flush()  # other ranks may wait for those of others first
+        for other in self._job.participants:  # for which other ranks may wait first
+            if other is not self:
+                other.flush()
         self._job.joining.begins(self, Stage.REDUCE)
-        if self.late.kept():
-            return
-        with self.progress.waits(Stage.REDUCE):
-            reductions.reduce(partial(self._job.blocked.need, self))
-        if reductions.problem:
+        if self.keeper is not None and self.can_put_off and (keeper := self.keeper()) is not None:
+            self.flush()
+            if keeper.keep():
+                self.phase = Phase.KEPT
+                return
+        self.reduce()
+        if self._sync is not None and self._sync.problem:
             self.finish()  # which raises: what comes next is the next iteration, as on the other ranks
 
+    def _can_reduce(self) -> bool:
+        """All dense gradients of this iteration have come, or were reduced before and all sparse ones have come."""
+        sync, sparse = self._sync, self.sparse
+        if sync is not None and sync.can_reduce:
+            return True
+        return (
+            self._has_sparse
+            and sparse.pending
+            and not (sparse.missing or self.phase is Phase.REDUCED)
+            and (sync is None or sync.complete)
+        )
+
+    def reduce(self) -> None:
+        """Blocks until what has come is reduced, unless this rank is needed elsewhere.
+
+        Raises:
+            CommError: a reduction failed, or the job did; gradients are undefined then.
+        """
+        sync, sparse, interrupted = self._sync, self.sparse, partial(self._job.blocked.need, self)
+        with self.progress.waits(Stage.REDUCE):
+            if self.phase is Phase.KEPT:
+                self.phase = Phase.COMING
+            if sync is not None and not sync.complete and not sync.reduce(interrupted):
+                return
+            if not self._has_sparse or (not sparse.missing and sparse.reduce(interrupted)):
+                self.phase = Phase.REDUCED
+            if sync is not None and sync.profiling:
+                sparse.make_sparse(sparse.found)
+
+    def fail_backward(self) -> None:
+        """A backward pass has raised, wherever that was."""
+        self.in_backward = False
+        self.fail()
+        for user in self.users:  # whose other parts may have gradients of passes before this one
+            user.fail()
+
+    def fail(self) -> None:
+        """What has come does not count; `.grad` leaves the buffers, in which gradients are on their way."""
+        if self.closed:
+            return
+        if self.phase is not Phase.FAILED:
+            self.phase = Phase.FAILED
+            self._detach()
+            self._left = [(param, param.grad, _version(param.grad)) for _, param in self.hooked]
+        self.failed_in = self._job.participants.n_begun
+
+    def _detach(self) -> None:
+        if self._sync is not None:
+            self._sync.detach()
+
+    def drop_failed(self) -> None:
+        """Collective if a pass has raised in this iteration: ends it, and leaves `.grad` as it is."""
+        if self.phase is not Phase.FAILED:
+            return
+        self.phase, self.failed_in = Phase.COMING, None
+        self._detach()
+        kept = [(param, param.grad) for param, _, _ in self._left]
+        for param, _ in kept:
+            param.grad = None
+        self.finish()
+        for param, gradient in kept:
+            param.grad = gradient
+
+    # ── the end of an iteration that comes late ──────────────────────────────────────────────────────────────────
+
+    @property
+    def can_put_off(self) -> bool:
+        """Nothing in the end of this iteration needs the other ranks, once all gradients have left."""
+        tuned = self.tuned
+        if tuned is None or self.shared or self.phase is Phase.FAILED or not self.all_dense or self.sparse.found:
+            return False
+        return tuned.can_put_off and self._compared_values and self._nan_check is None and not self.thawed
+
+    def put_off(self) -> None:
+        """If it `can_put_off`: this rank takes part in the end of the iteration, and waits for nobody."""
+        assert self._sync is not None
+        self.phase = Phase.STEPPED
+        self._begin_end()
+        self._put_in_missing()
+        self._sync.flush()
+
+    def wait_for(self, number: int) -> list[int]:
+        """Blocks until the gradient of a parameter is reduced that has left.
+
+        Returns:
+            All parameters that are with it, by number among those that are hooked; none if this rank is needed
+            elsewhere, before `step()`: nothing is kept any more then.
+
+        Raises:
+            CommError: the reduction failed, or the job did.
+        """
+        if self._sync is None:
+            raise CommError(NEVER_CAME)
+        late = self.phase is Phase.STEPPED
+        with self.progress.waits(Stage.FINISH if late else Stage.REDUCE):
+            numbers = self._sync.wait_for(number, None if late else partial(self._job.blocked.need, self))
+        if not numbers:
+            self.phase = Phase.COMING
+        return numbers
+
+    def hand_out(self, numbers: Sequence[int]) -> None:
+        """What `wait_for` has returned: each `.grad` holds the reduced gradient from now on."""
+        assert self._sync is not None
+        self._sync.hand_out_some(numbers)
+
     def settle(self) -> None:
-        """Blocks until no end of an iteration is put off any more."""
-        self.late.settle()
-
-    def flush(self) -> None:
-        """Sends what has not left if all gradients of this iteration have come; waits for nobody."""
-        if self._parameters is not None:
-            self._parameters.reductions.flush()
-
-    def as_it_travels(self, number: int) -> torch.Tensor:
-        """The gradient of a parameter, made dense unless all ranks expect a sparse one."""
-        assert self._parameters is not None
-        return self._parameters.reductions.as_it_travels(number)
+        """Blocks until no end of an iteration is put off any more; not collective."""
+        if self.keeper is not None and (keeper := self.keeper()) is not None:
+            keeper.settle()
 
     # ── the end of an iteration ──────────────────────────────────────────────────────────────────────────────────
 
-    @property
-    def shared(self) -> bool:
-        """Several optimizers may use it; the same on all ranks."""
-        return self.sharing.active
+    def finish(self, *, due: bool = True) -> None:
+        """Collective: blocks until all gradients are reduced; afterwards `.grad` holds the result.
+
+        Args:
+            due: of a shared one: no other optimizer has had gradients reduced since this one last had. If it is not
+                due on any rank, and no gradients have come, the reduced gradients are in place.
+
+        Raises:
+            GradientError: a gradient was written while it was being reduced; the iteration has ended all the same.
+        """
+        if not (self.hooked or self.thawed):
+            return
+        if self.phase is Phase.FAILED and any(
+            param.grad is not left or _version(left) != version for param, left, version in self._left
+        ):
+            self.drop_failed()
+        self._begin_end()
+        self._finish(due=due)
+
+    def _begin_end(self) -> None:
+        self._job.joining.begins(self, Stage.FINISH)
+        self._job.participants.last_finished = weakref.ref(self)
+
+    def finish_joined(self) -> None:
+        """Collective: what `finish` is on a rank that has joined."""
+        self._finish(joined=True)
+
+    def contribute_zeros(self) -> None:
+        """On a rank that has joined: gives zeros to an iteration that the other ranks have not begun to end."""
+        if self.closed:
+            return
+        self.sparse.put_in_missing(joined=True)
+        if self._sync is not None:
+            self._sync.contribute_zeros()
+
+    def _finish(self, *, joined: bool = False, due: bool = False) -> None:
+        late, problem = self.phase is Phase.STEPPED, ""
+        if late:
+            self.phase = Phase.COMING
+        if not self.shared or self._is_due(here=due or self.begun):
+            with self.progress.waits(Stage.FINISH):
+                changed = self._reduce_all(joined=joined, late=late)
+                problem = "" if self._sync is None else self._sync.problem
+                if changed:
+                    self.attach(self.named)
+                else:
+                    self._begin_iteration()
+            self.n_reduced += 1
+        self.progress.finished += 1
+        self._job.joining.ends(self)
+        if problem:
+            raise GradientError(problem)
+
+    def _is_due(self, *, here: bool) -> bool:
+        """Collective, while it is shared: whether any rank has something to reduce; ends that if one user is left.
+
+        Args:
+            here: this rank has, or cannot know.
+        """
+        with self.progress.waits(Stage.ASK):
+            anywhere, n_users = self._control.maximum(np.array([float(here), float(len(self.users))]))
+        self.shared = bool(n_users > 1)
+        return bool(anywhere > 0)
+
+    def _reduce_all(self, *, joined: bool, late: bool) -> bool:
+        """Collective: True if hooks are to be made anew after this iteration.
+
+        Args:
+            joined: this rank has no data any more and takes part with zeros.
+            late: it was put off, and what was thawed since belongs to the next iteration.
+        """
+        control, sync, sparse = self._control, self._sync, self.sparse
+        thawed = self.thawed if self._frozen and not late else []
+        if self._nan_check is not None:
+            self._nan_check.finish(self.passes_left, self.hooked)
+        self._put_in_missing()
+        if self._has_sparse and self.phase is not Phase.REDUCED:
+            sparse.put_in_missing(joined=joined)
+        profiling = sync is not None and sync.profiling
+        if self.tuned is not None:
+            self.tuned.finish(joined=joined)
+        if self._has_sparse:
+            sparse.reduce(None)
+        found_sparse = profiling and sparse.agree(control, [name for name, _ in self.hooked])
+        if self._has_sparse:
+            sparse.end_iteration()
+        if thawed:
+            self._reduce_thawed(thawed)
+        if not self._compared_values:  # and nothing is updated
+            wanting = [item for item in self.named if item[1].requires_grad]
+            self._compared_values = bool(wanting)
+            warn_of_different_values(control, wanting)
+        if joined:
+            for param in [*(param for _, param in self.hooked), *thawed]:
+                param.grad = None  # the others' gradients must not add to the next ones of this rank
+        return found_sparse or bool(thawed)
+
+    @torch.no_grad()
+    def _reduce_thawed(self, params: Sequence[torch.Tensor]) -> None:
+        """Collective: reduces gradients of parameters that have no hook yet; afterwards they are dense."""
+        prefix = f"optimizer.{self.key[1]}.thawed"
+        computed = torch.tensor([float(param.grad is not None) for param in params])
+        wanted = self._sum(computed, f"{prefix}.computed", Reduction()).tolist()
+        for number, (param, anywhere) in enumerate(zip(params, wanted, strict=True)):
+            if not anywhere and self._settings.unused_as_none:
+                continue
+            if param.grad is None:
+                param.grad = torch.zeros_like(param)
+            elif param.grad.is_sparse:
+                param.grad = param.grad.to_dense()
+            param.grad.copy_(self._sum(param.grad, f"{prefix}.{number}", self.options.reduction))
+
+    def _sum(self, tensor: torch.Tensor, name: str, reduction: Reduction) -> torch.Tensor:
+        signature = Signature.of(
+            [tensor],
+            name=name,
+            kind=Kind.ALLREDUCE,
+            op=reduction.op.value,
+            factors=(reduction.prescale, reduction.postscale),
+            by_all=True,
+        )
+        work = self._engine.submit(signature, [tensor])
+        self._engine.finish(work)
+        return work.results[0]
+
+    def drop_accumulated(self) -> None:
+        """Gradients of fewer backward passes than are added up before they are reduced do not count."""
+        if self.passes_left != self._passes and not self.pending:
+            for (_, param), passes, left in zip(self.hooked, self._passes, self.passes_left, strict=True):
+                if left != passes:
+                    param.grad = None
+            self._begin_iteration()
+
+    # ── what others ask ──────────────────────────────────────────────────────────────────────────────────────────
 
     @property
     def pending(self) -> bool:
         """Gradients are being reduced."""
-        return (parameters := self._parameters) is not None and parameters.reductions.pending
-
-    @property
-    def complete(self) -> bool:
-        """All gradients of this iteration are reduced and in `.grad`, and it has not ended."""
-        return self._parameters is not None and self._parameters.reductions.complete
+        return (self._sync is not None and self._sync.pending) or (self._has_sparse and self.sparse.pending)
 
     @property
     def begun(self) -> bool:
         """Gradients have come on this rank that no finished iteration has reduced."""
-        return self._parameters is not None and self._parameters.begun
-
-    @property
-    def tuned(self) -> TunedSynchroniser | None:
-        """What has the dense gradients reduced; None if there are none."""
-        return None if (parameters := self._parameters) is None else parameters.reductions.tuned
+        return self.pending or self.passes_left != self._passes or bool(self.thawed)
 
     @property
     def in_flight(self) -> InFlight | None:
         """What a device may still be busy with; None where nothing is reduced."""
-        return None if (tuned := self.tuned) is None else tuned.synchroniser.in_flight
+        return None if self._sync is None else self._sync.in_flight
 
     @property
     def running(self) -> Running | None:
@@ -502,102 +683,79 @@ class GradientReducer:
             return None
         return Running(iteration=tuned.synchroniser.iteration, setting=tuned.knobs.describe(), tuning=tuned.tuning)
 
+    @property
+    def given(self) -> int:
+        """Iterations to which this rank has given all its gradients."""
+        missing = (self._sync is not None and bool(self._sync.missing_names())) or bool(self.sparse.missing)
+        return self.progress.given(missing=missing)
+
+    def flush(self) -> None:
+        """Sends what has not left if all dense gradients of this iteration have come; waits for nobody."""
+        if self._sync is not None and self._sync.can_reduce:
+            self._sync.flush()
+
     def remember(self) -> None:
         """Stores what an unfinished warm-up has found."""
         if (tuned := self.tuned) is not None:
             tuned.remember()
 
-    def set_passes(self, passes: int | Sequence[int]) -> None:
-        """From the next iteration on, gradients of `passes` backward passes are added up before they are reduced."""
-        self.passes = passes
-        self._begin_iteration()
-
-    def _begin_iteration(self) -> None:
-        if self._parameters is not None:
-            self._parameters.begin(self.passes)
-        self._failed = None
-
-    def finish(self, *, due: bool = True) -> None:
-        """Collective: blocks until all gradients are reduced; afterwards `.grad` holds the result.
-
-        Args:
-            due: of a shared one: no other optimizer has had gradients reduced since this one last had. If it is not
-                due on any rank, and no gradients have come, the reduced gradients are in place.
-        """
-        assert self._parameters is not None
-        if self._parameters.empty:
-            return
-        if self._failed is not None and self._failed.touched:
-            self.drop_failed()
-        self._job.joining.begins(self, Stage.FINISH)
-        self._job.participants.note_finished(self)
-        self._finish(due=due)
-
-    def contribute_zeros(self) -> None:
-        """On a rank that has joined: gives zeros to an iteration that the other ranks have not begun to end."""
-        if self._parameters is not None:
-            self._parameters.reductions.contribute_zeros()
-
-    def finish_joined(self) -> None:
-        """Collective: what `finish` is on a rank that has joined."""
-        self._finish(joined=True)
-
-    def _finish(self, *, joined: bool = False, due: bool = False) -> None:
-        parameters, problem, late = self._parameters, "", self.late.ends()
-        assert parameters is not None
-        if not self.sharing.active or self.sharing.is_due(here=due or self.begun):
-            with self.progress.waits(Stage.FINISH):
-                if parameters.finish(joined=joined, late=late):
-                    self.attach(parameters.all)
-                self._begin_iteration()
-                problem = parameters.reductions.problem
-            self.sharing.n_reduced += 1
-        self.progress.finished += 1
-        self._job.joining.ends(self)
-        if problem:
-            raise GradientError(problem)
-
-    @property
-    def given(self) -> int:
-        """Iterations to which this rank has given all its gradients."""
-        parameters = self._parameters
-        return self.progress.given(missing=parameters is not None and parameters.reductions.missing)
-
-    def drop_accumulated(self) -> None:
-        """Gradients of fewer backward passes than are added up before they are reduced do not count."""
-        if self._parameters is not None and not self._parameters.reductions.pending:
-            self._parameters.drop_accumulated()
-            self._begin_iteration()
-
-    # ── the end ──────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── its own end ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def close(self, reason: str) -> None:
         """Not collective: gradients are not reduced any more, because of `reason`. Idempotent."""
         if not self.closed:
             self.closed = reason
-            self.late.close()
+            if self.keeper is not None and (keeper := self.keeper()) is not None:
+                keeper.close()
             self._job.participants.remove(self)
-            _close(self._job, self.key, self._watch, self._parameters, self._carrier)
-            self._parameters = self._failed = None
+            self._open.close()
+            self._unhook()
+            self.passes_left, self._passes, self._waiting, self.in_backward = [], [], [], False
 
     def __del__(self) -> None:
         # In any thread, at any time: what must be closed is handed over.
         if not self.closed:
-            self._job.disposal.put(partial(_close, self._job, self.key, self._watch, self._parameters, self._carrier))
+            self._job.disposal.put(self._open.close)
 
 
-def _close(
-    job: Job,
-    key: Key,
-    watch: ReducerWatch | None,
-    parameters: HookedParameters | None,
-    carrier: SparseCarrier | None,
-) -> None:
-    """Takes away and closes what belongs to one reducer on this rank, as far as it was made; it may be gone itself."""
-    job.joining.forget(key)
-    if watch is not None:
-        job.watchdog.forget(watch.current_wait, watch.progress)
-    if parameters is not None:
-        parameters.close()
-    if carrier is not None:
-        carrier.close()
+def _version(gradient: torch.Tensor | None) -> int:
+    return 0 if gradient is None else gradient._version
+
+
+def _current_wait(this: weakref.ref[GradientReducer]) -> Wait | None:
+    """For the watchdog's thread: what this rank waits for.
+
+    Raises:
+        CommError: a transport has found out by itself that it will never come.
+    """
+    if (reducer := this()) is None:
+        return None
+    waiting, iteration, tuned = reducer.progress.waiting, 0, reducer.tuned
+    since_s = None if waiting is None else waiting[1]
+    if tuned is not None:
+        tuned.check()
+        iteration = tuned.synchroniser.iteration
+        if since_s is None and (stalled := tuned.synchroniser.in_flight.stalled()):
+            iteration, since_s = stalled
+    return None if since_s is None else Wait(what=f"the gradients of iteration {iteration}", since_s=since_s)
+
+
+def _progress_of(this: weakref.ref[GradientReducer], participants: Participants) -> str:
+    """For the other ranks' watchdogs: how far this rank is; nothing if a later optimizer has taken over."""
+    reducer = this()
+    tuned = None if reducer is None else reducer.tuned
+    if reducer is None or tuned is None:
+        return ""
+    sync = tuned.synchroniser
+    if not (reducer.pending or reducer.progress.waiting or reducer in participants.in_use):
+        return ""
+    missing = sync.missing_names()
+    shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
+    waiting = sync.in_flight.unreduced_unit()
+    return "".join(
+        [
+            f"is in iteration {sync.iteration}",
+            f", has not computed {shown}" if missing else "",
+            f", its GPU waits for {waiting}" if waiting else "",
+        ]
+    )

@@ -1,6 +1,7 @@
 """A job's participants live as long as their users keep them."""
 
 import gc
+import weakref
 from typing import Any, cast
 
 from sirtaki.engine.participants import Participant, Participants
@@ -31,7 +32,7 @@ def test_in_use_are_the_newest_and_the_one_that_was_stepped_last() -> None:
     participants = Participants()
     assert participants.in_use == []
     first, second, third = (made(participants) for _ in range(3))
-    participants.note_finished(first)
+    participants.last_finished = weakref.ref(first)
     assert participants.in_use == [third, first]
     assert second not in participants.in_use
 

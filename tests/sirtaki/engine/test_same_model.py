@@ -4,7 +4,7 @@ import pytest
 import torch
 from conftest import RunRanks
 
-from sirtaki.engine.reducing.same_model import checksums
+from sirtaki.engine.reducing.checks import checksums
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])

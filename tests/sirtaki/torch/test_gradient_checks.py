@@ -8,7 +8,7 @@ import torch
 
 from sirtaki.comm.control.mpi import load_mpi, world
 from sirtaki.comm.control.plane import ControlPlane
-from sirtaki.engine.reducing.hooks import NanCheck
+from sirtaki.engine.reducing.checks import NanCheck
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +19,7 @@ def control() -> ControlPlane:
 @pytest.fixture(autouse=True)
 def logged(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     """Also where a test of this process has taken Sirtaki's log away from the root logger."""
-    logger = logging.getLogger("sirtaki.engine.reducing.hooks")
+    logger = logging.getLogger("sirtaki.engine.reducing.checks")
     logger.addHandler(caplog.handler)
     yield
     logger.removeHandler(caplog.handler)
@@ -27,11 +27,10 @@ def logged(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 
 def report(control: ControlPlane, caplog: pytest.LogCaptureFixture, *gradients: torch.Tensor) -> str:
     check = NanCheck(control)
-    check.names = [f"layer{number}" for number in range(len(gradients))]
     for number, gradient in enumerate(gradients):
-        check.look(number, gradient)
+        check.look(f"layer{number}", gradient)
     with caplog.at_level(logging.ERROR, logger="sirtaki"):
-        check.finish([0] * len(gradients), gradients)
+        check.finish([], [])
     return caplog.text
 
 
@@ -55,8 +54,9 @@ def test_gradients_that_came_without_a_hook_are_looked_at(
     control: ControlPlane, caplog: pytest.LogCaptureFixture
 ) -> None:
     check = NanCheck(control)
-    check.names = ["late", "never"]
+    late, never = torch.zeros(1), torch.zeros(1)
+    late.grad = torch.tensor([float("nan")])
     with caplog.at_level(logging.ERROR, logger="sirtaki"):
-        check.finish([1, 1], [torch.tensor([float("nan")]), None])
+        check.finish([1, 1], [("late", late), ("never", never)])
     assert "iteration 0" in caplog.text
     assert "late (1 NaN of 1 elements)" in caplog.text

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 import torch
 
+from sirtaki.engine.reducing.reducer import Phase
 from sirtaki.torch import overlap as awaited
-from sirtaki.torch.overlap import PartialStep, PutOffUpdates, Stage, Zeroing
+from sirtaki.torch.overlap import PartialStep, PutOffUpdates, Zeroing
 
 
 class Late:
@@ -15,21 +16,23 @@ class Late:
 
     def __init__(self, params: list[torch.nn.Parameter]) -> None:
         self._params = params
+        self.hooked = [(str(number), param) for number, param in enumerate(params)]
         self.log: list[Any] = []
-        self.possible, self.needed_elsewhere = True, False
+        self.can_put_off, self.needed_elsewhere, self.phase = True, False, Phase.COMING
 
-    def use(self, keeper: object) -> None:
-        self.keeper = keeper
-
-    def begin(self) -> None:
+    def put_off(self) -> None:
         self.log.append("step")
+        self.phase = Phase.STEPPED
 
     def wait_for(self, number: int) -> list[int]:
         self.log.append(number)
         first = number - number % 2
+        if self.needed_elsewhere:
+            self.phase = Phase.COMING
         return [] if self.needed_elsewhere else [first, first + 1]
 
     def reduce(self) -> None:
+        self.phase = Phase.REDUCED
         self.log.append("reduce")
 
     def hand_out(self, numbers: list[int]) -> None:
@@ -44,8 +47,7 @@ class Made:
         self.optimizer = torch.optim.SGD(self.params, lr=1.0)
         self.late, self.finished, self.seen, self.allowed = Late(self.params), 0, 0, True
         self.closed = 0
-        hooked = SimpleNamespace(named=[(str(number), param) for number, param in enumerate(self.params)])
-        gradients: Any = SimpleNamespace(reducers=[SimpleNamespace(late=self.late, hooked=hooked)], finish=self._finish)
+        gradients: Any = SimpleNamespace(reducers=[self.late], finish=self._finish)
         self.updates = PutOffUpdates(
             gradients,
             PartialStep(self.optimizer, torch.optim.SGD),
@@ -59,6 +61,7 @@ class Made:
 
     def _finish(self) -> None:
         self.finished += 1
+        self.late.phase = Phase.COMING
 
     def _see(self) -> None:
         self.seen += 1
@@ -70,8 +73,13 @@ class Made:
     def held(self) -> list[bool]:
         return [awaited.is_held(param) for param in self.params]
 
+    def keep(self) -> bool:
+        kept = self.updates.keep()
+        self.late.phase = Phase.KEPT if kept else Phase.COMING
+        return kept
+
     def backward_and_step(self) -> None:
-        assert self.updates.keep()
+        assert self.keep()
         assert self.updates.step()
 
 
@@ -105,7 +113,7 @@ def test_a_parameter_is_updated_when_it_is_looked_at_with_those_that_came_along(
 
 
 def test_a_look_between_backward_and_step_gives_the_reduced_gradient_and_updates_nothing(made: Made) -> None:
-    assert made.updates.keep()
+    assert made.keep()
     assert made.params[0].grad is not None
     made.params[0].grad.mul_(10)
     assert made.seen == 1
@@ -117,13 +125,13 @@ def test_a_look_between_backward_and_step_gives_the_reduced_gradient_and_updates
 
 def test_where_this_rank_is_needed_elsewhere_everything_is_as_without(made: Made) -> None:
     made.late.needed_elsewhere = True
-    assert made.updates.keep()
+    assert made.keep()
     gradient = made.params[0].grad
     assert gradient is not None
     assert gradient.item() == 1.0
     assert made.late.log == [0]
     assert made.held == [False] * 4
-    assert made.updates.stage is Stage.IDLE
+    assert made.updates.phase is Phase.COMING
 
 
 def test_what_is_zeroed_meanwhile_is_zeroed_after_its_update(made: Made) -> None:
@@ -162,23 +170,23 @@ def test_a_step_whose_gradients_did_not_all_come_is_put_off_too(made: Made) -> N
     made.allowed = False
     made.updates.settle()
     assert not made.updates.step()
-    assert not made.updates.keep()
+    assert not made.keep()
 
 
 def test_nothing_is_put_off_that_may_not_be_or_cannot_be_held(made: Made) -> None:
-    made.late.possible = False
-    assert not made.updates.keep()
-    made.late.possible = True
-    assert made.updates.keep()
-    made.late.possible = False
+    made.late.can_put_off = False
+    assert not made.keep()
+    made.late.can_put_off = True
+    assert made.keep()
+    made.late.can_put_off = False
     assert not made.updates.step()
     assert made.held == [False] * 4
     assert made.late.log == ["reduce"]  # as the backward pass would have
     made.updates.withdraw()
     assert made.late.log == ["reduce"]
-    made.late.possible = True
+    made.late.can_put_off = True
     made.params[0].__class__ = type("Own", (torch.nn.Parameter,), {})
-    assert not made.updates.keep()
+    assert not made.keep()
 
 
 def test_where_the_ranks_are_gone_parameters_stay_what_they_are(made: Made) -> None:
@@ -186,4 +194,3 @@ def test_where_the_ranks_are_gone_parameters_stay_what_they_are(made: Made) -> N
     made.updates.drop()
     assert made.held == [False] * 4
     assert [param.item() for param in made.params] == [0.0] * 4
-    assert made.updates.stage is Stage.IDLE

@@ -1,4 +1,4 @@
-"""What must be equal before training: the ranks' parameters, by name and shape, and their first values."""
+"""Checks of what training begins with, equal parameters on all ranks, and of what comes then: finite gradients."""
 
 from __future__ import annotations
 
@@ -56,28 +56,17 @@ def _describe(name: str, param: torch.Tensor) -> str:
     return f"{name!r} of shape {tuple(param.shape)}{layout}, {dtype} on {param.device.type}"
 
 
-class StartCheck:
-    """Looks once whether all ranks begin with the same parameters, and warns if they do not.
-
-    Attributes:
-        done: it has looked.
-    """
-
-    def __init__(self) -> None:
-        self.done = False
-
-    def look(self, control: ControlPlane, named: Sequence[Named]) -> None:
-        """Collective at the first call, before the first update; does nothing after that."""
-        if self.done or not named:
-            return
-        self.done = True
-        first = _first_difference(control, checksums([param for _, param in named]))
-        if first is not None and control.rank == 0:
-            logger.warning(
-                "the ranks begin with different parameters, %r is the first; gradients are averaged, but the models "
-                "stay apart: call hvd.broadcast_parameters(model.state_dict(), root_rank=0) before training",
-                named[first][0],
-            )
+def warn_of_different_values(control: ControlPlane, named: Sequence[Named]) -> None:
+    """Collective, before the first update: warns if the ranks begin with different parameters."""
+    if not named:
+        return
+    first = _first_difference(control, checksums([param for _, param in named]))
+    if first is not None and control.rank == 0:
+        logger.warning(
+            "the ranks begin with different parameters, %r is the first; gradients are averaged, but the models "
+            "stay apart: call hvd.broadcast_parameters(model.state_dict(), root_rank=0) before training",
+            named[first][0],
+        )
 
 
 @torch.no_grad()
@@ -117,3 +106,55 @@ def _first_difference(control: ControlPlane, values: npt.NDArray[np.float64]) ->
     """Collective: the first place in which the ranks' values differ, None = they are equal."""
     different = np.flatnonzero(control.minimum(values) != control.maximum(values))
     return int(different[0]) if different.size else None
+
+
+SHOWN = 5
+
+
+class NanCheck:
+    """Watches the gradients of one optimizer on one rank."""
+
+    def __init__(self, control: ControlPlane) -> None:
+        """`control`: the ranks that take part."""
+        self._control = control
+        self._found: list[str] = []
+        self._iteration = 0
+        self._was_clean = True
+
+    def look(self, name: str, gradient: torch.Tensor) -> None:
+        """Looks at one gradient that is complete on this rank and not reduced yet."""
+        values = gradient._values() if gradient.is_sparse else gradient
+        if bool(values.sum().isfinite()) or bool((finite := values.isfinite()).all()):
+            return
+        nans, others = int(values.isnan().sum()), int((~finite).sum())
+        parts = [f"{nans} NaN" if nans else "", f"{others - nans} infinite" if others > nans else ""]
+        self._found.append(f"{name} ({' and '.join(filter(None, parts))} of {values.numel()} elements)")
+
+    def finish(self, passes_left: Sequence[int], named: Sequence[Named]) -> None:
+        """Collective: all gradients of this iteration are in; says on the first rank what was found on which.
+
+        An iteration that comes after another bad one is passed over: its parameters are already spoiled.
+
+        Args:
+            passes_left: 0 for gradients that have been looked at, `(n_parameters,)`.
+            named: all parameters with their names.
+        """
+        for left, (name, param) in zip(passes_left, named, strict=True):
+            if left and param.grad is not None:
+                self.look(name, param.grad)
+        found = self._control.all_gather(self._found)
+        if any(found) and self._was_clean and self._control.rank == 0:
+            lines = [
+                f"  rank {rank}: {', '.join(names[:SHOWN])}"
+                + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+                for rank, names in enumerate(found)
+                if names
+            ]
+            logger.error(
+                "gradients that are not finite came first in iteration %d, before they were reduced:\n%s",
+                self._iteration,
+                "\n".join(lines),
+            )
+        self._was_clean = not any(found)
+        self._found.clear()
+        self._iteration += 1
