@@ -26,7 +26,7 @@ from typing import Any
 
 from bench.lib.harness import Bar, Report, finish, parser
 from sirtaki.registry.entry import Entry, EntryKey, Provenance
-from sirtaki.registry.graph import Graph, Node, digest
+from sirtaki.registry.graph import ModelGraph, Node, digest, model_graph
 from sirtaki.registry.safe_store import open_store
 from sirtaki.registry.store import Store
 from sirtaki.registry.topology import Topology
@@ -56,22 +56,22 @@ FAMILIES = (
 STRANGER = Family(kinds=("Fft", "Einsum", "Scan", "Gate", "Mix"), branch=3, kernel=3)
 
 
-def block_model(family: Family, depths: tuple[int, ...], width: int) -> Graph:
+def block_model(family: Family, depths: tuple[int, ...], width: int) -> ModelGraph:
     """Stages of `depths` blocks; each block's last node also takes what the block began with."""
     nodes = [Node(kind="Stem", detail=str(width), size=width)]
-    edges = []
+    edges = set()
     for stage, depth in enumerate(depths):
         channels = width << stage
         for _ in range(depth):
             start = len(nodes) - 1
             for kind in family.kinds:
-                edges.append((len(nodes) - 1, len(nodes), ""))
+                edges.add((len(nodes) - 1, len(nodes)))
                 nodes.append(Node(kind=kind, detail=f"{channels}x{family.kernel}", size=channels**2 * family.kernel))
-            edges.append((start, start + 1 + family.branch, ""))
-    return Graph(nodes=tuple(nodes), edges=tuple(set(edges)))
+            edges.add((start, start + 1 + family.branch))
+    return model_graph(nodes, edges)
 
 
-def random_model(rng: random.Random, families: tuple[Family, ...] = FAMILIES) -> Graph:
+def random_model(rng: random.Random, families: tuple[Family, ...] = FAMILIES) -> ModelGraph:
     """50 to 1000 nodes."""
     while True:
         depths = tuple(rng.randrange(1, 48) for _ in range(rng.randrange(2, 5)))
@@ -96,6 +96,7 @@ def random_entry(rng: random.Random, number: int) -> Entry:
         world_size=topology.world_size,
         dtype="float32",
         device="cpu",
+        versions={},
     )
     return Entry(
         key=key,
@@ -139,7 +140,7 @@ def measure(n_entries: int, repeats: int) -> dict[str, Any]:
         lookups: list[dict[str, Any]] = []
         for name, model in queries.items():
 
-            def find(where: Store, model: Graph = model) -> list[Match]:
+            def find(where: Store, model: ModelGraph = model) -> list[Match]:
                 return nearest(where, model, topology, dtype="float32", device="cpu", k=5)
 
             cpu_start_s = time.process_time()
@@ -150,7 +151,7 @@ def measure(n_entries: int, repeats: int) -> dict[str, Any]:
             lookups.append(
                 {
                     "query": name,
-                    "nodes": len(model.nodes),
+                    "nodes": len(model),
                     "first_s": statistics.median(first_s),
                     "first_cpu_s": first_cpu_s,
                     "first_spread_s": [min(first_s), max(first_s)],

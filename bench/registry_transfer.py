@@ -33,7 +33,7 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import groupby, product
+from itertools import groupby, pairwise, product
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -64,7 +64,7 @@ from sirtaki.autotune.trial import Arm
 from sirtaki.engine.tuning.cache import first_proposals, permitted_by, route_names
 from sirtaki.registry import warm_start
 from sirtaki.registry.entry import Entry, make_key
-from sirtaki.registry.graph import Graph, Node, layout_fingerprint
+from sirtaki.registry.graph import ModelGraph, Node, layout_fingerprint, model_graph
 from sirtaki.registry.safe_store import open_store
 from sirtaki.registry.topology import Topology
 from sirtaki.registry.warm_start import Neighbour, adapted_all, neighbours
@@ -106,7 +106,7 @@ class Place:
         """The simulated job."""
         return simulated_job(self.network, self.fabric, self.ranks)
 
-    def model(self) -> Graph:
+    def model(self) -> ModelGraph:
         """A chain of layers with their parameters, as autograd shows a network, without branches."""
         return _layers(self.network)
 
@@ -130,12 +130,12 @@ class Place:
 
 
 @cache
-def _layers(network: str) -> Graph:
+def _layers(network: str) -> ModelGraph:
     nodes = []
     for layer, parameters in groupby(NETWORKS[network](), key=lambda parameter: parameter.name.rpartition(".")[0]):
         sizes = [parameter.numel for parameter in parameters]
         nodes.append(Node(kind=_kind(layer), detail=",".join(map(str, sizes)), size=sum(sizes)))
-    return Graph(nodes=tuple(nodes), edges=tuple((i, i + 1, "") for i in range(len(nodes) - 1)))
+    return model_graph(nodes, pairwise(range(len(nodes))))
 
 
 def _kind(layer: str) -> str:

@@ -1,99 +1,28 @@
-"""What the registry remembers of a job, its checked JSON form, and files of exchange."""
+"""What the registry remembers of a job, its checked JSON form, and files of exchange.
+
+A `Struct` is kept as it stands; the limits in its types are those of what is read.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from typing import IO, Any, TypeVar
+from typing import IO, Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
 
 from sirtaki.errors import RegistryError
 from sirtaki.measures import LinkModel
 
-from .graph import Graph, canonical_json, digest
-from .topology import MAX_RANKS, Topology
-
-MAX_TEXT_CHARS = 1_000
-HIGHEST = 1e18
-
-
-def checked_fields(path: str, data: object, names: Sequence[str], *, optional: Sequence[str] = ()) -> Mapping[str, Any]:
-    """An object with exactly these fields, and perhaps the optional ones."""
-    if not isinstance(data, Mapping):
-        raise RegistryError(f"{path}: must be an object, not {shown(data)}")
-    missing = [name for name in names if name not in data]
-    if missing:
-        raise RegistryError(f"{path}: lacks {', '.join(missing)}")
-    unknown = [name for name in data if name not in names and name not in optional]
-    if unknown:
-        raise RegistryError(f"{path}: has the unknown field {shown(unknown[0])}")
-    return data
-
-
-def checked_list(path: str, data: object, most: int) -> list[Any]:
-    """A list of at most so many."""
-    if not isinstance(data, list) or len(data) > most:
-        raise RegistryError(f"{path}: must be a list of at most {most}, not {shown(data)}")
-    return data
-
-
-def checked_whole(path: str, value: object, *, low: int = 0, high: int) -> int:
-    """A whole number from `low` to `high`."""
-    if type(value) is not int or not low <= value <= high:  # True is no number here
-        raise RegistryError(f"{path}: must be a whole number from {low} to {high}, not {shown(value)}")
-    return value
-
-
-def checked_number(path: str, value: object, *, low: float = 0.0, high: float = HIGHEST) -> float:
-    """A number from `low` to `high`; NaN is none."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:  # NaN is neither
-        raise RegistryError(f"{path}: must be a number from {low:g} to {high:g}, not {shown(value)}")
-    return float(value)
-
-
-def checked_flag(path: str, value: object) -> bool:
-    """True or false."""
-    if not isinstance(value, bool):
-        raise RegistryError(f"{path}: must be true or false, not {shown(value)}")
-    return value
-
-
-def checked_text(path: str, value: object) -> str:
-    """Printable text of limited length."""
-    # Unprintable characters could play tricks on a terminal, and some databases refuse them.
-    if not isinstance(value, str) or len(value) > MAX_TEXT_CHARS or not value.isprintable():
-        raise RegistryError(
-            f"{path}: must be printable text of at most {MAX_TEXT_CHARS} characters, not {shown(value)}"
-        )
-    return value
-
-
-def checked_choice(path: str, value: object, choices: Sequence[str]) -> str:
-    """One of these."""
-    if value not in choices:
-        raise RegistryError(f"{path}: must be one of {', '.join(choices)}, not {shown(value)}")
-    return str(value)
-
-
-def checked_pairs(path: str, data: object) -> tuple[tuple[str, str], ...]:
-    """An object of texts, as pairs sorted by name."""
-    if not isinstance(data, Mapping) or len(data) > 100:
-        raise RegistryError(f"{path}: must be an object of at most 100 names and texts, not {shown(data)}")
-    return tuple(
-        sorted((checked_text(f"{path} (a name)", name), checked_text(f"{path}.{name}", data[name])) for name in data)
-    )
-
-
-def shown(value: object) -> str:
-    """A value in a message, cut short: it may be megabytes, and may hold control characters."""
-    if isinstance(value, list | Mapping):
-        return f"{type(value).__name__} of {len(value)}"
-    return ascii(value)[:80]
-
+from .checked import Count, Number, Positive, Text, Texts, checked, parsed, plain
+from .graph import GraphJson, ModelGraph, canonical_json, digest, fingerprint, graph_to_json
+from .topology import MAX_RANKS, Ranks, Topology
 
 # An entry that a newer one cannot beat still gives way to it after this time: networks and drivers change.
 STALE_AFTER_S = 90 * 24 * 3600.0
@@ -105,9 +34,10 @@ MAX_SPEEDUP = 100.0
 MAX_AHEAD_S = 24 * 3600.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EntryKey:
+class EntryKey(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """What must be equal for a job's settings to be used as they are.
+
+    What is empty of the last three is not kept, so that entries of releases that did not know them keep their ids.
 
     Attributes:
         model: fingerprint of the model graph.
@@ -115,44 +45,30 @@ class EntryKey:
         world_size: number of ranks.
         dtype: name of the element type as it travels.
         device: "cpu" or "cuda".
-        versions: library versions that matter, as pairs sorted by name.
-        gradients: `digest.gradients_fingerprint` of the gradients that are reduced; empty in entries of old releases.
-        fixed: knobs that the user has fixed and their values, as pairs sorted by name.
+        versions: library versions that matter, by name.
+        gradients: `graph.gradients_fingerprint` of the gradients that are reduced.
+        fixed: knobs that the user has fixed, and their values.
         condition: how long communication took against the job's usual, such as "4×", if it had changed in mid-job;
             empty = as usual. Jobs look up what is usual; the others are proposals to them, like those of similar jobs.
     """
 
-    model: str
-    topology: str
-    world_size: int
-    dtype: str
-    device: str
-    versions: tuple[tuple[str, str], ...] = ()
-    gradients: str = ""
-    fixed: tuple[tuple[str, str], ...] = ()
-    condition: str = ""
+    model: Text
+    topology: Text
+    world_size: Ranks
+    dtype: Text
+    device: Text
+    versions: Texts
+    gradients: Text = ""
+    fixed: Texts = {}
+    condition: Text = ""
 
     def digest(self) -> str:
         """A digest that is equal exactly for equal keys."""
-        return digest("key", canonical_json(self.to_json()))[:32]
-
-    def to_json(self) -> dict[str, Any]:
-        """A JSON-ready dict; what is empty of the last three fields is left out, so that old entries keep their ids."""
-        return {
-            "model": self.model,
-            "topology": self.topology,
-            "world_size": self.world_size,
-            "dtype": self.dtype,
-            "device": self.device,
-            "versions": dict(self.versions),
-            **({"gradients": self.gradients} if self.gradients else {}),
-            **({"fixed": dict(self.fixed)} if self.fixed else {}),
-            **({"condition": self.condition} if self.condition else {}),
-        }
+        return digest("key", canonical_json(plain(self)))[:32]
 
 
 def make_key(
-    model: Graph,
+    model: ModelGraph,
     topology: Topology,
     *,
     dtype: str,
@@ -163,32 +79,126 @@ def make_key(
 ) -> EntryKey:
     """The key of a job of this model on this cluster; the other arguments are `EntryKey`'s."""
     return EntryKey(
-        model=model.fingerprint(),
+        model=fingerprint(model),
         topology=topology.fingerprint(),
         world_size=topology.world_size,
         dtype=dtype,
         device=device,
-        versions=tuple(sorted((versions or {}).items())),
+        versions=dict(versions or {}),
         gradients=gradients,
-        fixed=tuple(sorted((fixed or {}).items())),
+        fixed=dict(fixed or {}),
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Provenance:
+class Provenance(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where an entry comes from.
 
     Attributes:
         created_s: seconds since the epoch.
         model_name: class name of the model, for people; empty if unknown.
         host_kinds: kinds of the hosts, each once, sorted.
-        versions: versions of everything that took part, sorted by name; more than the key's.
+        versions: versions of everything that took part, by name; more than the key's.
     """
 
-    created_s: float = field(default_factory=time.time)
-    model_name: str = ""
-    host_kinds: tuple[str, ...] = ()
-    versions: tuple[tuple[str, str], ...] = ()
+    created_s: Annotated[float, Meta(ge=0, le=1e11)]
+    model_name: Text = ""
+    host_kinds: Annotated[tuple[Text, ...], Meta(max_length=MAX_RANKS)] = ()
+    versions: Texts = {}
+
+
+Threads = Annotated[int, Meta(ge=1, le=2**20)] | None
+
+
+class _Cut(Struct, array_like=True, forbid_unknown_fields=True):
+    stop: Annotated[int, Meta(ge=1, le=2**48)]
+    stream: Annotated[int, Meta(ge=0)]
+    threads: Threads
+
+
+class _Knobs(Struct, forbid_unknown_fields=True):
+    """As `Knobs.to_json` gives them."""
+
+    unit_bytes: Annotated[int, Meta(ge=1, le=2**40)]
+    streams: Annotated[int, Meta(ge=1, le=1024)]
+    threads: Threads
+    algorithm: Literal["flat", "hierarchical"]
+    transport: Literal["shared_memory", "gloo", "mpi", "nccl", "staged"]
+    cuts: Annotated[list[_Cut], Meta(max_length=100_000)] | None
+
+    def __post_init__(self) -> None:
+        cuts = self.cuts or []
+        if any(cut.stream >= self.streams for cut in cuts):
+            raise ValueError(f"a cut's stream is none of {self.streams}")
+        if any(cut.stop >= following.stop for cut, following in pairwise(cuts)):
+            raise ValueError("cuts must ascend")
+
+
+class _Trial(Struct, forbid_unknown_fields=True):
+    arm: Text
+    knobs: _Knobs
+    iterations: Count
+    span_s: Number | None
+    noise_s: Number
+    status: Literal["complete", "pruned", "failed"]
+    was_best: bool
+
+
+_Rate = Annotated[float, Meta(ge=1e-9, le=1e18)]
+
+
+class _Link(Struct, forbid_unknown_fields=True):
+    """A `LinkModel`; how busy its hosts are is theirs, and earlier releases refuse fields they do not know."""
+
+    alpha_s: Number
+    throughput: Annotated[tuple[_Rate, ...], Meta(min_length=1, max_length=1024)]
+    host_s: Number
+    residual: Number
+
+    def model(self) -> LinkModel:
+        return LinkModel(**msgspec.structs.asdict(self))
+
+
+class _OldLink(Struct, forbid_unknown_fields=True):
+    """As older releases wrote it: the concurrency curve as factors."""
+
+    latency_s: Number
+    bandwidth_bytes_per_s: _Rate
+    concurrency: Annotated[list[_Rate], Meta(max_length=1024)]
+
+    def model(self) -> LinkModel:
+        rates = (self.bandwidth_bytes_per_s * gain for gain in self.concurrency or [1.0])
+        return LinkModel(alpha_s=self.latency_s, throughput=tuple(min(max(rate, 1e-9), 1e18) for rate in rates))
+
+
+class _Body(Struct, kw_only=True, forbid_unknown_fields=True):
+    """What is kept of an entry, but for the two graphs, which a store keeps once for all entries that share them."""
+
+    key: EntryKey
+    layout: Text
+    knobs: _Knobs
+    best_span_s: Positive
+    default_span_s: Positive
+    noise_s: Number
+    n_trials: Count
+    arm: Text
+    complete: bool
+    trials: Annotated[list[_Trial], Meta(max_length=10_000)]
+    link: dict[str, Any] | None
+    provenance: Provenance
+
+    def entry(self, model: ModelGraph, topology: Topology) -> Entry:
+        fields = msgspec.structs.asdict(self)
+        fields |= {"model": model, "topology": topology, "knobs": plain(self.knobs)}
+        if self.link is not None:
+            old = "latency_s" in self.link
+            link = checked(_OldLink, self.link, at="link") if old else checked(_Link, self.link, at="link")
+            fields["link"] = link.model()
+        return Entry(**{**fields, "trials": tuple(plain(self.trials))})
+
+
+class _Whole(_Body):
+    model: GraphJson
+    topology: Topology
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,7 +207,7 @@ class Entry:
 
     Attributes:
         key: where it is found again.
-        model: the model's graph; its fingerprint is `key.model`.
+        model: the model's graph; its fingerprint is `key.model`, by which entries are compared.
         topology: the cluster; its fingerprint is `key.topology`.
         layout: `layout_fingerprint` of the gradient layout that explicit cuts fit, empty if unknown.
         knobs: the best knobs, as `Knobs.to_json` gives them.
@@ -210,10 +220,11 @@ class Entry:
         trials: finished trials as JSON: arm, knobs, iterations, span_s (null where it failed), noise_s, status,
             was_best. May be empty.
         link: the link as measured, if it was.
+        provenance: where it comes from.
     """
 
     key: EntryKey
-    model: Graph
+    model: ModelGraph = field(compare=False)
     topology: Topology
     knobs: Mapping[str, Any]
     best_span_s: float
@@ -225,7 +236,7 @@ class Entry:
     layout: str = ""
     trials: tuple[Mapping[str, Any], ...] = ()
     link: LinkModel | None = None
-    provenance: Provenance = field(default_factory=Provenance)
+    provenance: Provenance = field(default_factory=lambda: Provenance(created_s=time.time()))
 
     def __post_init__(self) -> None:
         for name in ("best_span_s", "default_span_s"):
@@ -250,44 +261,20 @@ class Entry:
         return self.noise_s / self.best_span_s
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON-ready dict; `entry_schema.entry_from_json` is its inverse."""
-        return {
-            **self.body_to_json(),
-            "model": self.model.to_json(),
-            "topology": self.topology.to_json(),
-        }
+        """A JSON-ready dict; `entry_from_json` is its inverse."""
+        return {**self.body(), "model": graph_to_json(self.model), "topology": plain(self.topology)}
 
-    def body_to_json(self) -> dict[str, Any]:
-        """All but the two graphs, which a store keeps once for all entries that share them."""
-        return {
-            "key": self.key.to_json(),
-            "layout": self.layout,
-            "knobs": dict(self.knobs),
-            "best_span_s": self.best_span_s,
-            "default_span_s": self.default_span_s,
-            "noise_s": self.noise_s,
-            "n_trials": self.n_trials,
-            "arm": self.arm,
-            "complete": self.complete,
-            "trials": [dict(trial) for trial in self.trials],
-            "link": None if self.link is None else _link_to_json(self.link),
-            "provenance": {
-                "created_s": self.provenance.created_s,
-                "model_name": self.provenance.model_name,
-                "host_kinds": list(self.provenance.host_kinds),
-                "versions": dict(self.provenance.versions),
-            },
-        }
+    def body(self) -> dict[str, Any]:
+        """The same without the two graphs; `entry_from_body` is its inverse."""
+        body: dict[str, Any] = {name: plain(getattr(self, name)) for name in _Body.__struct_fields__}
+        if body["link"] is not None:
+            body["link"] = {name: body["link"][name] for name in _Link.__struct_fields__}
+        return body
 
     def describe(self) -> str:
         """The job in a few words: `ResNet on 8 ranks on 2 hosts`."""
         name = self.provenance.model_name or f"model {self.key.model[:8]}"
         return f"{name} on {self.topology.describe()}"
-
-
-def _link_to_json(link: LinkModel) -> dict[str, Any]:
-    """What is the link's; how busy its hosts are is theirs, and earlier releases refuse fields they do not know."""
-    return {name: value for name, value in link.to_json().items() if name != "busy"}
 
 
 def implausible(entry: Entry) -> str:
@@ -323,21 +310,6 @@ def supersedes(new: Entry, old: Entry) -> bool:
     return age_s >= 0
 
 
-_T = TypeVar("_T")
-
-MAX_TRIALS = 10_000
-MAX_CUTS = 100_000
-_LOWEST_RATE = 1e-9
-
-_ALGORITHMS = ("flat", "hierarchical")
-_TRANSPORTS = ("shared_memory", "gloo", "mpi", "nccl", "staged")
-_STATUSES = ("complete", "pruned", "failed")
-_BODY_FIELDS = (
-    *("key", "layout", "knobs", "best_span_s", "default_span_s", "noise_s", "n_trials"),
-    *("arm", "complete", "trials", "link", "provenance"),
-)
-
-
 def entry_from_json(data: object) -> Entry:
     """The entry that `Entry.to_json` described.
 
@@ -345,15 +317,9 @@ def entry_from_json(data: object) -> Entry:
         RegistryError: a field is missing, unknown or has an invalid value, or no job can have found this;
             the message names it.
     """
-    fields = checked_fields("entry", data, (*_BODY_FIELDS, "model", "topology"))
-    entry = body_from_json(
-        {name: fields[name] for name in _BODY_FIELDS},
-        model=_named("model", Graph.from_json, fields["model"]),
-        topology=_named("topology", Topology.from_json, fields["topology"]),
-    )
-    if not entry.model.is_acyclic:
-        raise RegistryError("model: a model's graph is directed and has no cycle")
-    if entry.model.fingerprint() != entry.key.model:
+    whole = checked(_Whole, data)
+    entry = whole.entry(whole.model.graph(), whole.topology)
+    if fingerprint(entry.model) != entry.key.model:
         raise RegistryError("key.model: is not the fingerprint of the model's graph")
     if entry.topology.fingerprint() != entry.key.topology:
         raise RegistryError("key.topology: is not the fingerprint of the topology")
@@ -364,151 +330,9 @@ def entry_from_json(data: object) -> Entry:
     return entry
 
 
-def body_from_json(data: object, *, model: Graph, topology: Topology) -> Entry:
-    """The entry that `Entry.body_to_json` described, of this model and topology.
-
-    Raises:
-        RegistryError: as in `entry_from_json`.
-    """
-    fields = checked_fields("entry", data, _BODY_FIELDS)
-    return Entry(
-        key=_key(fields["key"]),
-        model=model,
-        topology=topology,
-        layout=checked_text("layout", fields["layout"]),
-        knobs=checked_knobs("knobs", fields["knobs"]),
-        best_span_s=checked_number("best_span_s", fields["best_span_s"], low=1e-9),
-        default_span_s=checked_number("default_span_s", fields["default_span_s"], low=1e-9),
-        noise_s=checked_number("noise_s", fields["noise_s"]),
-        n_trials=checked_whole("n_trials", fields["n_trials"], high=10**9),
-        arm=checked_text("arm", fields["arm"]),
-        complete=checked_flag("complete", fields["complete"]),
-        trials=tuple(
-            _trial(f"trials[{index}]", item)
-            for index, item in enumerate(checked_list("trials", fields["trials"], MAX_TRIALS))
-        ),
-        link=None if fields["link"] is None else _link(fields["link"]),
-        provenance=_provenance(fields["provenance"]),
-    )
-
-
-def checked_knobs(path: str, data: object) -> dict[str, Any]:
-    """A copy of knobs as `Knobs.to_json` gives them, `path` being their name in messages.
-
-    Raises:
-        RegistryError: as in `entry_from_json`.
-    """
-    fields = checked_fields(path, data, ("unit_bytes", "streams", "threads", "algorithm", "transport", "cuts"))
-    streams = checked_whole(f"{path}.streams", fields["streams"], low=1, high=1024)
-    return {
-        "unit_bytes": checked_whole(f"{path}.unit_bytes", fields["unit_bytes"], low=1, high=2**40),
-        "streams": streams,
-        "threads": _threads(f"{path}.threads", fields["threads"]),
-        "algorithm": checked_choice(f"{path}.algorithm", fields["algorithm"], _ALGORITHMS),
-        "transport": checked_choice(f"{path}.transport", fields["transport"], _TRANSPORTS),
-        "cuts": None if fields["cuts"] is None else _cuts(f"{path}.cuts", fields["cuts"], streams),
-    }
-
-
-def _cuts(path: str, data: object, streams: int) -> list[list[int | None]]:
-    cuts: list[list[int | None]] = []
-    end = 0
-    for index, item in enumerate(checked_list(path, data, MAX_CUTS)):
-        here = f"{path}[{index}]"
-        if len(checked_list(here, item, 3)) != 3:
-            raise RegistryError(f"{here}: must be a list of stop, stream and threads")
-        stop = checked_whole(f"{here}.stop", item[0], low=end + 1, high=2**48)
-        stream = checked_whole(f"{here}.stream", item[1], high=streams - 1)
-        cuts.append([stop, stream, _threads(f"{here}.threads", item[2])])
-        end = stop
-    return cuts
-
-
-def _trial(path: str, data: object) -> dict[str, Any]:
-    fields = checked_fields(path, data, ("arm", "knobs", "iterations", "span_s", "noise_s", "status", "was_best"))
-    span_s = fields["span_s"]
-    return {
-        "arm": checked_text(f"{path}.arm", fields["arm"]),
-        "knobs": checked_knobs(f"{path}.knobs", fields["knobs"]),
-        "iterations": checked_whole(f"{path}.iterations", fields["iterations"], high=10**9),
-        "span_s": None if span_s is None else checked_number(f"{path}.span_s", span_s),
-        "noise_s": checked_number(f"{path}.noise_s", fields["noise_s"]),
-        "status": checked_choice(f"{path}.status", fields["status"], _STATUSES),
-        "was_best": checked_flag(f"{path}.was_best", fields["was_best"]),
-    }
-
-
-def _key(data: object) -> EntryKey:
-    fields = checked_fields(
-        "key",
-        data,
-        ("model", "topology", "world_size", "dtype", "device", "versions"),
-        optional=("gradients", "fixed", "condition"),  # older releases know none
-    )
-    return EntryKey(
-        model=checked_text("key.model", fields["model"]),
-        topology=checked_text("key.topology", fields["topology"]),
-        world_size=checked_whole("key.world_size", fields["world_size"], low=1, high=MAX_RANKS),
-        dtype=checked_text("key.dtype", fields["dtype"]),
-        device=checked_text("key.device", fields["device"]),
-        versions=checked_pairs("key.versions", fields["versions"]),
-        gradients=checked_text("key.gradients", fields.get("gradients", "")),
-        fixed=checked_pairs("key.fixed", fields.get("fixed", {})),
-        condition=checked_text("key.condition", fields.get("condition", "")),
-    )
-
-
-def _link(data: object) -> LinkModel:
-    if isinstance(data, Mapping) and "latency_s" in data:  # as older releases write it
-        return _old_link(data)
-    fields = checked_fields("link", data, ("alpha_s", "throughput", "host_s", "residual"))
-    return LinkModel(
-        alpha_s=checked_number("link.alpha_s", fields["alpha_s"]),
-        throughput=_rates("link.throughput", fields["throughput"]),
-        host_s=checked_number("link.host_s", fields["host_s"]),
-        residual=checked_number("link.residual", fields["residual"]),
-    )
-
-
-def _old_link(data: object) -> LinkModel:
-    fields = checked_fields("link", data, ("latency_s", "bandwidth_bytes_per_s", "concurrency"))
-    alone = checked_number("link.bandwidth_bytes_per_s", fields["bandwidth_bytes_per_s"], low=_LOWEST_RATE)
-    gains = _rates("link.concurrency", fields["concurrency"] or [1.0])
-    return LinkModel(
-        alpha_s=checked_number("link.latency_s", fields["latency_s"]),
-        throughput=tuple(min(max(alone * gain, _LOWEST_RATE), HIGHEST) for gain in gains),
-    )
-
-
-def _rates(path: str, data: object) -> tuple[float, ...]:
-    rates = checked_list(path, data, 1024)
-    if not rates:
-        raise RegistryError(f"{path}: must not be empty")
-    return tuple(checked_number(f"{path}[{index}]", rate, low=_LOWEST_RATE) for index, rate in enumerate(rates))
-
-
-def _provenance(data: object) -> Provenance:
-    fields = checked_fields("provenance", data, ("created_s", "model_name", "host_kinds", "versions"))
-    return Provenance(
-        created_s=checked_number("provenance.created_s", fields["created_s"], high=1e11),
-        model_name=checked_text("provenance.model_name", fields["model_name"]),
-        host_kinds=tuple(
-            checked_text(f"provenance.host_kinds[{index}]", item)
-            for index, item in enumerate(checked_list("provenance.host_kinds", fields["host_kinds"], MAX_RANKS))
-        ),
-        versions=checked_pairs("provenance.versions", fields["versions"]),
-    )
-
-
-def _threads(path: str, value: object) -> int | None:
-    return None if value is None else checked_whole(path, value, low=1, high=2**20)
-
-
-def _named(path: str, parse: Callable[[object], _T], data: object) -> _T:
-    try:
-        return parse(data)
-    except RegistryError as err:
-        raise RegistryError(f"{path}: {err}") from err
+def entry_from_body(text: str, *, model: ModelGraph, topology: Topology) -> Entry:
+    """The entry that the JSON of `Entry.body` described, of this model and topology; RegistryError if it is damaged."""
+    return parsed(_Body, text).entry(model, topology)
 
 
 LIKE = 1.25
@@ -518,15 +342,12 @@ LIKE_COVERAGE = 0.1
 """And parts of all touches by this at most: so much may hot rows lose until they are ranked anew."""
 
 HOT_COLD, BLOCKS = "hot_cold", "blocks"
-PATHS = ("gather", "owner", HOT_COLD, BLOCKS, "dense")
-COLD_PATHS = ("gather", "owner")
 
-MAX_POINTS = 1000
-MAX_ROWS = 2**48
+_Rows = Annotated[int, Meta(ge=1, le=2**48)]
+_Touches = Annotated[float, Meta(ge=1, le=1e18)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Skew:
+class Skew(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How rows of one parameter are touched.
 
     Attributes:
@@ -538,9 +359,9 @@ class Skew:
         RegistryError: there is no curve, or it does not ascend.
     """
 
-    touched: float
-    union: float
-    curve: tuple[tuple[int, float], ...]
+    touched: _Touches
+    union: _Touches
+    curve: Annotated[tuple[tuple[_Rows, Annotated[float, Meta(ge=0, le=1)]], ...], Meta(max_length=1000)]
 
     def __post_init__(self) -> None:
         if not (self.touched > 0 and self.union > 0 and self.curve):
@@ -577,11 +398,7 @@ class Skew:
         return [*counts, round(self.covered(middle) / LIKE_COVERAGE)]
 
 
-_KEY_FIELDS = ("topology", "ranks", "n_rows", "row_bytes", "dtype", "aggregator")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowsKey:
+class RowsKey(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What must be equal for a way to be looked at.
 
     Attributes:
@@ -591,62 +408,50 @@ class RowsKey:
         row_bytes: of one.
         dtype: name of the element type.
         aggregator: one is there that may sum hot rows.
-        versions: library versions that matter, as pairs sorted by name.
-        fixed: knobs that the user has fixed and their values, as pairs sorted by name.
+        versions: library versions that matter, by name.
+        fixed: knobs that the user has fixed, and their values.
     """
 
-    topology: str
-    ranks: int
-    n_rows: int
-    row_bytes: int
-    dtype: str
+    topology: Text
+    ranks: Ranks
+    n_rows: _Rows
+    row_bytes: Annotated[int, Meta(ge=0, le=2**48)]
+    dtype: Text
     aggregator: bool = False
-    versions: tuple[tuple[str, str], ...] = ()
-    fixed: tuple[tuple[str, str], ...] = ()
+    versions: Texts = {}
+    fixed: Texts = {}
 
     def digest(self) -> str:
         """A digest that is equal exactly for equal keys."""
-        return digest("rows", canonical_json(self.to_json()))[:32]
-
-    def to_json(self) -> dict[str, Any]:
-        """A JSON-ready dict."""
-        return {
-            **{name: getattr(self, name) for name in _KEY_FIELDS},
-            "versions": dict(self.versions),
-            "fixed": dict(self.fixed),
-        }
+        return digest("rows", canonical_json(plain(self)))[:32]
 
 
-_WAY_FIELDS = ("name", "path", "cold", "aggregated", "block_rows", "n_hot", "span_s", "created_s")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowWay:
+class RowWay(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The way of one parameter's rows that was the fastest of those that a job tried; a plan without its hot rows.
 
     Attributes:
         key: where it is found again.
         name: of the parameter.
         skew: how its rows were touched.
-        path: the way, one of `PATHS`.
-        cold: that of rows that are not hot, one of `COLD_PATHS`.
-        aggregated: an aggregator summed the hot rows.
+        path: the way.
+        cold: that of rows that are not hot.
         block_rows: consecutive rows in a block.
         n_hot: how many rows were hot.
         span_s: how long a reduction took, the median of trials.
         created_s: seconds since the epoch.
+        aggregated: an aggregator summed the hot rows.
     """
 
     key: RowsKey
-    name: str
+    name: Text
     skew: Skew
-    path: str
-    cold: str
-    block_rows: int
-    n_hot: int
-    span_s: float
+    path: Annotated[str, Meta(pattern=r"^(gather|owner|hot_cold|blocks|dense)\Z")]
+    cold: Annotated[str, Meta(pattern=r"^(gather|owner)\Z")]
+    block_rows: _Rows
+    n_hot: Annotated[int, Meta(ge=0)]
+    span_s: Number
+    created_s: Number
     aggregated: bool = False
-    created_s: float = field(default_factory=time.time)
 
     @property
     def id(self) -> str:
@@ -655,15 +460,8 @@ class RowWay:
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready dict; `way_from_json` is its inverse."""
-        return {
-            "key": self.key.to_json(),
-            "skew": {
-                "touched": self.skew.touched,
-                "union": self.skew.union,
-                "curve": [list(point) for point in self.skew.curve],
-            },
-            **{name: getattr(self, name) for name in _WAY_FIELDS},
-        }
+        data: dict[str, Any] = plain(self)
+        return data
 
 
 def way_from_json(data: object) -> RowWay:
@@ -673,27 +471,17 @@ def way_from_json(data: object) -> RowWay:
         RegistryError: a field is missing, unknown or has an invalid value, or no job can have found this;
             the message names it.
     """
-    fields = checked_fields("way", data, ("key", "skew", *_WAY_FIELDS))
-    key = _way_key(fields["key"])
-    hot = fields["path"] == HOT_COLD
-    aggregated = checked_flag("aggregated", fields["aggregated"])
-    if aggregated and not (hot and key.aggregator):
+    way = checked(RowWay, data)
+    hot = way.path == HOT_COLD
+    if way.aggregated and not (hot and way.key.aggregator):
         raise RegistryError(f"aggregated: only of {HOT_COLD} where the key has an aggregator")
-    created_s = checked_number("created_s", fields["created_s"])
-    if created_s > time.time() + MAX_AHEAD_S:
-        raise RegistryError(f"created_s: {created_s:.0f} is in the future")
-    return RowWay(
-        key=key,
-        name=checked_text("name", fields["name"]),
-        skew=_skew(fields["skew"], most=key.n_rows),
-        path=checked_choice("path", fields["path"], PATHS),
-        cold=checked_choice("cold", fields["cold"], COLD_PATHS),
-        aggregated=aggregated,
-        block_rows=checked_whole("block_rows", fields["block_rows"], low=1, high=MAX_ROWS),
-        n_hot=checked_whole("n_hot", fields["n_hot"], low=int(hot), high=key.n_rows if hot else 0),
-        span_s=checked_number("span_s", fields["span_s"]),
-        created_s=created_s,
-    )
+    if way.created_s > time.time() + MAX_AHEAD_S:
+        raise RegistryError(f"created_s: {way.created_s:.0f} is in the future")
+    if not int(hot) <= way.n_hot <= (way.key.n_rows if hot else 0):
+        raise RegistryError(f"n_hot: {way.n_hot} of {way.key.n_rows} rows cannot be hot where the path is {way.path}")
+    if max(way.skew.union, way.skew.curve[-1][0]) > way.key.n_rows:
+        raise RegistryError(f"skew: more rows are touched than the {way.key.n_rows} that there are")
+    return way
 
 
 def nearest_way(found: Iterable[RowWay], skew: Skew, *, name: str) -> RowWay | None:
@@ -707,39 +495,6 @@ def nearest_way(found: Iterable[RowWay], skew: Skew, *, name: str) -> RowWay | N
     return min(alike, key=lambda ranked: ranked[:2])[2] if alike else None
 
 
-def _way_key(data: object) -> RowsKey:
-    fields = checked_fields("key", data, (*_KEY_FIELDS, "versions", "fixed"))
-    return RowsKey(
-        topology=checked_text("key.topology", fields["topology"]),
-        ranks=checked_whole("key.ranks", fields["ranks"], low=1, high=MAX_RANKS),
-        n_rows=checked_whole("key.n_rows", fields["n_rows"], low=1, high=MAX_ROWS),
-        row_bytes=checked_whole("key.row_bytes", fields["row_bytes"], high=MAX_ROWS),
-        dtype=checked_text("key.dtype", fields["dtype"]),
-        aggregator=checked_flag("key.aggregator", fields["aggregator"]),
-        versions=checked_pairs("key.versions", fields["versions"]),
-        fixed=checked_pairs("key.fixed", fields["fixed"]),
-    )
-
-
-def _skew(data: object, *, most: int) -> Skew:
-    """`most`: rows that there are."""
-    fields = checked_fields("skew", data, ("touched", "union", "curve"))
-    points = [checked_list("skew.curve", point, 2) for point in checked_list("skew.curve", fields["curve"], MAX_POINTS)]
-    if any(len(point) != 2 for point in points):
-        raise RegistryError("skew.curve: a point has rows and a part")
-    return Skew(
-        touched=checked_number("skew.touched", fields["touched"], low=1.0),
-        union=checked_number("skew.union", fields["union"], low=1.0, high=most),
-        curve=tuple(
-            (
-                checked_whole("skew.curve", rows, low=1, high=most),
-                checked_number("skew.curve", part, high=1.0),
-            )
-            for rows, part in points
-        ),
-    )
-
-
 FORMAT = "sirtaki-registry"
 VERSION = 2
 _LISTS = {1: ("entries",), VERSION: ("entries", "row_ways")}  # that a document of each version has
@@ -751,19 +506,18 @@ MAX_ENTRIES = 100_000
 def write_document(entries: Iterable[Entry], ways: Iterable[RowWay], file: IO[str]) -> int:
     """Writes a document with one entry or way of rows a line; how many there were."""
     file.write(f'{{"format": "{FORMAT}", "version": {VERSION}, "entries": [')
-    count = _write_lines(entries, file)
+    count = _write_lines((entry.to_json() for entry in entries), file)
     file.write('], "row_ways": [')
-    count += _write_lines(ways, file)
+    count += _write_lines((way.to_json() for way in ways), file)
     file.write("]}\n")
     return count
 
 
-def _write_lines(items: Iterable[Entry | RowWay], file: IO[str]) -> int:
+def _write_lines(items: Iterable[dict[str, Any]], file: IO[str]) -> int:
     count = 0
-    for item in items:
-        file.write(",\n" if count else "\n")
-        file.write(json.dumps(item.to_json(), allow_nan=False))
-        count += 1
+    for count, item in enumerate(items, start=1):
+        file.write("\n" if count == 1 else ",\n")
+        file.write(json.dumps(item, allow_nan=False))
     file.write("\n")
     return count
 
@@ -794,18 +548,21 @@ def read_document(file: IO[str]) -> tuple[list[Entry], list[RowWay]]:
     for name in lists:
         if not isinstance(data[name], list) or len(data[name]) > MAX_ENTRIES:
             raise RegistryError(f"{name} must be a list of at most {MAX_ENTRIES}")
-    entries = _checked("entry", data["entries"], entry_from_json)
-    return entries, _checked("way of rows", data.get("row_ways", []), way_from_json)
+    entries = _each("entry", data["entries"], entry_from_json)
+    return entries, _each("way of rows", data.get("row_ways", []), way_from_json)
 
 
-def _checked(what: str, data: list[object], read: Callable[[object], _T]) -> list[_T]:
-    checked = []
+_T = TypeVar("_T")
+
+
+def _each(what: str, data: list[object], read: Callable[[object], _T]) -> list[_T]:
+    found = []
     for number, item in enumerate(data, start=1):
         try:
-            checked.append(read(item))
+            found.append(read(item))
         except RegistryError as err:
             raise RegistryError(f"{what} {number}: {err}") from err
-    return checked
+    return found
 
 
 def _refuse_constant(name: str) -> None:

@@ -6,15 +6,19 @@ import logging
 import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
+from dataclasses import dataclass
+from itertools import pairwise, product
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.modules import module as torch_module
 
-from .graph import MAX_LABEL_CHARS, Graph, Node
+from .checked import MAX_LABEL_CHARS
+from .graph import ModelGraph, Node, model_graph, topological_order
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 # Of an operation's parameters or trailing operations, only the first characters are kept: the rest is in its size.
 _MAX_DETAIL_CHARS = MAX_LABEL_CHARS // 2
@@ -29,22 +33,10 @@ _SHAPE_ONLY = {
 _OPAQUE_PARAMETERS = 16
 
 
-def shapes_graph(shapes: Sequence[Sequence[int]]) -> Graph:
+def shapes_graph(shapes: Sequence[Sequence[int]]) -> ModelGraph:
     """The graph of a model of which only the parameters' shapes are known, in their gradients' order: a chain."""
-    nodes = tuple(Node(kind="parameter", detail=_shape_text(shape), size=prod(shape)) for shape in shapes)
-    return Graph(nodes=nodes, edges=tuple((index, index + 1, "") for index in range(len(nodes) - 1)))
-
-
-@dataclass(slots=True)
-class _Operation:
-    """A node while the graph is being coarsened; neighbours are kept in dicts, whose order is the order of finding."""
-
-    kind: str
-    shapes: list[tuple[int, ...]] = field(default_factory=list)
-    others: list[tuple[int, ...]] = field(default_factory=list)  # of parameters that are not of interest
-    tail: list[str] = field(default_factory=list)
-    sources: dict[int, None] = field(default_factory=dict)
-    targets: dict[int, None] = field(default_factory=dict)
+    nodes = [_parameter_node(shape) for shape in shapes]
+    return model_graph(nodes, pairwise(range(len(nodes))))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +48,7 @@ class CapturedGraph:
         n_reached: parameters of interest that the output depends on.
     """
 
-    graph: Graph
+    graph: ModelGraph
     n_reached: int
 
 
@@ -75,32 +67,40 @@ def capture(outputs: object, parameters: Mapping[int, tuple[int, ...]]) -> Captu
     _bypass_shape_only(operations)
     _collapse_chains(operations)
     missing = [shape for key, shape in parameters.items() if key not in reached]
-    return CapturedGraph(graph=_to_graph(operations, missing), n_reached=len(reached))
+    return CapturedGraph(graph=_coarse(operations, missing), n_reached=len(reached))
 
 
-def _walk(outputs: object, parameters: Mapping[int, tuple[int, ...]]) -> tuple[dict[int, _Operation], set[int]]:
-    """All operations behind `outputs` by number, with edges from input to output, and the parameters reached."""
+# While the graph is coarsened its nodes bear `kind`, `shapes` of parameters of interest, `others` of those that are
+# not, and `tail`, the kinds of operations that have joined it. What is found first comes first, among neighbours, too.
+
+
+def _walk(outputs: object, parameters: Mapping[int, tuple[int, ...]]) -> tuple[nx.DiGraph, set[int]]:
+    """All operations behind `outputs`, with edges from input to output, and the parameters reached."""
+    import networkx as nx
+
     found: dict[Any, int] = {}  # keeps autograd's nodes alive while walking, else their identities would be reused
     stack = []
     for function in _gradient_functions(outputs):
         if function not in found:
             found[function] = len(found)
             stack.append(function)
-    operations: dict[int, _Operation] = {}
+    operations = nx.DiGraph()
     reached: set[int] = set()
     edges: list[tuple[int, int]] = []
     while stack:
         function = stack.pop()
         number = found[function]
         variable = getattr(function, "variable", None)
+        shapes: list[tuple[int, ...]] = []
+        others: list[tuple[int, ...]] = []
         if variable is None:
-            operations[number] = _Operation(re.sub(r"Backward\d*$", "", function.name().rpartition("::")[2]))
+            kind = re.sub(r"Backward\d*$", "", function.name().rpartition("::")[2])
         else:
-            operations[number] = operation = _Operation("parameter")
-            wanted = id(variable) in parameters
-            (operation.shapes if wanted else operation.others).append(tuple(variable.shape))
+            kind, wanted = "parameter", id(variable) in parameters
+            (shapes if wanted else others).append(tuple(variable.shape))
             if wanted:
                 reached.add(id(variable))
+        operations.add_node(number, kind=kind, shapes=shapes, others=others, tail=[])
         for source, _ in function.next_functions:
             if source is None:
                 continue
@@ -108,9 +108,7 @@ def _walk(outputs: object, parameters: Mapping[int, tuple[int, ...]]) -> tuple[d
                 found[source] = len(found)
                 stack.append(source)
             edges.append((found[source], number))
-    for source_number, number in edges:
-        operations[source_number].targets[number] = None
-        operations[number].sources[source_number] = None
+    operations.add_edges_from(edges)
     return operations, reached
 
 
@@ -135,97 +133,78 @@ def _gradient_functions(outputs: object) -> Iterable[Any]:
             stack.extend(reversed(list(vars(item).values())))
 
 
-def _fold_parameters(operations: dict[int, _Operation]) -> None:
+def _fold_parameters(operations: nx.DiGraph) -> None:
     """A parameter, or a reshaped one, with a single user becomes part of it; a shared one stays a node."""
-    waiting = [number for number, operation in operations.items() if operation.kind == "parameter"]
+    waiting = [number for number, kind in operations.nodes(data="kind") if kind == "parameter"]
     while waiting:
         number = waiting.pop()
-        operation = operations[number]
-        if operation.sources or len(operation.targets) != 1:
+        own = operations.nodes[number]
+        if operations.pred[number] or len(operations.succ[number]) != 1:
             continue
-        (user,) = operation.targets
-        if operation.kind != "parameter" and operation.kind not in _SHAPE_ONLY:
+        if own["kind"] != "parameter" and own["kind"] not in _SHAPE_ONLY:
             continue
-        operations[user].shapes.extend(operation.shapes)
-        operations[user].others.extend(operation.others)
-        del operations[user].sources[number], operations[number]
-        if operations[user].kind in _SHAPE_ONLY:
+        (user,) = operations.succ[number]
+        for name in ("shapes", "others"):
+            operations.nodes[user][name].extend(own[name])
+        operations.remove_node(number)
+        if operations.nodes[user]["kind"] in _SHAPE_ONLY:
             waiting.append(user)
 
 
-def _bypass_shape_only(operations: dict[int, _Operation]) -> None:
-    for number, operation in list(operations.items()):
-        has_parameters = operation.shapes or operation.others
-        if operation.kind in _SHAPE_ONLY and not has_parameters and len(operation.sources) <= 1:
-            for source in operation.sources:
-                del operations[source].targets[number]
-                operations[source].targets.update(operation.targets)
-            for target in operation.targets:
-                del operations[target].sources[number]
-                operations[target].sources.update(operation.sources)
-            del operations[number]
+def _bypass_shape_only(operations: nx.DiGraph) -> None:
+    for number, own in list(operations.nodes(data=True)):
+        sources, targets = list(operations.pred[number]), list(operations.succ[number])
+        if own["kind"] in _SHAPE_ONLY and not (own["shapes"] or own["others"]) and len(sources) <= 1:
+            operations.remove_node(number)
+            operations.add_edges_from(product(sources, targets))
 
 
-def _collapse_chains(operations: dict[int, _Operation]) -> None:
+def _collapse_chains(operations: nx.DiGraph) -> None:
     """An operation without parameters joins the one before it if each is the other's only neighbour there."""
-    for number in reversed(list(operations)):  # from the inputs on, so that a run grows at its end
-        operation = operations[number]
-        if operation.shapes or operation.others or len(operation.sources) != 1:
+    for number, own in reversed(
+        list(operations.nodes(data=True))
+    ):  # from the inputs on, so that a run grows at its end
+        sources, targets = list(operations.pred[number]), list(operations.succ[number])
+        if own["shapes"] or own["others"] or len(sources) != 1 or len(operations.succ[sources[0]]) != 1:
             continue
-        (head,) = operation.sources
-        if len(operations[head].targets) != 1:
-            continue
-        operations[head].tail.extend([operation.kind, *operation.tail])
-        operations[head].targets = operation.targets
-        for target in operation.targets:
-            del operations[target].sources[number]
-            operations[target].sources[head] = None
-        del operations[number]
+        operations.nodes[sources[0]]["tail"].extend([own["kind"], *own["tail"]])
+        operations.remove_node(number)
+        operations.add_edges_from(product(sources, targets))
 
 
-def _to_graph(operations: dict[int, _Operation], missing: Sequence[tuple[int, ...]]) -> Graph:
+def _coarse(operations: nx.DiGraph, missing: Sequence[tuple[int, ...]]) -> ModelGraph:
+    """The model's graph from inputs to outputs, as it computes: so graphs read, and align with each other, better."""
+    forward = operations.__class__()  # inputs were found last
+    forward.add_nodes_from(reversed(list(operations)))
+    forward.add_edges_from(operations.edges)
     nodes: list[Node] = []
-    edges: list[tuple[int, int, str]] = []
-    first: dict[int, int] = {}
-    last: dict[int, int] = {}
-    for number in _forward_order(operations):
-        operation = operations[number]
-        first[number] = len(nodes)
-        if len(operation.shapes) + len(operation.others) > _OPAQUE_PARAMETERS:
-            nodes.extend(_parameter_node(shape) for shape in operation.shapes)
-            nodes.extend(Node(kind="parameter", detail=_other_text(shape)) for shape in operation.others)
+    ends: dict[int, tuple[int, int]] = {}
+    edges: list[tuple[int, int]] = []
+    for number in topological_order(forward):
+        own, start = operations.nodes[number], len(nodes)
+        if len(own["shapes"]) + len(own["others"]) > _OPAQUE_PARAMETERS:
+            nodes.extend(_parameter_node(shape) for shape in own["shapes"])
+            nodes.extend(Node(kind="parameter", detail=_other_text(shape)) for shape in own["others"])
         else:
-            nodes.append(_operation_node(operation))
-        last[number] = len(nodes) - 1
-        edges.extend((a, b, "") for a, b in pairwise(range(first[number], len(nodes))))
-    edges.extend((last[a], first[b], "") for a, operation in operations.items() for b in operation.targets)
-    start = len(nodes)
-    nodes.extend(_parameter_node(shape) for shape in missing)
-    edges.extend((a, b, "") for a, b in pairwise(range(start, len(nodes))))
-    return Graph(nodes=tuple(nodes), edges=tuple(edges))
+            nodes.append(_operation_node(**own))
+        ends[number] = start, len(nodes) - 1
+        edges.extend(pairwise(range(start, len(nodes))))
+    edges.extend((ends[a][1], ends[b][0]) for a, b in operations.edges)
+    edges.extend(pairwise(range(len(nodes), len(nodes) + len(missing))))
+    return model_graph([*nodes, *map(_parameter_node, missing)], edges)
 
 
-def _forward_order(operations: dict[int, _Operation]) -> list[int]:
-    """From inputs to outputs, as the model computes: graphs read better so, and align better with each other."""
-    waiting = {number: len(operation.sources) for number, operation in operations.items()}
-    order = [number for number in reversed(operations) if waiting[number] == 0]  # outputs were found first
-    for number in order:  # grows while it is read
-        for target in operations[number].targets:
-            waiting[target] -= 1
-            if waiting[target] == 0:
-                order.append(target)
-    return order
-
-
-def _operation_node(operation: _Operation) -> Node:
+def _operation_node(
+    kind: str, shapes: list[tuple[int, ...]], others: list[tuple[int, ...]], tail: Sequence[str]
+) -> Node:
     # Sorted: a weight's and its bias' shape say the same in either order, and torch versions differ in it.
-    texts = [*sorted(map(_shape_text, operation.shapes)), *sorted(map(_other_text, operation.others))]
-    shapes = ",".join(texts)[:_MAX_DETAIL_CHARS]
-    tail = "".join("+" + name for name in operation.tail)[:_MAX_DETAIL_CHARS]
-    return Node(kind=operation.kind[:200], detail=f"{shapes}{tail}", size=sum(map(prod, operation.shapes)))
+    texts = [*sorted(map(_shape_text, shapes)), *sorted(map(_other_text, others))]
+    joined = "".join("+" + name for name in tail)
+    detail = ",".join(texts)[:_MAX_DETAIL_CHARS] + joined[:_MAX_DETAIL_CHARS]
+    return Node(kind=kind[:200], detail=detail, size=sum(map(prod, shapes)))
 
 
-def _parameter_node(shape: tuple[int, ...]) -> Node:
+def _parameter_node(shape: Sequence[int]) -> Node:
     return Node(kind="parameter", detail=_shape_text(shape), size=prod(shape))
 
 
@@ -253,7 +232,7 @@ class ModelGraphRecorder:
     def __init__(self) -> None:
         self._parameters: list[torch.Tensor] = []
         self._best: CapturedGraph | None = None
-        self._fallback: Graph | None = None
+        self._shapes: list[tuple[int, ...]] | None = None
         self._name = ""
         self._calls = 0
         self._handles: list[Any] = []  # torch's RemovableHandle, which older versions do not type
@@ -263,7 +242,7 @@ class ModelGraphRecorder:
         self.stop()
         self._best, self._name, self._calls = None, "", 0
         self._parameters = list(model_parameters)
-        self._fallback = shapes_graph([tuple(parameter.shape) for parameter in reversed(self._parameters)])
+        self._shapes = [tuple(parameter.shape) for parameter in reversed(self._parameters)]
         # True, and of no consequence: the hook is gone before anything is compiled.
         warnings.filterwarnings("ignore", message="Using `torch.compile.module.` when there are global hooks")
         self._watch()
@@ -274,19 +253,11 @@ class ModelGraphRecorder:
         self._parameters = []
 
     @property
-    def is_watching(self) -> bool:
-        """Whether hooks are installed."""
-        return bool(self._handles)
-
-    @property
-    def found(self) -> bool:
-        """Whether a forward pass has shown a graph."""
-        return self._best is not None
-
-    @property
-    def graph(self) -> Graph | None:
+    def graph(self) -> ModelGraph | None:
         """The model's graph; the chain of its parameters, last first, if none was seen; None before `start()`."""
-        return self._fallback if self._best is None else self._best.graph
+        if self._best is not None:
+            return self._best.graph
+        return None if self._shapes is None else shapes_graph(self._shapes)
 
     @property
     def model_name(self) -> str:

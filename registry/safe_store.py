@@ -6,12 +6,14 @@ import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from sirtaki.errors import RegistryError
+from sirtaki.errors import CorruptStoreError, RegistryError
 
 from .entry import Entry, EntryKey
-from .store import CorruptStoreError, Store
+
+if TYPE_CHECKING:
+    from .store import Store  # with SQLAlchemy, which takes a quarter of a second
 
 
 def default_path() -> Path:
@@ -31,9 +33,9 @@ def open_store(url_or_path: str | None = None, *, read_only: bool = False) -> St
     Raises:
         RegistryError: it cannot be opened; the message says what to do.
     """
-    from .sql_store import SqlStore
+    from .store import Store
 
-    return SqlStore(url_or_path or str(default_path()), read_only=read_only)
+    return Store(url_or_path or str(default_path()), read_only=read_only)
 
 
 logger = logging.getLogger(__name__)
@@ -70,7 +72,7 @@ class SafeStore:
         return self.attempt(lambda store: store.lookup(key), None)
 
     def save(self, entry: Entry, *, disproved: Entry | None = None) -> bool:
-        """Keeps the entry; False if it was not kept. See `Store.save`."""
+        """Keeps the entry; False if it was not kept."""
         return self.attempt(lambda store: store.save(entry, disproved=disproved), False)
 
     def attempt(self, action: Callable[[Store], _T], otherwise: _T) -> _T:
@@ -100,7 +102,7 @@ class SafeStore:
         logger.log(level, "training goes on without the registry: %s", err)
 
     def _replaced(self, err: CorruptStoreError) -> Store:
-        from .sql_store import set_aside  # with SQLAlchemy
+        from .store import set_aside
 
         self.warned = True
         logger.warning("%s; it is kept as %s and a new registry begins", err, set_aside(err.path))

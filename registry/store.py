@@ -1,23 +1,160 @@
-"""What a store of remembered settings offers, whatever it keeps them in."""
+"""Entries and ways of rows in SQLite or another database of SQLAlchemy's."""
 
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import sqlite3
+import time
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
+from urllib.parse import quote
 
-from sirtaki.errors import RegistryError
+from msgspec import Struct
+from sqlalchemy import (
+    URL,
+    Boolean,
+    Column,
+    Connection,
+    Engine,
+    Float,
+    ForeignKey,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    NullPool,
+    String,
+    Table,
+    Text,
+    create_engine,
+    delete,
+    event,
+    func,
+    insert,
+    inspect,
+    make_url,
+    or_,
+    select,
+    update,
+)
+from sqlalchemy.exc import DatabaseError, IntegrityError, OperationalError, SQLAlchemyError
 
-from .entry import Entry, EntryKey, RowsKey, RowWay
-from .graph import Graph, Signatures
-from .topology import ClusterShape
+from sirtaki.errors import CorruptStoreError, RegistryError
 
+from .checked import parsed, plain
+from .entry import Entry, EntryKey, RowsKey, RowWay, entry_from_body, supersedes, way_from_json
+from .graph import (
+    SIGNATURE_VERSION,
+    GraphJson,
+    ModelGraph,
+    Signatures,
+    canonical_json,
+    from_bytes,
+    graph_to_json,
+    is_signature,
+    signature,
+    to_bytes,
+)
+from .topology import ClusterShape, Topology
 
-class CorruptStoreError(RegistryError):
-    """The file at `path` is no registry, or a damaged one."""
+logger = logging.getLogger(__name__)
 
-    def __init__(self, message: str, path: Path) -> None:
-        super().__init__(message)
-        self.path = path
+metadata = MetaData()
+
+versions = Table("sirtaki_schema", metadata, Column("version", Integer, nullable=False))
+
+# Graphs are kept once for all entries that share them, compressed.
+models = Table(
+    "models",
+    metadata,
+    Column("fingerprint", String(64), primary_key=True),
+    Column("body", LargeBinary, nullable=False),
+)
+
+# Apart from the graphs, since all of them are read at every lookup of similar entries.
+signatures = Table(
+    "signatures",
+    metadata,
+    Column("fingerprint", ForeignKey(models.c.fingerprint, ondelete="CASCADE"), primary_key=True),
+    Column("version", Integer, nullable=False),
+    Column("body", LargeBinary, nullable=False),
+)
+
+topologies = Table(
+    "topologies",
+    metadata,
+    Column("fingerprint", String(64), primary_key=True),
+    Column("shape", Text, nullable=False),
+    Column("body", LargeBinary, nullable=False),
+)
+
+entries = Table(
+    "entries",
+    metadata,
+    Column("id", String(64), primary_key=True),
+    Column("model", ForeignKey(models.c.fingerprint), nullable=False),
+    Column("topology", ForeignKey(topologies.c.fingerprint), nullable=False),
+    Column("world_size", Integer, nullable=False),
+    Column("dtype", Text, nullable=False),
+    Column("device", Text, nullable=False),
+    Column("complete", Boolean, nullable=False),
+    Column("created_s", Float(53), nullable=False),
+    Column("best_span_s", Float(53), nullable=False),
+    Column("default_span_s", Float(53), nullable=False),
+    Column("n_trials", Integer, nullable=False),
+    Column("arm", Text, nullable=False),
+    Column("model_name", Text, nullable=False),
+    Column("body", Text, nullable=False),
+    Index("entries_by_time", "created_s"),
+    Index("entries_by_model", "model"),
+    Index("entries_by_topology", "topology"),
+)
+
+distances = Table(
+    "distances",
+    metadata,
+    Column("low", String(64), primary_key=True),  # the lesser of the two fingerprints
+    Column("high", String(64), primary_key=True),
+    Column("distance", Float(53), nullable=False),
+)
+
+row_ways = Table(
+    "row_ways",
+    metadata,
+    Column("id", String(64), primary_key=True),
+    Column("kind", String(64), nullable=False),  # digest of the key
+    Column("created_s", Float(53), nullable=False),
+    Column("body", Text, nullable=False),
+    Index("row_ways_by_kind", "kind"),
+)
+
+SCHEMAS: Sequence[Sequence[Table]] = ((versions, models, signatures, topologies, entries), (distances,), (row_ways,))
+"""The tables that each version of the schema has added."""
+
+WITH_ROW_WAYS = 3
+"""The first schema that has the table; older ones that may not be written stay as they are."""
+
+_LOCK = 0x51A7A1  # any number, the same in every process
+
+# Two jobs may insert the same key or graph at the same moment; the one that loses tries again and then updates.
+_ATTEMPTS = 5
+
+# A graph of stated maximum size has less than this many bytes as JSON; more is an attempt to fill our memory.
+_MAX_GRAPH_BYTES = 1 << 27
+
+MOST_WAYS = 1000
+"""So many of one key are looked at, the newest of them."""
+
+_PARAMETERS = 500  # databases limit how many a statement has
+
+_POSTGRESQL = {"connect_timeout": 10, "client_encoding": "utf8"}  # s; a database of SQL_ASCII would answer in bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +164,7 @@ class EntrySummary:
     Attributes:
         hosts: number and kinds of its hosts, as `ClusterShape.describe` gives them.
         fixed: knobs that the user had fixed.
-        condition: see `EntryKey`.
+        condition: as in `EntryKey`.
     """
 
     id: str
@@ -58,80 +195,568 @@ class Candidate(NamedTuple):
     complete: bool
 
 
-class Store(Protocol):
-    """Keeps one entry a key. Every method raises RegistryError if the store cannot be read or written."""
+_SUMMARY = [entries.c[name] for name in EntrySummary.__dataclass_fields__ if name in entries.c]
+
+
+class Store:
+    """Keeps one entry a key, and ways of rows. Methods raise RegistryError where it cannot be read or written.
+
+    Attributes:
+        read_only: it is never written: so it was opened, or it may not be.
+        name: of the file or database, without a password.
+    """
+
+    def __init__(self, url_or_path: str, *, read_only: bool = False) -> None:
+        self.read_only = read_only
+        self._kinds: tuple[Table, ...] = (entries, row_ways)
+        url = _url(url_or_path)
+        self._path = file_of(url_or_path)
+        self.name = str(self._path) if url is None else url.render_as_string(hide_password=True)
+        if self._path is not None:
+            self._engine = self._open_file(self._path)
+        else:
+            assert url is not None
+            with self._translated():
+                connect_args = _POSTGRESQL if url.get_backend_name() == "postgresql" else {}
+                self._engine = create_engine(url, poolclass=NullPool, connect_args=connect_args)
+                self._prepare(self._engine)
 
     def lookup(self, key: EntryKey) -> Entry | None:
         """The entry of exactly this key; None also where it is damaged."""
-        ...
+        with self._reading() as connection, _skipping(f"entry {key.digest()}"):
+            return next(_load(connection, [key.digest()]), None)
+        return None
+
+    def get(self, id_prefix: str) -> Entry:
+        """The one entry whose id begins like this."""
+        with self._reading() as connection:
+            return _load_one(connection, _find(connection, id_prefix, (entries,))[1])
+
+    def find(self, id_prefix: str) -> Entry | RowWay:
+        """The one entry or way of rows whose id begins like this."""
+        with self._reading() as connection:
+            table, name = _find(connection, id_prefix, self._kinds)
+            if table is entries:
+                return _load_one(connection, name)
+            try:
+                return _way(name, connection.execute(select(row_ways.c.body).where(row_ways.c.id == name)).scalar_one())
+            except RegistryError as err:
+                raise RegistryError(f"way of rows {name} is damaged ({err}): forget it") from err
+
+    def entries(self) -> Iterator[Entry]:
+        """All entries in full, newest first. One that cannot be read is left out with a warning."""
+        for summary in self.summaries():
+            with _skipping(f"entry {summary.id}", logging.WARNING), self._reading() as connection:
+                yield from _load(connection, [summary.id])
+
+    def summaries(self) -> list[EntrySummary]:
+        """All entries, newest first; a damaged one, too, with what can be read of it."""
+        with self._reading() as connection:
+            rows = connection.execute(
+                select(*_SUMMARY, topologies.c.shape, entries.c.body)
+                .join(topologies, topologies.c.fingerprint == entries.c.topology, isouter=True)
+                .order_by(entries.c.created_s.desc(), entries.c.id)
+            )
+            found = []
+            for *columns, shape, body in rows:
+                hosts, key = "?", _KeyOnly.Key()
+                with _skipping(f"entry {columns[0]}", logging.DEBUG):
+                    key = parsed(_KeyOnly, body).key
+                with _skipping(f"entry {columns[0]}", logging.DEBUG):
+                    hosts = parsed(ClusterShape, shape).describe()
+                named = dict(zip((column.name for column in _SUMMARY), columns, strict=True))
+                found.append(
+                    EntrySummary(**named, hosts=hosts, fixed=tuple(key.fixed.items()), condition=key.condition)
+                )
+            return found
 
     def save(self, entry: Entry, *, disproved: Entry | None = None) -> bool:
         """Keeps the entry, unless the one there is better (`entry.supersedes`); False if so. Atomic.
 
         `disproved` is what this job has found there, run, and found wanting: it gives way, whatever it claims.
         """
-        ...
-
-    def save_all(self, new: Sequence[Entry], ways: Sequence[RowWay] = ()) -> int:
-        """Saves all entries and ways of rows or, if anything goes wrong, none; how many were kept."""
-        ...
-
-    def summaries(self) -> list[EntrySummary]:
-        """All entries, newest first."""
-        ...
-
-    def get(self, id_prefix: str) -> Entry:
-        """The one entry whose id begins like this."""
-        ...
-
-    def find(self, id_prefix: str) -> Entry | RowWay:
-        """The one entry or way of rows whose id begins like this."""
-        ...
-
-    def entries(self) -> Iterator[Entry]:
-        """All entries in full, newest first."""
-        ...
-
-    def forget(self, id_prefix: str) -> str:
-        """Removes the one entry or way of rows whose id begins like this; its id."""
-        ...
-
-    def prune(self, *, older_than_s: float | None = None, keep: int | None = None) -> int:
-        """Removes what is older, and all but the `keep` newest entries and as many ways of rows; how many went."""
-        ...
-
-    def candidates(self, device: str, models: Sequence[str]) -> Sequence[Candidate]:
-        """All entries of these models on this kind of device, in any order."""
-        ...
-
-    def signatures(self) -> tuple[Sequence[str], Signatures]:
-        """Fingerprints and signatures, `(n_models, WIDTH)`, of all model graphs that entries use."""
-        ...
-
-    def models(self, fingerprints: Sequence[str]) -> Mapping[str, Graph]:
-        """These model graphs; those that are not there or damaged are left out."""
-        ...
-
-    def shapes(self) -> Mapping[str, ClusterShape]:
-        """Shapes of all clusters that entries use, by the topology's fingerprint."""
-        ...
-
-    def distances(self, fingerprint: str) -> Mapping[str, float]:
-        """Distances from this graph that were computed before, by the other graph's fingerprint."""
-        ...
-
-    def save_distances(self, fingerprint: str, by_other: Mapping[str, float]) -> None:
-        """Keeps computed distances; does nothing where the store is read-only."""
-        ...
-
-    def row_ways(self, key: RowsKey | None = None) -> list[RowWay]:
-        """All ways of rows, or some of this key, the newest first; those that are damaged are left out."""
-        ...
+        return self.save_all([entry], disproved=disproved) == 1
 
     def save_row_way(self, way: RowWay) -> bool:
         """Keeps a way of rows, unless the one of the same id is as new; False if so. Atomic."""
-        ...
+        return self.save_all([], [way]) == 1
+
+    def save_all(self, new: Sequence[Entry], ways: Sequence[RowWay] = (), *, disproved: Entry | None = None) -> int:
+        """Saves all entries and ways of rows or, if anything goes wrong, none; how many were kept."""
+        bodies = [canonical_json(entry.body()) for entry in new]
+        for entry, body in zip(new, bodies, strict=True):  # what cannot be read must not be written
+            entry_from_body(body, model=entry.model, topology=entry.topology)
+        for _ in range(_ATTEMPTS):
+            try:
+                with self._writing() as connection:
+                    kept = sum(_save(connection, *one, disproved) for one in zip(new, bodies, strict=True))
+                    return kept + sum(_save_way(connection, way) for way in ways)
+            except RegistryError as err:
+                if not isinstance(err.__cause__, IntegrityError):
+                    raise
+        raise RegistryError(f"{self.name} is written by so many others at once that nothing could be kept")
+
+    def forget(self, id_prefix: str) -> str:
+        """Removes the one entry or way of rows whose id begins like this; its id."""
+        with self._writing() as connection:
+            table, name = _find(connection, id_prefix, self._kinds)
+            connection.execute(delete(table).where(table.c.id == name))
+            _delete_orphans(connection)
+            return name
+
+    def prune(self, *, older_than_s: float | None = None, keep: int | None = None) -> int:
+        """Removes what is older, and all but the `keep` newest entries and as many ways of rows; how many went."""
+        gone = 0
+        with self._writing() as connection:
+            for table in self._kinds:
+                if older_than_s is not None:
+                    old = table.c.created_s < time.time() - older_than_s
+                    gone += connection.execute(delete(table).where(old)).rowcount
+                if keep is not None:
+                    newest = select(table.c.id).order_by(table.c.created_s.desc(), table.c.id)
+                    surplus = list(connection.execute(newest.offset(keep).limit(2**31)).scalars())
+                    for some in _in_parts(surplus):
+                        gone += connection.execute(delete(table).where(table.c.id.in_(some))).rowcount
+            _delete_orphans(connection)
+        return gone
+
+    def candidates(self, device: str, models: Sequence[str]) -> Sequence[Candidate]:
+        """All entries of these models on this kind of device, in any order."""
+        columns = [entries.c[name] for name in Candidate._fields]
+        wanted = (entries.c.device == device, entries.c.model.in_(models))
+        with self._reading() as connection:
+            return [Candidate(*row) for row in connection.execute(select(*columns).where(*wanted))]
+
+    def signatures(self) -> tuple[Sequence[str], Signatures]:
+        """Fingerprints and signatures, `(n_models, WIDTH)`, of all model graphs that entries use."""
+        with self._reading() as connection:
+            rows = connection.execute(select(signatures)).all()
+            found = {row.fingerprint: row.body for row in rows if row.version == SIGNATURE_VERSION}
+            found = {name: body for name, body in found.items() if is_signature(body)}
+            outdated = [row.fingerprint for row in rows if row.fingerprint not in found]
+            found |= {name: to_bytes(signature(graph)) for name, graph in _graphs(connection, outdated)}
+            return list(found), from_bytes(list(found.values()))
+
+    def models(self, fingerprints: Sequence[str]) -> Mapping[str, ModelGraph]:
+        """These model graphs; those that are not there or damaged are left out."""
+        with self._reading() as connection:
+            return dict(_graphs(connection, fingerprints))
+
+    def shapes(self) -> Mapping[str, ClusterShape]:
+        """Shapes of all clusters that entries use, by the topology's fingerprint."""
+        with self._reading() as connection:
+            rows = connection.execute(select(topologies.c.fingerprint, topologies.c.shape)).all()
+        found = {}
+        for name, shape in rows:
+            with _skipping(f"cluster {name}"):
+                found[name] = parsed(ClusterShape, shape)
+        return found
+
+    def distances(self, fingerprint: str) -> Mapping[str, float]:
+        """Distances from this graph that were computed before, by the other graph's fingerprint."""
+        mine = or_(distances.c.low == fingerprint, distances.c.high == fingerprint)
+        with self._reading() as connection:
+            rows = connection.execute(select(distances).where(mine)).all()
+        sound = (row for row in rows if isinstance(row.distance, float) and 0.0 <= row.distance <= 1.0)
+        return {row.high if row.low == fingerprint else row.low: row.distance for row in sound}
+
+    def save_distances(self, fingerprint: str, by_other: Mapping[str, float]) -> None:
+        """Keeps computed distances; does nothing where the store is read-only."""
+        if self.read_only or not by_other:
+            return
+        rows = [
+            {"low": min(fingerprint, other), "high": max(fingerprint, other), "distance": distance}
+            for other, distance in sorted(by_other.items())
+        ]
+        try:
+            with self._writing() as connection:
+                for row in rows:
+                    same_pair = (distances.c.low == row["low"], distances.c.high == row["high"])
+                    connection.execute(delete(distances).where(*same_pair))
+                connection.execute(insert(distances), rows)
+        except RegistryError as err:
+            if not isinstance(err.__cause__, IntegrityError):  # another process has just kept the same
+                raise
+
+    def row_ways(self, key: RowsKey | None = None) -> list[RowWay]:
+        """All ways of rows, or some of this key, the newest first; those that are damaged are left out."""
+        if row_ways not in self._kinds:
+            return []
+        newest = select(row_ways.c.id, row_ways.c.body).order_by(row_ways.c.created_s.desc(), row_ways.c.id)
+        if key is not None:
+            newest = newest.where(row_ways.c.kind == key.digest()).limit(MOST_WAYS)
+        found = []
+        with self._reading() as connection:
+            for name, body in connection.execute(newest):
+                with _skipping(f"way of rows {name}", logging.WARNING if key is None else logging.INFO):
+                    found.append(_way(name, body))
+        return found
 
     def close(self) -> None:
         """Lets go of all connections. Idempotent."""
-        ...
+        self._engine.dispose()
+
+    # ── opening ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _open_file(self, path: Path) -> Engine:
+        if not self.read_only:
+            try:
+                with self._translated():
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    engine = sqlite_engine(path, read_only=False)
+                    self._prepare(engine)
+                    return engine
+            except CorruptStoreError:
+                raise
+            except RegistryError as err:
+                if not (isinstance(err.__cause__, OperationalError) and path.is_file()) or "locked" in str(err):
+                    raise
+                logger.info("%s; it is opened for reading only", err)
+                self.read_only = True
+        with self._translated():
+            engine = sqlite_engine(path, read_only=True)
+            self._prepare(engine)
+            return engine
+
+    def _prepare(self, engine: Engine) -> None:
+        """Brings tables up to date, or checks that they can be read as they are."""
+        with engine.connect().execution_options(writes=not self.read_only) as connection, connection.begin():
+            if (
+                connection.dialect.name == "postgresql" and not self.read_only
+            ):  # SQLite's writers exclude each other anyway
+                connection.execute(select(func.pg_advisory_xact_lock(_LOCK)))
+            there = inspect(connection).has_table(versions.name)
+            version = int(connection.execute(select(versions.c.version)).scalar_one()) if there else 0
+            if version > len(SCHEMAS):
+                raise RegistryError(
+                    f"the registry has schema {version}, this release knows up to {len(SCHEMAS)}: "
+                    "upgrade Sirtaki, or name another registry in SIRTAKI_REGISTRY"
+                )
+            if self.read_only and version == 0:
+                raise RegistryError(f"there is no registry in {self.name}")
+            if self.read_only:
+                self._kinds = (entries,) if version < WITH_ROW_WAYS else self._kinds
+            elif version < len(SCHEMAS):
+                metadata.create_all(connection, tables=[table for added in SCHEMAS[version:] for table in added])
+                connection.execute(delete(versions))
+                connection.execute(insert(versions).values(version=len(SCHEMAS)))
+
+    @contextmanager
+    def _reading(self) -> Iterator[Connection]:
+        with self._translated(), self._engine.connect() as connection, connection.begin():
+            yield connection
+
+    @contextmanager
+    def _writing(self) -> Iterator[Connection]:
+        if self.read_only:
+            raise RegistryError(f"{self.name} cannot be written: name another registry in SIRTAKI_REGISTRY")
+        with (
+            self._translated(),
+            self._engine.connect().execution_options(writes=True) as connection,
+            connection.begin(),
+        ):
+            yield connection
+
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
+        """Turns every error of the database and below into a RegistryError."""
+        try:
+            yield
+        except ImportError as err:
+            raise RegistryError(f"{self.name} needs a driver that is not installed: {err}") from err
+        except OperationalError as err:
+            if "locked" in str(err.orig):
+                advice = "another process holds it; if none is running, look for one that hangs"
+            else:
+                advice = "check that it exists and may be read and written, or name another one in SIRTAKI_REGISTRY"
+            why = " ".join(str(err.orig).split())
+            raise RegistryError(f"the registry {self.name} cannot be used ({why}): {advice}") from err
+        except DatabaseError as err:
+            if self._path is not None and type(err.orig) is sqlite3.DatabaseError:  # its subclasses are other things
+                message = f"{self.name} is not a registry or is damaged ({err.orig})"
+                raise CorruptStoreError(message, self._path) from err
+            why = " ".join(str(err.orig).split())
+            raise RegistryError(f"the registry {self.name} refused a statement ({why})") from err
+        except (SQLAlchemyError, OSError) as err:
+            raise RegistryError(
+                f"the registry {self.name} cannot be used ({err}): name another one in SIRTAKI_REGISTRY"
+            ) from err
+
+
+class _KeyOnly(Struct):
+    """The part of a stored body that a list shows."""
+
+    class Key(Struct):
+        fixed: dict[str, str] = {}
+        condition: str = ""
+
+    key: Key
+
+
+@contextmanager
+def _skipping(what: str, level: int = logging.INFO) -> Iterator[None]:
+    """One damaged row must not hide all others."""
+    try:
+        yield
+    except RegistryError as err:
+        logger.log(level, "%s in the registry is left out: %s", what, err)
+
+
+def _in_parts(names: Sequence[str]) -> Iterator[Sequence[str]]:
+    for start in range(0, len(names), _PARAMETERS):
+        yield names[start : start + _PARAMETERS]
+
+
+def _find(connection: Connection, id_prefix: str, tables: Sequence[Table]) -> tuple[Table, str]:
+    """The one id that begins like this, and in which of the tables it is."""
+    found = [
+        (table, str(name))
+        for table in tables
+        for name in connection.execute(
+            select(table.c.id).where(table.c.id.startswith(id_prefix, autoescape=True)).limit(3)
+        ).scalars()
+    ]
+    if len(found) != 1 or not id_prefix:
+        kind, lists = ("entry", "`sirtaki registry list`")
+        if len(tables) > 1:
+            kind, lists = "entry or way of rows", f"{lists} and `sirtaki registry rows`"
+        what = "several ids begin" if found else f"no {kind} has an id that begins"
+        raise RegistryError(f"{what} with {id_prefix!r}: see {lists}")
+    return found[0]
+
+
+def _load(connection: Connection, ids: Sequence[str]) -> Iterator[Entry]:
+    """The entries of these ids with their graphs."""
+    rows = connection.execute(
+        select(entries.c.id, entries.c.body, models.c.body, topologies.c.body)
+        .join(models, models.c.fingerprint == entries.c.model)
+        .join(topologies, topologies.c.fingerprint == entries.c.topology)
+        .where(entries.c.id.in_(ids))
+    )
+    for name, body, model, topology in rows:
+        try:
+            graph, cluster = parsed(GraphJson, _expanded(model), at="model"), parsed(Topology, _expanded(topology))
+            entry = entry_from_body(body, model=graph.graph(), topology=cluster)
+        except RegistryError as err:
+            raise RegistryError(f"entry {name} is damaged: {err}") from err
+        if entry.id != name:
+            raise RegistryError(f"entry {name} is damaged: it is of another job")
+        yield entry
+
+
+def _load_one(connection: Connection, name: str) -> Entry:
+    entry = next(_load(connection, [name]), None)
+    if entry is None:
+        raise RegistryError(f"entry {name} has lost its model or its cluster: forget it")
+    return entry
+
+
+def _graphs(connection: Connection, fingerprints: Sequence[str]) -> Iterator[tuple[str, ModelGraph]]:
+    """Those of these model graphs that can be read."""
+    for some in _in_parts(fingerprints):
+        for name, body in connection.execute(select(models).where(models.c.fingerprint.in_(some))):
+            with _skipping(f"model {name}"):
+                yield name, parsed(GraphJson, _expanded(body)).graph()
+
+
+def _save(connection: Connection, entry: Entry, body: str, disproved: Entry | None) -> bool:
+    """Keeps an entry unless the one there is better; False if so."""
+    mine = entries.c.id == entry.id
+    is_there = connection.execute(select(entries.c.id).where(mine).with_for_update()).first() is not None
+    damaged = False
+    if is_there:
+        try:
+            old = next(_load(connection, [entry.id]), None)
+        except RegistryError as err:
+            logger.warning("entry %s cannot be read and is replaced: %s", entry.id, err)
+            old, damaged = None, True
+        if old is not None and old != disproved and not supersedes(entry, old):
+            return False
+    key = entry.key
+    graph = {"body": _compressed(graph_to_json(entry.model))}
+    summary = {"version": SIGNATURE_VERSION, "body": to_bytes(signature(entry.model))}
+    cluster = {
+        "shape": canonical_json(plain(entry.topology.shape())),
+        "body": _compressed(plain(entry.topology)),
+    }
+    for table, fingerprint, values in (
+        (models, key.model, graph),
+        (signatures, key.model, summary),
+        (topologies, key.topology, cluster),
+    ):  # what is there already stays, unless it may be damaged
+        same = table.c.fingerprint == fingerprint
+        if connection.execute(select(table.c.fingerprint).where(same)).first() is None:
+            connection.execute(insert(table).values(fingerprint=fingerprint, **values))
+        elif damaged:
+            connection.execute(update(table).where(same).values(**values))
+    own = ("id", "complete", "best_span_s", "default_span_s", "n_trials", "arm")
+    row = {
+        **{name: getattr(key, name) for name in ("model", "topology", "world_size", "dtype", "device")},
+        **{name: getattr(entry, name) for name in own},
+        "created_s": entry.provenance.created_s,
+        "model_name": entry.provenance.model_name,
+        "body": body,
+    }
+    connection.execute(update(entries).where(mine).values(row) if is_there else insert(entries).values(row))
+    return True
+
+
+def _save_way(connection: Connection, way: RowWay) -> bool:
+    """Keeps a way of rows unless the one of the same id is as new; False if so."""
+    body = canonical_json(way.to_json())
+    _way(way.id, body)  # what cannot be read must not be written
+    mine = row_ways.c.id == way.id
+    there = connection.execute(select(row_ways.c.body).where(mine).with_for_update()).scalar_one_or_none()
+    if there is not None:
+        with _skipping(f"way of rows {way.id}"):
+            if _way(way.id, there).created_s >= way.created_s:
+                return False
+    connection.execute(delete(row_ways).where(mine))
+    row = {"id": way.id, "kind": way.key.digest(), "created_s": way.created_s, "body": body}
+    connection.execute(insert(row_ways).values(row))
+    return True
+
+
+def _way(name: str, body: str) -> RowWay:
+    way = way_from_json(parsed(dict, body))
+    if way.id != name:
+        raise RegistryError("it is of other rows")
+    return way
+
+
+def _delete_orphans(connection: Connection) -> None:
+    """Graphs that no entry uses, and distances of graphs that are gone."""
+    for table, column in ((models, entries.c.model), (topologies, entries.c.topology)):
+        used = select(column).where(column == table.c.fingerprint)
+        connection.execute(delete(table).where(~used.exists()))
+    for column in (distances.c.low, distances.c.high):
+        connection.execute(delete(distances).where(column.not_in(select(models.c.fingerprint))))
+
+
+def _compressed(data: object) -> bytes:
+    return zlib.compress(canonical_json(data).encode())
+
+
+def _expanded(body: bytes) -> bytes:
+    """What `_compressed` made smaller; RegistryError if it is damaged, or far too large."""
+    try:
+        inflate = zlib.decompressobj()
+        text = inflate.decompress(body, _MAX_GRAPH_BYTES)
+    except (zlib.error, TypeError) as err:
+        raise RegistryError(f"a graph cannot be expanded: {err}") from err
+    if inflate.unconsumed_tail:
+        raise RegistryError(f"a graph has more than {_MAX_GRAPH_BYTES} bytes")
+    return text
+
+
+def file_of(url_or_path: str) -> Path | None:
+    """The file in which a registry lies, None if it is on a server.
+
+    Raises:
+        RegistryError: it is no URL, or one of a database in memory.
+    """
+    url = _url(url_or_path)
+    if url is None:
+        return Path(url_or_path)
+    if url.get_backend_name() != "sqlite":
+        return None
+    if url.database in (None, "", ":memory:"):
+        raise RegistryError("a registry in memory would forget everything: name a file")
+    return Path(url.database)
+
+
+def _url(url_or_path: str) -> URL | None:
+    try:
+        return make_url(url_or_path) if "://" in url_or_path else None
+    except SQLAlchemyError as err:
+        raise RegistryError(f"{url_or_path!r} is not a URL that SQLAlchemy understands: {err}") from err
+
+
+# Write transactions take milliseconds; with dozens of jobs starting together the last may wait for seconds.
+_BUSY_TIMEOUT_S = 15.0
+
+_NETWORK_FILE_SYSTEMS = ("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "afs", "fuse", "9p", "glusterfs")
+
+
+def sqlite_engine(path: Path, *, read_only: bool) -> Engine:
+    """An engine without a pool (safe across fork, nothing stays open) on a file, created unless `read_only`."""
+    journal = "DELETE" if _is_on_network(path) else "WAL"
+
+    def connect() -> sqlite3.Connection:
+        connection = _connect(path, "mode=ro" if read_only else "mode=rwc")
+        if read_only:
+            try:
+                connection.execute("SELECT count(*) FROM sqlite_schema")
+            except sqlite3.OperationalError:
+                # WAL wants to write an index file beside the database even for reading; `immutable` does without.
+                connection = _connect(path, "mode=ro&immutable=1")
+        connection.isolation_level = None  # transactions begin where we say, below
+        connection.execute("PRAGMA foreign_keys = ON")
+        if not read_only:
+            if connection.execute("PRAGMA journal_mode").fetchone()[0].upper() != journal:
+                connection.execute(f"PRAGMA journal_mode = {journal}")
+            # A killed process loses nothing; WAL needs no more, the rollback journal does.
+            connection.execute(f"PRAGMA synchronous = {'NORMAL' if journal == 'WAL' else 'FULL'}")
+        return connection
+
+    engine = create_engine("sqlite://", creator=connect, poolclass=NullPool)
+
+    @event.listens_for(engine, "begin")
+    def _begin(connection: Connection) -> None:
+        # A transaction that reads first and writes later could fail on the way up: take the write lock at once.
+        writes = connection.get_execution_options().get("writes", False)
+        connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
+
+    return engine
+
+
+def is_damaged(path: Path) -> bool:
+    """Whether the file is no SQLite database, or one with damage anywhere; reads all of it."""
+    if not path.exists():
+        return False
+    try:
+        connection = _connect(path, "mode=rw")
+        try:
+            return bool(connection.execute("PRAGMA integrity_check(1)").fetchone()[0] != "ok")
+        finally:
+            connection.close()
+    except sqlite3.DatabaseError as err:
+        return type(err) is sqlite3.DatabaseError  # its subclasses are other things: locks, permissions
+
+
+def _connect(path: Path, options: str) -> sqlite3.Connection:
+    uri = f"file:{quote(str(path.absolute()))}?{options}"
+    return sqlite3.connect(uri, uri=True, timeout=_BUSY_TIMEOUT_S, check_same_thread=False)
+
+
+def _is_on_network(path: Path) -> bool:
+    """Whether hosts may share the file: WAL needs memory shared by all who use it, so it works on one host only."""
+    try:
+        mounts = [line.split()[1:3] for line in Path("/proc/self/mounts").read_text().splitlines()]
+    except OSError:
+        return False  # no Linux: take it for a local disk, as most home directories are
+    folder = os.path.realpath(path.parent)
+    around = [mount for mount in mounts if folder == mount[0] or folder.startswith(mount[0].rstrip("/") + "/")]
+    return max(around, key=lambda mount: len(mount[0]), default=["/", ""])[1].startswith(_NETWORK_FILE_SYSTEMS)
+
+
+def set_aside(path: Path) -> Path:
+    """Renames the file, and what SQLite keeps beside it, to `<name>.broken-<n>`; the new path.
+
+    Under a lock, and only if it is still damaged: the first job to come replaces the file, and the others must not
+    put the new one aside.
+
+    Raises:
+        RegistryError: it cannot be renamed.
+    """
+    try:
+        with open(f"{path}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            aside = next(new for n in count(1) if not (new := Path(f"{path}.broken-{n}")).exists())
+            if is_damaged(path):
+                for suffix in ("", "-wal", "-shm"):
+                    if os.path.exists(f"{path}{suffix}"):
+                        os.rename(f"{path}{suffix}", f"{aside}{suffix}")
+            return aside
+    except OSError as err:
+        raise RegistryError(f"the damaged registry {path} cannot be put aside: {err}; move it away by hand") from err

@@ -4,22 +4,29 @@ A job describes its cluster once, before anything is known about its model. Host
 clusters built alike are the same cluster.
 """
 
+from __future__ import annotations
+
 import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated
+
+from msgspec import Meta, Struct
 
 from sirtaki.errors import RegistryError
 
-from .graph import MAX_LABEL_CHARS, canonical_json, digest, is_label
+from .checked import Label
+from .graph import canonical_json, digest
 
 MAX_RANKS = 65_536
 
+Log2 = Annotated[int, Meta(ge=-64, le=64)]
+Index = Annotated[int, Meta(ge=0, lt=MAX_RANKS)]
+Ranks = Annotated[int, Meta(ge=1, le=MAX_RANKS)]
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinkClass:
+
+class LinkClass(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Speed of a link in powers of two, so that noise between two measurements rarely changes it.
 
     Attributes:
@@ -27,16 +34,16 @@ class LinkClass:
         latency_log2: log2 of nanoseconds, rounded; None = unknown.
     """
 
-    bandwidth_log2: int | None = None
-    latency_log2: int | None = None
+    bandwidth_log2: Log2 | None = None
+    latency_log2: Log2 | None = None
 
     @property
     def is_known(self) -> bool:
         """Whether anything is known of it."""
-        return self != LinkClass()
+        return self != _UNKNOWN
 
     @classmethod
-    def of(cls, *, bandwidth_bytes_per_s: float | None = None, latency_s: float | None = None) -> "LinkClass":
+    def of(cls, *, bandwidth_bytes_per_s: float | None = None, latency_s: float | None = None) -> LinkClass:
         """The class of a measured or nominal speed.
 
         Raises:
@@ -50,7 +57,7 @@ class LinkClass:
             latency_log2=None if latency_s is None else round(math.log2(latency_s * 1e9)),
         )
 
-    def octaves_from(self, other: "LinkClass") -> int:
+    def octaves_from(self, other: LinkClass) -> int:
         """Doublings of bandwidth and latency that lie between two links; what is unknown of either counts nothing."""
         pairs = ((self.bandwidth_log2, other.bandwidth_log2), (self.latency_log2, other.latency_log2))
         return sum(abs(mine - theirs) for mine, theirs in pairs if mine is not None and theirs is not None)
@@ -61,8 +68,10 @@ class LinkClass:
         return f"{bandwidth}, {latency}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+_UNKNOWN = LinkClass()
+
+
+class Place(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Where one rank runs.
 
     Attributes:
@@ -72,12 +81,11 @@ class Place:
     """
 
     host: int
-    device: str = "cpu"
-    device_index: int | None = None
+    device: Label
+    device_index: Index | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClusterShape:
+class ClusterShape(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A cluster without its ranks: what is needed to compare it with thousands of others.
 
     Attributes:
@@ -85,53 +93,22 @@ class ClusterShape:
         network: class of the link between hosts.
     """
 
-    hosts: tuple[tuple[str, int, int], ...]
+    hosts: tuple[tuple[str, Ranks, Ranks], ...]
     network: str
 
     def describe(self) -> str:
         """Its hosts in words: `2 × c5.xlarge, 4 cores`."""
         kinds: Counter[str] = Counter()
         for detail, _, count in self.hosts:
-            kinds[_kind_in(detail)] += count
+            try:
+                (kind, *_), _ = json.JSONDecoder().raw_decode(detail)  # as `Topology.shape` has written it
+            except ValueError:
+                kind = ""
+            kinds[str(kind)] += count
         return "; ".join(f"{count} × {kind or 'unknown kind'}" for kind, count in kinds.items())
 
-    def to_json(self) -> list[Any]:
-        """A JSON-ready list; `ClusterShape.from_json` is its inverse."""
-        return [[list(host) for host in self.hosts], self.network]
 
-    @classmethod
-    def from_json(cls, data: Any) -> "ClusterShape":
-        """The shape that `to_json` described.
-
-        Raises:
-            RegistryError: it is none.
-        """
-        try:
-            hosts, network = data
-            shape = cls(hosts=tuple((detail, ranks, count) for detail, ranks, count in hosts), network=network)
-        except (TypeError, ValueError) as err:
-            raise RegistryError(f"this is not the shape of a cluster: {err}") from err
-        texts = [network, *(detail for detail, _, _ in shape.hosts)]
-        counts = [count for _, *both in shape.hosts for count in both]
-        if not (
-            all(isinstance(text, str) for text in texts)
-            and all(type(count) is int and 1 <= count <= MAX_RANKS for count in counts)
-        ):
-            raise RegistryError("the shape of a cluster holds texts and positive counts")
-        return shape
-
-
-def _kind_in(detail: str) -> str:
-    """The host's kind in the text that `Topology.shape` made of a host."""
-    try:
-        (kind, *_), _ = json.JSONDecoder().raw_decode(detail)
-    except ValueError:
-        return ""
-    return str(kind)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Topology:
+class Topology(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Ranks grouped by host and device.
 
     Attributes:
@@ -145,9 +122,9 @@ class Topology:
     """
 
     places: tuple[Place, ...]
-    host_kinds: tuple[str, ...]
-    local_link: LinkClass = LinkClass()
-    network_link: LinkClass = LinkClass()
+    host_kinds: tuple[Label, ...]
+    local_link: LinkClass
+    network_link: LinkClass
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.places) <= MAX_RANKS:
@@ -163,18 +140,16 @@ class Topology:
         devices: Sequence[str] | None = None,
         device_indices: Sequence[int | None] | None = None,
         host_kinds: Mapping[str, str] | None = None,
-        local_link: LinkClass = LinkClass(),
-        network_link: LinkClass = LinkClass(),
-    ) -> "Topology":
+        local_link: LinkClass = _UNKNOWN,
+        network_link: LinkClass = _UNKNOWN,
+    ) -> Topology:
         """The topology of ranks on named hosts; all sequences are `(world_size,)`, by rank. Names are not kept."""
-        numbers: dict[str, int] = {}
-        for name in host_names:
-            numbers.setdefault(name, len(numbers))
+        numbers = {name: number for number, name in enumerate(dict.fromkeys(host_names))}
         devices = devices or ["cpu"] * len(host_names)
         device_indices = device_indices or [None] * len(host_names)
         return cls(
             places=tuple(
-                Place(host=numbers[name], device=device, device_index=index)
+                Place(numbers[name], device, index)
                 for name, device, index in zip(host_names, devices, device_indices, strict=True)
             ),
             host_kinds=tuple((host_kinds or {}).get(name, "") for name in numbers),
@@ -222,54 +197,3 @@ class Topology:
         """The cluster in a few words: `8 ranks on 2 hosts`."""
         ranks = f"{self.world_size} rank" + ("" if self.world_size == 1 else "s")
         return f"{ranks} on {self.n_hosts} host" + ("" if self.n_hosts == 1 else "s")
-
-    def to_json(self) -> dict[str, Any]:
-        """A JSON-ready dict; `from_json` is its inverse."""
-        return {
-            "places": [[place.host, place.device, place.device_index] for place in self.places],
-            "host_kinds": list(self.host_kinds),
-            "local_link": [self.local_link.bandwidth_log2, self.local_link.latency_log2],
-            "network_link": [self.network_link.bandwidth_log2, self.network_link.latency_log2],
-        }
-
-    @classmethod
-    def from_json(cls, data: object) -> "Topology":
-        """The topology that `to_json` described.
-
-        Raises:
-            RegistryError: a field is missing, has the wrong type or is too large; the message names it.
-        """
-        fields = {"places", "host_kinds", "local_link", "network_link"}
-        if not isinstance(data, Mapping) or set(data) != fields:
-            raise RegistryError(f"a topology needs exactly the fields {', '.join(sorted(fields))}")
-        places, host_kinds = data["places"], data["host_kinds"]
-        if not isinstance(places, list) or not isinstance(host_kinds, list):
-            raise RegistryError("places and host_kinds must be lists")
-        if not all(map(is_label, host_kinds)):
-            raise RegistryError(f"host_kinds must be printable texts of at most {MAX_LABEL_CHARS} characters")
-        return cls(
-            places=tuple(_place_from_json(rank, item) for rank, item in enumerate(places[: MAX_RANKS + 1])),
-            host_kinds=tuple(host_kinds),
-            local_link=_link_from_json("local_link", data["local_link"]),
-            network_link=_link_from_json("network_link", data["network_link"]),
-        )
-
-
-def _place_from_json(rank: int, item: object) -> Place:
-    if not isinstance(item, list) or len(item) != 3:
-        raise RegistryError(f"place of rank {rank} must be a list of host, device and device_index")
-    host, device, index = item
-    if type(host) is not int or not is_label(device):
-        raise RegistryError(f"place of rank {rank} needs a host's number and a device's kind, not {item!r:.80}")
-    if index is not None and (type(index) is not int or not 0 <= index < MAX_RANKS):
-        raise RegistryError(f"device_index of rank {rank} must be null or a number from 0, not {index!r:.80}")
-    return Place(host=host, device=device, device_index=index)
-
-
-def _link_from_json(name: str, item: object) -> LinkClass:
-    if not isinstance(item, list) or len(item) != 2:
-        raise RegistryError(f"{name} must be a list of bandwidth_log2 and latency_log2")
-    for value in item:
-        if value is not None and (type(value) is not int or not -64 <= value <= 64):
-            raise RegistryError(f"{name} must hold nulls or whole numbers from -64 to 64, not {value!r:.80}")
-    return LinkClass(bandwidth_log2=item[0], latency_log2=item[1])

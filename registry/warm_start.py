@@ -9,11 +9,11 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sirtaki.errors import RegistryError
+from sirtaki.errors import CorruptStoreError, RegistryError
 from sirtaki.measures import LARGEST_UNIT_BYTES, SMALLEST_UNIT_BYTES, LinkModel, faster
 
 from .entry import Entry, EntryKey
@@ -22,17 +22,21 @@ from .graph import (
     EDGE_COST,
     NODE_COST,
     Floats,
-    Graph,
+    ModelGraph,
     Node,
     distance,
+    fingerprint,
     histogram_bounds,
+    labels,
     mass,
     node_cost,
     normalised,
     signature,
 )
-from .store import Candidate, CorruptStoreError, Store
 from .topology import ClusterShape, LinkClass, Topology
+
+if TYPE_CHECKING:
+    from .store import Candidate, Store
 
 # The model decides more than the cluster does what cuts and streams are good.
 MODEL_WEIGHT = 0.7
@@ -105,7 +109,7 @@ def _host(detail_and_ranks: tuple[str, int]) -> Node:
 
 def nearest(
     store: Store,
-    model: Graph,
+    model: ModelGraph,
     topology: Topology,
     *,
     dtype: str,
@@ -169,7 +173,7 @@ def _judged(
     return match.distance, not candidate.complete, candidate.id, match
 
 
-def _model_bounds(store: Store, model: Graph) -> tuple[Sequence[str], Floats]:
+def _model_bounds(store: Store, model: ModelGraph) -> tuple[Sequence[str], Floats]:
     """Fingerprints of all models in the store, and a normalised lower bound of each one's distance, `(n_models,)`."""
     names, signatures = store.signatures()
     costs = histogram_bounds(signature(model), signatures)
@@ -186,8 +190,8 @@ def _extra_distance(candidate: Candidate, clusters: Mapping[str, float], dtype: 
 class _ModelDistances:
     """Distances of one model to those in the store: kept ones, and others as they are needed."""
 
-    def __init__(self, store: Store, model: Graph) -> None:
-        self._store, self._model, self._name = store, model, model.fingerprint()
+    def __init__(self, store: Store, model: ModelGraph) -> None:
+        self._store, self._model, self._name = store, model, fingerprint(model)
         self._new: dict[str, float] = {}
         self.known = {**store.distances(self._name), self._name: 0.0}
 
@@ -342,7 +346,7 @@ class Job:
     """
 
     key: EntryKey
-    model: Graph
+    model: ModelGraph
     topology: Topology
     layout: str = ""
     itemsize_bytes: int = 4
@@ -489,8 +493,8 @@ def _link_ratios(entry: Entry, job: Job, here: LinkModel | None) -> tuple[float,
     return job.key.world_size / entry.key.world_size, 1.0
 
 
-def _size_ratio(there: Graph, here: Graph) -> float:
-    sizes = [sum(node.size for node in model.nodes) for model in (there, here)]
+def _size_ratio(there: ModelGraph, here: ModelGraph) -> float:
+    sizes = [sum(node.size for node in labels(model)) for model in (there, here)]
     return sizes[1] / sizes[0] if all(sizes) else 1.0
 
 

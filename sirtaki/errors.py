@@ -14,6 +14,7 @@ SirtakiError
 ├── StaleReadError       (RuntimeError)  a parameter was read before its update, which `overlap_forward` has put off
 ├── TuningError          (RuntimeError)  an arm, model or trial that cannot be used
 ├── RegistryError        (RuntimeError)  a store that cannot be read or written
+│   └── CorruptStoreError                its file is no registry, or a damaged one
 ├── LaunchError          (RuntimeError)  ranks could not be started
 ├── RecordingError       (RuntimeError)  a recording of a job that cannot be read or written
 ├── ReplayError          (ValueError)    a recording or a question about it that cannot be replayed
@@ -23,6 +24,7 @@ SirtakiError
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 
 class SirtakiError(Exception):
@@ -79,6 +81,14 @@ class TuningError(SirtakiError, RuntimeError):
 
 class RegistryError(SirtakiError, RuntimeError):
     """The registry cannot be read or written."""
+
+
+class CorruptStoreError(RegistryError):
+    """The file at `path` is no registry, or a damaged one."""
+
+    def __init__(self, message: str, path: Path) -> None:
+        super().__init__(message)
+        self.path = path
 
 
 class LaunchError(SirtakiError, RuntimeError):

@@ -294,7 +294,7 @@ def check_settings() -> Iterator[Finding]:
 
 def _check_registry(url_or_path: str | None) -> Iterator[Finding]:
     from sirtaki.registry.safe_store import default_path, open_store
-    from sirtaki.registry.sql_store import file_of
+    from sirtaki.registry.store import file_of
 
     # A password in a URL is not for the screen.
     shown = url_or_path.rpartition("@")[2] if url_or_path else str(default_path())

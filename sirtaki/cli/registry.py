@@ -1,24 +1,28 @@
 """`sirtaki registry …`: look at what earlier jobs found, carry it elsewhere, and clean up."""
 
+from __future__ import annotations
+
 import json
 import sys
 import time
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections import Counter
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Mapping, Set
 from contextlib import ExitStack, closing
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sirtaki.errors import RegistryError
 from sirtaki.measures import LinkModel, faster
 from sirtaki.registry.entry import BLOCKS, HOT_COLD, Entry, RowWay
 from sirtaki.registry.graph import least_distance
 from sirtaki.registry.safe_store import open_store
-from sirtaki.registry.store import Store
 from sirtaki.registry.warm_start import Match, nearest
 from sirtaki.settings import REGISTRY_OFF, Settings
+
+if TYPE_CHECKING:
+    from sirtaki.registry.store import Store
 
 DAY_S = 24 * 3600.0
 
@@ -68,7 +72,7 @@ def main(options: Namespace) -> int:
 
 
 def _open(url: str | None, *, reads: bool) -> Store:
-    from sirtaki.registry.sql_store import file_of
+    from sirtaki.registry.store import file_of
 
     named = url or Settings.from_environ().registry
     if named == REGISTRY_OFF:
@@ -185,7 +189,7 @@ def _show_way(way: RowWay) -> None:
         "cluster": key.topology,
         "touched": f"{way.skew.union:.0f} rows in an iteration, {way.skew.touched:.0f} counted for each rank",
         "coverage": ", ".join(f"{rows}: {part:.0%}" for rows, part in way.skew.curve),
-        "fixed by the user": _pairs(key.fixed) or "nothing",
+        "fixed by the user": _pairs(key.fixed.items()) or "nothing",
         "aggregator": "there" if key.aggregator else "none",
         "way": f"{_words(way)}, {way.n_hot} hot rows" if way.n_hot else _words(way),
         "took": f"{1e3 * way.span_s:.3f} ms" if way.span_s else "was not timed: no other was worth a trial",
@@ -204,12 +208,12 @@ def _show_entry(entry: Entry) -> None:
     facts = {
         "id": entry.id,
         "job": entry.describe(),
-        "model": f"{len(entry.model.nodes)} nodes, {len(entry.model.edges)} edges, {entry.key.model}",
+        "model": f"{len(entry.model)} nodes, {entry.model.size()} edges, {entry.key.model}",
         "cluster": _cluster(entry),
         "hosts": ", ".join(filter(None, entry.provenance.host_kinds)) or "of unknown kind",
         "elements": f"{entry.key.dtype} on {entry.key.device}",
         "gradients": entry.key.gradients or "not noted",
-        "fixed by the user": _pairs(entry.key.fixed) or "nothing",
+        "fixed by the user": _pairs(entry.key.fixed.items()) or "nothing",
         "communication took": f"{entry.key.condition or '1×'} its usual time",
         "knobs": ", ".join(f"{name}={value}" for name, value in knobs.items() if value is not None),
         "communication": f"{1e3 * entry.best_span_s:.3f} ms ± {1e3 * entry.noise_s:.3f}",
@@ -371,7 +375,7 @@ def _cluster(entry: Entry) -> str:
     return "; ".join([entry.topology.describe(), *known, entry.key.topology])
 
 
-def _pairs(pairs: tuple[tuple[str, str], ...]) -> str:
+def _pairs(pairs: Iterable[tuple[str, str]]) -> str:
     return ", ".join(f"{name}={value}" for name, value in pairs)
 
 
@@ -379,8 +383,8 @@ def _without(place: int, row: list[str]) -> list[str]:
     return row[:place] + row[place + 1 :]
 
 
-def _versions(versions: tuple[tuple[str, str], ...]) -> str:
-    return ", ".join(f"{name} {version}" for name, version in versions) or "none noted"
+def _versions(versions: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} {version}" for name, version in versions.items()) or "none noted"
 
 
 def _date(seconds: float) -> str:

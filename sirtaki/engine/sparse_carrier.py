@@ -396,6 +396,7 @@ class SparseMemory:
                 n_hot=len(plan.hot_rows),
                 aggregated=plan.aggregated,
                 span_s=min(choice.measured_s, default=0.0),
+                created_s=time.time(),
             )
             self._opened().attempt(lambda store: store.save_row_way(way), False)
         except Exception:  # as above
@@ -409,8 +410,8 @@ class SparseMemory:
             row_bytes=form.row_bytes,
             dtype=str(form.dtype).removeprefix("torch."),
             aggregator=self._aggregator and form.dtype is torch.float32,
-            versions=(("sirtaki", sirtaki.__version__),),
-            fixed=tuple(pair for pair in sorted(fixed_knobs(self._settings).items()) if pair[0] in OF_ROWS),
+            versions={"sirtaki": sirtaki.__version__},
+            fixed={name: value for name, value in fixed_knobs(self._settings).items() if name in OF_ROWS},
         )
 
     def _opened(self) -> SafeStore:

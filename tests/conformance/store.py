@@ -6,11 +6,12 @@ from itertools import pairwise
 
 import pytest
 from conformance.graphs import chain_graph
+from msgspec import structs
 
 from sirtaki.errors import RegistryError
 from sirtaki.measures import LinkModel
 from sirtaki.registry.entry import STALE_AFTER_S, Entry, Provenance, RowsKey, RowWay, Skew, make_key
-from sirtaki.registry.graph import WIDTH, Graph, signature
+from sirtaki.registry.graph import WIDTH, ModelGraph, labels, signature
 from sirtaki.registry.store import Store
 from sirtaki.registry.topology import Topology
 
@@ -35,7 +36,7 @@ TRIAL = {
 
 def make_entry(
     *,
-    model: Graph | None = None,
+    model: ModelGraph | None = None,
     ranks: int = 4,
     best_span_s: float = 0.5,
     default_span_s: float = 1.0,
@@ -70,7 +71,7 @@ def make_entry(
         trials=(TRIAL,),
         link=LinkModel(alpha_s=1e-4, throughput=(1e8, 1.9e8)),
         provenance=Provenance(
-            created_s=created_s, model_name="Réseau", host_kinds=("", "c5"), versions=(("torch", "2.13"),)
+            created_s=created_s, model_name="Réseau", host_kinds=("", "c5"), versions={"torch": "2.13"}
         ),
     )
 
@@ -88,12 +89,12 @@ def keeps_keys_apart(store: Store) -> None:
     entry = make_entry()
     store.save(entry)
     for key in (
-        replace(entry.key, world_size=8),
-        replace(entry.key, dtype="float16"),
-        replace(entry.key, device="cuda"),
-        replace(entry.key, versions=(("sirtaki", "0.2"),)),
-        replace(entry.key, gradients="ab"),
-        replace(entry.key, fixed=(("streams", "4"),)),
+        structs.replace(entry.key, world_size=8),
+        structs.replace(entry.key, dtype="float16"),
+        structs.replace(entry.key, device="cuda"),
+        structs.replace(entry.key, versions={"sirtaki": "0.2"}),
+        structs.replace(entry.key, gradients="ab"),
+        structs.replace(entry.key, fixed={"streams": "4"}),
         make_entry(ranks=6).key,
         make_entry(model=chain_graph([100, 20, 4])).key,
     ):
@@ -184,7 +185,8 @@ def forgetting_removes_what_only_that_entry_used(store: Store) -> None:
     assert store.forget(gone.id) == gone.id
     assert store.lookup(kept.key) == kept
     assert store.signatures()[0] == [kept.key.model]
-    assert store.models([kept.key.model, gone.key.model]) == {kept.key.model: kept.model}
+    found = store.models([kept.key.model, gone.key.model])
+    assert {name: labels(graph) for name, graph in found.items()} == {kept.key.model: labels(kept.model)}
     assert store.shapes() == {kept.key.topology: kept.topology.shape()}
     assert store.distances(kept.key.model) == {}
 
@@ -232,8 +234,8 @@ def make_way(*, ranks: int = 4, created_s: float = 1.7e9) -> RowWay:
         n_rows=1000,
         row_bytes=64,
         dtype="float32",
-        versions=(("sirtaki", "0.1"),),
-        fixed=(("streams", "2"),),
+        versions={"sirtaki": "0.1"},
+        fixed={"streams": "2"},
     )
     return RowWay(
         key=key,
@@ -254,7 +256,7 @@ def keeps_ways_of_rows_by_their_key(store: Store) -> None:
         store.save_row_way(way)
     assert store.row_ways(ways[0].key) == ways[:1]
     assert store.row_ways() == ways[::-1]
-    assert store.save_row_way(newer := replace(ways[0], path="gather", n_hot=0, created_s=1.72e9))
+    assert store.save_row_way(newer := structs.replace(ways[0], path="gather", n_hot=0, created_s=1.72e9))
     assert not store.save_row_way(ways[0])
     assert store.row_ways() == [newer, ways[1]]
 
@@ -270,7 +272,7 @@ def prunes_ways_of_rows_as_entries(store: Store) -> None:
 
 def saves_all_entries_and_ways_or_none(store: Store) -> None:
     with pytest.raises(RegistryError, match="path"):
-        store.save_all([make_entry()], [make_way(), replace(make_way(ranks=8), path="by air")])
+        store.save_all([make_entry()], [make_way(), structs.replace(make_way(ranks=8), path="by air")])
     assert store.summaries() == []
     assert store.row_ways() == []
 

@@ -14,7 +14,7 @@ def postgresql_url() -> Iterator[str]:
     """A server's URL; our tables are dropped before and after."""
     from sqlalchemy import create_engine
 
-    from sirtaki.registry import sql_store as schema
+    from sirtaki.registry import store as schema
 
     url = os.environ.get("SIRTAKI_TEST_POSTGRESQL_URL")
     if not url:

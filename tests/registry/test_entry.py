@@ -1,12 +1,43 @@
+"""Entries and ways of rows: which takes whose place, and that what comes from elsewhere is checked."""
+
+import copy
+import io
+import json
 import math
+import time
+import unicodedata
 from dataclasses import replace
 from itertools import permutations
+from typing import Any
 
+import numpy as np
 import pytest
-from conformance.store import make_entry
+from conformance.graphs import chain_graph
+from conformance.store import make_entry, make_way
+from hypothesis import example, given
+from hypothesis import strategies as st
+from msgspec import structs, to_builtins
 
+from sirtaki.autotune.knobs import Cut, Knobs
+from sirtaki.comm.plan import Algorithm, TransportKind
+from sirtaki.comm.sparse.plan import COLD_PATHS, SparsePath
 from sirtaki.errors import RegistryError
-from sirtaki.registry.entry import STALE_AFTER_S, implausible, supersedes
+from sirtaki.measures import LinkModel
+from sirtaki.registry.checked import Text, checked, parsed
+from sirtaki.registry.entry import (
+    STALE_AFTER_S,
+    Entry,
+    RowsKey,
+    RowWay,
+    Skew,
+    entry_from_json,
+    implausible,
+    nearest_way,
+    read_document,
+    supersedes,
+    way_from_json,
+    write_document,
+)
 
 
 def test_a_complete_entry_beats_an_incomplete_one_whatever_their_speed() -> None:
@@ -47,7 +78,7 @@ def test_what_no_job_can_have_found_gives_way(claim: dict[str, float]) -> None:
 
 
 def test_old_entries_keep_their_ids() -> None:
-    assert replace(make_entry().key, gradients="", fixed=()).digest() == "f2386e8d0859c78f54b693320cbdc438"
+    assert structs.replace(make_entry().key, gradients="", fixed={}).digest() == "f2386e8d0859c78f54b693320cbdc438"
 
 
 def test_speeds_are_compared_with_each_jobs_own_default() -> None:
@@ -80,3 +111,391 @@ def test_times_that_cannot_be_are_refused(name: str, value: float) -> None:
 
 def test_it_says_what_it_is() -> None:
     assert make_entry().describe() == "Réseau on 4 ranks on 2 hosts"
+
+
+# ── what is checked ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_text_is_printable() -> None:
+    for character in map(chr, range(0x110000)):
+        if unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp", "Zs") and character != " ":
+            with pytest.raises(RegistryError, match=r"^x: expected printable text"):
+                checked(Text, f"a{character}", at="x")
+    assert checked(Text, "π — 漢 🙂", at="x") == "π — 漢 🙂"
+    with pytest.raises(RegistryError, match="length <= 1000"):
+        checked(Text, "a" * 1001)
+    with pytest.raises(RegistryError, match="printable"):
+        checked(Text, "a\n")
+
+
+@pytest.mark.parametrize("text", ["{", b"\xff", None, "[" * 100_000, "\ud800", '{"a": ' * 100_000])
+def test_what_is_no_json_is_an_error_of_the_registry(text: Any) -> None:
+    with pytest.raises(RegistryError):
+        parsed(dict, text)
+
+
+# ── entries ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+GOOD = make_entry().to_json()
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+def places_in(data: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """The path of every value in a JSON document."""
+    items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
+    return [path, *(place for key, value in items for place in places_in(value, (*path, key)))]
+
+
+PLACES = places_in(GOOD)
+
+
+def changed_at(path: tuple[Any, ...], value: Any) -> Any:
+    if not path:
+        return value
+    data = copy.deepcopy(GOOD)
+    inner = data
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = value
+    return data
+
+
+def test_json_comes_back_as_the_same_entry() -> None:
+    assert entry_from_json(json.loads(json.dumps(GOOD))) == make_entry()
+
+
+@given(st.sampled_from(PLACES), JSON)
+def test_any_value_in_any_place_is_an_entry_or_a_registry_error(path: tuple[Any, ...], value: Any) -> None:
+    try:
+        entry = entry_from_json(changed_at(path, value))
+    except RegistryError as err:
+        message = str(err)
+    else:
+        assert isinstance(entry, Entry)
+        assert entry_from_json(json.loads(json.dumps(entry.to_json()))) == entry
+        return
+    assert message.isprintable()
+    assert len(message) < 1000
+
+
+@given(JSON)
+def test_any_document_is_an_entry_or_a_registry_error(data: Any) -> None:
+    with pytest.raises(RegistryError):
+        entry_from_json(data)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (("knobs", "streams"), 0, r"^knobs\.streams: expected int >= 1"),
+        (("knobs", "streams"), True, r"knobs\.streams"),
+        (("knobs", "unit_bytes"), 1e6, r"knobs\.unit_bytes"),
+        (("knobs", "unit_bytes"), 10**400, r"knobs\.unit_bytes"),
+        (("knobs", "transport"), "carrier pigeon", r"knobs\.transport"),
+        (("knobs", "transport"), ["gloo"], r"knobs\.transport"),
+        (("knobs", "cuts"), [[5, 0, None], [5, 0, None]], r"knobs: cuts must ascend"),
+        (("knobs", "cuts"), [[5, 4, None]], r"knobs: a cut's stream is none of 4"),
+        (("knobs", "cuts"), [[5, 0]], r"knobs\.cuts\[0\]"),
+        (
+            ("knobs", "cuts"),
+            [[n + 1, 0, None] for n in range(100_001)],
+            r"knobs\.cuts: expected array of length <= 100000",
+        ),
+        (("best_span_s",), 0, "best_span_s"),
+        (("best_span_s",), float("nan"), "best_span_s"),
+        (("best_span_s",), "0.5", "best_span_s"),
+        (("complete",), 1, "complete"),
+        (("arm",), "grid\x1b[31m", "^arm: expected printable text"),
+        (("arm",), "\ud800", "^arm: expected printable text"),
+        (("trials", 0, "status"), "won", r"trials\[0\]\.status"),
+        (("trials", 0, "knobs", "streams"), None, r"trials\[0\]\.knobs\.streams"),
+        (("link", "throughput"), [1.0, 0.0], r"link\.throughput\[1\]"),
+        (("link", "throughput"), [], r"link\.throughput: expected array of length >= 1"),
+        (("link", "alpha_s"), -1.0, r"link\.alpha_s"),
+        (("provenance", "versions"), {"torch": 2}, r"provenance\.versions"),
+        (("provenance", "created_s"), -1, r"provenance\.created_s"),
+        (("provenance", "created_s"), 1e10, r"provenance\.created_s: 10000000000 is in the future"),
+        (("best_span_s",), 1e-6, r"best_span_s: 1e\+06 times as fast"),
+        (("default_span_s",), 1e-6, r"best_span_s: 2e-06 times as fast"),
+        (("model", "edges"), [[0, 1, ""], [1, 2, ""], [2, 0, ""]], "a model's graph has no cycle"),
+        (("model", "directed"), False, "directed"),
+        (("key", "fixed"), {"streams": 4}, r"key\.fixed"),
+        (("key", "gradients"), 5, r"key\.gradients"),
+        (("key", "world_size"), 8, r"key\.world_size"),
+        (("key", "model"), "00", r"key\.model"),
+        (("key", "topology"), "00", r"key\.topology"),
+        (("model", "nodes", 0, 2), -5, r"model\.nodes\[0\]"),
+        (("topology", "places"), [], "a topology has 1 to"),
+        (("surprise",), 1, "unknown field surprise"),
+    ],
+)
+def test_what_is_invalid_is_refused_by_name(path: tuple[Any, ...], value: Any, message: str) -> None:
+    with pytest.raises(RegistryError, match=message):
+        entry_from_json(changed_at(path, value))
+
+
+def test_entries_of_old_releases_do_not_say_which_gradients_they_reduced() -> None:
+    data = copy.deepcopy(GOOD)
+    del data["key"]["gradients"], data["key"]["fixed"]
+    entry = entry_from_json(data)
+    assert (entry.key.gradients, entry.key.fixed) == ("", {})
+    assert entry.to_json() == data
+
+
+def test_entries_of_old_releases_write_their_link_in_another_way() -> None:
+    old = {"latency_s": 1e-3, "bandwidth_bytes_per_s": 1e8, "concurrency": [1.0, 1.5]}
+    assert entry_from_json(changed_at(("link",), old)).link == LinkModel(alpha_s=1e-3, throughput=(1e8, 1.5e8))
+    unknown = entry_from_json(changed_at(("link",), {**old, "concurrency": []})).link
+    assert unknown == LinkModel(alpha_s=1e-3, throughput=(1e8,))
+
+
+def test_a_missing_field_is_named() -> None:
+    with pytest.raises(RegistryError, match="missing required field noise_s"):
+        entry_from_json({name: value for name, value in GOOD.items() if name != "noise_s"})
+
+
+@given(
+    st.builds(
+        Knobs,
+        unit_bytes=st.integers(1, 1 << 30),
+        streams=st.integers(4, 24),
+        transport=st.sampled_from(TransportKind),
+        algorithm=st.sampled_from(Algorithm),
+        threads=st.none() | st.integers(1, 4096),
+        cuts=st.none()
+        | st.lists(st.integers(1, 10**9), unique=True, max_size=5).map(
+            lambda stops: tuple(
+                Cut(stop=stop, stream=index % 4, threads=512) for index, stop in enumerate(sorted(stops))
+            )
+        ),
+    )
+)
+def test_all_knobs_of_the_tuner_pass(knobs: Knobs) -> None:
+    found = entry_from_json(changed_at(("knobs",), json.loads(json.dumps(knobs.to_json()))))
+    assert Knobs.from_json(found.knobs) == knobs
+
+
+# ── documents ──
+
+
+def exported(entries: list[Entry], ways: list[RowWay]) -> str:
+    file = io.StringIO()
+    assert write_document(entries, ways, file) == len(entries) + len(ways)
+    return file.getvalue()
+
+
+ENTRIES = [make_entry(), make_entry(model=chain_graph([4, 4])), make_entry(ranks=6, complete=False)]
+WAYS = [make_way(), make_way(ranks=8)]
+DOCUMENT = exported(ENTRIES, WAYS)
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_what_was_exported_comes_back(count: int) -> None:
+    given = (ENTRIES[:count], WAYS[:count])
+    assert read_document(io.StringIO(exported(*given))) == given
+
+
+def test_a_document_from_before_there_were_ways_of_rows_is_read() -> None:
+    data = json.loads(DOCUMENT)
+    del data["row_ways"]
+    assert read_document(io.StringIO(json.dumps({**data, "version": 1}))) == (ENTRIES, [])
+
+
+def changed(**fields: Any) -> str:
+    return json.dumps({**json.loads(DOCUMENT), **fields})
+
+
+def with_second_entry(**fields: Any) -> str:
+    data = json.loads(DOCUMENT)
+    data["entries"][1].update(fields)
+    return json.dumps(data)
+
+
+def with_second_way(**fields: Any) -> str:
+    data = json.loads(DOCUMENT)
+    data["row_ways"][1].update(fields)
+    return json.dumps(data)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "not the JSON"),
+        ("[]", "format"),
+        ("{}", "format"),
+        ("[" * 100_000, "not the JSON"),
+        ('{"a":' * 100_000, "not the JSON"),
+        ('{"format": 1' + "0" * 5000 + "}", "not the JSON"),
+        (DOCUMENT[:-20], "not the JSON"),
+        (DOCUMENT.replace('"n_trials": 20', '"n_trials": 20, "n_trials": 21'), "twice"),
+        (DOCUMENT.replace('"noise_s": 0.01', '"noise_s": NaN'), "NaN"),
+        (changed(format="pickle"), "format"),
+        (changed(version=3), "version"),
+        (changed(version=1), "exactly the fields format, version and entries$"),
+        (changed(version=True), "version"),
+        (changed(extra=1), "exactly"),
+        (changed(entries={}), "entries"),
+        (changed(row_ways=None), "row_ways must be a list"),
+        (changed(row_ways=[{}]), "way of rows 1: JSON: object missing required field key"),
+        (with_second_way(path="by air"), "way of rows 2: path: "),
+        (with_second_way(created_s=4e9), "way of rows 2: created_s"),
+        (changed(entries=[1]), "entry 1: JSON: expected object, got int"),
+        (with_second_entry(noise_s=-1), "entry 2: noise_s"),
+        (with_second_entry(knobs={}), "entry 2: knobs: object missing required field unit_bytes"),
+        (with_second_entry(model={"directed": True, "nodes": [], "edges": []}), r"entry 2: key\.model"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_entry_and_field(text: str, message: str) -> None:
+    with pytest.raises(RegistryError, match=message):
+        read_document(io.StringIO(text))
+
+
+@given(st.text())
+@example('{"format": "sirtaki-registry", "version": 2, "entries": null, "row_ways": []}')
+def test_any_text_is_a_document_or_a_registry_error(text: str) -> None:
+    with pytest.raises(RegistryError):
+        read_document(io.StringIO(text))
+
+
+@given(st.data())
+def test_a_document_with_bytes_changed_is_one_or_a_registry_error(data: st.DataObject) -> None:
+    raw = bytearray(DOCUMENT.encode())
+    for _ in range(data.draw(st.integers(1, 4))):
+        raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
+    try:
+        found = read_document(io.TextIOWrapper(io.BytesIO(bytes(raw)), encoding="utf-8"))
+    except RegistryError:
+        return
+    assert read_document(io.StringIO(exported(*found))) == found
+
+
+# ── ways of rows ──
+
+KEY = RowsKey(
+    topology="ab" * 32,
+    ranks=4,
+    n_rows=100_000,
+    row_bytes=256,
+    dtype="float32",
+    versions={"sirtaki": "0.1"},
+    fixed={"streams": "2"},
+)
+
+
+def zipf(exponent: float, touched: float = 8000.0, rows: int = 20_000) -> Skew:
+    share = np.cumsum(np.arange(1, rows + 1, dtype=np.float64) ** -exponent)
+    places = sorted({*np.geomspace(1, rows, 24).astype(int).tolist()})
+    curve = tuple((place, float(share[place - 1] / share[-1])) for place in places)
+    return Skew(touched=touched, union=0.7 * touched, curve=curve)
+
+
+def way(skew: Skew | None = None, name: str = "table", **changes: Any) -> RowWay:
+    given = RowWay(
+        key=KEY,
+        name=name,
+        skew=skew or zipf(1.0),
+        path="hot_cold",
+        cold="owner",
+        block_rows=1,
+        n_hot=300,
+        span_s=0.01,
+        created_s=time.time(),
+    )
+    return structs.replace(given, **changes)
+
+
+def test_rows_that_are_touched_alike_are_near_whichever_the_popular_ones_are() -> None:
+    here = zipf(1.0)
+    assert here.distance(here) == 0.0
+    assert here.distance(zipf(1.02, touched=8500, rows=21_000)) < 1.0
+
+
+@pytest.mark.parametrize(
+    "other",
+    [zipf(0.6), zipf(1.5), zipf(1.0, touched=11_000), structs.replace(zipf(1.0), union=8000.0)],
+    ids=["flatter", "steeper", "more is touched", "by fewer ranks at once"],
+)
+def test_another_skew_is_not(other: Skew) -> None:
+    assert zipf(1.0).distance(other) > 1.0
+    assert other.distance(zipf(1.0)) == pytest.approx(zipf(1.0).distance(other))
+    assert nearest_way([way(other)], zipf(1.0), name="table") is None
+
+
+def test_coverage_between_points_goes_by_the_logarithm_of_the_rows() -> None:
+    skew = Skew(touched=1.0, union=1.0, curve=((1, 0.2), (100, 0.6), (10_000, 1.0)))
+    assert [skew.covered(rows) for rows in (1, 10, 100, 1000, 10_000, 10**6)] == pytest.approx(
+        [0.2, 0.4, 0.6, 0.8, 1, 1]
+    )
+
+
+def test_the_way_of_the_same_name_comes_first_then_the_nearest() -> None:
+    far, near = way(zipf(1.04), name="far"), way(zipf(1.01), name="near")
+    assert nearest_way([far, near], zipf(1.0), name="table") is near
+    assert nearest_way([far, near], zipf(1.0), name="far") is far
+    assert nearest_way([], zipf(1.0), name="table") is None
+
+
+def test_old_ways_are_not_taken() -> None:
+    assert nearest_way([way(created_s=time.time() - STALE_AFTER_S - 60)], zipf(1.0), name="table") is None
+
+
+def test_one_way_is_kept_for_each_parameter_and_kind_of_skew() -> None:
+    assert way().id == way(path="gather", n_hot=0, span_s=1.0).id
+    others = (
+        way(name="other"),
+        way(zipf(0.6)),
+        way(key=structs.replace(KEY, ranks=8)),
+        way(key=structs.replace(KEY, aggregator=True)),
+    )
+    assert len({way().id, *(other.id for other in others)}) == 5
+
+
+def test_a_way_can_be_written_and_read_again() -> None:
+    given = way(key=structs.replace(KEY, aggregator=True), aggregated=True)
+    assert way_from_json(json.loads(json.dumps(given.to_json()))) == given
+
+
+def skew(**changes: Any) -> dict[str, Any]:
+    return {"touched": 2.0, "union": 1.0, "curve": [[1, 1.0]], **changes}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"block_rows": 0}, "block_rows"),
+        ({"n_hot": 0}, "n_hot"),
+        ({"n_hot": KEY.n_rows + 1}, "n_hot"),
+        ({"path": "gather"}, "n_hot: 300 of 100000 rows cannot be hot"),
+        ({"path": "\x1b"}, "path: expected"),
+        ({"cold": "dense"}, "cold"),
+        ({"aggregated": True}, "aggregated"),
+        ({"span_s": float("nan")}, "span_s"),
+        ({"created_s": time.time() + 1e6}, "created_s: .* is in the future"),
+        ({"skew": skew(curve=[])}, "skew"),
+        ({"skew": skew(touched=0.0)}, r"skew\.touched"),
+        ({"skew": skew(union=1e6)}, "skew: more rows are touched"),
+        ({"skew": skew(curve=[[2, 0.5], [1, 1.0]])}, r"skew\.curve: must ascend"),
+        ({"skew": skew(curve=[[1, 1.0, 2]])}, r"skew\.curve"),
+        ({"skew": skew(curve=[[1, 1.5]])}, r"skew\.curve"),
+        ({"skew": skew(curve=[[KEY.n_rows + 1, 1.0]])}, "skew: more rows"),
+        ({"key": {}}, "key: object missing required field topology"),
+        ({"key": {**to_builtins(KEY), "aggregator": 1}}, r"key\.aggregator"),
+        ({"more": 1}, "unknown field more"),
+    ],
+)
+def test_what_is_wrong_is_refused(wrong: dict[str, object], message: str) -> None:
+    with pytest.raises(RegistryError, match=message):
+        way_from_json({**way().to_json(), **wrong})
+
+
+def test_paths_are_those_of_plans() -> None:
+    for path in SparsePath:
+        assert way_from_json(way(path=path.value, n_hot=int(path is SparsePath.HOT_COLD)).to_json()).path == path.value
+    for cold in COLD_PATHS:
+        assert way_from_json(way(cold=cold.value).to_json()).cold == cold.value

@@ -1,12 +1,14 @@
 import json
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import to_builtins
+from msgspec.structs import replace
 
 from sirtaki.errors import RegistryError
+from sirtaki.registry.checked import checked
 from sirtaki.registry.topology import LinkClass, Topology
 
 HOSTS = st.lists(st.sampled_from("abcd"), min_size=1, max_size=12)
@@ -21,7 +23,7 @@ def test_json_comes_back_as_the_same_topology(hosts: list[str], data: st.DataObj
         host_kinds={"a": "c5.large"},
         network_link=LinkClass.of(bandwidth_bytes_per_s=1.25e9, latency_s=5e-5),
     )
-    assert Topology.from_json(json.loads(json.dumps(topology.to_json()))) == topology
+    assert checked(Topology, json.loads(json.dumps(to_builtins(topology)))) == topology
 
 
 @given(HOSTS, st.permutations("abcd"), st.randoms())
@@ -83,15 +85,16 @@ def test_links_differ_by_doublings_of_what_is_known_of_both() -> None:
     [
         ({"places": []}, "1 to"),
         ({"places": [[0, "cpu", None], [2, "cpu", None]]}, "numbered"),
-        ({"places": [[0, "cpu"]]}, "rank 0"),
-        ({"places": [[True, "cpu", None]]}, "rank 0"),
-        ({"places": [[0, "cpu", -1]]}, "device_index of rank 0"),
+        ({"places": [[0, "cpu"]]}, r"topology.places\[0\]"),
+        ({"places": [[True, "cpu", None]]}, r"topology.places\[0\]\[0\]"),
+        ({"places": [[0, "cpu", -1]]}, r"topology.places\[0\]\[2\]"),
         ({"host_kinds": [1]}, "host_kinds"),
         ({"local_link": [1e9, None]}, "local_link"),
         ({"network_link": None}, "network_link"),
-        ({"extra": 1}, "fields"),
+        ({"host_kinds": ["\u202e"]}, r"topology.host_kinds\[0\]: expected printable text"),
+        ({"extra": 1}, "unknown field extra"),
     ],
 )
 def test_json_that_is_no_topology_is_refused_with_the_part_named(change: dict[str, Any], message: str) -> None:
     with pytest.raises(RegistryError, match=message):
-        Topology.from_json({**Topology.from_ranks(["a"]).to_json(), **change})
+        checked(Topology, {**to_builtins(Topology.from_ranks(["a"])), **change}, at="topology")

@@ -1,40 +1,237 @@
+"""What earlier jobs offer a new one: the nearest entries, and how their settings are adapted."""
+
+import math
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
+import networkx as nx
+import numpy as np
 import pytest
 from conformance.graphs import chain_graph
 from conformance.store import KNOBS, make_entry
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from sirtaki.measures import LARGEST_UNIT_BYTES, SMALLEST_UNIT_BYTES, LinkModel
-from sirtaki.registry.entry import Entry, checked_knobs
-from sirtaki.registry.graph import Graph
+from sirtaki.registry import warm_start
+from sirtaki.registry.entry import Entry
+from sirtaki.registry.graph import EDGE_COST, NODE_COST, ModelGraph, Node, distance, fingerprint, node_cost, normalised
 from sirtaki.registry.safe_store import open_store
 from sirtaki.registry.store import Store
-from sirtaki.registry.topology import Topology
-from sirtaki.registry.warm_start import Job, Neighbour, Permitted, WarmStart, adapted, adapted_all, nearest, neighbours
+from sirtaki.registry.topology import LinkClass, Topology
+from sirtaki.registry.warm_start import (
+    MODEL_WEIGHT,
+    TOPOLOGY_WEIGHT,
+    Job,
+    Match,
+    Neighbour,
+    Permitted,
+    WarmStart,
+    adapted,
+    adapted_all,
+    alike,
+    bounded,
+    link_class,
+    link_ratios,
+    nearest,
+    neighbours,
+    scaled_streams,
+    topology_distance,
+    unit_factor,
+    with_uniform_units,
+)
+
+FOREVER_S = 1e9
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return open_store(str(tmp_path / "r.db"))
+
+
+def find(store: Store, model: ModelGraph, topology: Topology, **options: object) -> list[Match]:
+    defaults = {"dtype": "float32", "device": "cpu", "k": 5, "budget_s": FOREVER_S}
+    return nearest(store, model, topology, **{**defaults, **options})  # type: ignore[arg-type]
+
+
+def hosts(ranks: int, per_host: int = 2) -> Topology:
+    return Topology.from_ranks([f"host{rank // per_host}" for rank in range(ranks)])
+
+
+def test_an_empty_store_has_nothing_near(store: Store) -> None:
+    assert find(store, chain_graph([1]), hosts(2)) == []
+
+
+def test_it_finds_what_comparing_with_every_entry_finds(store: Store) -> None:
+    """Pruning, stretches and batches must not lose anything."""
+    rng = np.random.default_rng(3)
+    entries = [
+        make_entry(
+            model=chain_graph([int(rng.choice([10, 20, 40])) for _ in range(rng.integers(3, 30))]),
+            ranks=int(rng.choice([2, 4, 8, 12])),
+        )
+        for _ in range(120)
+    ]
+    store.save_all(entries)
+    for _ in range(5):
+        model = chain_graph([int(rng.choice([10, 20, 40])) for _ in range(rng.integers(3, 30))])
+        topology = hosts(int(rng.choice([2, 4, 6])))
+        all_distances = sorted(
+            MODEL_WEIGHT * distance(model, entry.model)
+            + TOPOLOGY_WEIGHT * topology_distance(topology.shape(), entry.topology.shape())
+            for entry in {entry.id: entry for entry in entries}.values()
+        )
+        for k in (1, 7):
+            found = find(store, model, topology, k=k, max_distance=1.0)
+            assert [match.distance for match in found] == pytest.approx(all_distances[:k])
+
+
+def test_the_same_job_is_no_way_off_and_parts_are_told_apart(store: Store) -> None:
+    entry = make_entry(model=chain_graph([10] * 20), ranks=4)
+    store.save(entry)
+    (same,) = find(store, entry.model, entry.topology)
+    assert (same.id, same.distance) == (entry.id, 0.0)
+    (grown,) = find(store, entry.model, hosts(8))
+    assert grown.model_distance == 0.0
+    assert grown.distance == pytest.approx(TOPOLOGY_WEIGHT * grown.topology_distance)
+    (deeper,) = find(store, chain_graph([10] * 22), entry.topology)
+    assert deeper.topology_distance == 0.0
+    assert deeper.distance == pytest.approx(MODEL_WEIGHT * deeper.model_distance)
+
+
+def test_another_device_is_never_near_and_another_dtype_a_little_less(store: Store) -> None:
+    entry = make_entry()
+    store.save(entry)
+    assert find(store, entry.model, entry.topology, device="cuda") == []
+    (match,) = find(store, entry.model, entry.topology, dtype="float16")
+    assert 0 < match.distance < 0.1
+
+
+def test_entries_beyond_the_distance_are_left_out(store: Store) -> None:
+    store.save(make_entry(model=chain_graph([10] * 20)))
+    assert find(store, chain_graph([99] * 5), hosts(4), max_distance=0.2) == []
+
+
+def test_of_equals_the_complete_one_comes_first(store: Store) -> None:
+    for ranks, complete in ((2, False), (6, True)):  # one host fewer, one host more
+        store.save(make_entry(ranks=ranks, complete=complete))
+    model = make_entry().model
+    found = find(store, model, hosts(4), max_distance=1.0)
+    assert len(found) == 2
+    store.save(make_entry(ranks=4, complete=False))
+    assert find(store, model, hosts(4))[0].distance == 0.0
+
+
+def test_when_time_is_up_the_best_so_far_is_returned(store: Store) -> None:
+    store.save_all([make_entry(model=chain_graph([10] * length)) for length in range(5, 80)])
+    ticks = iter(range(1000))
+    found = find(store, chain_graph([10] * 40), hosts(4), k=50, max_distance=1.0, budget_s=3, clock=lambda: next(ticks))
+    assert 0 < len(found) < 50
+    assert found[0].distance == 0.0
+
+
+def test_entries_of_the_model_itself_are_found_however_little_time_there_is(store: Store) -> None:
+    model = chain_graph([10] * 4)
+    store.save_all([make_entry(model=model, ranks=ranks) for ranks in range(2, 30, 2)])
+    ticks = count()  # an hour passes between any two looks at the clock
+    found = find(store, model, hosts(4), k=50, max_distance=1.0, budget_s=0.0, clock=lambda: 3600.0 * next(ticks))
+    assert len(found) == 14
+
+
+def test_computed_distances_are_kept_and_used(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.save_all([make_entry(model=chain_graph([10] * length)) for length in (18, 19, 21)])
+    model = chain_graph([10] * 20)
+    first = find(store, model, hosts(4))
+    assert len(store.distances(fingerprint(model))) == 3
+
+    def fail(*graphs: ModelGraph) -> float:
+        raise AssertionError("computed again")
+
+    monkeypatch.setattr(warm_start, "distance", fail)
+    assert find(store, model, hosts(4)) == first
+
+
+def test_a_read_only_store_is_searched_too(tmp_path: Path) -> None:
+    path = str(tmp_path / "r.db")
+    open_store(path).save(make_entry(model=chain_graph([10] * 18)))
+    assert len(find(open_store(path, read_only=True), chain_graph([10] * 20), hosts(4))) == 1
+
+
+CLUSTERS = st.builds(
+    Topology.from_ranks,
+    st.lists(st.sampled_from("abcd"), min_size=1, max_size=9),
+    network_link=st.sampled_from([LinkClass(), LinkClass(bandwidth_log2=30)]),
+)
+
+
+def host_graph(topology: Topology) -> "nx.Graph[int]":
+    """A node a host, all joined to the network's one node."""
+    shape = topology.shape()
+    hosts = [Node(kind="host", detail=detail, size=ranks) for detail, ranks, count in shape.hosts for _ in range(count)]
+    made = nx.Graph()
+    for index, node in enumerate([*hosts, Node(kind="network")]):
+        made.add_node(index, label=node)
+    made.add_edges_from((index, len(hosts), {"label": shape.network}) for index in range(len(hosts)))
+    return made
+
+
+@given(CLUSTERS, CLUSTERS)
+def test_cluster_distance_is_about_the_edit_distance_of_the_host_graphs(first: Topology, second: Topology) -> None:
+    graphs = host_graph(first), host_graph(second)
+    found = topology_distance(first.shape(), second.shape())
+    assert found == topology_distance(second.shape(), first.shape())
+    assert 0.0 <= found <= 1.0
+    assert (found == 0.0) == (first.fingerprint() == second.fingerprint())
+    cost = nx.graph_edit_distance(
+        *graphs,
+        node_subst_cost=lambda a, b: node_cost(a["label"], b["label"]),
+        node_del_cost=lambda _: NODE_COST,
+        node_ins_cost=lambda _: NODE_COST,
+        edge_subst_cost=lambda a, b: 0.0 if a == b else EDGE_COST,
+        edge_del_cost=lambda _: EDGE_COST,
+        edge_ins_cost=lambda _: EDGE_COST,
+    )
+    mass = sum(NODE_COST * len(graph) + EDGE_COST * graph.size() for graph in graphs)
+    exact = normalised(cost, mass)
+    assert exact - 1e-9 <= found <= exact + 0.05  # large hosts are paired first, which is not always the cheapest
+
+
+def test_cluster_distance_grows_with_the_difference_of_measured_links() -> None:
+    """1, 10 and 100 Gbit/s between like hosts, up to what a relabelled edge costs."""
+    base = hosts(8)
+    far = [topology_distance(base.shape(), base.shape(), link_octaves=octaves) for octaves in (0, 3, 7, 8, 20)]
+    labelled = structs.replace(base, network_link=LinkClass(bandwidth_log2=30))
+    assert far[0] == 0.0 < far[1] < far[2] < far[3] == far[4] == topology_distance(base.shape(), labelled.shape())
+
+
+def test_cluster_distance_grows_with_the_difference_in_size() -> None:
+    base = hosts(8).shape()
+    near, far = hosts(10).shape(), hosts(64).shape()
+    assert 0 < topology_distance(base, near) < topology_distance(base, far) < 1
+    assert topology_distance(hosts(8, 4).shape(), hosts(8, 2).shape()) > 0
+
+
+# ── what is found, adapted to the job ──
 
 UNIFORM = {**KNOBS, "cuts": None}
 ROUTE = ("gloo", "flat")
 LINK = LinkModel(alpha_s=1e-4, throughput=(1e9, 2e9, 3e9, 3.9e9, 4e9, 4e9, 4e9, 4e9))
 
 
-def job_like(entry: Entry, *, model: Graph | None = None, ranks: int | None = None, **changes: object) -> Job:
+def job_like(entry: Entry, *, model: ModelGraph | None = None, ranks: int | None = None, **changes: object) -> Job:
     model = model or entry.model
     topology = entry.topology if ranks is None else Topology.from_ranks([f"host{rank // 2}" for rank in range(ranks)])
-    key = replace(entry.key, model=model.fingerprint(), topology=topology.fingerprint(), world_size=topology.world_size)
+    key = structs.replace(
+        entry.key, model=fingerprint(model), topology=topology.fingerprint(), world_size=topology.world_size
+    )
     job = Job(key=key, model=model, topology=topology, layout=entry.layout, name="Net")
     return replace(job, **changes)  # type: ignore[arg-type]
 
 
 def suited(entry: Entry, *, distance: float = 0.1, **changes: object) -> WarmStart:
     return adapted(Neighbour(entry=entry, distance=distance), job_like(entry, **changes))  # type: ignore[arg-type]
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return open_store(str(tmp_path / "r.db"))
 
 
 def warm_starts(store: Store, job: Job) -> list[WarmStart]:
@@ -107,7 +304,7 @@ def test_of_what_a_job_has_found_under_other_conditions_that_of_the_link_as_it_i
     own = replace(make_entry(), knobs=UNIFORM, link=LINK)
     links = {"4×": replace(LINK, throughput=(2.5e8, 5e8)), "0.25×": replace(LINK, throughput=(4e9, 8e9))}
     for condition, link in links.items():
-        store.save(replace(own, key=replace(own.key, condition=condition), link=link))
+        store.save(replace(own, key=structs.replace(own.key, condition=condition), link=link))
     for condition, link in links.items():
         nearest, other = neighbours(store, job_like(own, links={ROUTE: link}))
         assert nearest.entry.key.condition == condition
@@ -250,11 +447,145 @@ def test_whatever_an_import_brings_can_be_adapted(
     streams: int,
     ranks: int,
 ) -> None:
-    knobs = checked_knobs("knobs", {**KNOBS, "unit_bytes": unit_bytes, "streams": streams, "cuts": cuts})
+    knobs = {**KNOBS, "unit_bytes": unit_bytes, "streams": streams, "cuts": cuts}
     entry = replace(make_entry(), knobs=knobs, link=there)
     permitted = Permitted(routes=(ROUTE,), streams=(1, 2, 4))
     job = job_like(entry, links={} if here is None else {ROUTE: here}, layout="other", permitted=permitted)
-    entry = replace(entry, key=replace(entry.key, world_size=ranks))
+    entry = replace(entry, key=structs.replace(entry.key, world_size=ranks))
     knobs = dict(adapted(Neighbour(entry=entry, distance=0.1), job).knobs)
     assert knobs == permitted.nearest(knobs)
     assert knobs["cuts"] is None
+
+
+# ── the arithmetic: unit sizes go with √(M·α/β), streams with what keeps a link busy ──
+
+MIB = 1 << 20
+PLAIN = {**KNOBS, "unit_bytes": MIB, "cuts": None}
+PERMITTED = Permitted(routes=(("gloo", "flat"),), streams=(1, 2, 4, 8), unit_bytes=(MIB, 64 * MIB))
+
+
+def link(*rates: float, alpha_s: float = 1e-3, host_s: float = 0.0) -> LinkModel:
+    return LinkModel(alpha_s=alpha_s, throughput=rates, host_s=host_s)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "found"),
+    [(1, MIB), (MIB, MIB), (5 * MIB, 5 * MIB), (64 * MIB, 64 * MIB), (64 * MIB + 1, 64 * MIB)],
+)
+def test_a_unit_size_is_moved_into_what_is_permitted(wanted: int, found: int) -> None:
+    assert PERMITTED.nearest({**PLAIN, "unit_bytes": wanted})["unit_bytes"] == found
+
+
+@pytest.mark.parametrize(("wanted", "found"), [(1, 1), (3, 4), (5, 4), (6, 8), (100, 8)])
+def test_streams_are_moved_to_the_nearest_by_ratio(wanted: int, found: int) -> None:
+    assert PERMITTED.nearest({**PLAIN, "streams": wanted})["streams"] == found  # 3 is nearer to 4 than to 2: 1.33 < 1.5
+
+
+@pytest.mark.parametrize(
+    ("threads", "wanted", "found"),
+    [
+        ((None,), 512, None),
+        ((None,), None, None),
+        ((512, 1024), None, 512),
+        ((512, 1024), 700, 512),
+        ((512, 1024), 900, 1024),
+        ((None, 512, 1024), None, None),
+        ((None, 512, 1024), 4096, 1024),
+    ],
+)
+def test_threads_are_moved_to_the_nearest_or_to_what_there_is(
+    threads: tuple[int | None, ...], wanted: int | None, found: int | None
+) -> None:
+    permitted = Permitted(routes=(("nccl", "flat"),), streams=(1,), threads=threads)
+    assert permitted.nearest({**PLAIN, "threads": wanted})["threads"] == found
+
+
+def test_what_has_no_limits_stays_and_nothing_is_changed_in_place() -> None:
+    before = dict(PLAIN)
+    found = PERMITTED.nearest(PLAIN)
+    assert found == PLAIN == before
+    assert found is not PLAIN
+
+
+def test_small_differences_are_not_acted_on() -> None:
+    assert [alike(factor) for factor in (0.79, 0.81, 1.0, 1.24, 1.26)] == [False, True, True, True, False]
+    assert not alike(1.25)
+    assert not alike(0.8)
+
+
+def test_a_links_class_is_of_its_best_throughput_and_its_start_up_time() -> None:
+    assert link_class(link(1e8, 4e8, 3e8, alpha_s=2e-3, host_s=1e-3)) == LinkClass.of(
+        bandwidth_bytes_per_s=4e8, latency_s=3e-3
+    )
+
+
+def test_ratios_are_here_to_there_of_start_up_and_of_one_stream() -> None:
+    there, here = link(1e8, 2e8, alpha_s=1e-3), link(4e8, 4e8, alpha_s=2e-3, host_s=1e-3)
+    assert link_ratios(there, here) == pytest.approx((3.0, 4.0))
+    # Almost no latency is noise, not a ratio.
+    assert link_ratios(link(1e8, alpha_s=1e-12), link(1e8, alpha_s=0.0)) == (1.0, 1.0)
+
+
+def test_units_grow_with_the_root_of_the_product() -> None:
+    assert unit_factor(4.0, 1.0, 1.0) == 2.0
+    assert unit_factor(2.0, 3.0, 6.0) == pytest.approx(6.0)
+    assert unit_factor(0.25, 1.0, 1.0) == 0.5
+
+
+def test_uniform_units_stay() -> None:
+    for empty in (None, []):
+        assert with_uniform_units({**PLAIN, "cuts": empty}, 4) == PLAIN
+
+
+@pytest.mark.parametrize(
+    ("sizes", "middle"),
+    [([10], 10), ([10, 30], 30), ([30, 10], 30), ([1, 1, 1, 3], 1), ([1, 1, 1, 4], 4), ([5, 5, 5, 5], 5)],
+)
+def test_cuts_become_units_like_the_one_in_which_the_middle_byte_travels(sizes: list[int], middle: int) -> None:
+    stops = [sum(sizes[: number + 1]) * 1000 for number in range(len(sizes))]
+    cuts = [[stop, 0, None] for stop in stops]
+    found = with_uniform_units({**PLAIN, "cuts": cuts}, 64)
+    assert found == {**PLAIN, "cuts": None, "unit_bytes": bounded(middle * 1000 * 64)}
+
+
+def test_threads_of_that_unit_come_along_or_those_of_all() -> None:
+    cuts = [[1000, 0, 256], [9000, 1, 512], [10_000, 0, None]]
+    assert with_uniform_units({**PLAIN, "cuts": cuts, "threads": 128}, 4)["threads"] == 512
+    cuts[1][2] = None
+    assert with_uniform_units({**PLAIN, "cuts": cuts, "threads": 128}, 4)["threads"] == 128
+
+
+def test_a_unit_size_is_never_out_of_bounds() -> None:
+    assert bounded(0.0) == SMALLEST_UNIT_BYTES
+    assert bounded(1e18) == LARGEST_UNIT_BYTES
+    assert bounded(MIB + 0.6) == MIB + 1
+
+
+def test_streams_follow_what_keeps_the_link_busy() -> None:
+    # There the second stream adds nothing, so one has to move, and 1 ms at 1e8 bytes/s is a tenth of a 1-MiB unit.
+    there, here = link(1e8, 1e8), link(1e8, 2e8, 3e8, 4e8, 4e8, 4e8, 4e8, 4e8)
+    wanted_there, wanted_here = 1 + 1e5 / MIB, 4 + 4e5 / MIB
+    found = scaled_streams({**PLAIN, "streams": 2}, there, here, unit_bytes=MIB)
+    assert found == round(2 * wanted_here / wanted_there) == 8
+    assert scaled_streams({**PLAIN, "streams": 8}, here, there, unit_bytes=MIB) == 2
+    assert scaled_streams({**PLAIN, "streams": 1}, here, there, unit_bytes=MIB) == 1  # never none
+
+
+def test_smaller_units_need_more_streams_while_others_start_up() -> None:
+    here = link(1e8, 2e8, 2e8, 2e8, 2e8, 2e8, alpha_s=10e-3)
+    wanted = [2 + 10e-3 * 2e8 / unit_bytes for unit_bytes in (MIB, MIB // 2)]
+    found = scaled_streams({**PLAIN, "streams": 3}, here, here, unit_bytes=MIB // 2)
+    assert found == round(3 * wanted[1] / wanted[0]) == 4
+
+
+def test_more_than_was_measured_is_not_asked_for_but_what_was_there_is_kept() -> None:
+    there, here = link(1e8, 1e8), link(1e8, 2e8, 3e8)
+    assert scaled_streams({**PLAIN, "streams": 2}, there, here, unit_bytes=MIB) == 3
+    assert scaled_streams({**PLAIN, "streams": 6}, there, here, unit_bytes=MIB) == 6
+
+
+def test_streams_stay_where_nothing_was_measured_or_little_changes() -> None:
+    one, several = link(1e8), link(1e8, 2e8, 3e8, 4e8)
+    for there, here in ((one, several), (several, one), (several, several)):
+        assert scaled_streams(PLAIN, there, here, unit_bytes=MIB) == 4
+    assert math.isclose(several.throughput[-1], 4e8)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import platform
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy
 import torch
+from msgspec import structs
 
 import sirtaki
 from sirtaki.autotune.arms.planners import make_planners
@@ -386,7 +388,7 @@ class TuningCache:
             return False
         try:
             if condition:
-                job = replace(self._job, key=replace(self._job.key, condition=condition))
+                job = replace(self._job, key=structs.replace(self._job.key, condition=condition))
                 entry = self._entry(job, None, result, trials, complete=complete, links=links)
                 return self._with_store(lambda store: store.save(entry))
             entry = self._entry(self._job, self._own, result, trials, complete=complete, links=links)
@@ -402,7 +404,7 @@ class TuningCache:
         """What was right while communication took longer, or less long, is right again when it does."""
         condition = condition_of(before.default_span_s / now.default_span_s)
         if condition and before.key == now.key:
-            aside = replace(before, key=replace(before.key, condition=condition))
+            aside = replace(before, key=structs.replace(before.key, condition=condition))
             self._with_store(lambda store: store.save(aside))
 
     def _entry(
@@ -442,8 +444,9 @@ class TuningCache:
             trials=() if complete else tuple(trial.to_json() for trial in trials),
             link=link,
             provenance=Provenance(
+                created_s=time.time(),
                 model_name=job.name,
                 host_kinds=tuple(sorted(set(job.topology.host_kinds))),
-                versions=tuple(sorted(versions.items())),
+                versions=versions,
             ),
         )

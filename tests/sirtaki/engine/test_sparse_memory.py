@@ -120,7 +120,15 @@ def test_where_the_registry_is_off_or_broken_nothing_is_recalled(
 def test_a_way_that_is_none_here_is_not_taken(path: str, n_hot: int) -> None:
     key = RowsKey(topology="", ranks=2, n_rows=ROWS, row_bytes=12, dtype="float32")
     way = RowWay(
-        key=key, name="t", skew=skew_of(counts()), path=path, cold="gather", block_rows=1, n_hot=n_hot, span_s=0.0
+        key=key,
+        name="t",
+        skew=skew_of(counts()),
+        path=path,
+        cold="gather",
+        block_rows=1,
+        n_hot=n_hot,
+        span_s=0.0,
+        created_s=0.0,
     )
     assert plan_of(way, counts()) is None
 

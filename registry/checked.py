@@ -1,0 +1,75 @@
+"""What comes out of databases and files is checked: printable, of limited size, no NaN, no bool as a number.
+
+msgspec does that by the types of fields; its `Struct`s are what is kept, as they are kept.
+"""
+
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from sirtaki.errors import RegistryError
+
+T = TypeVar("T")
+
+# Without controls, surrogates, formats such as those that turn the direction of writing, and all spaces but one: they
+# could play tricks on a terminal, and some databases refuse them.
+_PRINTABLE = (
+    r"^[^\x00-\x1f\x7f-\xa0\xad\u0600-\u0605\u061c\u06dd\u070f\u0890\u0891\u08e2\u1680\u180e\u2000-\u200f\u2028-\u202f"
+    r"\u205f-\u206f\u3000\ud800-\udfff\ufeff\ufff0-\ufffb\U000110bd\U000110cd\U00013430-\U0001343f"
+    r"\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0000-\U000e0fff]*\Z"
+)
+MAX_LABEL_CHARS = 2_000
+
+Text = Annotated[str, Meta(max_length=1_000, pattern=_PRINTABLE)]
+Label = Annotated[str, Meta(max_length=MAX_LABEL_CHARS, pattern=_PRINTABLE)]
+Texts = Annotated[dict[Text, Text], Meta(max_length=100)]
+Count = Annotated[int, Meta(ge=0, le=10**9)]
+Number = Annotated[float, Meta(ge=0, le=1e18)]
+Positive = Annotated[float, Meta(ge=1e-9, le=1e18)]
+
+
+def checked(kind: type[T], data: Any, *, at: str = "") -> T:  # Any: what json.loads gives
+    """A value of this type made of JSON's lists, dicts and numbers.
+
+    Raises:
+        RegistryError: something is missing, unknown or invalid; the message begins with its path below `at`.
+    """
+    try:
+        return msgspec.convert(data, kind)
+    except (msgspec.MsgspecError, RecursionError) as err:
+        raise RegistryError(_told(err, at)) from err
+
+
+def parsed(kind: type[T], text: str | bytes, *, at: str = "") -> T:
+    """The same of the text of a JSON value.
+
+    Raises:
+        RegistryError: as in `checked`, or it is no JSON.
+    """
+    try:
+        return msgspec.json.decode(text, type=kind)
+    except (msgspec.MsgspecError, TypeError, UnicodeError, RecursionError) as err:
+        raise RegistryError(_told(err, at)) from err
+
+
+def plain(value: object) -> Any:  # Any: JSON's
+    """The dicts, lists, texts and numbers that a `Struct`, or what is in one, is in JSON."""
+    return msgspec.json.decode(msgspec.json.encode(value, enc_hook=_base))
+
+
+def _base(value: object) -> Any:
+    """A text or a number of a class derived from Python's own, such as torch's version or NumPy's floats."""
+    for kind in (str, int, float):
+        if isinstance(value, kind):
+            return kind(value)
+    raise TypeError(f"{type(value).__name__} cannot be kept")
+
+
+def _told(err: Exception, at: str) -> str:
+    """`knobs.streams: expected int >= 1`, of msgspec's "Expected `int` >= 1 - at `$.knobs.streams`"."""
+    what, _, place = str(err).replace("`", "").partition(" - at ")
+    if r"\x00" in what:
+        what = "expected printable text"
+    told = f"{place.replace('$', at).removeprefix('.') or at or 'JSON'}: {what[:1].lower()}{what[1:200]}"
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in told)
