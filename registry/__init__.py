@@ -1,7 +1,7 @@
 """Remembers winners. Knows graphs and stores, nothing of communication or tuning.
 
-May import `sirtaki.errors` and `sirtaki.measures` only. Knobs and trials travel through it as JSON; the caller turns them
-into its own types.
+May import `sirtaki.errors` and `sirtaki.measures` only. Knobs and trials travel through it as JSON; the caller turns
+them into its own types.
 """
 
 if __name__ != "sirtaki.registry":  # every module would be there twice, with classes that differ
