@@ -1,17 +1,20 @@
-"""The watchdog outlives errors in what it looks at, says so when it does not, and names the user's own line."""
+"""Watchdogs of three ranks, in threads, name who is waited for and end what would never end; they outlive errors."""
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fakes.meshes import close, connected, until
 
 from sirtaki.comm.control import watchdog
 from sirtaki.comm.control.failure import FailureBoard
+from sirtaki.comm.control.mesh import MeshCommunicator
 from sirtaki.comm.control.mpi import load_mpi, world
-from sirtaki.comm.control.watchdog import MOST_FAILURES, Courier, Watchdog
+from sirtaki.comm.control.watchdog import LEAVE_GRACE_S, MOST_FAILURES, Courier, Wait, Watchdog
+from sirtaki.errors import CommError, PeerLostError, StallError
 
 
 @pytest.fixture
@@ -63,3 +66,164 @@ def test_a_users_line_is_named_also_in_a_folder_called_like_a_package(
     names: dict[str, Any] = {}
     exec(code, names)
     assert names["step"](dog.describe) == "runs train.py:2 in step"
+
+
+# ── Three ranks ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+WHAT = "the gradients of iteration 4"
+
+
+class Pack:
+    """The watchdogs of three ranks; what each waits for, and how far it is, can be set."""
+
+    def __init__(self, *, warning_s: float = 60.0, shutdown_s: float | None = None) -> None:
+        self._links = connected(3)
+        self.couriers = [Courier(MeshCommunicator(links)) for links in self._links]
+        self.waits: list[Wait | CommError | None] = [None] * 3
+        self.progress = [""] * 3
+        self.boards = [FailureBoard() for _ in range(3)]
+        self.dogs = [
+            Watchdog(courier, board, warning_s=warning_s, shutdown_s=shutdown_s)
+            for courier, board in zip(self.couriers, self.boards, strict=True)
+        ]
+        self.watched = [(self._wait(rank), self._progress(rank)) for rank in range(3)]
+        for dog, (wait, progress) in zip(self.dogs, self.watched, strict=True):
+            dog.watch(wait, progress)
+
+    def _wait(self, rank: int) -> Callable[[], Wait | None]:
+        def wait() -> Wait | None:
+            now = self.waits[rank]
+            if isinstance(now, CommError):
+                raise now
+            return now
+
+        return wait
+
+    def _progress(self, rank: int) -> Callable[[], str]:
+        return lambda: self.progress[rank]
+
+    def close(self) -> None:
+        for dog in self.dogs:
+            dog.close()
+        close(self._links)
+
+
+Packs = Callable[..., Pack]
+
+
+@pytest.fixture
+def packs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Packs]:
+    monkeypatch.setattr(watchdog, "TICK_S", 0.005)
+    monkeypatch.setattr(watchdog, "ANSWER_S", 0.6)
+    made: list[Pack] = []
+
+    def make(**options: Any) -> Pack:
+        made.append(Pack(**options))
+        return made[-1]
+
+    yield make
+    for pack in made:
+        pack.close()
+
+
+def since(seconds: float, what: str = WHAT) -> Wait:
+    return Wait(what=what, since_s=time.monotonic() - seconds)
+
+
+def test_a_long_wait_is_a_warning_once_that_names_who_is_missing_and_where(
+    packs: Packs, caplog: pytest.LogCaptureFixture
+) -> None:
+    pack = packs(warning_s=2.0)
+    pack.progress = ["", "", "is in iteration 3"]
+    pack.waits[1] = since(0.0)
+    with caplog.at_level(logging.WARNING, logger="sirtaki"):
+        pack.waits[0] = since(1.0)
+        time.sleep(0.1)
+        assert not caplog.records
+        pack.waits[0] = since(7.2)
+        until(lambda: bool(caplog.records))
+        time.sleep(0.2)
+        assert len(caplog.records) == 1
+        pack.waits[0] = since(8.2, "something else")
+        until(lambda: len(caplog.records) == 2)
+    first, second = (record.getMessage() for record in caplog.records)
+    assert first.startswith(f"rank 0 has waited 7 s for {WHAT}\n  missing: rank 2 runs ")
+    assert first.endswith("; is in iteration 3")
+    assert "rank 1" not in first
+    assert f"missing: rank 1 waits for {WHAT}" in second
+    assert all(board.error is None for board in pack.boards)
+
+
+def test_a_wait_beyond_the_limit_ends_the_job_on_all_ranks(packs: Packs) -> None:
+    pack = packs(warning_s=1.0, shutdown_s=5.0)
+    pack.waits[1] = since(4.0)
+    time.sleep(0.1)
+    assert all(board.error is None for board in pack.boards)
+    pack.waits[1] = since(6.0)
+    until(lambda: all(board.error is not None for board in pack.boards))
+    assert {type(board.error) for board in pack.boards} == {StallError}
+    assert all(f"rank 1 has waited 6 s for {WHAT}" in str(board.error) for board in pack.boards)
+
+
+def test_who_does_not_answer_and_who_has_ended_its_script_are_told_apart(
+    packs: Packs, caplog: pytest.LogCaptureFixture
+) -> None:
+    pack = packs(warning_s=1.0)
+    pack.dogs[1].close()  # as if its process were stopped
+    assert not pack.dogs[2].leave(0.01)
+    with caplog.at_level(logging.WARNING, logger="sirtaki"):
+        begin_s = time.monotonic()
+        pack.waits[0] = since(2.0)
+        until(lambda: bool(caplog.records))
+    assert watchdog.ANSWER_S <= time.monotonic() - begin_s < watchdog.ANSWER_S + 3.0
+    said = caplog.records[0].getMessage()
+    assert "missing: rank 1 does not answer: it is gone or stopped" in said
+    assert "missing: rank 2 has ended its script" in said
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_waiting_for_a_rank_that_has_left_ends_after_a_while_or_at_once_where_a_connection_broke(
+    packs: Packs, broken: bool
+) -> None:
+    pack = packs(shutdown_s=120.0 if broken else 1.0)
+    assert not pack.dogs[2].leave(0.01)
+    until(lambda: 2 in pack.dogs[0]._left)
+    pack.boards[0].suspicious = broken
+    begin_s = time.monotonic()
+    pack.waits[0] = since(0.0)
+    until(lambda: all(board.error is not None for board in pack.boards))
+    took_s = time.monotonic() - begin_s
+    assert took_s < 0.45 if broken else 0.4 < took_s < LEAVE_GRACE_S / 2
+    assert {type(board.error) for board in pack.boards} == {PeerLostError}
+    assert f"rank 0 waits for {WHAT}, but rank 2 has ended its script" in str(pack.boards[1].error)
+
+
+def test_leaving_ends_when_all_have_left_and_may_be_tried_again(packs: Packs) -> None:
+    pack = packs()
+    assert not pack.dogs[0].leave(0.05)
+    assert not pack.dogs[1].leave(0.05)
+    begin_s = time.monotonic()
+    assert pack.dogs[2].leave(10.0)
+    assert all(dog.leave(10.0) for dog in pack.dogs[:2])
+    assert time.monotonic() - begin_s < 5.0
+
+
+def test_leaving_waits_for_nobody_once_the_job_has_failed(packs: Packs) -> None:
+    pack = packs()
+    pack.waits[1] = PeerLostError("rank 2 is lost")
+    until(lambda: all(board.error is not None for board in pack.boards))
+    assert [str(board.error) for board in pack.boards] == ["rank 2 is lost"] * 3
+    begin_s = time.monotonic()
+    assert not pack.dogs[0].leave(10.0)
+    assert time.monotonic() - begin_s < 5.0
+
+
+def test_what_is_forgotten_is_neither_waited_for_nor_told_of(packs: Packs) -> None:
+    pack = packs(shutdown_s=1.0)
+    pack.progress[0] = "is in iteration 3"
+    assert pack.dogs[0].progress() == ["is in iteration 3"]
+    pack.dogs[0].forget(*pack.watched[0])
+    pack.waits[0] = since(5.0)
+    time.sleep(0.1)
+    assert pack.boards[0].error is None
+    assert pack.dogs[0].progress() == []
