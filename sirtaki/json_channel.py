@@ -1,10 +1,13 @@
-"""Messages in JSON over a socket that does not block: between a rank, its agent, and the driver of the job."""
+"""Messages in JSON over a socket that does not block: between a rank, its agent, and the driver of the job.
 
-import json
+Each message is a `msgspec.Struct` with a tag; what is unknown, damaged or too long ends the connection, by name.
+"""
+
 import socket
 import struct
-from collections.abc import Mapping
-from typing import Any
+from typing import Any, Generic, TypeVar
+
+import msgspec
 
 LONGEST_BYTES = 8 * 2**20
 """A generation of some ten thousand ranks has room."""
@@ -12,20 +15,28 @@ LONGEST_BYTES = 8 * 2**20
 _LENGTH = struct.Struct("<I")
 _PIECE_BYTES = 65536
 
+Received = TypeVar("Received")
 
-def encoded(message: Mapping[str, Any]) -> bytes:
-    """For `JsonChannel.send_encoded`: a message that goes to many is written once."""
-    text = json.dumps(message, separators=(",", ":")).encode()
+
+def encoded(message: msgspec.Struct) -> bytes:
+    """The message as it is sent; one that goes to many is written once."""
+    text = msgspec.json.encode(message)
     return _LENGTH.pack(len(text)) + text
 
 
-class JsonChannel:
+class JsonChannel(Generic[Received]):
     """One end. Nothing here blocks; whoever is to hear is asked by a selector."""
 
-    def __init__(self, sock: socket.socket) -> None:
-        """The socket becomes its own."""
+    def __init__(self, sock: socket.socket, understood: Any) -> None:
+        """The socket becomes its own.
+
+        Args:
+            sock: connected to the other end.
+            understood: class, or union of classes, of the messages that may come (Any: as msgspec's decoder takes it).
+        """
         self._sock = sock
         sock.setblocking(False)
+        self._decoder: msgspec.json.Decoder[Received] = msgspec.json.Decoder(understood)
         self._in, self._out = bytearray(), bytearray()
         self._ended = False
 
@@ -38,13 +49,12 @@ class JsonChannel:
         """`flush` should be called when it can be written."""
         return bool(self._out)
 
-    def send(self, message: Mapping[str, Any]) -> None:
-        """Sends what can be sent now, and keeps the rest. What is sent to somebody who is gone is dropped."""
-        self.send_encoded(encoded(message))
+    def send(self, message: msgspec.Struct | bytes) -> None:
+        """Sends what can be sent now of a message, or of what `encoded` has made of it, and keeps the rest.
 
-    def send_encoded(self, text: bytes) -> None:
-        """As `send`, of what `encoded` has given."""
-        self._out += text
+        What is sent to somebody who is gone is dropped.
+        """
+        self._out += message if isinstance(message, bytes) else encoded(message)
         self.flush()
 
     def flush(self) -> None:
@@ -57,7 +67,7 @@ class JsonChannel:
         except OSError:
             self._out.clear()
 
-    def receive(self) -> list[dict[str, Any]]:
+    def receive(self) -> list[Received]:
         """All whole messages that have come.
 
         Raises:
@@ -72,29 +82,23 @@ class JsonChannel:
             pass
         except OSError:
             self._ended = True
-        messages = list(self._whole())
-        if self._ended and not messages:  # what came before is heard first
-            raise ConnectionError("the other end is gone")
-        return messages
-
-    def _whole(self) -> list[dict[str, Any]]:
-        found = []
+        messages: list[Received] = []
         while len(self._in) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._in)
             if length > LONGEST_BYTES:
                 raise ConnectionError(f"a message of {length} bytes")
-            if len(self._in) < _LENGTH.size + length:
+            end = _LENGTH.size + length
+            if len(self._in) < end:
                 break
-            text = bytes(self._in[_LENGTH.size : _LENGTH.size + length])
-            del self._in[: _LENGTH.size + length]
+            text = bytes(self._in[_LENGTH.size : end])
+            del self._in[:end]
             try:
-                message = json.loads(text)
-            except ValueError as err:
-                raise ConnectionError("what came is not JSON") from err
-            if not isinstance(message, dict):
-                raise ConnectionError("what came is no message")
-            found.append(message)
-        return found
+                messages.append(self._decoder.decode(text))
+            except ValueError as err:  # msgspec's, and that of bytes that are no text
+                raise ConnectionError(f"what came is no message: {err}") from err
+        if self._ended and not messages:  # what came before is heard first
+            raise ConnectionError("the other end is gone")
+        return messages
 
     def close(self) -> None:
         """Ends it; again is harmless."""

@@ -20,8 +20,7 @@ import numpy as np
 from sirtaki.comm.control.communicator import Communicator, Op
 from sirtaki.comm.control.failure import poll_until
 from sirtaki.comm.control.mesh_rendezvous import meet
-from sirtaki.engine.agent_client import AgentClient, open_agent
-from sirtaki.engine.membership import Dismissed, Generation
+from sirtaki.engine.membership import AgentClient, Dismissed, Generation, open_agent
 from sirtaki.errors import CommError
 
 STEP_S = 0.01

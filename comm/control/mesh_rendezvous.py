@@ -28,7 +28,7 @@ import struct
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -167,27 +167,104 @@ def listen(addresses: Sequence[str]) -> list[socket.socket]:
     return listeners
 
 
-class Acceptor:
-    """Accepts the connections of other ranks, in a thread; strangers cost a time limit and no more.
+class Door:
+    """Lets connections in that prove themselves; asked by a selector, it never blocks.
+
+    Strangers cost a time limit and no more.
 
     Attributes:
+        places: where it listens.
         refused: connections that did not prove themselves.
     """
 
+    def __init__(
+        self,
+        listeners: Sequence[socket.socket],
+        *,
+        key: bytes,
+        own: int,
+        events: selectors.BaseSelector,
+        is_wanted: Callable[[int], bool] = lambda number: True,
+    ) -> None:
+        """The listeners become its own.
+
+        Args:
+            listeners: sockets.
+            key: of the job.
+            own: number by which it is looked for.
+            events: where it registers what it waits for, with itself as the data.
+            is_wanted: says of the number of who has proved itself whether it is let in.
+        """
+        self._listeners = {listener.fileno(): listener for listener in listeners}
+        self._key, self._own, self._events, self._is_wanted = key, own, events, is_wanted
+        self._candidates: dict[int, Candidate] = {}
+        self.places: list[tuple[str, int]] = [listener.getsockname()[:2] for listener in listeners]
+        self.refused = 0
+        for listener in listeners:
+            listener.setblocking(False)
+            events.register(listener, selectors.EVENT_READ, self)
+
+    def advance(self, descriptor: int) -> Iterator[tuple[int, socket.socket]]:
+        """Something has come there: who has proved itself by it, by number, with its connection."""
+        if (listener := self._listeners.get(descriptor)) is not None:
+            with suppress(OSError):
+                sock, _ = listener.accept()
+                sock.setblocking(False)
+                if len(self._candidates) >= MAX_UNPROVED:
+                    self._drop(next(iter(self._candidates)))
+                self._candidates[sock.fileno()] = Candidate(sock)
+                self._events.register(sock, selectors.EVENT_READ, self)
+        elif (candidate := self._candidates.get(descriptor)) is not None:
+            try:
+                number = candidate.advance(self._key, self._own)
+                if number is None:
+                    return
+                if not self._is_wanted(number):
+                    raise ConnectionError("it is there already")
+                candidate.welcome()
+            except BlockingIOError:  # what came was for one of the same descriptor that has just been dropped
+                return
+            except OSError:
+                self._drop(descriptor)
+                return
+            del self._candidates[descriptor]
+            self._events.unregister(candidate.sock)
+            yield number, candidate.sock
+
+    def drop_late(self) -> None:
+        """Closes what has not proved itself in time."""
+        now_s = time.monotonic()
+        for descriptor in [number for number, each in self._candidates.items() if each.deadline_s < now_s]:
+            self._drop(descriptor)
+
+    def close(self) -> None:
+        """Listens no more."""
+        for descriptor in list(self._candidates):
+            self._drop(descriptor)
+        for listener in self._listeners.values():
+            with suppress(KeyError, ValueError):
+                self._events.unregister(listener)
+            listener.close()
+
+    def _drop(self, descriptor: int) -> None:
+        gone = self._candidates.pop(descriptor)
+        self._events.unregister(gone.sock)
+        gone.sock.close()
+        self.refused += 1
+
+
+class Acceptor:
+    """Accepts the connections of other ranks, in a thread."""
+
     def __init__(self, listeners: Sequence[socket.socket], *, key: bytes, own: int, expected: Sequence[int]) -> None:
         """The listeners become its own."""
-        self._key, self._own, self._expected = key, own, set(expected)
+        self._expected = set(expected)
         self._accepted: dict[int, socket.socket] = {}
         self._closing = threading.Event()
-        self.refused = 0
-        self._listeners = listeners
+        self._events = selectors.DefaultSelector()
+        self.door = Door(listeners, key=key, own=own, events=self._events, is_wanted=lambda rank: rank in self.missing)
         self._thread = threading.Thread(target=self._run, name="sirtaki-accept", daemon=True)
         self._thread.start()
-
-    @property
-    def places(self) -> list[tuple[str, int]]:
-        """Where it listens."""
-        return [listener.getsockname()[:2] for listener in self._listeners]
 
     @property
     def missing(self) -> list[int]:
@@ -203,53 +280,15 @@ class Acceptor:
         """Stops listening, and gives the connections by rank; they are the caller's."""
         self._closing.set()
         self._thread.join()
-        for listener in self._listeners:
-            listener.close()
+        self.door.close()
+        self._events.close()
         return self._accepted
 
     def _run(self) -> None:
-        unproved: dict[int, Candidate] = {}
-        with selectors.DefaultSelector() as events:
-            for listener in self._listeners:
-                listener.setblocking(False)
-                events.register(listener, selectors.EVENT_READ)
-
-            def drop(descriptor: int) -> None:
-                gone = unproved.pop(descriptor)
-                events.unregister(gone.sock)
-                gone.sock.close()
-                self.refused += 1
-
-            while self.missing and not self._closing.is_set():
-                for chosen, _ in events.select(0.05):
-                    if chosen.fd not in unproved:
-                        with suppress(OSError):
-                            sock, _ = chosen.fileobj.accept()  # type: ignore[union-attr]  # a listener
-                            sock.setblocking(False)
-                            if len(unproved) >= MAX_UNPROVED:
-                                drop(next(iter(unproved)))
-                            unproved[sock.fileno()] = Candidate(sock)
-                            events.register(sock, selectors.EVENT_READ)
-                        continue
-                    candidate = unproved[chosen.fd]
-                    try:
-                        rank = candidate.advance(self._key, self._own)
-                        if rank is not None and rank not in self.missing:
-                            raise ConnectionError("it is there already")
-                        if rank is not None:
-                            candidate.welcome()
-                    except OSError:
-                        drop(chosen.fd)
-                        continue
-                    if rank is not None:
-                        del unproved[chosen.fd]
-                        events.unregister(candidate.sock)
-                        self._accepted[rank] = candidate.sock
-                now_s = time.monotonic()
-                for descriptor in [fd for fd, each in unproved.items() if each.deadline_s < now_s]:
-                    drop(descriptor)
-            for descriptor in list(unproved):
-                drop(descriptor)
+        while self.missing and not self._closing.is_set():
+            for chosen, _ in self._events.select(0.05):
+                self._accepted.update(self.door.advance(chosen.fd))
+            self.door.drop_late()
 
 
 _AGAIN_S = 0.05
@@ -266,11 +305,6 @@ class Attendee:
 
     host: tuple[str, ...]
     places: tuple[tuple[str, int], ...]
-
-    @classmethod
-    def of_json(cls, found: Mapping[str, Any]) -> Attendee:
-        """What `asdict` has become on its way through JSON."""
-        return cls(host=tuple(found["host"]), places=tuple((str(host), int(port)) for host, port in found["places"]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -606,7 +640,7 @@ def _connect(table: _Table, meeting: Meeting, key: bytes, interface: str | None)
     acceptor = Acceptor(listeners, key=key, own=meeting.rank, expected=table.members[number + 1 :])
     sockets: dict[int, socket.socket] = {}
     try:
-        table.tell("places", acceptor.places)
+        table.tell("places", acceptor.door.places)
         for rank, places in zip(table.members[:number], table.read("places", table.members[:number]), strict=True):
             sockets[rank] = _reach(table, rank, places, key=key, own=meeting.rank)
         while not acceptor.wait(0.2):
@@ -614,7 +648,11 @@ def _connect(table: _Table, meeting: Meeting, key: bytes, interface: str | None)
             if time.monotonic() > table.deadline_s:
                 raise CommError(
                     f"rank {acceptor.missing[0]} did not connect to rank {meeting.rank} at {', '.join(addresses)}"
-                    + (f"; {acceptor.refused} connections did not prove themselves" if acceptor.refused else "")
+                    + (
+                        f"; {acceptor.door.refused} connections did not prove themselves"
+                        if acceptor.door.refused
+                        else ""
+                    )
                     + "; name the interface that joins the hosts in SIRTAKI_GLOO_IFACE"
                 )
     except BaseException:

@@ -18,8 +18,16 @@ from sirtaki.launchers import started_by_mpi
 from sirtaki.settings import Settings
 
 from . import process_end
-from .agent_client import load_what_training_needs, open_agent
-from .membership import Change, Dismissed, Generation, Member, Membership, open_membership
+from .membership import (
+    Change,
+    Dismissed,
+    Generation,
+    Member,
+    Membership,
+    load_what_training_needs,
+    open_agent,
+    open_membership,
+)
 from .tuning.plans import CarriedTuning
 
 

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import contextlib
+import hashlib
+import os
+import select
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Flag
 from typing import Protocol
 
-from sirtaki.comm.control.mesh_rendezvous import Meeting
-from sirtaki.errors import CommError
+import msgspec
+from msgspec import Struct
+
+from sirtaki.comm.control.mesh_rendezvous import Appointment, Attendee, Meeting, attendee, open_places
+from sirtaki.errors import CommError, ConfigError
+from sirtaki.json_channel import JsonChannel
+from sirtaki.launchers import AGENT
 
 
 class Dismissed(CommError):
@@ -100,3 +112,210 @@ def register(opener: Callable[[], Membership | None] | None) -> None:
 def open_membership() -> Membership | None:
     """That of this process; None where ranks stay."""
     return None if _opener is None else _opener()
+
+
+# ── messages between a rank and its agent ────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proof:
+    """With what processes of a job prove themselves to each other: its name and its secret."""
+
+    job: str
+    secret: str = field(repr=False)
+
+
+class Join(Struct, tag=True, frozen=True, kw_only=True):
+    """The rank asks for the next generation, and listens at the attendee's places."""
+
+    has_state: bool
+    attendee: Attendee
+
+
+class Patience(Struct, tag=True, frozen=True):
+    """The rank has computed for so many seconds without looking for changes."""
+
+    seconds: float
+
+
+class Finished(Struct, tag=True, frozen=True):
+    """The rank has done its work."""
+
+
+class Formed(Struct, tag=True, frozen=True, kw_only=True):
+    """The next generation, of which the receiver is rank `rank`; members and attendees by rank."""
+
+    number: int
+    rank: int
+    members: tuple[Member, ...]
+    attendees: tuple[Attendee, ...]
+    proof: Proof
+
+
+class Dismissal(Struct, tag=True, frozen=True):
+    """There is no next generation for this rank."""
+
+
+class Changed(Struct, tag=True, frozen=True):
+    """The generation is to change; `lost` says which member has died first, "" = none."""
+
+    change: Change
+    lost: str = ""
+
+
+FromRank = Join | Patience | Finished
+ToRank = Formed | Dismissal | Changed
+
+
+# ── the membership that an agent keeps ───────────────────────────────────────────────────────────────────────────────
+
+
+def load_what_training_needs() -> None:
+    """Loads what PyTorch loads with the first optimizer only, and takes as long as PyTorch itself; again is harmless.
+
+    Does nothing where PyTorch is not loaded.
+    """
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+
+
+LONG_S = 10.0
+"""Who computes for longer without looking for changes says so, lest it be taken for one that stands still."""
+
+
+def name_of(formed: Formed) -> str:
+    """Under which the members of a generation meet: nobody else may who was told of another one of its number."""
+    places = msgspec.json.encode([each.places for each in formed.attendees])
+    return f"{formed.proof.job}/{formed.number}/{hashlib.sha256(places).hexdigest()[:16]}"
+
+
+class Heard:
+    """What the agent has said, as far as nobody has asked.
+
+    Attributes:
+        change: since the present generation began.
+        lost: which member has died first; "" = none.
+    """
+
+    def __init__(self) -> None:
+        self.change, self.lost = Change(0), ""
+
+    def answer(self, messages: Sequence[ToRank]) -> Formed | Dismissal | None:
+        """To the question for the next generation, if it is among them: what came before it is of the one before."""
+        for number, message in enumerate(messages):
+            if not isinstance(message, Changed):
+                self.change, self.lost = Change(0), ""
+                self.note(messages[number + 1 :])
+                return message
+        return None
+
+    def note(self, messages: Sequence[ToRank]) -> None:
+        """While nothing has been asked."""
+        for message in messages:
+            if isinstance(message, Changed):
+                self.change |= message.change
+                self.lost = self.lost or message.lost
+
+
+class AgentClient:
+    """The membership of a rank, as the agent of its host knows it."""
+
+    def __init__(self, sock: socket.socket, *, interface: str | None, one_host: bool = False) -> None:
+        """The socket becomes its own.
+
+        Args:
+            sock: connected to the agent.
+            interface: name of the network interface that joins the hosts; None = any.
+            one_host: the job will never have another host.
+        """
+        self._channel: JsonChannel[ToRank] = JsonChannel(sock, ToRank)
+        self._interface, self._one_host = interface, one_host
+        self._heard = Heard()
+        self._looked_s, self._longest_s = time.monotonic(), LONG_S
+
+    def join(self, *, after: int, has_state: bool, timeout_s: float) -> Generation:
+        """See `Membership`."""
+        self._look()
+        deadline_s = time.monotonic() + timeout_s
+        if after == 0:
+            load_what_training_needs()
+        listeners = open_places(self._interface, loopback_only=self._one_host)
+        try:
+            self._channel.send(Join(has_state=has_state, attendee=attendee(listeners)))
+            answer = self._wait_for_answer(deadline_s)
+            if isinstance(answer, Dismissal):
+                raise Dismissed("this rank is not wanted any more")
+        except BaseException:
+            for listener in listeners:
+                listener.close()
+            raise
+        appointment = Appointment(
+            attendees=answer.attendees, secret=answer.proof.secret, listeners=listeners, in_vain=self._in_vain
+        )
+        return Generation(
+            number=answer.number,
+            members=answer.members,
+            meeting=Meeting(rank=answer.rank, size=len(answer.members), name=name_of(answer), appointment=appointment),
+        )
+
+    def change(self) -> Change:
+        """See `Membership`."""
+        with contextlib.suppress(ConnectionError):  # whoever asks for the next generation is told
+            self._heard.note(self._channel.receive())
+        self._look()
+        return self._heard.change
+
+    def finished(self) -> None:
+        """See `Membership`."""
+        self._channel.send(Finished())
+
+    def close(self) -> None:
+        """The rank is a member of nothing any more."""
+        self._channel.close()
+
+    def _look(self) -> None:
+        """Says how long this rank has not looked, if it never took so long before."""
+        now_s = time.monotonic()
+        looked_s, self._looked_s = self._looked_s, now_s
+        if now_s - looked_s > self._longest_s:
+            self._longest_s = now_s - looked_s
+            self._channel.send(Patience(round(self._longest_s, 1)))
+
+    def _wait_for_answer(self, deadline_s: float) -> Formed | Dismissal:
+        while (left_s := deadline_s - time.monotonic()) > 0:
+            select.select([self._channel], [self._channel] if self._channel.has_unsent else [], [], left_s)
+            self._channel.flush()
+            try:
+                messages = self._channel.receive()
+            except ConnectionError as err:
+                raise CommError(f"the agent of this host is gone ({err})") from err
+            if (answer := self._heard.answer(messages)) is not None:
+                self._looked_s = time.monotonic()
+                return answer
+        raise CommError("the other ranks of the next generation did not come in time")
+
+    def _in_vain(self) -> str:
+        self.change()
+        return self._heard.lost
+
+
+def open_agent(*, interface: str | None, environ: Mapping[str, str] = os.environ) -> AgentClient | None:
+    """The membership of this process; None where no agent has started it.
+
+    Raises:
+        ConfigError: this process has inherited the variable, but not the socket: a script has started it.
+    """
+    text = environ.get(AGENT, "")
+    if not text:
+        return None
+    descriptor, _, hosts = text.partition(",")
+    try:
+        sock = socket.socket(fileno=int(descriptor))
+        sock.getpeername()
+    except (OSError, ValueError) as err:
+        raise ConfigError(
+            f"{AGENT}={text}, but this process has no socket of that number: is it one that a rank has started? Only "
+            "the rank itself may call init() in an elastic job"
+        ) from err
+    sock.set_inheritable(False)
+    return AgentClient(sock, interface=interface, one_host=hosts == "one")

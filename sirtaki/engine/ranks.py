@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+import msgspec
 
 from sirtaki.comm.control.communicator import Backend, Communicator
 from sirtaki.comm.control.mesh_rendezvous import Appointment, Attendee, Meeting, alone, attendee, meet, open_places
@@ -77,14 +78,14 @@ def open_at_store(settings: Settings, store: Store, *, rank: int, size: int, tim
     """
 
     def exchange(mine: Introduction) -> list[Introduction]:
-        store.set(str(rank), json.dumps(asdict(mine)))
+        store.set(str(rank), msgspec.json.encode(mine).decode())
         deadline_s = time.monotonic() + timeout_s
         for other in range(size):
             while not store.check([str(other)]):
                 if time.monotonic() > deadline_s:
                     raise CommError(f"rank {other} of {size} did not come to rank {rank} within {timeout_s:g} s")
                 time.sleep(LOOK_S)
-        return [Introduction.of_json(json.loads(store.get(str(other)))) for other in range(size)]
+        return [msgspec.json.decode(store.get(str(other)), type=Introduction) for other in range(size)]
 
     return _introduced(settings, exchange, rank=rank, size=size, timeout_s=timeout_s)
 
@@ -96,11 +97,6 @@ class Introduction:
     attendee: Attendee
     secret: str = field(repr=False)
     name: str
-
-    @classmethod
-    def of_json(cls, found: dict[str, Any]) -> Introduction:
-        """What `asdict` has become on its way through JSON."""
-        return cls(attendee=Attendee.of_json(found["attendee"]), secret=found["secret"], name=found["name"])
 
 
 def _introduced(

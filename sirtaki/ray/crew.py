@@ -5,7 +5,7 @@ Each rank has a connection to the process of the executor, through which it asks
 
 from __future__ import annotations
 
-import json
+import socket
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,9 +16,10 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from sirtaki.engine.membership import FromRank, ToRank
 from sirtaki.json_channel import JsonChannel
+from sirtaki.run.elastic.agent import AgentRules, Beat, FromAgent, ToAgent
 from sirtaki.run.elastic.agent_crew import DriverEndpoint, Heard, Lost, Switchboard
-from sirtaki.run.elastic.agent_rules import AgentRules
 from sirtaki.run.elastic.job_members import RankEnd
 
 from .elastic_rank import ElasticRank, Enrolment
@@ -53,7 +54,7 @@ class RankHandle:
 
     def __init__(self, worker: int, actor: Any, answer: Future[Any]) -> None:
         self.worker, self.actor, self.answer = worker, actor, answer
-        self.channel: JsonChannel | None = None
+        self.channel: JsonChannel[FromRank] | None = None
 
 
 class HostOfActors:
@@ -62,7 +63,7 @@ class HostOfActors:
     def __init__(self, host: str, crew: RayCrew) -> None:
         self.host, self._crew = host, crew
         self.ranks: dict[int, RankHandle] = {}
-        self.rules = AgentRules(self, host=host, now_s=time.monotonic())
+        self.rules = AgentRules(self, host=host, proof=crew.proof, now_s=time.monotonic())
 
     def start_rank(self, worker: int, slot: int) -> None:
         """Starts an actor on the host; Ray has reserved the room, so the slot does not matter."""
@@ -76,16 +77,16 @@ class HostOfActors:
         """Kills the worker's actor."""
         ray.kill(self.ranks[worker].actor)
 
-    def tell_rank(self, worker: int, message: Mapping[str, Any]) -> None:
-        """Sends the message to a rank; a generation goes with the job's secret, which only its ranks may know."""
+    def tell_rank(self, worker: int, message: ToRank) -> None:
+        """Sends the message to a rank, at the latest when there is room."""
         if (rank := self.ranks.get(worker)) is not None and rank.channel is not None:
-            own = self._crew.proof if message["is"] == "generation" else {}
-            rank.channel.send({**message, **own})
+            rank.channel.send(message)
+            self._crew.watch(self, rank)
 
-    def tell_driver(self, message: Mapping[str, Any]) -> None:
+    def tell_driver(self, message: FromAgent) -> None:
         """Queues the message for the driver; beats are not needed within one process."""
-        if message["is"] != "beat":
-            self._crew.heard.append(Heard(host=self.host, message=message))
+        if not isinstance(message, Beat):
+            self._crew.heard.append(Heard(self.host, message))
 
 
 class RayCrew:
@@ -100,9 +101,9 @@ class RayCrew:
 
     def __init__(self, start: RankStart, slots: Slots, endpoint: DriverEndpoint) -> None:
         """Has none yet; listens."""
-        self._start, self._slots, self._own = start, slots, endpoint
+        self._start, self._slots = start, slots
         self.heard: deque[Heard | Lost] = deque()
-        self.proof = {"job": endpoint.name, "secret": endpoint.secret}
+        self.proof = endpoint.proof
         self.results: dict[int, Any] = {}
         self.errors: list[BaseException] = []
         self._hosts: dict[str, HostOfActors] = {}
@@ -128,16 +129,11 @@ class RayCrew:
             for rank in list(there.ranks.values()):
                 self._forget(there, rank)
 
-    def send(self, host: str, message: Mapping[str, Any]) -> None:
-        """Has the rules of that host hear the message; nothing happens if the host is not used."""
-        self.send_to([host], message)
-
-    def send_to(self, hosts: Iterable[str], message: Mapping[str, Any]) -> None:
-        """Has the rules of each of these hosts hear the message."""
-        text = json.dumps(message)  # rules expect what comes out of a connection
+    def send_to(self, hosts: Iterable[str], message: ToAgent) -> None:
+        """Has the rules of each of these hosts hear the message; nothing happens where a host is not used."""
         for host in hosts:
             if (there := self._hosts.get(host)) is not None:
-                there.rules.hear_driver(json.loads(text), time.monotonic())
+                there.rules.hear_driver(message, time.monotonic())
 
     def tell_each_other(self) -> None:
         """Nobody takes the place of this process: Ray ends its actors with it."""
@@ -204,31 +200,37 @@ class RayCrew:
             worker=worker,
             host=host,
             places=tuple((address, port) for address, port in self._board.places),
-            job=self._own.name,
-            secret=self._own.secret,
+            proof=self.proof,
             interface=start.interface,
         )
         answer = actor.train.remote(enrolment, start.call, start.log.queue).future()
         answer.add_done_callback(lambda _: self.wake())
         return RankHandle(worker, actor, answer)
 
-    def _welcome(self, worker: int, channel: JsonChannel) -> None:
+    def _welcome(self, worker: int, sock: socket.socket) -> None:
         """A rank has proved itself."""
         for there in self._hosts.values():
             if (rank := there.ranks.get(worker)) is not None and rank.channel is None:
-                rank.channel = channel
-                self._board.connect(channel, (there, rank))
+                rank.channel = JsonChannel(sock, FromRank)
+                self.watch(there, rank)
                 return
-        channel.close()
+        sock.close()
+
+    def watch(self, there: HostOfActors, rank: RankHandle) -> None:
+        """Asks the selector for what is needed of that rank's connection just now."""
+        if rank.channel is not None:
+            self._board.watch(rank.channel, (there, rank))
 
     def _hear(self, there: HostOfActors, rank: RankHandle) -> None:
         if rank.channel is None or rank.channel.fileno() < 0:
             return
         rank.channel.flush()
+        self.watch(there, rank)
         try:
             messages = rank.channel.receive()
         except ConnectionError:  # its end is found soon
             self._board.disconnect(rank.channel)
+            rank.channel.close()
             return
         for message in messages:
             there.rules.hear_rank(rank.worker, message)
@@ -241,7 +243,7 @@ class RayCrew:
         end = self._end_of(rank)
         if end.exit_code == _KILLED and not self._slots.has_node(there.host):
             self.stop(there.host)
-            self.heard.append(Lost(host=there.host, why="Ray has lost its node"))
+            self.heard.append(Lost(there.host, "Ray has lost its node"))
             return
         self._forget(there, rank)
         there.rules.rank_ended(rank.worker, end)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from sirtaki.run.elastic.succession import agents_key, reach_driver
+from sirtaki.engine.membership import AgentClient, Proof, register
+from sirtaki.run.elastic.agent import Place, reach_driver
 
 from . import ray_logger
 from .telling import leave_job
@@ -22,15 +22,14 @@ class Enrolment:
         worker: names it in the job.
         host: of it, as the job calls it.
         places: where the driver listens.
-        job, secret: with which it proves itself there.
+        proof: with which it proves itself there.
         interface: network interface that joins the hosts; None = any.
     """
 
     worker: int
     host: str
-    places: tuple[tuple[str, int], ...]
-    job: str
-    secret: str = field(repr=False)
+    places: tuple[Place, ...]
+    proof: Proof
     interface: str | None = None
 
 
@@ -53,13 +52,10 @@ class ElasticRank:
         Returns:
             What it returns, or `Dismissal`.
         """
-        from sirtaki.engine import membership, process_end
-        from sirtaki.engine.agent_client import AgentClient
+        from sirtaki.engine import process_end
 
-        own = reach_driver(enrolment.places, key=agents_key(enrolment.secret, enrolment.job), number=enrolment.worker)
-        sock = socket.socket(fileno=os.dup(own.fileno()))
-        own.close()
-        membership.register(lambda: AgentClient(sock, interface=enrolment.interface))
+        sock = reach_driver(enrolment.places, proof=enrolment.proof, number=enrolment.worker)
+        register(lambda: AgentClient(sock, interface=enrolment.interface))
         os.environ |= {"HOROVOD_ELASTIC": "1", "HOROVOD_HOSTNAME": enrolment.host}
         ray_logger.configure(log)
         try:

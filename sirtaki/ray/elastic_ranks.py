@@ -12,9 +12,8 @@ from typing import Any
 
 import ray
 
-from sirtaki.comm.control.addresses import LOOPBACK, own_addresses
 from sirtaki.errors import LaunchError
-from sirtaki.run.elastic.agent_crew import endpoint_at
+from sirtaki.run.elastic.agent_crew import new_endpoint
 from sirtaki.run.elastic.driver import Driver
 from sirtaki.run.elastic.job_members import HostPool, JobMembers, Policy
 
@@ -90,7 +89,7 @@ class ElasticRanks:
             interfaces=settings.interfaces,
         )
         interface = settings.interfaces or None
-        own = endpoint_at([LOOPBACK, *own_addresses(interface)])
+        own = new_endpoint(interface)
         with heard_by(listeners) as log:
             start = RankStart(demand=self._demand, environ=environ, interface=interface, call=ray.put(fn), log=log)
             self._crew = crew = RayCrew(start, self._slots, own)

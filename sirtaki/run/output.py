@@ -10,7 +10,7 @@ from datetime import datetime
 from io import BytesIO
 from itertools import pairwise
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO
 
 from sirtaki.errors import ConfigError
 
@@ -180,30 +180,27 @@ class OutputOptions:
     place: Callable[[int], str] = "rank.{}".format
 
 
-class Notices(Protocol):
-    """Takes what no rank has written."""
-
-    def take(self, text: bytes) -> bytes:
-        """A line, or a part of one → what is to be shown of it now."""
-        ...
-
-    def rest(self) -> bytes:
-        """What has been kept back, at the end."""
-        ...
-
-
 class RankOutput:
-    """Receives one of mpiexec's two streams and hands its lines on; `on_message` gets the ranks' own messages."""
+    """Receives one of two streams that hold the lines of all ranks, and shows them."""
 
     def __init__(
         self,
         name: str,
         *,
         console: Console,
-        on_message: Callable[[Message], None],
-        notices: Notices,
         options: OutputOptions,
+        on_message: Callable[[Message], None] = lambda message: None,
+        notices: NoticeFilter | None = None,
     ) -> None:
+        """Shows nothing yet.
+
+        Args:
+            name: "stdout" or "stderr".
+            console: where it is shown.
+            options: how.
+            on_message: gets the ranks' own messages.
+            notices: takes lines that no rank has written; None = they are shown as they are.
+        """
         self.name = name
         self.options = options
         self._console = console
@@ -227,7 +224,8 @@ class RankOutput:
         """Nothing more comes."""
         for rank in self._errors.ranks:
             self._show_error(rank)
-        self._show_own(self._notices.rest())
+        if self._notices is not None:
+            self._show_own(self._notices.rest())
         if self.options.prefix:
             self._finish_line()
         for file in filter(None, self._files.values()):
@@ -254,7 +252,7 @@ class RankOutput:
         if messages and not text:
             return
         if tag is None:
-            self._show_own(self._notices.take(text))
+            self._show_own(text if self._notices is None else self._notices.take(text))
         else:
             text = text.removesuffix(UNFINISHED)
             self._keep(int(tag[1]), text)

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-import json
 import random
-from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from simulation.network import Address, End, Process
 
+from sirtaki.engine.membership import Proof, ToRank
+from sirtaki.run.elastic.agent import (
+    CONNECT_S,
+    KILL_GRACE_S,
+    AgentRules,
+    EndAll,
+    FromAgent,
+    Place,
+    ToAgent,
+    Up,
+    candidates,
+    expected_by_successor,
+)
 from sirtaki.run.elastic.agent_crew import AgentList, AgentRecord, Heard, Lost
-from sirtaki.run.elastic.agent_rules import KILL_GRACE_S, AgentRules
 from sirtaki.run.elastic.driver import Direction, has_waited
 from sirtaki.run.elastic.job_members import HostPool, JobMembers, RankEnd
-from sirtaki.run.elastic.succession import CONNECT_S, Candidate, agents_for_successor, candidates
 
 if TYPE_CHECKING:
     from simulation.histories import World
@@ -29,9 +39,8 @@ class SimulatedAgent(AgentRecord[End]):
 
     code: int | None = None
 
-    @property
-    def exit_code(self) -> int | None:
-        return self.code
+    def why_ended(self) -> str:
+        return "" if self.code is None else f"ssh ended with exit code {self.code}"
 
 
 class DriverProcess(Process):
@@ -56,15 +65,13 @@ class DriverProcess(Process):
             numbers=numbers,
             start_s=60.0,
             tells=world.plan.goes_on,
-            sent=lambda agent: None,
-            released=lambda agent: None,
             now_s=self.sim.now_s,
         )
         members = JobMembers(policy, HostPool(policy, random.Random(self.sim.rng.random())))
         self.direction = Direction(members, self, lambda text: world.history.note("say", self.name, text=text))
         self._events: list[Heard | Lost] | None = None
         self._heard: list[Heard | Lost] = []
-        self._reports: dict[str, Mapping[str, Any]] = {}
+        self._reports: dict[str, Up] = {}
         self._asked: Mapping[str, int] = {}
         self._closing = False
         if expected is None:
@@ -78,12 +85,11 @@ class DriverProcess(Process):
 
     @property
     def hosts(self) -> list[str]:
-        return list(self.agent_list.agents)
+        return self.agent_list.hosts
 
     def start(self, host: str) -> None:
         number = self.agent_list.next_number()
-        record = SimulatedAgent(host, number, program="ssh", now_s=self.sim.now_s)
-        self.agent_list.started(record)
+        record = self.agent_list.agents[host] = SimulatedAgent(host, number, now_s=self.sim.now_s)
 
         def begin() -> None:
             if host in self.world.dead_hosts or self.network.cut(self.host, host) or self.network.cut(host, self.host):
@@ -94,13 +100,9 @@ class DriverProcess(Process):
         self.later(self.sim.rng.uniform(0.1, 1.0), begin)
 
     def stop(self, host: str) -> None:
-        if (agent := self.agent_list.agents.get(host)) is not None:
-            self.agent_list.stop(agent)
+        self.agent_list.stop(host)
 
-    def send(self, host: str, message: Mapping[str, Any]) -> None:
-        self.agent_list.send(host, json.loads(json.dumps(message)))
-
-    def send_to(self, hosts: Iterable[str], message: Mapping[str, Any]) -> None:
+    def send_to(self, hosts: Iterable[str], message: ToAgent) -> None:
         self.agent_list.send_to(hosts, message)
 
     def tell_each_other(self) -> None:
@@ -113,7 +115,7 @@ class DriverProcess(Process):
             return False
         agent = self.agent_list.awaited(own)
         if agent is None and self.agent_list.adopts:
-            agent = SimulatedAgent("", own, program="its starter", now_s=self.sim.now_s)
+            agent = SimulatedAgent("", own, now_s=self.sim.now_s)
         if agent is None:
             return False
         agent.channel, agent.heard_s = end, self.sim.now_s
@@ -131,7 +133,7 @@ class DriverProcess(Process):
                 if not self._heard:
                     self.later(self.sim.rng.uniform(0.0, LOOK_S), self._answer)
                 self._heard.append(event)
-            elif isinstance(event, Heard) and event.message["is"] == "up":
+            elif isinstance(event, Heard) and isinstance(event.message, Up):
                 self._reports[event.host] = event.message
             else:
                 self._events.append(event)
@@ -163,7 +165,7 @@ class DriverProcess(Process):
         self.direction.found(hosts, self.sim.now_s)
 
     def _take_over(self, later: list[Heard | Lost]) -> None:
-        self.agent_list.close_adoption()
+        self.agent_list.expect_no_more()
         if not self.direction.take_over(self._reports, self.sim.now_s):
             self.world.history.note("say", self.name, text="too few to go on")
             self._close(1)
@@ -181,8 +183,7 @@ class DriverProcess(Process):
 
     def _close(self, code: int) -> None:
         self._closing = True
-        for host in self.hosts:
-            self.send(host, {"do": "end"})
+        self.send_to(self.hosts, EndAll())
         self.later(KILL_GRACE_S + 2.0, lambda: self.exit(code))
 
 
@@ -192,7 +193,7 @@ class AgentProcess(Process):
     def __init__(self, world: World, host: str, *, number: int, driver: Address) -> None:
         super().__init__(world.network, host, f"agent {number}")
         self.world, self.number = world, number
-        self.rules = AgentRules(self, host=host, now_s=self.sim.now_s)
+        self.rules = AgentRules(self, host=host, proof=Proof(job="job", secret=""), now_s=self.sim.now_s)
         self.place = self.network.port(host)
         self.channels: dict[int, End] = {}
         self._driver: End | None = None
@@ -248,7 +249,7 @@ class AgentProcess(Process):
         self._waiting = []
         self._try(list(candidates(self.rules.agents, self.number)))
 
-    def _try(self, left: list[Candidate]) -> None:
+    def _try(self, left: list[tuple[int, Sequence[Place], float]]) -> None:
         if not left:
             waiting, self._waiting = self._waiting or [], None
             self.rules.end(self.sim.now_s)
@@ -256,19 +257,18 @@ class AgentProcess(Process):
                 self._does(what)
             self._look()
             return
-        candidate, *rest = left
-        if candidate.is_own and (self._successor is None or not self._successor.alive):
-            known = agents_for_successor(self.rules.agents, self.number)
+        (number, places, timeout_s), *rest = left
+        if number == self.number and (self._successor is None or not self._successor.alive):
             self._successor = DriverProcess(
                 self.world,
                 self.host,
                 address=self.place,
-                expected=known["agents"],
-                numbers=known["numbers"],
+                expected=list(expected_by_successor(self.rules.agents, self.number)),
+                numbers=max(number for number, _ in self.rules.agents),
             )
         self._reach(
-            [(host, port) for host, port in candidate.places],
-            candidate.timeout_s,
+            [(host, port) for host, port in places],
+            timeout_s,
             lambda end: self._try(rest) if end is None else self._meet(end),
         )
 
@@ -317,10 +317,10 @@ class AgentProcess(Process):
             if each.name == f"worker {worker}":
                 each.exit(137)
 
-    def tell_rank(self, worker: int, message: Mapping[str, Any]) -> None:
+    def tell_rank(self, worker: int, message: ToRank) -> None:
         if worker in self.channels:
             self.channels[worker].send(message)
 
-    def tell_driver(self, message: Mapping[str, Any]) -> None:
+    def tell_driver(self, message: FromAgent) -> None:
         if self._driver is not None:
             self._driver.send(message)

@@ -14,15 +14,20 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import json
 import random
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-Message = Mapping[str, Any]
+import msgspec
+
+from sirtaki.run.elastic.agent import ToAgent
+
+Message = Any
 Address = tuple[str, int]
+
+_TO_AGENT = msgspec.json.Decoder(ToAgent)
 
 DELAY_S = (0.0001, 0.004)
 HANDSHAKE_S = 5.0
@@ -122,13 +127,9 @@ class End:
         owner.ends.append(self)
 
     def send(self, message: Message) -> None:
-        """What is sent to somebody who is gone is dropped."""
+        """What is sent to somebody who is gone is dropped. What a driver has encoded arrives as an agent decodes it."""
         if self.is_open:
-            self._cable.send(self, message)
-
-    def send_encoded(self, text: bytes) -> None:
-        """As `send`, of what `json_channel.encoded` has given."""
-        self.send(json.loads(text[4:]))
+            self._cable.send(self, _TO_AGENT.decode(message[4:]) if isinstance(message, bytes) else message)
 
     def close(self) -> None:
         """Ends it; the other end finds out after what was sent."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,8 +11,8 @@ from simulation.network import Address, End, Message, Process
 from sirtaki.comm.control import mesh
 from sirtaki.comm.control.communicator import Array, Op
 from sirtaki.comm.control.mesh_links import BEATS, Header, Inbox, Kind, Sending
-from sirtaki.engine.agent_client import LONG_S, Heard, name_of
-from sirtaki.engine.membership import Change
+from sirtaki.comm.control.mesh_rendezvous import Attendee
+from sirtaki.engine.membership import LONG_S, Change, Dismissal, Finished, Formed, Heard, Join, Patience, name_of
 from sirtaki.torch.elastic.repeating import Brought, agreed
 from sirtaki.torch.elastic.state import Commits, Standing
 
@@ -201,12 +201,12 @@ class Rank(Process):
     def _run(self) -> Steps:
         number, restored, wants_sync = 0, False, True
         while True:
-            answer = yield from self._join(number)
-            if answer["is"] == "dismissed":
+            answer = yield from self._join()
+            if isinstance(answer, Dismissal):
                 self.exit(0)
                 return
-            number = answer["number"]
-            members = tuple(self.world.owners[tuple(each["places"][0])] for each in answer["attendees"])
+            number = answer.number
+            members = tuple(self.world.owners[each.places[0]] for each in answer.attendees)
             try:
                 yield from self._meet(answer, members)
                 mesh = self.mesh
@@ -218,7 +218,7 @@ class Rank(Process):
                 restored = False
                 yield from self._train(mesh, number)
                 self.note("finished")
-                self.agent.send({"ask": "finished"})
+                self.agent.send(Finished())
                 mesh.close()
                 yield from self._sleep(self.sim.rng.uniform(0.0, 1.0))
                 self.exit(0)
@@ -240,11 +240,11 @@ class Rank(Process):
 
     _has_met = False
 
-    def _join(self, after: int) -> Iterator[None]:
+    def _join(self) -> Iterator[None]:
         self._address = self.network.port(self.host)
         self.world.owners[self._address] = self.worker
-        attendee = {"host": [self.host], "places": [self._address]}
-        self.agent.send({"ask": "join", "after": after, "has_state": self.has_state, "attendee": attendee})
+        attendee = Attendee(host=(self.host,), places=(self._address,))
+        self.agent.send(Join(has_state=self.has_state, attendee=attendee))
         until_s = self.sim.now_s + self.world.policy.timeout_s + 30.0
         self.later(self.world.policy.timeout_s + 30.0, self._go_on)
         while True:
@@ -255,16 +255,16 @@ class Rank(Process):
                 self.exit(1)
             yield
 
-    def _meet(self, answer: Mapping[str, Any], members: Sequence[int]) -> Steps:
+    def _meet(self, answer: Formed, members: Sequence[int]) -> Steps:
         """See `appointment.keep`: connects to those before it, and is connected to by those after it."""
-        number, own = answer["number"], answer["rank"]
+        number, own = answer.number, answer.rank
         mesh = self.mesh = Mesh(self, number, own, len(members))
-        meeting = Meeting(self, mesh, name_of("job", answer))
+        meeting = Meeting(self, mesh, name_of(answer))
         self.network.listeners[self._address] = meeting
         until_s = self.sim.now_s + MEET_S
         self.later(MEET_S, self._go_on)
         for other in range(own):
-            place: Address = tuple(answer["attendees"][other]["places"][0])
+            place: Address = answer.attendees[other].places[0]
             while other not in mesh.ends:
                 yield from self._look_out(mesh, until_s)
                 tried = meeting.try_to_reach(place, other)
@@ -337,7 +337,7 @@ class Rank(Process):
             seconds = rng.uniform(20.0, 50.0) if is_long else rng.uniform(*plan.step_s)
             yield from self._sleep(seconds)
             if seconds > LONG_S:
-                self.agent.send({"ask": "patience", "seconds": seconds})
+                self.agent.send(Patience(seconds))
             yield from mesh.gather(self.step, self.value)
             parent = self.value
             self.step += 1

@@ -1,9 +1,11 @@
-"""The parent of the ranks of one host: `python -m sirtaki.run.elastic.agent`, started by the driver."""
+"""The parent of the ranks of one host: `python -m sirtaki.run.elastic.agent`, started by the driver.
+
+Where the driver is lost an agent starts another one, and all others find it.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import selectors
@@ -13,11 +15,17 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import FrameType
-from typing import IO, Any
+from typing import IO, Protocol
 
+import msgspec
+from msgspec import Struct
+
+from sirtaki.comm.control.addresses import LOOPBACK, own_addresses
+from sirtaki.comm.control.mesh_rendezvous import Attendee, connect, job_key, listen
+from sirtaki.engine.membership import Changed, Dismissal, Finished, Formed, FromRank, Join, Patience, Proof, ToRank
 from sirtaki.errors import CommError
 from sirtaki.json_channel import JsonChannel
 from sirtaki.launchers import AGENT
@@ -25,9 +33,452 @@ from sirtaki.launchers import AGENT
 from ..host_check import PROBLEM, Need, problem_here
 from ..leftovers import session_members
 from ..rank_channel import PATTERN, UNFINISHED, Event, Message
-from .agent_rules import KILL_GRACE_S, AgentRules, end_grace_s
-from .job_members import RankEnd
-from .succession import AgentConfig, Succession, agents_key, reach_driver
+from .job_members import (
+    NO_GENERATION,
+    NOWHERE,
+    Dismiss,
+    Form,
+    KillRank,
+    Phase,
+    RankEnd,
+    Settle,
+    StartRank,
+    Tell,
+)
+
+BEAT_S = 2.0
+"""How often agent and driver tell each other that they are there."""
+
+DRIVER_SILENT_S = 60.0
+"""After which a driver is given up: it may have been stopped for a while by its terminal."""
+
+KILL_GRACE_S = 3.0
+"""Between asking a rank to end and killing it."""
+
+LEAVE_GRACE_S = 30.0
+"""The same where SIGTERM ends the job and its ranks write a checkpoint with their next commit."""
+
+
+def end_grace_s(number: int | None, environ: Mapping[str, str]) -> float:
+    """How long ranks in `environ` may take to end because of a signal, if it is one."""
+    writes = number == signal.SIGTERM and environ.get("SIRTAKI_CHECKPOINT_DIR")
+    return LEAVE_GRACE_S if writes else KILL_GRACE_S
+
+
+# ── messages between an agent and its driver, beside those that the rules of membership make ─────────────────────────
+
+Place = tuple[str, int]
+Agents = Sequence[tuple[int, Sequence[Place]]]
+"""Number of each, and places where a driver would listen that it has started."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Progress:
+    """How far a rank is, as its agent has heard.
+
+    Attributes:
+        worker: names it in the job.
+        slot: its place on the host.
+        phase: of it.
+        generation, rank: that it is or was in last; 0 and None = it has been in none.
+        has_state: it has said that it holds the job's state.
+        attendee: where it listens, while it waits.
+        kill_at_s: when it is to be killed; None = it is not.
+        patience_s: it has computed for so long without looking for changes; 0 = never for long.
+    """
+
+    worker: int
+    slot: int
+    phase: Phase = Phase.STARTING
+    generation: int = 0
+    rank: int | None = None
+    has_state: bool = False
+    attendee: Attendee = NOWHERE
+    kill_at_s: float | None = None
+    patience_s: float = 0.0
+
+
+class Beat(Struct, tag=True, frozen=True):
+    """The sender is there."""
+
+
+class KnownAgents(Struct, tag=True, frozen=True):
+    """To an agent: which ones there are, the receiver too."""
+
+    agents: Agents
+
+
+class EndAll(Struct, tag=True, frozen=True):
+    """To an agent: end all ranks, and yourself; who trains may take so long."""
+
+    grace_s: float = KILL_GRACE_S
+
+
+class Up(Struct, tag=True, frozen=True, kw_only=True):
+    """To a driver that knows nothing of this agent: all that one has to know."""
+
+    host: str
+    places: Sequence[Place]
+    ranks: list[Progress]
+    generation: Form
+
+
+class Told(Struct, tag=True, frozen=True):
+    """To a driver: the agent, and its ranks, know of the generation of that number."""
+
+    number: int
+
+
+class Joined(Struct, tag=True, frozen=True, kw_only=True):
+    """To a driver: a rank asks for the next generation."""
+
+    worker: int
+    has_state: bool
+    attendee: Attendee
+
+
+class Patient(Struct, tag=True, frozen=True, kw_only=True):
+    """To a driver: a rank has computed for so many seconds without looking for changes."""
+
+    worker: int
+    seconds: float
+
+
+class Done(Struct, tag=True, frozen=True):
+    """To a driver: a rank has done its work."""
+
+    worker: int
+
+
+class Ended(Struct, tag=True, frozen=True, kw_only=True):
+    """To a driver: a process of a rank is there no more."""
+
+    worker: int
+    end: RankEnd
+
+
+ToAgent = StartRank | KillRank | Dismiss | Tell | Form | Settle | KnownAgents | EndAll | Beat
+FromAgent = Up | Told | Joined | Patient | Done | Ended | Beat
+
+
+# ── what an agent does about what it hears: without sockets, processes or a clock ────────────────────────────────────
+
+
+class AgentActions(Protocol):
+    """Carries out what the rules decide: processes and connections of a real, a simulated or Ray's host."""
+
+    def start_rank(self, worker: int, slot: int) -> None:
+        """Starts a process; OSError if it cannot."""
+        ...
+
+    def ask_to_end(self, worker: int) -> None:
+        """Asks a rank to end, with SIGTERM."""
+        ...
+
+    def kill(self, worker: int) -> None:
+        """Kills a rank at once; its end is told as any other's."""
+        ...
+
+    def tell_rank(self, worker: int, message: ToRank) -> None:
+        """Nothing happens if it is gone."""
+        ...
+
+    def tell_driver(self, message: FromAgent) -> None:
+        """What is told to a driver that is gone is dropped."""
+        ...
+
+
+class AgentRules:
+    """Decides what the agent of one host does about each message and each end of a rank.
+
+    Attributes:
+        ranks: that are there, by worker.
+        agents: as the driver has told last, this one too.
+        ends: no rank is to be left, nor this agent.
+    """
+
+    def __init__(self, actions: AgentActions, *, host: str, proof: Proof, now_s: float) -> None:
+        self._actions, self._host, self._proof = actions, host, proof
+        self.ranks: dict[int, Progress] = {}
+        self.agents: Agents = []
+        self.ends = False
+        self._generation = NO_GENERATION
+        self._heard_s = self._beat_s = self._looked_s = now_s
+
+    def meet_driver(self, places: Sequence[Place], now_s: float) -> None:
+        """There is a driver: it hears all that one has to know that knows nothing of this agent.
+
+        Args:
+            places: where a driver would listen that this agent has started.
+            now_s: the time.
+        """
+        self._heard_s = now_s
+        ranks = [*map(replace, self.ranks.values())]  # copies: they change before they are heard
+        self._actions.tell_driver(Up(host=self._host, places=places, ranks=ranks, generation=self._generation))
+
+    def end(self, now_s: float, *, grace_s: float = KILL_GRACE_S) -> None:
+        """Ends all ranks; the agent is to follow.
+
+        Args:
+            now_s: the time.
+            grace_s: after which ranks are killed that train and have not ended themselves.
+        """
+        self.ends = True
+        for worker, progress in self.ranks.items():
+            if progress.kill_at_s is None:
+                progress.kill_at_s = now_s + (grace_s if progress.phase is Phase.MEMBER else KILL_GRACE_S)
+                self._actions.ask_to_end(worker)
+
+    def tick(self, now_s: float) -> bool:
+        """Time has passed, to be told at least twice a second; False = the driver is to be given up."""
+        for worker, progress in list(self.ranks.items()):
+            if progress.kill_at_s is not None and now_s >= progress.kill_at_s:
+                self._actions.kill(worker)
+        if now_s - self._looked_s > DRIVER_SILENT_S / 2:
+            self._heard_s = now_s  # this process was stopped, or the machine slept
+        self._looked_s = now_s
+        if now_s - self._beat_s > BEAT_S:
+            self._beat_s = now_s
+            self._actions.tell_driver(Beat())
+        return now_s - self._heard_s <= DRIVER_SILENT_S
+
+    def hear_driver(self, message: ToAgent, now_s: float) -> None:
+        """It wants something done; what concerns ranks that are not here does not concern this agent."""
+        self._heard_s, act = now_s, self._actions
+        match message:
+            case StartRank(worker=worker, slot=slot):
+                try:
+                    act.start_rank(worker, slot)
+                except OSError as err:
+                    act.tell_driver(Ended(worker=worker, end=RankEnd(exit_code=127, reason=str(err))))
+                else:
+                    self.ranks[worker] = Progress(worker=worker, slot=slot)
+            case KillRank(worker=worker, at_once=at_once) if worker in self.ranks:
+                self.ranks[worker].kill_at_s = now_s + (0.0 if at_once else KILL_GRACE_S)
+                (act.kill if at_once else act.ask_to_end)(worker)
+            case KnownAgents(agents):
+                self.agents = agents
+            case Form():
+                self._generation = msgspec.structs.replace(message, members=(), attendees=(), older=message.older or ())
+                for rank, worker in enumerate(message.workers):
+                    if (progress := self.ranks.get(worker)) is not None:
+                        progress.phase, progress.generation, progress.rank = Phase.MEMBER, message.number, rank
+                        formed = Formed(
+                            number=message.number,
+                            rank=rank,
+                            members=message.members,
+                            attendees=message.attendees,
+                            proof=self._proof,
+                        )
+                        act.tell_rank(worker, formed)
+                if message.older is not None:
+                    act.tell_driver(Told(message.number))
+            case Settle(number=number, older=older) if number == self._generation.number:
+                self._generation = msgspec.structs.replace(self._generation, older=older)
+            case Dismiss(worker=worker) if worker in self.ranks:
+                self.ranks[worker].phase = Phase.DISMISSED
+                act.tell_rank(worker, Dismissal())
+            case Tell(workers=workers, change=change, lost=lost):
+                for worker in self.ranks.keys() & set(workers):
+                    act.tell_rank(worker, Changed(change, lost))
+            case EndAll(grace_s):
+                self.end(now_s, grace_s=grace_s)
+
+    def hear_rank(self, worker: int, message: FromRank) -> None:
+        """It asks for something."""
+        progress, act = self.ranks[worker], self._actions
+        match message:
+            case Join(has_state=has_state, attendee=attendee):
+                progress.phase, progress.has_state, progress.attendee = Phase.WAITING, has_state, attendee
+                if self.ends:  # there will be nobody to train with
+                    act.kill(worker)
+                act.tell_driver(Joined(worker=worker, has_state=has_state, attendee=attendee))
+            case Patience(seconds):
+                progress.patience_s = seconds
+                act.tell_driver(Patient(worker=worker, seconds=seconds))
+            case Finished():
+                progress.phase = Phase.FINISHED
+                act.tell_driver(Done(worker))
+
+    def rank_ended(self, worker: int, end: RankEnd) -> None:
+        """A process is there no more."""
+        del self.ranks[worker]
+        self._actions.tell_driver(Ended(worker=worker, end=end))
+
+
+# ── how agents find a driver ─────────────────────────────────────────────────────────────────────────────────────────
+
+CONNECT_S = 20.0
+"""How long to try to reach a driver that is there, or is about to be."""
+
+CANDIDATE_S = 6.0
+"""How long to try to reach an agent that may be the next driver."""
+
+DRIVER = 0
+"""The driver's number in the handshake; agents count from 1."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentConfig:
+    """What an agent is told on its standard input, as a line of JSON.
+
+    Attributes:
+        need: what its host must have.
+        host: as the job calls it.
+        number: of the agent; no other one of the job has had it.
+        places: where the driver listens.
+        proof: with which the job's processes prove themselves.
+        command: what a rank runs.
+        environ: what is added to this process's environment for ranks.
+        folder: where they run.
+        hosts: "one" if there will never be another host, else "many".
+        interface: network interface that joins the hosts; None = any.
+        plan: what a driver needs that takes the place of a lost one; None = there will be none, nor a job.
+    """
+
+    need: Need
+    host: str
+    number: int
+    places: tuple[Place, ...]
+    proof: Proof
+    command: tuple[str, ...]
+    environ: Mapping[str, str]
+    folder: str
+    hosts: str
+    interface: str | None
+    plan: msgspec.Raw | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inheritance:
+    """What a driver is told, as JSON on its standard input, that an agent starts in the place of a lost one.
+
+    Attributes:
+        plan: of the lost one.
+        environ: what is added to the agent's environment for ranks.
+        proof: with which the job's processes prove themselves.
+        listeners: descriptors of sockets at which agents look for it.
+        agents: numbers of those that should come.
+        numbers: of agents, that have been given.
+    """
+
+    plan: msgspec.Raw
+    environ: Mapping[str, str]
+    proof: Proof
+    listeners: tuple[int, ...]
+    agents: tuple[int, ...]
+    numbers: int
+
+
+def agents_key(proof: Proof) -> bytes:
+    """With which agents and driver prove themselves; ranks of a generation have other ones."""
+    return job_key(proof.secret, f"{proof.job}/agents")
+
+
+def reach_driver(places: Sequence[Place], *, proof: Proof, number: int, timeout_s: float = CONNECT_S) -> socket.socket:
+    """A connection to the driver, at the first of its places that answers.
+
+    Raises:
+        CommError: none does.
+    """
+    deadline_s, problem = time.monotonic() + timeout_s, "it listens nowhere"
+    while time.monotonic() < deadline_s:
+        for place in places:
+            try:
+                sock = connect(place, key=agents_key(proof), own=number, other=DRIVER)
+            except (OSError, CommError) as err:
+                problem = str(err)
+            else:
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                return sock
+        time.sleep(0.2)
+    tried = ", ".join(f"{host}:{port}" for host, port in places)
+    raise CommError(f"the driver cannot be reached at {tried} ({problem}); name the interface with --network-interface")
+
+
+def candidates(agents: Agents, own: int) -> Iterator[tuple[int, Sequence[Place], float]]:
+    """Agents at which one looks for the next driver, one after the other: number, places, and for how long.
+
+    Args:
+        agents: as the lost driver has told last.
+        own: number of the one that looks; when it is its own turn, it is for it to start the driver.
+    """
+    for number, places in sorted(agents):
+        yield number, places, CONNECT_S if number == own else CANDIDATE_S
+
+
+def expected_by_successor(agents: Agents, own: int) -> tuple[int, ...]:
+    """Numbers of agents that come to a driver that `own` starts: they have not tried to start one before."""
+    return tuple(number for number, _ in agents if number >= own)
+
+
+class Succession:
+    """Finds an agent another driver when its own is lost, and starts that driver where it is this agent's turn."""
+
+    def __init__(self, config: AgentConfig) -> None:
+        """Opens the port.
+
+        Raises:
+            OSError: it cannot.
+        """
+        self._config = config
+        self._listeners = listen([LOOPBACK, *([] if config.hosts == "one" else own_addresses(config.interface))])
+        self._driver: subprocess.Popen[bytes] | None = None
+
+    @property
+    def places(self) -> list[Place]:
+        """Where a driver would listen that this agent has started."""
+        return [listener.getsockname()[:2] for listener in self._listeners]
+
+    def find_driver(self, agents: Agents) -> socket.socket | None:
+        """Blocks, up to some seconds for each agent that is gone; None = there is none.
+
+        Args:
+            agents: as the driver has told last.
+        """
+        own = self._config.number
+        for number, places, timeout_s in candidates(agents, own):
+            if number == own:
+                self._start_driver(agents)
+                places = self.places
+            with contextlib.suppress(CommError):
+                return reach_driver(places, proof=self._config.proof, number=own, timeout_s=timeout_s)
+        return None
+
+    def close(self) -> None:
+        """Closes the port; a driver that this agent has started ends by itself, and is waited for."""
+        for listener in self._listeners:
+            listener.close()
+        if self._driver is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._driver.wait(10.0)
+
+    def _start_driver(self, agents: Agents) -> None:
+        if self._driver is not None and self._driver.poll() is None:
+            return  # it goes on, and has done without this agent, which was stopped meanwhile
+        config = self._config
+        assert config.plan is not None
+        descriptors = tuple(listener.fileno() for listener in self._listeners)
+        inheritance = Inheritance(
+            plan=config.plan,
+            environ=config.environ,
+            proof=config.proof,
+            listeners=descriptors,
+            agents=expected_by_successor(agents, config.number),
+            numbers=max(number for number, _ in agents),
+        )
+        self._driver = subprocess.Popen(
+            [sys.executable, "-m", "sirtaki.run.elastic.launch"],
+            stdin=subprocess.PIPE,
+            start_new_session=True,
+            pass_fds=descriptors,
+        )
+        assert self._driver.stdin is not None  # a pipe
+        with contextlib.suppress(OSError), self._driver.stdin as stdin:
+            stdin.write(msgspec.json.encode(inheritance))
+
+
+# ── the process ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 _LONGEST_LINE = 65536
 _LAST_WORDS_S = 0.3
@@ -73,7 +524,7 @@ class RankProcess:
             except BaseException:
                 own.close()
                 raise
-        self.channel = JsonChannel(own)
+        self.channel: JsonChannel[FromRank] = JsonChannel(own, FromRank)
         self.pid = self._process.pid
         self._reason = ""
         assert self._process.stdout is not None  # both are pipes
@@ -123,8 +574,10 @@ class RankProcess:
                 line = PATTERN.sub(self._note, line)
                 if line and not line.endswith(b"\n"):
                     line += UNFINISHED
-                if line:
-                    _write(sink, head + line)
+                rest = memoryview(head + line if line else b"")
+                with _writing, contextlib.suppress(OSError):  # at once; what nobody reads any more is dropped
+                    while rest:
+                        rest = rest[os.write(sink, rest) :]
 
     def _note(self, found: re.Match[bytes]) -> bytes:
         """What the rank says about itself: its reason is kept, and whose error it is is written into it."""
@@ -132,14 +585,6 @@ class RankProcess:
         if message.event is Event.FAILED:
             self._reason = message.reason
         return replace(message, rank=self.worker).encode().encode()
-
-
-def _write(sink: int, data: bytes) -> None:
-    """At once, so that no other rank's text comes between; nobody reads any more = it is dropped."""
-    rest = memoryview(data)
-    with _writing, contextlib.suppress(OSError):
-        while rest:
-            rest = rest[os.write(sink, rest) :]
 
 
 ALONE_S = 3.0
@@ -152,14 +597,15 @@ _POLL_WITHOUT_PIDFD_S = 0.05
 class Agent:
     """Starts and ends ranks as the driver says, and passes on what they ask and what they are told."""
 
-    def __init__(self, config: AgentConfig, driver: JsonChannel, janitor: subprocess.Popen[bytes] | None) -> None:
-        self._config, self._driver, self._janitor = config, driver, janitor
-        self._succession = Succession(config) if config.successor_config is not None else None
-        self._rules = AgentRules(self, host=config.host, now_s=time.monotonic())
+    def __init__(self, config: AgentConfig, driver: socket.socket, janitor: subprocess.Popen[bytes] | None) -> None:
+        self._config, self._janitor = config, janitor
+        self._succession = Succession(config) if config.plan is not None else None
+        self._rules = AgentRules(self, host=config.host, proof=config.proof, now_s=time.monotonic())
         self._ranks: dict[int, RankProcess] = {}
         self._events = selectors.DefaultSelector()
         self._pidfds: dict[int, int] = {}
         self._poll_s = _POLL_S
+        self._meet(driver)
 
     def run(self) -> None:
         """Returns when the driver says so, or is gone; no rank is left."""
@@ -167,16 +613,15 @@ class Agent:
             signal.signal(number, self._end)
         if self._succession is not None:
             signal.signal(signal.SIGHUP, signal.SIG_IGN)  # of an ssh whose other end is gone
-        self._meet(self._driver)
         while not self._rules.ends or self._ranks:
             self._look()
         self._driver.close()
         if self._succession is not None:
             self._succession.close()
 
-    def _meet(self, driver: JsonChannel) -> None:
-        self._driver = driver
-        self._events.register(driver, selectors.EVENT_READ)
+    def _meet(self, driver: socket.socket) -> None:
+        self._driver: JsonChannel[ToAgent] = JsonChannel(driver, ToAgent)
+        self._events.register(self._driver, selectors.EVENT_READ)
         self._rules.meet_driver([] if self._succession is None else self._succession.places, time.monotonic())
 
     def _lose_driver(self) -> None:
@@ -184,13 +629,18 @@ class Agent:
         with contextlib.suppress(KeyError, ValueError):
             self._events.unregister(self._driver)
         self._driver.close()
-        found = None
         if not self._rules.ends and self._succession is not None:
-            found = self._succession.find_driver(self._rules.agents)
-        if found is None:
-            self._end()
-        else:
-            self._meet(found)
+            self._write_to_file()
+            if (found := self._succession.find_driver(self._rules.agents)) is not None:
+                self._meet(found)
+                return
+        self._end()
+
+    def _write_to_file(self) -> None:
+        """Nobody reads any more what this process and its ranks write."""
+        with contextlib.suppress(OSError), open(f"sirtaki-{self._config.host}.log", "ab") as file:
+            for descriptor in (1, 2):
+                os.dup2(file.fileno(), descriptor)
 
     def _end(self, number: int | None = None, frame: FrameType | None = None) -> None:
         del frame
@@ -226,8 +676,7 @@ class Agent:
         try:
             messages = rank.channel.receive()
         except ConnectionError:  # it has closed the socket, or is about to be found dead
-            if self._events.get_map().get(rank.channel) is not None:
-                self._events.unregister(rank.channel)
+            self._forget(rank.channel)
             return
         for message in messages:
             self._rules.hear_rank(rank.worker, message)
@@ -236,6 +685,10 @@ class Agent:
         wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if rank.channel.has_unsent else 0)
         if self._events.get_map().get(rank.channel) is not None:
             self._events.modify(rank.channel, wanted, rank)
+
+    def _forget(self, channel: JsonChannel[FromRank]) -> None:
+        with contextlib.suppress(KeyError, ValueError):
+            self._events.unregister(channel)
 
     # ── what the rules have done ──────────────────────────────────────────────────────────────────────────────────────
 
@@ -267,21 +720,19 @@ class Agent:
         """Kills all processes of the worker's session."""
         self._ranks[worker].kill()
 
-    def tell_rank(self, worker: int, message: Mapping[str, Any]) -> None:
-        """Sends the message to a rank; a generation goes with the job's secret, which only its ranks may know."""
+    def tell_rank(self, worker: int, message: ToRank) -> None:
+        """Sends the message to a rank."""
         if (rank := self._ranks.get(worker)) is not None:
-            own = {"job": self._config.job, "secret": self._config.secret} if message["is"] == "generation" else {}
-            rank.channel.send({**message, **own})
+            rank.channel.send(message)
             self._watch(rank)
 
-    def tell_driver(self, message: Mapping[str, Any]) -> None:
+    def tell_driver(self, message: FromAgent) -> None:
         """Sends the message to the driver."""
         self._driver.send(message)
 
     def _bury(self, rank: RankProcess) -> None:
         self._hear_rank(rank)  # its last words
-        if self._events.get_map().get(rank.channel) is not None:
-            self._events.unregister(rank.channel)
+        self._forget(rank.channel)
         if (pidfd := self._pidfds.pop(rank.worker, None)) is not None:
             self._events.unregister(pidfd)
             os.close(pidfd)
@@ -299,12 +750,6 @@ class Agent:
                 self._janitor.stdin.flush()
 
 
-def unfit(line: bytes) -> str:
-    """Why this host cannot be used for what an agent is told, "" if it can; asked before the rest is understood."""
-    need = json.loads(line).get("need")
-    return problem_here(Need.of(need)) if need else ""
-
-
 def _leave_with_input(arrived: threading.Event) -> None:
     """Ends this process where its starter has gone before it has found the driver."""
     with contextlib.suppress(OSError):
@@ -314,19 +759,26 @@ def _leave_with_input(arrived: threading.Event) -> None:
         os._exit(1)
 
 
+@dataclass(frozen=True, slots=True)
+class _Needing:
+    """Of what an agent is told what any version understands."""
+
+    need: Need
+
+
 def main() -> int:
     """The agent's process; its exit code says whether it has come as far as to be used."""
     line = sys.stdin.buffer.readline()
-    if problem := unfit(line):
+    if problem := problem_here(msgspec.json.decode(line, type=_Needing).need):  # before the rest is understood
         print(f"{PROBLEM}{problem}", file=sys.stderr, flush=True)
         return 1
-    config = AgentConfig.decode(line)
+    config = msgspec.json.decode(line, type=AgentConfig)
     with contextlib.suppress(OSError):
         os.chdir(config.folder)
     arrived = threading.Event()
     threading.Thread(target=_leave_with_input, args=[arrived], name="input-watch", daemon=True).start()
     try:
-        driver = reach_driver(config.places, key=agents_key(config.secret, config.job), number=config.number)
+        driver = reach_driver(config.places, proof=config.proof, number=config.number)
     except CommError as err:
         print(f"{PROBLEM}{err}", file=sys.stderr)
         return 1

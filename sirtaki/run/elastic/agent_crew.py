@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import secrets
 import selectors
@@ -15,19 +14,32 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from typing import IO, Any, Generic, Protocol, TypeVar
 
+import msgspec
+
 from sirtaki.comm.control.addresses import LOOPBACK, own_addresses
-from sirtaki.comm.control.mesh_rendezvous import MAX_UNPROVED, Candidate, listen
+from sirtaki.comm.control.mesh_rendezvous import Door, listen
+from sirtaki.engine.membership import Proof
 from sirtaki.errors import ConfigError, LaunchError
 from sirtaki.json_channel import JsonChannel, encoded
 
 from ..host_check import PROBLEM, Need, versions_here
 from ..hosts import OPTIONS, Host, remedy
-from .agent_rules import end_grace_s
-from .succession import DRIVER, agents_key
+from .agent import (
+    DRIVER,
+    AgentConfig,
+    Beat,
+    EndAll,
+    FromAgent,
+    KnownAgents,
+    Place,
+    ToAgent,
+    Up,
+    agents_key,
+    end_grace_s,
+)
 
 AGENT_SILENT_S = 10.0
 """After which the agent of a host, and its ranks with it, are given up."""
@@ -37,15 +49,15 @@ REMEMBERED_S = 120.0
 must find each other where it is this driver that has to end."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Heard:
     """The agent of a host has said something."""
 
     host: str
-    message: Mapping[str, Any]
+    message: FromAgent
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Lost:
     """The agent of a host is given up; it ends its ranks and itself, if it lives, when it finds that out."""
 
@@ -54,14 +66,10 @@ class Lost:
 
 
 class Channel(Protocol):
-    """A connection to an agent."""
+    """A connection to an agent, real or simulated."""
 
-    def send(self, message: Mapping[str, Any]) -> None:
-        """What is sent to somebody who is gone is dropped."""
-        ...
-
-    def send_encoded(self, text: bytes) -> None:
-        """Sends a message that `json_channel.encoded` has made text of."""
+    def send(self, message: msgspec.Struct | bytes) -> None:
+        """Sends a message, or what `json_channel.encoded` has made of it; drops it where the agent is gone."""
         ...
 
     def close(self) -> None:
@@ -79,26 +87,20 @@ class AgentRecord(Generic[_Channel]):
         host: "" = not known yet.
         number: names it in the job.
         channel: to it, None until it has proved itself.
-        program: that has started it.
-        started_s: when.
+        started_s: when it was.
         heard_s: when something has come from it last.
         places: where a driver would listen that it has started.
     """
 
-    def __init__(self, host: str, number: int, *, program: str, now_s: float) -> None:
-        self.host, self.number, self.program = host, number, program
+    def __init__(self, host: str, number: int, *, now_s: float) -> None:
+        self.host, self.number = host, number
         self.channel: _Channel | None = None
         self.started_s = self.heard_s = now_s
-        self.places: list[tuple[str, int]] = []
+        self.places: Sequence[Place] = ()
 
-    @property
-    def exit_code(self) -> int | None:
-        """Of the program; None = it runs, or nobody knows."""
-        return None
-
-    def why_ended(self, code: int) -> str:
-        """Why the program has ended with this exit code before the agent has come, as far as it is known."""
-        return f"{os.path.basename(self.program)} ended with exit code {code}"
+    def why_ended(self) -> str:
+        """Why the program that starts it has ended before the agent has come; "" = it runs, or nobody knows."""
+        return ""
 
     def disconnect(self) -> None:
         """The agent ends its ranks and itself as soon as it notices."""
@@ -118,17 +120,7 @@ class AgentList(Generic[_Agent]):
         adopts: any other one of the job may come, too: the lost driver may have given it up.
     """
 
-    def __init__(
-        self,
-        *,
-        expected: Iterable[int],
-        numbers: int,
-        start_s: float,
-        tells: bool,
-        sent: Callable[[_Agent], None],
-        released: Callable[[_Agent], None],
-        now_s: float,
-    ) -> None:
+    def __init__(self, *, expected: Iterable[int], numbers: int, start_s: float, tells: bool, now_s: float) -> None:
         """Has no agent yet.
 
         Args:
@@ -136,28 +128,26 @@ class AgentList(Generic[_Agent]):
             numbers: of agents, that have been given.
             start_s: how long an agent may take to connect.
             tells: agents are told of each other, since one of them may start the next driver.
-            sent: called after something was sent to an agent.
-            released: called when an agent is released, before its connection is closed.
             now_s: the time.
         """
         self.agents: dict[str, _Agent] = {}
         self.expected = set(expected)
         self.adopts = bool(self.expected)
         self._numbers, self._start_s, self._tells = numbers, start_s, tells
-        self._sent, self._released = sent, released
         self._looked_s = now_s
         self._remembered: list[tuple[float, _Agent]] = []
+
+    @property
+    def hosts(self) -> list[str]:
+        """Hosts of agents that have not been given up."""
+        return list(self.agents)
 
     def next_number(self) -> int:
         """For an agent that is about to be started."""
         self._numbers += 1
         return self._numbers
 
-    def started(self, agent: _Agent) -> None:
-        """Adds an agent that has been started and is to connect."""
-        self.agents[agent.host] = agent
-
-    def close_adoption(self) -> None:
+    def expect_no_more(self) -> None:
         """Who has not come yet comes too late."""
         self.expected.clear()
         self.adopts = False
@@ -166,40 +156,35 @@ class AgentList(Generic[_Agent]):
         """That of this number which has not come yet; None = there is none."""
         return next((each for each in self.agents.values() if each.number == number and each.channel is None), None)
 
-    def hear(self, agent: _Agent, message: Mapping[str, Any], now_s: float) -> Heard | None:
+    def hear(self, agent: _Agent, message: FromAgent, now_s: float) -> Heard | None:
         """An agent has said that; None = nothing for others."""
         agent.heard_s = now_s
         match message:
-            case {"is": "beat"}:
-                self.send(agent.host, {"do": "beat"})
+            case Beat():
+                self.send_to([agent.host], message)
                 return None
-            case {"is": "up", "host": str(host), "places": list(places)}:
-                agent.places = [(address, port) for address, port in places]
+            case Up(host=host, places=places):
+                agent.places = places
                 if not agent.host:
                     self.expected.discard(agent.number)
                     self._numbers = max(self._numbers, agent.number)
                     agent.host, self.agents[host] = host, agent
-        return Heard(host=agent.host, message=message) if agent.host else None
+        return Heard(agent.host, message) if agent.host else None
 
-    def send(self, host: str, message: Mapping[str, Any]) -> None:
-        """Sends the message to the agent of a host; nothing happens if there is none."""
-        self.send_to([host], message)
-
-    def send_to(self, hosts: Iterable[str], message: Mapping[str, Any]) -> None:
-        """Sends the message to the agents of these hosts."""
+    def send_to(self, hosts: Iterable[str], message: ToAgent) -> None:
+        """Sends the message to the agents of these hosts; nothing happens where there is none."""
         text = encoded(message)
         for host in hosts:
             agent = self.agents.get(host)
             if agent is not None and agent.channel is not None:
-                agent.channel.send_encoded(text)
-                self._sent(agent)
+                agent.channel.send(text)
+                self._watch(agent)
 
     def tell_each_other(self) -> None:
         """Lets all agents know who may be the next driver."""
         if self._tells:
             known = (*self.agents.values(), *(agent for _, agent in self._remembered))
-            agents = [[agent.number, agent.places] for agent in known if agent.places]
-            self.send_to(self.agents, {"do": "agents", "agents": agents})
+            self.send_to(self.agents, KnownAgents([(agent.number, agent.places) for agent in known if agent.places]))
 
     def tick(self, now_s: float) -> Iterator[Lost]:
         """Those that have not come, or say nothing any more."""
@@ -209,12 +194,13 @@ class AgentList(Generic[_Agent]):
         self._looked_s = now_s
         self._remembered = [(until_s, agent) for until_s, agent in self._remembered if now_s < until_s]
         for agent in list(self.agents.values()):
-            if agent.channel is None and (code := agent.exit_code) is not None:
-                yield from self.lose(agent, now_s, agent.why_ended(code))
-            elif agent.channel is None and now_s - agent.started_s > self._start_s:
+            if agent.channel is not None:
+                if now_s - agent.heard_s > AGENT_SILENT_S:
+                    yield from self.lose(agent, now_s, f"it has been silent for {AGENT_SILENT_S:g} s")
+            elif why := agent.why_ended():
+                yield from self.lose(agent, now_s, why)
+            elif now_s - agent.started_s > self._start_s:
                 yield from self.lose(agent, now_s, f"its agent has not answered within {self._start_s:g} s")
-            elif agent.channel is not None and now_s - agent.heard_s > AGENT_SILENT_S:
-                yield from self.lose(agent, now_s, f"it has been silent for {AGENT_SILENT_S:g} s")
 
     def lose(self, agent: _Agent, now_s: float, why: str = "its agent is gone") -> Iterator[Lost]:
         """An agent is gone; nothing if it had been given up, or has never said its host."""
@@ -222,20 +208,23 @@ class AgentList(Generic[_Agent]):
         self._release(agent)
         if is_known:
             self._remembered.append((now_s + REMEMBERED_S, agent))
-            yield Lost(host=agent.host, why=why)
+            yield Lost(agent.host, why)
 
-    def stop(self, agent: _Agent) -> None:
-        """It is to end; nothing that it says counts any more."""
-        if agent.channel is not None:
-            agent.channel.send({"do": "end"})
-        self._release(agent)
+    def stop(self, host: str) -> None:
+        """The agent of that host is to end; nothing that it says counts any more."""
+        if (agent := self.agents.get(host)) is not None:
+            if agent.channel is not None:
+                agent.channel.send(EndAll())
+            self._release(agent)
 
     def _release(self, agent: _Agent) -> None:
         """Without a word, since it may be this side that has to end; an agent without a driver ends, or finds one."""
         if self.agents.get(agent.host) is agent:
             del self.agents[agent.host]
-        self._released(agent)
         agent.disconnect()
+
+    def _watch(self, agent: _Agent) -> None:
+        """Something was sent to the agent, or has come from it."""
 
 
 _AGENT = ("-m", "sirtaki.run.elastic.agent")
@@ -303,24 +292,20 @@ class ElasticJob:
     Attributes:
         command: what each rank runs.
         script: the file among its words that must be there; "" = none.
-        environ: of the ranks on this machine.
-        carried: of it, what ranks elsewhere get.
+        carried: variables that ranks elsewhere get.
         interface: network interface that joins the hosts; None = any.
         one_host: there will never be a host besides this one.
         agents: how they are started.
         agent_start_s: how long an agent may take to connect.
-        successor_config: what a driver needs that takes this one's place; None = there will be none.
     """
 
     command: tuple[str, ...]
-    environ: Mapping[str, str]
     carried: Mapping[str, str]
     interface: str | None
     one_host: bool
     agents: AgentStart
     agent_start_s: float = 60.0
     script: str = ""
-    successor_config: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -328,108 +313,34 @@ class DriverEndpoint:
     """Where agents reach a driver, and how they prove themselves: made by the first driver, passed on to the next.
 
     Attributes:
-        name, secret: of the job.
+        proof: name and secret of the job.
         listeners: at which agents look for it.
         agents: numbers of those that should come.
         numbers: of agents, that have been given.
     """
 
-    name: str
-    secret: str = field(repr=False)
+    proof: Proof
     listeners: tuple[socket.socket, ...]
     agents: tuple[int, ...] = ()
     numbers: int = 0
 
 
-def new_endpoint(job: ElasticJob) -> DriverEndpoint:
+def new_endpoint(interface: str | None, *, one_host: bool = False) -> DriverEndpoint:
     """Opens the ports of a job's first driver and gives the job a name and a secret.
+
+    Args:
+        interface: network interface that joins the hosts; None = any.
+        one_host: there will never be another host.
 
     Raises:
         LaunchError: it cannot listen.
     """
-    return endpoint_at([LOOPBACK, *([] if job.one_host else own_addresses(job.interface))])
-
-
-def endpoint_at(addresses: Sequence[str]) -> DriverEndpoint:
-    """Opens the ports at these addresses and gives the job a name and a secret.
-
-    Raises:
-        LaunchError: it cannot.
-    """
+    addresses = [LOOPBACK, *([] if one_host else own_addresses(interface))]
     try:
         listeners = tuple(listen(addresses))
     except OSError as err:
         raise LaunchError(f"the launcher cannot listen at {', '.join(addresses)}: {err}") from err
-    return DriverEndpoint(name=secrets.token_hex(8), secret=secrets.token_hex(32), listeners=listeners)
-
-
-class AgentServer:
-    """Listens, and tells agents from strangers; it is asked by the driver's selector and never blocks."""
-
-    def __init__(self, listeners: Sequence[socket.socket], *, key: bytes, events: selectors.BaseSelector) -> None:
-        """The listeners become its own."""
-        self._key, self._events = key, events
-        self._listeners = listeners
-        self._candidates: dict[int, Candidate] = {}
-        for listener in self._listeners:
-            listener.setblocking(False)
-            events.register(listener, selectors.EVENT_READ, self)
-
-    @property
-    def places(self) -> list[tuple[str, int]]:
-        """Where it listens."""
-        return [listener.getsockname()[:2] for listener in self._listeners]
-
-    def advance(self, descriptor: int) -> tuple[int, JsonChannel] | None:
-        """Something has come there: the number of an agent and its connection, once it has proved itself."""
-        candidate = self._candidates.get(descriptor)
-        if candidate is None:
-            self._accept(descriptor)
-            return None
-        try:
-            number = candidate.advance(self._key, DRIVER)
-            if number is None:
-                return None
-            candidate.welcome()
-        except OSError:
-            self._drop(descriptor)
-            return None
-        del self._candidates[descriptor]
-        self._events.unregister(candidate.sock)
-        candidate.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return number, JsonChannel(candidate.sock)
-
-    def drop_late(self) -> None:
-        """Closes what has not proved itself in time."""
-        now_s = time.monotonic()
-        for descriptor in [number for number, each in self._candidates.items() if each.deadline_s < now_s]:
-            self._drop(descriptor)
-
-    def close(self) -> None:
-        """Listens no more."""
-        for descriptor in list(self._candidates):
-            self._drop(descriptor)
-        for listener in self._listeners:
-            with suppress(KeyError, ValueError):
-                self._events.unregister(listener)
-            listener.close()
-
-    def _accept(self, descriptor: int) -> None:
-        for listener in self._listeners:
-            if listener.fileno() != descriptor:
-                continue
-            with suppress(OSError):
-                sock, _ = listener.accept()
-                sock.setblocking(False)
-                if len(self._candidates) >= MAX_UNPROVED:
-                    self._drop(next(iter(self._candidates)))
-                self._candidates[sock.fileno()] = Candidate(sock)
-                self._events.register(sock, selectors.EVENT_READ, self)
-
-    def _drop(self, descriptor: int) -> None:
-        gone = self._candidates.pop(descriptor)
-        self._events.unregister(gone.sock)
-        gone.sock.close()
+    return DriverEndpoint(proof=Proof(job=secrets.token_hex(8), secret=secrets.token_hex(32)), listeners=listeners)
 
 
 Speaker = TypeVar("Speaker")
@@ -441,29 +352,28 @@ class Switchboard(Generic[Speaker]):
     def __init__(self, endpoint: DriverEndpoint) -> None:
         """Listens at the ports that it inherits, which become its own."""
         self._events = selectors.DefaultSelector()
-        key = agents_key(endpoint.secret, endpoint.name)
-        self._server = AgentServer(endpoint.listeners, key=key, events=self._events)
+        self._door = Door(endpoint.listeners, key=agents_key(endpoint.proof), own=DRIVER, events=self._events)
         self._woken, self._waker = socket.socketpair()
         for end in (self._woken, self._waker):
             end.setblocking(False)
         self._events.register(self._woken, selectors.EVENT_READ)
 
     @property
-    def places(self) -> list[tuple[str, int]]:
+    def places(self) -> list[Place]:
         """Where it listens."""
-        return self._server.places
+        return self._door.places
 
-    def connect(self, channel: JsonChannel, speaker: Speaker) -> None:
-        """From now on the speaker is heard."""
-        self._events.register(channel, selectors.EVENT_READ, speaker)
-
-    def watch(self, channel: JsonChannel, speaker: Speaker) -> None:
-        """Asks for what is needed of a connection just now; nothing happens if it is not connected."""
-        if self._events.get_map().get(channel) is not None:
-            wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if channel.has_unsent else 0)
+    def watch(self, channel: JsonChannel[Any], speaker: Speaker) -> None:
+        """From now on the speaker is heard, and what could not be sent to it is sent when there is room."""
+        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if channel.has_unsent else 0)
+        if channel.fileno() < 0:
+            return
+        if self._events.get_map().get(channel) is None:
+            self._events.register(channel, wanted, speaker)
+        else:
             self._events.modify(channel, wanted, speaker)
 
-    def disconnect(self, channel: JsonChannel) -> None:
+    def disconnect(self, channel: JsonChannel[Any]) -> None:
         """It is heard no more; harmless if it is not connected. The channel stays open."""
         with contextlib.suppress(KeyError, ValueError):
             self._events.unregister(channel)
@@ -473,7 +383,7 @@ class Switchboard(Generic[Speaker]):
         with contextlib.suppress(OSError):
             self._waker.send(b"x")
 
-    def look(self, timeout_s: float, welcome: Callable[[int, JsonChannel], None]) -> Iterator[Speaker]:
+    def look(self, timeout_s: float, welcome: Callable[[int, socket.socket], None]) -> Iterator[Speaker]:
         """Waits for something to happen, at most so long; those who may be heard now.
 
         Args:
@@ -484,22 +394,36 @@ class Switchboard(Generic[Speaker]):
             if chosen.fileobj is self._woken:
                 with contextlib.suppress(BlockingIOError):
                     self._woken.recv(4096)
-            elif chosen.data is self._server:
-                if (found := self._server.advance(chosen.fd)) is not None:
-                    welcome(*found)
+            elif chosen.data is self._door:
+                for number, sock in self._door.advance(chosen.fd):
+                    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                    welcome(number, sock)
             else:
                 yield chosen.data
-        self._server.drop_late()
+        self._door.drop_late()
 
     def close(self) -> None:
         """Listens no more; connections are their speakers'."""
-        self._server.close()
+        self._door.close()
         self._events.close()
         for end in (self._woken, self._waker):
             end.close()
 
 
-class AgentHandle(AgentRecord[JsonChannel]):
+class AdoptedAgent(AgentRecord[JsonChannel[FromAgent]]):
+    """One that another driver has started."""
+
+    def wait(self, timeout_s: float) -> None:
+        """Until it has closed the connection, at most so long."""
+        deadline_s = time.monotonic() + timeout_s
+        with contextlib.suppress(ConnectionError):
+            while self.channel is not None and self.channel.fileno() >= 0 and time.monotonic() < deadline_s:
+                self.channel.receive()
+                time.sleep(0.05)
+        self.disconnect()
+
+
+class StartedAgent(AdoptedAgent):
     """One agent from its start to its end; used once."""
 
     def __init__(
@@ -524,7 +448,9 @@ class AgentHandle(AgentRecord[JsonChannel]):
         Raises:
             OSError: the command cannot be run.
         """
-        super().__init__(host, number, program=words[0], now_s=time.monotonic())
+        super().__init__(host, number, now_s=time.monotonic())
+        self._program = os.path.basename(words[0])
+        self._problem = ""
         self._process = subprocess.Popen(
             words,
             env=dict(environ),
@@ -535,10 +461,10 @@ class AgentHandle(AgentRecord[JsonChannel]):
         )
         assert self._process.stdout is not None  # pipes
         assert self._process.stderr is not None
-        self._told = _Told(self._process.stderr, self, by_ssh=os.path.basename(words[0]) == "ssh")
+        streams = {"stdout": self._process.stdout, "stderr": _Filtered(self._process.stderr, self._is_shown)}
         self._pumps = [
-            threading.Thread(target=pump, args=[name, stream], name=f"pump-{host}-{name}", daemon=True)
-            for name, stream in (("stdout", self._process.stdout), ("stderr", self._told))
+            threading.Thread(target=pump, args=stream, name=f"pump-{host}-{stream[0]}", daemon=True)
+            for stream in streams.items()
         ]
         for thread in self._pumps:
             thread.start()
@@ -547,20 +473,30 @@ class AgentHandle(AgentRecord[JsonChannel]):
             self._process.stdin.write(config)
             self._process.stdin.flush()
 
-    @property
-    def exit_code(self) -> int | None:
-        """Of the command; None = it runs."""
-        return self._process.poll()
+    def _is_shown(self, line: bytes) -> bool:
+        """Whether a line of standard error does not say why the agent does not come, which is kept."""
+        text, problem = line.decode(errors="replace"), ""
+        if self.channel is None and text.startswith(PROBLEM):
+            problem = text.removeprefix(PROBLEM).strip()
+        elif self.channel is None and self._program == "ssh":
+            found = remedy(text, host=self.host, python=sys.executable)
+            problem = f"{text.strip().rstrip('.')}: {found}" if found else ""
+        self._problem = problem or self._problem
+        return not problem
 
-    def why_ended(self, code: int) -> str:
-        """What the command's last lines say of the problem, or else its exit code."""
+    def why_ended(self) -> str:
+        """What the last lines of the command say of the problem, or else its exit code; "" while it runs."""
+        if (code := self._process.poll()) is None:
+            return ""
         self._pumps[1].join(1.0)  # its last words
-        return self._told.problem or super().why_ended(code)
+        return self._problem or f"{self._program} ended with exit code {code}"
 
     def disconnect(self) -> None:
         """Closes the connection and the command's input, so that the agent ends its ranks and itself."""
         super().disconnect()
-        self._close_input()
+        with contextlib.suppress(OSError, ValueError):
+            if self._process.stdin is not None:
+                self._process.stdin.close()
 
     def wait(self, timeout_s: float) -> None:
         """For its end and its output, at most so long; then the command is killed."""
@@ -576,101 +512,51 @@ class AgentHandle(AgentRecord[JsonChannel]):
         for pump in self._pumps:
             pump.join(1.0)
 
-    def _close_input(self) -> None:
-        with contextlib.suppress(OSError, ValueError):
-            if self._process.stdin is not None:
-                self._process.stdin.close()
 
+class _Filtered:
+    """The lines of a stream that are to be shown."""
 
-class _Told:
-    """An agent's standard error without those lines that say why it does not come.
-
-    Attributes:
-        problem: what they say, and what to do; "" = nothing.
-    """
-
-    def __init__(self, stream: IO[bytes], agent: AgentRecord[JsonChannel], *, by_ssh: bool) -> None:
-        self._stream, self._agent, self._by_ssh = stream, agent, by_ssh
-        self.problem = ""
+    def __init__(self, stream: IO[bytes], is_shown: Callable[[bytes], bool]) -> None:
+        self._stream, self._is_shown = stream, is_shown
 
     def __enter__(self) -> Iterator[bytes]:
-        return iter(self)
+        return filter(self._is_shown, self._stream)
 
     def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Closes the stream."""
         self._stream.close()
 
-    def __iter__(self) -> Iterator[bytes]:
-        for line in self._stream:
-            problem = self._read(line.decode(errors="replace")) if self._agent.channel is None else ""
-            self.problem = problem or self.problem
-            if not problem:
-                yield line
 
-    def _read(self, line: str) -> str:
-        if line.startswith(PROBLEM):
-            return line.removeprefix(PROBLEM).strip()
-        found = remedy(line, host=self._agent.host, python=sys.executable) if self._by_ssh else ""
-        return f"{line.strip().rstrip('.')}: {found}" if found else ""
-
-
-class AdoptedAgent(AgentRecord[JsonChannel]):
-    """One that another driver has started."""
-
-    def __init__(self, number: int) -> None:
-        """Its host is not known before it says it."""
-        super().__init__("", number, program="its starter", now_s=time.monotonic())
-
-    def wait(self, timeout_s: float) -> None:
-        """Until it has closed the connection, at most so long."""
-        deadline_s = time.monotonic() + timeout_s
-        with contextlib.suppress(ConnectionError):
-            while self.channel is not None and self.channel.fileno() >= 0 and time.monotonic() < deadline_s:
-                self.channel.receive()
-                time.sleep(0.05)
-        self.disconnect()
-
-
-class AgentCrew:
+class AgentCrew(AgentList[AdoptedAgent]):
     """All agents, one a host."""
 
-    def __init__(self, job: ElasticJob, endpoint: DriverEndpoint, pump: Callable[[str, IO[bytes]], None]) -> None:
+    def __init__(
+        self,
+        job: ElasticJob,
+        endpoint: DriverEndpoint,
+        pump: Callable[[str, IO[bytes]], None],
+        *,
+        environ: Mapping[str, str],
+        plan: msgspec.Raw | None,
+    ) -> None:
         """Has none yet.
 
         Args:
             job: of the driver.
             endpoint: where it listens, and who may come.
             pump: shows what an agent writes to "stdout" or "stderr".
+            environ: of the ranks on this machine.
+            plan: what a driver needs that takes this one's place; None = there will be none.
         """
-        self._job, self._own, self._pump = job, endpoint, pump
-        self._board: Switchboard[AgentHandle | AdoptedAgent] = Switchboard(endpoint)
-        self._agent_list: AgentList[AgentHandle | AdoptedAgent] = AgentList(
+        super().__init__(
             expected=endpoint.agents,
             numbers=endpoint.numbers,
             start_s=job.agent_start_s,
-            tells=job.successor_config is not None,
-            sent=self._watch,
-            released=self._forget,
+            tells=plan is not None,
             now_s=time.monotonic(),
         )
-        self._leaving: list[AgentHandle | AdoptedAgent] = []
-
-    @property
-    def hosts(self) -> list[str]:
-        """Hosts of agents that have not been given up."""
-        return list(self._agent_list.agents)
-
-    @property
-    def expected(self) -> set[int]:
-        """Numbers of agents that another driver has started and that have not come yet."""
-        return self._agent_list.expected
-
-    def expect_no_more(self) -> None:
-        """Who has not come yet comes too late."""
-        self._agent_list.close_adoption()
+        self._job, self._proof, self._pump, self._environ, self._plan = job, endpoint.proof, pump, environ, plan
+        self._board: Switchboard[AdoptedAgent] = Switchboard(endpoint)
+        self._leaving: list[AdoptedAgent] = []
 
     def wake(self) -> None:
         """From any thread: `look` returns."""
@@ -682,53 +568,34 @@ class AgentCrew:
         Raises:
             OSError: its command cannot be run.
         """
-        job, number, places = self._job, self._agent_list.next_number(), self._board.places
+        job, number, places = self._job, self.next_number(), self._board.places
         is_child = job.agents.is_child(host)
-        need = Need(
+        config = AgentConfig(
+            need=Need(
+                folder=os.getcwd(),
+                script=job.script,
+                interfaces=tuple(job.interface.split(",")) if job.interface else (),
+                versions=versions_here(),
+            ),
+            host=host,
+            number=number,
+            places=tuple(places if is_child else places[1:] + places[:1]),
+            proof=self._proof,
+            command=job.command,
+            environ={} if is_child else job.carried,
             folder=os.getcwd(),
-            script=job.script,
-            interfaces=tuple(job.interface.split(",")) if job.interface else (),
-            versions=versions_here(),
+            hosts="one" if job.one_host else "many",
+            interface=job.interface,
+            plan=self._plan,
         )
-        config = {
-            "host": host,
-            "need": asdict(need),
-            "number": number,
-            "places": places if is_child else places[1:] + places[:1],
-            "secret": self._own.secret,
-            "job": self._own.name,
-            "command": job.command,
-            "environ": {} if is_child else dict(job.carried),
-            "folder": os.getcwd(),
-            "hosts": "one" if job.one_host else "many",
-            "interface": job.interface,
-            "successor_config": job.successor_config,
-        }
-        words, line = job.agents.words(host, job.environ), json.dumps(config).encode() + b"\n"
-        self._agent_list.started(AgentHandle(host, number, words, job.environ, line, self._pump))
-
-    def stop(self, host: str) -> None:
-        """Has the agent of a host end."""
-        if (agent := self._agent_list.agents.get(host)) is not None:
-            self._agent_list.stop(agent)
-
-    def send(self, host: str, message: Mapping[str, Any]) -> None:
-        """Sends the message to the agent of a host; nothing happens if there is none."""
-        self._agent_list.send(host, message)
-
-    def send_to(self, hosts: Iterable[str], message: Mapping[str, Any]) -> None:
-        """Sends the message to the agents of these hosts."""
-        self._agent_list.send_to(hosts, message)
-
-    def tell_each_other(self) -> None:
-        """Lets all agents know who may be the next driver."""
-        self._agent_list.tell_each_other()
+        words, line = job.agents.words(host, self._environ), msgspec.json.encode(config) + b"\n"
+        self.agents[host] = StartedAgent(host, number, words, self._environ, line, self._pump)
 
     def look(self, timeout_s: float) -> Iterator[Heard | Lost]:
         """Waits for something to happen, at most so long, and says what."""
         for agent in self._board.look(timeout_s, self._welcome):
             yield from self._hear(agent)
-        yield from self._agent_list.tick(time.monotonic())
+        yield from self.tick(time.monotonic())
 
     def close(self, number: int | None = None) -> None:
         """Has all agents end their ranks and themselves, and waits for it, within limits.
@@ -736,29 +603,28 @@ class AgentCrew:
         Args:
             number: the signal that is the reason; None = none is.
         """
-        grace_s = end_grace_s(number, self._job.environ)
-        for host in self.hosts:
-            self.send(host, {"do": "end", "grace_s": grace_s})
-        for each in self._agent_list.agents.values():
+        grace_s = end_grace_s(number, self._environ)
+        self.send_to(self.agents, EndAll(grace_s))
+        for each in self.agents.values():
             if each.channel is None:
                 each.disconnect()  # which it will find out by its standard input
         deadline_s = time.monotonic() + grace_s + 2.0
-        for agent in (*self._agent_list.agents.values(), *self._leaving):
+        for agent in (*self.agents.values(), *self._leaving):
             agent.wait(deadline_s - time.monotonic())
         self._board.close()
 
-    def _welcome(self, number: int, channel: JsonChannel) -> None:
+    def _welcome(self, number: int, sock: socket.socket) -> None:
         """An agent has proved itself."""
-        agent = self._agent_list.awaited(number)
-        if agent is None and self._agent_list.adopts:
-            agent = AdoptedAgent(number)
+        agent = self.awaited(number)
+        if agent is None and self.adopts:
+            agent = AdoptedAgent("", number, now_s=time.monotonic())  # its host is not known before it says it
         if agent is None:
-            channel.close()
+            sock.close()
             return
-        agent.channel, agent.heard_s = channel, time.monotonic()
-        self._board.connect(channel, agent)
+        agent.channel, agent.heard_s = JsonChannel(sock, FromAgent), time.monotonic()
+        self._watch(agent)
 
-    def _hear(self, agent: AgentHandle | AdoptedAgent) -> Iterator[Heard | Lost]:
+    def _hear(self, agent: AdoptedAgent) -> Iterator[Heard | Lost]:
         if agent.channel is None or agent.channel.fileno() < 0:
             return
         agent.channel.flush()
@@ -766,19 +632,18 @@ class AgentCrew:
         try:
             messages = agent.channel.receive()
         except ConnectionError:
-            yield from self._agent_list.lose(agent, time.monotonic())
+            yield from self.lose(agent, time.monotonic())
             return
         for message in messages:
-            if (heard := self._agent_list.hear(agent, message, time.monotonic())) is not None:
+            if (heard := self.hear(agent, message, time.monotonic())) is not None:
                 yield heard
 
-    def _forget(self, agent: AgentHandle | AdoptedAgent) -> None:
-        """It is given up."""
+    def _release(self, agent: AdoptedAgent) -> None:
         if agent.channel is not None:
             self._board.disconnect(agent.channel)
         self._leaving.append(agent)
+        super()._release(agent)
 
-    def _watch(self, agent: AgentHandle | AdoptedAgent) -> None:
-        """Asks the selector for what is needed of that agent just now."""
+    def _watch(self, agent: AdoptedAgent) -> None:
         if agent.channel is not None:
             self._board.watch(agent.channel, agent)

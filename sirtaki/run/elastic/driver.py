@@ -8,31 +8,27 @@ import queue
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import IO, Any, Protocol
+from typing import Protocol
 
 from sirtaki.errors import ConfigError, LaunchError
 
-from ..console import Console
 from ..hosts import parse_hosts
-from ..output import OutputOptions, RankOutput
+from .agent import Done, Ended, Joined, Patient, ToAgent, Told, Up
 from .agent_crew import Heard, Lost
-from .agent_rules import NO_GENERATION
 from .job_members import (
+    NO_GENERATION,
     Action,
     Dismiss,
     End,
     Form,
     JobMembers,
     KillRank,
-    Phase,
     Quorum,
-    RankEnd,
     Say,
     Settle,
     StartAgent,
@@ -155,11 +151,16 @@ GATHER_S = 120.0
 
 
 class Crew(Protocol):
-    """Agents, as far as they are given orders."""
+    """Agents as they are given orders and heard: real ones, or Ray's."""
 
     @property
     def hosts(self) -> list[str]:
         """Hosts of agents that have not been given up."""
+        ...
+
+    @property
+    def expected(self) -> set[int]:
+        """Numbers of agents that another driver has started and that have not come yet."""
         ...
 
     def start(self, host: str) -> None:
@@ -170,259 +171,12 @@ class Crew(Protocol):
         """Has the agent of a host end."""
         ...
 
-    def send(self, host: str, message: Mapping[str, Any]) -> None:
-        """Sends the message to the agent of a host; nothing happens if there is none."""
-        ...
-
-    def send_to(self, hosts: Iterable[str], message: Mapping[str, Any]) -> None:
-        """Sends the message to the agents of these hosts."""
+    def send_to(self, hosts: Iterable[str], message: ToAgent) -> None:
+        """Sends the message to the agents of these hosts; nothing happens where there is none."""
         ...
 
     def tell_each_other(self) -> None:
         """Lets all agents know who may be the next driver."""
-        ...
-
-
-def _newest(reports: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:
-    """The newest generation that any agent has reported."""
-    known = [report["generation"] for report in reports.values()] or [NO_GENERATION]
-    return max(known, key=lambda generation: (int(generation["number"]), -len(generation["older"])))
-
-
-def has_waited(for_s: float, reports: Mapping[str, Mapping[str, Any]], expected: Collection[int]) -> bool:
-    """Whether a driver that takes over has waited for long enough.
-
-    Args:
-        for_s: how long it has.
-        reports: of agents that have come, by host.
-        expected: numbers of those that have not.
-    """
-    if not are_enough(reports):
-        return for_s > GATHER_S
-    return not expected or for_s > ADOPT_S
-
-
-def are_enough(reports: Mapping[str, Mapping[str, Any]]) -> bool:
-    """Whether a driver could go on with the agents that have reported this, by host."""
-    newest, quorum = _newest(reports), Quorum()
-    present = [values[0] for report in reports.values() for values in report["ranks"]]
-    quorum.take_over([*newest["older"], newest["workers"]], newest["number"], present)
-    return bool(newest["number"]) and not quorum.is_lost
-
-
-class Direction:
-    """Tells the rules of membership what agents say, and agents what the rules decide.
-
-    Attributes:
-        members: the rules.
-        end: of the job; None = it goes on.
-    """
-
-    def __init__(self, members: JobMembers, crew: Crew, say: Callable[[str], None]) -> None:
-        """Does nothing yet.
-
-        Args:
-            members: the rules.
-            crew: the agents.
-            say: shows a line to the user.
-        """
-        self.members = members
-        self._crew, self._say = crew, say
-        self._attendees: dict[int, Mapping[str, Any]] = {}
-        self._hosts: dict[int, str] = {}
-        self.end: End | None = None
-
-    def take_over(self, reports: Mapping[str, Mapping[str, Any]], now_s: float) -> bool:
-        """Goes on where another driver is lost; False = too few of the job can be reached.
-
-        Args:
-            reports: what agents have said that have come, by host.
-            now_s: the time.
-        """
-        hosts = self._crew.hosts
-        workers = [
-            self._adopted(host, *values, now_s=now_s)
-            for host, report in reports.items()
-            if host in hosts
-            for values in report["ranks"]
-        ]
-        newest = _newest(reports)
-        self.members.pool.remember(newest["left_out"], now_s)
-        return self.members.take_over(
-            workers, hosts, newest["number"], newest["workers"], newest["older"], has_state=newest["has_state"]
-        )
-
-    def _adopted(
-        self, host: str, number: int, slot: int, phase: str, generation: int, rank: int | None, has_state: bool,
-        attendee: Mapping[str, Any], *, now_s: float,
-    ) -> Worker:  # fmt: skip
-        self._hosts[number], self._attendees[number] = host, attendee
-        return Worker(
-            number=number,
-            host=host,
-            slot=slot,
-            phase=Phase(phase),
-            rank=rank,
-            generation=generation,
-            has_state=has_state,
-            since_s=now_s,
-        )
-
-    def found(self, hosts: Mapping[str, int], now_s: float) -> None:
-        """Discovery says which hosts there are, with how many slots each."""
-        self._do(self.members.found(hosts, now_s), now_s)
-
-    def tick(self, now_s: float) -> None:
-        """Time has passed; to be told often."""
-        self._do(self.members.tick(now_s), now_s)
-
-    def answer(self, events: Iterable[Heard | Lost], now_s: float) -> None:
-        """Agents have said something, or are given up, all at one time as far as anybody knows."""
-        with self.members.deferring():
-            for event in events:
-                self._answer(event, now_s)
-        self.tick(now_s)
-
-    def _answer(self, event: Heard | Lost, now_s: float) -> None:
-        if isinstance(event, Lost):
-            self._hosts = {worker: host for worker, host in self._hosts.items() if host != event.host}
-            self._do(self.members.agent_lost(event.host, event.why, now_s), now_s)
-            return
-        match event.message:
-            case {"is": "up"}:
-                self._do(self.members.agent_up(event.host, now_s), now_s)
-                self._crew.tell_each_other()
-            case {"is": "told", "number": int(number)}:
-                self._do(self.members.told(event.host, number, now_s), now_s)
-            case {"is": _, "worker": int(worker)} if self._hosts.get(worker) != event.host:
-                pass  # it was given up
-            case {"is": "joined", "worker": int(worker), "has_state": bool(has_state), "attendee": dict(attendee)}:
-                self._attendees[worker] = attendee
-                self._do(self.members.joined(worker, has_state=has_state, now_s=now_s), now_s)
-            case {"is": "patient", "worker": int(), "seconds": float(seconds)}:
-                self.members.slow(seconds)
-            case {"is": "finished", "worker": int(worker)}:
-                self._do(self.members.finished(worker, now_s), now_s)
-            case {"is": "ended", "worker": int(worker), "exit_code": int(code), "reason": str(reason)}:
-                del self._hosts[worker]
-                self._attendees.pop(worker, None)
-                self._do(self.members.ended(worker, RankEnd(exit_code=code, reason=reason), now_s), now_s)
-
-    def _do(self, actions: Sequence[Action], now_s: float) -> None:
-        for action in actions:
-            match action:
-                case StartAgent(host=host):
-                    try:
-                        self._crew.start(host)
-                    except OSError as err:
-                        self._do(self.members.agent_lost(host, f"its agent could not be started: {err}", now_s), now_s)
-                case StopAgent(host=host):
-                    self._crew.stop(host)
-                case StartRank(worker=worker, host=host, slot=slot):
-                    self._hosts[worker] = host
-                    self._crew.send(host, {"do": "start", "worker": worker, "slot": slot})
-                case KillRank(worker=worker, host=host, at_once=at_once):
-                    self._crew.send(host, {"do": "kill", "worker": worker, "at_once": at_once})
-                case Dismiss(worker=worker, host=host):
-                    self._crew.send(host, {"do": "dismiss", "worker": worker})
-                case Tell(workers=workers, change=change, lost=lost):
-                    for host in {self._hosts[worker]: None for worker in workers}:
-                        there = [worker for worker in workers if self._hosts[worker] == host]
-                        told = {"do": "change", "workers": there, "change": change.value, "lost": lost}
-                        self._crew.send(host, told)
-                case Form():
-                    self._announce(action, now_s)
-                case Settle(number=number, older=older):
-                    self._crew.send_to(self._crew.hosts, {"do": "settle", "number": number, "older": older})
-                case Say(text=text):
-                    self._say(text)
-                case End():
-                    self.end = action
-
-    def _announce(self, form: Form, now_s: float) -> None:
-        """To agents of members, and to all others where another driver may be needed: one text for all of them."""
-        workers = self.members.member_list.workers
-        hosts = self._crew.hosts if form.older is not None else {workers[each].host: None for each in form.workers}
-        generation = {
-            "number": form.number,
-            "workers": form.workers,
-            "older": form.older,
-            "has_state": len(form.new) < len(form.workers),
-            "left_out": self.members.pool.left_out(now_s),
-            "members": [[workers[each].host, workers[each].slot, each in form.new] for each in form.workers],
-            "attendees": [self._attendees[each] for each in form.workers],
-        }
-        self._crew.send_to(hosts, {"do": "generation", **generation})
-
-
-class _Shown:
-    """Text that no rank has written, such as ssh's, is shown as it is."""
-
-    def take(self, text: bytes) -> bytes:
-        return text
-
-    def rest(self) -> bytes:
-        return b""
-
-
-class ElasticOutput:
-    """Standard output and error of a job whose lines are marked with the numbers of workers."""
-
-    def __init__(
-        self,
-        *,
-        prefix: bool,
-        timestamps: bool,
-        folder: Path | None,
-        label: Callable[[int], str],
-        place: Callable[[int], str],
-    ) -> None:
-        """Shows nothing yet.
-
-        Args:
-            prefix: lines on the console begin with the rank.
-            timestamps: and with the time.
-            folder: also write one file a place and stream below it; None = console only.
-            label: the rank, as it is now, of a worker.
-            place: of a worker, as part of a path.
-        """
-        options = OutputOptions(
-            hydra=True, prefix=prefix, timestamps=timestamps, folder=folder, label=label, place=place
-        )
-        self._consoles = {"stdout": Console(sys.stdout, "stdout"), "stderr": Console(sys.stderr, "stderr")}
-        self._locks = {name: threading.Lock() for name in self._consoles}
-        self._outputs = {
-            name: RankOutput(name, console=console, on_message=lambda message: None, notices=_Shown(), options=options)
-            for name, console in self._consoles.items()
-        }
-
-    def pump(self, name: str, stream: IO[bytes]) -> None:
-        """Reads an agent's "stdout" or "stderr" to its end."""
-        with stream:
-            for line in stream:
-                with self._locks[name]:
-                    self._outputs[name].write(line)
-
-    def say(self, text: str) -> None:
-        """A line of the launcher's own."""
-        self._consoles["stderr"].say(text)
-
-    def finish(self) -> None:
-        """Nothing more comes."""
-        for name, output in self._outputs.items():
-            with self._locks[name]:
-                output.finish()
-
-
-_TICK_S = 0.2
-
-
-class HeardCrew(Crew, Protocol):
-    """Agents that are given orders and whose messages are heard."""
-
-    @property
-    def expected(self) -> set[int]:
-        """Numbers of agents that another driver has started and that have not come yet."""
         ...
 
     def expect_no_more(self) -> None:
@@ -446,8 +200,146 @@ class HeardCrew(Crew, Protocol):
         ...
 
 
+Reports = Mapping[str, Up]
+"""What agents have said that have come to a driver that takes over, by host."""
+
+
+def _newest(reports: Reports) -> Form:
+    """The newest generation that any agent has reported."""
+    known = [report.generation for report in reports.values()]
+    return max(known, key=lambda form: (form.number, -len(form.older or ())), default=NO_GENERATION)
+
+
+def has_waited(for_s: float, reports: Reports, expected: Collection[int]) -> bool:
+    """Whether a driver that takes over has waited for long enough.
+
+    Args:
+        for_s: how long it has.
+        reports: of agents that have come.
+        expected: numbers of those that have not.
+    """
+    newest, quorum = _newest(reports), Quorum()
+    present = [progress.worker for report in reports.values() for progress in report.ranks]
+    quorum.take_over([*(newest.older or ()), newest.workers], newest.number, present)
+    if not newest.number or quorum.is_lost:  # it could not go on with these
+        return for_s > GATHER_S
+    return not expected or for_s > ADOPT_S
+
+
+class Direction:
+    """Tells the rules of membership what agents say, and agents what the rules decide.
+
+    Attributes:
+        members: the rules.
+        end: of the job; None = it goes on.
+    """
+
+    def __init__(self, members: JobMembers, crew: Crew, say: Callable[[str], None]) -> None:
+        """Does nothing yet.
+
+        Args:
+            members: the rules.
+            crew: the agents.
+            say: shows a line to the user.
+        """
+        self.members = members
+        self._crew, self._say = crew, say
+        self.end: End | None = None
+
+    def take_over(self, reports: Reports, now_s: float) -> bool:
+        """Goes on where another driver is lost; False = too few of the job can be reached."""
+        hosts, newest = self._crew.hosts, _newest(reports)
+        there = [(host, each) for host, report in reports.items() if host in hosts for each in report.ranks]
+        workers = [
+            Worker(
+                number=each.worker,
+                host=host,
+                slot=each.slot,
+                phase=each.phase,
+                rank=each.rank,
+                generation=each.generation,
+                has_state=each.has_state,
+                since_s=now_s,
+                attendee=each.attendee,
+            )
+            for host, each in there
+        ]
+        self.members.slow(max((each.patience_s for _, each in there), default=0.0))
+        return self.members.take_over(workers, hosts, newest, now_s)
+
+    def found(self, hosts: Mapping[str, int], now_s: float) -> None:
+        """Discovery says which hosts there are, with how many slots each."""
+        self._do(self.members.found(hosts, now_s), now_s)
+
+    def tick(self, now_s: float) -> None:
+        """Time has passed; to be told often."""
+        self._do(self.members.tick(now_s), now_s)
+
+    def answer(self, events: Iterable[Heard | Lost], now_s: float) -> None:
+        """Agents have said something, or are given up, all at one time as far as anybody knows."""
+        with self.members.deferring():
+            for event in events:
+                self._do(self._told(event, now_s), now_s)
+        self.tick(now_s)
+
+    def _told(self, event: Heard | Lost, now_s: float) -> Sequence[Action]:
+        members = self.members
+        if isinstance(event, Lost):
+            return members.agent_lost(event.host, event.why, now_s)
+        match message := event.message:
+            case Up():
+                self._crew.tell_each_other()
+                return members.agent_up(event.host, now_s)
+            case Told(number):
+                return members.told(event.host, number, now_s)
+            case Joined() | Patient() | Done() | Ended():
+                worker = members.member_list.workers.get(message.worker)
+                if worker is None or worker.host != event.host:
+                    return []  # it was given up
+                match message:
+                    case Joined(has_state=has_state, attendee=attendee):
+                        worker.attendee = attendee
+                        return members.joined(worker.number, has_state=has_state, now_s=now_s)
+                    case Patient(seconds=seconds):
+                        members.slow(seconds)
+                    case Done():
+                        return members.finished(worker.number, now_s)
+                    case Ended(end=end):
+                        return members.ended(worker.number, end, now_s)
+        return []
+
+    def _do(self, actions: Sequence[Action], now_s: float) -> None:
+        for action in actions:
+            match action:
+                case StartAgent(host):
+                    try:
+                        self._crew.start(host)
+                    except OSError as err:
+                        self._do(self.members.agent_lost(host, f"its agent could not be started: {err}", now_s), now_s)
+                case StopAgent(host):
+                    self._crew.stop(host)
+                case StartRank() | KillRank() | Dismiss():
+                    self._crew.send_to([action.host], action)
+                case Tell():
+                    workers = self.members.member_list.workers
+                    there = [workers[each].host for each in action.workers if each in workers]
+                    self._crew.send_to(dict.fromkeys(there), action)
+                case Form():  # to all agents where another driver may be needed, else to those of members
+                    hosts = [member.host for member in action.members]
+                    self._crew.send_to(dict.fromkeys(self._crew.hosts if action.older is not None else hosts), action)
+                case Settle():
+                    self._crew.send_to(self._crew.hosts, action)
+                case Say(text):
+                    self._say(text)
+                case End():
+                    self.end = action
+
+
+_TICK_S = 0.2
+
+
 class Output(Protocol):
-    """What is shown to the user."""
+    """What is shown to the user: `ElasticOutput`, or Ray's."""
 
     def say(self, text: str) -> None:
         """A line of the driver's own."""
@@ -461,7 +353,7 @@ class Output(Protocol):
 class Driver:
     """One job from start to end; used once."""
 
-    def __init__(self, crew: HeardCrew, members: JobMembers, output: Output) -> None:
+    def __init__(self, crew: Crew, members: JobMembers, output: Output) -> None:
         """Does nothing yet.
 
         Args:
@@ -512,12 +404,12 @@ class Driver:
             hosts: fixed ones; where there is discovery, those whose agents come.
             ask: for all hosts, from now on; None = they stay.
         """
-        reports: dict[str, Mapping[str, Any]] = {}
+        reports: dict[str, Up] = {}
         later: list[Heard | Lost] = []
         begin_s = time.monotonic()
         while not has_waited(time.monotonic() - begin_s, reports, self._crew.expected):
             for event in self._crew.look(_TICK_S):
-                if isinstance(event, Heard) and event.message["is"] == "up":
+                if isinstance(event, Heard) and isinstance(event.message, Up):
                     reports[event.host] = event.message
                 else:
                     later.append(event)
@@ -568,15 +460,3 @@ def _slots(hosts: Sequence[str], workers: Sequence[Worker]) -> Hosts:
     for worker in workers:
         slots[worker.host] = max(slots[worker.host], worker.slot + 1)
     return slots
-
-
-def first_answer(ask: Callable[[], Hosts]) -> Hosts:
-    """What discovery says at the start, where a failure is the user's to mend.
-
-    Raises:
-        ConfigError: there is no answer.
-    """
-    try:
-        return ask()
-    except LaunchError as err:
-        raise ConfigError(f"host discovery script: {err}") from err

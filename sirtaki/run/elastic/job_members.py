@@ -1,15 +1,22 @@
-"""The rules of membership of an elastic job: who starts, who is a member, who is given up, when the job has ended."""
+"""The rules of membership of an elastic job: who starts, who is a member, who is given up, when the job has ended.
+
+What the rules want done on a host goes to its agent as it is, and what agents say are the events of the rules.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import random
 import signal
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from enum import Enum
 
-from sirtaki.engine.membership import Change
+from msgspec import Struct
+
+from sirtaki.comm.control.mesh_rendezvous import Attendee
+from sirtaki.engine.membership import Change, Member
 
 
 class Phase(Enum):
@@ -20,6 +27,9 @@ class Phase(Enum):
     MEMBER = "member"  # it was given one
     FINISHED = "finished"  # it has done its work
     DISMISSED = "dismissed"  # it was told, or made, to end
+
+
+NOWHERE = Attendee(host=(), places=())
 
 
 @dataclass(slots=True, kw_only=True)
@@ -34,6 +44,7 @@ class Worker:
         is_leaving: it is not wanted any more.
         since_s: when its phase began.
         verdict: why it was killed, as part of a sentence; "" = it was not.
+        attendee: where it listens, while it waits.
     """
 
     number: int
@@ -46,6 +57,7 @@ class Worker:
     is_leaving: bool = False
     since_s: float = 0.0
     verdict: str = ""
+    attendee: Attendee = NOWHERE
 
     @property
     def label(self) -> str:
@@ -161,6 +173,10 @@ class Policy:
     hosts_stay: bool = False
 
 
+LeftOut = dict[str, tuple[int, float | None]]
+"""By host how often it has been dropped, and for how many seconds it is left out; None = for good."""
+
+
 @dataclass(slots=True)
 class _Record:
     """Failures of a host, and until when it is left out for them."""
@@ -229,19 +245,19 @@ class HostPool:
             self._record(host).is_dropped = False
         return back
 
-    def left_out(self, now_s: float) -> dict[str, list[float | None]]:
-        """By host how often it has been dropped, and for how many seconds it is left out; None = for good."""
+    def left_out(self, now_s: float) -> LeftOut:
+        """The hosts that are left out now."""
         return {
-            host: [record.drops, None if record.until_s == float("inf") else max(0.0, record.until_s - now_s)]
+            host: (record.drops, None if record.until_s == float("inf") else max(0.0, record.until_s - now_s))
             for host, record in self._records.items()
             if record.is_dropped
         }
 
-    def remember(self, left_out: Mapping[str, Sequence[float | None]], now_s: float) -> None:
+    def remember(self, left_out: LeftOut, now_s: float) -> None:
         """What `left_out` of another driver has said."""
         for host, (drops, left_s) in left_out.items():
             record = self._record(host)
-            record.is_dropped, record.drops = True, int(drops or 1)
+            record.is_dropped, record.drops = True, drops
             record.until_s = float("inf") if left_s is None else now_s + left_s
 
     def _record(self, host: str) -> _Record:
@@ -283,9 +299,9 @@ class Quorum:
         self._ballots: list[_Ballot] = []
 
     @property
-    def older(self) -> list[list[int]]:
+    def older(self) -> tuple[tuple[int, ...], ...]:
         """Members of those generations before the newest that somebody may still believe in."""
-        return [list(ballot.members) for ballot in self._ballots[:-1]]
+        return tuple(tuple(ballot.members) for ballot in self._ballots[:-1])
 
     @property
     def is_lost(self) -> bool:
@@ -337,97 +353,21 @@ class Quorum:
         return has_settled
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class StartAgent:
     """Start the agent of a host."""
 
     host: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class StopAgent:
     """The host is not used any more, and no rank is left there."""
 
     host: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StartRank:
-    """Start a process.
-
-    Attributes:
-        worker: names it in this job; no other one has had the number.
-    """
-
-    worker: int
-    host: str
-    slot: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KillRank:
-    """End a process with all it has started.
-
-    Attributes:
-        at_once: without asking it first.
-    """
-
-    worker: int
-    host: str
-    at_once: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Dismiss:
-    """Answer the rank that waits for a generation: it is not wanted any more."""
-
-    worker: int
-    host: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tell:
-    """Let members know that the generation is to change.
-
-    Attributes:
-        lost: which member has died first, for who waits for it; "" = none.
-    """
-
-    workers: tuple[int, ...]
-    change: Change
-    lost: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Form:
-    """Answer all that wait: this is their generation.
-
-    Attributes:
-        workers: by rank.
-        new: those of them that do not hold the job's state.
-        older: see `Quorum`; None = nobody takes a lost driver's place.
-    """
-
-    number: int
-    workers: tuple[int, ...]
-    new: frozenset[int]
-    older: Sequence[Sequence[int]] | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settle:
-    """Let all agents know which generations before the newest may still count.
-
-    Attributes:
-        number: of the newest.
-        older: see `Quorum`.
-    """
-
-    number: int
-    older: Sequence[Sequence[int]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Say:
     """A line for the user."""
 
@@ -444,6 +384,70 @@ class End:
 
     exit_code: int
     text: str = ""
+
+
+class StartRank(Struct, tag=True, frozen=True, kw_only=True):
+    """To an agent: start a process, whose number no other one of the job has had."""
+
+    worker: int
+    host: str
+    slot: int
+
+
+class KillRank(Struct, tag=True, frozen=True, kw_only=True):
+    """To an agent: end a process with all it has started, after asking it first unless it is to be `at_once`."""
+
+    worker: int
+    host: str
+    at_once: bool
+
+
+class Dismiss(Struct, tag=True, frozen=True, kw_only=True):
+    """To an agent: answer the rank that waits for a generation that it is not wanted any more."""
+
+    worker: int
+    host: str
+
+
+class Tell(Struct, tag=True, frozen=True, kw_only=True):
+    """To agents of members: let them know that the generation is to change.
+
+    Attributes:
+        lost: which member has died first, for who waits for it; "" = none.
+    """
+
+    workers: tuple[int, ...]
+    change: Change
+    lost: str = ""
+
+
+class Form(Struct, tag=True, frozen=True, kw_only=True):
+    """To agents: answer all that wait; this is their generation. All its lists are by rank.
+
+    Attributes:
+        older: see `Quorum`; None = nobody takes a lost driver's place.
+        has_state: a member holds the job's state.
+        left_out: hosts that are.
+    """
+
+    number: int
+    workers: tuple[int, ...]
+    members: tuple[Member, ...] = ()
+    attendees: tuple[Attendee, ...] = ()
+    older: tuple[tuple[int, ...], ...] | None = None
+    has_state: bool = False
+    left_out: LeftOut = {}
+
+
+NO_GENERATION = Form(number=0, workers=())
+"""The newest generation before there is one."""
+
+
+class Settle(Struct, tag=True, frozen=True, kw_only=True):
+    """To all agents: which generations before the newest, of that number, may still count; see `Quorum`."""
+
+    number: int
+    older: tuple[tuple[int, ...], ...]
 
 
 Action = StartAgent | StopAgent | StartRank | KillRank | Dismiss | Tell | Form | Settle | Say | End
@@ -472,12 +476,13 @@ def difference(before: Mapping[str, int], after: Mapping[str, int]) -> str:
     return "; ".join(parts)
 
 
-def announcement(generation: int, members: Sequence[Worker], new: Collection[int]) -> str:
-    """A generation, with its members by rank."""
-    hosts = dict.fromkeys(worker.host for worker in members)
-    placed = ", ".join(f"{sum(worker.host == host for worker in members)} on {host}" for host in hosts)
-    fresh = f", {len(new)} of them new" if 0 < len(new) < len(members) else ""
-    return f"generation {generation}: {count(len(members), 'rank')} ({placed}){fresh}"
+def announcement(form: Form) -> str:
+    """A generation, with its members by host."""
+    hosts = Counter(member.host for member in form.members)  # in the order of ranks
+    placed = ", ".join(f"{number} on {host}" for host, number in hosts.items())
+    new = sum(member.is_new for member in form.members)
+    fresh = f", {new} of them new" if 0 < new < len(form.members) else ""
+    return f"generation {form.number}: {count(len(form.members), 'rank')} ({placed}){fresh}"
 
 
 def with_ranks(lost: Collection[Worker]) -> str:
@@ -640,38 +645,6 @@ class MemberList:
         return [slot for slot in range(slots) if slot not in taken]
 
 
-_NOTHING = Change(0)
-
-
-class ChangeNotifier:
-    """Decides which changes the members of the present generation are told of, each once."""
-
-    def __init__(self) -> None:
-        self.begin()
-
-    def begin(self) -> None:
-        """A generation begins."""
-        self._change, self._lost, self._told_lost = _NOTHING, "", ""
-
-    def lose(self, text: str) -> None:
-        """A member has died; those who wait for it are told how the first did."""
-        self._lost = self._lost or text
-
-    def notice(self, member_list: MemberList) -> Tell | None:
-        """Returns what members are to be told now; None = nothing new."""
-        if not member_list.is_running or member_list.has_succeeded:
-            return None
-        added = Change.ADDED if member_list.newcomers else _NOTHING
-        removed = Change.REMOVED if member_list.is_diminished else _NOTHING
-        lost = self._lost if len(member_list.of_generation(*Phase)) < len(member_list.members) else ""
-        change = (added | removed) & ~self._change
-        if not change and lost == self._told_lost:
-            return None
-        self._change, self._told_lost = self._change | change, lost
-        members = tuple(worker.number for worker in member_list.of_generation(Phase.MEMBER))
-        return Tell(workers=members, change=change, lost=lost)
-
-
 class JobMembers:
     """Decides who starts, who belongs to the next generation, who is given up, and when the job has ended.
 
@@ -691,7 +664,8 @@ class JobMembers:
         self.is_over = self._defers = False
         self._actions: list[Action] = []
         self.agents: dict[str, bool] = {}
-        self._notifier = ChangeNotifier()
+        self._told = Change(0)  # of what members have been told in this generation
+        self._lost = self._told_lost = ""  # how the first member died
         self._failure: tuple[str, RankEnd] | None = None  # of this generation, the first
         self._ended_well = self._ended_badly = False  # a process has, before the first generation
         self._host_problem = ""  # the newest, for the user
@@ -700,37 +674,28 @@ class JobMembers:
         self._enough_since_s: float | None = None
         self._longest_s = 0.0
 
-    def take_over(
-        self,
-        workers: Sequence[Worker],
-        agents: Sequence[str],
-        generation: int,
-        members: Sequence[int],
-        older: Sequence[Sequence[int]] = (),
-        *,
-        has_state: bool = False,
-    ) -> bool:
+    def take_over(self, workers: Sequence[Worker], agents: Iterable[str], newest: Form, now_s: float) -> bool:
         """Before anything else: goes on where another driver has been lost.
 
         Args:
             workers: the processes that are there, of all agents that can be reached.
             agents: their hosts.
-            generation: the newest that any of them knows.
-            members: of it, by rank.
-            older: see `Quorum`.
-            has_state: when it began somebody held the job's state: without that nobody goes on.
+            newest: generation that any of them knows. If somebody held the job's state when it began nobody goes on
+                without it.
+            now_s: the time.
 
         Returns:
             Whether this is the side of a network that may have come apart which goes on. Before the first generation
             there is no such side.
         """
         self.agents.update(dict.fromkeys(agents, True))
-        self._notifier.lose("the driver was lost")
+        self._lost = "the driver was lost"
         self._failure = "the driver", RankEnd(exit_code=1, reason="it was lost")
-        self.member_list.take_over(workers, generation, members)
-        self.member_list.has_state = self.member_list.has_state or has_state
-        self._quorum.take_over([*older, members], generation, self.member_list.workers)
-        return bool(generation) and not self._quorum.is_lost
+        self.pool.remember(newest.left_out, now_s)
+        self.member_list.take_over(workers, newest.number, newest.workers)
+        self.member_list.has_state = self.member_list.has_state or newest.has_state
+        self._quorum.take_over([*(newest.older or ()), newest.workers], newest.number, self.member_list.workers)
+        return bool(newest.number) and not self._quorum.is_lost
 
     def found(self, hosts: Mapping[str, int], now_s: float) -> list[Action]:
         """Discovery says which hosts there are, with how many slots each."""
@@ -753,8 +718,8 @@ class JobMembers:
         lost = [worker for worker in self.member_list.workers.values() if worker.host == host]
         for worker in lost:
             del self.member_list.workers[worker.number]
-        self._notifier.lose(f"host {host} is lost ({why})")
         self._host_problem = problem = f"host {host} is lost ({why})"
+        self._lost = self._lost or problem
         self._failure = self._failure or (f"host {host}", RankEnd(exit_code=1, reason=why))
         what = self._left_out(host, now_s) if host in self.pool.usable else ""
         self._say(f"{problem}{with_ranks(lost)}{what}{self._go_on()}")
@@ -806,7 +771,7 @@ class JobMembers:
             return []
         self._quorum.died(number)
         if worker.phase is Phase.MEMBER:
-            self._notifier.lose(f"{worker.label} {end.text}")
+            self._lost = self._lost or f"{worker.label} {end.text}"
         if worker.phase is Phase.FINISHED and end.exit_code:
             self._say(f"{worker.label} {end.text}, but it had done its work")
         elif worker.phase is Phase.MEMBER and end.exit_code == 0 and not worker.is_leaving:
@@ -883,13 +848,26 @@ class JobMembers:
                 self._take_on(now_s)
             self._advance(now_s)
         if not self.is_over:
-            if (notice := self._notifier.notice(self.member_list)) is not None:
-                self._actions.append(notice)
+            self._tell()
             if self._quorum.settle() and self.policy.has_successors:
                 self._actions.append(Settle(number=self.member_list.generation, older=self._quorum.older))
             self._end(self._waited_in_vain(now_s))
         actions, self._actions = self._actions, []
         return actions
+
+    def _tell(self) -> None:
+        """Members hear of each change once, and of the first death how it happened: they may wait for who has died."""
+        listed = self.member_list
+        if not listed.is_running or listed.has_succeeded:
+            return
+        change = Change.ADDED if listed.newcomers else Change(0)
+        change |= Change.REMOVED if listed.is_diminished else Change(0)
+        lost = self._lost if len(listed.of_generation(*Phase)) < len(listed.members) else ""
+        if not (new := change & ~self._told) and lost == self._told_lost:
+            return
+        self._told, self._told_lost = self._told | new, lost
+        members = tuple(worker.number for worker in listed.of_generation(Phase.MEMBER))
+        self._actions.append(Tell(workers=members, change=new, lost=lost))
 
     def _send_away(self, now_s: float) -> None:
         """Has processes leave for which there is no room any more, and stops agents that have no ranks any more."""
@@ -909,7 +887,7 @@ class JobMembers:
         for host in [host for host in self.agents if host not in usable]:
             if all(worker.host != host for worker in self.member_list.workers.values()):
                 del self.agents[host]
-                self._actions.append(StopAgent(host=host))
+                self._actions.append(StopAgent(host))
 
     def _take_on(self, now_s: float) -> None:
         """Starts agents and ranks where there is room."""
@@ -919,7 +897,7 @@ class JobMembers:
             free = self.member_list.free_slots(host, slots)[: max(0, room)]
             if free and host not in self.agents:
                 self.agents[host] = False
-                self._actions.append(StartAgent(host=host))
+                self._actions.append(StartAgent(host))
             room -= len(free)
             for slot in free if self.agents.get(host) else ():
                 worker = self.member_list.add(host, slot, now_s)
@@ -1026,12 +1004,19 @@ class JobMembers:
         member_list = self.member_list
         members = ranked(candidates, list(self.pool.known))
         member_list.begin(members, now_s)
-        new = frozenset(worker.number for worker in members if not worker.has_state)
         self._quorum.begin(member_list.generation, member_list.members)
-        older = self._quorum.older if self.policy.has_successors else None
-        self._actions.append(Form(number=member_list.generation, workers=member_list.members, new=new, older=older))
-        self._say(announcement(member_list.generation, members, new))
-        self._notifier.begin()
+        form = Form(
+            number=member_list.generation,
+            workers=member_list.members,
+            members=tuple(Member(host=each.host, slot=each.slot, is_new=not each.has_state) for each in members),
+            attendees=tuple(each.attendee for each in members),
+            older=self._quorum.older if self.policy.has_successors else None,
+            has_state=any(each.has_state for each in members),
+            left_out=self.pool.left_out(now_s),
+        )
+        self._actions.append(form)
+        self._say(announcement(form))
+        self._told, self._lost, self._told_lost = Change(0), "", ""
         self._enough_since_s = None
         self._failure, self._host_problem = None, ""
 
@@ -1043,4 +1028,4 @@ class JobMembers:
             self._actions.append(end)
 
     def _say(self, text: str) -> None:
-        self._actions.append(Say(text=text))
+        self._actions.append(Say(text))

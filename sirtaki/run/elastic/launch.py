@@ -1,4 +1,7 @@
-"""Starts a job whose ranks come and go, from parsed options."""
+"""Starts a job whose ranks come and go, from parsed options; and, in the place of a driver that is lost, another one.
+
+An agent starts that one, as `python -m sirtaki.run.elastic.launch`.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +10,25 @@ import functools
 import os
 import random
 import shlex
+import socket
+import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
-from sirtaki.errors import ConfigError
+import msgspec
+
+from sirtaki.errors import ConfigError, LaunchError
 from sirtaki.launchers import node_names
 from sirtaki.machine import usable_cores
 from sirtaki.settings import Settings
 
-from ..console import say
+from ..console import Console, say
 from ..hosts import Host, given_hosts, ssh_arguments
-from ..output import output_folder
+from ..output import OutputOptions, RankOutput, output_folder
 from ..rank_command import (
     add_defaults,
     carried_variables,
@@ -30,13 +39,89 @@ from ..rank_command import (
     rank_environ,
     say_notes,
 )
-from .agent_crew import AgentCrew, AgentStart, ElasticJob, new_endpoint
-from .driver import Driver, ElasticOutput, Hosts, ask_script, first_answer
+from .agent import Inheritance
+from .agent_crew import AgentCrew, AgentStart, DriverEndpoint, ElasticJob, new_endpoint
+from .driver import Driver, Hosts, ask_script
 from .job_members import COOLDOWN_S, HostPool, JobMembers, OnFailure, Policy
-from .successor import successor_config_of
 
 _LATER_S = 30.0
 """How much longer than the launcher a rank waits for others: the launcher can say who is missing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DriverPlan:
+    """What a driver needs, and leaves behind for the one that takes its place.
+
+    Attributes:
+        job: that it runs.
+        policy: of it.
+        script: for discovery; None = hosts stay.
+        slots: of a host that the script gives no number for.
+        hosts: those that stay.
+        prefix: console lines begin with the rank.
+        timestamps: and with the time.
+        folder: also write one file a place and stream below it; None = console only.
+    """
+
+    job: ElasticJob
+    policy: Policy
+    script: str | None
+    slots: int
+    hosts: Hosts
+    prefix: bool
+    timestamps: bool
+    folder: str | None
+
+    @property
+    def ask(self) -> Callable[[], Hosts] | None:
+        """Asks for all hosts; None = they stay."""
+        return functools.partial(ask_script, self.script, self.slots) if self.script else None
+
+    def driver(self, endpoint: DriverEndpoint, environ: Mapping[str, str]) -> Driver:
+        """A driver that agents reach there, and that starts agents of this machine with this environment."""
+        members = JobMembers(self.policy, HostPool(self.policy, random.Random(time.time_ns())))
+        output = ElasticOutput(
+            OutputOptions(
+                hydra=True,
+                prefix=self.prefix,
+                timestamps=self.timestamps,
+                folder=Path(self.folder) if self.folder else None,
+                label=members.member_list.label,
+                place=members.member_list.place,
+            )
+        )
+        left_behind = msgspec.Raw(msgspec.json.encode(self)) if self.policy.has_successors else None
+        crew = AgentCrew(self.job, endpoint, output.pump, environ=environ, plan=left_behind)
+        return Driver(crew, members, output)
+
+
+class ElasticOutput:
+    """Standard output and error of a job whose lines are marked with the numbers of workers."""
+
+    def __init__(self, options: OutputOptions) -> None:
+        """Shows nothing yet."""
+        self._consoles = {"stdout": Console(sys.stdout, "stdout"), "stderr": Console(sys.stderr, "stderr")}
+        self._locks = {name: threading.Lock() for name in self._consoles}
+        self._outputs = {
+            name: RankOutput(name, console=console, options=options) for name, console in self._consoles.items()
+        }
+
+    def pump(self, name: str, stream: IO[bytes]) -> None:
+        """Reads an agent's "stdout" or "stderr" to its end."""
+        with stream as lines:
+            for line in lines:
+                with self._locks[name]:
+                    self._outputs[name].write(line)
+
+    def say(self, text: str) -> None:
+        """A line of the launcher's own."""
+        self._consoles["stderr"].say(text)
+
+    def finish(self) -> None:
+        """Nothing more comes."""
+        for name, output in self._outputs.items():
+            with self._locks[name]:
+                output.finish()
 
 
 def launch_elastic(options: argparse.Namespace) -> int:
@@ -55,14 +140,23 @@ def launch_elastic(options: argparse.Namespace) -> int:
     for option, name in (("mpi_args", "--mpi-args"), ("binding_args", "--binding-args"), ("tcp", "--tcp")):
         if getattr(options, option):
             say(f"{name} has no effect here: no mpiexec starts ranks that come and go")
-    ask, fixed = _hosts(options, environ)
-    hosts = first_answer(ask) if ask is not None else fixed
+    script, slots = options.host_discovery_script, options.slots_per_host or 1
+    fixed: Hosts = {} if script else _fixed_hosts(options, environ)
+    try:
+        hosts = ask_script(script, slots) if script else fixed
+    except LaunchError as err:
+        raise ConfigError(f"host discovery script: {err}") from err
     policy = policy_of(
         options, hosts, timeout_s=options.elastic_timeout or Settings.from_environ(environ).elastic_timeout_s
     )
-    agents = _agents(options, environ)
-    one_host = ask is None and len(hosts) == 1 and all(agents.is_child(host) for host in hosts)
-    here = ask is None and all(agents.is_child(host) for host in hosts)
+    agents = AgentStart(
+        template=options.agent_command,
+        slurm_hosts=frozenset(node_names(environ.get("SLURM_JOB_NODELIST", ""))),
+        ssh=ssh_arguments(options.ssh_port, options.ssh_identity_file),
+    )
+    if agents.template:
+        agents.words("host")  # which refuses what cannot work
+    here = not script and all(agents.is_child(host) for host in hosts)
     command = rank_command(options.command, as_horovod=options.as_horovod, check_files=here)
     if options.as_horovod:
         put_shim_first(environ, "")
@@ -74,37 +168,29 @@ def launch_elastic(options: argparse.Namespace) -> int:
     job = ElasticJob(
         command=command.words,
         script=command.script,
-        environ=environ,
         carried={name: environ[name] for name in dict.fromkeys([*carried_variables(environ), *exported])},
         interface=Settings.from_environ(environ).gloo_interface,
-        one_host=one_host,
+        one_host=here and len(hosts) == 1,
         agents=agents,
         agent_start_s=options.start_timeout or 60.0,
     )
-    folder = output_folder(options.output_filename) if options.output_filename else None
-    if options.on_driver_loss == "go-on":
-        successor_config = successor_config_of(
-            job,
-            policy,
-            script=_absolute(options.host_discovery_script),
-            slots=options.slots_per_host or 1,
-            hosts=fixed,
-            prefix=options.prefix,
-            timestamps=options.timestamps,
-            folder=folder,
-        )
-        job = replace(job, successor_config=successor_config)
-    if options.verbose:
-        _describe(policy, hosts, job)
-    members = JobMembers(policy, HostPool(policy, random.Random(time.time_ns())))
-    output = ElasticOutput(
+    plan = DriverPlan(
+        job=job,
+        policy=policy,
+        script=str(Path(script).resolve()) if script and Path(script).exists() else script,
+        slots=slots,
+        hosts=fixed,
         prefix=options.prefix,
         timestamps=options.timestamps,
-        folder=folder,
-        label=members.member_list.label,
-        place=members.member_list.place,
+        folder=str(output_folder(options.output_filename).resolve()) if options.output_filename else None,
     )
-    return Driver(AgentCrew(job, new_endpoint(job), output.pump), members, output).run(hosts, ask)
+    if options.verbose:
+        say(f"hosts: {', '.join(f'{host} ({slots} slots)' for host, slots in hosts.items()) or 'none yet'}")
+        most = policy.max_ranks or "as many as there are slots"
+        say(f"at least {policy.min_ranks} ranks, at most {most}; a failure: {policy.on_failure.value}")
+        say(f"each rank runs: {shlex.join(job.command)}")
+    endpoint = new_endpoint(job.interface, one_host=job.one_host)
+    return plan.driver(endpoint, environ).run(hosts, plan.ask)
 
 
 def policy_of(options: argparse.Namespace, hosts: Hosts, *, timeout_s: float) -> Policy:
@@ -146,10 +232,7 @@ def policy_of(options: argparse.Namespace, hosts: Hosts, *, timeout_s: float) ->
     )
 
 
-def _hosts(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[Callable[[], Hosts] | None, Hosts]:
-    """Who is asked for hosts, or the ones that stay."""
-    if script := options.host_discovery_script:
-        return functools.partial(ask_script, script, options.slots_per_host or 1), {}
+def _fixed_hosts(options: argparse.Namespace, environ: Mapping[str, str]) -> Hosts:
     listed = options.hosts
     if listed and options.slots_per_host:
         listed = ",".join(part if ":" in part else f"{part}:{options.slots_per_host}" for part in listed.split(","))
@@ -157,29 +240,25 @@ def _hosts(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[Cal
     if not hosts:
         slots = options.max_ranks or options.ranks or options.min_ranks
         hosts = (Host(name="localhost", slots=slots),)
-    return None, {host.name: host.slots for host in hosts}
+    return {host.name: host.slots for host in hosts}
 
 
-def _agents(options: argparse.Namespace, environ: Mapping[str, str]) -> AgentStart:
-    agents = AgentStart(
-        template=options.agent_command,
-        slurm_hosts=frozenset(node_names(environ.get("SLURM_JOB_NODELIST", ""))),
-        ssh=ssh_arguments(options.ssh_port, options.ssh_identity_file),
+def take_over() -> int:
+    """Runs the job of a driver that is lost to its end; standard input says what that has left behind.
+
+    Returns:
+        The exit code of the job.
+    """
+    told = msgspec.json.decode(sys.stdin.buffer.read(), type=Inheritance)
+    plan = msgspec.json.decode(told.plan, type=DriverPlan)
+    endpoint = DriverEndpoint(
+        proof=told.proof,
+        listeners=tuple(socket.socket(fileno=descriptor) for descriptor in told.listeners),
+        agents=told.agents,
+        numbers=told.numbers,
     )
-    if agents.template:
-        agents.words("host")  # which refuses what cannot work
-    return agents
+    return plan.driver(endpoint, {**os.environ, **told.environ}).take_over(plan.hosts, plan.ask)
 
 
-def _absolute(script: str | None) -> str | None:
-    """A file's whole path; a command stays as it is."""
-    return str(Path(script).resolve()) if script and Path(script).exists() else script
-
-
-def _describe(policy: Policy, hosts: Hosts, job: ElasticJob) -> None:
-    say(f"hosts: {', '.join(f'{host} ({slots} slots)' for host, slots in hosts.items()) or 'none yet'}")
-    say(
-        f"at least {policy.min_ranks} ranks, at most {policy.max_ranks or 'as many as there are slots'}; a failure: "
-        f"{policy.on_failure.value}"
-    )
-    say(f"each rank runs: {shlex.join(job.command)}")
+if __name__ == "__main__":
+    sys.exit(take_over())

@@ -6,7 +6,7 @@ import sys
 CODE = """
 import sys
 {first}
-from sirtaki.engine.agent_client import load_what_training_needs
+from sirtaki.engine.membership import load_what_training_needs
 load_what_training_needs()
 before = set(sys.modules)
 {then}

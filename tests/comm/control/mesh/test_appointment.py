@@ -1,10 +1,9 @@
 """Ranks that a launcher has introduced to each other meet at once, and wait for nobody who will not come."""
 
-import json
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -117,8 +116,3 @@ def test_ports_are_open_at_loopback_and_at_what_others_reach() -> None:
     assert [place[0] for place in attendee(listeners).places] == hosts
     for listener in listeners:
         listener.close()
-
-
-def test_an_attendee_survives_its_way_through_json() -> None:
-    one = Attendee(host=("a", "boot"), places=(("127.0.0.1", 4000), ("10.0.0.1", 4001)))
-    assert Attendee.of_json(json.loads(json.dumps(asdict(one)))) == one

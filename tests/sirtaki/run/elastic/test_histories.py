@@ -198,7 +198,7 @@ class World:
             worker for worker in self.order if self.phase[worker] == "member"
         ]  # nobody is still in the last one
         assert self.min_ranks <= len(form.workers) <= (self.max_ranks or 99)
-        assert form.new == {worker for worker in form.workers if not self.state[worker]}
+        assert [member.is_new for member in form.members] == [not self.state[worker] for worker in form.workers]
         assert not self.synced or self.state[form.workers[0]]
         hosts = [self.place[worker][0] for worker in form.workers]
         assert len([host for host, _ in itertools.groupby(hosts)]) == len(set(hosts))

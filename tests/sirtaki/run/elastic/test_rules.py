@@ -1,7 +1,8 @@
-"""The rules of membership: single stories."""
+"""The rules of membership: single stories, and the parts that decide by themselves."""
 
 import random
 from collections.abc import Callable
+from itertools import combinations
 from typing import Any
 
 import pytest
@@ -15,9 +16,11 @@ from sirtaki.run.elastic.job_members import (
     HostPool,
     JobMembers,
     KillRank,
+    MemberList,
     OnFailure,
     Phase,
     Policy,
+    Quorum,
     RankEnd,
     Say,
     StartAgent,
@@ -25,6 +28,9 @@ from sirtaki.run.elastic.job_members import (
     StopAgent,
     Tell,
     Worker,
+    difference,
+    ranked,
+    with_ranks,
 )
 
 KILLED = RankEnd(exit_code=137)
@@ -70,6 +76,10 @@ def of(kind: type, actions: list[Action]) -> list[Any]:
     return [action for action in actions if isinstance(action, kind)]
 
 
+def new_in(form: Form) -> set[int]:
+    return {worker for worker, member in zip(form.workers, form.members, strict=True) if member.is_new}
+
+
 def running(hosts: dict[str, int], **policy: Any) -> Story:
     """A job in its first generation, with a rank in every slot."""
     story = Story(hosts, **policy)
@@ -87,7 +97,7 @@ def test_the_first_generation_begins_once_all_that_have_started_have_joined() ->
     ]
     assert of(Form, story.join(3, 2)) == []
     (form,) = of(Form, story.join(1))
-    assert (form.number, form.workers, form.new) == (1, (1, 2, 3), {1, 2, 3})
+    assert (form.number, form.workers, new_in(form)) == (1, (1, 2, 3), {1, 2, 3})
 
 
 def test_the_first_generation_does_not_wait_for_ever_for_a_rank_that_does_not_come() -> None:
@@ -108,11 +118,11 @@ def test_survivors_of_a_killed_rank_go_on_at_once_and_its_successor_joins_later(
     ]
     assert of(Say, actions)[0].text == ("rank 2 (host b, slot 0) was killed by SIGKILL; replaced in place, 3 go on")
     (form,) = of(Form, story.join(1, 4, 2, has_state=True))
-    assert (form.number, form.workers, form.new) == (2, (1, 2, 4), set())
+    assert (form.number, form.workers, new_in(form)) == (2, (1, 2, 4), set())
     (tell,) = of(Tell, story.join(5))
     assert tell == Tell(workers=(1, 2, 4), change=Change.ADDED)
     (form,) = of(Form, story.join(4, 2, 1, has_state=True))
-    assert (form.number, form.workers, form.new) == (3, (1, 2, 4, 5), {5})
+    assert (form.number, form.workers, new_in(form)) == (3, (1, 2, 4, 5), {5})
 
 
 def test_rank_0_holds_the_state_even_where_a_new_rank_stands_before_it_on_another_host() -> None:
@@ -121,7 +131,7 @@ def test_rank_0_holds_the_state_even_where_a_new_rank_stands_before_it_on_anothe
     story.join(2, has_state=True)
     story.join(3)
     (form,) = of(Form, story.join(2, has_state=True))
-    assert (form.workers, form.new) == ((2, 3), {3})
+    assert (form.workers, new_in(form)) == ((2, 3), {3})
     story.end(2, KILLED)  # before the new rank has synchronised
     assert "state" in of(End, story.join(3))[0].text
 
@@ -143,7 +153,7 @@ def test_below_the_least_number_survivors_wait_for_the_successor() -> None:
     story.end(1, KILLED)
     assert of(Form, story.join(2, has_state=True)) == []
     (form,) = of(Form, story.join(3))
-    assert (form.workers, form.new) == ((2, 3), {3})
+    assert (form.workers, new_in(form)) == ((2, 3), {3})
 
 
 def test_below_the_least_number_they_do_not_wait_for_ever() -> None:
@@ -185,7 +195,7 @@ def test_a_host_that_discovery_takes_away_is_left_at_the_next_commit() -> None:
     actions = story.join(2, has_state=True)
     assert of(Form, actions)[0].workers == (1, 2)
     assert of(Dismiss, story.all) == [Dismiss(worker=3, host="b")]
-    assert of(StopAgent, story.end(3, WELL)) == [StopAgent(host="b")]
+    assert of(StopAgent, story.end(3, WELL)) == [StopAgent("b")]
     assert "host b is gone" in story.said
 
 
@@ -196,7 +206,7 @@ def test_who_is_to_leave_hands_the_state_over_first() -> None:
     assert story.members.member_list.members == (1,)
     story.join(2)
     (form,) = of(Form, story.join(1, has_state=True))
-    assert (form.workers, form.new) == ((1, 2), {2})
+    assert (form.workers, new_in(form)) == ((1, 2), {2})
     story.join(1, has_state=True)
     (form,) = of(Form, story.join(2, has_state=True))
     assert form.workers == (2,)
@@ -294,7 +304,7 @@ def test_a_lost_host_is_told_in_one_line_and_left_out() -> None:
     assert story.said[-1].startswith("host b is lost (it is silent) with ranks 1, 2; host b is left out for 3")
     assert story.said[-1].endswith(" s, 1 goes on")
     assert of(Form, story.join(1, has_state=True))[0].workers == (1,)
-    assert of(StartAgent, story.wait(40.0)) == [StartAgent(host="b")]
+    assert of(StartAgent, story.wait(40.0)) == [StartAgent("b")]
 
 
 def test_hosts_that_cannot_be_reached_at_the_start_end_the_job() -> None:
@@ -325,7 +335,8 @@ def taken_over(
         Worker(number=number, host=f"h{number}", slot=0, phase=phase, generation=own, rank=rank, has_state=True)
         for rank, (number, (phase, own)) in enumerate(reported.items())
     ]
-    goes_on = story.members.take_over(workers, [worker.host for worker in workers], generation, members)
+    newest = Form(number=generation, workers=members)
+    goes_on = story.members.take_over(workers, [worker.host for worker in workers], newest, 0.0)
     story.does(story.members.found, {f"h{number}": 1 for number in members})
     return story, goes_on
 
@@ -357,8 +368,279 @@ def test_members_that_have_not_synchronised_yet_do_not_go_on_without_those_that_
     policy = Policy(start_ranks=1, min_ranks=1)
     members = JobMembers(policy, HostPool(policy, random.Random(0)))
     new = [Worker(number=n, host="b", slot=n, phase=Phase.MEMBER, generation=5, rank=n - 1) for n in (2, 3)]
-    assert members.take_over(new, ["b"], 5, (1, 2, 3), has_state=True)
+    assert members.take_over(new, ["b"], Form(number=5, workers=(1, 2, 3), has_state=True), 0.0)
     members.found({"b": 4}, 0.0)
     members.joined(2, has_state=False, now_s=1.0)
     (end,) = of(End, members.joined(3, has_state=False, now_s=1.0))
     assert "nobody is left who holds the state" in end.text
+
+
+def test_waiting_has_an_end_which_running_puts_off() -> None:
+    story = running({"a": 2}, timeout_s=10.0)
+    assert of(End, story.wait(99.0)) == []
+    story.end(2, KILLED)
+    story.join(1, has_state=True)
+    assert of(End, story.wait(9.9)) == []
+    assert "1 of at least 2 ranks came within 10 s" in of(End, story.wait(0.6))[0].text
+
+
+def test_failures_of_generations_before_are_forgotten() -> None:
+    story = running({"a": 2})
+    story.end(1, RAISED)
+    story.join(3)
+    story.join(2, has_state=True)
+    story.end(2, KILLED)
+    assert of(End, story.end(3, KILLED))[0].exit_code == 137
+
+
+def test_who_has_only_been_started_is_ended_gently_and_who_does_not_end_is_killed() -> None:
+    story = Story({"a": 1, "b": 1}, start_ranks=9)
+    story.join(1)
+    actions = story.does(story.members.found, {"c": 1})
+    assert of(Dismiss, actions) == [Dismiss(worker=1, host="a")]
+    assert of(KillRank, actions) == [KillRank(worker=2, host="b", at_once=False)]
+    assert of(KillRank, story.wait(30.0)) == []
+    assert of(KillRank, story.wait(0.1))[0] == KillRank(worker=1, host="a", at_once=True)
+    assert of(StopAgent, story.end(1, KILLED)) == [StopAgent("a")]
+
+
+def test_a_death_is_told_though_it_was_told_that_somebody_leaves_and_nobody_is_told_twice() -> None:
+    story = running({"a": 1, "b": 1, "c": 1})
+    assert of(Tell, story.does(story.members.found, {"a": 1, "b": 1}))[0].change == Change.REMOVED
+    (tell,) = of(Tell, story.end(2, KILLED))
+    assert (tell.workers, tell.change) == ((1, 3), Change(0))
+    assert tell.lost == "rank 1 (host b, slot 0) was killed by SIGKILL"
+    assert of(Tell, story.wait(1.0)) == []
+
+
+def test_what_comes_at_once_is_decided_once() -> None:
+    story = running({"a": 2})
+    with story.members.deferring():
+        assert story.join(1, 2, has_state=True) == []
+    assert len(of(Form, story.wait(0.0))) == 1
+
+
+def test_what_has_changed_is_told_in_words() -> None:
+    story = running({"a": 2, "b": 1}, min_ranks=1)
+    assert story.said == ["generation 1: 3 ranks (2 on a, 1 on b)"]
+    story.end(1, KILLED)
+    story.join(2, 3, has_state=True)
+    story.join(4)
+    story.join(2, 3, has_state=True)
+    assert story.said[-1] == "generation 3: 3 ranks (2 on a, 1 on b), 1 of them new"
+    text = difference({"a": 1, "b": 2, "c": 1}, {"a": 1, "b": 3, "d": 1})
+    assert text == "host d with 1 slot is new; host c is gone; host b has 3 slots instead of 2"
+    gone = Worker(number=1, host="a", slot=0, rank=5, phase=Phase.DISMISSED)
+    assert with_ranks([Worker(number=1, host="a", slot=0, rank=4), gone]) == " with rank 4"
+
+
+@pytest.mark.parametrize(
+    ("end", "text"),
+    [
+        (RankEnd(exit_code=137), "was killed by SIGKILL"),
+        (RankEnd(exit_code=128 + 99), "was killed by signal 99"),
+        (RankEnd(exit_code=3), "failed (exit code 3)"),
+        (RankEnd(exit_code=1, reason="ValueError: x"), "failed (ValueError: x)"),
+        (RankEnd(exit_code=0), "ended"),
+    ],
+)
+def test_ends_in_words(end: RankEnd, text: str) -> None:
+    assert end.text == text
+
+
+# ── the order of ranks ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def worker(number: int, host: str, slot: int = 0, rank: int | None = None, *, generation: int = 1) -> Worker:
+    old = rank is not None
+    return Worker(
+        number=number, host=host, slot=slot, rank=rank, has_state=old, generation=generation if old else 0,
+        phase=Phase.WAITING,
+    )  # fmt: skip
+
+
+WAS_MEMBER = worker(1, "a")
+WAS_MEMBER.rank, WAS_MEMBER.generation = 0, 1
+
+
+@pytest.mark.parametrize(
+    ("workers", "order"),
+    [
+        ([worker(1, "b"), worker(2, "a", 1), worker(3, "a", 0), worker(4, "c")], [3, 2, 1, 4]),
+        ([worker(1, "b", rank=0), worker(2, "a", rank=1), worker(3, "b", 1), worker(4, "c")], [1, 3, 2, 4]),
+        ([WAS_MEMBER, worker(2, "a", 1, rank=1), worker(3, "b", rank=2)], [2, 1, 3]),  # who has no state is not first
+        ([worker(1, "a", rank=0, generation=3), worker(2, "b", rank=1, generation=4)], [2, 1]),
+    ],
+)
+def test_old_ranks_keep_their_order_and_new_ones_follow_hosts_and_slots(workers: list, order: list[int]) -> None:
+    random.Random(0).shuffle(workers)
+    assert [each.number for each in ranked(workers, ["a", "b", "c"])] == order
+
+
+def waiting(listed: MemberList, host: str, slot: int, *, has_state: bool = False, is_leaving: bool = False) -> Worker:
+    there = listed.add(host, slot, 0.0)
+    there.has_state, there.is_leaving = has_state, is_leaving
+    there.enter(Phase.WAITING, 0.0)
+    return there
+
+
+def test_one_who_hands_the_state_over_finds_room_where_there_is_a_limit() -> None:
+    listed = MemberList()
+    old = [waiting(listed, "a", slot, has_state=True, is_leaving=True) for slot in range(2)]
+    listed.begin(old, 0.0)
+    for each in old:
+        each.enter(Phase.WAITING, 0.0)
+    new = [waiting(listed, "b", slot) for slot in range(2)]
+    assert listed.candidates(2) == [new[0], old[0]]
+    new[0].has_state = True
+    assert listed.candidates(2) == new
+    assert list(listed.dismissible()) == old
+
+
+def test_the_youngest_leave_where_there_are_too_many() -> None:
+    listed = MemberList()
+    listed.begin([waiting(listed, "a", slot, has_state=True) for slot in range(2)], 0.0)
+    for each in listed.workers.values():
+        each.enter(Phase.WAITING, 0.0)
+    waiting(listed, "b", 0)
+    listed.mark_leaving({"a": 2, "b": 1}, 2)
+    assert [each.is_leaving for each in listed.workers.values()] == [False, False, True]
+    listed.mark_leaving({"a": 1, "b": 1}, 2)
+    assert [each.is_leaving for each in listed.workers.values()] == [False, True, False]
+
+
+def test_processes_are_called_by_their_rank_once_they_have_one_and_after_their_end() -> None:
+    listed = MemberList()
+    there = listed.add("a", 1, 0.0)
+    assert (listed.label(there.number), listed.place(there.number)) == ("a:1", "a.1")
+    assert listed.free_slots("a", 3) == [0, 2]
+    listed.begin([there], 0.0)
+    del listed.workers[there.number]
+    assert listed.label(there.number) == "0"
+
+
+# ── hosts ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def pool(cooldown_s: tuple[float, float] | None = (10.0, 60.0)) -> HostPool:
+    found = HostPool(Policy(start_ranks=1, min_ranks=1, cooldown_s=cooldown_s), random.Random(1))
+    found.find({"a": 1, "b": 2})
+    return found
+
+
+def test_hosts_keep_their_order_however_they_are_told() -> None:
+    hosts = pool()
+    hosts.find({"c": 1, "b": 3, "a": 1})
+    assert list(hosts.usable.items()) == [("a", 1), ("b", 3), ("c", 1)]
+
+
+def test_a_dropped_host_stays_away_longer_each_time_or_for_good() -> None:
+    hosts, times_s = pool(), []
+    for _ in range(5):
+        times_s.append(hosts.drop("a", 0.0))
+        assert list(hosts.usable) == ["b"]
+        assert hosts.take_back(times_s[-1] - 0.1) == []
+        assert hosts.take_back(times_s[-1]) == ["a"]
+    assert times_s == [pytest.approx(wanted, rel=0.1) for wanted in (10, 20, 40, 60, 60)]
+    assert max(times_s) <= 60.0
+    hosts = pool(None)
+    assert hosts.drop("a", 0.0) is None
+    assert hosts.take_back(1e9) == []
+
+
+def test_three_strikes_in_a_row_are_one_too_many() -> None:
+    hosts = pool()
+    assert [hosts.strike("a") for _ in range(2)] == [False, False]
+    hosts.clear("a")
+    assert [hosts.strike("a") for _ in range(3)] == [False, False, True]
+    assert not hosts.strike("b")
+
+
+def test_another_driver_goes_on_with_what_was_left_out() -> None:
+    first, second = pool((10.0, 1000.0)), pool((10.0, 1000.0))
+    first.drop("b", 0.0)
+    assert first.take_back(12.0) == ["b"]
+    left_s = first.drop("b", 12.0)
+    assert left_s is not None
+    second.remember(first.left_out(15.0), 100.0)
+    assert second.usable == {"a": 1}
+    assert second.take_back(100.0 + left_s - 3.1) == []
+    assert second.take_back(100.0 + left_s - 2.9) == ["b"]
+    third_s = second.drop("b", 200.0)
+    assert third_s is not None
+    assert third_s > 30.0
+
+
+# ── of two sides of a network that has come apart one goes on at most ────────────────────────────────────────────────
+
+
+def driver(*generations: tuple[int, ...]) -> Quorum:
+    """One that has begun these, and of which no agent has said that it knows of any."""
+    quorum = Quorum()
+    for number, members in enumerate(generations, start=1):
+        quorum.begin(number, members)
+    return quorum
+
+
+def successor(present: tuple[int, ...], *lists: tuple[int, ...]) -> Quorum:
+    quorum = Quorum()
+    quorum.take_over(lists, 1, present)
+    return quorum
+
+
+@pytest.mark.parametrize("size", range(1, 7))
+def test_of_a_driver_and_those_that_it_cannot_reach_one_goes_on(size: int) -> None:
+    members = tuple(range(10, 10 + size))
+    for count in range(size + 1):
+        for gone in combinations(members, count):
+            old = driver(members)
+            old.lose(gone)
+            new = successor(gone, members)
+            assert old.is_lost is not new.is_lost
+
+
+def test_members_that_have_died_for_certain_go_on_nowhere() -> None:
+    quorum = driver((1, 2, 3, 4))
+    quorum.lose([2, 3, 4])
+    assert quorum.is_lost
+    quorum.died(2)
+    assert not quorum.is_lost  # 3 and 4 are half, without the first
+
+
+def test_until_enough_know_of_a_generation_the_one_before_counts() -> None:
+    quorum = driver((1, 2, 3), (1, 4, 5, 6, 2, 3))
+    assert quorum.older == ((1, 2, 3),)
+    quorum.lose([2, 3])
+    assert quorum.is_lost
+    quorum = driver((1, 2, 3), (1, 4, 5, 6, 2, 3))
+    quorum.inform(2, lambda worker: worker == 1)
+    assert not quorum.settle()
+    quorum.inform(2, lambda worker: worker == 2)
+    assert quorum.settle()
+    assert quorum.older == ()
+    quorum.lose([2, 3])
+    assert not quorum.is_lost
+
+
+def test_who_takes_over_must_do_so_in_each_generation_that_counts() -> None:
+    lists = (1, 2, 3, 4, 5), (1, 6, 7, 8, 2, 3)
+    assert successor((1, 6, 7, 8), *lists).is_lost
+    assert not successor((2, 3, 4, 5), lists[0]).is_lost
+    assert not successor((1, 2, 3, 6, 7, 8), *lists).is_lost
+
+
+def test_a_generation_begins_without_those_only_that_could_not_go_on() -> None:
+    quorum = driver((1, 2, 3, 4, 5))
+    assert quorum.permits([1, 2, 3])
+    assert not quorum.permits([1, 2])
+    quorum.died(3)
+    assert not quorum.permits([1])
+    assert quorum.permits([1, 2])
+
+
+def test_before_the_first_generation_nothing_is_lost() -> None:
+    quorum = Quorum()
+    quorum.lose([1])
+    assert not quorum.is_lost
+    assert quorum.permits([1])
+    assert not quorum.settle()

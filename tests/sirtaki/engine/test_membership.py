@@ -9,9 +9,24 @@ from typing import Any
 
 import pytest
 
-from sirtaki.engine import agent_client
-from sirtaki.engine.agent_client import AgentClient, name_of, open_agent
-from sirtaki.engine.membership import Change, Dismissed, Generation, Member
+from sirtaki.comm.control.mesh_rendezvous import Attendee
+from sirtaki.engine import membership
+from sirtaki.engine.membership import (
+    AgentClient,
+    Change,
+    Changed,
+    Dismissal,
+    Dismissed,
+    Formed,
+    FromRank,
+    Generation,
+    Join,
+    Member,
+    Patience,
+    Proof,
+    name_of,
+    open_agent,
+)
 from sirtaki.errors import CommError, ConfigError
 from sirtaki.json_channel import JsonChannel
 from sirtaki.launchers import AGENT
@@ -21,9 +36,9 @@ class Agent:
     """The other end."""
 
     def __init__(self, sock: socket.socket) -> None:
-        self.channel = JsonChannel(sock)
+        self.channel: JsonChannel[FromRank] = JsonChannel(sock, FromRank)
 
-    def hear(self) -> dict[str, Any]:
+    def hear(self) -> Join:
         deadline_s = time.monotonic() + 30.0
         while time.monotonic() < deadline_s:
             if messages := self.channel.receive():
@@ -32,10 +47,10 @@ class Agent:
             time.sleep(0.001)
         pytest.fail("nothing comes")
 
-    def begin(self, asked: dict[str, Any], **changes: Any) -> None:
-        values = {"is": "generation", "number": 1, "rank": 0, "job": "job", "secret": "secret"}
-        members = {"members": [["a", 0, True]], "attendees": [asked["attendee"]]}
-        self.channel.send({**values, **members, **changes})
+    def begin(self, asked: Join, **changes: Any) -> None:
+        values = {"number": 1, "rank": 0, "proof": Proof(job="job", secret="secret"), "attendees": (asked.attendee,)}
+        members = {"members": (Member(host="a", slot=0, is_new=True),)}
+        self.channel.send(Formed(**{**values, **members, **changes}))
 
 
 @pytest.fixture
@@ -70,31 +85,26 @@ def joined(client: AgentClient, agent: Agent, **changes: Any) -> Generation:
     return found[0]
 
 
-def test_a_rank_says_what_it_leaves_and_hears_who_the_members_are(ends: tuple[AgentClient, Agent]) -> None:
+def test_a_rank_says_what_it_has_and_hears_who_the_members_are(ends: tuple[AgentClient, Agent]) -> None:
     client, agent = ends
     thread, found = join(client, after=3, has_state=True)
     asked = agent.hear()
-    assert (asked["ask"], asked["after"], asked["has_state"]) == ("join", 3, True)
-    (place,) = asked["attendee"]["places"]
+    assert asked.has_state
+    (place,) = asked.attendee.places
     assert place[0] == "127.0.0.1"
-    other = {"host": ["elsewhere"], "places": [["10.0.0.1", 5]]}
-    agent.begin(
-        asked, number=4, rank=1, members=[["b", 2, False], ["a", 0, True]], attendees=[other, asked["attendee"]]
-    )
+    members = Member(host="b", slot=2, is_new=False), Member(host="a", slot=0, is_new=True)
+    other = Attendee(host=("elsewhere",), places=(("10.0.0.1", 5),))
+    agent.begin(asked, number=4, rank=1, members=members, attendees=(other, asked.attendee))
     thread.join()
     (generation,) = found
-    assert generation.number == 4
-    assert generation.members == (
-        Member(host="b", slot=2, is_new=False),
-        Member(host="a", slot=0, is_new=True),
-    )
+    assert (generation.number, generation.members) == (4, members)
     meeting = generation.meeting
     assert (meeting.rank, meeting.size) == (1, 2)
     assert meeting.name.startswith("job/4/")
-    assert meeting.appointment.attendees[0].places == (("10.0.0.1", 5),)
+    assert meeting.appointment.attendees[0] == other
     assert "secret" not in repr(generation)
     (listener,) = meeting.appointment.listeners
-    assert [*listener.getsockname()] == place
+    assert listener.getsockname() == place
     listener.close()
 
 
@@ -103,7 +113,7 @@ def test_changes_add_up_until_the_next_generation(ends: tuple[AgentClient, Agent
     joined(client, agent)
     assert client.change() == Change(0)
     for change in (Change.ADDED, Change.REMOVED):
-        agent.channel.send({"is": "change", "change": change.value, "lost": ""})
+        agent.channel.send(Changed(change))
     assert client.change() == Change.ADDED | Change.REMOVED
     joined(client, agent, number=2)
     assert client.change() == Change(0)
@@ -113,7 +123,7 @@ def test_a_rank_that_meets_the_others_hears_of_one_that_has_died(ends: tuple[Age
     client, agent = ends
     generation = joined(client, agent)
     assert generation.meeting.appointment.in_vain() == ""
-    agent.channel.send({"is": "change", "change": Change.REMOVED.value, "lost": "rank 1 was killed"})
+    agent.channel.send(Changed(Change.REMOVED, "rank 1 was killed"))
     assert generation.meeting.appointment.in_vain() == "rank 1 was killed"
     assert client.change() == Change.REMOVED
 
@@ -125,19 +135,17 @@ def test_a_rank_that_has_computed_for_long_says_so_once(
     joined(client, agent)
     now_s = time.monotonic()
     for at_s in (9.0, 49.0, 59.0, 99.0, 150.0):
-        monkeypatch.setattr(agent_client.time, "monotonic", lambda at_s=at_s: now_s + at_s)
+        monkeypatch.setattr(membership.time, "monotonic", lambda at_s=at_s: now_s + at_s)
         client.change()
     monkeypatch.undo()
-    told = agent.channel.receive()
-    assert [message["ask"] for message in told] == ["patience", "patience"]
-    assert [round(message["seconds"]) for message in told] == [40, 51]
+    assert [round(message.seconds) for message in agent.channel.receive() if isinstance(message, Patience)] == [40, 51]
 
 
 def test_a_rank_that_is_dismissed_is_told(ends: tuple[AgentClient, Agent]) -> None:
     client, agent = ends
     thread, found = join(client)
     agent.hear()
-    agent.channel.send({"is": "dismissed"})
+    agent.channel.send(Dismissal())
     thread.join()
     assert isinstance(found[0], Dismissed)
 
@@ -172,8 +180,9 @@ def test_a_process_that_has_inherited_the_variable_only_is_told_so() -> None:
 
 def test_ranks_meet_under_one_name_only_if_they_were_told_the_same() -> None:
     def name(*ports: int) -> str:
-        attendees = [{"host": ["h"], "places": [["127.0.0.1", port]]} for port in ports]
-        return name_of("job", {"number": 4, "attendees": attendees})
+        attendees = tuple(Attendee(host=("h",), places=(("127.0.0.1", port),)) for port in ports)
+        proof = Proof(job="job", secret="")
+        return name_of(Formed(number=4, rank=0, members=(), attendees=attendees, proof=proof))
 
     assert name(1, 2) == name(1, 2)
     assert len({name(1, 2), name(2, 1), name(1, 3), name(1)}) == 4

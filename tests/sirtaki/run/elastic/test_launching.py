@@ -1,0 +1,280 @@
+"""What a driver is told: options, the answers of discovery scripts, what a lost driver leaves behind; what it shows."""
+
+import io
+import os
+import random
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from sirtaki.comm.control.mesh_rendezvous import listen
+from sirtaki.engine.membership import Proof
+from sirtaki.errors import ConfigError, LaunchError
+from sirtaki.run.elastic import launch
+from sirtaki.run.elastic.agent import Ended, Inheritance, Joined, Progress, Up
+from sirtaki.run.elastic.agent_crew import AgentStart, ElasticJob, Heard, Lost
+from sirtaki.run.elastic.driver import Direction, Discovery, ask_script
+from sirtaki.run.elastic.job_members import NOWHERE, Form, HostPool, JobMembers, OnFailure, Phase, Policy, RankEnd
+from sirtaki.run.elastic.launch import DriverPlan, ElasticOutput, policy_of, take_over
+from sirtaki.run.options import is_elastic, parse
+from sirtaki.run.output import OutputOptions
+
+
+def script(folder: Path, text: str, *, mode: int = 0o755) -> str:
+    path = folder / "hosts.sh"
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(mode)
+    return str(path)
+
+
+def test_hosts_with_and_without_slots(tmp_path: Path) -> None:
+    text = "echo node1:4; echo; echo '  node2  '; echo '# none'; echo node3.x-y:1 '# spot'"
+    assert ask_script(script(tmp_path, text), 2) == {"node1": 4, "node2": 2, "node3.x-y": 1}
+
+
+def test_no_host_is_an_answer(tmp_path: Path) -> None:
+    assert ask_script(script(tmp_path, "true"), 1) == {}
+
+
+def test_a_command_with_arguments_is_run_by_a_shell() -> None:
+    assert ask_script("printf 'a:%s\\n' 3", 1) == {"a": 3}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("echo >&2 the cloud is closed; exit 4", "exit code 4: the cloud is closed"),
+        ("echo 'Error: no permission'", "'Error: no permission', which is no host"),
+        ("echo node1:many", "'node1:many', which is no host"),
+        ("echo node1,node2", "'node1,node2', which is no host"),
+    ],
+)
+def test_what_is_no_answer_says_why(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(LaunchError, match=message):
+        ask_script(script(tmp_path, text), 1)
+
+
+def test_a_file_that_cannot_be_executed_is_told_so(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match="make it executable"):
+        ask_script(script(tmp_path, "echo a", mode=0o644), 1)
+
+
+def test_a_script_that_hangs_is_killed_with_what_it_has_started(tmp_path: Path) -> None:
+    begin_s = time.monotonic()
+    with pytest.raises(LaunchError, match=r"has not ended within 0\.5 s"):
+        ask_script(script(tmp_path, f"sleep 60 & echo $! > {tmp_path}/pid; sleep 60"), 1, limit_s=0.5)
+    assert time.monotonic() - begin_s < 10.0
+    pid = int((tmp_path / "pid").read_text())
+    deadline_s = time.monotonic() + 5.0
+    while Path(f"/proc/{pid}").exists() and "sleep" in Path(f"/proc/{pid}/cmdline").read_text(errors="ignore"):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+def test_answers_come_in_order_and_what_stays_is_told_once() -> None:
+    answers = [{"a": 1}, {"a": 1}, LaunchError("closed"), LaunchError("closed"), {"a": 1}]
+    woken = []
+
+    def ask() -> dict[str, int]:
+        answer = answers.pop(0) if len(answers) > 1 else answers[0]
+        if isinstance(answer, LaunchError):
+            raise answer
+        return answer
+
+    discovery = Discovery(ask, on_answer=lambda: woken.append(1), interval_s=0.001)
+    deadline_s = time.monotonic() + 5.0
+    while len(woken) < 3:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.001)
+    time.sleep(0.05)
+    discovery.close()
+    found = [discovery.take() for _ in range(4)]
+    assert found[0] == {"a": 1}
+    assert str(found[1]) == "closed"
+    assert found[2:] == [{"a": 1}, None]
+
+
+def output(labels: dict[int, str], folder: Path | None = None, *, prefix: bool = True) -> ElasticOutput:
+    return ElasticOutput(
+        OutputOptions(
+            hydra=True, prefix=prefix, folder=folder, label=lambda worker: labels[worker], place=lambda _: "a.0"
+        )
+    )
+
+
+def test_a_worker_is_called_by_the_rank_that_it_has_now(capfd: pytest.CaptureFixture[str]) -> None:
+    labels = {3: "a:0"}
+    shown = output(labels)
+    shown.pump("stdout", io.BytesIO(b"[3] one\n"))
+    labels[3] = "5"
+    shown.pump("stdout", io.BytesIO(b"[3] two\n"))
+    shown.finish()
+    assert capfd.readouterr().out == "[a:0] one\n[5] two\n"
+
+
+def test_what_no_rank_has_written_is_shown_as_it_is(capfd: pytest.CaptureFixture[str]) -> None:
+    shown = output({})
+    shown.pump("stderr", io.BytesIO(b"ssh: connect to host a: refused\n"))
+    shown.say("a line")
+    shown.finish()
+    assert capfd.readouterr().err == "ssh: connect to host a: refused\nsirtakirun: a line\n"
+
+
+def test_a_place_has_one_file_for_all_that_have_been_there_in_this_job(tmp_path: Path) -> None:
+    (tmp_path / "a.0").mkdir()
+    (tmp_path / "a.0" / "stdout").write_text("of another job\n")
+    shown = output({1: "0", 2: "0"}, tmp_path, prefix=False)
+    shown.pump("stdout", io.BytesIO(b"[1] first\n[2] second\n"))
+    shown.finish()
+    assert (tmp_path / "a.0" / "stdout").read_text() == "first\nsecond\n"
+
+
+COMMAND = ["python", "train.py"]
+
+
+def policy(*words: str, slots: int = 4) -> Policy:
+    return policy_of(parse([*words, *COMMAND]), {"a": slots}, timeout_s=600.0)
+
+
+def test_defaults() -> None:
+    found = policy("-np", "3", "--min-np", "2")
+    assert (found.start_ranks, found.min_ranks, found.max_ranks) == (3, 2, None)
+    assert (found.on_failure, found.cooldown_s, found.reset_limit) == (OnFailure.REPLACE_RANK, (30.0, 600.0), None)
+    assert policy("--min-np", "2").start_ranks == 2
+    assert policy("-np", "2", "--max-np", "4").min_ranks == 2
+
+
+def test_under_horovods_name_a_failure_drops_the_host_for_good_as_there() -> None:
+    found = policy("--min-np", "2", "--as-horovod")
+    assert (found.on_failure, found.cooldown_s) == (OnFailure.DROP_HOST, None)
+    words = ("--min-np", "2", "--as-horovod", "--on-failure", "replace-rank", "--blacklist-cooldown-range", "5", "50")
+    found = policy(*words)
+    assert (found.on_failure, found.cooldown_s) == (OnFailure.REPLACE_RANK, (5.0, 50.0))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("-np", "1", "--min-np", "2"), "each must be at least the one before"),
+        (("--min-np", "3", "--max-np", "2"), "each must be at least the one before"),
+        (("--min-np", "5"), "the hosts have 4 slots and will not get more"),
+        (("--min-np", "1", "--blacklist-cooldown-range", "9", "3"), "the first is the shorter one"),
+        (("--min-np", "1", "--reset-limit", "-1"), "give a number from 0"),
+    ],
+)
+def test_what_contradicts_itself_is_refused(words: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        policy(*words)
+
+
+def test_jobs_with_a_fixed_number_of_ranks_stay_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    assert not is_elastic(parse(["-np", "2", *COMMAND]))
+    assert is_elastic(parse(["--host-discovery-script", "./hosts.sh", *COMMAND]))
+    with pytest.raises(SystemExit):
+        parse(["-np", "2", "--reset-limit", "3", *COMMAND])
+    assert "--reset-limit is for ranks that come and go; give --min-np, too" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        parse(["--host-discovery-script", "x", "-H", "a:1", *COMMAND])
+
+
+# ── a driver in the place of one that is lost ────────────────────────────────────────────────────────────────────────
+
+POLICY = Policy(
+    start_ranks=2, min_ranks=1, max_ranks=4, on_failure=OnFailure.DROP_HOST, cooldown_s=(1.0, 2.0), has_successors=True
+)
+
+
+def test_what_a_driver_leaves_behind_comes_back_as_it_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    agents = AgentStart(template="do {command}", slurm_hosts=frozenset({"n1"}), ssh=("-p", "22"))
+    job = ElasticJob(
+        command=("python", "x.py"), carried={"A": "b"}, interface="eth0", one_host=False, agents=agents,
+        agent_start_s=9.0, script="x.py",
+    )  # fmt: skip
+    plan = DriverPlan(
+        job=job, policy=POLICY, script="/hosts.sh", slots=2, hosts={"a": 1}, prefix=True, timestamps=False,
+        folder=str(tmp_path),
+    )  # fmt: skip
+    (listener,) = listen(["127.0.0.1"])
+    told = Inheritance(
+        plan=msgspec.Raw(msgspec.json.encode(plan)), environ={"A": "b"}, proof=Proof(job="j", secret="s"),
+        listeners=(listener.detach(),), agents=(2, 3), numbers=7,
+    )  # fmt: skip
+    seen: dict[str, Any] = {}
+
+    def driver(found: DriverPlan, endpoint: Any, environ: Any) -> Any:
+        seen.update(plan=found, endpoint=endpoint, environ=environ)
+        return SimpleNamespace(take_over=lambda hosts, ask: seen.update(hosts=hosts, ask=ask) or 5)
+
+    monkeypatch.setattr(launch.DriverPlan, "driver", driver)
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(msgspec.json.encode(told))))
+    assert take_over() == 5
+    assert seen["plan"] == plan
+    assert seen["environ"] == {**os.environ, "A": "b"}
+    assert (seen["endpoint"].proof, seen["endpoint"].agents, seen["endpoint"].numbers) == (told.proof, (2, 3), 7)
+    assert (seen["hosts"], seen["ask"].args) == ({"a": 1}, ("/hosts.sh", 2))
+    for sock in seen["endpoint"].listeners:
+        sock.close()
+
+
+class Crew:
+    def __init__(self, *hosts: str, fails: str = "") -> None:
+        self.hosts, self.fails = list(hosts), fails
+
+    def start(self, host: str) -> None:
+        if host == self.fails:
+            raise OSError("no such program")
+        self.hosts.append(host)
+
+    def send_to(self, hosts: Iterable[str], message: object) -> None:
+        pass
+
+    def tell_each_other(self) -> None:
+        pass
+
+
+def direction(crew: Crew) -> Direction:
+    return Direction(JobMembers(POLICY, HostPool(POLICY, random.Random(0))), crew, lambda text: None)
+
+
+def test_who_takes_over_believes_the_newest_generation_and_needs_enough_of_it() -> None:
+    def up(host: str, worker: int, form: Form, phase: Phase) -> Up:
+        rank = Progress(worker=worker, slot=0, phase=phase, generation=form.number, rank=worker - 1, has_state=True)
+        return Up(host=host, places=(), ranks=[rank], generation=form)
+
+    before = Form(number=4, workers=(1, 3, 4), older=(), has_state=True)
+    newest = Form(number=5, workers=(1, 2), older=((1, 3, 4),), has_state=True, left_out={"z": (2, None)})
+    reports = {"a": up("a", 1, newest, Phase.MEMBER), "b": up("b", 2, before, Phase.WAITING)}
+    assert not direction(Crew("a", "b")).take_over(reports, 0.0)  # 3 and 4 may go on: they know of no other generation
+    reports["a"] = up("a", 1, msgspec.structs.replace(newest, older=()), Phase.MEMBER)
+    crew = Crew("a", "b")
+    found = direction(crew)
+    assert found.take_over(reports, 0.0)
+    assert found.members.member_list.generation == 5
+    found.found({"a": 1, "b": 1, "z": 1}, 0.0)
+    assert "z" not in crew.hosts  # as the lost driver had left it out
+
+
+def test_what_a_host_says_of_a_rank_that_is_not_its_own_does_not_count() -> None:
+    found = direction(Crew())
+    found.found({"a": 1, "b": 1}, 0.0)
+    for worker, host in enumerate("ab", start=1):
+        found.answer([Heard(host, Up(host=host, places=(), ranks=[], generation=Form(number=0, workers=())))], 1.0)
+        found.answer([Heard(host, Joined(worker=worker, has_state=False, attendee=NOWHERE))], 1.0)
+    assert found.members.member_list.generation == 1
+    found.answer([Heard("b", Ended(worker=1, end=RankEnd(exit_code=0)))], 1.0)
+    assert 1 in found.members.member_list.workers
+    found.answer([Lost("b", "it is silent"), Heard("b", Ended(worker=2, end=RankEnd(exit_code=0)))], 2.0)
+    assert found.end is None
+
+
+def test_a_host_whose_agent_cannot_be_started_is_lost() -> None:
+    found = direction(Crew(fails="a"))
+    found.found({"a": 1}, 0.0)
+    assert found.end is not None
+    assert "no such program" in found.end.text
