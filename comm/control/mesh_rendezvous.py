@@ -347,10 +347,20 @@ def attendee(listeners: Sequence[socket.socket]) -> Attendee:
     return Attendee(host=host_identity(), places=tuple(listener.getsockname()[:2] for listener in listeners))
 
 
-def keep(appointment: Appointment, *, rank: int, name: str, timeout_s: float) -> dict[int, socket.socket]:
+def keep(
+    appointment: Appointment, *, rank: int, name: str, timeout_s: float, unproved_s: float = float("inf")
+) -> dict[int, socket.socket]:
     """Collective: connections to all others, by rank. Each rank connects to those before it.
 
+    Args:
+        appointment: with them.
+        rank: of this process.
+        name: that the others have been told, too.
+        timeout_s: how long to wait for the others in all.
+        unproved_s: how long who answers for a rank may be somebody else.
+
     Raises:
+        ConfigError: who answers does not know the secret.
         CommError: some do not come or cannot be reached.
     """
     key, deadline_s = job_key(appointment.secret, name), time.monotonic() + timeout_s
@@ -362,15 +372,45 @@ def keep(appointment: Appointment, *, rank: int, name: str, timeout_s: float) ->
     listeners = [listener for listener in appointment.listeners if listener.fileno() >= 0]
     acceptor = Acceptor(listeners, key=key, own=rank, expected=range(rank + 1, len(appointment.attendees)))
     sockets: dict[int, socket.socket] = {}
+
+    def check() -> None:
+        if problem := appointment.in_vain():
+            raise PeerLostError(problem)
+
+    def reach(other: int) -> socket.socket:
+        """A connection to that rank, at the first of its places that proves to be it."""
+        near = appointment.attendees[other].host == own.host
+        places = [place for place in appointment.attendees[other].places if (place[0] == LOOPBACK) == near]
+        problem, limit_s = "it listens nowhere", deadline_s
+        while time.monotonic() < limit_s:
+            for place in places:
+                check()
+                try:
+                    return connect(place, key=key, own=rank, other=other)
+                except NoProof as err:
+                    problem, limit_s = str(err), min(limit_s, time.monotonic() + unproved_s)
+                except OSError as err:
+                    problem = str(err)
+            time.sleep(_AGAIN_S)
+        if limit_s < deadline_s:
+            raise ConfigError(
+                f"rank {other} and rank {rank} do not prove themselves to each other: SIRTAKI_SECRET must be the same "
+                f"on all ranks ({problem})"
+            )
+        tried = ", ".join(f"{host}:{port}" for host, port in places)
+        raise CommError(f"rank {other} cannot be reached at {tried} ({problem}); {_NAME_INTERFACE}")
+
     try:
         for other in range(rank):
-            sockets[other] = _reach_attendee(appointment, other, key=key, own=rank, deadline_s=deadline_s)
+            sockets[other] = reach(other)
         while not acceptor.wait(_LOOK_S):
-            _check(appointment)
+            check()
             if time.monotonic() > deadline_s:
+                refused = acceptor.door.refused
+                strangers = f"; {refused} connections did not prove themselves" if refused else ""
+                at = ", ".join(host for host, _ in acceptor.door.places)
                 raise CommError(
-                    f"rank {acceptor.missing[0]} did not connect to rank {rank}; name the interface that joins the "
-                    "hosts in SIRTAKI_GLOO_IFACE"
+                    f"rank {acceptor.missing[0]} did not connect to rank {rank} at {at}{strangers}; {_NAME_INTERFACE}"
                 )
     except BaseException:
         for sock in (*sockets.values(), *acceptor.close().values()):
@@ -379,34 +419,10 @@ def keep(appointment: Appointment, *, rank: int, name: str, timeout_s: float) ->
     return sockets | acceptor.close()
 
 
-def _check(appointment: Appointment) -> None:
-    if problem := appointment.in_vain():
-        raise PeerLostError(problem)
-
-
-def _reach_attendee(appointment: Appointment, rank: int, *, key: bytes, own: int, deadline_s: float) -> socket.socket:
-    """A connection to that rank, at the first of its places that answers."""
-    near = appointment.attendees[rank].host == appointment.attendees[own].host
-    places = [place for place in appointment.attendees[rank].places if (place[0] == LOOPBACK) == near]
-    problem: Exception = CommError("it listens nowhere")
-    while time.monotonic() < deadline_s:
-        for place in places:
-            _check(appointment)
-            try:
-                return connect(place, key=key, own=own, other=rank)
-            except (OSError, CommError) as err:
-                problem = err
-        time.sleep(_AGAIN_S)
-    tried = ", ".join(f"{host}:{port}" for host, port in places)
-    raise CommError(
-        f"rank {rank} cannot be reached at {tried} ({problem}); name the interface that joins the hosts in "
-        "SIRTAKI_GLOO_IFACE"
-    )
-
-
 logger = logging.getLogger(__name__)
 
-_LOOK_S = 0.02
+_LOOK_S, _ASK_S = 0.02, 0.1
+_NAME_INTERFACE = "name the interface that joins the hosts in SIRTAKI_GLOO_IFACE"
 _NOTICE_S = 10.0
 """A wait that lasts so long is told."""
 
@@ -486,16 +502,15 @@ def meet(
             f"two processes say that they are rank {meeting.rank} at {meeting.host}:{meeting.port}; each needs a "
             "RANK of its own, and each job a MASTER_PORT of its own"
         )
+    own = members.index(meeting.rank)
     try:
-        key = _agree(table, meeting, secret)
-        sockets = _connect(table, meeting, key, interface)
+        name, appointment = _appoint(table, meeting, secret, interface)
+        left_s = deadline_s - time.monotonic()
+        sockets = keep(appointment, rank=own, name=name, timeout_s=left_s, unproved_s=WRONG_SECRET_S)
     except SirtakiError as err:
         table.tell_problem(err)
         raise
-    own = members.index(meeting.rank)
-    return MeshCommunicator(
-        Links(own, {members.index(rank): sock for rank, sock in sockets.items()}, heartbeat_s=heartbeat_s)
-    )
+    return MeshCommunicator(Links(own, sockets, heartbeat_s=heartbeat_s))
 
 
 def _store(meeting: Meeting, deadline_s: float) -> Store:
@@ -554,21 +569,24 @@ class _Table:
     def __init__(self, store: Store, prefix: str, meeting: Meeting, members: Sequence[int], deadline_s: float) -> None:
         self._store, self._prefix, self._meeting, self.members = store, prefix, meeting, members
         self.deadline_s = deadline_s
+        self._ask_s = 0.0
 
     def tell(self, what: str, value: Any) -> None:
         """Of this rank, for all."""
         self._call("set", self._key(what, self._meeting.rank), json.dumps(value))
 
-    def read(self, what: str, ranks: Sequence[int]) -> list[Any]:
-        """What these ranks have told.
+    def read(self, what: str, ranks: Sequence[int] | None = None) -> list[Any]:
+        """What these ranks have told; None = all.
 
         Raises:
             CommError: one of them does not come, or has met a problem.
         """
+        ranks = self.members if ranks is None else ranks
         keys = [self._key(what, rank) for rank in ranks]
         notice_s = time.monotonic() + _NOTICE_S
         while not self._call("check", keys):
-            self.raise_problem()
+            if problem := self.problem():
+                raise CommError(problem)
             now_s = time.monotonic()
             if now_s > min(notice_s, self.deadline_s):
                 missing = [rank for rank, key in zip(ranks, keys, strict=True) if not self._call("check", [key])]
@@ -593,11 +611,13 @@ class _Table:
         with suppress(CommError):
             self._call("set", f"{self._prefix}/problem", json.dumps(str(error)))
 
-    def raise_problem(self) -> None:
-        """Raises what another rank has told."""
-        key = f"{self._prefix}/problem"
-        if self._call("check", [key]):
-            raise CommError(str(json.loads(self._call("get", key))))
+    def problem(self) -> str:
+        """What another rank has told that keeps it from coming, asked for now and then; "" = nothing."""
+        key, now_s = f"{self._prefix}/problem", time.monotonic()
+        if now_s < self._ask_s:
+            return ""
+        self._ask_s = now_s + _ASK_S
+        return str(json.loads(self._call("get", key))) if self._call("check", [key]) else ""
 
     def _key(self, what: str, rank: int) -> str:
         return f"{self._prefix}/{what}/{rank}"
@@ -609,13 +629,14 @@ class _Table:
             raise PeerLostError(f"the store is gone, and rank 0 or the launcher with it: {_first_line(err)}") from err
 
 
-def _agree(table: _Table, meeting: Meeting, secret: str | None) -> bytes:
-    """Collective: the job's key."""
-    table.tell("here", {"size": meeting.size, "secret": secret is not None, "host": host_identity()})
+def _appoint(table: _Table, meeting: Meeting, secret: str | None, interface: str | None) -> tuple[str, Appointment]:
+    """Collective: the name of the mesh, and who meets in it."""
+    own = {"size": meeting.size, "secret": secret is not None, "host": host_identity()}
+    table.tell("here", own)
     first = table.members[0]
     if meeting.rank == first:
         table.tell("job", {"id": secrets.token_hex(16), "secret": None if secret else secrets.token_hex(32)})
-    everybody = table.read("here", table.members)
+    everybody = table.read("here")
     for rank, other in zip(table.members, everybody, strict=True):
         if other["size"] != everybody[0]["size"]:
             raise ConfigError(
@@ -624,65 +645,17 @@ def _agree(table: _Table, meeting: Meeting, secret: str | None) -> bytes:
             )
         if other["secret"] != everybody[0]["secret"]:
             raise ConfigError(f"SIRTAKI_SECRET is set on one of the ranks {first} and {rank} only; all need the same")
-    (job,) = table.read("job", [first])
-    return job_key(secret or job["secret"], job["id"])
-
-
-def _connect(table: _Table, meeting: Meeting, key: bytes, interface: str | None) -> dict[int, socket.socket]:
-    """Collective: connections to all others, by rank. Each rank connects to those before it."""
-    hosts = [tuple(other["host"]) for other in table.read("here", table.members)]
-    addresses = [LOOPBACK] if len(set(hosts)) == 1 else own_addresses(interface)
-    number = table.members.index(meeting.rank)
+    job = table.read("job", [first])[0]
+    hosts = [tuple(other["host"]) for other in everybody]
+    listeners = open_places(interface, loopback_only=len(set(hosts)) == 1)
+    table.tell("places", [listener.getsockname()[:2] for listener in listeners])
     try:
-        listeners = listen(addresses)
-    except OSError as err:
-        raise CommError(f"rank {meeting.rank} cannot listen at {', '.join(addresses)}: {err}") from err
-    acceptor = Acceptor(listeners, key=key, own=meeting.rank, expected=table.members[number + 1 :])
-    sockets: dict[int, socket.socket] = {}
-    try:
-        table.tell("places", acceptor.door.places)
-        for rank, places in zip(table.members[:number], table.read("places", table.members[:number]), strict=True):
-            sockets[rank] = _reach(table, rank, places, key=key, own=meeting.rank)
-        while not acceptor.wait(0.2):
-            table.raise_problem()
-            if time.monotonic() > table.deadline_s:
-                raise CommError(
-                    f"rank {acceptor.missing[0]} did not connect to rank {meeting.rank} at {', '.join(addresses)}"
-                    + (
-                        f"; {acceptor.door.refused} connections did not prove themselves"
-                        if acceptor.door.refused
-                        else ""
-                    )
-                    + "; name the interface that joins the hosts in SIRTAKI_GLOO_IFACE"
-                )
+        places = [tuple((str(host), int(port)) for host, port in each) for each in table.read("places")]
     except BaseException:
-        for sock in (*sockets.values(), *acceptor.close().values()):
-            sock.close()
+        for listener in listeners:
+            listener.close()
         raise
-    return sockets | acceptor.close()
-
-
-def _reach(table: _Table, rank: int, places: list[tuple[str, int]], *, key: bytes, own: int) -> socket.socket:
-    """A connection to that rank, at the first of its places that proves to be it."""
-    problem: Exception = CommError("it listens nowhere")
-    unproved_s = float("inf")
-    while time.monotonic() < min(table.deadline_s, unproved_s):
-        for host, port in places:
-            try:
-                return connect((host, port), key=key, own=own, other=rank)
-            except NoProof as err:
-                problem, unproved_s = err, min(unproved_s, time.monotonic() + WRONG_SECRET_S)
-            except OSError as err:
-                problem = err
-        table.raise_problem()
-        time.sleep(0.1)
-    if isinstance(problem, NoProof):
-        raise ConfigError(
-            f"rank {rank} and rank {own} do not prove themselves to each other: SIRTAKI_SECRET must be the same on all "
-            f"ranks ({problem})"
-        )
-    tried = ", ".join(f"{host}:{port}" for host, port in places)
-    raise CommError(
-        f"rank {rank} cannot be reached at {tried} ({problem}); name the interface that joins the hosts in "
-        "SIRTAKI_GLOO_IFACE"
+    attendees = tuple(Attendee(host=host, places=each) for host, each in zip(hosts, places, strict=True))
+    return job["id"], Appointment(
+        attendees=attendees, secret=secret or job["secret"], listeners=listeners, in_vain=table.problem
     )

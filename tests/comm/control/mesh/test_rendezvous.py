@@ -143,14 +143,13 @@ def test_ranks_with_different_secrets_are_told_so(
 
 
 def test_ranks_of_several_hosts_listen_at_the_chosen_interface(monkeypatch: pytest.MonkeyPatch) -> None:
-    hosts = iter([("a",), ("b",)])
     offered: list[str | None] = []
 
     def addresses(interface: str | None) -> list[str]:
         offered.append(interface)
         return ["127.0.0.3", "127.0.0.2"]
 
-    monkeypatch.setattr(mesh_rendezvous, "host_identity", lambda: next(hosts))
+    monkeypatch.setattr(mesh_rendezvous, "host_identity", lambda: (str(threading.get_ident()),))
     monkeypatch.setattr(mesh_rendezvous, "own_addresses", addresses)
     comms = together(meetings(2))
     peer = next(iter(comms[1]._links._connections.values()))._socket.getpeername()[0]
