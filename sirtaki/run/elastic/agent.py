@@ -333,7 +333,7 @@ class AgentConfig:
         folder: where they run.
         hosts: "one" if there will never be another host, else "many".
         interface: network interface that joins the hosts; None = any.
-        plan: what a driver needs that takes the place of a lost one; None = there will be none, nor a job.
+        plan: what a driver needs that takes the place of a lost one, as JSON; "" = there will be none, nor a job.
     """
 
     need: Need
@@ -346,7 +346,7 @@ class AgentConfig:
     folder: str
     hosts: str
     interface: str | None
-    plan: msgspec.Raw | None
+    plan: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -362,7 +362,7 @@ class Inheritance:
         numbers: of agents, that have been given.
     """
 
-    plan: msgspec.Raw
+    plan: str
     environ: Mapping[str, str]
     proof: Proof
     listeners: tuple[int, ...]
@@ -457,7 +457,6 @@ class Succession:
         if self._driver is not None and self._driver.poll() is None:
             return  # it goes on, and has done without this agent, which was stopped meanwhile
         config = self._config
-        assert config.plan is not None
         descriptors = tuple(listener.fileno() for listener in self._listeners)
         inheritance = Inheritance(
             plan=config.plan,
@@ -599,7 +598,7 @@ class Agent:
 
     def __init__(self, config: AgentConfig, driver: socket.socket, janitor: subprocess.Popen[bytes] | None) -> None:
         self._config, self._janitor = config, janitor
-        self._succession = Succession(config) if config.plan is not None else None
+        self._succession = Succession(config) if config.plan else None
         self._rules = AgentRules(self, host=config.host, proof=config.proof, now_s=time.monotonic())
         self._ranks: dict[int, RankProcess] = {}
         self._events = selectors.DefaultSelector()

@@ -536,7 +536,7 @@ class AgentCrew(AgentList[AdoptedAgent]):
         pump: Callable[[str, IO[bytes]], None],
         *,
         environ: Mapping[str, str],
-        plan: msgspec.Raw | None,
+        plan: str,
     ) -> None:
         """Has none yet.
 
@@ -545,13 +545,13 @@ class AgentCrew(AgentList[AdoptedAgent]):
             endpoint: where it listens, and who may come.
             pump: shows what an agent writes to "stdout" or "stderr".
             environ: of the ranks on this machine.
-            plan: what a driver needs that takes this one's place; None = there will be none.
+            plan: what a driver needs that takes this one's place, as JSON; "" = there will be none.
         """
         super().__init__(
             expected=endpoint.agents,
             numbers=endpoint.numbers,
             start_s=job.agent_start_s,
-            tells=plan is not None,
+            tells=bool(plan),
             now_s=time.monotonic(),
         )
         self._job, self._proof, self._pump, self._environ, self._plan = job, endpoint.proof, pump, environ, plan

@@ -90,7 +90,7 @@ class DriverPlan:
                 place=members.member_list.place,
             )
         )
-        left_behind = msgspec.Raw(msgspec.json.encode(self)) if self.policy.has_successors else None
+        left_behind = msgspec.json.encode(self).decode() if self.policy.has_successors else ""
         crew = AgentCrew(self.job, endpoint, output.pump, environ=environ, plan=left_behind)
         return Driver(crew, members, output)
 

@@ -1,11 +1,37 @@
+"""Hosts as users name them, how ssh reaches them, and what they say of themselves."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from sirtaki.errors import ConfigError
-from sirtaki.run.hosts import Host, parse_hosts, read_hostfile, slurm_hosts
+from sirtaki.run.host_check import Finding, Need, finding_here, interface_problem, problem_here, versions_here
+from sirtaki.run.hosts import (
+    Host,
+    is_by_ssh,
+    look_at,
+    parse_hosts,
+    read_hostfile,
+    remedy,
+    shared_networks,
+    slurm_hosts,
+    ssh_arguments,
+    why_not,
+)
+
+# ── hosts ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
 
 names = st.from_regex(r"[a-z][a-z0-9]{0,8}", fullmatch=True)
+
+
 hosts = st.lists(
     st.builds(Host, name=names, slots=st.integers(1, 64)), min_size=1, max_size=5, unique_by=lambda h: h.name
 )
@@ -19,10 +45,6 @@ def test_hosts_written_in_any_of_the_three_forms_are_read_alike(tmp_path_factory
     assert read_hostfile(file) == tuple(expected)
     file.write_text("".join(f"{host.name}:{host.slots}\n" for host in expected))
     assert read_hostfile(file) == tuple(expected)
-
-
-def test_a_host_without_a_number_has_one_slot_and_naming_it_again_adds():
-    assert parse_hosts("a,b:2,a") == (Host(name="a", slots=2), Host(name="b", slots=2))
 
 
 @pytest.mark.parametrize("text", ["", "a:", "a:0", "a:x", "a:-1", ":2", "a b:2", "a,,b", "[::1]:2"])
@@ -61,10 +83,6 @@ def test_a_slurm_allocation_gives_hosts_and_slots():
     ]  # fmt: skip
 
 
-def test_outside_of_slurm_there_are_no_hosts():
-    assert slurm_hosts({}) == ()
-
-
 @pytest.mark.parametrize("tasks", ["2(x3)", "x", "2(3)"])
 def test_slurm_variables_that_contradict_each_other_are_refused(tasks):
     with pytest.raises(ConfigError, match="SLURM_TASKS_PER_NODE"):
@@ -80,3 +98,141 @@ def test_a_sirtakirun_that_srun_has_started_says_how_it_is_meant():
     several = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_STEP_NODELIST": "a,b"}
     with pytest.raises(ConfigError, match="srun has started sirtakirun 2 times; start it once, without srun"):
         slurm_hosts(job | several)
+
+
+# ── host check ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+NOTHING = Need(folder="/", script="", interfaces=(), versions={})
+
+
+def test_versions_must_be_the_same() -> None:
+    assert problem_here(replace(NOTHING, versions=versions_here())) == ""
+    other = {**versions_here(), "PyTorch": "1.0"}
+    assert "and 1.0 where the job is started" in problem_here(replace(NOTHING, versions=other))
+
+
+def test_the_script_must_be_there_seen_from_the_folder(tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
+    need = replace(NOTHING, folder=str(tmp_path), script="train.py")
+    assert problem_here(need) == ""
+    assert problem_here(replace(need, folder="/")).startswith("there is no script /train.py: copy it there")
+
+
+def test_one_of_the_interfaces_must_be_there() -> None:
+    assert interface_problem(("nowhere0", "lo")) == ""
+    assert interface_problem(()) == ""
+    assert "lo (127.0.0.1)" in interface_problem(("nowhere0",))
+
+
+def test_as_a_program_it_answers_in_a_line() -> None:
+    need = replace(NOTHING, interfaces=("nowhere0",), versions=versions_here())
+    assert Need.of(json.loads(need.as_json())) == need
+    answer = subprocess.run(
+        [sys.executable, "-m", "sirtaki.run.host_check"],
+        input=f"{need.as_json()}\n",
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    here = asdict(finding_here(need))
+    assert here["problem"]
+    assert json.loads(answer.stdout) == {**here, "networks": list(here["networks"])}
+    assert Need.of({**asdict(need), "more": 1}) == need
+
+
+# ── preflight ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+SSH = """#!/bin/sh
+while [ "$1" != b ] && [ "$1" != c ]; do shift; done
+if [ "$1" = c ]; then echo 'ssh: connect to host c port 22: Connection refused' >&2; exit 255; fi
+echo Welcome
+exec sh -c "$2"
+"""
+
+
+@pytest.fixture
+def ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "ssh").write_text(SSH)
+    (tmp_path / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", os.pathsep.join((str(tmp_path), os.environ["PATH"])))
+
+
+def found(hosts: str, **changes: object):
+    values = {"folder": "/", "script": "", "interfaces": (), "versions": versions_here(), **changes}
+    named = [Host(name=name, slots=1) for name in hosts]
+    return look_at(named, Need(**values), python=sys.executable, ssh=("-p", "22"), environ=os.environ)
+
+
+def shared(**hosts: str) -> tuple[str, ...]:
+    return shared_networks(
+        Finding(problem="", networks=tuple(text.split()), identity=name) for name, text in hosts.items()
+    )
+
+
+@pytest.mark.usefixtures("ssh")
+def test_a_host_that_has_all_tells_its_networks_and_another_one_why_it_cannot_be_used() -> None:
+    answers = found("bc")
+    here = finding_here(Need(folder="/", script="", interfaces=(), versions={}))
+    assert answers["b"] == here
+    assert answers["c"].problem.endswith("Connection refused: start sshd there, or name its port with --ssh-port")
+
+
+def test_networks_with_one_address_on_several_hosts_join_nobody() -> None:
+    assert shared(a="10.0.0.1/24 172.17.0.1/16", b="10.0.0.2/24 172.17.0.1/16", c="10.0.0.3/24") == ("172.17.0.0/16",)
+    assert shared(a="10.0.0.1/24 10.0.0.9/24", b="10.0.0.2/24 10.0.0.9/24") == ()
+
+
+def test_two_names_of_one_host_are_one_host() -> None:
+    host = Finding(problem="", networks=("10.0.0.1/24",), identity="a")
+    assert shared_networks([host, host]) == ()
+
+
+@pytest.mark.usefixtures("ssh")
+def test_where_something_else_than_ssh_starts_daemons_nobody_is_asked() -> None:
+    assert is_by_ssh({}, "")
+    assert is_by_ssh({"HYDRA_LAUNCHER_EXTRA_ARGS": "-C"}, "--quiet")
+    assert not is_by_ssh({"SLURM_JOB_ID": "3"}, "")
+    assert not is_by_ssh({"PRTE_MCA_plm_ssh_agent": "my"}, "")
+    assert not is_by_ssh({"HYDRA_LAUNCHER": "rsh"}, "")
+    assert not is_by_ssh({}, "--prtemca plm_ssh_agent /my/agent")
+
+
+# ── ssh ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("ssh: connect to host b port 22: Connection refused", "--ssh-port"),
+        ("ssh: connect to host b port 22: Connection timed out", "switched on"),
+        ("ssh: connect to host b port 22: No route to host", "switched on"),
+        ("root@b: Permission denied (publickey,password).", "`ssh-copy-id b`"),
+        ("Host key verification failed.", "`ssh b`"),
+        ("ssh: Could not resolve hostname b: Name or service not known", "is the name right?"),
+        ("sh: 1: exec: /opt/python: not found", "with /opt/python"),
+        ("env: '/opt/python': No such file or directory", "with /opt/python"),
+        ("/opt/python: No module named sirtaki", "install Sirtaki there for /opt/python"),
+        ("(ModuleNotFoundError: No module named 'sirtaki.run')", "the same version"),
+    ],
+)
+def test_each_failure_has_its_remedy(line: str, says: str) -> None:
+    assert says in remedy(line, host="b", python="/opt/python")
+
+
+def test_the_last_line_that_says_something_is_the_reason() -> None:
+    text = "Warning: a banner\nConnection refused\nHost key verification failed.\nlost\n"
+    found = why_not(text, host="b", python="python")
+    assert found.startswith("Host key verification failed: log in once by hand")
+    assert why_not("Welcome\n", host="b", python="python") == ""
+
+
+def test_port_and_key_are_arguments_and_a_key_must_be_there(tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.touch()
+    assert ssh_arguments(2222, str(key)) == ("-p", "2222", "-i", str(key))
+    assert ssh_arguments(None, None) == ()
+    with pytest.raises(ConfigError, match="no such file"):
+        ssh_arguments(None, str(tmp_path / "other"))

@@ -1,9 +1,27 @@
+"""Options, on the command line and in files, and the commands that they become."""
+
+import importlib
+import json
 import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from sirtaki.run.options import RANK_SETTINGS, REFUSED, build_parser, parse
+import sirtaki.torch
+import sirtaki.torch.elastic
+import sirtaki.torch.process_sets
+from sirtaki.errors import ConfigError
+from sirtaki.mpi_library import MpiLibrary
+from sirtaki.run.as_horovod import SHIM, HorovodFinder, install
+from sirtaki.run.hosts import Host
+from sirtaki.run.options import RANK_SETTINGS, arguments_from_file, build_parser, option_names, parse
+from sirtaki.run.rank_command import Job, mpiexec_command, rank_command, ssh_variables, ssh_words, unescape
 from sirtaki.settings import VARIABLES, WITHOUT_EFFECT, Settings
+
+# ── options ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
 
 # All options of horovodrun 0.28.1.
 HOROVODRUN = """
@@ -70,15 +88,6 @@ def test_every_option_sets_a_setting_or_is_known_to_have_no_effect():
     assert {setting.variable for setting in RANK_SETTINGS} <= known
 
 
-@pytest.mark.parametrize(("flags", "count", "why"), REFUSED)
-def test_what_is_not_there_is_refused_with_the_reason(flags, count, why, capsys):
-    for flag in flags:
-        with pytest.raises(SystemExit) as stop:
-            parse([flag, *["1"] * count, "-np", "2", "python", "x.py"])
-        assert stop.value.code == 2
-        assert f"{flag}: {why}" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     "words",
     [
@@ -121,3 +130,243 @@ def test_help_has_examples_and_keeps_what_has_no_effect_to_one_paragraph():
         assert f" {flag}" not in options
         assert flag in accepted
     assert all(len(line) < 90 for line in text.splitlines())
+
+
+# ── config file ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def arguments(tmp_path, content, name="c.json"):
+    file = tmp_path / name
+    file.write_text(content if isinstance(content, str) else json.dumps(content))
+    return arguments_from_file(file, option_names())
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ({"fusion-threshold-mb": 32}, ["--fusion-threshold-mb", "32"]),
+        ({"params": {"fusion_threshold_mb": 32}}, ["--fusion-threshold-mb", "32"]),
+        ({"params": {"hierarchical_allreduce": False}}, ["--no-hierarchical-allreduce"]),
+        ({"params": {"hierarchical_allreduce": True}}, ["--hierarchical-allreduce"]),
+        ({"autotune": {"enabled": True, "log-file": "a.txt"}}, ["--autotune", "--autotune-log-file", "a.txt"]),
+        ({"autotune": {"enabled": False}}, ["--no-autotune"]),
+        ({"timeline": {"filename": "t", "mark-cycles": True}}, ["--timeline-filename", "t", "--timeline-mark-cycles"]),
+        ({"stall-check": {"enabled": False}}, ["--no-stall-check"]),
+        ({"stall-check": {"enabled": True}}, []),
+        ({"stall-check": {"warning-time-seconds": 5}}, ["--stall-check-warning-time-seconds", "5"]),
+        ({"logging": {"level": "INFO", "hide-timestamp": True}}, ["--log-level", "INFO", "--log-without-timestamp"]),
+        ({"verbose": False, "tcp": True, "mpi-args": None}, ["--tcp"]),
+    ],
+)
+def test_horovodruns_layout_becomes_options(tmp_path, content, words):
+    assert arguments(tmp_path, content) == words
+    parse([*words, "-np", "1", "python"])
+
+
+def test_toml_and_yaml_say_the_same_as_json(tmp_path):
+    words = ["--timeline-filename", "t.json", "--num-nccl-streams", "2"]
+    assert arguments(tmp_path, '[timeline]\nfilename = "t.json"\n[params]\nnum-nccl-streams = 2\n', "c.toml") == words
+    pytest.importorskip("yaml", reason="PyYAML is not installed: --config-file takes TOML and JSON")
+    assert arguments(tmp_path, "timeline:\n  filename: t.json\nparams:\n  num-nccl-streams: 2\n", "c.yaml") == words
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("c.json", {"fusion-threshold": 1}, "nearest one is 'fusion-threshold-mb'"),
+        ("c.json", {"autotune": {"enable": True}}, "'enable' is not an option"),
+        ("c.json", "{", "cannot be read"),
+        ("c.json", "[1]", "must hold options"),
+        ("c.toml", "=", "cannot be read"),
+    ],
+)
+def test_a_wrong_file_is_refused_with_what_is_wrong(tmp_path, name, content, message):
+    with pytest.raises(ConfigError, match=message):
+        arguments(tmp_path, content, name)
+
+
+# ── rank command ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+RUNNER = ("-m", "sirtaki.run.rank")
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("#!/usr/bin/env python\n")
+    return "train.py"
+
+
+def words(*command, as_horovod=False, check_files=True):
+    return rank_command(command, as_horovod=as_horovod, check_files=check_files).words
+
+
+@pytest.mark.parametrize(
+    ("options", "arguments"),
+    [
+        ((), ("train.py", "--lr", "1")),
+        (("-u", "-W", "error", "-X", "dev"), ("train.py", "-m", "-c")),
+        (("-u",), ("-m", "json.tool", "x")),
+        ((), ("-c", "print(1)")),
+    ],
+)
+def test_python_runs_the_script_inside_the_runner(script, options, arguments):
+    assert words(sys.executable, *options, *arguments) == (sys.executable, *options, *RUNNER, "--", *arguments)
+
+
+def test_the_runner_is_told_of_as_horovod(script):
+    assert words(sys.executable, script, as_horovod=True) == (sys.executable, *RUNNER, "--as-horovod", "--", script)
+
+
+def test_an_executable_python_script_is_run_by_its_interpreter(tmp_path):
+    program = tmp_path / "tool"
+    program.write_text(f"#!{sys.executable} -u\n")
+    program.chmod(0o755)
+    assert words(str(program), "x") == (sys.executable, "-u", *RUNNER, "--", str(program), "x")
+
+
+@pytest.mark.parametrize(
+    "command", [("sh", "-c", "true"), (sys.executable,), (sys.executable, "-"), (sys.executable, "-V")]
+)
+def test_what_is_not_a_python_script_is_handed_over(command):
+    assert words(*command) == (sys.executable, *RUNNER, "--exec", "--", *command)
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ((), "no command"),
+        ((sys.executable, "nothere.py"), "no script 'nothere.py'"),
+        (("nothere",), "no program 'nothere'"),
+        (("train.py",), "python train.py"),
+    ],
+)
+def test_what_does_not_exist_is_refused_before_anything_starts(script, command, message):
+    with pytest.raises(ConfigError, match=message):
+        words(*command)
+
+
+@pytest.mark.parametrize("program", [(sys.executable, "-c", "1"), ("sh", "-c", "true")])
+def test_a_colon_which_begins_the_next_program_for_mpiexec_reaches_the_script_all_the_same(program):
+    arguments = (":", "\\:", "\\\\:", "a:b", "", "\\")
+    passed = words(*program, *arguments)
+    assert ":" not in passed
+    assert tuple(map(unescape, passed[-len(arguments) :])) == arguments
+
+
+# ── mpi command ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+MPIEXEC = Path("/opt/mpi/bin/mpiexec")
+
+
+def library(vendor, *version):
+    return MpiLibrary(vendor=vendor, version=version, library=None, mpi4py="4.1.0", horovod=None)
+
+
+def line(vendor, *version, **changes):
+    plain = {"ranks": 2, "hosts": (), "command": ("python", "x.py"), "exported": (), "oversubscribed": False}
+    return " ".join(mpiexec_command(Job(**{**plain, **changes}), MPIEXEC, library(vendor, *version)))
+
+
+def test_a_plain_job_under_each_mpiexec():
+    five = line("Open MPI", 5, 0, 11)
+    assert five.startswith("/opt/mpi/bin/mpiexec -np 2 --map-by slot:OVERSUBSCRIBE --bind-to none --output tag ")
+    assert five.endswith(" python x.py")
+    assert "--tag-output" in line("Open MPI", 4, 1, 6)
+    assert line("MPICH", 5, 0, 2) == "/opt/mpi/bin/mpiexec -np 2 -prepend-rank python x.py"
+
+
+def test_hosts_network_and_binding_in_the_words_of_each():
+    changes = {
+        "hosts": (Host(name="a", slots=2), Host(name="b", slots=1)),
+        "interfaces": ("eth0", "eth1"),
+        "tcp": True,
+        "binding": ("--bind-to", "core"),
+        "extra": ("--quiet",),
+        "exported": ("FOO",),
+    }
+    open_mpi = line("Open MPI", 5, 0, 11, **changes)
+    for part in (
+        "--host a:2,b:1", "--mca btl_tcp_if_include eth0,eth1", "--prtemca prte_if_include eth0,eth1",
+        "--mca btl self,sm,tcp", "--bind-to core", "-x FOO", "--quiet python",
+    ):  # fmt: skip
+        assert part in open_mpi
+    assert "--bind-to none" not in open_mpi
+    assert "oob_tcp_if_include eth0,eth1" in line("Open MPI", 4, 1, 6, **changes)
+    hydra = line("Intel MPI", 2021, 9, **changes)
+    for part in ("-hosts a:2,b:1", "-iface eth0", "-genv FI_PROVIDER tcp", "--bind-to core", "--quiet python"):
+        assert part in hydra
+
+
+def test_ssh_options_reach_whatever_mpiexec_it_is():
+    job = Job(ranks=1, hosts=(), command=(), exported=(), oversubscribed=False, ssh=("-p", "22", "-i", "my key"))
+    assert set(ssh_variables(job, {}).values()) == {"-p 22 -i 'my key'"}
+    assert len(ssh_variables(job, {})) == 3
+    assert ssh_variables(job, {"PRTE_MCA_plm_ssh_args": "-C"})["PRTE_MCA_plm_ssh_args"] == "-p 22 -i 'my key' -C"
+    assert ssh_words(job, {"OMPI_MCA_plm_rsh_args": "-o A=1"}) == ("-p", "22", "-i", "my key", "-o", "A=1")
+
+
+def test_a_silent_host_is_noticed_within_the_heartbeat_and_networks_that_join_nobody_are_left_out():
+    changes = {"hosts": (Host(name="a", slots=2), Host(name="b", slots=1)), "left_out": ("172.17.0.0/16",)}
+    words = line("Open MPI", 5, 0, 11, silent_s=30.0, **changes)
+    for part in (
+        "--prtemca oob_tcp_keepalive_time 10", "--prtemca oob_tcp_keepalive_intvl 5",
+        "--prtemca oob_tcp_keepalive_probes 4", "--mca btl_tcp_if_exclude 127.0.0.0/8,172.17.0.0/16",
+    ):  # fmt: skip
+        assert part in words
+    assert "keepalive" not in line("Open MPI", 5, 0, 11, silent_s=None, **changes)
+    assert "keepalive" not in line("Open MPI", 5, 0, 11, silent_s=30.0)
+    assert "exclude" not in line("Open MPI", 5, 0, 11, interfaces=("eth0",), **changes)
+
+
+# ── as horovod ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture(autouse=True)
+def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    def forget() -> None:
+        for name in [name for name in sys.modules if name.split(".")[0] == "horovod"]:
+            del sys.modules[name]
+
+    forget()
+    monkeypatch.syspath_prepend(SHIM)
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    yield
+    forget()
+
+
+def test_what_is_imported_is_sirtakis_own_object() -> None:
+    install()
+    assert importlib.import_module("horovod.torch") is sirtaki.torch
+    assert importlib.import_module("horovod.torch.elastic") is sirtaki.torch.elastic
+    assert importlib.import_module("horovod.torch.elastic.state") is sys.modules["sirtaki.torch.elastic.state"]
+    assert importlib.import_module("horovod.ray") is sys.modules["sirtaki.ray"]
+    assert importlib.import_module("horovod.common.process_sets") is sirtaki.torch.process_sets
+    assert sirtaki.torch.__spec__ is not None
+    assert sirtaki.torch.__spec__.name == "sirtaki.torch"  # its own, not the alias's
+
+
+def test_installing_twice_is_once_and_it_comes_first() -> None:
+    install()
+    install()
+    assert isinstance(sys.meta_path[0], HorovodFinder)
+    assert [isinstance(finder, HorovodFinder) for finder in sys.meta_path].count(True) == 1
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["horovod.tensorflow", "horovod.torch.nothing", "horovod.common.nothing", "horovod.ray.nothing", "horovod.x.y"],
+)
+def test_what_has_no_counterpart_is_not_there_and_says_so(name: str) -> None:
+    with pytest.raises(ModuleNotFoundError, match=f"{name} has no counterpart in Sirtaki, which stands in") as caught:
+        HorovodFinder().find_spec(name)
+    assert caught.value.name == name
+
+
+def test_every_module_of_horovods_that_has_moved_is_there() -> None:
+    install()
+    for name in ("horovod.common.exceptions", "horovod.common.util", "horovod.common.basics"):
+        assert importlib.import_module(name) is importlib.import_module(importlib.import_module(name).__name__)
+        assert importlib.import_module(name).__name__.startswith("sirtaki.torch.")

@@ -1,7 +1,13 @@
+"""What ranks write and say is heard, marked and shown, on any console and in files."""
+
 import errno
 import io
 import os
+import subprocess
+import sys
 import threading
+import time
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -9,7 +15,10 @@ from hypothesis import strategies as st
 
 from sirtaki.run.console import Console
 from sirtaki.run.output import NoticeFilter, OutputOptions, RankOutput
-from sirtaki.run.rank_channel import UNFINISHED, Event, Message
+from sirtaki.run.rank_channel import PATTERN, UNFINISHED, Event, Message
+
+# ── output ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
 
 texts = st.lists(st.tuples(st.integers(0, 12), st.text("ab []0:<>@,\r", max_size=12)), max_size=12)
 
@@ -46,16 +55,8 @@ def test_each_line_comes_out_behind_its_rank_under_both_families(lines):
         assert shown(marked.encode(), hydra=hydra) == (expected, [])
 
 
-def test_ranks_that_end_without_an_end_of_line_are_still_told_apart():
-    assert shown(b"[1,0]<stdout>: a[1,1]<stdout>: b")[0] == "[0] a\n[1] b\n"
-
-
 def test_without_prefix_the_text_is_as_the_rank_wrote_it():
     assert shown(b"[1,3]<stderr>: text\n", prefix=False)[0] == "text\n"
-
-
-def test_mpiexecs_own_lines_pass_through():
-    assert shown(b"prterun noticed\n")[0] == "prterun noticed\n"
 
 
 def test_bytes_that_are_no_text_do_not_stop_the_output():
@@ -85,12 +86,6 @@ def test_errors_of_several_ranks_are_shown_one_after_the_other():
     assert shown(mixed)[0] == "[0] Traceback\n[0]  a\n[0] E: x\n[1] Traceback\n[1]  b\n[1] E: y\n"
 
 
-def test_an_error_that_several_ranks_raise_is_shown_once():
-    lines = [line for rank in (2, 0, 1) for line in error_of(rank, b"Traceback", b"E: x")]
-    expected = "[2] Traceback\n[2] E: x\n[0] the same error as on rank 2\n[1] the same error as on rank 2\n"
-    assert shown(b"".join(lines))[0] == expected
-
-
 def test_where_the_cause_has_been_shown_its_victims_are_brief():
     victim = error_of(0, b"Traceback", b" a", b"PeerLostError: rank 1", reason="PeerLostError: rank 1")
     cause = error_of(1, b"Traceback", b"E: x")
@@ -114,44 +109,11 @@ def test_files_get_each_ranks_lines(tmp_path):
     assert (tmp_path / "rank.1" / "stdout").read_text() == "b\n"
 
 
-@pytest.mark.parametrize("error", [BrokenPipeError(), OSError(errno.ENOSPC, "No space left"), ValueError("closed")])
-def test_a_console_that_cannot_be_written_does_not_end_the_job(tmp_path, error, capfd):
-    class Gone(io.StringIO):
-        def write(self, text):
-            raise error
-
-    receive(Gone(), b"[1,0]<stdout>: a\n[1,0]<stdout>: b\n", folder=tmp_path)
-    assert (tmp_path / "rank.0" / "stdout").read_text() == "a\nb\n"
-    assert capfd.readouterr().err.count("cannot be written") == (not isinstance(error, BrokenPipeError))
-
-
-def test_a_closed_standard_output_is_none_and_takes_nothing():
-    receive(None, b"[1,0]<stdout>: a\n")
-
-
 def test_a_full_disk_ends_the_ranks_files_and_not_the_job(tmp_path, capfd):
     (tmp_path / "rank.0").mkdir()
     (tmp_path / "rank.0" / "stdout").symlink_to("/dev/full")
     assert shown(b"[1,0]<stdout>: a\n[1,0]<stdout>: b\n", folder=tmp_path)[0] == "[0] a\n[0] b\n"
     assert capfd.readouterr().err.count("rank 0 is kept no longer") == 1
-
-
-def test_bytes_reach_a_terminal_of_any_encoding_as_the_rank_wrote_them(tmp_path):
-    with open(tmp_path / "ascii", "w", encoding="ascii") as console:
-        receive(console, "[1,0]<stdout>: größe\n".encode())
-    assert (tmp_path / "ascii").read_text(encoding="utf-8") == "[0] größe\n"
-
-
-def test_a_terminal_that_does_not_block_gets_everything():
-    inbox, outbox = os.pipe()
-    os.set_blocking(outbox, False)
-    lines = b"[1,0]<stdout>: " + b"x" * 200_000 + b"\n"
-    with open(inbox, "rb") as reader, open(outbox, "w") as console:
-        writing = threading.Thread(target=receive, args=(console, lines))
-        writing.start()
-        got = reader.read(200_005)
-        writing.join()
-    assert got == b"[0] " + b"x" * 200_000 + b"\n"
 
 
 def unfinished(*parts):
@@ -186,3 +148,312 @@ def test_the_launchers_own_line_does_not_go_on_in_a_ranks():
     console.write(b"\r[0] step 1")
     console.say("rank 1 failed")
     assert stream.getvalue() == "\r[0] step 1\nsirtakirun: rank 1 failed\n"
+
+
+# ── console ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_bytes_reach_a_file_as_they_are_behind_what_was_printed_before(tmp_path: Path) -> None:
+    with (tmp_path / "out").open("w") as stream:
+        print("before", file=stream)
+        console = Console(stream)
+        console.write(b"\xff\x00\n")
+        console.write(b"")
+        assert console.at_line_start
+    assert (tmp_path / "out").read_bytes() == b"before\n\xff\x00\n"
+
+
+def test_a_stream_that_is_no_file_gets_text() -> None:
+    stream = io.StringIO(newline="")
+    Console(stream).write("größe\n".encode() + b"\xff")
+    assert stream.getvalue() == "größe\n\ufffd"
+
+
+def test_an_own_line_ends_an_unfinished_one_first() -> None:
+    stream = io.StringIO(newline="")
+    console = Console(stream)
+    console.say("one")
+    console.write(b"\rstep 1")
+    console.write(b"")
+    console.say("two")
+    console.say("lone \udcff surrogate")
+    assert stream.getvalue() == ("sirtakirun: one\n\rstep 1\nsirtakirun: two\nsirtakirun: lone \\udcff surrogate\n")
+
+
+class Fails(io.StringIO):
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error, self.tried = error, 0
+
+    def write(self, text: str) -> int:
+        self.tried += 1
+        raise self.error
+
+
+def test_a_reader_that_has_gone_is_left_in_peace(capfd: pytest.CaptureFixture[str]) -> None:
+    stream = Fails(BrokenPipeError())
+    console = Console(stream)
+    console.write(b"a\n")
+    console.write(b"b\n")
+    assert stream.tried == 1
+    assert capfd.readouterr().err == ""
+
+
+def test_a_full_disk_is_told_once_and_tried_again(capfd: pytest.CaptureFixture[str]) -> None:
+    stream = Fails(OSError(errno.ENOSPC, "No space left on device"))
+    console = Console(stream, "stdout")
+    console.write(b"a\n")
+    console.write(b"b\n")
+    assert stream.tried == 2
+    assert capfd.readouterr().err == (
+        "sirtakirun: stdout cannot be written ([Errno 28] No space left on device); the job goes on\n"
+    )
+
+
+def test_a_closed_stream_takes_nothing() -> None:
+    Console(None).write(b"a\n")
+    stream = io.StringIO()
+    console = Console(stream, "stderr")
+    stream.close()
+    console.write(b"a\n")
+    console.write(b"b\n")
+    assert console._stream is None
+
+
+def test_a_terminal_that_does_not_wait_gets_everything() -> None:
+    inbox, outbox = os.pipe()
+    os.set_blocking(outbox, False)
+    text = b"x" * 300_000
+    got: list[bytes] = []
+
+    def read() -> None:
+        with open(inbox, "rb") as reader:
+            got.append(reader.read())
+
+    reading = threading.Thread(target=read)
+    reading.start()
+    with open(outbox, "w") as stream:
+        Console(stream).write(text)
+    reading.join()
+    assert got == [text]
+
+
+class Slow(io.StringIO):
+    def write(self, text: str) -> int:
+        for part in (text[:10], text[10:]):
+            super().write(part)
+            time.sleep(1e-4)
+        return len(text)
+
+
+def test_lines_of_several_threads_are_whole() -> None:
+    stream = Slow(newline="")
+    console = Console(stream)
+    threads = [threading.Thread(target=lambda n=n: [console.say(f"line of {n}") for _ in range(20)]) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(set(stream.getvalue().splitlines())) == [f"sirtakirun: line of {n}" for n in range(4)]
+    assert stream.getvalue().count("\n") == 80
+
+
+def test_closed_descriptors_are_taken_before_files_get_their_numbers(tmp_path: Path) -> None:
+    script = """
+import os, sys
+sys.path.insert(0, sys.argv[1])
+import importlib.util
+spec = importlib.util.spec_from_file_location("console", sys.argv[2])
+console = importlib.util.module_from_spec(spec); spec.loader.exec_module(console)
+os.close(0); os.close(2)
+console.open_standard_streams()
+console.open_standard_streams()
+assert os.stat(0).st_rdev == os.stat(2).st_rdev == os.stat("/dev/null").st_rdev
+number = os.open(sys.argv[2], os.O_RDONLY)
+assert number > 2, number
+print("kept")
+"""
+    path = Path(__file__).parents[3] / "sirtaki" / "run" / "console.py"
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", script, str(tmp_path), str(path)], capture_output=True, text=True, check=False
+    )
+    assert done.stdout == "kept\n"
+
+
+# ── rank output ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+# Loaded by its path: with the package come libraries that take long to load.
+SCRIPT = """
+import sys, types
+sys.modules["sirtaki"] = package = types.ModuleType("sirtaki"); package.__path__ = [sys.argv[1]]
+sys.modules["sirtaki.run"] = part = types.ModuleType("sirtaki.run"); part.__path__ = [sys.argv[1] + "/run"]
+from sirtaki.run.rank_channel import mark_unfinished_lines
+{before}
+mark_unfinished_lines()
+{after}
+"""
+
+
+def output(after: str, before: str = "", **env: str) -> tuple[bytes, bytes]:
+    package = Path(__file__).parents[3] / "sirtaki"
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT.format(before=before, after=after), str(package)],
+        capture_output=True,
+        check=False,
+        env={**os.environ, **env},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout, done.stderr
+
+
+def test_whole_lines_are_as_they_were_and_unfinished_ones_have_a_mark() -> None:
+    out, err = output('print("one"); print("step 1", end="", flush=True); print(); print("e", file=sys.stderr)')
+    assert out == b"one\nstep 1" + UNFINISHED + b"\n"
+    assert err == b"e\n"
+
+
+@pytest.mark.parametrize(
+    ("encoding", "written"),
+    [("ascii", b"gr\\xf6\\xdfe \\udcff\n"), ("utf-8", "größe \\udcff\n".encode()), ("utf-8:surrogateescape", b"")],
+)
+def test_what_the_encoding_lacks_is_an_escape(encoding: str, written: bytes) -> None:
+    out, _ = output('print("gr\\u00f6\\u00dfe \\udcff")', PYTHONIOENCODING=encoding)
+    assert out == (written or "größe ".encode() + b"\xff\n")
+
+
+def test_streams_of_other_kinds_are_left_alone() -> None:
+    output(
+        "assert sys.stdout is mine; assert sys.stderr is None",
+        before="import io; mine = sys.stdout = io.StringIO(); sys.stderr = None",
+    )
+
+
+# ── rank channel ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def back(line: str) -> Message:
+    matched = PATTERN.fullmatch(line.encode())
+    assert matched is not None
+    return Message.decode(matched)
+
+
+@pytest.mark.parametrize("event", Event)
+def test_every_event_comes_back(event: Event) -> None:
+    told = Message(event=event, rank=3, pid=4711, host="node-1.example", exit_code=137, reason="in step 7")
+    assert back(told.encode()) == told
+    assert told.encode().endswith("\n")
+    assert told.encode().count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "reason", ["a  b\n\tc", "\x1e\x1f", "größe 100 % +&=", "\0", "%20", "\ud800x", "ValueError('“”')", " ", "…"]
+)
+def test_any_reason_comes_back_in_one_line(reason: str) -> None:
+    line = Message(event=Event.FAILED, rank=0, pid=1, host="h", reason=reason).encode()
+    assert line.isascii()
+    assert line.count("\n") == 1
+    found = back(line).reason
+    assert found == reason.encode(errors="replace").decode()
+
+
+def test_messages_are_found_between_a_programs_own_text_and_taken_out() -> None:
+    one = Message(event=Event.STARTED, rank=0, pid=1, host="h")
+    other = Message(event=Event.FAILED, rank=1, pid=2, host="h", exit_code=1, reason="a b")
+    text = b"loss 3\n" + one.encode().encode() + b"half " + other.encode().encode() + b"a line\n"
+    assert [Message.decode(found) for found in PATTERN.finditer(text)] == [one, other]
+    assert PATTERN.sub(b"", text) == b"loss 3\nhalf a line\n"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [b"sirtaki started 0 1 0 h \n", b"\x1esirtaki started 0 1 h \x1e\n", b"\x1esirtaki started a 1 0 h \x1e\n"],
+)
+def test_what_only_looks_like_one_is_left_in_the_output(text: bytes) -> None:
+    assert PATTERN.search(text) is None
+
+
+# ── mpiexec notices ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+RULE = "-" * 74
+
+
+KILLED = "prterun noticed that process rank 1 with PID 16144 on node n0 exited on\nsignal 9 (Killed)."
+
+
+EXITED = """\
+prterun detected that one or more processes exited with non-zero status,
+thus causing the job to be terminated. The first process to do so was:
+
+   Process name: [prterun-vm-7947@1,2]
+   Exit code:    7"""
+
+
+ABORTED = """\
+MPI_ABORT was invoked on rank 3 in communicator MPI_COMM_WORLD
+  Proc: [[52025,1],3]
+  Errorcode: 5
+
+NOTE: invoking MPI_ABORT causes Open MPI to kill all MPI processes."""
+
+
+UNREACHED = """\
+A daemon failed to report back after being spawned. This could
+be due to several factors, including inability to find the
+
+  Local host:    vm
+  Remote host:   far
+  Daemon exit status: 255"""
+
+
+AFTER = 'prterun has exited due to process rank 0 with PID 0 on node vm calling\n"abort".'
+
+
+IMPROPER = "prterun has exited due to process rank 1 with PID 13536 on node vm exiting\nimproperly."
+
+
+HYDRA = "=   BAD TERMINATION OF ONE OF YOUR APPLICATION PROCESSES\n=   PID 12 RUNNING AT vm\n=   EXIT CODE: 9"
+
+
+OTHER = "There are not enough slots available in the system to satisfy the 4\nslots that were requested."
+
+
+def taken(text):
+    endings, unreached = [], []
+    notices = NoticeFilter(endings.append, unreached.append)
+    shown = b"".join(notices.take(f"{line}\n".encode()) for line in text.splitlines())
+    shown += notices.rest()
+    return shown.decode(), [(end.rank, end.exit_code, end.reason) for end in endings], unreached
+
+
+@pytest.mark.parametrize(
+    ("box", "endings"),
+    [
+        (KILLED, [(1, 137, "killed by SIGKILL, as the system does where memory runs out")]),
+        (KILLED.replace("9 (Killed)", "11 (Segmentation fault)"), [(1, 139, "killed by SIGSEGV")]),
+        (EXITED, [(2, 7, "exit code 7")]),
+        (EXITED.replace("prterun-vm-7947@1,2", "[26313,1],2"), [(2, 7, "exit code 7")]),
+        (ABORTED, [(3, 5, "it called MPI_Abort with 5")]),
+        (AFTER, [(0, 1, "it called MPI_Abort")]),
+        (IMPROPER, [(1, 1, "it ended without MPI_Finalize")]),
+        (HYDRA, [(None, 9, "exit code 9")]),
+    ],
+)
+def test_what_mpiexec_says_of_ended_ranks_is_understood_and_not_shown(box, endings):
+    assert taken(f"before\n{RULE}\n{box}\n{RULE}\nafter") == ("before\nafter\n", endings, [])
+
+
+def test_a_host_that_has_fallen_silent_is_the_end_of_its_ranks():
+    box = """PRTE has lost communication with a remote daemon.
+
+  HNP daemon   : [prterun-n0-987@0,0] on node n0
+  Remote daemon: [prterun-n0-987@0,2] on node n2
+
+This is usually due to either a failure of the TCP network"""
+    assert taken(f"{RULE}\n{box}\n{RULE}") == ("", [(None, 1, "its host cannot be reached any more")], [])
+
+
+def test_other_boxes_are_shown_whole_also_where_they_are_cut_off_or_no_box():
+    for text in (f"{RULE}\n{OTHER}\n{RULE}\n", f"{RULE}\n{OTHER}\n", f"{RULE}\n" + "line\n" * 200):
+        assert taken(text) == (text, [], [])

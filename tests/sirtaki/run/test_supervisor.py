@@ -1,17 +1,32 @@
-"""A job always ends, whatever its mpiexec does. The mpiexec here is a few lines of shell that misbehave on purpose."""
+"""A running mpiexec is held, and nothing of it is left: by who holds it, or by who outlives that."""
 
+import io
+import mmap
 import os
+import signal
 import socket
+import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from sirtaki.errors import LaunchError
-from sirtaki.run import supervisor
+from sirtaki.run import janitor, leftovers, supervisor
+from sirtaki.run.leftovers import (
+    makes_way_for_mpiexec,
+    mapped_segments,
+    remove_session_folder,
+    session_members,
+)
 from sirtaki.run.output import OutputOptions
 from sirtaki.run.rank_channel import Event, Message
 from sirtaki.run.supervisor import Supervisor
+
+# ── supervisor ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.fixture(autouse=True)
@@ -43,10 +58,6 @@ def processes(marker):
         if marker in command and int(pid) != os.getpid():
             found.append(pid)
     return found
-
-
-def test_a_job_that_ends_well_gives_0():
-    assert run(say(Event.STARTED) + say(Event.FINISHED)) == 0
 
 
 def test_the_exit_code_of_mpiexec_counts_where_no_rank_told_one():
@@ -97,10 +108,6 @@ def test_how_many_ranks_have_started_is_said_while_some_have_not(capfd, monkeypa
     assert "1 of 2 ranks have started" in capfd.readouterr().err
 
 
-def test_the_rank_that_failed_first_gives_the_exit_code():
-    assert run(say(Event.FAILED, exit_code=3) + say(Event.FAILED, rank=1, exit_code=4) + "exit 1") == 3
-
-
 def test_an_mpiexec_that_hangs_after_a_failure_is_ended_with_all_it_started():
     marker = f"71.{os.getpid()}"
     shell = f"trap '' TERM\nsleep {marker} &\n" + say(Event.FAILED, exit_code=3) + f"sleep {marker}"
@@ -128,7 +135,176 @@ def test_ranks_that_do_not_start_are_named():
     assert time.monotonic() - began < 10
 
 
-def test_an_mpiexec_that_cannot_be_run_is_an_error():
-    job = Supervisor(ranks=1, start_timeout_s=1.0, output=OutputOptions(hydra=True))
-    with pytest.raises(LaunchError, match="could not be run"):
-        job.run([f"{sys.executable}-nothere"], os.environ)
+# ── janitor ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def left() -> Iterator[subprocess.Popen[bytes]]:
+    """A process of a session of its own that nobody ends."""
+    process = subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE, start_new_session=True)
+    yield process
+    process.kill()
+    process.communicate()
+
+
+@pytest.fixture
+def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(leftovers, "_SEGMENTS", tmp_path)
+    return tmp_path
+
+
+def run_janitor(monkeypatch: pytest.MonkeyPatch, mpiexec: int, *lines: str) -> float:
+    """How long it took, in seconds."""
+    monkeypatch.setattr(sys, "argv", ["janitor", str(mpiexec)])
+    monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+    begin_s = time.monotonic()
+    janitor.main()
+    return time.monotonic() - begin_s
+
+
+def test_what_is_left_is_killed_after_a_while_and_its_files_are_removed(
+    left: subprocess.Popen[bytes], folders: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(janitor, "END_S", 0.3)
+    segment = folders / "sm_segment.x"
+    segment.touch()
+    monkeypatch.setattr(janitor, "mapped_segments", lambda pid: {segment} if pid == left.pid else set())
+    mpiexec = 2**22 + 1  # which has ended
+    (folders / f"ompi.{mpiexec}").mkdir()
+    reaper = subprocess.Popen.wait
+    monkeypatch.setattr(os, "kill", lambda pid, number: (kill(pid, number), reaper(left)))
+    assert run_janitor(monkeypatch, mpiexec, str(left.pid)) >= 0.3
+    assert left.returncode == -signal.SIGKILL
+    assert list(folders.iterdir()) == []
+
+
+kill = os.kill
+
+
+def test_what_ends_by_itself_in_time_is_not_killed(
+    left: subprocess.Popen[bytes], folders: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[set[int]] = []
+
+    def members(sessions: set[int]) -> list[int]:
+        asked.append(sessions)
+        return [left.pid] if len(asked) < 3 else []
+
+    monkeypatch.setattr(janitor, "session_members", members)
+    run_janitor(monkeypatch, 5, str(left.pid))
+    assert asked == [{5, left.pid}] * 3
+    assert left.poll() is None
+
+
+# ── leftovers ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_only_the_mpi_librarys_files_that_a_process_has_mapped_are_its_segments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leftovers, "_SEGMENTS", tmp_path)
+    mapped = []
+    for name in ("sm_segment.host.0", "vader_segment.x", "mpich_shm_ab c", "somebody_elses", "sm_segment.not_mapped"):
+        path = tmp_path / name
+        path.write_bytes(b"\0" * 4096)
+        if "not_mapped" not in name:
+            with path.open("r+b") as file:
+                mapped.append(mmap.mmap(file.fileno(), 4096))
+    found = {path.name for path in mapped_segments("self")}
+    assert found == {"sm_segment.host.0", "vader_segment.x", "mpich_shm_ab c"}
+    assert mapped_segments(os.getpid()) == mapped_segments("self")
+    for memory in mapped:
+        memory.close()
+    assert mapped_segments("self") == set()
+
+
+def test_an_mpiexecs_folder_goes_with_all_that_is_in_it_and_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for pid in (12, 123):
+        (tmp_path / f"ompi.{pid}" / "deep").mkdir(parents=True)
+        (tmp_path / f"ompi.{pid}" / "deep" / "file").touch()
+    remove_session_folder(12)
+    remove_session_folder(12)
+    assert [path.name for path in tmp_path.iterdir()] == ["ompi.123"]
+
+
+def test_what_would_keep_an_mpiexec_of_the_same_number_from_starting_is_removed_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    makes_way_for_mpiexec()()  # where there is no folder
+    own, other = (tmp_path / f"ompi.{pid}" for pid in (os.getpid(), 12))
+    here = f"pmix.{socket.gethostname()}.tool"
+    for path in (own / here, own / f"{here}.7", own / "pmix.elsewhere.tool", other / here):
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+    makes_way_for_mpiexec()()
+    assert sorted(tmp_path.rglob("pmix.*")) == sorted([own / "pmix.elsewhere.tool", other / here])
+
+
+def test_processes_are_found_by_their_session() -> None:
+    own = os.getsid(0)
+    other = subprocess.Popen(
+        [sys.executable, "-S", "-c", "print(flush=True); input()"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
+    try:
+        assert other.stdout is not None
+        other.stdout.readline()
+        assert session_members({other.pid}) == [other.pid]
+        assert os.getpid() in session_members({own})
+        assert other.pid not in session_members({own})
+        assert {os.getpid(), other.pid} <= set(session_members({own, other.pid}))
+    finally:
+        other.communicate()
+    assert session_members({other.pid}) == []
+    assert session_members(set()) == []
+
+
+def test_a_process_that_has_ended_and_is_not_buried_is_no_member() -> None:
+    dead = subprocess.Popen([sys.executable, "-S", "-c", ""], start_new_session=True)
+    try:
+        os.waitid(os.P_PID, dead.pid, os.WEXITED | os.WNOWAIT)
+        assert os.getsid(dead.pid) == dead.pid  # it is still there
+        assert session_members({dead.pid}) == []
+    finally:
+        dead.wait()
+
+
+# ── termination ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+ROOT = Path(__file__).parents[3]
+
+
+PROGRAM = """
+import os, signal, sys, time, types
+from sirtaki.run.rank_channel import answer_termination
+sys.modules["sirtaki.engine.process_end"] = types.SimpleNamespace(describe=lambda: "waits for rank 1")
+answer_termination(lambda doing: print("it", doing, flush=True))
+if sys.argv[1] == "itself":
+    os.kill(os.getpid(), signal.SIGTERM)
+up, ready = os.pipe()
+if (child := os.fork()) == 0:
+    os.write(ready, b".")
+    time.sleep(60)
+else:
+    os.read(up, 1)
+    os.kill(child, signal.SIGTERM)
+    sys.exit(-os.waitstatus_to_exitcode(os.wait()[1]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("whom", "says", "returncode"),
+    [("itself", "it waits for rank 1\n", -signal.SIGTERM), ("its child", "", signal.SIGTERM)],
+)
+def test_a_rank_says_what_it_did_before_sigterm_ends_it_and_its_children_say_nothing(whom, says, returncode):
+    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", PROGRAM, whom]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30, check=False)
+    assert (done.stdout, done.returncode, done.stderr) == (says, returncode, "")

@@ -267,7 +267,7 @@ def crew_of(job: ElasticJob) -> AgentCrew:
             for _ in lines:
                 pass
 
-    return AgentCrew(job, new_endpoint(None, one_host=True), pump, environ=os.environ, plan=None)
+    return AgentCrew(job, new_endpoint(None, one_host=True), pump, environ=os.environ, plan="")
 
 
 def events(crew: AgentCrew, count: int) -> list[Heard | Lost]:
@@ -600,7 +600,7 @@ def three(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Succession]]:
         Succession(
             AgentConfig(
                 need=need, host=f"h{number}", number=number, places=(), proof=PROOF, command=(), environ={},
-                folder="/", hosts="one", interface=None, plan=msgspec.Raw(b"{}"),
+                folder="/", hosts="one", interface=None, plan="{}",
             )
         )
         for number in (1, 2, 3)

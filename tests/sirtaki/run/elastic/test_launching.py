@@ -202,7 +202,7 @@ def test_what_a_driver_leaves_behind_comes_back_as_it_was(monkeypatch: pytest.Mo
     )  # fmt: skip
     (listener,) = listen(["127.0.0.1"])
     told = Inheritance(
-        plan=msgspec.Raw(msgspec.json.encode(plan)), environ={"A": "b"}, proof=Proof(job="j", secret="s"),
+        plan=msgspec.json.encode(plan).decode(), environ={"A": "b"}, proof=Proof(job="j", secret="s"),
         listeners=(listener.detach(),), agents=(2, 3), numbers=7,
     )  # fmt: skip
     seen: dict[str, Any] = {}
