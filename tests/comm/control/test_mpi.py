@@ -1,8 +1,16 @@
-"""What is set for MPI before it is loaded."""
+"""What is set for MPI before it is loaded, and ranks that outlive others under it."""
+
+import threading
+import types
+from typing import Any
 
 import pytest
 
 from sirtaki.comm.control import mpi
+from sirtaki.comm.control.mpi import Survivors, started_to_survive
+from sirtaki.errors import CommError, PeerLostError
+
+# ── mpi ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def version_of(name: str) -> str:
@@ -35,3 +43,134 @@ def test_a_clusters_mpi_is_left_as_its_administrator_has_set_it_up(monkeypatch: 
     monkeypatch.setattr(mpi.metadata, "version", none)
     mpi._leave_out_fabric_component()
     assert "OMPI_MCA_btl" not in mpi.os.environ
+
+
+# ── ulfm ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Gone(Exception):
+    """MPI's exception."""
+
+
+class Communicator:
+    """As mpi4py's; what it raises or waits for is set from outside."""
+
+    def __init__(self, size: int = 3) -> None:
+        self.rank, self.size = 1, size
+        self.calls = list[str]()
+        self.failed = 0
+        self.error: Exception | None = None
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def Dup(self) -> "Communicator":
+        return self
+
+    def Iprobe(self, source: int) -> bool:
+        self.calls.append("probe")
+        if self.error is not None:
+            raise self.error
+        return False
+
+    def Get_failed(self) -> Any:
+        assert self.calls[-1] == "probe", "without progress the library hears nothing"
+        return types.SimpleNamespace(size=self.failed, Free=lambda: None)
+
+    def Revoke(self) -> None:
+        self.calls.append("revoke")
+
+    def Shrink(self) -> "Communicator":
+        self.calls.append("shrink")
+        self.gate.wait()
+        if self.error is not None:
+            raise self.error
+        return Communicator(self.size - self.failed)
+
+    def allgather(self, value: object) -> list[object]:
+        if self.error is not None:
+            raise self.error
+        return [value] * self.size
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> Communicator:
+    """All ranks that MPI has started."""
+    world = Communicator()
+    library = types.SimpleNamespace(COMM_WORLD=world, ANY_SOURCE=-1, Exception=Gone)
+    monkeypatch.setattr(mpi, "load_mpi", lambda: library)
+    return world
+
+
+@pytest.mark.parametrize(("value", "meant"), [("1", True), ("true", True), ("0", False), ("", False)])
+def test_mpiexec_says_whether_ranks_outlive_others(value: str, meant: bool) -> None:
+    assert started_to_survive({"OMPI_MCA_mpi_ft_enable": value}) is meant
+    assert not started_to_survive({})
+
+
+def test_a_loss_is_heard_of_without_communicating(world: Communicator) -> None:
+    survivors = Survivors()
+    assert (survivors.origin, survivors.lost()) == (1, False)
+    world.failed = 1
+    assert survivors.lost()
+
+
+def test_a_library_that_refuses_to_probe_has_lost_somebody(world: Communicator) -> None:
+    survivors = Survivors()
+    world.error = Gone("revoked")
+    assert survivors.lost()
+
+
+@pytest.mark.parametrize(
+    ("n_failed", "exit_code", "ends_by"),
+    [(0, 0, ["exit 0"]), (0, 3, ["signal 9"]), (2, 3, ["exit 3"]), (1, 3, ["signal 9"])],
+)
+def test_a_process_ends_so_that_the_others_hear_of_it(
+    world: Communicator, monkeypatch: pytest.MonkeyPatch, n_failed: int, exit_code: int, ends_by: list[str]
+) -> None:
+    class Ended(BaseException): ...
+
+    ended = list[str]()
+
+    def end(text: str) -> None:
+        ended.append(text)
+        raise Ended
+
+    monkeypatch.setattr(mpi.os, "_exit", lambda code: end(f"exit {code}"))
+    monkeypatch.setattr(mpi.os, "kill", lambda _, number: end(f"signal {number:d}"))
+    survivors = Survivors()
+    world.failed = n_failed
+    with pytest.raises(Ended):
+        survivors.leave(exit_code)
+    assert ended == ends_by
+
+
+def test_those_who_are_left_are_the_survivors(world: Communicator) -> None:
+    survivors = Survivors()
+    world.failed = 1
+    survivors.shrink(5.0)
+    assert world.calls[-2:] == ["revoke", "shrink"]
+    assert not survivors.lost()
+    assert survivors.exchange("here") == ["here"] * 2
+
+
+def test_who_cannot_exchange_tells_all_others(world: Communicator) -> None:
+    survivors = Survivors()
+    world.error = Gone("process failed")
+    with pytest.raises(PeerLostError, match="while survivors met: process failed"):
+        survivors.exchange("here")
+    assert world.calls == ["revoke"]
+
+
+def test_a_library_that_never_returns_is_left_in_time(world: Communicator) -> None:
+    survivors = Survivors()
+    world.gate.clear()
+    with pytest.raises(CommError, match="did not agree on who is left within 0 s"):
+        survivors.shrink(0.05)
+    world.gate.set()
+
+
+def test_a_library_that_cannot_shrink_says_why(world: Communicator) -> None:
+    survivors = Survivors()
+    world.error = Gone("not supported")
+    with pytest.raises(CommError, match="without the ranks that were lost: not supported"):
+        survivors.shrink(5.0)

@@ -1,8 +1,28 @@
-"""The control plane: who is where, and what all agree on."""
+"""The control plane: where ranks are, what they agree on and tell each other, and how waiting ends."""
+
+import itertools
+import socket
+import threading
+import time
 
 import pytest
+import torch
 from conftest import RunRanks
+from fakes.meshes import among, on_planes, until
+from hypothesis import given
+from hypothesis import strategies as st
 from rank_jobs import OVER_MESH
+from torch.torch_version import TorchVersion
+
+from sirtaki.comm.control import addresses
+from sirtaki.comm.control.addresses import Rendezvous, connect_to_store, interface_addresses, own_addresses, reach
+from sirtaki.comm.control.communicator import Communicator
+from sirtaki.comm.control.failure import FailureBoard, poll_until, unless_failed
+from sirtaki.comm.control.plane import ClockOffset, compare_clocks, offset_from
+from sirtaki.comm.control.watchdog import Courier, Tag
+from sirtaki.errors import ConfigError, PeerLostError, StallError, TransportError
+
+# ── plane ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(("ranks", "local_size"), [(1, "all"), (2, "all"), (3, "all"), (4, 2), (4, 1)])
@@ -15,3 +35,230 @@ def test_ranks_agree_and_know_their_places(run_ranks: RunRanks, ranks: int, loca
 def test_they_do_over_a_mesh(run_ranks: RunRanks, ranks: int, local_size: str | int) -> None:
     output = run_ranks("control.py", ranks, local_size, env=OVER_MESH).stdout
     assert sorted(output.split("\n")[:-1]) == [f"ok {rank}" for rank in range(ranks)]
+
+
+# ── clocks ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+DELAYS = st.floats(min_value=0.0, max_value=0.01)
+
+
+@given(
+    offset_s=st.floats(min_value=-1000.0, max_value=1000.0),
+    delays=st.lists(st.tuples(DELAYS, DELAYS), min_size=1, max_size=20),
+)
+def test_the_offset_is_wrong_by_half_the_quickest_round_trip_at_most(
+    offset_s: float, delays: list[tuple[float, float]]
+) -> None:
+    answers = [
+        (number, number + there + offset_s, number + there + back) for number, (there, back) in enumerate(delays)
+    ]
+    quickest = min(there + back for there, back in delays)
+    assert abs(offset_from(answers) - offset_s) <= quickest + 1e-9  # half for the way, half for "no difference"
+
+
+def test_every_rank_finds_how_far_its_clock_is_and_how_well_that_is_known() -> None:
+    def find(control):
+        ahead_s = 10.0 * control.rank
+        return compare_clocks(control, now_s=lambda: time.perf_counter() + ahead_s)
+
+    first, *others = on_planes(3, find)
+    assert first == ClockOffset(0.0, 0.0)
+    for rank, found in enumerate(others, 1):
+        assert 0.0 < found.round_trip_s < 1.0
+        assert abs(found.offset_s + 10.0 * rank) <= found.round_trip_s
+
+
+# ── courier ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def meet(comm: Communicator) -> None:
+    poll_until(comm.barrier(), failures=comm.failures)
+
+
+def test_messages_come_with_their_senders_in_the_order_in_which_each_sent_them() -> None:
+    def act(comm: Communicator) -> None:
+        courier = Courier(comm.duplicate())
+        assert courier.receive(Tag.WHERE) == []
+        meet(comm)
+        for number in range(20):
+            courier.send((comm.rank + 1) % 3, Tag.HERE, number)
+            courier.send((comm.rank + 2) % 3, Tag.HERE, ("far", number))
+        meet(comm)  # what was sent before has come
+        received = courier.receive(Tag.HERE)
+        assert len(received) == 40
+        before, behind = (comm.rank - 1) % 3, (comm.rank + 1) % 3
+        assert [message for rank, message in received if rank == before] == list(range(20))
+        assert [message for rank, message in received if rank == behind] == [("far", n) for n in range(20)]
+        meet(comm)
+
+    among(3, act)
+
+
+def test_what_is_about_something_else_is_kept_until_somebody_asks() -> None:
+    def act(comm: Communicator) -> None:
+        courier = Courier(comm.duplicate())
+        if comm.rank == 0:
+            courier.send(1, Tag.WHERE)
+            courier.send(1, Tag.LOST, "rank 2")
+            courier.send(1, Tag.WHERE, 5)
+            courier.send(1, Tag.LEAVING)
+        else:
+            until(lambda: bool(courier.receive(Tag.LEAVING)))  # the last one
+            assert courier.receive(Tag.LOST) == [(0, "rank 2")]
+            assert courier.receive(Tag.WHERE) == [(0, None), (0, 5)]
+            assert courier.receive(Tag.WHERE) == []
+        meet(comm)
+
+    among(2, act)
+
+
+def test_several_threads_lose_no_message_between_them() -> None:
+    each, threads_a_rank = 50, 3
+
+    def act(comm: Communicator) -> None:
+        courier, found, lock = Courier(comm.duplicate()), list[tuple[int, object]](), threading.Lock()
+
+        def work(thread: int) -> None:
+            for number in range(each):
+                courier.send(1 - comm.rank, Tag.BLOCKED, (thread, number))
+                some = courier.receive(Tag.BLOCKED)
+                with lock:
+                    found.extend(some)
+
+        threads = [threading.Thread(target=work, args=[thread]) for thread in range(threads_a_rank)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        until(lambda: found.extend(courier.receive(Tag.BLOCKED)) or len(found) == each * threads_a_rank)  # type: ignore[func-returns-value]
+        assert sorted(message for _, message in found) == [(t, n) for t in range(threads_a_rank) for n in range(each)]  # type: ignore[type-var]
+        meet(comm)
+
+    among(2, act)
+
+
+# ── failure ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_wait_that_outlasts_the_spinning_sleeps_and_goes_on() -> None:
+    count = itertools.count()
+    poll_until(lambda: next(count) > 2000, failures=FailureBoard())
+
+
+def test_a_failure_ends_a_wait_that_would_never_end() -> None:
+    board = FailureBoard()
+    board.report(StallError("rank 3 did not come"))
+    with pytest.raises(StallError, match="rank 3 did not come"):
+        poll_until(lambda: False, failures=board)
+
+
+def test_the_first_failure_is_kept() -> None:
+    board = FailureBoard()
+    board.check()
+    board.report(PeerLostError("first"))
+    board.report(StallError("second"))
+    for _ in range(2):
+        with pytest.raises(PeerLostError, match="first"):
+            board.check()
+
+
+def test_after_a_broken_connection_the_failure_that_led_to_it_is_waited_for() -> None:
+    failures = FailureBoard()
+    threading.Timer(0.1, failures.report, [PeerLostError("rank 1 has ended its script")]).start()
+    assert "rank 1" in str(failures.cause_of(TransportError("connection reset")))
+    assert failures.suspicious
+
+
+def test_where_nobody_is_to_blame_the_broken_connection_is_all_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sirtaki.comm.control.failure.BLAME_S", 0.05)
+    error = TransportError("connection reset")
+    assert FailureBoard().cause_of(error) is error
+
+
+def test_it_gives_what_it_gives_and_raises_what_it_raises() -> None:
+    undone = list[int]()
+    assert unless_failed(lambda: 3, failures=FailureBoard(), undo=undone.append) == 3
+
+    def fail() -> int:
+        raise OSError("no room")
+
+    with pytest.raises(OSError, match="no room"):
+        unless_failed(fail, failures=FailureBoard(), undo=undone.append)
+    assert undone == []
+
+
+def test_it_is_left_when_the_job_fails_and_undone_when_it_ends() -> None:
+    board, gate, undone = FailureBoard(), threading.Event(), threading.Event()
+
+    def act() -> int:
+        gate.wait(10.0)
+        return 3
+
+    threading.Timer(0.05, board.report, [PeerLostError("rank 1 has ended")]).start()
+    with pytest.raises(PeerLostError, match="rank 1 has ended"):
+        unless_failed(act, failures=board, undo=lambda result: undone.set() if result == 3 else None)
+    assert not undone.is_set()
+    gate.set()
+    assert undone.wait(5.0)
+
+
+def test_what_has_been_opened_before_the_failure_is_the_callers() -> None:
+    board, undone = FailureBoard(), list[int]()
+    board.report(PeerLostError("rank 1 has ended"))
+    assert unless_failed(lambda: 3, failures=board, undo=undone.append) == 3
+    assert undone == []
+
+
+# ── addresses ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_loopback_is_known_and_not_offered() -> None:
+    assert interface_addresses()["lo"] == "127.0.0.1"
+    assert not [address for address in own_addresses(None) if address.startswith("127.")]
+
+
+def test_an_unknown_interface_is_refused_with_those_there_are() -> None:
+    with pytest.raises(ConfigError, match="lo"):
+        own_addresses("eth99")
+
+
+def test_the_first_address_that_answers_is_taken() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert reach(["127.0.0.2", "127.0.0.1"], port) == ("127.0.0.1", "127.0.0.1")
+
+
+# ── rendezvous ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_an_interface_that_is_not_there_is_what_the_others_hear_of() -> None:
+    problem = Rendezvous().serve(one_host=False, interface="nowhere0")
+    assert isinstance(problem, ConfigError)
+    assert "nowhere0" in str(problem)
+
+
+def test_a_host_that_does_not_answer_is_told() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    problem = Rendezvous().connect((["127.0.0.1"], port), failures=FailureBoard())
+    assert f"127.0.0.1:{port}" in problem
+
+
+@pytest.mark.skipif(TorchVersion(torch.__version__) < "2.6", reason="this PyTorch takes who is silent for a store")
+def test_who_connects_to_a_rank_that_is_gone_hears_of_it() -> None:
+    failures = FailureBoard()
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # as a process that is dying: it accepts, and never answers
+        threading.Timer(0.1, failures.report, [PeerLostError("rank 0 has ended")]).start()
+        begin_s = time.monotonic()
+        with pytest.raises(PeerLostError, match="rank 0 has ended"):
+            connect_to_store("127.0.0.1", silent.getsockname()[1], failures=failures)
+    assert time.monotonic() - begin_s < 5.0
+
+
+def test_who_finds_nobody_is_told_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(addresses, "LIMIT_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    with pytest.raises(RuntimeError):
+        connect_to_store("127.0.0.1", port, failures=FailureBoard())

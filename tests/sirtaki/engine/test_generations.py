@@ -1,13 +1,44 @@
-"""A process goes from generation to generation, past those that do not live to begin, until there is none for it."""
+"""How a rank learns of the next generation: from its agent, or from the ranks that MPI has left."""
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from sirtaki.comm.control.mesh_rendezvous import Meeting
-from sirtaki.engine import generations
-from sirtaki.engine.generations import Generations
-from sirtaki.engine.membership import Change, Dismissed, Generation, Member, register
-from sirtaki.errors import CommError, LaunchError, PeerLostError
+from sirtaki.comm.control.communicator import Backend
+from sirtaki.comm.control.mesh_rendezvous import Attendee, Meeting, meet
+from sirtaki.comm.plan import TransportKind
+from sirtaki.engine import generations, membership
+from sirtaki.engine import generations as surviving_membership
+from sirtaki.engine.generations import Generations, SurvivingMembership, in_order, open_survivors
+from sirtaki.engine.membership import (
+    AgentClient,
+    Change,
+    Changed,
+    Dismissal,
+    Dismissed,
+    Formed,
+    FromRank,
+    Generation,
+    Join,
+    Member,
+    Patience,
+    Proof,
+    name_of,
+    open_agent,
+    register,
+)
+from sirtaki.errors import CommError, ConfigError, LaunchError, PeerLostError
+from sirtaki.json_channel import JsonChannel
+from sirtaki.launchers import AGENT
 from sirtaki.settings import Settings
+
+# ── generations ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class Membership:
@@ -89,3 +120,324 @@ def test_who_is_registered_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> Non
         assert len(generations.process_end._at_success) == 1
     finally:
         register(None)
+
+
+# ── membership ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Agent:
+    """The other end."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.channel: JsonChannel[FromRank] = JsonChannel(sock, FromRank)
+
+    def hear(self) -> Join:
+        deadline_s = time.monotonic() + 30.0
+        while time.monotonic() < deadline_s:
+            if messages := self.channel.receive():
+                (message,) = messages
+                return message
+            time.sleep(0.001)
+        pytest.fail("nothing comes")
+
+    def begin(self, asked: Join, **changes: Any) -> None:
+        values = {"number": 1, "rank": 0, "proof": Proof(job="job", secret="secret"), "attendees": (asked.attendee,)}
+        members = {"members": (Member(host="a", slot=0, is_new=True),)}
+        self.channel.send(Formed(**{**values, **members, **changes}))
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[AgentClient, Agent]]:
+    own, other = socket.socketpair()
+    client, agent = AgentClient(own, interface=None, one_host=True), Agent(other)
+    yield client, agent
+    client.close()
+    agent.channel.close()
+
+
+def join(client: AgentClient, **values: Any) -> tuple[threading.Thread, list[Any]]:
+    found: list[Any] = []
+
+    def ask() -> None:
+        try:
+            found.append(client.join(**{"after": 0, "has_state": False, "timeout_s": 30.0} | values))
+        except CommError as err:
+            found.append(err)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    return thread, found
+
+
+def joined(client: AgentClient, agent: Agent, **changes: Any) -> Generation:
+    thread, found = join(client)
+    agent.begin(agent.hear(), **changes)
+    thread.join()
+    for listener in found[0].meeting.appointment.listeners:
+        listener.close()
+    return found[0]
+
+
+def test_a_rank_says_what_it_has_and_hears_who_the_members_are(ends: tuple[AgentClient, Agent]) -> None:
+    client, agent = ends
+    thread, found = join(client, after=3, has_state=True)
+    asked = agent.hear()
+    assert asked.has_state
+    (place,) = asked.attendee.places
+    assert place[0] == "127.0.0.1"
+    members = Member(host="b", slot=2, is_new=False), Member(host="a", slot=0, is_new=True)
+    other = Attendee(host=("elsewhere",), places=(("10.0.0.1", 5),))
+    agent.begin(asked, number=4, rank=1, members=members, attendees=(other, asked.attendee))
+    thread.join()
+    (generation,) = found
+    assert (generation.number, generation.members) == (4, members)
+    meeting = generation.meeting
+    assert (meeting.rank, meeting.size) == (1, 2)
+    assert meeting.name.startswith("job/4/")
+    assert meeting.appointment.attendees[0] == other
+    assert "secret" not in repr(generation)
+    (listener,) = meeting.appointment.listeners
+    assert listener.getsockname() == place
+    listener.close()
+
+
+def test_changes_add_up_until_the_next_generation(ends: tuple[AgentClient, Agent]) -> None:
+    client, agent = ends
+    joined(client, agent)
+    assert client.change() == Change(0)
+    for change in (Change.ADDED, Change.REMOVED):
+        agent.channel.send(Changed(change))
+    assert client.change() == Change.ADDED | Change.REMOVED
+    joined(client, agent, number=2)
+    assert client.change() == Change(0)
+
+
+def test_a_rank_that_meets_the_others_hears_of_one_that_has_died(ends: tuple[AgentClient, Agent]) -> None:
+    client, agent = ends
+    generation = joined(client, agent)
+    assert generation.meeting.appointment.in_vain() == ""
+    agent.channel.send(Changed(Change.REMOVED, "rank 1 was killed"))
+    assert generation.meeting.appointment.in_vain() == "rank 1 was killed"
+    assert client.change() == Change.REMOVED
+
+
+def test_a_rank_that_has_computed_for_long_says_so_once(
+    ends: tuple[AgentClient, Agent], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, agent = ends
+    joined(client, agent)
+    now_s = time.monotonic()
+    for at_s in (9.0, 49.0, 59.0, 99.0, 150.0):
+        monkeypatch.setattr(membership.time, "monotonic", lambda at_s=at_s: now_s + at_s)
+        client.change()
+    monkeypatch.undo()
+    assert [round(message.seconds) for message in agent.channel.receive() if isinstance(message, Patience)] == [40, 51]
+
+
+def test_a_rank_that_is_dismissed_is_told(ends: tuple[AgentClient, Agent]) -> None:
+    client, agent = ends
+    thread, found = join(client)
+    agent.hear()
+    agent.channel.send(Dismissal())
+    thread.join()
+    assert isinstance(found[0], Dismissed)
+
+
+def test_nobody_waits_for_an_agent_that_is_gone_nor_for_ever(ends: tuple[AgentClient, Agent]) -> None:
+    client, agent = ends
+    with pytest.raises(CommError, match="in time"):
+        client.join(after=0, has_state=False, timeout_s=0.1)
+    agent.channel.close()
+    with pytest.raises(CommError, match="agent of this host is gone"):
+        client.join(after=0, has_state=False, timeout_s=30.0)
+    assert client.change() == Change(0)
+    client.finished()
+
+
+def test_the_socket_is_found_in_the_environment_and_not_passed_on() -> None:
+    own, other = socket.socketpair()
+    own.set_inheritable(True)
+    descriptor = own.detach()
+    client = open_agent(interface=None, environ={AGENT: f"{descriptor},many"})
+    assert client is not None
+    assert not os.get_inheritable(descriptor)
+    client.close()
+    other.close()
+    assert open_agent(interface=None, environ={}) is None
+
+
+def test_a_process_that_has_inherited_the_variable_only_is_told_so() -> None:
+    with pytest.raises(ConfigError, match="is it one that a rank has started"):
+        open_agent(interface=None, environ={AGENT: "9999,one"})
+
+
+def test_ranks_meet_under_one_name_only_if_they_were_told_the_same() -> None:
+    def name(*ports: int) -> str:
+        attendees = tuple(Attendee(host=("h",), places=(("127.0.0.1", port),)) for port in ports)
+        proof = Proof(job="job", secret="")
+        return name_of(Formed(number=4, rank=0, members=(), attendees=attendees, proof=proof))
+
+    assert name(1, 2) == name(1, 2)
+    assert len({name(1, 2), name(2, 1), name(1, 3), name(1)}) == 4
+
+
+# ── surviving membership ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+UNDER_ULFM = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_MCA_mpi_ft_enable": "1"}
+
+
+class World:
+    """Where threads exchange words, each as one rank."""
+
+    def __init__(self, size: int) -> None:
+        self.barrier, self.told = threading.Barrier(size), dict[int, Any]()
+        self.ranks = [Rank(self, origin) for origin in range(size)]
+
+
+class Rank:
+    """As `Survivors`."""
+
+    def __init__(self, world: World, origin: int) -> None:
+        self.world, self.origin = world, origin
+        self.is_lost, self.n_shrunk = False, 0
+        self.errors = list[CommError]()
+
+    def lost(self) -> bool:
+        return self.is_lost
+
+    def leave(self, exit_code: int) -> None: ...
+
+    def shrink(self, timeout_s: float) -> None:
+        self.n_shrunk += 1
+
+    def exchange(self, value: Any) -> list[Any]:
+        if self.errors:
+            raise self.errors.pop()
+        self.world.told[self.origin] = value
+        self.world.barrier.wait(10.0)
+        told = [self.world.told[origin] for origin in sorted(self.world.told)]
+        self.world.barrier.wait(10.0)
+        return told
+
+
+def on_all(world: World, act: Callable[[Rank], Any]) -> list[Any]:
+    results: list[Any] = [None] * len(world.ranks)
+
+    def run(rank: Rank) -> None:
+        results[rank.origin] = act(rank)
+
+    threads = [threading.Thread(target=run, args=[rank]) for rank in world.ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20.0)
+    return results
+
+
+def join_left(rank: Rank, *, after: int, has_state: bool = True) -> Generation:
+    return SurvivingMembership(rank, interface="lo").join(  # type: ignore[arg-type]
+        after=after, has_state=has_state, timeout_s=10.0
+    )
+
+
+def close_places(generation: Generation) -> None:
+    assert generation.meeting.appointment is not None
+    for listener in generation.meeting.appointment.listeners:
+        listener.close()
+
+
+def test_all_meet_where_they_have_been_told() -> None:
+    def act(rank: Rank) -> tuple[int, int, int]:
+        generation = join_left(rank, after=0, has_state=False)
+        assert all(member.is_new for member in generation.members)
+        ranks = meet(generation.meeting, interface="lo", secret=None, timeout_s=10.0, heartbeat_s=None)
+        place = ranks.rank, ranks.size, generation.number
+        ranks.free()
+        return place
+
+    world = World(3)
+    assert on_all(world, act) == [(0, 3, 1), (1, 3, 1), (2, 3, 1)]
+    assert [rank.n_shrunk for rank in world.ranks] == [0, 0, 0]
+
+
+def test_who_holds_the_jobs_state_comes_first_and_the_number_is_past_everybodys() -> None:
+    world = World(3)
+    told = on_all(
+        world,
+        lambda rank: join_left(rank, after=4 if rank.origin == 1 else 3, has_state=rank.origin > 0),
+    )
+    assert {generation.number for generation in told} == {5}
+    assert [generation.meeting.rank for generation in told] == [2, 0, 1]
+    assert [(member.slot, member.is_new) for member in told[0].members] == [(1, False), (2, False), (0, True)]
+    assert len({generation.meeting.name for generation in told}) == 1
+    assert [rank.n_shrunk for rank in world.ranks] == [1, 1, 1]
+    for generation in told:
+        close_places(generation)
+
+
+def test_ranks_of_a_host_stay_neighbours() -> None:
+    world = World(4)
+    on_all(world, lambda rank: close_places(join_left(rank, after=1)))
+    hosts = [("a",), ("b",), ("a",), ("b",)]
+    told = [
+        replace(world.told[origin], attendee=replace(world.told[origin].attendee, host=hosts[origin]))
+        for origin in range(4)
+    ]
+    assert [each.origin for each in in_order(told)] == [0, 2, 1, 3]
+    told = [replace(each, has_state=each.origin in (2, 3)) for each in told]
+    assert [each.origin for each in in_order(told)] == [2, 0, 3, 1]
+    told = [replace(each, has_state=each.origin == 3) for each in told]
+    assert [each.origin for each in in_order(told)] == [3, 1, 0, 2]
+
+
+def test_a_loss_while_they_meet_begins_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = list[socket.socket]()
+    really = surviving_membership.open_places
+
+    def open_places(interface: str | None) -> tuple[socket.socket, ...]:
+        opened.extend(places := really(interface))
+        return places
+
+    monkeypatch.setattr(surviving_membership, "open_places", open_places)
+    (rank,) = World(1).ranks
+    rank.errors = [PeerLostError("a rank was lost while survivors met")]
+    generation = join_left(rank, after=0)
+    assert (generation.number, rank.n_shrunk) == (1, 1)
+    assert generation.meeting.appointment is not None
+    kept = generation.meeting.appointment.listeners
+    assert [sock for sock in opened if sock.fileno() >= 0] == list(kept)
+    close_places(generation)
+
+
+def test_an_error_of_the_library_is_the_end() -> None:
+    (rank,) = World(1).ranks
+    rank.errors = [CommError("MPI cannot go on")]
+    with pytest.raises(CommError, match="cannot go on"):
+        join_left(rank, after=0)
+
+
+def test_a_loss_is_a_change_and_nobody_waits_for_the_lost() -> None:
+    (rank,) = World(1).ranks
+    membership = SurvivingMembership(rank, interface="lo")  # type: ignore[arg-type]
+    assert membership.change() == Change(0)
+    generation = membership.join(after=0, has_state=False, timeout_s=10.0)
+    assert generation.meeting.appointment is not None
+    assert generation.meeting.appointment.in_vain() == ""
+    rank.is_lost = True
+    assert membership.change() is Change.REMOVED
+    assert "is lost" in generation.meeting.appointment.in_vain()
+    close_places(generation)
+
+
+def test_mpi_is_asked_only_where_mpiexec_lets_ranks_live(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(surviving_membership, "Survivors", lambda: World(1).ranks[0])
+    told = list[object]()
+    monkeypatch.setattr(surviving_membership.process_end, "leave_by", told.append)
+    assert open_survivors(Settings(), {}) is None
+    assert open_survivors(Settings(), {"OMPI_COMM_WORLD_SIZE": "2"}) is None
+    assert open_survivors(Settings(control=Backend.MPI), UNDER_ULFM) is None
+    assert open_survivors(Settings(transport=TransportKind.MPI), UNDER_ULFM) is None
+    assert told == []
+    assert open_survivors(Settings(), UNDER_ULFM) is not None
+    assert len(told) == 1

@@ -1,18 +1,26 @@
-"""What is committed, put back and told, as far as it takes no other rank."""
+"""What is committed, restored, synchronised and dealt out."""
 
 from __future__ import annotations
 
+import collections
+import copy
 import random
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 from sirtaki.engine import job
 from sirtaki.engine.membership import Change
+from sirtaki.torch.elastic import repeating as settling
+from sirtaki.torch.elastic.checkpoints import RandomState
+from sirtaki.torch.elastic.repeating import Brought, Settlement, agreed, settle
 from sirtaki.torch.elastic.sampler import ElasticSampler
-from sirtaki.torch.elastic.state import ObjectState, Standing, TorchState
+from sirtaki.torch.elastic.state import Commits, ObjectState, Standing, State, TorchState, copied
 from sirtaki.torch.exceptions import HorovodInternalError, HostsUpdatedInterrupt
+
+# ── state ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class Others:
@@ -135,3 +143,285 @@ def test_what_is_assigned_takes_the_place_of_what_was_given(others: Others) -> N
         other.weight.zero_()
     state.restore()
     assert other.weight.abs().sum() > 0
+
+
+# ── commits ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Refuses:
+    def __deepcopy__(self, memo: object) -> None:
+        raise MemoryError
+
+
+def test_what_fails_while_it_is_written_leaves_the_one_before() -> None:
+    commits = Commits()
+    commits.write({"a": torch.tensor([1.0]), "b": 1})
+    commits.write({"a": torch.tensor([2.0]), "b": 2})
+    with pytest.raises(MemoryError):
+        commits.write({"a": torch.tensor([3.0]), "b": Refuses()})
+    assert commits.newest.number == 1
+    assert (commits.newest.tree["a"].item(), commits.newest.tree["b"]) == (2.0, 2)
+
+
+def test_tensors_of_the_next_but_one_lie_where_the_first_lay() -> None:
+    commits, weight = Commits(), torch.zeros(3)
+    places = []
+    for number in range(4):
+        weight += 1
+        places.append(commits.write({"weight": weight}).tree["weight"].data_ptr())
+        assert commits.newest.tree["weight"].tolist() == [number + 1.0] * 3
+    assert places[:2] == places[2:]
+    assert len({*places, weight.data_ptr()}) == 3
+
+
+def test_a_commit_that_not_all_hold_is_dropped_where_the_one_before_is_held() -> None:
+    commits = Commits()
+    for value in range(3):
+        commits.write({"value": value})
+    commits.drop_after(1)
+    assert commits.newest.tree["value"] == 1
+    commits.drop_after(0)  # which is not here any more
+    assert commits.newest.tree["value"] == 1
+    commits.count_from(7)
+    assert commits.write({"value": 5}).number == 7
+    assert commits.newest.tree["value"] == 5
+
+
+def test_copies_are_of_their_own_types_and_share_nothing() -> None:
+    state = torch.nn.BatchNorm1d(2).state_dict()
+    tree = {"model": state, "list": [torch.ones(2), {"deep": (1, torch.zeros(1))}], "channels": torch.zeros(1, 2, 3, 4)}
+    tree["channels"] = tree["channels"].to(memory_format=torch.channels_last)
+    before = copied(tree)
+    state["weight"].fill_(9.0)
+    tree["list"][0].fill_(9.0)
+    assert before["model"]["weight"].tolist() == [1.0, 1.0]
+    assert before["list"][0].tolist() == [1.0, 1.0]
+    assert isinstance(before["model"], collections.OrderedDict)
+    assert before["model"]._metadata == state._metadata  # type: ignore[attr-defined]
+    assert before["channels"].stride() == tree["channels"].stride()
+    again = copied({"model": {"weight": torch.ones(5)}, "list": [1]}, before)  # of other shapes
+    assert again["model"]["weight"].shape == (5,)
+    assert again["list"] == [1]
+
+
+# ── random state ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_random_generators_go_on_where_they_were() -> None:
+    now = RandomState.now()
+    drawn = [random.random(), np.random.random(), torch.rand(1).item()]
+    now.put_back()
+    assert [random.random(), np.random.random(), torch.rand(1).item()] == drawn
+
+
+# ── sampler ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def be(monkeypatch: pytest.MonkeyPatch) -> object:
+    """`be(rank, size)`: from now on this process is that rank."""
+
+    def be(rank: int, size: int) -> None:
+        current = SimpleNamespace(control=SimpleNamespace(rank=rank, size=size))
+        monkeypatch.setattr(job, "current", lambda: current)
+
+    return be
+
+
+def samplers_of(be: object, size: int, length: int = 23) -> list[ElasticSampler]:
+    samplers = []
+    for rank in range(size):
+        be(rank, size)  # type: ignore[operator]
+        samplers.append(ElasticSampler(range(length), seed=3))
+    return samplers
+
+
+def test_what_one_rank_has_heard_of_is_dealt_out_to_nobody(be: object) -> None:
+    first, second, third = samplers_of(be, 3)
+    for sampler in (first, second, third):
+        sampler.record_batch(0, 2)
+    said = [sampler.news() for sampler in (first, second, third)]
+    done = {index for _, indices in said for index in indices}
+    assert len(done) == 6
+    for rank, sampler in enumerate((first, second)):  # the third is lost
+        sampler.hear(said)
+        assert sampler.news() == (0, [])
+        be(rank, 2)  # type: ignore[operator]
+        sampler.reset()
+    assert set(first) | set(second) == set(range(23)) - done
+    assert len(first) == len(second)
+
+
+def test_what_was_recorded_after_a_mark_is_forgotten_and_what_others_never_heard_is_told_again(be: object) -> None:
+    (sampler,) = samplers_of(be, 1)
+    sampler.record_indices([1, 2])
+    sampler.hear([sampler.news()])
+    sampler.record_indices([3])
+    mark = sampler.mark()
+    sampler.record_indices([4, 5])
+    assert copy.deepcopy(mark) is mark
+    sampler.rewind(mark)
+    assert sampler.processed_indices == {1, 2, 3}
+    assert sampler.news() == (0, [3])
+    sampler.set_epoch(1)
+    assert sampler.processed_num == 0
+    sampler.rewind(mark)
+    assert (sampler.epoch, sampler.processed_indices) == (0, {1, 2, 3})
+
+
+def test_news_of_another_epoch_say_nothing_of_this_one(be: object) -> None:
+    (sampler,) = samplers_of(be, 1)
+    sampler.set_epoch(2)
+    sampler.hear([(1, [5]), (2, [6])])
+    assert sampler.processed_indices == {6}
+
+
+def test_a_state_that_is_loaded_is_gone_on_with(be: object) -> None:
+    (sampler,) = samplers_of(be, 1)
+    sampler.load_state_dict({"epoch": 4, "processed_indices": {1, 3}})
+    assert sampler.state_dict() == {"epoch": 4, "processed_indices": {1, 3}}
+    assert sampler.news() == (4, [])
+    assert set(sampler) == set(range(23)) - {1, 3}
+
+
+def test_a_deal_is_even_covers_what_is_left_and_is_that_of_the_moment_of_the_reset(be: object) -> None:
+    for size, length in ((1, 5), (3, 7), (4, 2), (2, 0)):
+        samplers = samplers_of(be, size, length)
+        dealt = [list(sampler) for sampler in samplers]
+        assert set().union(*dealt) == set(range(length))
+        assert {len(part) for part in dealt} == {-(-length // size)}
+        assert {sampler.total_size for sampler in samplers} == {size * -(-length // size)}
+    (sampler,) = samplers_of(be, 1, 4)
+    sampler.record_indices([2])
+    assert set(sampler) == set(sampler.remaining_indices) == {0, 1, 2, 3}  # until it is reset
+    sampler.reset()
+    assert (set(sampler), len(sampler)) == ({0, 1, 3}, 3)
+    first = list(sampler)
+    sampler.set_epoch(1)
+    sampler.record_indices([2])
+    sampler.reset()
+    assert sorted(first) == sorted(sampler)
+
+
+def test_the_order_of_an_epoch_is_one_in_all_versions(be: object) -> None:
+    (sampler,) = samplers_of(be, 1, 8)
+    assert list(sampler) == [5, 7, 4, 6, 3, 1, 0, 2]
+
+
+# ── settling ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+FOUR = Standing(written=4, completed=4)
+
+
+class Kept(State):
+    """Says what was done to it."""
+
+    def __init__(self, standing: Standing) -> None:
+        super().__init__()
+        self.standing, self.done = standing, list[object]()
+
+    def save(self) -> None:
+        raise AssertionError
+
+    def sync(self) -> None:
+        raise AssertionError
+
+    def restore(self) -> None:
+        self.done.append("restore")
+
+    def _standing(self) -> Standing:
+        return self.standing
+
+    def _go_back(self, number: int) -> None:
+        self.done.append(number)
+
+    def _count_from(self, number: int) -> None:
+        self.counts_from = number
+
+
+def brought(
+    *, has_state: bool = True, restored: bool = False, standing: Standing = FOUR, wants_sync: bool = False
+) -> Brought:
+    return Brought(
+        has_state=has_state,
+        restored=restored,
+        standing=standing,
+        wants_sync=wants_sync,
+        process_sets=((0, 1),),
+        optimizers=("a", "b"),
+    )
+
+
+class Play:
+    """One rank among others, who bring what they are given to bring."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.attached, self.opened = list[str](), list[object]()
+        lasting = SimpleNamespace(
+            detached=lambda: {"b": None, "c": None, "a": None},
+            attach=lambda current, optimizers, names: self.attached.extend(names),
+        )
+        sets = SimpleNamespace(lasting=lambda: {(0, 1): "pair"}, open_again=self.opened.extend)
+        monkeypatch.setattr(settling, "lasting_optimizers", lasting)
+        monkeypatch.setattr(settling, "process_sets", sets)
+        self._monkeypatch = monkeypatch
+
+    def __call__(
+        self, *others: Brought, restored: bool = False, wants_sync: bool = False, mine: Standing = FOUR
+    ) -> tuple[Kept, bool]:
+        current = SimpleNamespace(
+            elastic=SimpleNamespace(has_state=True),
+            control=SimpleNamespace(all_gather=lambda said: [*others, said]),
+            settled=False,
+        )
+        self._monkeypatch.setattr(job, "current", lambda: current)
+        state = Kept(mine)
+        out_of_step = settle(state, restored=restored, wants_sync=wants_sync)
+        assert current.settled
+        return state, out_of_step
+
+
+@pytest.fixture
+def play(monkeypatch: pytest.MonkeyPatch) -> Play:
+    return Play(monkeypatch)
+
+
+def test_the_newest_commit_that_anyone_knows_to_be_complete_is_gone_back_to(play: Play) -> None:
+    state, out_of_step = play(brought(restored=True, standing=Standing(5, 5)), restored=True, wants_sync=True)
+    assert (state.done, out_of_step) == ([5], True)
+    state, _ = play(brought(restored=True, standing=Standing(5, 4)), restored=True, mine=Standing(5, 4))
+    assert state.done == [4]
+    assert state.counts_from == 6
+
+
+def test_who_would_have_gone_on_goes_back_if_another_one_does(play: Play) -> None:
+    state, _ = play(brought(restored=True))
+    assert state.done == ["restore", 4]
+
+
+def test_nobody_goes_back_for_the_sake_of_who_has_no_state(play: Play) -> None:
+    state, out_of_step = play(brought(has_state=False, restored=True, standing=Standing(9, -1)))
+    assert (state.done, out_of_step) == ([], True)
+    assert state.counts_from == 10
+
+
+def test_where_ranks_have_only_left_nothing_is_to_be_done(play: Play) -> None:
+    state, out_of_step = play(brought())
+    assert (state.done, out_of_step) == ([], False)
+
+
+def test_what_all_have_is_attached_and_opened_in_one_order(play: Play) -> None:
+    play(brought())
+    assert play.attached == ["a", "b"]
+    assert play.opened == ["pair"]
+
+
+def test_all_go_back_to_what_any_knows_to_be_complete_and_count_on_alike() -> None:
+    ahead = brought(standing=Standing(written=6, completed=5))
+    behind = brought(restored=True, standing=Standing(written=5, completed=4))
+    new = brought(has_state=False, standing=Standing(written=7, completed=-1))
+    everybody = [ahead, behind, new]
+    assert agreed(everybody, ahead) == Settlement(back_to=5, count_from=8, out_of_step=True)
+    assert agreed(everybody, new) == Settlement(back_to=None, count_from=8, out_of_step=True)
+    assert agreed([ahead, ahead], ahead) == Settlement(back_to=None, count_from=7, out_of_step=False)

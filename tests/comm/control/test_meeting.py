@@ -1,0 +1,397 @@
+"""Ranks find each other and prove to each other who they are, or are told why not, within a time limit."""
+
+import contextlib
+import itertools
+import os
+import pickle
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+from fakes.meshes import close, until
+
+from sirtaki.comm.control import mesh_rendezvous
+from sirtaki.comm.control.failure import poll_until
+from sirtaki.comm.control.mesh import MeshCommunicator
+from sirtaki.comm.control.mesh_rendezvous import (
+    Acceptor,
+    Appointment,
+    Attendee,
+    Meeting,
+    NoProof,
+    attendee,
+    connect,
+    job_key,
+    keep,
+    listen,
+    meet,
+    open_places,
+)
+from sirtaki.errors import CommError, ConfigError, PeerLostError
+
+# ── rendezvous ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+names = (f"test {number}" for number in itertools.count())
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def meetings(size: int, **changes: Any) -> list[Meeting]:
+    port, name = free_port(), next(names)
+    common = {"size": size, "host": "127.0.0.1", "port": port, "name": name} | changes
+    return [Meeting(rank=rank, **common) for rank in range(size)]
+
+
+def together(
+    places: Sequence[Meeting], *, timeout_s: float = 20.0, secrets: Sequence[str | None] = ()
+) -> list[MeshCommunicator | Exception]:
+    """What each rank gets, in a thread each."""
+    results: list[Any] = [None] * len(places)
+
+    def join(number: int) -> None:
+        try:
+            results[number] = meet(
+                places[number],
+                interface=None,
+                secret=secrets[number] if secrets else None,
+                timeout_s=timeout_s,
+                heartbeat_s=None,
+            )
+        except Exception as err:
+            results[number] = err
+
+    threads = [threading.Thread(target=join, args=[number]) for number in range(len(places))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def leave(comms: Sequence[Any]) -> None:
+    close([comm._links for comm in comms if isinstance(comm, MeshCommunicator)])
+
+
+@pytest.mark.parametrize("secret", [None, "ours"])
+def test_ranks_meet_and_may_meet_again(secret: str | None) -> None:
+    places = meetings(3)
+    for _ in range(2):
+        comms = together(places, secrets=[secret] * 3)
+        assert [(comm.rank, comm.size) for comm in comms] == [(0, 3), (1, 3), (2, 3)], comms
+        tests = [comm.barrier() for comm in comms]
+        poll_until(lambda tests=tests: [test() for test in tests] == [True] * 3, failures=comms[0].failures)
+        leave(comms)
+
+
+def test_some_of_the_ranks_may_meet_without_the_others() -> None:
+    places = meetings(4, members=(1, 3))
+    comms = together([places[1], places[3]])
+    assert [(comm.rank, comm.size) for comm in comms] == [(0, 2), (1, 2)], comms
+    leave(comms)
+
+
+def expect(results: Sequence[Any], kind: type[Exception], *words: str) -> None:
+    """Every rank raises, and one of them says all of this."""
+    assert all(isinstance(result, (ConfigError, CommError)) for result in results), results
+    assert any(isinstance(result, kind) and all(word in str(result) for word in words) for result in results), results
+
+
+def test_a_rank_that_does_not_come_is_named_in_time() -> None:
+    begin_s = time.monotonic()
+    expect(together(meetings(3)[:2], timeout_s=1.0), CommError, "rank 2 of 3 did not come", "START_TIMEOUT")
+    assert time.monotonic() - begin_s < 5.0
+
+
+def test_a_master_that_is_not_there_is_an_error_with_the_remedy() -> None:
+    expect(together(meetings(2)[1:], timeout_s=0.5), CommError, "finds nobody at 127.0.0.1", "MASTER_ADDR")
+    expect(together(meetings(2, host="no.such.host.invalid")[1:], timeout_s=0.5), ConfigError, "names no host")
+
+
+def test_a_port_that_is_taken_is_an_error_with_the_remedy() -> None:
+    with socket.create_server(("", 0)) as other:
+        places = meetings(2, port=other.getsockname()[1])
+        expect(together(places[:1], timeout_s=2.0), ConfigError, "MASTER_PORT", "a port of its own")
+
+
+def test_two_processes_of_one_rank_are_told_so() -> None:
+    places = meetings(2)
+
+    class Uncounted(dict):  # both are this process here, which would count its meetings
+        def __missing__(self, key: object) -> int:
+            return 0
+
+        def __setitem__(self, key: object, value: int) -> None:
+            pass
+
+    with mock.patch.object(mesh_rendezvous, "_met", Uncounted()):
+        results = together([places[0], places[1], places[1]], timeout_s=5.0)
+    errors = [result for result in results if isinstance(result, Exception)]
+    assert any("two processes say that they are rank 1" in str(error) for error in errors), results
+    leave(results)
+
+
+def test_ranks_of_different_worlds_are_told_so() -> None:
+    two = meetings(2)
+    odd = Meeting(rank=1, size=3, host=two[0].host, port=two[0].port, name=two[0].name)
+    expect(together([two[0], odd], timeout_s=10.0), ConfigError, "WORLD_SIZE is 2 on rank 0 and 3 on rank 1")
+
+
+@pytest.mark.parametrize(
+    ("secrets", "words"),
+    [(["a", "b"], ["do not prove themselves", "SIRTAKI_SECRET"]), (["a", None], ["SIRTAKI_SECRET is set on one"])],
+)
+def test_ranks_with_different_secrets_are_told_so(
+    monkeypatch: pytest.MonkeyPatch, secrets: list[str | None], words: list[str]
+) -> None:
+    monkeypatch.setattr(mesh_rendezvous, "WRONG_SECRET_S", 0.2)
+    expect(together(meetings(2), secrets=secrets), ConfigError, *words)
+
+
+def test_ranks_of_several_hosts_listen_at_the_chosen_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+    offered: list[str | None] = []
+
+    def addresses(interface: str | None) -> list[str]:
+        offered.append(interface)
+        return ["127.0.0.3", "127.0.0.2"]
+
+    monkeypatch.setattr(mesh_rendezvous, "host_identity", lambda: (str(threading.get_ident()),))
+    monkeypatch.setattr(mesh_rendezvous, "own_addresses", addresses)
+    comms = together(meetings(2))
+    peer = next(iter(comms[1]._links._connections.values()))._socket.getpeername()[0]
+    assert peer == "127.0.0.3"
+    assert offered == [None, None]
+    leave(comms)
+
+
+@pytest.mark.slow
+def test_nothing_stays_open_after_a_failure() -> None:
+    together(meetings(2), timeout_s=5.0, secrets=["warm", "up"])
+    before = len(os.listdir("/proc/self/fd"))
+    expect(together(meetings(3)[1:], timeout_s=0.3), CommError, "finds nobody")
+    assert len(os.listdir("/proc/self/fd")) <= before
+
+
+# ── appointment ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def appointments(size: int, in_vain: Callable[[], str] = lambda: "") -> list[Appointment]:
+    listeners = [open_places(None, loopback_only=True) for _ in range(size)]
+    attendees = tuple(attendee(own) for own in listeners)
+    return [Appointment(attendees=attendees, secret="secret", listeners=own, in_vain=in_vain) for own in listeners]
+
+
+def keep_all(several: Sequence[Appointment | None], *, name: str = "job/1", timeout_s: float = 20.0) -> list[Any]:
+    """What each rank gets, in a thread each; one that has no appointment does not come."""
+    results: list[Any] = [None] * len(several)
+
+    def come(rank: int, appointment: Appointment) -> None:
+        meeting = Meeting(rank=rank, size=len(several), name=name, appointment=appointment)
+        try:
+            results[rank] = meet(meeting, interface=None, secret=None, timeout_s=timeout_s, heartbeat_s=None)
+        except Exception as err:
+            results[rank] = err
+
+    threads = [threading.Thread(target=come, args=[*pair]) for pair in enumerate(several) if pair[1] is not None]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_ranks_meet_and_their_ports_are_closed(size: int) -> None:
+    everybody = appointments(size)
+    ranks = keep_all(everybody)
+    assert [rank.size for rank in ranks] == [size] * size
+    barriers = [rank.barrier() for rank in ranks]
+    until(lambda: all([test() for test in barriers]))  # noqa: C419  # each moves on while it is tested
+    assert all(listener.fileno() < 0 for appointment in everybody for listener in appointment.listeners)
+    close([rank._links for rank in ranks])
+
+
+def stay_away(everybody: list[Appointment | None], rank: int) -> None:
+    for listener in everybody[rank].listeners:
+        listener.close()
+    everybody[rank] = None
+
+
+def test_nobody_waits_for_whom_the_launcher_knows_to_be_gone() -> None:
+    gone = threading.Event()
+    everybody: list[Appointment | None] = [*appointments(3, lambda: "rank 1 was killed" if gone.is_set() else "")]
+    stay_away(everybody, 1)
+    threading.Timer(0.2, gone.set).start()
+    begin_s = time.monotonic()
+    results = keep_all(everybody, timeout_s=60.0)
+    assert time.monotonic() - begin_s < mesh_rendezvous.HANDSHAKE_S + 5.0
+    for rank in (0, 2):
+        assert isinstance(results[rank], PeerLostError)
+        assert "rank 1 was killed" in str(results[rank])
+
+
+def test_who_does_not_come_is_named_in_time() -> None:
+    everybody: list[Appointment | None] = [*appointments(2)]
+    stay_away(everybody, 1)
+    results = keep_all(everybody, timeout_s=0.3)
+    assert "rank 1 did not connect to rank 0" in str(results[0])
+
+
+def test_who_comes_from_another_generation_is_refused() -> None:
+    first, second = appointments(2)
+    outcome: list[Any] = []
+
+    def late() -> None:
+        try:
+            outcome.append(keep(second, rank=1, name="job/1", timeout_s=1.0))
+        except CommError as err:
+            outcome.append(err)
+
+    thread = threading.Thread(target=late)
+    thread.start()
+    with pytest.raises(CommError, match="did not connect"):
+        keep(first, rank=0, name="job/2", timeout_s=1.0)
+    thread.join()
+    assert isinstance(outcome[0], CommError)
+
+
+def test_another_host_is_reached_at_other_addresses_than_loopback() -> None:
+    """Its own loopback is not ours."""
+    own, other = appointments(2)
+    elsewhere = Attendee(host=("elsewhere",), places=(("127.0.0.1", 1), ("127.0.0.2", 2)))
+    with pytest.raises(CommError, match=r"rank 0 cannot be reached at 127\.0\.0\.2:2 \("):
+        keep(replace(other, attendees=(elsewhere, other.attendees[1])), rank=1, name="job/1", timeout_s=0.2)
+    for listener in own.listeners:
+        listener.close()
+
+
+# ── handshake ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+KEY = job_key("secret", "job")
+
+
+@pytest.fixture
+def acceptor() -> Iterator[Acceptor]:
+    """Of rank 0, which waits for ranks 1 and 2."""
+    acceptor = Acceptor(listen(["127.0.0.1"]), key=KEY, own=0, expected=[1, 2])
+    yield acceptor
+    for sock in acceptor.close().values():
+        sock.close()
+
+
+def hang_up(sock: socket.socket) -> bool:
+    """Whether the other end closes the connection without a word."""
+    sock.settimeout(5.0)
+    with contextlib.suppress(ConnectionResetError):
+        return sock.recv(1000) == b""
+    return True
+
+
+def test_ranks_that_know_the_secret_are_connected_each_once(acceptor: Acceptor) -> None:
+    with connect(acceptor.door.places[0], key=KEY, own=2, other=0) as two:
+        assert not acceptor.wait(0.01)
+        with pytest.raises(OSError, match=r"closed|reset"):
+            connect(acceptor.door.places[0], key=KEY, own=2, other=0)
+        with connect(acceptor.door.places[0], key=KEY, own=1, other=0) as one:
+            assert acceptor.wait(5.0)
+            accepted = acceptor.close()
+            for rank, sock in ((1, one), (2, two)):
+                sock.sendall(b"frame")
+                accepted[rank].settimeout(5.0)
+                assert accepted[rank].recv(10) == b"frame"
+    assert acceptor.door.refused == 1
+
+
+@pytest.mark.parametrize("key", [job_key("wrong", "job"), job_key("secret", "another job")])
+def test_a_wrong_secret_is_noticed_by_the_connector(acceptor: Acceptor, key: bytes) -> None:
+    with pytest.raises(NoProof):
+        connect(acceptor.door.places[0], key=key, own=1, other=0)
+    assert acceptor.missing == [1, 2]
+
+
+def test_who_cannot_answer_the_challenge_is_refused(acceptor: Acceptor) -> None:
+    with socket.create_connection(acceptor.door.places[0]) as sock:
+        sock.sendall(mesh_rendezvous._HELLO.pack(mesh_rendezvous.MAGIC, 1, 0, bytes(32)))
+        assert len(sock.recv(64)) == 64
+        sock.sendall(bytes(32))
+        assert hang_up(sock)
+    assert acceptor.missing == [1, 2]
+
+
+def test_a_replay_proves_nothing(acceptor: Acceptor) -> None:
+    """What one connection was proved with is sent again on another."""
+    with socket.create_server(("127.0.0.1", 0)) as relay:
+        seen: list[bytes] = []
+
+        def forward() -> None:
+            inner, _ = relay.accept()
+            with inner, socket.create_connection(acceptor.door.places[0]) as outer:
+                for source, target, length in ((inner, outer, 48), (outer, inner, 64), (inner, outer, 32)):
+                    data = source.recv(length)
+                    seen.append(data)
+                    target.sendall(data)
+                inner.sendall(outer.recv(1))
+
+        thread = threading.Thread(target=forward)
+        thread.start()
+        connect(relay.getsockname()[:2], key=KEY, own=1, other=0).close()
+        thread.join()
+    until(lambda: acceptor.missing == [2])
+    hello, _, proof = seen
+    for as_rank in (1, 2):
+        with socket.create_connection(acceptor.door.places[0]) as sock:
+            sock.sendall(hello[:8] + as_rank.to_bytes(4, "little") + hello[12:])
+            sock.recv(64)
+            sock.sendall(proof)
+            assert hang_up(sock)
+    assert acceptor.missing == [2]
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"GET / HTTP/1.1\r\nHost: sirtaki\r\nConnection: keep-alive\r\n\r\n",
+        pickle.dumps({"a": list(range(50))}),
+        mesh_rendezvous._HELLO.pack(mesh_rendezvous.MAGIC, 1, 5, bytes(32)),  # to another rank
+        b"\0" * 100_000,
+    ],
+)
+def test_garbage_is_hung_up_on(acceptor: Acceptor, said: bytes) -> None:
+    with socket.create_connection(acceptor.door.places[0]) as sock:
+        with contextlib.suppress(OSError):
+            sock.sendall(said)
+        assert hang_up(sock)
+    connect(acceptor.door.places[0], key=KEY, own=1, other=0).close()
+
+
+def test_the_slow_and_the_many_hold_nobody_up(acceptor: Acceptor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mesh_rendezvous, "HANDSHAKE_S", 0.3)
+    monkeypatch.setattr(mesh_rendezvous, "MAX_UNPROVED", 8)
+    with contextlib.ExitStack() as strangers:
+        crowd = [strangers.enter_context(socket.create_connection(acceptor.door.places[0])) for _ in range(30)]
+        crowd[-1].sendall(mesh_rendezvous.MAGIC)
+        connect(acceptor.door.places[0], key=KEY, own=1, other=0).close()
+        until(lambda: acceptor.door.refused == 30)  # 22 for lack of room, the others when their time was up
+        assert hang_up(crowd[-1])
+    connect(acceptor.door.places[0], key=KEY, own=2, other=0).close()
+    assert acceptor.wait(5.0)
+
+
+def test_it_listens_where_it_is_told_only(acceptor: Acceptor) -> None:
+    ((host, port),) = acceptor.door.places
+    assert host == "127.0.0.1"
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", port))
+    acceptor.close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((host, port))
