@@ -8,21 +8,23 @@ wrong by half of the round trip at most.
 from __future__ import annotations
 
 import copy
+import datetime
 import pickle
 import socket
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from sirtaki.errors import ConfigError, MismatchError, SirtakiError, TransportError
+from sirtaki.errors import CommError, ConfigError, MismatchError, SirtakiError, TransportError
 
-from .addresses import Offer, Rendezvous, host_identity
+from .addresses import LOOPBACK, host_identity, own_addresses
 from .communicator import Backend, Communicator, Op, Test
-from .failure import poll_until
+from .failure import FailureBoard, poll_until, unless_failed
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
@@ -115,6 +117,75 @@ def _like(rank: int, marks: Sequence[int]) -> list[int]:
     return [other for other, mark in enumerate(marks) if mark == marks[rank]]
 
 
+LIMIT_S = 300.0
+"""How long a store is waited for, at its opening and for each answer."""
+
+CONNECT_TIMEOUT_S = 3.0
+ATTEMPT_S, AGAIN_S = 1.0, 0.05
+"""How long one attempt to connect goes on, which hears of no failure, and when the next one follows."""
+
+
+@dataclass(slots=True)
+class _Rendezvous:
+    """The key-value store that rank 0 serves, of a control plane and all its scopes; opened once.
+
+    Attributes:
+        store: None as long as it is not open.
+        own_address: of this host, at which the others reach it.
+        prefixes: how many groups have met here.
+    """
+
+    store: TCPStore | None = None
+    own_address: str = LOOPBACK
+    prefixes: int = 0
+
+
+def reach(candidates: Sequence[str], port: int) -> tuple[str, str]:
+    """The first candidate that answers at `port`, and the address of this host as that one sees it.
+
+    Raises:
+        CommError: none answers.
+    """
+    tried = []
+    for candidate in candidates:
+        try:
+            with socket.create_connection((candidate, port), timeout=CONNECT_TIMEOUT_S) as connection:
+                return candidate, connection.getsockname()[0]
+        except OSError as err:
+            tried.append(f"{candidate}:{port} ({err})")
+    raise CommError(
+        f"rank 0 cannot be reached at {', '.join(tried) or 'any address'}; "
+        "name the interface that joins the hosts in SIRTAKI_GLOO_IFACE"
+    )
+
+
+def connect_to_store(host: str, port: int, *, failures: FailureBoard) -> TCPStore:
+    """Another process's store. It may end while this one connects, for which PyTorch would wait until the time is up.
+
+    Raises:
+        RuntimeError: it cannot be reached.
+        CommError: the job has failed.
+    """
+    from torch._C._distributed_c10d import TCPStore
+
+    def connect() -> TCPStore:
+        deadline_s = time.monotonic() + LIMIT_S
+        while True:
+            try:
+                store = TCPStore(host, port, is_master=False, timeout=datetime.timedelta(seconds=ATTEMPT_S))
+            except RuntimeError:
+                failures.raise_if_failed()
+                if time.monotonic() > deadline_s:
+                    raise
+                time.sleep(AGAIN_S)
+            else:
+                store.set_timeout(datetime.timedelta(seconds=LIMIT_S))
+                return store
+
+    # An attempt also waits for a store that accepts it and never answers, as that of a stopped process, without limit.
+    return unless_failed(connect, failures=failures, undo=lambda _: None)
+
+
 class ControlPlane:
     """The ranks of one job, or of a subset of it.
 
@@ -156,7 +227,7 @@ class ControlPlane:
         across = _like(self.rank, [_like(rank, nodes).index(rank) for rank in range(self.size)])
         self.cross_rank, self.cross_size = across.index(self.rank), len(across)
         self.node, self.cross = self._comm.subset(self.node_ranks), self._comm.subset(across)
-        self._rendezvous = Rendezvous()
+        self._rendezvous = _Rendezvous()
         self._owned: list[Communicator] = []
         self._scopes: list[ControlPlane] = []
         self._close_together: Callable[[], None] | None = None  # of a scope: set once this rank has released it
@@ -243,15 +314,35 @@ class ControlPlane:
         """
         there = self._rendezvous
         if there.store is None:
-            offer: Offer | SirtakiError | None = None
-            if self.rank == 0:
-                offer = there.serve(one_host=len(set(self.hosts)) == 1, interface=self._interface)
-            found = self.broadcast(offer)
+            offer = self._serve() if self.rank == 0 else None
+            found: tuple[list[str], int] | SirtakiError = self.broadcast(offer)
             if isinstance(found, SirtakiError):
                 raise found
-            self.agree_on_success("" if self.rank == 0 else there.connect(found, failures=self.failures))
+            problem = ""
+            if self.rank != 0:
+                try:
+                    server, there.own_address = reach(*found)
+                    there.store = connect_to_store(server, found[1], failures=self.failures)
+                except (CommError, OSError, RuntimeError) as err:
+                    problem = str(err)
+            self.agree_on_success(problem)
         assert there.store is not None
         return there.store, there.own_address
+
+    def _serve(self) -> tuple[list[str], int] | SirtakiError:
+        """Opens the store here; addresses of which one is to be reached and the port, or why there is none."""
+        from torch._C._distributed_c10d import TCPStore
+
+        there, limit = self._rendezvous, datetime.timedelta(seconds=LIMIT_S)
+        try:
+            there.store = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=limit)
+            addresses = [LOOPBACK] if len(set(self.hosts)) == 1 else own_addresses(self._interface)
+        except ConfigError as err:
+            return err
+        except (OSError, RuntimeError) as err:
+            return TransportError(f"rank 0 cannot open a store: {err}")
+        there.own_address = addresses[0] if addresses else LOOPBACK
+        return addresses, there.store.port
 
     def next_prefix(self) -> str:
         """A store prefix that no earlier process group has used; the same on all ranks if called in step."""

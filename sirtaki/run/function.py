@@ -1,16 +1,21 @@
-"""`run`: calls a function on every rank of a job of its own, as `horovod.run` does."""
+"""`run`: calls a function on every rank of a job of its own, as `horovod.run` does.
 
+The call goes to ranks through a folder of pickles: `python -m sirtaki.run.function FOLDER` makes it.
+"""
+
+import importlib
+import os
+import pickle
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from sirtaki.errors import ConfigError, LaunchError
 
-from .call import leave_call, take_result
-from .launch import launch
-from .options import parse
+_CALL = "call.pickle"
 
 
 def run(
@@ -56,6 +61,9 @@ def run(
         ConfigError: arguments that is invalid.
         LaunchError: the ranks could not be started, or one failed; its traceback is in the output.
     """
+    from .launch import launch  # which ranks, that make the call, need not load
+    from .options import parse
+
     del disable_cache, use_gloo, use_mpi
     elastic = (min_num_proc, max_num_proc, slots, reset_limit, cooldown_range, host_discovery_script, min_np, max_np)
     if any(value is not None for value in elastic):
@@ -75,9 +83,37 @@ def run(
     words += ["--verbose"] if verbose else []
     words += [f"--mpi-args={mpi_args}"] if mpi_args else []
     with tempfile.TemporaryDirectory(prefix="sirtaki-run-") as folder:
-        leave_call(Path(folder), func, args, kwargs or {})
-        command = [executable or sys.executable, "-m", "sirtaki.run.call", folder]
+        (Path(folder) / _CALL).write_bytes(_pickler().dumps((func, tuple(args), dict(kwargs or {}))))
+        command = [executable or sys.executable, "-m", "sirtaki.run.function", folder]
         exit_code = launch(parse([*words, "--", *command]))
         if exit_code != 0:
             raise LaunchError(f"a rank failed with exit code {exit_code}; its traceback is in the output above")
-        return [take_result(Path(folder), rank) for rank in range(ranks)]
+        results = []
+        for rank in range(ranks):
+            try:
+                results.append(pickle.loads((Path(folder) / f"result.{rank}").read_bytes()))
+            except OSError as err:
+                raise LaunchError(
+                    f"there is no result of rank {rank} in {folder}; with ranks on other hosts set TMPDIR to a folder "
+                    "that all of them share"
+                ) from err
+        return results
+
+
+def answer_call(folder: Path, rank: int) -> None:
+    """On a rank: makes the call and leaves its result."""
+    func, args, kwargs = pickle.loads((folder / _CALL).read_bytes())
+    result = func(*args, **kwargs)
+    (folder / f"result.{rank}").write_bytes(_pickler().dumps(result))
+
+
+def _pickler() -> ModuleType:
+    """Takes lambdas and functions of `__main__` too where cloudpickle is there; pickle reads what either wrote."""
+    try:
+        return importlib.import_module("cloudpickle")
+    except ImportError:
+        return pickle
+
+
+if __name__ == "__main__":
+    answer_call(Path(sys.argv[1]), int(os.environ["HOROVOD_RANK"]))

@@ -1,11 +1,21 @@
-"""What an MPI library leaves on this machine when its processes are killed: removed by whoever survives them."""
+"""What jobs leave on this machine when their processes are killed: removed by whoever survives them.
+
+`python -m sirtaki.run.leftovers PID SECONDS` is a janitor: it outlives the launcher, or the agent of an elastic job,
+that has started it. mpiexec is asked to end when its launcher dies (`Supervisor`), but may die of the closed output
+before it has cleaned up, and may kill its ranks before they have. On standard input come the processes of ranks on this
+host, a line each, with a minus once they have ended, and "done" if the starter has seen to everything itself.
+"""
 
 import contextlib
 import os
 import shutil
+import signal
 import socket
+import subprocess
+import sys
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from sirtaki.machine import process_fields
@@ -71,3 +81,82 @@ def session_members(sessions: set[int]) -> list[int]:
             if int(session) in sessions and state not in {"Z", "X"}:
                 found.append(int(folder.name))
     return found
+
+
+def kill(pids: Iterable[int]) -> None:
+    """Kills those that are still there."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+END_S = 8.0
+"""How long mpiexec and its ranks may take to end once their launcher is gone; then a janitor kills them."""
+
+
+class Janitor:
+    """A process that cleans up after another one if this one is killed; there may be none for want of processes."""
+
+    def __init__(self, pid: int, *, end_s: float = END_S) -> None:
+        """Starts it.
+
+        Args:
+            pid: first process of a session of which nothing is to be left, and an mpiexec, if it is one.
+            end_s: how long what is left may take to end; then it is killed.
+        """
+        self._process: subprocess.Popen[bytes] | None = None
+        with contextlib.suppress(OSError):  # a machine that is full of processes has none for this
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "sirtaki.run.leftovers", str(pid), str(end_s)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,  # a terminal's Ctrl-C and a killed process group do not reach it
+            )
+
+    def watch(self, pid: int) -> None:
+        """A rank has been started, whose session is to end, too."""
+        self._tell(str(pid))
+
+    def forget(self, pid: int) -> None:
+        """A rank has ended with all that it had started."""
+        self._tell(f"-{pid}")
+
+    def dismiss(self) -> None:
+        """There is nothing to clean up; returns once the process has ended."""
+        self._tell("done")
+        if self._process is not None:
+            with contextlib.suppress(OSError, ValueError):
+                self._process.communicate()
+
+    def _tell(self, line: str) -> None:
+        if self._process is not None and self._process.stdin is not None:
+            with contextlib.suppress(OSError, ValueError):  # somebody has killed it, or it has been dismissed
+                self._process.stdin.write(f"{line}\n".encode())
+                self._process.stdin.flush()
+
+
+def main() -> None:
+    """The janitor; returns when its starter has, or when nothing of the job is left on this host."""
+    own, end_s = int(sys.argv[1]), float(sys.argv[2])
+    sessions = {own}
+    for line in sys.stdin:
+        if line == "done\n":
+            return
+        if line.startswith("-"):
+            sessions.discard(-int(line))
+        else:
+            sessions.add(int(line))
+    segments: set[Path] = set()
+    deadline_s = time.monotonic() + end_s
+    while left := session_members(sessions):
+        segments.update(*map(mapped_segments, left))
+        if time.monotonic() >= deadline_s:
+            kill(left)
+        time.sleep(0.1)
+    remove_segments(segments)
+    remove_session_folder(own)
+
+
+if __name__ == "__main__":
+    main()

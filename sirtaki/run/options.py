@@ -10,10 +10,9 @@ import json
 import math
 import textwrap
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import sirtaki
 from sirtaki.errors import ConfigError
@@ -113,103 +112,67 @@ _ELSEWHERE = {
 """What other launchers call it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankSetting:
+class RankSetting(NamedTuple):
     """An option that becomes an environment variable of the ranks.
 
     Attributes:
-        flags: as written on the command line.
+        flag: as written on the command line.
         variable: what it sets, or a variable of Horovod's that has no effect.
         help: one line; argparse.SUPPRESS for what has no effect.
         constant: the value of an option without argument, None = the option takes one.
-        convert: the argument → the variable's text; ValueError if it is invalid.
     """
 
-    flags: tuple[str, ...]
+    flag: str
     variable: str
-    help: str = ""
+    help: str = argparse.SUPPRESS
     constant: str | None = None
-    convert: Callable[[str], str] = str
 
 
-def _unit_bytes(megabytes: str) -> str:
-    """Horovod's 0 means "do not fuse"; the smallest unit comes nearest."""
-    if (size := float(megabytes)) < 0:
-        raise ValueError(megabytes)
-    return str(int(size * 2**20) or SMALLEST_UNIT_BYTES)
-
-
-def _without_effect(flag: str, variable: str, constant: str | None = None) -> RankSetting:
-    return RankSetting(flags=(flag,), variable=variable, help=argparse.SUPPRESS, constant=constant)
-
-
-RANK_SETTINGS: tuple[RankSetting, ...] = (
-    RankSetting(flags=("--autotune",), variable="SIRTAKI_TUNE", constant="1", help="tune (the default)"),
-    RankSetting(flags=("--no-autotune",), variable="SIRTAKI_TUNE", constant="0", help="do not tune"),
-    RankSetting(flags=("--autotune-log-file",), variable="SIRTAKI_TRIAL_LOG", help="a line for each trial"),
+RANK_SETTINGS = (
+    RankSetting("--autotune", "SIRTAKI_TUNE", "tune (the default)", "1"),
+    RankSetting("--no-autotune", "SIRTAKI_TUNE", "do not tune", "0"),
+    RankSetting("--autotune-log-file", "SIRTAKI_TRIAL_LOG", "a line for each trial"),
+    RankSetting("--fusion-threshold-mb", "SIRTAKI_UNIT_BYTES", "fixes the unit size"),
+    RankSetting("--num-nccl-streams", "SIRTAKI_STREAMS", "fixes the number of streams"),
+    RankSetting("--hierarchical-allreduce", "SIRTAKI_ALGORITHM", "inside a node first", "hierarchical"),
+    RankSetting("--no-hierarchical-allreduce", "SIRTAKI_ALGORITHM", "all ranks alike", "flat"),
+    RankSetting("--timeline-filename", "SIRTAKI_TIMELINE", "Chrome trace of all ranks"),
+    RankSetting("--timeline-mark-cycles", "HOROVOD_TIMELINE_MARK_CYCLES", "mark negotiation rounds in it", "1"),
+    RankSetting("--no-stall-check", "HOROVOD_STALL_CHECK_DISABLE", "do not watch for ranks that do not come", "1"),
+    RankSetting("--stall-check-warning-time-seconds", "SIRTAKI_STALL_WARNING_S", "until missing ranks are named (60)"),
     RankSetting(
-        flags=("--fusion-threshold-mb",), variable="SIRTAKI_UNIT_BYTES", convert=_unit_bytes, help="fixes the unit size"
+        "--stall-check-shutdown-time-seconds", "SIRTAKI_STALL_SHUTDOWN_S", "until they are an error (600; 0 = never)"
     ),
-    RankSetting(flags=("--num-nccl-streams",), variable="SIRTAKI_STREAMS", help="fixes the number of streams"),
-    RankSetting(
-        flags=("--hierarchical-allreduce",),
-        variable="SIRTAKI_ALGORITHM",
-        constant="hierarchical",
-        help="inside a node first",
-    ),
-    RankSetting(
-        flags=("--no-hierarchical-allreduce",), variable="SIRTAKI_ALGORITHM", constant="flat", help="all ranks alike"
-    ),
-    RankSetting(flags=("--timeline-filename",), variable="SIRTAKI_TIMELINE", help="Chrome trace of all ranks"),
-    RankSetting(
-        flags=("--timeline-mark-cycles",),
-        variable="HOROVOD_TIMELINE_MARK_CYCLES",
-        constant="1",
-        help="mark negotiation rounds in it",
-    ),
-    RankSetting(
-        flags=("--no-stall-check",),
-        variable="HOROVOD_STALL_CHECK_DISABLE",
-        constant="1",
-        help="do not watch for ranks that do not come",
-    ),
-    RankSetting(
-        flags=("--stall-check-warning-time-seconds",),
-        variable="SIRTAKI_STALL_WARNING_S",
-        help="until missing ranks are named (60)",
-    ),
-    RankSetting(
-        flags=("--stall-check-shutdown-time-seconds",),
-        variable="SIRTAKI_STALL_SHUTDOWN_S",
-        help="until they are an error (600; 0 = never)",
-    ),
-    RankSetting(flags=("--log-level",), variable="SIRTAKI_LOG_LEVEL", help="trace, debug, info, warning, error, fatal"),
-    RankSetting(
-        flags=("--log-without-timestamp",),
-        variable="HOROVOD_LOG_HIDE_TIME",
-        constant="1",
-        help="log lines without the time",
-    ),
-    _without_effect("--cycle-time-ms", "HOROVOD_CYCLE_TIME"),
-    _without_effect("--cache-capacity", "HOROVOD_CACHE_CAPACITY"),
-    _without_effect("--hierarchical-allgather", "HOROVOD_HIERARCHICAL_ALLGATHER", "1"),
-    _without_effect("--no-hierarchical-allgather", "HOROVOD_HIERARCHICAL_ALLGATHER", "0"),
-    _without_effect("--torus-allreduce", "HOROVOD_TORUS_ALLREDUCE", "1"),
-    _without_effect("--no-torus-allreduce", "HOROVOD_TORUS_ALLREDUCE", "0"),
-    _without_effect("--autotune-warmup-samples", "HOROVOD_AUTOTUNE_WARMUP_SAMPLES"),
-    _without_effect("--autotune-steps-per-sample", "HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE"),
-    _without_effect("--autotune-bayes-opt-max-samples", "HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES"),
-    _without_effect("--autotune-gaussian-process-noise", "HOROVOD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE"),
-    _without_effect("--mpi-threads-disable", "HOROVOD_MPI_THREADS_DISABLE", "1"),
-    _without_effect("--thread-affinity", "HOROVOD_THREAD_AFFINITY"),
-    _without_effect("--gloo-timeout-seconds", "HOROVOD_GLOO_TIMEOUT_SECONDS"),
-    _without_effect("--gloo", "HOROVOD_CONTROLLER", "gloo"),
+    RankSetting("--log-level", "SIRTAKI_LOG_LEVEL", "trace, debug, info, warning, error, fatal"),
+    RankSetting("--log-without-timestamp", "HOROVOD_LOG_HIDE_TIME", "log lines without the time", "1"),
+    RankSetting("--cycle-time-ms", "HOROVOD_CYCLE_TIME"),
+    RankSetting("--cache-capacity", "HOROVOD_CACHE_CAPACITY"),
+    RankSetting("--hierarchical-allgather", "HOROVOD_HIERARCHICAL_ALLGATHER", constant="1"),
+    RankSetting("--no-hierarchical-allgather", "HOROVOD_HIERARCHICAL_ALLGATHER", constant="0"),
+    RankSetting("--torus-allreduce", "HOROVOD_TORUS_ALLREDUCE", constant="1"),
+    RankSetting("--no-torus-allreduce", "HOROVOD_TORUS_ALLREDUCE", constant="0"),
+    RankSetting("--autotune-warmup-samples", "HOROVOD_AUTOTUNE_WARMUP_SAMPLES"),
+    RankSetting("--autotune-steps-per-sample", "HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE"),
+    RankSetting("--autotune-bayes-opt-max-samples", "HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES"),
+    RankSetting("--autotune-gaussian-process-noise", "HOROVOD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE"),
+    RankSetting("--mpi-threads-disable", "HOROVOD_MPI_THREADS_DISABLE", constant="1"),
+    RankSetting("--thread-affinity", "HOROVOD_THREAD_AFFINITY"),
+    RankSetting("--gloo-timeout-seconds", "HOROVOD_GLOO_TIMEOUT_SECONDS"),
+    RankSetting("--gloo", "HOROVOD_CONTROLLER", constant="gloo"),
 )
 
-# Options that are refused: flags, number of arguments, why.
-REFUSED: tuple[tuple[tuple[str, ...], int, str], ...] = (
-    (("--jsrun",), 0, "LSF's jsrun is not supported; give the hosts with -H or --hostfile"),
-)
+
+def _value(setting: RankSetting, given: str) -> str:
+    """What an option's argument means for the variable.
+
+    Raises:
+        ValueError: it is invalid.
+    """
+    if setting.flag != "--fusion-threshold-mb":
+        return given
+    if (size := float(given)) < 0:
+        raise ValueError(given)
+    return str(int(size * 2**20) or SMALLEST_UNIT_BYTES)  # Horovod's 0 means "do not fuse"; this comes nearest
 
 
 class _SetForRanks(argparse.Action):
@@ -228,23 +191,10 @@ class _SetForRanks(argparse.Action):
             namespace.notes.append(f"{option} has no effect here: {WITHOUT_EFFECT[variable]}")
             return
         try:
-            text = self.setting.constant if self.setting.constant is not None else self.setting.convert(values)
+            text = self.setting.constant if self.setting.constant is not None else _value(self.setting, values)
         except ValueError:
             parser.error(f"{option} {values}: this is not a valid value")
         namespace.rank_variables[variable] = text
-
-
-class _Refuse(argparse.Action):
-    """Ends with the reason why an option is not there."""
-
-    def __init__(self, *args: Any, why: str, **kwargs: Any) -> None:  # Any: argparse's own arguments
-        super().__init__(*args, **kwargs)
-        self.why = why
-
-    def __call__(
-        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
-    ) -> None:
-        parser.error(f"{option}: {self.why}")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -266,7 +216,7 @@ class _Parser(argparse.ArgumentParser):
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser; `parse` adds what argparse cannot say."""
-    without_effect = [setting.flags[0] for setting in RANK_SETTINGS if setting.help == argparse.SUPPRESS]
+    without_effect = [setting.flag for setting in RANK_SETTINGS if setting.help == argparse.SUPPRESS]
     accepted = f"accepted from horovodrun, without effect: {', '.join([*without_effect, '--disable-cache', '--mpi'])}"
     parser = _Parser(
         prog="sirtakirun",
@@ -311,17 +261,14 @@ def build_parser() -> argparse.ArgumentParser:
     add("--no-prefix", dest="prefix", action="store_false", help="output lines do not begin with the rank")
     add("--disable-cache", action="store_true", help=argparse.SUPPRESS)
     add("--mpi", action="store_true", help=argparse.SUPPRESS)
+    add("--jsrun", action="store_true", help=argparse.SUPPRESS)
     settings = parser.add_argument_group("settings of the ranks (also environment variables)")
     for setting in RANK_SETTINGS:
         settings.add_argument(
-            *setting.flags, action=_SetForRanks, setting=setting, dest=argparse.SUPPRESS, help=setting.help,
+            setting.flag, action=_SetForRanks, setting=setting, dest=argparse.SUPPRESS, help=setting.help,
             metavar="VALUE",
         )  # fmt: skip
     _add_elastic(parser)
-    for flags, arguments, why in REFUSED:
-        parser.add_argument(
-            *flags, action=_Refuse, nargs=arguments, why=why, dest=argparse.SUPPRESS, help=argparse.SUPPRESS
-        )
     parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser
 
@@ -388,6 +335,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     options = parser.parse_args(arguments, namespace=start)
     if options.command[:1] == ["--"]:
         del options.command[0]
+    if options.jsrun:
+        parser.error("--jsrun: LSF's jsrun is not supported; give the hosts with -H or --hostfile")
     if options.hosts and options.hostfile:
         parser.error("-H and --hostfile both say where to run; give one")
     if options.host_discovery_script and (options.hosts or options.hostfile):

@@ -5,7 +5,6 @@ and Hydra waits for ranks that wait for one that has left.
 """
 
 import contextlib
-import os
 import signal
 import socket
 import subprocess
@@ -21,7 +20,15 @@ from sirtaki.errors import LaunchError
 from sirtaki.machine import process_fields
 
 from .console import Console
-from .leftovers import makes_way_for_mpiexec, mapped_segments, remove_segments, remove_session_folder, session_members
+from .leftovers import (
+    Janitor,
+    kill,
+    makes_way_for_mpiexec,
+    mapped_segments,
+    remove_segments,
+    remove_session_folder,
+    session_members,
+)
 from .output import Ending, NoticeFilter, OutputOptions, RankOutput, killed
 from .rank_channel import Event, Message, end_with_parent
 
@@ -62,7 +69,6 @@ class Supervisor:
         self._doing: dict[int, str] = {}  # what a rank did when mpiexec ended it
         self._unreached: list[str] = []
         self._signal: int | None = None
-        self._janitor: subprocess.Popen[bytes] | None = None
         self._changed = threading.Event()
         self._open_streams = 0
         self._consoles = {"stdout": Console(sys.stdout, "stdout"), "stderr": Console(sys.stderr, "stderr")}
@@ -89,14 +95,13 @@ class Supervisor:
                 )
             except OSError as err:
                 raise LaunchError(f"{command[0]} could not be run: {err}") from err
-            with contextlib.suppress(OSError):  # a machine that is full of processes has none for this
-                self._janitor = _start_janitor(mpiexec.pid)
+            self._janitor = Janitor(mpiexec.pid)
             pumps = self._start_pumps(mpiexec)
             try:
                 self._wait(mpiexec)
             finally:
                 self._end_all(mpiexec)
-                self._dismiss_janitor()
+                self._janitor.dismiss()
             for pump in pumps:
                 pump.join(timeout=TERMINATE_GRACE_S)
         if self._signal is not None:
@@ -106,11 +111,6 @@ class Supervisor:
         if mpiexec.returncode != 0 and not self._started:
             raise LaunchError(self._why_nothing_started(mpiexec.returncode))
         return _exit_code(mpiexec.returncode)
-
-    def _dismiss_janitor(self) -> None:
-        if self._janitor is not None:
-            self._tell_janitor("done")
-            self._janitor.communicate()
 
     def _start_pumps(self, mpiexec: subprocess.Popen[bytes]) -> list[threading.Thread]:
         pumps = []
@@ -128,13 +128,6 @@ class Supervisor:
             pumps[-1].start()
         return pumps
 
-    def _tell_janitor(self, line: str) -> None:
-        if self._janitor is None or self._janitor.stdin is None:
-            return
-        with contextlib.suppress(OSError, ValueError):  # somebody has killed it, or it has been dismissed
-            self._janitor.stdin.write(f"{line}\n".encode())
-            self._janitor.stdin.flush()
-
     def _pump(self, output: RankOutput, stream: IO[bytes]) -> None:
         output.pump(stream)
         self._open_streams -= 1
@@ -142,23 +135,14 @@ class Supervisor:
 
     def _hear(self, message: Message) -> None:
         with self._lock:
-            match message.event:
-                case Event.STARTED:
-                    self._started[message.rank] = message
-                case Event.HANDED_OVER:
-                    self._started[message.rank] = message
-                    self._ended.add(message.rank)
-                case Event.FINISHED:
-                    self._ended.add(message.rank)
-                case Event.FAILED:
-                    self._ended.add(message.rank)
-                case Event.TERMINATED:
-                    self._ended.add(message.rank)
-                    self._doing[message.rank] = message.reason
-                case Event.RAISES:
-                    pass  # how it ends is heard soon
+            if message.event in (Event.STARTED, Event.HANDED_OVER):
+                self._started[message.rank] = message
+            if message.event not in (Event.STARTED, Event.RAISES):  # how that one ends is heard soon
+                self._ended.add(message.rank)
+            if message.event is Event.TERMINATED:
+                self._doing[message.rank] = message.reason
         if message.event is Event.STARTED and message.host == socket.gethostname():
-            self._tell_janitor(str(message.pid))
+            self._janitor.watch(message.pid)
         if message.event is Event.FAILED:
             self._fail(Ending(rank=message.rank, host=message.host, exit_code=message.exit_code, reason=message.reason))
         self._changed.set()
@@ -242,9 +226,7 @@ class Supervisor:
             own = {message.pid for message in self._started.values() if message.host == socket.gethostname()}
         left = session_members({mpiexec.pid, *own})
         segments = set[Path]().union(*map(mapped_segments, left))
-        for pid in left:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        kill(left)
         remove_segments(segments)
         if stuck or mpiexec.returncode < 0:
             remove_session_folder(mpiexec.pid)
@@ -282,17 +264,6 @@ def _before_mpiexec() -> Callable[[], None]:
             end_with_us()
 
     return begin
-
-
-def _start_janitor(mpiexec_pid: int) -> subprocess.Popen[bytes]:
-    """A process that cleans up after mpiexec if this one is killed."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "sirtaki.run.janitor", str(mpiexec_pid)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,  # a terminal's Ctrl-C and a killed process group do not reach it
-    )
 
 
 def _is_of(ending: Ending, message: Message) -> bool:

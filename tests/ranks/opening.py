@@ -15,7 +15,7 @@ import pytest
 import torch
 from conformance.transport import expected, values
 
-from sirtaki.comm.control import addresses
+from sirtaki.comm.control import plane
 from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.plan import Algorithm, CommPlan, TransportKind, Unit
 from sirtaki.comm.router import Route, Router
@@ -164,7 +164,7 @@ def buffers_that_cannot_be_shared_are_not() -> None:
 
 def an_unreachable_store_leaves_mpi() -> None:
     apart = ControlPlane(open_ranks(Settings.from_environ()))
-    with broken(addresses, "reach", TransportError("rank 0 cannot be reached")):
+    with broken(plane, "reach", TransportError("rank 0 cannot be reached")):
         router = Router(apart, timeout_s=30.0)
     assert router.routes == (SHARED, MPI)
     router.open_plan(plan_of(MPI, 1))

@@ -31,7 +31,7 @@ from sirtaki.json_channel import JsonChannel
 from sirtaki.launchers import AGENT
 
 from ..host_check import PROBLEM, Need, problem_here
-from ..leftovers import session_members
+from ..leftovers import Janitor, kill, session_members
 from ..rank_channel import PATTERN, UNFINISHED, Event, Message
 from .job_members import (
     NO_GENERATION,
@@ -547,9 +547,7 @@ class RankProcess:
 
     def kill(self) -> None:
         """SIGKILL to all that is left of its session."""
-        for pid in session_members({self.pid}):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        kill(session_members({self.pid}))
 
     def bury(self) -> RankEnd:
         """After its end: ends what it has left behind, and says how it ended itself."""
@@ -596,8 +594,9 @@ _POLL_WITHOUT_PIDFD_S = 0.05
 class Agent:
     """Starts and ends ranks as the driver says, and passes on what they ask and what they are told."""
 
-    def __init__(self, config: AgentConfig, driver: socket.socket, janitor: subprocess.Popen[bytes] | None) -> None:
-        self._config, self._janitor = config, janitor
+    def __init__(self, config: AgentConfig, driver: socket.socket) -> None:
+        self._config = config
+        self._janitor = Janitor(os.getpid(), end_s=0.0)
         self._succession = Succession(config) if config.plan else None
         self._rules = AgentRules(self, host=config.host, proof=config.proof, now_s=time.monotonic())
         self._ranks: dict[int, RankProcess] = {}
@@ -617,6 +616,7 @@ class Agent:
         self._driver.close()
         if self._succession is not None:
             self._succession.close()
+        self._janitor.dismiss()
 
     def _meet(self, driver: socket.socket) -> None:
         self._driver: JsonChannel[ToAgent] = JsonChannel(driver, ToAgent)
@@ -703,7 +703,7 @@ class Agent:
         }
         rank = RankProcess(worker, config.command, environ, hosts=config.hosts)
         self._ranks[worker] = rank
-        self._tell_janitor(str(rank.pid))
+        self._janitor.watch(rank.pid)
         self._events.register(rank.channel, selectors.EVENT_READ, rank)
         try:
             self._pidfds[worker] = os.pidfd_open(rank.pid)
@@ -736,17 +736,11 @@ class Agent:
             self._events.unregister(pidfd)
             os.close(pidfd)
         end = rank.bury()
-        self._tell_janitor(f"-{rank.pid}")
+        self._janitor.forget(rank.pid)
         del self._ranks[rank.worker]
         self._rules.rank_ended(rank.worker, end)
         if self._rules.ends:
             rank.drain(KILL_GRACE_S)
-
-    def _tell_janitor(self, line: str) -> None:
-        if self._janitor is not None and self._janitor.stdin is not None:
-            with contextlib.suppress(OSError, ValueError):  # somebody has killed it
-                self._janitor.stdin.write(f"{line}\n".encode())
-                self._janitor.stdin.flush()
 
 
 def _leave_with_input(arrived: threading.Event) -> None:
@@ -782,19 +776,7 @@ def main() -> int:
         print(f"{PROBLEM}{err}", file=sys.stderr)
         return 1
     arrived.set()
-    janitor = None
-    with contextlib.suppress(OSError):  # a machine that is full of processes has none for this
-        janitor = subprocess.Popen(
-            [sys.executable, "-m", "sirtaki.run.janitor", str(os.getpid()), "0"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-    Agent(config, driver, janitor).run()
-    if janitor is not None:
-        with contextlib.suppress(OSError):
-            janitor.communicate(b"done\n")
+    Agent(config, driver).run()
     return 0
 
 

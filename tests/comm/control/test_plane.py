@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from rank_jobs import OVER_MESH
 from torch.torch_version import TorchVersion
 
-from sirtaki.comm.control import addresses
-from sirtaki.comm.control.addresses import Rendezvous, connect_to_store, interface_addresses, own_addresses, reach
+from sirtaki.comm.control import plane
+from sirtaki.comm.control.addresses import interface_addresses, own_addresses
 from sirtaki.comm.control.communicator import Communicator
 from sirtaki.comm.control.failure import FailureBoard, poll_until, unless_failed
-from sirtaki.comm.control.plane import ClockOffset, compare_clocks, offset_from
+from sirtaki.comm.control.plane import ClockOffset, ControlPlane, compare_clocks, connect_to_store, offset_from, reach
 from sirtaki.comm.control.watchdog import Courier, Tag
 from sirtaki.errors import ConfigError, PeerLostError, StallError, TransportError
 
@@ -232,17 +232,40 @@ def test_the_first_address_that_answers_is_taken() -> None:
 # ── rendezvous ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_an_interface_that_is_not_there_is_what_the_others_hear_of() -> None:
-    problem = Rendezvous().serve(one_host=False, interface="nowhere0")
-    assert isinstance(problem, ConfigError)
-    assert "nowhere0" in str(problem)
+def test_a_store_opens_once_and_what_one_writes_the_others_read() -> None:
+    def act(control: ControlPlane) -> None:
+        store, address = control.store()
+        assert address == "127.0.0.1"
+        if control.rank == 0:
+            store.set("where", "here")
+        control.barrier()
+        assert store.get("where") == b"here"
+        assert control.scope().store()[0] is store
+        control.barrier()
+
+    on_planes(3, act)
 
 
-def test_a_host_that_does_not_answer_is_told() -> None:
+def test_an_interface_that_is_not_there_is_what_all_hear_of() -> None:
+    def act(control: ControlPlane) -> None:
+        control.hosts, control._interface = [0, 1], "nowhere0"
+        with pytest.raises(ConfigError, match="nowhere0"):
+            control.store()
+
+    on_planes(2, act)
+
+
+def test_a_rank_that_does_not_reach_the_store_is_named_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    problem = Rendezvous().connect((["127.0.0.1"], port), failures=FailureBoard())
-    assert f"127.0.0.1:{port}" in problem
+    reach = plane.reach
+    monkeypatch.setattr(plane, "reach", lambda candidates, _: reach(candidates, port))
+
+    def act(control: ControlPlane) -> None:
+        with pytest.raises(TransportError, match=f"rank 1: rank 0 cannot be reached at 127.0.0.1:{port}"):
+            control.store()
+
+    on_planes(2, act)
 
 
 @pytest.mark.skipif(TorchVersion(torch.__version__) < "2.6", reason="this PyTorch takes who is silent for a store")
@@ -257,7 +280,7 @@ def test_who_connects_to_a_rank_that_is_gone_hears_of_it() -> None:
 
 
 def test_who_finds_nobody_is_told_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(addresses, "LIMIT_S", 0.1)
+    monkeypatch.setattr(plane, "LIMIT_S", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     with pytest.raises(RuntimeError):

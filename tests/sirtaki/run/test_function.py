@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from sirtaki.errors import ConfigError, LaunchError
-from sirtaki.run import function
-from sirtaki.run.call import answer_call
-from sirtaki.run.function import run
+from sirtaki.run import launch as launching
+from sirtaki.run.function import answer_call, run
 
 Launched = list[argparse.Namespace]
 
@@ -27,7 +26,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
             answer_call(Path(options.command[-1]), rank)
         return 0
 
-    monkeypatch.setattr(function, "launch", launch)
+    monkeypatch.setattr(launching, "launch", launch)
     return found
 
 
@@ -39,7 +38,7 @@ def test_the_function_is_called_on_every_rank_and_results_come_by_rank(launched:
     assert run(divide, (6,), {"b": 3}, num_proc=3) == [2.0] * 3
     assert run(divide, [6]) == [6.0]
     assert [options.ranks for options in launched] == [3, 1]
-    assert launched[0].command[:3] == [sys.executable, "-m", "sirtaki.run.call"]
+    assert launched[0].command[:3] == [sys.executable, "-m", "sirtaki.run.function"]
     assert not Path(launched[0].command[-1]).exists()
 
 
@@ -113,7 +112,7 @@ def test_a_rank_that_failed_or_left_no_result_is_an_error_and_the_folder_is_gone
         assert folders[0].is_dir()
         return fails(options)
 
-    monkeypatch.setattr(function, "launch", launch)
+    monkeypatch.setattr(launching, "launch", launch)
     with pytest.raises(LaunchError, match=words):
         run(divide, (6,))
     assert not folders[0].exists()

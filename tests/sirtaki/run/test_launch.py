@@ -305,7 +305,7 @@ def test_what_a_killed_launchers_mpiexec_and_ranks_leave_is_removed(environ, scr
         time.sleep(0.3)
         for pid in own:
             with contextlib.suppress(OSError):
-                if int(pid) != job.pid and "janitor" not in Path(f"/proc/{pid}/cmdline").read_text():
+                if int(pid) != job.pid and "leftovers" not in Path(f"/proc/{pid}/cmdline").read_text():
                     os.kill(int(pid), signal.SIGKILL)
     deadline = time.monotonic() + 20
     while any(path.exists() for path in [*segments, *folders]) and time.monotonic() < deadline:

@@ -97,6 +97,7 @@ def test_every_option_sets_a_setting_or_is_known_to_have_no_effect():
         ["--fusion-threshold-mb", "much"],
         ["-H", "a:1", "--hostfile", "f"],
         ["--no-such-option"],
+        ["--jsrun", "-np", "2"],
     ],
 )
 def test_a_value_that_cannot_be_meant_ends_with_exit_code_2(words, capsys):

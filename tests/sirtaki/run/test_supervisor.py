@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from sirtaki.errors import LaunchError
-from sirtaki.run import janitor, leftovers, supervisor
+from sirtaki.run import leftovers, supervisor
 from sirtaki.run.leftovers import (
     makes_way_for_mpiexec,
     mapped_segments,
@@ -156,20 +156,20 @@ def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def run_janitor(monkeypatch: pytest.MonkeyPatch, mpiexec: int, *lines: str) -> float:
     """How long it took, in seconds."""
-    monkeypatch.setattr(sys, "argv", ["janitor", str(mpiexec)])
+    monkeypatch.setattr(sys, "argv", ["janitor", str(mpiexec), str(leftovers.END_S)])
     monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
     begin_s = time.monotonic()
-    janitor.main()
+    leftovers.main()
     return time.monotonic() - begin_s
 
 
 def test_what_is_left_is_killed_after_a_while_and_its_files_are_removed(
     left: subprocess.Popen[bytes], folders: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(janitor, "END_S", 0.3)
+    monkeypatch.setattr(leftovers, "END_S", 0.3)
     segment = folders / "sm_segment.x"
     segment.touch()
-    monkeypatch.setattr(janitor, "mapped_segments", lambda pid: {segment} if pid == left.pid else set())
+    monkeypatch.setattr(leftovers, "mapped_segments", lambda pid: {segment} if pid == left.pid else set())
     mpiexec = 2**22 + 1  # which has ended
     (folders / f"ompi.{mpiexec}").mkdir()
     reaper = subprocess.Popen.wait
@@ -191,7 +191,7 @@ def test_what_ends_by_itself_in_time_is_not_killed(
         asked.append(sessions)
         return [left.pid] if len(asked) < 3 else []
 
-    monkeypatch.setattr(janitor, "session_members", members)
+    monkeypatch.setattr(leftovers, "session_members", members)
     run_janitor(monkeypatch, 5, str(left.pid))
     assert asked == [{5, left.pid}] * 3
     assert left.poll() is None
