@@ -261,19 +261,19 @@ class Survivors:
             self._left.Iprobe(source=self._mpi.ANY_SOURCE)  # else the library hears nothing
         except self._mpi.Exception:
             return True
-        failed = self._left.Get_failed()
-        count: int = failed.size
-        failed.Free()
-        return count > 0
+        return self._failed() > 0
 
     def alone(self) -> bool:
         """Whether all others are gone, as far as this rank has heard; never blocks, from any thread."""
         with contextlib.suppress(self._mpi.Exception):
             self._left.Iprobe(source=self._mpi.ANY_SOURCE)
+        return self._failed() >= self._left.size - 1
+
+    def _failed(self) -> int:
         failed = self._left.Get_failed()
         count: int = failed.size
         failed.Free()
-        return count >= self._left.size - 1
+        return count
 
     def leave(self, exit_code: int) -> NoReturn:
         """Ends this process so that the others hear of it, and with this exit code if it is the last.

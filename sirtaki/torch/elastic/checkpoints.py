@@ -15,15 +15,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 
 from sirtaki.engine import job
-from sirtaki.errors import ConfigError
-
-from ..functions import allgather_object, broadcast_object
 
 logger = logging.getLogger(__name__)
 
@@ -219,18 +216,6 @@ _LAUNCHERS = "sirtaki.run.rank_channel"
 Tree = Mapping[str, Any]  # whatever pickles
 
 
-class Resumable(Protocol):
-    """A state that can go on from a checkpoint."""
-
-    def _load(self, tree: Tree) -> None:
-        """Takes over what was written."""
-        ...
-
-    def _count_from(self, number: int) -> None:
-        """What is saved next has that number."""
-        ...
-
-
 class Checkpoints:
     """Those that this process writes.
 
@@ -331,53 +316,3 @@ def of_this_process() -> Checkpoints | None:
         _of_process = Checkpoints(CheckpointFolder(Path(settings.checkpoint_dir)), every_s=settings.checkpoint_s)
         _of_process.listen()
     return _of_process
-
-
-def resume(state: Resumable, *, has_state: bool) -> None:
-    """Collective: goes on from the newest checkpoint that some host sees, if no rank has a state of this job.
-
-    Args:
-        state: takes it over.
-        has_state: this rank has one.
-
-    Raises:
-        ConfigError: on all ranks, it is of another script, or names classes that this one lacks.
-    """
-    checkpoints = of_this_process()
-    if checkpoints is None:
-        return
-    looks = not has_state and job.current().control.local_rank == 0
-    found: Checkpoint | None = checkpoints.folder.newest() if looks else None
-    said = allgather_object((has_state, -1 if found is None else found.number))
-    newest = max(number for _, number in said)
-    if newest < 0 or any(there for there, _ in said):
-        return
-    holder = said.index((False, newest))
-    mine = found is not None and job.current().rank == holder
-    tree, problem = broadcast_object(_loaded(found) if mine and found is not None else None, holder)
-    if problem:
-        raise ConfigError(
-            f"{problem}. Its file is whole, so the script has changed since it was written: bring back what is "
-            "missing, or move the checkpoint away to begin with the one before it"
-        )
-    try:
-        state._load(tree)
-    except Exception as err:
-        raise ConfigError(
-            f"the checkpoint in {checkpoints.folder.path} does not fit this script ({err}): is it another one's? Give "
-            "each job a SIRTAKI_CHECKPOINT_DIR of its own, or remove what lies there to begin anew"
-        ) from err
-    generators = tree.get(GENERATORS, [])
-    if len(generators) == job.current().size and generators[job.current().rank] is not None:
-        RandomState(**generators[job.current().rank]).put_back()
-    state._count_from(newest + 1)
-    if job.current().rank == 0:
-        logger.info("going on from the checkpoint of commit %d in %s", newest, checkpoints.folder.path)
-
-
-def _loaded(checkpoint: Checkpoint) -> tuple[Tree | None, str]:
-    """What was written, or why that cannot be loaded; for all ranks, of which one reads."""
-    try:
-        return checkpoint.load(), ""
-    except Exception as err:  # whatever unpickling somebody's classes raises
-        return None, f"the checkpoint {checkpoint.path} cannot be loaded ({type(err).__name__}: {err})"

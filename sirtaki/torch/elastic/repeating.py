@@ -10,12 +10,14 @@ from functools import reduce
 from typing import Any, TypeVar
 
 from sirtaki.engine import job
-from sirtaki.errors import MismatchError
+from sirtaki.errors import ConfigError, MismatchError
 
 from .. import lasting_optimizers, process_sets
 from ..basics import init_again, let_go
 from ..exceptions import HorovodInternalError, HostsUpdatedInterrupt
-from .checkpoints import resume
+from ..functions import allgather_object, broadcast_object
+from . import checkpoints
+from .checkpoints import Checkpoint, RandomState, Tree
 from .state import ObjectState, Standing, State
 
 _Name = TypeVar("_Name")
@@ -127,6 +129,56 @@ def share(state: State) -> None:
     current.control.barrier()
     state._complete([])
     current.elastic.has_state = True
+
+
+def resume(state: ObjectState, *, has_state: bool) -> None:
+    """Collective: goes on from the newest checkpoint that some host sees, if no rank has a state of this job.
+
+    Args:
+        state: takes it over.
+        has_state: this rank has one.
+
+    Raises:
+        ConfigError: on all ranks, it is of another script, or names classes that this one lacks.
+    """
+    kept = checkpoints.of_this_process()
+    if kept is None:
+        return
+    looks = not has_state and job.current().control.local_rank == 0
+    found: Checkpoint | None = kept.folder.newest() if looks else None
+    said = allgather_object((has_state, -1 if found is None else found.number))
+    newest = max(number for _, number in said)
+    if newest < 0 or any(there for there, _ in said):
+        return
+    holder = said.index((False, newest))
+    mine = found is not None and job.current().rank == holder
+    tree, problem = broadcast_object(_loaded(found) if mine and found is not None else None, holder)
+    if problem:
+        raise ConfigError(
+            f"{problem}. Its file is whole, so the script has changed since it was written: bring back what is "
+            "missing, or move the checkpoint away to begin with the one before it"
+        )
+    try:
+        state._load(tree)
+    except Exception as err:
+        raise ConfigError(
+            f"the checkpoint in {kept.folder.path} does not fit this script ({err}): is it another one's? Give "
+            "each job a SIRTAKI_CHECKPOINT_DIR of its own, or remove what lies there to begin anew"
+        ) from err
+    generators = tree.get(checkpoints.GENERATORS, [])
+    if len(generators) == job.current().size and generators[job.current().rank] is not None:
+        RandomState(**generators[job.current().rank]).put_back()
+    state._count_from(newest + 1)
+    if job.current().rank == 0:
+        logger.info("going on from the checkpoint of commit %d in %s", newest, kept.folder.path)
+
+
+def _loaded(checkpoint: Checkpoint) -> tuple[Tree | None, str]:
+    """What was written, or why that cannot be loaded; for all ranks, of which one reads."""
+    try:
+        return checkpoint.load(), ""
+    except Exception as err:  # whatever unpickling somebody's classes raises
+        return None, f"the checkpoint {checkpoint.path} cannot be loaded ({type(err).__name__}: {err})"
 
 
 def _common(lists: Sequence[Sequence[_Name]]) -> list[_Name]:

@@ -317,7 +317,7 @@ class ObjectState(State):
         return {"values": self._commits.newest.tree["values"]}
 
     def _load(self, tree: Mapping[str, Any]) -> None:
-        """See `Resumable`."""
+        """Takes over what was written to a checkpoint."""
         if tree["values"].keys() != set(self._names):
             raise ValueError(f"it has the values {sorted(tree['values'])}, the state has {sorted(self._names)}")
         for name, value in tree["values"].items():
