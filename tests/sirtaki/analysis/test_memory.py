@@ -1,0 +1,370 @@
+"""Memory of a step: its peak, what lowers it, and what fits a budget."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from importlib.metadata import EntryPoint
+
+import pytest
+import torch
+from fakes import memories, recordings
+from fakes.memories import FLAT, GRADIENT, LEFT, OUTPUT, PARAMETERS, TEMPORARY, THERE, chain, job
+from torch import nn
+
+from sirtaki.analysis import plan_search as other_passes
+from sirtaki.analysis.global_graph import play, replayed
+from sirtaki.analysis.job_model import JobModel
+from sirtaki.analysis.memory import (
+    ADDING,
+    AGAIN,
+    CALL_S,
+    OPERATOR_S,
+    Fitting,
+    MemoryQuestion,
+    MemoryRemedy,
+    MemoryReplay,
+    accumulation,
+    both,
+    fit,
+    highest_rank,
+    memory_passes,
+    memory_replay,
+    peak_words,
+    recomputation,
+    with_accumulation,
+    with_recomputation,
+)
+from sirtaki.analysis.recording import Holds
+from sirtaki.autotune.model.replayer import Activity, Phase
+from sirtaki.cli.optimize import describe_memory, memory_as_json, unmet
+from sirtaki.errors import ConfigError, RecordingError
+
+# ── memory ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def replay_of(blocks: int = 4) -> MemoryReplay:
+    return MemoryReplay(chain(blocks), 0)
+
+
+def test_as_it_was_recorded_most_is_held_when_the_last_block_has_gone_forward() -> None:
+    peak = replay_of().peak()
+    assert peak.n_bytes == THERE + 4 * (LEFT + OUTPUT)
+    assert peak.at_s == 3.5
+    assert sum(peak.held.values()) == peak.n_bytes
+
+
+def test_a_curve_tells_what_for() -> None:
+    moments = replay_of().curve()
+    assert moments[0].n_bytes == {Holds.PARAMETERS: PARAMETERS, Holds.FLAT_BUFFERS: FLAT}
+    highest = max(moments, key=lambda moment: moment.total_bytes)
+    assert highest.total_bytes == replay_of().peak().n_bytes
+    assert highest.n_bytes[Holds.ACTIVATIONS] == 4 * (LEFT + OUTPUT)
+    assert moments[-1].total_bytes == THERE
+
+
+def test_what_a_block_leaves_is_neither_its_output_nor_what_is_gone_when_it_ends() -> None:
+    replay = replay_of()
+    assert [replay.memory.allocations[place].n_bytes for place in replay.saved(2)] == [LEFT]
+    assert replay.saved(2, needed=replay.saved(2)) == []
+
+
+def test_blocks_that_compute_again_hold_what_they_leave_only_then() -> None:
+    # While the last one is done again, its own is there, and all outputs; the others have left nothing.
+    peak = replay_of().peak([1, 2, 3, 4])
+    assert peak.n_bytes == THERE + 4 * OUTPUT + LEFT
+    assert peak.at_s == 3.5  # as much as when it went forward first
+    assert replay_of().peak([1]).n_bytes == THERE + 3 * LEFT + 4 * OUTPUT
+
+
+def test_what_is_needed_for_a_while_is_needed_again() -> None:
+    memory = chain(2)
+    larger = tuple(replace(one, n_bytes=5000) if one.n_bytes == TEMPORARY else one for one in memory.allocations)
+    peak = MemoryReplay(replace(memory, allocations=larger), 0).peak([1, 2])
+    assert peak.n_bytes == THERE + OUTPUT + max(5000, LEFT) + OUTPUT
+    assert peak.at_s == 4.0 - 1  # the second block's backward pass begins
+
+
+def test_what_a_block_gets_stays_until_it_is_done_again() -> None:
+    """Its predecessor's output, which nobody else needs any more."""
+    memory = chain(2)
+    gone_early = tuple(
+        replace(one, end_s=0.95) if one.n_bytes == OUTPUT and one.begin_s == 0.5 else one for one in memory.allocations
+    )
+    early = MemoryReplay(replace(memory, allocations=gone_early), 0)
+    assert early.peak().n_bytes == THERE + 2 * LEFT + OUTPUT
+    assert early.peak([2]).n_bytes == THERE + 2 * LEFT + 2 * OUTPUT
+
+
+@pytest.mark.parametrize("passes", [2, 4])
+def test_passes_over_parts_hold_parts_and_all_gradients(passes: int) -> None:
+    # The last of several passes begins with all gradients of those before it, and one more comes at a time.
+    forward, backward = 4 * (LEFT + OUTPUT) // passes, (4 * LEFT + 3 * OUTPUT) // passes + GRADIENT
+    assert replay_of().peak(passes=passes).n_bytes == THERE + 4 * GRADIENT + max(forward, backward)
+
+
+def test_both_add_up() -> None:
+    assert replay_of().peak([1, 2, 3, 4], 2).n_bytes == THERE + 4 * GRADIENT + (4 * OUTPUT + LEFT) // 2
+
+
+def test_a_budget_is_for_the_accelerator_where_there_is_one() -> None:
+    assert MemoryReplay(chain()).device == 0
+    assert MemoryReplay(replace(chain(), devices=("cpu", "cuda:0"))).device == 1
+    other = replace(chain(), devices=("cpu", "cuda:0"))
+    assert MemoryReplay(other, 1).peak().n_bytes == 0
+
+
+# ── memory remedies ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def step_s(job: JobModel) -> float:
+    return replayed(play(job)).iteration_s
+
+
+def test_a_block_that_computes_again_takes_its_forward_pass_longer() -> None:
+    was = job(gap_s=0.02)
+    again = with_recomputation(was, {(0, "blocks.1"), (0, "blocks.3")})
+    # Of the gaps behind its two operators one is inside the block.
+    assert step_s(again) - step_s(was) == pytest.approx(2 * (0.1 + 0.01 + CALL_S + 2 * OPERATOR_S))
+
+
+def test_it_does_so_before_its_backward_pass() -> None:
+    program = with_recomputation(job(), {(0, "blocks.1")}).iterations[0].programs[0]
+    place = next(place for place, piece in enumerate(program) if piece.name == AGAIN)
+    assert program[place].phase is Phase.BACKWARD
+    assert program[place + 1].module == (0, "blocks.1.linear")
+    assert sum(piece.name == AGAIN for piece in program) == 1
+
+
+def test_a_block_is_what_lies_below_its_name_and_of_one_model() -> None:
+    was = job()
+    assert step_s(with_recomputation(was, {(0, "blocks")})) == pytest.approx(
+        step_s(was) + 0.4 + CALL_S + 8 * OPERATOR_S
+    )
+    assert with_recomputation(was, {(1, "blocks"), (0, "block")}) == was
+
+
+def test_passes_share_what_samples_take_and_repeat_the_rest() -> None:
+    was = job(gap_s=0.02)
+    program = was.iterations[0].programs[0]
+    copy_s = sum(piece.seconds for piece in program if piece.activity is Activity.COPY)
+    three = with_accumulation(was, 3)
+    # Each pass has its gaps; the second and the third add their gradients to those that are there.
+    assert step_s(three) - step_s(was) == pytest.approx(2 * 4 * 0.02 + 2 * copy_s)
+
+
+def test_gradients_are_exchanged_once_in_the_last_pass() -> None:
+    program = with_accumulation(job(), 4).iterations[0].programs[0]
+    issues = [place for place, piece in enumerate(program) if piece.issues]
+    assert len(issues) == sum(bool(piece.issues) for piece in job().iterations[0].programs[0])
+    assert issues[0] > max(place for place, piece in enumerate(program) if piece.phase is Phase.FORWARD)
+    assert sum(piece.name == ADDING for piece in program) == 3 * sum(
+        piece.activity is Activity.COPY for piece in program
+    )
+
+
+# ── memory passes ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+BLOCKS = 4
+
+WHOLE = THERE + BLOCKS * (LEFT + OUTPUT)
+
+LEAST = THERE + BLOCKS * OUTPUT + LEFT
+
+
+def question(budget_bytes: int, *, kind: str = "Block", batch: int = 8) -> MemoryQuestion:
+    return MemoryQuestion(
+        replay=MemoryReplay(memories.chain(BLOCKS, batch=batch), 0),
+        modules=memories.modules(BLOCKS, kind=kind),
+        budget_bytes=budget_bytes,
+    )
+
+
+def only(one: Callable[[MemoryQuestion], Iterable[MemoryRemedy]], asked: MemoryQuestion) -> MemoryRemedy:
+    (found,) = one(asked)
+    return found
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_no_more_modules_compute_again_than_the_budget_asks_for(count: int) -> None:
+    remedy = only(recomputation, question(WHOLE - count * LEFT))
+    assert remedy.peak_bytes == WHOLE - count * LEFT
+    assert remedy.words.startswith(f"re-computation of {count} module")
+
+
+def test_where_the_budget_cannot_be_met_it_comes_as_near_as_it_can() -> None:
+    assert only(recomputation, question(100)).peak_bytes == LEAST
+    assert only(accumulation, question(100)).words.startswith("8 passes")
+    least = only(both, question(100))
+    assert least.peak_bytes < min(LEAST, only(accumulation, question(100)).peak_bytes)
+    assert len(least.lines) == 7
+
+
+def test_passes_divide_the_batch_and_are_as_few_as_do() -> None:
+    assert only(accumulation, question(WHOLE - 500)).words.startswith("2 passes")
+    assert only(accumulation, question(WHOLE - 500, batch=9)).words.startswith("3 passes")
+    assert list(accumulation(question(WHOLE - 500, batch=1))) == []
+    remedy = only(accumulation, question(WHOLE - 500))
+    assert "backward_passes_per_step=2" in remedy.lines[0]
+    assert "4 samples instead of 8" in remedy.lines[1]
+
+
+def test_a_step_that_has_several_passes_gets_so_many_times_as_many() -> None:
+    once = question(WHOLE - 500)
+    memory = once.replay.memory
+    twice = replace(memory, calls=(*memory.calls, memory.calls[0]))
+    remedy = only(accumulation, replace(once, replay=MemoryReplay(twice, 0)))
+    assert remedy.words == "4 passes over parts of the batch before each step instead of 2"
+    assert "backward_passes_per_step=4" in remedy.lines[0]
+    assert "4 samples instead of 8; for each step 4 times: (loss(model(part)) / 4)" in remedy.lines[1]
+
+
+def test_what_a_batchs_statistics_come_to_is_said() -> None:
+    for one in (recomputation, accumulation):
+        assert only(one, question(WHOLE - 500)).notes == ()
+        (note,) = only(one, question(WHOLE - 500, kind="BatchNorm2d")).notes
+        assert "BatchNorm" in note
+
+
+def test_the_lines_have_modules_compute_again() -> None:
+    remedy = only(recomputation, question(WHOLE - 2 * LEFT))
+    model = nn.Module()
+    model.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(BLOCKS))
+    forwards = list[int]()
+    for number, block in enumerate(model.blocks):
+        block[0].register_forward_hook(lambda *_, number=number: forwards.append(number))
+    exec("\n".join(remedy.lines), {"model": model})
+    found = torch.ones(2, 4)
+    for block in model.blocks:
+        found = block(found)
+    found.sum().backward()
+    again = [number for number in range(BLOCKS) if forwards.count(number) == 2]
+    assert len(again) == 2
+    assert all(f'"blocks.{number}"' in "".join(remedy.lines) for number in again)
+    assert all(one.grad is not None for one in model.parameters())
+
+
+class Theirs:
+    name, last_resort = "theirs", False
+
+    def remedies(self, _: MemoryQuestion) -> Iterator[MemoryRemedy]:
+        yield from ()
+
+
+def test_passes_of_other_packages_come_by_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    def offered(value: str) -> None:
+        point = EntryPoint("theirs", value, "sirtaki.optimizer_memory_passes")
+        monkeypatch.setattr(other_passes, "entry_points", lambda *, group: [point] if group == point.group else [])
+
+    offered(f"{__name__}:Theirs")
+    assert [one.name for one in memory_passes()] == ["re-computation", "accumulation", "both", "theirs"]
+    offered("builtins:dict")
+    with pytest.raises(ConfigError, match="'theirs' is none: it has no name, last_resort, remedies"):
+        memory_passes()
+    offered("nowhere:Theirs")
+    with pytest.raises(ConfigError, match="'theirs' could not be built"):
+        memory_passes()
+
+
+# ── budget ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def asked(budget_bytes: int, **job: float) -> Fitting:
+    return fit(memories.recording(BLOCKS), memories.job(BLOCKS, **job), memory_passes(), budget_bytes=budget_bytes)
+
+
+def test_a_job_that_fits_stays_as_it_is() -> None:
+    found = asked(WHOLE)
+    assert (found.peak_bytes, found.remedies, found.chosen, found.is_met) == (WHOLE, (), None, True)
+    job = memories.job(BLOCKS)
+    assert found.applied_to(job) is job
+
+
+@pytest.mark.parametrize(("gap_s", "by"), [(0.0, "accumulation"), (0.5, "re-computation")])
+def test_the_faster_one_of_those_that_fit_is_chosen(gap_s: float, by: str) -> None:
+    """Gaps between operators are repeated in each pass."""
+    found = asked(WHOLE - LEFT, gap_s=gap_s)
+    assert found.chosen is not None
+    assert found.chosen.by == by
+    assert found.remedies[0] == found.chosen
+    assert found.chosen.times.iteration_s == min(one.times.iteration_s for one in found.remedies)
+    assert found.chosen.times.iteration_s > found.times.iteration_s
+    assert found.applied_to(memories.job(BLOCKS, gap_s=gap_s)) != memories.job(BLOCKS, gap_s=gap_s)
+
+
+def test_several_at_once_are_a_last_resort() -> None:
+    found = asked(THERE + 210)
+    assert found.chosen is not None
+    assert found.chosen.by == "both"
+    assert {one.by for one in found.remedies} == {"re-computation", "accumulation", "both"}
+
+
+def test_a_budget_below_all_is_not_met_and_the_least_is_known() -> None:
+    found = asked(100)
+    assert not found.is_met
+    assert found.chosen is None
+    assert THERE < found.least_bytes < THERE + 210
+
+
+def test_the_rank_that_holds_most_is_looked_at() -> None:
+    recording = memories.recording(BLOCKS)
+    more = replace(recording.ranks[1], memory=memories.chain(BLOCKS + 1), modules=memories.modules(BLOCKS + 1))
+    assert highest_rank(recording).rank == 0
+    assert highest_rank(replace(recording, ranks={**recording.ranks, 1: more})).rank == 1
+
+
+def test_without_memory_in_the_recording_there_is_an_error_that_says_what_to_do() -> None:
+    with pytest.raises(RecordingError, match="record the job anew"):
+        highest_rank(recordings.recording())
+
+
+# ── memory words ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def fitted(budget_bytes: int, *, kind: str = "Block") -> Fitting:
+    return fit(memories.recording(kind=kind), memories.job(), memory_passes(), budget_bytes=budget_bytes)
+
+
+def test_a_peak_is_told_with_its_moment_and_what_for() -> None:
+    rank = memories.recorded_job().ranks[0]
+    replay = memory_replay(rank)
+    assert peak_words(rank, replay, replay.peak()) == (
+        "At its peak rank 0 holds 2.89 KiB of cpu, 3500 ms into the step (other): 1.72 KiB activations, "
+        "1000 B parameters, 200 B flat buffers."
+    )
+
+
+def test_a_job_that_fits_is_left_alone() -> None:
+    assert list(describe_memory(fitted(WHOLE))) == [
+        "At its peak rank 0 holds 2.89 KiB (cpu), within 2.89 KiB: nothing need be done about memory.",
+        "",
+    ]
+
+
+def test_what_would_do_is_shown_and_the_lines_of_the_fastest() -> None:
+    text = "\n".join(describe_memory(fitted(WHOLE - LEFT, kind="BatchNorm2d")))
+    assert "more than 2.5 KiB" in text
+    assert "The fastest that fits is accumulation:" in text
+    assert "    optimizer = hvd.DistributedOptimizer(optimizer, ..., backward_passes_per_step=2)" in text
+    assert "re-computation of 1 module (BatchNorm2d)" in text
+    assert "But: modules with running statistics" in text
+
+
+def test_what_is_not_enough_is_said_to_be() -> None:
+    text = "\n".join(describe_memory(fitted(THERE + 210)))
+    assert "re-computation of 3 modules (Block), which is not enough" in text
+    assert "The fastest that fits is both:" in text
+
+
+def test_a_budget_that_cannot_be_met_is_one_sentence() -> None:
+    words = unmet(fitted(100))
+    assert words.startswith("a budget of 100 B cannot be met: a rank holds 2.89 KiB at the peak, and the least that ")
+    assert ", by re-computation of " in words
+    assert "\n" not in words
+
+
+def test_machines_read_the_same() -> None:
+    told = memory_as_json(fitted(WHOLE - LEFT))
+    assert (told["peak_bytes"], told["chosen"]) == (WHOLE, 0)
+    assert told["remedies"][0]["by"] == "accumulation"
+    assert told["remedies"][0]["peak_bytes"] <= WHOLE - LEFT

@@ -1,0 +1,801 @@
+"""The page of a recorded job."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+import shutil
+import subprocess
+from dataclasses import replace
+from html.parser import HTMLParser
+from importlib.resources import files
+from itertools import pairwise
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from fakes import memories
+from fakes.compiled_jobs import compiled_job
+from fakes.played_jobs import made_job, plan_of, record, written
+from fakes.recordings import recording as made
+from fakes.replays import SIZES, on_one_host, over_a_link
+from fakes.trial_logs import svgs
+
+from sirtaki.analysis import page as finding
+from sirtaki.analysis import page as module
+from sirtaki.analysis.global_graph import StepTimes, play
+from sirtaki.analysis.job_model import Histories, Stretch, histories, job_model
+from sirtaki.analysis.page import (
+    MOST_MOMENTS,
+    findings,
+    gain,
+    heading,
+    kind_words,
+    memory_section,
+    ms,
+    percent,
+    problems,
+    render,
+    sentences,
+    signed_ms,
+)
+from sirtaki.analysis.recording import Detail, Operator, Recording
+from sirtaki.analysis.recording_files import JOB_FILE, rank_path
+from sirtaki.analysis.svg import Html, share_bar, table
+from sirtaki.analysis.timeline_plot import (
+    COLORS,
+    MOST_BOXES,
+    OF_PHASE,
+    TICKS_PER_S,
+    Kind,
+    Lane,
+    Leg,
+    Span,
+    Timeline,
+    coarsened,
+    drawn_path,
+    exposures,
+    kind_of,
+    lanes_of,
+    late_units,
+    step_parts,
+    timeline,
+)
+from sirtaki.analysis.what_if import Answer
+from sirtaki.autotune.model.replayer import Activity, Phase
+from sirtaki.cli.__main__ import main
+from sirtaki.errors import RecordingError, ReplayError
+from sirtaki.measures import LinkModel
+
+# ── kinds ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def stretch(activity: Activity = Activity.COMPUTE, phase: Phase = Phase.BACKWARD, **fields) -> Stretch:
+    return Stretch(begin_s=0.0, end_s=1.0, activity=activity, phase=phase, **fields)
+
+
+@pytest.mark.parametrize(
+    ("one", "kind"),
+    [
+        (stretch(), Kind.BACKWARD),
+        (stretch(Activity.DATA, Phase.DATA), Kind.DATA),
+        (stretch(Activity.COPY), Kind.COPY),
+        (stretch(phase=Phase.OTHER), Kind.OTHER),
+        (stretch(waits=((0, 0, 8),)), Kind.EXPOSED),
+        (stretch(waits=((-1, 0, 0), (0, 0, 8))), Kind.EXPOSED),
+        (stretch(waits=((-1, 0, 0),)), Kind.COLLECTIVE),
+    ],
+)
+def test_a_moment_is_of_the_kind_that_it_is_spent_on(one: Stretch, kind: Kind) -> None:
+    assert kind_of(one) is kind
+
+
+def test_every_kind_has_a_colour_of_its_own_and_every_phase_a_kind() -> None:
+    assert set(COLORS) == set(Kind)
+    assert len(set(COLORS.values())) == len(COLORS)
+    assert set(OF_PHASE) == set(Phase)
+
+
+# ── step parts ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("detail", Detail)
+def test_the_parts_of_each_rank_add_up_to_its_mean_step(detail: Detail) -> None:
+    recording = record(over_a_link(ranks=3, iterations=3), detail=detail)
+    found = step_parts(histories(recording))
+    assert [one.rank for one in found] == [0, 1, 2]
+    for one in found:
+        iterations = recording.ranks[one.rank].iterations
+        mean_s = sum(each.end_s - each.begin_s for each in iterations) / len(iterations)
+        assert one.step_s == pytest.approx(mean_s)
+
+
+def test_parts_are_what_the_job_was_made_of() -> None:
+    (one, *_) = step_parts(histories(record(over_a_link())))
+    assert one.seconds[Kind.FORWARD] == pytest.approx(0.02)
+    assert one.seconds[Kind.BACKWARD] == pytest.approx(0.08)
+    assert one.seconds[Kind.COPY] == pytest.approx(0.003)
+    assert one.seconds[Kind.UPDATE] == pytest.approx(0.01)
+    assert one.seconds[Kind.EXPOSED] > 0.01
+
+
+# ── exposure ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+DURATIONS = (0.02, 0.01, 0.03, 0.02)
+
+SLOW = tuple(2 * seconds for seconds in DURATIONS)
+
+
+def test_exposed_is_what_the_bars_call_so() -> None:
+    found = histories(record(over_a_link(ranks=3)))
+    waits = {one.rank: one.seconds[Kind.EXPOSED] for one in step_parts(found)}
+    assert {one.rank: one.exposed_s for one in exposures(found)} == pytest.approx(waits)
+
+
+def test_waiting_for_a_late_rank_is_told_from_waiting_for_units() -> None:
+    plan, per_byte = plan_of(SIZES, (4,)), 1e-6
+    job = made_job(durations_s={0: DURATIONS, 1: SLOW}, sizes=SIZES, plan=plan, seconds_per_byte=per_byte)
+    quick, slow = exposures(histories(record(job)))
+    unit_s = 4 * sum(SIZES) * per_byte
+    assert (quick.held_s, quick.moving_s) == pytest.approx((sum(DURATIONS), unit_s))
+    assert (slow.held_s, slow.moving_s) == pytest.approx((0.0, unit_s), abs=1e-9)
+
+
+def test_units_that_end_after_the_backward_pass_are_late() -> None:
+    plan, per_byte = plan_of(SIZES, (1, 2, 4)), 1e-6
+    job = made_job(
+        durations_s={0: DURATIONS, 1: DURATIONS}, sizes=SIZES, plan=plan, seconds_per_byte=per_byte, iterations=3
+    )
+    (last,) = late_units(histories(record(job)))
+    assert (last.unit.name, last.unit.n_bytes, last.times) == ("w2 … w3 (2)", 10_000, 3)
+    assert last.late_s == last.done_s == pytest.approx(10_000 * per_byte)
+    assert last.begin_s == pytest.approx(0.0, abs=1e-9)
+    assert last.issue_s == pytest.approx(0.0, abs=1e-9)
+
+
+def test_where_nothing_is_exchanged_nothing_is_late() -> None:
+    recording = record(over_a_link())
+    ranks = {
+        number: replace(rank, iterations=tuple(replace(one, units=()) for one in rank.iterations))
+        for number, rank in recording.ranks.items()
+    }
+    found = histories(replace(recording, ranks=ranks))
+    assert late_units(found) == ()
+    assert [one.exposed_s for one in exposures(found)] == [0.0, 0.0]
+
+
+# ── lanes ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def lanes(found: Histories) -> dict[tuple[int, str], Lane]:
+    return {(lane.rank, lane.name): lane for lane in lanes_of(found, found.steps[0], found.ranks)}
+
+
+def test_every_rank_has_its_thread_its_copies_and_its_streams() -> None:
+    found = histories(record(over_a_link()))
+    drawn = lanes(found)
+    names = ("training thread", "copies", "gloo stream 0", "gloo stream 1")
+    assert list(drawn) == [(rank, name) for rank in (0, 1) for name in names]
+    thread = drawn[0, "training thread"]
+    computes = [span for span in thread.spans if span.kind is not Kind.EXPOSED]
+    recorded = found.recording.ranks[0].iterations[0].operators
+    assert [span.name for span in computes] == [one.name for one in recorded if one.end_s > one.begin_s]
+    assert sum(len(drawn[0, name].spans) for name in names[2:]) == 3
+    assert len(drawn[0, "copies"].spans) == 3
+    assert lanes_of(found, found.steps[0], (1,)) == [lane for lane in drawn.values() if lane.rank == 1]
+
+
+def test_a_units_box_begins_with_its_last_rank_and_knows_how_long_others_waited() -> None:
+    drawn = lanes(histories(made(2)))
+    boxes = [drawn[rank, "gloo stream 1"].spans[0] for rank in (0, 1)]
+    late = boxes[1]
+    assert {one.begin_s for one in boxes} == {late.begin_s}
+    assert late.issued_s == late.begin_s
+    assert boxes[0].issued_s == pytest.approx(late.begin_s - 0.01)
+    assert (late.n_bytes, late.kind) == (832, Kind.EXPOSED)
+    assert drawn[0, "gloo stream 0"].spans[0].kind is Kind.UNIT
+
+
+def test_phases_lie_under_the_operators_and_are_all_there_is_without_them() -> None:
+    with_them, without = (
+        lanes(histories(record(over_a_link(), detail=detail)))[0, "training thread"]
+        for detail in (Detail.OPERATORS, Detail.UNITS)
+    )
+    assert {span.kind for span in with_them.under} >= {Kind.FORWARD, Kind.BACKWARD, Kind.UPDATE}
+    assert {span.kind for span in without.spans} == {Kind.EXPOSED}
+    assert {span.kind for span in without.under} >= {Kind.BACKWARD, Kind.UPDATE}
+
+
+def test_other_threads_have_lanes_on_the_jobs_clock() -> None:
+    recording = made(2)
+    rank = recording.ranks[1]
+    beside = Operator(name="pin", lane=1, begin_s=rank.iterations[0].begin_s + 0.01, end_s=rank.iterations[0].end_s,
+                      phase=Phase.DATA)  # fmt: skip
+    first = replace(rank.iterations[0], operators=(*rank.iterations[0].operators, beside))
+    rank = replace(rank, lanes=("train", "thread 7"), iterations=(first, *rank.iterations[1:]))
+    drawn = lanes(histories(replace(recording, ranks={**recording.ranks, 1: rank})))
+    (span,) = drawn[1, "thread 7"].spans
+    assert (span.name, span.kind) == ("pin", Kind.DATA)
+    assert span.begin_s - drawn[1, "training thread"].under[0].begin_s == pytest.approx(0.01)
+
+
+def test_short_neighbours_of_one_kind_become_one_box() -> None:
+    def box(begin: float, end: float, kind: Kind = Kind.FORWARD, name: str = "a") -> Span:
+        return Span(begin_s=begin, end_s=end, kind=kind, name=name)
+
+    spans = (
+        box(0, 1), box(1, 2), box(2, 3, name="b"), box(3, 4, Kind.BACKWARD), box(4, 40, Kind.BACKWARD), box(60, 61),
+        box(61, 62),
+    )  # fmt: skip
+    (lane,) = coarsened([Lane(rank=0, name="x", spans=spans)], 10)
+    told = [(span.begin_s, span.end_s, span.name) for span in lane.spans]
+    assert told == [(0, 3, "3 × operators"), (3, 4, "a"), (4, 40, "a"), (60, 62, "2 × a")]
+
+
+def test_units_are_never_put_together() -> None:
+    spans = tuple(Span(begin_s=at, end_s=at + 1, kind=Kind.UNIT, name="u", issued_s=at) for at in range(4))
+    (lane,) = coarsened([Lane(rank=0, name="x", spans=spans)], 10)
+    assert lane.spans == spans
+
+
+# ── timeline ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+NAMES = {kind: kind.value for kind in Kind}
+
+
+def of(found: Histories, *, paths: dict[int, tuple[Leg, ...]] | None = None, most: int = MOST_BOXES) -> Timeline:
+    return timeline(found, found.ranks, paths or {}, kind_names=NAMES, most_boxes=most)
+
+
+def boxes(drawn: Timeline, flat: list[int], stride: int) -> list[tuple[float, float, str, list[int]]]:
+    found, now = [], 0
+    for at in range(0, len(flat), stride):
+        begin = now + flat[at]
+        now = begin + flat[at + 1]
+        name = drawn.data["names"][flat[at + 3]]
+        found.append((begin / TICKS_PER_S, now / TICKS_PER_S, name, flat[at + 4 : at + stride]))
+    return found
+
+
+def test_boxes_come_back_as_they_were() -> None:
+    found = histories(made(2))
+    drawn = of(found)
+    first = drawn.data["iterations"][0]
+    step = next(step for step in found.steps if step.number == first["number"])
+    begin_s = min(mine[0].begin_s for mine in step.stretches.values())
+    lanes = lanes_of(found, step, found.ranks)
+    assert [(lane["rank"], lane["name"]) for lane in first["lanes"]] == [(lane.rank, lane.name) for lane in lanes]
+    for told, lane in zip(first["lanes"], lanes, strict=True):
+        read = boxes(drawn, told["units"], 6) if "units" in told else boxes(drawn, told["boxes"], 4)
+        assert [name for _, _, name, _ in read] == [span.name for span in lane.spans]
+        for (from_s, to_s, _, more), span in zip(read, lane.spans, strict=True):
+            assert (from_s, to_s) == pytest.approx((span.begin_s - begin_s, span.end_s - begin_s), abs=2e-7)
+            if span.issued_s is not None:
+                n_bytes, queued = more
+                assert (n_bytes, queued / TICKS_PER_S) == (
+                    span.n_bytes,
+                    pytest.approx(span.begin_s - span.issued_s, abs=2e-7),
+                )
+
+
+def test_the_median_iteration_comes_first() -> None:
+    recording = made(2, n_iterations=3)
+    lengths_s = (0.1, 0.3, 0.2)
+
+    def longer(rank):  # type: ignore[no-untyped-def]
+        return replace(
+            rank,
+            iterations=tuple(
+                replace(one, end_s=one.begin_s + length_s)
+                for one, length_s in zip(rank.iterations, lengths_s, strict=True)
+            ),
+        )
+
+    ranks = {number: longer(rank) for number, rank in recording.ranks.items()}
+    drawn = of(histories(replace(recording, ranks=ranks)))
+    assert [one["ms"] for one in drawn.data["iterations"]] == pytest.approx([200, 100, 300])
+    assert drawn.notes == ()
+
+
+def test_a_page_that_would_be_too_large_has_fewer_iterations_and_then_larger_boxes() -> None:
+    found = histories(record(over_a_link(iterations=6)))
+    whole = of(found)
+    assert len(whole.data["iterations"]) == 6
+
+    def count(drawn: Timeline) -> int:
+        lanes = [lane for each in drawn.data["iterations"] for lane in each["lanes"]]
+        return sum(
+            (len(lane["under"]) + len(lane.get("boxes", ()))) // 4 + len(lane.get("units", ())) // 6 for lane in lanes
+        )
+
+    fewer = of(found, most=count(whole) - 1)
+    assert len(fewer.data["iterations"]) == 3
+    assert fewer.notes == ("Of 6 iterations the median, the shortest and the longest one are drawn.",)
+    assert count(fewer) == count(whole) // 2
+    most = count(whole) // 2 - 12
+    smaller = of(found, most=most)
+    assert count(smaller) <= most
+    assert len(smaller.notes) == 3  # the median one is whole
+    assert all("are drawn as one box" in note for note in smaller.notes[1:])
+    assert not any(f"iteration {smaller.data['iterations'][0]['number']} " in note for note in smaller.notes)
+
+
+def test_the_path_is_where_its_lanes_are_and_only_there() -> None:
+    found = histories(record(over_a_link()))
+    paths = drawn_path(found, play(job_model(found)))
+    drawn = of(found, paths=paths)
+    for each in drawn.data["iterations"]:
+        assert len(each["path"]) == len(paths[each["number"]])
+        assert each["path"][-1][1] == pytest.approx(each["ticks"], abs=2)
+    one = timeline(found, (1,), paths, kind_names=NAMES)
+    for each in one.data["iterations"]:
+        assert {lane["rank"] for lane in each["lanes"]} == {1}
+        assert len(each["path"]) == sum(leg.rank == 1 for leg in paths[each["number"]])
+
+
+# ── drawn path ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_path_goes_through_the_slow_rank_and_the_last_unit_without_a_hole() -> None:
+    job = made_job(
+        durations_s={0: DURATIONS, 1: tuple(2 * seconds for seconds in DURATIONS)},
+        sizes=SIZES,
+        plan=plan_of(SIZES, (4,)),
+        seconds_per_byte=1e-6,
+        iterations=2,
+    )
+    found = histories(record(job))
+    paths = drawn_path(found, play(job_model(found)))
+    assert list(paths) == [step.number for step in found.steps]
+    for step in found.steps:
+        legs = paths[step.number]
+        assert legs[0].begin_s == pytest.approx(step.stretches[1][0].begin_s)
+        assert legs[-1].end_s == pytest.approx(max(mine[-1].end_s for mine in step.stretches.values()))
+        for before, after in pairwise(legs):
+            assert after.begin_s == pytest.approx(before.end_s)
+        backward = [leg for leg in legs if leg.lane == "training thread" and leg.end_s < step.barriers[0].begin_s]
+        assert {leg.rank for leg in backward} <= {1}
+        (unit,) = (leg for leg in legs if leg.lane == "gloo stream 0")
+        assert (unit.begin_s, unit.end_s) == pytest.approx((step.barriers[0].begin_s, step.barriers[0].end_s))
+        assert unit.rank == 1
+
+
+# ── findings ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_whole_recording_is_replayed_and_asked(tmp_path: Path) -> None:
+    found = findings(written(tmp_path, record(over_a_link(ranks=3))))
+    assert (found.problems, found.has_operators, found.is_far) == ((), True, False)
+    assert "2 iterations of 3 ranks on 3 hosts, with operators" in found.lines
+    assert found.played is not None
+    assert abs(found.error) < 1e-6
+    assert sum(part.share for part in found.played.parts) == pytest.approx(1.0)
+    gains = [one.gain for one in found.played.answers]
+    assert gains == sorted(gains, reverse=True)
+    words = " ".join(one.words for one in found.played.answers)
+    for remedy in ("no rank were slower", "twice as fast", "half as many bytes", "units were cut"):
+        assert remedy in words
+
+
+def test_a_compiled_model_in_parts_is_among_what_would_help(tmp_path: Path) -> None:
+    link = LinkModel(alpha_s=1e-3, throughput=(2e7, 4e7), host_s=0.0)
+    found = findings(written(tmp_path, record(compiled_job(link))))
+    assert found.played is not None
+    (one,) = (one for one in found.played.answers if "hvd.early_gradients(part_bytes=" in one.words)
+    assert one.gain > 0.1
+    assert found.played.is_sure(one)
+
+
+def test_a_rank_that_was_killed_is_said_and_the_others_are_shown(tmp_path: Path) -> None:
+    folder = written(tmp_path, record(over_a_link(ranks=3)))
+    rank_path(folder, 2).write_bytes(rank_path(folder, 2).read_bytes()[:100])
+    found = findings(folder)
+    assert found.histories.ranks == (0, 1)
+    assert any("cannot be read" in problem for problem in found.problems)
+    assert "rank 2 of 3 is missing" in found.problems
+
+
+def test_ranks_without_iterations_in_common_are_left_out(tmp_path: Path) -> None:
+    recording = made(3)
+    short = replace(recording.ranks[1], iterations=(), complete=False)
+    found = findings(written(tmp_path, replace(recording, ranks={**recording.ranks, 1: short})))
+    assert found.histories.ranks == (0, 2)
+    assert "rank 1 has no iteration that most others have recorded, and is left out" in found.problems
+
+
+def test_a_recording_without_iterations_is_nothing_to_show(tmp_path: Path) -> None:
+    recording = made(2)
+    ranks = {number: replace(rank, iterations=(), complete=False) for number, rank in recording.ranks.items()}
+    with pytest.raises(RecordingError, match="no iteration was recorded"):
+        findings(written(tmp_path, replace(recording, ranks=ranks)))
+
+
+def test_ranks_of_another_model_are_left_out(tmp_path: Path) -> None:
+    recording = made(3)
+    other = replace(recording.ranks[2], model="other")
+    found = findings(written(tmp_path, replace(recording, ranks={**recording.ranks, 2: other})))
+    assert found.histories.ranks == (0, 1)
+    assert any("rank 2 trained another model" in problem for problem in found.problems)
+
+
+def test_what_cannot_be_replayed_is_shown_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise ReplayError("it goes round in a circle")
+
+    monkeypatch.setattr(module, "job_model", refuse)
+    found = findings(written(tmp_path, record(on_one_host())))
+    assert found.played is None
+    assert found.problems == ("what is here cannot be replayed: it goes round in a circle",)
+
+
+def test_a_replay_that_is_far_from_the_recording_is_asked_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replayed = module.replayed
+
+    def slower(replay):  # type: ignore[no-untyped-def]
+        times = replayed(replay)
+        return replace(times, iteration_s=1.2 * times.iteration_s)
+
+    monkeypatch.setattr(module, "replayed", slower)
+    found = findings(written(tmp_path, record(on_one_host())))
+    assert found.is_far
+    assert found.error == pytest.approx(0.2, abs=1e-3)
+    assert found.played is not None
+    assert found.played.answers == ()
+
+
+def test_what_is_within_the_error_of_prices_is_not_the_best(tmp_path: Path) -> None:
+    found = findings(written(tmp_path, record(over_a_link(ranks=3))))
+    assert found.played is not None
+    times = found.times
+    units = Answer(words="units", times=times, gain=0.3, is_priced=True)
+    link = Answer(words="link", times=times, gain=0.2)
+    played = replace(found.played, answers=(units, link), price_error=-0.1)
+    assert played.best is units
+    assert replace(played, price_error=-0.4).best is link
+    assert replace(played, answers=(replace(link, gain=0.005),)).best is None
+
+
+def test_units_alone_are_no_operators(tmp_path: Path) -> None:
+    assert not findings(written(tmp_path, record(on_one_host(), detail=Detail.UNITS))).has_operators
+
+
+# ── sentences ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_most_important_comes_in_a_few_sentences(tmp_path: Path) -> None:
+    found = findings(written(tmp_path / "job", record(over_a_link(ranks=3))))
+    assert heading(found) == (
+        "job: 2 iterations of 3 ranks on 3 hosts, with operators; gloo flat, 1 B units, 2 streams."
+    )
+    length, exposed, path, remedy = sentences(found)
+    assert length == f"A step takes {ms(found.times.iteration_s)}."
+    assert exposed.endswith("is communication that no computation hides (mean of ranks).")
+    assert path == "The largest part of the critical path: " + found.played.parts[0].describe() + "."
+    assert remedy.startswith(f"What would help most: if {found.played.answers[0].words}, a step would take ")
+    assert list(problems(found)) == []
+
+
+def test_problems_are_sentences(tmp_path: Path) -> None:
+    folder = written(tmp_path / "job", record(over_a_link(ranks=3)))
+    rank_path(folder, 1).unlink()
+    assert list(problems(findings(folder))) == ["Rank 1 of 3 is missing."]
+
+
+def test_what_was_not_recorded_has_no_name_of_its_own(tmp_path: Path) -> None:
+    found = findings(written(tmp_path, record(on_one_host(), detail=Detail.UNITS)))
+    assert "told apart only where operators are recorded" in kind_words(Kind.OTHER, found)
+    assert kind_words(Kind.UPDATE, found) == "update"
+
+
+def test_numbers_are_short() -> None:
+    assert (ms(0.19823), signed_ms(0.0012345), signed_ms(-1e-3)) == ("198.2 ms", "+1.23 ms", "-1 ms")
+    assert (percent(0.5249), percent(0.0349)) == ("52 %", "3.5 %")
+    times = StepTimes(iteration_s=1.0, phases_s={}, spread_s=0.0, iterations=1)
+    told = [gain(Answer(words="", times=times, gain=share)) for share in (0.2, -0.2, 0.009, -0.009)]
+    assert told == ["20 % less", "20 % longer", "as long", "as long"]
+
+
+# ── tables ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_cells_are_escaped_unless_they_are_html() -> None:
+    made = table(["<t>"], [["<b>"], [Html("<i>x</i>")]], text=(0,), last=["&"])
+    assert "&lt;t&gt;" in made
+    assert "<td>&lt;b&gt;</td>" in made
+    assert "<td><i>x</i></td>" in made
+    assert '<tr class="sum"><td>&amp;</td></tr>' in made
+
+
+def test_columns_are_numbers_unless_they_are_told_to_be_text() -> None:
+    assert table(["a", "b"], [["1", "2"]], text=(0,)).endswith('<tr><td>1</td><td class="number">2</td></tr></table>')
+
+
+def test_a_bar_is_as_long_as_the_share_and_no_longer_than_the_whole() -> None:
+    widths = [share_bar(share).partition("width:")[2].partition("px")[0] for share in (-1.0, 0.0, 0.5, 1.0, 7.0)]
+    assert widths == ["0.0", "0.0", "80.0", "160.0", "160.0"]
+
+
+# ── memory ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def section(folder: Path, recording: Recording) -> str:
+    return "\n".join(memory_section(findings(written(folder, recording))))
+
+
+def test_the_peak_is_named_with_what_holds_it(tmp_path: Path) -> None:
+    text = section(tmp_path, memories.recorded_job())
+    assert "At its peak rank 0 holds 2.89 KiB of cpu, 3500 ms into the step" in text
+    assert "1.72 KiB activations, 1000 B parameters, 200 B flat buffers" in text
+    for block in range(4):
+        assert f"<td>blocks.{block}</td>" in text
+    assert "The peak of each rank" not in text
+
+
+def test_each_kind_of_memory_is_an_area_above_the_other(tmp_path: Path) -> None:
+    text = section(tmp_path, memories.recorded_job())
+    areas = re.findall(r'<polygon points="([^"]+)"[^>]*><title>([^<]+)', text)
+    assert [name for _, name in areas] == ["parameters", "flat buffers", "gradients", "activations", "other"]
+    assert all(points.count(" ") < 4 * MOST_MOMENTS for points, _ in areas)
+    floor = max(float(point.split(",")[1]) for point in areas[0][0].split())
+    assert all(float(point.split(",")[1]) <= floor for points, _ in areas for point in points.split())
+
+
+def test_peaks_of_several_ranks_are_told(tmp_path: Path) -> None:
+    text = section(tmp_path, memories.recorded_job(of=(0, 1)))
+    assert "The peak of each rank" in text
+
+
+def test_what_would_lower_it_is_shown_where_the_replay_is_believed(tmp_path: Path) -> None:
+    recording = memories.recorded_job()
+    assert "passes over parts of the batch" in section(tmp_path / "believed", recording)
+    found = findings(written(tmp_path / "again", recording))
+    assert "passes over" not in "\n".join(memory_section(replace(found, played=None)))
+
+
+def test_a_recording_without_memory_says_so(tmp_path: Path) -> None:
+    found = findings(written(tmp_path, record(memories.job())))
+    assert list(memory_section(found)) == []
+    assert "Memory was not recorded." in render(found)
+
+
+def test_names_of_modules_are_escaped(tmp_path: Path) -> None:
+    recording = memories.recorded_job()
+    evil = tuple(replace(one, name=f"<b>.{one.name}", kind="<i>") for one in recording.ranks[0].modules)
+    first = replace(recording.ranks[0], modules=evil)
+    text = section(tmp_path, replace(recording, ranks={**recording.ranks, 0: first}))
+    assert "&lt;b&gt;" in text
+    assert "<b>" not in text
+    assert "<i>" not in text
+
+
+# ── page ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+EVIL = "</script><script>alert(1)</script><b>&\"'"
+
+
+class Tags(HTMLParser):
+    """Checks that tags are closed; `scripts` are the texts of script elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: list[str] = []
+        self.scripts: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: object) -> None:
+        self.seen.append(tag)
+        if tag not in ("meta", "input"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] == "script":
+            self.scripts.append(data)
+
+
+def read(page: str) -> Tags:
+    tags = Tags()
+    tags.feed(page)
+    assert tags.open == []
+    return tags
+
+
+def page_of(folder: Path, recording: Recording) -> str:
+    return render(findings(written(folder, recording)))
+
+
+def bars(page: str) -> dict[str, list[tuple[str, float]]]:
+    """By rank: the words and the width of each part."""
+    found: dict[str, list[tuple[str, float]]] = {}
+    for element in svgs(page)[0].iter():
+        if element.tag.endswith("rect"):
+            title = next(iter(element)).text or ""
+            rank, _, rest = title.partition(", ")
+            found.setdefault(rank, []).append((rest, float(element.get("width", "0"))))
+    return found
+
+
+def test_the_page_says_all_that_is_known(tmp_path: Path) -> None:
+    page = page_of(tmp_path / "job", record(over_a_link(ranks=3)))
+    headings = re.findall("<h2>(.*?)</h2>", page)
+    assert headings == [
+        "Where each rank’s time goes", "One iteration", "The critical path", "Exposed communication",
+        "What would help", "What this rests on",
+    ]  # fmt: skip
+    assert "is the link between hosts" in page
+    assert "if the links were twice as fast" in page
+    assert "Memory was not recorded." in page
+
+
+def test_a_ranks_bar_is_as_long_as_its_step(tmp_path: Path) -> None:
+    slow = {0: (0.02, 0.01, 0.03, 0.02), 1: (0.04, 0.02, 0.06, 0.04), 2: (0.02, 0.01, 0.03, 0.02)}
+    job = made_job(durations_s=slow, sizes=SIZES, plan=plan_of(SIZES, (4,)), seconds_per_byte=1e-6)
+    found = bars(page_of(tmp_path, record(job)))
+    assert list(found) == ["rank 0", "rank 1", "rank 2"]
+    whole_px = [sum(width for _, width in parts) for parts in found.values()]
+    assert whole_px == pytest.approx([whole_px[0]] * 3, abs=1.0)  # all wait for the slow one
+    exposed = {
+        rank: sum(width for words, width in parts if words.startswith("exposed")) for rank, parts in found.items()
+    }
+    assert exposed["rank 0"] > 2 * exposed["rank 1"] > 0
+
+
+def test_shares_of_the_path_add_up(tmp_path: Path) -> None:
+    page = page_of(tmp_path, record(over_a_link(ranks=3)))
+    section = page.partition("<h2>The critical path")[2].partition("<h2>")[0]
+    *shares, total = [float(share) for share in re.findall(r">([\d.]+) %<", section)]
+    assert total == 100.0
+    assert sum(shares) == pytest.approx(100.0, abs=0.05 * len(shares))
+
+
+def test_nothing_is_fetched_and_only_its_own_script_runs(tmp_path: Path) -> None:
+    page = page_of(tmp_path, record(over_a_link()))
+    assert not re.search(r"(src|href)\s*=|url\(|@import|https?://(?!www\.w3\.org/2000/svg)", page)
+    data, script = read(page).scripts
+    allowed = re.search(r"script-src 'sha256-(.*?)'", page)
+    assert allowed is not None
+    assert base64.b64decode(allowed[1]) == hashlib.sha256(script.encode()).digest()
+    assert "default-src 'none'" in page
+    assert json.loads(data)["iterations"]
+
+
+def test_names_from_the_recording_are_shown_and_not_obeyed(tmp_path: Path) -> None:
+    recording = record(over_a_link())
+    (buffer,) = recording.job.buffers
+    layout = replace(buffer.layout, names=tuple(f"{EVIL}{index}" for index in range(len(buffer.layout.names))))
+    place = replace(recording.job.placement[0], host_name=EVIL)
+    job = replace(
+        recording.job,
+        buffers=(replace(buffer, layout=layout),),
+        placement=(place, *recording.job.placement[1:]),
+    )
+    ranks = {}
+    for number, rank in recording.ranks.items():
+        iterations = tuple(
+            replace(one, operators=tuple(replace(operator, name=EVIL) for operator in one.operators))
+            for one in rank.iterations
+        )
+        ranks[number] = replace(rank, iterations=iterations)
+    folder = tmp_path / "<b>job"
+    page = page_of(folder, replace(recording, job=job, ranks=ranks))
+    tags = read(page)
+    assert len(tags.scripts) == 2
+    assert "b" not in tags.seen
+    assert EVIL in json.loads(tags.scripts[0])["names"]
+    assert "&lt;b&gt;job" in page
+
+
+def test_without_operators_the_page_does_not_pretend_to_know_phases(tmp_path: Path) -> None:
+    page = page_of(tmp_path, record(over_a_link(), detail=Detail.UNITS))
+    read(page)
+    assert "told apart only where operators are recorded" in page
+    assert "Operators were not recorded on every rank" in page
+    (words, _), *_ = bars(page)["rank 0"]
+    assert words.startswith(("forward", "backward"))
+
+
+def test_without_units_the_rest_is_shown(tmp_path: Path) -> None:
+    recording = record(on_one_host())
+    ranks = {
+        number: replace(rank, iterations=tuple(replace(one, units=()) for one in rank.iterations))
+        for number, rank in recording.ranks.items()
+    }
+    page = page_of(tmp_path, replace(recording, ranks=ranks))
+    read(page)
+    assert "No gradients were exchanged." in page
+    assert "No gradients were exchanged while this was recorded" in page
+    assert "is the backward pass" in page
+
+
+def test_a_replay_that_is_far_off_claims_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(finding, "FAR", -1.0)
+    page = page_of(tmp_path, record(on_one_host()))
+    assert page.count("too much to be believed") == 2
+    assert 'id="timeline-path"' not in page
+    assert "if gradients travelled" not in page
+
+
+def test_a_gain_within_the_error_of_prices_is_no_gain(tmp_path: Path) -> None:
+    found = findings(written(tmp_path, record(over_a_link())))
+    assert found.played is not None
+    assert "which is within the error" not in render(found)
+    page = render(replace(found, played=replace(found.played, price_error=0.9, notes=("they are off",))))
+    assert page.count("which is within the error") == sum(one.is_priced for one in found.played.answers) > 0
+    assert '<p class="note">They are off.</p>' in page
+
+
+def test_what_cannot_be_replayed_is_drawn(tmp_path: Path) -> None:
+    found = replace(findings(written(tmp_path, record(on_one_host()))), played=None, problems=("that is why",))
+    page = render(found)
+    assert '<p class="note">That is why.</p>' in page
+    assert re.findall("<h2>(.*?)</h2>", page)[2:] == ["Exposed communication", "What this rests on"]
+
+
+def test_many_ranks_are_few_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_RANKS", 2)
+    monkeypatch.setattr(module, "MOST_ROWS", 2)
+    slow = {rank: (0.02 + 0.01 * (rank == 2),) * 4 for rank in range(4)}
+    job = made_job(durations_s=slow, sizes=SIZES, plan=plan_of(SIZES, (1, 2, 3, 4)), seconds_per_byte=1e-5)
+    page = page_of(tmp_path, record(job))
+    assert "The 2 ranks with most to do are drawn, of 4." in page
+    assert "rank 2" in bars(page)
+    assert "Shown are the 2 ranks that wait longest, of 4." in page
+    assert {lane["rank"] for lane in json.loads(read(page).scripts[0])["iterations"][0]["lanes"]} == {0, 2}
+
+
+def test_the_command_writes_the_page_and_says_the_most_important(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = written(tmp_path / "job", record(over_a_link(ranks=3)))
+    rank_path(folder, 2).unlink()
+    assert main(["report", str(folder)]) == 0
+    said = capsys.readouterr().out
+    assert "A step takes" in said
+    assert "Rank 2 of 3 is missing." in said
+    assert said.endswith(f"wrote {folder / 'report.html'}\n")
+    assert (folder / "report.html").read_text().startswith("<!doctype html>")
+    assert main(["report", str(folder), "-o", str(tmp_path / "other.html")]) == 0
+    assert (tmp_path / "other.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda folder: (folder / JOB_FILE).write_text('{"format": 7}'), "has format 7; this version of Sirtaki reads"),
+        (lambda folder: (folder / JOB_FILE).unlink(), "but no job.json"),
+        (lambda folder: [path.unlink() for path in folder.iterdir()], "it holds no recording"),
+    ],
+)
+def test_what_cannot_be_read_gets_one_sentence(damage, words, tmp_path, capsys):  # type: ignore[no-untyped-def]
+    folder = written(tmp_path / "job", record(on_one_host()))
+    damage(folder)
+    assert main(["report", str(folder)]) == 1
+    err = capsys.readouterr().err
+    assert words in err
+    assert err.count("\n") == 1
+    assert not (folder / "report.html").exists()
+
+
+def test_a_page_that_cannot_be_written_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = written(tmp_path / "job", record(on_one_host()))
+    assert main(["report", str(folder), "-o", str(tmp_path / "nowhere" / "page.html")]) == 1
+    assert "the report cannot be written" in capsys.readouterr().err
+
+
+def test_the_plots_are_well_formed(tmp_path: Path) -> None:
+    page = page_of(tmp_path, record(over_a_link()))
+    for plot in re.findall("<svg.*?</svg>", page, re.DOTALL):
+        ElementTree.fromstring(plot)
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs Node.js")
+def test_the_script_is_javascript(tmp_path: Path) -> None:
+    path = tmp_path / "timeline.js"
+    path.write_text(files("sirtaki.analysis").joinpath("timeline.js").read_text(encoding="utf-8"))
+    subprocess.run(["node", "--check", path], check=True)

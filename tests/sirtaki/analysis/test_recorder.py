@@ -1,0 +1,1017 @@
+"""What is recorded of a running job: operators, modules, memory, gradients."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from fakes import memories, recordings
+from hypothesis import given
+from hypothesis import strategies as st
+from rank_jobs import OVER_MESH, UNTUNED, Job, Play, RankCase, on_ranks, slow
+from torch import nn
+
+from sirtaki.analysis import recorder as job_recorder
+from sirtaki.analysis import recorder as profiling
+from sirtaki.analysis import termination
+from sirtaki.analysis.memory import MemoryReplay
+from sirtaki.analysis.operators import (
+    ACCUMULATING,
+    BACKWARD,
+    LOADER,
+    ZEROING,
+    ClockMap,
+    Event,
+    Kineto,
+    Mark,
+    MemoryEvent,
+    Reader,
+    Seen,
+    Step,
+    StepOperators,
+    TensorWatch,
+    borrowed,
+    map_clock,
+    operators_of,
+    readers,
+    with_edges,
+)
+from sirtaki.analysis.recorder import (
+    Draft,
+    JobRecorder,
+    Stage,
+    buffer_number,
+    clock_identity,
+    model_digest,
+    operators_of_drafts,
+    own_placement,
+    recorded,
+)
+from sirtaki.analysis.recording import Allocation, Holds, Operator, PhaseSpan, StepMemory
+from sirtaki.analysis.step_tensors import (
+    UNSEEN,
+    LiveStorage,
+    ModuleCalls,
+    WatchedStep,
+    address_of,
+    live_storages,
+    memory_of_step,
+    model_is_compiled,
+)
+from sirtaki.autotune.model.replayer import Phase
+from sirtaki.comm.plan import Algorithm, Route, TransportKind
+from sirtaki.comm.recorder import CopySpan, ReadyMoment, TracedIteration, TracedOperation, TracedUnit
+from sirtaki.errors import NotInitializedError, RecordingError
+from sirtaki.measures import LinkModel
+from sirtaki.profiler import profile
+from sirtaki.settings import ProfileRequest
+
+# ── profiling ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_recording_needs_a_job(tmp_path) -> None:
+    with pytest.raises(NotInitializedError), profile(tmp_path):
+        pass
+
+
+class _Asked:
+    def __init__(self, **settings):
+        from types import SimpleNamespace
+
+        self.settings = SimpleNamespace(**settings)
+
+
+def test_at_least_one_iteration_is_recorded(monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(profiling, "current", lambda: _Asked(profile=None))
+    with pytest.raises(ValueError, match="at least one iteration, not 0"), profile(tmp_path, iterations=0):
+        pass
+
+
+def test_a_job_that_is_recorded_already_is_not_recorded_twice(monkeypatch, tmp_path) -> None:
+    asked = _Asked(profile=ProfileRequest(folder=str(tmp_path), iterations=2, operators=False))
+    monkeypatch.setattr(profiling, "current", lambda: asked)
+    monkeypatch.setattr(profiling, "_from_environment", None)
+    profiling.begin_as_set()
+    begun = profiling._from_environment
+    assert begun is not None
+    profiling.begin_as_set()  # of the next generation of an elastic job
+    assert profiling._from_environment is begun
+    with pytest.raises(ValueError, match="recorded already"), profile(tmp_path):
+        pass
+    begun.end()
+
+
+def test_nothing_is_begun_where_nothing_is_set(monkeypatch) -> None:
+    monkeypatch.setattr(profiling, "current", lambda: _Asked(profile=None))
+    monkeypatch.setattr(profiling, "_from_environment", None)
+    profiling.begin_as_set()
+    assert profiling._from_environment is None
+
+
+# ── placement ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_rank_says_where_it_runs() -> None:
+    control: Any = SimpleNamespace(rank=2, hosts=[0, 0, 2, 2], node_ranks=[2, 3], host_names=["a", "a", "b", "b"])
+    place = own_placement(control)
+    assert (place.rank, place.host, place.node, place.host_name) == (2, 2, 2, "b")
+    assert set(place.processors) == os.sched_getaffinity(0)
+    assert place.host_processors >= len(place.processors) >= 1
+
+
+def test_processes_of_one_machine_read_one_clock() -> None:
+    assert clock_identity() == clock_identity() != ""
+
+
+# ── job recorder ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+SHORT_WARMUP = {"SIRTAKI_REGISTRY": "off", "SIRTAKI_WARMUP_ITERATIONS": "3"}
+
+
+@on_ranks("profiled", slow(Job(2, env=UNTUNED)), Job(3, env={**UNTUNED, **OVER_MESH, "SIRTAKI_TRANSPORT": "gloo"}))
+def test_a_job_is_recorded(play: Play, rank_case: RankCase) -> None:
+    play(rank_case)
+
+
+@on_ranks("profiled", Job(3, env={**UNTUNED, "SIRTAKI_TEST_SUBSETS": "1"}), cases="SUBSETS")
+def test_a_job_with_process_sets_is_recorded(play: Play, rank_case: RankCase) -> None:
+    play(rank_case)
+
+
+def test_nothing_is_written_if_it_never_began(tmp_path, caplog) -> None:
+    recorder = JobRecorder(ProfileRequest(folder=str(tmp_path / "recorded")))
+    recorder.end()
+    recorder.end()
+    assert recorder.stage is Stage.ENDED
+    assert caplog.text.count("nothing was recorded") == 1
+    assert not (tmp_path / "recorded").exists()
+
+
+def test_only_routes_in_use_that_no_warm_up_knows_are_probed(monkeypatch: pytest.MonkeyPatch) -> None:
+    gloo, mpi = ((kind, Algorithm.FLAT) for kind in (TransportKind.GLOO, TransportKind.MPI))
+    in_use = [SimpleNamespace(knobs=SimpleNamespace(route=route), router=route) for route in (gloo, mpi, mpi)]
+    probed: list[Route] = []
+
+    def probe(control: object, router: object, routes: list[Route], **_: object) -> dict[Route, list[object]]:
+        assert routes == [router]
+        probed.extend(routes)
+        return {route: [] for route in routes}
+
+    link = LinkModel(alpha_s=0.001, throughput=(1e9,))
+    monkeypatch.setattr(job_recorder, "_of_all_ranks", lambda job: in_use)
+    monkeypatch.setattr(job_recorder, "probe_routes", probe)
+    monkeypatch.setattr(job_recorder, "fitted_links", lambda probes: dict.fromkeys(probes, link))
+    found = job_recorder._links(SimpleNamespace(control=None), {gloo: link})  # type: ignore[arg-type]
+    assert (probed, found) == ([mpi], {gloo: link, mpi: link})
+
+
+# ── own recording ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+ROUTE = (TransportKind.GLOO, Algorithm.FLAT)
+
+
+def traced(number: int = 3) -> TracedIteration:
+    unit = TracedUnit(
+        layout_number=1,
+        layout=recordings.LAYOUT,
+        start=0,
+        stop=100,
+        stream=2,
+        route=ROUTE,
+        issued_s=1.4,
+        began_s=None,
+        done_s=1.8,
+    )
+    return TracedIteration(
+        source=None,
+        number=number,
+        profiling=False,
+        first_ready_s=1.2,
+        backward_ended_s=1.5,
+        end_s=1.9,
+        ready=(ReadyMoment(1, 0, 1.3), ReadyMoment(0, 2, 1.2)),
+        copies=(CopySpan(1.35, 1.36, 2),),
+        units=(unit,),
+    )
+
+
+def draft() -> Draft:
+    made = Draft(1.0, traced=[((0, 2), traced())], updates=[(1.9, 2.0)], number=12, end_s=2.0)
+    made.operations.append(
+        TracedOperation(name="loss", kind="ALLREDUCE", submitted_s=1.95, agreed_s=1.96, done_s=1.97, n_bytes=4)
+    )
+    return made
+
+
+def test_a_step_without_operators_has_what_gradients_tell() -> None:
+    one = recorded(draft(), None)
+    assert (one.number, one.begin_s, one.end_s, one.profiling) == (12, 1.0, 2.0, False)
+    assert [(span.phase, span.begin_s, span.end_s) for span in one.spans] == [
+        (Phase.BACKWARD, 1.2, 1.5),
+        (Phase.UPDATE, 1.9, 2.0),
+    ]
+    assert abs(one.exposed_s - 0.4) < 1e-9
+    assert one.collectives[0].name == "loss"
+    assert one.copies[0].n_gradients == 2
+
+
+def test_units_and_gradients_name_their_buffer_among_all_of_the_job() -> None:
+    one = recorded(draft(), None)
+    assert one.units[0].unit.buffer == buffer_number((0, 2), 1)
+    assert one.units[0].unit.iteration == 3
+    assert [(ready.buffer, ready.index) for ready in one.ready] == [
+        (buffer_number((0, 2), 0), 2),
+        (buffer_number((0, 2), 1), 0),
+    ]
+
+
+def test_no_operator_is_where_gradients_are_copied_or_waited_for() -> None:
+    step = draft().step
+    assert step.cuts == ((1.35, 1.36), (1.5, 1.9))
+    assert step.updates == ((1.9, 2.0),)
+
+
+def test_numbers_of_buffers_are_different_and_the_first_one_is_zero() -> None:
+    numbers = [buffer_number((p, s), n) for p in range(3) for s in range(3) for n in range(3)]
+    assert numbers[0] == 0
+    assert len(set(numbers)) == 27
+
+
+def test_ranks_that_train_something_else_have_another_digest() -> None:
+    (common,) = recordings.job().buffers
+    other = replace(common, layout=common.layout.reordered([1, 0, 2]))
+    assert model_digest([common]) != model_digest([other])
+
+
+def test_a_step_that_nobody_saw_has_the_operators_of_one_that_was_seen() -> None:
+    lender, borrower = draft(), draft()
+    lender.slowed = True
+    borrower.begin_s = 0.0  # its forward pass took six times as long as that of the lender
+    backward = Event(f"{BACKWARD}AddmmBackward0", 1, 1.15, 1.45)
+    seen = Seen(
+        events=[Event("aten::linear", 1, 1.02, 1.12), backward],
+        thread=1,
+        clock=ClockMap(origin_ns=0, origin_s=0.0, error_s=1e-6),
+    )
+    (own, lent), lanes = operators_of_drafts([lender, borrower], seen)
+    assert lanes == ("training thread",)
+    assert own is not None
+    assert lent is not None
+    names = [one.name for one in own.operators]
+    assert names == [one.name for one in lent.operators] == ["aten::linear", *["AddmmBackward0"] * 2]  # a copy cuts it
+    assert (own.operators[0].begin_s, own.operators[0].end_s) == (1.02, 1.12)
+    assert (lent.operators[0].begin_s, lent.operators[0].end_s) == pytest.approx((0.12, 0.72))
+    assert [span.phase for span in lent.spans] == [span.phase for span in own.spans]
+    assert operators_of_drafts([lender, borrower], None) == ([None, None], ())
+    assert not recorded(borrower, lent).slowed
+
+
+# ── borrowed operators ────────────────────────────────────────────────────────────────────────────────────────────
+
+THERE = {("begin",): 10.0, ("ready", 1): 14.0, ("ready", 0): 16.0, ("end",): 20.0}
+
+
+def seen(*spans_s: tuple[float, float]) -> StepOperators:
+    return StepOperators(
+        operators=tuple(
+            Operator(name=f"op{number}", lane=0, begin_s=begin_s, end_s=end_s, phase=Phase.FORWARD, sequence=number)
+            for number, (begin_s, end_s) in enumerate(spans_s)
+        ),
+        spans=(PhaseSpan(phase=Phase.FORWARD, begin_s=spans_s[0][0], end_s=spans_s[-1][1]),),
+    )
+
+
+def times(found: StepOperators) -> list[tuple[float, float]]:
+    return [(one.begin_s, one.end_s) for one in found.operators]
+
+
+def test_a_step_like_the_one_that_was_seen_has_its_operators() -> None:
+    own = seen((10.5, 12.0), (13.0, 15.0), (19.0, 20.0))
+    assert borrowed(own, THERE, THERE) == own
+
+
+def test_each_part_between_two_moments_is_stretched_by_itself() -> None:
+    here = {("begin",): 100.0, ("ready", 1): 102.0, ("ready", 0): 105.0, ("end",): 105.5}
+    found = borrowed(seen((10.0, 12.0), (14.0, 16.0), (18.0, 20.0)), THERE, here)
+    assert times(found) == [pytest.approx(pair) for pair in ((100.0, 101.0), (102.0, 105.0), (105.25, 105.5))]
+    assert [one.name for one in found.operators] == ["op0", "op1", "op2"]
+    assert (found.spans[0].begin_s, found.spans[0].end_s) == pytest.approx((100.0, 105.5))
+
+
+def test_one_over_several_parts_is_stretched_by_each() -> None:
+    here = {**THERE, ("ready", 1): 11.0}
+    assert times(borrowed(seen((12.0, 15.0)), THERE, here)) == [pytest.approx((10.5, 13.5))]
+
+
+def test_what_only_one_of_them_has_does_not_count() -> None:
+    here = {("begin",): 0.0, ("ready", 7): 0.1, ("end",): 10.0}
+    assert times(borrowed(seen((12.0, 15.0)), THERE, here)) == [pytest.approx((2.0, 5.0))]
+
+
+def test_what_happened_in_another_order_is_no_common_moment() -> None:
+    here = {("begin",): 0.0, ("ready", 1): 6.0, ("ready", 0): 5.0, ("end",): 10.0}
+    found = times(borrowed(seen((10.0, 14.0), (15.0, 16.0), (16.0, 20.0)), THERE, here))
+    assert found[0] == pytest.approx((0.0, 6.0))
+    assert found[2] == (pytest.approx(6 + 4 * 2 / 6), 10.0)
+    assert all(begin_s <= end_s for begin_s, end_s in found)
+
+
+def test_nothing_lies_outside_of_the_step() -> None:
+    assert times(borrowed(seen((9.0, 21.0)), THERE, THERE)) == [(10.0, 20.0)]
+
+
+# ── clock map ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+EPOCH_NS = 1_795_374_239_018_036_638
+
+
+def mark(true_s: float, *, early_s: float, late_s: float, ahead_s: float) -> Mark:
+    """One that was made at `true_s` of our clock, of which we know that it was not earlier nor later than that."""
+    return Mark(
+        before_s=true_s - early_s,
+        after_s=true_s + 1e-6 + late_s,
+        start_ns=EPOCH_NS + round((true_s + ahead_s) * 1e9),
+        duration_ns=1000,
+    )
+
+
+@given(
+    ahead_s=st.floats(-1e3, 1e3),
+    widths=st.lists(st.tuples(st.floats(0, 1e-3), st.floats(0, 1e-3)), min_size=1, max_size=8),
+)
+def test_the_clock_is_known_within_what_the_quickest_marks_leave_open(
+    ahead_s: float, widths: list[tuple[float, float]]
+) -> None:
+    marks = [mark(50.0 + number, early_s=a, late_s=b, ahead_s=ahead_s) for number, (a, b) in enumerate(widths)]
+    clock = map_clock(marks)
+    told_s = clock.at(EPOCH_NS + round((52.5 + ahead_s) * 1e9))
+    assert abs(told_s - 52.5) <= clock.error_s + 1e-8
+    assert clock.error_s <= min(a + b for a, b in widths) / 2 + 1e-8
+
+
+def test_marks_that_contradict_each_other_say_by_how_much() -> None:
+    exact = {"early_s": 0.0, "late_s": 0.0}
+    clock = map_clock([mark(1.0, **exact, ahead_s=0.0), mark(2.0, **exact, ahead_s=4e-6)])
+    assert clock.error_s == pytest.approx(2e-6, abs=1e-8)
+
+
+def test_without_marks_nothing_is_known() -> None:
+    with pytest.raises(RecordingError):
+        map_clock([])
+
+
+# ── kineto ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_operators_have_times_of_our_clock() -> None:
+    kineto = Kineto()
+    before_s = time.perf_counter()
+    torch.ones(300, 300).matmul(torch.ones(300, 300))
+    after_s = time.perf_counter()
+    kineto.mark()
+    seen = kineto.stop()
+    product = next(event for event in seen.events if event.name == "aten::matmul")
+    assert before_s - seen.clock.error_s <= product.begin_s < product.end_s <= after_s + seen.clock.error_s
+    assert seen.clock.error_s < 1e-3
+    assert product.thread == seen.thread
+    assert not product.on_device
+    assert not any(event.name == "sirtaki.mark" for event in seen.events)
+
+
+def test_annotations_are_no_operators_and_passes_are_joined_by_numbers() -> None:
+    weight = torch.ones(4, requires_grad=True)
+    kineto = Kineto()
+    with torch.profiler.record_function("mine"):
+        (weight * 2).sum().backward()
+    events = {event.name: event for event in sorted(kineto.stop().events, key=lambda event: -event.begin_s)}
+    assert events["mine"].annotation
+    assert not events["aten::mul"].annotation
+    assert events["aten::mul"].sequence == events["autograd::engine::evaluate_function: MulBackward0"].sequence >= 0
+
+
+def test_a_script_that_uses_it_keeps_it() -> None:
+    with (
+        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]),
+        pytest.raises(RecordingError, match="in use by the script"),
+    ):
+        Kineto()
+    Kineto().stop()
+
+
+def test_another_thread_knows_that_it_is_not_its_own() -> None:
+    kineto, seen = Kineto(), []
+    asking = threading.Thread(target=lambda: seen.append(kineto.here))
+    asking.start()
+    asking.join()
+    assert seen == [False]
+    assert kineto.here
+    kineto.stop()
+
+
+def test_memory_is_told_in_its_order_with_who_asked_for_it() -> None:
+    weight = torch.ones(1000, requires_grad=True)
+    kineto = Kineto()
+    before_s = time.perf_counter()
+    (weight * 2).sum().backward()
+    weight.grad = None
+    seen = kineto.stop()
+    assert all(one.device == "cpu" and one.at_s >= before_s - seen.clock.error_s for one in seen.memory)
+    assert [one.at_s for one in seen.memory] == sorted(one.at_s for one in seen.memory)
+    large = [(one.n_bytes, one.operator) for one in seen.memory if abs(one.n_bytes) == 4000]
+    assert large[0] == (4000, "aten::mul")
+    assert sum(n_bytes for n_bytes, _ in large) == 0
+    assert not any(event.name == "[memory]" for event in seen.events)
+
+
+def test_what_operators_read_is_watched_until_the_next_mark() -> None:
+    kineto = Kineto(edges=True)
+    torch.ones(4).sum()
+    kineto.mark()
+    torch.ones(4).prod()
+    assert [(one.name, one.after) for one in kineto.stop().readers] == [("aten::ones", ()), ("aten::sum", (0,))]
+
+
+# ── operators ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+TRAINS, ENGINE = 1, 7
+
+CLOCK = ClockMap(origin_ns=0, origin_s=0.0, error_s=0.0)
+
+
+def event(name: str, begin_s: float, end_s: float, *, thread: int = TRAINS, **more: object) -> Event:
+    return Event(name, thread, begin_s, end_s, **more)  # type: ignore[arg-type]
+
+
+def named(name: str, begin_s: float, end_s: float) -> Event:
+    return event(name, begin_s, end_s, annotation=True)
+
+
+STEP = Step(begin_s=0.0, end_s=10.0, updates=((8.0, 9.0),), cuts=())
+
+USUAL = [
+    named(LOADER + "_next", 0.5, 1.0),
+    event("aten::stack", 0.6, 0.9),
+    named(ZEROING + "SGD", 1.1, 1.2),
+    event("aten::zero_", 1.15, 1.18),
+    event("aten::linear", 2.0, 3.0, sequence=5),
+    event("aten::addmm", 2.1, 2.9, sequence=6),
+    event("aten::sum", 3.0, 3.5, sequence=7),
+    event(BACKWARD + "SumBackward0", 4.0, 4.5, sequence=7),
+    event("SumBackward0", 4.1, 4.4, sequence=7),
+    event(BACKWARD + "torch::autograd::AccumulateGrad", 4.5, 6.0),
+    event("aten::copy_", 7.0, 7.1),
+    event("aten::add_", 8.2, 8.3),
+]
+
+
+def only(events: list[Event], step: Step = STEP) -> StepOperators:
+    (found,), _ = operators_of(Seen(events=events, thread=TRAINS, clock=CLOCK), [step])
+    return found
+
+
+def test_operators_that_others_have_called_are_left_out_and_phases_are_told_by_pytorchs_names() -> None:
+    assert [(one.name, one.phase) for one in only(USUAL).operators] == [
+        ("aten::stack", Phase.DATA),
+        ("aten::zero_", Phase.OTHER),
+        ("aten::linear", Phase.FORWARD),
+        ("aten::sum", Phase.FORWARD),
+        ("SumBackward0", Phase.BACKWARD),
+        ("AccumulateGrad", Phase.BACKWARD),
+        ("aten::copy_", Phase.OTHER),
+        ("aten::add_", Phase.UPDATE),
+    ]
+
+
+def test_phases_last_from_their_first_operator_to_their_last() -> None:
+    assert [(span.phase, span.begin_s, span.end_s) for span in only(USUAL).spans] == [
+        (Phase.DATA, 0.5, 1.0),
+        (Phase.FORWARD, 2.0, 3.5),
+        (Phase.BACKWARD, 4.0, 6.0),
+        (Phase.UPDATE, 8.0, 9.0),
+    ]
+
+
+def test_passes_that_are_accumulated_are_several_spans() -> None:
+    again = [event("aten::linear", 6.2, 6.5, sequence=9), event(BACKWARD + "AddmmBackward0", 6.6, 6.9, sequence=9)]
+    assert [span.phase for span in only([*USUAL, *again]).spans].count(Phase.BACKWARD) == 2
+
+
+def test_what_comes_before_the_data_is_not_forward() -> None:
+    metric = event("aten::mul_", 0.1, 0.2, sequence=5)  # the number of the node that is made next
+    operators = only([metric, *USUAL]).operators
+    assert operators[0].phase is Phase.OTHER
+    assert next(one for one in operators if one.name == "aten::linear").phase is Phase.FORWARD
+
+
+def test_data_that_is_fetched_between_the_passes_leaves_the_forward_pass_before_it() -> None:
+    late = [one for one in USUAL if LOADER not in one.name and one.name != "aten::stack"]
+    fetched = [named(LOADER + "_next", 3.6, 3.8), event("aten::stack", 3.65, 3.7)]
+    phases = {one.name: one.phase for one in only([*late, *fetched]).operators}
+    assert phases["aten::linear"] is Phase.FORWARD
+    assert phases["aten::stack"] is Phase.DATA
+
+
+def test_an_operator_is_cut_around_copies() -> None:
+    step = Step(begin_s=0.0, end_s=10.0, updates=(), cuts=((4.6, 4.7), (5.0, 5.5), (5.9, 7.0)))
+    pieces = [(one.begin_s, one.end_s) for one in only(USUAL, step).operators if one.name == "AccumulateGrad"]
+    assert pieces == [(4.5, 4.6), (4.7, 5.0), (5.5, 5.9)]
+
+
+def test_an_operator_belongs_to_the_step_in_which_it_begins() -> None:
+    steps = [Step(begin_s=0.0, end_s=4.2, updates=(), cuts=()), Step(begin_s=4.2, end_s=10.0, updates=(), cuts=())]
+    found, _ = operators_of(Seen(events=USUAL, thread=TRAINS, clock=CLOCK), steps)
+    assert [one.name for one in found[1].operators] == ["AccumulateGrad", "aten::copy_", "aten::add_"]
+
+
+def test_threads_and_streams_are_lanes_and_kernels_have_the_phase_of_who_launched_them() -> None:
+    events = [
+        *USUAL,
+        event(BACKWARD + "MulBackward0", 5.0, 5.2, thread=ENGINE, sequence=3),
+        event("cudaLaunchKernel", 2.2, 2.3, launch=42),
+        event("gemm", 2.5, 6.5, thread=20, on_device=True, launch=42),
+        event("memset", 6.6, 6.7, thread=20, on_device=True, launch=43),
+    ]
+    found, lanes = operators_of(Seen(events=events, thread=TRAINS, clock=CLOCK), [STEP])
+    assert lanes == ("training thread", "thread 7", "stream 20 of the device")
+    by_name = {one.name: one for one in found[0].operators}
+    assert (by_name["MulBackward0"].lane, by_name["MulBackward0"].phase) == (1, Phase.BACKWARD)
+    assert (by_name["gemm"].lane, by_name["gemm"].phase) == (2, Phase.FORWARD)
+    assert by_name["memset"].phase is Phase.OTHER
+    assert "cudaLaunchKernel" not in by_name  # aten::linear has called it
+
+
+MOMENTS = st.floats(0.01, 9.9, allow_nan=False)
+
+
+@given(
+    spans=st.lists(st.tuples(MOMENTS, MOMENTS).map(sorted), max_size=20),
+    cuts=st.lists(MOMENTS, max_size=8).map(sorted),
+)
+def test_no_lane_ever_overlaps(spans: list[list[float]], cuts: list[float]) -> None:
+    nested = [event(f"op{number}", begin_s, end_s) for number, (begin_s, end_s) in enumerate(spans)]
+    step = Step(begin_s=0.0, end_s=10.0, updates=(), cuts=tuple(zip(cuts[::2], cuts[1::2], strict=False)))
+    operators = only(nested, step).operators
+    assert all(before.end_s <= after.begin_s for before, after in pairwise(operators))
+    for one in operators:
+        assert one.begin_s < one.end_s
+        assert all(one.end_s <= begin_s or end_s <= one.begin_s for begin_s, end_s in step.cuts)
+
+
+def test_an_operator_is_of_the_module_that_it_is_said_to_be_of() -> None:
+    seen = Seen(events=USUAL, thread=TRAINS, clock=CLOCK)
+    (found,), _ = operators_of(seen, [STEP], lambda event: event.sequence)
+    assert [one.module for one in found.operators] == [one.sequence for one in found.operators]
+
+
+# ── tensor edges ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+FLOAT = 4
+
+
+def tensor(number: int, storage: int, *, elements: int = 8, itemsize: int = FLOAT) -> list[Any]:
+    return [number, storage, 0, elements, itemsize, "cpu"]
+
+
+def node(
+    number: int,
+    name: str,
+    *,
+    inside: int = 1,
+    reads: tuple[Any, ...] = (),
+    makes: tuple[Any, ...] = (),
+    schema: str = "",
+    scope: int = 0,
+    thread: int = 1,
+) -> dict[str, Any]:
+    attributes = {"scope": scope, "tid": thread, "op_schema": schema}
+    return {
+        "id": number,
+        "name": name,
+        "ctrl_deps": inside,
+        "inputs": {"values": list(reads)},
+        "outputs": {"values": list(makes)},
+        "attrs": [{"name": key, "value": value} for key, value in attributes.items()],
+    }
+
+
+def autograd_edges(loss: torch.Tensor) -> set[tuple[str, str]]:
+    """By name, (who gives a gradient, who gets it)."""
+    found, left = set(), [loss.grad_fn]
+    while left:
+        one = left.pop()
+        if one is not None:
+            found |= {(one.name(), other.name()) for other, _ in one.next_functions if other is not None}
+            left += [other for other, _ in one.next_functions]
+    return {(giver, getter.removeprefix("torch::autograd::")) for giver, getter in found}
+
+
+def test_a_real_step_has_the_edges_that_autograd_knows_and_those_of_its_forward_pass() -> None:
+    first, second, batch = torch.nn.Linear(4, 4), torch.nn.Linear(4, 1), torch.randn(3, 4)
+    optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1, foreach=False)
+    watch = TensorWatch()
+    hidden = first(batch)
+    loss = second(torch.relu(hidden) * torch.sigmoid(hidden)).sum()
+    expected = autograd_edges(loss)
+    loss.backward()
+    optimizer.step()
+    watch.stop()
+    found = watch.readers()
+    edges = [(found[maker].name, one.name) for one in found for maker in one.after]
+    assert expected <= set(edges)
+    assert {("aten::linear", "aten::relu"), ("aten::linear", "aten::sigmoid"), ("aten::relu", "aten::mul")} <= {*edges}
+    assert ("aten::relu", "aten::sigmoid") not in edges
+    assert all(maker < place for place, one in enumerate(found) for maker in one.after)
+    updates = [one for one in found if one.name == "aten::add_"][-4:]
+    gradients = [{maker for maker in one.after if found[maker].name == "AccumulateGrad"} for one in updates]
+    assert Counter(map(len, gradients)) == {1: 4}
+    assert len(set.union(*gradients)) == 4
+
+
+def test_what_an_operator_calls_reads_and_makes_for_it() -> None:
+    nodes = [
+        node(2, "aten::ones", makes=(tensor(20, 21),)),
+        node(3, "aten::linear", reads=(tensor(20, 21),)),
+        node(4, "aten::mm", inside=3, makes=(tensor(30, 31),)),
+        node(5, "torch::autograd::AccumulateGrad"),
+        node(6, "aten::add", inside=5, reads=([tensor(30, 31)], 1.0)),
+    ]
+    assert readers(nodes) == (
+        Reader("aten::ones", ()),
+        Reader("aten::linear", (0,)),
+        Reader("AccumulateGrad", (1,)),
+    )
+
+
+def test_writing_in_place_and_views_are_seen_through_the_storage() -> None:
+    write = "aten::add_.Tensor(Tensor(a!) self, Tensor other) -> Tensor(a!)"
+    nodes = [
+        node(2, "aten::ones", makes=(tensor(20, 21),)),
+        node(3, "aten::view", reads=(tensor(20, 21),), makes=(tensor(22, 21),)),
+        node(4, "aten::add_", reads=(tensor(22, 21), 1.0), makes=(tensor(22, 21),), schema=write),
+        node(5, "aten::sum", reads=(tensor(20, 21),)),
+    ]
+    assert [one.after for one in readers(nodes)] == [(), (0,), (0, 1), (0, 2)]
+
+
+def test_a_number_that_is_given_again_to_something_else_is_no_edge() -> None:
+    nodes = [
+        node(2, "aten::ones", makes=(tensor(20, 21),)),
+        node(3, "aten::mul_", reads=(tensor(50, 51), tensor(20, 21, elements=1, itemsize=8))),
+        node(4, "aten::zeros", makes=(tensor(20, 21),)),
+        node(5, "aten::sum", reads=(tensor(20, 21),)),
+    ]
+    assert [one.after for one in readers(nodes)] == [(), (), (), (2,)]
+
+
+def test_annotations_and_other_threads_are_no_operators() -> None:
+    nodes = [
+        node(2, "mine", scope=7),
+        node(3, "aten::ones", inside=2, makes=(tensor(20, 21),)),
+        node(4, "aten::sum", inside=2, reads=(tensor(20, 21),)),
+        node(5, "aten::sin", thread=2),
+    ]
+    assert readers(nodes) == (Reader("aten::ones", ()), Reader("aten::sum", (0,)))
+
+
+def operator(name: str, begin_s: float, *, lane: int = 0) -> Operator:
+    return Operator(name=name, lane=lane, begin_s=begin_s, end_s=begin_s + 1, phase=Phase.FORWARD)
+
+
+def test_the_first_part_of_a_cut_operator_reads_and_its_last_one_is_read() -> None:
+    pieces = [
+        (0, operator("a", 0.0)),
+        (3, operator("elsewhere", 0.5, lane=1)),
+        (1, operator("b", 1.0)),
+        (1, operator("b", 2.0)),
+        (2, operator("c", 3.0)),
+    ]
+    found = (Reader("a", ()), Reader("b", (0,)), Reader("c", (0, 1)))
+    assert [one.after for one in with_edges(pieces, found)] == [(), (), (0,), (), (0, 3)]
+    assert with_edges(pieces, ()) == tuple(one for _, one in pieces)
+
+
+def test_what_another_step_does_otherwise_reads_nothing() -> None:
+    pieces = [(place, operator(name, place)) for place, name in enumerate(("a", "new", "c", "d"))]
+    found = (Reader("a", ()), Reader("gone", (0,)), Reader("c", (0, 1)), Reader("d", (2,)))
+    assert [one.after for one in with_edges(pieces, found)] == [(), (), (0,), (2,)]
+
+
+def test_a_trace_that_cannot_be_read_tells_nothing_but_why(caplog: pytest.LogCaptureFixture) -> None:
+    watch = TensorWatch()
+    watch.stop()
+    with open(watch._path, "w") as file:
+        file.write("{")
+    assert watch.readers() == ()
+    assert "cannot be told" in caplog.text
+
+
+# ── live tensors ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def of(tensor: torch.Tensor, found: list[LiveStorage]) -> LiveStorage:
+    (one,) = (each for each in found if (each.device, each.address) == address_of(tensor))
+    return one
+
+
+def test_each_storage_is_told_once_and_what_for() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(4, 8)).sum().backward()
+    optimizer.step()
+    flat = torch.zeros(100)
+    model[1].weight.grad = flat[:8]
+    mine, view = torch.ones(1000), None
+    view = mine[10:20]
+    found = live_storages()
+    weight = model[0].weight
+    assert of(weight, found).holds is Holds.PARAMETERS
+    assert of(weight, found).n_bytes == 8 * 8 * 4
+    assert of(weight.grad, found).holds is Holds.GRADIENTS
+    assert of(flat, found).holds is Holds.FLAT_BUFFERS
+    assert of(model[1].running_mean, found).holds is Holds.MODULE_BUFFERS
+    assert of(optimizer.state[weight]["exp_avg"], found).holds is Holds.OPTIMIZER
+    assert of(view, found).holds is Holds.OTHER
+    assert of(view, found).n_bytes == 4000
+
+
+def test_tensors_without_memory_of_their_own_have_no_address() -> None:
+    assert address_of(torch.empty(0)) is None
+    assert address_of(torch.eye(3).to_sparse()) is None
+    kept = torch.ones(5, device="meta")
+    assert all(one.device != "meta" for one in live_storages())
+    del kept
+
+
+def test_files_that_are_mapped_are_not_held() -> None:
+    with tempfile.NamedTemporaryFile() as file:
+        mapped = torch.from_file(file.name, shared=True, size=100)
+        assert not any((one.device, one.address) == address_of(mapped) for one in live_storages())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_all_that_a_device_has_given_out_is_known() -> None:
+    kept = torch.ones(1000, device="cuda")
+    found = [one for one in live_storages() if one.device == str(kept.device)]
+    assert sum(one.n_bytes for one in found) == torch.cuda.memory_allocated(kept.device)
+
+
+# ── module calls ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def calls() -> Iterator[ModuleCalls]:
+    watching = ModuleCalls()
+    yield watching
+    watching.stop()
+
+
+def test_calls_are_nested_and_named(calls: ModuleCalls) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.ReLU(), nn.Linear(4, 2)))
+    model(torch.ones(3, 4))
+    found, of_calls = calls.modules()
+    assert [one.name for one in found] == ["", "0", "1", "1.0", "1.1"]
+    assert {one.root for one in found} == {0}
+    assert of_calls == [0, 1, 2, 3, 4]
+    assert [call.parent for call in calls.calls] == [-1, 0, 0, 2, 2]
+    assert calls.at((calls.calls[3].begin_s + calls.calls[3].end_s) / 2) == 3
+    assert calls.at(calls.calls[4].end_s + 1) == -1
+    assert calls.at(calls.calls[0].begin_s - 1) == -1
+
+
+def test_two_models_are_two_and_a_module_that_is_called_twice_is_one(calls: ModuleCalls) -> None:
+    first, second = nn.Sequential(nn.Linear(4, 4)), nn.ReLU()
+    second(first(first(torch.ones(1, 4))))
+    found, of_calls = calls.modules()
+    assert [(one.name, one.root) for one in found] == [("", 0), ("0", 0), ("", 2)]
+    assert of_calls == [0, 1, 0, 1, 2]
+
+
+def test_a_node_belongs_to_the_innermost_module_that_made_it(calls: ModuleCalls) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    found = model(torch.ones(3, 4)).square()
+    assert calls.of_node(found.grad_fn._sequence_nr()) == -1
+    tanh = found.grad_fn.next_functions[0][0]
+    assert (tanh.name(), calls.of_node(tanh._sequence_nr())) == ("TanhBackward0", 2)
+    linear = tanh.next_functions[0][0]
+    assert (linear.name(), calls.of_node(linear._sequence_nr())) == ("AddmmBackward0", 1)
+    assert calls.of_node(-1) == calls.of_node(1 << 63) == -1
+
+
+def test_inputs_and_outputs_are_known_if_they_are_asked_for(calls: ModuleCalls) -> None:
+    model, batch = nn.Linear(4, 2), torch.ones(3, 4)
+    model(batch)
+    calls.with_tensors = True
+    found = model(input=batch)
+    without, with_tensors = calls.calls
+    assert (without.inputs, without.batch) == ((), 0)
+    assert with_tensors.inputs == (("cpu", batch.data_ptr()),)
+    assert with_tensors.outputs == (("cpu", found.data_ptr()),)
+    assert with_tensors.batch == 3
+
+
+def test_a_module_that_fails_has_ended_and_other_threads_are_left_alone(calls: ModuleCalls) -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    with pytest.raises(RuntimeError):
+        model(torch.ones(3, 5))
+    other = threading.Thread(target=lambda: model(torch.ones(3, 4)))
+    other.start()
+    other.join()
+    model(torch.ones(3, 4))
+    assert [call.parent for call in calls.calls] == [-1, 0, -1, 2]
+
+
+def test_nothing_is_seen_any_more_once_it_has_stopped() -> None:
+    watching = ModuleCalls()
+    watching.stop()
+    nn.ReLU()(torch.ones(1))
+    assert watching.calls == []
+
+
+@pytest.mark.slow
+def test_it_is_known_whether_something_was_compiled() -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    assert not model_is_compiled()
+    torch.compile(lambda value: value + 1, backend="eager")(torch.ones(1))
+    assert model_is_compiled()
+    torch._dynamo.utils.counters.clear()
+
+
+# ── memory of step ────────────────────────────────────────────────────────────────────────────────────────────────
+
+SPANS = (
+    PhaseSpan(phase=Phase.FORWARD, begin_s=1.0, end_s=3.0),
+    PhaseSpan(phase=Phase.BACKWARD, begin_s=4.0, end_s=7.0),
+    PhaseSpan(phase=Phase.UPDATE, begin_s=8.0, end_s=9.0),
+)
+
+ADDING = Event(BACKWARD + ACCUMULATING, 1, 5.5, 6.0)
+
+
+def event_in_step(at_s: float, address: int, n_bytes: int, *, accumulating: bool = False) -> MemoryEvent:
+    return MemoryEvent(at_s, "cpu", address, n_bytes, "aten::mm", accumulating)
+
+
+def memory_seen(*memory: MemoryEvent, storages: tuple[LiveStorage, ...] = ()) -> StepMemory:
+    step = WatchedStep(number=7, begin_s=0.0, end_s=10.0, spans=SPANS, storages=storages)
+    return memory_of_step(Seen(events=[ADDING], thread=1, clock=CLOCK, memory=memory), step, None)
+
+
+def test_it_is_told_apart_by_when_it_comes_and_goes() -> None:
+    events = [
+        event_in_step(2.0, 1, 10), event_in_step(2.5, 1, -10),  # soon gone
+        event_in_step(2.6, 2, 20), event_in_step(4.5, 2, -20),  # the backward pass takes it
+        event_in_step(5.0, 3, 30), event_in_step(5.9, 3, -30, accumulating=True),  # copied into a flat buffer by a hook
+        event_in_step(5.0, 4, 40), event_in_step(5.2, 4, -40),
+        event_in_step(5.6, 5, 50, accumulating=True), event_in_step(5.7, 5, -50, accumulating=True),  # the hook's own
+        event_in_step(6.5, 6, 60),  # stays
+        event_in_step(8.5, 7, 70),
+    ]  # fmt: skip
+    holds = {one.n_bytes: one.holds for one in memory_seen(*sorted(events, key=lambda one: one.at_s)).allocations}
+    assert holds == {
+        10: Holds.OTHER, 20: Holds.ACTIVATIONS, 30: Holds.GRADIENTS, 40: Holds.OTHER, 50: Holds.OTHER,
+        60: Holds.GRADIENTS, 70: Holds.OPTIMIZER,
+    }  # fmt: skip
+
+
+def test_a_gradient_has_been_added_when_autograd_is_done_with_it() -> None:
+    (one,) = memory_seen(event_in_step(5.0, 3, 30), event_in_step(6.8, 3, -30, accumulating=True)).allocations
+    assert (one.begin_s, one.added_s, one.end_s, one.operator) == (5.0, 6.0, 6.8, "aten::mm")
+
+
+def test_what_was_there_before_is_known_from_tensors_and_from_events() -> None:
+    events = (
+        event_in_step(-3.0, 1, 10),
+        event_in_step(-2.0, 2, 20),
+        event_in_step(-1.0, 2, -20),
+        event_in_step(-0.5, 3, 33),
+        event_in_step(1.5, 1, -10),
+    )
+    found = memory_seen(*events, storages=(LiveStorage("cpu", 3, 33, Holds.PARAMETERS),)).allocations
+    there = Allocation(device=0, n_bytes=33, holds=Holds.PARAMETERS)
+    assert found == (Allocation(device=0, n_bytes=10, holds=Holds.OTHER, end_s=1.5), there)
+    assert memory_seen(event_in_step(1.5, 9, -10)).allocations == ()  # of something that nobody has seen
+
+
+def test_what_is_known_by_its_sum_only_counts_but_for_what_events_tell_of() -> None:
+    unseen = LiveStorage("cpu", UNSEEN, 100, Holds.OTHER)
+    assert [one.n_bytes for one in memory_seen(event_in_step(-3.0, 1, 10), storages=(unseen,)).allocations] == [10, 90]
+
+
+def test_an_address_is_used_again() -> None:
+    found = memory_seen(
+        event_in_step(1.0, 1, 10),
+        event_in_step(2.0, 1, -10),
+        event_in_step(2.5, 1, 11),
+        event_in_step(11.0, 1, -11),
+    ).allocations
+    assert [(one.n_bytes, one.end_s) for one in found] == [(10, 2.0), (11, None)]
+
+
+@pytest.mark.slow
+def test_the_peak_of_a_real_step_is_the_allocators() -> None:
+    kineto, calls = Kineto(), ModuleCalls()
+    base = sum(one.n_bytes for one in live_storages() if one.device == "cpu")
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
+    batch = torch.ones(128, 64)
+    for _ in range(2):
+        storages = live_storages()
+        calls.with_tensors = True
+        begin_s = time.perf_counter()
+        loss = model(batch).square().mean()
+        backward_s = time.perf_counter()
+        loss.backward()
+        backward_end_s = time.perf_counter()
+        for one in model.parameters():
+            one.grad = None
+        end_s = time.perf_counter()
+    results = kineto._profiler.profiler
+    seen = kineto.stop()
+    calls.stop()
+    spans = (
+        PhaseSpan(phase=Phase.FORWARD, begin_s=begin_s, end_s=backward_s),
+        PhaseSpan(phase=Phase.BACKWARD, begin_s=backward_s, end_s=backward_end_s),
+    )
+    step = WatchedStep(number=1, begin_s=begin_s, end_s=end_s, spans=spans, storages=storages)
+    memory = memory_of_step(seen, step, calls)
+    left, totals = list(results.kineto_results.experimental_event_tree()), []
+    while left:
+        one = left.pop()
+        left += one.children
+        if hasattr(one.extra_fields, "total_allocated"):
+            totals.append(one.extra_fields.total_allocated)
+    assert MemoryReplay(memory, 0).peak().n_bytes - base == pytest.approx(max(totals), rel=0.01)
+    assert memory.batch == 128
+    modules, _ = calls.modules()
+    activations = Counter[str]()
+    for one in memory.allocations:
+        if one.holds is Holds.ACTIVATIONS and one.call >= 0:
+            activations[modules[memory.calls[one.call].module].name] += one.n_bytes
+    assert activations == {"1": 128 * 256 * 4, "2": 128 * 64 * 4}
+    gradients = [one.n_bytes for one in memory.allocations if one.holds is Holds.GRADIENTS and one.begin_s]
+    assert sorted(gradients) == sorted(one.nbytes for one in model.parameters())
+    first = next(call for call in memory.calls if modules[call.module].name == "0")
+    assert [memory.allocations[place].n_bytes for place in first.inputs] == [batch.nbytes]
+    assert first.end_s < first.backward_begin_s < first.backward_end_s
+
+
+# ── step memory ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_modules_of_two_models_have_different_keys() -> None:
+    outermost, block = memories.modules(1)
+    assert (outermost.key, block.key) == ((0, ""), (0, "blocks.0"))
+
+
+# ── termination ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+PROGRAM = """
+import os, runpy, signal, sys
+Termination = runpy.run_path(sys.argv[2])["Termination"]  # without what the package loads
+
+def keep():
+    with termination.put_off():
+        if sys.argv[1] == "while it is written":
+            os.kill(os.getpid(), signal.SIGTERM)
+        print("kept", flush=True)
+
+termination = Termination(keep)
+if sys.argv[1] == "with a handler of the script's":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
+termination.watch()
+if sys.argv[1] in ("while it is written", "after it was written"):
+    keep()
+os.kill(os.getpid(), signal.SIGTERM)
+print("lives", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("when", "printed", "exit_code"),
+    [
+        ("before it is written", "kept", -signal.SIGTERM),
+        ("while it is written", "kept", -signal.SIGTERM),
+        ("after it was written", "kept", -signal.SIGTERM),
+        ("with a handler of the script's", "", 7),
+    ],
+)
+def test_it_is_kept_and_the_process_ends(when: str, printed: str, exit_code: int) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, when, termination.__file__], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == exit_code, done.stderr
+    assert done.stdout.strip() == printed

@@ -1,0 +1,540 @@
+"""Recordings: their files, their ranks on one clock, and their trace."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections import defaultdict
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fakes import memories, recordings
+
+from sirtaki.analysis import recording_files as folder
+from sirtaki.analysis.alignment import Known, align, summary, trace_entries, write_trace
+from sirtaki.analysis.recording import (
+    FORMAT_VERSION,
+    Detail,
+    RankRecording,
+    RecordedIteration,
+    RecordedUnit,
+    Recording,
+    UnitId,
+)
+from sirtaki.analysis.recording_files import job_from_json, job_to_json, rank_from_json, rank_to_json
+from sirtaki.autotune.model.fits import ContentionModel, RateCurve
+from sirtaki.errors import RecordingError
+
+# ── recording ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_iterations_are_common_if_every_rank_has_them() -> None:
+    recorded = recordings.recording()
+    assert recorded.common_iterations == (102, 103, 104)
+    short = replace(recorded.ranks[1], iterations=recorded.ranks[1].iterations[1:])
+    assert replace(recorded, ranks={**recorded.ranks, 1: short}).common_iterations == (103, 104)
+    assert replace(recorded, ranks={}).common_iterations == ()
+
+
+def test_what_was_slowed_shows_what_a_step_takes_only_where_there_is_nothing_else() -> None:
+    recorded = recordings.recording()
+
+    def marked(*marks: dict[str, bool]) -> tuple[int, ...]:
+        steps = tuple(replace(one, **each) for one, each in zip(recorded.ranks[1].iterations, marks, strict=True))
+        return replace(
+            recorded, ranks={**recorded.ranks, 1: replace(recorded.ranks[1], iterations=steps)}
+        ).usual_iterations
+
+    profiling, slowed = {"profiling": True}, {"slowed": True}
+    assert marked({}, {}, {}) == (102, 103, 104)
+    assert marked(slowed, slowed, {}) == (104,)
+    assert marked(profiling, slowed, {}) == (104,)
+    assert marked(profiling, slowed, slowed) == (103, 104)
+    assert marked(profiling, profiling, profiling) == ()
+
+
+def test_usual_iterations_follow_each_other() -> None:
+    recorded = recordings.recording(n_iterations=6)
+    there = recorded.ranks[1].iterations
+
+    def without(*places: int) -> tuple[int, ...]:
+        kept = tuple(one for place, one in enumerate(there) if place not in places)
+        return replace(
+            recorded, ranks={**recorded.ranks, 1: replace(recorded.ranks[1], iterations=kept)}
+        ).usual_iterations
+
+    assert without() == (102, 103, 104, 105, 106, 107)
+    assert without(1) == (104, 105, 106, 107)
+    assert without(2, 5) == (105, 106)
+
+
+def test_a_step_in_which_a_rank_had_joined_others_is_not_usual() -> None:
+    recorded = recordings.recording()
+    first, second, third = recorded.ranks[0].iterations
+    assert not first.joined
+    merged = replace(second, units=(*first.units, *second.units))
+    assert merged.joined
+    ranks = {**recorded.ranks, 0: replace(recorded.ranks[0], iterations=(first, merged, third))}
+    assert replace(recorded, ranks=ranks).usual_iterations == (104,)
+
+
+def test_a_job_has_as_many_ranks_as_were_placed() -> None:
+    assert recordings.job(4).n_ranks == 4
+
+
+# ── recording json ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_rank_comes_back_from_json_as_it_was() -> None:
+    rank = recordings.rank(1, late_s=0.01)
+    back = rank_from_json(json.loads(json.dumps(rank_to_json(rank))))
+    assert replace(back, iterations=()) == replace(rank, iterations=())
+    for mine, theirs in zip(back.iterations, rank.iterations, strict=True):
+        assert mine.units[0].unit == theirs.units[0].unit
+        assert mine.units[1].begin_s is None
+        assert mine.operators[1].after == (0,)
+        assert mine.operators[0].begin_s == pytest.approx(theirs.operators[0].begin_s, abs=1e-9)
+        assert rank_to_json(replace(back, iterations=(mine,))) == rank_to_json(replace(rank, iterations=(theirs,)))
+
+
+def test_modules_and_memory_come_back_from_json_as_they_were() -> None:
+    rank = memories.recording().ranks[0]
+    back = rank_from_json(json.loads(json.dumps(rank_to_json(rank))))
+    assert (back.modules, back.memory) == (rank.modules, rank.memory)
+
+
+def test_a_job_comes_back_from_json_as_it_was() -> None:
+    rate = RateCurve(gamma_1=2.0, gamma_2=1.0, gamma_3=0.5)
+    contention = ContentionModel(alpha_1=1.0, alpha_2=1e-4, overlapped=rate, alone=rate)
+    job = replace(recordings.job(3, ranks_per_host=1), contention=contention)
+    assert job_from_json(json.loads(json.dumps(job_to_json(job)))) == job
+
+
+def test_names_of_operators_are_written_once() -> None:
+    assert rank_to_json(recordings.rank(0))["operator_names"] == ["aten::linear", "AddmmBackward0"]
+    rank = replace(memories.recording().ranks[0], memory=memories.chain())
+    assert rank_to_json(rank)["memory"]["operators"] == ["", "aten::mm"]
+
+
+# ── folder ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Path:
+    write(tmp_path, recordings.recording(4, ranks_per_host=2))
+    return tmp_path
+
+
+def write(into: Path, recording: Recording) -> None:
+    folder.write_job(into, recording.job)
+    for rank in recording.ranks.values():
+        folder.write_rank(into, rank)
+
+
+def test_a_whole_folder_is_read_without_a_word(written: Path) -> None:
+    recording = folder.read(written)
+    assert recording.problems == ()
+    assert sorted(recording.ranks) == [0, 1, 2, 3]
+    assert recording.common_iterations == (102, 103, 104)
+    assert recording.job == recordings.job(4)
+
+
+def test_nothing_but_whole_files_is_left_in_it(written: Path) -> None:
+    assert sorted(path.name for path in written.iterdir()) == [
+        "job.json",
+        *(f"rank-000{rank}.json.gz" for rank in range(4)),
+    ]
+
+
+def test_what_ranks_that_were_killed_leave_is_shown(written: Path) -> None:
+    folder.rank_path(written, 2).unlink()
+    folder.write_rank(written, replace(recordings.rank(3, n_iterations=1), complete=False))
+    recording = folder.read(written)
+    assert sorted(recording.ranks) == [0, 1, 3]
+    assert recording.common_iterations == (102,)
+    assert recording.problems == (
+        "rank 2 of 4 is missing",
+        "rank 3 recorded fewer iterations than the 3 wanted (1 at least)",
+    )
+
+
+@pytest.mark.parametrize("content", [b"", b"\x1f\x8b\x08nonsense", gzip.compress(b"{}")[:-9], gzip.compress(b"[1, 2")])
+def test_a_damaged_file_is_named_and_left_out(written: Path, content: bytes) -> None:
+    folder.rank_path(written, 1).write_bytes(content)
+    recording = folder.read(written)
+    assert sorted(recording.ranks) == [0, 2, 3]
+    assert "rank-0001.json.gz" in recording.problems[0]
+
+
+def test_fields_that_are_missing_are_a_damaged_file(written: Path) -> None:
+    folder.rank_path(written, 1).write_bytes(gzip.compress(json.dumps({"format": FORMAT_VERSION, "rank": 1}).encode()))
+    assert "rank-0001.json.gz is damaged" in folder.read(written).problems[0]
+
+
+def test_a_folder_of_another_version_is_not_read(written: Path) -> None:
+    data = json.loads((written / "job.json").read_text())
+    (written / "job.json").write_text(json.dumps({**data, "format": 7}))
+    with pytest.raises(RecordingError, match=r"has format 7; this version of Sirtaki reads formats 2 and 3"):
+        folder.read(written)
+
+
+def test_a_folder_of_the_version_before_is_read_without_modules_and_memory(written: Path) -> None:
+    data = json.loads((written / "job.json").read_text())
+    (written / "job.json").write_text(json.dumps({**data, "format": 2}))
+    for number in range(4):
+        path = folder.rank_path(written, number)
+        rank = json.loads(gzip.decompress(path.read_bytes()))
+        del rank["modules"], rank["memory"]
+        for one in rank["iterations"]:
+            one["operators"] = [row[:7] for row in one["operators"]]
+        path.write_bytes(gzip.compress(json.dumps({**rank, "format": 2}).encode()))
+    recording = folder.read(written)
+    assert recording.problems == ()
+    assert sorted(recording.ranks) == [0, 1, 2, 3]
+    assert recording.ranks[0].memory is None
+    assert recording.ranks[0].iterations[0].operators[0].module == -1
+
+
+def test_ranks_of_another_model_or_job_are_left_out(written: Path) -> None:
+    folder.write_rank(written, replace(recordings.rank(2), model="another"))
+    folder.write_rank(written, replace(recordings.rank(3), job="9.9"))
+    recording = folder.read(written)
+    assert sorted(recording.ranks) == [0, 1]
+    assert "rank-0003.json.gz is of another job, and is left out" in recording.problems
+    assert "rank 2 trained another model, and what they recorded is left out" in recording.problems
+
+
+def test_a_recording_without_units_is_shown_with_a_word_about_clocks(tmp_path: Path) -> None:
+    whole = recordings.recording()
+    bare = {
+        number: replace(rank, iterations=tuple(replace(one, units=()) for one in rank.iterations))
+        for number, rank in whole.ranks.items()
+    }
+    write(tmp_path, replace(whole, ranks=bare))
+    (problem,) = folder.read(tmp_path).problems
+    assert "no gradients were exchanged" in problem
+
+
+def test_a_folder_with_nothing_to_show_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(RecordingError, match="is no folder"):
+        folder.read(tmp_path / "nowhere")
+    with pytest.raises(RecordingError, match="holds no recording"):
+        folder.read(tmp_path)
+    folder.write_rank(tmp_path, recordings.rank(0))
+    with pytest.raises(RecordingError, match=r"recordings of 1 ranks, but no job.json"):
+        folder.read(tmp_path)
+    folder.rank_path(tmp_path, 0).unlink()
+    folder.write_job(tmp_path, recordings.job())
+    with pytest.raises(RecordingError, match="nothing of any rank"):
+        folder.read(tmp_path)
+
+
+def test_only_a_recording_is_cleared(written: Path) -> None:
+    (written / "notes.txt").write_text("mine")
+    (written / folder.REPORT_FILE).write_text("made of it")
+    assert folder.holds_recording(written)
+    folder.clear(written)
+    assert [path.name for path in written.iterdir()] == ["notes.txt"]
+    assert not folder.holds_recording(written)
+
+
+def test_many_ranks_are_counted() -> None:
+    assert folder.of_ranks([3]) == "rank 3"
+    assert folder.of_ranks([0, 2, 5]) == "ranks 0, 2 and 5"
+    assert folder.of_ranks(range(64)) == "ranks 0, 1, 2, … (64)"
+
+
+# ── alignment ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+OFFSETS_S = (0.05, -0.05)
+
+DRIFT = 20e-6
+
+LEAST_TRANSFER_S = 100e-6
+
+
+def drawn(
+    n_ranks: int = 2,
+    *,
+    ranks_per_host: int = 1,
+    iterations: int = 10,
+    step_s: float = 0.2,
+    units: int = 6,
+    seed: int = 0,
+) -> Recording:
+    """Right clocks. Who is last changes from unit to unit; a transfer takes 100 µs at least, and mostly more."""
+    rng = np.random.default_rng(seed)
+    steps: list[list[RecordedIteration]] = [[] for _ in range(n_ranks)]
+    for number in range(iterations):
+        begin_s = 5000.0 + number * step_s
+        of_rank: list[list[RecordedUnit]] = [[] for _ in range(n_ranks)]
+        for unit in range(units):
+            issue_s = begin_s + step_s * (unit + 1) / (units + 2) + rng.exponential(300e-6, n_ranks)
+            done_s = issue_s.max() + LEAST_TRANSFER_S + rng.exponential(50e-6, n_ranks)
+            identity = UnitId(iteration=number, buffer=0, start=unit, stop=unit + 1, route=recordings.ROUTE, stream=0)
+            for rank in range(n_ranks):
+                of_rank[rank].append(
+                    RecordedUnit(unit=identity, issue_s=float(issue_s[rank]), begin_s=None, done_s=float(done_s[rank]))
+                )
+        for rank in range(n_ranks):
+            steps[rank].append(
+                RecordedIteration(number=number, begin_s=begin_s, end_s=begin_s + step_s, units=tuple(of_rank[rank]))
+            )
+    ranks = {rank: replace(recordings.rank(rank), iterations=tuple(steps[rank])) for rank in range(n_ranks)}
+    return Recording(job=recordings.job(n_ranks, ranks_per_host=ranks_per_host), ranks=ranks)
+
+
+def wrong(recording: Recording, clocks: dict[int, tuple[float, float]]) -> Recording:
+    """Of each of these ranks the clock shows so much more, and gains so much."""
+    moved = {
+        rank: recordings.shifted(recording.ranks[rank], by_s=by_s, drift=drift)
+        for rank, (by_s, drift) in clocks.items()
+    }
+    return replace(recording, ranks={**recording.ranks, **moved})
+
+
+def moments(rank: RankRecording) -> list[float]:
+    return [moment for step in rank.iterations for unit in step.units for moment in (unit.issue_s, unit.done_s)]
+
+
+def largest_error_s(true: Recording, told: Recording, rank: int) -> float:
+    """After alignment, of all that the rank has recorded."""
+    aligned = align(told)
+    pairs = zip(moments(told.ranks[rank]), moments(true.ranks[rank]), strict=True)
+    return max(abs(aligned.at(rank, moment) - wanted) for moment, wanted in pairs)
+
+
+def smallest_round_trip_s(recording: Recording, one: int, other: int) -> float:
+    """From the one to the other and back, each way by the quickest unit."""
+
+    def way_s(there: int, back: int) -> float:
+        issued = {u.unit: u.issue_s for step in recording.ranks[there].iterations for u in step.units}
+        return min(u.done_s - issued[u.unit] for step in recording.ranks[back].iterations for u in step.units)
+
+    return way_s(one, other) + way_s(other, one)
+
+
+@pytest.mark.parametrize("by_s", OFFSETS_S)
+@pytest.mark.parametrize("drift", [0.0, DRIFT, -DRIFT])
+@pytest.mark.parametrize("step_s", [0.02, 0.2, 20.0])
+@pytest.mark.parametrize("seed", range(3))
+def test_an_injected_error_is_recovered_within_half_the_smallest_round_trip(
+    by_s: float, drift: float, step_s: float, seed: int
+) -> None:
+    true = drawn(step_s=step_s, seed=seed)
+    told = wrong(true, {1: (by_s, drift)})
+    bound_s = smallest_round_trip_s(true, 0, 1) / 2
+    assert largest_error_s(true, told, 1) <= bound_s
+    line = align(told).lines[1]
+    assert line.known is Known.UNITS
+    assert line.error_s == pytest.approx(bound_s, rel=0.5)
+
+
+def test_several_hosts_whose_ranks_share_clocks_are_aligned_with_each_other() -> None:
+    true = drawn(6, ranks_per_host=2, step_s=2.0, seed=4)
+    told = wrong(true, {2: (0.05, DRIFT), 3: (0.05, DRIFT), 4: (-0.05, -DRIFT), 5: (-0.05, -DRIFT)})
+    aligned = align(told)
+    assert aligned.lines[2] == aligned.lines[3]
+    assert aligned.lines[4] == aligned.lines[5]
+    for rank in range(2, 6):
+        assert largest_error_s(true, told, rank) <= smallest_round_trip_s(true, 0, rank) / 2
+
+
+def test_clocks_that_count_from_different_starts_are_aligned() -> None:
+    true = drawn(seed=1)
+    assert largest_error_s(true, wrong(true, {1: (86_400.0, DRIFT)}), 1) <= smallest_round_trip_s(true, 0, 1) / 2
+
+
+def test_ranks_of_one_host_are_left_as_they_are() -> None:
+    aligned = align(drawn(4, ranks_per_host=4))
+    assert {line.known for line in aligned.lines.values()} == {Known.REFERENCE}
+    assert aligned.at(3, 17.0) == 17.0
+    assert aligned.error_s == 0.0
+
+
+def test_two_units_are_enough_for_an_offset() -> None:
+    true = drawn(iterations=1, units=2, seed=2)
+    told = wrong(true, {1: (0.05, DRIFT)})
+    # What one of two units leaves open is all that is known.
+    assert largest_error_s(true, told, 1) <= smallest_round_trip_s(true, 0, 1) / 2 + 1e-6
+
+
+def test_a_rank_without_units_is_aligned_as_when_the_recording_began() -> None:
+    true = drawn(3, seed=3)
+    silent = replace(
+        true.ranks[2],
+        offset_s=-0.05,
+        round_trip_s=4e-5,
+        iterations=tuple(replace(step, units=()) for step in true.ranks[2].iterations),
+    )
+    aligned = align(replace(true, ranks={**true.ranks, 2: silent}))
+    assert aligned.lines[2].known is Known.START
+    assert aligned.at(2, 1000.0) == pytest.approx(999.95)
+    assert aligned.lines[2].error_s == pytest.approx(2e-5)
+    assert aligned.lines[1].known is Known.UNITS
+
+
+def test_ranks_that_meet_only_through_another_are_aligned() -> None:
+    true = drawn(3, seed=5)
+
+    def kept(rank: int, buffer: int) -> tuple[RecordedIteration, ...]:
+        """Units of the ranks 0 and 1 are of buffer 0, those of 1 and 2 of buffer 1."""
+        return tuple(
+            replace(
+                step,
+                units=tuple(
+                    replace(unit, unit=replace(unit.unit, buffer=unit.unit.start % 2))
+                    for unit in step.units
+                    if rank == 1 or unit.unit.start % 2 == buffer
+                ),
+            )
+            for step in true.ranks[rank].iterations
+        )
+
+    chain = {
+        rank: replace(true.ranks[rank], iterations=kept(rank, buffer)) for rank, buffer in ((0, 0), (1, 0), (2, 1))
+    }
+    true = replace(true, ranks=chain)
+    told = wrong(true, {1: (0.03, 0.0), 2: (-0.05, 0.0)})
+    bound_s = (smallest_round_trip_s(drawn(3, seed=5), 0, 1) + smallest_round_trip_s(drawn(3, seed=5), 1, 2)) / 2
+    assert align(told).lines[2].known is Known.UNITS
+    assert largest_error_s(true, told, 2) <= 1.5 * bound_s  # a chain knows less, and has fewer units
+
+
+def test_without_rank_0_the_first_that_is_there_has_the_clock_of_all() -> None:
+    true = drawn(3)
+    aligned = align(replace(true, ranks={rank: true.ranks[rank] for rank in (1, 2)}))
+    assert aligned.reference == 1
+    assert aligned.lines[1].known is Known.REFERENCE
+
+
+# ── summary ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def lines(recording: Recording) -> list[str]:
+    return list(summary(recording, align(recording)))
+
+
+def test_steps_and_phases_of_each_rank_are_shown() -> None:
+    shown = lines(recordings.recording())
+    assert shown[0] == "3 iterations of 2 ranks on 1 host, with operators"
+    assert shown[1] == "one clock; times of operators within 2.0 µs"
+    assert shown[3].split() == ["rank", "step", "data", "forward", "backward", "update", "exposed"]
+    assert shown[4].split() == ["0", "100.00", "5.00", "25.00", "50.00", "-", "10.00"]
+
+
+def test_what_is_not_as_it_should_be_is_said() -> None:
+    shown = lines(replace(recordings.recording(), problems=("rank 2 of 3 is missing",)))
+    assert shown[1] == "  but: rank 2 of 3 is missing"
+
+
+def test_how_clocks_were_found_is_said() -> None:
+    apart = recordings.recording(2, ranks_per_host=1)
+    assert "2 ranks on 2 hosts" in lines(apart)[0]
+    assert lines(apart)[1].startswith("clocks are aligned by the units, within ")
+    silent = replace(apart.ranks[1], iterations=tuple(replace(one, units=()) for one in apart.ranks[1].iterations))
+    assert "what was asked for at the start, within 20 µs" in lines(replace(apart, ranks={**apart.ranks, 1: silent}))[1]
+
+
+def test_units_alone_and_many_ranks_are_shown_shortly() -> None:
+    many = recordings.recording(40, ranks_per_host=40)
+    bare = {number: replace(rank, detail=Detail.UNITS, clock_error_s=0.0) for number, rank in many.ranks.items()}
+    shown = lines(replace(many, ranks=bare))
+    assert shown[0] == "3 iterations of 40 ranks on 1 host, units only"
+    assert shown[1] == "one clock"
+    assert "   and 24 more" in shown
+
+
+def test_a_rank_that_recorded_nothing_has_no_times() -> None:
+    whole = recordings.recording()
+    empty = replace(whole.ranks[1], iterations=())
+    assert lines(replace(whole, ranks={**whole.ranks, 1: empty}))[5].split() == ["1"] + ["-"] * 6
+
+
+# ── trace file ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def entries(recording: Any = None) -> list[dict[str, Any]]:
+    found = recording or recordings.recording()
+    return list(trace_entries(found, align(found)))
+
+
+def tracks(found: list[dict[str, Any]]) -> dict[tuple[int, str], list[dict[str, Any]]]:
+    """Events of each thread, by rank and the thread's name."""
+    names = {
+        (one["pid"], one["tid"]): one["args"]["name"]
+        for one in found
+        if one["ph"] == "M" and one["name"] == "thread_name"
+    }
+    by_track = defaultdict(list)
+    for one in found:
+        if one["ph"] in ("X", "i"):
+            by_track[one["pid"], names[one["pid"], one["tid"]]].append(one)
+    return by_track
+
+
+def test_a_rank_is_a_process_and_what_follows_each_other_a_thread() -> None:
+    by_track = tracks(entries())
+    assert {name for pid, name in by_track if pid == 1} == {
+        "steps",
+        "phases",
+        "operators: train",
+        "copies",
+        "gradients",
+        "gloo stream 0",
+        "gloo stream 1",
+        "collectives",
+    }
+    steps = by_track[0, "steps"]
+    assert [one["name"] for one in steps] == ["iteration 102", "iteration 103", "iteration 104"]
+    assert steps[0]["ts"] == 0.0
+    assert steps[1]["ts"] == pytest.approx(1e5)
+    assert steps[1]["dur"] == pytest.approx(1e5)
+
+
+def test_spans_of_a_thread_never_overlap_but_lie_in_each_other() -> None:
+    for spans in tracks(entries()).values():
+        ordered = sorted((one for one in spans if one["ph"] == "X"), key=lambda one: one["ts"])
+        for before, after in pairwise(ordered):
+            assert before["ts"] + before["dur"] <= after["ts"] + 1e-6
+
+
+def test_a_unit_has_the_same_name_and_id_on_all_ranks_and_what_queues_is_told_apart() -> None:
+    found = entries()
+    units = [{one["args"]["unit"] for one in tracks(found)[rank, "gloo stream 0"]} for rank in (0, 1)]
+    assert units[0] == units[1]
+    assert len(units[0]) == 3
+    begins = [one for one in found if one["ph"] == "b"]
+    ends = {one["id"]: one for one in found if one["ph"] == "e"}
+    assert begins
+    assert all(one["ts"] < ends[one["id"]]["ts"] for one in begins)
+    assert len({one["id"] for one in begins}) == len(begins)
+
+
+def test_ranks_whose_clocks_differ_stand_on_one() -> None:
+    whole = recordings.recording(2, ranks_per_host=1)
+    found = entries(replace(whole, ranks={**whole.ranks, 1: recordings.shifted(whole.ranks[1], by_s=3.0)}))
+    begins = [tracks(found)[rank, "steps"][0]["ts"] for rank in (0, 1)]
+    assert begins[1] == pytest.approx(begins[0], abs=2e4)  # units of 20 ms
+
+
+def test_the_file_is_json_that_the_format_allows(tmp_path: Path) -> None:
+    recording = recordings.recording()
+    data = json.loads(write_trace(tmp_path, recording, align(recording)).read_text())
+    assert data["displayTimeUnit"] == "ms"
+    for one in data["traceEvents"]:
+        assert one["ph"] in "MXibe"
+        assert isinstance(one["pid"], int)
+        assert isinstance(one["tid"], int)
+        assert one["ph"] == "M" or one["ts"] >= 0.0
+        assert one["ph"] != "X" or one["dur"] >= 0.0
+        assert one["ph"] != "i" or one["s"] == "t"
+
+
+def test_a_recording_without_iterations_is_an_empty_trace() -> None:
+    empty = {number: replace(rank, iterations=()) for number, rank in recordings.recording().ranks.items()}
+    assert {one["ph"] for one in entries(replace(recordings.recording(), ranks=empty))} == {"M"}

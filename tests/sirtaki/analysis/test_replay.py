@@ -1,0 +1,902 @@
+"""Jobs replayed: their graph, their critical path, and what would happen if something were different."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import replace
+
+import pytest
+from fakes.compiled_jobs import compiled_job
+from fakes.graphs import drawn_graphs
+from fakes.played_jobs import GLOO, made_job, plan_of, record
+from fakes.replays import LINK, SIZES, on_one_host, over_a_link, played, times
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sirtaki.analysis.global_graph import (
+    BEFORE,
+    coarse,
+    communication_s,
+    computation_s,
+    critical_path,
+    global_graph,
+    mean_iteration,
+    parts,
+    recorded,
+    replayed,
+    symmetric,
+)
+from sirtaki.analysis.job_model import JobModel, Piece, histories, job_model
+from sirtaki.analysis.what_if import (
+    COMPILED,
+    COST_S,
+    COST_SHARE,
+    PAYLOAD,
+    backward_order,
+    bandwidth,
+    best_knobs,
+    compiled_backwards,
+    daydream,
+    in_parts,
+    knobs_of,
+    link_rate,
+    price_error,
+    price_notes,
+    remedies,
+    single_remedies,
+    sizes_worth_trying,
+    unanswered,
+    unit_cost,
+    wire_bytes_per_byte,
+    with_faster_loader,
+    with_knobs,
+    with_less_traffic,
+    with_link,
+    with_plans,
+    with_ranks,
+    without_stragglers,
+)
+from sirtaki.autotune.knobs import Knobs
+from sirtaki.autotune.model.replayer import ALL_RANKS, Activity, Graph, Phase, SharedHost, replay
+from sirtaki.autotune.model.simulator import Profile, Simulator
+from sirtaki.comm.plan import Algorithm, GradientLayout, TransportKind
+from sirtaki.errors import ReplayError
+from sirtaki.measures import LinkModel
+
+# ── global graph ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_there_is_a_lane_for_each_rank_and_one_for_each_stream_of_all() -> None:
+    graph = global_graph(over_a_link(streams=2, ranks=3))
+    assert list(graph.lanes) == ["rank 0", "rank 1", "rank 2", "gloo stream 0", "gloo stream 1"]
+    assert [server.name for server in graph.servers if server.is_link] == [
+        "the link between hosts",
+        "handing messages to the link",
+    ]
+
+
+def test_a_unit_is_one_node_of_all_ranks_that_all_of_them_hold_up() -> None:
+    graph = global_graph(over_a_link(cuts=(4,), ranks=3, iterations=1))
+    (unit,) = (place for place, node in enumerate(graph.nodes) if node.activity is Activity.UNIT)
+    assert graph.nodes[unit].rank == ALL_RANKS
+    assert sorted(graph.nodes[before].rank for before, after, _ in graph.edges if after == unit) == [0, 1, 2]
+    assert sorted(graph.nodes[after].rank for before, after, _ in graph.edges if before == unit) == [0, 1, 2]
+
+
+def test_processors_that_suffice_are_nobodys_bottleneck() -> None:
+    assert not any(node.works for node in global_graph(on_one_host(ranks=2, capacity=4.0)).nodes)
+    shared = [node for node in global_graph(on_one_host(ranks=2, capacity=2.0)).nodes if node.works]
+    assert {work.jobs for node in shared if node.activity is Activity.UNIT for work in node.works} == {2}
+
+
+def test_loading_data_needs_no_processor() -> None:
+    nodes = global_graph(on_one_host(ranks=4, capacity=1.0)).nodes
+    assert all(not node.works for node in nodes if node.activity is Activity.DATA)
+
+
+def test_ranks_begin_as_far_apart_as_they_did() -> None:
+    job = replace(over_a_link(), begin_s={0: 0.0, 1: 0.25})
+    found = played(job)
+    begins = {node.rank: found.end_s[place] for place, node in enumerate(found.graph.nodes) if node.iteration == BEFORE}
+    assert begins == {0: 0.0, 1: 0.25}
+
+
+def test_the_next_unit_of_a_stream_waits_for_the_last_rank() -> None:
+    job = on_one_host(cuts=(1, 4), streams=1)
+    late = replace(
+        job,
+        iterations=tuple(
+            replace(each, operations=tuple(replace(one, lag_s=0.5) for one in each.operations))
+            for each in job.iterations
+        ),
+    )
+    found = played(late)
+    units = [place for place, node in enumerate(found.graph.nodes) if node.activity is Activity.UNIT]
+    assert found.start_s[units[1]] - found.end_s[units[0]] == pytest.approx(0.5)
+
+
+# ── coarsening ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def finer(job: JobModel, parts: int) -> JobModel:
+    """Each piece cut into so many."""
+
+    def cut(piece: Piece) -> list[Piece]:
+        part = replace(piece, seconds=piece.seconds / parts)
+        return [
+            replace(
+                part,
+                waits=piece.waits if index == 0 else (),
+                ready=piece.ready if index == parts - 1 else (),
+                issues=piece.issues if index == parts - 1 else (),
+            )
+            for index in range(parts)
+        ]
+
+    return replace(
+        job,
+        iterations=tuple(
+            replace(
+                each,
+                programs={
+                    rank: tuple(part for piece in program for part in cut(piece))
+                    for rank, program in each.programs.items()
+                },
+            )
+            for each in job.iterations
+        ),
+    )
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(1, 6), st.sampled_from([2.0, 64.0]), st.booleans())
+def test_chains_become_one_and_take_as_long(parts: int, capacity: float, between_hosts: bool) -> None:
+    job = over_a_link(ranks=3) if between_hosts else on_one_host(ranks=3, capacity=capacity)
+    fine = finer(job, parts)
+    small = coarse(fine)
+    assert sum(len(program) for program in small.iterations[0].programs.values()) <= sum(
+        len(program) for program in job.iterations[0].programs.values()
+    )
+    assert times(small).iteration_s == pytest.approx(times(fine).iteration_s)
+    assert times(small).backward_s == pytest.approx(times(fine).backward_s)
+
+
+def test_when_gradients_come_stays_known_until_the_plan_is_settled() -> None:
+    job = finer(over_a_link(cuts=(4,)), 3)
+    plan = plan_of(SIZES, (1, 2, 4), streams=2)
+    small = coarse(job, settled=False)
+    assert len(small.iterations[0].programs[0]) < len(job.iterations[0].programs[0]) / 2
+    asked = times(with_plans(small, {0: plan}))
+    assert asked.iteration_s == pytest.approx(times(with_plans(job, {0: plan})).iteration_s)
+
+
+def test_the_mean_iteration_takes_what_iterations_take_on_average() -> None:
+    job = over_a_link(iterations=2)
+    slow = {
+        rank: tuple(replace(piece, seconds=3 * piece.seconds) for piece in program)
+        for rank, program in job.iterations[0].programs.items()
+    }
+    uneven = replace(job, iterations=(job.iterations[0], replace(job.iterations[1], programs=slow)))
+    mean = mean_iteration(uneven)
+    assert len(mean.iterations) == 1
+    forward = next(piece for piece in mean.iterations[0].programs[1] if piece.name == "forward")
+    assert forward.seconds == pytest.approx(0.04)
+
+
+def test_an_iteration_that_went_otherwise_counts_for_the_others() -> None:
+    job = over_a_link(iterations=3)
+    odd = {**job.iterations[0].programs, 1: tuple(p for p in job.iterations[0].programs[1] if p.name != "step")}
+    mixed = replace(job, iterations=(replace(job.iterations[0], programs=odd), *job.iterations[1:]))
+    assert times(mean_iteration(mixed)).iteration_s == pytest.approx(times(job).iteration_s)
+
+
+@pytest.mark.parametrize("capacity", [3.0, 64.0])
+def test_ranks_that_are_alike_are_replayed_once(capacity: float) -> None:
+    job = on_one_host(ranks=6, capacity=capacity)
+    one = symmetric(job)
+    assert one.ranks == (0,)
+    assert times(one).iteration_s == pytest.approx(times(job).iteration_s)
+
+
+def test_a_straggler_stays_a_rank_of_its_own() -> None:
+    durations = (0.02, 0.01, 0.03, 0.02)
+    job = made_job(
+        durations_s={0: durations, 1: durations, 2: durations, 3: tuple(2 * seconds for seconds in durations)},
+        sizes=SIZES,
+        plan=plan_of(SIZES, (1, 4)),
+        link=LINK,
+        hosts={0: 0, 1: 0, 2: 2, 3: 2},
+        capacity=2.0,
+    )
+    assert symmetric(job).ranks == (0, 2, 3)
+    assert times(symmetric(job)).iteration_s == pytest.approx(times(job).iteration_s)
+
+
+@pytest.mark.slow
+def test_a_thousand_operators_on_sixty_four_ranks_replay_in_two_seconds() -> None:
+    sizes = (10_000,) * 160
+    plan = plan_of(sizes, tuple(range(2, 161, 2)), streams=4)
+    job = made_job(
+        durations_s={rank: (0.001 + 1e-5 * rank,) * 160 for rank in range(64)},
+        sizes=sizes,
+        plan=plan,
+        link=LINK,
+        hosts={rank: rank // 8 * 8 for rank in range(64)},
+        capacity=4.0,
+    )
+    fine = finer(job, 4)
+    assert sum(len(program) for program in fine.iterations[0].programs.values()) > 60_000
+    begin_s = time.process_time()
+    found = replay(global_graph(coarse(fine)))
+    assert time.process_time() - begin_s < 2.0
+    assert found.total_s == pytest.approx(played(job).total_s)
+
+
+# ── critical path ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def shares(job: JobModel) -> dict[str, float]:
+    return {part.words: part.share for part in parts(played(job))}
+
+
+@settings(max_examples=100, deadline=None)
+@given(drawn_graphs())
+def test_the_path_has_no_hole_from_beginning_to_end(one: Graph) -> None:
+    found = replay(one)
+    path = critical_path(found)
+    assert sum(visit.end_s - visit.begin_s + visit.gap_s for visit in path) == pytest.approx(found.total_s)
+    assert sum(part.share for part in parts(found)) == pytest.approx(1.0 if found.total_s else 0.0)
+
+
+def test_a_slow_link_is_most_of_the_step() -> None:
+    job = over_a_link(iterations=1)
+    found = shares(job)
+    assert next(iter(found)) == "is the link between hosts"
+    assert found["is the link between hosts"] > 0.4
+    assert found["is the forward pass"] == pytest.approx(0.02 / played(job).total_s)
+
+
+def test_a_straggler_is_called_by_name_for_what_it_takes_longer() -> None:
+    durations = (0.02, 0.01, 0.03, 0.02)
+    job = made_job(
+        durations_s={0: durations, 1: durations, 2: tuple(2 * seconds for seconds in durations)},
+        sizes=SIZES,
+        plan=plan_of(SIZES, (4,)),
+        link=LinkModel(alpha_s=0.0, throughput=(1e9,)),
+        data_s={0: 0.01, 1: 0.01, 2: 0.01},
+    )
+    found = shares(job)
+    assert found["waits for rank 2's backward pass"] == pytest.approx(0.08 / played(job).total_s, rel=1e-3)
+    assert found["is the backward pass"] == pytest.approx(0.08 / played(job).total_s, rel=1e-3)
+
+
+def test_a_loader_that_only_one_rank_waits_for_is_called_by_name() -> None:
+    durations = (0.02, 0.01, 0.03, 0.02)
+    job = made_job(
+        durations_s=dict.fromkeys(range(4), durations),
+        sizes=SIZES,
+        plan=plan_of(SIZES, (4,)),
+        link=LINK,
+        data_s={3: 0.5},
+    )
+    found = parts(played(job))
+    assert found[0].words == "waits for rank 3's data loader"
+    assert found[0].describe().endswith("% of the step waits for rank 3's data loader")
+    assert found[0].seconds == pytest.approx(0.5)
+
+
+def test_ranks_that_share_processors_say_so() -> None:
+    found = shares(on_one_host(ranks=4, capacity=2))
+    assert found["is sharing the processors of host0"] > 0.3
+    assert "is sharing the processors of host0" not in shares(on_one_host(ranks=4))
+
+
+def test_seconds_are_those_of_a_mean_iteration() -> None:
+    once, twice = over_a_link(iterations=1), over_a_link(iterations=2)
+    assert sum(part.seconds for part in parts(played(twice))) == pytest.approx(played(once).total_s, rel=1e-6)
+
+
+def test_results_that_ranks_see_late_are_named() -> None:
+    job = over_a_link(iterations=1)
+    (each,) = job.iterations
+    late = {
+        rank: tuple(
+            replace(piece, waits=tuple((key, 0.5) for key, _ in piece.waits)) if rank == 1 else piece
+            for piece in program
+        )
+        for rank, program in each.programs.items()
+    }
+    found = parts(played(replace(job, iterations=(replace(each, programs=late),))))
+    assert (found[0].words, found[0].seconds) == ("is ranks that see results later than the first", pytest.approx(0.5))
+
+
+# ── step times ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_waiting_belongs_to_the_phase_in_which_it_is_done() -> None:
+    found = replayed(played(over_a_link(cuts=(4,), iterations=1)))
+    # 80 ms of gradients, 1 ms to copy, 2 ms to start, 260 ms on the link
+    assert found.backward_s == pytest.approx(0.343)
+    assert found.forward_s == pytest.approx(0.02)
+    assert found.phases_s[Phase.UPDATE] == pytest.approx(0.01)
+    assert found.iteration_s == pytest.approx(sum(found.phases_s.values()))
+
+
+def test_a_recording_says_the_same_of_itself() -> None:
+    job = over_a_link(iterations=3)
+    was, now = recorded(histories(record(job))), replayed(played(job))
+    assert was.iteration_s == pytest.approx(now.iteration_s)
+    assert was.forward_s == pytest.approx(now.forward_s)
+    assert (was.iterations, was.spread_s) == (3, pytest.approx(0.0, abs=1e-9))
+
+
+# ── partial ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_computation_and_communication_alone() -> None:
+    one = global_graph(over_a_link(cuts=(4,), streams=1, iterations=2))
+    # 20 ms forward, 80 ms backward, 1 ms to copy, 10 ms update; 2 ms to start, 260 ms on the link
+    assert computation_s(one) == pytest.approx(2 * 0.111)
+    assert communication_s(one) == pytest.approx(2 * 0.262)
+    assert replay(one).total_s == pytest.approx(2 * (0.111 + 0.262))
+
+
+# ── planners simulator ────────────────────────────────────────────────────────────────────────────────────────────
+
+rates = st.floats(1e4, 1e6)
+
+seconds = st.floats(0.0, 0.05)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.floats(0.001, 0.05), min_size=4, max_size=4),
+    st.sampled_from([(4,), (1, 4), (2, 3, 4), (1, 2, 3, 4)]),
+    st.integers(1, 3),
+    st.tuples(rates, rates, rates),
+    seconds,
+    seconds,
+)
+def test_one_rank_like_all_others(
+    durations_s: list[float],
+    cuts: tuple[int, ...],
+    streams: int,
+    throughput: tuple[float, ...],
+    alpha_s: float,
+    host_s: float,
+) -> None:
+    link = LinkModel(alpha_s=alpha_s, throughput=throughput, host_s=host_s)
+    plan = plan_of(SIZES, cuts, streams=streams)
+    job = made_job(
+        durations_s={0: durations_s, 1: durations_s}, sizes=SIZES, plan=plan, link=link, copy_s=0.0, update_s=0.0
+    )
+    profile = Profile.from_durations(durations_s, forward_s=0.02)
+    simulated = Simulator(layout=job.buffers[0].layout, profile=profile, link=link).run(plan)
+    assert times(job).iteration_s == pytest.approx(simulated.iteration_s)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.floats(0.001, 0.05), min_size=4, max_size=4),
+    st.sampled_from([(4,), (1, 4), (2, 3, 4), (1, 2, 3, 4)]),
+    st.integers(1, 3),
+    st.integers(2, 4),
+    st.sampled_from((1.0, 2.0, 64.0)),
+    st.floats(0.1, 1.0),
+)
+def test_ranks_that_share_a_host(
+    durations_s: list[float], cuts: tuple[int, ...], streams: int, ranks: int, capacity: float, busy: float
+) -> None:
+    plan, s_per_byte = plan_of(SIZES, cuts, streams=streams), 2e-6
+    host = SharedHost(ranks=ranks, processors=capacity)
+    job = made_job(
+        durations_s=dict.fromkeys(range(ranks), durations_s),
+        sizes=SIZES,
+        plan=plan,
+        seconds_per_byte=s_per_byte,
+        capacity=capacity,
+        busy=busy,
+        forward_s=dict.fromkeys(range(ranks), 0.0),
+        copy_s=0.0,
+        update_s=0.0,
+    )
+    # The profile and the probe were taken where all ranks were at work.
+    measured_s = [seconds / host.server.share(ranks) for seconds in durations_s]
+    alone = host.server.share(max(1.0, ranks * busy)) / s_per_byte
+    link = LinkModel(alpha_s=0.0, throughput=tuple(n * alone for n in (1, 2, 3)), busy=busy)
+    simulated = Simulator(
+        layout=job.buffers[0].layout, profile=Profile.from_durations(measured_s), link=link, host=host
+    ).run(plan)
+    assert times(job).iteration_s == pytest.approx(simulated.iteration_s)
+
+
+# ── unit costs ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_without_probes_recorded_sizes_tell_start_up_and_rate() -> None:
+    job = on_one_host(cuts=(1, 2, 4))
+    slower = replace(
+        job,
+        iterations=tuple(
+            replace(
+                each, operations=tuple(replace(one, processor_s=one.processor_s + 0.004) for one in each.operations)
+            )
+            for each in job.iterations
+        ),
+    )
+    found = unit_cost(slower, GLOO, (0, 1))
+    assert (found.startup_s, found.s_per_byte) == (pytest.approx(0.004), pytest.approx(2e-6))
+    assert not found.across
+
+
+def test_a_single_size_tells_a_rate_only() -> None:
+    found = unit_cost(on_one_host(cuts=(4,)), GLOO, (0, 1))
+    assert (found.startup_s, found.s_per_byte) == (0.0, pytest.approx(2e-6))
+
+
+def test_recorded_units_say_how_fast_the_link_is_and_probes_how_it_starts() -> None:
+    job = over_a_link()
+    slower = replace(
+        job,
+        iterations=tuple(
+            replace(each, operations=tuple(replace(one, link_s=2 * one.link_s) for one in each.operations))
+            for each in job.iterations
+        ),
+    )
+    found = unit_cost(slower, GLOO, (0, 1))
+    assert (found.startup_s, found.host_s) == (LINK.alpha_s, LINK.host_s)
+    assert found.s_per_byte == pytest.approx(2e-5)
+
+
+def test_probes_on_one_host_are_scaled_to_what_was_recorded() -> None:
+    probed = LinkModel(alpha_s=0.001, throughput=(1e6,))
+    found = unit_cost(replace(on_one_host(), links={GLOO: probed}), GLOO, (0, 1))
+    bytes_moved, units = 4 * 6500, 3
+    scale = bytes_moved * 2e-6 / (bytes_moved * 1e-6 + units * 0.001)
+    assert (found.startup_s, found.s_per_byte) == (pytest.approx(0.001 * scale), pytest.approx(1e-6 * scale))
+
+
+def test_a_route_that_nobody_knows_is_refused_by_name() -> None:
+    with pytest.raises(ReplayError, match=r"nothing is known of nccl flat: .*\(known: gloo flat\)"):
+        unit_cost(on_one_host(), (TransportKind.NCCL, Algorithm.FLAT), (0, 1))
+
+
+# ── other plan ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+CUTS = [(4,), (1, 4), (2, 3, 4), (1, 2, 3, 4)]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.sampled_from(CUTS), st.integers(1, 3), st.sampled_from(CUTS), st.integers(1, 3), st.booleans())
+def test_another_plan_takes_what_a_job_with_it_takes(
+    cuts: tuple[int, ...], streams: int, others: tuple[int, ...], other_streams: int, recorded: bool
+) -> None:
+    def job(cuts: tuple[int, ...], streams: int) -> JobModel:
+        return made_job(
+            durations_s={0: (0.02, 0.01, 0.03, 0.02), 1: (0.03, 0.01, 0.01, 0.02)},
+            sizes=SIZES,
+            plan=plan_of(SIZES, cuts, streams=streams),
+            link=LINK,
+            copy_s=0.0,
+            iterations=2,
+        )
+
+    was = job(cuts, streams)
+    if recorded:
+        was = job_model(histories(record(was)))
+    asked = with_plans(was, {0: plan_of(SIZES, others, streams=other_streams)})
+    expected = times(job(others, other_streams))
+    assert times(asked).iteration_s == pytest.approx(expected.iteration_s, rel=1e-3)
+    assert times(asked).backward_s == pytest.approx(expected.backward_s, rel=1e-3)
+
+
+def test_copies_take_as_long_by_the_byte_wherever_they_come() -> None:
+    asked = with_plans(over_a_link(cuts=(1, 2, 4)), {0: plan_of(SIZES, (4,))})
+    copies = [piece for piece in asked.iterations[0].programs[0] if piece.activity.value == "copy"]
+    assert sum(piece.seconds for piece in copies) == pytest.approx(0.003)
+    assert [piece.issues for piece in copies if piece.issues] == [((0, 0, 6500),)]
+
+
+def test_units_end_in_the_midst_of_gradients_and_what_never_comes_leaves_last() -> None:
+    job = over_a_link(cuts=(4,))
+    plan = Knobs(unit_bytes=4 * 1500, streams=2, transport=TransportKind.GLOO).to_plan(job.buffers[0].layout)
+    dropped = replace(
+        job,
+        iterations=tuple(
+            replace(
+                each,
+                programs={
+                    rank: tuple(
+                        replace(piece, ready=tuple(key for key in piece.ready if key != (0, 3))) for piece in one
+                    )
+                    for rank, one in each.programs.items()
+                },
+            )
+            for each in job.iterations
+        ),
+    )
+    for one in (job, dropped):
+        asked = with_plans(one, {0: plan})
+        issued = [key for piece in asked.iterations[0].programs[1] for key in piece.issues]
+        assert issued == [(0, unit.start, unit.stop) for unit in plan.units]
+        assert times(asked).iteration_s > 0
+
+
+def test_knobs_cut_every_buffer() -> None:
+    job = on_one_host(cuts=(4,))
+    asked = with_knobs(job, Knobs(unit_bytes=4000, streams=2, transport=TransportKind.GLOO))
+    assert len(asked.iterations[0].operations) == 7
+    assert {one.lane for one in asked.iterations[0].operations} == {"gloo stream 0", "gloo stream 1"}
+
+
+def test_an_unknown_route_another_layout_and_missing_gradients_are_refused() -> None:
+    job = over_a_link()
+    with pytest.raises(ReplayError, match=r"nothing is known of mpi flat.*known: gloo flat"):
+        with_knobs(job, Knobs(unit_bytes=4000, streams=1, transport=TransportKind.MPI))
+    with pytest.raises(ReplayError, match="plan is of 10 elements, buffer 0 has 6500"):
+        with_plans(job, {0: plan_of((10,), (1,))})
+    bare = replace(
+        job,
+        iterations=tuple(
+            replace(
+                each,
+                programs={
+                    rank: tuple(replace(piece, ready=()) for piece in one) for rank, one in each.programs.items()
+                },
+            )
+            for each in job.iterations
+        ),
+    )
+    with pytest.raises(ReplayError, match="gradients of buffer 0 come was not recorded"):
+        with_plans(bare, {0: plan_of(SIZES, (4,))})
+
+
+def test_a_probed_route_can_be_asked_for_though_nothing_used_it() -> None:
+    job = over_a_link()
+    other = (TransportKind.MPI, GLOO[1])
+    probed = replace(job, links={**job.links, other: replace(LINK, throughput=(1e4,))})
+    knobs = Knobs(unit_bytes=40000, streams=1, transport=TransportKind.MPI)
+    assert times(with_knobs(probed, knobs)).iteration_s > 2 * times(job).iteration_s
+
+
+# ── what if ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+DURATIONS = (0.02, 0.01, 0.03, 0.02)
+
+
+def job_on(link: LinkModel, *, ranks: int = 2, streams: int = 2, slow: float = 1.0, data_s: float = 0.0) -> JobModel:
+    return made_job(
+        durations_s={
+            rank: tuple(seconds * (slow if rank == 1 else 1.0) for seconds in DURATIONS) for rank in range(ranks)
+        },
+        sizes=SIZES,
+        plan=plan_of(SIZES, (1, 2, 4), streams=streams),
+        link=link,
+        data_s={0: data_s} if data_s else None,
+    )
+
+
+def test_the_rate_of_the_link_is_what_probes_found_at_most() -> None:
+    assert link_rate(over_a_link()) == pytest.approx(2e5)
+    assert link_rate(on_one_host()) is None
+
+
+@pytest.mark.parametrize("factor", [0.5, 3.0])
+def test_a_link_that_one_unit_fills_scales(factor: float) -> None:
+    link = LinkModel(alpha_s=0.001, throughput=(1e5, 1e5))
+    other = replace(link, throughput=(1e5 * factor, 1e5 * factor))
+    asked = with_link(job_on(link), 1e5 * factor / PAYLOAD * wire_bytes_per_byte(2))
+    assert times(asked).iteration_s == pytest.approx(times(job_on(other)).iteration_s)
+
+
+def test_a_faster_link_helps_flows_only_side_by_side() -> None:
+    link = LinkModel(alpha_s=0.001, throughput=(1e5, 1.2e5))
+    faster = with_link(job_on(link), 4e5 / PAYLOAD * wire_bytes_per_byte(2))
+    expected = LinkModel(alpha_s=0.001, throughput=(1e5, 2e5, 3e5, 4e5))
+    assert times(faster).iteration_s == pytest.approx(times(job_on(expected)).iteration_s)
+    alone = job_on(link, streams=1)
+    unchanged = with_link(alone, 4e5 / PAYLOAD * wire_bytes_per_byte(2))
+    assert times(unchanged).iteration_s == pytest.approx(times(alone).iteration_s)
+
+
+def test_there_is_no_link_on_one_host() -> None:
+    with pytest.raises(ReplayError, match="all ranks are on one host"):
+        with_link(on_one_host(), 1e9)
+    with pytest.raises(ReplayError, match="must be positive"):
+        with_link(over_a_link(), 0.0)
+
+
+def test_more_ranks_on_more_hosts_reduce_in_a_larger_ring() -> None:
+    asked = with_ranks(job_on(LINK), 4)
+    expected = job_on(LINK.rescaled(from_ranks=2, to_ranks=4), ranks=4)
+    assert times(asked).iteration_s == pytest.approx(times(expected).iteration_s, rel=1e-6)
+    assert len(set(asked.hosts.values())) == 4
+    assert len(asked.processors) == 4
+
+
+def test_more_ranks_on_one_host_share_its_processors() -> None:
+    asked = with_ranks(on_one_host(ranks=2, capacity=2.0), 4)
+    assert asked.hosts == {0: 0, 1: 0, 2: 0, 3: 0}
+    assert asked.processors[0].ranks == (0, 1, 2, 3)
+    assert times(asked).forward_s == pytest.approx(2 * times(on_one_host(ranks=2)).forward_s)
+
+
+def test_nodes_emulated_on_one_machine_share_it_still() -> None:
+    job = over_a_link()
+    machine = replace(job.processors[0], ranks=(0, 1), capacity=2.0)
+    asked = with_ranks(replace(job, processors=(machine,)), 4)
+    assert asked.processors[0].ranks == (0, 1, 2, 3)
+    assert len(set(asked.hosts.values())) == 4
+
+
+def test_one_rank_has_no_ring() -> None:
+    with pytest.raises(ReplayError, match="two is the least"):
+        with_ranks(over_a_link(), 1)
+
+
+def test_without_its_straggler_a_job_is_one_that_has_none() -> None:
+    slow, even = job_on(LINK, ranks=3, slow=3.0), job_on(LINK, ranks=3)
+    assert times(slow).iteration_s > 1.3 * times(even).iteration_s
+    assert times(without_stragglers(slow)).iteration_s == pytest.approx(times(even).iteration_s)
+
+
+def test_data_that_comes_at_once_is_not_waited_for() -> None:
+    slow, none = job_on(LINK, data_s=0.3), job_on(LINK)
+    assert times(with_faster_loader(slow, math.inf)).iteration_s == pytest.approx(times(none).iteration_s)
+    assert times(with_faster_loader(slow, 3.0)).iteration_s == pytest.approx(
+        times(job_on(LINK, data_s=0.1)).iteration_s
+    )
+    with pytest.raises(ReplayError, match="0 times as fast"):
+        with_faster_loader(slow, 0)
+
+
+def test_half_the_bytes_take_half_the_link() -> None:
+    link = LinkModel(alpha_s=0.001, throughput=(1e5, 1e5))
+    fast = LinkModel(alpha_s=0.001, throughput=(2e5, 2e5))
+    assert times(with_less_traffic(job_on(link), 0.5)).iteration_s == pytest.approx(times(job_on(fast)).iteration_s)
+    with pytest.raises(ReplayError, match="0 times the bytes"):
+        with_less_traffic(on_one_host(), 0)
+
+
+# ── early gradients ───────────────────────────────────────────────────────────────────────────────────────────────
+
+MB = 1_000_000
+
+SLOW = LinkModel(alpha_s=0.001, throughput=(2e7, 3e7, 4e7), host_s=0.0)
+
+FAST = LinkModel(alpha_s=1e-6, throughput=(1e12,), host_s=0.0)
+
+
+def computed_s(job: JobModel) -> float:
+    return sum(piece.seconds for piece in job.iterations[0].programs[0] if piece.activity is Activity.COMPUTE)
+
+
+def ready(job: JobModel) -> list[list[int]]:
+    """Gradients that come behind each compiled operator of a rank."""
+    found: list[list[int]] = []
+    for piece in job.iterations[0].programs[0]:
+        if piece.name == COMPILED:
+            found.append([])
+        if found:
+            found[-1] += [index for _, index in piece.ready]
+    return found
+
+
+def test_the_operator_is_found_with_all_that_comes_of_it() -> None:
+    (one,) = compiled_backwards(compiled_job(SLOW))
+    assert one.seconds == pytest.approx(0.4)
+    assert sorted(one.gradients) == [(0, index) for index in range(8)]
+    assert sum(one.n_bytes) == 8 * MB
+    assert compiled_backwards(over_a_link()) == ()
+    assert sizes_worth_trying(over_a_link()) == ()
+    with pytest.raises(ReplayError, match="no compiled backward pass"):
+        in_parts(over_a_link(), MB)
+
+
+def test_parts_have_their_share_of_the_time_and_cuts_their_price() -> None:
+    job = compiled_job(SLOW)
+    cut = in_parts(job, 2 * MB)
+    assert ready(job) == [list(range(8))]
+    assert ready(cut) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert computed_s(cut) == pytest.approx(computed_s(job) + 3 * (COST_S + COST_SHARE * 0.4))
+    parts = [piece.seconds for piece in cut.iterations[0].programs[0] if piece.name == COMPILED]
+    assert parts[0] == pytest.approx(0.1)
+    assert parts[1] == pytest.approx(0.1 + COST_S + COST_SHARE * 0.4)
+    assert computed_s(in_parts(job, 8 * MB)) == pytest.approx(computed_s(job))
+
+
+def test_what_travels_is_hidden_behind_later_parts() -> None:
+    job = compiled_job(SLOW)
+    whole_s, early_s = times(in_parts(job, 8 * MB)).iteration_s, times(in_parts(job, 2 * MB)).iteration_s
+    # 8 MB at 40 MB/s take 0.2 s, of which a part of four can be left at the end.
+    assert early_s < whole_s - 0.1
+    assert early_s > whole_s - 0.2
+
+
+def test_the_layout_follows_the_order_in_which_gradients_will_come() -> None:
+    job = compiled_job(SLOW, out_of_place=True)
+    before, after = job.buffers[0].layout, in_parts(job, 2 * MB).buffers[0].layout
+    assert before.names[0] == "blocks.0.weight"
+    in_order = [f"blocks.{number}.{kind}" for number in (3, 2, 1) for kind in ("bias", "weight")]
+    assert after.names[:-1] == (*in_order, "blocks.0.weight", "blocks.0.bias")
+    assert sorted(before.sizes) == sorted(after.sizes)
+    assert after.names[-1] == before.names[-1]  # the flags stay where they are
+
+
+def test_gradients_go_back_to_their_block() -> None:
+    names = ("emb.weight", "h.0.b", "norm.weight", "h.1.c", "h.1.b", "h.1.a", "h.0.c", "h.0.a", "emb.bias")
+    layout = GradientLayout(sizes=(1,) * len(names), names=names)
+    order = backward_order(layout, range(len(names)))
+    assert [names[index] for index in order][1:] == [
+        "h.1.c", "h.1.b", "h.1.a", "h.0.b", "h.0.c", "h.0.a", "emb.weight", "emb.bias",
+    ]  # fmt: skip
+    assert backward_order(replace(layout, names=()), [3, 1]) == [3, 1]
+
+
+def test_theorem_1_leaves_out_what_travels_in_less_time_than_a_cut_costs() -> None:
+    job = compiled_job(SLOW)
+    (one,) = compiled_backwards(job)
+    assert sizes_worth_trying(job) == (500_000, 666_667, 1_000_000, 1_333_334, 2_000_000, 2_666_667, 4_000_000)
+    # In a backward pass of a 25 s a cut costs 0.1 s, in which four MB travel over that link, and no less.
+    assert sizes_worth_trying(compiled_job(SLOW, backward_s=25.0)) == (4_000_000,)
+    assert one.cost_s < 0.002
+    assert sizes_worth_trying(compiled_job(FAST)) == ()
+
+
+def test_ranks_that_differ_are_not_cut() -> None:
+    job = compiled_job(SLOW)
+    (each,) = job.iterations
+    other = tuple(
+        piece if piece.name != COMPILED else replace(piece, name="AddmmBackward0") for piece in each.programs[1]
+    )
+    assert compiled_backwards(replace(job, iterations=(replace(each, programs={**each.programs, 1: other}),))) == ()
+
+
+def test_each_graph_is_cut_by_itself() -> None:
+    job = compiled_job(SLOW, graphs=2)
+    assert ready(job) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert ready(in_parts(job, 2 * MB)) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert ready(in_parts(job, 4 * MB)) == ready(job)
+
+
+# ── remedies ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_remedies_are_for_what_is_there_the_best_first() -> None:
+    durations = (0.02, 0.01, 0.03, 0.02)
+    job = made_job(
+        durations_s={0: durations, 1: durations, 2: tuple(9 * seconds for seconds in durations)},
+        sizes=SIZES,
+        plan=plan_of(SIZES, (4,)),
+        link=LINK,
+        data_s=dict.fromkeys(range(3), 0.03),
+    )
+    found = remedies(job, before_s=times(job).iteration_s)
+    words = [one.words for one in found]
+    assert words[0] == "no rank were slower than most"
+    assert {"no rank waited for data", "the links were twice as fast"} & set(words) == {"no rank waited for data"}
+    assert [one.gain for one in found] == sorted((one.gain for one in found), reverse=True)
+    before_s = times(job).iteration_s
+    for one in found:
+        assert one.gain == pytest.approx(1 - one.times.iteration_s / before_s)
+
+
+def test_a_compiled_model_in_parts_is_one_with_the_line_that_does_it() -> None:
+    job = compiled_job(LinkModel(alpha_s=1e-3, throughput=(2e7, 4e7), host_s=0.0))
+    (one,) = (one for one in remedies(job, before_s=times(job).iteration_s) if "early_gradients" in one.words)
+    assert one.words.startswith("the model was compiled in ")
+    assert one.gain > 0.1
+    assert one.is_priced
+    for other in (on_one_host(), compiled_job(LinkModel(alpha_s=1e-4, throughput=(2e9,), host_s=0.0))):
+        answers = single_remedies(other, before_s=times(other).iteration_s)
+        assert not [one for one in answers if "early_gradients" in one.words]
+
+
+def test_each_knob_is_asked_for_by_itself_and_both_together() -> None:
+    job = over_a_link(streams=1)
+    (buffer,) = job.buffers
+    knobs = Knobs(unit_bytes=8000, streams=1, transport=TransportKind.GLOO)
+    plan = knobs.to_plan(buffer.layout)
+    job = with_plans(replace(job, buffers=(replace(buffer, knobs=knobs),)), {0: plan})
+    before_s = times(job).iteration_s
+    words = [one.words for one in single_remedies(job, before_s=before_s)]
+    assert [word for word in words if word.startswith("there were")] in (
+        [f"there were {count} streams"] for count in (2, 4, 8)
+    )
+    assert "units were of 1 MiB" in words
+    assert not any("otherwise" in word for word in words)  # one unit of 1 MiB is all there is, on any stream
+
+
+def test_where_units_are_not_of_one_size_there_is_another_plan_only() -> None:
+    words = [one.words for one in single_remedies(over_a_link(), before_s=1.0)]
+    assert [word for word in words if "units" in word or "streams" in word] == [
+        "units were cut otherwise (gloo flat, 1 MiB units, 1 stream)"
+    ]
+
+
+def test_no_other_plan_is_asked_for_where_a_rank_had_no_gradients() -> None:
+    job = over_a_link()
+    assert unanswered(job) == ()
+    last = job.iterations[-1]
+    idle = tuple(replace(piece, ready=()) for piece in last.programs[1])
+    job = replace(job, iterations=(job.iterations[0], replace(last, programs={**last.programs, 1: idle})))
+    (sentence,) = unanswered(job)
+    assert "a rank had no gradients of its own" in sentence
+    words = [one.words for one in single_remedies(job, before_s=1.0)]
+    assert words
+    assert not any("units" in one for one in words)
+
+
+def test_prices_that_fit_the_recorded_units_are_right_and_others_are_said() -> None:
+    job = over_a_link()
+    before_s = times(job).iteration_s
+    assert price_error(job, before_s=before_s) == pytest.approx(0.0, abs=1e-3)
+    assert price_notes(price_error(job, before_s=before_s)) == ()
+    error = price_error(job, before_s=0.5 * before_s)
+    assert error == pytest.approx(1.0, abs=2e-3)
+    (sentence,) = price_notes(error)
+    assert "99.9 % longer than it was" in sentence
+    assert "10.0 % shorter" in price_notes(-0.1)[0]
+    assert price_error(replace(job, buffers=()), before_s=before_s) == 0.0
+
+
+def test_answers_with_other_units_say_so() -> None:
+    asked = single_remedies(over_a_link(), before_s=1.0)
+    assert {one.is_priced for one in asked if "units" in one.words} == {True}
+    assert not any(one.is_priced for one in asked if "units" not in one.words)
+
+
+def test_what_brings_nothing_is_asked_and_not_said() -> None:
+    job = over_a_link()
+    before_s = times(job).iteration_s
+    asked = single_remedies(job, before_s=before_s)
+    assert [one for one in asked if one.is_worth_saying] == list(remedies(job, before_s=before_s))
+    assert len(asked) > len(remedies(job, before_s=before_s))
+
+
+def test_a_job_on_one_host_has_no_link_to_make_faster() -> None:
+    job = on_one_host()
+    assert not any("links" in one.words for one in remedies(job, before_s=times(job).iteration_s))
+
+
+def test_the_best_knobs_are_the_fastest_of_a_few() -> None:
+    found = best_knobs(over_a_link(cuts=(1, 2, 3, 4), streams=1))
+    assert found is not None
+    assert found.transport is TransportKind.GLOO
+
+
+def test_a_job_without_gradients_has_no_plan_to_change() -> None:
+    bare = replace(over_a_link(), buffers=())
+    assert best_knobs(bare) is None
+    with pytest.raises(ReplayError, match="no gradients were exchanged"):
+        knobs_of(bare, streams=2)
+
+
+def test_knobs_change_as_they_are_told() -> None:
+    job = over_a_link()
+    assert knobs_of(job, streams=7).streams == 7
+    assert knobs_of(job, unit_bytes=4096).unit_bytes == 4096
+    assert knobs_of(job, transport=TransportKind.MPI).transport is TransportKind.MPI
+
+
+# ── daydream ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_tensors_follow_each_other_at_bytes_by_bandwidth() -> None:
+    found = histories(record(over_a_link(cuts=(4,), streams=1)))
+    job = job_model(found)
+    assert bandwidth(job) == pytest.approx(2e5)
+    times = daydream(found, job)
+    # Ready 20, 30, 60 and 80 ms into the pass; 20, 60, 40 and 10 ms each: the last is through at 150 ms.
+    assert times.forward_s == pytest.approx(0.02)
+    assert times.backward_s == pytest.approx(0.15)
+    assert times.iteration_s == pytest.approx(0.02 + 0.15 + 0.01)
+
+
+def test_without_units_there_is_no_bandwidth() -> None:
+    found = histories(record(over_a_link()))
+    job = replace(job_model(found), link=None)
+    bare = replace(job, iterations=tuple(replace(each, operations=()) for each in job.iterations))
+    with pytest.raises(ReplayError, match="no units were recorded"):
+        daydream(found, bare)

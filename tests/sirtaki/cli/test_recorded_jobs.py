@@ -1,0 +1,470 @@
+"""`sirtaki profile`, `replay`, `optimize` and `trace` on recorded jobs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from argparse import ArgumentTypeError
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from fakes import memories, recordings
+from fakes.compiled_jobs import compiled_job
+from fakes.drawn_jobs import drawn_job
+from fakes.played_jobs import plan_of, record, without, written
+from fakes.replays import SIZES, on_one_host, over_a_link
+
+from sirtaki.analysis import recording_files as folders
+from sirtaki.analysis.global_graph import ms
+from sirtaki.analysis.plan_search import optimize
+from sirtaki.analysis.recording_files import TRACE_FILE, rank_path
+from sirtaki.cli.__main__ import main
+from sirtaki.cli.optimize import memory_bytes, positive, worth
+from sirtaki.engine.tuning.plans import GivenPlan
+from sirtaki.measures import LinkModel
+
+# ── profile ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+TRAINS = """
+import os, signal, torch, sirtaki.torch as hvd
+hvd.init()
+model = torch.nn.Linear(8, 8)
+optimizer = hvd.DistributedOptimizer(
+    torch.optim.SGD(model.parameters(), lr=0.01), named_parameters=model.named_parameters()
+)
+for step in range(12):
+    optimizer.zero_grad()
+    model(torch.ones(4, 8)).square().mean().backward()
+    optimizer.step()
+    if step == 6 and hvd.rank() == int(os.environ.get("SIRTAKI_TEST_KILL", -1)):
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.fixture
+def recorded_folder(tmp_path: Path) -> Path:
+    """A recording that is there."""
+    recording = recordings.recording()
+    folders.write_job(tmp_path / "recorded", recording.job)
+    for rank in recording.ranks.values():
+        folders.write_rank(tmp_path / "recorded", rank)
+    return tmp_path / "recorded"
+
+
+@pytest.fixture
+def record_script(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Runs the command on a script that trains, on two ranks."""
+
+    def run(*options: str, **env: str) -> subprocess.CompletedProcess[str]:
+        script = tmp_path / "train.py"
+        script.write_text(TRAINS)
+        started = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(script)]
+        return subprocess.run(
+            [sys.executable, "-m", "sirtaki.cli", "profile", *options, *started],
+            env={
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "SIRTAKI_REGISTRY": "off",
+                "SIRTAKI_WARMUP_ITERATIONS": "0",
+                **env,
+            },
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+        )
+
+    return run
+
+
+@pytest.mark.slow
+def test_a_job_is_recorded_and_shown(
+    record_script: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    done = record_script("-o", "here", "--iterations", "3")
+    assert done.returncode == 0, done.stderr
+    assert "3 iterations of 2 ranks on 1 host, with operators" in done.stdout
+    assert (tmp_path / "here" / "trace.json").exists()
+    assert folders.read(tmp_path / "here").problems == ()
+    again = record_script("-o", "here")
+    assert again.returncode == 1
+    assert "holds a recording" in again.stderr
+    assert record_script("-o", "here", "--overwrite", "--units-only").returncode == 0
+    assert folders.read(tmp_path / "here").ranks[0].iterations[0].operators == ()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [0, 1])
+def test_what_the_rank_that_is_left_has_recorded_is_shown(
+    record_script: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path, killed: int
+) -> None:
+    done = record_script("-o", "here", SIRTAKI_TEST_KILL=str(killed))
+    assert done.returncode == 1
+    assert f"but: rank {killed} of 2 is missing" in done.stdout
+    assert list(folders.read(tmp_path / "here").ranks) == [1 - killed]
+
+
+def test_a_recording_that_is_there_is_shown_with_its_trace(
+    recorded_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["profile", "--show", str(recorded_folder)]) == 0
+    assert "3 iterations of 2 ranks on 1 host, with operators" in capsys.readouterr().out
+    assert (recorded_folder / "trace.json").exists()
+
+
+def test_the_jobs_exit_code_is_the_commands_where_something_was_recorded(recorded_folder: Path, tmp_path: Path) -> None:
+    folder = str(tmp_path / "new")
+    asked = f"{folder}?iterations=7&operators=0&edges=0"
+    copies = f"cp {recorded_folder}/* {folder}; test $SIRTAKI_PROFILE = '{asked}' || exit 6; exit 5"
+    words = ["profile", "-o", folder, "--iterations", "7", "--units-only", "sh", "-c", copies]
+    assert main(words) == 5
+
+
+def test_a_script_may_be_named_alone(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "says.py"
+    script.write_text("import os; print('to', os.environ['SIRTAKI_PROFILE'])")
+    assert main(["profile", "-o", str(tmp_path / "new"), str(script)]) == 1
+    told = capfd.readouterr()
+    assert f"to {tmp_path / 'new'}" in told.out
+    assert "nothing was recorded: no gradients of several ranks" in told.err
+
+
+def wrong(tmp_path: Path, recorded_folder: Path) -> dict[str, list[str]]:
+    (tmp_path / "file").touch()
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    return {
+        "what is to be recorded?": [],
+        "holds a recording: give another folder": ["-o", str(recorded_folder), "true"],
+        "must be 1 at least": ["--iterations", "0", "true"],
+        "--edges is about operators": ["--edges", "--units-only", "true"],
+        "cannot be recorded into: File exists": ["-o", str(tmp_path / "file"), "true"],
+        "no-such-command cannot be started": ["-o", str(empty), "no-such-command"],
+        "the job has failed (exit code 3)": ["-o", str(empty), "sh", "-c", "exit 3"],
+        "is no folder": ["--show", str(tmp_path / "nowhere")],
+        "holds no recording": ["--show", str(empty)],
+        "runs nothing: leave out true": ["--show", str(recorded_folder), "true"],
+    }
+
+
+def test_what_is_wrong_is_said_in_one_sentence(
+    tmp_path: Path, recorded_folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for sentence, words in wrong(tmp_path, recorded_folder).items():
+        assert main(["profile", *words]) == 1
+        (line,) = capfd.readouterr().err.splitlines()
+        assert sentence in line
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_that_may_not_be_written_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    tmp_path.chmod(0o500)
+    assert main(["profile", "-o", str(tmp_path / "new"), "true"]) == 1
+    assert "cannot be recorded into: Permission denied" in capfd.readouterr().err
+
+
+# ── replay ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return written(tmp_path / "recording", record(over_a_link(ranks=3)))
+
+
+def asked(folder: Path, capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, str, str]:
+    status = main(["replay", str(folder), *options])
+    told = capsys.readouterr()
+    return status, told.out, told.err
+
+
+def test_recorded_and_replayed_times_the_path_and_remedies_are_shown(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, out, err = asked(folder, capsys)
+    assert (status, err) == (0, "")
+    assert "3 ranks on 3 hosts, 2 iterations; gloo flat, 1 B units, 2 streams" in out
+    lines = {line.split()[0]: line for line in out.splitlines() if line and line.split()[0] in ("iteration", "forward")}
+    assert "0.0 %" in lines["iteration"]
+    assert "of the step is the link between hosts" in out
+    assert "the links were twice as fast" in out
+
+
+def test_what_is_asked_is_answered_all_at_once(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = asked(folder, capsys, "--ranks", "6", "--streams", "1", "--unit-mib", "1", "--no-straggler")
+    assert "the plan were units of 1 MiB, 1 streams, no rank were slower than most, there were 6 ranks: " in out
+    assert "% more" in out or "% less" in out
+    _, slower, _ = asked(folder, capsys, "--link-gbit", "0.0001", "--json")
+    (answer,) = json.loads(slower)["what_if"]
+    assert answer["gain"] < -1
+
+
+def test_a_plan_can_be_asked_for(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(plan_of(SIZES, (4,)).to_json()))
+    status, out, _ = asked(folder, capsys, "--plan", str(path))
+    assert (status, "the plan were" in out) == (0, True)
+    path.write_text("{}")
+    status, _, err = asked(folder, capsys, "--plan", str(path))
+    assert (status, "is no plan" in err) == (1, True)
+
+
+def test_what_is_missing_is_said_and_the_rest_is_shown(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rank_path(folder, 2).unlink()
+    status, out, err = asked(folder, capsys)
+    assert status == 0
+    assert "rank 2 of 3 is missing" in err
+    assert "2 ranks on 2 hosts" in out
+
+
+def test_a_job_without_its_first_rank_can_be_asked_too(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rank_path(folder, 0).unlink()
+    status, out, _ = asked(folder, capsys, "--streams", "1", "--unit-mib", "1")
+    assert (status, "What if" in out) == (0, True)
+
+
+def test_a_recording_without_units_shows_what_it_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recording = record(on_one_host())
+    ranks = {
+        number: replace(rank, iterations=tuple(replace(one, units=()) for one in rank.iterations))
+        for number, rank in recording.ranks.items()
+    }
+    folder = written(tmp_path / "bare", replace(recording, ranks=ranks))
+    status, out, err = asked(folder, capsys)
+    assert status == 0
+    assert "no gradients were exchanged" in err
+    assert "of the step is the backward pass" in out
+    assert "bytes ÷ bandwidth" in out
+    status, _, err = asked(folder, capsys, "--streams", "2")
+    assert (status, "there is no plan to change" in err) == (1, True)
+
+
+def test_nonsense_gets_one_sentence(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert asked(tmp_path, capsys)[0] == 1
+    status, _, err = asked(folder, capsys, "--transport", "mpi")
+    assert (status, err.count("\n")) == (1, 1)
+    assert "nothing is known of mpi flat" in err
+    with pytest.raises(SystemExit):
+        asked(folder, capsys, "--ranks", "none")
+    one = written(tmp_path / "one", record(on_one_host()))
+    status, _, err = asked(one, capsys, "--link-gbit", "1")
+    assert (status, "all ranks are on one host" in err) == (1, True)
+
+
+# ── optimize ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def drawn(tmp_path: Path) -> Path:
+    return written(tmp_path / "recording", record(drawn_job(0)))
+
+
+def optimized(drawn: Path, capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, str, str]:
+    status = main(["optimize", str(drawn), *options])
+    told = capsys.readouterr()
+    return status, told.out, told.err
+
+
+def test_what_is_found_is_said_and_written_for_job_and_replay(drawn: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = optimized(drawn, capsys)
+    assert (status, err) == (0, "")
+    assert "A step would take" in out
+    assert "Before, the step is made of:\n" in out
+    assert "of the step is" in out
+    assert f"SIRTAKI_PLAN={drawn}/plan.json" in out
+    assert "A replay is a prediction" in out
+    plan = GivenPlan.read(drawn)
+    assert plan.ranks == len(record(drawn_job(0)).ranks)
+    assert main(["replay", str(drawn), "--plan", str(drawn / "plan.json"), "--json"]) == 0
+    (answer,) = json.loads(capsys.readouterr().out)["what_if"]
+    _, told, _ = optimized(drawn, capsys, "--json")
+    found = json.loads(told)
+    assert answer["times"]["iteration_s"] == pytest.approx(found["after_s"], rel=0.01)
+    assert found["gain"] == pytest.approx(1 - found["after_s"] / found["before_s"])
+    assert plan.knobs.to_json() == found["knobs"]
+
+
+def test_a_search_may_do_without_accelerations_take_longer_be_cut_off_and_be_written_elsewhere(
+    drawn: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    elsewhere = tmp_path / "other.json"
+    without = [word for name in ("coarsening", "partial-replay", "symmetry") for word in ("--without", name)]
+    _, out, _ = optimized(drawn, capsys, "--json", "-o", str(elsewhere), *without)
+    slow = json.loads(out)
+    quick = json.loads(optimized(drawn, capsys, "--json")[1])
+    assert elsewhere.exists()
+    assert slow["search"]["replays"] > quick["search"]["replays"]
+    assert slow["search"]["ranks"] > 0
+    _, out, _ = optimized(drawn, capsys, "--limit-s", "0.000001")
+    assert "the time was up" in out
+
+
+def test_what_changes_numbers_is_said_with_a_line_of_code(drawn: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "bf16" not in optimized(drawn, capsys)[1]
+    _, out, _ = optimized(drawn, capsys, "--allow", "bf16")
+    assert "hvd.DistributedOptimizer(..., compression=hvd.Compression.bf16)" in out
+    status, _, err = optimized(drawn, capsys, "--allow", "fp4")
+    assert (status, "there is no pass 'fp4'" in err) == (1, True)
+
+
+def test_a_compiled_model_gets_its_line_of_code_in_text_plan_and_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slow = written(tmp_path / "slow", record(compiled_job(LinkModel(alpha_s=1e-3, throughput=(2e7, 4e7), host_s=0.0))))
+    status, out, err = optimized(slow, capsys)
+    assert (status, err) == (0, "")
+    size = GivenPlan.read(slow).part_bytes
+    assert size
+    assert f"parts: torch.compile(model, backend=hvd.early_gradients(part_bytes={size}))\n" in out
+    assert "(without parts the best plan makes it " in out
+    found = json.loads(optimized(slow, capsys, "--json")[1])
+    assert found["part_bytes"] == size
+    assert found["after_s"] < found["plan_alone_s"]
+    fast = written(tmp_path / "fast", record(compiled_job(LinkModel(alpha_s=1e-4, throughput=(2e9,), host_s=0.0))))
+    assert "The compiled model stays whole" in optimized(fast, capsys)[1]
+    assert GivenPlan.read(fast).part_bytes == 0
+
+
+def test_bad_input_gets_one_sentence(drawn: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert optimized(tmp_path, capsys)[0] == 1
+    status, _, err = optimized(drawn, capsys, "-o", str(tmp_path / "no" / "where.json"))
+    assert (status, err.count("\n"), "the plan cannot be written" in err) == (1, 1, True)
+    recording = record(on_one_host())
+    bare = {
+        number: replace(rank, iterations=tuple(replace(one, units=(), ready=()) for one in rank.iterations))
+        for number, rank in recording.ranks.items()
+    }
+    status, _, err = optimized(written(tmp_path / "bare", replace(recording, ranks=bare)), capsys)
+    assert (status, "no gradients were exchanged, so there is no plan to improve" in err) == (1, True)
+    rank_path(drawn, 1).unlink()
+    _, _, err = optimized(drawn, capsys)
+    assert "rank 1" in err
+    with pytest.raises(SystemExit):
+        optimized(drawn, capsys, "--limit-s", "soon")
+
+
+def test_how_much_the_answer_is_worth_is_said() -> None:
+    outcome = optimize(drawn_job(9), least_bytes=16 * 1024)
+    assert outcome.gain > 0.05
+    exact = outcome.as_recorded
+    assert list(worth(outcome, exact)) == [
+        "A replay is a prediction: the job compares the plan with its default before it keeps it."
+    ]
+    far = replace(exact, iteration_s=2 * exact.iteration_s)
+    assert "The replay is 50.0 % shorter than the recording" in next(worth(outcome, far))
+    noisy = replace(exact, spread_s=exact.iteration_s)
+    assert any("differ by more than is gained" in line for line in worth(outcome, noisy))
+    fitted = replace(outcome, as_recorded=replace(exact, iteration_s=exact.iteration_s * 0.8))
+    assert any("worth a trial, no more" in line for line in worth(fitted, fitted.as_recorded))
+
+
+@pytest.fixture
+def with_memory(tmp_path: Path) -> Path:
+    return written(tmp_path / "memory", memories.recorded_job())
+
+
+def test_what_meets_a_budget_is_said_and_written_beside_the_plan(
+    with_memory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, out, err = optimized(with_memory, capsys, "--memory-budget", "2.5K")
+    assert (status, err) == (0, "")
+    assert out.startswith("At its peak rank 0 holds 2.89 KiB (cpu), more than 2.5 KiB.")
+    assert "backward_passes_per_step=2" in out
+    assert "do not believe" not in out
+    memory = json.loads((with_memory / "plan.json").read_text())["memory"]
+    assert memory["remedies"][memory["chosen"]]["peak_bytes"] <= memory["budget_bytes"] == 2560
+    assert GivenPlan.read(with_memory).ranks == 2
+    _, told, _ = optimized(with_memory, capsys, "--memory-budget", "2.5K", "--json")
+    assert json.loads(told)["memory"] == memory
+
+
+def test_without_a_budget_nothing_is_said_of_memory(with_memory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = optimized(with_memory, capsys)
+    assert "peak" not in out
+    assert "memory" not in json.loads((with_memory / "plan.json").read_text())
+
+
+def test_a_budget_that_cannot_be_met_is_one_sentence_and_no_plan(
+    with_memory: Path, drawn: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, out, err = optimized(with_memory, capsys, "--memory-budget", "1K")
+    assert (status, out) == (1, "")
+    assert "a budget of 1 KiB cannot be met" in err
+    assert not (with_memory / "plan.json").exists()
+    status, out, err = optimized(drawn, capsys, "--memory-budget", "1K")
+    assert (status, out) == (1, "")
+    assert "memory is not in this recording" in err
+
+
+# ── quantities ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_numbers_above_0_are_read() -> None:
+    assert [positive(text) for text in ("2", "0.5", "1e3")] == [2.0, 0.5, 1000.0]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [("much", "'much' is no number"), *((text, f"must be positive, not {text}") for text in ("0", "-1", "inf", "nan"))],
+)
+def test_what_is_none_is_said(text: str, says: str) -> None:
+    with pytest.raises(ArgumentTypeError, match=says):
+        positive(text)
+
+
+def test_times_have_four_digits() -> None:
+    assert [ms(seconds) for seconds in (0.19823, 1.5, 2e-6)] == ["198.2 ms", "1500 ms", "0.002 ms"]
+
+
+def test_amounts_of_memory_are_read_in_powers_of_1024() -> None:
+    texts = ("512", "2K", "1.5M", "6G", "6GiB", "6 gb", "1T")
+    assert [memory_bytes(text) for text in texts] == [512, 2048, 3 << 19, 6 << 30, 6 << 30, 6 << 30, 1 << 40]
+
+
+@pytest.mark.parametrize("text", ["", "much", "-1G", "0", "0.1", "6X", "1e9", "nan"])
+def test_what_is_no_amount_of_memory_is_said(text: str) -> None:
+    with pytest.raises(ArgumentTypeError, match=f"{text!r} is no amount of memory: give one such as 6G or 512M"):
+        memory_bytes(text)
+
+
+# ── trace ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_trace_for_perfetto_is_written_into_the_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trace", str(written(tmp_path, record(over_a_link())))]) == 0
+    assert str(tmp_path / TRACE_FILE) in capsys.readouterr().out
+    assert (tmp_path / TRACE_FILE).exists()
+
+
+def test_chakra_traces_are_counted_from_0_on_and_it_is_said_of_whom(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("google.protobuf", minversion="5.28")
+    folder = written(tmp_path / "recorded", without(record(over_a_link(ranks=3)), 1))
+    assert main(["trace", str(folder), "--chakra", str(tmp_path / "out" / "job")]) == 0
+    told = capsys.readouterr()
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["job.0.et", "job.1.et"]
+    assert "2 iterations of 2 ranks" in told.out
+    assert "counted from 0 on, these are ranks 0 and 2" in told.out
+    assert "rank 1 of 3 is missing" in told.err
+    assert not (folder / TRACE_FILE).exists()
+
+
+def test_what_cannot_be_done_is_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["trace", str(tmp_path / "nothing")]) == 1
+    assert "is no folder" in capsys.readouterr().err
+    folder = written(tmp_path / "recorded", record(over_a_link()))
+    (tmp_path / "file").write_text("")
+    assert main(["trace", str(folder), "--chakra", str(tmp_path / "file" / "job")]) == 1
+    assert capsys.readouterr().err.startswith("sirtaki trace: ")
+    for name in [name for name in sys.modules if name.startswith("sirtaki.analysis.chakra")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "google.protobuf", None)
+    assert main(["trace", str(folder), "--chakra", str(tmp_path / "job")]) == 1
+    assert "pip install 'sirtaki[chakra]'" in capsys.readouterr().err
