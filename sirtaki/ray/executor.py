@@ -11,9 +11,9 @@ from sirtaki.errors import ConfigError, LaunchError
 from sirtaki.run.elastic.job_members import Policy
 
 from .elastic_ranks import ElasticRanks
-from .executable import Executable
 from .fixed_ranks import FixedRanks
-from .settings import Demand, RaySettings, Shape, elastic_policy, interface_names
+from .placement import Demand, RaySettings, Shape, elastic_policy, interface_names
+from .ranks import Executable
 
 
 class RayExecutor:

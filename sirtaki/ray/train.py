@@ -16,7 +16,7 @@ from ray.train.torch import TorchConfig
 
 from sirtaki.torch_backend import NAME, register
 
-from .telling import leave_job
+from .ranks import leave_job
 
 _TorchBackend: Any = TorchConfig().backend_cls
 

@@ -1,11 +1,32 @@
-"""Rank 0 is heard, if anybody listens."""
+"""What can be said of ranks on Ray without Ray: what to install, who hears of a failure, and of rank 0's values."""
 
+import importlib.util
 from typing import Any
 
 import pytest
+from conftest import RunRanks
+from rank_jobs import OVER_MESH, UNTUNED
 
+import sirtaki.ray
 from sirtaki.ray import ray_logger
 from sirtaki.ray.ray_logger import Log, heard_by
+
+
+def test_without_ray_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    for name in sirtaki.ray.__all__:
+        with pytest.raises(ModuleNotFoundError, match=r"pip install 'sirtaki\[ray\]'"):
+            getattr(sirtaki.ray, name)
+
+
+def test_what_is_not_there_is_no_matter_of_ray() -> None:
+    with pytest.raises(AttributeError, match="has no attribute 'RayExecutr'"):
+        _ = sirtaki.ray.RayExecutr
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_other_ranks_hear_of_it_and_all_can_begin_anew(run_ranks: RunRanks, ranks: int) -> None:
+    assert run_ranks("ray_telling.py", ranks, env={**UNTUNED, **OVER_MESH}).stdout.count("went on") == ranks
 
 
 class FakeQueue:
