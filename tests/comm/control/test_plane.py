@@ -17,7 +17,7 @@ from torch.torch_version import TorchVersion
 from sirtaki.comm.control import plane
 from sirtaki.comm.control.addresses import interface_addresses, own_addresses
 from sirtaki.comm.control.communicator import Communicator
-from sirtaki.comm.control.failure import FailureBoard, poll_until, unless_failed
+from sirtaki.comm.control.failure import DUTY_PERIOD_S, FailureBoard, poll_until, unless_failed
 from sirtaki.comm.control.plane import ClockOffset, ControlPlane, compare_clocks, connect_to_store, offset_from, reach
 from sirtaki.comm.control.watchdog import Courier, Tag
 from sirtaki.errors import ConfigError, PeerLostError, StallError, TransportError
@@ -163,8 +163,34 @@ def test_the_first_failure_is_kept() -> None:
             board.check()
 
 
+def test_those_who_listen_hear_of_the_first_failure_only() -> None:
+    board, heard = FailureBoard(), list[str]()
+    for name in ("one", "other"):
+        board.listen(lambda name=name: heard.append(f"{name}: {board.error}"))  # type: ignore[misc]
+    board.report(PeerLostError("first"))
+    board.report(StallError("second"))
+    assert heard == ["one: first", "other: first"]
+
+
+def test_whoever_waits_does_what_it_owes_to_others_now_and_then_until_the_job_fails() -> None:
+    board, calls_s = FailureBoard(), list[float]()
+    board.while_waiting(lambda: calls_s.append(time.monotonic()))
+    end_s = time.monotonic() + 0.1
+    poll_until(lambda: time.monotonic() > end_s, failures=board)
+    assert 3 <= len(calls_s) <= 0.1 / DUTY_PERIOD_S + 1
+    assert all(later - earlier > 0.9 * DUTY_PERIOD_S for earlier, later in itertools.pairwise(calls_s))
+    board.while_waiting(None)
+    time.sleep(2 * DUTY_PERIOD_S)
+    board.check()
+    board.while_waiting(lambda: calls_s.append(0.0))
+    board.report(StallError("rank 3 did not come"))
+    board.attend()
+    assert 0.0 not in calls_s
+
+
 def test_after_a_broken_connection_the_failure_that_led_to_it_is_waited_for() -> None:
     failures = FailureBoard()
+    assert not failures.suspicious
     threading.Timer(0.1, failures.report, [PeerLostError("rank 1 has ended its script")]).start()
     assert "rank 1" in str(failures.cause_of(TransportError("connection reset")))
     assert failures.suspicious

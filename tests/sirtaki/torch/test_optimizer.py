@@ -18,7 +18,7 @@ def job(ranks: int, label: str = "") -> Job:
 
 
 @on_ranks(
-    "optimizer_training",
+    "optimizers",
     job(2),
     slow(job(1)),
     slow(job(3, "mesh")),
@@ -27,58 +27,77 @@ def job(ranks: int, label: str = "") -> Job:
     slow(job(3, "always tuning")),
     slow(job(4, "tuned")),
     slow(job(4, "two nodes")),
+    cases="TRAINING",
 )
 def test_training_on_ranks_equals_training_on_the_joined_batch(play: Play, rank_case: RankCase) -> None:
     play(rank_case)
 
 
 @on_ranks(
-    "optimizer_types",
+    "optimizers",
     job(2),
     slow(job(1)),
     slow(job(2, "tuned")),
     slow(job(3, "small units")),
     slow(job(4, "two nodes")),
+    cases="TYPES",
 )
 def test_types_and_strides_of_all_kinds_train_right(play: Play, rank_case: RankCase) -> None:
     play(rank_case)
 
 
-@on_ranks("optimizer_training", job(2, "tuned"), only="plans_that_change")
-def test_plans_tried_by_the_warmup_change_no_gradient(play: Play, rank_case: RankCase) -> None:
-    play(rank_case)
-
-
 @on_ranks(
-    "optimizer_features",
-    job(3),
-    slow(job(3, "mesh")),
+    "optimizers",
+    job(2),
     slow(job(1)),
-    slow(job(2, "tuned")),
-    slow(job(4)),
-    slow(job(4, "tuned")),
+    slow(job(3)),
+    slow(job(3, "tuned")),
+    slow(job(4, "two nodes")),
+    cases="LIFETIMES",
 )
-def test_sparse_gradients_groups_process_sets_and_join_train_right(play: Play, rank_case: RankCase) -> None:
-    play(rank_case)
-
-
-@on_ranks("optimizer_lifetimes", job(2), slow(job(1)), slow(job(3)), slow(job(3, "tuned")), slow(job(4, "two nodes")))
 def test_shared_parameters_and_dropped_closed_and_rewrapped_optimizers_train_right(
     play: Play, rank_case: RankCase
 ) -> None:
     play(rank_case)
 
 
-@on_ranks("optimizer_leftovers", job(2), slow(job(1)), slow(job(3)), slow(job(3, "tuned")), slow(job(4, "two nodes")))
+@on_ranks(
+    "optimizers",
+    job(2),
+    slow(job(1)),
+    slow(job(3)),
+    slow(job(3, "tuned")),
+    slow(job(4, "two nodes")),
+    cases="LEFTOVERS",
+)
 def test_dropped_optimizers_and_ended_jobs_leave_nothing(play: Play, rank_case: RankCase) -> None:
     play(rank_case)
 
 
-@on_ranks("optimizer_lifetimes", slow(job(2)), slow(job(2, "gloo")), cases="MANY")
+@on_ranks(
+    "optimizers",
+    job(3),
+    slow(job(3, "mesh")),
+    slow(job(1)),
+    slow(job(2, "tuned")),
+    slow(job(4)),
+    slow(job(4, "tuned")),
+    cases="FEATURES",
+)
+def test_sparse_gradients_groups_process_sets_and_join_train_right(play: Play, rank_case: RankCase) -> None:
+    play(rank_case)
+
+
+@on_ranks("optimizers", job(2, "tuned"), only="plans_that_change", cases="TRAINING")
+def test_plans_tried_by_the_warmup_change_no_gradient(play: Play, rank_case: RankCase) -> None:
+    play(rank_case)
+
+
+@on_ranks("optimizers", slow(job(2)), slow(job(2, "gloo")), cases="MANY_LIFETIMES")
 def test_many_turns_train_right(play: Play, rank_case: RankCase) -> None:
     play(rank_case)
 
 
-@on_ranks("optimizer_leftovers", slow(job(2)), slow(job(2, "gloo")), cases="MANY")
+@on_ranks("optimizers", slow(job(2)), slow(job(2, "gloo")), cases="MANY_LEFTOVERS")
 def test_many_lifetimes_leave_nothing(play: Play, rank_case: RankCase) -> None:
     play(rank_case)

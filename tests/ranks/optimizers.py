@@ -1,0 +1,958 @@
+"""Training with a DistributedOptimizer equals training in one process, in many situations."""
+
+import copy
+import gc
+import io
+import math
+import os
+import pickle
+import random
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import pytest
+import torch
+from conformance.ddp import dense_model
+from conformance.gradient_losses import LOSSES
+from conformance.training import (
+    assert_equal_on_all_ranks,
+    assert_same_parameters,
+    assert_same_training,
+    batch,
+    joined,
+    main,
+    sgd,
+)
+from fakes.backward import Raises
+from torch import nn
+
+import sirtaki.torch as hvd
+from sirtaki.engine import job
+from sirtaki.errors import NotInitializedError
+
+
+def mlp(dtype: torch.dtype = torch.float64, *, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(24, 160), nn.Tanh(), nn.Linear(160, 160), nn.Tanh(), nn.Linear(160, 3)).to(dtype)
+
+
+def mean_square(model: nn.Module, rank: int, iteration: int) -> torch.Tensor:
+    dtype = next(model.parameters()).dtype
+    return model(batch(rank, iteration, 5, 24, dtype=dtype)).square().mean()
+
+
+def an_ordinary_loop() -> None:
+    assert_same_training(mlp(), mean_square)
+
+
+def gradients_that_are_never_zeroed() -> None:
+    """They pile up: what is reduced is then the old mean plus the new gradient, on every rank."""
+
+    def step(optimizer: torch.optim.Optimizer, loss: Callable[[], torch.Tensor]) -> None:
+        loss().backward()
+        optimizer.step()
+
+    assert_same_training(mlp(), mean_square, step=step)
+
+
+class Heads(nn.Module):
+    """Heads that are independent of each other: the order in which they run forward is that of their gradients."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.heads = nn.ModuleList(nn.Linear(6, 9) for _ in range(count))
+
+    def forward(self, inputs: torch.Tensor, order: list[int]) -> torch.Tensor:
+        outputs = {number: self.heads[number](inputs).square().mean() for number in order}
+        return torch.stack([outputs[number] for number in sorted(outputs)]).sum()
+
+
+def an_order_that_differs_between_ranks_and_iterations() -> None:
+    def loss(model: nn.Module, rank: int, iteration: int) -> torch.Tensor:
+        order = list(range(20))
+        random.Random(100 * rank + iteration).shuffle(order)
+        return model(batch(rank, iteration, 5, 6), order)
+
+    assert_same_training(Heads(20).double(), loss, steps=12)
+
+
+def an_order_that_changes_for_good_is_learned_anew() -> None:
+    def loss(model: nn.Module, rank: int, iteration: int) -> torch.Tensor:
+        # Only the last rank sees another order; its flag must be enough.
+        turned = iteration >= 60 and rank == hvd.size() - 1
+        return model(batch(rank, iteration, 2, 6), list(range(20))[:: -1 if turned else 1])
+
+    optimizer = assert_same_training(Heads(20).double(), loss, steps=120, tolerance=1e-9)
+    if hvd.size() > 1:
+        assert optimizer._gradients.reducers[0].tuned.synchroniser._order.since > 100
+
+
+def plans_that_change_in_mid_training() -> None:
+    seen: set[str] = set()
+
+    def step(optimizer: torch.optim.Optimizer, loss: Callable[[], torch.Tensor]) -> None:
+        optimizer.zero_grad(set_to_none=len(seen) % 2 == 0)
+        loss().backward()
+        optimizer.step()
+        if hvd.size() > 1 and hasattr(optimizer, "synchronize"):
+            seen.add(optimizer._gradients.reducers[0].tuned.knobs.describe())
+
+    warmup = int(os.environ["SIRTAKI_WARMUP_ITERATIONS"])
+    assert_same_training(mlp(), mean_square, step=step, steps=min(warmup, 100) + 10, tolerance=1e-10)
+    assert len(seen) > 2 or warmup < 40 or hvd.size() == 1
+
+
+def scaled_losses_and_an_overflow_on_one_rank() -> None:
+    def loss(model: nn.Module, rank: int, iteration: int) -> torch.Tensor:
+        bad = math.inf if iteration == 2 and rank == hvd.size() - 1 else 1.0
+        return mean_square(model, rank, iteration) * bad
+
+    scalers: dict[int, torch.amp.GradScaler] = {}
+
+    def step(optimizer: torch.optim.Optimizer, loss: Callable[[], torch.Tensor]) -> None:
+        scaler = scalers.setdefault(id(optimizer), torch.amp.GradScaler("cpu", init_scale=1024.0))
+        optimizer.zero_grad()
+        scaler.scale(loss()).backward()
+        if hasattr(optimizer, "synchronize"):
+            optimizer.synchronize()
+            scaler.unscale_(optimizer)
+            with optimizer.skip_synchronize():
+                scaler.step(optimizer)
+        else:
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+        scaler.update()
+
+    model = mlp(torch.float32)
+    assert_same_training(model, loss, step=step, tolerance=2e-5)
+    assert all(param.isfinite().all() for param in model.parameters())
+    assert {scaler.get_scale() for scaler in scalers.values()} == {512.0}
+
+
+def a_compiled_model() -> None:
+    def loss(model: nn.Module, rank: int, iteration: int) -> torch.Tensor:
+        return torch.compile(model, backend="aot_eager")(batch(rank, iteration, 5, 24)).square().mean()
+
+    assert_same_training(mlp(), loss)
+    torch.compiler.reset()
+
+
+def a_model_compiled_in_parts() -> None:
+    backend = hvd.early_gradients("aot_eager", part_bytes=1000)
+
+    def loss(model: nn.Module, rank: int, iteration: int) -> torch.Tensor:
+        return torch.compile(model, backend=backend)(batch(rank, iteration, 5, 24)).square().mean()
+
+    assert_same_training(mlp(), loss)
+    torch.compiler.reset()
+
+
+def gradients_with_a_graph_of_their_own() -> None:
+    """`create_graph=True` for penalties; the reduced gradients carry no graph."""
+
+    def step(optimizer: torch.optim.Optimizer, loss: Callable[[], torch.Tensor]) -> None:
+        optimizer.zero_grad()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            loss().backward(create_graph=True)
+        optimizer.step()
+
+    model = mlp()
+    assert_same_training(model, mean_square, step=step)
+    if hvd.size() > 1:
+        assert not any(param.grad.requires_grad for param in model.parameters())
+
+
+def schedulers_made_before_or_after_wrapping() -> None:
+    for before in (True, False):
+        model = mlp()
+        alone = copy.deepcopy(model)
+        plain, reference = (torch.optim.SGD(net.parameters(), lr=0.1) for net in (model, alone))
+        if before:
+            scheduler = torch.optim.lr_scheduler.StepLR(plain, step_size=2, gamma=0.3)
+            optimizer = hvd.DistributedOptimizer(plain)
+        else:
+            optimizer = hvd.DistributedOptimizer(plain)
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.3)
+        reference_scheduler = torch.optim.lr_scheduler.StepLR(reference, step_size=2, gamma=0.3)
+        for iteration in range(8):
+            if iteration == 4:  # a checkpoint is loaded in between; the scheduler must still reach the optimizer
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            optimizer.zero_grad()
+            mean_square(model, hvd.rank(), iteration).backward()
+            optimizer.step()
+            scheduler.step()
+            reference.zero_grad()
+            joined(mean_square, alone, iteration).backward()
+            reference.step()
+            reference_scheduler.step()
+            assert optimizer.param_groups[0]["lr"] == reference.param_groups[0]["lr"]
+        assert_same_parameters(model, alone, 1e-12)
+
+
+def gradients_may_be_asked_for_through_the_output() -> None:
+    """By `torch.autograd.grad`, which is no backward pass: what it passes is reduced by the pass that follows."""
+
+    def twice(optimizer: torch.optim.Optimizer, loss: Callable[[], torch.Tensor]) -> None:
+        optimizer.zero_grad()
+        loss().backward()
+        loss().backward()
+        optimizer.step()
+
+    for loss in LOSSES:
+        assert_same_training(dense_model(), partial(loss, batch))
+        assert_same_training(dense_model(), partial(loss, batch), step=twice, backward_passes_per_step=2, steps=3)
+
+
+TRAINING = [
+    an_ordinary_loop,
+    gradients_may_be_asked_for_through_the_output,
+    gradients_that_are_never_zeroed,
+    an_order_that_differs_between_ranks_and_iterations,
+    an_order_that_changes_for_good_is_learned_anew,
+    plans_that_change_in_mid_training,
+    scaled_losses_and_an_overflow_on_one_rank,
+    a_compiled_model,
+    a_model_compiled_in_parts,
+    gradients_with_a_graph_of_their_own,
+    schedulers_made_before_or_after_wrapping,
+]
+
+
+# ── Training with a DistributedOptimizer equals training in one process, whatever the types and strides ──────────────
+
+
+def bfloat16_autocast() -> None:
+    def loss(model: nn.Module, rank: int, iteration: int) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return mean_square(model, rank, iteration)
+
+    assert_same_training(mlp(torch.float32), loss, tolerance=2e-3)
+
+
+def smaller_types_on_the_wire() -> None:
+    for compression, tolerance in ((hvd.Compression.fp16, 2e-3), (hvd.Compression.bf16, 1e-2)):
+        for clears in (True, False):
+
+            def step(optimizer: torch.optim.Optimizer, loss: Callable[[], torch.Tensor], clears: bool = clears) -> None:
+                optimizer.zero_grad(set_to_none=clears)
+                loss().backward()
+                optimizer.step()
+
+            model = mlp(torch.float32)
+            assert_same_training(model, mean_square, step=step, compression=compression, tolerance=tolerance)
+            assert_equal_on_all_ranks(model)
+            assert all(param.grad.dtype == torch.float32 for param in model.parameters())
+
+
+class MixedTypes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.wide, self.single = nn.Linear(24, 50).double(), nn.Linear(50, 50).float()
+        self.small = nn.Linear(50, 10).bfloat16()
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = self.single(torch.tanh(self.wide(inputs)).float())
+        return self.small(torch.tanh(hidden).bfloat16()).double()
+
+
+def several_dtypes_in_one_model() -> None:
+    model = MixedTypes()
+    assert_same_training(model, mean_square, tolerance=3e-2)
+    assert_equal_on_all_ranks(model)
+    model = MixedTypes()
+    assert_same_training(model, mean_square, compression=hvd.Compression.bf16, tolerance=3e-2)
+
+
+class ComplexTypes(nn.Module):
+    """The gradient that comes first, and so has the control flags beside it, is complex."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.real, self.plane = nn.Linear(24, 12).double(), nn.Linear(6, 5, dtype=torch.complex128)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.plane(torch.view_as_complex(self.real(inputs).view(-1, 6, 2))).abs()
+
+
+def complex_parameters() -> None:
+    model = ComplexTypes()
+    assert_same_training(model, mean_square, tolerance=1e-8)
+    assert_equal_on_all_ranks(model)
+
+
+TYPES = [
+    bfloat16_autocast,
+    smaller_types_on_the_wire,
+    several_dtypes_in_one_model,
+    complex_parameters,
+]
+
+
+# ── What a DistributedOptimizer offers besides ordinary training: sparse gradients, groups, process sets ─────────────
+
+
+def plain_sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def parameters_have_names() -> None:
+    model = nn.Linear(3, 2)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+    assert optimizer._parameter_names == {model.weight: "weight", model.bias: "bias"}
+    later = nn.Parameter(torch.zeros(2))
+    optimizer.add_param_group({"params": [later]})
+    assert optimizer._parameter_names[later] == "group.1.0"
+
+
+def groups_of_parameters() -> None:
+    assert_same_training(mlp(), mean_square, groups=2)
+    assert_same_training(mlp(), mean_square, groups=100)
+    model = mlp()
+    first = list(model[0].parameters())
+    assert_same_training(model, mean_square, groups=[first, [model[4].bias, model[2].weight]])
+    with pytest.warns(DeprecationWarning, match="num_groups"):
+        hvd.DistributedOptimizer(plain_sgd(mlp()), num_groups=2)
+
+
+def a_group_leaves_as_one() -> None:
+    model = mlp()
+    optimizer = hvd.DistributedOptimizer(plain_sgd(model), groups=[[model[4].bias, model[0].weight]])
+    if hvd.size() == 1:
+        return
+    for _ in range(3):
+        optimizer.zero_grad()
+        mean_square(model, hvd.rank(), 0).backward()
+        optimizer.step()
+    arrived: list[bool] = []
+    model[2].weight.register_post_accumulate_grad_hook(
+        lambda _: arrived.append(optimizer._gradients.reducers[0].tuned.synchroniser._arrivals.indices != [])
+    )
+    optimizer.zero_grad()
+    mean_square(model, hvd.rank(), 0).backward()
+    # The last layer's weight has come before the middle one; its bias waits for the first layer's weight.
+    names = optimizer._gradients.reducers[0].tuned.synchroniser._names
+    order = [names[index] for index in optimizer._gradients.reducers[0].tuned.synchroniser._arrivals.indices]
+    assert order.index("parameter.5") > order.index("parameter.2")
+    assert abs(order.index("parameter.5") - order.index("parameter.0")) == 1
+    optimizer.step()
+
+
+def adasum_of_two(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """The textbook formula."""
+    product = float(a.flatten() @ b.flatten())
+    return (1 - product / (2 * float(a.norm() ** 2))) * a + (1 - product / (2 * float(b.norm() ** 2))) * b
+
+
+def adasum_combines_updates() -> None:
+    if hvd.size() & (hvd.size() - 1):
+        with pytest.raises(NotImplementedError):
+            hvd.DistributedOptimizer(plain_sgd(mlp()), op=hvd.Adasum)
+        return
+    model = mlp()
+    optimizer = hvd.DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=0.01), op=hvd.Adasum)
+    replicas = [mlp() for _ in range(hvd.size())]
+    theirs = [torch.optim.Adam(replica.parameters(), lr=0.01) for replica in replicas]
+    for iteration in range(4):
+        optimizer.zero_grad()
+        mean_square(model, hvd.rank(), iteration).backward()
+        optimizer.step()
+        starts = [param.detach().clone() for param in replicas[0].parameters()]
+        for rank, (replica, each) in enumerate(zip(replicas, theirs, strict=True)):
+            each.zero_grad()
+            mean_square(replica, rank, iteration).backward()
+            each.step()
+        for number, start in enumerate(starts):
+            params = [list(replica.parameters())[number] for replica in replicas]
+            updates = [param.detach() - start for param in params]
+            while len(updates) > 1:
+                updates = [adasum_of_two(a, b) for a, b in zip(updates[::2], updates[1::2], strict=True)]
+            for param in params:
+                param.data.copy_(start + updates[0])
+        assert_same_parameters(model, replicas[0], 1e-9)
+    optimizer.synchronize()
+    if hvd.size() > 1:
+        with pytest.raises(AssertionError, match="Skipping synchronization"), optimizer.skip_synchronize():
+            pass
+
+
+def a_process_set_trains_by_itself() -> None:
+    if hvd.size() < 3:
+        return
+    evens = hvd.add_process_set(list(range(0, hvd.size(), 2)))
+    model = mlp()
+    alone = copy.deepcopy(model)
+    optimizer = hvd.DistributedOptimizer(plain_sgd(model), process_set=evens)
+    reference = plain_sgd(alone)
+    members = evens.ranks if evens.included() else [hvd.rank()]
+    for iteration in range(8):
+        optimizer.zero_grad()
+        mean_square(model, hvd.rank(), iteration).backward()
+        optimizer.synchronize()
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        reference.zero_grad()
+        total = sum((mean_square(alone, rank, iteration) for rank in members), torch.zeros(()))
+        (total / len(members)).backward()
+        reference.step()
+        assert_same_parameters(model, alone, 1e-12)
+    # All ranks together afterwards, and two sets at the same time.
+    odds = hvd.add_process_set(list(range(1, hvd.size(), 2)))
+    mine = evens if evens.included() else odds
+    both = hvd.DistributedOptimizer(plain_sgd(model), process_set=mine)
+    mean_square(model, hvd.rank(), 0).backward()
+    if evens.included():
+        optimizer.step()
+    both.step()
+    hvd.barrier()
+    assert_same_training(mlp(), mean_square)
+    assert hvd.remove_process_set(evens)
+    removed = mine is evens
+    if removed:
+        with pytest.raises(NotInitializedError, match=r"closed when its process set was removed; make a new one"):
+            both.step()
+    mean_square(model, hvd.rank(), 0).backward()  # hooks are gone where the set is, the others train on
+    if not removed:
+        both.step()
+    assert_same_training(mlp(), mean_square)
+    unopened = hvd.ProcessSet([0])
+    with pytest.raises(ValueError, match="has not been initialized"):
+        hvd.DistributedOptimizer(plain_sgd(mlp()), process_set=unopened)
+
+
+def copies_and_pickles_are_plain_optimizers() -> None:
+    model = mlp()
+    optimizer = hvd.DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=0.03))
+    assert isinstance(optimizer, torch.optim.Adam)
+    assert type(optimizer).__name__ == "Adam"
+    mean_square(model, hvd.rank(), 0).backward()
+    optimizer.step()
+    restored = pickle.loads(pickle.dumps(optimizer))
+    assert type(restored) is torch.optim.Adam
+    assert restored.param_groups[0]["lr"] == 0.03
+    assert type(copy.deepcopy(optimizer)) is torch.optim.Adam
+    saved = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, saved)
+    saved.seek(0)
+    loaded = torch.load(saved, weights_only=True)
+    again = mlp()
+    again.load_state_dict(loaded["model"])
+    other = hvd.DistributedOptimizer(torch.optim.Adam(again.parameters(), lr=0.5))
+    other.load_state_dict(loaded["optimizer"])
+    for net, each in ((model, optimizer), (again, other)):
+        each.zero_grad()
+        mean_square(net, hvd.rank(), 1).backward()
+        each.step()
+    assert_same_parameters(model, again, 0.0)
+
+
+def mistakes_are_named() -> None:
+    model = mlp()
+    plain = plain_sgd(model)
+    named = list(model.named_parameters())
+    for message, options in {
+        "must be > 0": {"backward_passes_per_step": 0},
+        "gradient_predivide_factor not supported": {"gradient_predivide_factor": 2.0, "op": hvd.Sum},
+        "must be unique": {"named_parameters": [*named, named[0]]},
+        "sequence of tuples": {"named_parameters": model.parameters()},
+        "were not named": {"named_parameters": named[1:]},
+        "op=Average": {"op": hvd.Max},
+        "groups should be": {"groups": -1},
+        "list of list": {"groups": [model[0].weight]},
+        "only appear once": {"groups": [[model[0].weight], [model[0].weight]]},
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            hvd.DistributedOptimizer(plain, **options)
+    optimizer = hvd.DistributedOptimizer(plain)
+    with pytest.raises(ValueError, match="must be > 0"):
+        optimizer.set_backward_passes_per_step(0)
+    if hvd.size() == 1:
+        return
+    mean_square(model, 0, 0).backward(inputs=list(model[0].parameters()))
+    with pytest.raises(AssertionError, match="race condition"):
+        optimizer.zero_grad()
+    with pytest.raises(AssertionError, match="more than backward_passes_per_step"):
+        mean_square(model, 0, 0).backward()
+    optimizer.synchronize()
+    with pytest.warns(UserWarning, match="skip_synchronize"):
+        optimizer.step()
+    optimizer.zero_grad()
+    with pytest.raises(hvd.HorovodInternalError, match="disagree about the model"):
+        hvd.DistributedOptimizer(plain_sgd(nn.Linear(3, 3 + (hvd.rank() == 1))))
+    with pytest.raises(hvd.HorovodInternalError, match="disagree about the model"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3 + hvd.rank()))]})
+    optimizer.zero_grad()
+    mean_square(model, 0, 0).backward()
+    with pytest.raises(NotInitializedError, match="closed when its parameters changed, which failed; make a new one"):
+        optimizer.step()
+    inner = (2 * torch.ones(3, requires_grad=True)).requires_grad_()
+    inner.retain_grad()
+    with pytest.raises(RuntimeError, match="non-leaf"):
+        hvd.DistributedOptimizer(torch.optim.SGD([inner], lr=0.1))
+    assert_same_training(mlp(), mean_square)
+
+
+FEATURES = [
+    parameters_have_names,
+    groups_of_parameters,
+    a_group_leaves_as_one,
+    adasum_combines_updates,
+    a_process_set_trains_by_itself,
+    copies_and_pickles_are_plain_optimizers,
+    mistakes_are_named,
+]
+
+
+# ── Optimizers that come, go and share parameters: wrapped again, dropped, closed, one encoder in severa ─────────────
+
+
+class Trunk(nn.Module):
+    """Two layers that every head stands on, and three heads."""
+
+    def __init__(self, width: int = 12) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.low, self.high = nn.Linear(width, width), nn.Linear(width, width)
+        self.heads = nn.ModuleList(nn.Linear(width, 3) for _ in range(3))
+        self.double()
+
+    def parts(self, *names: str) -> list[nn.Parameter]:
+        modules = dict(self.named_modules())
+        return [param for name in names for param in modules[name].parameters()]
+
+
+SETS = (("low", "high", "heads.0"), ("low", "high", "heads.1"), ("high", "heads.2", "heads.0"))
+"""What each of three optimizers has: the second shares a trunk with the first, the third parts of both."""
+
+
+def loss_of(number: int) -> Callable[[nn.Module, int, int], torch.Tensor]:
+    """What optimizer `number` minimises; it reaches all its parameters."""
+
+    def loss(model: nn.Module, rank: int, iteration: int) -> torch.Tensor:
+        hidden = batch(rank, 10 * iteration + number, 4, 12)
+        low = torch.tanh(model.low(hidden))
+        hidden = torch.tanh(model.high(low.detach() if number == 2 else low))
+        total = model.heads[number](hidden).square().mean()
+        return total + model.heads[0](hidden).square().mean() if number == 2 else total
+
+    return loss
+
+
+def make(model: Trunk, count: int, *, momentum: float = 0.0) -> list[torch.optim.Optimizer]:
+    return [torch.optim.SGD(model.parts(*names), lr=0.05, momentum=momentum) for names in SETS[:count]]
+
+
+def turn(optimizers: Sequence[torch.optim.Optimizer], loss: torch.Tensor, order: Sequence[int]) -> None:
+    for number in order:
+        optimizers[number].zero_grad()
+    loss.backward()
+    for number in order:
+        optimizers[number].step()
+
+
+def trains_like_one_process(
+    turns: Sequence[Sequence[int]], *, count: int, momentum: float = 0.9, op: int = hvd.Average
+) -> None:
+    model = Trunk()
+    alone = copy.deepcopy(model)
+    theirs = make(alone, count, momentum=momentum)
+    ours = [hvd.DistributedOptimizer(each, op=op) for each in make(model, count, momentum=momentum)]
+    for iteration, order in enumerate(turns):
+        losses = [loss_of(number) for number in order]
+
+        def total(net: nn.Module, rank: int, now: int, losses: list = losses) -> torch.Tensor:
+            return sum((loss(net, rank, now) for loss in losses), torch.zeros(()))
+
+        turn(ours, total(model, hvd.rank(), iteration), order)
+        turn(theirs, joined(total, alone, iteration, op=op), order)
+        assert_same_parameters(model, alone, 1e-11, f"after turn {iteration} of {turns}")
+    assert_equal_on_all_ranks(model)
+
+
+def drawn_turns_of_three_optimizers(seeds: Sequence[int] = (1, 2)) -> None:
+    for seed in seeds:
+        drawn = random.Random(seed)
+        turns = [drawn.sample(range(3), drawn.randint(1, 3)) for _ in range(10)]
+        trains_like_one_process(
+            turns, count=3, momentum=drawn.choice([0.0, 0.9]), op=drawn.choice([hvd.Average, hvd.Sum])
+        )
+
+
+def shared_with_other_options_is_an_error_on_all_ranks() -> None:
+    if hvd.size() == 1:  # nothing is reduced
+        return
+    model = Trunk()
+    first = hvd.DistributedOptimizer(make(model, 2)[0])
+    for options, words in (
+        ({"backward_passes_per_step": 2}, "backward_passes_per_step=1"),
+        ({"op": hvd.Sum}, "op or gradient_predivide_factor"),
+        ({"compression": hvd.Compression.bf16}, "compression"),
+        ({"sparse_as_dense": True}, "sparse_as_dense"),
+    ):
+        with pytest.raises(ValueError, match=rf"low\.weight.*{words}.*close\(\)"):
+            hvd.DistributedOptimizer(make(model, 2)[1], named_parameters=model.named_parameters(), **options)
+    first.close()
+    hvd.DistributedOptimizer(make(model, 2)[1], backward_passes_per_step=2)
+
+
+def wrapping_twice_is_an_error() -> None:
+    optimizer = hvd.DistributedOptimizer(sgd(Trunk()))
+    with pytest.raises(ValueError, match=r"SGD is a DistributedOptimizer already.*torch\.optim\.SGD"):
+        hvd.DistributedOptimizer(optimizer)
+    if hvd.size() & (hvd.size() - 1) == 0:
+        with pytest.raises(ValueError, match="is a DistributedOptimizer already"):
+            hvd.DistributedOptimizer(hvd.DistributedOptimizer(sgd(Trunk()), op=hvd.Adasum))
+
+
+def a_closed_optimizer_says_so() -> None:
+    model = mlp()
+    optimizer = hvd.DistributedOptimizer(sgd(model))
+    train(model, optimizer, 2)
+    optimizer.close()
+    optimizer.close()
+    for use in (optimizer.step, optimizer.synchronize, lambda: optimizer.add_param_group({"params": []})):
+        with pytest.raises(NotInitializedError, match=r"closed by close\(\).*make a new one"):
+            use()
+    mean_square(model, 0, 0).backward()  # hooks are gone: nobody waits, nothing is counted
+    mean_square(model, 0, 0).backward()
+    optimizer.zero_grad()
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    for iteration in range(steps):
+        optimizer.zero_grad()
+        mean_square(model, hvd.rank(), iteration).backward()
+        optimizer.step()
+
+
+def the_borrower_trains_on_when_the_owner_is_gone() -> None:
+    for closes in (True, False):
+        model = Trunk()
+        alone = copy.deepcopy(model)
+        theirs = make(alone, 2)
+        owner, borrower = [hvd.DistributedOptimizer(each) for each in make(model, 2)]
+        if closes:
+            owner.close()
+        del owner
+        gc.collect()
+        for iteration in range(5):
+            turn([borrower], loss_of(1)(model, hvd.rank(), iteration), [0])
+            turn(theirs, joined(loss_of(1), alone, iteration), [1])
+            assert_same_parameters(model, alone, 1e-11, f"after step {iteration}")
+        if hvd.size() > 1:
+            assert not any(reducer.shared for reducer in borrower._gradients.reducers)
+
+
+def dropped_on_one_rank_only() -> None:
+    """Garbage collection happens at different times: what one rank has no more can't be used on the others."""
+    model = Trunk()
+    kept = [hvd.DistributedOptimizer(make(model, 1)[0])]
+    if hvd.rank() == 0:
+        kept.clear()
+    gc.collect()
+    alone = copy.deepcopy(model)
+    optimizer, reference = hvd.DistributedOptimizer(make(model, 2)[1]), make(alone, 2)[1]
+    for iteration in range(4):
+        turn([optimizer], loss_of(1)(model, hvd.rank(), iteration), [0])
+        turn([reference], joined(loss_of(1), alone, iteration), [0])
+        assert_same_parameters(model, alone, 1e-11, f"after step {iteration}")
+    if kept and hvd.size() > 1:
+        with pytest.raises(NotInitializedError, match="another rank has dropped it"):
+            kept[0].step()
+        kept[0].zero_grad()
+        assert all(param.grad is None for group in kept[0].param_groups for param in group["params"])
+
+
+def dropped_between_backward_and_step() -> None:
+    """In the first iteration ranks negotiate, in the fourth units may have left; rank 0 has computed nothing then."""
+    for steps in (0, 3):
+        model = mlp()
+        optimizer = hvd.DistributedOptimizer(sgd(model))
+        train(model, optimizer, steps)
+        if hvd.rank() > 0:
+            model[4](torch.ones(1, 160, dtype=torch.float64)).sum().backward()  # some of the gradients, on some ranks
+        del optimizer
+        gc.collect()
+        model = mlp(seed=1)
+        assert_same_training(model, mean_square, steps=3)
+    model = mlp()
+    optimizer = hvd.DistributedOptimizer(sgd(model))
+    model[4](batch(hvd.rank(), 0, 1, 160)).sum().backward()
+    optimizer = hvd.DistributedOptimizer(sgd(model))  # takes over what is under way
+    optimizer.step()
+    assert_equal_on_all_ranks(model)
+
+
+def fail(model: Trunk, *heads: int) -> None:
+    """One backward pass that raises when it has come through these heads and the upper layer."""
+    hidden = model.high(Raises.apply(model.low(batch(hvd.rank(), 0, 4, 12))))  # type: ignore[no-untyped-call]
+    with pytest.raises(ValueError, match="half-way"):
+        sum((model.heads[head](hidden).sum() for head in heads), torch.zeros(())).backward()
+
+
+def goes_on_alone(model: Trunk, optimizer: torch.optim.Optimizer, number: int) -> None:
+    """After a failed pass, that optimizer, and as plain ones its like in one process."""
+    model.zero_grad()
+    alone = copy.deepcopy(model)
+    reference = make(alone, number + 1)[number]
+    for iteration in range(3):
+        loss_of(number)(model, hvd.rank(), iteration).backward()
+        optimizer.step()
+        model.zero_grad()
+        turn([reference], joined(loss_of(number), alone, iteration), [0])
+        assert_same_parameters(model, alone, 1e-11, f"after step {iteration}")
+
+
+def one_that_has_failed_is_dropped_on_one_rank_only_before_another_fails() -> None:
+    models = [Trunk() for _ in range(2)]
+    optimizers = [hvd.DistributedOptimizer(make(model, 1)[0]) for model in models]
+    for model, optimizer in zip(models, optimizers, strict=True):
+        goes_on_alone(model, optimizer, 0)
+    fail(models[0], 0)
+    if hvd.rank() == 0:
+        del optimizers[0], optimizer
+        gc.collect()
+    fail(models[1], 0)
+    goes_on_alone(models[1], optimizers[-1], 0)
+
+
+def of_two_that_fail_in_one_pass_one_is_dropped_and_collected_on_one_rank_only() -> None:
+    models = [Trunk() for _ in range(2)]
+    optimizers = [hvd.DistributedOptimizer(make(model, 1)[0]) for model in models]
+    hidden = Raises.apply(models[0].low(batch(hvd.rank(), 0, 4, 12)))  # type: ignore[no-untyped-call]
+    with pytest.raises(ValueError, match="half-way"):
+        sum((model.heads[0](model.high(hidden)).sum() for model in models), torch.zeros(())).backward()
+    trainer: dict[str, object] = {"optimizer": optimizers.pop(0)}
+    trainer["callback"] = trainer  # only a collection of garbage ends it
+    gc.disable()
+    try:
+        del trainer
+        if hvd.rank() == 0:
+            gc.collect()
+        goes_on_alone(models[1], optimizers[0], 0)
+    finally:
+        gc.enable()
+
+
+def one_that_has_failed_waits_while_another_goes_on() -> None:
+    models = [Trunk() for _ in range(2)]
+    optimizers = [hvd.DistributedOptimizer(make(model, 1)[0]) for model in models]
+    for number in (0, 1):
+        fail(models[number], 0)
+    for number in (1, 0, 1):
+        goes_on_alone(models[number], optimizers[number], 0)
+
+
+def drawn_failures_of_three_optimizers(seeds: Sequence[int] = (1,)) -> None:
+    """Passes of one or several of them raise, one after another, before they train on together or in turns."""
+    for seed in seeds:
+        drawn = random.Random(seed)
+        model = Trunk()
+        alone = copy.deepcopy(model)
+        ours, theirs = [hvd.DistributedOptimizer(each) for each in make(model, 3)], make(alone, 3)
+        for iteration in range(8):
+            for _ in range(drawn.randint(0, 3)):
+                fail(model, *drawn.sample(range(3), drawn.randint(1, 3)))
+                if drawn.random() < 0.5:
+                    ours[drawn.randrange(3)].zero_grad()
+            order = drawn.sample(range(3), drawn.randint(1, 3))
+            losses = [loss_of(number) for number in order]
+
+            def total(net: nn.Module, rank: int, now: int, losses: list = losses) -> torch.Tensor:
+                return sum((loss(net, rank, now) for loss in losses), torch.zeros(()))
+
+            model.zero_grad()
+            total(model, hvd.rank(), iteration).backward()
+            for number in order:
+                ours[number].step()
+            turn(theirs, joined(total, alone, iteration), order)
+            assert_same_parameters(model, alone, 1e-11, f"seed {seed}, after turn {iteration}")
+
+
+LIFETIMES = [
+    drawn_turns_of_three_optimizers,
+    shared_with_other_options_is_an_error_on_all_ranks,
+    wrapping_twice_is_an_error,
+    a_closed_optimizer_says_so,
+    the_borrower_trains_on_when_the_owner_is_gone,
+    dropped_on_one_rank_only,
+    dropped_between_backward_and_step,
+    one_that_has_failed_is_dropped_on_one_rank_only_before_another_fails,
+    of_two_that_fail_in_one_pass_one_is_dropped_and_collected_on_one_rank_only,
+    one_that_has_failed_waits_while_another_goes_on,
+    drawn_failures_of_three_optimizers,
+]
+
+
+def drawn_turns_of_three_optimizers_many_times() -> None:
+    drawn_turns_of_three_optimizers(range(100, 140))
+
+
+def drawn_failures_of_three_optimizers_many_times() -> None:
+    drawn_failures_of_three_optimizers(range(100, 130))
+
+
+MANY_LIFETIMES = [drawn_turns_of_three_optimizers_many_times, drawn_failures_of_three_optimizers_many_times]
+
+
+# ── Optimizers that are dropped, jobs that begin and end: nothing of them is left ────────────────────────────────────
+
+SETTLING_S = 20.0
+
+
+def in_use() -> dict[str, int]:
+    return {
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "threads": threading.active_count(),
+        "reducers": len(list(job.current().participants)) if hvd.is_initialized() else 0,
+    }
+
+
+def stays_flat(what: Callable[[], None], times: int) -> None:
+    """Collective."""
+    what()  # opens what a job needs once
+    what()
+    gc.collect()
+    job.current().disposal.drain()
+    before = in_use()
+    for _ in range(times):
+        what()
+    deadline = time.monotonic() + SETTLING_S
+    while (more := {name for name, count in in_use().items() if count > before[name]}) and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.05)
+    assert not more, f"{before} became {in_use()}"
+
+
+def dropped_optimizers_leave_nothing(times: int = 4) -> None:
+    def make_and_drop() -> None:
+        model = mlp()
+        optimizer = hvd.DistributedOptimizer(sgd(model))
+        train(model, optimizer, 4)
+
+    stays_flat(make_and_drop, times)
+
+
+def optimizers_in_reference_cycles_are_collected() -> None:
+    class Trainer:
+        def __init__(self) -> None:
+            self.model = mlp()
+            self.optimizer = hvd.DistributedOptimizer(sgd(self.model))
+            self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1)
+            self.model.trainer = [self]
+            for param in self.model.parameters():
+                param.register_hook(lambda grad: self.seen(grad))
+
+        def seen(self, grad: torch.Tensor) -> torch.Tensor:
+            return grad
+
+    def once() -> weakref.ref[nn.Module]:
+        trainer = Trainer()
+        train(trainer.model, trainer.optimizer, 3)
+        trainer.scheduler.step()
+        return weakref.ref(trainer.model)
+
+    def make_and_drop() -> None:
+        model = once()
+        deadline = time.monotonic() + SETTLING_S
+        while model() is not None and time.monotonic() < deadline:
+            gc.collect()
+            time.sleep(0.02)
+        assert model() is None
+
+    stays_flat(make_and_drop, 2)
+
+
+def added_parameter_groups_leave_nothing(times: int = 4) -> None:
+    model = mlp()
+    optimizer = hvd.DistributedOptimizer(sgd(model))
+
+    def add() -> None:
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3, dtype=torch.float64))]})
+        train(model, optimizer, 3)
+
+    stays_flat(add, times)
+
+
+def starting_and_ending_leaves_nothing(times: int = 3) -> None:
+    def cycle() -> None:
+        model = mlp()
+        optimizer = hvd.DistributedOptimizer(sgd(model))
+        train(model, optimizer, 3)
+        hvd.shutdown()
+        with pytest.raises(NotInitializedError, match=r"closed by shutdown\(\)"):
+            optimizer.step()
+        optimizer.zero_grad()  # which takes nobody else
+        assert all(param.grad is None for param in model.parameters())
+        hvd.init()
+
+    if hvd.size() > 1:
+        stays_flat(cycle, times)
+
+
+def memory_is_returned() -> None:
+    """Of the model, and of the flat buffers of all ranks of the node."""
+
+    def make_and_drop() -> weakref.ref[nn.Module]:
+        model = nn.Linear(512, 1024).double()
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(1, 512, dtype=torch.float64)).sum().backward()
+            optimizer.step()
+        return weakref.ref(model)
+
+    before = shared_bytes()
+    model = make_and_drop()
+    deadline = time.monotonic() + SETTLING_S
+    while (model() is not None or shared_bytes() > before) and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.02)
+    assert model() is None
+    assert shared_bytes() <= before
+
+
+def shared_bytes() -> int:
+    """Mapped in this process of the memory that ranks of a node share."""
+    with open("/proc/self/maps", encoding="utf-8") as maps:
+        ranges = [line.split()[0].split("-") for line in maps if "memfd:sirtaki" in line]
+    return sum(int(stop, 16) - int(start, 16) for start, stop in ranges)
+
+
+LEFTOVERS = [
+    dropped_optimizers_leave_nothing,
+    optimizers_in_reference_cycles_are_collected,
+    added_parameter_groups_leave_nothing,
+    starting_and_ending_leaves_nothing,
+    memory_is_returned,
+]
+
+
+def many_dropped_optimizers_leave_nothing() -> None:
+    dropped_optimizers_leave_nothing(50)
+
+
+def many_added_parameter_groups_leave_nothing() -> None:
+    added_parameter_groups_leave_nothing(50)
+
+
+def starting_and_ending_many_times_leaves_nothing() -> None:
+    starting_and_ending_leaves_nothing(50)
+
+
+MANY_LEFTOVERS = [
+    many_dropped_optimizers_leave_nothing,
+    many_added_parameter_groups_leave_nothing,
+    starting_and_ending_many_times_leaves_nothing,
+]
+
+
+if __name__ == "__main__":
+    main([*TRAINING, *TYPES, *FEATURES, *LIFETIMES, *MANY_LIFETIMES, *LEFTOVERS, *MANY_LEFTOVERS])
