@@ -1,12 +1,10 @@
-"""All the ways by which units can travel in this job: which there can be, how many streams each has, opened when
-needed.
-"""
+"""All the ways by which units can travel in this job: which there are, how many streams each has, and opening them."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -37,51 +35,7 @@ from sirtaki.errors import CommError, PlanError, TransportError
 from .device import HOST, Device
 from .plan import Algorithm, CommPlan, Route, TransportKind
 
-if TYPE_CHECKING:
-    from sirtaki.comm.control.plane import ControlPlane
-
-
-class StreamLimits:
-    """The same on all ranks.
-
-    Attributes:
-        opened: how many streams of each route are open.
-    """
-
-    def __init__(self, control: ControlPlane) -> None:
-        """Collective, before any stream is open."""
-        self._size = control.size
-        self._descriptors = int(control.minimum(np.array([float(descriptors_for_streams())]))[0])
-        self.opened: dict[Route, int] = {}
-        self._refused: dict[Route, int] = {}  # so many are not tried, since that failed before
-
-    def refuse(self, route: Route) -> None:
-        """This route is not possible."""
-        self._refused[route] = 1
-
-    def is_possible(self, route: Route) -> bool:
-        """Whether a stream of it may be opened, as far as is known."""
-        return self._refused.get(route, 2) > 1
-
-    def note_failure(self, route: Route, wanted: int) -> None:
-        """So many could not be opened: half of what could not be added is refused from now on."""
-        have = self.opened.get(route, 0)
-        self._refused[route] = have + (wanted - have) // 2 + 1
-
-    def limit(self, route: Route, transport: Transport) -> tuple[int, str]:
-        """The largest number of streams of a route, and why there are not more."""
-        name = route[0].value
-        fit = streams_within(self._descriptors, transport.stream_cost, most=transport.max_streams)
-        refused = self._refused.get(route)
-        if refused is not None and refused <= fit:
-            return max(1, refused - 1), f"more streams of {name} could not be opened"
-        if fit < transport.max_streams:
-            return fit, (
-                f"each stream of {name} takes {transport.stream_cost.descriptors} descriptors on {self._size} "
-                f"ranks, and {self._descriptors} can be used (see ulimit -n)"
-            )
-        return fit, f"{name} has at most {fit}"
-
+logger = logging.getLogger(__name__)
 
 MAX_COMMUNICATORS = 24
 """NCCL communicators that are open at once; those of one stream with several CTA counts are several."""
@@ -89,67 +43,102 @@ MAX_COMMUNICATORS = 24
 FLAT, TREE = Algorithm.FLAT, Algorithm.HIERARCHICAL
 
 
-class TransportFactory:
-    """Makes transports; opens no stream.
+class Router:
+    """The transports of one user of communication; two users that may interleave need a router each.
 
     Attributes:
-        pool: NCCL's communicators; None where it carries nothing.
-        shares_memory: the ranks of a node can share memory.
+        device: where the gradients are.
+        transports: those that exist, no stream of which need be open.
     """
 
-    def __init__(self, control: ControlPlane, *, timeout_s: float, device: Device, nccl: Opener | None) -> None:
-        """See `Router`."""
-        self._control, self._timeout_s, self._device, self._nccl = control, timeout_s, device, nccl
-        self.shares_memory = False
-        self.pool = None
+    def __init__(
+        self, control: ControlPlane, *, timeout_s: float, device: Device = HOST, nccl: Opener | None = None
+    ) -> None:
+        """Collective: finds out what can carry units here; opens no stream.
+
+        Args:
+            control: the ranks.
+            timeout_s: after this long a reduction that does not get on fails.
+            device: where the gradients are.
+            nccl: makes communicators between the ranks' devices; None = they go through the hosts' memory.
+        """
+        self._control, self.device, self._timeout_s, self._nccl = control, device, timeout_s, nccl
+        self._descriptors = int(control.minimum(np.array([float(descriptors_for_streams())]))[0])
+        self._pool = None
         if nccl is not None:
-            self.pool = CommunicatorPool(
-                nccl,
-                limit=MAX_COMMUNICATORS,
-                worst=lambda value: float(control.maximum(np.array([value]))[0]),
+            self._pool = CommunicatorPool(
+                nccl, limit=MAX_COMMUNICATORS, worst=lambda value: float(control.maximum(np.array([value]))[0])
             )
+        self.transports: dict[Route, Transport] = {}
+        self._opened: dict[Route, int] = {}  # streams, the same on all ranks, as are those that are refused:
+        self._refused: dict[Route, int] = {}  # so many are not tried, since that failed before
+        self._shares_memory = nccl is None and max(control.local_sizes) > 1
+        if self._shares_memory:
+            try:
+                share_memory(control, 1)
+            except TransportError as err:
+                self._do_without_sharing(err)
+        for route in self._possible():
+            self._make_if_possible(route)
 
-    @property
-    def routes(self) -> tuple[Route, ...]:
-        """Those that exist here, the best guess first."""
+    # ── what there is ────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _possible(self) -> tuple[Route, ...]:
+        """Routes that this job may have, the best guess first."""
+        control = self._control
         if self._nccl is not None:
-            nodes = not self._control.one_node and self._control.is_homogeneous and self._control.local_size > 1
+            nodes = not control.one_node and control.is_homogeneous and control.local_size > 1
             return ((TransportKind.NCCL, FLAT), *([(TransportKind.NCCL, TREE)] if nodes else []))
-        if self._device.streams:
-            inner = dict.fromkeys(algorithm for _, algorithm in self._host_routes)
-            return tuple((TransportKind.STAGED, algorithm) for algorithm in inner)
-        return self._host_routes
+        if self.device.streams:
+            algorithms = dict.fromkeys(algorithm for _, algorithm in self._host_routes())
+            return tuple((TransportKind.STAGED, algorithm) for algorithm in algorithms)
+        return self._host_routes()
 
-    @property
     def _host_routes(self) -> tuple[Route, ...]:
         gloo, mpi = (TransportKind.GLOO, FLAT), (TransportKind.MPI, FLAT)
+        routes: tuple[Route, ...] = (gloo, mpi)
         if self._control.one_node:
-            shared = ((TransportKind.SHARED_MEMORY, FLAT),) if self.shares_memory else ()
-            routes = (*shared, mpi, gloo)
-        elif self.shares_memory:
+            routes = (*([(TransportKind.SHARED_MEMORY, FLAT)] if self._shares_memory else []), mpi, gloo)
+        elif self._shares_memory:
             routes = ((TransportKind.GLOO, TREE), gloo, mpi, (TransportKind.MPI, TREE))
-        else:
-            routes = (gloo, mpi)
-        if self._control.backend is Backend.MPI:
-            return routes
-        return tuple(route for route in routes if route[0] is not TransportKind.MPI)
+        with_mpi = self._control.backend is Backend.MPI
+        return tuple(route for route in routes if with_mpi or route[0] is not TransportKind.MPI)
 
-    def make(self, route: Route) -> Transport:
-        """Collective.
+    def _make_if_possible(self, route: Route) -> None:
+        """Collective."""
+        try:
+            self.transports[route] = self._make(route)
+        except TransportError as err:
+            self._refused[route] = 1
+            if self._control.rank == 0:
+                logger.warning("%s %s cannot be used: %s", route[0].value, route[1].value, err)
+
+    def _make(self, route: Route) -> Transport:
+        """Collective: makes a transport, and opens none of its streams.
 
         Raises:
             TransportError: on all ranks, if it cannot be made.
         """
-        kind, algorithm = route
+        control, (kind, algorithm) = self._control, route
         if kind is TransportKind.NCCL:
-            return self._make_nccl(algorithm)
+            assert self._pool is not None
+            assert self._nccl is not None
+            if algorithm is FLAT:
+                return NcclTransport(self._pool, self.device, opener=self._nccl)
+            return NcclHierarchicalTransport(
+                self._pool,
+                self.device,
+                opener=self._nccl,
+                local_size=control.local_size,
+                local_rank=control.local_rank,
+            )
         if kind is TransportKind.STAGED:
-            inner = next(host_route for host_route in self._host_routes if host_route[1] is algorithm)
-            return StagedTransport(self.make(inner), self._device, self._control.failures)
+            inner = next(host_route for host_route in self._host_routes() if host_route[1] is algorithm)
+            return StagedTransport(self._make(inner), self.device, control.failures)
         if kind is TransportKind.SHARED_MEMORY:
-            return SharedMemoryTransport(self._control)
+            return SharedMemoryTransport(control)
         if algorithm is TREE:
-            return SharedMemoryTransport(self._control, across=lambda: self._make_sockets(kind, across=True))
+            return SharedMemoryTransport(control, across=lambda: self._make_sockets(kind, across=True))
         return self._make_sockets(kind, across=False)
 
     def _make_sockets(self, kind: TransportKind, *, across: bool) -> Transport:
@@ -171,80 +160,19 @@ class TransportFactory:
             failures=control.failures,
         )
 
-    def _make_nccl(self, algorithm: Algorithm) -> Transport:
-        assert self.pool is not None
-        assert self._nccl is not None
-        if algorithm is FLAT:
-            return NcclTransport(self.pool, self._device, opener=self._nccl)
-        return NcclHierarchicalTransport(
-            self.pool,
-            self._device,
-            opener=self._nccl,
-            local_size=self._control.local_size,
-            local_rank=self._control.local_rank,
-        )
-
-
-logger = logging.getLogger(__name__)
-
-
-class Router:
-    """The transports of one user of communication; two users that may interleave need a router each."""
-
-    def __init__(
-        self, control: ControlPlane, *, timeout_s: float, device: Device = HOST, nccl: Opener | None = None
-    ) -> None:
-        """Collective: finds out what can carry units here; opens no stream.
-
-        Args:
-            control: the ranks.
-            timeout_s: after this long a reduction that does not get on fails.
-            device: where the gradients are.
-            nccl: makes communicators between the ranks' devices; None = they go through the hosts' memory.
-        """
-        self._control, self._device = control, device
-        self._transports: dict[Route, Transport] = {}  # those that exist, no stream of which need be open
-        self._factory = TransportFactory(control, timeout_s=timeout_s, device=device, nccl=nccl)
-        self._limits = StreamLimits(control)
-        self._factory.shares_memory = nccl is None and max(control.local_sizes) > 1 and self._try_sharing()
-        for route in self.routes:
-            self._make_if_possible(route)
-
-    def _try_sharing(self) -> bool:
-        try:
-            share_memory(self._control, 1)
-        except TransportError as err:
-            self._do_without_sharing(err)
-            return False
-        return True
-
-    def _make_if_possible(self, route: Route) -> None:
-        """Collective."""
-        try:
-            self._transports[route] = self._factory.make(route)
-        except TransportError as err:
-            self._limits.refuse(route)
-            if self._control.rank == 0:
-                logger.warning("%s %s cannot be used: %s", route[0].value, route[1].value, err)
-
     def _do_without_sharing(self, error: TransportError) -> None:
         if self._control.rank == 0:
             logger.warning("%s; MPI or Gloo carry gradients within the nodes, too", error)
-        self._factory.shares_memory = False
-        for route in [route for route in self._transports if route[0] is TransportKind.STAGED]:  # over shared memory
-            self._transports.pop(route).close()
-            self._limits.opened.pop(route, None)
+        self._shares_memory = False
+        for route in [route for route in self.transports if route[0] is TransportKind.STAGED]:  # over shared memory
+            self.transports.pop(route).close()
+            self._opened.pop(route, None)
             self._make_if_possible(route)
-
-    @property
-    def device(self) -> Device:
-        """Where the gradients are."""
-        return self._device
 
     @property
     def routes(self) -> tuple[Route, ...]:
         """What a plan may use here, the best guess first; routes that have turned out not to open are left out."""
-        return tuple(route for route in self._factory.routes if self._limits.is_possible(route))
+        return tuple(route for route in self._possible() if self._refused.get(route, 2) > 1)
 
     def max_streams(self, routes: Sequence[Route] | None = None) -> int:
         """The largest number of streams that every one of these routes (all) offers.
@@ -261,25 +189,36 @@ class Router:
         return f"{reason}{'; with SIRTAKI_TRANSPORT set there can be ' if more else ''}{' and '.join(more)}"
 
     def _limit(self, route: Route) -> tuple[int, str]:
-        return self._limits.limit(route, self._transports[route])
+        """The largest number of streams of a route, and why there are not more."""
+        transport, name = self.transports[route], route[0].value
+        fit = streams_within(self._descriptors, transport.stream_cost, most=transport.max_streams)
+        refused = self._refused.get(route)
+        if refused is not None and refused <= fit:
+            return max(1, refused - 1), f"more streams of {name} could not be opened"
+        if fit < transport.max_streams:
+            return fit, (
+                f"each stream of {name} takes {transport.stream_cost.descriptors} descriptors on "
+                f"{self._control.size} ranks, and {self._descriptors} can be used (see ulimit -n)"
+            )
+        return fit, f"{name} has at most {fit}"
 
     def threads(self) -> tuple[int, ...]:
         """Thread allowances that every route offers; empty where there are none."""
-        offers = [self._transports[route].threads for route in self.routes]
+        offers = [self.transports[route].threads for route in self.routes]
         return tuple(count for count in offers[0] if all(count in offer for offer in offers))
 
     def allocate(self, numel: int, dtype: torch.dtype) -> FlatBuffer:
         """Collective: a zeroed buffer of the same size on every rank that all routes can reduce."""
-        if not self._device.streams:
+        if not self.device.streams:
             return self._allocate_on_host(numel, dtype)
         mirror = None
-        if self._factory.pool is None:
+        if self._pool is None:
             mirror = self._allocate_on_host(numel, dtype)
-            self._device.pin(mirror.tensor)
-        return FlatBuffer(torch.zeros(numel, dtype=dtype, device=self._device.torch_device), mirror=mirror)
+            self.device.pin(mirror.tensor)
+        return FlatBuffer(torch.zeros(numel, dtype=dtype, device=self.device.torch_device), mirror=mirror)
 
     def _allocate_on_host(self, numel: int, dtype: torch.dtype) -> FlatBuffer:
-        if self._factory.shares_memory:
+        if self._shares_memory:
             try:
                 regions = share_memory(self._control, numel * dtype.itemsize)
             except TransportError as err:
@@ -288,6 +227,8 @@ class Router:
                 peers = tuple(region.view(dtype) for region in regions)
                 return FlatBuffer(peers[self._control.local_rank], peers)
         return FlatBuffer(torch.zeros(numel, dtype=dtype))
+
+    # ── streams ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     def open_plan(self, plan: CommPlan) -> None:
         """Collective: opens the streams that the plan uses.
@@ -307,43 +248,42 @@ class Router:
             limit, reason = self._limit(route)
             if plan.streams > limit:
                 raise PlanError(f"at most {limit} streams are possible, not {plan.streams}: {reason}")
+            transport, streams = self.transports[route], streams_of(plan, algorithm)
+            have, want = self._opened.get(route, 0), 1 + max(stream.number for stream in streams)
             try:
-                self._open(route, streams_of(plan, algorithm))
+                if want > have:
+                    # What all can have at the same time they can open; a failure in the middle is slow, hard on Gloo.
+                    with held(transport.stream_cost * (want - have)) as problem:
+                        self._control.agree_on_success(problem)
+                transport.open_streams(streams)
             except TransportError as err:
-                self._limits.note_failure(route, plan.streams)
+                self._refused[route] = have + (plan.streams - have) // 2 + 1
                 raise TransportError(
                     f"{plan.streams} streams of {plan.transport.value} cannot be opened: {err}"
                 ) from err
-
-    def _open(self, route: Route, streams: Sequence[StreamSpec]) -> None:
-        transport = self._transports[route]
-        have, want = self._limits.opened.get(route, 0), 1 + max(stream.number for stream in streams)
-        if want > have:
-            # What all ranks can have at the same time they can open; a failure in the middle is slow and hard on Gloo.
-            with held(transport.stream_cost * (want - have)) as problem:
-                self._control.agree_on_success(problem)
-        transport.open_streams(streams)
-        self._limits.opened[route] = max(have, want)
+            self._opened[route] = max(have, want)
 
     def keep_only(self, plans: Sequence[CommPlan]) -> None:
         """Collective, between iterations: closes what only other plans need, if it takes time or a GPU's memory."""
         self._control.agree_on_success("")  # nothing is in flight any more on any rank
-        for (kind, algorithm), transport in self._transports.items():
+        for (kind, algorithm), transport in self.transports.items():
             specs = [spec for plan in plans if plan.transport is kind for spec in streams_of(plan, algorithm)]
             wanted = 1 + max((spec.number for spec in specs), default=-1)
-            if self._limits.opened.get((kind, algorithm), 0) > wanted and not isinstance(transport, NcclTransport):
+            if self._opened.get((kind, algorithm), 0) > wanted and not isinstance(transport, NcclTransport):
                 transport.keep(wanted)
-                self._limits.opened[kind, algorithm] = wanted
-        if self._factory.pool is not None:
+                self._opened[kind, algorithm] = wanted
+        if self._pool is not None:
             keys = [
                 key
-                for (_, algorithm), transport in self._transports.items()
+                for (_, algorithm), transport in self.transports.items()
                 if isinstance(transport, NcclTransport)
                 for plan in plans
                 for key in transport.keys(streams_of(plan, algorithm))
             ]
-            self._device.synchronise()  # what is closed must have nothing in flight
-            self._factory.pool.keep_only(keys)
+            self.device.synchronise()  # what is closed must have nothing in flight
+            self._pool.keep_only(keys)
+
+    # ── units on their way ───────────────────────────────────────────────────────────────────────────────────────
 
     def all_reduce(
         self,
@@ -358,7 +298,7 @@ class Router:
         scale: float = 1.0,
     ) -> Work:
         """Reduces a range over a route whose streams are open; see `Transport.all_reduce`."""
-        return self._transports[route].all_reduce(
+        return self.transports[route].all_reduce(
             buffer, start, stop, stream=StreamSpec(stream, threads), op=op, scale=scale
         )
 
@@ -366,7 +306,7 @@ class Router:
         self, outgoing: FlatBuffer, parcels: Parcels, incoming: torch.Tensor, *, route: Route, stream: int
     ) -> Work:
         """Exchanges parcels over a flat route between hosts' memories whose streams are open; see `Exchanger`."""
-        transport = cast(Exchanger, self._transports[route])  # as all of these are
+        transport = cast(Exchanger, self.transports[route])  # as all of these are
         return transport.exchange(outgoing, parcels, incoming, stream=StreamSpec(stream))
 
     def all_reduce_plan(self, buffer: FlatBuffer, plan: CommPlan, *, scale: float = 1.0) -> list[Work]:
@@ -414,8 +354,8 @@ class Router:
         Raises:
             CommError: naming what has failed.
         """
-        if self._factory.pool is not None:
-            self._factory.pool.check()
+        if self._pool is not None:
+            self._pool.check()
 
     def release(self) -> bool:
         """Ends threads and connections of this rank; what only all ranks together can close is left to `close`.
@@ -423,16 +363,16 @@ class Router:
         Returns:
             False if a thread does not end, since it waits for other ranks.
         """
-        ended = [transport.close() for transport in self._transports.values()]
-        self._transports.clear()
+        ended = [transport.close() for transport in self.transports.values()]
+        self.transports.clear()
         return all(ended)
 
     def close(self) -> None:
         """Collective: closes all transports; may be called twice."""
         self.release()
-        if self._factory.pool is not None and self._control.failures.error is None:
-            self._device.synchronise()  # what is closed must have nothing in flight
-            self._factory.pool.close()
+        if self._pool is not None and self._control.failures.error is None:
+            self.device.synchronise()  # what is closed must have nothing in flight
+            self._pool.close()
 
 
 def streams_of(plan: CommPlan, algorithm: Algorithm) -> list[StreamSpec]:

@@ -1,22 +1,29 @@
 """What can carry units, how many streams of it, and what is left when something cannot be opened."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from fakes.groups import LoneOpener
 from fakes.meshes import on_planes
 
 from sirtaki.comm import router as router_module
+from sirtaki.comm.control.communicator import Backend
 from sirtaki.comm.control.failure import FailureBoard
 from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.device import HostDevice
+from sirtaki.comm.nccl_streams.transport import NcclHierarchicalTransport, NcclTransport
 from sirtaki.comm.plan import Algorithm, CommPlan, Route, TransportKind, Unit
-from sirtaki.comm.router import Router, streams_of
+from sirtaki.comm.router import MAX_COMMUNICATORS, Router, streams_of
 from sirtaki.comm.transports.contract import NOTHING_TO_DO, FlatBuffer, StreamCost, StreamSpec, Work
+from sirtaki.comm.transports.gloo import GlooTransport
+from sirtaki.comm.transports.mpi import MpiTransport
+from sirtaki.comm.transports.shared_memory import SharedMemoryTransport
+from sirtaki.comm.transports.staged import StagedTransport
 from sirtaki.errors import CommError, PeerLostError, PlanError, TransportError
 
 FLAT, TREE = Algorithm.FLAT, Algorithm.HIERARCHICAL
@@ -52,53 +59,42 @@ class Transport:
         return self.ends
 
 
-class Factory:
-    """Makes those; class attributes say what there is."""
-
-    all_routes: tuple[Route, ...] = ((GLOO, TREE), (GLOO, FLAT), (MPI, FLAT))
-    limits: ClassVar[dict[Route, int]] = {}
-    threads: ClassVar[dict[Route, tuple[int, ...]]] = {}
-    impossible: frozenset[Route] = frozenset()
-    descriptors = 0
-
-    def __init__(self, control: Any, **rest: Any) -> None:
-        self.pool: Any = None
-        self.shares_memory = False
-        self.made: list[Route] = []
-
-    @property
-    def routes(self) -> tuple[Route, ...]:
-        return self.all_routes
-
-    def make(self, route: Route) -> Transport:
-        self.made.append(route)
-        if route in self.impossible:
-            raise TransportError("no such network")
-        return Transport(
-            route,
-            max_streams=self.limits.get(route, 24),
-            threads=self.threads.get(route, ()),
-            descriptors=self.descriptors,
-        )
-
+ROUTES: tuple[Route, ...] = ((GLOO, TREE), (GLOO, FLAT), (MPI, FLAT))
 
 Make = Callable[..., Router]
 
 
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch) -> Make:
-    def made(*, device: HostDevice | None = None, descriptors: int = 10_000, nccl: Any = None, **there: Any) -> Router:
-        monkeypatch.setattr(router_module, "TransportFactory", type("There", (Factory,), there))
-        control = SimpleNamespace(
+    def made(
+        *,
+        routes: tuple[Route, ...] = ROUTES,
+        device: HostDevice | None = None,
+        descriptors: int = 10_000,
+        limits: dict[Route, int] = {},  # noqa: B006
+        threads: dict[Route, tuple[int, ...]] = {},  # noqa: B006
+        impossible: Collection[Route] = (),
+        stream_descriptors: int = 0,
+        local_sizes: Sequence[int] = (1, 1),
+    ) -> Router:
+        def transport(self: Router, route: Route) -> Transport:
+            if route in impossible:
+                raise TransportError("no such network")
+            most = limits.get(route, 24)
+            return Transport(route, max_streams=most, threads=threads.get(route, ()), descriptors=stream_descriptors)
+
+        monkeypatch.setattr(Router, "_possible", lambda self: routes)
+        monkeypatch.setattr(Router, "_make", transport)
+        control: Any = SimpleNamespace(
             rank=0,
             size=2,
             local_rank=0,
-            local_sizes=[1, 1],
+            local_sizes=local_sizes,
             failures=FailureBoard(),
             minimum=lambda values: np.full_like(values, descriptors),
             agree_on_success=lambda problem: None,
         )
-        return Router(control, timeout_s=1.0, device=device or HostDevice(), nccl=nccl)  # type: ignore[arg-type]
+        return Router(control, timeout_s=1.0, device=device or HostDevice())
 
     return made
 
@@ -113,7 +109,7 @@ def plan(streams: int, *algorithms: Algorithm, kind: TransportKind = GLOO) -> Co
 
 
 def transport(router: Router, route: Route) -> Transport:
-    found: Any = router._transports[route]
+    found: Any = router.transports[route]
     return found  # type: ignore[no-any-return]
 
 
@@ -151,8 +147,14 @@ def test_the_streams_that_all_routes_offer_are_as_many_as_the_poorest_has(make: 
     assert router.why_not_more([(GLOO, FLAT), (MPI, FLAT)]) == "gloo has at most 24"
 
 
+def test_the_scarcest_ranks_descriptors_may_allow_fewer(make: Make) -> None:
+    router = make(descriptors=45, stream_descriptors=9)
+    assert router.max_streams() == 5
+    assert "each stream of gloo takes 9 descriptors on 2 ranks, and 45 can be used" in router.why_not_more(ROUTES)
+
+
 def test_thread_allowances_are_those_that_every_route_has(make: Make) -> None:
-    every = Factory.all_routes
+    every = ROUTES
     router = make(threads=dict(zip(every, [(512, 1024, 2048), (2048, 512), (512, 2048)], strict=True)))
     assert router.threads() == (512, 2048)
     assert make(threads={every[0]: (512,)}).threads() == ()
@@ -176,7 +178,7 @@ def test_more_streams_than_are_possible_are_refused_with_the_reason(make: Make) 
 
 def test_of_streams_that_idle_those_are_kept_that_a_plan_uses_and_others_can_be_opened_again(make: Make) -> None:
     router = make()
-    flat, tree, mpi = (transport(router, route) for route in Factory.all_routes[1::-1] + Factory.all_routes[2:])
+    flat, tree, mpi = (transport(router, route) for route in ROUTES[1::-1] + ROUTES[2:])
     router.open_plan(plan(4, FLAT, FLAT, FLAT, FLAT))
     router.open_plan(plan(2, TREE, TREE))
     router.open_plan(plan(2, FLAT, FLAT, kind=MPI))
@@ -204,7 +206,7 @@ def test_streams_that_could_not_be_opened_are_an_error_and_half_of_them_are_not_
 
 
 def test_what_all_ranks_cannot_have_together_is_not_begun(make: Make) -> None:
-    router = make(descriptors=5)
+    router = make(stream_descriptors=5)
     asked: list[str] = []
 
     def agree(problem: str) -> None:
@@ -270,7 +272,7 @@ def test_who_has_left_is_to_blame_for_a_connection_that_broke(make: Make) -> Non
 
 def test_a_released_router_has_closed_every_transport_once(make: Make) -> None:
     router = make()
-    there: list[Any] = list(router._transports.values())
+    there: list[Any] = list(router.transports.values())
     there[1].ends = False
     assert not router.release()
     router.close()
@@ -289,25 +291,22 @@ class Streams(HostDevice):
 
 def test_a_devices_buffer_has_a_mirror_on_the_host_unless_nccl_carries_it(make: Make) -> None:
     device = Streams()
-    router = make(device=device, all_routes=((STAGED, FLAT),))
+    router = make(device=device, routes=((STAGED, FLAT),))
     buffer = router.allocate(5, torch.float16)
     assert buffer.mirror is not None
     assert buffer.mirror.tensor.tolist() == buffer.tensor.tolist() == [0.0] * 5
     assert buffer.tensor.dtype is buffer.mirror.tensor.dtype is torch.float16
     assert device.pinned[0] is buffer.mirror.tensor
-    router._factory.pool = SimpleNamespace()  # type: ignore[assignment]
+    router._pool = SimpleNamespace()  # type: ignore[assignment]
     assert router.allocate(5, torch.float16).mirror is None
     assert len(device.pinned) == 1
-
-
-def test_without_nccl_there_is_nothing_to_check(make: Make) -> None:
-    make().check()
 
 
 def test_nccls_pool_is_checked_and_closed_unless_the_job_is_lost(make: Make) -> None:
     for lost in (False, True):
         router, log = make(), list[str]()
-        router._factory.pool = SimpleNamespace(  # type: ignore[assignment]
+        router.check()  # without NCCL there is nothing to find
+        router._pool = SimpleNamespace(  # type: ignore[assignment]
             check=lambda log=log: log.append("check"), close=lambda log=log: log.append("close")
         )
         router.check()
@@ -345,12 +344,8 @@ def test_where_memory_cannot_be_shared_everything_goes_without(
         return [torch.zeros(size_bytes, dtype=torch.uint8)]
 
     monkeypatch.setattr(router_module, "share_memory", share)
-    # Of a job with two ranks on this node.
-    monkeypatch.setattr(
-        router_module, "max", lambda sizes, *rest: 2 if sizes == [1, 1] else max(sizes, *rest), raising=False
-    )
     with caplog.at_level(logging.WARNING):
-        router = make(all_routes=((STAGED, FLAT),), device=Streams())
+        router = make(routes=((STAGED, FLAT),), device=Streams(), local_sizes=[2])
         staged = transport(router, (STAGED, FLAT))
         buffer = router.allocate(4, torch.float32)
     assert buffer.mirror is not None
@@ -360,4 +355,151 @@ def test_where_memory_cannot_be_shared_everything_goes_without(
     # What was made to go over shared memory is made anew.
     assert staged.closed == fails_at
     assert (transport(router, (STAGED, FLAT)) is staged) == (not fails_at)
-    assert not router._factory.shares_memory
+    assert not router._shares_memory
+
+
+def job(
+    local_sizes: list[int],
+    *,
+    shares_memory: bool = True,
+    backend: Backend = Backend.MPI,
+    device: HostDevice | None = None,
+    nccl: Any = None,
+    **more: Any,
+) -> Router:
+    size = len(local_sizes)
+    control: Any = SimpleNamespace(
+        rank=0,
+        size=size,
+        local_rank=0,
+        local_size=local_sizes[0],
+        local_sizes=local_sizes,
+        cross_rank=0,
+        cross_size=size // local_sizes[0],
+        one_node=local_sizes[0] == size,
+        is_homogeneous=len(set(local_sizes)) == 1,
+        backend=backend,
+        failures=FailureBoard(),
+        minimum=lambda values: np.full_like(values, 10_000),
+        maximum=lambda values: np.array([values[0]]),
+        agree_on_success=lambda problem: None,
+        **{
+            "store": lambda: ("the store", "10.0.0.1"),
+            "next_prefix": lambda: "sirtaki/7",
+            "duplicate": lambda: None,
+            "duplicate_cross": lambda: None,
+            **more,
+        },
+    )
+    with pytest.MonkeyPatch.context() as patch:
+
+        def share(control: Any, size_bytes: int) -> list[torch.Tensor]:
+            if not shares_memory:
+                raise TransportError("no memory files here")
+            return []
+
+        patch.setattr(router_module, "share_memory", share)
+        return Router(control, timeout_s=3.0, device=device or HostDevice(), nccl=nccl)
+
+
+def names(made: Router) -> list[str]:
+    return [f"{kind.value} {algorithm.value}" for kind, algorithm in made.routes]
+
+
+SHARED, ALONE, NODES, UNEVEN = [2, 2], [1], [2, 2, 2, 2], [2, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("local_sizes", "shares_memory", "routes"),
+    [
+        (SHARED, True, ["shared_memory flat", "mpi flat", "gloo flat"]),
+        (SHARED, False, ["mpi flat", "gloo flat"]),
+        (ALONE, False, ["mpi flat", "gloo flat"]),
+        (NODES, True, ["gloo hierarchical", "gloo flat", "mpi flat", "mpi hierarchical"]),
+        (NODES, False, ["gloo flat", "mpi flat"]),
+        (UNEVEN, True, ["gloo hierarchical", "gloo flat", "mpi flat", "mpi hierarchical"]),
+        ([1, 1], False, ["gloo flat", "mpi flat"]),
+    ],
+)
+def test_on_the_host_shared_memory_comes_first_within_a_node_and_gloo_between_nodes(
+    local_sizes: list[int], shares_memory: bool, routes: list[str]
+) -> None:
+    assert names(job(local_sizes, shares_memory=shares_memory)) == routes
+    over_mesh = job(local_sizes, shares_memory=shares_memory, backend=Backend.MESH)
+    assert names(over_mesh) == [route for route in routes if not route.startswith("mpi")]
+
+
+@pytest.mark.parametrize(
+    ("local_sizes", "routes"),
+    [
+        (SHARED, ["nccl flat"]),
+        (ALONE, ["nccl flat"]),
+        (NODES, ["nccl flat", "nccl hierarchical"]),
+        (UNEVEN, ["nccl flat"]),
+        ([1, 1], ["nccl flat"]),
+    ],
+)
+def test_nccl_goes_hierarchically_over_nodes_that_hold_the_same_number_of_several_ranks(
+    local_sizes: list[int], routes: list[str]
+) -> None:
+    assert names(job(local_sizes, nccl=LoneOpener(), device=Streams())) == routes
+
+
+def test_without_nccl_a_device_goes_through_the_host_by_each_algorithm_that_there_is() -> None:
+    assert names(job(SHARED, device=Streams())) == ["staged flat"]
+    assert names(job(NODES, device=Streams())) == ["staged hierarchical", "staged flat"]
+
+
+def test_staging_goes_over_the_best_route_of_its_algorithm() -> None:
+    for shares_memory, kind in ((True, SharedMemoryTransport), (False, MpiTransport)):
+        there = job(SHARED, shares_memory=shares_memory, device=Streams(), duplicate=lambda: None)
+        made = there._make((TransportKind.STAGED, Algorithm.FLAT))
+        assert isinstance(made, StagedTransport)
+        assert type(made._inner) is kind
+
+
+def test_hierarchical_transports_share_memory_and_cross_by_sockets_of_this_local_rank() -> None:
+    crossing: list[str] = []
+    made = job(NODES, duplicate_cross=lambda: crossing.append("cross"), duplicate=lambda: crossing.append("all"))
+    gloo: Any = made._make((TransportKind.GLOO, Algorithm.HIERARCHICAL))
+    assert isinstance(gloo, SharedMemoryTransport)
+    across = gloo._across()
+    assert isinstance(across, GlooTransport)
+    assert across._prefix() == "sirtaki/7/local0"
+    assert (across._rank, across._size) == (0, 2)
+    mpi: Any = made._make((TransportKind.MPI, Algorithm.HIERARCHICAL))
+    assert isinstance(mpi._across(), MpiTransport)
+    assert crossing == []  # nothing is opened yet
+
+
+def test_flat_sockets_are_among_all_ranks() -> None:
+    made: Any = job(NODES)._make((TransportKind.GLOO, Algorithm.FLAT))
+    assert isinstance(made, GlooTransport)
+    assert made._prefix() == "sirtaki/7/all"
+    assert (made._rank, made._size) == (0, 4)
+
+
+def test_shared_memory_alone_crosses_no_node() -> None:
+    made: Any = job(SHARED)._make((TransportKind.SHARED_MEMORY, Algorithm.FLAT))
+    assert isinstance(made, SharedMemoryTransport)
+    assert made._across is None
+
+
+def test_where_the_store_cannot_be_reached_gloo_is_left_out() -> None:
+    def unreachable() -> None:
+        raise TransportError("rank 1 cannot reach rank 0")
+
+    assert names(job(NODES, shares_memory=False, store=unreachable, backend=Backend.MPI)) == ["mpi flat"]
+
+
+def test_all_nccl_transports_use_one_pool_and_nothing_is_opened_before_it_is_wanted() -> None:
+    opener = LoneOpener()
+    made = job(NODES, nccl=opener, device=Streams())
+    flat, tree = (made._make((TransportKind.NCCL, algorithm)) for algorithm in Algorithm)
+    assert type(flat) is NcclTransport
+    assert type(tree) is NcclHierarchicalTransport
+    assert opener.opened == []
+    flat.open_streams([StreamSpec(0)])
+    assert made._pool is not None
+    assert len(made._pool) == 1
+    assert made._pool.limit == MAX_COMMUNICATORS
