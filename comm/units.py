@@ -1,5 +1,12 @@
 """Whole tensors, cut into units that travel over several lanes at the same time.
 
+Large tensors of eager operations and of torch.distributed's process groups go this way; gradients, whose units are
+planned, go that of `gradients.synchroniser`, over the same lanes. A tensor goes through these hands:
+
+    submit ─▶ _issue: its next unit is cut off, and copied into a free slot if there are slots
+           ─▶ _begin: the unit goes over the next stream
+    finish ─▶ _advance: the oldest unit is awaited, its result copied back, and the next one issued
+
 Nobody plans here, and nothing is negotiated: all ranks submit the same tensors in the same order, as with every process
 group. The units of all of them form one sequence; the n-th one travels on stream n modulo their number. Where ranks
 share memory, units pass through a window of *slots* there: copied in, reduced, copied out, slot after slot, so that a
@@ -14,15 +21,19 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
-from sirtaki.comm.control.failure import WAIT_SLICE_S, FailureBoard, fresh
+from sirtaki.comm.control.failure import WAIT_SLICE_S, fresh
 from sirtaki.comm.transports.contract import FlatBuffer, ReduceOp, Work
 from sirtaki.errors import CommError, StallError
 
 from .plan import Route
 from .router import Router
+
+if TYPE_CHECKING:
+    from sirtaki.comm.control.plane import ControlPlane
 
 LATE_S = 0.5
 """How long a unit may take to end after a rank has: one that leaves after its last operation has done its part."""
@@ -122,7 +133,7 @@ class UnitPipeline:
     def __init__(
         self,
         router: Router,
-        failures: FailureBoard,
+        control: ControlPlane,
         *,
         route: Route,
         streams: int,
@@ -132,15 +143,15 @@ class UnitPipeline:
         """Keeps what it is given; the streams are open.
 
         Args:
-            router: of these ranks, for this pipeline alone.
-            failures: where a lost job is reported.
+            router: of these ranks, for this pipeline alone, which closes it.
+            control: the ranks; closed with the pipeline if all ranks close it.
             route: of all units.
             streams: how many run at the same time.
             unit_bytes: size of a unit.
             slots: memory that the ranks of the node share, some times `unit_bytes`, as uint8; None = units are reduced
                 in the tensors themselves.
         """
-        self._router, self._failures = router, failures
+        self._router, self._control, self._failures = router, control, control.failures
         self._route, self._streams, self._unit_bytes = route, streams, unit_bytes
         self._slots = slots
         self._window = slots.tensor.numel() // unit_bytes if slots is not None else 1 << 30
@@ -191,6 +202,16 @@ class UnitPipeline:
         reduction.check()
         return True
 
+    def reduce_(self, tensor: torch.Tensor, op: ReduceOp) -> None:
+        """Collective: reduces a contiguous 1-d tensor in place, and blocks until it is there.
+
+        Raises:
+            CommError: it has failed.
+        """
+        reduction = TensorReduction(tensor, tensor, op=op, timeout_s=float("inf"))
+        self.submit(reduction)
+        self.finish(reduction)
+
     def drain(self) -> None:
         """Drives the units until none is left. What fails is told to those who wait for it."""
         while self._in_flight:
@@ -207,6 +228,18 @@ class UnitPipeline:
         for reduction in dict.fromkeys(pending):
             if not reduction.is_done():
                 reduction.finish(error)
+
+    def close(self, *, together: bool) -> None:
+        """Ends threads and connections of this rank; communicators, too, if all ranks close it at the same time.
+
+        Args:
+            together: all do; collective then, with nothing under way.
+        """
+        if together:
+            self._router.close()
+            self._control.close()
+        else:
+            self._router.release()
 
     def _issue(self) -> CommError | None:
         """With `_issuing`: sends off what fits into the window. Returns what has gone wrong."""

@@ -31,7 +31,19 @@ from sirtaki.comm.recorder import Recorder, TracedOperation
 from sirtaki.comm.transports.contract import ThreadWork
 from sirtaki.errors import CommError, MismatchError
 
-from .operations import DIGEST_BYTES, Kind, Presence, Progress, Ranks, Signature, batches, mismatch, perform, zeros_for
+from .operations import (
+    DIGEST_BYTES,
+    Kind,
+    OpenLanes,
+    Presence,
+    Progress,
+    Ranks,
+    Signature,
+    batches,
+    mismatch,
+    perform,
+    zeros_for,
+)
 
 
 class EagerWork(ThreadWork):
@@ -381,10 +393,12 @@ class Rounds:
         ended: all ranks have taken their leave.
     """
 
-    def __init__(self, comm: Communicator, failures: FailureBoard, pending: Pending) -> None:
+    def __init__(
+        self, comm: Communicator, failures: FailureBoard, pending: Pending, open_lanes: OpenLanes | None = None
+    ) -> None:
         """Collective over `comm`, of which two duplicates are kept."""
         self._messages, self._data = _Messages(comm.duplicate(), failures), comm.duplicate()
-        self._ranks, self._size = Ranks(self._data, failures), comm.size
+        self._ranks, self._size = Ranks(self._data, failures, open_lanes), comm.size
         self._pending = pending
         self.last_joined = -1
         self.concluded = 0
@@ -510,10 +524,13 @@ class Rounds:
         join.finish()
         return True
 
-    def close(self) -> None:
-        """Frees the communicators; when all ranks do."""
-        self._messages.close()
-        self._data.free()
+    def close(self, *, together: bool = True) -> None:
+        """Ends the lanes; frees the communicators, too, if all ranks do it `together`."""
+        if self._ranks.lanes is not None:
+            self._ranks.lanes.close(together=together)
+        if together:
+            self._messages.close()
+            self._data.free()
 
 
 LONGEST_PAUSE_S = 2e-3
@@ -529,16 +546,24 @@ class EagerEngine:
         awaited: the operation that a thread of the user's waits for, and since when (`time.monotonic()`).
     """
 
-    def __init__(self, comm: Communicator, failures: FailureBoard, *, where: str = "") -> None:
+    def __init__(
+        self,
+        comm: Communicator,
+        failures: FailureBoard,
+        *,
+        where: str = "",
+        open_lanes: OpenLanes | None = None,
+    ) -> None:
         """Collective over `comm`, of which the engine gets two duplicates.
 
         Args:
             comm: the ranks that take part.
             failures: where a lost job is reported.
             where: names the set of ranks in messages, empty for all ranks.
+            open_lanes: opens what carries large all-reduces; None = the communicator does.
         """
         self._pending = Pending(where)
-        self._rounds = Rounds(comm, failures, self._pending)
+        self._rounds = Rounds(comm, failures, self._pending, open_lanes)
         self._failures = failures
         self.rank, self.size = comm.rank, comm.size
         self.awaited: tuple[str, float] | None = None
@@ -689,10 +714,9 @@ class EagerEngine:
         while self._thread.is_alive() and self._failures.error is None:
             self._thread.join(0.1)
         self._thread.join(timeout_s)
-        if self._thread.is_alive() or not self._rounds.ended:
-            return False
-        self._rounds.close()
-        return True
+        ended = not self._thread.is_alive() and self._rounds.ended
+        self._rounds.close(together=ended)
+        return ended
 
 
 class SparseSum:

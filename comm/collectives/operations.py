@@ -12,6 +12,7 @@ of distance d, groups of 2d ranks hold the same vector.
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 import os
 import time
@@ -27,7 +28,11 @@ import torch
 
 from sirtaki.comm.control.communicator import Communicator, Op, Test
 from sirtaki.comm.control.failure import FailureBoard
-from sirtaki.comm.transports.contract import HALF_DTYPES, scale_
+from sirtaki.comm.transports.contract import HALF_DTYPES, ReduceOp, scale_
+from sirtaki.comm.units import UnitPipeline
+from sirtaki.errors import ConfigError, PlanError, TransportError
+
+logger = logging.getLogger(__name__)
 
 DIGEST_BYTES = 16
 FUSED_BYTES = 8 * 1024**2
@@ -246,13 +251,45 @@ NAP_S = 50e-6
 TESTS_A_YIELD = 8
 
 
-class Ranks:
-    """The ranks that take part, and how to wait for them."""
+LANE_BYTES = 1 << 20
+"""All-reduces of at least so much travel over lanes, which are opened for the first of them."""
 
-    def __init__(self, comm: Communicator, failures: FailureBoard) -> None:
-        """Keeps `comm`, which nobody else uses at the same time."""
-        self.comm, self._failures = comm, failures
+LANE_DTYPES = frozenset((torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64))
+"""Those that every transport adds up as the control plane does; halves are made float32 before."""
+
+OpenLanes = Callable[[Communicator], UnitPipeline]
+"""Collective: opens lanes between the ranks of a communicator that nothing else uses meanwhile."""
+
+
+class Ranks:
+    """The ranks that take part, how to wait for them, and the lanes between them."""
+
+    def __init__(self, comm: Communicator, failures: FailureBoard, open_lanes: OpenLanes | None = None) -> None:
+        """Keeps `comm`, which nobody else uses at the same time; without `open_lanes` all goes over that."""
+        self.comm, self._failures, self._open_lanes = comm, failures, open_lanes
         self.rank, self.size = comm.rank, comm.size
+        self.lanes: UnitPipeline | None = None
+
+    def all_reduce_(self, tensor: torch.Tensor, op: str) -> None:
+        """Collective: reduces a contiguous 1-d CPU tensor in place; a bool as the bytes 0 and 1."""
+        if not tensor.numel():
+            return
+        if tensor.dtype in LANE_DTYPES and tensor.numel() * tensor.itemsize >= LANE_BYTES and self._have_lanes():
+            assert self.lanes is not None
+            self.lanes.reduce_(tensor, ReduceOp(op))
+        else:
+            self.wait(self.comm.all_reduce(_reducible(tensor), Op(op)))
+
+    def _have_lanes(self) -> bool:
+        """Collective at the first call: opens them; where that cannot be done, all ranks do without."""
+        if self._open_lanes is not None:
+            open_lanes, self._open_lanes = self._open_lanes, None
+            try:
+                self.lanes = open_lanes(self.comm)
+            except (ConfigError, PlanError, TransportError) as err:
+                if self.rank == 0:
+                    logger.info("large eager operations travel over the control plane: %s", err)
+        return self.lanes is not None
 
     def wait(self, test: Test) -> None:
         """Returns once the operation is complete.
@@ -345,8 +382,7 @@ def _all_reduce(signature: Signature, inputs: Tensors, ranks: Ranks) -> Tensors:
 def _reduced(flat: torch.Tensor, signature: Signature, ranks: Ranks) -> torch.Tensor:
     """Collective: a 1-d tensor, scaled, reduced and scaled."""
     received = _work_copy(flat, signature.factors[0])
-    if received.numel():
-        ranks.wait(ranks.comm.all_reduce(_reducible(received), Op(signature.op)))
+    ranks.all_reduce_(received, signature.op)
     scale_(received, signature.factors[1])
     return received.to(flat.dtype)
 

@@ -15,6 +15,7 @@ from sirtaki.comm.control.watchdog import Watchdog
 from sirtaki.errors import CommError, ConfigError, MismatchError
 
 from .engine import EagerEngine
+from .operations import OpenLanes
 
 GLOBAL = 0
 """The number of the set of all ranks."""
@@ -42,9 +43,9 @@ class RankSet:
 class RankSets:
     """All sets of one job by number. The methods that change them are collective over all ranks."""
 
-    def __init__(self, control: ControlPlane, watchdog: Watchdog) -> None:
-        """Collective: opens set 0; keeps both, without owning them."""
-        self._control, self._watchdog = control, watchdog
+    def __init__(self, control: ControlPlane, watchdog: Watchdog, open_lanes: OpenLanes | None = None) -> None:
+        """Collective: opens set 0; keeps all, without owning them. `open_lanes` as for `EagerEngine`."""
+        self._control, self._watchdog, self._open_lanes = control, watchdog, open_lanes
         self._sets: dict[int, RankSet] = {}
         self._last = 0
         self._open(GLOBAL, tuple(range(control.size)), control.comm)
@@ -130,7 +131,7 @@ class RankSets:
         engine = None
         if comm is not None:
             where = f" of process set {number} (ranks {', '.join(map(str, ranks))})" if number else ""
-            engine = EagerEngine(comm, self._control.failures, where=where)
+            engine = EagerEngine(comm, self._control.failures, where=where, open_lanes=self._open_lanes)
             self._watchdog.watch(engine.oldest_wait, engine.progress)
         self._sets[number] = RankSet(number=number, ranks=ranks, comm=comm, engine=engine)
 

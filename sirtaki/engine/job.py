@@ -13,6 +13,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from sirtaki import watch
@@ -34,6 +35,7 @@ from sirtaki.watch.watchers import Totals
 
 from . import process_end
 from .generations import Generations, of_this_process
+from .lanes import open_lanes
 from .membership import Dismissed
 from .participants import BlockedRanks, Joining, Participants
 from .ranks import open_beside, open_ranks
@@ -231,7 +233,11 @@ class Job:
             warning_s=settings.stall_warning_s if settings.stall_check else NEVER_S,
             shutdown_s=settings.missing_ranks_limit_s,
         )
-        self.rank_sets = RankSets(self.control, self.watchdog)
+        self.rank_sets = RankSets(
+            self.control,
+            self.watchdog,
+            partial(open_lanes, settings=settings, timeout_s=settings.transport_timeout_s),
+        )
         # Numbers for optimizers, by process set: the same on all ranks of the set.
         self.serials: defaultdict[int, Iterator[int]] = defaultdict(itertools.count)
         self.disposal = Disposal()

@@ -187,6 +187,33 @@ def sparse_tensors_add_up_where_they_meet(rank: int, size: int) -> None:
 
 
 @case
+def large_tensors_are_reduced_right_though_they_travel_otherwise(rank: int, size: int) -> None:
+    many, sets = (1 << 20) + 3, hvd.add_process_set([0, size - 1]) if size > 2 else hvd.global_process_set
+    for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool):
+        values = torch.arange(many).remainder(3 if dtype is torch.bool else 7)
+        mine = (values + rank).remainder(2 if dtype is torch.bool else 8).to(dtype)
+        parts = torch.stack([(values + r).remainder(2 if dtype is torch.bool else 8) for r in range(size)])
+        for op, wanted in ((hvd.Sum, parts.sum(0)), (hvd.Min, parts.amin(0)), (hvd.Max, parts.amax(0))):
+            if dtype is not torch.bool or op is hvd.Max:
+                assert torch.equal(hvd.allreduce(mine, op=op), wanted.to(dtype))
+    group = [torch.full((size_,), float(rank)) for size_ in (400_000, 3, 300_000)]
+    scaled = hvd.grouped_allreduce(group, op=hvd.Sum, prescale_factor=0.5, postscale_factor=4.0)
+    assert [(one[0].item(), one[-1].item()) for one in scaled] == [(size * (size - 1.0),) * 2] * 3
+    works = [hvd.allreduce_async(torch.full((500_000 + n,), 1.0), op=hvd.Sum, name=f"l{n}") for n in range(4)]
+    for work in reversed(works) if rank % 2 else works:
+        assert hvd.synchronize(work).sum().item() >= 500_000 * size
+    if sets.included():
+        there = hvd.allreduce(torch.ones(many), op=hvd.Sum, process_set=sets)
+        assert bool((there == sets.size()).all())
+    hvd.barrier()
+    if size > 2:
+        hvd.remove_process_set(sets)
+    if rank == 0:  # the others have joined, and take part with zeros
+        same(hvd.allreduce(torch.ones(many), op=hvd.Sum), torch.ones(many))
+    hvd.join()
+
+
+@case
 def names_pair_operations_submitted_in_any_order(rank: int, size: int) -> None:
     order = [(7 * number + 3 * rank) % 20 for number in range(20)]
     for _ in range(3):

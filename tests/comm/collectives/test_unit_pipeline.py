@@ -63,7 +63,7 @@ def build(*, slots: int = 0, streams: int = 1) -> tuple[UnitPipeline, FakeRouter
     memory = FlatBuffer(torch.zeros(slots * UNIT_BYTES, dtype=torch.uint8)) if slots else None
     pipeline = UnitPipeline(
         router,  # type: ignore[arg-type]
-        failures,
+        SimpleNamespace(failures=failures),  # type: ignore[arg-type]
         route=ROUTE,
         streams=streams,
         unit_bytes=UNIT_BYTES,
