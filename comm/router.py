@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import cast
 
 import numpy as np
 import torch
@@ -15,7 +14,6 @@ from sirtaki.comm.control.mpi import mpi_of
 from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.nccl_streams.transport import CommunicatorPool, NcclHierarchicalTransport, NcclTransport, Opener
 from sirtaki.comm.transports.contract import (
-    Exchanger,
     FlatBuffer,
     Parcels,
     ReduceOp,
@@ -305,9 +303,8 @@ class Router:
     def exchange(
         self, outgoing: FlatBuffer, parcels: Parcels, incoming: torch.Tensor, *, route: Route, stream: int
     ) -> Work:
-        """Exchanges parcels over a flat route between hosts' memories whose streams are open; see `Exchanger`."""
-        transport = cast(Exchanger, self.transports[route])  # as all of these are
-        return transport.exchange(outgoing, parcels, incoming, stream=StreamSpec(stream))
+        """Exchanges parcels over a flat route between hosts' memories whose streams are open."""
+        return self.transports[route].exchange(outgoing, parcels, incoming, stream=StreamSpec(stream))
 
     def all_reduce_plan(self, buffer: FlatBuffer, plan: CommPlan, *, scale: float = 1.0) -> list[Work]:
         """Adds up all units of a plan whose streams are open, all submitted at once; see `Transport.all_reduce`."""

@@ -225,7 +225,7 @@ class InFlight:
     @property
     def busy(self) -> bool:
         """The device is not done with these iterations. Any thread may ask."""
-        return not all(self.device.is_reached(events.reduced) for events in self._iterations)
+        return bool(self._iterations) and not all(self.device.is_reached(it.reduced) for it in self._iterations)
 
     def stalled(self) -> tuple[int, float] | None:
         """The iteration of which the backward pass is over on the device but not the reduction, and since when.

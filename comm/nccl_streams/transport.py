@@ -25,7 +25,16 @@ import torch
 
 from sirtaki.comm import recorder
 from sirtaki.comm.device import Device, Event
-from sirtaki.comm.transports.contract import NOTHING_TO_DO, FlatBuffer, ReduceOp, StreamCost, StreamSpec, Work, scale_
+from sirtaki.comm.transports.contract import (
+    NOTHING_TO_DO,
+    FlatBuffer,
+    ReduceOp,
+    StreamCost,
+    StreamSpec,
+    Transport,
+    Work,
+    scale_,
+)
 from sirtaki.errors import CommError, PlanError
 
 from ..plan import TransportKind
@@ -302,7 +311,7 @@ class _Chain:
         return self._last.is_completed() and self._device.is_reached(self._end)
 
 
-class NcclTransport:
+class NcclTransport(Transport):
     """The flat algorithm: each unit is one all-reduce on the communicator of its stream and CTAs."""
 
     kind = TransportKind.NCCL
@@ -376,9 +385,6 @@ class NcclTransport:
     def _issue(self, unit: torch.Tensor, stream: StreamSpec, op: ReduceOp, scale: float) -> tuple[GroupWork, float]:
         """Returns the work and the factor that has still to be applied."""
         return _all_reduce(self._group(stream, Scope.ALL), unit, op, scale)
-
-    def keep(self, streams: int) -> None:
-        """Closes nothing: the pool is its owner's."""
 
     def close(self) -> bool:
         """Closes nothing: the pool is its owner's."""

@@ -12,10 +12,11 @@ import os
 import resource
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -282,7 +283,7 @@ class StreamSpec(NamedTuple):
     threads: int | None = None
 
 
-class Transport(Protocol):
+class Transport(ABC):
     """Carries units over several streams at the same time.
 
     Units of one stream are reduced in the order in which they were submitted, which must be the same on all ranks;
@@ -298,9 +299,10 @@ class Transport(Protocol):
 
     kind: TransportKind
     max_streams: int
-    threads: tuple[int, ...]
+    threads: tuple[int, ...] = ()
     stream_cost: StreamCost
 
+    @abstractmethod
     def open_streams(self, streams: Sequence[StreamSpec]) -> None:
         """Collective, with nothing in flight: makes these streams usable; others may be closed.
 
@@ -310,8 +312,8 @@ class Transport(Protocol):
                 what this call opened is closed.
             CommError: the job has failed.
         """
-        ...
 
+    @abstractmethod
     def all_reduce(
         self, buffer: FlatBuffer, start: int, stop: int, *, stream: StreamSpec, op: ReduceOp, scale: float
     ) -> Work:
@@ -319,26 +321,11 @@ class Transport(Protocol):
 
         The range may be empty; it must not be touched until the work is done.
         """
-        ...
-
-    def keep(self, streams: int) -> None:
-        """Collective, with nothing in flight on any rank: closes all but the first so many if idle ones take time."""
-        ...
-
-    def close(self) -> bool:
-        """Releases threads and connections; pending works fail. May be called twice.
-
-        Returns:
-            False if a thread does not end, since it waits for other ranks: what it uses must not be freed.
-        """
-        ...
-
-
-class Exchanger(Transport, Protocol):
-    """A transport that also carries parcels, each from one rank to another."""
 
     def exchange(self, outgoing: FlatBuffer, parcels: Parcels, incoming: torch.Tensor, *, stream: StreamSpec) -> Work:
         """Sends this rank's parcels and receives those for it; in order with all other units of the stream.
+
+        Between hosts' memories only.
 
         Args:
             outgoing: bytes, with the parcels as `parcels` says; not to be written until the work is done.
@@ -346,7 +333,18 @@ class Exchanger(Transport, Protocol):
             incoming: bytes, contiguous, as many as come; the parcels lie there one behind the other, by sender.
             stream: that is open.
         """
-        ...
+        raise NotImplementedError
+
+    def keep(self, streams: int) -> None:  # noqa: B027 - most have nothing to close
+        """Collective, with nothing in flight on any rank: closes all but the first so many if idle ones take time."""
+
+    @abstractmethod
+    def close(self) -> bool:
+        """Releases threads and connections; pending works fail. May be called twice.
+
+        Returns:
+            False if a thread does not end, since it waits for other ranks: what it uses must not be freed.
+        """
 
 
 Stream = TypeVar("Stream")
@@ -356,31 +354,43 @@ Agree = Callable[[str], None]
 """`ControlPlane.agree_on_success` of all ranks that open streams at the same time."""
 
 
-def open_up_to(
-    streams: list[Stream],
-    wanted: Sequence[StreamSpec],
-    open_one: Callable[[int], Stream],
-    close: Callable[[Stream], object],
-) -> None:
-    """Collective: adds to `streams` until all that are wanted are there.
+class StreamTransport(Transport, Generic[Stream]):
+    """A transport whose streams are opened one after the other, by number.
 
-    Args:
-        streams: those that are open, by number.
-        wanted: what is to be open then.
-        open_one: collective; opens the stream of that number, or raises `TransportError` on all ranks.
-        close: closes one.
-
-    Raises:
-        TransportError: on all ranks, after what was opened here has been closed again.
+    Attributes:
+        streams: those that are open.
     """
-    before = len(streams)
-    try:
-        while len(streams) <= max(stream.number for stream in wanted):
-            streams.append(open_one(len(streams)))
-    except TransportError:
-        while len(streams) > before:
-            close(streams.pop())
-        raise
+
+    def __init__(self) -> None:
+        self.streams: list[Stream] = []
+
+    @abstractmethod
+    def _open(self, number: int) -> Stream:
+        """Collective: opens the stream of that number, or raises `TransportError` on all ranks."""
+
+    @abstractmethod
+    def _end(self, streams: list[Stream]) -> bool:
+        """Ends streams, which nobody else holds any more; False if one waits for other ranks."""
+
+    def open_streams(self, streams: Sequence[StreamSpec]) -> None:
+        """Collective: opens what is missing; if that fails on a rank, closes again what was opened here."""
+        before = len(self.streams)
+        try:
+            while len(self.streams) <= max(stream.number for stream in streams):
+                self.streams.append(self._open(len(self.streams)))
+        except TransportError:
+            self._end_behind(before)
+            raise
+
+    def _end_behind(self, count: int) -> bool:
+        """Ends all but the first so many."""
+        ended = self.streams[count:]
+        del self.streams[count:]
+        return self._end(ended)
+
+    def close(self) -> bool:
+        """Ends all streams."""
+        return self._end_behind(0)
 
 
 def open_together(

@@ -33,9 +33,9 @@ from .contract import (
     ReduceOp,
     StreamCost,
     StreamSpec,
+    StreamTransport,
     Work,
     open_together,
-    open_up_to,
     scale_,
 )
 
@@ -156,34 +156,16 @@ class _GlooWork:
         return True
 
 
-def _end(group: ProcessGroupGloo) -> None:
+def _abort(group: ProcessGroupGloo) -> None:
     if hasattr(group, "abort"):  # torch < 2.7 has none: there a group ends when nobody holds it
         group.abort()
 
 
-def _drop(groups: list[ProcessGroupGloo]) -> None:
-    """Takes the groups out of the list, which nobody else holds, and waits for the end of their threads, but not long.
-
-    A reduction that begins to wait on a connection while that is closed waits until its time is up, and whoever drops
-    the last reference to its group waits for it.
-    """
-    boxes: list[list[ProcessGroupGloo]] = []
-    while groups:
-        boxes.append([groups.pop()])
-    enders = [threading.Thread(target=box.clear, name="sirtaki-gloo-end", daemon=True) for box in boxes]
-    for ender in enders:
-        ender.start()
-    deadline_s = time.monotonic() + END_S
-    for ender in enders:
-        ender.join(max(0.0, deadline_s - time.monotonic()))
-
-
-class GlooTransport:
+class GlooTransport(StreamTransport[ProcessGroupGloo]):
     """Streams over Gloo process groups, each with one worker thread, which keeps it in order."""
 
     kind = TransportKind.GLOO
     max_streams = MAX_STREAMS
-    threads: tuple[int, ...] = ()
 
     def __init__(
         self,
@@ -209,18 +191,13 @@ class GlooTransport:
             agree: of all ranks that open streams at the same time.
             failures: of the job.
         """
+        super().__init__()
         self._store, self._prefix, self._address = store, prefix, address
         self._rank, self._size, self._agree, self._failures = rank, size, agree, failures
         self.stream_cost = StreamCost(descriptors=size + OWN_DESCRIPTORS, threads=2)
         self._timeout = datetime.timedelta(seconds=timeout_s)
-        self._groups: list[ProcessGroupGloo] = []
-
-    def open_streams(self, streams: Sequence[StreamSpec]) -> None:
-        """Collective: see `Transport`."""
-        open_up_to(self._groups, streams, self._open, _end)
 
     def _open(self, number: int) -> ProcessGroupGloo:
-        """Collective: one more stream."""
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch's stub lacks it
         options._threads = 1
         options._timeout = datetime.timedelta(seconds=RENDEZVOUS_TIMEOUT_S)
@@ -232,10 +209,10 @@ class GlooTransport:
         group = open_together(
             what,
             lambda: unless_failed(
-                lambda: ProcessGroupGloo(store, self._rank, self._size, options), failures=self._failures, undo=_end
+                lambda: ProcessGroupGloo(store, self._rank, self._size, options), failures=self._failures, undo=_abort
             ),
             agree=self._agree,
-            close=_end,
+            close=_abort,
         )
         group._set_default_timeout(self._timeout)
         return group
@@ -247,7 +224,7 @@ class GlooTransport:
         unit = buffer.tensor[start:stop]
         if unit.numel() == 0:
             return NOTHING_TO_DO
-        work = self._groups[stream.number].allreduce([unit], TORCH_OPS[op])  # type: ignore[attr-defined]  # as above
+        work = self.streams[stream.number].allreduce([unit], TORCH_OPS[op])  # type: ignore[attr-defined]  # as above
         unit_work = _GlooWork(work, unit, scale, f"elements [{start}, {stop}) on stream {stream.number}")
         if recorder.times_wanted():
             unit_work.note_end()
@@ -261,7 +238,7 @@ class GlooTransport:
         given = outgoing.tensor[: sent[-1][1]]
         if parcels.shared:
             given = given.repeat(self._size)  # Gloo takes parcels that lie one behind the other only
-        work = self._groups[stream.number].alltoall_base(  # type: ignore[attr-defined]  # torch's stub lacks it
+        work = self.streams[stream.number].alltoall_base(  # type: ignore[attr-defined]  # torch's stub lacks it
             incoming, given, received, [stop - start for start, stop in sent]
         )
         return _GlooWork(work, incoming, 1.0, f"an exchange on stream {stream.number}")
@@ -270,15 +247,20 @@ class GlooTransport:
         """Closes all others: the I/O thread of an idle one wakes up a hundred times a second."""
         self._end_behind(streams)
 
-    def close(self) -> bool:
-        """Ends all groups, with Gloo's threads."""
-        self._end_behind(0)
-        return True
+    def _end(self, streams: list[ProcessGroupGloo]) -> bool:
+        """Ends groups, and waits for the end of their threads, but not long.
 
-    def _end_behind(self, streams: int) -> None:
-        """Ends all but the first so many."""
-        ended = self._groups[streams:]
-        del self._groups[streams:]
-        for number in range(len(ended)):  # a name for one would keep it
-            _end(ended[number])
-        _drop(ended)
+        A reduction that begins to wait on a connection while that is closed waits until its time is up, and whoever
+        drops the last reference to its group waits for it.
+        """
+        boxes: list[list[ProcessGroupGloo]] = []
+        while streams:
+            boxes.append([streams.pop()])
+            _abort(boxes[-1][0])  # a name for one would keep it
+        enders = [threading.Thread(target=box.clear, name="sirtaki-gloo-end", daemon=True) for box in boxes]
+        for ender in enders:
+            ender.start()
+        deadline_s = time.monotonic() + END_S
+        for ender in enders:
+            ender.join(max(0.0, deadline_s - time.monotonic()))
+        return True

@@ -9,7 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -28,10 +28,10 @@ from .contract import (
     ReduceOp,
     StreamCost,
     StreamSpec,
+    StreamTransport,
     ThreadWork,
     Work,
     open_together,
-    open_up_to,
     scale_,
 )
 
@@ -55,7 +55,7 @@ def mpi_all_reduce_(tensor: torch.Tensor, *, comm: MPI.Comm, op: ReduceOp, scale
 
 
 def mpi_exchange(outgoing: torch.Tensor, parcels: Parcels, incoming: torch.Tensor, *, comm: MPI.Comm) -> None:
-    """Collective, blocking: see `Exchanger.exchange`."""
+    """Collective, blocking: exchanges parcels; see `Transport.exchange`."""
     MPI = load_mpi()
     sent, received = parcels.sent_by(comm.rank), parcels.received_by(comm.rank)
     places = np.cumsum([0, *received[:-1]]).tolist()
@@ -83,18 +83,12 @@ class _Stream:
         while (task := self.tasks.get()) is not None:
             task()
 
-    def close(self) -> None:
-        """Ends the thread after what it has to do."""
-        self.tasks.put(None)
-        self.thread.join(timeout=1.0)
 
-
-class MpiTransport:
+class MpiTransport(StreamTransport[_Stream]):
     """Streams over duplicated MPI communicators, each with a thread."""
 
     kind = TransportKind.MPI
     max_streams = MAX_STREAMS
-    threads: tuple[int, ...] = ()
     stream_cost = StreamCost(threads=1)
 
     def __init__(self, duplicate: Callable[[], MPI.Comm], agree: Agree) -> None:
@@ -104,20 +98,15 @@ class MpiTransport:
             duplicate: collective; gives a fresh communicator over the ranks that take part. Its owner frees it.
             agree: of all ranks that open streams at the same time.
         """
+        super().__init__()
         self._duplicate, self._agree = duplicate, agree
-        self._streams: list[_Stream] = []
-
-    def open_streams(self, streams: Sequence[StreamSpec]) -> None:
-        """Collective: see `Transport`."""
-        open_up_to(self._streams, streams, self._open, _Stream.close)
 
     def _open(self, number: int) -> _Stream:
-        """Collective: one more stream."""
         return open_together(
             f"MPI stream {number}",
             lambda: _Stream(self._duplicate(), number),
             agree=self._agree,
-            close=_Stream.close,
+            close=lambda stream: self._end([stream]),
         )
 
     def all_reduce(
@@ -143,7 +132,7 @@ class MpiTransport:
 
     def _submit(self, number: int, act: Callable[[MPI.Comm], None], what: str) -> Work:
         """Has the thread of a stream do this with its communicator."""
-        work, chosen = ThreadWork(), self._streams[number]
+        work, chosen = ThreadWork(), self.streams[number]
 
         def task() -> None:
             work.begun_s = time.perf_counter()
@@ -157,15 +146,10 @@ class MpiTransport:
         chosen.tasks.put(task)
         return work
 
-    def keep(self, streams: int) -> None:
-        """Closes nothing: an idle stream sleeps."""
-
-    def close(self) -> bool:
-        """Ends the threads; False if one hangs in MPI."""
-        for stream in self._streams:
+    def _end(self, streams: list[_Stream]) -> bool:
+        """Ends the threads after what they have to do; False if one hangs in MPI."""
+        for stream in streams:
             stream.tasks.put(None)
-        for stream in self._streams:
-            stream.close()
-        ended = not any(stream.thread.is_alive() for stream in self._streams)
-        self._streams.clear()
-        return ended
+        for stream in streams:
+            stream.thread.join(timeout=1.0)
+        return not any(stream.thread.is_alive() for stream in streams)

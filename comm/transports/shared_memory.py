@@ -20,7 +20,7 @@ import select
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -39,10 +39,10 @@ from .contract import (
     ReduceOp,
     StreamCost,
     StreamSpec,
+    StreamTransport,
     ThreadWork,
     Transport,
     Work,
-    open_up_to,
     scale_,
 )
 
@@ -310,7 +310,7 @@ class _Stream:
         Raises:
             TransportError: on all ranks alike, if any rank could not open it.
         """
-        self._control, self._index, self._across = control, index, across
+        self._control, self.across = control, across
         self._me = control.local_rank
         # Node leaders hold the counters of their node: (gate, local rank), int64, only ever counting up.
         region = share_memory(control, 2 * control.local_size * 8)[0]
@@ -327,30 +327,21 @@ class _Stream:
         if across is not None:
             targets["cross"] = self._finish_crossings
         self._threads: list[threading.Thread] = []
+        problem = ""
         try:
             if across is not None:
                 across.open_streams([CROSSING])
-            problem = self._start(targets)
+            try:
+                for name, target in targets.items():
+                    thread = threading.Thread(target=target, name=f"sirtaki-{name}-{index}", daemon=True)
+                    thread.start()
+                    self._threads.append(thread)
+            except (RuntimeError, MemoryError) as err:
+                problem = f"shared-memory stream {index}: {err}"
             control.agree_on_success(problem)
         except CommError:
             self.close()
             raise
-
-    def _start(self, targets: Mapping[str, Callable[[], None]]) -> str:
-        """Starts the threads; returns what has gone wrong."""
-        try:
-            for name, target in targets.items():
-                thread = threading.Thread(target=target, name=f"sirtaki-{name}-{self._index}", daemon=True)
-                thread.start()
-                self._threads.append(thread)
-        except (RuntimeError, MemoryError) as err:
-            return f"shared-memory stream {self._index}: {err}"
-        return ""
-
-    @property
-    def crosses_by(self) -> TransportKind | None:
-        """What carries units between nodes; None = there is only one node."""
-        return None if self._across is None else self._across.kind
 
     def submit(self, task: _Task) -> None:
         """Posts a unit. The queue is filled first, so that the thread finds the task once it sees the count."""
@@ -375,7 +366,8 @@ class _Stream:
     def _advance(self) -> bool:
         """Moves every unit that can move; False if none could."""
         moved = False
-        self._take_incoming()
+        while not self._incoming.empty():
+            self._to_reduce.append(self._incoming.get())
         while self._to_reduce and int(self._counters[POSTED].min()) > self._reduced:
             self._reduce(self._to_reduce.popleft())
             moved = True
@@ -385,10 +377,6 @@ class _Stream:
             self._to_complete.popleft().work.finish()
             moved = True
         return moved
-
-    def _take_incoming(self) -> None:
-        while not self._incoming.empty():
-            self._to_reduce.append(self._incoming.get())
 
     def _bounds(self, task: _Task) -> tuple[int, int]:
         """This rank's share of a unit; empty on ranks that own none."""
@@ -409,14 +397,14 @@ class _Stream:
             self._publish()
             return
         start, stop = self._bounds(task)
-        if self._across is None:
+        if self.across is None:
             peers = task.buffer.peers
             reduce_share(peers, start, stop, op=task.op, scale=task.scale, outputs=peers)
             self._publish()
             return
         own = task.buffer.tensor
         reduce_share(task.buffer.peers, start, stop, op=task.op, scale=1.0, outputs=[own])
-        work = self._across.all_reduce(task.buffer, start, stop, stream=CROSSING, op=task.op, scale=task.scale)
+        work = self.across.all_reduce(task.buffer, start, stop, stream=CROSSING, op=task.op, scale=task.scale)
         self._crossing.put((task, work))
 
     def _finish_crossings(self) -> None:
@@ -443,7 +431,8 @@ class _Stream:
 
     def _lose(self, rank: int) -> None:
         """A rank of this node has ended; what it has not posted will never come."""
-        self._take_incoming()
+        while not self._incoming.empty():
+            self._to_reduce.append(self._incoming.get())
         if not (self._to_reduce or self._to_complete or self._crossing.qsize()):
             return
         error = PeerLostError(f"rank {rank} has ended while rank {self._control.rank} waited for its gradients")
@@ -462,15 +451,14 @@ class _Stream:
             thread.join(timeout=2.0)
         if not any(thread.is_alive() for thread in self._threads):
             self._doorbell.close()
-        return self._across is None or self._across.close()
+        return self.across is None or self.across.close()
 
 
-class SharedMemoryTransport:
+class SharedMemoryTransport(StreamTransport[_Stream]):
     """Streams through memory that the ranks of a node share; with `across`, hierarchical over several nodes."""
 
     kind = TransportKind.SHARED_MEMORY
     max_streams = MAX_STREAMS
-    threads: tuple[int, ...] = ()
 
     def __init__(self, control: ControlPlane, *, across: Callable[[], Transport] | None = None) -> None:
         """Starts nothing.
@@ -480,8 +468,8 @@ class SharedMemoryTransport:
             across: makes a transport that reduces over the nodes, among ranks of one local rank; each stream has one
                 of its own. None if there is one node only.
         """
+        super().__init__()
         self._control, self._across = control, across
-        self._streams: list[_Stream] = []
         peers = control.local_size
         # A pipe that all write to, a descriptor of every other process, and the counters' memory; others meanwhile.
         self.stream_cost = StreamCost(descriptors=2 * peers + 3, threads=1)
@@ -489,10 +477,6 @@ class SharedMemoryTransport:
             example = across()
             self.max_streams = example.max_streams
             self.stream_cost += example.stream_cost + StreamCost(threads=1)
-
-    def open_streams(self, streams: Sequence[StreamSpec]) -> None:
-        """Collective: see `Transport`."""
-        open_up_to(self._streams, streams, self._open, _Stream.close)
 
     def _open(self, number: int) -> _Stream:
         return _Stream(self._control, number, self._across() if self._across is not None else None)
@@ -504,7 +488,7 @@ class SharedMemoryTransport:
         if start == stop:
             return NOTHING_TO_DO
         task = _Task(buffer, start, stop, op, scale)
-        self._streams[stream.number].submit(task)
+        self.streams[stream.number].submit(task)
         return task.work
 
     def exchange(self, outgoing: FlatBuffer, parcels: Parcels, incoming: torch.Tensor, *, stream: StreamSpec) -> Work:
@@ -521,16 +505,14 @@ class SharedMemoryTransport:
                 begin += stop - start
 
         task = _Task(outgoing, receive=receive)
-        self._streams[stream.number].submit(task)
+        self.streams[stream.number].submit(task)
         return task.work
 
     def keep(self, streams: int) -> None:
         """Closes those behind that reach other nodes over Gloo, which never sleeps; others sleep when idle."""
-        while len(self._streams) > streams and self._streams[-1].crosses_by is TransportKind.GLOO:
-            self._streams.pop().close()
+        if any(stream.across is not None and stream.across.kind is TransportKind.GLOO for stream in self.streams):
+            self._end_behind(streams)
 
-    def close(self) -> bool:
-        """Ends the threads; False if one waits for other ranks."""
-        ended = [stream.close() for stream in self._streams]
-        self._streams.clear()
+    def _end(self, streams: list[_Stream]) -> bool:
+        ended = [stream.close() for stream in streams]
         return all(ended)

@@ -19,7 +19,17 @@ from sirtaki.comm.device import Device, Event, copy_
 from sirtaki.errors import CommError
 
 from ..plan import TransportKind
-from .contract import NOTHING_TO_DO, FlatBuffer, ReduceOp, StreamCost, StreamSpec, ThreadWork, Transport, Work
+from .contract import (
+    NOTHING_TO_DO,
+    FlatBuffer,
+    ReduceOp,
+    StreamCost,
+    StreamSpec,
+    StreamTransport,
+    ThreadWork,
+    Transport,
+    Work,
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -123,24 +133,25 @@ class _Stream:
             thread.join(timeout=2.0)
 
 
-class StagedTransport:
+class StagedTransport(StreamTransport[_Stream]):
     """Streams through the host's memory, over any transport of the host's."""
 
     kind = TransportKind.STAGED
-    threads: tuple[int, ...] = ()
 
     def __init__(self, inner: Transport, device: Device, failures: FailureBoard) -> None:
         """Starts nothing. `inner` reduces the mirrors of the device's buffers; it is closed along with this."""
+        super().__init__()
         self._inner, self._device, self._failures = inner, device, failures
         self.max_streams = inner.max_streams
         self.stream_cost = inner.stream_cost + StreamCost(threads=2)
-        self._streams: list[_Stream] = []
 
     def open_streams(self, streams: Sequence[StreamSpec]) -> None:
-        """Collective: see `Transport`."""
+        """Collective: opens those of the transport inside first."""
         self._inner.open_streams(streams)
-        while len(self._streams) <= max(stream.number for stream in streams):
-            self._streams.append(_Stream(len(self._streams), self._device, self._inner, self._failures))
+        super().open_streams(streams)
+
+    def _open(self, number: int) -> _Stream:
+        return _Stream(number, self._device, self._inner, self._failures)
 
     def all_reduce(
         self, buffer: FlatBuffer, start: int, stop: int, *, stream: StreamSpec, op: ReduceOp, scale: float
@@ -148,15 +159,18 @@ class StagedTransport:
         """Copies the range to the buffer's mirror, reduces it there and copies it back; it must have one."""
         if start == stop:
             return NOTHING_TO_DO
-        return self._streams[stream.number].submit(buffer, start, stop, op, scale)
+        return self.streams[stream.number].submit(buffer, start, stop, op, scale)
 
     def keep(self, streams: int) -> None:
         """Closes idle streams of the transport inside; those that copy stay."""
         self._inner.keep(streams)
 
+    def _end(self, streams: list[_Stream]) -> bool:
+        for stream in streams:
+            stream.close()
+        return True
+
     def close(self) -> bool:
         """Ends the threads that copy, and the transport inside."""
-        for stream in self._streams:
-            stream.close()
-        self._streams.clear()
+        super().close()
         return self._inner.close()

@@ -1,6 +1,7 @@
 """Whole tensors in units: each element once, in one order, through few slots; and what fails fails for all."""
 
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest

@@ -1,15 +1,17 @@
-"""What a wait for Gloo makes of time-outs and failures, and the end of streams."""
+"""What a wait for Gloo makes of time-outs and failures, while ranks find each other too, and the end of streams."""
 
 import threading
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+from torch._C._distributed_c10d import HashStore, PrefixStore, ProcessGroupGloo
 
 from sirtaki.comm.control.failure import FailureBoard
 from sirtaki.comm.transports import gloo
-from sirtaki.comm.transports.gloo import GlooTransport, _GlooWork
-from sirtaki.errors import CommError
+from sirtaki.comm.transports.gloo import GlooTransport, WatchfulStore, _GlooWork
+from sirtaki.errors import CommError, PeerLostError
 
 
 class Late:
@@ -78,7 +80,7 @@ def test_a_stream_whose_thread_does_not_end_holds_nobody_up(monkeypatch: pytest.
         agree=lambda _: None,
         failures=FailureBoard(),
     )
-    groups: list[Any] = transport._groups
+    groups: list[Any] = transport.streams
     groups += [Group(ended), Group(ended)]
     closer = threading.Thread(target=transport.close)
     closer.start()
@@ -87,3 +89,26 @@ def test_a_stream_whose_thread_does_not_end_holds_nobody_up(monkeypatch: pytest.
     ended.set()
     closer.join(10.0)
     assert not held_up
+
+
+def test_keys_are_those_of_the_other_store() -> None:
+    inner, store = HashStore(), WatchfulStore(HashStore(), FailureBoard())
+    store = WatchfulStore(inner, FailureBoard())
+    store.set("a", "1")
+    assert inner.get("a") == store.get("a") == b"1"
+    assert store.add("n", 3) == inner.add("n", 0) == 3
+    assert store.check(["a"])
+    assert not store.check(["b"])
+    threading.Timer(0.05, lambda: inner.set("b", "2")).start()
+    assert store.get("b") == b"2"
+
+
+def test_gloo_does_not_wait_for_a_rank_that_is_gone() -> None:
+    failures = FailureBoard()
+    store = WatchfulStore(HashStore(), failures)
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._timeout = timedelta(seconds=60)
+    options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    threading.Timer(0.1, lambda: failures.report(PeerLostError("rank 1 is gone"))).start()
+    with pytest.raises(Exception, match="rank 1 is gone"):
+        ProcessGroupGloo(PrefixStore("x", store), 0, 2, options)

@@ -1,8 +1,11 @@
-"""Units through memory that a node shares; in these tests its ranks are threads of one process."""
+"""Units, memory and doorbells that a node shares; in these tests its ranks are threads of one process."""
 
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +18,13 @@ from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.plan import TransportKind
 from sirtaki.comm.transports import shared_memory
 from sirtaki.comm.transports.contract import NOTHING_TO_DO, FlatBuffer, ReduceOp, StreamCost, StreamSpec, Work
-from sirtaki.comm.transports.shared_memory import Doorbell, SharedMemoryTransport, reduce_share, share_memory
+from sirtaki.comm.transports.shared_memory import (
+    Doorbell,
+    SharedMemoryTransport,
+    open_peers,
+    reduce_share,
+    share_memory,
+)
 from sirtaki.errors import CommError, PeerLostError, TransportError
 
 SIZE = 3
@@ -87,12 +96,6 @@ def test_halves_are_accumulated_wide_and_rounded_once(op: ReduceOp) -> None:
     assert buffers[2].tolist() == [4100.0 if op is ReduceOp.SUM else 4096.0]
 
 
-def test_an_empty_share_touches_nothing() -> None:
-    buffer = torch.ones(3)
-    reduce_share([buffer, buffer], 2, 2, op=ReduceOp.SUM, scale=3.0, outputs=[buffer])
-    assert buffer.tolist() == [1.0] * 3
-
-
 @pytest.mark.parametrize("numel", [1, 2, 7, 40_000])
 def test_units_smaller_and_larger_than_the_node_are_reduced(numel: int) -> None:
     def act(control: ControlPlane) -> None:
@@ -128,7 +131,7 @@ def test_units_of_several_streams_go_beside_each_other_whatever_the_order_of_the
     def act(control: ControlPlane) -> None:
         transport = SharedMemoryTransport(control)
         transport.open_streams([StreamSpec(2), StreamSpec(0)])
-        assert len(transport._streams) == 3
+        assert len(transport.streams) == 3
         buffer = shared(control, values(control.rank, 300))
         control.barrier()
         works: list[Work] = []
@@ -309,7 +312,7 @@ def test_a_rank_that_ends_fails_what_waits_for_it_and_is_no_failure_where_nothin
         transport.open_streams([StreamSpec(0)])
         buffer = shared(control, torch.ones(4))
         if control.rank == 0:
-            (stream,) = transport._streams
+            (stream,) = transport.streams
             ended, listen = [1], stream._doorbell.listen
             stream._doorbell.listen = lambda timeout_s: [ended.pop()] if ended else listen(0.01)  # type: ignore[method-assign]
             stream._doorbell.ring_own()
@@ -344,21 +347,29 @@ def test_an_error_in_a_streams_thread_is_reported(monkeypatch: pytest.MonkeyPatc
 def test_a_stream_that_one_rank_cannot_open_is_open_nowhere_and_the_others_go_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    unlucky: set[int] = set()
+
+    class Scarce(threading.Thread):
+        def start(self) -> None:
+            if threading.get_ident() in unlucky and self.name.startswith("sirtaki-shm"):
+                raise RuntimeError("can't start new thread")
+            super().start()
+
+    monkeypatch.setattr(shared_memory.threading, "Thread", Scarce)
+
     def act(control: ControlPlane) -> None:
         transport = SharedMemoryTransport(control)
         transport.open_streams([StreamSpec(0)])
         control.barrier()
-        start = shared_memory._Stream._start
-
-        def refuse(stream: Any, targets: Any) -> str:
-            return "out of threads" if stream._control.rank == 1 else start(stream, targets)
-
-        if control.rank == 0:
-            monkeypatch.setattr(shared_memory._Stream, "_start", refuse)
+        before = len(descriptors())
         control.barrier()
-        with pytest.raises(TransportError, match="rank 1: out of threads"):
+        if control.rank == 1:
+            unlucky.add(threading.get_ident())
+        with pytest.raises(TransportError, match="rank 1: shared-memory stream 1: can't start new thread"):
             transport.open_streams([StreamSpec(2)])
-        assert len(transport._streams) == 1
+        control.barrier()
+        assert len(descriptors()) <= before + 1  # whoever lists them opens one
+        assert len(transport.streams) == 1
         buffer = shared(control, torch.ones(4))
         control.barrier()
         assert reduce(transport, buffer, 0, 4).wait(10.0)
@@ -369,23 +380,6 @@ def test_a_stream_that_one_rank_cannot_open_is_open_nowhere_and_the_others_go_on
     on_planes(2, act)
 
 
-def test_a_thread_that_cannot_be_started_is_told_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Scarce(threading.Thread):
-        def start(self) -> None:
-            if self.name.startswith("sirtaki-shm"):
-                raise RuntimeError("can't start new thread")
-            super().start()
-
-    def act(control: ControlPlane) -> None:
-        before = len(os.listdir("/proc/self/fd"))
-        monkeypatch.setattr(shared_memory.threading, "Thread", Scarce)
-        with pytest.raises(TransportError, match="rank 0: shared-memory stream 0: can't start new thread"):
-            SharedMemoryTransport(control).open_streams([StreamSpec(0)])
-        assert len(os.listdir("/proc/self/fd")) == before
-
-    on_planes(1, act)
-
-
 def test_a_closed_transport_leaves_no_thread_and_no_descriptor_and_closing_twice_is_fine() -> None:
     def act(control: ControlPlane) -> None:
         before = len(os.listdir("/proc/self/fd"))
@@ -393,7 +387,7 @@ def test_a_closed_transport_leaves_no_thread_and_no_descriptor_and_closing_twice
         transport.open_streams([StreamSpec(1)])
         taken = len(os.listdir("/proc/self/fd")) - before
         assert 0 < taken <= 2 * transport.stream_cost.descriptors
-        threads = [thread for stream in transport._streams for thread in stream._threads]
+        threads = [thread for stream in transport.streams for thread in stream._threads]
         assert len(threads) == 2 * transport.stream_cost.threads
         assert transport.close()
         assert transport.close()
@@ -401,3 +395,189 @@ def test_a_closed_transport_leaves_no_thread_and_no_descriptor_and_closing_twice
         assert len(os.listdir("/proc/self/fd")) == before
 
     on_planes(1, act)
+
+
+def descriptors() -> set[str]:
+    return set(os.listdir("/proc/self/fd"))
+
+
+def test_what_one_rank_writes_all_of_its_node_read() -> None:
+    def act(control: ControlPlane) -> None:
+        regions = share_memory(control, 100)
+        assert [region.shape for region in regions] == [(100,)] * SIZE
+        assert [int(region.max()) for region in regions] == [0] * SIZE
+        control.barrier()
+        regions[control.rank].fill_(control.rank + 1)
+        control.barrier()
+        assert [region.unique().tolist() for region in regions] == [[1], [2], [3]]
+
+    on_planes(SIZE, act)
+
+
+def test_memory_lives_as_long_as_somebody_holds_it_and_no_descriptor_stays_open() -> None:
+    kept: dict[int, torch.Tensor] = {}
+
+    def act(control: ControlPlane) -> None:
+        before = descriptors() if control.rank == 0 else set()
+        control.barrier()
+        for _ in range(3):
+            regions = share_memory(control, 64)
+        regions[control.rank].fill_(7)
+        control.barrier()
+        kept[control.rank] = regions[1 - control.rank]
+        if control.rank == 0:
+            assert descriptors() <= before
+
+    on_planes(2, act)
+    assert [region.tolist() for region in kept.values()] == [[7] * 64] * 2
+
+
+@pytest.mark.parametrize("how", ["no memory", "no descriptor", "cannot be mapped"])
+def test_what_one_rank_cannot_share_is_an_error_on_all_and_leaves_nothing(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unlucky: set[int] = set()
+
+    def guarded(function: Any, error: Exception) -> Any:
+        def call(*args: Any, **named: Any) -> Any:
+            if threading.get_ident() in unlucky:
+                raise error
+            return function(*args, **named)
+
+        return call
+
+    if how == "no memory":
+        monkeypatch.setattr(shared_memory.os, "posix_fallocate", guarded(os.posix_fallocate, OSError(28, "no space")))
+    elif how == "no descriptor":
+        monkeypatch.setattr(shared_memory.os, "memfd_create", guarded(os.memfd_create, OSError(24, "too many files")))
+    else:
+        monkeypatch.setattr(shared_memory, "_mapped", guarded(shared_memory._mapped, RuntimeError("mmap failed")))
+
+    def act(control: ControlPlane) -> str:
+        if control.rank == 1:
+            unlucky.add(threading.get_ident())
+        before = descriptors() if control.rank == 0 else set()
+        control.barrier()
+        with pytest.raises(TransportError) as caught:
+            share_memory(control, 64)
+        control.barrier()
+        if control.rank == 0:
+            assert descriptors() <= before
+        return str(caught.value)
+
+    messages = on_planes(SIZE, act)
+    assert len(set(messages)) == 1
+    assert "rank 1" in messages[0]
+    assert {"no memory": "no space", "no descriptor": "too many", "cannot be mapped": "64 bytes"}[how] in messages[0]
+
+
+def test_a_file_that_is_not_the_one_that_was_offered_means_another_container() -> None:
+    def act(control: ControlPlane) -> None:
+        offered, other = os.pipe()
+        control.barrier()
+        before = descriptors() if control.rank == 0 else set()  # whoever lists them opens one
+        control.barrier()
+        wrong = control.rank == 1
+        gather = control.all_gather
+        # What rank 1 says is true of another process namespace.
+        control.all_gather = lambda value: gather(  # type: ignore[method-assign]
+            (value[0], value[1], 12345, value[3]) if wrong and isinstance(value, tuple) else value
+        )
+        with pytest.raises(TransportError, match="is not rank 1: they live in different containers"):
+            open_peers(control, offered, os.O_RDONLY)
+        control.barrier()
+        if control.rank == 0:
+            assert descriptors() <= before
+        control.barrier()
+        os.close(offered)
+        os.close(other)
+
+    on_planes(2, act)
+
+
+def test_a_doorbell_wakes_the_others_or_oneself_and_nobody_without_it() -> None:
+    def act(control: ControlPlane) -> None:
+        bell = Doorbell(control)
+        control.barrier()
+        assert heard(bell) == 0
+        control.barrier()
+        if control.rank == 0:
+            bell.ring_others()
+        control.barrier()
+        assert heard(bell) == (control.rank != 0)
+        bell.ring_own()
+        assert heard(bell) == 1
+        for _ in range(3):
+            bell.ring_own()
+        assert bell.listen(1.0) == []  # nobody has ended
+        assert heard(bell) == 0  # one look for all three
+        control.barrier()
+        bell.close()
+
+    on_planes(SIZE, act)
+
+
+def heard(bell: Doorbell) -> int:
+    """Whether somebody has rung."""
+    rung = bool(bell._poll.poll(0))
+    bell.listen(0.0)
+    return rung
+
+
+def test_ringing_never_blocks_and_who_has_closed_the_bell_hurts_nobody() -> None:
+    def act(control: ControlPlane) -> None:
+        bell = Doorbell(control)
+        for _ in range(70_000):  # more than a pipe holds
+            bell.ring_own()
+        control.barrier()
+        if control.rank == 1:
+            bell.close()
+        control.barrier()
+        if control.rank == 0:
+            bell.ring_others()
+            bell.close()
+
+    on_planes(2, act)
+
+
+def test_a_doorbell_leaves_no_descriptor_whether_it_was_hung_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_peers(*args: Any) -> list[int]:
+        raise TransportError("rank 1: no such process")
+
+    def act(control: ControlPlane) -> None:
+        before = descriptors()
+        bell = Doorbell(control)
+        bell.close()
+        bell.close()
+        assert descriptors() == before
+        monkeypatch.setattr(shared_memory, "open_peers", no_peers)
+        with pytest.raises(TransportError, match="no such process"):
+            Doorbell(control)
+        assert descriptors() == before
+
+    on_planes(1, act)
+
+
+@pytest.mark.parametrize("has_pidfd", [True, False])
+def test_the_end_of_a_process_of_the_node_is_told_once(has_pidfd: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not has_pidfd:
+
+        def no_pidfd(pid: int) -> int:
+            raise OSError(38, "not implemented")
+
+        monkeypatch.setattr(shared_memory.os, "pidfd_open", no_pidfd)
+    other = subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE)
+    inbox, outbox = os.pipe()
+    control: Any = SimpleNamespace(rank=0, local_rank=0, node_ranks=[0, 1], all_gather=lambda value: [value, other.pid])
+    monkeypatch.setattr(shared_memory, "open_peers", lambda control, own, flags, problem: [os.dup(own), outbox])
+    try:
+        bell = Doorbell(control)
+        assert bell.listen(0.01) == []
+        other.kill()
+        os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)
+        assert bell.listen(5.0 if has_pidfd else 0.01) == [1]
+        assert bell.listen(0.01) == []
+        bell.close()
+    finally:
+        other.communicate()
+        os.close(inbox)
