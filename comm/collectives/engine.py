@@ -27,7 +27,7 @@ from sirtaki.comm.control.communicator import Communicator, Op
 from sirtaki.comm.control.failure import WAIT_SLICE_S, FailureBoard, poll_until
 from sirtaki.comm.control.plane import gather
 from sirtaki.comm.control.watchdog import Wait
-from sirtaki.comm.recorder import Recorder, TracedOperation
+from sirtaki.comm.recorder import TracedOperation
 from sirtaki.comm.transports.contract import ThreadWork
 from sirtaki.errors import CommError, MismatchError
 
@@ -55,47 +55,41 @@ class EagerWork(ThreadWork):
         self.digest = signature.digest()
         self.submitted_s = time.monotonic()
         self.results: list[torch.Tensor] = []
-        self.written = _written(tensors)
+        # The point of this thread's CUDA stream at which the tensors have their values.
+        self.written: torch.cuda.Event | None = None
+        if tensors and tensors[0].device.type == "cuda":
+            self.written = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's
+            self.written.record(torch.cuda.current_stream(tensors[0].device))
 
 
-def _written(tensors: Sequence[torch.Tensor]) -> torch.cuda.Event | None:
-    """Marks the point of this thread's CUDA stream at which the tensors have their values."""
-    if not tensors or tensors[0].device.type != "cuda":
-        return None
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's
-    event.record(torch.cuda.current_stream(tensors[0].device))
-    return event
+def tell_of_operations(signatures: Sequence[Signature], works: Sequence[EagerWork | None], begin_s: float) -> None:
+    """Tells timeline and recorder of operations that were performed together; a work is None where this rank joined.
 
-
-def trace_operations(
-    trace: timeline.Timeline, signatures: Sequence[Signature], works: Sequence[EagerWork | None], begin_s: float
-) -> None:
-    """Tells the timeline of operations that have been performed together, and how long they were negotiated."""
+    Args:
+        signatures: of all of them.
+        works: this rank's.
+        begin_s: when they were agreed upon (`time.perf_counter`).
+    """
     end_s = time.perf_counter()
     ages_s = time.monotonic() - end_s  # of one clock against the other
+    if (trace := timeline.current) is not None:
+        names = ", ".join(signature.name for signature in signatures)
+        trace.span("eager", signatures[0].kind.value, begin_s, end_s, names=names)
     for signature, work in zip(signatures, works, strict=True):
-        if work is not None:
-            submitted_s = work.submitted_s - ages_s
-            trace.overlapping(f"NEGOTIATE_{signature.kind.value}", submitted_s, begin_s, operation=signature.name)
-    names = ", ".join(signature.name for signature in signatures)
-    trace.span("eager", signatures[0].kind.value, begin_s, end_s, names=names)
-    for signature in signatures:
-        trace.span("eager", signature.name, begin_s, end_s)
-
-
-def record_operations(recorder: Recorder, works: Sequence[EagerWork | None], agreed_s: float) -> None:
-    """Tells the recorder of this rank's operations among those that have been performed together."""
-    done_s = time.perf_counter()
-    ages_s = time.monotonic() - done_s  # of one clock against the other
-    for work in works:
-        if work is not None:
-            recorder.operation(
+        submitted_s = begin_s if work is None else work.submitted_s - ages_s
+        if trace is not None:
+            trace.span("eager", signature.name, begin_s, end_s)
+            if work is not None:
+                negotiating = f"NEGOTIATE_{signature.kind.value}"
+                trace.overlapping(negotiating, submitted_s, begin_s, operation=signature.name)
+        if (recording := recorder.current) is not None and work is not None:
+            recording.operation(
                 TracedOperation(
-                    name=work.signature.name,
-                    kind=work.signature.kind.value,
-                    submitted_s=work.submitted_s - ages_s,
-                    agreed_s=agreed_s,
-                    done_s=done_s,
+                    name=signature.name,
+                    kind=signature.kind.value,
+                    submitted_s=submitted_s,
+                    agreed_s=begin_s,
+                    done_s=end_s,
                     n_bytes=sum(tensor.numel() * tensor.element_size() for tensor in work.tensors),
                 )
             )
@@ -356,32 +350,17 @@ _ALL_BITS = (1 << 8 * DIGEST_BYTES) - 1
 Bits = npt.NDArray[np.bool_]
 
 
-class _Messages:
-    """What the ranks tell each other in a round: bits, or everything that they have pending."""
+def agree(digest: int, bits: Bits, *, comm: Communicator, failures: FailureBoard) -> tuple[bool, Bits]:
+    """Collective: whether all ranks have this digest (0 = it equals none), and which bits all have set.
 
-    def __init__(self, comm: Communicator, failures: FailureBoard) -> None:
-        """Keeps `comm`, which nobody else uses."""
-        self._comm, self._failures = comm, failures
-
-    def agree(self, digest: int, bits: Bits) -> tuple[bool, Bits]:
-        """Collective: whether all ranks have this digest (0 = it equals none), and which bits all have set.
-
-        Next to the digest goes its complement: the AND of both is what one rank sent only if all sent the same.
-        """
-        complement = digest ^ _ALL_BITS if digest else 0
-        mine = digest.to_bytes(DIGEST_BYTES, "big") + complement.to_bytes(DIGEST_BYTES, "big")
-        sent = np.concatenate([np.frombuffer(mine, dtype=np.uint8), np.packbits(bits)])
-        poll_until(self._comm.all_reduce(sent, Op.AND), failures=self._failures)
-        all_equal = bool(digest) and sent[: 2 * DIGEST_BYTES].tobytes() == mine
-        return all_equal, np.unpackbits(sent[2 * DIGEST_BYTES :], count=bits.size).view(np.bool_)
-
-    def exchange(self, mine: Presence) -> list[Presence]:
-        """Collective: what every rank has pending."""
-        return gather(mine, comm=self._comm)
-
-    def close(self) -> None:
-        """Frees the communicator; when all ranks do."""
-        self._comm.free()
+    Next to the digest goes its complement: the AND of both is what one rank sent only if all sent the same.
+    """
+    complement = digest ^ _ALL_BITS if digest else 0
+    mine = digest.to_bytes(DIGEST_BYTES, "big") + complement.to_bytes(DIGEST_BYTES, "big")
+    sent = np.concatenate([np.frombuffer(mine, dtype=np.uint8), np.packbits(bits)])
+    poll_until(comm.all_reduce(sent, Op.AND), failures=failures)
+    all_equal = bool(digest) and sent[: 2 * DIGEST_BYTES].tobytes() == mine
+    return all_equal, np.unpackbits(sent[2 * DIGEST_BYTES :], count=bits.size).view(np.bool_)
 
 
 class Rounds:
@@ -397,7 +376,7 @@ class Rounds:
         self, comm: Communicator, failures: FailureBoard, pending: Pending, open_lanes: OpenLanes | None = None
     ) -> None:
         """Collective over `comm`, of which two duplicates are kept."""
-        self._messages, self._data = _Messages(comm.duplicate(), failures), comm.duplicate()
+        self._messages, self._data, self._failures = comm.duplicate(), comm.duplicate(), failures
         self._ranks, self._size = Ranks(self._data, failures, open_lanes), comm.size
         self._pending = pending
         self.last_joined = -1
@@ -408,7 +387,7 @@ class Rounds:
 
     def run(self, mine: Snapshot) -> bool:
         """Collective: one round; True if anything was performed or refused."""
-        all_equal, result = self._messages.agree(self._digest(mine), self._bits(mine))
+        all_equal, result = agree(self._digest(mine), self._bits(mine), comm=self._messages, failures=self._failures)
         if all_equal:
             ready = {name: work.signature for name, work in mine.works.items()}
             for name in sorted(ready):
@@ -449,7 +428,7 @@ class Rounds:
     def _exchange(self, mine: Presence) -> dict[str, Signature]:
         """Collective: everybody's pending operations; the ones that are pending everywhere and agree."""
         self._pending.join_told = mine.joined is not None
-        everybody = self._messages.exchange(mine)
+        everybody: list[Presence] = gather(mine, comm=self._messages)
         self.ended = all(presence.closing for presence in everybody)
         newly_joined = [
             (presence.joined, rank)
@@ -505,10 +484,7 @@ class Rounds:
         except Exception as err:
             names = ", ".join(repr(signature.name) for signature in signatures)
             error = CommError(f"{signatures[0].kind.value.lower()} {names} failed: {err!r}")
-        if (trace := timeline.current) is not None:
-            trace_operations(trace, signatures, works, begin_s)
-        if (recording := recorder.current) is not None:
-            record_operations(recording, works, begin_s)
+        tell_of_operations(signatures, works, begin_s)
         self.concluded += len(signatures)
         mine = [work for work in works if work is not None]
         self._pending.remove(mine)
@@ -529,7 +505,7 @@ class Rounds:
         if self._ranks.lanes is not None:
             self._ranks.lanes.close(together=together)
         if together:
-            self._messages.close()
+            self._messages.free()
             self._data.free()
 
 
@@ -543,6 +519,8 @@ class EagerEngine:
     """Eager operations over one set of ranks.
 
     Attributes:
+        pending: operations of this rank under way.
+        rounds: in which the ranks agree, and what they have agreed upon.
         awaited: the operation that a thread of the user's waits for, and since when (`time.monotonic()`).
     """
 
@@ -562,8 +540,8 @@ class EagerEngine:
             where: names the set of ranks in messages, empty for all ranks.
             open_lanes: opens what carries large all-reduces; None = the communicator does.
         """
-        self._pending = Pending(where)
-        self._rounds = Rounds(comm, failures, self._pending, open_lanes)
+        self.pending = Pending(where)
+        self.rounds = Rounds(comm, failures, self.pending, open_lanes)
         self._failures = failures
         self.rank, self.size = comm.rank, comm.size
         self.awaited: tuple[str, float] | None = None
@@ -573,10 +551,6 @@ class EagerEngine:
         self._thread.start()
 
     # ── for submitting threads ───────────────────────────────────────────────────────────────────────────────────
-
-    def unnamed(self, prefix: str) -> str:
-        """A name for the next operation without one: the same on all ranks that submit these in the same order."""
-        return self._pending.next_name(prefix)
 
     def submit(self, signature: Signature, tensors: Sequence[torch.Tensor], *, wake: bool = True) -> EagerWork:
         """Starts an operation.
@@ -592,7 +566,7 @@ class EagerEngine:
         """
         self._failures.check()
         work = EagerWork(signature, tensors)
-        self._pending.add(work, wake=wake)
+        self.pending.add(work, wake=wake)
         return work
 
     def finish(self, work: ThreadWork, interrupted: Callable[[], bool] | None = None) -> bool:
@@ -629,51 +603,20 @@ class EagerEngine:
                     work.wait(WAIT_SLICE_S)
         finally:
             self.awaited = None
-        self._pending.wake_if_any()
+        self.pending.wake_if_any()
         return True
 
     def join(self, progress: Progress) -> ThreadWork:
         """This rank has no more data: it takes part in the others' all-reduces with zeros until all have joined."""
         self._failures.check()
-        return self._pending.join(progress)
-
-    @property
-    def last_joined(self) -> int:
-        """The rank that joined last."""
-        return self._rounds.last_joined
-
-    @property
-    def concluded(self) -> int:
-        """How many operations have been performed or refused: each has the same number on all ranks."""
-        return self._rounds.concluded
-
-    def note_progress(self) -> None:
-        """The ranks that have not joined get on."""
-        self._pending.moved_s = time.monotonic()
-
-    def oldest_wait(self) -> Wait | None:
-        """What has been pending the longest."""
-        return self._pending.oldest_wait()
-
-    def progress(self) -> str:
-        """Pending names, for the watchdog."""
-        return self._pending.describe()
-
-    @property
-    def pending(self) -> int:
-        """Operations of this rank under way."""
-        return len(self._pending)
-
-    def has_submitted(self, name: str) -> bool:
-        """An operation of this name is under way on this rank."""
-        return name in self._pending
+        return self.pending.join(progress)
 
     # ── rounds ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _run(self) -> None:
         """The engine's thread."""
-        while not self._rounds.ended and self._failures.error is None:
-            self._pending.wait_for_business()
+        while not self.rounds.ended and self._failures.error is None:
+            self.pending.wait_for_business()
             with self._turn:
                 try:
                     self._step()
@@ -682,20 +625,20 @@ class EagerEngine:
 
     def _step(self) -> None:
         """With `_turn`, collective with the other ranks that have something to do: one round."""
-        mine = self._pending.snapshot(self._pause_s)
-        if mine is None or self._rounds.ended:
+        mine = self.pending.snapshot(self._pause_s)
+        if mine is None or self.rounds.ended:
             return
         if (trace := timeline.current) is not None and trace.mark_cycles:
             trace.instant("eager", "CYCLE_START", time.perf_counter())
         try:
-            brought = self._rounds.run(mine)
+            brought = self.rounds.run(mine)
         except BaseException as err:  # also an interrupt: a round cannot be left half done
             error = err if isinstance(err, CommError) else CommError(f"eager operations failed: {err!r}")
             self._failures.report(error)
-            self._pending.fail(error)
+            self.pending.fail(error)
             raise
         if brought:
-            self._pause_s, self._pending.moved_s = 0.0, time.monotonic()
+            self._pause_s, self.pending.moved_s = 0.0, time.monotonic()
         else:
             self._pause_s = min(LONGEST_PAUSE_S, 2 * self._pause_s or SHORTEST_PAUSE_S)
 
@@ -710,12 +653,12 @@ class EagerEngine:
         Returns:
             False if the job has failed before the other ranks came; the communicators are kept then.
         """
-        self._pending.close()
+        self.pending.close()
         while self._thread.is_alive() and self._failures.error is None:
             self._thread.join(0.1)
         self._thread.join(timeout_s)
-        ended = not self._thread.is_alive() and self._rounds.ended
-        self._rounds.close(together=ended)
+        ended = not self._thread.is_alive() and self.rounds.ended
+        self.rounds.close(together=ended)
         return ended
 
 
@@ -736,7 +679,7 @@ class SparseSum:
         self._engine, self._size = engine, tensor.size()
         self._works = []
         for part, entries in parts.items():
-            full = engine.unnamed("allgather") if name is None else f"allgather.{name}.{part}"
+            full = engine.pending.next_name("allgather") if name is None else f"allgather.{name}.{part}"
             signature = Signature.of([entries], name=full, kind=Kind.ALLGATHER, once=name is None, by_all=by_all)
             self._works.append(engine.submit(signature, [entries]))
 

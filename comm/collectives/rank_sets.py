@@ -114,7 +114,7 @@ class RankSets:
             CommError: on all ranks, if a member has operations under way.
         """
         there = self._sets.get(number) if number else None
-        pending = there.engine.pending if there is not None and there.engine is not None else 0
+        pending = len(there.engine.pending) if there is not None and there.engine is not None else 0
         said = self._control.all_gather((number, pending))
         if any(other != number for other, _ in said):
             raise MismatchError(f"the ranks remove different process sets: {[other for other, _ in said]}")
@@ -132,14 +132,14 @@ class RankSets:
         if comm is not None:
             where = f" of process set {number} (ranks {', '.join(map(str, ranks))})" if number else ""
             engine = EagerEngine(comm, self._control.failures, where=where, open_lanes=self._open_lanes)
-            self._watchdog.watch(engine.oldest_wait, engine.progress)
+            self._watchdog.watch(engine.pending.oldest_wait, engine.pending.describe)
         self._sets[number] = RankSet(number=number, ranks=ranks, comm=comm, engine=engine)
 
     def _close(self, number: int) -> None:
         there = self._sets.pop(number)
         if there.engine is None or there.comm is None:
             return
-        self._watchdog.forget(there.engine.oldest_wait, there.engine.progress)
+        self._watchdog.forget(there.engine.pending.oldest_wait, there.engine.pending.describe)
         if there.engine.close() and number:
             if there.control is not None:
                 there.control.close()

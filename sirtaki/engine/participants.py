@@ -331,7 +331,7 @@ class Joining:
                     joined |= {rank for rank, number in self._joined.items() if number >= self._round}
                 if substitute.look(joined):
                     moved_s = time.monotonic()
-                    engine.note_progress()
+                    engine.pending.moved_s = time.monotonic()
         finally:
             substitute.close()
         substitute.wait()
@@ -341,7 +341,7 @@ class Joining:
             self._round += 1
             self._joined = {rank: number for rank, number in self._joined.items() if number >= self._round}
         engine.finish(all_have_joined)
-        return engine.last_joined
+        return engine.rounds.last_joined
 
 
 def _is_busy(participant: Participant) -> bool:
@@ -549,7 +549,7 @@ class BlockedRanks:
         ]
         if not waits:  # participants perform operations of their own
             waits = [
-                (awaited[1], _Operation(number, awaited[0], engine.concluded))
+                (awaited[1], _Operation(number, awaited[0], engine.rounds.concluded))
                 for number, engine in self._rank_sets.engines()
                 if (awaited := engine.awaited) is not None
             ]
@@ -577,8 +577,8 @@ class BlockedRanks:
             engine = self._rank_sets[waited_for.process_set].engine
             return (
                 engine is not None
-                and engine.concluded == waited_for.concluded
-                and not engine.has_submitted(waited_for.name)
+                and engine.rounds.concluded == waited_for.concluded
+                and waited_for.name not in engine.pending
             )
         iteration, stage = waited_for.reached
         return any(

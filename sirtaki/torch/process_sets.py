@@ -326,7 +326,7 @@ class Call:
 
     def _full_name(self, engine: EagerEngine) -> str:
         prefix = ("grouped_" if self.grouped else "") + self.kind.value.lower()
-        return engine.unnamed(prefix) if self.name is None else f"{prefix}.{self.name}"
+        return engine.pending.next_name(prefix) if self.name is None else f"{prefix}.{self.name}"
 
 
 def forget_all() -> None:

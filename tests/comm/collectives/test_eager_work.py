@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from sirtaki.comm import recorder, timeline
 from sirtaki.comm.collectives import engine
-from sirtaki.comm.collectives.engine import EagerWork, record_operations, trace_operations
+from sirtaki.comm.collectives.engine import EagerWork, tell_of_operations
 from sirtaki.comm.collectives.operations import Kind, Signature
 from sirtaki.errors import CommError
 
@@ -30,6 +31,13 @@ class Noting:
 
     def overlapping(self, name: str, begin_s: float, end_s: float, **arguments: Any) -> None:
         self.overlaps.append((name, begin_s, end_s, arguments))
+
+
+@pytest.fixture
+def trace(monkeypatch: pytest.MonkeyPatch) -> Noting:
+    noting = Noting()
+    monkeypatch.setattr(timeline, "current", noting)
+    return noting
 
 
 def test_a_work_knows_what_was_submitted_and_when_and_ends_once() -> None:
@@ -62,10 +70,10 @@ def test_whoever_waits_for_a_failed_operation_gets_an_error_of_its_own() -> None
     assert raised[0] is not raised[1]
 
 
-def test_operations_of_one_message_share_a_span_and_each_has_its_own() -> None:
-    trace, works = Noting(), [work("a"), work("b")]
+def test_operations_of_one_message_share_a_span_and_each_has_its_own(trace: Noting) -> None:
+    works = [work("a"), work("b")]
     begin_s = time.perf_counter()
-    trace_operations(trace, [each.signature for each in works], works, begin_s)  # type: ignore[arg-type]
+    tell_of_operations([each.signature for each in works], works, begin_s)
     assert [(track, name, arguments) for track, name, _, _, arguments in trace.spans] == [
         ("eager", "ALLREDUCE", {"names": "a, b"}),
         ("eager", "a", {}),
@@ -76,34 +84,38 @@ def test_operations_of_one_message_share_a_span_and_each_has_its_own() -> None:
 
 
 def test_the_negotiation_of_each_begins_when_it_was_submitted_on_the_other_clock(
+    trace: Noting,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     other = SimpleNamespace(monotonic=time.monotonic, perf_counter=lambda: time.perf_counter() + 1000.0)
     monkeypatch.setattr(engine, "time", other)
-    trace, early = Noting(), work("early")
+    early = work("early")
     early.submitted_s = time.monotonic() - 5.0
     begin_s = other.perf_counter()
-    trace_operations(trace, [early.signature], [early], begin_s)  # type: ignore[arg-type]
+    tell_of_operations([early.signature], [early], begin_s)
     ((name, submitted_s, negotiated_s, arguments),) = trace.overlaps
     assert (name, arguments) == ("NEGOTIATE_ALLREDUCE", {"operation": "early"})
     assert negotiated_s == begin_s
     assert begin_s - submitted_s == pytest.approx(5.0, abs=1.0)
 
 
-def test_a_rank_that_has_joined_negotiated_nothing() -> None:
-    trace, mine = Noting(), work("a")
+def test_a_rank_that_has_joined_negotiated_nothing(trace: Noting) -> None:
+    mine = work("a")
     others = Signature.of([torch.zeros(2)], name="b", kind=Kind.ALLREDUCE, op="sum")
-    trace_operations(trace, [mine.signature, others], [mine, None], 0.0)  # type: ignore[arg-type]
+    tell_of_operations([mine.signature, others], [mine, None], 0.0)
     assert [arguments["operation"] for _, _, _, arguments in trace.overlaps] == ["a"]
     assert len(trace.spans) == 3
 
 
-def test_a_recorder_hears_of_this_ranks_operations_and_of_their_moments_on_one_clock() -> None:
+def test_a_recorder_hears_of_this_ranks_operations_and_of_their_moments_on_one_clock(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     heard: list[Any] = []
     mine = work("a")
     mine.submitted_s = time.monotonic() - 5.0
     agreed_s = time.perf_counter()
-    record_operations(SimpleNamespace(operation=heard.append), [mine, None], agreed_s)  # type: ignore[arg-type]
+    monkeypatch.setattr(recorder, "current", SimpleNamespace(operation=heard.append))
+    tell_of_operations([mine.signature] * 2, [mine, None], agreed_s)
     (told,) = heard
     assert (told.name, told.kind, told.agreed_s) == ("a", "ALLREDUCE", agreed_s)
     assert agreed_s - told.submitted_s == pytest.approx(5.0, abs=1.0)

@@ -60,7 +60,7 @@ def test_operations_in_any_order_from_any_thread_give_each_its_result() -> None:
         for thread in threads:
             thread.join()
         assert found == {name: SIZE * float(name[1:]) for name in names}
-        assert engine.concluded == 40
+        assert engine.rounds.concluded == 40
 
     on_engines(act)
 
@@ -70,7 +70,7 @@ def test_what_nobody_waits_for_is_performed_by_the_engines_thread() -> None:
         work = submit(engine, "a")
         until(work.is_done)
         assert work.results[0].tolist() == [SIZE, SIZE]
-        assert engine.pending == 0
+        assert len(engine.pending) == 0
 
     on_engines(act)
 
@@ -92,11 +92,11 @@ def test_a_name_is_under_way_until_it_is_done() -> None:
     def act(engine: EagerEngine) -> None:
         if engine.rank == 0:
             work = submit(engine, "a")
-            assert engine.has_submitted("a")
-            assert not engine.has_submitted("b")
-            assert engine.pending == 1
-            assert engine.progress() == "has submitted a"
-            waits = engine.oldest_wait()
+            assert "a" in engine.pending
+            assert "b" not in engine.pending
+            assert len(engine.pending) == 1
+            assert engine.pending.describe() == "has submitted a"
+            waits = engine.pending.oldest_wait()
             assert waits is not None
             assert "'a'" in waits.what
             with pytest.raises(ValueError, match="same name"):
@@ -106,14 +106,14 @@ def test_a_name_is_under_way_until_it_is_done() -> None:
             engine.finish(submit(engine, "go"))
             work = submit(engine, "a")
         engine.finish(work)
-        assert (engine.pending, engine.progress(), engine.oldest_wait()) == (0, "", None)
+        assert (len(engine.pending), engine.pending.describe(), engine.pending.oldest_wait()) == (0, "", None)
 
     on_engines(act, size=2)
 
 
 def test_unnamed_operations_are_paired_by_their_order() -> None:
     assert (
-        on_engines(lambda engine: [engine.unnamed("a"), engine.unnamed("b")], size=2)
+        on_engines(lambda engine: [engine.pending.next_name("a"), engine.pending.next_name("b")], size=2)
         == [["a.noname.1", "b.noname.2"]] * 2
     )
 
@@ -125,7 +125,7 @@ def test_a_wait_that_is_interrupted_leaves_the_operation_under_way() -> None:
             work = submit(engine, "a")
             assert not engine.finish(work, lambda: bool(asked.append(1)) or len(asked) == 2)
             assert len(asked) == 2
-            assert engine.has_submitted("a")
+            assert "a" in engine.pending
             submit(engine, "go")
         else:
             engine.finish(submit(engine, "go"))
@@ -163,7 +163,7 @@ def test_joined_ranks_are_told_who_joined_last() -> None:
             engine.finish(work)
             assert work.results[0].tolist() == [SIZE - 1.0] * 2
         assert engine.finish(engine.join((engine.rank,)))
-        return engine.last_joined
+        return engine.rounds.last_joined
 
     assert on_engines(act) == [2, 2, 2]
 
@@ -174,12 +174,12 @@ def test_a_join_is_waited_for_since_the_others_last_got_on() -> None:
     def act(engine: EagerEngine) -> None:
         if engine.rank == 0:
             join = engine.join((0,))
-            first = engine.oldest_wait()
+            first = engine.pending.oldest_wait()
             assert first is not None
             assert first.what == "join()"
             time.sleep(0.01)
-            engine.note_progress()
-            second = engine.oldest_wait()
+            engine.pending.moved_s = time.monotonic()
+            second = engine.pending.oldest_wait()
             assert second is not None
             assert second.since_s >= first.since_s + 0.01
             looked.set()
@@ -234,7 +234,7 @@ def test_an_interrupt_in_a_round_fails_the_job_and_all_that_is_pending() -> None
         def interrupted(mine: object) -> bool:
             raise comm.failures.error or KeyboardInterrupt()
 
-        engine._rounds.run = interrupted  # type: ignore[method-assign, assignment]
+        engine.rounds.run = interrupted  # type: ignore[method-assign, assignment]
         work = submit(engine, "a", wake=False)
         with pytest.raises(KeyboardInterrupt):
             engine.finish(work)

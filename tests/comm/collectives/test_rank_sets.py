@@ -74,7 +74,7 @@ def test_a_set_has_an_engine_on_its_members_and_a_number_on_all() -> None:
         if pair.engine is not None:
             assert (pair.engine.rank, pair.engine.size) == (control.rank // 2, 2)
             assert total(pair.engine, 1.0 + control.rank) == 4.0
-            waits = pair.engine._pending.where
+            waits = pair.engine.pending.where
             assert waits == " of process set 1 (ranks 0, 2)"
         assert len(watchdog.watched) == 2
 

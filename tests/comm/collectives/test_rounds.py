@@ -9,7 +9,7 @@ import torch
 from fakes.meshes import among
 
 from sirtaki.comm.collectives import engine
-from sirtaki.comm.collectives.engine import CAPACITY, EagerWork, NameSlots, Pending, Rounds, _Messages
+from sirtaki.comm.collectives.engine import CAPACITY, EagerWork, NameSlots, Pending, Rounds, agree
 from sirtaki.comm.collectives.operations import Kind, Signature
 from sirtaki.comm.control.communicator import Communicator
 from sirtaki.comm.transports.contract import ThreadWork
@@ -26,13 +26,13 @@ class Rank:
         self.pending = Pending("")
         self.rounds = Rounds(comm, comm.failures, self.pending)
         self.exchanges = 0
-        exchange = self.rounds._messages.exchange
+        exchange = self.rounds._exchange
 
         def counting(mine: Any) -> Any:
             self.exchanges += 1
             return exchange(mine)
 
-        self.rounds._messages.exchange = counting  # type: ignore[method-assign]
+        self.rounds._exchange = counting  # type: ignore[method-assign]
 
     def submit(self, name: str, value: float = 1.0, *, kind: Kind = Kind.ALLREDUCE, **rest: Any) -> EagerWork:
         tensors = [] if kind is Kind.BARRIER else [torch.full((2,), value, dtype=rest.pop("dtype", torch.float32))]
@@ -143,10 +143,9 @@ def test_names_in_use_stay_known_where_there_are_few_bits(monkeypatch: pytest.Mo
 
 def test_equal_digests_are_told_from_those_of_which_one_has_all_bits_of_the_other() -> None:
     def act(comm: Communicator) -> None:
-        messages = _Messages(comm, comm.failures)
         for digests, equal in (((1, 3), False), ((3, 1), False), ((3, 3), True), ((0, 0), False), ((0, 3), False)):
             bits = np.array([True, comm.rank == 0, False] * 4)
-            found, common = messages.agree(digests[comm.rank], bits)
+            found, common = agree(digests[comm.rank], bits, comm=comm, failures=comm.failures)
             assert found == equal
             assert common.tolist() == [True, False, False] * 4
 
