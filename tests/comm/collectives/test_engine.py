@@ -1,21 +1,23 @@
-"""Operations from any thread in any order: performed once, waited for by anybody, and never left behind."""
+"""Operations from any thread in any order: performed once, waited for by anybody, told of, and never left behind."""
 
 import random
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from fakes.meshes import among, until
 
-from sirtaki.comm import timeline
-from sirtaki.comm.collectives.engine import EagerEngine, EagerWork
+from sirtaki.comm import recorder, timeline
+from sirtaki.comm.collectives import engine as engine_module
+from sirtaki.comm.collectives.engine import EagerEngine, EagerWork, Pending, tell_of_operations
 from sirtaki.comm.collectives.operations import Kind, Signature
 from sirtaki.comm.control.communicator import Communicator
-from sirtaki.errors import CommError
+from sirtaki.errors import CommError, MismatchError
 
 SIZE = 3
 
@@ -256,3 +258,116 @@ def test_rounds_are_marked_in_a_timeline_that_wants_them(tmp_path: Path) -> None
     text = (tmp_path / "trace.json").read_text()
     assert "CYCLE_START" in text
     assert "NEGOTIATE_ALLREDUCE" in text
+
+
+def work(name: str) -> EagerWork:
+    tensors = [torch.zeros(2)]
+    return EagerWork(Signature.of(tensors, name=name, kind=Kind.ALLREDUCE, op="sum"), tensors)
+
+
+def test_what_was_refused_elsewhere_fails_when_it_is_submitted_here() -> None:
+    pending = Pending("")
+    pending.refuse("late", "the ranks disagree")
+    late = work("late")
+    pending.add(late, wake=False)
+    assert "late" not in pending
+    with pytest.raises(MismatchError, match="disagree"):
+        late.wait(0.0)
+    pending.add(work("late"), wake=False)  # owed once
+    assert "late" in pending
+
+
+def test_after_a_join_unnamed_operations_count_as_on_the_rank_that_has_submitted_most() -> None:
+    pending = Pending("")
+    pending.join((0, 0))
+    assert "join()" in str(pending.oldest_wait())
+    pending.end_join(7)
+    assert pending.oldest_wait() is None
+    assert pending.next_name("barrier") == "barrier.noname.8"
+
+
+def test_why_this_rank_cannot_take_part_is_told_though_it_takes_leave() -> None:
+    pending = Pending("")
+    unable = EagerWork(Signature(name="unable", kind=Kind.ALLREDUCE, problem="no such rows"), [])
+    pending.add(unable, wake=False)
+    pending.add(work("able"), wake=False)
+    pending.close()
+    there = pending.snapshot(0.0)
+    assert there is not None
+    assert list(there.works) == ["unable"]
+    pending.refuse("unable", "Rank 0 cannot take part")
+    assert len(pending) == 0
+
+
+class Noting:
+    """A timeline that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.spans: list[tuple[str, str, float, float, dict[str, Any]]] = []
+        self.overlaps: list[tuple[str, float, float, dict[str, Any]]] = []
+
+    def span(self, track: str, name: str, begin_s: float, end_s: float, **arguments: Any) -> None:
+        self.spans.append((track, name, begin_s, end_s, arguments))
+
+    def overlapping(self, name: str, begin_s: float, end_s: float, **arguments: Any) -> None:
+        self.overlaps.append((name, begin_s, end_s, arguments))
+
+
+@pytest.fixture
+def trace(monkeypatch: pytest.MonkeyPatch) -> Noting:
+    noting = Noting()
+    monkeypatch.setattr(timeline, "current", noting)
+    return noting
+
+
+def test_operations_of_one_message_share_a_span_and_each_has_its_own(trace: Noting) -> None:
+    works = [work("a"), work("b")]
+    begin_s = time.perf_counter()
+    tell_of_operations([each.signature for each in works], works, begin_s)
+    assert [(track, name, arguments) for track, name, _, _, arguments in trace.spans] == [
+        ("eager", "ALLREDUCE", {"names": "a, b"}),
+        ("eager", "a", {}),
+        ("eager", "b", {}),
+    ]
+    assert {(begin, end) for _, _, begin, end, _ in trace.spans} == {(begin_s, trace.spans[0][3])}
+    assert begin_s <= trace.spans[0][3] <= time.perf_counter()
+
+
+def test_the_negotiation_of_each_begins_when_it_was_submitted_on_the_other_clock(
+    trace: Noting,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    other = SimpleNamespace(monotonic=time.monotonic, perf_counter=lambda: time.perf_counter() + 1000.0)
+    monkeypatch.setattr(engine_module, "time", other)
+    early = work("early")
+    early.submitted_s = time.monotonic() - 5.0
+    begin_s = other.perf_counter()
+    tell_of_operations([early.signature], [early], begin_s)
+    ((name, submitted_s, negotiated_s, arguments),) = trace.overlaps
+    assert (name, arguments) == ("NEGOTIATE_ALLREDUCE", {"operation": "early"})
+    assert negotiated_s == begin_s
+    assert begin_s - submitted_s == pytest.approx(5.0, abs=1.0)
+
+
+def test_a_rank_that_has_joined_negotiated_nothing(trace: Noting) -> None:
+    mine = work("a")
+    others = Signature.of([torch.zeros(2)], name="b", kind=Kind.ALLREDUCE, op="sum")
+    tell_of_operations([mine.signature, others], [mine, None], 0.0)
+    assert [arguments["operation"] for _, _, _, arguments in trace.overlaps] == ["a"]
+    assert len(trace.spans) == 3
+
+
+def test_a_recorder_hears_of_this_ranks_operations_and_of_their_moments_on_one_clock(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    heard: list[Any] = []
+    mine = work("a")
+    mine.submitted_s = time.monotonic() - 5.0
+    agreed_s = time.perf_counter()
+    monkeypatch.setattr(recorder, "current", SimpleNamespace(operation=heard.append))
+    tell_of_operations([mine.signature] * 2, [mine, None], agreed_s)
+    (told,) = heard
+    assert (told.name, told.kind, told.agreed_s) == ("a", "ALLREDUCE", agreed_s)
+    assert agreed_s - told.submitted_s == pytest.approx(5.0, abs=1.0)
+    assert agreed_s <= told.done_s <= time.perf_counter()
+    assert told.n_bytes == sum(tensor.numel() * tensor.element_size() for tensor in mine.tensors)

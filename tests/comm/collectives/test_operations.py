@@ -1,6 +1,10 @@
-"""Every operation gives what a single process would compute, whatever dtypes, shapes and strides its tensors have."""
+"""Operations give what one process would compute; what may differ between ranks, and what travels together."""
 
+import math
+import pickle
+import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -8,9 +12,23 @@ import pytest
 import torch
 from fakes.meshes import among
 
-from sirtaki.comm.collectives.operations import ADASUM, Kind, Ranks, Signature, perform, row_bounds, zeros_for
-from sirtaki.comm.control.communicator import Communicator
-from sirtaki.comm.control.failure import FailureBoard
+from sirtaki.comm.collectives.operations import (
+    ADASUM,
+    FUSED_BYTES,
+    FUSIBLE_BYTES,
+    Kind,
+    Ranks,
+    Signature,
+    adasum_,
+    batches,
+    combine,
+    mismatch,
+    perform,
+    row_bounds,
+    zeros_for,
+)
+from sirtaki.comm.control.communicator import Communicator, Test
+from sirtaki.comm.control.failure import FailureBoard, poll_until
 from sirtaki.errors import CommError
 
 SIZE = 3
@@ -241,3 +259,170 @@ def test_a_wait_that_spins_in_vain_goes_on_in_naps_and_a_lost_job_ends_it() -> N
     with pytest.raises(CommError, match="rank 2 has ended"):
         ranks.wait(lambda: False)
     ranks.wait(lambda: True)  # what is complete needs nobody
+
+
+REDUCE = Signature(name="a", kind=Kind.ALLREDUCE, shapes=((3, 4),), dtypes=("float32",), op="sum")
+GATHER = Signature(name="a", kind=Kind.ALLGATHER, shapes=((3, 4),), dtypes=("float32",))
+
+
+def floats(name: str, numel: int, **rest: Any) -> Signature:
+    fields = {"shapes": ((numel,),), "dtypes": ("float32",), "op": "sum", **rest}
+    return Signature(name=name, kind=Kind.ALLREDUCE, **fields)
+
+
+def test_a_signature_tells_shapes_dtypes_and_device_of_its_tensors() -> None:
+    tensors = [torch.zeros(2, 3), torch.tensor(1, dtype=torch.bfloat16), torch.empty(0, dtype=torch.bool)]
+    made = Signature.of(tensors, name="group", kind=Kind.ALLREDUCE, op="max", factors=(0.5, 2.0))
+    assert made.shapes == ((2, 3), (), (0,))
+    assert made.dtypes == ("float32", "bfloat16", "bool")
+    assert (made.device, made.op, made.factors, made.root) == ("cpu", "max", (0.5, 2.0), -1)
+    assert made.size_bytes == 6 * 4 + 2 + 0
+    assert pickle.loads(pickle.dumps(made)) == made
+
+
+DIFFERENT = {
+    "kind": ({"kind": Kind.BROADCAST}, "One rank did an ALLREDUCE, but another rank did an BROADCAST"),
+    "device": ({"device": "cuda"}, "CPU/GPU device selection: One rank uses cpu, another cuda"),
+    "dtypes": ({"dtypes": ("int64",)}, "One rank had type float32, but another rank had type int64"),
+    "op": ({"op": "max"}, "One rank asked for sum, another for max"),
+    "factors": ({"factors": (1.0, 0.5)}, r"One rank had \(1.0, 1.0\), another \(1.0, 0.5\)"),
+    "root": ({"root": 1}, "One rank named -1, another 1"),
+    "rows": ({"shapes": ((2, 4),)}, r"shape \[3, 4\], but another rank sent a tensor of shape \[2, 4\]"),
+    "rank": ({"shapes": ((12,),)}, r"shape \[3, 4\], but another rank sent a tensor of shape \[12\]"),
+    "count": ({"shapes": ((3, 4), (1,)), "dtypes": ("float32", "int8")}, "float32, but .* type float32, int8"),
+}
+
+
+@pytest.mark.parametrize(("change", "words"), DIFFERENT.values(), ids=DIFFERENT)
+def test_what_differs_is_named_and_has_another_digest(change: dict[str, Any], words: str) -> None:
+    other = replace(REDUCE, **change)
+    assert re.search(words, mismatch({0: REDUCE, 1: REDUCE, 2: other}) or "nothing")
+    assert other.digest() != REDUCE.digest()
+
+
+@pytest.mark.parametrize("change", [{"once": True}, {"by_all": True}])
+def test_what_only_this_rank_needs_to_know_is_no_difference(change: dict[str, Any]) -> None:
+    other = replace(REDUCE, **change)
+    assert mismatch({0: REDUCE, 1: other}) is None
+    assert other.digest() == REDUCE.digest()
+
+
+@pytest.mark.parametrize("kind", [Kind.ALLGATHER, Kind.ALLTOALL])
+def test_where_each_rank_may_have_its_own_number_of_rows_only_the_rest_must_be_the_same(kind: Kind) -> None:
+    one = replace(GATHER, kind=kind)
+    rows, columns, scalar = (replace(one, shapes=(shape,)) for shape in ((0, 4), (3, 5), ()))
+    assert mismatch({0: one, 1: rows}) is None
+    assert one.digest() == rows.digest()
+    assert "shape" in str(mismatch({0: one, 1: columns}))
+    assert one.digest() != columns.digest()
+    assert "shape" in str(mismatch({0: one, 1: scalar}))
+
+
+def test_a_problem_of_one_rank_is_told_by_its_number_before_any_difference() -> None:
+    fine, other, unable = REDUCE, replace(REDUCE, op="max"), replace(GATHER, problem="it has no such rows")
+    assert mismatch({4: unable, 2: fine, 0: other}) == "Rank 4 cannot take part in ALLGATHER: it has no such rows"
+    assert unable.digest() != GATHER.digest()
+
+
+def names_of(*signatures: Signature) -> list[list[str]]:
+    return list(batches({signature.name: signature for signature in signatures}))
+
+
+def test_small_all_reduces_of_one_kind_share_a_message_in_the_order_of_their_names() -> None:
+    assert names_of(floats("c", 2), floats("a", 3), floats("b", 1)) == [["a", "b", "c"]]
+    assert names_of() == []
+
+
+def test_dtypes_may_share_a_message_but_operations_and_factors_may_not() -> None:
+    found = names_of(
+        floats("a", 2),
+        floats("b", 2, op="max"),
+        floats("c", 2, factors=(1.0, 0.5)),
+        floats("d", 2, dtypes=("int8",)),
+        floats("e", 2, op="max"),
+    )
+    assert sorted(found) == [["a", "d"], ["b", "e"], ["c"]]
+
+
+def test_what_is_large_or_no_element_wise_reduction_goes_alone() -> None:
+    found = names_of(
+        floats("a", 1),
+        floats("b", FUSIBLE_BYTES // 4),
+        floats("c", FUSIBLE_BYTES // 4 + 1),
+        floats("d", 1, op=ADASUM),
+        replace(GATHER, name="e"),
+        Signature(name="f", kind=Kind.BARRIER),
+        floats("g", 1, op=ADASUM),
+    )
+    assert sorted(found) == [["a", "b"], ["c"], ["d"], ["e"], ["f"], ["g"]]
+
+
+def test_a_message_is_full_at_its_size_and_the_next_one_begins() -> None:
+    each, count = FUSIBLE_BYTES, FUSED_BYTES // FUSIBLE_BYTES
+    assert count * each == FUSED_BYTES
+    found = names_of(*(floats(f"{number:03d}", each // 4) for number in range(2 * count + 1)))
+    assert [len(names) for names in found] == [count, count, 1]
+    assert [names[0] for names in found] == ["000", f"{count:03d}", f"{2 * count:03d}"]
+
+
+def tree(vectors: list[torch.Tensor]) -> torch.Tensor:
+    """Adasum of all, neighbours first (Maleki et al., fig. 2)."""
+    if len(vectors) == 1:
+        return vectors[0]
+    return combine(tree(vectors[: len(vectors) // 2]), tree(vectors[len(vectors) // 2 :]))
+
+
+def over(vectors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """What each rank finds in its vector's place."""
+
+    def act(comm: Communicator) -> torch.Tensor:
+        mine, waits = vectors[comm.rank].clone(), list[Test]()
+
+        def wait(test: Test) -> None:
+            waits.append(test)
+            poll_until(test, failures=comm.failures)
+
+        adasum_(mine, comm=comm, wait=wait)
+        assert len(waits) == 2 * math.log2(comm.size)  # sent and received once a round
+        return mine
+
+    return among(len(vectors), act)
+
+
+def test_vectors_at_right_angles_are_added() -> None:
+    assert combine(torch.tensor([2.0, 0.0]), torch.tensor([0.0, -3.0])).tolist() == [2.0, -3.0]
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.25, 7.0])
+def test_parallel_vectors_are_averaged(factor: float) -> None:
+    one = torch.tensor([1.0, -2.0, 4.0], dtype=torch.float64)
+    torch.testing.assert_close(combine(one, factor * one), one * (1 + factor) / 2)
+
+
+def test_zeros_leave_the_other_as_it_is() -> None:
+    vector, zeros = torch.tensor([1.0, 2.0]), torch.zeros(2)
+    assert combine(zeros, vector).tolist() == [1.0, 2.0]
+    assert combine(vector, zeros).tolist() == [1.0, 2.0]
+    assert combine(zeros, zeros).tolist() == [0.0, 0.0]
+
+
+def test_squares_that_a_float32_cannot_hold_are_no_trouble() -> None:
+    large = torch.tensor([1e30, 0.0])
+    assert combine(large, torch.tensor([0.0, 1e30])).tolist() == pytest.approx([1e30, 1e30])
+    small = torch.tensor([1e-30, 0.0])
+    assert (combine(small, small) / small[0]).tolist() == pytest.approx([1.0, 0.0])
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_ranks_combine_in_a_balanced_tree_and_have_the_same_bits(size: int) -> None:
+    generator = torch.Generator().manual_seed(size)
+    vectors = [torch.randn(33, generator=generator) for _ in range(size)]
+    found = over(vectors)
+    assert all(torch.equal(each, found[0]) for each in found)
+    torch.testing.assert_close(found[0], tree(vectors))
+
+
+def test_ranks_that_have_the_same_keep_it_and_ranks_at_right_angles_add_up() -> None:
+    same = torch.tensor([3.0, -1.0])
+    assert over([same] * 4)[0].tolist() == pytest.approx(same.tolist())
+    assert over(list(torch.eye(4)))[3].tolist() == [1.0] * 4

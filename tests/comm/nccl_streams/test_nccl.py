@@ -1,17 +1,21 @@
-"""Plans become communicators, and factors that NCCL does not take on the way are multiplied afterwards."""
+"""Plans become communicators, several where NCCL can, and factors are multiplied where it does not."""
 
+import os
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from fakes.groups import LoneGroup, LoneOpener
 from fakes.streams import FakeDevice, FakeWork
 
 from sirtaki.autotune.knobs import Cut, Knobs
 from sirtaki.comm.device import HOST
+from sirtaki.comm.nccl_streams.process_group import LAUNCH_ORDER, NcclGroup, NcclVersions, ask_for_launch_order
 from sirtaki.comm.nccl_streams.transport import (
     CommunicatorKey,
     CommunicatorPool,
@@ -20,14 +24,92 @@ from sirtaki.comm.nccl_streams.transport import (
     NcclHierarchicalTransport,
     NcclTransport,
     Scope,
+    ctas_for,
 )
 from sirtaki.comm.plan import Algorithm, GradientLayout, TransportKind
 from sirtaki.comm.router import streams_of
 from sirtaki.comm.transports.contract import FlatBuffer, ReduceOp, StreamSpec
+from sirtaki.errors import CommError, PlanError
 
 
-def pool_of(opener: LoneOpener) -> CommunicatorPool:
-    return CommunicatorPool(opener, limit=24, worst=lambda value: value)
+def pool_of(
+    opener: LoneOpener, limit: int = 24, worst: Callable[[float], float] = lambda value: value
+) -> CommunicatorPool:
+    return CommunicatorPool(opener, limit=limit, worst=worst)
+
+
+def keys(*streams: int) -> list[CommunicatorKey]:
+    return [CommunicatorKey(stream) for stream in streams]
+
+
+def test_communicators_are_opened_once_and_in_the_order_in_which_they_are_asked_for() -> None:
+    opener = LoneOpener()
+    pool = pool_of(opener)
+    pool.require(keys(2, 0))
+    pool.require(keys(0, 1, 2, 0))
+    assert opener.opened == keys(2, 0, 1)
+    assert pool[CommunicatorKey(1)] is opener.made[CommunicatorKey(1)]
+
+
+def test_a_stream_with_other_ctas_or_other_ranks_is_another_communicator() -> None:
+    opener = LoneOpener()
+    several = [CommunicatorKey(0), CommunicatorKey(0, 4), CommunicatorKey(0, 4, Scope.NODE)]
+    pool_of(opener).require(several)
+    assert opener.opened == several
+    assert [str(key) for key in several] == ["stream 0", "stream 0 with 4 CTAs", "stream 0 with 4 CTAs (node)"]
+
+
+def test_what_was_unused_longest_is_closed_for_others() -> None:
+    opener = LoneOpener()
+    pool = pool_of(opener, limit=3)
+    pool.require(keys(0, 1, 2))
+    pool.require(keys(0))
+    pool.require(keys(3))
+    assert opener.made[CommunicatorKey(1)].closed
+    assert sorted(key.stream for key in pool.keys()) == [0, 2, 3]  # noqa: SIM118  # a pool is no mapping
+    pool.require(keys(3, 4, 5))
+    assert sorted(key.stream for key in pool.keys()) == [3, 4, 5]  # noqa: SIM118
+
+
+def test_a_plan_that_needs_too_many_is_refused_before_anything_is_closed() -> None:
+    opener = LoneOpener()
+    pool = pool_of(opener, limit=2)
+    pool.require(keys(7))
+    with pytest.raises(PlanError, match="needs 3 communicators; at most 2"):
+        pool.require(keys(0, 1, 2))
+    assert opener.opened == keys(7)
+    assert not opener.made[CommunicatorKey(7)].closed
+
+
+def test_memory_is_bounded_by_what_the_fullest_rank_has_seen() -> None:
+    opener = LoneOpener(taken_bytes=10)
+    pool = pool_of(opener, limit=24, worst=lambda value: 3 * value)  # on another rank each takes 3 % of the memory
+    pool.require(keys(0, 1, 2))
+    pool.require(keys(3))
+    assert opener.made[CommunicatorKey(0)].closed
+    assert len(pool) == 3
+    with pytest.raises(PlanError, match="of the GPU's memory"):
+        pool.require(keys(3, 4, 5, 6))
+
+
+def test_only_what_the_last_plan_needs_is_kept_in_the_end() -> None:
+    opener = LoneOpener()
+    pool = pool_of(opener)
+    pool.require(keys(0, 1, 2))
+    pool.keep_only(keys(1))
+    assert pool.keys() == (CommunicatorKey(1),)
+    pool.close()
+    assert all(group.closed for group in opener.made.values())
+
+
+def test_an_error_names_the_communicator() -> None:
+    opener = LoneOpener()
+    pool = pool_of(opener)
+    pool.require(keys(0, 1))
+    pool.check()
+    opener.made[CommunicatorKey(1)].problem = "remote error"
+    with pytest.raises(CommError, match="NCCL failed on stream 1: remote error"):
+        pool.check()
 
 
 def test_a_plan_needs_a_communicator_for_each_stream_and_number_of_ctas() -> None:
@@ -150,3 +232,92 @@ def test_streams_overlap_whatever_their_threads() -> None:
         transport.all_reduce(buffer, unit, unit + 1, stream=stream, op=ReduceOp.SUM, scale=1.0)
     device.synchronise()
     assert sorted(notes) == sorted(f"{what} {unit}" for unit in range(len(streams)) for what in ("begin", "end"))
+
+
+class Notes:
+    """Stands where `ProcessGroupNCCL` would."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, Any]] = []
+
+    def size(self) -> int:
+        return 3
+
+    def allreduce(self, tensors: list[torch.Tensor], how: Any) -> str:
+        self.asked.append(("allreduce", getattr(how, "reduceOp", how)))
+        return "work"
+
+    def shutdown(self) -> None:
+        self.asked.append(("shutdown", None))
+
+
+def asked_for(scale: float, dtype: torch.dtype) -> Any:
+    notes = Notes()
+    work = NcclGroup(notes).all_reduce_scaled(torch.zeros(4, dtype=dtype), scale)
+    assert (work is None) == (not notes.asked)
+    return notes.asked[0][1] if notes.asked else None
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_averages_are_nccls_own(dtype: torch.dtype) -> None:
+    assert asked_for(1 / 3, dtype) == dist.ReduceOp.AVG
+
+
+def test_other_factors_are_multiplied_on_the_way_where_every_torch_can() -> None:
+    assert asked_for(0.25, torch.float32) == dist.ReduceOp.PREMUL_SUM
+    assert asked_for(0.25, torch.bfloat16) is None
+    assert asked_for(1 / 3, torch.int64) is None
+
+
+def test_sums_and_extremes_are_asked_for_as_they_are() -> None:
+    notes = Notes()
+    for op in ReduceOp:
+        NcclGroup(notes).all_reduce(torch.zeros(1), op)
+    assert [how for _, how in notes.asked] == [
+        dist.ReduceOp.SUM, dist.ReduceOp.MIN, dist.ReduceOp.MAX, dist.ReduceOp.PRODUCT,
+    ]  # fmt: skip
+
+
+def test_a_torch_that_cannot_tell_of_errors_tells_of_none() -> None:
+    group = NcclGroup(Notes())
+    assert group.error() == ""
+    group.close()
+
+
+GOOD = NcclVersions(nccl=(2, 27, 3), cuda_runtime=(12, 8), cuda_driver=(12, 4), launch_order="1")
+
+
+def test_new_versions_run_several_streams() -> None:
+    assert GOOD.max_streams > 1
+    assert GOOD.why_one_stream == ""
+    assert replace(GOOD, nccl=(2, 26, 0), cuda_runtime=(12, 3), cuda_driver=(13, 0)).max_streams > 1
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"nccl": (2, 25, 1)}, "NCCL 2.25.1 cannot order"),
+        ({"launch_order": ""}, "is not set"),
+        ({"launch_order": "0"}, "is 0"),
+        ({"cuda_driver": (12, 2)}, "driver is 12.2"),
+        ({"cuda_runtime": (11, 8)}, "runtime is 11.8"),
+    ],
+)
+def test_older_ones_run_one_and_say_why(changed: dict[str, object], reason: str) -> None:
+    old = replace(GOOD, **changed)  # type: ignore[arg-type]  # one field each
+    assert old.max_streams == 1
+    assert reason in old.why_one_stream
+
+
+def test_the_users_own_choice_of_launch_order_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(LAUNCH_ORDER, "0")
+    ask_for_launch_order()
+    assert os.environ[LAUNCH_ORDER] == "0"
+    monkeypatch.delenv(LAUNCH_ORDER)
+    ask_for_launch_order()
+    assert os.environ[LAUNCH_ORDER] == "1"
+
+
+@pytest.mark.parametrize(("threads", "ctas"), [(None, None), (128, 1), (512, 1), (1024, 2), (4096, 8), (1_000_000, 32)])
+def test_threads_become_ctas(threads: int | None, ctas: int | None) -> None:
+    assert ctas_for(threads) == ctas
