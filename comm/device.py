@@ -15,7 +15,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -23,8 +23,10 @@ Event = Any
 """A moment on a device, as `Device.record_event` gives it: a float of the host's clock, or an event."""
 
 
-class Device(Protocol):
-    """What the synchroniser needs to know of a place where gradients live.
+class Device:
+    """Where gradients live, and what the synchroniser needs to know of it: this one is the host's memory.
+
+    There everything has happened when its call returns; see `CudaDevice` for a GPU.
 
     Attributes:
         torch_device: of its tensors.
@@ -33,124 +35,62 @@ class Device(Protocol):
         users: synchronisers that use it now; each counts itself.
     """
 
-    torch_device: torch.device
-    streams: bool
-    users: int
-
-    def launch(self, function: Callable[..., object], *args: object) -> None:
-        """Calls a function whose tensor operations belong to the current stream."""
-        ...
-
-    def beside(self) -> AbstractContextManager[object]:
-        """What is launched inside runs beside the current stream, after all that was launched there so far."""
-        ...
-
-    def on(self, stream: Any) -> AbstractContextManager[object]:
-        """What is launched inside runs on a stream of `make_stream`, with no order to the current one."""
-        ...
-
-    def make_stream(self) -> Any:
-        """A stream of its own; high priority."""
-        ...
-
-    def notice_stream(self) -> None:
-        """Something that reductions depend on was just put on the current stream; cheap, called a gradient."""
-        ...
-
-    def pin(self, tensor: torch.Tensor) -> None:
-        """Makes copies between a tensor in the host's memory and the device fast, as long as the tensor lives."""
-        ...
-
-    def keep(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Keeps the memory of tensors until all that was launched so far on the current stream is done."""
-        ...
-
-    def release(self) -> None:
-        """Lets go what is kept: the current stream is ordered after all that reads it."""
-        ...
-
-    def record_event(self) -> Event:
-        """The moment in which all that was launched so far on the current stream is done."""
-        ...
-
-    def order_after(self, event: Event) -> None:
-        """What is launched on the current stream from now on happens after `event`."""
-        ...
-
-    def is_reached(self, event: Event) -> bool:
-        """Whether the moment is over; never waits."""
-        ...
-
-    def wait_for(self, event: Event) -> None:
-        """Blocks the calling thread until the moment has come."""
-        ...
-
-    def elapsed_s(self, begin: Event, end: Event) -> float:
-        """Seconds between two moments that are over."""
-        ...
-
-    def synchronise(self) -> None:
-        """Blocks until everything on the device is done."""
-        ...
-
-
-class HostDevice:
-    """The host's memory: everything has happened when its call returns."""
-
     torch_device = torch.device("cpu")
     streams = False
     users = 0
-    record_event = staticmethod(time.perf_counter)  # a moment is a time by the host's clock
     _nothing = nullcontext()
 
     def launch(self, function: Callable[..., object], *args: object) -> None:
-        """Calls it at once."""
+        """Calls a function whose tensor operations belong to the current stream."""
         function(*args)
 
     def beside(self) -> AbstractContextManager[object]:
-        """Nothing runs beside the host: what is launched inside happens in order."""
+        """What is launched inside runs beside the current stream, after all that was launched there so far."""
         return self._nothing
 
     def on(self, stream: Any) -> AbstractContextManager[object]:
-        """Changes nothing: there are no streams."""
+        """What is launched inside runs on a stream of `make_stream`, with no order to the current one."""
         return self._nothing
 
     def make_stream(self) -> Any:
-        """None, which stands for the only order there is."""
+        """A stream of its own; high priority. None on the host, which has no other order than that of calls."""
         return None
 
     def notice_stream(self) -> None:
-        """Nothing to notice: a gradient is complete when its hook is called."""
+        """Something that reductions depend on was just put on the current stream; cheap, called a gradient."""
 
     def pin(self, tensor: torch.Tensor) -> None:
-        """Nothing to do: no copies leave the host's memory."""
+        """Makes copies between a tensor in the host's memory and the device fast, as long as the tensor lives."""
 
     def keep(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Nothing to do: what was launched is done."""
+        """Keeps the memory of tensors until all that was launched so far on the current stream is done."""
 
     def release(self) -> None:
-        """Nothing to do: nothing is kept."""
+        """Lets go what is kept: the current stream is ordered after all that reads it."""
+
+    def record_event(self) -> Event:
+        """The moment in which all that was launched so far on the current stream is done."""
+        return time.perf_counter()
 
     def order_after(self, event: Event) -> None:
-        """Nothing to do: the moment is over."""
+        """What is launched on the current stream from now on happens after `event`."""
 
     def is_reached(self, event: Event) -> bool:
-        """Always."""
+        """Whether the moment is over; never waits."""
         return True
 
     def wait_for(self, event: Event) -> None:
-        """Returns at once."""
+        """Blocks the calling thread until the moment has come."""
 
     def elapsed_s(self, begin: Event, end: Event) -> float:
-        """Seconds between two times of the host's clock."""
-        elapsed: float = end - begin
-        return elapsed
+        """Seconds between two moments that are over."""
+        return float(end - begin)
 
     def synchronise(self) -> None:
-        """Returns at once: everything is done."""
+        """Blocks until everything on the device is done."""
 
 
-HOST = HostDevice()
+HOST = Device()
 
 
 def copy_(target: torch.Tensor, source: torch.Tensor) -> None:
@@ -163,8 +103,8 @@ logger = logging.getLogger(__name__)
 HIGH_PRIORITY = -1
 
 
-class CudaDevice:
-    """One GPU of this process; see `sirtaki.comm.device.Device`.
+class CudaDevice(Device):
+    """One GPU of this process.
 
     Gradients are packed on a side stream, so the backward pass does not wait for the copies. The caching allocator
     would hand a gradient's memory out again as soon as the *backward* stream lets it go, so what the side stream
@@ -172,7 +112,6 @@ class CudaDevice:
     """
 
     streams = True
-    users = 0
 
     def __init__(self, index: int) -> None:
         """Args: `index` of the GPU, as `cuda:index`."""
@@ -183,10 +122,6 @@ class CudaDevice:
         self._stashing = threading.Lock()
         self._latest_stream = 0
         self._noticed: set[int] = set()
-
-    def launch(self, function: Callable[..., object], *args: object) -> None:
-        """Calls it; its kernels go to the current stream."""
-        function(*args)
 
     @contextmanager
     def beside(self) -> Iterator[None]:

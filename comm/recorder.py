@@ -92,15 +92,12 @@ class Recorder(Protocol):
 
     def iteration(self, traced: TracedIteration) -> None:
         """All gradients of an iteration are reduced; in the thread that trains."""
-        ...
 
     def operation(self, traced: TracedOperation) -> None:
         """An eager operation is done; in another thread."""
-        ...
 
     def end(self) -> None:
         """The job ends, or this rank's part in it; any thread, and more than once perhaps."""
-        ...
 
 
 current: Recorder | None = None

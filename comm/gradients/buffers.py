@@ -140,7 +140,6 @@ class HasGrad(Protocol):
 
     def numel(self) -> int:
         """Elements."""
-        ...
 
 
 def dense_strides(param: HasGrad) -> tuple[int, ...]:

@@ -94,11 +94,9 @@ class GroupWork(Protocol):
 
     def wait(self) -> None:
         """The current stream waits for it, not the caller."""
-        ...
 
     def is_completed(self) -> bool:
         """Whether it is done; never waits."""
-        ...
 
 
 class Group(Protocol):
@@ -106,27 +104,21 @@ class Group(Protocol):
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> GroupWork:
         """Reduces in place."""
-        ...
 
     def all_reduce_scaled(self, tensor: torch.Tensor, scale: float) -> GroupWork | None:
         """Adds up in place, times `scale`; None, and nothing happens, if that cannot be done in one."""
-        ...
 
     def reduce_scatter(self, share: torch.Tensor, tensor: torch.Tensor, op: ReduceOp) -> GroupWork:
         """Reduces `tensor`, `(ranks * share.numel(),)`, of which this rank gets its share."""
-        ...
 
     def all_gather(self, tensor: torch.Tensor, share: torch.Tensor) -> GroupWork:
         """Puts all ranks' shares one after the other into `tensor`, `(ranks * share.numel(),)`."""
-        ...
 
     def error(self) -> str:
         """What has gone wrong by itself, in words; empty while all is well. Any thread may ask."""
-        ...
 
     def close(self) -> None:
         """Collective, with nothing in flight: frees it."""
-        ...
 
 
 class Opener(Protocol):
@@ -146,11 +138,9 @@ class Opener(Protocol):
         Raises:
             CommError: the ranks cannot connect.
         """
-        ...
 
     def memory_bytes(self) -> tuple[int, int]:
         """The device's memory: (free, all)."""
-        ...
 
 
 class CommunicatorPool:
@@ -259,7 +249,7 @@ ISSUING = threading.Lock()
 """One thread at a time gives work to NCCL, whichever communicators it uses."""
 
 
-class NcclWork:
+class NcclWork(Work):
     """A unit on its way; the current stream waits for it, not the thread.
 
     Attributes:

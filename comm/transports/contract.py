@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -201,8 +201,8 @@ class FlatBuffer:
     mirror: FlatBuffer | None = None
 
 
-class Work(Protocol):
-    """A reduction under way."""
+class Work:
+    """A reduction under way; this one has nothing to do."""
 
     def wait(self, timeout_s: float) -> bool:
         """Blocks until the result is in the buffer, for at most `timeout_s`; False if it is not there by then.
@@ -212,34 +212,21 @@ class Work(Protocol):
         Raises:
             CommError: the reduction failed.
         """
-        ...
+        return True
 
     def is_done(self) -> bool:
         """Whether it is reduced, or has failed; never waits."""
-        ...
+        return True
 
     def times(self) -> tuple[Event | None, Event | None]:
         """When the transport began and when it ended, as far as it knows; after the end."""
-        ...
-
-
-class _NothingToDo:
-    """The work of an empty range."""
-
-    def wait(self, timeout_s: float) -> bool:
-        return True
-
-    def is_done(self) -> bool:
-        return True
-
-    def times(self) -> tuple[Event | None, Event | None]:
         return None, None
 
 
-NOTHING_TO_DO = _NothingToDo()
+NOTHING_TO_DO = Work()
 
 
-class ThreadWork:
+class ThreadWork(Work):
     """A piece of work that another thread does and reports.
 
     Attributes:

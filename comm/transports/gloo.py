@@ -115,7 +115,7 @@ TORCH_OPS = {
 }
 
 
-class _GlooWork:
+class _GlooWork(Work):
     """A unit under way; the scale is applied by whoever waits, once."""
 
     def __init__(self, work: torch.distributed.Work, result: torch.Tensor, scale: float, what: str) -> None:

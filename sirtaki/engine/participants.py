@@ -100,59 +100,46 @@ class Participant(Protocol):
     @property
     def failed_in(self) -> int | None:
         """The backward pass that has raised in this iteration, by `Participants.n_begun`; None = none has."""
-        ...
 
     @property
     def given(self) -> int:
         """Iterations to which this rank has given all its gradients."""
-        ...
 
     @property
     def pending(self) -> bool:
         """Gradients are being reduced."""
-        ...
 
     @property
     def in_flight(self) -> InFlight | None:
         """What a device may still be busy with; None where nothing is reduced. Any thread."""
-        ...
 
     @property
     def running(self) -> Running | None:
         """What its iterations run; None where nothing is reduced. Any thread."""
-        ...
 
     def remember(self) -> None:
         """Stores what an unfinished warm-up has found. Idempotent."""
-        ...
 
     def contribute_zeros(self) -> None:
         """On a rank that has joined: gives zeros to an iteration that the other ranks have not begun to end."""
-        ...
 
     def finish_joined(self) -> None:
         """Collective: ends an iteration on a rank that has joined."""
-        ...
 
     def settle(self) -> None:
         """Blocks until no end of an iteration is put off any more; not collective."""
-        ...
 
     def flush(self) -> None:
         """Sends what has not left if all gradients of this iteration have come; waits for nobody."""
-        ...
 
     def drop_failed(self) -> None:
         """Collective if a backward pass has raised in this iteration: ends it, and leaves gradients as they are."""
-        ...
 
     def drop_accumulated(self) -> None:
         """Gradients of fewer backward passes than are added up before they are reduced do not count."""
-        ...
 
     def close(self, reason: str) -> None:
         """Not collective: gradients are not reduced any more, because of `reason`. Idempotent."""
-        ...
 
 
 class Participants:

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from sirtaki.comm import device as device_module
-from sirtaki.comm.device import HIGH_PRIORITY, HOST, CudaDevice, HostDevice, copy_
+from sirtaki.comm.device import HIGH_PRIORITY, HOST, CudaDevice, Device, copy_
 
 
 def test_what_is_launched_has_been_done_also_beside_and_on_other_streams() -> None:
-    device, done = HostDevice(), list[int]()
+    device, done = Device(), list[int]()
     device.launch(done.append, 1)
     with device.beside():
         device.launch(done.append, 2)
@@ -26,7 +26,7 @@ def test_what_is_launched_has_been_done_also_beside_and_on_other_streams() -> No
 
 
 def test_events_are_moments_that_are_over() -> None:
-    device = HostDevice()
+    device = Device()
     begin = device.record_event()
     time.sleep(0.002)
     end = device.record_event()

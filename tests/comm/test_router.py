@@ -15,7 +15,7 @@ from sirtaki.comm import router as router_module
 from sirtaki.comm.control.communicator import Backend
 from sirtaki.comm.control.failure import FailureBoard
 from sirtaki.comm.control.plane import ControlPlane
-from sirtaki.comm.device import HostDevice
+from sirtaki.comm.device import Device
 from sirtaki.comm.nccl_streams.transport import NcclHierarchicalTransport, NcclTransport
 from sirtaki.comm.plan import Algorithm, CommPlan, Route, TransportKind, Unit
 from sirtaki.comm.router import MAX_COMMUNICATORS, Router, streams_of
@@ -69,7 +69,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Make:
     def made(
         *,
         routes: tuple[Route, ...] = ROUTES,
-        device: HostDevice | None = None,
+        device: Device | None = None,
         descriptors: int = 10_000,
         limits: dict[Route, int] = {},  # noqa: B006
         threads: dict[Route, tuple[int, ...]] = {},  # noqa: B006
@@ -94,7 +94,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Make:
             minimum=lambda values: np.full_like(values, descriptors),
             agree_on_success=lambda problem: None,
         )
-        return Router(control, timeout_s=1.0, device=device or HostDevice())
+        return Router(control, timeout_s=1.0, device=device or Device())
 
     return made
 
@@ -279,7 +279,7 @@ def test_a_released_router_has_closed_every_transport_once(make: Make) -> None:
     assert [each.closed for each in there] == [1, 1, 1]
 
 
-class Streams(HostDevice):
+class Streams(Device):
     streams = True
 
     def __init__(self) -> None:
@@ -363,7 +363,7 @@ def job(
     *,
     shares_memory: bool = True,
     backend: Backend = Backend.MPI,
-    device: HostDevice | None = None,
+    device: Device | None = None,
     nccl: Any = None,
     **more: Any,
 ) -> Router:
@@ -399,7 +399,7 @@ def job(
             return []
 
         patch.setattr(router_module, "share_memory", share)
-        return Router(control, timeout_s=3.0, device=device or HostDevice(), nccl=nccl)
+        return Router(control, timeout_s=3.0, device=device or Device(), nccl=nccl)
 
 
 def names(made: Router) -> list[str]:

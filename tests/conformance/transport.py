@@ -6,7 +6,7 @@ import random
 import torch
 
 from sirtaki.comm.control.plane import ControlPlane
-from sirtaki.comm.device import CudaDevice, HostDevice
+from sirtaki.comm.device import CudaDevice, Device
 from sirtaki.comm.plan import CommPlan, Route, Unit
 from sirtaki.comm.router import Router
 from sirtaki.comm.transports.contract import ReduceOp, Work
@@ -125,7 +125,7 @@ def check_route(control: ControlPlane, router: Router, route: Route) -> None:
     router.open_plan(plan_on(min(4, router.max_streams()), route))
     reduces_every_dtype_size_and_operation(control, router, route)
     touches_nothing_outside_the_range(control, router, route)
-    if isinstance(router.device, HostDevice | CudaDevice):  # threads that play streams need not carry as much
+    if isinstance(router.device, Device | CudaDevice):  # threads that play streams need not carry as much
         reduces_twenty_five_megabytes(control, router, route)
     goes_on_with_fewer_streams_and_with_more_again(control, router, route)
     keeps_many_units_on_many_streams_apart(control, router, route)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from sirtaki.comm.device import Device, HostDevice
+from sirtaki.comm.device import Device
 from sirtaki.comm.gradients.buffers import GradientBuffers, Reduction
 from sirtaki.comm.plan import CommPlan, TransportKind, Unit
 from sirtaki.comm.transports.contract import NOTHING_TO_DO, FlatBuffer, Work
@@ -21,7 +21,7 @@ class LonelyRouter:
     """
 
     def __init__(self, device: Device | None = None, *, ranks: int = 1) -> None:
-        self.device = device or HostDevice()
+        self.device = device or Device()
         self._ranks = ranks
         self.opened: list[CommPlan] = []
         self.reduced: list[tuple[int, int, dict[str, Any]]] = []

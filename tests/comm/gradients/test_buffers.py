@@ -8,7 +8,7 @@ import pytest
 import torch
 from fakes.gradients import make_buffers, parameters
 
-from sirtaki.comm.device import HostDevice
+from sirtaki.comm.device import Device
 from sirtaki.comm.gradients.buffers import (
     FLAG_COUNT,
     WRITTEN,
@@ -410,7 +410,7 @@ ALL = [Said(*map(bool, bits)) for bits in itertools.product((0, 1), repeat=FLAG_
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_what_any_rank_says_is_heard_after_the_sum(dtype: torch.dtype) -> None:
     buffer = torch.zeros(FLAG_COUNT, dtype=dtype)
-    flags = ControlFlags(HostDevice(), buffer)
+    flags = ControlFlags(Device(), buffer)
     for own, others in itertools.product(ALL, repeat=2):
         if not (own.not_slower or own.not_faster):
             continue  # nobody finds both
@@ -423,7 +423,7 @@ def test_what_any_rank_says_is_heard_after_the_sum(dtype: torch.dtype) -> None:
 
 
 def test_with_streams_what_is_said_is_heard_in_the_next_iteration() -> None:
-    device = HostDevice()
+    device = Device()
     device.streams = True
     buffer = torch.zeros(FLAG_COUNT)
     flags = ControlFlags(device, buffer)
@@ -439,12 +439,12 @@ def test_with_streams_what_is_said_is_heard_in_the_next_iteration() -> None:
 
 def test_usage_is_known_for_each_parameter() -> None:
     buffer = torch.full((5,), 9.0)
-    usage = UsageFlags(HostDevice(), buffer)
+    usage = UsageFlags(Device(), buffer)
     usage.write([3, 0])
     buffer += torch.tensor([0.0, 0.0, 1.0, 1.0, 0.0])
     assert usage.wanted
     assert usage.used() == [True, False, True, True, False]
-    assert not UsageFlags(HostDevice(), torch.zeros(0)).wanted
+    assert not UsageFlags(Device(), torch.zeros(0)).wanted
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 
 from sirtaki.comm.control.communicator import Backend, Op
 from sirtaki.comm.control.failure import FailureBoard
-from sirtaki.comm.device import HostDevice
+from sirtaki.comm.device import Device
 from sirtaki.comm.gradients import iteration
 from sirtaki.comm.gradients.iteration import InFlight, IterationEvents, IterationTrace, ReadinessNegotiation
 from sirtaki.comm.plan import Algorithm, GradientLayout, TransportKind
@@ -168,7 +168,7 @@ class Moment:
         self.at = at
 
 
-class OtherClock(HostDevice):
+class OtherClock(Device):
     """Its clock is ten times as fast and counts from elsewhere; what is asked of it is converted."""
 
     def elapsed_s(self, begin: Moment, end: Moment) -> float:  # type: ignore[override]
@@ -184,13 +184,13 @@ def written(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Noting]:
         ended: Any,
         reduced: Any = 99.0,
         *units: Any,
-        device: HostDevice | None = None,
+        device: Device | None = None,
         copies: Any = (),
         profiling: bool = False,
     ) -> Noting:
         monkeypatch.setattr(iteration, "time", SimpleNamespace(perf_counter=lambda: END_S))
         timeline, buffers = Noting(), SimpleNamespace(groups=[GROUP], layout_places=[])
-        tracing = IterationTrace(device or HostDevice(), None, buffers, timeline, None, list(copies), list(units))  # type: ignore[arg-type]
+        tracing = IterationTrace(device or Device(), None, buffers, timeline, None, list(copies), list(units))  # type: ignore[arg-type]
         tracing.write(IterationEvents(7, first, ended, reduced), profiling=profiling)
         return timeline
 

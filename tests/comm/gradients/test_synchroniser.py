@@ -13,7 +13,7 @@ from fakes.gradients import LonelyRouter, parameters, plan_of
 from sirtaki.comm import recorder
 from sirtaki.comm.control.mesh_rendezvous import alone
 from sirtaki.comm.control.plane import ControlPlane
-from sirtaki.comm.device import HostDevice
+from sirtaki.comm.device import Device
 from sirtaki.comm.gradients.buffers import FLAG_COUNT, Pace, Reduction
 from sirtaki.comm.gradients.schedule import IterationPace
 from sirtaki.comm.gradients.synchroniser import Synchroniser
@@ -36,7 +36,7 @@ def test_a_thousand_iterations_in_random_orders_stay_right(run_ranks: RunRanks) 
     assert run_ranks("synchroniser.py", 3, 1000, timeout_s=600).stdout.count("ok ") == 3
 
 
-class Streams(HostDevice):
+class Streams(Device):
     """A device with streams, which counts what is asked of it."""
 
     streams = True
@@ -64,7 +64,7 @@ class Made:
         *sizes: int,
         cuts: Sequence[int] = (),
         streams: int = 1,
-        device: HostDevice | None = None,
+        device: Device | None = None,
         dtypes: Sequence[torch.dtype] = (),
         order: Sequence[int] | None = None,
         unused_as_none: bool = False,

@@ -10,7 +10,7 @@ from fakes.meshes import until
 from fakes.streams import FakeDevice
 
 from sirtaki.comm.control.failure import FailureBoard
-from sirtaki.comm.device import HostDevice
+from sirtaki.comm.device import Device
 from sirtaki.comm.plan import TransportKind
 from sirtaki.comm.transports.contract import (
     NOTHING_TO_DO,
@@ -66,7 +66,7 @@ def own_threads() -> int:
 
 def staged(device: Any = None, failures: FailureBoard | None = None) -> tuple[StagedTransport, Inner]:
     inner = Inner()
-    transport = StagedTransport(inner, device or HostDevice(), failures or FailureBoard())
+    transport = StagedTransport(inner, device or Device(), failures or FailureBoard())
     transport.open_streams([StreamSpec(1), StreamSpec(0)])
     return transport, inner
 

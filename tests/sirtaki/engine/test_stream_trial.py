@@ -8,14 +8,14 @@ import pytest
 import torch
 from fakes.gradients import LonelyRouter
 
-from sirtaki.comm.device import HostDevice
+from sirtaki.comm.device import Device
 from sirtaki.comm.plan import Algorithm, CommPlan, TransportKind
 from sirtaki.comm.transports.contract import NOTHING_TO_DO, FlatBuffer, Work
 from sirtaki.engine import stream_trial
 from sirtaki.engine.stream_trial import ROUNDS, UNIT_BYTES, UNITS, StreamTrial, try_streams
 
 
-class Clock(HostDevice):
+class Clock(Device):
     """Time passes only while plans run."""
 
     now_s = 0.0
