@@ -478,7 +478,8 @@ class GradientBuffers:
             for target, gradient in zip(targets, sources, strict=True):
                 self._require_same_place(target, gradient)
             raise
-        self._device.keep(sources)
+        if self._device.streams:
+            self._device.keep(sources)
 
     def _require_same_place(self, place: torch.Tensor, gradient: torch.Tensor) -> None:
         if gradient.device != place.device or gradient.shape != place.shape:
@@ -550,11 +551,6 @@ class Arrivals:
         self.lost_replaced: list[int] = []
         self.lost_written: list[int] = []
         self._handed_out: set[int] = set()
-
-    @property
-    def own_indices(self) -> list[int]:
-        """Of the parameters whose gradients came from this rank's backward pass."""
-        return self.indices[: self.own]
 
     @property
     def present(self) -> list[int]:
@@ -705,7 +701,7 @@ class LostEdits:
             return f"another rank has replaced a gradient before it was reduced; {REMEDY}"
         if not problem:
             return ""
-        own = set(arrivals.own_indices)
+        own = set(arrivals.indices[: arrivals.own])
         late = next((name for index, name in enumerate(self._names) if index not in own), "")
         why = f", which ends with step() because {late} had no gradient in this backward pass" if late else ""
         return f"{problem}{why}; {REMEDY}"

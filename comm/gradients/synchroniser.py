@@ -391,12 +391,10 @@ class Synchroniser:
     @property
     def can_reduce(self) -> bool:
         """Every gradient of this iteration has come, so that nothing need be known of what the script does next."""
-        return not (self.complete or self._waits_for_step)
-
-    @property
-    def _waits_for_step(self) -> bool:
+        if self.complete or len(self._arrivals.indices) < self.n_params:
+            return False
         # All ranks issue the optimizers of one GPU in the order of their steps.
-        return len(self._arrivals.indices) < self.n_params or (self._now.deferred and self._device.users > 1)
+        return not (self._now.deferred and self._device.users > 1)
 
     def contribute_zeros(self) -> None:
         """On a rank that has joined: gives zeros to an iteration that others have begun; waits for nobody."""
@@ -417,7 +415,7 @@ class Synchroniser:
         arrived.own = len(arrived.indices)
         if self._unused_as_none:
             self._usage.write([] if now.joined else arrived.present)
-        if self._waits_for_step:  # so the flags have not left
+        if not self.can_reduce:  # before `step()`, so that the flags have not left
             self._flags.write(
                 Said(written=bool(arrived.written), replaced=arrived.replaced, reprofile=self._order.asks)
             )
@@ -462,7 +460,8 @@ class Synchroniser:
         if not self._router.wait_for(now.works, interrupted=interrupted):
             return False
         self.complete = True
-        device.release()
+        if device.streams:
+            device.release()
         now.reduced = self._last_done() if now.one_by_one else device.record_event()
         unused = [index for index, used in enumerate(self._usage.used()) if not used] if self._unused_as_none else ()
         self._arrivals.hand_out(unused)
@@ -513,7 +512,7 @@ class Synchroniser:
             self.contribute_zeros()
         if not self.complete:
             self.reduce(None)
-        profiled = self._order.ends_with(self.iteration)
+        profiled = self.profiling and self._order.ends_with(self.iteration)
         report = self._measure(profiled=profiled)
         said = self._now.said
         if self._device.streams:
@@ -523,7 +522,7 @@ class Synchroniser:
         if profiled:
             self._end_profiling()
         elif not self.profiling:
-            self._order.watch(self.iteration, self._arrivals.own_indices, self._buffers)
+            self._order.watch(self.iteration, self._arrivals.indices[: self._arrivals.own], self._buffers)
             self.pace = said.pace
             if said.reprofile:
                 logger.info("gradients come in another order, or in another form, than they did: profiling them again")
@@ -546,15 +545,14 @@ class Synchroniser:
             device.wait_for(measured.reduced if now.trace is None else events.reduced)
         if now.trace is not None:
             now.trace.write(events, profiling=self.profiling)
+
+        def after_first_s(event: Event | None) -> float:
+            return 0.0 if event is None else max(0.0, device.elapsed_s(events.first_ready, event))
+
         return IterationReport(
             span_s=device.elapsed_s(measured.first_ready, measured.reduced),
             backward_s=max(0.0, device.elapsed_s(measured.first_ready, measured.backward_ended)),  # may be none at all
-            ready_s=tuple(
-                [
-                    0.0 if event is None else max(0.0, device.elapsed_s(events.first_ready, event))
-                    for event in now.ready_events
-                ]
-            ),
+            ready_s=tuple(map(after_first_s, now.ready_events)),
             profiled=profiled,
         )
 
