@@ -20,6 +20,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError, wait
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -47,7 +49,7 @@ class TensorReduction:
         target: where elements `[start, start + target.numel())` of the result belong, 1-d and contiguous. It may be
             `source`.
         start: see there.
-        error: why it has failed; None while it has not.
+        ended: gets its result when the target has, or why it has failed.
     """
 
     def __init__(
@@ -75,45 +77,31 @@ class TensorReduction:
         self.source, self.target, self.start = source, target, start
         self.op, self.scale = op, scale
         self.timeout_s, self.deadline_s = timeout_s, time.monotonic() + timeout_s
-        self.error: CommError | None = None
+        self.ended: Future[None] = Future()
         self._then = then
-        self._ended = threading.Event()
-        self._listeners: list[Callable[[], None]] = []
-        self._telling = threading.Lock()
-
-    def is_done(self) -> bool:
-        """The result is there, or it has failed."""
-        return self._ended.is_set()
-
-    def wait(self, timeout_s: float) -> bool:
-        """Whether it is done within that time; drives nothing."""
-        return self._ended.wait(timeout_s)
-
-    def when_done(self, listener: Callable[[], None]) -> None:
-        """Calls it in the thread that ends the reduction; at once, if it is done."""
-        with self._telling:
-            if not self._ended.is_set():
-                self._listeners.append(listener)
-                return
-        listener()
 
     def finish(self, error: CommError | None = None) -> None:
-        """Called once, by whoever drives it."""
+        """Called by whoever drives it; what comes after the first time counts for nothing."""
         if error is None:
             try:
                 self._then()
             except Exception as err:  # whatever it is, those who wait must hear of it
                 error = CommError(f"a tensor was reduced, but its result could not be put away: {err!r}")
-        self.error = error
-        with self._telling:
-            self._ended.set()
-        for listener in self._listeners:
-            listener()
+        with suppress(InvalidStateError):
+            if error is None:
+                self.ended.set_result(None)
+            else:
+                self.ended.set_exception(error)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether it has ended within that time; drives nothing."""
+        return bool(wait([self.ended], timeout_s).done)
 
     def check(self) -> None:
-        """Raises why it has failed, if it has."""
-        if self.error is not None:
-            raise fresh(self.error)
+        """Raises why it has failed, once it has ended."""
+        error = self.ended.exception()
+        if isinstance(error, CommError):
+            raise fresh(error)
 
 
 @dataclass(slots=True, eq=False)
@@ -188,12 +176,12 @@ class UnitPipeline:
             CommError: it has failed.
         """
         limit_s = float("inf") if timeout_s is None else time.monotonic() + timeout_s
-        while not reduction.is_done():
+        while not reduction.ended.done():
             if time.monotonic() > limit_s:
                 return False
             if self._turn.acquire(blocking=False):
                 try:
-                    while not reduction.is_done() and time.monotonic() <= limit_s:
+                    while not reduction.ended.done() and time.monotonic() <= limit_s:
                         self._advance()
                 finally:
                     self._turn.release()
@@ -226,7 +214,7 @@ class UnitPipeline:
             self._in_flight.clear()
             self._waiting.clear()
         for reduction in dict.fromkeys(pending):
-            if not reduction.is_done():
+            if not reduction.ended.done():
                 reduction.finish(error)
 
     def close(self, *, together: bool) -> None:
@@ -313,7 +301,7 @@ class UnitPipeline:
             if self._in_flight:  # else another thread has ended all
                 self._in_flight.popleft()
             problem = self._issue()
-        if unit.high == reduction.source.numel() and not reduction.is_done():
+        if unit.high == reduction.source.numel() and not reduction.ended.done():
             reduction.finish()
         if problem is not None:
             self.fail(problem)

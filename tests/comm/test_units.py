@@ -126,9 +126,9 @@ def test_what_follows_is_done_before_anybody_hears_of_the_end() -> None:
     told: list[str] = []
     each = reduction(torch.ones(3), then=lambda: told.append("then"))
     pipeline.submit(each)
-    each.when_done(lambda: told.append("done"))
+    each.ended.add_done_callback(lambda _: told.append("done"))
     pipeline.finish(each)
-    each.when_done(lambda: told.append("late"))
+    each.ended.add_done_callback(lambda _: told.append("late"))
     assert told == ["then", "done", "late"]
 
 
@@ -136,7 +136,7 @@ def test_an_empty_tensor_is_done_at_once() -> None:
     pipeline, router, _ = build()
     each = reduction(torch.ones(0))
     pipeline.submit(each)
-    assert each.is_done()
+    assert each.ended.done()
     assert not router.units
 
 
@@ -157,7 +157,7 @@ def test_whoever_drives_ends_what_others_wait_for() -> None:
     for each in reductions:
         pipeline.submit(each)
     pipeline.drain()
-    assert all(each.is_done() for each in reductions)
+    assert all(each.ended.done() for each in reductions)
 
 
 def test_a_rank_that_does_not_come_is_told_after_the_time_limit() -> None:

@@ -78,7 +78,7 @@ class GroupLanes:
         Raises:
             CommError: it has failed.
         """
-        while self._pipeline is None and not reduction.is_done():
+        while self._pipeline is None and not reduction.ended.done():
             slice_s = WAIT_SLICE_S if timeout_s is None else min(timeout_s, WAIT_SLICE_S)
             reduction.wait(slice_s)
             if timeout_s is not None and (timeout_s := timeout_s - slice_s) <= 0:

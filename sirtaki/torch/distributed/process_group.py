@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -138,17 +139,17 @@ class LaneWork(Work):
 
     def is_completed(self) -> bool:
         """Whether it has ended, after a turn of the lanes if not; never waits."""
-        if not self._reduction.is_done():
+        if not self._reduction.ended.done():
             self._lanes.drive()
-        return self._reduction.is_done()
+        return self._reduction.ended.done()
 
     def is_success(self) -> bool:
         """Whether it has ended well."""
-        return self._reduction.is_done() and self._reduction.error is None
+        return self._reduction.ended.done() and self._reduction.ended.exception() is None
 
     def exception(self) -> BaseException | None:
         """What it has failed with, if it has."""
-        return self._reduction.error
+        return self._reduction.ended.exception() if self._reduction.ended.done() else None
 
     def result(self) -> Tensors:
         """What the operation fills."""
@@ -158,16 +159,16 @@ class LaneWork(Work):
         """A future that gets the outputs, or the error, at the end."""
         if self._future is None:
             self._future = torch.futures.Future()
-            self._reduction.when_done(self._tell)
+            self._reduction.ended.add_done_callback(self._tell)
             self._lanes.drive()
         return self._future
 
-    def _tell(self) -> None:
+    def _tell(self, ended: Future[None]) -> None:
         assert self._future is not None
-        if self._reduction.error is None:
+        if (error := ended.exception()) is None:
             self._future.set_result(self._outputs)
         else:
-            self._future.set_exception(self._reduction.error)  # type: ignore[arg-type]  # so torch's stub has it
+            self._future.set_exception(error)  # type: ignore[arg-type]  # so torch's stub has it
 
 
 class FollowedWork(Work):
