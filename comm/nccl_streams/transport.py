@@ -148,6 +148,7 @@ class CommunicatorPool:
 
     Attributes:
         limit: so many may be open.
+        open: by key, longest unused first.
     """
 
     def __init__(self, opener: Opener, *, limit: int, worst: Callable[[float], float]) -> None:
@@ -158,20 +159,10 @@ class CommunicatorPool:
             limit: so many may be open.
             worst: collective: the largest of the ranks' values.
         """
-        self._opener, self.limit, self._worst = opener, limit, worst
-        self._open: OrderedDict[CommunicatorKey, Group] = OrderedDict()  # longest unused first
+        self.opener, self.limit, self._worst = opener, limit, worst
+        self.open: OrderedDict[CommunicatorKey, Group] = OrderedDict()
         self._per_stream: Counter[tuple[int, Scope]] = Counter()
         self._taken_share = 0.0  # of the memory, by all that are open, on the rank where it is most
-
-    def __getitem__(self, key: CommunicatorKey) -> Group:
-        return self._open[key]
-
-    def __len__(self) -> int:
-        return len(self._open)
-
-    def keys(self) -> tuple[CommunicatorKey, ...]:
-        """What is open, longest unused first."""
-        return tuple(self._open)
 
     def count(self, stream: int, scope: Scope) -> int:
         """Of how many numbers of CTAs communicators are open for this stream."""
@@ -188,25 +179,25 @@ class CommunicatorPool:
         if len(wanted) > self.limit:
             raise PlanError(f"the plan needs {len(wanted)} communicators; at most {self.limit} are kept open")
         for key in wanted:
-            if key in self._open:
-                self._open.move_to_end(key)
+            if key in self.open:
+                self.open.move_to_end(key)
         for key in wanted:
-            if key not in self._open:
+            if key not in self.open:
                 self._make_room(wanted, key)
-                self._open[key] = self._make(key)
+                self.open[key] = self._make(key)
                 self._per_stream[key.stream, key.scope] += 1
 
     def _make(self, key: CommunicatorKey) -> Group:
-        free_before, total = self._opener.memory_bytes()
-        group = self._opener.open(key)
-        taken = (free_before - self._opener.memory_bytes()[0]) / total
+        free_before, total = self.opener.memory_bytes()
+        group = self.opener.open(key)
+        taken = (free_before - self.opener.memory_bytes()[0]) / total
         self._taken_share += max(0.0, self._worst(taken))
-        logger.debug("NCCL %s is open; %d in all, %.1f %% of memory", key, len(self._open) + 1, 100 * self._taken_share)
+        logger.debug("NCCL %s is open; %d in all, %.1f %% of memory", key, len(self.open) + 1, 100 * self._taken_share)
         return group
 
     def _make_room(self, wanted: Sequence[CommunicatorKey], key: CommunicatorKey) -> None:
-        while len(self._open) >= self.limit or (self._open and self._expected_share() > MEMORY_SHARE):
-            unused = next((other for other in self._open if other not in wanted), None)
+        while len(self.open) >= self.limit or (self.open and self._expected_share() > MEMORY_SHARE):
+            unused = next((other for other in self.open if other not in wanted), None)
             if unused is None:
                 raise PlanError(
                     f"the communicators of this plan would take {self._expected_share():.0%} of the GPU's memory "
@@ -216,18 +207,18 @@ class CommunicatorPool:
 
     def _expected_share(self) -> float:
         """Of memory, once one more like those that are open is open, too."""
-        return self._taken_share * (len(self._open) + 1) / len(self._open)
+        return self._taken_share * (len(self.open) + 1) / len(self.open)
 
     def _close(self, key: CommunicatorKey) -> None:
-        self._taken_share -= self._taken_share / len(self._open)
-        self._open.pop(key).close()
+        self._taken_share -= self._taken_share / len(self.open)
+        self.open.pop(key).close()
         self._per_stream[key.stream, key.scope] -= 1
         logger.debug("NCCL %s is closed", key)
 
     def keep_only(self, keys: Iterable[CommunicatorKey]) -> None:
         """Collective, with nothing in flight: closes all others."""
         kept = set(keys)
-        for key in [key for key in self._open if key not in kept]:
+        for key in [key for key in self.open if key not in kept]:
             self._close(key)
 
     def check(self) -> None:
@@ -236,7 +227,7 @@ class CommunicatorPool:
         Raises:
             CommError: naming the communicator.
         """
-        for key, group in list(self._open.items()):
+        for key, group in list(self.open.items()):
             if error := group.error():
                 raise CommError(f"NCCL failed on {key}: {error}")
 
@@ -332,7 +323,7 @@ class NcclTransport(Transport):
     def open_streams(self, streams: Sequence[StreamSpec]) -> None:
         """Collective: see `Transport`."""
         keys = self.keys(streams)
-        if not set(keys) <= set(self._pool.keys()):
+        if not set(keys) <= self._pool.open.keys():
             self._device.synchronise()  # what is closed for the new ones must have nothing in flight
         self._pool.require(keys)
 
@@ -370,7 +361,7 @@ class NcclTransport(Transport):
         return work, left
 
     def _group(self, stream: StreamSpec, scope: Scope) -> Group:
-        return self._pool[CommunicatorKey(stream.number, ctas_for(stream.threads), scope)]
+        return self._pool.open[CommunicatorKey(stream.number, ctas_for(stream.threads), scope)]
 
     def _issue(self, unit: torch.Tensor, stream: StreamSpec, op: ReduceOp, scale: float) -> tuple[GroupWork, float]:
         """Returns the work and the factor that has still to be applied."""

@@ -11,7 +11,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 from sirtaki.comm.control.failure import FailureBoard
@@ -32,19 +31,6 @@ from .contract import (
 )
 
 
-@dataclass(slots=True, eq=False)
-class _Task:
-    """One unit on its way."""
-
-    buffer: FlatBuffer
-    start: int
-    stop: int
-    op: ReduceOp
-    scale: float
-    out: Event  # its copy to the host is done
-    work: _StagedWork
-
-
 class _StagedWork(ThreadWork):
     """A unit on its way: the caller waits for the reduction, and its current stream for the copy back."""
 
@@ -61,75 +47,68 @@ class _StagedWork(ThreadWork):
         return True
 
 
+Task = tuple[_StagedWork, str, Callable[[], None]]
+"""A step of a unit's way: the unit's work, what it is in words, and what to do."""
+
+
 class _Stream:
     """One stream's copies and its two threads."""
 
     def __init__(self, index: int, device: Device, inner: Transport, failures: FailureBoard) -> None:
         self._index, self._device, self._inner, self._failures = index, device, inner, failures
         self._out, self._back = device.make_stream(), device.make_stream()
-        self._leaving: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
-        self._coming: queue.SimpleQueue[tuple[_Task, Work] | None] = queue.SimpleQueue()
+        self._leaving: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        self._coming: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._threads = [
-            threading.Thread(target=target, name=f"sirtaki-staged-{name}-{index}", daemon=True)
-            for target, name in ((self._send, "out"), (self._receive, "back"))
+            threading.Thread(target=self._serve, args=[tasks], name=f"sirtaki-staged-{name}-{index}", daemon=True)
+            for tasks, name in ((self._leaving, "out"), (self._coming, "back"))
         ]
         for thread in self._threads:
             thread.start()
 
     def submit(self, buffer: FlatBuffer, start: int, stop: int, op: ReduceOp, scale: float) -> Work:
         """Starts the copy out behind what is on the current stream."""
-        assert buffer.mirror is not None
-        packed = self._device.record_event()
-        with self._device.on(self._out):
-            self._device.order_after(packed)
-            self._device.launch(copy_, buffer.mirror.tensor[start:stop], buffer.tensor[start:stop])
-            out = self._device.record_event()
-        task = _Task(buffer, start, stop, op, scale, out, _StagedWork(self._device))
-        self._leaving.put(task)
-        return task.work
+        device, mirror, work = self._device, buffer.mirror, _StagedWork(self._device)
+        assert mirror is not None
+        here, away, what = buffer.tensor[start:stop], mirror.tensor[start:stop], f"elements [{start}, {stop})"
+        packed = device.record_event()
+        with device.on(self._out):
+            device.order_after(packed)
+            device.launch(copy_, away, here)
+            out = device.record_event()
 
-    def _send(self) -> None:
-        while (task := self._leaving.get()) is not None:
-            self._guarded(task, self._hand_on)
-        self._coming.put(None)
+        def leave() -> None:
+            device.wait_for(out)
+            work.begun_s = time.perf_counter()
+            stream = StreamSpec(self._index)
+            reduced = self._inner.all_reduce(mirror, start, stop, stream=stream, op=op, scale=scale)
+            self._coming.put((work, what, partial(come_back, reduced)))
 
-    def _hand_on(self, task: _Task) -> None:
-        self._device.wait_for(task.out)
-        task.work.begun_s = time.perf_counter()
-        assert task.buffer.mirror is not None
-        work = self._inner.all_reduce(
-            task.buffer.mirror, task.start, task.stop, stream=StreamSpec(self._index), op=task.op, scale=task.scale
-        )
-        self._coming.put((task, work))
+        def come_back(reduced: Work) -> None:
+            while not reduced.wait(timeout_s=1.0):
+                self._failures.check()
+            with device.on(self._back):
+                device.launch(copy_, here, away)
+                work.back = device.record_event()
+            work.finish()
 
-    def _receive(self) -> None:
-        while (coming := self._coming.get()) is not None:
-            task, work = coming
-            self._guarded(task, partial(self._copy_back, work=work))
+        self._leaving.put((work, what, leave))
+        return work
 
-    def _copy_back(self, task: _Task, work: Work) -> None:
-        while not work.wait(timeout_s=1.0):
-            self._failures.check()
-        assert task.buffer.mirror is not None
-        with self._device.on(self._back):
-            self._device.launch(
-                copy_, task.buffer.tensor[task.start : task.stop], task.buffer.mirror.tensor[task.start : task.stop]
-            )
-            task.work.back = self._device.record_event()
-        task.work.finish()
-
-    def _guarded(self, task: _Task, step: Callable[[_Task], None]) -> None:
-        try:
-            step(task)
-        except CommError as err:
-            task.work.finish(err)
-        except Exception as err:  # whatever it is, the waiting thread must hear of it
-            task.work.finish(CommError(f"staging elements [{task.start}, {task.stop}) failed: {err!r}"))
+    def _serve(self, tasks: queue.SimpleQueue[Task | None]) -> None:
+        while (task := tasks.get()) is not None:
+            work, what, step = task
+            try:
+                step()
+            except CommError as err:
+                work.finish(err)
+            except Exception as err:  # whatever it is, the waiting thread must hear of it
+                work.finish(CommError(f"staging {what} failed: {err!r}"))
 
     def close(self) -> None:
-        """Ends the threads."""
-        self._leaving.put(None)
-        for thread in self._threads:
+        """Ends the threads, each after what it has to do."""
+        for tasks, thread in zip((self._leaving, self._coming), self._threads, strict=True):
+            tasks.put(None)
             thread.join(timeout=2.0)
 
 

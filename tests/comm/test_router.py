@@ -501,5 +501,5 @@ def test_all_nccl_transports_use_one_pool_and_nothing_is_opened_before_it_is_wan
     assert opener.opened == []
     flat.open_streams([StreamSpec(0)])
     assert made._pool is not None
-    assert len(made._pool) == 1
+    assert len(made._pool.open) == 1
     assert made._pool.limit == MAX_COMMUNICATORS

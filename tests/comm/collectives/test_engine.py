@@ -67,16 +67,6 @@ def test_operations_in_any_order_from_any_thread_give_each_its_result() -> None:
     on_engines(act)
 
 
-def test_what_nobody_waits_for_is_performed_by_the_engines_thread() -> None:
-    def act(engine: EagerEngine) -> None:
-        work = submit(engine, "a")
-        until(work.is_done)
-        assert work.results[0].tolist() == [SIZE, SIZE]
-        assert len(engine.pending) == 0
-
-    on_engines(act)
-
-
 def test_what_was_submitted_quietly_is_performed_though_another_one_was_waited_for() -> None:
     def act(engine: EagerEngine) -> None:
         if engine.rank == 0:
@@ -111,13 +101,6 @@ def test_a_name_is_under_way_until_it_is_done() -> None:
         assert (len(engine.pending), engine.pending.describe(), engine.pending.oldest_wait()) == (0, "", None)
 
     on_engines(act, size=2)
-
-
-def test_unnamed_operations_are_paired_by_their_order() -> None:
-    assert (
-        on_engines(lambda engine: [engine.pending.next_name("a"), engine.pending.next_name("b")], size=2)
-        == [["a.noname.1", "b.noname.2"]] * 2
-    )
 
 
 def test_a_wait_that_is_interrupted_leaves_the_operation_under_way() -> None:
@@ -275,15 +258,6 @@ def test_what_was_refused_elsewhere_fails_when_it_is_submitted_here() -> None:
         late.wait(0.0)
     pending.add(work("late"), wake=False)  # owed once
     assert "late" in pending
-
-
-def test_after_a_join_unnamed_operations_count_as_on_the_rank_that_has_submitted_most() -> None:
-    pending = Pending("")
-    pending.join((0, 0))
-    assert "join()" in str(pending.oldest_wait())
-    pending.end_join(7)
-    assert pending.oldest_wait() is None
-    assert pending.next_name("barrier") == "barrier.noname.8"
 
 
 def test_why_this_rank_cannot_take_part_is_told_though_it_takes_leave() -> None:

@@ -18,7 +18,6 @@ from sirtaki.comm.gradients.buffers import (
     LostEdits,
     Pace,
     Said,
-    UsageFlags,
 )
 
 SHAPES = ((2, 3), (0,), (5,), (), (2, 2, 2))
@@ -59,18 +58,6 @@ def test_every_dtype_has_a_buffer_and_the_first_one_the_flags() -> None:
     assert [layout.numel for layout in buffers.layouts] == [3 + 4 + 2, 2]
 
 
-def test_after_the_reduction_every_gradient_is_a_view_of_the_flat_buffer() -> None:
-    params = parameters(*SHAPES)
-    buffers = make_buffers(params)
-    arrivals = Arrivals(params, buffers)
-    all_arrive(params, arrivals)
-    buffers.groups[0].buffer.tensor.mul_(0.5)
-    assert lost(arrivals) == ([], [])
-    for index, param in enumerate(params):
-        assert param.grad is buffers.views[index]
-        assert torch.equal(param.grad, 0.5 * parameters(*SHAPES)[index].grad)  # type: ignore[operator]
-
-
 def test_a_view_whose_memory_was_swapped_gets_the_reduced_gradient_and_is_not_used_again() -> None:
     params = parameters((2,), (2,))
     buffers = make_buffers(params)
@@ -86,23 +73,6 @@ def test_a_view_whose_memory_was_swapped_gets_the_reduced_gradient_and_is_not_us
         params[0].grad.data = torch.zeros(2)
     assert in_place == [False, True], "in the iteration after the swap it is copied out"
     assert buffers.views[0].data_ptr() == buffers.addresses[0]
-
-
-def test_gradients_may_come_in_another_order_each_time() -> None:
-    params = parameters((2,), (3,), (4,))
-    buffers = make_buffers(params)
-    for order in ([0, 1, 2], [0, 2, 1], [0, 1, 2]):
-        values = [torch.randn(param.shape) for param in params]
-        for param, value in zip(params, values, strict=True):
-            param.grad = value.clone()
-        arrivals = Arrivals(params, buffers)
-        for index in order:
-            arrivals.add(index, params[index].grad, 0)  # type: ignore[arg-type]
-        arrivals.own = 3
-        arrivals.copy_in()
-        assert lost(arrivals) == ([], [])
-        for param, value in zip(params, values, strict=True):
-            assert torch.equal(param.grad, value)  # type: ignore[arg-type]
 
 
 def test_other_strides_or_another_dtype_make_the_buffers_outdated() -> None:
@@ -203,40 +173,6 @@ def test_only_what_has_come_since_the_last_time_is_copied_in() -> None:
     assert arrivals.copy_in() == 1
     assert flat(buffers) == [-1, -1, 100, -1, -1]
     assert arrivals.indices == [2, 0, 1]
-
-
-def test_a_gradient_that_is_there_is_put_in_as_it_is_and_handed_out_reduced() -> None:
-    params, buffers, arrivals = made((2,))
-    arrivals.put_in(0)
-    arrivals.copy_in()
-    assert flat(buffers) == [0, 1]
-    buffers.groups[0].buffer.tensor.mul_(3)
-    assert lost(arrivals) == ([], [])
-    assert params[0].grad is buffers.view(0)
-    assert params[0].grad.tolist() == [0, 3]
-
-
-def test_zeros_stand_in_for_a_gradient_that_did_not_come_and_become_the_reduced_one() -> None:
-    params, buffers, arrivals = made((2,), (3,))
-    params[1].grad = None
-    add(arrivals, params, 0)
-    arrivals.put_in(1)
-    arrivals.copy_in()
-    assert flat(buffers) == [0, 1, 0, 0, 0]
-    buffers.groups[0].buffer.tensor.add_(5)
-    assert lost(arrivals) == ([], [])
-    assert [param.grad.tolist() for param in params] == [[5, 6], [5, 5, 5]]  # type: ignore[union-attr]
-
-
-def test_what_no_rank_has_computed_keeps_none_if_told_so() -> None:
-    params, _, arrivals = made((2,), (2,))
-    params[0].grad = params[1].grad = None
-    arrivals.put_in(0)
-    arrivals.put_in(1)
-    arrivals.copy_in()
-    arrivals.hand_out(unused=[1])
-    assert params[0].grad is not None
-    assert params[1].grad is None
 
 
 def test_a_gradient_from_before_that_has_not_come_again_is_present() -> None:
@@ -435,16 +371,6 @@ def test_with_streams_what_is_said_is_heard_in_the_next_iteration() -> None:
     flags.read()
     flags.forget()
     assert not flags.read().written
-
-
-def test_usage_is_known_for_each_parameter() -> None:
-    buffer = torch.full((5,), 9.0)
-    usage = UsageFlags(Device(), buffer)
-    usage.write([3, 0])
-    buffer += torch.tensor([0.0, 0.0, 1.0, 1.0, 0.0])
-    assert usage.wanted
-    assert usage.used() == [True, False, True, True, False]
-    assert not UsageFlags(Device(), torch.zeros(0)).wanted
 
 
 @pytest.mark.parametrize(
