@@ -105,7 +105,7 @@ KEEPS_WORKS = TorchVersion(torch.__version__) >= "2.7"
 """Whether PyTorch's C++ keeps a work of Python's alive; 2.4 does not, and waits for ever."""
 
 
-def lasting(work: LaneWork | FollowedWork) -> Work:
+def lasting(work: FillingWork) -> Work:
     """What C++ may be given: in older versions of PyTorch a work of its own, which cannot wait for a limited time."""
     if KEEPS_WORKS:
         return work
@@ -113,13 +113,32 @@ def lasting(work: LaneWork | FollowedWork) -> Work:
     return native
 
 
-class LaneWork(Work):
+class FillingWork(Work):
+    """An operation that fills some tensors."""
+
+    def __init__(self, outputs: Tensors) -> None:
+        super().__init__()
+        self._outputs = outputs
+
+    def synchronize(self) -> None:
+        """Waits: the tensors are the host's, which knows no streams."""
+        self.wait()
+
+    def is_success(self) -> bool:
+        """Whether it has ended well."""
+        return self.is_completed() and self.exception() is None
+
+    def result(self) -> Tensors:
+        """What the operation fills."""
+        return self._outputs
+
+
+class LaneWork(FillingWork):
     """A tensor on its way through the lanes."""
 
     def __init__(self, lanes: GroupLanes, reduction: TensorReduction, outputs: Tensors) -> None:
-        """`outputs` are what the operation fills."""
-        super().__init__()
-        self._lanes, self._reduction, self._outputs = lanes, reduction, outputs
+        super().__init__(outputs)
+        self._lanes, self._reduction = lanes, reduction
         self._future: torch.futures.Future[Tensors] | None = None
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
@@ -133,51 +152,39 @@ class LaneWork(Work):
             raise RuntimeError(f"an operation of this process group did not end within {limit_s:g} s")
         return True
 
-    def synchronize(self) -> None:
-        """Waits: the lanes know no streams of torch."""
-        self.wait()
-
     def is_completed(self) -> bool:
         """Whether it has ended, after a turn of the lanes if not; never waits."""
         if not self._reduction.ended.done():
             self._lanes.drive()
         return self._reduction.ended.done()
 
-    def is_success(self) -> bool:
-        """Whether it has ended well."""
-        return self._reduction.ended.done() and self._reduction.ended.exception() is None
-
     def exception(self) -> BaseException | None:
         """What it has failed with, if it has."""
         return self._reduction.ended.exception() if self._reduction.ended.done() else None
 
-    def result(self) -> Tensors:
-        """What the operation fills."""
-        return self._outputs
-
     def get_future(self) -> torch.futures.Future[Tensors]:
         """A future that gets the outputs, or the error, at the end."""
-        if self._future is None:
-            self._future = torch.futures.Future()
-            self._reduction.ended.add_done_callback(self._tell)
-            self._lanes.drive()
-        return self._future
+        if self._future is not None:
+            return self._future
+        future = self._future = torch.futures.Future()
 
-    def _tell(self, ended: Future[None]) -> None:
-        assert self._future is not None
-        if (error := ended.exception()) is None:
-            self._future.set_result(self._outputs)
-        else:
-            self._future.set_exception(error)  # type: ignore[arg-type]  # so torch's stub has it
+        def tell(ended: Future[None]) -> None:
+            if (error := ended.exception()) is None:
+                future.set_result(self._outputs)
+            else:
+                future.set_exception(error)  # type: ignore[arg-type]  # so torch's stub has it
+
+        self._reduction.ended.add_done_callback(tell)
+        self._lanes.drive()
+        return future
 
 
-class FollowedWork(Work):
+class FollowedWork(FillingWork):
     """Operations of other groups, and what is done when they have ended, once, by whoever is there first."""
 
     def __init__(self, works: Sequence[Work], then: Callable[[], None], outputs: Tensors) -> None:
-        """`outputs` are what the operation fills."""
-        super().__init__()
-        self._works, self._then, self._outputs = works, then, outputs
+        super().__init__(outputs)
+        self._works, self._then = works, then
         self._followed = False
         self._error: RuntimeError | None = None
         self._following = threading.Lock()
@@ -195,10 +202,6 @@ class FollowedWork(Work):
                 self._then()
                 self._followed = True
 
-    def synchronize(self) -> None:
-        """Waits for each, and does what follows."""
-        self.wait()
-
     def is_completed(self) -> bool:
         """Whether all have ended; does what follows then."""
         if not all(work.is_completed() for work in self._works):
@@ -209,17 +212,9 @@ class FollowedWork(Work):
             self._error = err
         return True
 
-    def is_success(self) -> bool:
-        """Whether all have ended well."""
-        return self.is_completed() and self._error is None
-
     def exception(self) -> BaseException | None:
         """What one of them has failed with, if all have ended."""
         return self._error if self.is_completed() else None
-
-    def result(self) -> Tensors:
-        """What the operation fills."""
-        return self._outputs
 
     def get_future(self) -> torch.futures.Future[Tensors]:
         """A future that does what follows when all have ended."""
