@@ -11,7 +11,7 @@ _queue: Any = None
 
 
 def log(values: Any) -> None:
-    """AgentActions them to the executor's callbacks; nothing happens on ranks but 0, or where nobody listens.
+    """Give values to the executor's callbacks; nothing happens on ranks but 0, or where nobody listens.
 
     Args:
         values: whatever can be pickled; as a rule numbers by name.

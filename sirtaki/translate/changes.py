@@ -17,6 +17,7 @@ from .source import (
     Source,
     argument,
     called_attribute,
+    dotted,
     keyword,
     parameters,
     targets,
@@ -57,22 +58,15 @@ def _last_import(source: Source) -> cst.BaseStatement:
             break
         if isinstance(statement, cst.If) and _is_guard(statement):
             break
-        if any(True for _ in source.all(cst.Import, statement)) or any(
-            True for _ in source.all(cst.ImportFrom, statement)
-        ):
+        if any(isinstance(node, cst.Import | cst.ImportFrom) for node in walk(statement)):
             found = statement
-    if found is None:
-        first = source.module.body[0]
-        assert isinstance(first, cst.BaseStatement)
-        return first
-    return found
+    first = found or source.module.body[0]
+    assert isinstance(first, cst.BaseStatement)
+    return first
 
 
 def _guard(source: Source) -> cst.If | None:
-    for statement in source.module.body:
-        if isinstance(statement, cst.If) and _is_guard(statement):
-            return statement
-    return None
+    return next((there for there in source.module.body if isinstance(there, cst.If) and _is_guard(there)), None)
 
 
 def _is_guard(statement: cst.If) -> bool:
@@ -278,20 +272,10 @@ class Optimizers:
                 elif {called_attribute(node), self._source.full_name(node.func).rpartition(".")[2]} & READS_GRADIENTS:
                     found.append(node)
             elif (
-                isinstance(node, cst.Attribute) and node.attr.value == "grad" and dotted_base(node) != "torch.autograd"
+                isinstance(node, cst.Attribute) and node.attr.value == "grad" and dotted(node.value) != "torch.autograd"
             ):
                 found.append(node)
         return found
-
-
-def dotted_base(node: cst.Attribute) -> str:
-    """What stands before the last dot, if it is a dotted name."""
-    parts: list[str] = []
-    there = node.value
-    while isinstance(there, cst.Attribute):
-        parts.append(there.attr.value)
-        there = there.value
-    return ".".join([there.value, *reversed(parts)]) if isinstance(there, cst.Name) else ""
 
 
 def _assigned(source: Source, call: cst.Call) -> cst.BaseExpression | None:
@@ -319,16 +303,8 @@ WRITES = {
 """Calls that only rank 0 makes."""
 
 WRITING_METHODS = {
-    "savefig",
-    "save_pretrained",
-    "to_csv",
-    "to_json",
-    "write_text",
-    "write_bytes",
-    "unlink",
-    "rmdir",
-    "touch",
-}
+    "savefig", "save_pretrained", "to_csv", "to_json", "write_text", "write_bytes", "unlink", "rmdir", "touch",
+}  # fmt: skip
 WRITING_PACKAGES = ("shutil.", "wandb.", "mlflow.")
 FOLDERS = {"os.makedirs", "os.mkdir", "mkdir", "makedirs"}
 READS = {"torch.load", "numpy.load", "json.load", "pickle.load", "joblib.load"}
@@ -355,7 +331,7 @@ class Output:
                 self._open(call)
             elif name.rpartition(".")[2] in ("tqdm", "trange"):
                 self._bar(call)
-            elif id(call) in self._flows.sites and self._flows.sites[id(call)].kind is Kind.WRITER:
+            elif call in self._flows.sites and self._flows.sites[call].kind is Kind.WRITER:
                 self._edits.wrap(call.func, f"{self._ranks}.on_root")
         for call in self._source.all(cst.Call):
             if self._writes and self._source.full_name(call.func) in READS:
@@ -460,22 +436,18 @@ def _look_for_clocks(training: Training, edits: Edits) -> None:
     timed = {
         node.value for assign in source.all(cst.Assign) if _reads_clock(source, assign.value) for node in _names(assign)
     }
-    for branch in source.all(cst.If):
-        ends = any(isinstance(node, cst.Break | cst.Return | cst.Continue) for node in walk(branch.body))
-        if ends and _depends(source, branch.test, timed) and _trains_around(training, branch):
-            edits.refuse(
-                source.line(branch),
-                f"ranks may decide differently, each by its own clock: `{source.code(branch.test)}`",
-            )
-    for loop in source.all(cst.While):
-        if _depends(source, loop.test, timed) and training.trains(loop.body):
-            edits.refuse(
-                source.line(loop), f"ranks may decide differently, each by its own clock: `{source.code(loop.test)}`"
-            )
+    ends: list[cst.If | cst.While] = [
+        branch for branch in source.all(cst.If) if _leaves(branch) and _trains_around(training, branch)
+    ]
+    ends += [loop for loop in source.all(cst.While) if training.trains(loop.body)]
+    for node in ends:
+        if _reads_clock(source, node.test) or any(name.value in timed for name in source.all(cst.Name, node.test)):
+            text = source.code(node.test)
+            edits.refuse(source.line(node), f"ranks may decide differently, each by its own clock: `{text}`")
 
 
-def _depends(source: Source, test: cst.BaseExpression, timed: set[str]) -> bool:
-    return _reads_clock(source, test) or any(node.value in timed for node in source.all(cst.Name, test))
+def _leaves(branch: cst.If) -> bool:
+    return any(isinstance(node, cst.Break | cst.Return | cst.Continue) for node in walk(branch.body))
 
 
 def _reads_clock(source: Source, node: cst.CSTNode) -> bool:
@@ -511,13 +483,13 @@ class HandCut:
         cut = [*self._slices(), *self._draws()]
         for loop in self._split_loops():
             self._edits.wrap(loop.iter, f"map({self._ranks}.share, _)")
-            values.batches.add(id(loop.iter))
+            values.batches.add(loop.iter)
         found = bool(cut or values.batches)
         if not found:
             cut = list(self._whole_sets())
         for node in cut:
             self._edits.wrap(node, f"{self._ranks}.share")
-            values.batches.add(id(node))
+            values.batches.add(node)
         if not cut and not found:
             first = self._training.backward_passes()[0]
             self._edits.refuse(

@@ -261,47 +261,44 @@ class Edits:
     def __init__(self) -> None:
         self.notes: list[tuple[int, str]] = []
         self.obstacles: list[tuple[int, str]] = []
-        self._changes: dict[int, list[Change]] = defaultdict(list)
-        self._before: dict[int, list[str]] = defaultdict(list)
-        self._after: dict[int, list[str]] = defaultdict(list)
-        self._removed: set[int] = set()
-        self._around: dict[int, str] = {}
-        self._kept: list[cst.CSTNode] = []
+        self._changes: dict[cst.CSTNode, list[Change]] = defaultdict(list)
+        self._before: dict[cst.CSTNode, list[str]] = defaultdict(list)
+        self._after: dict[cst.CSTNode, list[str]] = defaultdict(list)
+        self._removed: set[cst.CSTNode] = set()
+        self._around: dict[cst.CSTNode, str] = {}
 
     def replace(self, node: cst.BaseExpression, code: str) -> None:
         """By other code."""
-        self._keep(node, self._changes)[:] = [lambda _: cst.parse_expression(code)]
+        self._changes[node] = [lambda _: cst.parse_expression(code)]
 
     def change(self, node: cst.BaseExpression, change: Change) -> None:
         """By a function of what stands there once what is inside has changed."""
-        self._keep(node, self._changes).append(change)
+        self._changes[node].append(change)
 
     def wrap(self, node: cst.BaseExpression, function: str) -> None:
         """In a call: `function(node)`, or what `function` says with `_` for the node. A second time does nothing."""
-        if id(node) not in self._changes:
+        if node not in self._changes:
             self.change(node, lambda inner: _call(function, inner))
 
     def changes_in(self, node: cst.CSTNode) -> bool:
         """Whether something in an expression changes."""
-        return id(node) in self._changes or any(self.changes_in(child) for child in node.children)
+        return node in self._changes or any(self.changes_in(child) for child in node.children)
 
     def before(self, statement: cst.BaseStatement, *lines: str) -> None:
         """Statements in front of one; what is there already does not come again."""
-        _add(self._keep(statement, self._before), lines)
+        _add(self._before[statement], lines)
 
     def after(self, statement: cst.BaseStatement, *lines: str) -> None:
         """Statements behind one; what is there already does not come again."""
-        _add(self._keep(statement, self._after), lines)
+        _add(self._after[statement], lines)
 
     def remove(self, statement: cst.BaseStatement) -> None:
         """A statement."""
-        self._kept.append(statement)
-        self._removed.add(id(statement))
+        self._removed.add(statement)
 
     def put_into(self, statement: cst.BaseStatement, head: str) -> None:
         """A statement into a block: `if hvd.rank() == 0`."""
-        self._kept.append(statement)
-        self._around[id(statement)] = head
+        self._around[statement] = head
 
     def refuse(self, line: int, reason: str) -> None:
         """The script cannot be translated."""
@@ -316,10 +313,6 @@ class Edits:
         """The text with all changes."""
         return module.visit(_Applying(self)).code
 
-    def _keep(self, node: cst.CSTNode, table: dict[int, list[cst.CSTNode]] | dict[int, list]) -> list:  # type: ignore[type-arg]
-        self._kept.append(node)  # so that its id stays its own
-        return table[id(node)]
-
 
 class _Applying(cst.CSTTransformer):
     def __init__(self, edits: Edits) -> None:
@@ -327,7 +320,7 @@ class _Applying(cst.CSTTransformer):
         self._edits = edits
 
     def on_leave(self, original_node: cst.CSTNode, updated_node: cst.CSTNode) -> Any:
-        edits, key = self._edits, id(original_node)
+        edits, key = self._edits, original_node
         changed: Any = super().on_leave(original_node, updated_node)
         if key in edits._changes and isinstance(changed, cst.BaseExpression):
             for change in edits._changes[key]:
@@ -474,35 +467,13 @@ def collected(value: Value) -> Value:
 
 
 PASSED_ON = {
-    "enumerate",
-    "iter",
-    "zip",
-    "list",
-    "reversed",
-    "cycle",
-    "islice",
-    "track",
-    "tqdm",
-    "trange",
-    "next",
-    "dict",
-}
+    "enumerate", "iter", "zip", "list", "reversed", "cycle", "islice", "track", "tqdm", "trange", "next", "dict",
+}  # fmt: skip
 """Functions that hand on what they are given, by the last part of their names."""
 
 SAME_OBJECT = {
-    "to",
-    "cuda",
-    "cpu",
-    "float",
-    "double",
-    "half",
-    "train",
-    "eval",
-    "items",
-    "values",
-    "get",
-    "requires_grad_",
-}
+    "to", "cuda", "cpu", "float", "double", "half", "train", "eval", "items", "values", "get", "requires_grad_",
+}  # fmt: skip
 """Methods after which it is still the same object."""
 
 
@@ -530,6 +501,18 @@ class Site:
 MOVES = (cst.Assign, cst.AnnAssign, cst.NamedExpr, cst.WithItem, cst.For, cst.Yield, cst.Return, cst.Call)
 """Syntax by which what is followed gets somewhere."""
 
+_MAY_BE: dict[type[cst.CSTNode], tuple[str, ...]] = {
+    cst.Subscript: ("value",),
+    cst.Await: ("expression",),
+    cst.IfExp: ("body", "orelse"),
+    cst.BooleanOperation: ("left", "right"),
+    cst.NamedExpr: ("value",),
+    cst.ListComp: ("elt",),
+    cst.GeneratorExp: ("elt",),
+    cst.DictComp: ("value",),
+}
+"""The parts of an expression that it may be, or hold."""
+
 Key = TypeVar("Key")
 
 Values = frozenset[Site]
@@ -540,14 +523,14 @@ class Flows:
     """What each name and expression of a script may hold.
 
     Attributes:
-        sites: by the id of the call.
-        relays: loops over a loader in generators that yield its batches, by id.
+        sites: by call.
+        relays: loops over a loader in generators that yield its batches.
     """
 
     def __init__(self, source: Source) -> None:
         self.source = source
-        self.sites = {id(call): site for call in source.all(cst.Call) if (site := self._site(call)) is not None}
-        self.relays: dict[int, cst.For] = {}
+        self.sites = {call: site for call in source.all(cst.Call) if (site := self._site(call)) is not None}
+        self.relays: dict[cst.For, None] = {}
         self._held: dict[Symbol, Values] = {}
         self._returned: dict[str, Values] = {}
         self._returned_at: dict[tuple[str, int], Values] = {}
@@ -579,21 +562,9 @@ class Flows:
             ) | frozenset(site for site in self.values(node.value) if node.attr.value == "module")
         if isinstance(node, cst.Call):
             return self._of_call(node)
-        if isinstance(node, cst.Subscript | cst.Await):
-            return self.values(node.value if isinstance(node, cst.Subscript) else node.expression)
-        if isinstance(node, cst.IfExp):
-            return self.values(node.body) | self.values(node.orelse)
-        if isinstance(node, cst.BooleanOperation):
-            return self.values(node.left) | self.values(node.right)
-        if isinstance(node, cst.NamedExpr):
-            return self.values(node.value)
-        if isinstance(node, cst.Tuple | cst.List):
+        if isinstance(node, cst.Tuple | cst.List | cst.Dict):
             return self._union(self.values(element.value) for element in node.elements)
-        if isinstance(node, cst.Dict):
-            return self._union(self.values(element.value) for element in node.elements)
-        if isinstance(node, cst.ListComp | cst.GeneratorExp):
-            return self.values(node.elt)
-        return self.values(node.value) if isinstance(node, cst.DictComp) else NOTHING
+        return self._union(self.values(getattr(node, part)) for part in _MAY_BE.get(type(node), ()))
 
     def callees(self, call: cst.Call) -> list[cst.FunctionDef]:
         """The functions of this script that a call may enter; `forward` for a call of a module."""
@@ -669,7 +640,7 @@ class Flows:
             if isinstance(there, cst.FunctionDef):
                 break
             if isinstance(there, cst.For) and self.holds(there.iter, Kind.LOADER):
-                self.relays[id(there)] = there
+                self.relays[there] = None
                 self._add(self._returned, function, frozenset(self.holds(there.iter, Kind.LOADER)))
 
     def _assign(self, target: cst.BaseExpression, value: cst.BaseExpression) -> None:
@@ -717,7 +688,7 @@ class Flows:
             self._changed = True
 
     def _of_call(self, call: cst.Call) -> Values:
-        site = self.sites.get(id(call))
+        site = self.sites.get(call)
         given = self._union(self.values(arg.value) for arg in call.args)
         if site is not None:
             return frozenset({site}) | (given if site.kind is Kind.WRAPPER else NOTHING)

@@ -241,7 +241,7 @@ def _divide(training: Training, edits: Edits, ranks: str) -> None:
             _look_at_size(training, edits, size)
     for loop in training.loops:
         for name in training.loader_names(loop.iter):
-            if not training.flows.sites.get(id(name)):
+            if name not in training.flows.sites:
                 text = source.code(name)
                 epoch = training.epoch(loop) or f"{text}.sampler.epoch + 1"
                 edits.before(source.statement(loop), f"{text}.sampler.set_epoch({epoch})")
@@ -252,7 +252,7 @@ def _divide(training: Training, edits: Edits, ranks: str) -> None:
             _begin_pass(training, edits, call, ranks)
     for other in training.other_loops:
         for name in training.loader_names(other.iter):
-            if training.is_divided(name) and not training.flows.sites.get(id(name)):
+            if training.is_divided(name) and name not in training.flows.sites:
                 edits.wrap(name, f"{ranks}.whole")
         _agree(training, edits, other, ranks)
     edits.note(0, "each batch is divided among the ranks, which must divide its size; learning rates stay as they are")
