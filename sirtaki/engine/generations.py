@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from sirtaki.comm.control.communicator import Backend, Communicator
-from sirtaki.comm.control.mesh_rendezvous import Appointment, Attendee, Meeting, attendee, meet, open_places
+from sirtaki.comm.control.mesh_rendezvous import Attendee, attendee, meet, open_places
 from sirtaki.comm.control.mpi import Survivors, started_to_survive
 from sirtaki.comm.plan import TransportKind
 from sirtaki.errors import CommError, LaunchError, PeerLostError
@@ -21,9 +21,12 @@ from . import process_end
 from .membership import (
     Change,
     Dismissed,
+    Formed,
     Generation,
     Member,
     Membership,
+    Proof,
+    generation_of,
     load_what_training_needs,
     open_agent,
     open_membership,
@@ -37,8 +40,7 @@ class _Introduction:
     after: int
     has_state: bool
     attendee: Attendee
-    secret: str
-    job: str
+    proof: Proof
 
 
 class SurvivingMembership:
@@ -64,8 +66,7 @@ class SurvivingMembership:
                     after=after,
                     has_state=has_state,
                     attendee=attendee(listeners),
-                    secret=secrets.token_hex(32),
-                    job=secrets.token_hex(8),
+                    proof=Proof(job=secrets.token_hex(8), secret=secrets.token_hex(32)),
                 )
                 told = self._survivors.exchange(mine)
             except BaseException as err:
@@ -76,25 +77,17 @@ class SurvivingMembership:
                 lost = True
                 continue
             members = in_order(told)
-            number = 1 + max(each.after for each in told)
-            return Generation(
-                number=number,
+            formed = Formed(
+                number=1 + max(each.after for each in told),
+                rank=members.index(mine),
                 members=tuple(
                     Member(host="/".join(each.attendee.host), slot=each.origin, is_new=not each.has_state)
                     for each in members
                 ),
-                meeting=Meeting(
-                    rank=members.index(mine),
-                    size=len(members),
-                    name=f"{told[0].job}/{number}",
-                    appointment=Appointment(
-                        attendees=tuple(each.attendee for each in members),
-                        secret=told[0].secret,
-                        listeners=listeners,
-                        in_vain=self._in_vain,
-                    ),
-                ),
+                attendees=tuple(each.attendee for each in members),
+                proof=told[0].proof,
             )
+            return generation_of(formed, listeners, self._in_vain)
 
     def change(self) -> Change:
         """See `Membership`."""

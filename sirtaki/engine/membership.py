@@ -189,6 +189,16 @@ def name_of(formed: Formed) -> str:
     return f"{formed.proof.job}/{formed.number}/{hashlib.sha256(places).hexdigest()[:16]}"
 
 
+def generation_of(formed: Formed, listeners: tuple[socket.socket, ...], in_vain: Callable[[], str]) -> Generation:
+    """The generation that has been formed, of which this process is a member; see `Appointment`."""
+    appointment = Appointment(
+        attendees=formed.attendees, secret=formed.proof.secret, listeners=listeners, in_vain=in_vain
+    )
+    size, name = len(formed.members), name_of(formed)
+    meeting = Meeting(rank=formed.rank, size=size, name=name, appointment=appointment)
+    return Generation(number=formed.number, members=formed.members, meeting=meeting)
+
+
 class Heard:
     """What the agent has said, as far as nobody has asked.
 
@@ -249,14 +259,7 @@ class AgentClient:
             for listener in listeners:
                 listener.close()
             raise
-        appointment = Appointment(
-            attendees=answer.attendees, secret=answer.proof.secret, listeners=listeners, in_vain=self._in_vain
-        )
-        return Generation(
-            number=answer.number,
-            members=answer.members,
-            meeting=Meeting(rank=answer.rank, size=len(answer.members), name=name_of(answer), appointment=appointment),
-        )
+        return generation_of(answer, listeners, self._in_vain)
 
     def change(self) -> Change:
         """See `Membership`."""

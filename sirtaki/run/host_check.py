@@ -5,14 +5,14 @@ Nothing is loaded that takes long. The answer, a line of JSON on standard output
 
 from __future__ import annotations
 
-import json
 import platform
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+
+import msgspec
 
 import sirtaki
 from sirtaki.comm.control.addresses import host_identity, interface_addresses, interface_networks
@@ -36,20 +36,6 @@ class Need:
     script: str
     interfaces: tuple[str, ...]
     versions: Mapping[str, str]
-
-    @classmethod
-    def of(cls, values: Mapping[str, Any]) -> Need:
-        """From `as_json`, read; what another version says besides is left out."""
-        return cls(
-            folder=str(values["folder"]),
-            script=str(values["script"]),
-            interfaces=tuple(values["interfaces"]),
-            versions=dict(values["versions"]),
-        )
-
-    def as_json(self) -> str:
-        """For `of`."""
-        return json.dumps(asdict(self))
 
 
 def versions_here() -> dict[str, str]:
@@ -109,4 +95,4 @@ def finding_here(need: Need) -> Finding:
 
 
 if __name__ == "__main__":
-    print(json.dumps(asdict(finding_here(Need.of(json.loads(sys.stdin.readline()))))))
+    print(msgspec.json.encode(finding_here(msgspec.json.decode(sys.stdin.readline(), type=Need))).decode())

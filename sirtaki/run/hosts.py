@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 import shutil
@@ -15,6 +14,8 @@ from dataclasses import dataclass
 from functools import partial
 from ipaddress import IPv4Interface
 from pathlib import Path
+
+import msgspec
 
 from sirtaki.errors import ConfigError
 from sirtaki.launchers import node_names, step_place, task_counts
@@ -246,7 +247,7 @@ def _ask(host: str, *, need: Need, python: str, ssh: Sequence[str], environ: Map
     try:
         asked = subprocess.run(
             ["ssh", *ssh, host, f"exec {there}"],
-            input=f"{need.as_json()}\n",
+            input=f"{msgspec.json.encode(need).decode()}\n",
             capture_output=True,
             text=True,
             errors="replace",
@@ -260,7 +261,6 @@ def _ask(host: str, *, need: Need, python: str, ssh: Sequence[str], environ: Map
         problem = why_not(asked.stderr, host=host, python=python) or f"{last}; see `ssh {host}`"
         return Finding(problem=problem)
     try:
-        values = json.loads(asked.stdout.strip().splitlines()[-1])  # a login may write before
-        return Finding(problem=values["problem"], networks=tuple(values["networks"]), identity=values["identity"])
-    except (ValueError, KeyError, IndexError, TypeError):
+        return msgspec.json.decode(asked.stdout.strip().splitlines()[-1], type=Finding)  # a login may write before
+    except (ValueError, IndexError):
         return Finding(problem="")

@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import IO
 
 from sirtaki.errors import LaunchError
@@ -82,7 +81,7 @@ class Supervisor:
         Raises:
             LaunchError: mpiexec cannot be run, or ranks did not start, or not in time.
         """
-        with self._signals():
+        with signals_heard(self._remember):
             try:
                 mpiexec = subprocess.Popen(
                     command,
@@ -231,26 +230,24 @@ class Supervisor:
         if stuck or mpiexec.returncode < 0:
             remove_session_folder(mpiexec.pid)
 
-    @contextlib.contextmanager
-    def _signals(self) -> Iterator[None]:
-        """Ctrl-C, SIGTERM and SIGHUP end the job; outside the main thread Python permits no handlers."""
+    def _remember(self, number: int) -> None:
+        self._signal = number
+        self._changed.set()
 
-        def remember(number: int, frame: FrameType | None) -> None:
-            del frame
-            self._signal = number
-            self._changed.set()
 
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        previous = {
-            number: signal.signal(number, remember) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        }
-        try:
-            yield
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
+@contextlib.contextmanager
+def signals_heard(hear: Callable[[int], None]) -> Iterator[None]:
+    """Calls `hear` for Ctrl-C, SIGTERM and SIGHUP; outside the main thread Python permits no handlers."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    previous = {number: signal.signal(number, lambda number, _: hear(number)) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def _before_mpiexec() -> Callable[[], None]:

@@ -35,7 +35,6 @@ from ..leftovers import Janitor, kill, session_members
 from ..rank_channel import PATTERN, UNFINISHED, Event, Message
 from .job_members import (
     NO_GENERATION,
-    NOWHERE,
     Dismiss,
     Form,
     KillRank,
@@ -44,6 +43,7 @@ from .job_members import (
     Settle,
     StartRank,
     Tell,
+    Worker,
 )
 
 BEAT_S = 2.0
@@ -72,32 +72,6 @@ Agents = Sequence[tuple[int, Sequence[Place]]]
 """Number of each, and places where a driver would listen that it has started."""
 
 
-@dataclass(slots=True, kw_only=True)
-class Progress:
-    """How far a rank is, as its agent has heard.
-
-    Attributes:
-        worker: names it in the job.
-        slot: its place on the host.
-        phase: of it.
-        generation, rank: that it is or was in last; 0 and None = it has been in none.
-        has_state: it has said that it holds the job's state.
-        attendee: where it listens, while it waits.
-        kill_at_s: when it is to be killed; None = it is not.
-        patience_s: it has computed for so long without looking for changes; 0 = never for long.
-    """
-
-    worker: int
-    slot: int
-    phase: Phase = Phase.STARTING
-    generation: int = 0
-    rank: int | None = None
-    has_state: bool = False
-    attendee: Attendee = NOWHERE
-    kill_at_s: float | None = None
-    patience_s: float = 0.0
-
-
 class Beat(Struct, tag=True, frozen=True):
     """The sender is there."""
 
@@ -115,11 +89,19 @@ class EndAll(Struct, tag=True, frozen=True):
 
 
 class Up(Struct, tag=True, frozen=True, kw_only=True):
-    """To a driver that knows nothing of this agent: all that one has to know."""
+    """To a driver that knows nothing of this agent: all that one has to know.
+
+    Attributes:
+        places: where a driver would listen that this agent has started.
+        ranks: that are there.
+        patience_s: the longest that any of them has computed without looking for changes; 0 = none for long.
+        generation: the newest.
+    """
 
     host: str
     places: Sequence[Place]
-    ranks: list[Progress]
+    ranks: list[Worker]
+    patience_s: float
     generation: Form
 
 
@@ -199,7 +181,9 @@ class AgentRules:
 
     def __init__(self, actions: AgentActions, *, host: str, proof: Proof, now_s: float) -> None:
         self._actions, self._host, self._proof = actions, host, proof
-        self.ranks: dict[int, Progress] = {}
+        self.ranks: dict[int, Worker] = {}
+        self._kill_at_s: dict[int, float] = {}
+        self._patience_s = 0.0
         self.agents: Agents = []
         self.ends = False
         self._generation = NO_GENERATION
@@ -213,8 +197,14 @@ class AgentRules:
             now_s: the time.
         """
         self._heard_s = now_s
-        ranks = [*map(replace, self.ranks.values())]  # copies: they change before they are heard
-        self._actions.tell_driver(Up(host=self._host, places=places, ranks=ranks, generation=self._generation))
+        up = Up(
+            host=self._host,
+            places=places,
+            ranks=[*map(replace, self.ranks.values())],  # copies: they change before they are heard
+            patience_s=self._patience_s,
+            generation=self._generation,
+        )
+        self._actions.tell_driver(up)
 
     def end(self, now_s: float, *, grace_s: float = KILL_GRACE_S) -> None:
         """Ends all ranks; the agent is to follow.
@@ -224,15 +214,15 @@ class AgentRules:
             grace_s: after which ranks are killed that train and have not ended themselves.
         """
         self.ends = True
-        for worker, progress in self.ranks.items():
-            if progress.kill_at_s is None:
-                progress.kill_at_s = now_s + (grace_s if progress.phase is Phase.MEMBER else KILL_GRACE_S)
+        for worker, there in self.ranks.items():
+            if worker not in self._kill_at_s:
+                self._kill_at_s[worker] = now_s + (grace_s if there.phase is Phase.MEMBER else KILL_GRACE_S)
                 self._actions.ask_to_end(worker)
 
     def tick(self, now_s: float) -> bool:
         """Time has passed, to be told at least twice a second; False = the driver is to be given up."""
-        for worker, progress in list(self.ranks.items()):
-            if progress.kill_at_s is not None and now_s >= progress.kill_at_s:
+        for worker, at_s in list(self._kill_at_s.items()):
+            if now_s >= at_s:
                 self._actions.kill(worker)
         if now_s - self._looked_s > DRIVER_SILENT_S / 2:
             self._heard_s = now_s  # this process was stopped, or the machine slept
@@ -252,17 +242,17 @@ class AgentRules:
                 except OSError as err:
                     act.tell_driver(Ended(worker=worker, end=RankEnd(exit_code=127, reason=str(err))))
                 else:
-                    self.ranks[worker] = Progress(worker=worker, slot=slot)
+                    self.ranks[worker] = Worker(number=worker, host=self._host, slot=slot)
             case KillRank(worker=worker, at_once=at_once) if worker in self.ranks:
-                self.ranks[worker].kill_at_s = now_s + (0.0 if at_once else KILL_GRACE_S)
+                self._kill_at_s[worker] = now_s + (0.0 if at_once else KILL_GRACE_S)
                 (act.kill if at_once else act.ask_to_end)(worker)
             case KnownAgents(agents):
                 self.agents = agents
             case Form():
                 self._generation = msgspec.structs.replace(message, members=(), attendees=(), older=message.older or ())
                 for rank, worker in enumerate(message.workers):
-                    if (progress := self.ranks.get(worker)) is not None:
-                        progress.phase, progress.generation, progress.rank = Phase.MEMBER, message.number, rank
+                    if (there := self.ranks.get(worker)) is not None:
+                        there.phase, there.generation, there.rank = Phase.MEMBER, message.number, rank
                         formed = Formed(
                             number=message.number,
                             rank=rank,
@@ -286,23 +276,24 @@ class AgentRules:
 
     def hear_rank(self, worker: int, message: FromRank) -> None:
         """It asks for something."""
-        progress, act = self.ranks[worker], self._actions
+        there, act = self.ranks[worker], self._actions
         match message:
             case Join(has_state=has_state, attendee=attendee):
-                progress.phase, progress.has_state, progress.attendee = Phase.WAITING, has_state, attendee
+                there.phase, there.has_state, there.attendee = Phase.WAITING, has_state, attendee
                 if self.ends:  # there will be nobody to train with
                     act.kill(worker)
                 act.tell_driver(Joined(worker=worker, has_state=has_state, attendee=attendee))
             case Patience(seconds):
-                progress.patience_s = seconds
+                self._patience_s = max(self._patience_s, seconds)
                 act.tell_driver(Patient(worker=worker, seconds=seconds))
             case Finished():
-                progress.phase = Phase.FINISHED
+                there.phase = Phase.FINISHED
                 act.tell_driver(Done(worker))
 
     def rank_ended(self, worker: int, end: RankEnd) -> None:
         """A process is there no more."""
         del self.ranks[worker]
+        self._kill_at_s.pop(worker, None)
         self._actions.tell_driver(Ended(worker=worker, end=end))
 
 

@@ -11,13 +11,14 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from types import FrameType
 from typing import Protocol
 
 from sirtaki.errors import ConfigError, LaunchError
 
 from ..hosts import parse_hosts
+from ..supervisor import signals_heard
 from .agent import Done, Ended, Joined, Patient, ToAgent, Told, Up
 from .agent_crew import Heard, Lost
 from .job_members import (
@@ -219,7 +220,7 @@ def has_waited(for_s: float, reports: Reports, expected: Collection[int]) -> boo
         expected: numbers of those that have not.
     """
     newest, quorum = _newest(reports), Quorum()
-    present = [progress.worker for report in reports.values() for progress in report.ranks]
+    present = [worker.number for report in reports.values() for worker in report.ranks]
     quorum.take_over([*(newest.older or ()), newest.workers], newest.number, present)
     if not newest.number or quorum.is_lost:  # it could not go on with these
         return for_s > GATHER_S
@@ -248,24 +249,10 @@ class Direction:
 
     def take_over(self, reports: Reports, now_s: float) -> bool:
         """Goes on where another driver is lost; False = too few of the job can be reached."""
-        hosts, newest = self._crew.hosts, _newest(reports)
-        there = [(host, each) for host, report in reports.items() if host in hosts for each in report.ranks]
-        workers = [
-            Worker(
-                number=each.worker,
-                host=host,
-                slot=each.slot,
-                phase=each.phase,
-                rank=each.rank,
-                generation=each.generation,
-                has_state=each.has_state,
-                since_s=now_s,
-                attendee=each.attendee,
-            )
-            for host, each in there
-        ]
-        self.members.slow(max((each.patience_s for _, each in there), default=0.0))
-        return self.members.take_over(workers, hosts, newest, now_s)
+        there = [report for report in reports.values() if report.host in self._crew.hosts]
+        workers = [replace(worker, since_s=now_s) for report in there for worker in report.ranks]
+        self.members.slow(max((report.patience_s for report in there), default=0.0))
+        return self.members.take_over(workers, self._crew.hosts, _newest(reports), now_s)
 
     def found(self, hosts: Mapping[str, int], now_s: float) -> None:
         """Discovery says which hosts there are, with how many slots each."""
@@ -376,7 +363,7 @@ class Driver:
             0, the exit code of the rank that failed first, or 128 + the signal that ended this process.
         """
         discovery = None if ask is None else Discovery(ask, on_answer=self._crew.wake)
-        with self._signals():
+        with signals_heard(self._remember):
             try:
                 self._direction.found(hosts, time.monotonic())
                 while self._direction.end is None and self._signal is None:
@@ -433,25 +420,9 @@ class Driver:
             else:
                 self._direction.found(answer, time.monotonic())
 
-    @contextlib.contextmanager
-    def _signals(self) -> Iterator[None]:
-        """Ctrl-C, SIGTERM and SIGHUP end the job; outside the main thread Python permits no handlers."""
-
-        def remember(number: int, frame: FrameType | None) -> None:
-            del frame
-            self._signal = number
-            self._crew.wake()
-
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        previous = {number: signal.signal(number, remember) for number in numbers}
-        try:
-            yield
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
+    def _remember(self, number: int) -> None:
+        self._signal = number
+        self._crew.wake()
 
 
 def _slots(hosts: Sequence[str], workers: Sequence[Worker]) -> Hosts:

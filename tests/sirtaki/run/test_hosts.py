@@ -127,10 +127,10 @@ def test_one_of_the_interfaces_must_be_there() -> None:
 
 def test_as_a_program_it_answers_in_a_line() -> None:
     need = replace(NOTHING, interfaces=("nowhere0",), versions=versions_here())
-    assert Need.of(json.loads(need.as_json())) == need
+    words = {**asdict(need), "of another version": 1}
     answer = subprocess.run(
         [sys.executable, "-m", "sirtaki.run.host_check"],
-        input=f"{need.as_json()}\n",
+        input=f"{json.dumps(words)}\n",
         capture_output=True,
         text=True,
         timeout=60,
@@ -139,7 +139,6 @@ def test_as_a_program_it_answers_in_a_line() -> None:
     here = asdict(finding_here(need))
     assert here["problem"]
     assert json.loads(answer.stdout) == {**here, "networks": list(here["networks"])}
-    assert Need.of({**asdict(need), "more": 1}) == need
 
 
 # ── preflight ─────────────────────────────────────────────────────────────────────────────────────────────────────────

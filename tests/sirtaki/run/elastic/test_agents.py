@@ -132,8 +132,8 @@ def test_a_driver_that_knows_nothing_is_told_how_far_all_are(actions: Actions, r
     report = actions.to_driver[-1]
     assert isinstance(report, Up)
     (told,) = report.ranks
-    assert (told.worker, told.slot, told.phase, told.generation, told.rank) == (7, 1, Phase.MEMBER, 3, 0)
-    assert (told.has_state, told.attendee, told.patience_s) == (True, HERE, 40.0)
+    assert (told.number, told.slot, told.phase, told.generation, told.rank) == (7, 1, Phase.MEMBER, 3, 0)
+    assert (told.has_state, told.attendee, report.patience_s) == (True, HERE, 40.0)
     assert report.generation == Form(number=3, workers=(7, 9), older=((5, 7),), has_state=True)
     assert msgspec.json.decode(msgspec.json.encode(report), type=FromAgent) == report
     for number in (2, 3):  # the former has passed
@@ -441,7 +441,9 @@ def come(agents: AgentList[AgentRecord[Channel]], host: str) -> Channel:
     there = agents.agents[host] = AgentRecord(host, agents.next_number(), now_s=0.0)
     there.channel = Channel()
     places = ((host, there.number),)
-    agents.hear(there, Up(host=host, places=places, ranks=[], generation=Form(number=0, workers=())), 0.0)
+    agents.hear(
+        there, Up(host=host, places=places, ranks=[], patience_s=0.0, generation=Form(number=0, workers=())), 0.0
+    )
     return there.channel
 
 

@@ -17,10 +17,20 @@ from sirtaki.comm.control.mesh_rendezvous import listen
 from sirtaki.engine.membership import Proof
 from sirtaki.errors import ConfigError, LaunchError
 from sirtaki.run.elastic import launch
-from sirtaki.run.elastic.agent import Ended, Inheritance, Joined, Progress, Up
+from sirtaki.run.elastic.agent import Ended, Inheritance, Joined, Up
 from sirtaki.run.elastic.agent_crew import AgentStart, ElasticJob, Heard, Lost
 from sirtaki.run.elastic.driver import Direction, Discovery, ask_script
-from sirtaki.run.elastic.job_members import NOWHERE, Form, HostPool, JobMembers, OnFailure, Phase, Policy, RankEnd
+from sirtaki.run.elastic.job_members import (
+    NOWHERE,
+    Form,
+    HostPool,
+    JobMembers,
+    OnFailure,
+    Phase,
+    Policy,
+    RankEnd,
+    Worker,
+)
 from sirtaki.run.elastic.launch import DriverPlan, ElasticOutput, policy_of, take_over
 from sirtaki.run.options import is_elastic, parse
 from sirtaki.run.output import OutputOptions
@@ -244,8 +254,10 @@ def direction(crew: Crew) -> Direction:
 
 def test_who_takes_over_believes_the_newest_generation_and_needs_enough_of_it() -> None:
     def up(host: str, worker: int, form: Form, phase: Phase) -> Up:
-        rank = Progress(worker=worker, slot=0, phase=phase, generation=form.number, rank=worker - 1, has_state=True)
-        return Up(host=host, places=(), ranks=[rank], generation=form)
+        rank = Worker(
+            number=worker, host=host, slot=0, phase=phase, generation=form.number, rank=worker - 1, has_state=True
+        )
+        return Up(host=host, places=(), ranks=[rank], patience_s=0.0, generation=form)
 
     before = Form(number=4, workers=(1, 3, 4), older=(), has_state=True)
     newest = Form(number=5, workers=(1, 2), older=((1, 3, 4),), has_state=True, left_out={"z": (2, None)})
@@ -264,7 +276,10 @@ def test_what_a_host_says_of_a_rank_that_is_not_its_own_does_not_count() -> None
     found = direction(Crew())
     found.found({"a": 1, "b": 1}, 0.0)
     for worker, host in enumerate("ab", start=1):
-        found.answer([Heard(host, Up(host=host, places=(), ranks=[], generation=Form(number=0, workers=())))], 1.0)
+        found.answer(
+            [Heard(host, Up(host=host, places=(), ranks=[], patience_s=0.0, generation=Form(number=0, workers=())))],
+            1.0,
+        )
         found.answer([Heard(host, Joined(worker=worker, has_state=False, attendee=NOWHERE))], 1.0)
     assert found.members.member_list.generation == 1
     found.answer([Heard("b", Ended(worker=1, end=RankEnd(exit_code=0)))], 1.0)
