@@ -113,14 +113,7 @@ class Watchdog:
         failures: where a stall that has lasted too long, or a lost rank, is reported.
     """
 
-    def __init__(
-        self,
-        courier: Courier,
-        failures: FailureBoard,
-        *,
-        warning_s: float,
-        shutdown_s: float | None,
-    ) -> None:
+    def __init__(self, courier: Courier, failures: FailureBoard, *, warning_s: float, shutdown_s: float | None) -> None:
         """Starts the thread if there are other ranks.
 
         Args:

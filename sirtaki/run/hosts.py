@@ -139,10 +139,7 @@ OPTIONS = (
 _REMEDIES = tuple(
     (re.compile(pattern), remedy)
     for pattern, remedy in (
-        (
-            r"Could not resolve hostname",
-            "is the name right? The resolver, /etc/hosts or ~/.ssh/config must know it",
-        ),
+        (r"Could not resolve hostname", "is the name right? The resolver, /etc/hosts or ~/.ssh/config must know it"),
         (r"Connection refused", "start sshd there, or name its port with --ssh-port"),
         (
             r"(Connection|Operation) timed out|No route to host|Network is unreachable",

@@ -33,18 +33,7 @@ from sirtaki.launchers import AGENT
 from ..host_check import PROBLEM, Need, problem_here
 from ..leftovers import Janitor, kill, session_members
 from ..rank_channel import PATTERN, UNFINISHED, Event, Message
-from .job_members import (
-    NO_GENERATION,
-    Dismiss,
-    Form,
-    KillRank,
-    Phase,
-    RankEnd,
-    Settle,
-    StartRank,
-    Tell,
-    Worker,
-)
+from .job_members import NO_GENERATION, Dismiss, Form, KillRank, Phase, RankEnd, Settle, StartRank, Tell, Worker
 
 BEAT_S = 2.0
 """How often agent and driver tell each other that they are there."""

@@ -268,10 +268,7 @@ class ObjectState(State):
     """Plain picklable values, kept as attributes."""
 
     def __init__(
-        self,
-        bcast_object: Callable[[Any], Any] | None = None,
-        get_rank: Callable[[], int] | None = None,
-        **values: Any,
+        self, bcast_object: Callable[[Any], Any] | None = None, get_rank: Callable[[], int] | None = None, **values: Any
     ) -> None:
         """Keeps the values, and saves them.
 
