@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sirtaki.errors import ConfigError
 
@@ -16,38 +16,30 @@ _NEARER = ("OMPI_COMM_WORLD_SIZE", "MPI_LOCALRANKID", "TORCHELASTIC_RUN_ID")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepPlace:
-    """The place of one of several tasks of an srun.
+class Place:
+    """The place of a process among the ranks, as torchrun's variables, or Slurm's, give it.
 
     Attributes:
-        local_rank, local_size: on its node.
-        first_node: where rank 0 is.
-        job, step: ids, the job's being one of a job array's.
-        restarts: how often the job has been requeued.
+        host, port: where the ranks meet; "" and 0 for a rank alone.
+        attempt: names the job and its start among restarts.
+        agent_store: torchrun keeps the store; else rank 0 opens it.
+        local_rank, local_size: on its node; of a task of srun only.
     """
 
     rank: int
     size: int
-    local_rank: int
-    local_size: int
-    first_node: str
-    job: int
-    step: int
-    restarts: int
-
-    @property
-    def port(self) -> int:
-        """At which the ranks can meet: all know it, and steps that run at once have others."""
-        return _FIRST_PORT + (31 * self.job + self.step) % _PORTS
-
-    @property
-    def name(self) -> str:
-        """No other step has it, nor this one after a requeue."""
-        return f"slurm/{self.job}.{self.step}/{self.restarts}"
+    host: str
+    port: int
+    attempt: str
+    agent_store: bool = False
+    local_rank: int | None = None
+    local_size: int | None = None
 
 
-def step_place(environ: Mapping[str, str] = os.environ) -> StepPlace | None:
-    """Of this process; None if srun has started one task only, or a launcher that started this process in turn.
+def step_place(environ: Mapping[str, str] = os.environ) -> Place | None:
+    """The place of one of several tasks of an srun, which meet at its first node, at a port that no other step has.
+
+    None if srun has started one task only, or a launcher that started this process in turn.
 
     Raises:
         ConfigError: Slurm's variables contradict each other.
@@ -64,15 +56,15 @@ def step_place(environ: Mapping[str, str] = os.environ) -> StepPlace | None:
             f"{environ.get('SLURM_STEP_TASKS_PER_NODE', '')!r} and SLURM_STEP_NODELIST="
             f"{environ.get('SLURM_STEP_NODELIST', '')!r}; srun sets them, nothing else should"
         )
-    return StepPlace(
+    job, step = _slurm_number(environ, "SLURM_JOB_ID"), _slurm_number(environ, "SLURM_STEP_ID")
+    return Place(
         rank=_slurm_number(environ, "SLURM_PROCID"),
         size=size,
+        host=nodes[0],
+        port=_FIRST_PORT + (31 * job + step) % _PORTS,
+        attempt=f"slurm/{job}.{step}/{_slurm_number(environ, 'SLURM_RESTART_COUNT')}",
         local_rank=_slurm_number(environ, "SLURM_LOCALID"),
         local_size=tasks[node],
-        first_node=nodes[0],
-        job=_slurm_number(environ, "SLURM_JOB_ID"),
-        step=_slurm_number(environ, "SLURM_STEP_ID"),
-        restarts=_slurm_number(environ, "SLURM_RESTART_COUNT"),
     )
 
 
@@ -172,32 +164,19 @@ def started_by_srun(environ: Mapping[str, str] = os.environ) -> bool:
     return step_place(environ) is not None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TorchPlace:
-    """The place that torchrun's variables, or Slurm's, give a process.
-
-    Attributes:
-        host, port: where the ranks meet; "" and 0 for a rank alone.
-        agent_store: torchrun keeps the store; else rank 0 opens it.
-        attempt: names the job and its start among restarts.
-    """
-
-    rank: int
-    size: int
-    host: str
-    port: int
-    agent_store: bool
-    attempt: str
-
-
-def torch_place(environ: Mapping[str, str] = os.environ) -> TorchPlace | None:
+def torch_place(environ: Mapping[str, str] = os.environ) -> Place | None:
     """What torchrun, or whoever sets the same variables, says, else srun; None if nobody does.
 
     Raises:
         ConfigError: a variable is missing or disagrees with another one; with the remedy.
     """
     if not (environ.get("RANK", "") and environ.get("WORLD_SIZE", "")):
-        return _srun_place(environ)
+        step = step_place(environ)
+        if step is not None and environ.get("MASTER_ADDR"):
+            step = replace(step, host=environ["MASTER_ADDR"])
+        if step is not None and environ.get("MASTER_PORT"):
+            step = replace(step, port=_number("MASTER_PORT", environ, least=1))
+        return step
     rank, size = _number("RANK", environ, least=0), _number("WORLD_SIZE", environ, least=1)
     if rank >= size:
         raise ConfigError(f"RANK={rank} is not below WORLD_SIZE={size}: ranks are numbered from 0")
@@ -218,27 +197,13 @@ def torch_place(environ: Mapping[str, str] = os.environ) -> TorchPlace | None:
             )
         port = _number("MASTER_PORT", environ, least=1)
     attempt = f"{environ.get('TORCHELASTIC_RUN_ID', 'none')}/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-    return TorchPlace(
+    return Place(
         rank=rank,
         size=size,
         host=host,
         port=port,
         agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true",
         attempt=attempt,
-    )
-
-
-def _srun_place(environ: Mapping[str, str]) -> TorchPlace | None:
-    """Ranks meet at the first node, unless the user says where, and at a port that follows from the job's number."""
-    if (step := step_place(environ)) is None:
-        return None
-    return TorchPlace(
-        rank=step.rank,
-        size=step.size,
-        host=environ.get("MASTER_ADDR") or step.first_node,
-        port=_number("MASTER_PORT", environ, least=1) if environ.get("MASTER_PORT") else step.port,
-        agent_store=False,
-        attempt=step.name,
     )
 
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sirtaki.errors import ConfigError
-from sirtaki.launchers import TorchPlace, check_world_size, node_names, place, step_place, task_counts, torch_place
+from sirtaki.launchers import Place, check_world_size, node_names, place, step_place, task_counts, torch_place
 
 # ── launchers ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -78,7 +78,7 @@ TORCH = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "node
 def test_torchruns_variables_are_a_place():
     assert torch_place({}) is None
     assert torch_place({"WORLD_SIZE": "4"}) is None  # somebody's setting: no rank goes with it
-    expected = TorchPlace(rank=1, size=4, host="node0", port=29500, agent_store=False, attempt="none/0")
+    expected = Place(rank=1, size=4, host="node0", port=29500, agent_store=False, attempt="none/0")
     assert torch_place(TORCH) == expected
     elastic = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_RESTART_COUNT": "2"}
     place = torch_place(TORCH | elastic)
@@ -151,7 +151,7 @@ def test_a_task_knows_its_place_where_nodes_have_different_numbers_of_them():
     place = step_place(STEP)
     assert place is not None
     assert (place.rank, place.size, place.local_rank, place.local_size) == (6, 7, 0, 1)
-    assert place.first_node == "gpu03"
+    assert place.host == "gpu03"
 
 
 def test_one_task_has_no_place_nor_has_what_another_launcher_has_started():
