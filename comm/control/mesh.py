@@ -1,4 +1,9 @@
-"""The control plane over TCP: a communicator whose collective operations run over the links of a mesh.
+"""The control plane over TCP: connections between all ranks, and a communicator whose operations run over them.
+
+Frames travel over one TCP connection to each other rank. Whoever waits for something reads for all: there is no thread
+that would have to wake others up. What comes is put into the mailbox of its context. One thread sleeps until a
+connection breaks or it is time for a heartbeat. Heartbeats go round in a ring, from each rank to the next one, and cost
+a rank the same however many there are.
 
 An operation is a generator of steps, which yields while something has not come yet; with short messages it takes ⌈log₂
 size⌉ rounds for any number of ranks. Dissemination (Hensgen, Finkel, Manber 1988) serves the barrier and what may be
@@ -9,16 +14,618 @@ over 2ⁿ ranks. All ranks end with the same bits: sums are taken in one order.
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
-from collections.abc import Iterator, Sequence
+import logging
+import os
+import select
+import socket
+import struct
+import threading
+import time
+import weakref
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from enum import IntEnum
 from itertools import accumulate
-from typing import Protocol
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from sirtaki.errors import CommError, MismatchError, PeerLostError
+
 from .communicator import Array, Backend, Op, Test
-from .mesh_links import DIRECT_BYTES, MESH, Kind, Links, Sending
+from .failure import FailureBoard
+
+logger = logging.getLogger(__name__)
+
+MAX_PAYLOAD_BYTES = 4 * 1024**2
+"""Of one frame; longer messages take several, so that nobody allocates what a header merely claims."""
+
+_HEADER = struct.Struct("<BBxxIQQ")
+
+HEADER_BYTES = _HEADER.size
+
+
+class Kind(IntEnum):
+    """What a frame is for."""
+
+    DATA = 1
+    """A part of a collective operation."""
+    POST = 2
+    """A short message beside the operations."""
+    ALIVE = 3
+    """A heartbeat."""
+    LOST = 4
+    """The sender has lost a rank, whose number stands in `sequence`; the payload says how, in words."""
+    BYE = 5
+    """The sender needs the receiver no more; nothing comes after this."""
+
+
+_KINDS = frozenset(Kind)
+
+
+class Header(NamedTuple):
+    """What stands before a payload.
+
+    Attributes:
+        tag: of a posted message.
+        sequence: number of the operation within its context.
+        context: number of the communicator; 0 = the mesh itself.
+        length: bytes of the payload.
+    """
+
+    kind: int
+    tag: int
+    sequence: int
+    context: int
+    length: int
+
+
+def encode(kind: Kind, *, context: int = 0, sequence: int = 0, tag: int = 0, length: int = 0) -> bytes:
+    """The header of a frame."""
+    return _HEADER.pack(kind, tag, sequence & 0xFFFFFFFF, context, length)
+
+
+def decode(buffer: bytearray, offset: int) -> Header:
+    """The header that stands at `offset`.
+
+    Raises:
+        CommError: it is none.
+    """
+    header = Header(*_HEADER.unpack_from(buffer, offset))
+    if header.kind not in _KINDS or header.length > MAX_PAYLOAD_BYTES:
+        raise CommError(f"what came is no frame of a mesh: kind {header.kind}, {header.length} bytes")
+    return header
+
+
+DIRECT_BYTES = 64 * 1024
+"""Longer messages are read from the socket into their place, if somebody waits for them."""
+
+
+class _Wanted:
+    """A long message that somebody waits for."""
+
+    def __init__(self, view: memoryview, filled: int, sequence: int) -> None:
+        self.view, self.filled, self.sequence = view, filled, sequence
+        self.in_place = False  # the frame that is being read is
+
+
+class Inbox:
+    """Data of one sender, in order."""
+
+    def __init__(self) -> None:
+        self._arrived: deque[tuple[int, memoryview]] = deque()
+        self._wanted: _Wanted | None = None
+
+    def place(self, header: Header) -> memoryview:
+        """Memory for the payload of a frame: where it is waited for, if it is."""
+        wanted = self._wanted
+        if wanted is None or len(wanted.view) - wanted.filled < header.length:
+            return memoryview(bytearray(header.length))
+        wanted.in_place = True
+        return wanted.view[wanted.filled : wanted.filled + header.length]
+
+    def take(self, header: Header, payload: memoryview) -> None:
+        """A frame is whole."""
+        wanted = self._wanted
+        if wanted is None:
+            self._arrived.append((header.sequence, payload))
+            return
+        _check(header.sequence, wanted.sequence, wanted.filled + len(payload), len(wanted.view))
+        if not wanted.in_place:
+            wanted.view[wanted.filled : wanted.filled + len(payload)] = payload
+        wanted.in_place = False
+        wanted.filled += len(payload)
+        if wanted.filled == len(wanted.view):
+            self._wanted = None
+
+    def receive(self, view: memoryview, sequence: int) -> Iterator[None]:
+        """Fills `view` with the next message, which has this `sequence`; yields while it has not come.
+
+        Raises:
+            MismatchError: the sender is elsewhere, or sends more.
+        """
+        filled = 0
+        while True:
+            while not self._arrived:
+                yield
+            found, payload = self._arrived.popleft()
+            _check(found, sequence, filled + len(payload), len(view))
+            view[filled : filled + len(payload)] = payload
+            filled += len(payload)
+            if filled == len(view):
+                return
+
+    def post(self, view: memoryview, sequence: int) -> _Wanted:
+        """With nobody reading: the next message is to be read into `view`, of more than `DIRECT_BYTES`."""
+        wanted = _Wanted(view, 0, sequence)
+        self._wanted = wanted
+        while self._arrived and wanted.filled < len(view):
+            found, payload = self._arrived.popleft()
+            self.take(Header(Kind.DATA, 0, found, 0, len(payload)), payload)
+        return wanted
+
+
+def _check(found: int, expected: int, length: int, room: int) -> None:
+    if found != expected:
+        raise MismatchError(f"the ranks are at different operations of a communicator: {found} and {expected}")
+    if length > room:
+        raise MismatchError(f"a rank sends {length} bytes or more where {room} are expected")
+
+
+class Mailbox:
+    """All that has come for one context.
+
+    Attributes:
+        posts: short messages: (sender, tag, message).
+    """
+
+    def __init__(self) -> None:
+        self._inboxes: dict[int, Inbox] = {}
+        self.posts: deque[tuple[int, int, bytes]] = deque()
+
+    def inbox(self, source: int) -> Inbox:
+        """Of this sender, by its rank in the mesh."""
+        # setdefault: the thread that reads and the one that receives may come first at the same time
+        return self._inboxes.get(source) or self._inboxes.setdefault(source, Inbox())
+
+    def place(self, source: int, header: Header) -> memoryview:
+        """Memory for the payload that follows `header`."""
+        if header.kind == Kind.DATA:
+            return self.inbox(source).place(header)
+        return memoryview(bytearray(header.length))
+
+    def take(self, source: int, header: Header, payload: memoryview) -> None:
+        """The payload has come."""
+        if header.kind == Kind.DATA:
+            self.inbox(source).take(header, payload)
+        elif header.kind == Kind.POST:
+            self.posts.append((source, header.tag, bytes(payload)))
+        else:
+            raise CommError(f"rank {source} sends a frame of kind {header.kind} to a communicator")
+
+
+_INBOUND_BYTES = 64 * 1024
+
+COPIED_BYTES = 64 * 1024
+"""What cannot leave at once is copied if it is not longer, so that its sender may go on."""
+
+_TURN_BYTES = 8 * 1024**2
+"""After so many bytes of one connection the others have their turn."""
+
+
+class Sending:
+    """A message under way; `done` once its memory is not needed any more."""
+
+    __slots__ = ("done",)
+
+    def __init__(self) -> None:
+        self.done = False
+
+
+class Connection:
+    """A socket to `rank`.
+
+    Attributes:
+        rank: who is at the other end.
+        heard_s: `time.monotonic()` when something last came.
+        said_bye: the other end has taken its leave: that it closes is no failure.
+        ended: nothing more can come.
+    """
+
+    def __init__(self, sock: socket.socket, rank: int, *, silence_s: float | None = None) -> None:
+        """Owns the socket from now on; the kernel breaks it where the other host has been silent for so long."""
+        sock.setblocking(False)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if silence_s is not None:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, int(silence_s)))
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * silence_s))
+        self._socket, self.rank = sock, rank
+        self.heard_s = time.monotonic()
+        self.said_bye = self.ended = False
+        self._sending = threading.Lock()
+        self._queue: deque[tuple[list[memoryview], Sending]] = deque()
+        self._inbound = bytearray(_INBOUND_BYTES)
+        self._inbound_view = memoryview(self._inbound)
+        self._begin = self._end = 0
+        self._header: Header | None = None
+        self._payload = memoryview(b"")
+        self._filled = 0
+
+    def fileno(self) -> int:
+        """For epoll; -1 once it is closed."""
+        return self._socket.fileno()
+
+    # ── sending: from any thread ─────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def backlogged(self) -> bool:
+        """Something waits until the other end reads."""
+        return bool(self._queue)
+
+    def send(self, parts: Sequence[memoryview]) -> Sending:
+        """Sends the parts one after the other, now or as soon as there is room; see `flush`."""
+        sending = Sending()
+        with self._sending:
+            rest = list(parts) if self._queue else self._write(list(parts))
+            if not rest:
+                sending.done = True
+            else:
+                if sum(len(part) for part in rest) <= COPIED_BYTES:
+                    rest = [memoryview(b"".join(rest))]
+                    sending.done = True
+                self._queue.append((rest, sending))
+        return sending
+
+    def flush(self) -> None:
+        """Sends what waits, as far as there is room."""
+        if not self._queue or not self._sending.acquire(blocking=False):
+            return
+        try:
+            while self._queue:
+                parts, sending = self._queue[0]
+                rest = self._write(parts)
+                if rest:
+                    self._queue[0] = rest, sending
+                    return
+                sending.done = True
+                self._queue.popleft()
+        finally:
+            self._sending.release()
+
+    def _write(self, parts: list[memoryview]) -> list[memoryview]:
+        """What could not be written of them. To an end that is gone everything can: whoever reads finds it gone."""
+        while parts:
+            try:
+                written = self._socket.sendmsg(parts, [], socket.MSG_NOSIGNAL)
+            except BlockingIOError:
+                break
+            except OSError:
+                return []
+            while parts and written >= len(parts[0]):
+                written -= len(parts.pop(0))
+            if written:
+                parts[0] = parts[0][written:]
+        return parts
+
+    # ── reading: by one thread at a time ─────────────────────────────────────────────────────────────────────────
+
+    def read(self, receiver: Links) -> None:
+        """Hands what has come to `receiver`; `ended` is set at the end.
+
+        Raises:
+            CommError: what came is no frame, or no one's.
+        """
+        taken = 0
+        while taken < _TURN_BYTES:
+            direct = self._header is not None and self._begin == self._end
+            into = self._payload[self._filled :] if direct else self._inbound_view[self._end :]
+            try:
+                count = self._socket.recv_into(into)
+            except BlockingIOError:
+                return
+            except OSError:
+                count = 0
+            if count == 0:
+                self.ended = True
+                return
+            taken += count
+            self.heard_s = time.monotonic()
+            if direct:
+                self._filled += count
+                self._complete(receiver)
+            else:
+                self._end += count
+                self._parse(receiver)
+            if count < len(into):
+                return
+
+    def _parse(self, receiver: Links) -> None:
+        while True:
+            if self._header is None:
+                if self._end - self._begin < HEADER_BYTES:
+                    break
+                header = decode(self._inbound, self._begin)
+                self._begin += HEADER_BYTES
+                self._payload, self._filled = receiver.place(self.rank, header), 0
+                self._header = header
+            count = min(len(self._payload) - self._filled, self._end - self._begin)
+            if count:
+                self._payload[self._filled : self._filled + count] = self._inbound_view[
+                    self._begin : self._begin + count
+                ]
+                self._filled += count
+                self._begin += count
+            if not self._complete(receiver):
+                break
+        if self._begin == self._end:
+            self._begin = self._end = 0
+        elif self._begin > _INBOUND_BYTES // 2:
+            left = self._end - self._begin
+            self._inbound[:left] = self._inbound[self._begin : self._end]
+            self._begin, self._end = 0, left
+
+    def _complete(self, receiver: Links) -> bool:
+        """Hands the payload on if it is whole."""
+        assert self._header is not None
+        if self._filled < len(self._payload):
+            return False
+        header, payload = self._header, self._payload
+        self._header, self._payload = None, memoryview(b"")
+        receiver.take(self.rank, header, payload)
+        return True
+
+    def stop_sending(self) -> None:
+        """The other end finds the end of the stream after what was sent."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_WR)
+
+    def close(self) -> None:
+        """Closes the socket in this process; may be called twice."""
+        self._socket.close()
+
+
+BEATS = 6
+"""Heartbeats that may be missing before a rank is given up."""
+
+CLOSE_S = 5.0
+"""How long the end of a mesh waits for the others."""
+
+MESH = 0
+"""The context of what concerns the mesh itself."""
+
+_LONGEST_REASON = 2000
+
+
+class Links:
+    """The connections of `rank` to all others of a mesh.
+
+    Attributes:
+        failures: where the loss of a rank is reported.
+        reading: held while payloads are placed.
+    """
+
+    def __init__(self, rank: int, sockets: Mapping[int, socket.socket], *, heartbeat_s: float | None) -> None:
+        """Owns the sockets, one to every other rank, each of which has proved itself.
+
+        Args:
+            rank: of this process.
+            sockets: by the rank at their other end.
+            heartbeat_s: a rank that is silent for so long is given up; None = never.
+        """
+        self.rank, self.size = rank, len(sockets) + 1
+        self.failures = FailureBoard()
+        self._connections = {other: Connection(sock, other, silence_s=heartbeat_s) for other, sock in sockets.items()}
+        self._mailboxes: dict[int, Mailbox] = {}
+        self._freed: set[int] = {MESH}
+        self._backlogged: set[Connection] = set()
+        self.reading = threading.Lock()
+        self._readable, self._hung_up = select.epoll(), select.epoll()
+        self._by_descriptor: dict[int, Connection] = {}
+        self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._hung_up.register(self._wakeup, select.EPOLLIN)
+        for connection in self._connections.values():
+            descriptor = connection.fileno()
+            self._by_descriptor[descriptor] = connection
+            self._readable.register(descriptor, select.EPOLLIN)
+            self._hung_up.register(descriptor, select.EPOLLRDHUP)
+        self._beat_s = heartbeat_s / BEATS if heartbeat_s else None
+        self._silent_beats = 0
+        self._closing = False
+        self._thread = threading.Thread(target=self._watch, name="sirtaki-mesh", daemon=True)
+        if self._connections:
+            _open.add(self)
+            self._thread.start()
+
+    # ── for communicators ────────────────────────────────────────────────────────────────────────────────────────
+
+    def open(self, context: int) -> Mailbox:
+        """Where the messages of that context are; some may have come already."""
+        return self._mailboxes.get(context) or self._mailboxes.setdefault(context, Mailbox())
+
+    def free(self, context: int) -> None:
+        """What comes for that context from now on is dropped."""
+        self._freed.add(context)
+        self._mailboxes.pop(context, None)
+
+    def send(self, rank: int, kind: Kind, payload: memoryview, *, context: int, sequence: int, tag: int) -> Sending:
+        """Sends a message, in as many frames as it takes; its memory is in use until the `Sending` is done."""
+        parts = []
+        for start in range(0, len(payload) or 1, MAX_PAYLOAD_BYTES):
+            part = payload[start : start + MAX_PAYLOAD_BYTES]
+            header = encode(kind, context=context, sequence=sequence, tag=tag, length=len(part))
+            parts += [memoryview(header), part]
+        connection = self._connections[rank]
+        sending = connection.send(parts)
+        if connection.backlogged:
+            self._backlogged.add(connection)
+        return sending
+
+    def progress(self) -> None:
+        """Reads what has come and sends what has waited, unless another thread is doing that."""
+        if self.reading.acquire(blocking=False):
+            try:
+                self._progress()
+            finally:
+                self.reading.release()
+
+    # ── reading ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _progress(self) -> None:
+        for descriptor, _ in self._readable.poll(0):
+            if (connection := self._by_descriptor.get(descriptor)) is not None:
+                self._read(connection)
+        for connection in list(self._backlogged):
+            self._backlogged.discard(connection)
+            connection.flush()
+            if connection.backlogged:
+                self._backlogged.add(connection)
+
+    def _read(self, connection: Connection) -> None:
+        try:
+            connection.read(self)
+        except CommError as err:
+            self._drop(connection)
+            self._lose(connection.rank, f"rank {self.rank} cannot understand rank {connection.rank}: {err}")
+            return
+        if connection.ended:
+            self._drop(connection)
+            if not connection.said_bye:
+                self._lose(connection.rank, f"rank {connection.rank} has ended: its connection is closed")
+
+    def place(self, source: int, header: Header) -> memoryview:
+        """Memory for the payload that follows `header`."""
+        if header.context in self._freed:
+            return memoryview(bytearray(header.length))
+        return self.open(header.context).place(source, header)
+
+    def take(self, source: int, header: Header, payload: memoryview) -> None:
+        """The payload has come."""
+        if header.context != MESH:
+            if header.context not in self._freed:
+                self.open(header.context).take(source, header, payload)
+        elif header.kind == Kind.BYE:
+            self._connections[source].said_bye = True
+        elif header.kind == Kind.LOST:
+            self.failures.report(PeerLostError(bytes(payload).decode(errors="replace")))
+
+    def _drop(self, connection: Connection) -> None:
+        connection.ended = True
+        descriptor = connection.fileno()
+        if self._by_descriptor.pop(descriptor, None) is not None:
+            for poll in (self._readable, self._hung_up):
+                with suppress(OSError):
+                    poll.unregister(descriptor)
+            connection.close()
+
+    # ── failures ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _lose(self, rank: int, reason: str) -> None:
+        if self._closing or self.failures.error is not None:
+            return
+        self.failures.report(PeerLostError(reason))
+        self._tell(rank, reason)
+
+    def _tell(self, lost: int, reason: str) -> None:
+        """Tells all others that a rank is lost, so that nobody has to find out by itself."""
+        payload = memoryview(reason[:_LONGEST_REASON].encode())
+        for connection in list(self._connections.values()):
+            if connection.rank != lost and not connection.ended:
+                header = encode(Kind.LOST, sequence=lost, length=len(payload))
+                connection.send([memoryview(header), payload])
+
+    def abort(self, reason: str) -> None:
+        """Tells all others that this rank ends, and why; it is the last that they hear. From any thread."""
+        self._closing = True
+        self._tell(self.rank, reason)
+        for connection in list(self._connections.values()):
+            connection.flush()
+
+    def _watch(self) -> None:
+        """The thread: sleeps until a connection breaks, and sends and expects heartbeats."""
+        due_s = time.monotonic() + (self._beat_s or 0.0)
+        while not self._closing:
+            wait_s = None if self._beat_s is None else max(0.0, due_s - time.monotonic())
+            broken = self._hung_up.poll(wait_s)
+            if self._closing:
+                return
+            with self.reading:
+                for descriptor, _ in broken:
+                    connection = self._by_descriptor.get(descriptor)
+                    while connection is not None and not connection.ended:  # what it sent before comes first
+                        self._read(connection)
+                self._progress()
+            if self._beat_s is not None and time.monotonic() >= due_s:
+                due_s = time.monotonic() + self._beat_s
+                self._beat()
+
+    def _beat(self) -> None:
+        """One heartbeat: beats are counted, not seconds, so that a host that slept blames nobody."""
+        assert self._beat_s is not None
+        after = self._connections[(self.rank + 1) % self.size]
+        before = self._connections[(self.rank - 1) % self.size]
+        if not after.ended and not after.backlogged:
+            after.send([memoryview(encode(Kind.ALIVE))])
+        if before.ended or time.monotonic() - before.heard_s < 1.5 * self._beat_s:
+            self._silent_beats = 0
+            return
+        self._silent_beats += 1
+        if self._silent_beats >= BEATS:
+            silent_s = BEATS * self._beat_s
+            self._lose(
+                before.rank,
+                f"rank {before.rank} has sent nothing for {silent_s:.0f} s: it is stopped, hangs in code that holds "
+                "the interpreter, or its network is gone (SIRTAKI_HEARTBEAT_S says how long is too long)",
+            )
+
+    # ── the end ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def close(self) -> None:
+        """Collective: takes leave of all others, and closes the connections once they have, too."""
+        for connection in self._connections.values():
+            connection.send([memoryview(encode(Kind.BYE))])
+        deadline_s = time.monotonic() + CLOSE_S
+        # Closed with something unread, a connection would lose what the other end has not read yet.
+        while not all(each.said_bye or each.ended for each in self._connections.values()):
+            if time.monotonic() > deadline_s or self.failures.error is not None:
+                break
+            self.progress()
+            time.sleep(1e-3)
+        self._closing = True
+        with suppress(OSError):
+            os.eventfd_write(self._wakeup, 1)
+        if self._thread.is_alive():
+            self._thread.join(CLOSE_S)
+        with self.reading:
+            for connection in self._connections.values():
+                connection.flush()
+                connection.stop_sending()
+                self._drop(connection)
+            self._readable.close()
+            self._hung_up.close()
+            os.close(self._wakeup)
+            self._wakeup = -1
+
+    def close_in_child(self) -> None:
+        """In a process that the script has forked, as data loaders do: what it kept open would outlive its rank."""
+        for connection in self._connections.values():
+            connection.close()
+
+
+_open: weakref.WeakSet[Links] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    for links in list(_open):
+        links.close_in_child()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
+# ── operations ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 SHORT_BYTES = 32 * 1024
 """Up to here a round counts for more than the bytes in it."""
@@ -38,26 +645,30 @@ Steps = Iterator[None]
 Bytes = npt.NDArray[np.uint8]
 
 
-class Exchange(Protocol):
-    """One operation's messages with the other ranks of its communicator."""
+class Exchange:
+    """The messages of one operation of a communicator, told from those of others by its number."""
 
-    @property
-    def rank(self) -> int:
-        """This rank."""
-        ...
-
-    @property
-    def size(self) -> int:
-        """How many there are."""
-        ...
+    def __init__(self, communicator: MeshCommunicator, sequence: int) -> None:
+        self._comm, self._sequence = communicator, sequence
+        self.rank, self.size = communicator.rank, communicator.size
 
     def send(self, array: Array, rank: int) -> Sending:
         """Sends it; it is in use until the sending is done."""
-        ...
+        comm = self._comm
+        return comm._links.send(
+            comm._members[rank], Kind.DATA, _view(array), context=comm._context, sequence=self._sequence, tag=0
+        )
 
     def receive(self, array: Array, rank: int) -> Steps:
         """Fills it with the next message of that rank."""
-        ...
+        inbox, view = self._comm._mailbox.inbox(self._comm._members[rank]), _view(array)
+        if len(view) <= DIRECT_BYTES:
+            yield from inbox.receive(view, self._sequence)
+            return
+        with self._comm._links.reading:
+            wanted = inbox.post(view, self._sequence)
+        while wanted.filled < len(view):
+            yield
 
 
 def until_sent(*sendings: Sending) -> Steps:
@@ -282,15 +893,15 @@ class MeshCommunicator:
 
     def send(self, array: Array, rank: int) -> Test:
         """Begins to send; it matches the `receive` of that rank, in the order of calls."""
-        return self._begin(until_sent(_Exchange(self, 0).send(array, rank)))
+        return self._begin(until_sent(Exchange(self, 0).send(array, rank)))
 
     def receive(self, array: Array, rank: int) -> Test:
         """Begins to receive from that rank what it sends next."""
-        return self._begin(_Exchange(self, 0).receive(array, rank))
+        return self._begin(Exchange(self, 0).receive(array, rank))
 
-    def _next(self) -> _Exchange:
+    def _next(self) -> Exchange:
         self._sequence = self._sequence % 0xFFFFFFFF + 1  # 0 is what is not collective
-        return _Exchange(self, self._sequence)
+        return Exchange(self, self._sequence)
 
     def _begin(self, steps: Steps) -> Test:
         """Takes the first steps, which do not wait for anyone."""
@@ -326,30 +937,6 @@ class MeshCommunicator:
                 return None
         source, tag, message = posts.popleft()
         return self._members.index(source), tag, message
-
-
-class _Exchange:
-    """The messages of one operation of a communicator, told from those of others by its number."""
-
-    def __init__(self, communicator: MeshCommunicator, sequence: int) -> None:
-        self._comm, self._sequence = communicator, sequence
-        self.rank, self.size = communicator.rank, communicator.size
-
-    def send(self, array: Array, rank: int) -> Sending:
-        comm = self._comm
-        return comm._links.send(
-            comm._members[rank], Kind.DATA, _view(array), context=comm._context, sequence=self._sequence, tag=0
-        )
-
-    def receive(self, array: Array, rank: int) -> Steps:
-        inbox, view = self._comm._mailbox.inbox(self._comm._members[rank]), _view(array)
-        if len(view) <= DIRECT_BYTES:
-            yield from inbox.receive(view, self._sequence)
-            return
-        with self._comm._links.reading:
-            wanted = inbox.post(view, self._sequence)
-        while wanted.filled < len(view):
-            yield
 
 
 def _view(array: Array) -> memoryview:

@@ -36,8 +36,7 @@ from typing import TYPE_CHECKING, Any
 from sirtaki.errors import CommError, ConfigError, PeerLostError, SirtakiError
 
 from .addresses import LOOPBACK, host_identity, own_addresses
-from .mesh import MeshCommunicator
-from .mesh_links import Links
+from .mesh import Links, MeshCommunicator
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store, TCPStore

@@ -6,8 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from sirtaki.comm.control.mesh import MeshCommunicator
-from sirtaki.comm.control.mesh_links import Links
+from sirtaki.comm.control.mesh import Links, MeshCommunicator
 from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.errors import CommError
 

@@ -10,7 +10,7 @@ from simulation.network import Address, End, Message, Process
 
 from sirtaki.comm.control import mesh
 from sirtaki.comm.control.communicator import Array, Op
-from sirtaki.comm.control.mesh_links import BEATS, Header, Inbox, Kind, Sending
+from sirtaki.comm.control.mesh import BEATS, Header, Inbox, Kind, Sending
 from sirtaki.comm.control.mesh_rendezvous import Attendee
 from sirtaki.engine.membership import LONG_S, Change, Dismissal, Finished, Formed, Heard, Join, Patience, name_of
 from sirtaki.torch.elastic.repeating import Brought, agreed

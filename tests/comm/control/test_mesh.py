@@ -17,8 +17,7 @@ from fakes.meshes import close, connected, on_all, until
 from sirtaki.comm.control import mesh
 from sirtaki.comm.control.communicator import Op
 from sirtaki.comm.control.failure import poll_until
-from sirtaki.comm.control.mesh import MeshCommunicator
-from sirtaki.comm.control.mesh_links import (
+from sirtaki.comm.control.mesh import (
     COPIED_BYTES,
     MAX_PAYLOAD_BYTES,
     Connection,
@@ -27,6 +26,7 @@ from sirtaki.comm.control.mesh_links import (
     Kind,
     Links,
     Mailbox,
+    MeshCommunicator,
     Sending,
     encode,
 )
