@@ -34,7 +34,7 @@ TICK_S = 0.5
 LOOK_S = 0.02
 
 
-class SimulatedAgent(AgentRecord[End]):
+class SimulatedAgent(AgentRecord):
     """An agent as the driver has it."""
 
     code: int | None = None
@@ -60,7 +60,7 @@ class DriverProcess(Process):
         self.network.listeners[address] = self
         self.process = self
         policy = world.policy
-        self.agent_list: AgentList[SimulatedAgent] = AgentList(
+        self.agent_list: AgentList = AgentList(
             expected=expected or [],
             numbers=numbers,
             start_s=60.0,

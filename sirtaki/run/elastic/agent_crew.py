@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import IO, Any, Generic, Protocol, TypeVar
+from typing import IO, Any, Generic, TypeVar
 
 import msgspec
 
@@ -65,23 +65,8 @@ class Lost:
     why: str
 
 
-class Channel(Protocol):
-    """A connection to an agent, real or simulated."""
-
-    def send(self, message: msgspec.Struct | bytes) -> None:
-        """Sends a message, or what `json_channel.encoded` has made of it; drops it where the agent is gone."""
-        ...
-
-    def close(self) -> None:
-        """Ends it; again is harmless."""
-        ...
-
-
-_Channel = TypeVar("_Channel", bound=Channel)
-
-
-class AgentRecord(Generic[_Channel]):
-    """What is known of an agent.
+class AgentRecord:
+    """What is known of an agent, of another driver's as long as it is no `StartedAgent`.
 
     Attributes:
         host: "" = not known yet.
@@ -94,7 +79,7 @@ class AgentRecord(Generic[_Channel]):
 
     def __init__(self, host: str, number: int, *, now_s: float) -> None:
         self.host, self.number = host, number
-        self.channel: _Channel | None = None
+        self.channel: JsonChannel[FromAgent] | None = None
         self.started_s = self.heard_s = now_s
         self.places: Sequence[Place] = ()
 
@@ -107,11 +92,17 @@ class AgentRecord(Generic[_Channel]):
         if self.channel is not None:
             self.channel.close()
 
+    def wait(self, timeout_s: float) -> None:
+        """Until it has closed the connection, at most so long."""
+        deadline_s = time.monotonic() + timeout_s
+        with contextlib.suppress(ConnectionError):
+            while self.channel is not None and self.channel.fileno() >= 0 and time.monotonic() < deadline_s:
+                self.channel.receive()
+                time.sleep(0.05)
+        self.disconnect()
 
-_Agent = TypeVar("_Agent", bound=AgentRecord[Any])  # of whatever channel
 
-
-class AgentList(Generic[_Agent]):
+class AgentList:
     """The agents that a driver counts on, with the rules for when one is given up.
 
     Attributes:
@@ -130,12 +121,12 @@ class AgentList(Generic[_Agent]):
             tells: agents are told of each other, since one of them may start the next driver.
             now_s: the time.
         """
-        self.agents: dict[str, _Agent] = {}
+        self.agents: dict[str, AgentRecord] = {}
         self.expected = set(expected)
         self.adopts = bool(self.expected)
         self._numbers, self._start_s, self._tells = numbers, start_s, tells
         self._looked_s = now_s
-        self._remembered: list[tuple[float, _Agent]] = []
+        self._remembered: list[tuple[float, AgentRecord]] = []
 
     @property
     def hosts(self) -> list[str]:
@@ -152,11 +143,11 @@ class AgentList(Generic[_Agent]):
         self.expected.clear()
         self.adopts = False
 
-    def awaited(self, number: int) -> _Agent | None:
+    def awaited(self, number: int) -> AgentRecord | None:
         """That of this number which has not come yet; None = there is none."""
         return next((each for each in self.agents.values() if each.number == number and each.channel is None), None)
 
-    def hear(self, agent: _Agent, message: FromAgent, now_s: float) -> Heard | None:
+    def hear(self, agent: AgentRecord, message: FromAgent, now_s: float) -> Heard | None:
         """An agent has said that; None = nothing for others."""
         agent.heard_s = now_s
         match message:
@@ -202,7 +193,7 @@ class AgentList(Generic[_Agent]):
             elif now_s - agent.started_s > self._start_s:
                 yield from self.lose(agent, now_s, f"its agent has not answered within {self._start_s:g} s")
 
-    def lose(self, agent: _Agent, now_s: float, why: str = "its agent is gone") -> Iterator[Lost]:
+    def lose(self, agent: AgentRecord, now_s: float, why: str = "its agent is gone") -> Iterator[Lost]:
         """An agent is gone; nothing if it had been given up, or has never said its host."""
         is_known = self.agents.get(agent.host) is agent
         self._release(agent)
@@ -217,13 +208,13 @@ class AgentList(Generic[_Agent]):
                 agent.channel.send(EndAll())
             self._release(agent)
 
-    def _release(self, agent: _Agent) -> None:
+    def _release(self, agent: AgentRecord) -> None:
         """Without a word, since it may be this side that has to end; an agent without a driver ends, or finds one."""
         if self.agents.get(agent.host) is agent:
             del self.agents[agent.host]
         agent.disconnect()
 
-    def _watch(self, agent: _Agent) -> None:
+    def _watch(self, agent: AgentRecord) -> None:
         """Something was sent to the agent, or has come from it."""
 
 
@@ -410,20 +401,7 @@ class Switchboard(Generic[Speaker]):
             end.close()
 
 
-class AdoptedAgent(AgentRecord[JsonChannel[FromAgent]]):
-    """One that another driver has started."""
-
-    def wait(self, timeout_s: float) -> None:
-        """Until it has closed the connection, at most so long."""
-        deadline_s = time.monotonic() + timeout_s
-        with contextlib.suppress(ConnectionError):
-            while self.channel is not None and self.channel.fileno() >= 0 and time.monotonic() < deadline_s:
-                self.channel.receive()
-                time.sleep(0.05)
-        self.disconnect()
-
-
-class StartedAgent(AdoptedAgent):
+class StartedAgent(AgentRecord):
     """One agent from its start to its end; used once."""
 
     def __init__(
@@ -526,7 +504,7 @@ class _Filtered:
         self._stream.close()
 
 
-class AgentCrew(AgentList[AdoptedAgent]):
+class AgentCrew(AgentList):
     """All agents, one a host."""
 
     def __init__(
@@ -555,8 +533,8 @@ class AgentCrew(AgentList[AdoptedAgent]):
             now_s=time.monotonic(),
         )
         self._job, self._proof, self._pump, self._environ, self._plan = job, endpoint.proof, pump, environ, plan
-        self._board: Switchboard[AdoptedAgent] = Switchboard(endpoint)
-        self._leaving: list[AdoptedAgent] = []
+        self._board: Switchboard[AgentRecord] = Switchboard(endpoint)
+        self._leaving: list[AgentRecord] = []
 
     def wake(self) -> None:
         """From any thread: `look` returns."""
@@ -617,14 +595,14 @@ class AgentCrew(AgentList[AdoptedAgent]):
         """An agent has proved itself."""
         agent = self.awaited(number)
         if agent is None and self.adopts:
-            agent = AdoptedAgent("", number, now_s=time.monotonic())  # its host is not known before it says it
+            agent = AgentRecord("", number, now_s=time.monotonic())  # its host is not known before it says it
         if agent is None:
             sock.close()
             return
         agent.channel, agent.heard_s = JsonChannel(sock, FromAgent), time.monotonic()
         self._watch(agent)
 
-    def _hear(self, agent: AdoptedAgent) -> Iterator[Heard | Lost]:
+    def _hear(self, agent: AgentRecord) -> Iterator[Heard | Lost]:
         if agent.channel is None or agent.channel.fileno() < 0:
             return
         agent.channel.flush()
@@ -638,12 +616,12 @@ class AgentCrew(AgentList[AdoptedAgent]):
             if (heard := self.hear(agent, message, time.monotonic())) is not None:
                 yield heard
 
-    def _release(self, agent: AdoptedAgent) -> None:
+    def _release(self, agent: AgentRecord) -> None:
         if agent.channel is not None:
             self._board.disconnect(agent.channel)
         self._leaving.append(agent)
         super()._release(agent)
 
-    def _watch(self, agent: AdoptedAgent) -> None:
+    def _watch(self, agent: AgentRecord) -> None:
         if agent.channel is not None:
             self._board.watch(agent.channel, agent)

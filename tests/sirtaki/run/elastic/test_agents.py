@@ -437,7 +437,7 @@ class Channel:
         self.closed = True
 
 
-def come(agents: AgentList[AgentRecord[Channel]], host: str) -> Channel:
+def come(agents: AgentList, host: str) -> Channel:
     there = agents.agents[host] = AgentRecord(host, agents.next_number(), now_s=0.0)
     there.channel = Channel()
     places = ((host, there.number),)
@@ -448,11 +448,11 @@ def come(agents: AgentList[AgentRecord[Channel]], host: str) -> Channel:
 
 
 @pytest.fixture
-def agents() -> AgentList[AgentRecord[Channel]]:
+def agents() -> AgentList:
     return AgentList(expected=(), numbers=4, start_s=60.0, tells=True, now_s=0.0)
 
 
-def test_who_is_silent_is_given_up_and_the_others_remember_it_for_a_while(agents: AgentList[Any]) -> None:
+def test_who_is_silent_is_given_up_and_the_others_remember_it_for_a_while(agents: AgentList) -> None:
     silent, other = come(agents, "a"), come(agents, "b")
     for now_s in range(1, 11):
         agents.hear(agents.agents["b"], Beat(), float(now_s))
@@ -471,7 +471,7 @@ def test_who_is_silent_is_given_up_and_the_others_remember_it_for_a_while(agents
     assert [number for number, _ in other.sent[-1].agents] == [6]
 
 
-def test_a_driver_that_was_stopped_itself_blames_nobody(agents: AgentList[Any]) -> None:
+def test_a_driver_that_was_stopped_itself_blames_nobody(agents: AgentList) -> None:
     come(agents, "a")
     assert list(agents.tick(1000.0)) == []
     assert list(agents.tick(1004.0)) == []
