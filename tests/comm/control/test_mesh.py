@@ -25,7 +25,6 @@ from sirtaki.comm.control.mesh import (
     Inbox,
     Kind,
     Links,
-    Mailbox,
     MeshCommunicator,
     Sending,
     encode,
@@ -406,11 +405,3 @@ def test_ranks_at_different_operations_are_found_out(sequence: int, data: bytes)
     other.post(memoryview(bytearray(2)), 7)
     with pytest.raises(MismatchError):
         arrive(other, sequence, data)
-
-
-def test_a_communicator_takes_data_and_posts_only() -> None:
-    mailbox = Mailbox()
-    mailbox.take(2, Header(Kind.POST, 9, 0, 5, 3), memoryview(b"abc"))
-    assert list(mailbox.posts) == [(2, 9, b"abc")]
-    with pytest.raises(CommError, match="rank 2"):
-        mailbox.take(2, Header(Kind.BYE, 0, 0, 5, 0), memoryview(b""))

@@ -8,7 +8,7 @@ import pytest
 
 from sirtaki.comm.control import mpi
 from sirtaki.comm.control.mpi import Survivors, started_to_survive
-from sirtaki.errors import CommError, PeerLostError
+from sirtaki.errors import CommError
 
 # ── mpi ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -25,13 +25,6 @@ def test_pypis_open_mpi_does_not_look_for_a_fabric(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(mpi.metadata, "version", version_of)
     mpi._leave_out_fabric_component()
     assert mpi.os.environ["OMPI_MCA_btl"] == "^ofi"
-
-
-def test_what_the_user_has_chosen_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMPI_MCA_btl", "self,tcp")
-    monkeypatch.setattr(mpi.metadata, "version", version_of)
-    mpi._leave_out_fabric_component()
-    assert mpi.os.environ["OMPI_MCA_btl"] == "self,tcp"
 
 
 def test_a_clusters_mpi_is_left_as_its_administrator_has_set_it_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,12 +107,6 @@ def test_a_loss_is_heard_of_without_communicating(world: Communicator) -> None:
     assert survivors.lost()
 
 
-def test_a_library_that_refuses_to_probe_has_lost_somebody(world: Communicator) -> None:
-    survivors = Survivors()
-    world.error = Gone("revoked")
-    assert survivors.lost()
-
-
 @pytest.mark.parametrize(
     ("n_failed", "exit_code", "ends_by"),
     [(0, 0, ["exit 0"]), (0, 3, ["signal 9"]), (2, 3, ["exit 3"]), (1, 3, ["signal 9"])],
@@ -151,14 +138,6 @@ def test_those_who_are_left_are_the_survivors(world: Communicator) -> None:
     assert world.calls[-2:] == ["revoke", "shrink"]
     assert not survivors.lost()
     assert survivors.exchange("here") == ["here"] * 2
-
-
-def test_who_cannot_exchange_tells_all_others(world: Communicator) -> None:
-    survivors = Survivors()
-    world.error = Gone("process failed")
-    with pytest.raises(PeerLostError, match="while survivors met: process failed"):
-        survivors.exchange("here")
-    assert world.calls == ["revoke"]
 
 
 def test_a_library_that_never_returns_is_left_in_time(world: Communicator) -> None:

@@ -410,13 +410,6 @@ def test_a_loss_while_they_meet_begins_it_again(monkeypatch: pytest.MonkeyPatch)
     close_places(generation)
 
 
-def test_an_error_of_the_library_is_the_end() -> None:
-    (rank,) = World(1).ranks
-    rank.errors = [CommError("MPI cannot go on")]
-    with pytest.raises(CommError, match="cannot go on"):
-        join_left(rank, after=0)
-
-
 def test_a_loss_is_a_change_and_nobody_waits_for_the_lost() -> None:
     (rank,) = World(1).ranks
     membership = SurvivingMembership(rank, interface="lo")  # type: ignore[arg-type]

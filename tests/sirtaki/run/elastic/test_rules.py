@@ -125,47 +125,6 @@ def test_survivors_of_a_killed_rank_go_on_at_once_and_its_successor_joins_later(
     assert (form.number, form.workers, new_in(form)) == (3, (1, 2, 4, 5), {5})
 
 
-def test_rank_0_holds_the_state_even_where_a_new_rank_stands_before_it_on_another_host() -> None:
-    story = running({"a": 1, "b": 1}, min_ranks=1)
-    story.end(1, KILLED)
-    story.join(2, has_state=True)
-    story.join(3)
-    (form,) = of(Form, story.join(2, has_state=True))
-    assert (form.workers, new_in(form)) == ((2, 3), {3})
-    story.end(2, KILLED)  # before the new rank has synchronised
-    assert "state" in of(End, story.join(3))[0].text
-
-
-def test_a_member_without_state_does_not_come_before_one_that_has_it() -> None:
-    story = running({"a": 2, "b": 1}, min_ranks=1)
-    story.end(1, KILLED)
-    story.join(2, 3, has_state=True)  # on a and b
-    story.join(4)  # on a
-    story.join(2, 3, has_state=True)
-    assert story.members.member_list.members == (2, 4, 3)
-    story.end(2, KILLED)
-    story.join(4)
-    assert of(Form, story.join(3, has_state=True))[0].workers == (3, 4)
-
-
-def test_below_the_least_number_survivors_wait_for_the_successor() -> None:
-    story = running({"a": 2})
-    story.end(1, KILLED)
-    assert of(Form, story.join(2, has_state=True)) == []
-    (form,) = of(Form, story.join(3))
-    assert (form.workers, new_in(form)) == ((2, 3), {3})
-
-
-def test_below_the_least_number_they_do_not_wait_for_ever() -> None:
-    story = running({"a": 2}, timeout_s=60.0)
-    story.end(1, KILLED)
-    story.join(2, has_state=True)
-    assert of(End, story.wait(59.0)) == []
-    (end,) = of(End, story.wait(2.0))
-    assert end.exit_code == 1
-    assert "1 of at least 2 ranks came within 60 s" in end.text
-
-
 def test_a_member_that_does_not_leave_its_generation_is_killed() -> None:
     story = running({"a": 3})
     story.end(1, KILLED)
@@ -213,19 +172,6 @@ def test_who_is_to_leave_hands_the_state_over_first() -> None:
     assert Dismiss(worker=1, host="a") in story.all
 
 
-def test_hosts_that_come_back_while_their_ranks_are_still_there_keep_them() -> None:
-    story = running({"a": 1, "b": 1})
-    story.does(story.members.found, {"a": 1})
-    story.does(story.members.found, {"a": 1, "b": 1})
-    assert of(Form, story.join(1, 2, has_state=True))[0].workers == (1, 2)
-
-
-def test_there_are_never_more_ranks_than_wanted() -> None:
-    story = Story({"a": 2, "b": 4}, max_ranks=3)
-    assert len(of(StartRank, story.all)) == 3
-    assert len(of(StartAgent, Story({"a": 3, "b": 3}, max_ranks=3).all)) == 1
-
-
 def test_a_rank_that_fails_again_and_again_leaves_its_host_out() -> None:
     story = running({"a": 2, "b": 1}, cooldown_s=(10.0, 100.0))
     for worker in (3, 4):
@@ -263,20 +209,6 @@ def test_all_have_failed_is_the_failure_of_the_first() -> None:
     (end,) = of(End, story.end(1, RankEnd(exit_code=1, reason="PeerLostError: rank 1 died")))
     assert end.exit_code == 3
     assert "the first that failed was rank 1 (host a, slot 1): it failed (ValueError: a bad batch)" in end.text
-
-
-def test_a_script_that_cannot_run_ends_the_job_at_once() -> None:
-    story = Story({"a": 2})
-    story.end(1, RankEnd(exit_code=2))
-    (end,) = of(End, story.end(2, RankEnd(exit_code=2)))
-    assert end.exit_code == 2
-    assert len(of(StartRank, story.all)) == 2
-
-
-def test_a_program_that_joins_nothing_ends_well() -> None:
-    story = Story({"a": 2})
-    story.end(1, WELL)
-    assert of(End, story.end(2, WELL)) == [End(exit_code=0)]
 
 
 def test_a_job_has_succeeded_once_all_have_reported_and_one_has_finished() -> None:
@@ -509,16 +441,6 @@ def test_the_youngest_leave_where_there_are_too_many() -> None:
     assert [each.is_leaving for each in listed.workers.values()] == [False, True, False]
 
 
-def test_processes_are_called_by_their_rank_once_they_have_one_and_after_their_end() -> None:
-    listed = MemberList()
-    there = listed.add("a", 1, 0.0)
-    assert (listed.label(there.number), listed.place(there.number)) == ("a:1", "a.1")
-    assert listed.free_slots("a", 3) == [0, 2]
-    listed.begin([there], 0.0)
-    del listed.workers[there.number]
-    assert listed.label(there.number) == "0"
-
-
 # ── hosts ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -526,12 +448,6 @@ def pool(cooldown_s: tuple[float, float] | None = (10.0, 60.0)) -> HostPool:
     found = HostPool(Policy(start_ranks=1, min_ranks=1, cooldown_s=cooldown_s), random.Random(1))
     found.find({"a": 1, "b": 2})
     return found
-
-
-def test_hosts_keep_their_order_however_they_are_told() -> None:
-    hosts = pool()
-    hosts.find({"c": 1, "b": 3, "a": 1})
-    assert list(hosts.usable.items()) == [("a", 1), ("b", 3), ("c", 1)]
 
 
 def test_a_dropped_host_stays_away_longer_each_time_or_for_good() -> None:
@@ -636,11 +552,3 @@ def test_a_generation_begins_without_those_only_that_could_not_go_on() -> None:
     quorum.died(3)
     assert not quorum.permits([1])
     assert quorum.permits([1, 2])
-
-
-def test_before_the_first_generation_nothing_is_lost() -> None:
-    quorum = Quorum()
-    quorum.lose([1])
-    assert not quorum.is_lost
-    assert quorum.permits([1])
-    assert not quorum.settle()

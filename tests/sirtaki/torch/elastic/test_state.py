@@ -7,16 +7,14 @@ import copy
 import random
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
 from sirtaki.engine import job
 from sirtaki.engine.membership import Change
-from sirtaki.torch.elastic.checkpoints import RandomState
 from sirtaki.torch.elastic.sampler import ElasticSampler
 from sirtaki.torch.elastic.state import Commits, ObjectState, Standing, TorchState, copied
-from sirtaki.torch.exceptions import HorovodInternalError, HostsUpdatedInterrupt
+from sirtaki.torch.exceptions import HorovodInternalError
 
 # ── state ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -64,19 +62,6 @@ def test_a_commit_does_not_return_before_all_know_that_all_hold_it(others: Other
     with pytest.raises(HorovodInternalError, match="rank 1"):
         state.commit()
     assert state._standing() == Standing(written=1, completed=1)  # others may have returned from it
-
-
-@pytest.mark.parametrize(
-    ("mine", "theirs", "skips"),
-    [(Change.REMOVED, 0, True), (Change(0), Change.REMOVED.value, True), (Change.REMOVED, 1, False)],
-)
-def test_what_any_rank_has_heard_is_told_to_all(others: Others, mine: Change, theirs: int, skips: bool) -> None:
-    others.change, others.says = mine, (theirs, False, False, None)
-    state = ObjectState(step=0)
-    with pytest.raises(HostsUpdatedInterrupt) as interrupt:
-        state.commit()
-    assert interrupt.value.skip_sync is skips
-    assert state._standing() == Standing(written=1, completed=1)  # what was saved is held all the same
 
 
 def test_a_newer_commit_that_others_do_not_hold_is_forgotten_with_its_random_numbers(others: Others) -> None:
@@ -205,13 +190,6 @@ def test_copies_are_of_their_own_types_and_share_nothing() -> None:
 # ── random state ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_random_generators_go_on_where_they_were() -> None:
-    now = RandomState.now()
-    drawn = [random.random(), np.random.random(), torch.rand(1).item()]
-    now.put_back()
-    assert [random.random(), np.random.random(), torch.rand(1).item()] == drawn
-
-
 # ── sampler ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -265,21 +243,6 @@ def test_what_was_recorded_after_a_mark_is_forgotten_and_what_others_never_heard
     assert sampler.processed_num == 0
     sampler.rewind(mark)
     assert (sampler.epoch, sampler.processed_indices) == (0, {1, 2, 3})
-
-
-def test_news_of_another_epoch_say_nothing_of_this_one(be: object) -> None:
-    (sampler,) = samplers_of(be, 1)
-    sampler.set_epoch(2)
-    sampler.hear([(1, [5]), (2, [6])])
-    assert sampler.processed_indices == {6}
-
-
-def test_a_state_that_is_loaded_is_gone_on_with(be: object) -> None:
-    (sampler,) = samplers_of(be, 1)
-    sampler.load_state_dict({"epoch": 4, "processed_indices": {1, 3}})
-    assert sampler.state_dict() == {"epoch": 4, "processed_indices": {1, 3}}
-    assert sampler.news() == (4, [])
-    assert set(sampler) == set(range(23)) - {1, 3}
 
 
 def test_a_deal_is_even_covers_what_is_left_and_is_that_of_the_moment_of_the_reset(be: object) -> None:
