@@ -11,7 +11,7 @@ from pathlib import Path
 
 from sirtaki.errors import ConfigError, LaunchError
 from sirtaki.machine import usable_cores
-from sirtaki.mpi_library import Launcher, MpiLibrary, find_mpi_library, find_mpiexec
+from sirtaki.mpi_library import Launcher, find_mpi_library, find_mpiexec
 from sirtaki.settings import Settings
 
 from .console import say
@@ -22,15 +22,11 @@ from .rank_command import (
     RENDEZVOUS,
     Job,
     RankCommand,
-    add_defaults,
+    begin_environ,
     carried_variables,
-    crowd_note,
-    exported_variables,
+    complete_environ,
     mpiexec_command,
-    put_shim_first,
     rank_command,
-    rank_environ,
-    say_notes,
     ssh_variables,
     ssh_words,
 )
@@ -50,27 +46,44 @@ def launch(options: argparse.Namespace) -> int:
         ConfigError: options that is invalid; nothing was started.
         LaunchError: the ranks could not be started.
     """
-    exported = exported_variables(options.exported, os.environ)
-    environ = rank_environ(os.environ, {**options.rank_variables, **exported})
-    say_notes(tuple(options.notes), environ)
+    environ, exported = begin_environ(options)
     hosts = given_hosts(options.hosts, options.hostfile, environ)
-    ranks = _ranks(options.ranks, hosts)
+    slots = sum(host.slots for host in hosts)
+    if options.ranks is None and not hosts:
+        raise ConfigError("how many ranks? Give -np N, or hosts with slots (-H, --hostfile, a Slurm allocation)")
+    if options.ranks is not None and hosts and options.ranks > slots:
+        raise ConfigError(
+            f"-np {options.ranks}, but the hosts have {slots} slots; name more hosts or slots, or fewer ranks"
+        )
+    ranks = slots if options.ranks is None else options.ranks
     here = all(host.is_local for host in hosts)
     command = rank_command(options.command, as_horovod=options.as_horovod, check_files=here)
     library = find_mpi_library(command.python)
     mpiexec = find_mpiexec(library)
-    if options.as_horovod:
-        put_shim_first(environ, library.horovod or "")
-    local_ranks = _most_local_ranks(ranks, hosts)
-    if note := crowd_note(local_ranks, usable_cores()):
-        say(note)
     environ.update(_rendezvous(environ, hosts))
-    add_defaults(environ, local_ranks=local_ranks, cores=usable_cores(), interfaces=options.interfaces)
-    job = _job(options, ranks=ranks, hosts=hosts, command=command, exported=exported, environ=environ)
+    local_ranks = max((min(ranks, host.slots) for host in hosts), default=ranks)
+    complete_environ(environ, options, local_ranks=local_ranks, beside=library.horovod or "")
+    job = Job(
+        ranks=ranks,
+        hosts=() if here else hosts,
+        command=command.words,
+        exported=() if here else tuple(dict.fromkeys([*carried_variables(environ), *exported])),
+        oversubscribed=local_ranks > usable_cores(),
+        as_root=os.geteuid() == 0,
+        binding=tuple(shlex.split(options.binding_args)),
+        extra=tuple(shlex.split(options.mpi_args)),
+        interfaces=tuple(filter(None, options.interfaces.split(","))),
+        tcp=options.tcp,
+        ssh=() if here else (*OPTIONS, *ssh_arguments(options.ssh_port, options.ssh_identity_file)),
+        silent_s=Settings.from_environ(environ).heartbeat_s,
+    )
     job = _checked(job, command, environ, options)
     words = mpiexec_command(job, mpiexec, library)
     if options.verbose:
-        _describe(library, environ, hosts, words)
+        say(f"MPI library: {library.describe()}, mpi4py {library.mpi4py}")
+        say(f"hosts: {', '.join(f'{host.name} ({host.slots} slots)' for host in hosts) or 'this one'}")
+        say(f"OMP_NUM_THREADS={environ['OMP_NUM_THREADS']}, {usable_cores()} cores here")
+        say(f"starts: {shlex.join(words)}")
     output = OutputOptions(
         hydra=library.launcher is Launcher.HYDRA,
         prefix=options.prefix and ranks > 1,
@@ -80,32 +93,6 @@ def launch(options: argparse.Namespace) -> int:
     start_timeout_s = options.start_timeout or START_TIMEOUT_S + local_ranks / usable_cores()
     supervisor = Supervisor(ranks=ranks, start_timeout_s=start_timeout_s, output=output)
     return supervisor.run(words, {**environ, **ssh_variables(job, environ)})
-
-
-def _job(
-    options: argparse.Namespace,
-    *,
-    ranks: int,
-    hosts: tuple[Host, ...],
-    command: RankCommand,
-    exported: Mapping[str, str],
-    environ: Mapping[str, str],
-) -> Job:
-    here = all(host.is_local for host in hosts)
-    return Job(
-        ranks=ranks,
-        hosts=() if here else hosts,
-        command=command.words,
-        exported=() if here else tuple(dict.fromkeys([*carried_variables(environ), *exported])),
-        oversubscribed=_most_local_ranks(ranks, hosts) > usable_cores(),
-        as_root=os.geteuid() == 0,
-        binding=tuple(shlex.split(options.binding_args)),
-        extra=tuple(shlex.split(options.mpi_args)),
-        interfaces=tuple(filter(None, options.interfaces.split(","))),
-        tcp=options.tcp,
-        ssh=() if here else (*OPTIONS, *ssh_arguments(options.ssh_port, options.ssh_identity_file)),
-        silent_s=Settings.from_environ(environ).heartbeat_s,
-    )
 
 
 def _checked(job: Job, command: RankCommand, environ: Mapping[str, str], options: argparse.Namespace) -> Job:
@@ -148,24 +135,3 @@ def _rendezvous(environ: Mapping[str, str], hosts: tuple[Host, ...]) -> dict[str
         free.bind(("", 0))
         port = str(free.getsockname()[1])
     return {name: environ.get(name, value) for name, value in zip(RENDEZVOUS, (first, port), strict=True)}
-
-
-def _ranks(wanted: int | None, hosts: tuple[Host, ...]) -> int:
-    slots = sum(host.slots for host in hosts)
-    if wanted is None and not hosts:
-        raise ConfigError("how many ranks? Give -np N, or hosts with slots (-H, --hostfile, a Slurm allocation)")
-    if wanted is not None and hosts and wanted > slots:
-        raise ConfigError(f"-np {wanted}, but the hosts have {slots} slots; name more hosts or slots, or fewer ranks")
-    return slots if wanted is None else wanted
-
-
-def _most_local_ranks(ranks: int, hosts: tuple[Host, ...]) -> int:
-    """How many ranks the fullest host may get; other hosts are taken to have as many cores as this one."""
-    return max((min(ranks, host.slots) for host in hosts), default=ranks)
-
-
-def _describe(library: MpiLibrary, environ: Mapping[str, str], hosts: tuple[Host, ...], words: list[str]) -> None:
-    say(f"MPI library: {library.describe()}, mpi4py {library.mpi4py}")
-    say(f"hosts: {', '.join(f'{host.name} ({host.slots} slots)' for host in hosts) or 'this one'}")
-    say(f"OMP_NUM_THREADS={environ['OMP_NUM_THREADS']}, {usable_cores()} cores here")
-    say(f"starts: {shlex.join(words)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import shlex
@@ -13,6 +14,7 @@ from pathlib import Path
 
 from sirtaki.errors import ConfigError
 from sirtaki.launchers import AGENT, TORCH_NAMES
+from sirtaki.machine import usable_cores
 from sirtaki.mpi_library import Launcher, MpiLibrary
 from sirtaki.settings import REMOVED, Settings
 
@@ -45,21 +47,6 @@ _RANK_START_S, _RANK_GB = 2.5, 0.25  # of a core, and of memory: what importing 
 KEEP_FREED_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(8 << 30), "MALLOC_MMAP_THRESHOLD_": str(32 << 20)}
 
 
-def exported_variables(words: list[str], environ: Mapping[str, str]) -> dict[str, str]:
-    """`-x NAME=value` as it is, `-x NAME` with the launcher's value.
-
-    Raises:
-        ConfigError: there is no such variable.
-    """
-    found = {}
-    for word in words:
-        name, given, value = word.partition("=")
-        if not name or (not given and name not in environ):
-            raise ConfigError(f"-x {word}: {name or 'the variable'} is not set; write -x NAME=value or set it first")
-        found[name] = value if given else environ[name]
-    return found
-
-
 def rank_environ(environ: Mapping[str, str], added: Mapping[str, str]) -> dict[str, str]:
     """The launcher's environment without what an outer job has left in it, and with what is added."""
     outer = {f"HOROVOD_{name}" for name in _OUTER_RANK} | {*TORCH_NAMES.values(), AGENT, "HOROVOD_ELASTIC"}
@@ -69,48 +56,56 @@ def rank_environ(environ: Mapping[str, str], added: Mapping[str, str]) -> dict[s
     return {**kept, **added}
 
 
-def add_defaults(environ: dict[str, str], *, local_ranks: int, cores: int, interfaces: str) -> None:
-    """Adds what the user has not set.
+def begin_environ(options: argparse.Namespace) -> tuple[dict[str, str], dict[str, str]]:
+    """The environment of the ranks as far as the user has set it, and those of its variables that `-x` exports.
 
-    Args:
-        environ: of the ranks, changed in place.
-        local_ranks: how many the fullest host may get.
-        cores: that they share.
-        interfaces: that the user has named; "" = any.
-    """
-    environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // local_ranks)))
-    for name, value in KEEP_FREED_MEMORY.items():
-        environ.setdefault(name, value)
-    if interfaces:
-        environ.update(dict.fromkeys(("SIRTAKI_GLOO_IFACE", "NCCL_SOCKET_IFNAME"), interfaces))
-
-
-def say_notes(notes: tuple[str, ...], environ: dict[str, str]) -> None:
-    """Tells which options and variables have no effect; variables of earlier releases go no further than here.
+    `-x NAME=value` sets a variable, `-x NAME` takes the launcher's. Tells which options and variables have no effect;
+    variables of earlier releases go no further than here.
 
     Raises:
-        ConfigError: a variable has no valid value.
+        ConfigError: a variable that is to be exported is not set, or one has no valid value.
     """
+    exported = {}
+    for word in options.exported:
+        name, given, value = word.partition("=")
+        if not name or (not given and name not in os.environ):
+            raise ConfigError(f"-x {word}: {name or 'the variable'} is not set; write -x NAME=value or set it first")
+        exported[name] = value if given else os.environ[name]
+    environ = rank_environ(os.environ, {**options.rank_variables, **exported})
     settings = Settings.from_environ(environ)
-    for note in (*notes, *settings.notes, *settings.warnings):
+    for note in (*options.notes, *settings.notes, *settings.warnings):
         say(note)
     for name in REMOVED:
         environ.pop(name, None)
+    return environ, exported
 
 
-def put_shim_first(environ: dict[str, str], beside: str) -> None:
-    """Has `import horovod` give Sirtaki; `beside` = the version of an installed Horovod, or ""."""
-    environ["PYTHONPATH"] = os.pathsep.join([str(SHIM), *filter(None, [environ.get("PYTHONPATH")])])
-    say(f"`import horovod` gives Sirtaki{f'; the installed Horovod {beside} is set aside' if beside else ''}")
+def complete_environ(
+    environ: dict[str, str], options: argparse.Namespace, *, local_ranks: int, beside: str = ""
+) -> None:
+    """Adds to the environment of the ranks what the user has not set, and tells what so many ranks mean.
 
-
-def crowd_note(ranks: int, cores: int) -> str:
-    """What so many ranks on so few cores mean; "" = nothing worth telling."""
-    if ranks <= CROWD * cores:
-        return ""
-    start_s, memory_gb = ranks * _RANK_START_S / cores, ranks * _RANK_GB
-    start = f"{start_s:.0f} s" if start_s < 100 else f"{start_s / 60:.0f} minutes"
-    return f"{ranks} ranks share {cores} cores: importing PyTorch alone takes about {start} and {memory_gb:.0f} GB"
+    Args:
+        environ: changed in place.
+        options: of the command line.
+        local_ranks: how many the fullest host may get; hosts are taken to have as many cores as this one.
+        beside: version of a Horovod that is installed, "" = none.
+    """
+    cores = usable_cores()
+    if options.as_horovod:
+        environ["PYTHONPATH"] = os.pathsep.join([str(SHIM), *filter(None, [environ.get("PYTHONPATH")])])
+        say(f"`import horovod` gives Sirtaki{f'; the installed Horovod {beside} is set aside' if beside else ''}")
+    if local_ranks > CROWD * cores:
+        start_s, memory_gb = local_ranks * _RANK_START_S / cores, local_ranks * _RANK_GB
+        start = f"{start_s:.0f} s" if start_s < 100 else f"{start_s / 60:.0f} minutes"
+        say(
+            f"{local_ranks} ranks share {cores} cores: importing PyTorch alone takes about {start} and "
+            f"{memory_gb:.0f} GB"
+        )
+    defaults = {"OMP_NUM_THREADS": str(max(1, cores // local_ranks)), **KEEP_FREED_MEMORY}
+    environ.update({name: value for name, value in defaults.items() if name not in environ})
+    if options.interfaces:
+        environ.update(dict.fromkeys(("SIRTAKI_GLOO_IFACE", "NCCL_SOCKET_IFNAME"), options.interfaces))
 
 
 _PYTHON = re.compile(r"python(\d+(\.\d+)?)?")

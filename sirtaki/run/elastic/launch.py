@@ -23,22 +23,12 @@ import msgspec
 
 from sirtaki.errors import ConfigError, LaunchError
 from sirtaki.launchers import node_names
-from sirtaki.machine import usable_cores
 from sirtaki.settings import Settings
 
 from ..console import Console, say
 from ..hosts import Host, given_hosts, ssh_arguments
 from ..output import OutputOptions, RankOutput, output_folder
-from ..rank_command import (
-    add_defaults,
-    carried_variables,
-    crowd_note,
-    exported_variables,
-    put_shim_first,
-    rank_command,
-    rank_environ,
-    say_notes,
-)
+from ..rank_command import begin_environ, carried_variables, complete_environ, rank_command
 from .agent import Inheritance
 from .agent_crew import AgentCrew, AgentStart, DriverEndpoint, ElasticJob, new_endpoint
 from .driver import Driver, Hosts, ask_script
@@ -134,9 +124,7 @@ def launch_elastic(options: argparse.Namespace) -> int:
         ConfigError: options that is invalid; nothing was started.
         LaunchError: the launcher cannot listen.
     """
-    exported = exported_variables(options.exported, os.environ)
-    environ = rank_environ(os.environ, {**options.rank_variables, **exported})
-    say_notes(tuple(options.notes), environ)
+    environ, exported = begin_environ(options)
     for option, name in (("mpi_args", "--mpi-args"), ("binding_args", "--binding-args"), ("tcp", "--tcp")):
         if getattr(options, option):
             say(f"{name} has no effect here: no mpiexec starts ranks that come and go")
@@ -158,13 +146,8 @@ def launch_elastic(options: argparse.Namespace) -> int:
         agents.words("host")  # which refuses what cannot work
     here = not script and all(agents.is_child(host) for host in hosts)
     command = rank_command(options.command, as_horovod=options.as_horovod, check_files=here)
-    if options.as_horovod:
-        put_shim_first(environ, "")
-    local_ranks = min(max([1, *hosts.values()]), policy.max_ranks or 2**31)
-    if note := crowd_note(local_ranks, usable_cores()):
-        say(note)
     environ["HOROVOD_ELASTIC_TIMEOUT"] = f"{policy.timeout_s + _LATER_S:g}"
-    add_defaults(environ, local_ranks=local_ranks, cores=usable_cores(), interfaces=options.interfaces)
+    complete_environ(environ, options, local_ranks=min(max([1, *hosts.values()]), policy.max_ranks or 2**31))
     job = ElasticJob(
         command=command.words,
         script=command.script,
