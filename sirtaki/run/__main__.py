@@ -6,10 +6,10 @@ from pathlib import Path
 
 from sirtaki.errors import ConfigError, LaunchError
 
-from .console import open_standard_streams, say
 from .elastic.launch import launch_elastic
 from .launch import launch
 from .options import arguments_from_file, is_elastic, option_names, parse
+from .output import open_standard_streams, say
 
 
 def main(arguments: list[str] | None = None) -> int:

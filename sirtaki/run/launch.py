@@ -14,10 +14,9 @@ from sirtaki.machine import usable_cores
 from sirtaki.mpi_library import Launcher, find_mpi_library, find_mpiexec
 from sirtaki.settings import Settings
 
-from .console import say
 from .host_check import Need, finding_here, interface_problem, versions_here
 from .hosts import OPTIONS, Host, given_hosts, is_by_ssh, look_at, shared_networks, ssh_arguments
-from .output import OutputOptions, output_folder
+from .output import OutputOptions, output_folder, say
 from .rank_command import (
     RENDEZVOUS,
     Job,

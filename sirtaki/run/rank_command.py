@@ -19,8 +19,8 @@ from sirtaki.mpi_library import Launcher, MpiLibrary
 from sirtaki.settings import REMOVED, Settings
 
 from .as_horovod import SHIM
-from .console import say
 from .hosts import Host
+from .output import say
 
 # What an outer MPI job leaves in the environment; mpiexec would believe to be one of its ranks.
 _OUTER_JOB = (

@@ -18,7 +18,6 @@ from typing import IO
 from sirtaki.errors import LaunchError
 from sirtaki.machine import process_fields
 
-from .console import Console
 from .leftovers import (
     Janitor,
     kill,
@@ -28,7 +27,7 @@ from .leftovers import (
     remove_session_folder,
     session_members,
 )
-from .output import Ending, NoticeFilter, OutputOptions, RankOutput, killed
+from .output import Console, Ending, NoticeFilter, OutputOptions, RankOutput, killed
 from .rank_channel import Event, Message, end_with_parent
 
 FAILURE_GRACE_S = 3.0

@@ -25,9 +25,8 @@ from sirtaki.errors import ConfigError, LaunchError
 from sirtaki.launchers import node_names
 from sirtaki.settings import Settings
 
-from ..console import Console, say
 from ..hosts import Host, given_hosts, ssh_arguments
-from ..output import OutputOptions, RankOutput, output_folder
+from ..output import Console, OutputOptions, RankOutput, output_folder, say
 from ..rank_command import begin_environ, carried_variables, complete_environ, rank_command
 from .agent import Inheritance
 from .agent_crew import AgentCrew, AgentStart, DriverEndpoint, ElasticJob, new_endpoint
