@@ -1,5 +1,6 @@
 """The control plane: where ranks are, what they agree on and tell each other, and how waiting ends."""
 
+import itertools
 import socket
 import threading
 import time
