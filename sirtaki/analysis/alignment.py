@@ -153,7 +153,12 @@ def _coarse(reference: str, barriers: Sequence[_Barrier]) -> dict[str, float]:
 
 
 def _fit(reference: str, barriers: Sequence[_Barrier], middles: Mapping[str, float]) -> dict[str, ClockLine]:
-    """The lines of all clocks that units join with the reference, itself left out."""
+    """The lines of all clocks that units join with the reference, itself left out.
+
+    A linear programme, in microseconds. Every barrier has a moment of its own, between all issues and all ends.
+    Variables: of each clock but the reference's, an offset, what its drift adds by the end, and the size of that; of
+    each clock, its margin, the reference's first; of each barrier, its moment.
+    """
     coarse = _coarse(reference, barriers)
     others = [clock for clock in coarse if clock != reference]
     if not others:
@@ -161,43 +166,13 @@ def _fit(reference: str, barriers: Sequence[_Barrier], middles: Mapping[str, flo
     known = [barrier for barrier in barriers if coarse.keys() & barrier.done_s.keys()]
     moments = [(clock, moment_s) for one in known for clock, moment_s in one.done_s.items()]
     half_s = max((abs(moment_s - middles[clock]) for clock, moment_s in moments), default=0.0) or 1.0
-    offsets, shifts, margins = _solve(reference, others, known, coarse, middles, half_s)
-    return {
-        clock: ClockLine(
-            origin_s=middles[clock],
-            offset_s=coarse[clock] + offsets[clock],
-            drift=shifts[clock] / half_s,
-            error_s=abs(margins[reference] + margins[clock]),
-            known=Known.UNITS,
-        )
-        for clock in others
-    }
-
-
-def _solve(
-    reference: str,
-    others: Sequence[str],
-    barriers: Sequence[_Barrier],
-    coarse: Mapping[str, float],
-    middles: Mapping[str, float],
-    half_s: float,
-) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
-    """The linear programme, in microseconds. Every barrier has a moment of its own, between all issues and all ends.
-
-    Variables: of each clock but the reference's, an offset, what its drift adds by the end, and the size of that; of
-    each clock, its margin; of each barrier, its moment.
-
-    Returns:
-        Offsets, what the drifts add by the end, and margins, in seconds, by clock.
-    """
     from scipy.optimize import linprog  # slow to load
     from scipy.sparse import coo_array
 
-    clocks = [reference, *others]
-    n, n_all = len(others), len(clocks)
+    n = len(others)
     offset = {clock: number for number, clock in enumerate(others)}
-    margin = {clock: 3 * n + number for number, clock in enumerate(clocks)}
-    moment = 3 * n + n_all
+    margin = {clock: 3 * n + number for number, clock in enumerate([reference, *others])}
+    moment = 4 * n + 1
     rows, columns, values, bounds = list[int](), list[int](), list[float](), list[float]()
 
     def at_most(terms: Sequence[tuple[int, float]], bound: float) -> None:
@@ -208,7 +183,7 @@ def _solve(
         bounds.append(bound)
 
     base_s = middles[reference]
-    for number, barrier in enumerate(barriers):
+    for number, barrier in enumerate(known):
         for clock, issue_s in barrier.issue_s.items():
             done_s = barrier.done_s[clock]
             for moment_s, sign in ((issue_s, 1.0), (done_s, -1.0)):
@@ -221,7 +196,7 @@ def _solve(
     for place in range(n):
         at_most([(n + place, 1.0), (2 * n + place, -1.0)], 0.0)
         at_most([(n + place, -1.0), (2 * n + place, -1.0)], 0.0)
-    total = moment + len(barriers)
+    total = moment + len(known)
     cost = np.zeros(total)
     cost[2 * n : 3 * n] = DRIFT_PRICE
     cost[3 * n : moment] = -1.0
@@ -231,11 +206,16 @@ def _solve(
         cost, A_ub=coo_array((values, (rows, columns)), shape=(len(bounds), total)).tocsr(), b_ub=bounds, bounds=limits
     )
     solved = found.x / _US if found.x is not None else np.zeros(total)
-    return (
-        {clock: float(solved[place]) for clock, place in offset.items()},
-        {clock: float(solved[n + place]) for clock, place in offset.items()},
-        {clock: float(solved[place]) for clock, place in margin.items()},
-    )
+    return {
+        clock: ClockLine(
+            origin_s=middles[clock],
+            offset_s=coarse[clock] + float(solved[place]),
+            drift=float(solved[n + place]) / half_s,
+            error_s=abs(float(solved[margin[reference]]) + float(solved[margin[clock]])),
+            known=Known.UNITS,
+        )
+        for clock, place in offset.items()
+    }
 
 
 COLUMNS = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.UPDATE)

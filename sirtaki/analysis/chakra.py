@@ -155,7 +155,7 @@ class TraceNode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traces:
-    """Of all ranks.
+    """The traces of all ranks.
 
     Attributes:
         nodes: by rank, each after what it waits for.
@@ -167,7 +167,7 @@ class Traces:
 
 
 def traces(histories: Histories) -> Traces:
-    """Those of all iterations that are replayed, one behind the other."""
+    """Return the traces of all iterations that are replayed, one behind the other."""
     groups = {histories.ranks: ALL_RANKS}
     for step in histories.steps:
         for one in step.barriers:

@@ -172,7 +172,7 @@ def _kinds(job: JobModel, tolerance: float) -> dict[int, int]:
 
 
 def _lengths(program: Program) -> dict[Hashable, float]:
-    """Of a rank's iteration: what it does up to each operation, and in each phase."""
+    """Seconds of a rank's iteration up to each operation, and in each phase."""
     found: dict[Hashable, float] = defaultdict(float)
     so_far_s = 0.0
     for piece in program:
@@ -332,7 +332,7 @@ def critical_path(replay: Replay) -> tuple[Visit, ...]:
 
 
 def parts(replay: Replay) -> tuple[Part, ...]:
-    """What the path is made of, the largest part first; seconds are of a mean iteration."""
+    """Return what the critical path is made of, the largest part first; seconds are of a mean iteration."""
     seconds: dict[tuple[str, int, Phase], float] = defaultdict(float)
     graph = replay.graph
     for visit in critical_path(replay):
@@ -418,17 +418,17 @@ class StepTimes:
 
     @property
     def forward_s(self) -> float:
-        """Of the forward pass."""
+        """Seconds of the forward pass."""
         return self.phases_s.get(Phase.FORWARD, 0.0)
 
     @property
     def backward_s(self) -> float:
-        """Of the backward pass, until gradients are reduced: `backward()` waits for them."""
+        """Seconds of the backward pass, until gradients are reduced: `backward()` waits for them."""
         return self.phases_s.get(Phase.BACKWARD, 0.0)
 
 
 def recorded(histories: Histories) -> StepTimes:
-    """What was recorded."""
+    """Return how long steps took as they were recorded."""
     steps_s: list[list[float]] = []
     phases_s: dict[Phase, float] = defaultdict(float)
     for step in histories.steps:
@@ -440,7 +440,7 @@ def recorded(histories: Histories) -> StepTimes:
 
 
 def replayed(replay: Replay) -> StepTimes:
-    """What was replayed."""
+    """Return how long steps take in a replay."""
     graph = replay.graph
     steps_s: dict[int, dict[int, float]] = defaultdict(lambda: defaultdict(float))
     phases_s: dict[Phase, float] = defaultdict(float)
@@ -480,12 +480,12 @@ def _part_s(graph: Graph, activities: Collection[Activity]) -> float:
 
 
 def communication_s(graph: Graph) -> float:
-    """What ranks do together, as if nobody had to wait for gradients."""
+    """Seconds of what ranks do together, as if nobody had to wait for gradients."""
     return _part_s(graph, {Activity.UNIT, Activity.COLLECTIVE})
 
 
 def computation_s(graph: Graph) -> float:
-    """What the slowest rank does by itself, as if nobody waited for others."""
+    """Seconds of what the slowest rank does by itself, as if nobody waited for others."""
     return _part_s(graph, {Activity.COMPUTE, Activity.DATA, Activity.COPY})
 
 

@@ -484,7 +484,7 @@ class Histories:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """That there is something of."""
+        """Ranks of which something was recorded, ascending."""
         return tuple(self.begin_s)
 
     def crosses_hosts(self, barrier: Barrier) -> bool:
@@ -590,12 +590,12 @@ class ShareClock:
             self._speeds.append(server.share(max(1.0, jobs)))
 
     def at(self, moment_s: float) -> float:
-        """What it shows."""
+        """Return what it shows at a moment."""
         place = max(0, bisect_right(self._moments_s, moment_s) - 1)
         return self._shown_s[place] + (moment_s - self._moments_s[place]) * self._speeds[place]
 
     def between(self, begin_s: float, end_s: float) -> float:
-        """What a job got done, in seconds of a server of its own."""
+        """Return what a job got done, in seconds of a server of its own."""
         return max(0.0, self.at(end_s) - self.at(begin_s))
 
 
@@ -654,7 +654,7 @@ LINK = "the link between hosts"
 
 
 def job_model(histories: Histories) -> JobModel:
-    """What the recorded iterations are made of."""
+    """Return the work that the recorded iterations are made of, freed of what shared processors and links cost."""
     job, hosts = histories.recording.job, histories.hosts
     recorded = [one for step in histories.steps for one in step.barriers]
 
@@ -753,7 +753,7 @@ def link_server(link: LinkModel) -> Server:
 
 
 def _processors(places: Sequence[Placement]) -> tuple[Processors, ...]:
-    """Of each machine: hosts with one clock are on one."""
+    """Return the processors of each machine; hosts with one clock are on one."""
     machines: dict[str, list[Placement]] = defaultdict(list)
     for place in places:
         machines[place.clock].append(place)

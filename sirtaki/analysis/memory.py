@@ -377,7 +377,7 @@ OUR_MEMORY_PASSES = (
 
 
 def memory_passes() -> tuple[MemoryPass, ...]:
-    """All of them, others' behind ours.
+    """Return all passes, those of other packages behind ours.
 
     Raises:
         ConfigError: one that another package brings is none.
@@ -570,7 +570,7 @@ class Fitting:
 
     @property
     def is_met(self) -> bool:
-        """By the chosen remedy, or without one."""
+        """The budget is met by the chosen remedy, or without one."""
         return self.chosen is not None or self.peak_bytes <= self.budget_bytes
 
     @property
@@ -599,7 +599,7 @@ def highest_rank(recording: Recording) -> RankRecording:
 
 
 def memory_replay(rank: RankRecording) -> MemoryReplay:
-    """Of the device that the rank trains on; its memory is known."""
+    """Replay the memory of the device that a rank trains on; it must have been recorded."""
     assert rank.memory is not None
     return MemoryReplay(rank.memory)
 
@@ -669,7 +669,7 @@ def peak_words(rank: RankRecording, replay: MemoryReplay, peak: Peak) -> str:
 
 
 def phase_at(rank: RankRecording, at_s: float) -> Phase:
-    """Of the step whose memory was recorded."""
+    """Return the phase at a moment of the step whose memory was recorded."""
     assert rank.memory is not None
     number = rank.memory.iteration
     spans = next((one.spans for one in rank.iterations if one.number == number), ())

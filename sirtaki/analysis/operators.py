@@ -45,7 +45,7 @@ class Mark:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClockMap:
-    """From that clock to ours.
+    """Translates moments of torch.profiler's clock into ours.
 
     Attributes:
         origin_ns: a moment of that clock.
@@ -63,7 +63,7 @@ class ClockMap:
 
 
 def map_clock(marks: Sequence[Mark]) -> ClockMap:
-    """What all marks allow, or what contradicts them least.
+    """Find the clock that all marks allow, or that contradicts them least.
 
     Raises:
         RecordingError: there is no mark.
@@ -107,7 +107,7 @@ class TensorWatch:
     """Watches one step of the calling process."""
 
     def __init__(self) -> None:
-        """From now on; a step takes about three times as long."""
+        """Watch from now on; a step takes about three times as long."""
         number, self._path = tempfile.mkstemp(prefix="sirtaki-", suffix=".json")
         os.close(number)
         self._observer = ExecutionTraceObserver()
@@ -132,7 +132,7 @@ class TensorWatch:
 
 
 def readers(nodes: Sequence[Node]) -> tuple[Reader, ...]:
-    """Of the thread with the most operators, in the order in which they began.
+    """Return the operators of the thread with the most of them, in the order in which they began.
 
     Raises:
         KeyError, TypeError, IndexError: an execution trace looks otherwise.
@@ -177,7 +177,7 @@ def readers(nodes: Sequence[Node]) -> tuple[Reader, ...]:
 
 
 def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:  # Any: JSON
-    """Also those in lists."""
+    """Yield the tensors among values, those in lists too."""
     for value in values:
         if isinstance(value, list):
             if len(value) == 6 and isinstance(value[5], str):
@@ -222,7 +222,7 @@ def with_edges(pieces: Sequence[tuple[int, Operator]], found: Sequence[Reader]) 
 
 
 def _pairs(watched: Sequence[str], names: Sequence[str]) -> dict[int, int]:
-    """By place in the one, that in the other: mostly, all of them."""
+    """Map places in the one list to those in the other; mostly, lists are equal."""
     if watched == names:
         return {place: place for place in range(len(names))}
     blocks = SequenceMatcher(None, watched, names, autojunk=False).get_matching_blocks()
@@ -279,7 +279,7 @@ class MemoryEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """All of it.
+    """All that torch.profiler has seen.
 
     Attributes:
         events: in no order.
@@ -332,7 +332,7 @@ class Kineto:
         return threading.get_ident() == self._thread
 
     def mark(self) -> None:
-        """Between two steps: makes the clocks comparable."""
+        """Make the clocks comparable; called between two steps."""
         self._watch_no_more()
         for _ in range(MARKS_AT_ONCE):
             before_s = time.perf_counter()
@@ -436,7 +436,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOperators:
-    """What is known of it then."""
+    """A step's operators and phases."""
 
     operators: tuple[Operator, ...]
     spans: tuple[PhaseSpan, ...]
@@ -453,7 +453,7 @@ def _of_none(_: Event) -> int:
 def operators_of(
     seen: Seen, steps: Sequence[Step], module_of: ModuleOf = _of_none
 ) -> tuple[list[StepOperators], tuple[str, ...]]:
-    """Of each step, and what the lanes are."""
+    """Return the operators of each step, and the names of the lanes."""
     lanes, names = _lanes(seen)
     ordered = sorted(seen.events, key=lambda event: (event.begin_s, -event.end_s))
     begins = [event.begin_s for event in ordered]
@@ -529,7 +529,7 @@ def _forward_from(
 
 
 def _top_level(events: Iterable[Event]) -> Iterator[Event]:
-    """Those that lie in no other one of their lane; `events` by their begin, the longest first."""
+    """Yield events that lie in no other one of their lane; `events` by their begin, the longest first."""
     ends_s: dict[tuple[bool, int], float] = {}
     for event in events:
         key = event.on_device, event.thread
@@ -539,7 +539,7 @@ def _top_level(events: Iterable[Event]) -> Iterator[Event]:
 
 
 def _launched(events: Sequence[Event], on_host: Sequence[Event], phases: Sequence[Phase]) -> dict[int, Phase]:
-    """By what joins them, the phase of what has put something on a device."""
+    """Map launch numbers to the phase of the operator that has put something on a device."""
     begins = [event.begin_s for event in on_host]
     found: dict[int, Phase] = {}
     if any(event.on_device for event in events):
@@ -563,7 +563,7 @@ def _operator(event: Event, phase: Phase, lanes: Mapping[tuple[bool, int], int],
 
 
 def _cut(operator: Operator, cuts: Sequence[Interval]) -> Iterator[Operator]:
-    """What is left of it outside of these intervals, which follow each other."""
+    """Yield what is left of an operator outside of these intervals, which follow each other."""
     begin_s = operator.begin_s
     for cut_begin_s, cut_end_s in cuts:
         if cut_end_s > begin_s and cut_begin_s < operator.end_s:
@@ -597,7 +597,7 @@ _Span = TypeVar("_Span", Operator, PhaseSpan)
 
 
 def borrowed(seen: StepOperators, there: Moments, here: Moments) -> StepOperators:
-    """What was seen in one step, as it would have been seen in another.
+    """Return what was seen in one step as it would have been seen in another.
 
     Args:
         seen: of the step of `there`.

@@ -92,7 +92,7 @@ class Played:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
-    """What there is.
+    """What a recording shows, and its replay.
 
     Attributes:
         folder: that it comes from.
@@ -112,7 +112,7 @@ class Findings:
 
     @property
     def has_operators(self) -> bool:
-        """Of every rank."""
+        """Operators were recorded on every rank."""
         return all(rank.detail is Detail.OPERATORS for rank in self.histories.recording.ranks.values())
 
     @property
@@ -239,7 +239,7 @@ def sentences(found: Findings) -> Iterator[str]:
 
 
 def kind_words(kind: Kind, found: Findings) -> str:
-    """Of a kind of time, as far as it was recorded."""
+    """Name a kind of time, as far as it was recorded."""
     return NOT_TOLD_APART if kind is Kind.OTHER and not found.has_operators else kind.value
 
 
@@ -445,7 +445,7 @@ def _policy(script: str) -> str:
 
 
 def _busiest(parts: Sequence[StepParts]) -> list[StepParts]:
-    """Those that have most to do, by their number; all if they are few."""
+    """Return the ranks that have most to do, by their number; all if they are few."""
     busiest = sorted(parts, key=lambda one: one.seconds.get(Kind.EXPOSED, 0.0) - one.step_s)[:MOST_RANKS]
     return sorted(busiest, key=lambda one: one.rank)
 

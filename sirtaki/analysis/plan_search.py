@@ -52,7 +52,7 @@ from .what_if import (
 
 
 def others(group: str, parts: Sequence[str]) -> list[object]:
-    """Those of one kind, each made.
+    """Build what other packages bring by entry point.
 
     Args:
         group: of the entry points.
@@ -105,7 +105,7 @@ class Schedule:
 
     @classmethod
     def recorded(cls, buffer: Buffer) -> Schedule:
-        """What a buffer was sent by: its units take the streams in turn, and GPU threads are left to the transport."""
+        """Return a recorded buffer's schedule: units take the streams in turn, the transport chooses GPU threads."""
         plan, knobs = buffer.plan, buffer.knobs
         return cls(
             route=(plan.transport, plan.units[0].algorithm),
@@ -121,7 +121,7 @@ class Schedule:
         return tuple(Tensor(stop=unit.stop) for unit in self.knobs(layout).to_plan(layout).units)
 
     def knobs(self, layout: GradientLayout) -> Knobs:
-        """What a job runs."""
+        """Return the knobs with which a job runs it."""
         even = Knobs(unit_bytes=self.unit_bytes, streams=self.streams, transport=self.route[0], algorithm=self.route[1])
         if self.tensors is None:
             return even
@@ -282,7 +282,7 @@ class View:
                 break
 
     def cost(self, route: Route) -> UnitCost:
-        """What units cost on a route, as the whole job shows it.
+        """Return what units cost on a route, as the whole job shows it.
 
         Raises:
             ReplayError: nothing is known of it.
@@ -473,7 +473,7 @@ def split(position: Position, tensor: int) -> Iterator[Change]:
 
 
 def streams(position: Position, _: int) -> Iterator[Change]:
-    """As many streams more, or fewer."""
+    """Every other number of streams is tried."""
     for count in position.choices.streams:
         yield Change(words="use another number of streams", apply=_on_schedule(partial(replace, streams=count)))
 
@@ -517,7 +517,7 @@ OUR_PASSES = (
 
 
 def passes(allowed: Iterable[str] = ()) -> tuple[Pass, ...]:
-    """Those that change no numbers, and those that are allowed; others' behind ours.
+    """Return passes that change no numbers, and those that are allowed; others' behind ours.
 
     Raises:
         ConfigError: one is allowed that does not exist, or one that another package brings is none.
@@ -638,7 +638,7 @@ class Search:
         return best, kept, len(lengths_s) - 1
 
     def _simplest(self, best: Candidate) -> Candidate:
-        """Of all that were replayed, with as much changed besides, and are about as fast."""
+        """Return the simplest of all that were replayed, have the same extras, and are about as fast."""
         near = [
             candidate
             for candidate, step_s in self._step_s.items()
@@ -664,7 +664,7 @@ class Search:
         return len(self._view.layout.sizes) <= FEW_GRADIENTS
 
     def _starts(self) -> Iterator[tuple[str, Candidate]]:
-        """Of each kind some, of which the fastest is a beginning."""
+        """Yield candidates with their kind; the fastest of each kind is where walks begin."""
         layout = self._view.layout
         coarse = Acceleration.COARSENING in self._view.accelerations
         for route in self._choices.routes:
@@ -771,7 +771,7 @@ WORTH_A_CHANGE = 0.001
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What was found.
+    """The result of a search, judged by the whole job.
 
     Attributes:
         recorded_knobs: what ran.
@@ -932,7 +932,7 @@ def _judged(job: JobModel) -> tuple[StepTimes, tuple[Part, ...], float]:
 
 
 def choices_of(job: JobModel, view: View, settings: Mapping[str, str], *, least_bytes: int) -> Choices:
-    """What can be chosen: routes of which something is known, and what no variable has fixed."""
+    """Return what can be chosen: routes of which something is known, and what no variable has fixed."""
     now = view.recorded.route
     used = {one.route for each in job.iterations for one in each.operations if one.activity is Activity.UNIT}
     known = dict.fromkeys([now, *(route for route in used if route is not None), *job.links])

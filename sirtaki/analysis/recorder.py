@@ -63,7 +63,7 @@ Reducer = tuple[int, int]
 
 
 def buffer_number(reducer: Reducer, layout: int) -> int:
-    """Of a flat buffer among all of the job; every rank finds the same, also one that knows no other buffers."""
+    """Number a flat buffer among all of the job; every rank finds the same, also one that knows no other buffers."""
     process_set, serial = reducer
     return process_set << 20 | serial << 8 | layout
 
@@ -119,7 +119,7 @@ class Draft:
 
     @property
     def step(self) -> Step:
-        """What telling its operators takes."""
+        """The moments that are needed to tell its operators."""
         copies = [(copy.begin_s, copy.end_s) for _, traced in self.traced for copy in traced.copies]
         waits = [(traced.backward_ended_s, traced.end_s) for _, traced in self.traced]
         return Step(
@@ -130,7 +130,7 @@ class Draft:
 def operators_of_drafts(
     drafts: Sequence[Draft], seen: Seen | None, calls: ModuleCalls | None = None
 ) -> tuple[list[StepOperators | None], tuple[str, ...]]:
-    """Of each one, and the names of lanes; those that torch.profiler did not see have what others had at that place.
+    """Return each draft's operators, and the names of lanes; unseen drafts have those of others at that place.
 
     Args:
         drafts: those that it saw come first.
@@ -227,7 +227,7 @@ def clock_identity() -> str:
 
 
 def own_placement(control: ControlPlane) -> Placement:
-    """Of this process."""
+    """Return where this process runs."""
     rank = control.rank
     return Placement(
         rank=rank,
@@ -343,13 +343,13 @@ class JobRecorder:
     # ── what is told meanwhile ───────────────────────────────────────────────────────────────────────────────────
 
     def iteration(self, traced: TracedIteration) -> None:
-        """See `Recorder`."""
+        """Keep an iteration of a synchroniser."""
         reducer = next((key for key, tuned in _tuned(current()) if tuned.synchroniser is traced.source), None)
         if reducer is not None:
             self._draft.traced.append((reducer, traced))
 
     def operation(self, traced: TracedOperation) -> None:
-        """See `Recorder`."""
+        """Keep an eager operation; called by another thread."""
         self._draft.operations.append(traced)
 
     # ── begin and end ────────────────────────────────────────────────────────────────────────────────────────────
@@ -443,7 +443,7 @@ class JobRecorder:
             )
 
     def _memory(self, operators: Sequence[StepOperators | None]) -> StepMemory | None:
-        """Of the first step; None where torch.profiler did not see it."""
+        """Return the memory of the first step; None where torch.profiler did not see it."""
         if self._seen is None or not self._drafts or operators[0] is None:
             return None
         first = self._drafts[0]
@@ -469,7 +469,7 @@ class JobRecorder:
 
 
 def _tuned(job: Job) -> Sequence[tuple[Reducer, TunedSynchroniser]]:
-    """What reduces gradients on this rank, each with its key."""
+    """Return what reduces gradients on this rank, each with its key."""
     return [
         (there.key, there.tuned)
         for there in job.participants
@@ -502,7 +502,7 @@ def _is_tuning(job: Job) -> bool:
 
 
 def _buffers(job: Job) -> list[Buffer]:
-    """Those of this rank."""
+    """Return the flat buffers of this rank."""
     keys = {there.key: there.ranks for there in job.participants}
     return [
         Buffer(

@@ -409,7 +409,7 @@ class JobRecord:
 
     @property
     def n_ranks(self) -> int:
-        """Of the whole job."""
+        """How many ranks the whole job has."""
         return len(self.placement)
 
 
@@ -436,7 +436,7 @@ class Recording:
 
     @property
     def usual_iterations(self) -> tuple[int, ...]:
-        """Those of them that show what a step takes, as many as follow each other.
+        """Numbers of common iterations that show what a step takes, as many as follow each other.
 
         What torch.profiler has slowed only where there is nothing else.
         """
@@ -448,7 +448,7 @@ class Recording:
 
 
 def _longest_run(numbers: Sequence[int]) -> tuple[int, ...]:
-    """Of numbers that follow each other; the last one of equals."""
+    """Return the longest run of numbers that follow each other; the last one of equals."""
     runs: list[list[int]] = [[]]
     for number in numbers:
         if runs[-1] and number != runs[-1][-1] + 1:

@@ -10,7 +10,7 @@ import re
 import tempfile
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields
 from enum import Enum
 from operator import attrgetter
@@ -234,11 +234,11 @@ def read(folder: str | Path) -> Recording:
     if JOB_FILE not in names:
         what = f"it has recordings of {len(files)} ranks, but no {JOB_FILE}" if files else "it holds no recording"
         raise RecordingError(f"{folder} cannot be read: {what}")
-    job = _parsed(folder / JOB_FILE, json.loads, job_from_json)
+    job = _parsed(folder / JOB_FILE, bytes, job_from_json)
     ranks, problems = dict[int, RankRecording](), list[str]()
     for number, path in files.items():
         try:
-            rank = _parsed(path, _unpacked, rank_from_json)
+            rank = _parsed(path, gzip.decompress, rank_from_json)
         except RecordingError as err:
             problems.append(str(err))
             continue
@@ -248,14 +248,27 @@ def read(folder: str | Path) -> Recording:
             ranks[number] = rank
     if not ranks:
         raise RecordingError("; ".join([f"{folder} has nothing of any rank", *problems]))
-    problems += _missing(job, ranks)
-    ranks, different = _of_one_model(ranks)
-    return Recording(job=job, ranks=ranks, problems=(*problems, *different, *_incomplete(job, ranks)))
+    if missing := [rank for rank in range(job.n_ranks) if rank not in ranks]:
+        problems.append(f"{of_ranks(missing)} of {job.n_ranks} {'is' if len(missing) == 1 else 'are'} missing")
+    usual, _ = Counter(rank.model for rank in ranks.values()).most_common(1)[0]
+    if others := [number for number, rank in ranks.items() if rank.model != usual]:
+        ranks = {number: rank for number, rank in ranks.items() if rank.model == usual}
+        problems.append(f"{of_ranks(others)} trained another model, and what they recorded is left out")
+    if short := [number for number, rank in ranks.items() if not rank.complete]:
+        least = min(len(ranks[number].iterations) for number in short)
+        problems.append(
+            f"{of_ranks(short)} recorded fewer iterations than the {job.n_iterations} wanted ({least} at least)"
+        )
+    if not any(iteration.units for rank in ranks.values() for iteration in rank.iterations):
+        problems.append(
+            "no gradients were exchanged while this was recorded, so clocks of hosts are as far apart as at the start"
+        )
+    return Recording(job=job, ranks=ranks, problems=tuple(problems))
 
 
-def _parsed(path: Path, load: Callable[[bytes], Any], build: Callable[[Mapping[str, Any]], _T]) -> _T:
+def _parsed(path: Path, unpack: Callable[[bytes], bytes], build: Callable[[Mapping[str, Any]], _T]) -> _T:
     try:
-        data = load(path.read_bytes())
+        data = json.loads(unpack(path.read_bytes()))
     except (OSError, EOFError, ValueError, zlib.error) as err:
         raise RecordingError(f"{path} cannot be read: {err}") from err
     version = data.get("format") if isinstance(data, dict) else None
@@ -267,33 +280,6 @@ def _parsed(path: Path, load: Callable[[bytes], Any], build: Callable[[Mapping[s
         return build(data)
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as err:
         raise RecordingError(f"{path} is damaged: {err!r}") from err
-
-
-def _unpacked(content: bytes) -> Any:
-    return json.loads(gzip.decompress(content))
-
-
-def _missing(job: JobRecord, ranks: Mapping[int, RankRecording]) -> Iterator[str]:
-    missing = [rank for rank in range(job.n_ranks) if rank not in ranks]
-    if missing:
-        yield f"{of_ranks(missing)} of {job.n_ranks} {'is' if len(missing) == 1 else 'are'} missing"
-
-
-def _of_one_model(ranks: Mapping[int, RankRecording]) -> tuple[dict[int, RankRecording], list[str]]:
-    """Those that train what most do."""
-    usual, _ = Counter(rank.model for rank in ranks.values()).most_common(1)[0]
-    others = [number for number, rank in ranks.items() if rank.model != usual]
-    kept = {number: rank for number, rank in ranks.items() if rank.model == usual}
-    return kept, [f"{of_ranks(others)} trained another model, and what they recorded is left out"] if others else []
-
-
-def _incomplete(job: JobRecord, ranks: Mapping[int, RankRecording]) -> Iterator[str]:
-    short = [number for number, rank in ranks.items() if not rank.complete]
-    if short:
-        least = min(len(ranks[number].iterations) for number in short)
-        yield f"{of_ranks(short)} recorded fewer iterations than the {job.n_iterations} wanted ({least} at least)"
-    if not any(iteration.units for rank in ranks.values() for iteration in rank.iterations):
-        yield "no gradients were exchanged while this was recorded, so clocks of hosts are as far apart as at the start"
 
 
 def of_ranks(numbers: Sequence[int]) -> str:

@@ -45,7 +45,7 @@ def address_of(tensor: torch.Tensor) -> tuple[str, int] | None:
 
 
 def live_storages() -> list[LiveStorage]:
-    """All of them; what is several things counts for the first of parameters, flat buffers, gradients and so on.
+    """Return all live storages; one that is several things counts for the first of the kinds below.
 
     Of a CUDA device also what no tensor of Python's shows, as one. Files that are mapped are left out.
     """
@@ -91,7 +91,7 @@ def _is_part(tensor: torch.Tensor) -> bool:
 
 
 def _unseen(known: Iterable[LiveStorage]) -> Iterator[LiveStorage]:
-    """What the allocators of CUDA devices have given out beyond what is known."""
+    """Yield what the allocators of CUDA devices have given out beyond what is known."""
     for number in range(torch.cuda.device_count()):
         device = f"cuda:{number}"
         left = torch.cuda.memory_allocated(number) - sum(one.n_bytes for one in known if one.device == device)
@@ -139,7 +139,7 @@ class SeenCall:
 
 
 class ModuleCalls:
-    """Those of this thread, while it watches.
+    """Calls of modules on this thread, while it watches.
 
     Attributes:
         calls: in their order; one that has not ended yet ends when it began.
@@ -250,7 +250,7 @@ class WatchedStep:
 
 
 def memory_of_step(seen: Seen, step: WatchedStep, calls: ModuleCalls | None) -> StepMemory:
-    """All of it.
+    """Return the allocations and the module calls of a step.
 
     Args:
         seen: torch.profiler was on when it began, and for a step before it.

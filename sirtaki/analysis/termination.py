@@ -11,7 +11,7 @@ from typing import Any
 
 
 class Termination:
-    """Of this process, while something is to be kept. A handler that the script has set stays alone."""
+    """Has something written before SIGTERM ends this process. A handler that the script has set stays alone."""
 
     def __init__(self, keep: Callable[[], None]) -> None:
         """`keep` writes what there is; harmless if it is called again."""
@@ -19,7 +19,7 @@ class Termination:
         self._watching = self._keeping = self._terminated = False
 
     def watch(self) -> None:
-        """From now on, until what there is has been written."""
+        """Watch from now on, until what there is has been written."""
         here = threading.current_thread() is threading.main_thread()  # no other may set handlers
         if here and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, self._on_signal)

@@ -55,7 +55,7 @@ OF_PHASE = {
 
 
 def kind_of(one: Stretch) -> Kind:
-    """Of what a rank's training thread does for a while."""
+    """Return the kind of what a rank's training thread does for a while."""
     if one.waits:
         return Kind.EXPOSED if waits_for_gradients(one) else Kind.COLLECTIVE
     if one.activity is Activity.COPY:
@@ -70,7 +70,7 @@ def waits_for_gradients(one: Stretch) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepParts:
-    """Of one rank, means over its iterations.
+    """The kinds of time of one rank's step, means over its iterations.
 
     Attributes:
         rank: which.
@@ -87,7 +87,7 @@ class StepParts:
 
 
 def step_parts(histories: Histories) -> tuple[StepParts, ...]:
-    """Of every rank."""
+    """Return what the step of every rank is made of."""
     found, count = [], len(histories.steps)
     for rank in histories.ranks:
         total_s: dict[Kind, float] = defaultdict(float)
@@ -118,7 +118,7 @@ class RankExposure:
 
     @property
     def exposed_s(self) -> float:
-        """All of it."""
+        """All waiting."""
         return self.moving_s + self.held_s
 
 
@@ -155,7 +155,7 @@ def _reducers(histories: Histories) -> dict[int, tuple[int, int]]:
 
 
 def exposures(histories: Histories) -> tuple[RankExposure, ...]:
-    """Of every rank."""
+    """Return how long every rank waits for gradients."""
     found, count = [], len(histories.steps)
     for rank in histories.ranks:
         moving_s = total_s = 0.0
@@ -184,7 +184,7 @@ def _busy(barriers: Sequence[Barrier], rank: int) -> list[tuple[float, float]]:
 
 
 def late_units(histories: Histories) -> tuple[LateUnit, ...]:
-    """Those that end after the backward pass on some rank, in the order in which they end."""
+    """Return units that end after the backward pass on some rank, in the order in which they end."""
     units: dict[OperationKey, Barrier] = {}
     moments: dict[OperationKey, list[tuple[float, float, float]]] = defaultdict(list)
     times = Counter[OperationKey]()
@@ -422,7 +422,7 @@ def timeline(
     kind_names: Mapping[Kind, str],
     most_boxes: int = MOST_BOXES,
 ) -> Timeline:
-    """Of the median iteration first, and of as many others as there is room for.
+    """Draw the median iteration first, and as many others as there is room for.
 
     Args:
         histories: what was recorded.

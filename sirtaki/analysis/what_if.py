@@ -68,7 +68,7 @@ class UnitCost:
 
 
 def unit_cost(job: JobModel, route: Route, ranks: tuple[int, ...]) -> UnitCost:
-    """What units of these ranks cost on that route.
+    """Return what units of these ranks cost on a route.
 
     Raises:
         ReplayError: neither units of that route were recorded nor was it probed.
@@ -312,7 +312,7 @@ def _link_route(job: JobModel) -> Route | None:
 
 
 def with_ranks(job: JobModel, ranks: int) -> JobModel:
-    """As many ranks as given, like those that are there, on as many hosts as it takes.
+    """Return the job with so many ranks like those that are there, on as many hosts as it takes.
 
     Units cost what they cost in a ring of that size: start-up and messages as N − 1, bytes as (N − 1) / N. Through
     shared memory each rank moves as many bytes however many there are. Where nodes are emulated on one machine, more of
@@ -388,7 +388,7 @@ def without_stragglers(job: JobModel) -> JobModel:
 
 
 def with_faster_loader(job: JobModel, factor: float) -> JobModel:
-    """What ranks wait for data, divided by `factor`; infinite = they never wait.
+    """Return the job with what ranks wait for data divided by `factor`; infinite = they never wait.
 
     Raises:
         ReplayError: it is not positive.
@@ -476,12 +476,12 @@ class CompiledBackward:
 
     @property
     def cost_s(self) -> float:
-        """Of each cut."""
+        """Seconds that each cut costs."""
         return COST_S + COST_SHARE * self.seconds
 
 
 def compiled_backwards(job: JobModel) -> tuple[CompiledBackward, ...]:
-    """Those of a step, in their order; empty where iterations or ranks differ in what comes of which."""
+    """Return a step's compiled backward passes in their order; none where iterations or ranks differ in them."""
     seen: list[list[tuple[frozenset[GradientKey], float]]] = []
     for each in job.iterations:
         for program in each.programs.values():
@@ -569,13 +569,13 @@ def best_part_bytes(job: JobModel) -> int | None:
 
 
 def in_words(job: JobModel, part_bytes: int) -> str:
-    """What `in_parts` does, such as "the model was compiled in 4 parts"."""
+    """Say what `in_parts` does, such as "the model was compiled in 4 parts"."""
     count = sum(len(one.parts(part_bytes)) for one in compiled_backwards(job))
     return f"the model was compiled in {count} parts"
 
 
 def line_of_code(part_bytes: int) -> str:
-    """That does it."""
+    """Return the line of code that compiles a model in parts."""
     return f"torch.compile(model, backend=hvd.early_gradients(part_bytes={part_bytes}))"
 
 
@@ -844,7 +844,7 @@ def price_error(job: JobModel, *, before_s: float) -> float:
 
 
 def price_notes(error: float) -> tuple[str, ...]:
-    """What `price_error` means for answers, a sentence; none where it is too little to be said."""
+    """Say what `price_error` means for answers, a sentence; none where it is too little to be said."""
     if abs(error) <= WORTH_SAYING:
         return ()
     change = f"{100 * abs(error):.1f} % {'longer' if error > 0 else 'shorter'}"
@@ -855,7 +855,7 @@ def price_notes(error: float) -> tuple[str, ...]:
 
 
 def unanswered(job: JobModel) -> tuple[str, ...]:
-    """What cannot be asked, a sentence each."""
+    """Say what cannot be asked, a sentence each."""
     numbers = {buffer.number for buffer in job.buffers}
     for each in job.iterations:
         for program in each.programs.values():
@@ -926,7 +926,7 @@ def best_knobs(
 def knobs_of(
     job: JobModel, *, unit_bytes: int | None = None, streams: int | None = None, transport: TransportKind | None = None
 ) -> Knobs:
-    """Those of the recording with what is given changed.
+    """Return the recorded knobs with what is given changed.
 
     Raises:
         ReplayError: no gradients were exchanged.

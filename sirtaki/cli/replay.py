@@ -6,6 +6,7 @@ import json
 import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from sirtaki.analysis.global_graph import (
     recorded,
     replayed,
 )
-from sirtaki.analysis.job_model import Histories, JobModel, histories, job_model
+from sirtaki.analysis.job_model import JobModel, histories, job_model
 from sirtaki.analysis.recording_files import read
 from sirtaki.analysis.what_if import (
     Answer,
@@ -88,7 +89,11 @@ def main(options: Namespace) -> int:
     found = histories(recording)
     job = job_model(found)
     played = play(job)
-    was, now, rule = recorded(found), replayed(played), _daydream(found, job)
+    was, now = recorded(found), replayed(played)
+    try:
+        rule = daydream(found, job)
+    except ReplayError:
+        rule = None
     asked = _asked(options, job, now.iteration_s)
     answers = [asked] if asked is not None else list(remedies(job, before_s=now.iteration_s))
     notes = (
@@ -112,13 +117,6 @@ def main(options: Namespace) -> int:
     for note in notes:
         print(f"\nNote: {note}.")
     return 0
-
-
-def _daydream(found: Histories, job: JobModel) -> StepTimes | None:
-    try:
-        return daydream(found, job)
-    except ReplayError:
-        return None
 
 
 def _asked(options: Namespace, job: JobModel, before_s: float) -> Answer | None:
@@ -195,25 +193,17 @@ def _plural(count: int, word: str) -> str:
 
 def _table(was: StepTimes, now: StepTimes, rule: StepTimes | None) -> Table:
     table = Table("", "recorded", "replayed", "error", "bytes ÷ bandwidth", "its error", box=None)
-    for name, value in _values():
-        told = None if rule is None else value(rule)
+    for name in ("iteration", "forward", "backward"):
+        recorded_s, replayed_s = (getattr(times, f"{name}_s") for times in (was, now))
+        told_s = None if rule is None else getattr(rule, f"{name}_s")
         table.add_row(
             name,
-            ms(value(was)) + (f" ± {ms(was.spread_s)}" if name == "iteration" else ""),
-            ms(value(now)),
-            _error(value(now), value(was)),
-            "" if told is None else ms(told),
-            "" if told is None else _error(told, value(was)),
+            ms(recorded_s) + (f" ± {ms(was.spread_s)}" if name == "iteration" else ""),
+            ms(replayed_s),
+            _error(replayed_s, recorded_s),
+            *(("", "") if told_s is None else (ms(told_s), _error(told_s, recorded_s))),
         )
     return table
-
-
-def _values() -> Sequence[tuple[str, Callable[[StepTimes], float]]]:
-    return (
-        ("iteration", lambda times: times.iteration_s),
-        ("forward", lambda times: times.forward_s),
-        ("backward", lambda times: times.backward_s),
-    )
 
 
 def _error(told_s: float, was_s: float) -> str:
@@ -245,7 +235,7 @@ def _as_json(
         "recorded": _times_json(was),
         "replayed": _times_json(now),
         "daydream": None if rule is None else _times_json(rule),
-        "critical_path": [{"words": part.words, "seconds": part.seconds, "share": part.share} for part in path],
+        "critical_path": [asdict(part) for part in path],
         "what_if": [{"words": one.words, "times": _times_json(one.times), "gain": one.gain} for one in answers],
         "notes": list(notes),
     }

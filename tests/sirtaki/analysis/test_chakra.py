@@ -34,16 +34,6 @@ def test_bytes_are_those_of_the_schema() -> None:
     assert kinds["GlobalMetadata"](version="v").SerializeToString() == bytes([10, 1, *b"v"])
 
 
-def test_an_attribute_has_one_value() -> None:
-    attribute = messages()["Node"]().attr.add(name="a", int64_val=3)
-    attribute.string_val = "x"
-    assert attribute.WhichOneof("value") == "string_val"
-
-
-def test_messages_can_be_made_twice() -> None:
-    assert messages()["Node"].DESCRIPTOR.full_name == messages()["Node"].DESCRIPTOR.full_name == "ChakraProtoMsg.Node"
-
-
 # ── nodes ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -90,20 +80,6 @@ def test_what_an_operator_reads_is_waited_for_and_a_cut_operator_counts_once() -
     backward = [node for node in found.nodes[0] if node.iteration == 102 and node.name == "AddmmBackward0"]
     assert len(backward) > 1
     assert [named["aten::linear"].number in node.after for node in backward] == [True] + [False] * (len(backward) - 1)
-
-
-def test_ranks_that_reduce_alone_have_a_group_and_other_collectives_their_kind() -> None:
-    whole = recordings.recording(3)
-    ranks = dict(whole.ranks)
-    ranks[2] = replace(
-        ranks[2],
-        iterations=tuple(replace(one, units=(), collectives=one.collectives) for one in ranks[2].iterations),
-    )
-    found = traced(replace(whole, ranks=ranks))
-    assert found.groups == {ALL_RANKS: (0, 1, 2), 1: (0, 1)}
-    collectives = [node.collective for node in found.nodes[0] if node.collective is not None]
-    assert {(one.group, one.kind) for one in collectives} == {(1, "allreduce"), (0, "allreduce")}
-    assert [node.name for node in found.nodes[2] if node.collective is not None] == ["loss"] * 3
 
 
 def test_a_rank_that_begins_later_has_a_node_for_it() -> None:

@@ -62,19 +62,6 @@ def iteration(*operators: Operator, copies: tuple[Copy, ...] = ()) -> RecordedIt
     return RecordedIteration(number=0, begin_s=0.0, end_s=10.0, spans=spans, operators=operators, copies=copies)
 
 
-def test_time_without_operators_is_its_phases() -> None:
-    full = stretches(iteration(operator("mm", 3.0, 4.0)), same)
-    assert [(one.begin_s, one.end_s, one.phase, one.name) for one in full] == [
-        (0.0, 1.0, Phase.DATA, ""),
-        (1.0, 2.0, Phase.OTHER, ""),
-        (2.0, 3.0, Phase.BACKWARD, ""),
-        (3.0, 4.0, Phase.BACKWARD, "mm"),
-        (4.0, 8.0, Phase.BACKWARD, ""),
-        (8.0, 10.0, Phase.OTHER, ""),
-    ]
-    assert [one.computes for one in full] == [False, True, True, True, True, True]
-
-
 def test_neighbours_that_seem_to_overlap_and_other_lanes_leave_no_hole() -> None:
     full = stretches(
         iteration(
@@ -111,23 +98,6 @@ def test_a_result_that_comes_while_something_is_done_is_needed_when_backward_ret
         assert seen.begin_s == seen.end_s == 7.0
 
 
-def test_pieces_are_cut_where_something_depends_on_them() -> None:
-    full = [
-        Stretch(begin_s=0.0, end_s=4.0, activity=Activity.COMPUTE, phase=Phase.BACKWARD, name="mm"),
-        Stretch(begin_s=4.0, end_s=6.0, activity=Activity.COMPUTE, phase=Phase.BACKWARD, waits=(UNIT,)),
-        Stretch(begin_s=6.0, end_s=7.0, activity=Activity.COMPUTE, phase=Phase.UPDATE, name="step"),
-    ]
-    marks = Marks(ready=[(1.0, (0, 0)), (3.0, (0, 1))], issued=[(3.0, UNIT)], seen={UNIT: 0.25})
-    found = pieces(full, marks, lambda begin_s, end_s: (end_s - begin_s) / 2)
-    assert [(one.seconds, one.ready, one.issues, one.waits) for one in found] == [
-        (0.5, ((0, 0),), (), ()),
-        (1.0, ((0, 1),), (UNIT,), ()),
-        (0.5, (), (), ()),
-        (0.0, (), (), ((UNIT, 0.25),)),
-        (0.5, (), (), ()),
-    ]
-
-
 def test_marks_beyond_the_iteration_are_at_its_edges() -> None:
     full = [Stretch(begin_s=1.0, end_s=2.0, activity=Activity.COMPUTE, phase=Phase.BACKWARD)]
     marks = Marks(ready=[(0.5, (0, 0)), (2.5, (0, 1))], issued=[], seen={})
@@ -136,22 +106,6 @@ def test_marks_beyond_the_iteration_are_at_its_edges() -> None:
 
 
 # ── histories ─────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_ranks_are_on_one_clock_that_begins_with_them() -> None:
-    found = histories(record(over_a_link(), offsets_s={1: 7.5}))
-    assert found.begin_s == pytest.approx({0: 0.0, 1: 0.0})
-    assert found.hosts == {0: 0, 1: 1}
-    ends_s = [{rank: mine[-1].end_s for rank, mine in step.stretches.items()} for step in found.steps]
-    assert ends_s[0] == pytest.approx({0: ends_s[0][0], 1: ends_s[0][0]})
-
-
-def test_each_rank_waits_for_the_last_unit_of_each_stream() -> None:
-    (step, _) = histories(record(over_a_link(streams=2))).steps
-    for mine in step.stretches.values():
-        (wait,) = (one for one in mine if one.waits)
-        assert set(wait.waits) == {(0, 1000, 4000), (0, 4000, 6500)}
-        assert wait.end_s == pytest.approx(max(one.end_s for one in step.barriers))
 
 
 def test_iterations_that_negotiate_are_left_out() -> None:
@@ -221,12 +175,6 @@ def test_the_clock_runs_at_each_jobs_share() -> None:
     assert clock.between(2.0, 4.0) == 2.0  # two jobs, two processors
     assert clock.between(4.0, 5.0) == 0.5  # four
     assert clock.between(0.0, 12.0) == pytest.approx(11.5)
-
-
-def test_a_use_without_length_counts_for_nothing() -> None:
-    clock = ShareClock(Server(name="link", totals=(1.0,)), [(3.0, 3.0, 1), (5.0, 4.0, 1), (0.0, 10.0, 1)])
-    assert clock.between(1.0, 9.0) == 8.0
-    assert clock.between(9.0, 1.0) == 0.0
 
 
 # ── processor use ─────────────────────────────────────────────────────────────────────────────────────────────────

@@ -17,7 +17,6 @@ from sirtaki.analysis.global_graph import play, replayed
 from sirtaki.analysis.job_model import JobModel
 from sirtaki.analysis.memory import (
     ADDING,
-    AGAIN,
     CALL_S,
     OPERATOR_S,
     Fitting,
@@ -37,7 +36,7 @@ from sirtaki.analysis.memory import (
 )
 from sirtaki.analysis.recording import Holds
 from sirtaki.autotune.model.replayer import Activity, Phase
-from sirtaki.cli.optimize import describe_memory, memory_as_json, unmet
+from sirtaki.cli.optimize import describe_memory
 from sirtaki.errors import ConfigError, RecordingError
 
 # ── memory ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -45,13 +44,6 @@ from sirtaki.errors import ConfigError, RecordingError
 
 def replay_of(blocks: int = 4) -> MemoryReplay:
     return MemoryReplay(chain(blocks), 0)
-
-
-def test_as_it_was_recorded_most_is_held_when_the_last_block_has_gone_forward() -> None:
-    peak = replay_of().peak()
-    assert peak.n_bytes == THERE + 4 * (LEFT + OUTPUT)
-    assert peak.at_s == 3.5
-    assert sum(peak.held.values()) == peak.n_bytes
 
 
 def test_a_curve_tells_what_for() -> None:
@@ -103,10 +95,6 @@ def test_passes_over_parts_hold_parts_and_all_gradients(passes: int) -> None:
     assert replay_of().peak(passes=passes).n_bytes == THERE + 4 * GRADIENT + max(forward, backward)
 
 
-def test_both_add_up() -> None:
-    assert replay_of().peak([1, 2, 3, 4], 2).n_bytes == THERE + 4 * GRADIENT + (4 * OUTPUT + LEFT) // 2
-
-
 def test_a_budget_is_for_the_accelerator_where_there_is_one() -> None:
     assert MemoryReplay(chain()).device == 0
     assert MemoryReplay(replace(chain(), devices=("cpu", "cuda:0"))).device == 1
@@ -119,21 +107,6 @@ def test_a_budget_is_for_the_accelerator_where_there_is_one() -> None:
 
 def step_s(job: JobModel) -> float:
     return replayed(play(job)).iteration_s
-
-
-def test_a_block_that_computes_again_takes_its_forward_pass_longer() -> None:
-    was = job(gap_s=0.02)
-    again = with_recomputation(was, {(0, "blocks.1"), (0, "blocks.3")})
-    # Of the gaps behind its two operators one is inside the block.
-    assert step_s(again) - step_s(was) == pytest.approx(2 * (0.1 + 0.01 + CALL_S + 2 * OPERATOR_S))
-
-
-def test_it_does_so_before_its_backward_pass() -> None:
-    program = with_recomputation(job(), {(0, "blocks.1")}).iterations[0].programs[0]
-    place = next(place for place, piece in enumerate(program) if piece.name == AGAIN)
-    assert program[place].phase is Phase.BACKWARD
-    assert program[place + 1].module == (0, "blocks.1.linear")
-    assert sum(piece.name == AGAIN for piece in program) == 1
 
 
 def test_a_block_is_what_lies_below_its_name_and_of_one_model() -> None:
@@ -273,13 +246,6 @@ def asked(budget_bytes: int, **job: float) -> Fitting:
     return fit(memories.recording(BLOCKS), memories.job(BLOCKS, **job), memory_passes(), budget_bytes=budget_bytes)
 
 
-def test_a_job_that_fits_stays_as_it_is() -> None:
-    found = asked(WHOLE)
-    assert (found.peak_bytes, found.remedies, found.chosen, found.is_met) == (WHOLE, (), None, True)
-    job = memories.job(BLOCKS)
-    assert found.applied_to(job) is job
-
-
 @pytest.mark.parametrize(("gap_s", "by"), [(0.0, "accumulation"), (0.5, "re-computation")])
 def test_the_faster_one_of_those_that_fit_is_chosen(gap_s: float, by: str) -> None:
     """Gaps between operators are repeated in each pass."""
@@ -354,17 +320,3 @@ def test_what_is_not_enough_is_said_to_be() -> None:
     text = "\n".join(describe_memory(fitted(THERE + 210)))
     assert "re-computation of 3 modules (Block), which is not enough" in text
     assert "The fastest that fits is both:" in text
-
-
-def test_a_budget_that_cannot_be_met_is_one_sentence() -> None:
-    words = unmet(fitted(100))
-    assert words.startswith("a budget of 100 B cannot be met: a rank holds 2.89 KiB at the peak, and the least that ")
-    assert ", by re-computation of " in words
-    assert "\n" not in words
-
-
-def test_machines_read_the_same() -> None:
-    told = memory_as_json(fitted(WHOLE - LEFT))
-    assert (told["peak_bytes"], told["chosen"]) == (WHOLE, 0)
-    assert told["remedies"][0]["by"] == "accumulation"
-    assert told["remedies"][0]["peak_bytes"] <= WHOLE - LEFT

@@ -13,11 +13,9 @@ from html.parser import HTMLParser
 from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 from fakes import memories
-from fakes.compiled_jobs import compiled_job
 from fakes.played_jobs import made_job, plan_of, record, written
 from fakes.recordings import recording as made
 from fakes.replays import SIZES, on_one_host, over_a_link
@@ -32,7 +30,6 @@ from sirtaki.analysis.page import (
     findings,
     gain,
     heading,
-    kind_words,
     memory_section,
     ms,
     percent,
@@ -43,11 +40,9 @@ from sirtaki.analysis.page import (
 )
 from sirtaki.analysis.recording import Detail, Operator, Recording
 from sirtaki.analysis.recording_files import JOB_FILE, rank_path
-from sirtaki.analysis.svg import Html, share_bar, table
+from sirtaki.analysis.svg import Html, table
 from sirtaki.analysis.timeline_plot import (
-    COLORS,
     MOST_BOXES,
-    OF_PHASE,
     TICKS_PER_S,
     Kind,
     Lane,
@@ -66,8 +61,7 @@ from sirtaki.analysis.timeline_plot import (
 from sirtaki.analysis.what_if import Answer
 from sirtaki.autotune.model.replayer import Activity, Phase
 from sirtaki.cli.__main__ import main
-from sirtaki.errors import RecordingError, ReplayError
-from sirtaki.measures import LinkModel
+from sirtaki.errors import RecordingError
 
 # ── kinds ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -90,12 +84,6 @@ def stretch(activity: Activity = Activity.COMPUTE, phase: Phase = Phase.BACKWARD
 )
 def test_a_moment_is_of_the_kind_that_it_is_spent_on(one: Stretch, kind: Kind) -> None:
     assert kind_of(one) is kind
-
-
-def test_every_kind_has_a_colour_of_its_own_and_every_phase_a_kind() -> None:
-    assert set(COLORS) == set(Kind)
-    assert len(set(COLORS.values())) == len(COLORS)
-    assert set(OF_PHASE) == set(Phase)
 
 
 # ── step parts ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -126,12 +114,6 @@ def test_parts_are_what_the_job_was_made_of() -> None:
 DURATIONS = (0.02, 0.01, 0.03, 0.02)
 
 SLOW = tuple(2 * seconds for seconds in DURATIONS)
-
-
-def test_exposed_is_what_the_bars_call_so() -> None:
-    found = histories(record(over_a_link(ranks=3)))
-    waits = {one.rank: one.seconds[Kind.EXPOSED] for one in step_parts(found)}
-    assert {one.rank: one.exposed_s for one in exposures(found)} == pytest.approx(waits)
 
 
 def test_waiting_for_a_late_rank_is_told_from_waiting_for_units() -> None:
@@ -196,16 +178,6 @@ def test_a_units_box_begins_with_its_last_rank_and_knows_how_long_others_waited(
     assert boxes[0].issued_s == pytest.approx(late.begin_s - 0.01)
     assert (late.n_bytes, late.kind) == (832, Kind.EXPOSED)
     assert drawn[0, "gloo stream 0"].spans[0].kind is Kind.UNIT
-
-
-def test_phases_lie_under_the_operators_and_are_all_there_is_without_them() -> None:
-    with_them, without = (
-        lanes(histories(record(over_a_link(), detail=detail)))[0, "training thread"]
-        for detail in (Detail.OPERATORS, Detail.UNITS)
-    )
-    assert {span.kind for span in with_them.under} >= {Kind.FORWARD, Kind.BACKWARD, Kind.UPDATE}
-    assert {span.kind for span in without.spans} == {Kind.EXPOSED}
-    assert {span.kind for span in without.under} >= {Kind.BACKWARD, Kind.UPDATE}
 
 
 def test_other_threads_have_lanes_on_the_jobs_clock() -> None:
@@ -322,19 +294,6 @@ def test_a_page_that_would_be_too_large_has_fewer_iterations_and_then_larger_box
     assert not any(f"iteration {smaller.data['iterations'][0]['number']} " in note for note in smaller.notes)
 
 
-def test_the_path_is_where_its_lanes_are_and_only_there() -> None:
-    found = histories(record(over_a_link()))
-    paths = drawn_path(found, play(job_model(found)))
-    drawn = of(found, paths=paths)
-    for each in drawn.data["iterations"]:
-        assert len(each["path"]) == len(paths[each["number"]])
-        assert each["path"][-1][1] == pytest.approx(each["ticks"], abs=2)
-    one = timeline(found, (1,), paths, kind_names=NAMES)
-    for each in one.data["iterations"]:
-        assert {lane["rank"] for lane in each["lanes"]} == {1}
-        assert len(each["path"]) == sum(leg.rank == 1 for leg in paths[each["number"]])
-
-
 # ── drawn path ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -365,29 +324,6 @@ def test_the_path_goes_through_the_slow_rank_and_the_last_unit_without_a_hole() 
 # ── findings ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_whole_recording_is_replayed_and_asked(tmp_path: Path) -> None:
-    found = findings(written(tmp_path, record(over_a_link(ranks=3))))
-    assert (found.problems, found.has_operators, found.is_far) == ((), True, False)
-    assert "2 iterations of 3 ranks on 3 hosts, with operators" in found.lines
-    assert found.played is not None
-    assert abs(found.error) < 1e-6
-    assert sum(part.share for part in found.played.parts) == pytest.approx(1.0)
-    gains = [one.gain for one in found.played.answers]
-    assert gains == sorted(gains, reverse=True)
-    words = " ".join(one.words for one in found.played.answers)
-    for remedy in ("no rank were slower", "twice as fast", "half as many bytes", "units were cut"):
-        assert remedy in words
-
-
-def test_a_compiled_model_in_parts_is_among_what_would_help(tmp_path: Path) -> None:
-    link = LinkModel(alpha_s=1e-3, throughput=(2e7, 4e7), host_s=0.0)
-    found = findings(written(tmp_path, record(compiled_job(link))))
-    assert found.played is not None
-    (one,) = (one for one in found.played.answers if "hvd.early_gradients(part_bytes=" in one.words)
-    assert one.gain > 0.1
-    assert found.played.is_sure(one)
-
-
 def test_a_rank_that_was_killed_is_said_and_the_others_are_shown(tmp_path: Path) -> None:
     folder = written(tmp_path, record(over_a_link(ranks=3)))
     rank_path(folder, 2).write_bytes(rank_path(folder, 2).read_bytes()[:100])
@@ -412,57 +348,6 @@ def test_a_recording_without_iterations_is_nothing_to_show(tmp_path: Path) -> No
         findings(written(tmp_path, replace(recording, ranks=ranks)))
 
 
-def test_ranks_of_another_model_are_left_out(tmp_path: Path) -> None:
-    recording = made(3)
-    other = replace(recording.ranks[2], model="other")
-    found = findings(written(tmp_path, replace(recording, ranks={**recording.ranks, 2: other})))
-    assert found.histories.ranks == (0, 1)
-    assert any("rank 2 trained another model" in problem for problem in found.problems)
-
-
-def test_what_cannot_be_replayed_is_shown_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
-        raise ReplayError("it goes round in a circle")
-
-    monkeypatch.setattr(module, "job_model", refuse)
-    found = findings(written(tmp_path, record(on_one_host())))
-    assert found.played is None
-    assert found.problems == ("what is here cannot be replayed: it goes round in a circle",)
-
-
-def test_a_replay_that_is_far_from_the_recording_is_asked_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    replayed = module.replayed
-
-    def slower(replay):  # type: ignore[no-untyped-def]
-        times = replayed(replay)
-        return replace(times, iteration_s=1.2 * times.iteration_s)
-
-    monkeypatch.setattr(module, "replayed", slower)
-    found = findings(written(tmp_path, record(on_one_host())))
-    assert found.is_far
-    assert found.error == pytest.approx(0.2, abs=1e-3)
-    assert found.played is not None
-    assert found.played.answers == ()
-
-
-def test_what_is_within_the_error_of_prices_is_not_the_best(tmp_path: Path) -> None:
-    found = findings(written(tmp_path, record(over_a_link(ranks=3))))
-    assert found.played is not None
-    times = found.times
-    units = Answer(words="units", times=times, gain=0.3, is_priced=True)
-    link = Answer(words="link", times=times, gain=0.2)
-    played = replace(found.played, answers=(units, link), price_error=-0.1)
-    assert played.best is units
-    assert replace(played, price_error=-0.4).best is link
-    assert replace(played, answers=(replace(link, gain=0.005),)).best is None
-
-
-def test_units_alone_are_no_operators(tmp_path: Path) -> None:
-    assert not findings(written(tmp_path, record(on_one_host(), detail=Detail.UNITS))).has_operators
-
-
 # ── sentences ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -477,18 +362,6 @@ def test_the_most_important_comes_in_a_few_sentences(tmp_path: Path) -> None:
     assert path == "The largest part of the critical path: " + found.played.parts[0].describe() + "."
     assert remedy.startswith(f"What would help most: if {found.played.answers[0].words}, a step would take ")
     assert list(problems(found)) == []
-
-
-def test_problems_are_sentences(tmp_path: Path) -> None:
-    folder = written(tmp_path / "job", record(over_a_link(ranks=3)))
-    rank_path(folder, 1).unlink()
-    assert list(problems(findings(folder))) == ["Rank 1 of 3 is missing."]
-
-
-def test_what_was_not_recorded_has_no_name_of_its_own(tmp_path: Path) -> None:
-    found = findings(written(tmp_path, record(on_one_host(), detail=Detail.UNITS)))
-    assert "told apart only where operators are recorded" in kind_words(Kind.OTHER, found)
-    assert kind_words(Kind.UPDATE, found) == "update"
 
 
 def test_numbers_are_short() -> None:
@@ -508,15 +381,6 @@ def test_cells_are_escaped_unless_they_are_html() -> None:
     assert "<td>&lt;b&gt;</td>" in made
     assert "<td><i>x</i></td>" in made
     assert '<tr class="sum"><td>&amp;</td></tr>' in made
-
-
-def test_columns_are_numbers_unless_they_are_told_to_be_text() -> None:
-    assert table(["a", "b"], [["1", "2"]], text=(0,)).endswith('<tr><td>1</td><td class="number">2</td></tr></table>')
-
-
-def test_a_bar_is_as_long_as_the_share_and_no_longer_than_the_whole() -> None:
-    widths = [share_bar(share).partition("width:")[2].partition("px")[0] for share in (-1.0, 0.0, 0.5, 1.0, 7.0)]
-    assert widths == ["0.0", "0.0", "80.0", "160.0", "160.0"]
 
 
 # ── memory ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -786,12 +650,6 @@ def test_a_page_that_cannot_be_written_is_one_sentence(tmp_path: Path, capsys: p
     folder = written(tmp_path / "job", record(on_one_host()))
     assert main(["report", str(folder), "-o", str(tmp_path / "nowhere" / "page.html")]) == 1
     assert "the report cannot be written" in capsys.readouterr().err
-
-
-def test_the_plots_are_well_formed(tmp_path: Path) -> None:
-    page = page_of(tmp_path, record(over_a_link()))
-    for plot in re.findall("<svg.*?</svg>", page, re.DOTALL):
-        ElementTree.fromstring(plot)
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs Node.js")

@@ -40,14 +40,10 @@ from sirtaki.analysis.plan_search import (
     choices_of,
     fuse,
     optimize,
-    others,
-    partition,
     passes,
     place_of,
     planned,
-    routes,
     split,
-    streams,
     units_of,
 )
 from sirtaki.analysis.what_if import WORTH_A_LINE, with_knobs
@@ -272,33 +268,11 @@ def test_a_tensor_joins_the_one_before_it_if_that_ends_later_than_both_take_long
     assert list(fuse(place, 0)) == []
 
 
-def test_a_fused_tensor_has_its_best_number_of_parts() -> None:
-    place = Place(ends_s=(2.1, 4.0, 9.0), parts=3)
-    (change,) = fuse(place, 1)
-    assert stops(change, place) == [(3000, 3), (6000, 2)]
-
-
-def test_a_tensor_is_parted_as_is_best_or_not_at_all() -> None:
-    place = Place(parts=4)
-    changes = list(partition(place, 2))
-    assert [stops(change, place)[2] for change in changes] == [(6000, 4), (6000, 1)]
-    assert len(list(partition(place, 0))) == 1
-    assert changes[0].alike != changes[1].alike
-
-
 def test_a_tensor_of_several_gradients_is_split_at_the_one_nearest_to_its_middle() -> None:
     place = Place()
     (change,) = split(place, 2)
     assert stops(change, place) == [(1000, 1), (3000, 1), (4500, 1), (6000, 1)]
     assert list(split(place, 1)) == []
-
-
-def test_every_number_of_streams_and_every_route_is_tried() -> None:
-    place = Place()
-    found = [change.apply(place.candidate) for change in streams(place, 0)]
-    assert [one.schedule.streams for one in found if one is not None] == [1, 2, 3, 4]
-    (by_route,) = routes(place, 0)
-    assert by_route.apply(place.candidate) == place.candidate
 
 
 def test_bf16_halves_what_units_carry_once() -> None:
@@ -315,13 +289,6 @@ def test_bf16_halves_what_units_carry_once() -> None:
         assert other.link_s == pytest.approx(one.link_s / 2)
     other = replace(place, layout=GradientLayout(sizes=(6000,), itemsize_bytes=2, dtype="bfloat16"))
     assert list(bf16(other, 0)) == []
-
-
-def test_what_changes_numbers_is_used_only_by_name() -> None:
-    assert "bf16" not in {one.name for one in passes()}
-    assert "bf16" in {one.name for one in passes(["bf16"])}
-    with pytest.raises(ConfigError, match="there is no pass 'fp4'; there are tensor-fusion"):
-        passes(["fp4"])
 
 
 class Mine:
@@ -363,13 +330,6 @@ def whole_s(job: JobModel, found: Found) -> float:
 
 def accelerations_cost_less_than_a_percent(job: JobModel) -> None:
     assert whole_s(job, searched(job)) <= 1.01 * whole_s(job, searched(job, NOTHING))
-
-
-@pytest.mark.slow
-@settings(max_examples=4, deadline=None)
-@given(st.integers(0, 10_000))
-def test_on_small_jobs_accelerations_cost_less_than_a_percent(seed: int) -> None:
-    accelerations_cost_less_than_a_percent(drawn_job(seed))
 
 
 @pytest.mark.slow
@@ -417,14 +377,6 @@ def test_another_route_is_taken_where_it_was_probed_and_is_faster() -> None:
     choices = replace(CHOICES, routes=(GLOO, other, (TransportKind.NCCL, GLOO[1])))
     found = Search(View(job), passes(), choices).run()
     assert found.candidate.schedule.route == other
-
-
-def test_bf16_is_proposed_only_where_it_is_allowed() -> None:
-    job = drawn_job(3)
-    assert searched(job).candidate.extras == ()
-    found = Search(View(job), passes(["bf16"]), CHOICES).run()
-    assert [extra.words for extra in found.candidate.extras] == ["gradients travel as bf16, in half the bytes"]
-    assert found.step_s < searched(job).step_s
 
 
 @pytest.mark.slow
@@ -584,7 +536,3 @@ def test_parts_are_never_advised_for_less_than_a_line_of_code_is_worth() -> None
 
 
 # ── other passes ──────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_a_group_that_nobody_knows_has_none() -> None:
-    assert others("sirtaki.nothing", ("name",)) == []

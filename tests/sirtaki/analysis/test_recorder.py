@@ -12,19 +12,17 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from fakes import memories, recordings
+from fakes import recordings
 from hypothesis import given
 from hypothesis import strategies as st
 from rank_jobs import OVER_MESH, UNTUNED, Job, Play, RankCase, on_ranks, slow
 from torch import nn
 
-from sirtaki.analysis import recorder as job_recorder
 from sirtaki.analysis import recorder as profiling
 from sirtaki.analysis import termination
 from sirtaki.analysis.memory import MemoryReplay
@@ -54,7 +52,6 @@ from sirtaki.analysis.recorder import (
     JobRecorder,
     Stage,
     buffer_number,
-    clock_identity,
     model_digest,
     operators_of_drafts,
     own_placement,
@@ -72,10 +69,9 @@ from sirtaki.analysis.step_tensors import (
     model_is_compiled,
 )
 from sirtaki.autotune.model.replayer import Phase
-from sirtaki.comm.plan import Algorithm, Route, TransportKind
+from sirtaki.comm.plan import Algorithm, TransportKind
 from sirtaki.comm.recorder import CopySpan, ReadyMoment, TracedIteration, TracedOperation, TracedUnit
 from sirtaki.errors import NotInitializedError, RecordingError
-from sirtaki.measures import LinkModel
 from sirtaki.profiler import profile
 from sirtaki.settings import ProfileRequest
 
@@ -114,13 +110,6 @@ def test_a_job_that_is_recorded_already_is_not_recorded_twice(monkeypatch, tmp_p
     begun.end()
 
 
-def test_nothing_is_begun_where_nothing_is_set(monkeypatch) -> None:
-    monkeypatch.setattr(profiling, "current", lambda: _Asked(profile=None))
-    monkeypatch.setattr(profiling, "_from_environment", None)
-    profiling.begin_as_set()
-    assert profiling._from_environment is None
-
-
 # ── placement ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -132,13 +121,7 @@ def test_a_rank_says_where_it_runs() -> None:
     assert place.host_processors >= len(place.processors) >= 1
 
 
-def test_processes_of_one_machine_read_one_clock() -> None:
-    assert clock_identity() == clock_identity() != ""
-
-
 # ── job recorder ──────────────────────────────────────────────────────────────────────────────────────────────────
-
-SHORT_WARMUP = {"SIRTAKI_REGISTRY": "off", "SIRTAKI_WARMUP_ITERATIONS": "3"}
 
 
 @on_ranks("profiled", slow(Job(2, env=UNTUNED)), Job(3, env={**UNTUNED, **OVER_MESH, "SIRTAKI_TRANSPORT": "gloo"}))
@@ -158,24 +141,6 @@ def test_nothing_is_written_if_it_never_began(tmp_path, caplog) -> None:
     assert recorder.stage is Stage.ENDED
     assert caplog.text.count("nothing was recorded") == 1
     assert not (tmp_path / "recorded").exists()
-
-
-def test_only_routes_in_use_that_no_warm_up_knows_are_probed(monkeypatch: pytest.MonkeyPatch) -> None:
-    gloo, mpi = ((kind, Algorithm.FLAT) for kind in (TransportKind.GLOO, TransportKind.MPI))
-    in_use = [SimpleNamespace(knobs=SimpleNamespace(route=route), router=route) for route in (gloo, mpi, mpi)]
-    probed: list[Route] = []
-
-    def probe(control: object, router: object, routes: list[Route], **_: object) -> dict[Route, list[object]]:
-        assert routes == [router]
-        probed.extend(routes)
-        return {route: [] for route in routes}
-
-    link = LinkModel(alpha_s=0.001, throughput=(1e9,))
-    monkeypatch.setattr(job_recorder, "_of_all_ranks", lambda job: in_use)
-    monkeypatch.setattr(job_recorder, "probe_routes", probe)
-    monkeypatch.setattr(job_recorder, "fitted_links", lambda probes: dict.fromkeys(probes, link))
-    found = job_recorder._links(SimpleNamespace(control=None), {gloo: link})  # type: ignore[arg-type]
-    assert (probed, found) == ([mpi], {gloo: link, mpi: link})
 
 
 # ── own recording ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -298,27 +263,12 @@ def times(found: StepOperators) -> list[tuple[float, float]]:
     return [(one.begin_s, one.end_s) for one in found.operators]
 
 
-def test_a_step_like_the_one_that_was_seen_has_its_operators() -> None:
-    own = seen((10.5, 12.0), (13.0, 15.0), (19.0, 20.0))
-    assert borrowed(own, THERE, THERE) == own
-
-
 def test_each_part_between_two_moments_is_stretched_by_itself() -> None:
     here = {("begin",): 100.0, ("ready", 1): 102.0, ("ready", 0): 105.0, ("end",): 105.5}
     found = borrowed(seen((10.0, 12.0), (14.0, 16.0), (18.0, 20.0)), THERE, here)
     assert times(found) == [pytest.approx(pair) for pair in ((100.0, 101.0), (102.0, 105.0), (105.25, 105.5))]
     assert [one.name for one in found.operators] == ["op0", "op1", "op2"]
     assert (found.spans[0].begin_s, found.spans[0].end_s) == pytest.approx((100.0, 105.5))
-
-
-def test_one_over_several_parts_is_stretched_by_each() -> None:
-    here = {**THERE, ("ready", 1): 11.0}
-    assert times(borrowed(seen((12.0, 15.0)), THERE, here)) == [pytest.approx((10.5, 13.5))]
-
-
-def test_what_only_one_of_them_has_does_not_count() -> None:
-    here = {("begin",): 0.0, ("ready", 7): 0.1, ("end",): 10.0}
-    assert times(borrowed(seen((12.0, 15.0)), THERE, here)) == [pytest.approx((2.0, 5.0))]
 
 
 def test_what_happened_in_another_order_is_no_common_moment() -> None:
@@ -366,11 +316,6 @@ def test_marks_that_contradict_each_other_say_by_how_much() -> None:
     exact = {"early_s": 0.0, "late_s": 0.0}
     clock = map_clock([mark(1.0, **exact, ahead_s=0.0), mark(2.0, **exact, ahead_s=4e-6)])
     assert clock.error_s == pytest.approx(2e-6, abs=1e-8)
-
-
-def test_without_marks_nothing_is_known() -> None:
-    with pytest.raises(RecordingError):
-        map_clock([])
 
 
 # ── kineto ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -504,11 +449,6 @@ def test_phases_last_from_their_first_operator_to_their_last() -> None:
     ]
 
 
-def test_passes_that_are_accumulated_are_several_spans() -> None:
-    again = [event("aten::linear", 6.2, 6.5, sequence=9), event(BACKWARD + "AddmmBackward0", 6.6, 6.9, sequence=9)]
-    assert [span.phase for span in only([*USUAL, *again]).spans].count(Phase.BACKWARD) == 2
-
-
 def test_what_comes_before_the_data_is_not_forward() -> None:
     metric = event("aten::mul_", 0.1, 0.2, sequence=5)  # the number of the node that is made next
     operators = only([metric, *USUAL]).operators
@@ -530,12 +470,6 @@ def test_an_operator_is_cut_around_copies() -> None:
     assert pieces == [(4.5, 4.6), (4.7, 5.0), (5.5, 5.9)]
 
 
-def test_an_operator_belongs_to_the_step_in_which_it_begins() -> None:
-    steps = [Step(begin_s=0.0, end_s=4.2, updates=(), cuts=()), Step(begin_s=4.2, end_s=10.0, updates=(), cuts=())]
-    found, _ = operators_of(Seen(events=USUAL, thread=TRAINS, clock=CLOCK), steps)
-    assert [one.name for one in found[1].operators] == ["AccumulateGrad", "aten::copy_", "aten::add_"]
-
-
 def test_threads_and_streams_are_lanes_and_kernels_have_the_phase_of_who_launched_them() -> None:
     events = [
         *USUAL,
@@ -551,29 +485,6 @@ def test_threads_and_streams_are_lanes_and_kernels_have_the_phase_of_who_launche
     assert (by_name["gemm"].lane, by_name["gemm"].phase) == (2, Phase.FORWARD)
     assert by_name["memset"].phase is Phase.OTHER
     assert "cudaLaunchKernel" not in by_name  # aten::linear has called it
-
-
-MOMENTS = st.floats(0.01, 9.9, allow_nan=False)
-
-
-@given(
-    spans=st.lists(st.tuples(MOMENTS, MOMENTS).map(sorted), max_size=20),
-    cuts=st.lists(MOMENTS, max_size=8).map(sorted),
-)
-def test_no_lane_ever_overlaps(spans: list[list[float]], cuts: list[float]) -> None:
-    nested = [event(f"op{number}", begin_s, end_s) for number, (begin_s, end_s) in enumerate(spans)]
-    step = Step(begin_s=0.0, end_s=10.0, updates=(), cuts=tuple(zip(cuts[::2], cuts[1::2], strict=False)))
-    operators = only(nested, step).operators
-    assert all(before.end_s <= after.begin_s for before, after in pairwise(operators))
-    for one in operators:
-        assert one.begin_s < one.end_s
-        assert all(one.end_s <= begin_s or end_s <= one.begin_s for begin_s, end_s in step.cuts)
-
-
-def test_an_operator_is_of_the_module_that_it_is_said_to_be_of() -> None:
-    seen = Seen(events=USUAL, thread=TRAINS, clock=CLOCK)
-    (found,), _ = operators_of(seen, [STEP], lambda event: event.sequence)
-    assert [one.module for one in found.operators] == [one.sequence for one in found.operators]
 
 
 # ── tensor edges ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -888,11 +799,6 @@ def test_it_is_told_apart_by_when_it_comes_and_goes() -> None:
     }  # fmt: skip
 
 
-def test_a_gradient_has_been_added_when_autograd_is_done_with_it() -> None:
-    (one,) = memory_seen(event_in_step(5.0, 3, 30), event_in_step(6.8, 3, -30, accumulating=True)).allocations
-    assert (one.begin_s, one.added_s, one.end_s, one.operator) == (5.0, 6.0, 6.8, "aten::mm")
-
-
 def test_what_was_there_before_is_known_from_tensors_and_from_events() -> None:
     events = (
         event_in_step(-3.0, 1, 10),
@@ -970,11 +876,6 @@ def test_the_peak_of_a_real_step_is_the_allocators() -> None:
 
 
 # ── step memory ───────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_modules_of_two_models_have_different_keys() -> None:
-    outermost, block = memories.modules(1)
-    assert (outermost.key, block.key) == ((0, ""), (0, "blocks.0"))
 
 
 # ── termination ───────────────────────────────────────────────────────────────────────────────────────────────────

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 from fakes.compiled_jobs import compiled_job
-from fakes.graphs import drawn_graphs
 from fakes.played_jobs import GLOO, made_job, plan_of, record
 from fakes.replays import LINK, SIZES, on_one_host, over_a_link, played, times
 from hypothesis import given, settings
@@ -19,12 +18,9 @@ from sirtaki.analysis.global_graph import (
     coarse,
     communication_s,
     computation_s,
-    critical_path,
     global_graph,
     mean_iteration,
     parts,
-    recorded,
-    replayed,
     symmetric,
 )
 from sirtaki.analysis.job_model import JobModel, Piece, histories, job_model
@@ -58,41 +54,13 @@ from sirtaki.analysis.what_if import (
     without_stragglers,
 )
 from sirtaki.autotune.knobs import Knobs
-from sirtaki.autotune.model.replayer import ALL_RANKS, Activity, Graph, Phase, SharedHost, replay
+from sirtaki.autotune.model.replayer import Activity, SharedHost, replay
 from sirtaki.autotune.model.simulator import Profile, Simulator
 from sirtaki.comm.plan import Algorithm, GradientLayout, TransportKind
 from sirtaki.errors import ReplayError
 from sirtaki.measures import LinkModel
 
 # ── global graph ──────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_there_is_a_lane_for_each_rank_and_one_for_each_stream_of_all() -> None:
-    graph = global_graph(over_a_link(streams=2, ranks=3))
-    assert list(graph.lanes) == ["rank 0", "rank 1", "rank 2", "gloo stream 0", "gloo stream 1"]
-    assert [server.name for server in graph.servers if server.is_link] == [
-        "the link between hosts",
-        "handing messages to the link",
-    ]
-
-
-def test_a_unit_is_one_node_of_all_ranks_that_all_of_them_hold_up() -> None:
-    graph = global_graph(over_a_link(cuts=(4,), ranks=3, iterations=1))
-    (unit,) = (place for place, node in enumerate(graph.nodes) if node.activity is Activity.UNIT)
-    assert graph.nodes[unit].rank == ALL_RANKS
-    assert sorted(graph.nodes[before].rank for before, after, _ in graph.edges if after == unit) == [0, 1, 2]
-    assert sorted(graph.nodes[after].rank for before, after, _ in graph.edges if before == unit) == [0, 1, 2]
-
-
-def test_processors_that_suffice_are_nobodys_bottleneck() -> None:
-    assert not any(node.works for node in global_graph(on_one_host(ranks=2, capacity=4.0)).nodes)
-    shared = [node for node in global_graph(on_one_host(ranks=2, capacity=2.0)).nodes if node.works]
-    assert {work.jobs for node in shared if node.activity is Activity.UNIT for work in node.works} == {2}
-
-
-def test_loading_data_needs_no_processor() -> None:
-    nodes = global_graph(on_one_host(ranks=4, capacity=1.0)).nodes
-    assert all(not node.works for node in nodes if node.activity is Activity.DATA)
 
 
 def test_ranks_begin_as_far_apart_as_they_did() -> None:
@@ -240,15 +208,6 @@ def shares(job: JobModel) -> dict[str, float]:
     return {part.words: part.share for part in parts(played(job))}
 
 
-@settings(max_examples=100, deadline=None)
-@given(drawn_graphs())
-def test_the_path_has_no_hole_from_beginning_to_end(one: Graph) -> None:
-    found = replay(one)
-    path = critical_path(found)
-    assert sum(visit.end_s - visit.begin_s + visit.gap_s for visit in path) == pytest.approx(found.total_s)
-    assert sum(part.share for part in parts(found)) == pytest.approx(1.0 if found.total_s else 0.0)
-
-
 def test_a_slow_link_is_most_of_the_step() -> None:
     job = over_a_link(iterations=1)
     found = shares(job)
@@ -292,11 +251,6 @@ def test_ranks_that_share_processors_say_so() -> None:
     assert "is sharing the processors of host0" not in shares(on_one_host(ranks=4))
 
 
-def test_seconds_are_those_of_a_mean_iteration() -> None:
-    once, twice = over_a_link(iterations=1), over_a_link(iterations=2)
-    assert sum(part.seconds for part in parts(played(twice))) == pytest.approx(played(once).total_s, rel=1e-6)
-
-
 def test_results_that_ranks_see_late_are_named() -> None:
     job = over_a_link(iterations=1)
     (each,) = job.iterations
@@ -312,23 +266,6 @@ def test_results_that_ranks_see_late_are_named() -> None:
 
 
 # ── step times ────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_waiting_belongs_to_the_phase_in_which_it_is_done() -> None:
-    found = replayed(played(over_a_link(cuts=(4,), iterations=1)))
-    # 80 ms of gradients, 1 ms to copy, 2 ms to start, 260 ms on the link
-    assert found.backward_s == pytest.approx(0.343)
-    assert found.forward_s == pytest.approx(0.02)
-    assert found.phases_s[Phase.UPDATE] == pytest.approx(0.01)
-    assert found.iteration_s == pytest.approx(sum(found.phases_s.values()))
-
-
-def test_a_recording_says_the_same_of_itself() -> None:
-    job = over_a_link(iterations=3)
-    was, now = recorded(histories(record(job))), replayed(played(job))
-    assert was.iteration_s == pytest.approx(now.iteration_s)
-    assert was.forward_s == pytest.approx(now.forward_s)
-    assert (was.iterations, was.spread_s) == (3, pytest.approx(0.0, abs=1e-9))
 
 
 # ── partial ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -683,17 +620,6 @@ def ready(job: JobModel) -> list[list[int]]:
     return found
 
 
-def test_the_operator_is_found_with_all_that_comes_of_it() -> None:
-    (one,) = compiled_backwards(compiled_job(SLOW))
-    assert one.seconds == pytest.approx(0.4)
-    assert sorted(one.gradients) == [(0, index) for index in range(8)]
-    assert sum(one.n_bytes) == 8 * MB
-    assert compiled_backwards(over_a_link()) == ()
-    assert sizes_worth_trying(over_a_link()) == ()
-    with pytest.raises(ReplayError, match="no compiled backward pass"):
-        in_parts(over_a_link(), MB)
-
-
 def test_parts_have_their_share_of_the_time_and_cuts_their_price() -> None:
     job = compiled_job(SLOW)
     cut = in_parts(job, 2 * MB)
@@ -839,31 +765,6 @@ def test_prices_that_fit_the_recorded_units_are_right_and_others_are_said() -> N
     assert "99.9 % longer than it was" in sentence
     assert "10.0 % shorter" in price_notes(-0.1)[0]
     assert price_error(replace(job, buffers=()), before_s=before_s) == 0.0
-
-
-def test_answers_with_other_units_say_so() -> None:
-    asked = single_remedies(over_a_link(), before_s=1.0)
-    assert {one.is_priced for one in asked if "units" in one.words} == {True}
-    assert not any(one.is_priced for one in asked if "units" not in one.words)
-
-
-def test_what_brings_nothing_is_asked_and_not_said() -> None:
-    job = over_a_link()
-    before_s = times(job).iteration_s
-    asked = single_remedies(job, before_s=before_s)
-    assert [one for one in asked if one.is_worth_saying] == list(remedies(job, before_s=before_s))
-    assert len(asked) > len(remedies(job, before_s=before_s))
-
-
-def test_a_job_on_one_host_has_no_link_to_make_faster() -> None:
-    job = on_one_host()
-    assert not any("links" in one.words for one in remedies(job, before_s=times(job).iteration_s))
-
-
-def test_the_best_knobs_are_the_fastest_of_a_few() -> None:
-    found = best_knobs(over_a_link(cuts=(1, 2, 3, 4), streams=1))
-    assert found is not None
-    assert found.transport is TransportKind.GLOO
 
 
 def test_a_job_without_gradients_has_no_plan_to_change() -> None:

@@ -19,7 +19,6 @@ from fakes.played_jobs import plan_of, record, without, written
 from fakes.replays import SIZES, on_one_host, over_a_link
 
 from sirtaki.analysis import recording_files as folders
-from sirtaki.analysis.global_graph import ms
 from sirtaki.analysis.plan_search import optimize
 from sirtaki.analysis.recording_files import TRACE_FILE, rank_path
 from sirtaki.cli.__main__ import main
@@ -405,19 +404,6 @@ def test_a_budget_that_cannot_be_met_is_one_sentence_and_no_plan(
 
 def test_numbers_above_0_are_read() -> None:
     assert [positive(text) for text in ("2", "0.5", "1e3")] == [2.0, 0.5, 1000.0]
-
-
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [("much", "'much' is no number"), *((text, f"must be positive, not {text}") for text in ("0", "-1", "inf", "nan"))],
-)
-def test_what_is_none_is_said(text: str, says: str) -> None:
-    with pytest.raises(ArgumentTypeError, match=says):
-        positive(text)
-
-
-def test_times_have_four_digits() -> None:
-    assert [ms(seconds) for seconds in (0.19823, 1.5, 2e-6)] == ["198.2 ms", "1500 ms", "0.002 ms"]
 
 
 def test_amounts_of_memory_are_read_in_powers_of_1024() -> None:

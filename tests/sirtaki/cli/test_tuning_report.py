@@ -22,13 +22,10 @@ from sirtaki.analysis.svg import (
     TOP,
     WIDTH,
     Plot,
-    framed,
-    legend,
     log_ms,
     log_ms_ticks,
     nice_ticks,
     page,
-    swatch,
 )
 from sirtaki.autotune.knobs import Cut
 from sirtaki.cli.__main__ import main
@@ -120,12 +117,6 @@ def test_no_setting_is_shown_below_the_bound(log_of):
     assert "the bound is drawn at the fastest setting, 100 ms" in page
 
 
-def test_default_and_winner_stand_side_by_side(log_of):
-    page = render(read_log(log_of(MODEL, *JOB)))
-    assert page.count('<div class="pair"><div>') == 1
-    assert page.index("untuned default:") < page.index("kept:")
-
-
 def test_a_setting_of_a_route_that_was_not_measured_has_no_timeline(log_of):
     elsewhere = replace(knobs(), transport=TransportKind.MPI)
     page = render(read_log(log_of(MODEL, JOB[0], trial(6, "grid", elsewhere, 0.1, 0.1))))
@@ -136,18 +127,6 @@ def test_a_setting_of_a_route_that_was_not_measured_has_no_timeline(log_of):
 def test_a_missing_log_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="cannot be read"):
         write_report(tmp_path / "nowhere", tmp_path / "page.html")
-
-
-def test_the_page_is_written(log_of, tmp_path):
-    write_report(log_of(*JOB), tmp_path / "page.html")
-    assert (tmp_path / "page.html").read_text().startswith("<!doctype html>")
-
-
-@pytest.mark.parametrize(("low", "high"), [(0, 1), (0, 97.3), (0, 1e-4), (3, 3), (0, 100)])
-def test_ticks_are_few_round_and_inside(low, high):
-    ticks = nice_ticks(low, high)
-    assert 1 <= len(ticks) <= 7
-    assert all(low <= tick <= high + 1e-9 for tick in ticks)
 
 
 # ── report sparse ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -210,10 +189,6 @@ def test_each_parameter_is_a_curve_with_a_dot_at_its_popular_rows(log_with):
     assert "<b>hot" not in page
 
 
-def test_without_sparse_gradients_nothing_is_said_of_them(log_with):
-    assert "Sparse gradients" not in render(read_log(log_with(*JOB)))
-
-
 def test_the_terminal_says_it_too_also_where_all_gradients_are_sparse(log_with, capsys):
     for records in ([*JOB, TABLE], [TABLE]):
         assert main(["report", str(log_with(*records))]) == 0
@@ -274,10 +249,6 @@ def test_a_model_that_was_doubted_is_said_to_be(log_of):
     page = render(read_log(log_of(*records)))
     assert "predicted to be faster in 20 % of the cases" in page
     assert "From iteration 6 on it was below 70 %, so planners were not asked any more." in page
-
-
-def test_without_predictions_nothing_is_said_of_them(log_of):
-    assert "Predicted and measured" not in render(read_log(log_of(MODEL, *JOB)))
 
 
 def test_a_log_without_credits_has_no_plot_of_them(log_of):
@@ -427,24 +398,10 @@ def test_corners_of_the_axes_are_corners_of_the_plot() -> None:
     assert points(drawn) == [(LEFT, floor), (right, TOP), ((LEFT + right) / 2, (TOP + floor) / 2)]
 
 
-def test_a_plot_of_another_size_is_scaled() -> None:
-    drawn = plot(height=200, width=400)
-    drawn.line([(10.0, 0.0)], color="red")
-    assert points(drawn) == [(400 - RIGHT, 200 - BOTTOM)]
-    assert 'viewBox="0 0 400 200"' in drawn.render()
-
-
 def test_axes_without_extent_are_drawn_all_the_same() -> None:
     drawn = plot(x=(3.0, 3.0), y=(2.0, 2.0))
     drawn.line([(3.0, 2.0)], color="red")
     assert points(drawn) == [(LEFT, HEIGHT - BOTTOM)]
-
-
-def test_a_dashed_line_is_dashed() -> None:
-    for dashed in (False, True):
-        drawn = plot()
-        drawn.line([(0.0, 0.0)], color="red", dashed=dashed)
-        assert ("stroke-dasharray" in shapes(drawn, "polyline")[0]) == dashed
 
 
 def test_steps_keep_each_value_until_the_next_and_the_last_to_the_edge() -> None:
@@ -456,47 +413,6 @@ def test_steps_keep_each_value_until_the_next_and_the_last_to_the_edge() -> None
     empty = plot()
     empty.steps([], color="red")
     assert points(empty) == []
-
-
-def test_points_crosses_and_boxes_have_tooltips() -> None:
-    drawn = plot()
-    drawn.dot(5.0, 0.5, color="red", title=NASTY)
-    drawn.dot(5.0, 0.5, color="red", title="", large=True)
-    drawn.cross(5.0, color="blue", title="failed")
-    drawn.box((0.0, 10.0), (0.0, 1.0), color="green", title="whole", opacity=0.25)
-    small, large = shapes(drawn, "circle")
-    assert float(large["r"]) > float(small["r"])
-    (box,) = shapes(drawn, "rect")
-    assert [float(box[name]) for name in ("x", "y", "width", "height")] == [
-        LEFT,
-        TOP,
-        WIDTH - LEFT - RIGHT,
-        HEIGHT - BOTTOM - TOP,
-    ]
-    assert box["fill-opacity"] == "0.25"
-    titles = [found.text for found in ElementTree.fromstring(drawn.render()).iter() if found.tag.endswith("}title")]
-    assert titles == [NASTY, None, "failed", "whole"]
-    (cross,) = shapes(drawn, "path")
-    assert cross["d"].startswith(f"M{LEFT + (WIDTH - LEFT - RIGHT) / 2 - 4:.1f} {TOP + 2}")
-
-
-def test_a_box_that_lasts_no_time_can_be_seen() -> None:
-    drawn = plot()
-    drawn.box((5.0, 5.0), (0.2, 0.4), color="green")
-    assert float(shapes(drawn, "rect")[0]["width"]) == 0.6
-
-
-def test_axes_have_labels_and_ticks_or_those_that_are_given() -> None:
-    def texts(drawn: str) -> list[str | None]:
-        return [found.text for found in ElementTree.fromstring(drawn).iter() if found.tag.endswith("}text")]
-
-    drawn = Plot(x=(0.0, 10.0), y=(0.0, 1.0), x_label=NASTY, y_label="up")
-    usual = texts(drawn.render())
-    assert usual[-2:] == [NASTY, "up"]
-    assert usual[:-2] == ["0", "2", "4", "6", "8", "10", "0", "0.2", "0.4", "0.6", "0.8", "1"]
-    assert texts(drawn.render(x_ticks=[(5.0, "half")], y_ticks=[])) == ["half", NASTY, "up"]
-    assert texts(drawn.render(x_ticks=[], y_ticks=[])) == [NASTY, "up"]
-    assert drawn.render(y_ticks=[]).count('class="grid"') == 0
 
 
 @pytest.mark.parametrize(
@@ -512,12 +428,6 @@ def test_axes_have_labels_and_ticks_or_those_that_are_given() -> None:
 )
 def test_ticks_are_round_and_within(low: float, high: float, ticks: list[float]) -> None:
     assert nice_ticks(low, high) == ticks
-
-
-@pytest.mark.parametrize("magnitude", [1e-9, 1e-3, 1.0, 1e6])
-def test_there_are_a_few_ticks_at_any_magnitude(magnitude: float) -> None:
-    for width in (1.0, 1.3, 2.7, 5.1, 9.9):
-        assert 2 <= len(nice_ticks(0.0, width * magnitude)) <= 7
 
 
 def test_times_on_a_logarithmic_axis_are_in_milliseconds() -> None:
@@ -539,11 +449,3 @@ def test_a_page_is_one_document_and_its_title_is_text() -> None:
     assert body is not None
     assert (ElementTree.fromstring(body[0]).find("h1") or [None]) is not None
     assert not re.search(r"https?://(?!www\.w3\.org)", made)  # nothing is fetched
-
-
-def test_a_legend_names_each_colour_once() -> None:
-    made = legend({NASTY: "#111111", "grid": "#222222"})
-    entries = ElementTree.fromstring(made).findall("span")
-    assert ["".join(entry.itertext()) for entry in entries] == [NASTY, "grid"]
-    assert swatch("#222222") in made
-    assert ElementTree.fromstring(framed("<svg/>")).get("class") == "plot"
