@@ -21,7 +21,6 @@ from fakes.recordings import recording as made
 from fakes.replays import SIZES, on_one_host, over_a_link
 from fakes.trial_logs import svgs
 
-from sirtaki.analysis import page as finding
 from sirtaki.analysis import page as module
 from sirtaki.analysis.global_graph import StepTimes, play
 from sirtaki.analysis.job_model import Histories, Stretch, histories, job_model
@@ -61,7 +60,7 @@ from sirtaki.analysis.timeline_plot import (
 from sirtaki.analysis.what_if import Answer
 from sirtaki.autotune.model.replayer import Activity, Phase
 from sirtaki.cli.__main__ import main
-from sirtaki.errors import RecordingError
+from sirtaki.errors import RecordingError, ReplayError
 
 # ── kinds ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -351,6 +350,16 @@ def test_a_recording_without_iterations_is_nothing_to_show(tmp_path: Path) -> No
 # ── sentences ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+def test_what_cannot_be_replayed_is_shown_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise ReplayError("it goes round in a circle")
+
+    monkeypatch.setattr(module, "job_model", refuse)
+    found = findings(written(tmp_path, record(on_one_host())))
+    assert found.played is None
+    assert found.problems == ("what is here cannot be replayed: it goes round in a circle",)
+
+
 def test_the_most_important_comes_in_a_few_sentences(tmp_path: Path) -> None:
     found = findings(written(tmp_path / "job", record(over_a_link(ranks=3))))
     assert heading(found) == (
@@ -578,7 +587,7 @@ def test_without_units_the_rest_is_shown(tmp_path: Path) -> None:
 
 
 def test_a_replay_that_is_far_off_claims_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(finding, "FAR", -1.0)
+    monkeypatch.setattr(module, "FAR", -1.0)
     page = page_of(tmp_path, record(on_one_host()))
     assert page.count("too much to be believed") == 2
     assert 'id="timeline-path"' not in page
