@@ -20,7 +20,7 @@ from sirtaki.comm.control.communicator import Communicator
 from sirtaki.comm.control.failure import DUTY_PERIOD_S, FailureBoard, poll_until, unless_failed
 from sirtaki.comm.control.plane import ClockOffset, ControlPlane, compare_clocks, connect_to_store, offset_from
 from sirtaki.comm.control.watchdog import Courier, Tag
-from sirtaki.errors import ConfigError, PeerLostError, StallError, TransportError
+from sirtaki.errors import ConfigError, MismatchError, PeerLostError, StallError, TransportError
 
 # ── plane ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -35,6 +35,31 @@ def test_ranks_agree_and_know_their_places(run_ranks: RunRanks, ranks: int, loca
 def test_they_do_over_a_mesh(run_ranks: RunRanks, ranks: int, local_size: str | int) -> None:
     output = run_ranks("control.py", ranks, local_size, env=OVER_MESH).stdout
     assert sorted(output.split("\n")[:-1]) == [f"ok {rank}" for rank in range(ranks)]
+
+
+def test_values_of_any_length_are_gathered_and_broadcast() -> None:
+    def act(control: ControlPlane) -> None:
+        for length in range(300):  # short ones travel in one message
+            values = [b"x" * length, None, "y" * (length // 2)]
+            assert control.all_gather(values[control.rank]) == values, length
+            assert control.broadcast(values[control.rank], length % 3) == values[length % 3]
+
+    on_planes(3, act)
+
+
+def test_what_ranks_disagree_about_is_said_on_all_of_them() -> None:
+    def act(control: ControlPlane) -> None:
+        control.agree_on_success("")
+        with pytest.raises(TransportError) as told:
+            control.agree_on_success("waited" if control.rank else "no descriptors")
+        assert str(told.value) == "rank 0: no descriptors; rank 1: waited; rank 2: waited; and 2 more"
+        with pytest.raises(TransportError) as told:
+            control.agree_on_success("full" if control.rank > 1 else "")
+        assert str(told.value) == "rank 2: full; rank 3: full; rank 4: full"
+        with pytest.raises(MismatchError, match=r"about size: rank 0 has 3, rank 4 has 4$"):
+            control.require_equal(3 + control.rank // 4, "size")
+
+    on_planes(5, act)
 
 
 # ── clocks ────────────────────────────────────────────────────────────────────────────────────────────────────────────
