@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
-from typing import Any
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from sirtaki.comm.sparse.plan import COLD_PATHS, GATHER, SparsePath, SparsePlan
+
+if TYPE_CHECKING:
+    from sirtaki.comm.sparse.worker import RowFormat
 
 Curve = npt.NDArray[np.float64]
 
@@ -34,13 +40,14 @@ class TouchCounts:
         touched: rows touched in an iteration by all ranks together, mean.
         most: rows touched by the rank that touched the most, mean.
         union: rows touched by any rank in an iteration, mean.
+        n: iterations noted.
     """
 
     def __init__(self) -> None:
         self.rows, self.counts = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
-        self.n_samples = 0
+        self.n_samples = self.n = 0
+        self.touched = self.most = self.union = 0.0
         self._totals = np.zeros(3)
-        self._n = 0
 
     def note(self, by_rank: Sequence[npt.NDArray[np.int64]], union: int) -> None:
         """One iteration: the rows that each rank touched, each once, and how many rows that are."""
@@ -55,22 +62,8 @@ class TouchCounts:
     def note_totals(self, touched: float, most: float, union: float) -> None:
         """One iteration of which rows are not known: only how many; see above."""
         self._totals += touched, most, union
-        self._n += 1
-
-    @property
-    def touched(self) -> float:
-        """See above."""
-        return float(self._totals[0]) / max(1, self._n)
-
-    @property
-    def most(self) -> float:
-        """See above."""
-        return float(self._totals[1]) / max(1, self._n)
-
-    @property
-    def union(self) -> float:
-        """See above."""
-        return float(self._totals[2]) / max(1, self._n)
+        self.n += 1
+        self.touched, self.most, self.union = (self._totals / self.n).tolist()
 
     def ranked(self) -> npt.NDArray[np.int64]:
         """Rows that were touched, the most touched first; of equal ones the lower number."""
@@ -128,28 +121,6 @@ LONG_INDEX_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
-    """Of one parameter.
-
-    Attributes:
-        n_rows: rows.
-        row_bytes: of one.
-        item_bytes: of one element.
-        index_bytes: of the number of a row as it travels.
-    """
-
-    n_rows: int
-    row_bytes: int
-    item_bytes: int
-    index_bytes: int
-
-    @property
-    def flagged_bytes(self) -> int:
-        """Of a row that travels with an element that says whether it was touched."""
-        return self.row_bytes + self.item_bytes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
     """One reduction, on the busiest rank.
 
@@ -181,35 +152,35 @@ def ring_bytes(n_bytes: float, ranks: int) -> float:
     return 2.0 * (ranks - 1) / ranks * n_bytes
 
 
-def dense_bytes(shape: Shape, ranks: int) -> float:
+def dense_bytes(form: RowFormat, ranks: int) -> float:
     """What a rank receives where the whole gradient is all-reduced."""
-    return ring_bytes(shape.n_rows * shape.row_bytes, ranks)
+    return ring_bytes(form.n_rows * form.row_bytes, ranks)
 
 
-def horovod_bytes(shape: Shape, ranks: int, looked_up: float) -> float:
+def horovod_bytes(form: RowFormat, ranks: int, looked_up: float) -> float:
     """What a rank receives by Horovod's rule: two all-gathers of what each rank has looked up, nothing added up before.
 
     Args:
-        shape: of the parameter.
+        form: of its rows.
         ranks: how many there are.
         looked_up: rows by each of them, the same one several times.
     """
-    return (ranks - 1) * looked_up * (shape.row_bytes + LONG_INDEX_BYTES)
+    return (ranks - 1) * looked_up * (form.row_bytes + LONG_INDEX_BYTES)
 
 
-def traffic(plan: SparsePlan, shape: Shape, ranks: int, counts: TouchCounts) -> Traffic:
+def traffic(plan: SparsePlan, form: RowFormat, ranks: int, counts: TouchCounts) -> Traffic:
     """Of a parameter whose rows are touched like that, by this plan."""
     touched, most, union = counts.touched, counts.most, counts.union
     if plan.path is SparsePath.DENSE:
-        return Traffic(reductions=1, reduced_bytes=shape.n_rows * shape.flagged_bytes, added_rows=most)
+        return Traffic(reductions=1, reduced_bytes=form.n_rows * form.flagged_bytes, added_rows=most)
     if plan.path is SparsePath.BLOCKS:
         single = plan.block_rows == 1
         rows = union if single else _rows_in_blocks(plan.block_rows, ranks, counts)
         return Traffic(
             exchanges=1,
-            exchanged_bytes=(ranks - 1) * shape.n_rows / plan.block_rows / 8,
+            exchanged_bytes=(ranks - 1) * form.n_rows / plan.block_rows / 8,
             reductions=1,
-            reduced_bytes=rows * (shape.row_bytes if single else shape.flagged_bytes),
+            reduced_bytes=rows * (form.row_bytes if single else form.flagged_bytes),
             added_rows=most,
         )
     if plan.path is SparsePath.HOT_COLD:
@@ -218,17 +189,17 @@ def traffic(plan: SparsePlan, shape: Shape, ranks: int, counts: TouchCounts) -> 
         chance = hot / max(1, counts.n_samples)
         hot_union = float((1.0 - (1.0 - chance) ** ranks).sum())
         rest = 1.0 - share
-        cold = _plain(plan.cold, shape, ranks, touched * rest, most * rest, max(0.0, union - hot_union))
-        n_bytes, added_rows = len(hot) * shape.flagged_bytes, most * share + len(hot) + cold.added_rows
+        cold = _plain(plan.cold, form, ranks, touched * rest, most * rest, max(0.0, union - hot_union))
+        n_bytes, added_rows = len(hot) * form.flagged_bytes, most * share + len(hot) + cold.added_rows
         if plan.aggregated:
             return replace(cold, aggregations=1, aggregated_bytes=n_bytes, added_rows=added_rows)
         return replace(cold, reductions=1, reduced_bytes=n_bytes, added_rows=added_rows)
-    return _plain(plan.path, shape, ranks, touched, most, union)
+    return _plain(plan.path, form, ranks, touched, most, union)
 
 
-def _plain(path: SparsePath, shape: Shape, ranks: int, touched: float, most: float, union: float) -> Traffic:
+def _plain(path: SparsePath, form: RowFormat, ranks: int, touched: float, most: float, union: float) -> Traffic:
     """Of rows that travel with their numbers."""
-    row_bytes, others = shape.row_bytes + shape.index_bytes, (ranks - 1) / ranks
+    row_bytes, others = form.row_bytes + form.index_dtype.itemsize, (ranks - 1) / ranks
     if path is SparsePath.GATHER:
         sent = max(touched - touched / ranks, most * others)
         return Traffic(exchanges=2, exchanged_bytes=sent * row_bytes, added_rows=touched)
@@ -254,19 +225,6 @@ HOT_SIZES = 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HotPace:
-    """What was measured of sums through an aggregator, of the slowest rank.
-
-    Attributes:
-        start_s: of a sum of next to nothing.
-        bytes_per_s: of the tensor that is summed.
-    """
-
-    start_s: float
-    bytes_per_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
     """What was measured between these ranks, the slowest of them.
 
@@ -276,7 +234,8 @@ class Pace:
         reduce_s: of an all-reduce of next to nothing.
         reduce_bytes_per_s: of the tensor that is reduced.
         add_bytes_per_s: of rows that one rank adds up.
-        aggregator: None = there is none.
+        aggregate_s: of a sum of next to nothing by an aggregator.
+        aggregate_bytes_per_s: of the tensor that it sums; 0 = there is none.
     """
 
     exchange_s: float
@@ -284,7 +243,8 @@ class Pace:
     reduce_s: float
     reduce_bytes_per_s: float
     add_bytes_per_s: float
-    aggregator: HotPace | None = None
+    aggregate_s: float = 0.0
+    aggregate_bytes_per_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,37 +252,27 @@ class VolumeModel:
     """Predicts plans for one parameter.
 
     Attributes:
-        shape: of it.
+        form: of its rows.
         ranks: how many there are.
         counts: of its rows.
         pace: of these ranks.
     """
 
-    shape: Shape
+    form: RowFormat
     ranks: int
     counts: TouchCounts
     pace: Pace
 
     def seconds(self, plan: SparsePlan) -> float:
         """How long a reduction by this plan takes."""
-        work, pace = self.traffic(plan), self.pace
-        aggregated_s = 0.0
-        if work.aggregations:
-            assert pace.aggregator is not None
-            hot = pace.aggregator
-            aggregated_s = work.aggregations * hot.start_s + work.aggregated_bytes / hot.bytes_per_s
-        return (
-            aggregated_s
-            + work.exchanges * pace.exchange_s
-            + work.exchanged_bytes / pace.exchange_bytes_per_s
-            + work.reductions * pace.reduce_s
-            + work.reduced_bytes / pace.reduce_bytes_per_s
-            + work.added_rows * self.shape.row_bytes / pace.add_bytes_per_s
-        )
-
-    def traffic(self, plan: SparsePlan) -> Traffic:
-        """What a reduction by this plan consists of."""
-        return traffic(plan, self.shape, self.ranks, self.counts)
+        work, pace = traffic(plan, self.form, self.ranks, self.counts), self.pace
+        parts = [
+            (work.exchanges, pace.exchange_s, work.exchanged_bytes, pace.exchange_bytes_per_s),
+            (work.reductions, pace.reduce_s, work.reduced_bytes, pace.reduce_bytes_per_s),
+            (work.aggregations, pace.aggregate_s, work.aggregated_bytes, pace.aggregate_bytes_per_s),
+            (0, 0.0, work.added_rows * self.form.row_bytes, pace.add_bytes_per_s),
+        ]
+        return sum(n * start_s + (n_bytes and n_bytes / bytes_per_s) for n, start_s, n_bytes, bytes_per_s in parts)
 
     # ── candidates ───────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -337,7 +287,7 @@ class VolumeModel:
         It has at least the rows up to the knee of the coverage curve, as the paper's switch: with a single row, which
         is the fastest where an aggregator is slow, it would be there in name only.
         """
-        if self.pace.aggregator is None:
+        if not self.pace.aggregate_bytes_per_s:
             return None
         plans = [replace(plan, aggregated=True) for plan in self._plans(SparsePath.HOT_COLD)]
         bend = knee(coverage(self.counts.descending()))
@@ -359,14 +309,14 @@ class VolumeModel:
                 hot = tuple(np.sort(ranked[:size]).tolist())
                 for cold in COLD_PATHS:
                     yield SparsePlan(path=path, hot_rows=hot, cold=cold)
-        elif path is not SparsePath.DENSE or self.shape.n_rows * self.shape.flagged_bytes <= MOST_DENSE_BYTES:
+        elif path is not SparsePath.DENSE or self.form.n_rows * self.form.flagged_bytes <= MOST_DENSE_BYTES:
             yield SparsePlan(path=path)
 
     def _hot_sizes(self, ranked: np.ndarray[tuple[int], np.dtype[np.int64]]) -> list[int]:
         """Of the coverage curve, where a row's chance makes it worth its place, and some between."""
         counts = self.counts.of(ranked)
         curve = coverage(counts)
-        most = min(len(ranked), int(MOST_HOT_BYTES / self.shape.flagged_bytes))
+        most = min(len(ranked), int(MOST_HOT_BYTES / self.form.flagged_bytes))
         if most < 1:
             return []
         # In a ring each rank sends a dense row 2(P-1)/P times, in an all-gather of rows P-1 times its chance.
@@ -506,13 +456,11 @@ class SparseChoice:
         self.predicted_s, self.measured_s = [], []
         self._try(checks=True)
 
-    def choose(self, model: Callable[[TouchCounts], VolumeModel]) -> None:
-        """Candidates follow from what was learned; `model` makes the predictions.
+    def choose(self, predicted: VolumeModel) -> None:
+        """Candidates follow from the model of what was learned.
 
         Hot rows through an aggregator are tried whatever is predicted: who names one wants to know.
         """
-        assert self._counts is not None
-        predicted = model(self._counts)
         aggregated = predicted.best_aggregated()
         if self._fixed is not None:
             best = aggregated or predicted.best_of(self._fixed)
@@ -593,6 +541,9 @@ class _Watch:
 
 
 MB = 1e6
+Amount = Annotated[float, msgspec.Meta(ge=0.0, le=sys.float_info.max)]
+Count = Annotated[int, msgspec.Meta(ge=0)]
+Positive = Annotated[int, msgspec.Meta(ge=1)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -607,9 +558,9 @@ class Way:
     """
 
     plan: str
-    predicted_s: float | None
-    measured_s: float | None
-    n_bytes: float
+    predicted_s: Amount | None
+    measured_s: Amount | None
+    n_bytes: Amount
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -633,18 +584,18 @@ class SparseSummary:
     """
 
     name: str
-    n_rows: int
-    width: int
-    ranks: int
-    looked_up: float
-    touched: float
-    union: float
+    n_rows: Positive
+    width: Count
+    ranks: Positive
+    looked_up: Amount
+    touched: Amount
+    union: Amount
     plan: str
     ways: tuple[Way, ...]
-    curve: tuple[tuple[int, float], ...] = ()
-    popular_rows: int = 0
-    dense_bytes: float
-    horovod_bytes: float
+    curve: tuple[tuple[Positive, Amount], ...] = ()
+    popular_rows: Count = 0
+    dense_bytes: Amount
+    horovod_bytes: Amount
 
     @property
     def density(self) -> float:
@@ -679,48 +630,23 @@ class SparseSummary:
         """What `to_json` has given; other keys are passed over.
 
         Raises:
-            KeyError: something is missing.
-            TypeError: something is of another type.
-            ValueError: a number is none, or negative, or nothing is said of the way that is taken.
+            ValueError: something is missing, of another type or out of range, or the plan is none of the ways.
         """
-        found = cls(
-            name=str(data["name"]),
-            n_rows=int(_number(data["n_rows"], least=1)),
-            width=int(_number(data["width"])),
-            ranks=int(_number(data["ranks"], least=1)),
-            looked_up=_number(data["looked_up"]),
-            touched=_number(data["touched"]),
-            union=_number(data["union"]),
-            plan=str(data["plan"]),
-            ways=tuple(
-                Way(
-                    plan=str(way["plan"]),
-                    predicted_s=_number_or_none(way["predicted_s"]),
-                    measured_s=_number_or_none(way["measured_s"]),
-                    n_bytes=_number(way["n_bytes"]),
-                )
-                for way in data["ways"]
-            ),
-            curve=tuple((int(_number(rows, least=1)), _number(part)) for rows, part in data["curve"]),
-            popular_rows=int(_number(data["popular_rows"])),
-            dense_bytes=_number(data["dense_bytes"]),
-            horovod_bytes=_number(data["horovod_bytes"]),
-        )
+        found = msgspec.convert(data, cls)
         if found.plan not in {way.plan for way in found.ways}:
             raise ValueError(f"{found.plan} is none of the ways")
         return found
 
 
 def summarise(
-    choice: SparseChoice, shape: Shape, *, name: str, width: int, ranks: int, looked_up: float, counts: TouchCounts
+    choice: SparseChoice, form: RowFormat, *, name: str, ranks: int, looked_up: float, counts: TouchCounts
 ) -> SparseSummary:
     """Of a choice that is made.
 
     Args:
         choice: of the parameter.
-        shape: of it.
+        form: of its rows.
         name: of it.
-        width: elements of a row.
         ranks: how many there are.
         looked_up: see `SparseSummary`.
         counts: how much was touched; what the choice has learned counts instead where there is such a thing.
@@ -729,41 +655,26 @@ def summarise(
     popular = len(choice.plan.hot_rows) or knee(coverage(counts.descending()))
     plans = choice.candidates or [choice.plan]
 
-    def way(plan: SparsePlan, number: int) -> Way:
-        return Way(
-            plan=plan.describe(),
-            predicted_s=_at(choice.predicted_s, number),
-            measured_s=_at(choice.measured_s, number),
-            n_bytes=traffic(plan, shape, ranks, counts).received_bytes(ranks),
-        )
-
     return SparseSummary(
         name=name,
-        n_rows=shape.n_rows,
-        width=width,
+        n_rows=form.n_rows,
+        width=form.width,
         ranks=ranks,
         looked_up=looked_up,
         touched=counts.touched,
         union=counts.union,
         plan=choice.plan.describe(),
-        ways=tuple(way(plan, number) for number, plan in enumerate(plans)),
+        ways=tuple(
+            Way(
+                plan=plan.describe(),
+                predicted_s=predicted_s,
+                measured_s=measured_s,
+                n_bytes=traffic(plan, form, ranks, counts).received_bytes(ranks),
+            )
+            for plan, predicted_s, measured_s in zip_longest(plans, choice.predicted_s, choice.measured_s)
+        ),
         curve=curve_points(counts, also=popular),
         popular_rows=popular,
-        dense_bytes=dense_bytes(shape, ranks),
-        horovod_bytes=horovod_bytes(shape, ranks, looked_up),
+        dense_bytes=dense_bytes(form, ranks),
+        horovod_bytes=horovod_bytes(form, ranks, looked_up),
     )
-
-
-def _at(values: Sequence[float], number: int) -> float | None:
-    return values[number] if number < len(values) else None
-
-
-def _number(value: Any, *, least: float = 0.0) -> float:  # Any: whatever JSON had there
-    number = float(value)
-    if not least <= number < float("inf"):
-        raise ValueError(f"{number} where a number from {least:g} on was expected")
-    return number
-
-
-def _number_or_none(value: Any) -> float | None:  # Any: as above
-    return None if value is None else _number(value)

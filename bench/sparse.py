@@ -197,7 +197,7 @@ class Sirtaki(Contender):
         for _ in range(MOST_WARMUP_STEPS):
             self.step()
             assert self._reducer._carrier is not None
-            choices = self._reducer._carrier._choices.values()
+            choices = self._reducer._carrier.choices.values()
             tuned = self._reducer.tuned
             chosen = all(choice.stage is Stage.KEEP for choice in choices) and len(choices) > 0
             if chosen and (tuned is None or not tuned.tuning):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -18,32 +18,6 @@ from ..transports.shared_memory import share_memory
 
 if TYPE_CHECKING:
     from ..control.plane import ControlPlane
-
-
-class HotSums(Protocol):
-    """Sums over ranks outside of the lanes, which may end for good: then lanes make them.
-
-    Attributes:
-        is_open: sums are made; False, from the same step on all ranks, once they are not any more.
-    """
-
-    @property
-    def is_open(self) -> bool:
-        """See above."""
-        ...
-
-    def sum(self, values: torch.Tensor) -> torch.Tensor | None:
-        """Collective: the sum over ranks of a contiguous 1-d tensor on the host, which is not changed.
-
-        Returns:
-            A tensor like it, bit by bit the same on all ranks; or, on all of them, None: such a tensor is not summed
-            here, or not any more.
-        """
-        ...
-
-    def close(self) -> None:
-        """Not collective, once no thread uses it: leaves."""
-        ...
 
 
 FIRST_REGION_BYTES = 1 << 20
@@ -69,7 +43,8 @@ class SparseLanes:
         route: that is used.
         streams: how many are open.
         exchange_streams, reduce_streams: of these, how many an exchange and an all-reduce use.
-        hot_sums: what sums hot rows where a plan says so, closed with the lanes; None = the lanes do.
+        hot_sum: collective: the sum over ranks of a contiguous 1-d tensor on the host, bit by bit the same on all of
+            them, made elsewhere; or None on all of them, where it is not made there. None = there is no such thing.
     """
 
     def __init__(self, control: ControlPlane, *, timeout_s: float, kind: TransportKind | None, streams: int) -> None:
@@ -89,7 +64,7 @@ class SparseLanes:
         self.rank, self.size = control.rank, control.size
         self._router = Router(self._control, timeout_s=timeout_s)
         self._region: FlatBuffer | None = None
-        self.hot_sums: HotSums | None = None
+        self.hot_sum: Callable[[torch.Tensor], torch.Tensor | None] | None = None
         self._closing = False
         self._wanted_bytes = 0
         self.route, self.streams = self._open_best(kind, streams)
@@ -227,8 +202,8 @@ class SparseLanes:
             part.copy_(region.tensor[: len(part)])
 
     def sum_hot_(self, tensor: torch.Tensor) -> None:
-        """Collective: as `all_reduce_`, of a 1-d tensor, by `hot_sums` where that is possible."""
-        total = None if self.hot_sums is None else self.hot_sums.sum(tensor)
+        """Collective: as `all_reduce_`, of a 1-d tensor, by `hot_sum` where that is possible."""
+        total = None if self.hot_sum is None else self.hot_sum(tensor)
         if total is None:
             self.all_reduce_(tensor)
         else:
@@ -271,8 +246,6 @@ class SparseLanes:
     def close(self) -> None:
         """Ends threads and connections of this rank; not collective, once, when no thread uses them any more."""
         self._closing = True
-        if self.hot_sums is not None:
-            self.hot_sums.close()
         if self._router.release():
             self._control.release(self._router.close)
         self._region = None

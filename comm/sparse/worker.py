@@ -104,6 +104,11 @@ class RowFormat:
         """Of one row without its number."""
         return self.width * self.dtype.itemsize
 
+    @property
+    def flagged_bytes(self) -> int:
+        """Of a row that travels with an element that says whether it was touched."""
+        return self.row_bytes + self.dtype.itemsize
+
     def parcel_bytes(self, n: int) -> int:
         """Of a parcel with `n` rows."""
         return _padded(n * self.index_dtype.itemsize) + _padded(n * self.row_bytes)
@@ -159,11 +164,16 @@ def reduce_rows(plan: SparsePlan, rows: Rows, form: RowFormat, lanes: SparseLane
     return _PLAIN[plan.path](rows, form, lanes)
 
 
-def _gather(rows: Rows, form: RowFormat, lanes: SparseLanes) -> Reduced:
+def _gathered(rows: Rows, form: RowFormat, lanes: SparseLanes) -> list[Rows]:
+    """Collective: the rows of each rank."""
     counts = [count for (count,) in lanes.gather_counts([len(rows)])]
     parcels = lanes.all_gather(form.pack(rows), [form.parcel_bytes(count) for count in counts])
-    parts = [form.unpack(parcel, count) for parcel, count in zip(parcels, counts, strict=True)]
-    return Reduced(merged(parts), sum(counts), by_rank=[part.indices for part in parts])
+    return [form.unpack(parcel, count) for parcel, count in zip(parcels, counts, strict=True)]
+
+
+def _gather(rows: Rows, form: RowFormat, lanes: SparseLanes) -> Reduced:
+    parts = _gathered(rows, form, lanes)
+    return Reduced(merged(parts), sum(map(len, parts)), by_rank=[part.indices for part in parts])
 
 
 def owners_of(indices: torch.Tensor, n_ranks: int) -> torch.Tensor:
@@ -179,14 +189,7 @@ def _owner(rows: Rows, form: RowFormat, lanes: SparseLanes) -> Reduced:
     lengths = [[form.parcel_bytes(count) for count in row] for row in counts]
     arrived = lanes.exchange(parcels, lengths)
     owned = merged([form.unpack(parcel, row[lanes.rank]) for parcel, row in zip(arrived, counts, strict=True)])
-    sums = _gather_sums(owned, form, lanes)
-    return Reduced(sums, sum(map(sum, counts)))
-
-
-def _gather_sums(owned: Rows, form: RowFormat, lanes: SparseLanes) -> Rows:
-    counts = [count for (count,) in lanes.gather_counts([len(owned)])]
-    parcels = lanes.all_gather(form.pack(owned), [form.parcel_bytes(count) for count in counts])
-    return disjoint([form.unpack(parcel, count) for parcel, count in zip(parcels, counts, strict=True)])
+    return Reduced(disjoint(_gathered(owned, form, lanes)), sum(map(sum, counts)))
 
 
 def _sum_in_places(
@@ -333,18 +336,16 @@ class SparseWorker:
                 work.reduced = reduce_rows(task.plan, task.rows, task.form, self._lanes)
             except Closed:
                 return
+            except CommError as err:
+                failed = err
             except Exception as err:  # whatever it is, those who wait must hear of it, and the other ranks, too
-                failed = (
-                    err if isinstance(err, CommError) else CommError(f"rows of {task.name} are not added up: {err!r}")
-                )
-                if failed is not err:
-                    self._failures.report(failed)
-                work.finish(failed)
+                failed = CommError(f"rows of {task.name} are not added up: {err!r}")
+                self._failures.report(failed)
             else:
-                self._tell(task, work)
-                work.finish()
+                self._record(task, work)
+            work.finish(failed)
 
-    def _tell(self, task: SparseTask, work: SparseWork) -> None:
+    def _record(self, task: SparseTask, work: SparseWork) -> None:
         """Tells the timeline and the recorder, if there are any, of a reduction that has just ended."""
         done_s, name = time.perf_counter(), f"{self._prefix}{task.name}"
         if (trace := timeline.current) is not None:
@@ -361,11 +362,13 @@ class SparseWorker:
                 )
             )
 
-    def close(self) -> None:
-        """Ends the thread, whatever it waits for. Not collective, once."""
+    def close(self) -> bool:
+        """Ends the thread, whatever it waits for, then the lanes; False if it has not ended. Not collective, once."""
         self._lanes.stop()
         self._tasks.put(None)
         if self._thread is not threading.current_thread():
             self._thread.join(END_S)
-        if not self._thread.is_alive():
-            self._lanes.close()
+        if self._thread.is_alive():
+            return False
+        self._lanes.close()
+        return True

@@ -1,7 +1,4 @@
-"""Sums over ranks made by a process of its own, as Libra's switch makes them: `docs/how-to/aggregator.md`.
-
-Tensors, and one verdict on all ranks, are in `sirtaki.aggregator.client`; what is here needs no PyTorch.
-"""
+"""Sums over ranks made by a process of its own, as Libra's switch makes them: `docs/how-to/aggregator.md`."""
 
 from .client import AggregatorClient, HeatLayout, Patience
 from .wire import Summation

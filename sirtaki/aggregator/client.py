@@ -1,4 +1,4 @@
-"""A rank's side of the aggregator: contact, exchange of rows, signs of life, failover."""
+"""A rank's side of the aggregator: exchange of rows, signs of life, failover, and one verdict on all ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,10 +17,11 @@ import torch
 
 from sirtaki.comm.control.communicator import Op
 from sirtaki.comm.control.failure import SPIN_S
-from sirtaki.errors import AggregatorError, ConfigError
+from sirtaki.errors import AggregatorError, ConfigError, TransportError
 from sirtaki.host_port import Address, parse_address
 
 from .wire import (
+    HEADER_BYTES,
     MOST_FLOATS,
     MOST_SEQS,
     Bytes,
@@ -44,6 +45,9 @@ from .wire import (
 
 if TYPE_CHECKING:
     from sirtaki.comm.control.communicator import Communicator
+    from sirtaki.comm.control.plane import ControlPlane
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,31 +89,29 @@ class HeatLayout:
     @property
     def packets(self) -> int:
         """Of a step in which all rows are summed."""
-        return self.packets_for(self.rows)
-
-    def packets_for(self, rows: int) -> int:
-        """Of a step in which the first `rows` are."""
-        return -(-rows * self.width // self.floats)
-
-    def place(self, row: int) -> tuple[int, int]:
-        """(register, slot in it) of a row."""
-        return row % self.register_count, row // self.register_count
+        return -(-self.rows * self.width // self.floats)
 
 
 REGISTER_EVERY_S = 0.05
 
 
 class Contact:
-    """An address, and what is known of who listens there."""
+    """An address, and what is known of who listens there.
+
+    Attributes:
+        session: of the sums that are made there; 0 = not all ranks have come.
+        window: packets that may be under way.
+        entry: drawn anew each time that this rank comes.
+        heard_s: when something was last heard from there.
+        asked_s: when it was last asked for something.
+    """
 
     def __init__(self, address: Address, connect: Callable[[Address], Wire]) -> None:
-        self.address = address
-        self._connect = connect
+        self._address, self._connect = address, connect
         self._wire: Wire | None = None
-        self.session = 0
-        self.window = 1
-        self.entry = 0
-        self.heard_s = self._asked_s = 0.0
+        self.session, self.window, self.entry = 0, 1, 0
+        self.heard_s = self.asked_s = 0.0
+        self.name = f"{address[0]}:{address[1]}"
 
     @property
     def wire(self) -> Wire:
@@ -120,54 +122,22 @@ class Contact:
         """
         if self._wire is None:
             try:
-                self._wire = self._connect(self.address)
+                self._wire = self._connect(self._address)
             except ConfigError as err:
                 raise AggregatorError(str(err)) from err
         return self._wire
 
-    @property
-    def name(self) -> str:
-        """`host:port`."""
-        return f"{self.address[0]}:{self.address[1]}"
-
-    @property
-    def is_open(self) -> bool:
-        """All ranks have come there, and sums are made."""
-        return self.session != 0
-
     def enter(self, now_s: float) -> None:
         """Comes anew: whatever was said there before does not count any more."""
         self.session, self.entry = 0, secrets.randbits(63) | 1
-        self.heard_s, self._asked_s = now_s, 0.0
+        self.heard_s, self.asked_s = now_s, 0.0
         self.wire.refused = False
 
-    def register(self, registration: Registration, rank: int, step: int, now_s: float) -> None:
-        """Says who is there, from time to time, until it is welcome."""
-        if now_s - self._asked_s >= REGISTER_EVERY_S:
-            self._asked_s = now_s
-            self.wire.send(packet(Kind.REGISTER, rank=rank, step=step, body=registration.encoded()))
-
-    def ping(self, rank: int, now_s: float, every_s: float) -> None:
-        """Asks for a sign of life where there was none for so long."""
-        if now_s - max(self.heard_s, self._asked_s) >= every_s:
-            self._asked_s = now_s
-            self.wire.send(packet(Kind.PING, rank=rank, session=self.session))
-
-    def open(self, welcome: Welcome) -> None:
-        """Sums are made from now on."""
-        self.session, self.window = welcome.session, welcome.window
-
-    def leave(self, rank: int) -> None:
-        """Nothing more is needed; said three times, as nobody answers."""
-        with contextlib.suppress(OSError):  # of a wire that has failed
-            for _ in range(3 if self.is_open else 0):
-                self.wire.send(packet(Kind.BYE, rank=rank, session=self.session))
-
     def close(self) -> None:
-        """Ends the wire."""
+        """Ends the wire; again is harmless."""
         if self._wire is not None:
             self._wire.close()
-            self._wire = None
+        self._wire, self.session = None, 0
 
 
 REORDER = 32
@@ -367,37 +337,15 @@ class Exchange:
                 wire.send_rows(source[begin:end])
 
 
-END_S = 2.0
-"""How long the thread may take to end."""
-
-
-class Heartbeat:
-    """Calls a function again and again until it is stopped."""
-
-    def __init__(self, beat: Callable[[], None], *, every_s: float) -> None:
-        """Starts the thread."""
-        self._beat, self._every_s = beat, every_s
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="sirtaki-heartbeat", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        while not self._stopped.wait(self._every_s):
-            self._beat()
-
-    def stop(self) -> None:
-        """Ends the thread; again is harmless."""
-        self._stopped.set()
-        self._thread.join(END_S)
-
-
-logger = logging.getLogger(__name__)
-
 MOST_RANKS = 65535
 BUSY_S, IDLE_S, LINGER_S = 0.002, 0.01, 0.001
 """Longest sleeps between two looks: while answers are awaited, while other ranks are, and while a vote is."""
 
 ASLEEP_S = 0.1
+"""After so long between two looks this process was stopped or starved; its silence says nothing of the other."""
+
+END_S = 2.0
+"""How long the thread that says that this rank lives may take to end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -457,16 +405,8 @@ class AggregatorClient:
         self._contacts = [Contact(parse_address(text), connect) for text in addresses]
         self._connect, self._at = connect, 0
         self._rank, self._layout, self._patience = rank, layout, patience
-        self._registration = Registration(
-            job=job_key(job),
-            entry=0,
-            ranks=ranks,
-            summation=summation,
-            packets=layout.packets,
-            floats=layout.floats,
-            registers=layout.register_count,
-            width=layout.width,
-        )
+        self._job = job_key(job)
+        self._agreed = (ranks, summation, layout.packets, layout.floats, layout.register_count, layout.width)
         sizes = {"rank": rank, "packets": layout.packets, "floats": layout.floats}
         self._previous, self._current = Exchange(**sizes), Exchange(**sizes)
         self._step = -1
@@ -474,14 +414,10 @@ class AggregatorClient:
         self._check = check
         self._failures = 0
         self._progress_s = self._looked_s = 0.0
-        self._heartbeat: Heartbeat | None = None
+        self._heartbeat: threading.Thread | None = None
+        self._closed = threading.Event()
         self.moves = 0
         """How often it has gone to another aggregator."""
-
-    @property
-    def layout(self) -> HeatLayout:
-        """What is summed."""
-        return self._layout
 
     @property
     def resent(self) -> int:
@@ -510,7 +446,7 @@ class AggregatorClient:
         self._step += 1
         self._previous, self._current = self._current, self._previous
         self._current.begin(self._step, np.ascontiguousarray(values, np.float32).reshape(-1))
-        if self._contact.is_open:
+        if self._contact.session:
             self._current.enter(self._contact.session)
         self._run(lambda: self._current.is_complete)
         return self._current.result(values.size).reshape(values.shape)
@@ -524,12 +460,14 @@ class AggregatorClient:
 
     def close(self) -> None:
         """Leaves; again is harmless. Not before all ranks have their last sums: see `linger`."""
+        self._closed.set()
         if self._heartbeat is not None:
-            self._heartbeat.stop()
+            self._heartbeat.join(END_S)
         for contact in self._contacts:
-            contact.leave(self._rank)
+            with contextlib.suppress(OSError):  # of a wire that has failed
+                for _ in range(3 if contact.session else 0):  # as nobody answers
+                    self._send(contact, Kind.BYE)
             contact.close()
-            contact.session = 0
 
     # ── how ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -537,39 +475,41 @@ class AggregatorClient:
     def _contact(self) -> Contact:
         return self._contacts[self._at]
 
+    def _send(self, contact: Contact, kind: Kind, *, step: int = 0, body: bytes = b"") -> None:
+        contact.wire.send(packet(kind, rank=self._rank, session=contact.session, step=step, body=body))
+
     def _run(self, done: Callable[[], bool], *, longest_s: float = IDLE_S) -> None:
         now_s = time.monotonic()
         self._progress_s = self._looked_s = now_s
         self._failures = 0
         if self._heartbeat is None:
             self._contact.enter(now_s)
-            self._heartbeat = Heartbeat(self._say_that_it_lives, every_s=self._patience.alive_s)
+            self._heartbeat = threading.Thread(target=self._live, name="sirtaki-heartbeat", daemon=True)
+            self._heartbeat.start()
         self._contact.wire.refused = False  # which was between steps, if it was
         self._contact.heard_s = turn_s = now_s  # it was not asked for anything between steps
         while not done():
             now_s = time.monotonic()
-            if (
-                now_s - turn_s > ASLEEP_S
-            ):  # this process was stopped or starved, so its silence says nothing of the other
+            if now_s - turn_s > ASLEEP_S:
                 self._contact.heard_s += now_s - turn_s
             turn_s = now_s
             self._check()
             self._tend(now_s)
             contact = self._contact
-            awaits = not contact.is_open
-            if contact.is_open:
+            awaits = not contact.session
+            if contact.session:
                 for exchange in (self._previous, self._current):
                     exchange.send(contact.wire, now_s, window=contact.window, trips=self._trips)
                     awaits = awaits or exchange.awaits_answers
             contact.wire.wait(min(longest_s, BUSY_S if awaits else IDLE_S))
             self._receive(contact)
 
-    def _say_that_it_lives(self) -> None:
-        """In the thread of the heartbeat."""
-        contact = self._contact
-        if contact.is_open:
-            with contextlib.suppress(OSError):  # which the next sum will tell
-                contact.wire.send(packet(Kind.ALIVE, rank=self._rank, session=contact.session))
+    def _live(self) -> None:
+        """In a thread of its own: says now and then that this rank lives."""
+        while not self._closed.wait(self._patience.alive_s):
+            if (contact := self._contact).session:
+                with contextlib.suppress(OSError):  # which the next sum will tell
+                    self._send(contact, Kind.ALIVE)
 
     def _tend(self, now_s: float) -> None:
         """Sees to it that somebody is there who sums."""
@@ -577,10 +517,14 @@ class AggregatorClient:
         refused = contact.wire.refused and len(self._contacts) > 1
         if refused or now_s - contact.heard_s > patience.lost_s:
             self._move(now_s, "does not answer")
-        elif not contact.is_open:
-            contact.register(replace(self._registration, entry=contact.entry), self._rank, self._step, now_s)
-        else:
-            contact.ping(self._rank, now_s, patience.heartbeat_s)
+        elif not contact.session:
+            if now_s - contact.asked_s >= REGISTER_EVERY_S:
+                contact.asked_s = now_s
+                body = Registration(self._job, contact.entry, *self._agreed).encoded()
+                self._send(contact, Kind.REGISTER, step=self._step, body=body)
+        elif now_s - max(contact.heard_s, contact.asked_s) >= patience.heartbeat_s:
+            contact.asked_s = now_s
+            self._send(contact, Kind.PING)
         if now_s - self._progress_s > patience.stall_s and not self._current.is_complete:
             raise AggregatorError(
                 f"no sum has come from the aggregator at {contact.name} for {patience.stall_s:g} s; "
@@ -591,25 +535,17 @@ class AggregatorClient:
 
     def _look(self, now_s: float) -> None:
         """Asks the standbys whether other ranks are there; if so, follows them."""
-        later = range(self._at + 1, len(self._contacts))
+        later = list(enumerate(self._contacts))[self._at + 1 :]
         if now_s - self._looked_s > self._patience.look_s:
             self._looked_s = now_s
-            for number in later:
-                self._contacts[number].wire.send(packet(Kind.LOOK, rank=self._rank, body=self._registration.job))
-        for number in later:
-            if self._others_are_at(self._contacts[number]):
+            for _, standby in later:
+                self._send(standby, Kind.LOOK, body=self._job)
+        for number, standby in later:
+            batches = standby.wire.batches() if standby.wire.wait(0.0) else ()
+            seen = [headers_of(group) for rows, _ in batches for group in groups(rows)]
+            if any(headers["kind"][0] == Kind.SEEN and headers["count"].max() > 0 for headers in seen):
                 self._go(number, now_s, "was left by other ranks")
                 break
-
-    def _others_are_at(self, contact: Contact) -> bool:
-        if not contact.wire.wait(0.0):
-            return False
-        found = False
-        for rows, _ in contact.wire.batches():
-            for group in groups(rows):
-                headers = headers_of(group)
-                found = found or bool(headers["kind"][0] == Kind.SEEN and headers["count"].max() > 0)
-        return found
 
     def _move(self, now_s: float, why: str) -> None:
         self._failures += 1
@@ -640,13 +576,15 @@ class AggregatorClient:
         headers = headers_of(rows)
         kind, session, step = int(headers["kind"][0]), int(headers["session"][0]), int(headers["step"][0])
         if kind == Kind.REFUSED and session == contact.session:  # 0 before the welcome
-            reason = rows[0, 32:].tobytes().decode(errors="replace")
+            reason = rows[0, HEADER_BYTES:].tobytes().decode(errors="replace")
             raise AggregatorError(f"the aggregator at {contact.name} refuses this job: {reason}")
         if kind == Kind.WAIT:
             contact.heard_s = now_s
         elif kind == Kind.WELCOME:
-            self._welcomed(contact, Welcome.decoded(rows[0, 32:].tobytes()), now_s)
-        elif not contact.is_open or session != contact.session:
+            welcome = Welcome.decoded(rows[0, HEADER_BYTES:].tobytes())
+            if welcome is not None and not contact.session:
+                self._welcomed(contact, welcome, now_s)
+        elif not contact.session or session != contact.session:
             return  # of something that is over
         elif kind == Kind.UNKNOWN:
             contact.enter(now_s)
@@ -655,42 +593,32 @@ class AggregatorClient:
         else:
             contact.heard_s = now_s
             for exchange in (self._current, self._previous):
-                if exchange.step == step:
-                    self._take_of_step(exchange, kind, rows, now_s)
+                if exchange.step != step:
+                    continue
+                if kind == Kind.SUM and rows.shape[1] == HEADER_BYTES + 4 * self._layout.floats:
+                    seqs = headers["seq"].astype(np.int64)
+                    if exchange.take_sums(seqs, floats_of(rows), now_s, self._trips):
+                        self._progress_s = now_s
+                elif kind == Kind.ACK:
+                    for row in rows:
+                        exchange.take_acks(seqs_of(row[HEADER_BYTES:]), now_s, self._trips)
 
-    def _take_of_step(self, exchange: Exchange, kind: int, rows: Bytes, now_s: float) -> None:
-        if kind == Kind.SUM and rows.shape[1] == 32 + 4 * self._layout.floats:
-            seqs = headers_of(rows)["seq"].astype(np.int64)
-            if exchange.take_sums(seqs, floats_of(rows), now_s, self._trips):
-                self._progress_s = now_s
-        elif kind == Kind.ACK:
-            for row in rows:
-                exchange.take_acks(seqs_of(row[32:]), now_s, self._trips)
-
-    def _welcomed(self, contact: Contact, welcome: Welcome | None, now_s: float) -> None:
-        if welcome is None or contact.is_open:
-            return
-        contact.open(welcome)
+    def _welcomed(self, contact: Contact, welcome: Welcome, now_s: float) -> None:
+        contact.session, contact.window = welcome.session, welcome.window
         contact.heard_s = self._progress_s = now_s
         self._failures = 0
         if welcome.standby and all(known.name != welcome.standby for known in self._contacts):
-            self._contacts += _standby(welcome.standby, contact.name, self._connect)
+            standby = Contact(parse_address(welcome.standby), self._connect)
+            try:
+                _ = standby.wire  # opened now: a host that is not known here must not end sums at the first
+                self._contacts.append(standby)
+            except AggregatorError as err:
+                logger.warning("the standby of the aggregator at %s is not used: %s", contact.name, err)
         for exchange in (self._previous, self._current):
             if exchange.step >= welcome.first_step:
                 exchange.enter(welcome.session)
             else:
                 exchange.rest()
-
-
-def _standby(name: str, of: str, connect: Callable[[Address], Wire]) -> list[Contact]:
-    """What an aggregator has named; nothing where this host does not know it: that must not end sums at the first."""
-    contact = Contact(parse_address(name), connect)
-    try:
-        _ = contact.wire  # opened now
-    except AggregatorError as err:
-        logger.warning("the standby of the aggregator at %s is not used: %s", of, err)
-        return []
-    return [contact]
 
 
 Vote = Callable[[], bool | None]
@@ -827,3 +755,128 @@ class AggregatedRows:
         if self.is_open:
             self.is_open = False
             self._client.close()
+
+
+STEP_FLOATS = 1 << 19
+"""Values that are summed at once; what is larger goes in several turns. Registers and buffers are as large."""
+
+
+class HotRowAggregator:
+    """Sums of flat float32 tensors of any size through an aggregator, until it is lost.
+
+    Of one thread at a time, the same calls on all ranks.
+    """
+
+    def __init__(
+        self, control: ControlPlane, addresses: Sequence[str], *, stall_s: float, check: Callable[[], None]
+    ) -> None:
+        """Collective: see `joined`; makes a first sum.
+
+        Raises:
+            AggregatorError: on all ranks, some rank does not get it.
+        """
+        self._scope = control.scope()
+        self._is_root = control.rank == 0
+        self._addresses = ",".join(addresses)
+        agreement = Agreement(self._scope.duplicate(), check=check)
+        client = AggregatorClient(
+            addresses,
+            job=control.broadcast(secrets.token_hex(16)),
+            rank=control.rank,
+            ranks=control.size,
+            layout=HeatLayout(rows=STEP_FLOATS, width=1),
+            patience=Patience(stall_s=stall_s),
+            check=agreement.check,
+        )
+        self._rows = AggregatedRows(client, agreement)
+        self._closed = False
+        try:
+            self._rows.sum_rows(torch.ones(1, 1))
+        except BaseException:  # the job may be lost, too
+            self.close()
+            raise
+
+    @classmethod
+    def joined(
+        cls,
+        control: ControlPlane,
+        addresses: tuple[str, ...] | None,
+        *,
+        used: bool,
+        stall_s: float,
+        check: Callable[[], None],
+    ) -> HotRowAggregator | None:
+        """Collective: on all ranks once each of them has got a first sum, else None on all, of which rank 0 warns.
+
+        Args:
+            control: the ranks.
+            addresses: what `SIRTAKI_AGGREGATOR` names on this rank; rank 0's hold for all.
+            used: hot rows may be sent there at all, the same on all ranks.
+            stall_s: how long a rank waits for others that are late.
+            check: called while this rank waits; what it raises ends the wait.
+        """
+        named, is_root = control.all_gather(addresses), control.rank == 0
+        addresses, shown = named[0], ["nothing" if each is None else ",".join(each) for each in named]
+        odd = [f"rank {rank} has {other}" for rank, other in enumerate(shown) if other != shown[0]]
+        if odd and is_root:
+            logger.warning(
+                "SIRTAKI_AGGREGATOR differs between ranks; rank 0's holds for all, %s: %s", shown[0], ", ".join(odd[:3])
+            )
+        if addresses is None:
+            return None
+        if not used:
+            if is_root:
+                logger.warning(
+                    "SIRTAKI_AGGREGATOR has no effect: "
+                    "it sums hot rows, which there are with SIRTAKI_SPARSE=hot_cold, or auto where jobs are tuned"
+                )
+            return None
+        problem = ""
+        try:  # whether these hosts are known here; not whether anybody listens there
+            for address in addresses:
+                Wire.connected(parse_address(address)).close()
+        except ConfigError as err:
+            problem = str(err)
+        try:
+            control.agree_on_success(problem)
+            found = cls(control, addresses, stall_s=stall_s, check=check)
+        except (TransportError, AggregatorError) as err:
+            if is_root:
+                logger.warning("SIRTAKI_AGGREGATOR=%s is not used, ranks sum all rows themselves: %s", shown[0], err)
+            return None
+        if is_root:
+            logger.info("hot rows of sparse gradients may be summed by the aggregator at %s", shown[0])
+        return found
+
+    @property
+    def is_open(self) -> bool:
+        """Sums are made; False, from the same step on all ranks, once they are not any more."""
+        return self._rows.is_open
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor | None:
+        """Collective: the sum over ranks of a contiguous 1-d tensor on the host, which is not changed.
+
+        Returns:
+            A tensor like it, bit by bit the same on all ranks; or, on all of them, None: it is not of float32, which is
+            all that an aggregator adds, or the aggregator is lost, of which rank 0 warns.
+        """
+        if values.dtype is not torch.float32 or not self.is_open:
+            return None
+        try:
+            parts = [self._rows.sum_rows(part[:, None]) for part in torch.split(values, STEP_FLOATS)]
+        except AggregatorError as err:
+            if self._is_root:
+                logger.warning(
+                    "the aggregator at %s is lost, ranks sum all rows themselves from this step on: %s",
+                    self._addresses,
+                    err,
+                )
+            return None
+        return torch.cat(parts)[:, 0]
+
+    def close(self) -> None:
+        """Not collective, once no thread uses it: leaves. Again is harmless."""
+        if not self._closed:
+            self._closed = True
+            self._rows.close()
+            self._scope.release(lambda: None)

@@ -9,6 +9,7 @@ import secrets
 import time
 from dataclasses import asdict, dataclass
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -272,8 +273,7 @@ class StepRegisters:
 STEPS = 2
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """A rank that has come.
 
     Attributes:
@@ -293,8 +293,9 @@ class Job:
     def __init__(self, first: Registration, now_s: float) -> None:
         self.agreed, self.key = first.agreed, first.job
         self.ranks, self.floats, self.packets = first.ranks, first.floats, first.packets
+        self.bytes = self.bytes_for(first)
         sizes = {"ranks": first.ranks, "packets": first.packets, "floats": first.floats}
-        self._steps = tuple(StepRegisters(**sizes, summation=first.summation) for _ in range(STEPS))
+        self._steps = [StepRegisters(**sizes, summation=Summation(first.summation)) for _ in range(STEPS)]
         self.entries: dict[int, Entry] = {}
         self.left: set[int] = set()
         self.heard_s = now_s
@@ -303,8 +304,8 @@ class Job:
     @staticmethod
     def bytes_for(registration: Registration) -> int:
         """What a job would take."""
-        each = {"ranks": registration.ranks, "packets": registration.packets, "floats": registration.floats}
-        return STEPS * StepRegisters.bytes_for(**each)
+        _, _, ranks, _, packets, floats, *_ = registration
+        return STEPS * StepRegisters.bytes_for(ranks=ranks, packets=packets, floats=floats)
 
     def _draw_session(self) -> None:
         self.session = secrets.randbits(63) | 1
@@ -329,14 +330,10 @@ class Job:
             self.entries[rank] = entry
             self.left.discard(rank)
             if len(self.entries) == self.ranks:
-                self._open()
+                self.first_step = min(entry.step for entry in self.entries.values())
+                for step in range(self.first_step, self.first_step + STEPS):
+                    self._steps[step % STEPS].begin(step, session=self.session)
         return ended
-
-    def _open(self) -> None:
-        steps = [entry.step for entry in self.entries.values()]
-        self.first_step = min(steps)
-        for step in range(self.first_step, self.first_step + STEPS):
-            self._steps[step % STEPS].begin(step, session=self.session)
 
     @property
     def is_torn(self) -> bool:
@@ -354,11 +351,6 @@ class Job:
             found.begin(step, session=self.session)
             return found
         return None
-
-    def is_at(self, rank: int, address: Address) -> bool:
-        """Whether that is the rank's address."""
-        entry = self.entries.get(rank)
-        return entry is not None and entry.address == address
 
 
 logger = logging.getLogger(__name__)
@@ -490,8 +482,10 @@ class Aggregator:
         job = self._jobs.get(registration.job)
         refused = self._why_not(registration, job)
         if refused and job is None:
-            self._forget_ended()
-            refused = self._why_not(registration, job)
+            # Of jobs that a rank has left no sum can be made any more; the others may have been killed.
+            for ended in [job for job in self._jobs.values() if job.left]:
+                self._forget(ended)
+            refused = self._why_not(registration, None)
         if refused:
             self.counters.refusals += 1
             self._wire.send(packet(Kind.REFUSED, body=refused.encode()), address)
@@ -510,9 +504,7 @@ class Aggregator:
         if job.is_open and job.is_torn:
             self._wire.send(packet(Kind.REFUSED, body=b"ranks of this job are several steps apart"), address)
         elif job.is_open:
-            welcome = Welcome(
-                session=job.session, first_step=job.first_step, window=self._window(job), standby=self._standby
-            )
+            welcome = Welcome(job.session, job.first_step, self._window(job), self._standby)
             self._wire.send(packet(Kind.WELCOME, rank=rank, body=welcome.encoded()), address)
         else:
             self._wire.send(packet(Kind.WAIT, rank=rank, count=len(job.entries)), address)
@@ -531,12 +523,7 @@ class Aggregator:
         return ""
 
     def _used_bytes(self) -> int:
-        each = {"ranks": 0, "packets": 0, "floats": 0}
-        total = 0
-        for job in self._jobs.values():
-            each.update(ranks=job.ranks, packets=job.packets, floats=job.floats)
-            total += 2 * StepRegisters.bytes_for(**each)
-        return total
+        return sum(job.bytes for job in self._jobs.values())
 
     def _window(self, job: Job) -> int:
         """Packets of a rank under way: those of all ranks fit into half of the socket's buffer."""
@@ -549,13 +536,13 @@ class Aggregator:
     def _take_of_session(self, kind: int, rows: Bytes, headers: Headers, address: Address) -> None:
         rank, session, step = int(headers["rank"][0]), int(headers["session"][0]), int(headers["step"][0])
         job = self._sessions.get(session)
-        if job is None and kind == Kind.BYE:
-            return  # it was said more than once, or the job was forgotten
         if job is None:
+            if kind == Kind.BYE:
+                return  # it was said more than once, or the job was forgotten
             self.counters.unknown += len(rows)
             self._wire.send(packet(Kind.UNKNOWN, session=session), address)
             return
-        if not job.is_at(rank, address):
+        if rank not in job.entries or job.entries[rank].address != address:
             self.counters.foreign += len(rows)
             return
         job.heard_s = self._now_s
@@ -564,7 +551,9 @@ class Aggregator:
         if kind == Kind.PING:
             self._wire.send(packet(Kind.PONG, session=session), address)
         elif kind == Kind.BYE:
-            self._leave(job, rank)
+            job.left.add(rank)
+            if len(job.left) == job.ranks:
+                self._forget(job)
         elif kind == Kind.PULL:
             for row in rows:
                 self._pull(job, rank, step, seqs_of(row[32:]))
@@ -636,16 +625,6 @@ class Aggregator:
 
     # ── jobs end ─────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _leave(self, job: Job, rank: int) -> None:
-        job.left.add(rank)
-        if len(job.left) == job.ranks:
-            self._forget(job)
-
-    def _forget_ended(self) -> None:
-        """Of jobs that a rank has left no sum can be made any more; the others may have been killed."""
-        for job in [job for job in self._jobs.values() if job.left]:
-            self._forget(job)
-
     def _forget(self, job: Job) -> None:
         self._jobs.pop(job.key, None)
         self._sessions.pop(job.session, None)
@@ -660,16 +639,17 @@ class Aggregator:
                 self._forget(job)
 
     def _told(self) -> bytes:
-        told = {
-            "jobs": len(self._jobs),
-            "open": len(self._sessions),
-            "ranks": sum(len(job.entries) for job in self._jobs.values()),
-            "memory_bytes": self._used_bytes(),
-            "memory_limit_bytes": self._limits.memory_bytes,
-            "standby": self._standby,
-            **asdict(self.counters),
-        }
-        return json.dumps(told).encode()
+        return json.dumps(
+            {
+                "jobs": len(self._jobs),
+                "open": len(self._sessions),
+                "ranks": sum(len(job.entries) for job in self._jobs.values()),
+                "memory_bytes": self._used_bytes(),
+                "memory_limit_bytes": self._limits.memory_bytes,
+                "standby": self._standby,
+                **asdict(self.counters),
+            }
+        ).encode()
 
 
 def ask_status(wire: Wire, timeout_s: float = 2.0) -> dict[str, int | str] | None:

@@ -7,11 +7,10 @@ import errno
 import select
 import socket
 import struct
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from enum import IntEnum
 from hashlib import blake2b
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -83,14 +82,14 @@ class Summation(IntEnum):
     TABLE = 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Registration:
+class Registration(NamedTuple):
     """What a rank says of its job, which all ranks have to say alike but for `entry`.
 
     Attributes:
         job: 16 bytes that name it; `job_key` makes them of a text.
         entry: drawn anew each time that a rank comes to an aggregator.
         ranks: of the job.
+        summation: a `Summation`.
         packets: most that a step has.
         floats: of each packet.
         registers: of the heat layout.
@@ -100,7 +99,7 @@ class Registration:
     job: bytes
     entry: int
     ranks: int
-    summation: Summation
+    summation: int
     packets: int
     floats: int
     registers: int
@@ -108,37 +107,24 @@ class Registration:
 
     def encoded(self) -> bytes:
         """As the body of a packet."""
-        layout = (self.packets, self.floats, self.registers, self.width)
-        return _REGISTRATION.pack(self.job, self.entry, self.ranks, self.summation, *layout)
+        return _REGISTRATION.pack(*self)
 
     @classmethod
     def decoded(cls, body: bytes) -> Registration | None:
         """What the body says; None where it is no registration."""
         if len(body) != _REGISTRATION.size:
             return None
-        job, entry, ranks, summation, packets, floats, registers, width = _REGISTRATION.unpack(body)
-        sane = ranks > 0 and packets > 0 and 0 < floats <= MOST_FLOATS and registers > 0 and width > 0
-        if not sane or summation not in tuple(Summation):
-            return None
-        return cls(
-            job=job,
-            entry=entry,
-            ranks=ranks,
-            summation=Summation(summation),
-            packets=packets,
-            floats=floats,
-            registers=registers,
-            width=width,
-        )
+        found = cls._make(_REGISTRATION.unpack(body))
+        sane = all(found[4:]) and found.ranks and found.floats <= MOST_FLOATS and found.summation in tuple(Summation)
+        return found if sane else None
 
     @property
     def agreed(self) -> tuple[int, ...]:
         """What has to be the same on all ranks."""
-        return self.ranks, self.summation, self.packets, self.floats, self.registers, self.width
+        return self[2:]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Welcome:
+class Welcome(NamedTuple):
     """What an aggregator tells each rank once all have come.
 
     Attributes:
@@ -155,7 +141,7 @@ class Welcome:
 
     def encoded(self) -> bytes:
         """As the body of a packet."""
-        return _WELCOME.pack(self.session, self.first_step, self.window) + self.standby.encode()
+        return _WELCOME.pack(*self[:3]) + self.standby.encode()
 
     @classmethod
     def decoded(cls, body: bytes) -> Welcome | None:
@@ -163,8 +149,7 @@ class Welcome:
         if len(body) < _WELCOME.size:
             return None
         session, first_step, window = _WELCOME.unpack_from(body)
-        standby = body[_WELCOME.size :].decode(errors="replace")
-        return cls(session=session, first_step=first_step, window=max(window, 1), standby=standby)
+        return cls(session, first_step, max(window, 1), body[_WELCOME.size :].decode(errors="replace"))
 
 
 def job_key(name: str) -> bytes:
@@ -276,14 +261,9 @@ class Wire:
             ConfigError: it cannot.
         """
         try:
-            family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-            with contextlib.ExitStack() as unless_bound:
-                sock = unless_bound.enter_context(socket.socket(family, socket.SOCK_DGRAM))
-                sock.bind(address)
-                unless_bound.pop_all()
+            return cls(_opened((host, port), socket.socket.bind), batches=batches)
         except (OSError, UnicodeError) as err:  # a name that is none
             raise ConfigError(f"an aggregator cannot listen at {host}:{port}: {_reason(err)}") from err
-        return cls(sock, batches=batches)
 
     @classmethod
     def connected(cls, address: Address, *, batches: bool = True) -> Wire:
@@ -293,18 +273,9 @@ class Wire:
             ConfigError: there is no such host.
         """
         try:
-            family, _, _, _, found = socket.getaddrinfo(*address, type=socket.SOCK_DGRAM)[0]
-            with contextlib.ExitStack() as unless_connected:
-                sock = unless_connected.enter_context(socket.socket(family, socket.SOCK_DGRAM))
-                sock.connect(found)
-                unless_connected.pop_all()
+            return cls(_opened(address, socket.socket.connect), batches=batches)
         except (OSError, UnicodeError) as err:
             raise ConfigError(f"no aggregator can be reached at {address[0]}:{address[1]}: {_reason(err)}") from err
-        return cls(sock, batches=batches)
-
-    def fileno(self) -> int:
-        """For a selector."""
-        return self._sock.fileno()
 
     @property
     def address(self) -> Address:
@@ -384,3 +355,15 @@ class Wire:
 
 def _reason(err: Exception) -> str:
     return str(getattr(err, "strerror", None) or err)
+
+
+def _opened(address: Address, begin: Callable[[socket.socket, Any], None]) -> socket.socket:
+    """A datagram socket, bound or connected."""
+    family, _, _, _, found = socket.getaddrinfo(*address, type=socket.SOCK_DGRAM)[0]
+    sock = socket.socket(family, socket.SOCK_DGRAM)
+    try:
+        begin(sock, found)
+    except BaseException:
+        sock.close()
+        raise
+    return sock

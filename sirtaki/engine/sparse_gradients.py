@@ -1,45 +1,71 @@
 """Sparse gradients of one optimizer: the rows of all ranks are added up, each parameter's by its `SparsePlan`.
 
-They go past the flat buffers. Which parameters have them is not known before the first backward pass, and a rank whose
+`SparseReductions` knows what is in `.grad`; `SparseCarrier` adds rows up, and finds out from the first iterations, from
+probes and from the registry which algorithm is fastest for each parameter.
+
+Rows go past the flat buffers. Which parameters have them is not known before the first backward pass, and a rank whose
 batch did not touch an embedding does not know it even then: until the ranks have agreed on it (`GradientReducer`), such
 gradients travel dense.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
-from sirtaki.autotune.sparse import SparseSummary
+import sirtaki
+from sirtaki.aggregator.client import HotRowAggregator
+from sirtaki.autotune.sparse import (
+    LEARNING_ITERATIONS,
+    Pace,
+    Seen,
+    SparseChoice,
+    SparseSummary,
+    Stage,
+    TouchCounts,
+    VolumeModel,
+    curve_points,
+    learns_hot_rows,
+    summarise,
+)
 from sirtaki.comm.control.failure import WAIT_SLICE_S
 from sirtaki.comm.gradients.buffers import REMEDY, Reduction
 from sirtaki.comm.gradients.iteration import Interrupted
-from sirtaki.comm.sparse.worker import Rows, SparseWork
+from sirtaki.comm.plan import TransportKind
+from sirtaki.comm.sparse.lanes import SparseLanes
+from sirtaki.comm.sparse.plan import COLD_PATHS, SparsePath, SparsePlan
+from sirtaki.comm.sparse.worker import Reduced, RowFormat, SparseTask, SparseWork, SparseWorker, coalesced
 from sirtaki.comm.transports.contract import scale_
+from sirtaki.errors import PlanError
+from sirtaki.registry.entry import RowsKey, RowWay, Skew, nearest_way
+from sirtaki.registry.safe_store import SafeStore
+from sirtaki.registry.topology import Topology
+from sirtaki.settings import REGISTRY_OFF
 
-from .sparse_carrier import SparseCarrier
+from .tuning.cache import Hardware, hosts_by_rank
+from .tuning.plans import DEFAULT_STREAMS, fixed_knobs
+from .tuning.trial_log import TrialLogWriter
 
 if TYPE_CHECKING:
     from sirtaki.comm.control.plane import ControlPlane
+    from sirtaki.settings import Settings
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class _Running:
-    """One gradient on its way.
-
-    Attributes:
-        given: what came from this rank's backward pass, and its version; None if something was put in for it.
-    """
+class _Running(NamedTuple):
+    """One gradient on its way; `version`: of the one that the backward pass gave, None if something was put in."""
 
     work: SparseWork
-    given: tuple[torch.Tensor, int] | None
+    gradient: torch.Tensor
+    version: int | None
 
 
 class SparseReductions:
@@ -125,15 +151,15 @@ class SparseReductions:
         self.known |= fresh
         return bool(fresh)
 
-    def start(self, name: str, gradient: torch.Tensor, version: int) -> None:
-        """The gradient of a parameter with sparse ones is complete, and leaves; `version`: when it came."""
-        self._launch(name, gradient, (gradient, version))
+    def start(self, name: str, gradient: torch.Tensor, version: int | None) -> None:
+        """The gradient of a parameter with sparse ones is complete, and leaves.
 
-    def _launch(self, name: str, gradient: torch.Tensor, given: tuple[torch.Tensor, int] | None) -> None:
+        `version`: when it came; None = no backward pass gave it.
+        """
         rows = gradient.detach()
         if not rows.is_sparse or rows.sparse_dim() != 1:
             rows = rows.to_dense().to_sparse(1)
-        self._running[name] = _Running(self._carrier.start(name, rows), given)
+        self._running[name] = _Running(self._carrier.start(name, rows), gradient, version)
 
     def put_in_missing(self, *, joined: bool) -> None:
         """Stands in for gradients that did not come: what is in `.grad` counts as it is, nothing counts as no rows."""
@@ -142,7 +168,25 @@ class SparseReductions:
         for name in sorted(self.missing):
             param = self._params[name]
             gradient = param.grad if param.requires_grad and not joined else None
-            self._launch(name, _no_rows(param) if gradient is None else gradient, None)
+            if gradient is None:
+                no_rows = torch.empty((1, 0), dtype=torch.int64, device=param.device)
+                values = param.new_empty((0, *param.shape[1:]))
+                gradient = torch.sparse_coo_tensor(no_rows, values, param.shape, check_invariants=False)
+            self.start(name, gradient, None)
+
+    def _warn_of_lost_edits(self) -> None:
+        """Of gradients that were replaced or written after they came, though they are not reduced yet."""
+        for name, running in self._running.items():
+            gradient = self._params[name].grad
+            if running.version is None or gradient is None or self._warned:
+                continue
+            if gradient is not running.gradient or gradient._version != running.version:
+                self._warned = True
+                logger.warning(
+                    "the sparse gradient of %s was changed before it was reduced, and the reduced one is used; %s",
+                    name,
+                    REMEDY,
+                )
 
     def reduce(self, interrupted: Interrupted | None) -> bool:
         """Blocks until all that was started is in `.grad`, coalesced; False if it was interrupted.
@@ -157,33 +201,24 @@ class SparseReductions:
                 if interrupted is not None and interrupted():
                     return False
         for name in sorted(self._running):
-            self._hand_out(self._params[name], self._running[name])
+            param, running = self._params[name], self._running[name]
+            rows = running.work.reduced.rows
+            if running.version is not None:
+                wanted = param.grad is not None
+            else:
+                unused = self._unused_as_none and param.grad is None and not len(rows)
+                wanted = param.requires_grad and not unused
+            if wanted:
+                scale_(rows.values, self._factor)
+                param.grad = torch.sparse_coo_tensor(
+                    rows.indices[None].to(param.device),
+                    rows.values.view(len(rows), *param.shape[1:]).to(param.device),
+                    param.shape,
+                    check_invariants=False,
+                    is_coalesced=True,
+                )
         self._complete = True
         return True
-
-    def _hand_out(self, param: torch.Tensor, running: _Running) -> None:
-        rows = running.work.reduced.rows
-        if running.given is not None:
-            wanted = param.grad is not None
-        else:
-            unused = self._unused_as_none and param.grad is None and not len(rows)
-            wanted = param.requires_grad and not unused
-        if wanted:
-            param.grad = _as_gradient(rows, param, self._factor)
-
-    def _warn_of_lost_edits(self) -> None:
-        """Of gradients that were replaced or written after they came, though they are not reduced yet."""
-        for name, running in self._running.items():
-            gradient = self._params[name].grad
-            if running.given is None or gradient is None or self._warned:
-                continue
-            if gradient is not running.given[0] or gradient._version != running.given[1]:
-                self._warned = True
-                logger.warning(
-                    "the sparse gradient of %s was changed before it was reduced, and the reduced one is used; %s",
-                    name,
-                    REMEDY,
-                )
 
     def end_iteration(self) -> None:
         """Collective where a way of rows is decided: nothing has come of the next one."""
@@ -192,21 +227,479 @@ class SparseReductions:
         self._complete = False
 
 
-def _as_gradient(rows: Rows, param: torch.Tensor, factor: float) -> torch.Tensor:
-    """The coalesced sparse gradient with these rows, times a factor."""
-    scale_(rows.values, factor)
-    values = rows.values.view(len(rows), *param.shape[1:])
-    return torch.sparse_coo_tensor(
-        rows.indices[None].to(param.device),
-        values.to(param.device),
-        param.shape,
-        check_invariants=False,
-        is_coalesced=True,
+# ── probes ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+PAIR_BYTES = 256 * 1024
+"""What goes from each rank to each other in a large exchange; a large all-reduce carries as much for all of them."""
+
+SMALL_BYTES = 64
+OTHER_STREAMS = (8, 2, 1)
+"""Tried after those in use, which the budget always covers."""
+
+REPEATS = 3
+BUDGET_S = 1.0
+"""After so long no more streams are tried."""
+
+ADDED_ROWS, ADDED_WIDTH = 8192, 64
+CLEARLY = 0.9
+"""Another number of streams is used only where it takes at most so much of the time."""
+
+
+class Times(NamedTuple):
+    """What a small and a large collective take."""
+
+    small_s: float
+    large_s: float
+
+    def rate(self, n_bytes: float) -> float:
+        """Bytes a second beyond the start."""
+        return n_bytes / max(self.large_s - self.small_s, 1e-7)
+
+
+def measure(
+    control: ControlPlane, lanes: SparseLanes, *, streams: int | None, aggregator: HotRowAggregator | None = None
+) -> Pace:
+    """Collective, with nothing under way: probes, and has the lanes use the numbers of streams that were fastest.
+
+    Args:
+        control: the ranks.
+        lanes: between them.
+        streams: the only number that may be used; None = any.
+        aggregator: that sums hot rows for these lanes.
+    """
+
+    def timed(act: Callable[[int], None]) -> Times:
+        """Collective: of the slowest rank, each at its best."""
+
+        def once(size: int) -> float:
+            control.barrier()
+            begin_s = time.perf_counter()
+            act(size)
+            return time.perf_counter() - begin_s
+
+        act(PAIR_BYTES)  # memory that is touched for the first time, and windows that open
+        times = [min(once(size) for _ in range(REPEATS)) for size in (SMALL_BYTES, PAIR_BYTES)]
+        return Times(*control.maximum(np.array(times)).tolist())
+
+    def exchange(size: int) -> None:
+        lanes.exchange([torch.zeros(size, dtype=torch.uint8)] * lanes.size, [[size] * lanes.size] * lanes.size)
+
+    total, places = torch.zeros(ADDED_ROWS, ADDED_WIDTH), torch.arange(ADDED_ROWS)
+
+    def add(_: int) -> None:
+        torch.zeros_like(total).index_add_(0, torch.unique(places, return_inverse=True)[1], total)
+
+    begin_s = time.perf_counter()
+    exchanges: dict[int, Times] = {}
+    reductions: dict[int, Times] = {}
+    in_use = (lanes.exchange_streams, lanes.reduce_streams)
+    for count in dict.fromkeys([streams] if streams else [*in_use, *OTHER_STREAMS]):
+        count = min(count, lanes.open_streams(count))
+        if count in exchanges:
+            continue
+        lanes.exchange_streams = lanes.reduce_streams = count
+        exchanges[count] = timed(exchange)
+        reductions[count] = timed(lambda size: lanes.all_reduce_(torch.zeros(size * lanes.size // 4)))
+        late = float(control.maximum(np.array([time.perf_counter() - begin_s]))[0]) > BUDGET_S
+        if late and all(usual in exchanges for usual in in_use):
+            break
+    lanes.exchange_streams = fastest(exchanges, usual=in_use[0])
+    lanes.reduce_streams = fastest(reductions, usual=in_use[1])
+    one, other = exchanges[lanes.exchange_streams], reductions[lanes.reduce_streams]
+    pace = Pace(
+        exchange_s=one.small_s,
+        exchange_bytes_per_s=one.rate(PAIR_BYTES * (lanes.size - 1)),
+        reduce_s=other.small_s,
+        reduce_bytes_per_s=other.rate(PAIR_BYTES * lanes.size),
+        add_bytes_per_s=total.numel() * total.itemsize / timed(add).small_s,
     )
+    if aggregator is not None and aggregator.is_open:
+        hot = timed(lambda size: lanes.sum_hot_(torch.zeros(size * lanes.size // 4)))
+        if aggregator.is_open:  # it may be lost meanwhile
+            pace = replace(pace, aggregate_s=hot.small_s, aggregate_bytes_per_s=hot.rate(PAIR_BYTES * lanes.size))
+    return pace
 
 
-def _no_rows(param: torch.Tensor) -> torch.Tensor:
-    """The sparse gradient of a parameter that was not used."""
-    indices = torch.empty((1, 0), dtype=torch.int64, device=param.device)
-    values = param.new_empty((0, *param.shape[1:]))
-    return torch.sparse_coo_tensor(indices, values, param.shape, check_invariants=False)
+def fastest(times: Mapping[int, Times], *, usual: int) -> int:
+    """The usual number of streams unless another is clearly faster: one probe in a noisy moment proves little."""
+    best = min(times, key=lambda count: times[count].large_s)
+    return usual if usual in times and times[best].large_s >= CLEARLY * times[usual].large_s else best
+
+
+# ── the registry ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+OF_ROWS = ("streams", "transport")
+"""Knobs that hold for rows, too, where the user has fixed them."""
+
+
+class SparseMemory:
+    """What earlier jobs have kept for rows that are touched alike, in the registry, which rank 0 reads and writes."""
+
+    def __init__(self, control: ControlPlane, settings: Settings) -> None:
+        self._control, self._settings = control, settings
+        self._topology, self._aggregator = "", False
+        self._store: SafeStore | None = None
+
+    def recall(
+        self, learned: Mapping[str, tuple[RowFormat, TouchCounts]], *, aggregator: bool = False
+    ) -> dict[str, SparsePlan]:
+        """Collective: the plans that were kept where rows were touched like these, by name; the same on all ranks.
+
+        `aggregator`: one is there that sums hot rows of float32.
+        """
+        if not learned:
+            return {}
+        self._aggregator = aggregator
+        if not self._topology:
+            hosts = hosts_by_rank(self._control, self._settings)
+            kinds = self._control.all_gather(Hardware.here(torch.device("cpu")))
+            self._topology = Topology.from_ranks(
+                hosts,
+                devices=[kind.device for kind in kinds],
+                host_kinds={name: kind.host for name, kind in zip(hosts, kinds, strict=True)},
+            ).fingerprint()
+        found = {name: self._find(name, *one) for name, one in learned.items()} if self._writes else {}
+        return {name: plan for name, plan in self._control.broadcast(found).items() if plan is not None}
+
+    @property
+    def _writes(self) -> bool:
+        return self._control.rank == 0 and self._settings.registry != REGISTRY_OFF
+
+    def _find(self, name: str, form: RowFormat, counts: TouchCounts) -> SparsePlan | None:
+        try:
+            key, nothing = self._key(form), list[RowWay]()
+            found = self._opened().attempt(lambda store: store.row_ways(key), nothing)
+            way = nearest_way(found, skew_of(counts), name=name)
+            plan = None if way is None else plan_of(way, counts)
+        except Exception:  # whatever others have stored, training goes on
+            logger.warning("what earlier jobs have found of rows of %s is left alone", name, exc_info=True)
+            return None
+        if way is not None and plan is not None:
+            logger.info(
+                "rows of %s are touched like those of %s in an earlier job, which went by %s",
+                name,
+                way.name,
+                plan.describe(),
+            )
+        return plan
+
+    def keep(self, name: str, form: RowFormat, choice: SparseChoice) -> None:
+        """Not collective: the way that is kept is remembered, by rank 0; nothing before the first `recall`."""
+        if not self._writes or not self._topology or choice.learned is None:
+            return
+        plan = choice.plan
+        try:
+            way = RowWay(
+                key=self._key(form),
+                name=name,
+                skew=skew_of(choice.learned),
+                path=plan.path.value,
+                cold=plan.cold.value,
+                block_rows=plan.block_rows,
+                n_hot=len(plan.hot_rows),
+                aggregated=plan.aggregated,
+                span_s=min(choice.measured_s, default=0.0),
+                created_s=time.time(),
+            )
+            self._opened().attempt(lambda store: store.save_row_way(way), False)
+        except Exception:  # as above
+            logger.warning("the way of rows of %s is not remembered", name, exc_info=True)
+
+    def _key(self, form: RowFormat) -> RowsKey:
+        return RowsKey(
+            topology=self._topology,
+            ranks=self._control.size,
+            n_rows=form.n_rows,
+            row_bytes=form.row_bytes,
+            dtype=str(form.dtype).removeprefix("torch."),
+            aggregator=self._aggregator and form.dtype is torch.float32,
+            versions={"sirtaki": sirtaki.__version__},
+            fixed={name: value for name, value in fixed_knobs(self._settings).items() if name in OF_ROWS},
+        )
+
+    def _opened(self) -> SafeStore:
+        if self._store is None:  # once: a server that cannot be reached takes seconds each time
+            self._store = SafeStore(self._settings.registry)
+        return self._store
+
+    def close(self) -> None:
+        """Lets go of the registry. Idempotent."""
+        if self._store is not None:
+            self._store.close()
+            self._store = None
+
+
+def skew_of(counts: TouchCounts) -> Skew:
+    """How skewed touches are that were counted.
+
+    Raises:
+        RegistryError: there are none.
+    """
+    return Skew(touched=counts.touched, union=counts.union, curve=curve_points(counts))
+
+
+def plan_of(way: RowWay, counts: TouchCounts) -> SparsePlan | None:
+    """A remembered way for these rows, with as many hot ones as then; None where it is none that is known here."""
+    try:
+        path, cold = SparsePath(way.path), SparsePath(way.cold)
+        is_hot = path is SparsePath.HOT_COLD
+        return SparsePlan(
+            path=path,
+            hot_rows=tuple(np.sort(counts.ranked()[: way.n_hot]).tolist()) if is_hot else (),
+            aggregated=way.aggregated,
+            cold=cold if is_hot else COLD_PATHS[0],
+            block_rows=way.block_rows if path is SparsePath.BLOCKS else 1,
+        )
+    except (ValueError, PlanError) as err:
+        logger.info("the way %s of %s in the registry cannot be taken here: %s", way.path, way.name, err)
+        return None
+
+
+# ── rows on their way ────────────────────────────────────────────────────────────────────────────────────────────────
+
+HOST_KINDS = (TransportKind.SHARED_MEMORY, TransportKind.GLOO, TransportKind.MPI)
+
+
+@dataclass(slots=True, eq=False)
+class _Parameter:
+    """What is known of one parameter's rows.
+
+    Attributes:
+        form: how they travel.
+        choice: by which algorithm.
+        spans_s: of its trials, on this rank.
+        looked_up: rows in this rank's gradients, in all iterations that are counted.
+        counts: of the first iterations, or of those since rows were touched otherwise.
+        mean: `looked_up` in an iteration, mean over the ranks; None until they have said it.
+        told: the choice is in `summary`.
+        summary: of the newest choice that was made.
+    """
+
+    form: RowFormat
+    choice: SparseChoice
+    spans_s: list[float] = field(default_factory=list)
+    looked_up: int = 0
+    counts: TouchCounts = field(default_factory=TouchCounts)
+    mean: float | None = None
+    told: bool = False
+    summary: SparseSummary | None = None
+
+    def note(self, work: SparseWork, ranks: int) -> None:
+        """An iteration is over, in which rows went by the choice's plan."""
+        reduced, stage = work.reduced, self.choice.stage
+        if stage is Stage.TRY:
+            self.spans_s.append(work.span_s)
+        by_rank = [indices.numpy() for indices in reduced.by_rank] if stage is Stage.LEARN else ()
+        self.choice.note(Seen(reduced.n_touched, reduced.n_hot, len(reduced.rows), by_rank))
+        if self.told and self.choice.stage is Stage.LEARN:
+            self.looked_up, self.counts, self.mean, self.told = 0, TouchCounts(), None, False
+        elif self.counts.n < LEARNING_ITERATIONS and reduced.n_touched:
+            self.counts.note_totals(reduced.n_touched, reduced.n_touched / ranks, len(reduced.rows))
+
+
+@dataclass(slots=True, eq=False)
+class _Means:
+    """What there is once rows have to travel: opened and closed together.
+
+    Attributes:
+        lanes: between the ranks.
+        streams: the only number of them that may be used; None = any.
+        worker: the thread that uses them.
+        aggregator: that sums hot rows; None = the lanes do.
+        log: where trials are written down.
+    """
+
+    lanes: SparseLanes
+    streams: int | None
+    worker: SparseWorker
+    aggregator: HotRowAggregator | None
+    log: TrialLogWriter
+
+
+class SparseCarrier:
+    """Adds up sparse gradients over the ranks; opened once there are any.
+
+    Each parameter's plan follows from what all ranks see alike, and changes between iterations only.
+    """
+
+    def __init__(self, control: ControlPlane, settings: Settings, *, prefix: str = "") -> None:
+        """Starts nothing; `prefix`: of operations' names in recordings."""
+        self._control, self._settings, self._prefix = control, settings, prefix
+        self._memory = SparseMemory(control, settings)
+        self._means: _Means | None = None
+        self._closed = False
+        self._order: list[str] = []
+        self._parameters: dict[str, _Parameter] = {}
+        self._iterations = 0
+        self._fixed: SparsePath | None = None
+        self._tries = False
+
+    def watch(self, params: Mapping[str, torch.Tensor]) -> None:
+        """Collective, between iterations: rows of these parameters come from now on, of all in each iteration."""
+        if params and self._means is None and self._control.size > 1:
+            self._means = self._open()
+        # The backward pass brings them about the other way round.
+        self._order = list(params)[::-1]
+        for name, param in params.items():
+            form = RowFormat(param.shape[0], param[:1].numel(), param.dtype)
+            if name not in self._parameters or self._parameters[name].form != form:
+                self._parameters[name] = _Parameter(form, SparseChoice(fixed=self._fixed, tries=self._tries))
+        if self._means is not None:
+            self._means.worker.begin(self._order)
+
+    def _open(self) -> _Means:
+        control, settings = self._control, self._settings
+        self._fixed, self._tries, kind, streams = control.broadcast(
+            (
+                settings.sparse,
+                settings.tune and settings.warmup_iterations > 0,
+                settings.transport if settings.transport in HOST_KINDS else None,
+                settings.streams,
+            )
+        )
+        if kind is TransportKind.SHARED_MEMORY and not control.one_node:
+            kind = None  # which is for within the nodes
+        lanes = SparseLanes(
+            control, timeout_s=settings.transport_timeout_s, kind=kind, streams=streams or DEFAULT_STREAMS
+        )
+        with contextlib.ExitStack() as unless_joined:
+            unless_joined.callback(lanes.close)
+            aggregator = HotRowAggregator.joined(
+                control,
+                settings.aggregator,
+                used=learns_hot_rows(self._fixed, tries=self._tries),
+                stall_s=settings.transport_timeout_s,
+                check=lanes.check,
+            )
+            unless_joined.pop_all()
+        lanes.hot_sum = None if aggregator is None else aggregator.sum
+        worker = SparseWorker(lanes, control.failures, prefix=self._prefix)
+        writes = self._tries and control.rank == 0
+        return _Means(lanes, streams, worker, aggregator, TrialLogWriter(settings.trial_log if writes else None))
+
+    @property
+    def choices(self) -> dict[str, SparseChoice]:
+        """Of the parameters that are watched, by name, in the order in which their gradients leave."""
+        return {name: self._parameters[name].choice for name in self._order}
+
+    @property
+    def plans(self) -> dict[str, SparsePlan]:
+        """Of the next iteration, by name."""
+        return {name: choice.plan for name, choice in self.choices.items()}
+
+    @property
+    def summaries(self) -> list[SparseSummary]:
+        """How the gradients travel whose way is decided, in the order in which they leave; the same on all ranks."""
+        return [summary for name in self._order if (summary := self._parameters[name].summary) is not None]
+
+    def start(self, name: str, gradient: torch.Tensor) -> SparseWork:
+        """The rows of a parameter on this rank are complete: a sparse COO tensor, which may be written afterwards."""
+        rows, one = coalesced(gradient.cpu()), self._parameters[name]
+        if self._means is None:
+            work = SparseWork()
+            work.reduced = Reduced(rows, len(rows))
+            work.finish()
+            return work
+        if one.counts.n < LEARNING_ITERATIONS:
+            one.looked_up += gradient._nnz()
+        form = replace(one.form, dtype=rows.values.dtype)  # which may have changed since
+        return self._means.worker.submit(SparseTask(name, rows, form, one.choice.plan))
+
+    def check(self) -> None:
+        """Raises the failure of the job, if there is one, and does what this rank owes to others while it waits."""
+        self._control.failures.check()
+
+    # ── between iterations ───────────────────────────────────────────────────────────────────────────────────────
+
+    def end_iteration(self, works: Mapping[str, SparseWork]) -> None:
+        """Collective where something is decided: all reductions of an iteration are done."""
+        if (means := self._means) is None or not works:
+            return
+        self._iterations += 1
+        before, watched = self.plans, {name: self._parameters[name] for name in self._order}
+        for name, one in watched.items():
+            one.note(works[name], self._control.size)
+        if means.aggregator is not None and not means.aggregator.is_open:
+            self._lose_aggregator(means, means.aggregator)
+        if tried := {name: one for name, one in watched.items() if one.choice.has_tried}:
+            self._settle(tried)
+        if learned := {name: one for name, one in watched.items() if one.choice.has_learned}:
+            self._choose(means, learned)
+        self._tell(means, watched)
+        means.lanes.grow()
+        changed = [one for name, one in watched.items() if one.choice.plan != before[name]]
+        if any(one.choice.stage is not Stage.TRY for one in changed):
+            fingerprints = " ".join(plan.fingerprint() for plan in self.plans.values())
+            self._control.require_equal(fingerprints, "the way of sparse gradients")
+        means.worker.begin(self._order)
+
+    def _lose_aggregator(self, means: _Means, aggregator: HotRowAggregator) -> None:
+        """It is lost for all ranks in the same iteration, or for none."""
+        aggregator.close()
+        means.aggregator = means.lanes.hot_sum = None
+        for one in self._parameters.values():
+            before = one.choice.plan
+            one.choice.lose_aggregator()
+            if one.choice.stage is Stage.KEEP and one.choice.plan != before:
+                one.told = False
+
+    def _settle(self, tried: Mapping[str, _Parameter]) -> None:
+        """Collective: the rank that comes last to a reduction has not waited for others, so the least time counts."""
+        mine = np.array([span_s for one in tried.values() for span_s in one.spans_s])
+        least = iter(self._control.minimum(mine).tolist())
+        for name, one in tried.items():
+            choice, checked = one.choice, one.choice.checks
+            choice.settle([next(least) for _ in one.spans_s])
+            if choice.stage is Stage.KEEP and not checked:
+                self._memory.keep(name, one.form, choice)
+            if self._control.rank == 0 and choice.stage is Stage.KEEP:
+                others = ", ".join(plan.describe() for plan in choice.candidates if plan != choice.plan)
+                logger.info("sparse gradients of %s go by %s; tried: %s", name, choice.plan.describe(), others)
+            elif self._control.rank == 0:
+                logger.info("gathering rows of %s is clearly faster than %s", name, choice.candidates[0].describe())
+
+    def _choose(self, means: _Means, learned: dict[str, _Parameter]) -> None:
+        """Collective: what earlier jobs have kept is checked; else what each way takes follows from probes."""
+        asked = {name: (one.form, one.choice.counts) for name, one in learned.items() if one.choice.may_recall}
+        recalled = self._memory.recall(asked, aggregator=means.aggregator is not None)
+        for one in learned.values():
+            one.spans_s = []
+        for name, plan in recalled.items():
+            learned.pop(name).choice.recall(plan)
+        if not learned:
+            return
+        pace = measure(self._control, means.lanes, streams=means.streams, aggregator=means.aggregator)
+        for name, one in learned.items():
+            form, choice = one.form, one.choice
+            # An aggregator adds nothing but float32.
+            its_pace = pace if form.dtype is torch.float32 else replace(pace, aggregate_bytes_per_s=0.0)
+            choice.choose(VolumeModel(form, self._control.size, choice.counts, its_pace))
+            if choice.stage is Stage.KEEP:
+                self._memory.keep(name, form, choice)
+                if self._control.rank == 0:
+                    logger.info("sparse gradients of %s go by %s", name, choice.plan.describe())
+
+    def _tell(self, means: _Means, watched: Mapping[str, _Parameter]) -> None:
+        """Collective once a parameter's first iterations are over, which all ranks see alike."""
+        if due := [one for one in watched.values() if one.mean is None and one.counts.n == LEARNING_ITERATIONS]:
+            totals = self._control.total(np.array([float(one.looked_up) for one in due])).tolist()
+            for one, total in zip(due, totals, strict=True):
+                one.mean = total / (LEARNING_ITERATIONS * self._control.size)
+        for name, one in watched.items():
+            if one.mean is not None and one.choice.stage is Stage.KEEP and not one.told:
+                one.told = True
+                one.summary = summarise(
+                    one.choice, one.form, name=name, ranks=self._control.size, looked_up=one.mean, counts=one.counts
+                )
+                means.log.sparse(one.summary, iteration=self._iterations)
+
+    def close(self) -> None:
+        """Not collective: ends all threads. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._memory.close()
+        if (means := self._means) is not None:
+            if means.worker.close() and means.aggregator is not None:
+                means.aggregator.close()
+            means.log.close()

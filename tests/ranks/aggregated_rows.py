@@ -71,7 +71,7 @@ def main() -> None:
         assert_equal_on_all_ranks(model)
     (reducer,) = reducers_of(current())
     carrier = reducer._carrier
-    hot = carrier._means.lanes.hot_sums
+    hot = carrier._means.aggregator
     is_open = hot is not None and hot.is_open
     ways = [
         f"{plan.path.value} {'there' if plan.aggregated and is_open else 'here'}" for plan in carrier.plans.values()

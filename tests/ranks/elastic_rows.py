@@ -21,7 +21,7 @@ from torch import nn
 
 import sirtaki.torch as hvd
 from sirtaki.comm.sparse.plan import SparsePlan
-from sirtaki.engine import job, membership, sparse_carrier
+from sirtaki.engine import job, membership, sparse_gradients
 from sirtaki.engine.reducing.optimizer_gradients import reducers_of
 
 ROWS, WIDTH, LOOKED_UP = 60, 4, 12
@@ -114,14 +114,14 @@ def generation_now() -> int:
     return elastic.number
 
 
-def carriers() -> list[sparse_carrier.SparseCarrier]:
+def carriers() -> list[sparse_gradients.SparseCarrier]:
     """Of this rank's optimizers, those that carry rows."""
-    return [reducer._carrier for reducer in reducers_of(job.current()) if reducer._carrier._order]
+    return [reducer._carrier for reducer in reducers_of(job.current()) if reducer._carrier.choices]
 
 
 def stage() -> str:
     """How far the choice of the first parameter's way has got."""
-    return next((carrier._choices[carrier._order[0]].stage.value for carrier in carriers()), "")
+    return next((choice.stage.value for carrier in carriers() for choice in carrier.choices.values()), "")
 
 
 def ways() -> list[str]:
@@ -129,8 +129,8 @@ def ways() -> list[str]:
     return [_way(carrier, plan) for carrier in carriers() for plan in carrier.plans.values()]
 
 
-def _way(carrier: sparse_carrier.SparseCarrier, plan: SparsePlan) -> str:
-    hot = None if carrier._means is None else carrier._means.lanes.hot_sums
+def _way(carrier: sparse_gradients.SparseCarrier, plan: SparsePlan) -> str:
+    hot = None if carrier._means is None else carrier._means.aggregator
     return "aggregator" if plan.aggregated and hot is not None and hot.is_open else plan.path.value
 
 
@@ -145,13 +145,13 @@ def main() -> None:
     inside = [hvd.DistributedOptimizer(optimizer, process_set=members) for optimizer in made]
     named = {f"optimizer{number}": optimizer for number, optimizer in enumerate([*outer, *inside])}
     state = hvd.elastic.TorchState(model=model, inner=inner, iteration=0, **named)
-    probe = sparse_carrier.measure
+    probe = sparse_gradients.measure
 
     def measure(*how: Any, **more: Any) -> Any:
         events.strike("probe")
         return probe(*how, **more)
 
-    sparse_carrier.measure = measure
+    sparse_gradients.measure = measure
     model.tables[0].weight.register_post_accumulate_grad_hook(lambda _: events.strike("backward"))
 
     def step(net: Model, optimizers: Sequence[torch.optim.Optimizer]) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 
 import sirtaki.torch as hvd
 from sirtaki.autotune.sparse import CHECKS, LEARNING_ITERATIONS, N_CANDIDATES, ROUNDS, Stage
-from sirtaki.engine import sparse_carrier
+from sirtaki.engine import sparse_gradients
 from sirtaki.engine.job import current
 from sirtaki.engine.reducing.optimizer_gradients import reducers_of
 
@@ -39,8 +39,8 @@ def train(popular: int) -> str:
     plain = torch.optim.SGD(table.parameters(), lr=0.0)
     optimizer = hvd.DistributedOptimizer(plain, named_parameters=table.named_parameters(), op=hvd.Sum)
     probed, kept_after = [], 0
-    measure = sparse_carrier.measure
-    sparse_carrier.measure = lambda *args, **options: (probed.append(True), measure(*args, **options))[1]
+    measure = sparse_gradients.measure
+    sparse_gradients.measure = lambda *args, **options: (probed.append(True), measure(*args, **options))[1]
     for iteration in range(STEPS):
         optimizer.zero_grad()
         rows = looked_up(hvd.rank(), iteration, popular)
@@ -53,10 +53,10 @@ def train(popular: int) -> str:
         torch.testing.assert_close(found.double(), wanted, rtol=1e-6, atol=1e-6)
         assert torch.equal(hvd.broadcast(found, 0, name=f"found.{iteration}"), found)
         (reducer,) = reducers_of(current())
-        choices = reducer._carrier._choices
+        choices = reducer._carrier.choices
         if not kept_after and choices and choices["weight"].stage is Stage.KEEP:
             kept_after = iteration
-    sparse_carrier.measure = measure
+    sparse_gradients.measure = measure
     plan = reducer._carrier.plans["weight"]
     optimizer.close()
     return f"kept after {kept_after}, {'probed' if probed else 'not probed'}, {plan.path.value}"

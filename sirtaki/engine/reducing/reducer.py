@@ -48,8 +48,7 @@ from sirtaki.comm.gradients.synchroniser import Synchroniser
 from sirtaki.errors import CommError, GradientError
 
 from ..participants import Participants, Progress, Running, Stage
-from ..sparse_carrier import SparseCarrier
-from ..sparse_gradients import SparseReductions
+from ..sparse_gradients import SparseCarrier, SparseReductions
 from ..tuning.warmup import TunedSynchroniser
 from .checks import Named, NanCheck, require_same_model, warn_of_different_values
 

@@ -1,9 +1,63 @@
-"""Rows: added up where they meet, and as they travel."""
+"""Rows: added up where they meet, carried by lanes of any kind, reduced in one order whatever comes first."""
+
+import contextlib
+import threading
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from fakes.meshes import on_planes, until
 
-from sirtaki.comm.sparse.worker import ALIGNMENT_BYTES, RowFormat, Rows, coalesced, disjoint, merged
+from sirtaki.comm.control.plane import ControlPlane
+from sirtaki.comm.plan import TransportKind
+from sirtaki.comm.sparse import lanes as lanes_module
+from sirtaki.comm.sparse import worker as worker_module
+from sirtaki.comm.sparse.lanes import Closed, SparseLanes
+from sirtaki.comm.sparse.plan import GATHER, SparsePath, SparsePlan
+from sirtaki.comm.sparse.worker import (
+    ALIGNMENT_BYTES,
+    RowFormat,
+    Rows,
+    SparseTask,
+    SparseWorker,
+    coalesced,
+    disjoint,
+    merged,
+)
+from sirtaki.errors import CommError, ConfigError, PlanError
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ({"path": SparsePath.HOT_COLD}, "has 0 of them"),
+        ({"path": SparsePath.GATHER, "hot_rows": (1,)}, "has 1 of them"),
+        ({"path": SparsePath.HOT_COLD, "hot_rows": (3, 3)}, "ascend"),
+        ({"path": SparsePath.HOT_COLD, "hot_rows": (3,), "cold": SparsePath.DENSE}, "not by dense"),
+        ({"path": SparsePath.BLOCKS, "block_rows": 0}, "at least one row"),
+        ({"path": SparsePath.OWNER, "aggregated": True}, "the path owner has none"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(given: dict[str, Any], found: str) -> None:
+    with pytest.raises(PlanError, match=found):
+        SparsePlan(**given)
+
+
+def test_fingerprints_differ_where_anything_does() -> None:
+    plans = [
+        *(SparsePlan(path=path) for path in SparsePath if path is not SparsePath.HOT_COLD),
+        SparsePlan(path=SparsePath.BLOCKS, block_rows=2),
+        SparsePlan(path=SparsePath.HOT_COLD, hot_rows=(1, 2)),
+        SparsePlan(path=SparsePath.HOT_COLD, hot_rows=(1, 3)),
+        SparsePlan(path=SparsePath.HOT_COLD, hot_rows=(1, 3), cold=SparsePath.OWNER),
+        SparsePlan(path=SparsePath.HOT_COLD, hot_rows=(1, 3), aggregated=True, cold=SparsePath.OWNER),
+    ]
+    assert len({plan.fingerprint() for plan in plans}) == len(plans)
+    assert plans[-1].describe() == "hot_cold (2 hot rows through the aggregator, the others by owner)"
+    assert plans[-2].describe() == "hot_cold (2 hot rows, the others by owner)"
+    assert plans[-5].describe() == "blocks (of 2)"
+    assert plans[0].describe() == "gather"
 
 
 def sparse(indices: list[int], values: list[float], *, rows: int = 9, width: int = 2) -> torch.Tensor:
@@ -58,3 +112,159 @@ def test_what_travels_arrives(n_rows: int, dtype: torch.dtype) -> None:
     assert torch.equal(found.values, rows.values)
     assert form.index_dtype.itemsize == (4 if n_rows <= 2**31 else 8)
     assert len(form.unpack(form.pack(rows.of(torch.tensor([], dtype=torch.int64))), 0)) == 0
+
+
+# ── lanes ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+SHARED, GLOO = TransportKind.SHARED_MEMORY, TransportKind.GLOO
+
+
+def on_lanes(
+    size: int, act: Callable[[SparseLanes], Any], *, kind: TransportKind | None, streams: int = 3
+) -> list[Any]:
+    def run(control: ControlPlane) -> Any:
+        lanes = SparseLanes(control, timeout_s=20.0, kind=kind, streams=streams)
+        try:
+            return act(lanes)
+        finally:
+            lanes.close()
+            control.reclaim()
+
+    return on_planes(size, run)
+
+
+def parcel(sender: int, receiver: int, length: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * sender + receiver)
+    return torch.randint(0, 256, (length,), generator=generator, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("kind", [SHARED, GLOO])
+@pytest.mark.parametrize("scale", [0, 1, 50_000])
+def test_parcels_arrive_as_they_were_sent(kind: TransportKind, scale: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lanes_module, "FIRST_REGION_BYTES", 1 << 16)  # several turns
+    lengths = [[scale * (3 * sender + receiver) % 200_003 for receiver in range(3)] for sender in range(3)]
+
+    def act(lanes: SparseLanes) -> None:
+        me = lanes.rank
+        for _ in range(2):
+            arrived = lanes.exchange([parcel(me, other, lengths[me][other]) for other in range(3)], lengths)
+            assert all(torch.equal(arrived[other], parcel(other, me, lengths[other][me])) for other in range(3))
+            mine = [lengths[rank][0] for rank in range(3)]
+            arrived = lanes.all_gather(parcel(me, 0, mine[me]), mine)
+            assert all(torch.equal(arrived[other], parcel(other, 0, mine[other])) for other in range(3))
+            lanes.grow()
+        assert lanes.gather_counts([me, 7]) == [[0, 7], [1, 7], [2, 7]]
+
+    on_lanes(3, act, kind=kind)
+
+
+@pytest.mark.parametrize("kind", [SHARED, GLOO])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.complex128])
+def test_sums_of_any_size(kind: TransportKind, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lanes_module, "FIRST_REGION_BYTES", 1 << 12)
+
+    def act(lanes: SparseLanes) -> None:
+        for numel in (1, 1000, 70_001):
+            tensor = (torch.arange(numel) % 7).to(dtype) * (lanes.rank + 1)
+            lanes.all_reduce_(tensor)
+            assert torch.equal(tensor, (torch.arange(numel) % 7).to(dtype) * 3)
+            lanes.grow()
+
+    on_lanes(2, act, kind=kind)
+
+
+def test_shared_memory_grows_between_iterations_to_what_was_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lanes_module, "FIRST_REGION_BYTES", 1 << 12)
+
+    def act(lanes: SparseLanes) -> tuple[int, int]:
+        lanes.all_reduce_(torch.zeros(10_000))
+        before = lanes._region.tensor.numel()  # type: ignore[union-attr]
+        lanes.grow()
+        return before, lanes._region.tensor.numel()  # type: ignore[union-attr]
+
+    assert on_lanes(2, act, kind=None) == [(1 << 12, 1 << 16)] * 2
+
+
+def test_more_streams_may_be_opened_and_shared_memory_needs_one() -> None:
+    assert on_lanes(2, lambda lanes: (lanes.streams, lanes.open_streams(4)), kind=GLOO, streams=2) == [(2, 4)] * 2
+    assert on_lanes(2, lambda lanes: (lanes.streams, lanes.open_streams(4)), kind=SHARED) == [(1, 1)] * 2
+
+
+def test_a_transport_that_there_is_not_is_refused_by_all() -> None:
+    with pytest.raises(ConfigError, match="nccl cannot carry sparse gradients"):
+        on_lanes(2, lambda _: None, kind=TransportKind.NCCL)
+
+
+@pytest.mark.parametrize("kind", [SHARED, GLOO])
+def test_a_wait_for_ranks_that_do_not_come_ends_when_lanes_are_stopped(kind: TransportKind) -> None:
+    def act(lanes: SparseLanes) -> None:
+        if lanes.rank == 0:
+            threading.Timer(0.2, lanes.stop).start()
+            with pytest.raises(Closed):
+                lanes.gather_counts([1])
+
+    on_lanes(2, act, kind=kind)
+
+
+# ── the worker ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+FORM = RowFormat(9, 1, torch.float64)
+
+
+def on_workers(act: Callable[[SparseWorker, ControlPlane], Any]) -> list[Any]:
+    def run(control: ControlPlane) -> Any:
+        worker = SparseWorker(SparseLanes(control, timeout_s=20.0, kind=None, streams=1), control.failures)
+        try:
+            return act(worker, control)
+        finally:
+            worker.close()
+            if control.failures.error is None:
+                control.reclaim()
+
+    return on_planes(2, run)
+
+
+def task(name: str, row: int) -> SparseTask:
+    return SparseTask(name, Rows(torch.tensor([row]), torch.ones(1, 1, dtype=torch.float64)), FORM, GATHER)
+
+
+def test_ranks_may_bring_gradients_in_different_orders() -> None:
+    def act(worker: SparseWorker, control: ControlPlane) -> None:
+        for _ in range(20):
+            worker.begin("abc")
+            names = "bca" if control.rank else "cab"
+            works = {name: worker.submit(task(name, "abc".index(name) + control.rank)) for name in names}
+            for number, name in enumerate("abc"):
+                assert works[name].wait(10.0)
+                assert works[name].reduced.rows.indices.tolist() == [number, number + 1]
+                assert works[name].span_s > 0.0
+
+    on_workers(act)
+
+
+def test_what_fails_is_told_and_so_is_all_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise ValueError("out of luck")
+
+    monkeypatch.setattr(worker_module, "reduce_rows", fail)
+
+    def act(worker: SparseWorker, control: ControlPlane) -> None:
+        worker.begin("ab")
+        works = [worker.submit(task(name, 0)) for name in "ab"]
+        for work in works:
+            with pytest.raises(CommError, match=r"rows of a are not added up.*out of luck"):
+                work.wait(10.0)
+        until(lambda: control.failures.error is not None)
+
+    with contextlib.suppress(CommError):  # of a rank that closes its control plane after it has heard
+        on_workers(act)
+
+
+def test_closing_ends_a_wait_for_another_rank() -> None:
+    def act(worker: SparseWorker, control: ControlPlane) -> None:
+        worker.begin("a")
+        if control.rank == 0:
+            worker.submit(task("a", 0))
+            until(lambda: worker._tasks.empty())
+
+    on_workers(act)

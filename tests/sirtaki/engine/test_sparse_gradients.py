@@ -10,8 +10,7 @@ from fakes.meshes import on_planes
 
 from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.gradients.buffers import Reduction
-from sirtaki.engine.sparse_carrier import SparseCarrier
-from sirtaki.engine.sparse_gradients import SparseReductions
+from sirtaki.engine.sparse_gradients import SparseCarrier, SparseReductions
 from sirtaki.settings import REGISTRY_OFF, Settings
 
 SIZE = 2
@@ -228,16 +227,6 @@ def test_what_is_found_sparse_travels_dense_until_all_have_agreed() -> None:
         assert not rank.sparse.agree(rank.control, ["a", "b"])
 
     on_ranks(act, known="")
-
-
-def test_what_was_known_before_is_known_beside_what_is_found() -> None:
-    def act(rank: Rank) -> None:
-        rank.params["b"].grad = rows(rank.rank)
-        rank.sparse.as_it_travels("b")
-        assert rank.sparse.agree(rank.control, ["a", "b"])
-        assert rank.sparse.known == {"a", "b"}
-
-    on_ranks(act, known="a")
 
 
 def test_where_sparse_ones_are_made_dense_nothing_is_found() -> None:
