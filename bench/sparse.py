@@ -196,8 +196,7 @@ class Sirtaki(Contender):
         """Collective: until all is chosen."""
         for _ in range(MOST_WARMUP_STEPS):
             self.step()
-            assert self._reducer._carrier is not None
-            choices = self._reducer._carrier.choices.values()
+            choices = self._reducer.sparse.carrier.choices.values()
             tuned = self._reducer.tuned
             chosen = all(choice.stage is Stage.KEEP for choice in choices) and len(choices) > 0
             if chosen and (tuned is None or not tuned.tuning):
@@ -205,9 +204,7 @@ class Sirtaki(Contender):
 
     def describe(self) -> str:
         """The plans, in words."""
-        carrier = self._reducer._carrier
-        assert carrier is not None
-        return "; ".join(plan.describe() for plan in carrier.plans.values())
+        return "; ".join(plan.describe() for plan in self._reducer.sparse.carrier.plans.values())
 
 
 def on_rank(options: Mapping[str, Any]) -> None:

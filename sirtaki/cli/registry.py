@@ -7,7 +7,7 @@ import sys
 import time
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections import Counter
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import ExitStack, closing
 from dataclasses import asdict
 from pathlib import Path
@@ -38,7 +38,7 @@ def configure(parser: ArgumentParser) -> None:
     show = commands.add_parser("show", help="one entry with its knobs and where it comes from, or one way of rows")
     rows = commands.add_parser("rows", help="which way rows of sparse gradients went fastest, newest first")
     similar = commands.add_parser("similar", help="the entries nearest to one")
-    similar.add_argument("-k", type=_positive, default=5, metavar="N", help="at most so many (default: 5)")
+    similar.add_argument("-k", type=_at_least(1), default=5, metavar="N", help="at most so many (default: 5)")
     similar.add_argument(
         "--max-distance", type=float, default=0.6, metavar="D", help="from 0, the same, to 1 (default: 0.6)"
     )
@@ -52,7 +52,7 @@ def configure(parser: ArgumentParser) -> None:
     importing.add_argument("file", metavar="FILE", help="what `export` wrote; - is standard input")
     prune = commands.add_parser("prune", help="remove old entries and ways of rows")
     prune.add_argument("--older-than", type=_days, metavar="DAYS", help="those made longer ago")
-    prune.add_argument("--keep", type=_count, metavar="N", help="all but the newest N of each")
+    prune.add_argument("--keep", type=_at_least(0), metavar="N", help="all but the newest N of each")
     forget = commands.add_parser("forget", help="remove one entry or way of rows")
     for command, lists in ((show, "`list` or `rows`"), (similar, "`list`"), (forget, "`list` or `rows`")):
         command.add_argument("id", metavar="ID", help=f"the beginning of its id, as {lists} shows it")
@@ -93,39 +93,25 @@ def _list(store: Store, options: Namespace) -> None:
     models = _told_apart({(summary.model_name, summary.model) for summary in summaries})
     clusters = _told_apart({(summary.hosts, summary.topology) for summary in summaries})
     rows = [
-        [
-            summary.id[:8],
-            models[summary.model],
-            str(summary.world_size),
-            clusters[summary.topology],
-            f"{summary.device} {summary.dtype}",
-            faster(summary.default_span_s, summary.best_span_s),
-            _pairs(summary.fixed),
-            summary.condition,
-            summary.arm,
-            f"{summary.n_trials}" if summary.complete else f"{summary.n_trials}, cut short",
-            _date(summary.created_s),
-        ]
+        {
+            "id": summary.id[:8],
+            "model": models[summary.model],
+            "ranks": str(summary.world_size),
+            "hosts": clusters[summary.topology],
+            "device": f"{summary.device} {summary.dtype}",
+            "than default": faster(summary.default_span_s, summary.best_span_s),
+            "fixed by the user": _pairs(summary.fixed),
+            "communication took": summary.condition,
+            "proposed by": summary.arm,
+            "trials": f"{summary.n_trials}{'' if summary.complete else ', cut short'}",
+            "made": _date(summary.created_s),
+        }
         for summary in summaries
     ]
-    titles = [
-        "id",
-        "model",
-        "ranks",
-        "hosts",
-        "device",
-        "than default",
-        "fixed by the user",
-        "communication took",
-        "proposed by",
-        "trials",
-        "made",
-    ]
     for optional in ("fixed by the user", "communication took"):
-        place = titles.index(optional)
-        if not any(row[place] for row in rows):
-            titles, rows = _without(place, titles), [_without(place, row) for row in rows]
-    _print_table(titles, rows)
+        if not any(row[optional] for row in rows):
+            rows = [{title: text for title, text in row.items() if title != optional} for row in rows]
+    _print_rows(rows)
 
 
 def _rows(store: Store, options: Namespace) -> None:
@@ -136,23 +122,23 @@ def _rows(store: Store, options: Namespace) -> None:
     if not ways:
         print("no ways of rows are remembered yet", file=sys.stderr)
         return
-    titles = ["id", "parameter", "rows", "bytes of one", "ranks", "touched", "1 % of these are", "way", "hot", "made"]
-    lines = [
+    _print_rows(
         [
-            way.id[:8],
-            way.name,
-            str(way.key.n_rows),
-            str(way.key.row_bytes),
-            str(way.key.ranks),
-            f"{way.skew.union / way.key.n_rows:.2%}",
-            f"{way.skew.covered(max(1, way.skew.curve[-1][0] // 100)):.0%} of touches",
-            _words(way),
-            str(way.n_hot or ""),
-            _date(way.created_s),
+            {
+                "id": way.id[:8],
+                "parameter": way.name,
+                "rows": str(way.key.n_rows),
+                "bytes of one": str(way.key.row_bytes),
+                "ranks": str(way.key.ranks),
+                "touched": f"{way.skew.union / way.key.n_rows:.2%}",
+                "1 % of these are": f"{way.skew.covered(max(1, way.skew.curve[-1][0] // 100)):.0%} of touches",
+                "way": _words(way),
+                "hot": str(way.n_hot or ""),
+                "made": _date(way.created_s),
+            }
+            for way in ways
         ]
-        for way in ways
-    ]
-    _print_table(titles, lines)
+    )
 
 
 def _told_apart(named: Set[tuple[str, str]]) -> dict[str, str]:
@@ -196,7 +182,7 @@ def _show_way(way: RowWay) -> None:
         "made": _date(way.created_s),
         "key versions": _versions(key.versions),
     }
-    _print_table(["", ""], [[name, value] for name, value in facts.items()])
+    _print_table(["", ""], facts.items())
 
 
 def _show_entry(entry: Entry) -> None:
@@ -225,7 +211,7 @@ def _show_entry(entry: Entry) -> None:
         "key versions": _versions(entry.key.versions),
         "versions": _versions(entry.provenance.versions),
     }
-    _print_table(["", ""], [[name, value] for name, value in facts.items()])
+    _print_table(["", ""], facts.items())
 
 
 def _similar(store: Store, options: Namespace) -> None:
@@ -245,19 +231,22 @@ def _similar(store: Store, options: Namespace) -> None:
     least = {name: least_distance(entry.model, other.model) for name, other in others.items()}
     if options.json:
         _print_json([{**asdict(match), "least_model_distance": least[match.id]} for match in matches])
+    elif not matches:
+        print("no other entry is that near; try a larger --max-distance")
     else:
-        rows = [
+        _print_rows(
             [
-                match.id[:8],
-                others[match.id].describe(),
-                f"{match.distance:.3f}",
-                f"{least[match.id]:.3f}–{match.model_distance:.3f}",
-                f"{match.topology_distance:.3f}",
-                faster(others[match.id].default_span_s, others[match.id].best_span_s),
+                {
+                    "id": match.id[:8],
+                    "job": others[match.id].describe(),
+                    "distance": f"{match.distance:.3f}",
+                    "of models": f"{least[match.id]:.3f}–{match.model_distance:.3f}",
+                    "of clusters": f"{match.topology_distance:.3f}",
+                    "than default": faster(others[match.id].default_span_s, others[match.id].best_span_s),
+                }
+                for match in matches
             ]
-            for match in matches
-        ]
-        _print_table(["id", "job", "distance", "of models", "of clusters", "than default"], rows)
+        )
     if options.plot is not None:
         if not matches:
             raise RegistryError("there is nothing similar to draw: try a larger --max-distance")
@@ -346,7 +335,12 @@ def _print_json(data: object) -> None:
     print(json.dumps(data, indent=1))
 
 
-def _print_table(titles: list[str], rows: list[list[str]]) -> None:
+def _print_rows(rows: Sequence[Mapping[str, str]]) -> None:
+    """A table with a line each, under the same titles."""
+    _print_table(list(rows[0]), [row.values() for row in rows])
+
+
+def _print_table(titles: Sequence[str], rows: Iterable[Iterable[str]]) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -379,10 +373,6 @@ def _pairs(pairs: Iterable[tuple[str, str]]) -> str:
     return ", ".join(f"{name}={value}" for name, value in pairs)
 
 
-def _without(place: int, row: list[str]) -> list[str]:
-    return row[:place] + row[place + 1 :]
-
-
 def _versions(versions: Mapping[str, str]) -> str:
     return ", ".join(f"{name} {version}" for name, version in versions.items()) or "none noted"
 
@@ -391,16 +381,13 @@ def _date(seconds: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
 
 
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
-        raise ArgumentTypeError(f"{text!r} is not a whole number from 1")
-    return int(text)
+def _at_least(least: int) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise ArgumentTypeError(f"{text!r} is not a whole number from {least}")
+        return int(text)
 
-
-def _count(text: str) -> int:
-    if not text.isdecimal():
-        raise ArgumentTypeError(f"{text!r} is not a whole number from 0")
-    return int(text)
+    return number
 
 
 def _days(text: str) -> float:

@@ -75,6 +75,7 @@ class SparseReductions:
         known: parameters of which all ranks know that their gradients are sparse, whether or not they are watched now.
         names: those that are watched.
         found: parameters of which this rank has seen it, and all ranks have not yet agreed.
+        carrier: what adds them up.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class SparseReductions:
         unused_as_none: bool,
     ) -> None:
         """`carrier`: adds up rows over the ranks that take part; closed by the caller."""
-        self._carrier, self._as_dense, self._unused_as_none = carrier, as_dense, unused_as_none
+        self.carrier, self._as_dense, self._unused_as_none = carrier, as_dense, unused_as_none
         self._factor = reduction.prescale * reduction.postscale
         self.known, self.found, self.names = set(known), set[str](), set[str]()
         self._params: Mapping[str, torch.Tensor] = {}
@@ -99,7 +100,7 @@ class SparseReductions:
         self._params = params
         self.names = self.known & params.keys()
         self.found.clear()
-        self._carrier.watch({name: param for name, param in params.items() if name in self.names})
+        self.carrier.watch({name: param for name, param in params.items() if name in self.names})
 
     @property
     def pending(self) -> bool:
@@ -114,7 +115,7 @@ class SparseReductions:
     @property
     def summaries(self) -> list[SparseSummary]:
         """How they travel, of those that are watched and whose way is decided; the same on all ranks."""
-        return self._carrier.summaries
+        return self.carrier.summaries
 
     def looks_new(self, name: str) -> bool:
         """Whether it would be news to other ranks that the gradient of this parameter is sparse."""
@@ -159,7 +160,7 @@ class SparseReductions:
         rows = gradient.detach()
         if not rows.is_sparse or rows.sparse_dim() != 1:
             rows = rows.to_dense().to_sparse(1)
-        self._running[name] = _Running(self._carrier.start(name, rows), gradient, version)
+        self._running[name] = _Running(self.carrier.start(name, rows), gradient, version)
 
     def put_in_missing(self, *, joined: bool) -> None:
         """Stands in for gradients that did not come: what is in `.grad` counts as it is, nothing counts as no rows."""
@@ -197,7 +198,7 @@ class SparseReductions:
             return True
         for running in self._running.values():
             while not running.work.wait(WAIT_SLICE_S):
-                self._carrier.check()
+                self.carrier.check()
                 if interrupted is not None and interrupted():
                     return False
         for name in sorted(self._running):
@@ -222,7 +223,7 @@ class SparseReductions:
 
     def end_iteration(self) -> None:
         """Collective where a way of rows is decided: nothing has come of the next one."""
-        self._carrier.end_iteration({name: running.work for name, running in self._running.items()})
+        self.carrier.end_iteration({name: running.work for name, running in self._running.items()})
         self._running.clear()
         self._complete = False
 

@@ -70,7 +70,7 @@ def main() -> None:
             torch.testing.assert_close(mine.double(), right, rtol=1e-4, atol=1e-5)
         assert_equal_on_all_ranks(model)
     (reducer,) = reducers_of(current())
-    carrier = reducer._carrier
+    carrier = reducer.sparse.carrier
     hot = carrier._means.aggregator
     is_open = hot is not None and hot.is_open
     ways = [

@@ -116,7 +116,7 @@ def generation_now() -> int:
 
 def carriers() -> list[sparse_gradients.SparseCarrier]:
     """Of this rank's optimizers, those that carry rows."""
-    return [reducer._carrier for reducer in reducers_of(job.current()) if reducer._carrier.choices]
+    return [reducer.sparse.carrier for reducer in reducers_of(job.current()) if reducer.sparse.carrier.choices]
 
 
 def stage() -> str:
