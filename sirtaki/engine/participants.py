@@ -10,9 +10,11 @@ import time
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import NamedTuple, Protocol, Self
+from functools import partial
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -52,16 +54,14 @@ class Progress:
         self.finished = 0
         self.waiting: tuple[Stage, float] | None = None
 
-    def waits(self, stage: Stage) -> Self:
+    @contextmanager
+    def waits(self, stage: Stage) -> Iterator[None]:
         """Inside, this rank waits for others; the watchdog and the other ranks hear of it if that lasts."""
-        self.waiting = stage, time.monotonic()  # `contextlib.contextmanager` costs several times as much
-        return self
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_: object) -> None:
-        self.waiting = None
+        self.waiting = stage, time.monotonic()
+        try:
+            yield
+        finally:
+            self.waiting = None
 
     def given(self, *, missing: bool) -> int:
         """Iterations to which this rank has given all its gradients; `missing`: some of the current one's."""
@@ -123,8 +123,8 @@ class Participant(Protocol):
     def contribute_zeros(self) -> None:
         """On a rank that has joined: gives zeros to an iteration that the other ranks have not begun to end."""
 
-    def finish_joined(self) -> None:
-        """Collective: ends an iteration on a rank that has joined."""
+    def finish(self, *, joined: bool = False) -> None:
+        """Collective: ends an iteration; `joined`: with zeros, since this rank has no data any more."""
 
     def settle(self) -> None:
         """Blocks until no end of an iteration is put off any more; not collective."""
@@ -157,7 +157,9 @@ class Participants:
         self._all: list[weakref.ref[Participant]] = []
 
     def __iter__(self) -> Iterator[Participant]:
-        return iter([participant for reference in self._all if (participant := reference()) is not None])
+        for reference in self._all:
+            if (participant := reference()) is not None:
+                yield participant
 
     def add(self, participant: Participant) -> None:
         """Keeps a weak reference to it."""
@@ -238,6 +240,8 @@ class Joining:
         Looks for no messages: that nobody has joined is the usual case, and while this rank waits, it does look.
         """
         reached = participant.progress.finished, stage
+        if stage is Stage.FINISH:
+            self._participants.last_finished = weakref.ref(participant)
         with self._lock:
             for mine in self._taking_part:
                 if mine.key == participant.key and not mine.ended:
@@ -253,7 +257,8 @@ class Joining:
         """An iteration of this optimizer has ended, whether or not this rank has joined."""
         self._finished[participant.key[0]] += 1
         with self._lock:
-            self.forget(participant.key)
+            for mine in self._taking_part:
+                mine.ended |= mine.key == participant.key
             self._forget_ended()
 
     def forget(self, key: Key) -> None:
@@ -264,7 +269,10 @@ class Joining:
 
     def _forget_ended(self) -> None:
         """What has ended on the device, too: the others may drop that optimizer."""
-        busy = [participant.key for participant in self._participants if _is_busy(participant)]
+        busy = set()
+        for participant in self._participants:
+            if _is_busy(participant):
+                busy.add(participant.key)
         self._taking_part = [mine for mine in self._taking_part if not mine.ended or mine.key in busy]
 
     def attend(self) -> None:
@@ -416,7 +424,8 @@ class _Substitute:
             name = f"sirtaki-join-{number}"
             self._threads.append(threading.Thread(target=self._work, args=(tasks,), name=name, daemon=True))
             self._threads[-1].start()
-        self._tasks[number].put(participant.contribute_zeros if stage is Stage.REDUCE else participant.finish_joined)
+        zeros = stage is Stage.REDUCE
+        self._tasks[number].put(participant.contribute_zeros if zeros else partial(participant.finish, joined=True))
 
     def _work(self, tasks: queue.SimpleQueue[Callable[[], None] | None]) -> None:
         if self._device is not None:

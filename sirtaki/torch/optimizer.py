@@ -267,7 +267,8 @@ class AveragingOptimizer(Distributed):
     def _require_open(self) -> None:
         if self._closed:
             raise NotInitializedError(CLOSED.format(reason="by close()"))
-        require_attached(self)
+        if self._detached:
+            require_attached(self)
 
     def finish(self) -> None:
         """Blocks until all parameters are what the last `step()` makes of them; not collective.

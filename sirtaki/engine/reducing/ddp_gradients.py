@@ -88,7 +88,7 @@ class DdpGradients(GradientReducer):
         own = [param.grad for param in params]
         for param in params:
             param.grad = None
-        self.finish_joined()
+        self.finish(joined=True)
         for param, gradient in zip(params, own, strict=True):
             param.grad = gradient
 

@@ -390,10 +390,9 @@ class GradientReducer:
         """Gradients leave whose group will not be complete; those that did not come are made what they travel as."""
         for waiting in self._waiting:
             self._leave(waiting)
-        if any(self.passes_left):
-            for left, (name, param) in zip(self.passes_left, self.hooked, strict=True):
-                if left and param.grad is not None and param.grad.is_sparse and param.requires_grad:
-                    self._as_it_travels(name)
+        for left, (name, param) in zip(self.passes_left, self.hooked, strict=True):
+            if left and param.grad is not None and param.grad.is_sparse and param.requires_grad:
+                self._as_it_travels(name)
 
     def end_backward(self) -> None:
         """A backward pass is over: dense gradients that have all come are reduced now, then sparse ones."""
@@ -490,7 +489,7 @@ class GradientReducer:
         """If it `can_put_off`: this rank takes part in the end of the iteration, and waits for nobody."""
         assert self._sync is not None
         self.phase = Phase.STEPPED
-        self._begin_end()
+        self._job.joining.begins(self, Stage.FINISH)
         self._put_in_missing()
         self._sync.flush()
 
@@ -525,46 +524,29 @@ class GradientReducer:
 
     # ── the end of an iteration ──────────────────────────────────────────────────────────────────────────────────
 
-    def finish(self, *, due: bool = True) -> None:
+    def finish(self, *, due: bool = True, joined: bool = False) -> None:
         """Collective: blocks until all gradients are reduced; afterwards `.grad` holds the result.
 
         Args:
             due: of a shared one: no other optimizer has had gradients reduced since this one last had. If it is not
                 due on any rank, and no gradients have come, the reduced gradients are in place.
+            joined: this rank has no data any more and takes part with zeros.
 
         Raises:
             GradientError: a gradient was written while it was being reduced; the iteration has ended all the same.
         """
-        if not (self.hooked or self.thawed):
-            return
-        if self.phase is Phase.FAILED and any(
-            param.grad is not left or _version(left) != version for param, left, version in self._left
-        ):
-            self.drop_failed()
-        self._begin_end()
-        self._finish(due=due)
-
-    def _begin_end(self) -> None:
-        self._job.joining.begins(self, Stage.FINISH)
-        self._job.participants.last_finished = weakref.ref(self)
-
-    def finish_joined(self) -> None:
-        """Collective: what `finish` is on a rank that has joined."""
-        self._finish(joined=True)
-
-    def contribute_zeros(self) -> None:
-        """On a rank that has joined: gives zeros to an iteration that the other ranks have not begun to end."""
-        if self.closed:
-            return
-        self.sparse.put_in_missing(joined=True)
-        if self._sync is not None:
-            self._sync.contribute_zeros()
-
-    def _finish(self, *, joined: bool = False, due: bool = False) -> None:
+        if not joined:
+            if not (self.hooked or self.thawed):
+                return
+            if self.phase is Phase.FAILED and any(
+                param.grad is not left or _version(left) != version for param, left, version in self._left
+            ):
+                self.drop_failed()
+            self._job.joining.begins(self, Stage.FINISH)
         late, problem = self.phase is Phase.STEPPED, ""
         if late:
             self.phase = Phase.COMING
-        if not self.shared or self._is_due(here=due or self.begun):
+        if not self.shared or self._is_due(here=self.begun or (due and not joined)):
             with self.progress.waits(Stage.FINISH):
                 changed = self._reduce_all(joined=joined, late=late)
                 problem = "" if self._sync is None else self._sync.problem
@@ -577,6 +559,14 @@ class GradientReducer:
         self._job.joining.ends(self)
         if problem:
             raise GradientError(problem)
+
+    def contribute_zeros(self) -> None:
+        """On a rank that has joined: gives zeros to an iteration that the other ranks have not begun to end."""
+        if self.closed:
+            return
+        self.sparse.put_in_missing(joined=True)
+        if self._sync is not None:
+            self._sync.contribute_zeros()
 
     def _is_due(self, *, here: bool) -> bool:
         """Collective, while it is shared: whether any rank has something to reduce; ends that if one user is left.
@@ -600,7 +590,8 @@ class GradientReducer:
         thawed = self.thawed if self._frozen and not late else []
         if self._nan_check is not None:
             self._nan_check.finish(self.passes_left, self.hooked)
-        self._put_in_missing()
+        if self._waiting or any(self.passes_left):
+            self._put_in_missing()
         if self._has_sparse and self.phase is not Phase.REDUCED:
             sparse.put_in_missing(joined=joined)
         profiling = sync is not None and sync.profiling
