@@ -33,6 +33,7 @@ from .compression import Compression, Compressor, NoneCompressor, _CastCompresso
 from .lasting_optimizers import Distributed, derive, keep, plain_copy, require_attached, require_plain
 from .mpi_ops import Adasum, Average, Sum, allreduce, allreduce_async_, synchronize
 from .overlap import (
+    KNOWN,
     CheckedReads,
     LearnedReads,
     PartialStep,
@@ -377,6 +378,9 @@ SYNCHRONIZED = (
     "synchronize() waits for all gradients, as clipping by their global norm must: nothing of them comes during the "
     "next forward pass"
 )
+TRIALS = 2
+"""In so many steps copies are tried: the first makes states, another uses them."""
+
 COMPILED = "torch.compile is used, whose graphs read parameters past Python: step() waits for all gradients"
 
 
@@ -386,7 +390,8 @@ class OverlappedOptimizer(AveragingOptimizer):
     Attributes:
         _updates: those that are put off; None where there is nobody to wait for.
         _refuses: a script that cannot have what it has asked for is told by an error; else it trains without.
-        _refusal: why nothing is put off; empty if it may be, None = not known before the first step.
+        _refusal: why nothing is put off; empty if it may be, None = not known before the first steps.
+        _n_tried: steps that were tried on copies.
         _partial: updates some of the parameters.
         _learning: watches who reads parameters, in one iteration; None = not in this one.
         _knows_reads: that iteration has been.
@@ -398,6 +403,7 @@ class OverlappedOptimizer(AveragingOptimizer):
     _updates: PutOffUpdates | None = None
     _refuses = False
     _refusal: str | None = None
+    _n_tried = 0
     _partial: PartialStep | None = None
     _learning: LearnedReads | None = None
     _knows_reads = False
@@ -506,11 +512,13 @@ class OverlappedOptimizer(AveragingOptimizer):
         return result
 
     def _first_step(self) -> Any:  # Any: as torch
-        """Gradients are there once they are reduced, and tell what kind of optimizer it is."""
+        """Gradients are there once they are reduced; copies of the optimizer tell what kind it is."""
         self.synchronize()
-        self._refusal = ""
         if why := refusal_by_trial(self, self._kind):
             self._refuse(why)
+        self._n_tried += 1
+        if self._refusal is None and (self._n_tried == TRIALS or self._kind in KNOWN):
+            self._refusal = ""
         with self.skip_synchronize():
             return super().step()
 

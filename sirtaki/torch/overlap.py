@@ -105,10 +105,10 @@ KNOWN = frozenset(
     )
     if hasattr(torch.optim, name)
 )
-"""PyTorch's own that do; all others are tried."""
+"""PyTorch's own that update each parameter by itself; all others are tried."""
 
-SAMPLE = 3
-"""So many parameters of a group are tried, the smallest."""
+SCALES = (1.0, 1e4, 1e-4)
+"""By these gradients are multiplied for a trial: what clips by a norm, or trusts a ratio, does so only sometimes."""
 
 
 def refusal(optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer]) -> str:
@@ -126,104 +126,86 @@ def refusal(optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer])
 
 
 def refusal_by_trial(optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer]) -> str:
-    """The same, of an optimizer whose class is not known, by a trial on copies; gradients must be there.
+    """The same, of an optimizer whose class is not known, by a step of copies; gradients must be there.
 
-    A few parameters are updated together, and once more one by one: the results must be equal to the bit, and the
-    optimizer may note nothing outside of its state of each parameter.
+    One copy is stepped as a whole, and one as `PartialStep` does it, parameter by parameter, the last first. All
+    values, states, options and attributes must be equal to the bit.
     """
     if kind in KNOWN:
         return ""
-    sample: list[list[torch.Tensor]] = []
-    for group in optimizer.param_groups:
-        having = [param for param in group["params"] if param.grad is not None and not param.grad.is_sparse]
-        sample.append(sorted(having, key=torch.Tensor.numel)[:SAMPLE])
-    every = [(number, param) for number, params in enumerate(sample) for param in params]
-    if not every:
-        return ""
-    rng = torch.get_rng_state()
+    device = optimizer.param_groups[0]["params"][0].device
     try:
-        together = _Copies(optimizer, kind, every)
-        if changed := together.step():
-            return f"{kind.__name__}.step() changes {changed}, which is not of one parameter"
-        for place, item in enumerate(every):
-            alone = _Copies(optimizer, kind, [item])
-            alone.step()
-            if not _equal(alone.results[0], together.results[place]):
-                return f"{kind.__name__} updates a parameter by what belongs to others, too"
-        if not torch.equal(rng, torch.get_rng_state()):
-            return f"{kind.__name__} draws random numbers"
-    except Exception as err:  # whatever an unknown optimizer does with copies
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            rng = torch.get_rng_state()
+            for scale in SCALES:
+                whole, parts = _copy_of(optimizer, kind, scale), _copy_of(optimizer, kind, scale)
+                with as_at_step(device):
+                    bare_step(kind)(whole)
+                partial = PartialStep(parts, kind)
+                partial.begin()
+                for param in reversed(partial.others([])):
+                    partial.update([param])
+                if not torch.equal(rng, torch.get_rng_state()):
+                    return f"{kind.__name__} draws random numbers"
+                if different := _difference(_notes(whole), _notes(parts)):
+                    return f"{kind.__name__}.step() changes {different}, which is not of one parameter"
+                if _difference(_results(whole), _results(parts)):
+                    return f"{kind.__name__} updates a parameter by what belongs to others, too"
+    except Exception as err:  # whatever an unknown optimizer does with copies, or memory that they do not find
         return f"{kind.__name__} cannot be tried with a few parameters ({type(err).__name__}: {err})"
-    finally:
-        torch.set_rng_state(rng)
     return ""
 
 
-class _Copies:
-    """An optimizer of copies of some parameters, in their groups."""
-
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        kind: type[torch.optim.Optimizer],
-        chosen: Sequence[tuple[int, torch.Tensor]],
-    ) -> None:
-        """`chosen`: (number of the group, parameter)."""
-        self._kind = kind
-        self._optimizer = object.__new__(kind)
-        state = optimizer.state
-        own = {name: value for name, value in vars(optimizer).items() if name in _attributes_of(kind, optimizer)}
-        self._optimizer.__dict__.update({name: _copied(value) for name, value in own.items()})
-        self._optimizer.__dict__.update(
-            {name: OrderedDict() for name, value in vars(optimizer).items() if name.endswith("_hooks")}
-        )
-        self._optimizer.state = defaultdict(dict)
-        groups: dict[int, dict[str, Any]] = {}
-        self.params: list[torch.Tensor] = []
-        for number, param in chosen:
-            options = {name: value for name, value in optimizer.param_groups[number].items() if name != "params"}
-            group = groups.setdefault(number, {**copy.deepcopy(options), "params": []})
-            twin = torch.nn.Parameter(param.detach().clone())
-            assert param.grad is not None
-            twin.grad = param.grad.detach().clone()
-            group["params"].append(twin)
-            if param in state:
-                self._optimizer.state[twin] = copy.deepcopy(state[param])
-            self.params.append(twin)
-        self._optimizer.param_groups = [groups[number] for number in sorted(groups)]
-
-    def step(self) -> str:
-        """Updates the copies; returns the name of what has changed besides them and their states."""
-        before = self._notes()
-        with as_at_step(self.params[0].device):
-            bare_step(self._kind)(self._optimizer)
-        after = self._notes()
-        return next((name for name in after if name not in before or not _equal(before[name], after[name])), "")
-
-    @property
-    def results(self) -> list[Any]:
-        """Of each parameter: its value and state."""
-        return [(param.detach(), self._optimizer.state.get(param, {})) for param in self.params]
-
-    def _notes(self) -> dict[str, Any]:
-        own = {name: value for name, value in vars(self._optimizer).items() if name not in ("state", "param_groups")}
-        notes = {f"its attribute {name}": value for name, value in own.items() if not name.endswith("_hooks")}
-        for group in self._optimizer.param_groups:
-            notes |= {f"its option {name}": value for name, value in group.items() if name != "params"}
-        return copy.deepcopy(notes)
+def _copy_of(
+    optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer], scale: float
+) -> torch.optim.Optimizer:
+    """A plain one of copies of all parameters, whose gradients are multiplied by `scale`."""
+    copies: dict[int, Any] = {}  # as `deepcopy` wants them: wherever a parameter is referred to, there is its copy
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            copies[id(param)] = twin = torch.nn.Parameter(param.detach().clone(), requires_grad=param.requires_grad)
+            twin.grad = None if param.grad is None else param.grad.detach() * scale
+    copied = object.__new__(kind)
+    for name, value in vars(getattr(optimizer, "_wrapped", optimizer)).items():
+        if name.endswith("_hooks"):
+            copied.__dict__[name] = OrderedDict()
+        elif name not in ("state", "param_groups", "step"):  # whose `step` a scheduler may have patched
+            try:
+                copied.__dict__[name] = copy.deepcopy(value, copies)
+            except Exception:  # what cannot be copied is not what an update depends on
+                copied.__dict__[name] = value
+    copied.param_groups = copy.deepcopy(optimizer.param_groups, copies)
+    copied.state = defaultdict(dict, copy.deepcopy(dict(optimizer.state), copies))
+    return copied
 
 
-def _attributes_of(kind: type[torch.optim.Optimizer], optimizer: torch.optim.Optimizer) -> set[str]:
-    """Those that `kind` itself has given the optimizer."""
-    wrapped = getattr(optimizer, "_wrapped", optimizer)
-    return {name for name in vars(wrapped) if name not in ("state", "param_groups", "step")}
+def _results(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What it has made of each parameter, and noted of it."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    return {str(number): (param.detach(), optimizer.state.get(param, {})) for number, param in enumerate(params)}
 
 
-def _copied(value: Any) -> Any:
-    try:
-        return copy.deepcopy(value)
-    except Exception:  # what cannot be copied is not what an update depends on
-        return value
+def _notes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What it has noted besides."""
+    own = {name: value for name, value in vars(optimizer).items() if name not in ("state", "param_groups")}
+    notes = {f"its attribute {name}": value for name, value in own.items()}
+    notes |= {f"its state {key}": value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
+    for number, group in enumerate(optimizer.param_groups):
+        options = {name: value for name, value in group.items() if name != "params"}
+        notes |= {f"its option {name} (of group {number})": value for name, value in options.items()}
+    return notes
+
+
+def _difference(one: dict[str, Any], other: dict[str, Any]) -> str:
+    """The name of the first of these values that differs or is there once only; empty if there is none such."""
+    return next(
+        (
+            name
+            for name in {**one, **other}
+            if name not in one or name not in other or not _equal(one[name], other[name])
+        ),
+        "",
+    )
 
 
 def _equal(one: Any, other: Any) -> bool:

@@ -191,6 +191,14 @@ def optimizers_that_look_at_all_parameters_are_refused() -> None:
             for param in params:
                 param.sub_(param.grad / total, alpha=0.01)
 
+    class Clipping(Signs):
+        @torch.no_grad()
+        def step(self, closure: None = None) -> None:
+            params = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
+            total = torch.stack([param.grad.norm() for param in params]).norm()  # which is small in the first steps
+            for param in params:
+                param.sub_(param.grad / (total / 1000.0).clamp(min=1.0), alpha=0.01)
+
     class Counting(Signs):
         def step(self, closure: None = None) -> None:
             self.param_groups[0]["count"] = self.param_groups[0].get("count", 0) + 1
@@ -199,7 +207,8 @@ def optimizers_that_look_at_all_parameters_are_refused() -> None:
     model = Perceptron()
     with pytest.raises(ConfigError, match="LBFGS looks at all parameters"):
         hvd.DistributedOptimizer(torch.optim.LBFGS(model.parameters()), overlap_forward=True)
-    for kind, why in ((Global, "by what belongs to others"), (Counting, "its option count")):
+    by_others = "by what belongs to others"
+    for kind, why in ((Global, by_others), (Clipping, by_others), (Counting, "its option count")):
         optimizer = hvd.DistributedOptimizer(kind(model.parameters(), lr=0.1), overlap_forward=True)
         square(model, 0).backward()
         if hvd.size() > 1:

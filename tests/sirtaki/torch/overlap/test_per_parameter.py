@@ -42,6 +42,24 @@ def by_all(_: object, params: list[torch.Tensor]) -> None:
         param.sub_(param.grad / total)  # type: ignore[operator]
 
 
+def clips_by_all(_: object, params: list[torch.Tensor]) -> None:
+    """As timm's Lamb: only where the norm is large."""
+    total = torch.stack([param.grad.norm() for param in params]).norm()  # type: ignore[union-attr]
+    for param in params:
+        param.sub_(param.grad / (total / 100.0).clamp(min=1.0))  # type: ignore[operator]
+
+
+def counts_in_state(own: Own, _: object) -> None:
+    own.state["all"]["steps"] = own.state["all"].get("steps", 0) + 1
+
+
+def trusts_a_group(own: Own, _: object) -> None:
+    for group in own.param_groups:
+        ratio = sum(param.norm() for param in group["params"])
+        for param in group["params"]:
+            param.add_(ratio, alpha=0.01)
+
+
 def at_random(_: object, params: list[torch.Tensor]) -> None:
     for param in params:
         param.add_(torch.randn_like(param))
@@ -75,6 +93,9 @@ def test_one_that_updates_each_by_itself_is_taken_and_left_as_it_was() -> None:
         (counts, "its attribute steps"),
         (notes_in_group, "its option k"),
         (by_all, "by what belongs to others"),
+        (clips_by_all, "by what belongs to others"),
+        (trusts_a_group, "by what belongs to others"),
+        (counts_in_state, "its state all"),
         (at_random, "by what belongs to others|random"),
         (by_place, "cannot be tried with a few parameters"),
     ],
