@@ -495,6 +495,23 @@ def _own(module: nn.Module) -> list[nn.Parameter]:
     return [param for part in (module, *lists) for param in part._parameters.values() if param is not None]
 
 
+def _n_references(tensor: torch.Tensor) -> int:
+    with torch._C.DisableTorchFunctionSubclass():
+        return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
+_ALONE = _n_references(torch.empty(1))
+
+
+def _has_alias(param: torch.Tensor) -> bool:
+    """Another tensor has this memory, or the memory around it, whose reader nobody sees.
+
+    So it is where parameters lie in one flat buffer, or are slices of each other, where `p.data` or a `state_dict()` is
+    kept, and where a graph is retained that has saved the value.
+    """
+    return _n_references(param) > _ALONE
+
+
 class Zeroing(Enum):
     """What `zero_grad` has asked for while updates were put off."""
 
@@ -611,7 +628,7 @@ class PutOffUpdates:
             self._partial.begin()
             self._partial.update(self._partial.others(waiting))
             for param in waiting:
-                if id(param) in self.uncovered:
+                if id(param) in self.uncovered or _has_alias(param):
                     self.arrive(param)
             return True
 

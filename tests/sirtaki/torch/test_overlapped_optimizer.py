@@ -20,6 +20,11 @@ def test_what_is_put_off_is_never_read_stale(play: Play, rank_case: RankCase) ->
     play(rank_case)
 
 
+@on_ranks("forward_overlap", Job(2, "small units", SMALL), only="memory_that_parameters_share_is_never_stale")
+def test_memory_that_several_tensors_have_is_never_read_stale(play: Play, rank_case: RankCase) -> None:
+    play(rank_case)
+
+
 @on_ranks(
     "forward_overlap",
     Job(3, "three ranks", {**DOUBLE, "SIRTAKI_UNIT_BYTES": "4096", "SIRTAKI_TEST_STEPS": "12"}),
