@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from sirtaki.comm.collectives.operations import (
     ADASUM,
     FUSED_BYTES,
     FUSIBLE_BYTES,
+    LANE_BYTES,
     Kind,
     Ranks,
     Signature,
@@ -26,9 +28,10 @@ from sirtaki.comm.collectives.operations import (
     row_bounds,
     zeros_for,
 )
-from sirtaki.comm.control.communicator import Communicator, Test
+from sirtaki.comm.control.communicator import Communicator, Op, Test
 from sirtaki.comm.control.failure import FailureBoard, poll_until
-from sirtaki.errors import CommError
+from sirtaki.comm.transports.contract import ReduceOp
+from sirtaki.errors import CommError, TransportError
 
 SIZE = 3
 NUMBERS = (torch.uint8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -70,6 +73,40 @@ def test_an_all_reduce_combines_element_by_element(dtype: torch.dtype, op: str) 
 def test_factors_multiply_before_and_after() -> None:
     for (result,) in run(Kind.ALLREDUCE, lambda rank: [torch.tensor([rank + 1.0])], op="product", factors=(2.0, 0.5)):
         assert result.tolist() == [2.0 * 4.0 * 6.0 * 0.5]
+
+
+@pytest.mark.parametrize("opens", [True, False])
+def test_large_all_reduces_take_lanes_that_are_opened_once_and_do_without_where_none_can_be(opens: bool) -> None:
+    def act(comm: Communicator) -> list[int]:
+        travelled: list[int] = []
+
+        def reduce_(tensor: torch.Tensor, op: ReduceOp) -> None:
+            travelled.append(tensor.numel())
+            poll_until(comm.all_reduce(tensor.numpy(), Op(op.value)), failures=comm.failures)
+
+        def open_lanes(ranks: Communicator) -> Any:
+            assert ranks is comm
+            travelled.append(-1)
+            if not opens:
+                raise TransportError("no descriptors")
+            return SimpleNamespace(reduce_=reduce_)
+
+        ranks = Ranks(comm, comm.failures, open_lanes)
+        for numel, dtype in (
+            (5, torch.float32),
+            (1 << 18, torch.float32),
+            (1 << 18, torch.float16),
+            (1 << 20, torch.bool),
+        ):
+            tensor = torch.ones(numel).to(dtype)
+            signature = Signature.of(
+                [tensor], name="x", kind=Kind.ALLREDUCE, op="max" if dtype is torch.bool else "sum"
+            )
+            ((result,),) = perform([(signature, [tensor])], ranks)
+            assert bool((result == (1 if dtype is torch.bool else SIZE)).all())
+        return travelled
+
+    assert among(SIZE, act) == [[-1, LANE_BYTES // 4, LANE_BYTES // 4] if opens else [-1]] * SIZE
 
 
 def test_halves_are_added_in_more_digits_and_rounded_once() -> None:
