@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
-import importlib
-import json
 import math
 import textwrap
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
+
+import msgspec
 
 import sirtaki
 from sirtaki.errors import ConfigError
@@ -42,31 +41,16 @@ def arguments_from_file(path: Path, options: Mapping[str, bool]) -> list[str]:
 
 
 def _load(path: Path) -> Mapping[str, Any]:
+    decode = {".json": msgspec.json.decode, ".toml": msgspec.toml.decode}.get(path.suffix, msgspec.yaml.decode)
     try:
-        text = path.read_text(encoding="utf-8")
-        match path.suffix:
-            case ".json":
-                content = json.loads(text)
-            case ".toml":
-                content = tomllib.loads(text)
-            case _:
-                content = _load_yaml(text, path)
+        content = decode(path.read_bytes())
+    except ImportError as err:
+        raise ConfigError(f"--config-file {path}: YAML needs `pip install pyyaml`; .toml and .json do not") from err
     except (OSError, ValueError) as err:
         raise ConfigError(f"--config-file {path} cannot be read: {err}") from err
     if not isinstance(content, Mapping):
         raise ConfigError(f"--config-file {path} must hold options and values, not {type(content).__name__}")
     return content
-
-
-def _load_yaml(text: str, path: Path) -> Any:  # Any: whatever the file holds
-    try:
-        yaml = importlib.import_module("yaml")
-    except ImportError as err:
-        raise ConfigError(f"--config-file {path}: YAML needs `pip install pyyaml`; .toml and .json do not") from err
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as err:
-        raise ConfigError(f"--config-file {path} is not YAML: {err}") from err
 
 
 def _entries(content: Mapping[str, Any], section: str = "") -> Iterator[tuple[tuple[str, str], Any]]:
