@@ -239,13 +239,6 @@ def test_nobody_waits_for_whom_the_launcher_knows_to_be_gone() -> None:
         assert "rank 1 was killed" in str(results[rank])
 
 
-def test_who_does_not_come_is_named_in_time() -> None:
-    everybody: list[Appointment | None] = [*appointments(2)]
-    stay_away(everybody, 1)
-    results = keep_all(everybody, timeout_s=0.3)
-    assert "rank 1 did not connect to rank 0" in str(results[0])
-
-
 def test_who_comes_from_another_generation_is_refused() -> None:
     first, second = appointments(2)
     outcome: list[Any] = []
