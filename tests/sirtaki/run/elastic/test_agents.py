@@ -603,7 +603,7 @@ def test_the_lowest_number_that_is_there_starts_it_and_the_others_find_it(three:
 
     with (
         mock.patch.object(Succession, "_start_driver", lambda self, agents: serve(self, started)),
-        mock.patch.object(agent, "CANDIDATE_S", 1.0),
+        mock.patch.object(agent, "CANDIDATE_S", 0.5 if gone else 2.5),
     ):
         threads = [threading.Thread(target=look, args=[index]) for index in (2, 1, 0)[: 2 if gone else 3]]
         for thread in threads:
