@@ -28,7 +28,7 @@ import struct
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -203,8 +203,8 @@ class Door:
             listener.setblocking(False)
             events.register(listener, selectors.EVENT_READ, self)
 
-    def advance(self, descriptor: int) -> Iterator[tuple[int, socket.socket]]:
-        """Something has come there: who has proved itself by it, by number, with its connection."""
+    def advance(self, descriptor: int) -> tuple[int, socket.socket] | None:
+        """Something has come there: number and connection of who has proved itself by it; None = nobody."""
         if (listener := self._listeners.get(descriptor)) is not None:
             with suppress(OSError):
                 sock, _ = listener.accept()
@@ -217,18 +217,19 @@ class Door:
             try:
                 number = candidate.advance(self._key, self._own)
                 if number is None:
-                    return
+                    return None
                 if not self._is_wanted(number):
                     raise ConnectionError("it is there already")
                 candidate.welcome()
             except BlockingIOError:  # what came was for one of the same descriptor that has just been dropped
-                return
+                return None
             except OSError:
                 self._drop(descriptor)
-                return
+                return None
             del self._candidates[descriptor]
             self._events.unregister(candidate.sock)
-            yield number, candidate.sock
+            return number, candidate.sock
+        return None
 
     def drop_late(self) -> None:
         """Closes what has not proved itself in time."""
@@ -286,7 +287,8 @@ class Acceptor:
     def _run(self) -> None:
         while self.missing and not self._closing.is_set():
             for chosen, _ in self._events.select(0.05):
-                self._accepted.update(self.door.advance(chosen.fd))
+                if (found := self.door.advance(chosen.fd)) is not None:
+                    self._accepted[found[0]] = found[1]
             self.door.drop_late()
 
 

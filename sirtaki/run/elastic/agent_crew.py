@@ -386,9 +386,9 @@ class Switchboard(Generic[Speaker]):
                 with contextlib.suppress(BlockingIOError):
                     self._woken.recv(4096)
             elif chosen.data is self._door:
-                for number, sock in self._door.advance(chosen.fd):
-                    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                    welcome(number, sock)
+                if (found := self._door.advance(chosen.fd)) is not None:
+                    found[1].setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                    welcome(*found)
             else:
                 yield chosen.data
         self._door.drop_late()
