@@ -21,7 +21,6 @@ from .graph import (
     DOUBLING_COST,
     EDGE_COST,
     NODE_COST,
-    Floats,
     ModelGraph,
     Node,
     distance,
@@ -36,7 +35,7 @@ from .graph import (
 from .topology import ClusterShape, LinkClass, Topology
 
 if TYPE_CHECKING:
-    from .store import Candidate, Store
+    from .store import Store
 
 # The model decides more than the cluster does what cuts and streams are good.
 MODEL_WEIGHT = 0.7
@@ -129,10 +128,13 @@ def nearest(
     end_s = clock() + budget_s
     if k < 1:
         return []
-    names, bounds = _model_bounds(store, model)
-    shape = topology.shape()
-    clusters = {name: topology_distance(shape, other) for name, other in store.shapes().items()}
-    models = _ModelDistances(store, model)
+    name, shape = fingerprint(model), topology.shape()
+    names, signatures = store.signatures()
+    costs = histogram_bounds(signature(model), signatures)
+    masses = signatures[:, :2] @ np.array([NODE_COST, EDGE_COST]) + mass(model)
+    bounds = 2 * costs / np.maximum(masses + costs, 1e-9)  # normalised lower bounds, `(n_models,)`
+    clusters = {other: topology_distance(shape, there) for other, there in store.shapes().items()}
+    known, new = {**store.distances(name), name: 0.0}, dict[str, float]()
     found: list[tuple[float, bool, str, Match]] = []
     limit = max_distance  # what an entry must not exceed to be among the nearest
     order = np.argsort(bounds, kind="stable")
@@ -140,77 +142,36 @@ def nearest(
         floors = {names[index]: MODEL_WEIGHT * bounds[index] for index in order[first : first + _STRETCH]}
         if min(floors.values()) > limit or (first and clock() > end_s):
             break
-        extras = [
-            (candidate, _extra_distance(candidate, clusters, dtype))
-            for candidate in store.candidates(device, list(floors))
-        ]
-        extras.sort(key=lambda item: floors[item[0].model] + item[1])
+        extras = []  # what cluster and dtype add to the distance
+        for candidate in store.candidates(device, list(floors)):
+            cluster = clusters.get(candidate.topology, 1.0)  # one that another process has just added is far away
+            extra = TOPOLOGY_WEIGHT * cluster + (0.0 if candidate.dtype == dtype else OTHER_DTYPE)
+            extras.append((floors[candidate.model] + extra, extra, cluster, candidate))
+        extras.sort(key=lambda item: item[0])
         for start in range(0, len(extras), _BATCH):
-            batch = [item for item in extras[start : start + _BATCH] if floors[item[0].model] + item[1] <= limit]
-            wanted = [candidate.model for candidate, _ in batch]
+            batch = [item for item in extras[start : start + _BATCH] if item[0] <= limit]
+            unknown = sorted({candidate.model for *_, candidate in batch} - known.keys())
             # What is known costs no time: a busy machine must not make a job overlook its own model's entries.
-            if not batch or ((first or start) and not models.know(wanted) and clock() > end_s):
+            if not batch or ((first or start) and unknown and clock() > end_s):
                 break
-            models.fetch(wanted)
-            found += [_judged(candidate, extra, models.known[candidate.model], clusters) for candidate, extra in batch]
+            graphs = store.models(unknown) if unknown else {}
+            # One that has just been removed by another process is as far away as can be.
+            new |= {other: distance(model, graphs[other]) if other in graphs else 1.0 for other in unknown}
+            known |= new
+            for _, extra, cluster, candidate in batch:
+                apart = MODEL_WEIGHT * known[candidate.model] + extra
+                match = Match(
+                    id=candidate.id,
+                    distance=apart,
+                    model_distance=known[candidate.model],
+                    topology_distance=cluster,
+                )
+                found.append((apart, not candidate.complete, candidate.id, match))
             found = sorted(item for item in found if item[0] <= max_distance)[:k]
             if len(found) == k:
                 limit = found[-1][0]
-    models.keep()
+    store.save_distances(name, new)  # for the next job of this model
     return [match for *_, match in found]
-
-
-def _judged(
-    candidate: Candidate, extra: float, model_distance: float, clusters: Mapping[str, float]
-) -> tuple[float, bool, str, Match]:
-    """A match behind what matches are sorted by."""
-    match = Match(
-        id=candidate.id,
-        distance=MODEL_WEIGHT * model_distance + extra,
-        model_distance=model_distance,
-        topology_distance=clusters.get(candidate.topology, 1.0),
-    )
-    return match.distance, not candidate.complete, candidate.id, match
-
-
-def _model_bounds(store: Store, model: ModelGraph) -> tuple[Sequence[str], Floats]:
-    """Fingerprints of all models in the store, and a normalised lower bound of each one's distance, `(n_models,)`."""
-    names, signatures = store.signatures()
-    costs = histogram_bounds(signature(model), signatures)
-    masses = signatures[:, :2] @ np.array([NODE_COST, EDGE_COST]) + mass(model)
-    return names, 2 * costs / np.maximum(masses + costs, 1e-9)
-
-
-def _extra_distance(candidate: Candidate, clusters: Mapping[str, float], dtype: str) -> float:
-    """What cluster and dtype add; a cluster that another process has just added counts as far away."""
-    other_dtype = 0.0 if candidate.dtype == dtype else OTHER_DTYPE
-    return TOPOLOGY_WEIGHT * clusters.get(candidate.topology, 1.0) + other_dtype
-
-
-class _ModelDistances:
-    """Distances of one model to those in the store: kept ones, and others as they are needed."""
-
-    def __init__(self, store: Store, model: ModelGraph) -> None:
-        self._store, self._model, self._name = store, model, fingerprint(model)
-        self._new: dict[str, float] = {}
-        self.known = {**store.distances(self._name), self._name: 0.0}
-
-    def know(self, names: Sequence[str]) -> bool:
-        """Whether all of these are known."""
-        return self.known.keys() >= set(names)
-
-    def fetch(self, names: Sequence[str]) -> None:
-        """Makes these known."""
-        unknown = sorted({name for name in names if name not in self.known})
-        graphs = self._store.models(unknown)
-        for name in unknown:
-            # One that has just been removed by another process is as far away as can be.
-            self._new[name] = distance(self._model, graphs[name]) if name in graphs else 1.0
-        self.known.update(self._new)
-
-    def keep(self) -> None:
-        """Saves what was computed, for the next job of this model."""
-        self._store.save_distances(self._name, self._new)
 
 
 # Sizes and speeds are taken for alike where they differ by less than this factor: α and β are noisy.

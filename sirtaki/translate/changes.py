@@ -106,7 +106,7 @@ def place(source: Source, flows: Flows, edits: Edits, *, hvd: str) -> list[str]:
         if re.fullmatch(r"""["']cuda:0["']""", text.value):
             edits.replace(text, f'f"cuda:{{{hvd}.local_rank()}}"')
         elif re.fullmatch(r"""["']cuda:\d+["']""", text.value):
-            edits.refuse(source.line(text), f"names one device for all ranks: {text.value}")
+            edits.refuse(text, f"names one device for all ranks: {text.value}")
     for call in source.all(cst.Call):
         numbered = called_attribute(call) == "cuda" and call.args and isinstance(call.args[0].value, cst.Integer)
         if numbered or source.full_name(call.func) == "torch.cuda.set_device":
@@ -114,9 +114,7 @@ def place(source: Source, flows: Flows, edits: Edits, *, hvd: str) -> list[str]:
     for node in source.all(cst.Subscript):
         visible = source.full_name(node.value) == "os.environ" and "CUDA_VISIBLE_DEVICES" in source.code(node)
         if visible and isinstance(source.parent(node), cst.AssignTarget):
-            edits.refuse(
-                source.line(node), "chooses the devices that all ranks see: leave that to who starts the script"
-            )
+            edits.refuse(node, "chooses the devices that all ranks see: leave that to who starts the script")
     for site in flows.made(Kind.WRAPPER):
         if site.name.endswith(".DataParallel"):
             undo_wrapper(source, flows, edits, site.call)
@@ -137,7 +135,7 @@ def undo_wrapper(source: Source, flows: Flows, edits: Edits, call: cst.Call) -> 
         wrapped = node.attr.value == "module" and flows.holds(node.value, Kind.WRAPPER)
         if wrapped and not isinstance(source.parent(node), cst.AssignTarget):
             edits.change(node, lambda there: there.value)  # type: ignore[attr-defined]  # an attribute
-    edits.note(source.line(call), "the model is not wrapped: its states have no `module.` before each name any more")
+    edits.note(call, "the model is not wrapped: its states have no `module.` before each name any more")
 
 
 AT_STEP = 1_000_000
@@ -173,7 +171,7 @@ class Optimizers:
         source, call = self._source, site.call
         models = list(dict.fromkeys(source.code(model) for model in self._models(call)))
         if not models:
-            self._edits.refuse(source.line(call), f"cannot tell whose parameters `{source.code(call)}` has")
+            self._edits.refuse(call, f"cannot tell whose parameters `{source.code(call)}` has")
             return
         named = f", named_parameters={models[0]}.named_parameters()" if len(models) == 1 else ""
         statement = source.statement(call)
@@ -376,7 +374,7 @@ class Output:
             where = cst.parse_expression(f'{self._source.code(receiver)} if {self._hvd}.rank() == 0 else "/dev/null"')
             self._edits.change(call, lambda node: _opened(node, where))
         elif not call.args or call.args[0].keyword is not None:
-            self._edits.refuse(self._source.line(call), f"all ranks would write: `{self._source.code(call)}`")
+            self._edits.refuse(call, f"all ranks would write: `{self._source.code(call)}`")
         else:
             path = self._source.code(call.args[0].value)
             self._edits.replace(call.args[0].value, f'{path} if {self._hvd}.rank() == 0 else "/dev/null"')
@@ -418,15 +416,13 @@ def look_for_what_cannot_be(training: Training, edits: Edits) -> None:
     if not training.backward_passes():
         edits.refuse(1, "nowhere is `backward()` called: there is nothing to average")
     elif not training.flows.made(Kind.OPTIMIZER):
-        edits.refuse(
-            source.line(training.backward_passes()[0]), "no optimizer of torch.optim is made for these gradients"
-        )
+        edits.refuse(training.backward_passes()[0], "no optimizer of torch.optim is made for these gradients")
     for call in source.all(cst.Call):
         name = source.full_name(call.func)
         if name in STARTS_PROCESSES or name.startswith("torch.distributed.fsdp"):
-            edits.refuse(source.line(call), f"`{name}` starts or divides work itself")
+            edits.refuse(call, f"`{name}` starts or divides work itself")
         elif name in ("torch.autograd.backward", "exec", "eval") or called_attribute(call) == "manual_backward":
-            edits.refuse(source.line(call), f"cannot look into `{source.code(call)}`")
+            edits.refuse(call, f"cannot look into `{source.code(call)}`")
     _look_for_clocks(training, edits)
 
 
@@ -443,7 +439,7 @@ def _look_for_clocks(training: Training, edits: Edits) -> None:
     for node in ends:
         if _reads_clock(source, node.test) or any(name.value in timed for name in source.all(cst.Name, node.test)):
             text = source.code(node.test)
-            edits.refuse(source.line(node), f"ranks may decide differently, each by its own clock: `{text}`")
+            edits.refuse(node, f"ranks may decide differently, each by its own clock: `{text}`")
 
 
 def _leaves(branch: cst.If) -> bool:
@@ -479,7 +475,7 @@ class HandCut:
     def divide(self, values: RankValues) -> None:
         """Tells `values` which expressions are parts of batches from now on."""
         for site in self._training.flows.made(Kind.LOADER):
-            self._edits.refuse(self._source.line(site.call), "cannot see which loop trains on this loader")
+            self._edits.refuse(site.call, "cannot see which loop trains on this loader")
         cut = [*self._slices(), *self._draws()]
         for loop in self._split_loops():
             self._edits.wrap(loop.iter, f"map({self._ranks}.share, _)")
@@ -492,9 +488,7 @@ class HandCut:
             values.batches.add(node)
         if not cut and not found:
             first = self._training.backward_passes()[0]
-            self._edits.refuse(
-                self._source.line(first), "cannot find the loader or the batches that are trained on here"
-            )
+            self._edits.refuse(first, "cannot find the loader or the batches that are trained on here")
             return
         for call in self._source.all(cst.Call):
             if self._source.full_name(call.func) in ("torch.randperm", "numpy.random.permutation") and self._trains(

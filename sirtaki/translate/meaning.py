@@ -448,7 +448,7 @@ class RankValues:
         value = self._value(test)
         if value.own and not self._share(test):
             text = self._source.code(test)
-            self._edits.refuse(self._source.line(test), f"ranks may decide differently, each by its own data: `{text}`")
+            self._edits.refuse(test, f"ranks may decide differently, each by its own data: `{text}`")
 
     def _share(self, node: cst.BaseExpression) -> bool:
         """Puts together the largest parts of an expression that are means or sums; False if anything else is left."""
@@ -468,7 +468,7 @@ class RankValues:
     def _wrap(self, node: cst.BaseExpression, over: Over) -> None:
         earlier = self._wrapped.setdefault(node, over)
         if earlier is not over:
-            self._edits.refuse(self._source.line(node), "is once a mean and once a sum, depending on the caller")
+            self._edits.refuse(node, "is once a mean and once a sum, depending on the caller")
         self._edits.wrap(node, self._function_for(over))
 
     def _function_for(self, over: Over) -> str:
@@ -648,7 +648,7 @@ class RankValues:
         ):
             for arg, value in zip(call.args, values, strict=True):
                 if value.own and not self._share(arg.value):
-                    self._edits.note(self._source.line(call), f"`{self._source.code(arg.value)}` is each rank's own")
+                    self._edits.note(call, f"`{self._source.code(arg.value)}` is each rank's own")
             return ALL
         results = []
         for function in functions:
@@ -669,7 +669,7 @@ class RankValues:
             if name in ("append", "extend", "update", "put") and isinstance(call.func, cst.Attribute):
                 self._put(call.func.value, BATCH)
             else:
-                self._edits.note(self._source.line(call), f"`{text}` is shown as rank 0 has it")
+                self._edits.note(call, f"`{text}` is shown as rank 0 has it")
         return ALL
 
 

@@ -258,7 +258,8 @@ class Edits:
         obstacles: (line, reason) of what is not understood.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, source: Source) -> None:
+        self._source = source
         self.notes: list[tuple[int, str]] = []
         self.obstacles: list[tuple[int, str]] = []
         self._changes: dict[cst.CSTNode, list[Change]] = defaultdict(list)
@@ -300,14 +301,17 @@ class Edits:
         """A statement into a block: `if hvd.rank() == 0`."""
         self._around[statement] = head
 
-    def refuse(self, line: int, reason: str) -> None:
-        """The script cannot be translated."""
-        self.obstacles.append((line, reason))
+    def refuse(self, where: cst.CSTNode | int, reason: str) -> None:
+        """The script cannot be translated, for what stands in a node or a line."""
+        self.obstacles.append((self._line(where), reason))
 
-    def note(self, line: int, text: str) -> None:
-        """What a reader should know."""
-        if (line, text) not in self.notes:
-            self.notes.append((line, text))
+    def note(self, where: cst.CSTNode | int, text: str) -> None:
+        """What a reader should know of a node, a line, or of the whole script, which is line 0."""
+        if (note := (self._line(where), text)) not in self.notes:
+            self.notes.append(note)
+
+    def _line(self, where: cst.CSTNode | int) -> int:
+        return where if isinstance(where, int) else self._source.line(where)
 
     def applied(self, module: cst.Module) -> str:
         """The text with all changes."""

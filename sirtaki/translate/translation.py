@@ -81,12 +81,12 @@ class FromDdp:
         elif name.startswith(PACKAGE):
             self._of_package(call, name.removeprefix(PACKAGE))
         elif name.endswith("convert_sync_batchnorm"):
-            self._edits.refuse(self._source.line(call), f"use `{self._hvd}.SyncBatchNorm` where the model is made")
+            self._edits.refuse(call, f"use `{self._hvd}.SyncBatchNorm` where the model is made")
 
     def _of_package(self, call: cst.Call, name: str) -> None:
         hvd = self._hvd
         if argument(call, "group") is not None:
-            self._edits.refuse(self._source.line(call), "groups of ranks are `process_set=` here")
+            self._edits.refuse(call, "groups of ranks are `process_set=` here")
         elif name == "init_process_group":
             self._edits.replace(call, f"{hvd}.init()")
         elif name in CALLS:
@@ -99,13 +99,13 @@ class FromDdp:
             )
             self._edits.replace(call, f"{hvd}.broadcast_({tensor}, root_rank={root})")
         else:
-            self._edits.refuse(self._source.line(call), f"has no counterpart that is sure: `{self._source.code(call)}`")
+            self._edits.refuse(call, f"has no counterpart that is sure: `{self._source.code(call)}`")
 
     def _all_reduce(self, call: cst.Call) -> None:
         op = argument(call, "op", 1)
         operation = "SUM" if op is None else self._source.code(op).rpartition(".")[2]
         if operation not in OPERATIONS or argument(call, "async_op") is not None:
-            self._edits.refuse(self._source.line(call), f"has no counterpart that is sure: `{self._source.code(call)}`")
+            self._edits.refuse(call, f"has no counterpart that is sure: `{self._source.code(call)}`")
             return
         tensor = self._source.code(call.args[0].value)
         self._edits.replace(call, f"{self._hvd}.allreduce_({tensor}, op={self._hvd}.{OPERATIONS[operation]})")
@@ -119,9 +119,7 @@ class FromDdp:
             added = [keyword(name, f"{self._hvd}.{function}()") for name, function in PLACES]
             self._edits.change(call, lambda node: with_more(node, *added))
         if "set_epoch" not in self._source.text:
-            self._edits.note(
-                self._source.line(call), "nobody calls this sampler's `set_epoch`: all epochs have one order"
-            )
+            self._edits.note(call, "nobody calls this sampler's `set_epoch`: all epochs have one order")
 
     def _variable(self, node: cst.BaseExpression, text: str) -> None:
         """`int(os.environ["LOCAL_RANK"])`."""
@@ -135,7 +133,7 @@ class FromDdp:
         if isinstance(around, cst.Call) and self._source.code(around.func) == "int":
             whole = around
         if isinstance(self._source.parent(node), cst.AssignTarget):
-            self._edits.refuse(self._source.line(node), "sets what the launcher sets")
+            self._edits.refuse(node, "sets what the launcher sets")
             return
         self._edits.replace(whole, f"{self._hvd}.{VARIABLES[name]}()")
 
@@ -200,7 +198,7 @@ def _change(source: Source, edits: Edits, node: cst.CSTNode, name: cst.BaseExpre
     if package == "horovod.torch" or package.startswith("horovod.torch.") or package == "horovod.run":
         edits.replace(name, package.replace("horovod", "sirtaki", 1))
     else:
-        edits.refuse(source.line(node), f"`{package}` has no counterpart: Sirtaki speaks PyTorch")
+        edits.refuse(node, f"`{package}` has no counterpart: Sirtaki speaks PyTorch")
 
 
 def distribute(source: Source, edits: Edits) -> None:
@@ -231,11 +229,11 @@ def _divide(training: Training, edits: Edits, ranks: str) -> None:
     for site in training.divided:
         call = site.call
         if argument(call, "batch_sampler", 5) is not None:
-            edits.refuse(source.line(call), "the loader has a batch sampler of its own, which cannot be divided")
+            edits.refuse(call, "the loader has a batch sampler of its own, which cannot be divided")
         size = argument(call, "batch_size", 1)
         starred = any(arg.star for arg in call.args)
         if (size is None and not starred) or (size is not None and source.code(size) in ("1", "None")):
-            edits.refuse(source.line(call), "batches of one sample cannot be divided among ranks")
+            edits.refuse(call, "batches of one sample cannot be divided among ranks")
         edits.wrap(call, f"{ranks}.divided")
         if size is not None:
             _look_at_size(training, edits, size)
@@ -281,7 +279,7 @@ def _relay(training: Training, edits: Edits, relay: cst.For) -> None:
         text = source.code(name)
         edits.before(relay, f"{text}.sampler.set_epoch({text}.sampler.epoch + 1)")
         if not set(training.flows.holds(name, Kind.LOADER)) <= set(training.divided):
-            edits.refuse(source.line(relay), "yields batches of a loader that is trained on, and of one that is not")
+            edits.refuse(relay, "yields batches of a loader that is trained on, and of one that is not")
 
 
 def _agree(training: Training, edits: Edits, loop: Loop, ranks: str) -> None:
@@ -305,9 +303,7 @@ def _look_at_size(training: Training, edits: Edits, size: cst.BaseExpression) ->
         for call in source.all(cst.Call, source.statement(loop)):
             name = source.full_name(call.func)
             if name.startswith("torch.") and any(source.code(arg.value) == text for arg in call.args):
-                edits.refuse(
-                    source.line(call), f"`{text}` is the size of all ranks' parts; take that of the data, `x.size(0)`"
-                )
+                edits.refuse(call, f"`{text}` is the size of all ranks' parts; take that of the data, `x.size(0)`")
 
 
 def _seeds(source: Source, ranks: str) -> list[str]:
@@ -352,7 +348,8 @@ def translate(text: str) -> Translation:
     Raises:
         TranslationError: it holds what is not understood.
     """
-    source, edits = Source(text), Edits()
+    source = Source(text)
+    edits = Edits(source)
     if source.imports("sirtaki"):
         return Translation(before=text, after=text, notes=((0, "it uses Sirtaki already"),))
     if source.imports("horovod"):

@@ -241,7 +241,8 @@ if x:
 
 
 def test_changes_are_made_and_the_rest_of_the_text_stays() -> None:
-    source, edits = Source(COMMENTED), Edits()
+    source = Source(COMMENTED)
+    edits = Edits(source)
     call = next(source.all(cst.Call))
     edits.wrap(call.args[0].value, "twice")
     edits.wrap(call.args[0].value, "twice")
@@ -265,14 +266,15 @@ if x:
 
 
 def test_a_statement_can_go_and_a_name_stand_in_a_call() -> None:
-    source, edits = Source("a = 1\nfor i in f(b):\n    pass\n"), Edits()
+    source = Source("a = 1\nfor i in f(b):\n    pass\n")
+    edits = Edits(source)
     edits.remove(next(source.all(cst.SimpleStatementLine)))
     edits.wrap(next(source.all(cst.Call)), "map(g, _)")
     assert edits.applied(source.module) == "for i in map(g, f(b)):\n    pass\n"
 
 
 def test_notes_come_once() -> None:
-    edits = Edits()
+    edits = Edits(Source(COMMENTED))
     edits.note(0, "so")
     edits.note(0, "so")
     edits.refuse(3, "no")
