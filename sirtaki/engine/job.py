@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from sirtaki import watch
 from sirtaki.comm import recorder, timeline
@@ -94,28 +94,10 @@ class Disposal:
             self._thread.join(CLOSING_S)
 
 
-class Observable(Protocol):
-    """A job, as far as this module knows it."""
-
-    settings: Settings
-    job: str
-    participants: Participants
-
-    @property
-    def rank(self) -> int:
-        """Of this process."""
-        ...
-
-    @property
-    def size(self) -> int:
-        """How many ranks there are."""
-        ...
-
-
 class Observed:
     """Begins to be seen when it is made. Nothing that goes wrong here reaches training."""
 
-    def __init__(self, job: Observable, *, local_rank: int, generation: int) -> None:
+    def __init__(self, job: Job, *, local_rank: int, generation: int) -> None:
         self._job, self._generation, self._began_s = job, generation, time.time()
         self._totals: Totals | None = None
         self._server: MetricsServer | None = None

@@ -46,6 +46,15 @@ class Distributed(torch.optim.Optimizer):
         """
         raise NotImplementedError
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As the wrapped optimizer's, which stays the same as this one: a scheduler may hold it."""
+        super().load_state_dict(state_dict)
+        self._wrapped.param_groups, self._wrapped.state = self.param_groups, self.state
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Copies and pickles are plain optimizers of the wrapped class.
+        return _bare, (type(self._wrapped),), self.__getstate__()
+
     def _detach(self, why: str) -> None:
         """Not collective: it belongs to no ranks; gradients of an iteration that has not ended do not count."""
         self._detached = why
@@ -76,11 +85,6 @@ def derive(mixin: type[Mixin], optimizer: torch.optim.Optimizer) -> Mixin:
     # A learning rate scheduler patches `step` of the instance that it was given; ours must not be hidden by it.
     derived.__dict__.update({name: value for name, value in vars(optimizer).items() if name != "step"})
     return derived
-
-
-def plain_copy(derived: torch.optim.Optimizer, base: type[torch.optim.Optimizer]) -> tuple[Any, ...]:
-    """What `__reduce__` returns: copies and pickles are plain optimizers of the wrapped class."""
-    return _bare, (base,), derived.__getstate__()
 
 
 def _bare(base: type[torch.optim.Optimizer]) -> torch.optim.Optimizer:

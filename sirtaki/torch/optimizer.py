@@ -30,7 +30,7 @@ from sirtaki.errors import CommError, ConfigError, NotInitializedError
 from sirtaki.settings import Overlap
 
 from .compression import Compression, Compressor, NoneCompressor, _CastCompressor
-from .lasting_optimizers import Distributed, derive, keep, plain_copy, require_attached, require_plain
+from .lasting_optimizers import Distributed, derive, keep, require_attached, require_plain
 from .mpi_ops import Adasum, Average, Sum, allreduce, allreduce_async_, synchronize
 from .overlap import (
     KNOWN,
@@ -278,14 +278,6 @@ class AveragingOptimizer(Distributed):
         neither Python nor PyTorch's dispatcher sees.
         """
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As the wrapped optimizer's, which stays the same as this one: a scheduler may hold it."""
-        super().load_state_dict(state_dict)
-        self._wrapped.param_groups, self._wrapped.state = self.param_groups, self.state
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return plain_copy(self, type(self._wrapped))
-
 
 class _AdasumDistributed(Distributed):
     """What is mixed into the class of the wrapped optimizer."""
@@ -343,14 +335,6 @@ class _AdasumDistributed(Distributed):
                 param.copy_(start.add_(self._compression.decompress(synchronize(handle), context)))
         self._wrapped._opt_called = True  # type: ignore[attr-defined]  # torch's, set by its schedulers
         return loss
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As the wrapped optimizer's, which stays the same as this one: a scheduler may hold it."""
-        super().load_state_dict(state_dict)
-        self._wrapped.param_groups, self._wrapped.state = self.param_groups, self.state
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return plain_copy(self, type(self._wrapped))
 
 
 def wrap_adasum(

@@ -8,16 +8,13 @@ import pytest
 import torch
 
 from sirtaki.errors import ConfigError
-from sirtaki.torch.lasting_optimizers import Distributed, derive, plain_copy, require_plain
+from sirtaki.torch.lasting_optimizers import Distributed, derive, require_plain
 
 
 class Mixin(Distributed):
     def step(self, closure: Any = None) -> Any:
         self.steps = getattr(self, "steps", 0) + 1
         return super().step(closure)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return plain_copy(self, type(self._wrapped))
 
 
 @pytest.fixture
