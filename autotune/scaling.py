@@ -44,15 +44,7 @@ class ScalingRow:
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready dict."""
-        return {
-            "ranks": self.ranks,
-            "planner": self.planner,
-            "knobs": self.knobs.to_json(),
-            "units": self.units,
-            "iteration_s": self.iteration_s,
-            "span_s": self.span_s,
-            "efficiency": self.efficiency,
-        }
+        return {**{name: getattr(self, name) for name in self.__slots__}, "knobs": self.knobs.to_json()}
 
 
 def scaling_table(

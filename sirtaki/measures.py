@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
+
+import msgspec
 
 from sirtaki.errors import TuningError
 
@@ -79,12 +81,11 @@ class LinkModel:
             raise TuningError(f"a ring has at least two ranks: cannot go from {from_ranks} to {to_ranks}")
         hops = (to_ranks - 1) / (from_ranks - 1)
         volume = hops * from_ranks / to_ranks
-        return LinkModel(
+        return replace(
+            self,
             alpha_s=self.alpha_s * hops,
             throughput=tuple(rate / volume for rate in self.throughput),
             host_s=self.host_s * hops,  # 2 (N − 1) messages a rank
-            residual=self.residual,
-            busy=self.busy,
         )
 
     def differs_from(self, other: LinkModel) -> bool:
@@ -97,24 +98,12 @@ class LinkModel:
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready dict; `from_json` is its inverse."""
-        return {
-            "alpha_s": self.alpha_s,
-            "throughput": list(self.throughput),
-            "host_s": self.host_s,
-            "residual": self.residual,
-            "busy": self.busy,
-        }
+        return asdict(self)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> LinkModel:
         """The link that `to_json` described."""
-        return cls(
-            alpha_s=data["alpha_s"],
-            throughput=tuple(data["throughput"]),
-            host_s=data.get("host_s", 0.0),  # profiles that were saved before it was known
-            residual=data["residual"],
-            busy=data.get("busy", 1.0),
-        )
+        return msgspec.convert(data, cls)
 
 
 SMALLEST_UNIT_BYTES, LARGEST_UNIT_BYTES = 64 * 1024, 256 * 1024**2

@@ -56,22 +56,16 @@ LEAST_PREDICTED_GAIN = 0.005
 class Planner(ABC):
     """An arm with a model instead of a search.
 
-    It proposes nothing while it has no model, where the user has fixed the unit size (explicit units would overrule
-    that), and for a layout without elements. The plan that the simulator likes best comes first.
+    It proposes nothing where the user has fixed the unit size (explicit units would overrule that), and for a layout
+    without elements. The plan that the simulator likes best comes first.
     """
 
     name: str
 
-    def __init__(
-        self, *, space: KnobSpace, model: PlanningModel | None = None, forecast: Forecast | None = None
-    ) -> None:
+    def __init__(self, *, space: KnobSpace, model: PlanningModel, forecast: Forecast | None = None) -> None:
         """Plans with `model`, and holds its tongue while trials speak against `forecast`, which planners share."""
-        self.space = space
-        self.forecast = forecast
-        self._model: PlanningModel | None = None
-        self._to_ask: list[Proposal] | None = []
-        if model is not None:
-            self.update_model(model)
+        self.space, self.forecast, self._model = space, forecast, model
+        self._to_ask: list[Proposal] | None = None  # None = it has not planned yet
 
     @property
     def doubted(self) -> bool:
@@ -90,7 +84,7 @@ class Planner(ABC):
         """Takes over a new model; plans anew if it differs from the last by more than its own error."""
         if self.forecast is not None:
             self.forecast.update_model(model)
-        if self._model is None or model.differs_from(self._model):
+        if model.differs_from(self._model):
             self._model = model
             self._to_ask = None
 
@@ -115,7 +109,7 @@ class Planner(ABC):
 
     def _plan(self) -> list[Proposal]:
         model = self._model
-        if model is None or model.layout.numel == 0 or self.space.unit_bytes[0] == self.space.unit_bytes[1]:
+        if model.layout.numel == 0 or self.space.unit_bytes[0] == self.space.unit_bytes[1]:
             return []
         plans: list[tuple[float, Proposal]] = []
         for route in (route for route in self.space.routes if route in model.links):
@@ -154,6 +148,11 @@ class Planner(ABC):
             threads=self.space.threads[0],
             cuts=cuts,
         )
+
+
+def sizes_bytes(layout: GradientLayout) -> list[int]:
+    """Of each gradient, `(n_gradients,)`."""
+    return [size * layout.itemsize_bytes for size in layout.sizes]
 
 
 def cuts_for_groups(
@@ -264,7 +263,7 @@ class MgWfbp(Planner):
         layout, link = model.layout, model.links[route]
         ends = merge_gradients(
             model.profile.issuable_s,
-            [size * layout.itemsize_bytes for size in layout.sizes],
+            sizes_bytes(layout),
             alpha_s=link.startup_s,
             beta_s_per_byte=link.beta_s_per_byte,
         )
@@ -325,7 +324,7 @@ def two_way_cuts(layout: GradientLayout, ready_s: Sequence[float], link: LinkMod
     """The paper's plan: messages by listing 1, on two streams in turn."""
     types = layer_types(
         ready_s,
-        [size * layout.itemsize_bytes for size in layout.sizes],
+        sizes_bytes(layout),
         alpha_s=link.startup_s,
         beta_s_per_byte=link.beta_s_per_byte,
         gamma=link.gamma,
@@ -370,10 +369,8 @@ class AscWfbpN(Planner):
 
     def _candidates(self, model: PlanningModel, route: Route) -> Iterator[tuple[Cut, ...]]:
         layout, ready_s, link = model.layout, model.profile.issuable_s, model.links[route]
-        permitted = self.space.streams_on(route)
-        sizes_bytes = [size * layout.itemsize_bytes for size in layout.sizes]
-        beta_s_per_byte = link.beta_s_per_byte
-        merged = merge_gradients(ready_s, sizes_bytes, alpha_s=link.startup_s, beta_s_per_byte=beta_s_per_byte)
+        permitted, sizes = self.space.streams_on(route), sizes_bytes(layout)
+        merged = merge_gradients(ready_s, sizes, alpha_s=link.startup_s, beta_s_per_byte=link.beta_s_per_byte)
         yield cuts_for_groups(layout, merged, streams=1)
         if permitted[-1] >= 2:
             yield two_way_cuts(layout, ready_s, link)
@@ -381,7 +378,7 @@ class AscWfbpN(Planner):
             beta_s_per_byte = 1 / link.total_bytes_per_s(streams)
             for visible in VISIBLE_STARTUP if streams > 1 else (1.0,):
                 alpha_s = visible * link.startup_s
-                ends = merge_optimally(ready_s, sizes_bytes, alpha_s=alpha_s, beta_s_per_byte=beta_s_per_byte)
+                ends = merge_optimally(ready_s, sizes, alpha_s=alpha_s, beta_s_per_byte=beta_s_per_byte)
                 for slices in (s for s in range(1, streams + 1) if streams % s == 0):
                     yield cuts_for_groups(layout, ends, streams=streams, slices=slices)
 
@@ -407,13 +404,6 @@ class StageModel:
     overlapped_J: Floats
     alone_J: Floats
     speed_J: Floats
-
-    def __post_init__(self) -> None:
-        arrays = (self.overlapped_J, self.alone_J, self.speed_J)
-        if len({len(array) for array in arrays}) != 1 or not all((array > 0).all() for array in arrays):
-            raise TuningError("a stage model needs positive rates and speeds for each thread allocation")
-        if (self.speed_J > 1).any():
-            raise TuningError(f"computation does not get faster beside communication: {self.speed_J.max()}")
 
     def overlapped_s(self, bytes_: Floats) -> Floats:
         """Time p + a of each size for each allocation, `(…, J)`; nothing to send takes no time (eq. 8)."""
@@ -441,42 +431,6 @@ class LibraPlan:
     ends: tuple[int, ...]
     choices: tuple[int, ...]
     discrete_s: float
-
-
-def backward_s(
-    compute_s: Sequence[float],
-    sizes_bytes: Sequence[int],
-    ends: Sequence[int],
-    choices: Sequence[int],
-    model: StageModel,
-) -> float:
-    """The backward time of a plan by eq. (7)-(15), with starts wherever they fall.
-
-    Args:
-        compute_s: computation of each layer in the order of the backward pass, `(L,)`.
-        sizes_bytes: `(L,)`.
-        ends: of each group, `(n_groups,)`.
-        choices: thread allocation of each group, `(n_groups,)`.
-        model: what overlapping costs.
-    """
-    ready = np.concatenate([[0.0], np.cumsum(compute_s)])
-    sent = np.concatenate([[0.0], np.cumsum(sizes_bytes)])
-    bounds = [0, *ends]
-    total_s = float(ready[bounds[1]])  # stage 0: the computation of the first group
-    left_s = float(ready[-1] - ready[bounds[1]])  # s_b
-    for i, choice in enumerate(choices):
-        size = np.array(sent[bounds[i + 1]] - sent[bounds[i]])
-        overlapped_s = float(model.overlapped_s(size)[choice])
-        alone_s = float(model.alone_s(size)[choice])
-        slowed_s = left_s / float(model.speed_J[choice])  # g(s_b, r)
-        both_s = min(overlapped_s, slowed_s)  # eq. (8)
-        residual_compute_s = left_s * (1 - both_s / slowed_s) if left_s > 0 else 0.0  # eq. (9), (11), (14)
-        residual_communication_s = alone_s * (1 - both_s / overlapped_s) if size > 0 else 0.0  # eq. (10), (11)
-        after_next_s = float(ready[-1] - ready[bounds[min(i + 2, len(bounds) - 1)]])
-        waiting_s = max(0.0, residual_compute_s - after_next_s)  # eq. (13)
-        total_s += both_s + waiting_s + residual_communication_s
-        left_s = residual_compute_s - waiting_s  # eq. (15)
-    return total_s
 
 
 def fuse_and_allocate(
@@ -678,12 +632,12 @@ class Libra(Planner):
         self, model: PlanningModel, link: LinkModel, stages: StageModel
     ) -> tuple[Sequence[int], Sequence[int]]:
         """Ends and thread allocations of the groups."""
-        compute_s, sizes_bytes = _layers(model)
-        runs = coarsen(compute_s, sizes_bytes)
+        compute_s, sizes = model.profile.durations_s, sizes_bytes(model.layout)
+        runs = coarsen(compute_s, sizes)
         bounds = list(zip([0, *runs], runs, strict=False))
         plan = fuse_and_allocate(
             [math.fsum(compute_s[begin:end]) for begin, end in bounds],
-            [sum(sizes_bytes[begin:end]) for begin, end in bounds],
+            [sum(sizes[begin:end]) for begin, end in bounds],
             stages,
         )
         return [runs[end - 1] for end in plan.ends], plan.choices
@@ -702,16 +656,16 @@ class LibraM(Libra):
     def _plan_groups(
         self, model: PlanningModel, link: LinkModel, stages: StageModel
     ) -> tuple[Sequence[int], Sequence[int]]:
-        compute_s, sizes_bytes = _layers(model)
+        compute_s, sizes = model.profile.durations_s, sizes_bytes(model.layout)
         groups = merge_gradients(
             model.profile.issuable_s,
-            sizes_bytes,
+            sizes,
             alpha_s=stages.alpha_s,
             beta_s_per_byte=1 / float(stages.alone_J.max()),
         )
         # Theorem 1 allows an error of (K − 1) / Z, and MG-WFBP may leave many groups: Z grows with K while it is cheap.
         chunks = max(150, min(20 * len(groups), 2_000_000 // len(groups)))
-        plan = allocate(compute_s, sizes_bytes, groups, stages, chunks=chunks)
+        plan = allocate(compute_s, sizes, groups, stages, chunks=chunks)
         return plan.ends, plan.choices
 
 
@@ -719,8 +673,7 @@ def stage_model(
     model: PlanningModel, link: LinkModel, allocations: Sequence[int | None], *, streams: int
 ) -> StageModel:
     """What overlapping costs for each allocation when a group fills `streams` streams side by side."""
-    gain = link.total_bytes_per_s(streams) / link.throughput[0]
-    contention = model.contention
+    gain, contention = link.total_bytes_per_s(streams) / link.throughput[0], model.contention
     if contention is None:
         rate = np.array([gain * link.throughput[0]])
         return StageModel(alpha_s=link.startup_s, overlapped_J=rate, alone_J=rate, speed_J=np.ones(1))
@@ -731,11 +684,6 @@ def stage_model(
         alone_J=np.array([gain * contention.alone.bytes_per_s(r) for r in threads]),
         speed_J=np.array([min(1.0, contention.compute_speed(streams * r)) for r in threads]),
     )
-
-
-def _layers(model: PlanningModel) -> tuple[Sequence[float], list[int]]:
-    layout = model.layout
-    return model.profile.durations_s, [size * layout.itemsize_bytes for size in layout.sizes]
 
 
 # ── dPRO ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -857,8 +805,9 @@ class CriticalPathSearch:
         """
         if tensor_bytes not in self._best_partition:
             most = min(self.streams, max(1, tensor_bytes // SMALLEST_UNIT_BYTES))
+            together_s = self.simulator.link.together_s
             self._best_partition[tensor_bytes] = min(
-                (partial_replay_s(self.simulator.link, tensor_bytes, k), k) for k in range(1, most + 1)
+                (together_s(tensor_bytes / k, streams=k), k) for k in range(1, most + 1)
             )
         return self._best_partition[tensor_bytes]
 
@@ -923,11 +872,6 @@ class CriticalPathSearch:
         return schedule
 
 
-def partial_replay_s(link: LinkModel, tensor_bytes: int, partitions: int) -> float:
-    """t_sync(s, k): k equal messages of one tensor side by side, nothing else under way."""
-    return link.together_s(tensor_bytes / partitions, streams=partitions)
-
-
 def coarsened_ends(simulator: Simulator) -> list[int]:
     """The coarsened view: gradients that become ready together are one tensor, and empty ones join a neighbour.
 
@@ -951,17 +895,12 @@ def coarsened_ends(simulator: Simulator) -> list[int]:
 OUR_PLANNERS: tuple[type[Planner], ...] = (AscWfbpN, Libra, Dpro, AscWfbp, MgWfbp, LibraM)
 
 
-def make_planners(*, space: KnobSpace, model: PlanningModel | None = None, presumed: bool = True) -> list[Planner]:
+def make_planners(*, space: KnobSpace, model: PlanningModel, presumed: bool = True) -> list[Planner]:
     """One of each, the one that did best on the simulated clusters first (`docs/decisions/0020`).
 
-    Without a model they propose nothing; hand it to each by `update_model` when it is known. LIBRA-M takes part
-    where there are threads to allocate: elsewhere its plan is MG-WFBP's. Where the model is not `presumed` to be right
-    they are silent until trials have borne it out.
+    LIBRA-M takes part where there are threads to allocate: elsewhere its plan is MG-WFBP's. Where the model is not
+    `presumed` to be right they are silent until trials have borne it out.
     """
-    threads = len(space.threads) > 1
-    forecast = None if model is None else Forecast(model, presumed=presumed)
-    return [
-        planner(space=space, model=model, forecast=forecast)
-        for planner in OUR_PLANNERS
-        if planner is not LibraM or threads
-    ]
+    forecast = Forecast(model, presumed=presumed)
+    kinds = OUR_PLANNERS if len(space.threads) > 1 else [kind for kind in OUR_PLANNERS if kind is not LibraM]
+    return [kind(space=space, model=model, forecast=forecast) for kind in kinds]

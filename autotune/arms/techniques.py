@@ -34,12 +34,12 @@ def require(arm: str, package: str, distribution: str) -> None:
 
 
 @cache
-def import_late(*names: str) -> tuple[ModuleType, ...]:
-    """The modules. What they import may keep the errors of imports that failed, and with these the frames that led to
-    them: so they are imported on a stack of its own, and not on the user's with his model in it.
+def import_late(name: str) -> ModuleType:
+    """The module. What it imports may keep the errors of imports that failed, and with these the frames that led to
+    them: so it is imported on a stack of its own, and not on the user's with his model in it.
     """
     with ThreadPoolExecutor(max_workers=1) as stack:
-        return tuple(stack.map(import_module, names))
+        return stack.submit(import_module, name).result()
 
 
 # ── grid ───
@@ -280,7 +280,7 @@ class HyperbandArm:
         self.tell(told)
 
     def _create_study(self) -> None:
-        (optuna,) = import_late("optuna")
+        optuna: Any = import_late("optuna")
         verbosity = optuna.logging.get_verbosity()
         optuna.logging.set_verbosity(optuna.logging.WARNING)  # creating a study is news to nobody
         try:
@@ -352,7 +352,7 @@ class ScikitOptimizeArm:
     def _told(self) -> Any:
         """The optimiser, which knows all that was told."""
         if self._optimizer is None:
-            (skopt,) = import_late("skopt")
+            skopt: Any = import_late("skopt")
             streams, threads, routes = map(len, self._choices())
             self._optimizer = skopt.Optimizer(
                 [_axis(*self._space.unit_bytes_log2), _axis(0, streams - 1), _axis(0, threads - 1), [*range(routes)]],

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from statistics import median
-from typing import Any
 
 import numpy as np
 import scipy
@@ -83,24 +82,7 @@ class ContentionModel:
             RateCurve(gamma_1=curve.gamma_1 / volume, gamma_2=curve.gamma_2 / volume, gamma_3=curve.gamma_3)
             for curve in (self.overlapped, self.alone)
         )
-        return ContentionModel(
-            alpha_1=self.alpha_1,
-            alpha_2=self.alpha_2,
-            overlapped=overlapped,
-            alone=alone,
-            default_threads=self.default_threads,
-            residual=self.residual,
-        )
-
-    def to_json(self) -> dict[str, Any]:
-        """A JSON-ready dict; `from_json` is its inverse."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> ContentionModel:
-        """The model that `to_json` described."""
-        curves = {name: RateCurve(**data[name]) for name in ("overlapped", "alone")}
-        return cls(**{**data, **curves})
+        return replace(self, overlapped=overlapped, alone=alone)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import combinations
 from statistics import median
 from typing import Any
 
+import msgspec
 import numpy as np
 import scipy
 from numpy.typing import NDArray
@@ -94,22 +95,15 @@ class PlanningModel:
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready dict, to be saved for "what if" questions and reports; `from_json` is its inverse."""
-        layout = self.layout
         return {
-            "layout": {
-                "sizes": list(layout.sizes),
-                "itemsize_bytes": layout.itemsize_bytes,
-                "dtype": layout.dtype,
-                "device": layout.device,
-                "names": list(layout.names),
-            },
-            "profile": self.profile.to_json(),
+            "layout": asdict(self.layout),
+            "profile": asdict(self.profile),
             "links": [
-                {"transport": transport.value, "algorithm": algorithm.value, "link": link.to_json()}
+                {"transport": transport.value, "algorithm": algorithm.value, "link": asdict(link)}
                 for (transport, algorithm), link in self.links.items()
             ],
-            "contention": None if self.contention is None else self.contention.to_json(),
-            "host": None if self.host is None else self.host.to_json(),
+            "contention": None if self.contention is None else asdict(self.contention),
+            "host": None if self.host is None else asdict(self.host),
         }
 
     @classmethod
@@ -120,24 +114,17 @@ class PlanningModel:
             TuningError: a field is missing or has a value that is invalid.
         """
         try:
-            layout, contention, host = data["layout"], data.get("contention"), data.get("host")
             return cls(
-                layout=GradientLayout(
-                    sizes=tuple(layout["sizes"]),
-                    itemsize_bytes=layout["itemsize_bytes"],
-                    dtype=layout["dtype"],
-                    device=layout["device"],
-                    names=tuple(layout["names"]),
-                ),
-                profile=Profile.from_json(data["profile"]),
+                layout=msgspec.convert(data["layout"], GradientLayout),
+                profile=msgspec.convert(data["profile"], Profile),
                 links={
                     (TransportKind(entry["transport"]), Algorithm(entry["algorithm"])): LinkModel.from_json(
                         entry["link"]
                     )
                     for entry in data["links"]
                 },
-                contention=None if contention is None else ContentionModel.from_json(contention),
-                host=None if host is None else SharedHost.from_json(host),
+                contention=msgspec.convert(data.get("contention"), ContentionModel | None),
+                host=msgspec.convert(data.get("host"), SharedHost | None),
             )
         except (KeyError, TypeError, ValueError) as err:
             raise TuningError(f"this is not a saved planning model: {err!r}") from err
@@ -275,10 +262,6 @@ class Cluster:
             for n in range(1, max_streams + 1)
         ]
         return LinkModel(alpha_s=2 * (self.ranks - 1) * self.hop_s, throughput=tuple(throughput))
-
-    def bound_s(self, gradient_bytes: int) -> float:
-        """The shortest time in which the link can carry an all-reduce of that size."""
-        return 2 * (self.ranks - 1) / self.ranks * gradient_bytes / self.link_bytes_per_s
 
 
 logger = logging.getLogger(__name__)

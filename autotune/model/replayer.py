@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from enum import Enum
 from heapq import heapify, heappop, heappush
-from typing import Any
 
 from sirtaki.errors import ReplayError, TuningError
 
@@ -285,15 +284,6 @@ class SharedHost:
         # What is probed alone has had to share already where ranks are busier than there are processors.
         jobs = self.ranks * busy
         return Work(server=server, seconds=seconds * self.server.share(max(1.0, jobs)), jobs=jobs)
-
-    def to_json(self) -> dict[str, Any]:
-        """A JSON-ready dict; `from_json` is its inverse."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> SharedHost:
-        """The host that `to_json` described."""
-        return cls(**data)
 
 
 START = -1

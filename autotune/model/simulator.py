@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any
 
 from sirtaki.comm.gradients.schedule import IterationPace, ScheduledUnit
 from sirtaki.comm.plan import CommPlan, GradientLayout, TransportKind, Unit
@@ -86,15 +85,6 @@ class Profile:
         """
         if len(self.ready_s) != len(layout.sizes):
             raise TuningError(f"a profile of {len(self.ready_s)} gradients for a layout of {len(layout.sizes)}")
-
-    def to_json(self) -> dict[str, Any]:
-        """A JSON-ready dict; `from_json` is its inverse."""
-        return {"ready_s": list(self.ready_s), "compute_s": self.compute_s, "forward_s": self.forward_s}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Profile:
-        """The profile that `to_json` described."""
-        return cls(ready_s=tuple(data["ready_s"]), compute_s=data["compute_s"], forward_s=data["forward_s"])
 
 
 LINK, MESSAGES, PROCESSORS = range(3)

@@ -1,21 +1,26 @@
-"""Knobs expand to plans that hold their invariants, go through JSON, and know their space."""
+"""Settings: plans of them, JSON, the space they are chosen from and the lattice that searches move on; trials."""
 
 import json
+import math
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from sirtaki.autotune.knobs import KIB, MIB, Cut, Knobs, KnobSpace, format_bytes
+from sirtaki.autotune.knobs import KIB, MIB, Cut, KnobLattice, Knobs, KnobSpace, format_bytes
+from sirtaki.autotune.trial import Trial, TrialStatus
 from sirtaki.comm.plan import Algorithm, GradientLayout, TransportKind
-from sirtaki.errors import PlanError
+from sirtaki.errors import PlanError, TuningError
 
 layouts = st.builds(
     GradientLayout,
     sizes=st.lists(st.integers(0, 5000), max_size=12).map(tuple),
     itemsize_bytes=st.sampled_from([1, 2, 4, 8]),
 )
+
+
 cuts = st.lists(
     st.builds(
         Cut, stop=st.integers(1, 20_000), stream=st.integers(0, 3), threads=st.none() | st.sampled_from([512, 1024])
@@ -69,11 +74,6 @@ def test_cuts_of_another_layout_are_refused() -> None:
     for numel in (15, 19, 21):
         with pytest.raises(PlanError):
             knobs.to_plan(GradientLayout(sizes=(numel,)))
-
-
-def test_an_empty_layout_has_an_empty_plan() -> None:
-    plan = Knobs(unit_bytes=MIB, streams=3, transport=TransportKind.GLOO).to_plan(GradientLayout(sizes=()))
-    assert plan.units == ()
 
 
 @given(knobs=knobs(planned=st.none() | cuts))
@@ -156,11 +156,6 @@ def test_a_count_has_itself_and_the_permitted_ones_next_to_it_around() -> None:
     assert space.threads_around(None) == (None, 256)
 
 
-def test_explicit_cuts_bring_their_own_threads() -> None:
-    knobs = Knobs(unit_bytes=MIB, streams=1, threads=4096, transport=TransportKind.GLOO, cuts=(Cut(stop=1),))
-    assert knobs in SPACE
-
-
 @pytest.mark.parametrize(
     "broken",
     [
@@ -177,3 +172,109 @@ def test_explicit_cuts_bring_their_own_threads() -> None:
 def test_an_impossible_space_is_refused(broken: dict[str, Any]) -> None:
     with pytest.raises(PlanError):
         KnobSpace(**{"routes": SPACE.routes, **broken})
+
+
+GLOO, MPI = (TransportKind.GLOO, Algorithm.FLAT), (TransportKind.MPI, Algorithm.FLAT)
+
+
+@st.composite
+def spaces(draw: st.DrawFn) -> KnobSpace:
+    low, high = sorted((draw(st.integers(1, 256 * MIB)), draw(st.integers(1, 256 * MIB))))
+    return KnobSpace(
+        routes=draw(st.sampled_from([(GLOO,), (GLOO, MPI)])),
+        unit_bytes=(low, high),
+        streams=tuple(sorted(draw(st.sets(st.integers(1, 24), min_size=1, max_size=4)))),
+        threads=draw(st.sampled_from([(None,), (512, 1024), (None, 128, 4096)])),
+    )
+
+
+@given(space=spaces(), steps=st.integers(1, 4))
+def test_every_point_lies_in_the_space_once_with_both_ends_of_the_unit_sizes(space: KnobSpace, steps: int) -> None:
+    lattice = KnobLattice(space, steps_per_octave=steps)
+    assert all(knobs in space for knobs in lattice.points)
+    assert len(set(lattice.points)) == len(lattice) == np.prod(lattice.shape)
+    assert (lattice.unit_bytes[0], lattice.unit_bytes[-1]) == space.unit_bytes
+
+
+@given(space=spaces(), cube=st.lists(st.floats(0.0, 1.0), min_size=4, max_size=4))
+def test_any_point_of_the_cube_snaps_to_a_point_that_knows_its_index(space: KnobSpace, cube: list[float]) -> None:
+    lattice = KnobLattice(space)
+    knobs = lattice.snap(np.array(cube))
+    index = lattice.index_of(knobs)
+    assert index is not None
+    assert lattice.at(index) == knobs
+
+
+def test_knobs_between_two_points_count_as_the_nearer() -> None:
+    lattice = KnobLattice(KnobSpace(routes=(GLOO,), unit_bytes=(MIB, 4 * MIB), streams=(1, 2)), steps_per_octave=1)
+    index = lattice.index_of(Knobs(unit_bytes=int(1.9 * MIB), streams=2, transport=TransportKind.GLOO))
+    assert index is not None
+    assert lattice.at(index).unit_bytes == 2 * MIB
+
+
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        Knobs(unit_bytes=MIB, streams=1, transport=TransportKind.GLOO, cuts=(Cut(stop=1),)),
+        Knobs(unit_bytes=KIB, streams=1, transport=TransportKind.GLOO),
+        Knobs(unit_bytes=MIB, streams=1, transport=TransportKind.NCCL),
+    ],
+)
+def test_explicit_cuts_and_foreign_knobs_have_no_place(knobs: Knobs) -> None:
+    lattice = KnobLattice(KnobSpace(routes=(GLOO,), unit_bytes=(MIB, 4 * MIB)))
+    assert lattice.index_of(knobs) is None
+    assert lattice.place(knobs) is None
+
+
+def test_a_route_has_only_points_with_as_many_streams_as_it_offers() -> None:
+    flat, tree = (TransportKind.GLOO, Algorithm.FLAT), (TransportKind.GLOO, Algorithm.HIERARCHICAL)
+    space = KnobSpace(routes=(flat, tree), streams=(1, 2, 4, 8), most_streams=((tree, 4),))
+    lattice = KnobLattice(space)
+    assert len(lattice.points) == len(lattice.coordinates) == len(set(lattice.points))
+    assert {point.streams for point in lattice.points if point.algorithm is Algorithm.HIERARCHICAL} == {1, 2, 4}
+    assert {point.streams for point in lattice.points if point.algorithm is Algorithm.FLAT} == {1, 2, 4, 8}
+    assert all(lattice.at((0, streams, 0, 1)) in space for streams in range(4))
+
+
+KNOBS = Knobs(unit_bytes=MIB, streams=2, transport=TransportKind.MPI)
+
+
+trials = st.builds(
+    Trial,
+    arm=st.text(min_size=1, max_size=20),
+    knobs=st.just(KNOBS),
+    iterations=st.integers(0, 100),
+    span_s=st.floats(min_value=1e-9, max_value=1e6) | st.just(math.inf),
+    noise_s=st.floats(min_value=0.0, max_value=1e6),
+    status=st.sampled_from(TrialStatus),
+    was_best=st.booleans(),
+)
+
+
+@given(trial=trials)
+def test_a_trial_survives_json(trial: Trial) -> None:
+    text = json.dumps(trial.to_json(), allow_nan=False)
+    assert Trial.from_json(json.loads(text)) == trial
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {"span_s": -1.0},
+        {"span_s": math.nan},
+        {"span_s": "soon"},
+        {"noise_s": math.inf},
+        {"iterations": -3},
+        {"iterations": math.inf},
+        {"status": "fine"},
+        {"knobs": {"streams": 1}},
+        {"knobs": None},
+    ],
+)
+def test_what_is_no_trial_is_refused(broken: dict[str, Any]) -> None:
+    good = Trial(arm="grid", knobs=KNOBS, iterations=2, span_s=0.1).to_json()
+    with pytest.raises(TuningError, match="trial"):
+        Trial.from_json({**good, **broken})
+    for field in good:
+        with pytest.raises(TuningError, match=field):
+            Trial.from_json({name: value for name, value in good.items() if name != field})

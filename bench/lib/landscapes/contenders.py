@@ -84,7 +84,7 @@ Contender = Callable[[Landscape, int, float, int], dict[str, Any]]
 
 # ── Sirtaki ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-MakeArm = Callable[[Landscape, KnobSpace, Sequence[Arm], int, int], Arm]
+MakeArm = Callable[[Landscape, KnobSpace, Sequence[Arm], int, int], Arm | None]
 
 
 def in_session(

@@ -16,7 +16,7 @@ from sirtaki.autotune.model.fits import LinkProbe
 from sirtaki.autotune.model.planning import PlanningModel
 from sirtaki.autotune.model.simulator import Profile
 from sirtaki.comm.plan import GradientLayout, Route
-from sirtaki.engine.tuning.probes import ENOUGH, SHAPES, narrowed, planning_model
+from sirtaki.engine.tuning.probes import ENOUGH, SHAPES, Measured, narrowed
 
 # ── A backward pass beside its all-reduces, replayed event by event under any physics ────────────────────────────────
 
@@ -226,6 +226,5 @@ class Landscape:
                         LinkProbe(unit_bytes=unit_bytes, streams=streams, seconds=seconds, rounds=rounds)
                     )
         space = narrowed(self.space, probes, default=self.default)
-        profile = self.profile
-        model = planning_model(self.layout, profile.ready_s, profile.compute_s, probes, forward_s=profile.forward_s)
-        return space, model
+        found, profile = Measured(space=self.space, promising=space, links=probes), self.profile
+        return space, found.model(self.layout, profile.ready_s, profile.compute_s, profile.forward_s)

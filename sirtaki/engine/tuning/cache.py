@@ -75,7 +75,7 @@ def first_proposals(
         space: what may be chosen.
         model: of this job, None if it could not be measured; then nothing is planned anew and nothing left out.
     """
-    planners = {planner.name: planner for planner in make_planners(space=space, model=model)}
+    planners = {} if model is None else {one.name: one for one in make_planners(space=space, model=model)}
 
     @cache
     def planned(name: str) -> list[Knobs]:

@@ -26,17 +26,16 @@ from sirtaki.autotune.meta.session import (
     SessionResult,
     WarmupSession,
 )
-from sirtaki.autotune.model.planning import Forecast, PlanningModel
+from sirtaki.autotune.model.planning import PlanningModel
 from sirtaki.autotune.trial import Arm, Trial
-from sirtaki.comm.gradients.iteration import IterationReport
 from sirtaki.comm.plan import GradientLayout, Route
 from sirtaki.measures import LinkModel, faster, faster_than
 from sirtaki.settings import Settings
 from sirtaki.watch import watchers
-from sirtaki.watch.watchers import Decision, IterationEnded, TrialEnded
+from sirtaki.watch.watchers import Decision, TrialEnded
 
 from .cache import CacheHit, TuningCache, condition_of
-from .plans import NOTHING_BROUGHT, Carrying, traffic
+from .plans import Carried, traffic
 from .trial_log import StepTime, StepTimes, TrialLogWriter
 
 logger = logging.getLogger(__name__)
@@ -46,106 +45,6 @@ _T = TypeVar("_T")
 
 SEED = 0
 """Of all that the tuner draws: equal times give equal trials."""
-
-
-class Searchers:
-    """Nobody, until `make` has been called.
-
-    Attributes:
-        bandit: shares the trials among all; None until then.
-        model: the planners'; None where there are no planners.
-    """
-
-    def __init__(self, arms: Sequence[Arm] | None, *, presumed: bool) -> None:
-        """Nothing is made yet.
-
-        Args:
-            arms: search techniques that take the place of all of ours, None = the usual ones.
-            presumed: planners are asked before trials have borne their model out.
-        """
-        self._arms, self._presumed = arms, presumed
-        self.bandit: BanditArm | None = None
-        self.model: PlanningModel | None = None
-        self._planners: Sequence[Planner] = ()
-
-    def make(
-        self,
-        space: KnobSpace,
-        promising: KnobSpace,
-        make_model: Callable[[], PlanningModel | None],
-        *,
-        budget_iterations: int,
-        usual: StepTime | None,
-    ) -> BanditArm:
-        """The bandit of a search. Without planners where their model raises.
-
-        Args:
-            space: what may be chosen.
-            promising: what techniques choose from while trials bear the planners' model out.
-            make_model: fits the planners' model; None = there is none.
-            budget_iterations: of the search.
-            usual: how long the parts of a step take, None = unknown.
-
-        Raises:
-            Exception: of a search technique.
-        """
-        self.model = model = _attempt(make_model, None)
-        self._planners = ()
-        if model is not None:
-            make = functools.partial(make_planners, space=promising, model=model, presumed=self._presumed)
-            self._planners = _attempt(make, ())
-            self.know_pace(usual)
-        rng = np.random.default_rng(SEED)
-        if self._arms is not None:
-            window = window_for(budget_iterations // ITERATIONS_PER_TRIAL, len(self._arms))
-            self.bandit = BanditArm(self._arms, rng=rng, window=window)
-            return self.bandit
-        build = functools.partial(
-            default_arms,
-            space=promising,
-            whole_space=space,
-            rng=rng,
-            budget_iterations=budget_iterations,
-            planners=self._planners,
-        )
-        # What arms import may keep the errors of imports that failed, which keep the frames that led to them: on a
-        # stack of its own, so that these are not the user's with his model in them.
-        with ThreadPoolExecutor(max_workers=1) as stack:
-            self.bandit = stack.submit(build).result()
-        return self.bandit
-
-    def know_pace(self, usual: StepTime | None) -> None:
-        """Tells the planners: the profile is of the first iterations, later ones show how long its parts take."""
-        if self.model is not None and usual is not None:
-            self.model = replace(self.model, profile=usual.at_this_pace(self.model.profile))
-            for planner in self._planners:
-                planner.update_model(self.model)
-
-    def leave(self) -> None:
-        """Forgets them all."""
-        self.bandit, self.model, self._planners = None, None, ()
-
-    @property
-    def forecast(self) -> Forecast | None:
-        """What the planners predict; None where there are none."""
-        return self._planners[0].forecast if self._planners else None
-
-    @property
-    def credits(self) -> Mapping[str, float]:
-        """The bandit's, by arm."""
-        return {} if self.bandit is None else self.bandit.credits
-
-    @property
-    def links(self) -> Mapping[Route, LinkModel]:
-        """What probes have shown of each route."""
-        return self.model.links if self.model is not None else {}
-
-    def name(self, arm: str) -> str:
-        """An arm, for people."""
-        if arm in (REGISTRY_ARM, DEFAULT_ARM, REFINEMENT_ARM, PLAN_ARM):
-            return f"the {arm}"
-        kind = "planner" if any(planner.name == arm for planner in self._planners) else "search technique"
-        return f"the {kind} {arm}"
 
 
 def _attempt(action: Callable[[], _T], otherwise: _T) -> _T:
@@ -254,66 +153,6 @@ def describe_retune(result: SessionResult, *, default: Knobs, earlier: Sequence[
     )
 
 
-class IterationTeller:
-    """Tells of an optimizer's iterations."""
-
-    def __init__(self, n_bytes: int) -> None:
-        """`n_bytes` are those of its gradients."""
-        self._n_bytes, self._told_s = n_bytes, math.nan
-
-    def tell(self, report: IterationReport, *, number: int, tuning: bool) -> None:
-        """An iteration has ended; its step took as long as it is since the one before was told of.
-
-        Args:
-            report: what was measured in it.
-            number: which it was, from 1.
-            tuning: in the warm-up or a re-tune.
-        """
-        now_s = time.perf_counter()
-        event = IterationEnded(
-            number=number,
-            step_s=now_s - self._told_s,
-            communication_s=report.span_s,
-            exposed_s=max(0.0, report.span_s - report.backward_s),
-            n_bytes=self._n_bytes,
-            tuning=tuning,
-        )
-        self._told_s = now_s
-        watchers.tell_all(lambda watcher: watcher.iteration(event))
-
-
-def tell_trial(assignment: Assignment, spans_s: Sequence[float], *, iteration: int, best_s: float) -> None:
-    """A trial has ended, in `iteration`; `best_s` is what communication takes with the best setting so far."""
-    if not watchers.watching:
-        return
-    event = TrialEnded(
-        iteration=iteration,
-        arm=assignment.arm,
-        setting=assignment.knobs.describe(),
-        knobs=assignment.knobs.to_json(),
-        communication_s=min(spans_s),
-        best_s=best_s,
-    )
-    watchers.tell_all(lambda watcher: watcher.trial(event))
-
-
-def tell_decision(result: SessionResult, *, iteration: int, retune: bool) -> None:
-    """The warm-up, or a re-tune, has ended in `iteration`."""
-    if not watchers.watching:
-        return
-    event = Decision(
-        iteration=iteration,
-        arm=result.arm,
-        setting=result.knobs.describe(),
-        knobs=result.knobs.to_json(),
-        default_s=result.default_span_s,
-        best_s=result.best_span_s,
-        n_trials=result.n_trials,
-        retune=retune,
-    )
-    watchers.tell_all(lambda watcher: watcher.decision(event))
-
-
 _P = ParamSpec("_P")
 
 PROGRESS_EVERY_S = 5.0
@@ -353,6 +192,7 @@ class TuningCoordinator:
         times: of this rank's steps.
         failed: there was a fault in tuning; it does not begin again.
         given: what the user wants tried first; None = nothing.
+        model: what planners know; None where there are none.
     """
 
     def __init__(
@@ -377,7 +217,10 @@ class TuningCoordinator:
         """
         self._settings, self._cache, self.default = settings, cache, default
         self._discarded_iterations = discarded_iterations
-        self._searchers = Searchers(arms, presumed=presumed)
+        self._arms, self._presumed = arms, presumed
+        self._bandit: BanditArm | None = None  # None until a search begins
+        self.model: PlanningModel | None = None
+        self._planners: Sequence[Planner] = ()
         self._layouts: Sequence[GradientLayout] = ()
         self._hit = CacheHit()
         self._session: WarmupSession | None = None
@@ -392,11 +235,6 @@ class TuningCoordinator:
         self._told_s = -math.inf
 
     @property
-    def model(self) -> PlanningModel | None:
-        """What planners know; None where nothing was probed."""
-        return self._searchers.model
-
-    @property
     def assignment(self) -> Assignment:
         """What to run now; for good where there is no session: the default, or what was kept before a re-tune."""
         if self._session is not None:
@@ -409,25 +247,38 @@ class TuningCoordinator:
             purpose=Purpose.KEPT,
         )
 
-    def recall(self, layouts: Sequence[GradientLayout], space: KnobSpace, carrying: Carrying = NOTHING_BROUGHT) -> bool:
-        """Whether an earlier job, or generation, has left a setting, which is then run first; else `search` is due."""
+    def recall(
+        self,
+        layouts: Sequence[GradientLayout],
+        space: KnobSpace,
+        before: Carried | None = None,
+        *,
+        place: Sequence[int] = (),
+    ) -> bool:
+        """Whether an earlier job, or generation, has left a setting, which is then run first; else `search` is due.
+
+        Args:
+            layouts: of the gradients.
+            space: what may be chosen.
+            before: what the generation before has left, None = nothing.
+            place: of each rank the first one on its host.
+        """
         self._layouts = layouts
         self._hit = self._cache.look_up(layouts, space)
         if self._hit.message:
             logger.info("%s", self._hit.message)
         if self._hit.exact is not None:
             self._begin(space, None)
-        return self._session is not None or self._go_on_from(carrying, space)
+        return self._session is not None or self._go_on_from(before, space, tuple(place))
 
-    def _go_on_from(self, carrying: Carrying, space: KnobSpace) -> bool:
+    def _go_on_from(self, before: Carried | None, space: KnobSpace, place: tuple[int, ...]) -> bool:
         """Whether what ran in the generation before runs on, for good; else what was found then helps the search."""
-        before = carrying.before
         if before is None or before.knobs not in space:
             return False
         if before.settled:
             logger.info("what ran before runs on: %s", before.knobs.describe())
             self._stays = before.knobs
-        elif before.place == carrying.place and before.trials:
+        elif before.place == place and before.trials:
             logger.info("the warm-up goes on after %d trials", len(before.trials))
             self._hit = replace(self._hit, history=before.trials)
         else:
@@ -435,7 +286,7 @@ class TuningCoordinator:
         return before.settled
 
     def hand_over(self) -> tuple[Knobs, tuple[Trial, ...]] | None:
-        """See `Decides`."""
+        """The best until now and all trials of an unfinished warm-up, which ends here; None if there are none."""
         session, self._session = self._session, None
         if session is None or self._retuning or not session.trials:
             return None
@@ -453,7 +304,7 @@ class TuningCoordinator:
         """
         logger.info("%s", describe_change(ratio, RETUNE_ITERATIONS))
         self._retuning, self._stays, self._layouts, self._hit = True, running, layouts, CacheHit()
-        self._searchers.leave()
+        self._bandit, self.model, self._planners = None, None, ()
         self._cache.look_again()
         cold_between_s = self.times.cold_between_s
         self.times = StepTimes()
@@ -469,11 +320,14 @@ class TuningCoordinator:
             promising: what techniques choose from while trials bear the planners' model out.
             make_model: fits the planners' model; None = there is none.
         """
-        bandit = self._searchers.make(
-            space, promising, make_model, budget_iterations=self._budget_iterations, usual=self.times.usual
-        )
-        self._log_model()
-        proposals = self._cache.first_proposals(self._layouts, space, self._searchers.model)
+        self.model = _attempt(make_model, None)
+        self._planners = ()
+        if self.model is not None:
+            make = functools.partial(make_planners, space=promising, model=self.model, presumed=self._presumed)
+            self._planners = _attempt(make, [])
+        self._tell_pace()
+        self._bandit = bandit = self._make_bandit(space, promising)
+        proposals = self._cache.first_proposals(self._layouts, space, self.model)
         for proposal in proposals:
             logger.log(logging.DEBUG if self._retuning else logging.INFO, "%s", proposal.message)
         seeds = [*self._suggested, *(proposal.knobs for proposal in proposals)]
@@ -485,6 +339,24 @@ class TuningCoordinator:
             self._cache.disprove()
             self._session.begin_search(bandit, space=space, seeds=seeds)
 
+    def _make_bandit(self, space: KnobSpace, promising: KnobSpace) -> BanditArm:
+        rng = np.random.default_rng(SEED)
+        if self._arms is not None:
+            window = window_for(self._budget_iterations // ITERATIONS_PER_TRIAL, len(self._arms))
+            return BanditArm(self._arms, rng=rng, window=window)
+        build = functools.partial(
+            default_arms,
+            space=promising,
+            whole_space=space,
+            rng=rng,
+            budget_iterations=self._budget_iterations,
+            planners=self._planners,
+        )
+        # What arms import may keep the errors of imports that failed, which keep the frames that led to them: on a
+        # stack of its own, so that these are not the user's with his model in them.
+        with ThreadPoolExecutor(max_workers=1) as stack:
+            return stack.submit(build).result()
+
     @_guarded
     def record(self, spans_s: Sequence[float], *, iteration: int) -> None:
         """Tells the session what its assignment has measured until `iteration`."""
@@ -495,7 +367,7 @@ class TuningCoordinator:
         assignment = self._session.assignment
         if assignment.purpose is Purpose.DEFAULT:
             self._tell_pace()
-        forecast = self._searchers.forecast
+        forecast = self._planners[0].forecast if self._planners else None
         predicted_s = None if forecast is None else forecast.predicted_s(assignment.knobs)
         self._session.record(spans_s)
         best_s = self._session.result.best_span_s
@@ -504,23 +376,46 @@ class TuningCoordinator:
             spans_s,
             iteration=iteration,
             best_span_s=best_s,
-            credits=self._searchers.credits,
+            credits={} if self._bandit is None else self._bandit.credits,
             predicted_s=predicted_s,
             forecast=forecast,
         )
-        tell_trial(assignment, spans_s, iteration=iteration, best_s=best_s)
+        if watchers.watching:
+            event = TrialEnded(
+                iteration=iteration,
+                arm=assignment.arm,
+                setting=assignment.knobs.describe(),
+                knobs=assignment.knobs.to_json(),
+                communication_s=min(spans_s),
+                best_s=best_s,
+            )
+            watchers.tell_all(lambda watcher: watcher.trial(event))
         quiet = self._session.done or self._retuning
         if not quiet and time.monotonic() - self._told_s > PROGRESS_EVERY_S:
             self._told_s = time.monotonic()
             logger.info("%s", describe_progress(self._session, self.times.usual))
 
     def _tell_pace(self) -> None:
-        self._searchers.know_pace(self.times.usual)
-        self._log_model()
+        """Tells the planners: the profile is of the first iterations, later ones show how long its parts take."""
+        if self.model is None:
+            return
+        if self.times.usual is not None:
+            self.model = replace(self.model, profile=self.times.usual.at_this_pace(self.model.profile))
+            for planner in self._planners:
+                planner.update_model(self.model)
+        if not self._retuning:
+            self._log.knows(self.model)
 
-    def _log_model(self) -> None:
-        if self._searchers.model is not None and not self._retuning:
-            self._log.knows(self._searchers.model)
+    @property
+    def _links(self) -> Mapping[Route, LinkModel]:
+        return {} if self.model is None else self.model.links
+
+    def _name(self, arm: str) -> str:
+        """An arm, for people."""
+        if arm in (REGISTRY_ARM, DEFAULT_ARM, REFINEMENT_ARM, PLAN_ARM):
+            return f"the {arm}"
+        kind = "planner" if any(planner.name == arm for planner in self._planners) else "search technique"
+        return f"the {kind} {arm}"
 
     @_guarded
     def end(self, *, iteration: int) -> None:
@@ -531,16 +426,27 @@ class TuningCoordinator:
         result = session.result
         if self._retuning:
             stored = self._keep_condition(session)
-            proposer = self._searchers.name(result.arm)
+            proposer = self._name(result.arm)
             told = describe_retune(result, default=self.default, earlier=self._earlier, proposer=proposer)
         else:
-            stored = self._cache.keep(result, session.trials, complete=True, links=self._searchers.links)
-            told = describe_result(result, self.times.usual, self._searchers.name(result.arm))
+            stored = self._cache.keep(result, session.trials, complete=True, links=self._links)
+            told = describe_result(result, self.times.usual, self._name(result.arm))
             self._usual_default_s = result.default_span_s
         logger.info("%s%s", told, "; stored in the registry" if stored else "")
         self._tell_pace()  # for the report, and for `sirtaki plan`
         self._log.ended(result, iteration=iteration, usual=self.times.usual)
-        tell_decision(result, iteration=iteration, retune=self._retuning)
+        if watchers.watching:
+            event = Decision(
+                iteration=iteration,
+                arm=result.arm,
+                setting=result.knobs.describe(),
+                knobs=result.knobs.to_json(),
+                default_s=result.default_span_s,
+                best_s=result.best_span_s,
+                n_trials=result.n_trials,
+                retune=self._retuning,
+            )
+            watchers.tell_all(lambda watcher: watcher.decision(event))
         earlier = [] if self._stays is None else [self._stays]
         self._earlier = [*earlier, *(knobs for knobs in self._earlier if knobs not in (result.knobs, *earlier))]
         self._stays = result.knobs
@@ -551,7 +457,7 @@ class TuningCoordinator:
         condition = condition_of(default_s / self._usual_default_s)
         result = replace(session.result, default_span_s=default_s)
         return bool(condition) and self._cache.keep(
-            result, session.trials, complete=True, links=self._searchers.links, condition=condition
+            result, session.trials, complete=True, links=self._links, condition=condition
         )
 
     @_guarded
@@ -560,10 +466,10 @@ class TuningCoordinator:
         session, self._session = self._session, None
         if session is not None and not self._retuning:
             result = session.result
-            if self._cache.keep(result, session.trials, complete=False, links=self._searchers.links):
+            if self._cache.keep(result, session.trials, complete=False, links=self._links):
                 logger.info(
                     "the job ends before its warm-up; until now %s; stored in the registry, the next job goes on",
-                    describe_result(result, self.times.usual, self._searchers.name(result.arm)),
+                    describe_result(result, self.times.usual, self._name(result.arm)),
                 )
         self._log.close()
 

@@ -233,7 +233,7 @@ def _multiply(matrix: torch.Tensor, product: torch.Tensor) -> None:
     torch.mm(matrix, matrix, out=product)
 
 
-def threads_matter(probes: list[ThreadProbe]) -> bool:
+def threads_matter(probes: Sequence[ThreadProbe]) -> bool:
     """Whether allowances differ in the time of all-reduces or of the computation by clearly more than repetitions do.
 
     Medians by allowance are compared with the spread of repetitions of one allowance, unit size by unit size.
@@ -249,7 +249,7 @@ def threads_matter(probes: list[ThreadProbe]) -> bool:
     return False
 
 
-def contention_model(probes: list[ThreadProbe], *, alpha_s: float) -> ContentionModel | None:
+def contention_model(probes: Sequence[ThreadProbe], *, alpha_s: float) -> ContentionModel | None:
     """LIBRA's g, p and q from the probes; None, and a line in the log, where they do not fit.
 
     Args:
@@ -275,7 +275,7 @@ def contention_model(probes: list[ThreadProbe], *, alpha_s: float) -> Contention
         return None
 
 
-def _most_like_none(probes: list[ThreadProbe]) -> int:
+def _most_like_none(probes: Sequence[ThreadProbe]) -> int:
     """The allowance whose times are nearest to those without one, as ratios."""
     log_s = {
         (probe.threads, probe.unit_bytes): np.log(np.median([probe.alone_s, probe.beside_s, probe.compute_s], axis=1))
@@ -461,35 +461,6 @@ def _pass(router: Router, plan: CommPlan, buffer: FlatBuffer, *, times: int) -> 
     router.wait_for([work for _ in range(times) for work in router.all_reduce_plan(buffer, plan, scale=0.0)])
 
 
-def planning_model(
-    layout: GradientLayout,
-    ready_s: Sequence[float],
-    compute_s: float,
-    probes: dict[Route, list[LinkProbe]],
-    *,
-    forward_s: float = 0.0,
-    threads: list[ThreadProbe] | None = None,
-    host: SharedHost | None = None,
-) -> PlanningModel | None:
-    """What the planners need to know, or None if no route could be fitted; says why in the log.
-
-    Args:
-        layout: gradients in the order in which they become ready.
-        ready_s: when each did, `(n_gradients,)`, in the layout's order.
-        compute_s: when the backward pass ended.
-        probes: of each route.
-        forward_s: what else an iteration takes, from the last reduced gradient to the first ready one.
-        threads: what thread allowances have done on the first route; None or empty = there are none that matter.
-        host: that all ranks share; else None.
-    """
-    links = fitted_links(probes)
-    if not links or not all(math.isfinite(moment) for moment in ready_s):
-        return None
-    profile = Profile(ready_s=tuple(ready_s), compute_s=max(compute_s, *ready_s), forward_s=max(0.0, forward_s))
-    contention = contention_model(threads, alpha_s=next(iter(links.values())).alpha_s) if threads else None
-    return PlanningModel(layout=layout, profile=profile, links=links, contention=contention, host=host)
-
-
 def fitted_links(probes: Mapping[Route, Sequence[LinkProbe]]) -> dict[Route, LinkModel]:
     """What all-reduces cost on each route; those that follow no simple rule are left out, which the log says."""
     from sirtaki.autotune.model.fits import fit_link  # imports scipy, which only a rank that plans should wait for
@@ -532,7 +503,7 @@ class Measured:
 
     space: KnobSpace
     promising: KnobSpace
-    links: Mapping[Route, list[LinkProbe]] = field(default_factory=dict)
+    links: Mapping[Route, Sequence[LinkProbe]] = field(default_factory=dict)
     threads: Sequence[ThreadProbe] = ()
     host: SharedHost | None = None
 
@@ -547,7 +518,7 @@ class Measured:
     def model(
         self, layout: GradientLayout, ready_s: Sequence[float], backward_s: float, between_s: float
     ) -> PlanningModel | None:
-        """The planners' model; None where there are no planners.
+        """The planners' model; None where no route could be fitted, which the log says.
 
         Args:
             layout: gradients in the order in which they become ready.
@@ -555,18 +526,14 @@ class Measured:
             backward_s: when the backward pass ended.
             between_s: from the last reduced gradient to the first ready one; not a number = unknown.
         """
-        if not self.links:
+        links = fitted_links(self.links)
+        if not links or not all(map(math.isfinite, ready_s)):
             return None
-        forward_s = between_s if math.isfinite(between_s) else 0.0
-        return planning_model(
-            layout,
-            ready_s,
-            backward_s,
-            dict(self.links),
-            forward_s=forward_s,
-            threads=list(self.threads),
-            host=self.host,
-        )
+        forward_s = max(0.0, between_s) if math.isfinite(between_s) else 0.0
+        profile = Profile(ready_s=tuple(ready_s), compute_s=max(backward_s, *ready_s), forward_s=forward_s)
+        alpha_s = next(iter(links.values())).alpha_s
+        contention = contention_model(self.threads, alpha_s=alpha_s) if self.threads else None
+        return PlanningModel(layout=layout, profile=profile, links=links, contention=contention, host=self.host)
 
 
 def without_planners(space: KnobSpace) -> Measured:

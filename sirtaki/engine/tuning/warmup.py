@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,15 +27,17 @@ from sirtaki.comm.router import Router
 from sirtaki.errors import PlanError, TransportError
 from sirtaki.settings import Settings
 from sirtaki.watch import watchers
+from sirtaki.watch.watchers import IterationEnded
 
 from .cache import Hardware, TuningCache, hosts_by_rank
-from .coordinator import IterationTeller, TuningCoordinator
+from .coordinator import TuningCoordinator
 from .overlap import ForwardOverlap
 from .plans import (
+    Carried,
     CarriedTuning,
-    Carrying,
     default_knobs,
     given_to_all,
+    key_of,
     knob_space,
     open_default,
     plans_for,
@@ -264,7 +267,9 @@ class TunedSynchroniser:
         """
         self._control = control = control.scope()
         self._given = given_to_all(control, settings.plan, ranks_stay=carried is None)
-        self._carrying = Carrying(carried, names, params, control.hosts)
+        self._carried = carried  # None where ranks stay, and nothing is brought nor left
+        self._key = "" if carried is None else key_of(names, params)
+        self._kept: Knobs | None = None  # by the last warm-up or re-tune of this generation
         self.router = open_router(control, settings, params)
         total_bytes = sum(param.numel() * reduction.travels_as(param.dtype).itemsize for param in params)
         self._choose = partial(default_knobs, total_bytes=total_bytes, one_node=control.one_node)
@@ -280,7 +285,7 @@ class TunedSynchroniser:
             unused_as_none=settings.unused_as_none,
         )
         self.knobs = self._default
-        self._teller = IterationTeller(total_bytes)
+        self._total_bytes, self._told_s = total_bytes, math.nan
         self._arms = arms
         self.tuning = settings.tune and settings.warmup_iterations > 0
         self.overlap = ForwardOverlap(control, wanted=overlaps, tries=self.tuning)
@@ -332,7 +337,7 @@ class TunedSynchroniser:
         """
         report = self._sync.finish(joined=joined)
         if watchers.watching:
-            self._teller.tell(report, number=self._sync.iteration, tuning=self.tuning)
+            self._tell(report)
         if self.tuning and self._coordinator is not None:
             self._coordinator.times.note(report)
         if report.profiled:
@@ -348,6 +353,19 @@ class TunedSynchroniser:
                     self._watch(self._drift, span_s, self._sync.pace)
                 if self.overlap.wanted and not self.tuning:
                     self._note_overlap(report, joined=joined)
+
+    def _tell(self, report: IterationReport) -> None:
+        """Tells watchers of an iteration; its step took as long as it is since the one before was told of."""
+        before_s, self._told_s = self._told_s, time.perf_counter()
+        event = IterationEnded(
+            number=self._sync.iteration,
+            step_s=self._told_s - before_s,
+            communication_s=report.span_s,
+            exposed_s=max(0.0, report.span_s - report.backward_s),
+            n_bytes=self._total_bytes,
+            tuning=self.tuning,
+        )
+        watchers.tell_all(lambda watcher: watcher.iteration(event))
 
     # ── the warm-up ──────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -365,7 +383,10 @@ class TunedSynchroniser:
             remembered = False
             if self._coordinator is not None:
                 self._coordinator.default = self._default
-                remembered = self._coordinator.recall(self._sync.layouts, self._space, self._carrying)
+                before = None if self._carried is None else self._carried.known.get(self._key)
+                remembered = self._coordinator.recall(
+                    self._sync.layouts, self._space, before, place=self._control.hosts
+                )
             if not self._control.broadcast(remembered):
                 self._search()
             self._next_assignment()
@@ -380,7 +401,7 @@ class TunedSynchroniser:
         """What the user has given is tried first; where nothing is tuned, it runs. Once."""
         given, self._given = self._given, None
         if given is not None:
-            must_run = not self.tuning and self._carrying.ranks_stay
+            must_run = not self.tuning and self._carried is None
             knobs = given.accepted(self._sync.layouts, self._control, self._space, must_run=must_run)
             if self._coordinator is not None:
                 self._coordinator.given = knobs
@@ -444,7 +465,7 @@ class TunedSynchroniser:
         self.knobs = knobs
 
     def _end(self) -> None:
-        self.tuning, self._assignment, self._carrying.kept = False, None, self.knobs
+        self.tuning, self._assignment, self._kept = False, None, self.knobs
         self.router.keep_only(plans_for(self.knobs, self._sync.layouts))
         if self._coordinator is not None:
             self._coordinator.end(iteration=self._sync.iteration)
@@ -505,9 +526,17 @@ class TunedSynchroniser:
 
         What only all ranks together can close is left to the control plane's `reclaim`.
         """
-        if self._carrying.going_on:
-            self._carrying.leave(None if self._assignment is None else self.knobs, self._coordinator)
+        if self._carried is not None and self._carried.going_on and (self._kept or self._assignment is not None):
+            self._carried.known[self._key] = self._left_behind()
         if self._coordinator is not None:
             self._coordinator.close()
         if all([self._sync.close(), self.router.release()]):
             self._control.release(self.router.close)
+
+    def _left_behind(self) -> Carried:
+        """For the next generation: what was kept, or how far an unfinished warm-up has come."""
+        found = None
+        if self._kept is None and self._coordinator is not None:
+            found = self._coordinator.hand_over()
+        knobs, trials = found or (self._kept or self.knobs, ())
+        return Carried(knobs=knobs, settled=self._kept is not None, place=tuple(self._control.hosts), trials=trials)

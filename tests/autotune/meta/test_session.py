@@ -1,22 +1,38 @@
-"""The warm-up session against emulated jobs: what it runs, what it keeps, and how it spends its budget."""
+"""Tuning sessions against emulated jobs: what they run, what they keep, and how they spend their budget."""
+
+from __future__ import annotations
 
 import math
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
+import numpy as np
 import pytest
-from fakes.warmup_job import BEST, DEFAULT, OUTSIDE, SPACE, Job, ListArm, Sure, landscape, session, streams
+from fakes.warmup_job import BEST, DEFAULT, OUTSIDE, SPACE, Believer, Job, ListArm, Sure, landscape, session, streams
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sirtaki.autotune.arms.techniques import GridArm
-from sirtaki.autotune.knobs import MIB
-from sirtaki.autotune.meta.session import DEFAULT_ARM, Purpose
-from sirtaki.autotune.trial import Proposal, TrialStatus
-from sirtaki.errors import TuningError
+from sirtaki.autotune.knobs import KIB, MIB, Cut, Knobs
+from sirtaki.autotune.meta.bandit import BanditArm, Opening
+from sirtaki.autotune.meta.session import (
+    DEFAULT_ARM,
+    FINALS_ARM,
+    PLAN_ARM,
+    REFINEMENT_ARM,
+    REGISTRY_ARM,
+    Ledger,
+    Promise,
+    Purpose,
+    Setting,
+    neighbours,
+)
+from sirtaki.autotune.trial import Arm, Proposal, Trial, TrialStatus
+from sirtaki.comm.plan import TransportKind
+from sirtaki.errors import PlanError, TuningError
+
 
 # The usual course.
-
-
 def test_the_default_is_measured_first_after_a_discarded_iteration() -> None:
     first = session().assignment
     assert (first.knobs, first.purpose, first.arm) == (DEFAULT, Purpose.DEFAULT, DEFAULT_ARM)
@@ -70,14 +86,7 @@ def test_knobs_that_run_already_discard_no_iteration() -> None:
         previous = now.knobs
 
 
-def test_the_same_seed_gives_the_same_course() -> None:
-    courses = [Job(session(GridArm(SPACE)), noise=0.1, seed=5).run().assignments for _ in range(2)]
-    assert courses[0] == courses[1]
-
-
 # Trials.
-
-
 def test_a_clearly_worse_setting_is_given_up_after_one_measurement() -> None:
     worse = streams(1)
     slow = replace(worse, unit_bytes=64 * MIB)
@@ -176,8 +185,6 @@ def test_if_nothing_runs_the_default_stays() -> None:
 
 
 # The end of the search.
-
-
 def test_the_search_stops_early_when_nothing_beats_the_best_and_the_model_expects_nothing() -> None:
     ladder = [replace(DEFAULT, unit_bytes=MIB + i) for i in range(200)]
     flat = {DEFAULT: 0.2, **dict.fromkeys(ladder, 0.1)}
@@ -195,8 +202,6 @@ def test_a_budget_too_small_for_a_trial_keeps_the_default() -> None:
 
 
 # Small things.
-
-
 def test_an_empty_measurement_is_refused() -> None:
     with pytest.raises(TuningError, match="must not be empty"):
         session().record([])
@@ -206,3 +211,521 @@ def test_an_empty_measurement_is_refused() -> None:
 def test_an_impossible_trial_length_is_refused(options: dict[str, int]) -> None:
     with pytest.raises(TuningError, match="measured"):
         session(**options)
+
+
+def test_the_registrys_setting_runs_at_once_and_ends_the_warm_up_if_it_beats_the_default() -> None:
+    arm = ListArm(streams(2))
+    warm_up = session(arm, exact=BEST)
+    assert warm_up.assignment.knobs == BEST
+    assert warm_up.assignment.arm == REGISTRY_ARM
+    job = Job(warm_up).run()
+    assert job.result.knobs == BEST
+    assert job.result.arm == REGISTRY_ARM
+    assert job.result.iterations_used <= 12
+    assert arm.asked == 0
+    assert "registry" in job.result.reason
+
+
+def test_checking_the_registrys_setting_takes_few_iterations_even_where_it_is_noisy() -> None:
+    jobs = [
+        Job(session(ListArm(), exact=BEST), span_of=lambda knobs: 0.1, noise=0.3, seed=seed).run() for seed in range(20)
+    ]
+    kept = [job for job in jobs if "checked against the default" in job.result.reason]
+    assert len(kept) > 10
+    assert all(job.result.iterations_used <= 3 * 2 * (1 + 4) for job in kept)
+
+
+def test_a_registrys_setting_that_loses_is_followed_by_the_usual_search() -> None:
+    slow = replace(DEFAULT, unit_bytes=64 * MIB)
+    arm = ListArm(BEST)
+    job = Job(session(exact=slow), search_with=arm).run()
+    assert job.assignments[0].knobs == slow
+    assert job.result.knobs == BEST
+    assert job.result.default_span_s == pytest.approx(landscape(DEFAULT))
+    assert [trial.knobs for trial in arm.told[:2]] == [slow, DEFAULT]
+
+
+def test_after_a_registrys_setting_that_loses_similar_jobs_settings_come_first_within_the_space_that_is_left() -> None:
+    warm_up = session(exact=replace(DEFAULT, unit_bytes=64 * MIB))
+    while warm_up.assignment.purpose is not Purpose.SEARCH:
+        warm_up.record([landscape(warm_up.assignment.knobs)] * warm_up.assignment.measured_iterations)
+    assert warm_up.assignment.knobs == DEFAULT
+    narrow = replace(SPACE, streams=(1, 4))
+    warm_up.begin_search(ListArm(streams(2), streams(4)), space=narrow, seeds=[BEST])
+    job = Job(warm_up).run()
+    assert set(job.run_for(Purpose.TRIAL)) == {BEST, streams(4)}
+    assert job.assignments[0].knobs == BEST
+    with pytest.raises(TuningError, match="begins after"):
+        warm_up.begin_search(ListArm(), space=SPACE)
+
+
+@pytest.mark.parametrize("exact", [BEST, DEFAULT])
+@pytest.mark.parametrize("times", [0.3, 1.0, 3.5])
+def test_a_registrys_setting_is_where_a_short_search_begins_if_the_link_has_changed(exact: Knobs, times: float) -> None:
+    better = replace(BEST, unit_bytes=8 * MIB)
+    arm = ListArm(better)
+    promise = Promise(exact_s=times * landscape(exact), default_s=times * landscape(DEFAULT))
+    warm_up = session(exact=exact, promise=promise, budget_iterations=1000)
+    job = Job(warm_up, search_with=arm, span_of=lambda knobs: 0.05 if knobs == better else landscape(knobs)).run()
+    assert job.result.knobs == (exact if times == 1.0 else better)
+    assert job.result.iterations_used < 60
+    assert arm.asked == (0 if times == 1.0 else 2)
+
+
+def test_a_registrys_setting_that_gains_less_than_it_did_is_where_a_short_search_begins() -> None:
+    better = replace(BEST, unit_bytes=8 * MIB)
+    promise = Promise(exact_s=landscape(DEFAULT) / 3.0, default_s=landscape(DEFAULT))
+    spans_s = {BEST: 0.9 * landscape(DEFAULT), better: landscape(DEFAULT) / 2.0}
+    arm = ListArm(better)
+    job = Job(
+        session(exact=BEST, promise=promise),
+        search_with=arm,
+        span_of=lambda knobs: spans_s.get(knobs, landscape(DEFAULT)),
+    ).run()
+    assert job.result.knobs == better
+    assert job.assignments[0].knobs == BEST
+
+
+@pytest.mark.parametrize("exact", [BEST, None])
+def test_what_cannot_be_expanded_to_a_plan_is_refused_wherever_it_comes_from(
+    exact: Knobs | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    def identity(knobs: Knobs) -> Knobs:
+        if knobs.streams in (3, 4):
+            raise PlanError("the units end at element 3 of 5")
+        range(knobs.unit_bytes)
+        return knobs
+
+    strange = replace(DEFAULT, unit_bytes=2.5 * MIB)  # type: ignore[arg-type]
+    arm = ListArm(BEST, streams(3), strange, streams(2))
+    history = [Trial(arm="grid", knobs=knobs, iterations=2, span_s=0.1) for knobs in (BEST, DEFAULT)]
+    job = Job(session(arm, exact=exact, seeds=[BEST], history=history, identity=identity)).run()
+    assert not {now.knobs for now in job.assignments} & {BEST, streams(3)}
+    assert job.result.knobs == streams(2)
+    assert caplog.text.count("do not fit") == 1
+
+
+def test_a_claimed_history_is_read_no_farther_than_a_session_can_have_gone() -> None:
+    history = [Trial(arm="grid", knobs=DEFAULT, iterations=10**9, span_s=span_s) for span_s in (0.1, math.inf)] * 5000
+    seen: list[Knobs] = []
+
+    def identity(knobs: Knobs) -> Knobs:
+        seen.append(knobs)
+        return knobs
+
+    job = Job(session(ListArm(BEST), history=history, identity=identity)).run()
+    assert job.result.knobs == BEST
+    assert len(seen) < 1000
+
+
+def test_a_registry_that_knows_the_default_as_best_ends_the_warm_up() -> None:
+    job = Job(session(exact=DEFAULT)).run()
+    assert job.result.knobs == DEFAULT
+    assert job.result.iterations_used == 3
+
+
+def test_what_similar_jobs_found_counts_as_better_by_any_lead_and_what_an_arm_proposes_by_a_clear_one() -> None:
+    slightly_better = {DEFAULT: 1.0, BEST: 0.98}
+    for options, kept in (({"arm": ListArm(), "seeds": [BEST]}, BEST), ({"arm": ListArm(BEST)}, DEFAULT)):
+        job = Job(session(**options), span_of=lambda knobs: slightly_better[knobs]).run(records=2)  # type: ignore[arg-type]
+        assert job.run_for(Purpose.TRIAL) == [BEST]
+        assert job.result.knobs == kept
+
+
+def test_seeds_are_tried_before_the_arm_is_asked() -> None:
+    arm = ListArm(streams(8))
+    job = Job(session(arm, seeds=[streams(2), OUTSIDE, BEST])).run()
+    order = list(dict.fromkeys(job.run_for(Purpose.TRIAL)))
+    assert order == [streams(2), BEST, streams(8)]
+    assert job.result.arm == REGISTRY_ARM
+
+
+def test_a_plan_that_the_user_gives_is_the_very_first_proposal_and_kept_only_if_it_is_faster() -> None:
+    arm = ListArm(streams(8))
+    job = Job(session(arm, given=BEST, seeds=[streams(2)])).run()
+    assert list(dict.fromkeys(job.run_for(Purpose.TRIAL))) == [BEST, streams(2), streams(8)]
+    assert (job.result.knobs, job.result.arm) == (BEST, PLAN_ARM)
+    slow = replace(DEFAULT, unit_bytes=64 * MIB)
+    job = Job(session(ListArm(), given=slow)).run()
+    assert slow in job.run_for(Purpose.TRIAL)
+    assert job.result.knobs != slow
+    job = Job(session(ListArm(BEST), given=OUTSIDE)).run()
+    assert job.result.knobs == BEST
+
+
+@pytest.mark.parametrize(
+    ("exact", "given", "kept"),
+    [
+        (streams(2), BEST, BEST),
+        (BEST, streams(2), BEST),
+        (BEST, BEST, BEST),
+        (DEFAULT, BEST, BEST),
+        (DEFAULT, replace(DEFAULT, unit_bytes=64 * MIB), DEFAULT),
+        (BEST, OUTSIDE, BEST),
+    ],
+)
+def test_a_plan_that_the_user_gives_is_compared_with_the_registrys_setting(
+    exact: Knobs, given: Knobs, kept: Knobs
+) -> None:
+    arm = ListArm(streams(8))
+    job = Job(session(arm, exact=exact, given=given)).run()
+    assert job.result.knobs == kept
+    assert arm.asked == 0
+    assert OUTSIDE not in [now.knobs for now in job.assignments]
+    whose = {BEST: "the plan that was given" if exact != BEST else "the registry's setting"}.get(
+        kept, "the registry knows"
+    )
+    assert whose in job.result.reason
+
+
+def test_where_neither_holds_a_search_begins_and_the_plan_is_not_run_again() -> None:
+    slow, slower = replace(DEFAULT, unit_bytes=48 * MIB), replace(DEFAULT, unit_bytes=64 * MIB)
+    job = Job(session(exact=slow, given=slower), search_with=ListArm(BEST)).run()
+    assert job.result.knobs == BEST
+    assert slower not in job.run_for(Purpose.TRIAL)
+    assert slower in job.run_for(Purpose.FINALS)
+
+
+def test_cut_short_the_best_so_far_is_known_at_any_moment() -> None:
+    job = Job(session(ListArm(streams(2), BEST, streams(8))))
+    assert job.result.knobs == DEFAULT
+    assert math.isinf(job.result.default_span_s)
+    job.run(5)
+    assert not job.session.done
+    assert job.result.knobs == BEST
+    assert job.result.reason == "the warm-up was cut short"
+
+
+def test_a_job_cut_short_goes_on_where_it_was() -> None:
+    first = Job(session(ListArm(streams(2), BEST))).run(5)
+    arm = ListArm(BEST, streams(8))
+    told = [Trial.from_json(trial.to_json()) for trial in first.session.trials]
+    second = Job(session(arm, history=told), span_of=lambda knobs: 3.0 * landscape(knobs)).run()
+    assert second.run_for(Purpose.TRIAL) == [streams(8)]  # BEST is known and not run again
+    assert second.result.knobs == BEST
+    recalled = next(trial for trial in arm.told if trial.knobs == BEST)
+    assert recalled.span_s == pytest.approx(3.0 * landscape(BEST))  # scaled by what the default takes now
+    assert second.result.iterations_used > second.iterations
+
+
+class Named(ListArm):
+    def __init__(self, name: str, *proposals: Knobs) -> None:
+        self.name = name
+        super().__init__(*proposals)
+
+
+def bandit_of(*arms: Arm) -> BanditArm:
+    return BanditArm(arms, rng=np.random.default_rng(0), window=20, opening=Opening.AS_GIVEN)
+
+
+@pytest.mark.parametrize("records", [5, 30])
+def test_the_bandit_of_a_job_that_goes_on_knows_what_each_arm_has_earned(records: int) -> None:
+    arms = Named("lucky", streams(2), BEST), Named("unlucky", replace(DEFAULT, unit_bytes=64 * MIB), streams(8))
+    before = bandit_of(*arms)
+    first = Job(session(before)).run(records)  # cut short among the trials, or in the finals
+    assert not first.session.done or records == 30
+    told = [Trial.from_json(trial.to_json()) for trial in first.session.trials]
+    after = bandit_of(Named("lucky"), Named("unlucky"))
+    second = Job(session(after, history=told)).run(1)
+    assert after.credits == before.credits
+    assert after.credits["lucky"] > after.credits["unlucky"]
+    assert [after.bandit.uses(arm) for arm in after.bandit.arms] == [
+        before.bandit.uses(arm) for arm in before.bandit.arms
+    ]
+    assert second.result.arm == "lucky"
+
+
+def test_a_job_that_goes_on_credits_nobody_for_less_than_the_best_of_before() -> None:
+    first = Job(session(ListArm(BEST))).run(3)
+    told = [Trial.from_json(trial.to_json()) for trial in first.session.trials]
+    second = Job(session(ListArm(streams(2), streams(3)), history=told)).run()
+    assert landscape(streams(3)) < landscape(DEFAULT)
+    assert not any(trial.was_best for trial in second.session.trials if trial.knobs != BEST)
+
+
+def test_a_history_that_used_the_budget_leaves_the_finals() -> None:
+    history = [Trial(arm="list", knobs=BEST, iterations=500, span_s=0.01)]
+    job = Job(session(ListArm(streams(2)), history=history)).run()
+    assert job.run_for(Purpose.TRIAL) == []
+    assert BEST in job.run_for(Purpose.FINALS)
+
+
+def test_close_finalists_are_measured_again_and_the_lucky_one_loses() -> None:
+    """Two settings; the truly slower one was lucky in its trial."""
+    lucky, good = streams(2), BEST
+    spans = {lucky: iter([0.095, 0.096, *[0.108] * 50]), good: iter([0.1] * 50), DEFAULT: iter([0.2] * 50)}
+    job = Job(session(ListArm(lucky, good)), span_of=lambda knobs: next(spans[knobs])).run()
+    assert lucky in job.run_for(Purpose.FINALS)
+    assert job.result.knobs == good
+    assert any(trial.arm == FINALS_ARM for trial in job.session.trials)
+
+
+def test_a_setting_that_the_surrogate_believes_in_comes_to_the_finals() -> None:
+    near = [*(streams(count) for count in (2, 3, 4, 6, 8)), replace(BEST, streams=2)]
+    spans = {knobs: 0.1 + 0.001 * i for i, knobs in enumerate(near)} | {DEFAULT: 0.2}
+    doubted = Job(session(ListArm(*near)), span_of=spans.__getitem__).run()
+    believed = Job(session(Believer(near[-1], *near)), span_of=spans.__getitem__).run()
+    assert near[-1] not in doubted.run_for(Purpose.FINALS)
+    assert near[-1] in believed.run_for(Purpose.FINALS)
+
+
+def test_the_finals_take_more_of_the_budget_the_noisier_it_is() -> None:
+    def share(noise: float) -> float:
+        job = Job(session(GridArm(SPACE)), noise=noise).run()
+        in_finals = [now.measured_iterations for now in job.assignments if now.purpose is Purpose.FINALS]
+        return sum(in_finals) / job.iterations
+
+    assert share(0.01) < 0.25 < 0.3 < share(0.2)
+
+
+def test_a_winner_that_loses_to_the_default_in_alternation_is_not_kept() -> None:
+    def shifting(knobs: Knobs) -> float:
+        guarding = job.session.assignment.purpose is Purpose.FINALS
+        return {DEFAULT: 0.1, BEST: 0.2 if guarding else 0.05}[knobs]
+
+    job = Job(session(ListArm(BEST)), span_of=shifting)
+    job.run()
+    assert job.result.knobs == DEFAULT
+    assert not job.result.tuned
+    assert "no finalist beat the default" in job.result.reason
+
+
+@pytest.mark.parametrize("noise", [0.03, 0.1])
+def test_the_kept_setting_is_not_slower_than_the_default_beyond_the_noise(noise: float) -> None:
+    """A landscape where nothing beats the default: only luck can look better."""
+    for seed in range(30):
+        job = Job(session(GridArm(SPACE)), span_of=lambda knobs: 1.0 / landscape(BEST), noise=noise, seed=seed).run()
+        assert job.result.best_span_s <= job.result.default_span_s * (1.0 + 2.0 * noise)
+    slower = {seed: Job(session(GridArm(SPACE), default=BEST), noise=noise, seed=seed).run() for seed in range(30)}
+    assert all(landscape(job.result.knobs) <= landscape(BEST) * (1.0 + noise) for job in slower.values())
+
+
+BUDGET = 20
+
+
+def test_what_runs_stays_if_nothing_beats_it() -> None:
+    arm = ListArm(streams(2), streams(3), replace(BEST, unit_bytes=8 * MIB))
+    job = Job(session(arm, default=BEST, retune=True, budget_iterations=BUDGET, seeds=[DEFAULT])).run()
+    assert job.result.knobs == BEST
+    assert not job.result.tuned
+    assert "the setting that ran" in job.result.reason
+
+
+def test_the_untuned_default_takes_over_where_it_has_become_the_fastest() -> None:
+    job = Job(
+        session(ListArm(), default=BEST, retune=True, budget_iterations=BUDGET, seeds=[DEFAULT]),
+        span_of=lambda knobs: 1.0 / landscape(knobs),
+    ).run()
+    assert job.result.knobs == DEFAULT
+    assert job.result.default_span_s == pytest.approx(1.0 / landscape(BEST)), "what ran"
+
+
+@given(noise=st.sampled_from([0.0, 0.03, 0.1, 0.3]), seed=st.integers(0, 99), discarded=st.integers(0, 2))
+def test_twenty_iterations_are_never_exceeded(noise: float, seed: int, discarded: int) -> None:
+    job = Job(
+        session(
+            default=streams(2), retune=True, budget_iterations=BUDGET, seeds=[DEFAULT], discarded_iterations=discarded
+        ),
+        noise=noise,
+        seed=seed,
+    ).run()
+    assert job.iterations <= BUDGET
+
+
+def test_of_a_few_proposals_the_best_is_found_at_a_noise_of_ten_per_cent() -> None:
+    def changed(knobs: Knobs) -> float:
+        return landscape(replace(knobs, streams=max(1, knobs.streams // 4)))  # four times as many streams are needed
+
+    better = replace(BEST, streams=8)
+    found = [
+        Job(
+            session(ListArm(streams(2), better, streams(6)), default=DEFAULT, retune=True, budget_iterations=BUDGET),
+            span_of=changed,
+            noise=0.1,
+            seed=seed,
+        )
+        .run()
+        .result.knobs
+        for seed in range(40)
+    ]
+    assert found.count(better) >= 30
+
+
+QUIET = 0.02
+
+
+def setting(*spans_s: float) -> Setting:
+    knobs = Knobs(unit_bytes=MIB, streams=1, transport=TransportKind.GLOO)
+    return Setting(knobs=knobs, arm="a", spans_s=list(spans_s))
+
+
+def broken(promise: Promise, exact_s: float, default_s: float, noise: float = QUIET, count: int = 4) -> bool:
+    return promise.broken_by(setting(*[exact_s] * count), setting(*[default_s] * count), noise=noise)
+
+
+@pytest.mark.parametrize(
+    ("exact_s", "default_s", "changed"),
+    [
+        (0.1, 0.2, False),
+        (0.13, 0.26, False),  # a busier machine
+        (0.2, 0.4, True),
+        (0.05, 0.1, True),
+        (0.1, 0.1, True),  # it gains nothing any more
+        (0.1, 0.5, True),  # it gains more
+        (0.11, 0.19, False),
+        (0.15, 0.15, True),
+    ],
+)
+def test_a_gain_that_differs_counts_more_than_times_that_do(exact_s: float, default_s: float, changed: bool) -> None:
+    assert broken(Promise(exact_s=0.1, default_s=0.2, noise=QUIET), exact_s, default_s) == changed
+
+
+def test_where_times_vary_more_only_they_are_forgiven() -> None:
+    promise = Promise(exact_s=0.1, default_s=0.2, noise=QUIET, other_times=3.0)
+    assert not broken(promise, 0.2, 0.4)
+    assert broken(promise, 0.4, 0.8)
+    assert broken(promise, 0.2, 0.25)
+
+
+def test_a_default_that_was_the_best_has_no_gain_to_change() -> None:
+    promise, both = Promise(exact_s=0.1, default_s=0.1), setting(0.14, 0.14)
+    assert not promise.broken_by(both, both, noise=QUIET)
+    slower = setting(0.3, 0.3)
+    assert promise.broken_by(slower, slower, noise=QUIET)
+
+
+@pytest.mark.parametrize("noise", [0.02, 0.1, 0.3])
+def test_noise_alone_breaks_hardly_any(noise: float) -> None:
+    rng = np.random.default_rng(0)
+    found = 0
+    for _ in range(300):
+        then, now = (np.exp(noise * rng.standard_normal((2, 4))) for _ in range(2))
+        promise = Promise(exact_s=0.1 * np.median(then[0]), default_s=0.2 * np.median(then[1]), noise=noise)
+        exact, default = setting(*(0.1 * now[0]).tolist()), setting(*(0.2 * now[1]).tolist())
+        found += promise.broken_by(exact, default, noise=noise)
+    assert found <= 6
+
+
+def test_what_could_not_be_measured_breaks_nothing() -> None:
+    assert not broken(Promise(exact_s=0.1, default_s=0.2), float("inf"), 0.2)
+
+
+TINY = replace(SPACE, unit_bytes=(64 * KIB, 128 * KIB))
+
+
+UNTUNED = replace(DEFAULT, unit_bytes=128 * KIB, streams=1)
+
+
+def of_two_units(knobs: Knobs) -> Hashable:
+    """One unit, or two of them on one or two streams."""
+    units = 1 if knobs.unit_bytes > 70 * KIB else 2
+    return units, min(units, knobs.streams)
+
+
+class SameAgain(ListArm):
+    """Proposes one setting for ever."""
+
+    def ask(self, n: int = 1) -> Sequence[Proposal]:
+        return [Proposal(arm=self.name, knobs=UNTUNED)]
+
+
+@pytest.mark.parametrize("arm", [SameAgain(), ListArm()])
+def test_where_few_settings_differ_those_that_nobody_proposes_are_tried_too(arm: ListArm) -> None:
+    span_s = {(1, 1): 1.0, (2, 1): 1.1, (2, 2): 0.5}
+    job = Job(
+        session(arm, space=TINY, default=UNTUNED, identity=of_two_units),
+        span_of=lambda knobs: span_s[of_two_units(knobs)],  # type: ignore[index]
+    ).run()
+    assert {of_two_units(now.knobs) for now in job.assignments} == set(span_s)
+    assert of_two_units(job.result.knobs) == (2, 2)
+
+
+def test_neighbours_differ_in_one_knob_by_one_step_and_lie_in_the_space() -> None:
+    found = list(neighbours(BEST, SPACE))
+    assert {one.streams for one in found} == {3, 4, 6}
+    assert {round(one.unit_bytes / MIB, 1) for one in found} == {2.8, 4.0, 5.7}
+    assert all(one in SPACE and (one.streams == BEST.streams) != (one.unit_bytes == BEST.unit_bytes) for one in found)
+
+
+def test_those_of_a_plan_are_uniform_units_of_its_size_and_what_lies_next_to_them() -> None:
+    assert list(neighbours(replace(BEST, cuts=(Cut(stop=5),)), SPACE)) == [BEST, *neighbours(BEST, SPACE)]
+
+
+def test_a_session_walks_from_neighbour_to_neighbour() -> None:
+    """An arm stops two steps off the best number of streams."""
+    job = Job(session(ListArm(replace(BEST, streams=2)), refine=True)).run()
+    assert job.result.knobs.streams in (3, 4)
+    assert job.result.best_span_s < landscape(replace(BEST, streams=2))
+    assert any(trial.arm == REFINEMENT_ARM for trial in job.session.trials)
+    assert job.iterations <= 100
+
+
+def test_where_noise_hides_neighbours_they_are_not_run() -> None:
+    job = Job(session(ListArm(replace(BEST, streams=2)), refine=True), noise=0.3).run()
+    assert not any(trial.arm == REFINEMENT_ARM for trial in job.session.trials)
+
+
+def test_settings_of_one_identity_are_neighbours_once() -> None:
+    def identity(knobs: Knobs) -> int:
+        return math.ceil(math.log2(knobs.streams))
+
+    job = Job(session(ListArm(), refine=True, identity=identity)).run()
+    ran = [trial.knobs for trial in job.session.trials if trial.arm == REFINEMENT_ARM]
+    assert len({identity(knobs) for knobs in (DEFAULT, *ran)}) == len({DEFAULT, *ran})
+
+
+def knobs(streams: int) -> Knobs:
+    return Knobs(unit_bytes=MIB, streams=streams, transport=TransportKind.GLOO)
+
+
+def ledger() -> Ledger:
+    return Ledger(identity=lambda knobs: knobs)
+
+
+@pytest.mark.parametrize("noise", [0.01, 0.03, 0.1])
+def test_the_noise_is_learnt_from_repeated_measurements_and_not_from_differences_of_settings(noise: float) -> None:
+    rng = np.random.default_rng(0)
+    book = ledger()
+    for count in range(1, 101):
+        book.add(knobs(count), arm="a", spans_s=(count * np.exp(noise * rng.standard_normal(3))).tolist())
+    assert book.noise == pytest.approx(noise, rel=0.2)
+
+
+def test_a_few_outliers_do_not_make_the_noise_large() -> None:
+    book = ledger()
+    for count in range(1, 11):
+        book.add(knobs(count), arm="a", spans_s=[1.0, 1.01])
+    book.add(knobs(11), arm="a", spans_s=[1.0, 50.0])
+    assert book.noise < 0.04
+
+
+@pytest.mark.parametrize("span_s", [math.inf, math.nan, 0.0, -1.0])
+def test_a_span_that_cannot_be_is_a_failure(span_s: float) -> None:
+    book = ledger()
+    good = book.add(knobs(1), arm="a", spans_s=[1.0])
+    bad = book.add(knobs(2), arm="a", spans_s=[1.0, span_s])
+    assert bad.failed
+    assert math.isinf(bad.span_s)
+    assert bad.as_trial(Proposal(arm="a", knobs=knobs(2))).status is TrialStatus.FAILED
+    assert book.ranked() == [good]
+    assert book.lead(good, bad) == math.inf == -book.lead(bad, good)
+    assert book.lead(bad, bad) == 0.0
+
+
+def test_a_lead_grows_with_the_measurements_and_is_the_same_seen_from_the_other_side() -> None:
+    few, many = ledger(), ledger()
+    for book, repeats in ((few, 1), (many, 4)):
+        book.add(knobs(1), arm="a", spans_s=[1.0] * repeats)
+        book.add(knobs(2), arm="a", spans_s=[1.1] * repeats)
+    leads = []
+    for book in (few, many):
+        first, second = book.ranked()
+        assert book.lead(first, second) == pytest.approx(-book.lead(second, first))
+        leads.append(book.lead(first, second))
+    assert 0.0 < 2.0 * leads[0] <= leads[1]
+
+
+def test_the_span_takes_an_outlier_like_a_median_and_two_spans_like_a_mean() -> None:
+    book = ledger()
+    assert book.add(knobs(1), arm="a", spans_s=[1.0, 2.0]).span_s == 1.5
+    assert book.add(knobs(2), arm="a", spans_s=[1.0, 1.1, 0.9, 1.0, 50.0]).span_s == pytest.approx(1.05)

@@ -1,4 +1,7 @@
+"""Models of links and of contention, fitted to probes and samples."""
+
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -85,17 +88,6 @@ def test_where_the_link_is_always_what_is_short_no_processor_time_is_seen():
     assert fitted.alpha_s == pytest.approx(2e-4)
 
 
-def test_on_one_stream_alone_the_processors_time_counts_as_start_up():
-    fitted = fit_link(rounds_on(LinkModel(alpha_s=1e-3, throughput=(1e9,), host_s=1e-3), [(64 * KIB, 1), (8 * MIB, 1)]))
-    assert fitted.host_s == 0.0
-
-
-def test_one_outlier_among_three_repeats_does_not_matter():
-    probes = probes_of(LINK, repeats=3)
-    spoiled = [LinkProbe(unit_bytes=probes[0].unit_bytes, streams=1, seconds=5.0), *probes[1:]]
-    assert fit_link(spoiled).alpha_s == pytest.approx(LINK.alpha_s)
-
-
 def test_one_size_is_too_little():
     with pytest.raises(TuningError, match="at least two sizes"):
         fit_link([LinkProbe(unit_bytes=1000, streams=n, seconds=1.0) for n in (1, 2)])
@@ -126,6 +118,8 @@ CONTENTION = ContentionModel(
     overlapped=RateCurve(gamma_1=2.5e9, gamma_2=2.3e9, gamma_3=0.02),
     alone=RateCurve(gamma_1=3.0e9, gamma_2=2.6e9, gamma_3=0.03),
 )
+
+
 THREADS = (128, 256, 512, 1024, 2048, 4096)
 
 
@@ -186,3 +180,67 @@ def test_nonnegative_least_squares_are_scipys(n_rows, n_columns, seed, repeat):
     _, least = nnls(rows, targets)
     assert (solution >= 0).all()
     assert np.linalg.norm(rows @ solution - targets) <= least + 1e-9
+
+
+CURVE = RateCurve(gamma_1=4e8, gamma_2=3e8, gamma_3=0.02)
+
+
+MODEL = ContentionModel(
+    alpha_1=0.98,
+    alpha_2=1e-4,
+    overlapped=CURVE,
+    alone=RateCurve(gamma_1=5e8, gamma_2=3e8, gamma_3=0.03),
+    default_threads=1024,
+    residual=0.1,
+)
+
+
+@pytest.mark.parametrize(
+    "gammas", [(0.0, 0.0, 0.0), (-1.0, 0.0, 0.0), (1.0, 1.1, 0.0), (1.0, -0.1, 0.0), (1.0, 0.5, -0.1)]
+)
+def test_curves_that_fall_or_go_below_zero_are_refused(gammas: tuple[float, float, float]) -> None:
+    with pytest.raises(TuningError, match="a rate curve needs γ1 > 0"):
+        RateCurve(gamma_1=gammas[0], gamma_2=gammas[1], gamma_3=gammas[2])
+
+
+def test_computation_loses_a_share_with_each_thread_but_never_stops() -> None:
+    assert MODEL.compute_speed(0) == 0.98
+    assert MODEL.compute_speed(1000) == pytest.approx(0.88)
+    assert MODEL.compute_speed(10**6) == 0.05
+
+
+@pytest.mark.parametrize("alphas", [(0.0, 0.1), (1.3, 0.1), (-0.1, 0.1), (0.9, -1e-9)])
+def test_speeds_that_cannot_be_are_refused(alphas: tuple[float, float]) -> None:
+    with pytest.raises(TuningError, match=r"contention needs 0 < α1 ≤ 1.2 and α2 ≥ 0"):
+        replace(MODEL, alpha_1=alphas[0], alpha_2=alphas[1])
+
+
+def test_a_larger_ring_carries_each_byte_more_often_and_leaves_computation_alone() -> None:
+    larger = MODEL.rescaled(from_ranks=2, to_ranks=8)
+    factor = (7 / 8) / (1 / 2)
+    for before, after in ((MODEL.overlapped, larger.overlapped), (MODEL.alone, larger.alone)):
+        assert after.seconds(1e6, 512) == pytest.approx(factor * before.seconds(1e6, 512))
+    assert (larger.alpha_1, larger.alpha_2, larger.default_threads, larger.residual) == (0.98, 1e-4, 1024, 0.1)
+    assert MODEL.rescaled(from_ranks=4, to_ranks=4) == MODEL
+    back = larger.rescaled(from_ranks=8, to_ranks=2)
+    assert back.alone.gamma_1 == pytest.approx(MODEL.alone.gamma_1)
+
+
+PROBE = LinkProbe(unit_bytes=1024, streams=2, seconds=3.0, rounds=4)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"unit_bytes": 0},
+        {"streams": 0},
+        {"rounds": 0},
+        {"seconds": 0.0},
+        {"seconds": -1.0},
+        {"seconds": math.inf},
+        {"seconds": math.nan},
+    ],
+)
+def test_what_cannot_have_been_measured_is_refused(change: dict[str, float]) -> None:
+    with pytest.raises(TuningError, match="a probe needs positive bytes, streams, rounds and seconds"):
+        replace(PROBE, **change)

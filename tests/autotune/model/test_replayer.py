@@ -1,4 +1,4 @@
-"""The replayer against answers worked out by hand, against brute force, and against what must always hold."""
+"""Graphs of operations played on shared processors and links, by hand-made cases and against brute force."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from fakes.graphs import brute_force, drawn_graphs, graph, longest_path_s, node
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from sirtaki.autotune.model.replayer import START, Graph, Load, Server, Work, replay
-from sirtaki.errors import ReplayError
+from sirtaki.autotune.model.replayer import START, FairShare, Graph, Load, Server, SharedHost, Work, replay
+from sirtaki.errors import ReplayError, TuningError
 
 LINK = Server(name="link", totals=(1.0, 1.5), is_link=True)
+
+
 PROCESSORS = Server(name="processors", totals=(1.0, 2.0))
 
 
@@ -124,16 +126,6 @@ def test_nothing_is_faster_than_the_longest_path_nor_slower_than_all_in_turn(one
             )
 
 
-@settings(max_examples=60, deadline=None)
-@given(drawn_graphs(chained=True, shared=False), st.data())
-def test_what_takes_longer_makes_nothing_earlier_where_orders_are_fixed(one: Graph, data: st.DataObject) -> None:
-    place = data.draw(st.integers(0, len(one.nodes) - 1))
-    longer = list(one.nodes)
-    longer[place] = replace(longer[place], fixed_s=longer[place].fixed_s + 1.0)
-    before, after = replay(one), replay(replace(one, nodes=longer))
-    assert all(late >= early - 1e-9 for early, late in zip(before.end_s, after.end_s, strict=True))
-
-
 @settings(max_examples=40, deadline=None)
 @given(drawn_graphs(), st.integers(1, 50))
 def test_time_has_no_unit(one: Graph, factor: int) -> None:
@@ -148,3 +140,50 @@ def test_time_has_no_unit(one: Graph, factor: int) -> None:
     slower = replace(one, nodes=nodes, edges=[(before, after, gap_s * factor) for before, after, gap_s in one.edges])
     assume(replay(one).total_s > 0)
     assert replay(slower).total_s == pytest.approx(factor * replay(one).total_s)
+
+
+def test_parts_of_jobs_leave_nothing_behind() -> None:
+    share = FairShare(Server(name="processors", totals=(1.0, 2.0)))
+    for turn in range(100):
+        for job in range(7):
+            share.begin(float(turn), job, 0.1, 0.1 * (job + 1))
+        share.take_ended(share.next_s)
+    share.begin(200.0, 1, 1.0, 0.3)
+    assert share.next_s == 201.0
+
+
+def test_rounding_late_in_a_job_holds_nothing_up() -> None:
+    share = FairShare(Server(name="processors", totals=(1.0,)))
+    now_s = 1e6 + 1 / 3
+    share.begin(now_s, 1, 0.1, 3)
+    assert share.take_ended(share.next_s) == [1]
+
+
+def test_shares_of_a_server_beyond_what_is_known_of_it() -> None:
+    link = Server(name="link", totals=(1.0, 1.5))
+    assert [link.share(jobs) for jobs in (1, 2, 3)] == [1.0, 0.75, 0.5]
+
+
+def test_a_part_of_a_job_is_on_the_line_between() -> None:
+    processors = Server(name="processors", totals=(1.0, 2.0))
+    assert [processors.share(jobs) for jobs in (0.5, 1.5, 2.5)] == [1.0, 1.0, 0.8]
+    assert Server(name="link", totals=(1.0, 1.5)).share(1.5) == pytest.approx(1.25 / 1.5)
+
+
+def test_computation_was_measured_while_all_ranks_computed() -> None:
+    host = SharedHost(ranks=4, processors=2.0)
+    work = host.computation(2, 1.0)
+    assert (work.seconds, work.jobs) == (0.5, 4)
+    assert host.server.share(4) == 0.5  # so it takes 1 s again
+
+
+def test_probes_of_units_have_shared_processors_already() -> None:
+    assert SharedHost(ranks=4, processors=2.0).unit(2, 1.0, 1.0).seconds == 0.5
+    work = SharedHost(ranks=2, processors=2.0).unit(2, 1.0, 0.3)
+    assert (work.seconds, work.jobs) == (1.0, 0.6)
+
+
+@pytest.mark.parametrize("fields", [{"ranks": 0}, {"processors": 0.0}, {"threads": 0}])
+def test_a_host_of_nothing_is_refused(fields: dict[str, float]) -> None:
+    with pytest.raises(TuningError, match="a host needs"):
+        SharedHost(**{"ranks": 2, "processors": 2.0, **fields})  # type: ignore[arg-type]

@@ -1,23 +1,49 @@
 """What a warm-up or a re-tune finds runs from then on, what runs stays unless it is beaten, whatever goes wrong."""
 
+from __future__ import annotations
+
 import logging
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
+from sirtaki.autotune.arms.techniques import OUR_ARMS
 from sirtaki.autotune.knobs import KIB, MIB, Knobs, KnobSpace
-from sirtaki.autotune.meta.session import Purpose
+from sirtaki.autotune.meta.session import Purpose, WarmupSession
+from sirtaki.autotune.model.planning import PlanningModel
+from sirtaki.autotune.model.simulator import Profile
 from sirtaki.autotune.trial import Proposal, Trial
 from sirtaki.comm.plan import Algorithm, GradientLayout, TransportKind
 from sirtaki.engine.tuning.cache import TuningCache
-from sirtaki.engine.tuning.coordinator import RETUNE_ITERATIONS, TuningCoordinator
+from sirtaki.engine.tuning.coordinator import (
+    RETUNE_ITERATIONS,
+    TuningCoordinator,
+    describe_change,
+    describe_progress,
+    describe_result,
+)
+from sirtaki.engine.tuning.plans import Carried, key_of
+from sirtaki.engine.tuning.trial_log import StepTime
+from sirtaki.measures import LinkModel
 from sirtaki.settings import Settings
+from sirtaki.watch import Decision, TrialEnded, Watcher, watchers
 
 ROUTE = (TransportKind.GLOO, Algorithm.FLAT)
+
+
 SPACE = KnobSpace(routes=(ROUTE,), unit_bytes=(64 * KIB, 64 * MIB), streams=(1, 2, 4, 8))
+
+
 DEFAULT = Knobs(unit_bytes=MIB, streams=1, transport=ROUTE[0])
+
+
 WINNER = Knobs(unit_bytes=2 * MIB, streams=4, transport=ROUTE[0])
+
+
 LAYOUTS = [GradientLayout(sizes=(1 << 20,) * 8)]
 
 
@@ -144,3 +170,213 @@ def test_where_what_ran_cannot_be_run_any_more_the_default_does() -> None:
     coordinator.record([float("inf")], iteration=230)
     assert coordinator.assignment.knobs == DEFAULT
     assert not coordinator.failed
+
+
+class Listener(Watcher):
+    def __init__(self) -> None:
+        self.trials: list[TrialEnded] = []
+        self.decisions: list[Decision] = []
+
+    def trial(self, event: TrialEnded) -> None:
+        self.trials.append(event)
+
+    def decision(self, event: Decision) -> None:
+        self.decisions.append(event)
+
+
+def test_watchers_hear_of_every_trial_and_of_what_it_led_to() -> None:
+    listener, coordinator = Listener(), fresh(OneSetting(WINNER))
+    watchers.add(listener)
+    try:
+        coordinator.recall(LAYOUTS, SPACE)
+        coordinator.search(SPACE, SPACE, lambda: None)
+        run(coordinator, {DEFAULT: 1.0, WINNER: 0.25})
+        coordinator.end(iteration=300)
+    finally:
+        watchers.remove(listener)
+    first, last = listener.trials[0], listener.trials[-1]
+    assert (first.arm, first.communication_s, Knobs.from_json(first.knobs)) == ("default", 1.0, DEFAULT)
+    assert (last.best_s, last.iteration > first.iteration) == (0.25, True)
+    (decision,) = listener.decisions
+    assert (decision.iteration, decision.arm, decision.setting) == (300, "one", WINNER.describe())
+    assert (decision.default_s, decision.best_s, decision.n_trials, decision.retune) == (1.0, 0.25, 2, False)
+
+
+MODEL = PlanningModel(
+    layout=LAYOUTS[0],
+    profile=Profile.from_durations([1e-3] * 8, forward_s=4e-3),
+    links={ROUTE: LinkModel(alpha_s=1e-6, throughput=(1e9, 2e9))},
+)
+
+
+def with_usual_arms(make_model: Callable[[], PlanningModel | None], *, presumed: bool = True) -> list[str]:
+    """Who proposes the settings that run."""
+    settings = Settings.from_environ({"SIRTAKI_REGISTRY": "off"})
+    coordinator = TuningCoordinator(
+        settings,
+        TuningCache(settings, [], ["host"] * 2),
+        default=DEFAULT,
+        arms=None,
+        discarded_iterations=1,
+        presumed=presumed,
+    )
+    coordinator.recall(LAYOUTS, SPACE)
+    coordinator.search(SPACE, SPACE, make_model)
+    assert not coordinator.failed
+    asked = []
+    while (now := coordinator.assignment).purpose is not Purpose.KEPT:
+        asked.append(now.arm)
+        coordinator.record([1.0] * now.measured_iterations, iteration=len(asked))
+    return asked
+
+
+def test_planners_are_asked_first_where_their_model_is_presumed_to_be_right() -> None:
+    assert with_usual_arms(lambda: MODEL)[1] == "asc_wfbp_n"
+    assert with_usual_arms(lambda: MODEL, presumed=False)[1] in OUR_ARMS
+
+
+def test_a_model_that_cannot_be_made_is_told_of_and_done_without(caplog: pytest.LogCaptureFixture) -> None:
+    def broken() -> PlanningModel:
+        raise ZeroDivisionError
+
+    assert with_usual_arms(broken)[1] in OUR_ARMS
+    assert "tuning goes on without planners" in caplog.text
+    caplog.clear()
+    assert with_usual_arms(lambda: None)[1] in OUR_ARMS
+    assert "without planners" not in caplog.text
+
+
+HERE, ELSEWHERE = (0, 0, 0), (0, 0)
+
+
+def carried(knobs: Knobs, *, settled: bool, trials: tuple[Trial, ...] = ()) -> Carried:
+    """What was left by a generation that was `HERE`."""
+    return Carried(knobs=knobs, settled=settled, place=HERE, trials=trials)
+
+
+def coordinator(
+    before: Carried | None = None, space: KnobSpace = SPACE, *, goes_on: bool = False, now: tuple[int, ...] = HERE
+) -> TuningCoordinator:
+    settings = Settings.from_environ({"SIRTAKI_REGISTRY": "off"})
+    made = TuningCoordinator(
+        settings, TuningCache(settings, [], ["host"] * 2), default=DEFAULT, arms=None, discarded_iterations=1
+    )
+    assert made.recall(LAYOUTS, space, before, place=now) == goes_on
+    return made
+
+
+def tried(made: TuningCoordinator) -> list[Knobs]:
+    """What runs until something is kept, one after the other."""
+    ran = []
+    while (now := made.assignment).purpose is not Purpose.KEPT:
+        ran.append(now.knobs)
+        made.record([0.5 if now.knobs == WINNER else 1.0] * now.measured_iterations, iteration=len(ran))
+    return ran
+
+
+def begin(made: TuningCoordinator) -> None:
+    made.search(SPACE, SPACE, lambda: None)
+
+
+def test_a_winner_runs_on_without_a_search() -> None:
+    made = coordinator(carried(WINNER, settled=True), goes_on=True, now=ELSEWHERE)
+    assert (made.assignment.knobs, made.assignment.purpose) == (WINNER, Purpose.KEPT)
+
+
+def test_a_winner_that_is_not_possible_any_more_is_searched_anew() -> None:
+    narrow = KnobSpace(routes=(ROUTE,), unit_bytes=(64 * KIB, 64 * MIB), streams=(1, 2))
+    coordinator(carried(WINNER, settled=True), narrow)
+
+
+def test_an_unfinished_warm_up_goes_on_after_its_trials_in_the_same_place_only() -> None:
+    first = coordinator()
+    begin(first)
+    for number in range(12):
+        now = first.assignment
+        first.record([1.0] * now.measured_iterations, iteration=number)
+    found = first.hand_over()
+    assert found is not None
+    knobs, trials = found
+    assert len(trials) >= 3
+    assert first.assignment.purpose is Purpose.KEPT  # it has ended
+    again = coordinator(carried(knobs, settled=False, trials=trials))
+    begin(again)
+    fresh = coordinator()
+    begin(fresh)
+    assert len(tried(again)) < len(tried(fresh))
+    elsewhere = coordinator(carried(WINNER, settled=False, trials=trials), now=ELSEWHERE)
+    begin(elsewhere)
+    assert WINNER in tried(elsewhere)
+
+
+def test_parameters_are_known_again_by_names_shapes_and_dtypes() -> None:
+    known = key_of(["a"], [torch.zeros(2, 3)])
+    assert key_of(["a"], [torch.ones(2, 3)]) == known
+    others = (["b"], [torch.zeros(2, 3)]), (["a"], [torch.zeros(3, 2)]), (["a"], [torch.zeros(2, 3).double()]), ([], [])
+    assert len({known, *(key_of(*other) for other in others)}) == 1 + len(others)
+
+
+USUAL = StepTime(backward_s=0.04, between_s=0.1)
+
+
+TOLD_SPACE = KnobSpace(routes=((TransportKind.GLOO, Algorithm.FLAT),), streams=(1, 2, 4))
+
+
+def streams(count: int) -> Knobs:
+    return Knobs(unit_bytes=32 * MIB, streams=count, transport=TransportKind.GLOO)
+
+
+class TwoProposals:
+    """Proposes two settings."""
+
+    name = "two"
+
+    def __init__(self) -> None:
+        self._left = [streams(2), streams(4)]
+
+    def ask(self, n: int = 1) -> Sequence[Proposal]:
+        return [Proposal(arm=self.name, knobs=self._left.pop(0))] if self._left else []
+
+    def tell(self, trials: Sequence[Trial]) -> None:
+        pass
+
+
+def session(*spans_s: float) -> WarmupSession:
+    """After so many assignments: the default, then measurements of the first proposal."""
+    job = WarmupSession(space=TOLD_SPACE, default=streams(1), arm=TwoProposals(), rng=np.random.default_rng(0))
+    for span_s in spans_s:
+        job.record([span_s] * job.assignment.measured_iterations)
+    return job
+
+
+def test_before_the_default_is_measured_nothing_is_promised() -> None:
+    assert describe_progress(session(), None) == (
+        "warm-up, iteration 0 of at most 100: now measuring the default: gloo flat, 32 MiB units, 1 stream"
+    )
+
+
+def test_while_nothing_beats_the_default_that_is_said() -> None:
+    assert describe_progress(session(0.2), USUAL) == (
+        "warm-up, iteration 3 of at most 100, at most 29 s more: nothing gained on the default yet (300 ms); "
+        "now trying: gloo flat, 32 MiB units, 2 streams"
+    )
+
+
+def test_the_gain_is_told_in_milliseconds_a_step() -> None:
+    assert describe_progress(session(0.2, 0.15, 0.15), USUAL).startswith(
+        "warm-up, iteration 6 of at most 100, at most 24 s more: 50 ms a step gained so far (300 ms → 250 ms); now"
+    )
+
+
+def test_the_result_says_what_steps_gain() -> None:
+    said = describe_result(session(0.2, 0.15, 0.15).result, USUAL, "the search technique two")
+    assert "steps take 250 ms instead of 300 (1.20× faster)" in said
+    assert "takes 110 ms instead of 160" in said
+    assert "2 streams, proposed by the search technique two" in said
+
+
+def test_why_a_re_tune_begins_is_told_also_where_the_ratio_is_unknown() -> None:
+    assert describe_change(2.34, 20).startswith("communication takes 2.3 times as long as when this setting was chosen")
+    assert describe_change(math.nan, 20).startswith(
+        "communication no longer takes as long as when this setting was chosen"
+    )

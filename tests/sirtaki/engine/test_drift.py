@@ -1,13 +1,20 @@
-"""When a rank finds that communication has changed, and when it takes it for noise."""
+"""A change of communication is noticed by all ranks alike, noise is not, and settings are tried again."""
 
 import math
+import re
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import RunRanks
 
+from sirtaki.autotune.knobs import MIB, Knobs
+from sirtaki.autotune.meta.session import Assignment, Purpose
 from sirtaki.comm.gradients.buffers import Pace
-from sirtaki.engine.tuning.warmup import COOL_DOWN, LONG, REFERENCE, SKIPPED, DriftWatch
+from sirtaki.comm.plan import TransportKind
+from sirtaki.engine.tuning.trial_log import read_log
+from sirtaki.engine.tuning.warmup import COOL_DOWN, LONG, REFERENCE, SKIPPED, AssignmentUnderWay, DriftWatch
 
 Noise = Callable[[np.random.Generator, int], np.ndarray]
 
@@ -129,3 +136,87 @@ def test_another_order_of_the_gradients_is_no_change_of_communication() -> None:
     watch = warmed_up(np.random.default_rng(0))
     watch.reordered()
     assert iterations_until(watch, np.full(200, 3.0)) is None
+
+
+RESTLESS = {"SIRTAKI_WARMUP_ITERATIONS": "7", "SIRTAKI_REGISTRY": "off"}
+
+
+def re_tunes(output: str, ranks: int) -> int:
+    """How many there were, if all ranks had the same ones."""
+    assert output.count("on all ranks alike: True") == ranks
+    counts = {int(count) for count in re.findall(r"re-tunes (\d+)", output)}
+    assert len(counts) == 1
+    return counts.pop()
+
+
+def test_a_slower_link_is_noticed_by_all_ranks_and_settings_are_tried_again(
+    run_ranks: RunRanks, tmp_path: Path
+) -> None:
+    env = {"SIRTAKI_WARMUP_ITERATIONS": "15", "SIRTAKI_TRIAL_LOG": str(tmp_path / "trials.jsonl")}
+    job = run_ranks("retuning.py", 2, "slower", 300, env=env, timeout_s=120)
+    assert re_tunes(job.stdout, 2) == 1
+    assert re.search(
+        r"communication takes \d.* times as long as when this setting was chosen: trying others", job.stderr
+    )
+    assert "tuned again in" in job.stderr or "the setting stays" in job.stderr
+    log = read_log(tmp_path / "trials.jsonl")
+    assert log.result is not None
+    assert [retune.result is not None for retune in log.retunes] == [True]
+    assert log.retunes[0].measurements
+
+
+@pytest.mark.parametrize(
+    ("ranks", "seed", "streams"),
+    [
+        (2, 1, ""),
+        pytest.param(3, 1, "", marks=pytest.mark.slow),
+        *(pytest.param(ranks, seed, "", marks=pytest.mark.slow) for ranks in (2, 3, 4, 5) for seed in (2, 3, 5)),
+        *(pytest.param(ranks, seed, "1", marks=pytest.mark.slow) for ranks in (2, 3, 4) for seed in (2, 3, 5, 10)),
+    ],
+)
+def test_training_stays_right_if_ranks_tune_again_at_every_opportunity(
+    run_ranks: RunRanks, ranks: int, seed: int, streams: str
+) -> None:
+    """With ranks that join, backward passes that raise, and two optimizers."""
+    env = {**RESTLESS, **({"SIRTAKI_TEST_STREAMS": streams} if streams else {})}
+    assert re_tunes(run_ranks("retuning.py", ranks, "restless", seed, 80, env=env, timeout_s=150).stdout, ranks) > 2
+
+
+KNOBS = Knobs(unit_bytes=MIB, streams=1, transport=TransportKind.GLOO)
+
+
+class OtherRank:
+    """The control plane with another rank, whose iterations take so long; not a number: it has joined."""
+
+    def __init__(self, *spans_s: float) -> None:
+        self._spans_s = list(spans_s)
+
+    def minimum(self, values: np.ndarray) -> np.ndarray:
+        other_s = self._spans_s.pop(0)
+        return np.minimum(values, -1.0 if math.isnan(other_s) else other_s)
+
+
+def under_way(*, discarded: int, measured: int) -> AssignmentUnderWay:
+    return AssignmentUnderWay(
+        Assignment(
+            knobs=KNOBS,
+            discarded_iterations=discarded,
+            measured_iterations=measured,
+            arm="grid",
+            purpose=Purpose.TRIAL,
+        )
+    )
+
+
+def test_the_shortest_of_all_ranks_counts_after_those_that_do_not() -> None:
+    own, other = under_way(discarded=2, measured=2), OtherRank(0.3, 0.1)
+    assert [own.note(span_s, other) for span_s in (9.0, 9.0, 0.2, 0.2)] == [False, False, False, True]
+    assert own.spans_s == [0.2, 0.1]
+
+
+@pytest.mark.parametrize(("here_s", "there_s"), [(math.nan, 0.2), (0.2, math.nan), (math.nan, math.nan)])
+def test_an_iteration_in_which_a_rank_had_joined_shows_nothing(here_s: float, there_s: float) -> None:
+    own = under_way(discarded=0, measured=1)
+    assert not own.note(here_s, OtherRank(there_s))
+    assert own.spans_s == []
+    assert own.note(0.2, OtherRank(0.4))

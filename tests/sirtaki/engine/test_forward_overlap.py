@@ -1,6 +1,7 @@
-"""What is learned and agreed on before iterations end in the next forward pass."""
+"""Whether iterations may end in the next forward pass, and with which setting: what is tried and kept."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import cycle
 from typing import Any
 
@@ -8,19 +9,35 @@ import numpy as np
 import pytest
 from fakes.gradients import make_buffers, parameters
 
-from sirtaki.autotune.knobs import KIB, Knobs, KnobSpace
+from sirtaki.autotune.knobs import KIB, MIB, Cut, Knobs, KnobSpace
 from sirtaki.comm.gradients.buffers import FLAG_COUNT
 from sirtaki.comm.gradients.iteration import IterationReport
 from sirtaki.comm.gradients.schedule import IterationPace, ScheduledUnit
 from sirtaki.comm.plan import Algorithm, CommPlan, GradientLayout, TransportKind
 from sirtaki.engine.tuning import overlap as forward_overlap
-from sirtaki.engine.tuning.overlap import SKIPPED, TIMED, ForwardOverlap
+from sirtaki.engine.tuning.overlap import (
+    COUNTS,
+    MOST_TRIED,
+    SKIPPED,
+    TIMED,
+    UNITS,
+    ForwardOverlap,
+    OverlapChoice,
+    OverlapTrials,
+    tapered,
+)
 from sirtaki.engine.tuning.plans import plans_for
 from sirtaki.measures import LinkModel
 
 REPORT = IterationReport(span_s=4.0, backward_s=1.0)
+
+
 PROFILED = IterationReport(span_s=9.0, backward_s=2.0, ready_s=(2.0, 1.0, 0.0), profiled=True)
+
+
 KNOBS = Knobs(unit_bytes=512 * KIB, streams=2, transport=TransportKind.GLOO)
+
+
 SPACE = KnobSpace(routes=((TransportKind.GLOO, Algorithm.FLAT),), streams=(1, 2))
 
 
@@ -85,16 +102,6 @@ def test_where_nobody_knows_the_order_stays() -> None:
     assert sync.order == []
 
 
-def test_where_it_is_not_wanted_nothing_is_said() -> None:
-    control = Control([])
-    overlap: Any = ForwardOverlap(control, wanted=False)  # type: ignore[arg-type]
-    for _ in range(5):
-        overlap.note(REPORT, Sync(), KNOBS, SPACE, profiled=PROFILED, joined=False, link=None)
-    assert not overlap.ready
-    assert not overlap.learning
-    assert control.said == []
-
-
 class Played:
     """A job on a clock of its own; putting off halves its iterations."""
 
@@ -124,6 +131,8 @@ class Played:
 
 
 TRIAL = SKIPPED + TIMED + 1
+
+
 LINK = LinkModel(alpha_s=0.0, throughput=(1.0,))
 
 
@@ -158,15 +167,6 @@ def test_what_a_replayed_iteration_is_about_shortest_with_is_tried_after_the_tun
     assert counts[1:] == [13, 13]
 
 
-@pytest.mark.parametrize("put_off_s", [(1.0,), (0.5, 0.5, 2.5)])
-def test_it_is_left_where_nothing_is_gained(monkeypatch: pytest.MonkeyPatch, put_off_s: Sequence[float]) -> None:
-    played = Played(monkeypatch, put_off_s=put_off_s)
-    played.iterate(2 + 12 * TRIAL)
-    assert not played.overlap.trying
-    assert not played.overlap.ready
-    assert played.knobs == KNOBS
-
-
 def test_another_order_ends_trials_and_keeps_what_they_have_found(monkeypatch: pytest.MonkeyPatch) -> None:
     played = Played(monkeypatch)
     played.iterate(2 + 2 * TRIAL)
@@ -195,3 +195,137 @@ def test_what_is_kept_leaves_in_the_order_in_which_it_was_tried(monkeypatch: pyt
     assert len(s_per_byte) > 2
     assert all(len(found) == 1 for found in s_per_byte.values())
     assert len(set[float]().union(*s_per_byte.values())) == len(s_per_byte)
+
+
+TRIED_SPACE = KnobSpace(
+    routes=((TransportKind.GLOO, Algorithm.FLAT),), unit_bytes=(64 * KIB, 8 * MIB), streams=(1, 2, 4)
+)
+
+
+LAYOUT = GradientLayout(sizes=(1000, 2 * MIB - 1000), itemsize_bytes=4, dtype="float32", device="cpu")
+
+
+TUNED = Knobs(unit_bytes=2 * MIB, streams=4, transport=TransportKind.GLOO)
+
+
+def play(seconds: Callable[[OverlapChoice], float], trials: OverlapTrials) -> list[OverlapChoice]:
+    run = []
+    while not trials.over:
+        run.append(trials.now)
+        trials.note(seconds(trials.now))
+    return run
+
+
+def made(tuned: Knobs = TUNED, space: KnobSpace = TRIED_SPACE) -> OverlapTrials:
+    return OverlapTrials(tuned, space, [LAYOUT])
+
+
+@pytest.mark.parametrize(("unit_bytes", "streams"), [(128 * KIB, 1), (512 * KIB, 4), (4 * MIB, 2)])
+def test_a_better_setting_is_climbed_to(unit_bytes: int, streams: int) -> None:
+    def seconds(choice: OverlapChoice) -> float:
+        if not choice.puts_off:
+            return 1.0
+        off = max(choice.knobs.unit_bytes / unit_bytes, unit_bytes / choice.knobs.unit_bytes)
+        return 0.6 + 0.05 * off + 0.05 * abs(choice.knobs.streams - streams)
+
+    trials = made()
+    run = play(seconds, trials)
+    assert trials.now.puts_off
+    assert (trials.now.knobs.unit_bytes, trials.now.knobs.streams) == (unit_bytes, streams)
+    assert len({choice for choice in run if choice.puts_off}) <= MOST_TRIED
+    assert "KiB" in trials.describe() or "MiB" in trials.describe()
+
+
+def test_it_is_not_used_where_it_gains_nothing_and_the_tuners_setting_stays() -> None:
+    trials = made()
+    play(lambda choice: 0.995 if choice.puts_off else 1.0, trials)
+    assert trials.now == trials.first
+    assert "not used" in trials.describe()
+
+
+def test_the_first_and_the_best_run_again_before_it_is_decided() -> None:
+    trials = made()
+    run = play(lambda choice: 0.5 if choice.puts_off and choice.knobs.streams == 2 else 1.0, trials)
+    assert run[-2] == trials.first
+    assert run[-1] == trials.now
+
+
+def test_luck_in_one_trial_is_found_out_by_the_repetition() -> None:
+    trials, seen = made(), list[OverlapChoice]()
+
+    def seconds(choice: OverlapChoice) -> float:
+        lucky = choice.puts_off and choice not in seen and choice.knobs == TUNED
+        seen.append(choice)
+        return 0.9 if lucky else 1.1 if choice.puts_off else 1.0
+
+    play(seconds, trials)
+    assert not trials.now.puts_off
+
+
+def test_what_the_user_has_fixed_is_not_tried_otherwise() -> None:
+    fixed = KnobSpace(routes=TRIED_SPACE.routes, unit_bytes=(2 * MIB, 2 * MIB), streams=(4,))
+    run = play(lambda choice: 1.0, made(space=fixed))
+    assert {choice.knobs for choice in run} == {TUNED}
+
+
+def test_planned_units_are_tried_as_they_are_and_tapered_ones_beside_them() -> None:
+    planned = Knobs(unit_bytes=2 * MIB, streams=2, transport=TransportKind.GLOO, cuts=(Cut(stop=2 * MIB, stream=0),))
+    run = play(lambda choice: 1.0, made(planned))
+    assert run[1].knobs == planned
+    others = {choice.knobs for choice in run} - {planned}
+    assert others
+    assert others == {tapered(replace(knobs, cuts=None), LAYOUT) for knobs in others}
+
+
+@pytest.mark.parametrize(
+    ("unit_bytes", "numel"), [(4, 3000), (16, 3000), (64 * KIB, 2 * MIB), (100_001, 2 * MIB), (4 * MIB, 2 * MIB)]
+)
+def test_the_last_units_are_a_half_and_a_quarter_of_the_others(unit_bytes: int, numel: int) -> None:
+    layout = replace(LAYOUT, sizes=(1000, numel - 1000))
+    knobs = tapered(replace(TUNED, unit_bytes=unit_bytes), layout)
+    units = [unit.stop - unit.start for unit in knobs.to_plan(layout).units]
+    assert sum(units) == numel
+    if unit_bytes < 16:
+        assert knobs.cuts is None
+        return
+    unit = unit_bytes // 4
+    assert units[-2:] == [unit // 2, numel - sum(units[:-1])]
+    assert units[-1] == pytest.approx(unit / 4, abs=1)
+    assert max(units[:-2]) - min(units[:-2]) <= 1
+    assert units[0] == pytest.approx(unit, rel=0.5)
+
+
+def test_what_is_expected_to_be_fast_is_tried_first_and_then_the_neighbours_of_what_was() -> None:
+    trials = made()
+    units = dict[Knobs, int]()
+
+    def expected_s(knobs: Knobs) -> float:
+        units[knobs] = len(knobs.to_plan(LAYOUT).units)
+        return 10.0 + 0.5 * abs(units[knobs] - 13) + (2.0 if knobs.streams == 1 else 0.0)
+
+    promising = trials.promising(expected_s)
+    assert [knobs.streams for knobs in promising] == [2, 4]  # one stream is far from the best
+    assert {units[knobs] for knobs in promising} == {13}
+    assert max(units.values()) > 20
+    assert not trials.informed
+    trials.expect(promising)
+    assert trials.informed
+    best = promising[1]
+    run = play(lambda choice: 0.5 if choice.knobs == best else 1.0, trials)
+    assert [choice.knobs for choice in run[:4]] == [TUNED, TUNED, *promising]
+    assert {choice.knobs.unit_bytes / best.unit_bytes for choice in run[4:-2]} == {0.5, 2.0}
+    assert trials.now.knobs == best
+
+
+def test_of_what_is_expected_to_be_about_equal_it_takes_the_fewest_units() -> None:
+    trials = made()
+    promising = trials.promising(lambda knobs: 1.0 + 1e-4 * knobs.unit_bytes / MIB)
+    assert [knobs.streams for knobs in promising] == [1, 2, 4]
+    assert {knobs.unit_bytes for knobs in promising} == {LAYOUT.total_bytes // min(COUNTS)}
+
+
+def test_where_nothing_can_be_expected_it_begins_with_smaller_units() -> None:
+    trials = made()
+    trials.expect([])
+    run = play(lambda choice: 1.0, trials)
+    assert run[2].knobs.unit_bytes == LAYOUT.total_bytes // UNITS

@@ -1,8 +1,33 @@
-"""What the warm-up measures of a route before the planners plan."""
+"""What a search may choose from, by the router, the user's settings, and what is measured before it."""
 
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
 from conftest import RunRanks
 
-from sirtaki.engine.tuning.probes import LEAST_LARGE_BYTES, NEEDED_FIRST, PASSES, SHAPES, STREAM_BYTES
+from sirtaki.autotune.knobs import MIB, KnobSpace
+from sirtaki.autotune.model.fits import ContentionModel, RateCurve
+from sirtaki.comm.plan import Algorithm, Route, TransportKind
+from sirtaki.engine.tuning.plans import knob_space
+from sirtaki.engine.tuning.probes import (
+    LEAST_LARGE_BYTES,
+    NEEDED_FIRST,
+    PASSES,
+    SHAPES,
+    SMALL_BYTES,
+    SOUNDING_BYTES,
+    STREAM_BYTES,
+    UNIT_BYTES,
+    Measured,
+    ProbeBudget,
+    ProbeSize,
+    ThreadProbe,
+    contention_model,
+    threads_matter,
+    without_planners,
+)
+from sirtaki.settings import Settings
 
 
 def shapes_of(output: str) -> list[list[tuple[int, ...]]]:
@@ -22,3 +47,194 @@ def test_every_stream_carries_as_much_in_every_probe(run_ranks: RunRanks) -> Non
     probes, _ = shapes_of(run_ranks("probes.py", 2, 100.0, 100.0).stdout)
     assert {probe[:2] for probe in probes} == {shape for shape in SHAPES if shape[1] <= 4}
     assert {unit_bytes * rounds for unit_bytes, _, rounds in probes} == {PASSES * STREAM_BYTES}
+
+
+class Link:
+    """Takes as long as it takes: streams share the link, and none gets more than a flow may have."""
+
+    def __init__(self, *, alpha_s: float, link_bytes_per_s: float, flow_bytes_per_s: float) -> None:
+        self.alpha_s, self._link, self._flow = alpha_s, link_bytes_per_s, flow_bytes_per_s
+
+    def round_s(self, unit_bytes: int, streams: int) -> float:
+        return self.alpha_s + unit_bytes / min(self._flow, self._link / streams)
+
+    def probed(self, budget_s: float) -> tuple[list[tuple[ProbeSize, int]], float]:
+        """Probes of one route, and what they take in all."""
+        small, large = SOUNDING_BYTES
+        budget = ProbeBudget((self.round_s(small, 1), self.round_s(large, 1)))
+        spent_s = (1 + PASSES) * (self.round_s(small, 1) + self.round_s(large, 1))
+        taken = []
+        for number, (unit_bytes, streams) in enumerate(SHAPES):
+            needed_more = max(0, NEEDED_FIRST - number)
+            size = budget.size(unit_bytes, streams, left_s=budget_s - spent_s, needed_more=needed_more)
+            if size is not None and (size, streams) not in taken:
+                round_s = self.round_s(size.unit_bytes, streams)
+                spent_s += (1 + PASSES) * size.rounds * round_s
+                budget.learn(streams=streams, unit_bytes=size.unit_bytes, round_s=round_s)
+                taken.append((size, streams))
+        return taken, spent_s
+
+
+def test_where_the_link_is_fast_every_stream_carries_all() -> None:
+    taken, _ = Link(alpha_s=1e-4, link_bytes_per_s=1e9, flow_bytes_per_s=1e9).probed(1.0)
+    assert [(size.unit_bytes, streams) for size, streams in taken] == list(SHAPES)
+    assert {size.unit_bytes * size.rounds for size, _ in taken} == {STREAM_BYTES}
+
+
+@pytest.mark.parametrize("budget_s", [1.0, 2.0, 5.0])
+@pytest.mark.parametrize(
+    "link",
+    [
+        Link(alpha_s=1e-3, link_bytes_per_s=8e6, flow_bytes_per_s=8e6),
+        Link(alpha_s=1e-3, link_bytes_per_s=3e7, flow_bytes_per_s=2e6),
+        Link(alpha_s=0.03, link_bytes_per_s=3e7, flow_bytes_per_s=8e6),
+        Link(alpha_s=0.03, link_bytes_per_s=1e9, flow_bytes_per_s=1e9),
+    ],
+)
+def test_a_slow_link_is_probed_within_the_budget_in_two_sizes_and_on_several_streams(
+    link: Link, budget_s: float
+) -> None:
+    taken, spent_s = link.probed(budget_s)
+    assert spent_s <= budget_s
+    assert len({size.unit_bytes for size, streams in taken if streams == 1}) > 1
+    assert any(streams > 1 for _, streams in taken)
+
+
+def test_many_streams_are_probed_where_each_flow_is_capped() -> None:
+    taken, _ = Link(alpha_s=1e-3, link_bytes_per_s=3e7, flow_bytes_per_s=8e5).probed(3.5)
+    assert 16 in {streams for _, streams in taken}
+
+
+def test_what_is_needed_is_probed_by_the_least_that_tells_something_however_late_it_is() -> None:
+    budget = ProbeBudget((1.0, 20.0))
+    assert budget.size(SMALL_BYTES, 1, left_s=-1.0, needed_more=3) == ProbeSize(unit_bytes=SMALL_BYTES, rounds=1)
+    assert budget.size(MIB, 4, left_s=-1.0, needed_more=1) == ProbeSize(unit_bytes=LEAST_LARGE_BYTES, rounds=1)
+    assert budget.size(MIB, 4, left_s=-1.0, needed_more=0) is None
+
+
+TRUTH = ContentionModel(
+    alpha_1=0.98,
+    alpha_2=5e-5,
+    overlapped=RateCurve(gamma_1=8e10, gamma_2=7e10, gamma_3=0.01),
+    alone=RateCurve(gamma_1=1e11, gamma_2=8e10, gamma_3=0.02),
+)
+
+
+ALPHA_S, COMPUTE_S = 2e-5, 8e-3
+
+
+def probes(
+    noise: float,
+    *,
+    threads: tuple[int | None, ...] = (None, 512, 1024, 2048, 4096, 8192),
+    matter: bool = True,
+    nccls_own: int = 512,
+) -> list[ThreadProbe]:
+    rng = np.random.default_rng(3)
+    found = []
+    for count in threads:
+        seen = (count or nccls_own) if matter else 512
+        for unit_bytes in UNIT_BYTES:
+            exact = {
+                "alone_s": ALPHA_S + TRUTH.alone.seconds(unit_bytes, seen),
+                "beside_s": ALPHA_S + TRUTH.overlapped.seconds(unit_bytes, seen),
+                "compute_s": COMPUTE_S / TRUTH.compute_speed(seen),
+                "undisturbed_s": COMPUTE_S,
+            }
+            noisy = {
+                name: tuple((value * (1 + noise * rng.standard_normal(3))).tolist()) for name, value in exact.items()
+            }
+            found.append(ThreadProbe(threads=count, unit_bytes=unit_bytes, **noisy))
+    return found
+
+
+def test_threads_matter_where_their_effect_exceeds_the_noise() -> None:
+    assert threads_matter(probes(0.01))
+    assert not threads_matter(probes(0.01, matter=False))
+    assert not threads_matter(probes(0.6))
+
+
+def test_libras_model_comes_out_of_the_probes() -> None:
+    model = contention_model(probes(0.002), alpha_s=ALPHA_S)
+    assert model is not None
+    for threads in (512, 2048, 8192):
+        assert abs(model.compute_speed(threads) / TRUTH.compute_speed(threads) - 1) < 0.05
+        for ours, true in ((model.alone, TRUTH.alone), (model.overlapped, TRUTH.overlapped)):
+            assert abs(ours.bytes_per_s(threads) / true.bytes_per_s(threads) - 1) < 0.1
+
+
+def test_nccls_own_choice_counts_as_the_allowance_that_it_resembles() -> None:
+    for threads in (512, 4096, 8192):
+        model = contention_model(probes(0.002, nccls_own=threads), alpha_s=ALPHA_S)
+        assert model is not None
+        assert model.default_threads == threads
+
+
+def test_probes_that_fit_nothing_give_no_model() -> None:
+    assert contention_model(probes(0.9), alpha_s=ALPHA_S) is None
+
+
+GLOO, MPI, SHARED = (
+    (kind, Algorithm.FLAT) for kind in (TransportKind.GLOO, TransportKind.MPI, TransportKind.SHARED_MEMORY)
+)
+
+
+def test_routes_that_were_not_probed_again_may_be_chosen_and_only_some_of_them_promise_something() -> None:
+    probed = KnobSpace(routes=(GLOO,))
+    found = Measured(space=probed, promising=probed).with_routes([SHARED, GLOO, MPI], promising=[SHARED, GLOO])
+    assert found.space.routes == (SHARED, GLOO, MPI)
+    assert found.promising.routes == (SHARED, GLOO)
+
+
+def test_without_probes_nobody_tunes_threads() -> None:
+    found = without_planners(KnobSpace(routes=(GLOO,), threads=(None, 512)))
+    assert found.space.threads == found.promising.threads == (None,)
+    assert found.links == {}
+    assert found.model([], [], 0.0, 0.0) is None  # type: ignore[arg-type]
+
+
+ROUTE = (TransportKind.NCCL, Algorithm.FLAT)
+
+
+TREE = (TransportKind.NCCL, Algorithm.HIERARCHICAL)
+
+
+class NcclRouter:
+    """A router over NCCL, as far as a knob space asks for it."""
+
+    def __init__(self, streams: int, *, on_tree: int = 0) -> None:
+        self._limits = {ROUTE: streams, **({TREE: on_tree} if on_tree else {})}
+        self.routes = tuple(self._limits)
+
+    def max_streams(self, routes: Sequence[Route] | None = None) -> int:
+        return min(self._limits[route] for route in routes or self.routes)
+
+    def why_not_more(self, routes: Sequence[Route]) -> str:
+        return "as is"
+
+    def threads(self) -> tuple[int, ...]:
+        return 512, 1024
+
+
+@pytest.mark.parametrize(("streams", "offered"), [(24, (None, 512, 1024)), (1, (None,))])
+def test_several_allowances_are_offered_where_their_communicators_may_overlap(
+    streams: int, offered: tuple[int | None, ...]
+) -> None:
+    space = knob_space(NcclRouter(streams), Settings.from_environ({}), 64 * MIB)  # type: ignore[arg-type]
+    assert space.threads == offered
+    assert space.streams[-1] == streams
+
+
+def test_a_route_that_opens_fewer_streams_than_another_is_offered_with_as_many_as_it_opens() -> None:
+    space = knob_space(NcclRouter(24, on_tree=8), Settings.from_environ({}), 64 * MIB)  # type: ignore[arg-type]
+    assert space.streams_on(ROUTE)[-1] == 24
+    assert space.streams_on(TREE)[-1] == 8
+    assert space.routes == (ROUTE, TREE)
+
+
+@pytest.mark.parametrize(("streams", "routes"), [("8", (ROUTE, TREE)), ("12", (ROUTE,))])
+def test_routes_that_do_not_open_as_many_streams_as_the_user_asks_for_are_left_out(
+    streams: str, routes: tuple[Route, ...]
+) -> None:
+    settings = Settings.from_environ({"SIRTAKI_STREAMS": streams})
+    assert knob_space(NcclRouter(24, on_tree=8), settings, 64 * MIB).routes == routes  # type: ignore[arg-type]

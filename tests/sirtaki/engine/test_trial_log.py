@@ -1,25 +1,29 @@
-"""What a job writes into its trial log, and what is read from it again."""
+"""The log of trials is read as it was written, also by later releases and after a job was cut short."""
 
 from __future__ import annotations
 
 import json
+import time
 from contextlib import closing
 from pathlib import Path
 
 import pytest
+from fakes.trial_logs import JOB, TABLE, knobs, trial
 
-from sirtaki.autotune.arms.planners import make_planners
-from sirtaki.autotune.knobs import MIB, Knobs, KnobSpace
+from sirtaki.autotune.knobs import MIB, Knobs
 from sirtaki.autotune.meta.session import Assignment, Purpose
 from sirtaki.autotune.model.planning import Forecast, PlanningModel
 from sirtaki.autotune.model.simulator import Profile
 from sirtaki.autotune.trial import Trial
+from sirtaki.comm.gradients.iteration import IterationReport
 from sirtaki.comm.plan import Algorithm, GradientLayout, TransportKind
-from sirtaki.engine.tuning.trial_log import TrialLogWriter, read_log
+from sirtaki.engine.tuning.trial_log import StepTime, StepTimes, TrialLogWriter, read_log
 from sirtaki.errors import ConfigError
 from sirtaki.measures import LinkModel
 
 ROUTE = (TransportKind.GLOO, Algorithm.FLAT)
+
+
 MODEL = PlanningModel(
     layout=GradientLayout(sizes=(4 * MIB,) * 8),
     profile=Profile.from_durations([1e-4] * 8),
@@ -61,12 +65,6 @@ def test_what_a_model_predicted_and_whether_it_was_believed_can_be_read_again(tm
     assert last.believed is False
 
 
-def test_planners_share_the_forecast_that_is_written_down() -> None:
-    planners = make_planners(space=KnobSpace(routes=(ROUTE,), unit_bytes=(MIB, 64 * MIB)), model=MODEL)
-    assert planners[0].forecast is not None
-    assert {planner.forecast for planner in planners} == {planners[0].forecast}
-
-
 def test_without_a_model_nothing_is_predicted(tmp_path: Path) -> None:
     with closing(TrialLogWriter(str(tmp_path / "log"))) as log:
         write(log, streams(1), 0.1, iteration=3, forecast=None)
@@ -94,3 +92,109 @@ def test_a_log_that_cannot_be_written_is_a_warning(tmp_path: Path, caplog: pytes
     log = TrialLogWriter(str(tmp_path / "nowhere" / "log"))
     write(log, streams(1), 0.1, iteration=3, forecast=None)
     assert "the trial log cannot be written" in caplog.text
+
+
+def test_a_job_that_was_cut_short_shows_its_best_so_far(log_of):
+    outcome = read_log(log_of(*JOB[:3])).outcome
+    assert (outcome.arm, outcome.span_s, outcome.default_span_s) == ("grid", 0.1, 0.2)
+
+
+def test_of_several_jobs_in_a_file_the_last_counts(log_of):
+    second = [trial(2, "default", knobs(64), 0.5, 0.5, "default")]
+    assert len(read_log(log_of(*JOB, *second)).measurements) == 1
+    assert len(read_log(log_of(*JOB[:3], *second)).measurements) == 1
+
+
+def test_lines_of_another_kind_are_skipped(log_of):
+    assert len(read_log(log_of({"event": "weather"}, *JOB, {"event": "sunset"})).measurements) == 4
+
+
+def test_a_plain_record_with_one_span_is_read_too(log_of):
+    record = {"iteration": 1, "arm": "a", "purpose": "trial", "knobs": knobs().to_json(), "span_s": 0.5, "noise_s": 0.0}
+    (measurement,) = read_log(log_of({**record, "was_best": True, "status": "complete"})).measurements
+    assert (measurement.span_s, measurement.was_best) == (0.5, True)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "no measured trial"),
+        ("nonsense\n", "line 1"),
+        ("[1]\n", "an object was expected"),
+        ('{"knobs": {}, "iteration": 1}\n', "line 1"),
+        (json.dumps(trial(3, "x", knobs(), -1.0, None)) + "\n", "a time of -1.0 s"),
+        (json.dumps(trial(3, "x", knobs(), None, None)) + "\n", "no measured trial"),
+    ],
+)
+def test_what_is_no_log_is_refused_with_the_line(tmp_path, text, message):
+    path = tmp_path / "trials.jsonl"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        read_log(path)
+
+
+def test_a_last_line_that_was_not_written_to_its_end_is_skipped_and_only_that(log_of):
+    path = log_of(*JOB)
+    whole = path.read_text()
+    path.write_text(whole + json.dumps(JOB[1])[:40])
+    assert len(read_log(path).measurements) == 4
+    path.write_text(whole + json.dumps(JOB[1])[:40] + "\n")
+    with pytest.raises(ConfigError, match="line 6"):
+        read_log(path)
+
+
+def of(process, *records, tuner="a"):
+    return [{**record, "version": 2, "tuner": tuner, "process": process} for record in records]
+
+
+def test_sparse_gradients_are_those_of_the_process_that_measured_last_whichever_of_its_optimizers_has_them(log_of):
+    records = [*of("p", TABLE, tuner="c"), *of("q", {**TABLE, "name": "other"}, tuner="b"), *of("p", *JOB)]
+    log = read_log(log_of(*records))
+    assert list(log.sparse) == ["table"]
+    assert read_log(log_of(TABLE, *JOB)).sparse == {}  # nobody knows whose
+
+
+def test_what_was_told_last_of_a_sparse_gradient_counts(log_of):
+    again = {**TABLE, "plan": "owner"}
+    assert read_log(log_of(*of("p", TABLE, *JOB, again))).sparse["table"].plan == "owner"
+
+
+def test_a_log_of_sparse_gradients_alone_can_be_read(log_of):
+    log = read_log(log_of(*of("p", TABLE)))
+    assert (log.measurements, list(log.sparse)) == ([], ["table"])
+
+
+@pytest.mark.parametrize("wrong", [{"plan": "by air"}, {"ways": []}, {"n_rows": "many"}, {"union": -1}])
+def test_a_line_of_sparse_gradients_that_cannot_be_understood_is_refused(log_of, wrong):
+    with pytest.raises(ConfigError, match="line 5"):
+        read_log(log_of(*JOB[:4], *of("p", {**TABLE, **wrong})))
+
+
+USUAL = StepTime(backward_s=0.02, between_s=0.03)
+
+
+def test_a_step_is_what_lies_between_and_the_communication_time() -> None:
+    assert USUAL.step_s(0.05) == pytest.approx(0.08)
+    assert USUAL.exposed_s(0.05) == pytest.approx(0.03)
+    assert USUAL.exposed_s(0.01) == 0.0
+
+
+def test_a_cold_profile_keeps_its_shape_at_the_pace_of_warm_iterations() -> None:
+    warm = USUAL.at_this_pace(Profile(ready_s=(0.0, 0.03, 0.06), compute_s=0.08, forward_s=0.5))
+    assert warm.ready_s == pytest.approx((0.0, 0.0075, 0.015))
+    assert (warm.compute_s, warm.forward_s) == (0.02, 0.03)
+
+
+def test_only_scheduled_iterations_that_follow_on_another_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, 10.0, 11.0, 21.0, 22.0])
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
+    times = StepTimes()
+    times.note(IterationReport(span_s=0.5, backward_s=9.0, ready_s=(0.0,)))
+    times.note(IterationReport(span_s=0.5, backward_s=9.0, ready_s=(0.0,)))
+    assert times.usual is None
+    assert times.cold_between_s == pytest.approx(9.5)
+    times.note(IterationReport(span_s=0.75, backward_s=0.25))
+    times.pause()  # the next one holds ten seconds of tuning
+    times.note(IterationReport(span_s=0.75, backward_s=5.0))
+    times.note(IterationReport(span_s=0.75, backward_s=0.25))
+    assert times.usual == StepTime(backward_s=0.25, between_s=0.25)

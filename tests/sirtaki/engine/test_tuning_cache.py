@@ -1,28 +1,48 @@
-"""What a job remembers and finds again; the sessions' results are made up."""
+"""What earlier jobs have found, this one's and similar ones', is looked up, proposed and kept."""
 
+import logging
 import math
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from conformance.graphs import chain_graph
 
+from sirtaki.autotune.arms.planners import make_planners
 from sirtaki.autotune.knobs import KIB, MIB, Cut, Knobs, KnobSpace
 from sirtaki.autotune.meta.session import Promise, SessionResult
 from sirtaki.autotune.model.planning import PlanningModel
 from sirtaki.autotune.model.simulator import Profile
 from sirtaki.autotune.trial import Trial
-from sirtaki.comm.plan import Algorithm, GradientLayout, Route, TransportKind
-from sirtaki.engine.tuning.cache import OTHER_TIMES, OTHER_TIMES_ON_ONE_HOST, Hardware, TuningCache, condition_of
+from sirtaki.comm.plan import Algorithm, GradientLayout, TransportKind
+from sirtaki.engine.tuning.cache import (
+    OTHER_TIMES,
+    OTHER_TIMES_ON_ONE_HOST,
+    Hardware,
+    TuningCache,
+    condition_of,
+    first_proposals,
+)
 from sirtaki.measures import LinkModel
-from sirtaki.registry.entry import Entry
+from sirtaki.registry.entry import Entry, make_key
 from sirtaki.registry.safe_store import open_store
+from sirtaki.registry.topology import Topology
+from sirtaki.registry.warm_start import WarmStart
 from sirtaki.settings import Settings
 
 ROUTE = (TransportKind.GLOO, Algorithm.FLAT)
+
+
 SPACE = KnobSpace(routes=(ROUTE,), unit_bytes=(64 * KIB, 64 * MIB), streams=(1, 2, 4, 8))
+
+
 LINK = LinkModel(alpha_s=1e-3, throughput=(1e9, 2e9, 3e9, 3e9))
+
+
 KNOBS = Knobs(unit_bytes=MIB, streams=4, transport=ROUTE[0])
+
+
 WINNER = SessionResult(
     knobs=KNOBS,
     default_span_s=1.0,
@@ -34,6 +54,8 @@ WINNER = SessionResult(
     reason="because",
     tuned=True,
 )
+
+
 TRIALS = [Trial(arm="grid", knobs=KNOBS, iterations=2, span_s=0.5)] * 3
 
 
@@ -79,25 +101,11 @@ def test_hosts_and_devices_are_told_apart_by_their_kind(path: Path) -> None:
     assert sorted(entry.provenance.host_kinds for entry in store.entries()) == [("large",), ("small",)]
 
 
-def test_this_process_runs_on_something() -> None:
-    kind = Hardware.here(torch.device("cpu"))
-    assert kind.device == "cpu"
-    assert "core" in kind.host
-
-
 def test_the_link_of_the_winners_route_is_remembered(path: Path) -> None:
     memory, layout = job(path)
     assert memory.look_up([layout], SPACE).exact is None
     assert memory.keep(WINNER, TRIALS, complete=True, links={ROUTE: LINK})
     assert only_entry(path).link == LINK
-
-
-@pytest.mark.parametrize("links", [{}, {(TransportKind.MPI, Algorithm.FLAT): LINK}])
-def test_a_link_that_was_not_measured_is_not_made_up(path: Path, links: dict[Route, LinkModel]) -> None:
-    memory, layout = job(path)
-    memory.look_up([layout], SPACE)
-    assert memory.keep(WINNER, TRIALS, complete=True, links=links)
-    assert only_entry(path).link is None
 
 
 def test_the_same_job_starts_tuned_and_its_check_forgets_nothing(path: Path) -> None:
@@ -246,3 +254,97 @@ def test_what_was_found_on_a_changed_link_leaves_the_jobs_own_entry_alone(path: 
 )
 def test_conditions_are_told_apart_by_powers_of_two(ratio: float, condition: str) -> None:
     assert condition_of(ratio) == condition
+
+
+LAYOUT = GradientLayout(sizes=(256 * KIB,) * 20)
+
+
+MODEL = PlanningModel(
+    layout=LAYOUT,
+    profile=Profile.from_durations([1e-3] * 20),
+    links={ROUTE: LinkModel(alpha_s=1e-3, throughput=(1e9, 2e9, 3e9, 4e9))},
+)
+
+
+GOOD = Knobs(unit_bytes=MIB, streams=4, transport=ROUTE[0])
+
+
+POOR = Knobs(unit_bytes=64 * KIB, streams=1, transport=ROUTE[0])
+
+
+def start(knobs: Knobs, *, arm: str = "grid", lost_cuts: bool = False, name: str = "a job like this") -> WarmStart:
+    graph, topology = chain_graph([10]), Topology.from_ranks(["host"] * 2)
+    entry = Entry(
+        key=make_key(graph, topology, dtype="float32", device="cpu"),
+        model=graph,
+        topology=topology,
+        knobs=knobs.to_json(),
+        best_span_s=0.5,
+        default_span_s=1.0,
+        arm=arm,
+    )
+    return WarmStart(
+        knobs=knobs.to_json(),
+        distance=0.1,
+        source=f"starting from {name}",
+        changes=("scaled",),
+        lost_cuts=lost_cuts,
+        entry=entry,
+    )
+
+
+def best_plan() -> Knobs:
+    planner = make_planners(space=SPACE, model=MODEL)[0]
+    return planner.ask()[0].knobs
+
+
+def test_without_a_model_the_nearest_jobs_settings_come_first_and_each_once() -> None:
+    other = replace(GOOD, streams=2)
+    found = first_proposals(
+        [start(POOR), start(GOOD), start(POOR), start(other)], layouts=[LAYOUT], space=SPACE, model=None
+    )
+    assert [proposal.knobs for proposal in found] == [POOR, GOOD, other]
+    assert found[0].message == "starting from a job like this; scaled"
+
+
+def test_what_the_model_expects_to_be_slow_is_left_out_and_said(caplog: pytest.LogCaptureFixture) -> None:
+    plan = best_plan()
+    with caplog.at_level(logging.INFO):
+        found = first_proposals(
+            [start(POOR, name="Poor"), start(plan, name="Good")], layouts=[LAYOUT], space=SPACE, model=MODEL
+        )
+    assert [proposal.knobs for proposal in found] == [plan]
+    assert "not tried, as" in caplog.text
+    assert "starting from Poor" in caplog.text
+
+
+def test_settings_alone_are_measured_against_the_plan_that_would_be_tried_next() -> None:
+    assert first_proposals([start(POOR)], layouts=[LAYOUT], space=SPACE, model=MODEL) == []
+
+
+def test_a_link_that_is_known_badly_leaves_nothing_out() -> None:
+    vague = replace(MODEL, links={ROUTE: replace(MODEL.links[ROUTE], residual=50.0)})
+    assert [
+        proposal.knobs for proposal in first_proposals([start(POOR)], layouts=[LAYOUT], space=SPACE, model=vague)
+    ] == [POOR]
+
+
+def test_a_route_that_was_not_measured_cannot_be_judged() -> None:
+    unknown = replace(POOR, transport=TransportKind.MPI)
+    assert [
+        proposal.knobs for proposal in first_proposals([start(unknown)], layouts=[LAYOUT], space=SPACE, model=MODEL)
+    ] == [unknown]
+
+
+def test_a_planner_whose_units_do_not_fit_plans_anew() -> None:
+    (planner, *_) = make_planners(space=SPACE, model=MODEL)
+    found = first_proposals([start(POOR, arm=planner.name, lost_cuts=True)], layouts=[LAYOUT], space=SPACE, model=MODEL)
+    assert [(proposal.knobs, proposal.arm) for proposal in found] == [(best_plan(), planner.name)]
+    assert f"planned anew by {planner.name}" in found[0].message
+    assert "scaled" not in found[0].message  # what was scaled is not what is tried
+
+
+def test_an_entry_with_knobs_that_are_none_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+    broken = replace(start(GOOD), knobs={**GOOD.to_json(), "transport": "pigeon"})
+    assert first_proposals([broken], layouts=[LAYOUT], space=SPACE, model=None) == []
+    assert "is left alone" in caplog.text

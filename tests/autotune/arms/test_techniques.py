@@ -1,0 +1,510 @@
+"""Search techniques: the shared contract of arms, what each finds, and those that other packages bring."""
+
+import gc
+import importlib.metadata
+import logging
+import math
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conformance.arm import ARM_CHECKS, GPU, ONLY_STREAMS, PLANNED, WIDE, MakeArm, converse, span_of, trial_of
+
+from sirtaki.autotune.arms import techniques
+from sirtaki.autotune.arms.bayesian import BayesianArm, GaussianProcess, IntArray
+from sirtaki.autotune.arms.techniques import (
+    N_INITIAL,
+    OUR_ARMS,
+    GridArm,
+    HyperbandArm,
+    PBTArm,
+    ScikitOptimizeArm,
+    import_late,
+    make_arm,
+    require,
+)
+from sirtaki.autotune.knobs import FloatArray, KnobLattice, Knobs, KnobSpace
+from sirtaki.autotune.meta.bandit import BanditArm, default_arms
+from sirtaki.autotune.trial import Arm, Proposal, Trial, TrialStatus
+from sirtaki.comm.plan import Algorithm, TransportKind
+from sirtaki.errors import TuningError
+
+
+def grid(space: KnobSpace, rng: np.random.Generator) -> Arm:
+    return GridArm(space)
+
+
+def bayesian(space: KnobSpace, rng: np.random.Generator) -> Arm:
+    return BayesianArm(space, rng=rng)
+
+
+def pbt(space: KnobSpace, rng: np.random.Generator) -> Arm:
+    return PBTArm(space, rng=rng)
+
+
+def hyperband(space: KnobSpace, rng: np.random.Generator) -> Arm:
+    return HyperbandArm(space, rng=rng)
+
+
+def scikit_optimize(space: KnobSpace, rng: np.random.Generator) -> Arm:
+    return ScikitOptimizeArm(space, rng=rng)
+
+
+def bandit(space: KnobSpace, rng: np.random.Generator) -> Arm:
+    return BanditArm([GridArm(space), BayesianArm(space, rng=rng)], rng=rng, window=6)
+
+
+@pytest.mark.parametrize("check", ARM_CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize(
+    "make",
+    [grid, bayesian, pbt, hyperband, pytest.param(scikit_optimize, marks=pytest.mark.slow), bandit],
+    ids=lambda make: make.__name__,
+)
+def test_search_technique(check: Callable[[MakeArm], None], make: MakeArm) -> None:
+    check(make)
+
+
+class Mine:
+    name = "mine"
+
+    def ask(self, n: int = 1) -> Sequence[Proposal]:
+        return []
+
+    def tell(self, trials: Sequence[Trial]) -> None:
+        pass
+
+
+def make_mine(space: KnobSpace, rng: np.random.Generator) -> Mine:
+    return Mine()
+
+
+def make_nothing(space: KnobSpace, rng: np.random.Generator) -> object:
+    return object()
+
+
+def make_trouble(space: KnobSpace, rng: np.random.Generator) -> object:
+    raise ZeroDivisionError("no")
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Pretends that a package brings entry points `name = tests' function`."""
+
+    def install(**makers: Any) -> None:
+        points = [
+            importlib.metadata.EntryPoint(name=name, value=f"{__name__}:{make.__name__}", group="sirtaki.arms")
+            for name, make in makers.items()
+        ]
+        monkeypatch.setattr(techniques, "entry_points", lambda group: [p for p in points if p.group == group])
+        monkeypatch.setitem(__import__("sys").modules, __name__, __import__("types").SimpleNamespace(**globals()))
+
+    return install
+
+
+def test_a_package_can_bring_an_arm(installed: Callable[..., None]) -> None:
+    installed(mine=make_mine)
+    assert make_arm("mine", space=WIDE, rng=np.random.default_rng(0)).name == "mine"
+    assert "mine" in default_arms(space=WIDE, rng=np.random.default_rng(0)).bandit.arms
+
+
+def test_a_package_cannot_replace_one_of_ours(installed: Callable[..., None]) -> None:
+    installed(grid=make_mine)
+    assert make_arm("grid", space=WIDE, rng=np.random.default_rng(0)).name == "grid"
+
+
+def test_an_unknown_name_is_refused_with_the_names_there_are(installed: Callable[..., None]) -> None:
+    installed(mine=make_mine)
+    with pytest.raises(TuningError, match="'gird'; there are grid, pbt, bayesian, hyperband, scikit_optimize, mine"):
+        make_arm("gird", space=WIDE, rng=np.random.default_rng(0))
+
+
+@pytest.mark.parametrize(("make", "complaint"), [(make_trouble, "ZeroDivisionError"), (make_nothing, "no name, ask")])
+def test_a_broken_arm_is_an_error_if_named_and_a_warning_if_not(
+    make: Callable[..., object], complaint: str, installed: Callable[..., None], caplog: pytest.LogCaptureFixture
+) -> None:
+    installed(broken=make)
+    rng = np.random.default_rng(0)
+    with pytest.raises(TuningError, match=complaint):
+        default_arms(space=WIDE, rng=rng, names=["grid", "broken"])
+    assert default_arms(space=WIDE, rng=rng).bandit.arms == tuple(OUR_ARMS)
+    assert complaint in caplog.text
+    assert "left out" in caplog.text
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where modules of the test lie."""
+    monkeypatch.syspath_prepend(tmp_path)
+    before = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+    import_late.cache_clear()
+
+
+def test_what_is_missing_is_said_at_once_and_nothing_is_loaded(folder: Path) -> None:
+    (folder / "slow_one.py").write_text("raise AssertionError('loaded')")
+    require("test", "slow_one", "slow-one")
+    assert "slow_one" not in sys.modules
+    with pytest.raises(TuningError, match="the test arm needs fast-one: pip install fast-one, or leave the arm out"):
+        require("test", "fast_one", "fast-one")
+
+
+def test_an_error_that_a_module_keeps_holds_nothing_of_the_caller(folder: Path) -> None:
+    (folder / "slow_c.py").write_text("try:\n    import not_there\nexcept ImportError as err:\n    kept = err\n")
+
+    class Model:
+        pass
+
+    model = Model()
+    known = weakref.ref(model)
+    import_late("slow_c")
+    del model
+    gc.collect()
+    assert known() is None
+    frames, traceback = [], sys.modules["slow_c"].kept.__traceback__
+    while traceback is not None:
+        frame = traceback.tb_frame
+        while frame is not None:
+            frames.append(frame.f_code.co_name)
+            frame = frame.f_back  # type: ignore[assignment]
+        traceback = traceback.tb_next
+    assert "test_an_error_that_a_module_keeps_holds_nothing_of_the_caller" not in frames
+
+
+def test_a_module_that_cannot_be_loaded_is_the_callers_error_and_is_tried_again(folder: Path) -> None:
+    with pytest.raises(ModuleNotFoundError, match="slow_d"):
+        import_late("slow_d")
+    (folder / "slow_d.py").write_text("")
+    import importlib
+
+    importlib.invalidate_caches()
+    assert import_late("slow_d").__name__ == "slow_d"
+
+
+SPACE = KnobSpace(routes=((TransportKind.GLOO, Algorithm.FLAT), (TransportKind.MPI, Algorithm.FLAT)))
+
+
+def test_the_first_proposals_are_spread_over_every_axis() -> None:
+    first = [proposal.knobs for proposal in GridArm(SPACE).ask(12)]
+    assert {knobs.transport for knobs in first} == {TransportKind.GLOO, TransportKind.MPI}
+    octaves = np.log2([knobs.unit_bytes / SPACE.unit_bytes[0] for knobs in first])
+    assert octaves.min() <= 3
+    assert octaves.max() >= 9
+    assert min(knobs.streams for knobs in first) <= 2
+    assert max(knobs.streams for knobs in first) >= 12
+
+
+def test_what_has_been_measured_is_not_proposed_whoever_asked() -> None:
+    arm = GridArm(SPACE)
+    first, second = (proposal.knobs for proposal in arm.ask(2))
+    arm.tell([Trial(arm="another", knobs=first, iterations=2, span_s=1.0)])
+    assert arm.ask()[0].knobs == second
+
+
+def test_it_comes_close_to_the_optimum_in_most_runs() -> None:
+    best = min(map(span_of, KnobLattice(GPU).points))
+    found = []
+    for seed in range(10):
+        arm = PBTArm(GPU, rng=np.random.default_rng(seed))
+        found.append(min(span_of(proposal.knobs) for proposal in converse(arm, 40)))
+    assert np.median(found) <= 1.05 * best
+
+
+def test_it_proposes_nothing_twice_and_ends_with_the_space() -> None:
+    arm = PBTArm(ONLY_STREAMS, rng=np.random.default_rng(0))
+    proposals = converse(arm, 10)
+    assert {proposal.knobs.streams for proposal in proposals} == {1, 3, 5}
+    assert len(proposals) == 3
+    assert arm.ask() == []
+
+
+def members_of(arm: PBTArm) -> dict[int, float]:
+    """Number of streams and span of each member."""
+    return {WIDE.streams[member.index[1]]: member.span_s for member in arm._members}
+
+
+def with_members(spans_s: dict[int, float]) -> PBTArm:
+    """A population of settings that differ in their streams."""
+    arm = PBTArm(WIDE, rng=np.random.default_rng(0), population=len(spans_s))
+    arm.tell([measured(streams, span_s, arm="somebody else") for streams, span_s in spans_s.items()])
+    return arm
+
+
+def measured(streams: int, span_s: float, *, arm: str) -> Trial:
+    knobs = replace(KnobLattice(WIDE).points[0], streams=streams)
+    return replace(trial_of(Proposal(arm=arm, knobs=knobs)), span_s=span_s)
+
+
+def test_the_worst_member_moves_and_stays_where_it_has_got_to_even_if_that_is_worse() -> None:
+    arm = with_members({1: 1.0, 2: 2.0, 4: 3.0})
+    arm.tell([measured(8, 9.0, arm="pbt")])
+    assert members_of(arm) == {1: 1.0, 2: 2.0, 8: 9.0}
+    arm.tell([measured(16, 1.5, arm="pbt")])
+    assert members_of(arm) == {1: 1.0, 16: 1.5, 2: 2.0}
+
+
+def test_what_others_have_found_immigrates_only_if_it_is_better_than_the_worst() -> None:
+    arm = with_members({1: 1.0, 2: 2.0, 4: 3.0})
+    arm.tell([measured(8, 9.0, arm="grid")])
+    assert members_of(arm) == {1: 1.0, 2: 2.0, 4: 3.0}
+    arm.tell([measured(8, 2.5, arm="grid")])
+    assert members_of(arm) == {1: 1.0, 2: 2.0, 8: 2.5}
+
+
+def hyperband_hyperband(seed: int = 0, max_iterations: int = 4) -> HyperbandArm:
+    return HyperbandArm(WIDE, rng=np.random.default_rng(seed), max_iterations=max_iterations)
+
+
+def course(arm: HyperbandArm, turns: int) -> dict[Knobs, list[int]]:
+    """The iterations asked for, setting by setting."""
+    asked: dict[Knobs, list[int]] = {}
+    for _ in range(turns):
+        (proposal,) = arm.ask()
+        assert proposal.iterations is not None
+        asked.setdefault(proposal.knobs, []).append(proposal.iterations)
+        arm.tell([trial_of(proposal)])
+    return asked
+
+
+def test_iterations_double_from_one_up_to_the_most() -> None:
+    for resources in course(hyperband_hyperband(max_iterations=5), 60).values():
+        assert resources == [1, 2, 4, 5][: len(resources)]
+
+
+def test_some_settings_end_early_and_the_promoted_are_the_better_ones() -> None:
+    asked = course(hyperband_hyperband(), 120)
+    finished = [span_of(knobs) for knobs, resources in asked.items() if resources[-1] == 4]
+    dropped = [span_of(knobs) for knobs, resources in asked.items() if resources[-1] < 4]
+    assert len(dropped) >= 10
+    assert np.median(finished) < np.median(dropped)
+
+
+@pytest.mark.parametrize("status", [TrialStatus.PRUNED, TrialStatus.FAILED])
+def test_a_setting_given_up_by_the_session_is_not_promoted(status: TrialStatus) -> None:
+    arm = hyperband_hyperband()
+    (proposal,) = arm.ask()
+    span_s = float("inf") if status is TrialStatus.FAILED else 1.0
+    arm.tell([Trial(arm=arm.name, knobs=proposal.knobs, iterations=1, span_s=span_s, status=status)])
+    assert arm.ask()[0].knobs != proposal.knobs
+
+
+def test_a_setting_that_got_fewer_iterations_than_asked_still_waits() -> None:
+    arm = hyperband_hyperband()
+    while (proposal := arm.ask()[0]).iterations == 1:
+        arm.tell([trial_of(proposal)])
+    assert proposal.iterations == 2
+    arm.tell([Trial(arm=arm.name, knobs=proposal.knobs, iterations=1, span_s=0.1)])
+    assert arm.ask()[0] == proposal
+
+
+def test_building_it_says_nothing_and_leaves_optunas_logging_as_it_was(capfd: pytest.CaptureFixture[str]) -> None:
+    import optuna
+
+    before = optuna.logging.get_verbosity()
+    course(hyperband_hyperband(), 5)
+    assert optuna.logging.get_verbosity() == before == logging.INFO
+    assert capfd.readouterr() == ("", "")
+
+
+def test_it_asks_for_what_nobody_has_measured_and_finds_what_is_fast() -> None:
+    arm = ScikitOptimizeArm(WIDE, rng=np.random.default_rng(1))
+    asked: list[Proposal] = []
+    for _ in range(N_INITIAL + 4):
+        asked += arm.ask()
+        arm.tell([trial_of(asked[-1])])
+    assert len({proposal.knobs for proposal in asked}) == len(asked)
+    spans_s = [span_of(proposal.knobs) for proposal in asked]
+    assert min(spans_s[N_INITIAL:]) < min(spans_s[:N_INITIAL])
+
+
+def test_where_nothing_has_run_yet_it_asks_on() -> None:
+    arm = ScikitOptimizeArm(WIDE, rng=np.random.default_rng(1))
+    for _ in range(3):
+        (proposal,) = arm.ask()
+        arm.tell([Trial(arm=arm.name, knobs=proposal.knobs, iterations=1, span_s=math.inf, status=TrialStatus.FAILED)])
+
+
+@pytest.fixture
+def arm() -> BayesianArm:
+    return BayesianArm(WIDE, rng=np.random.default_rng(0))
+
+
+def optimum(space: KnobSpace) -> float:
+    return min(map(span_of, KnobLattice(space).points))
+
+
+def test_it_finds_the_best_of_hundreds_of_settings_in_a_few_dozen_trials(arm: BayesianArm) -> None:
+    spans = [span_of(proposal.knobs) for proposal in converse(arm, 30)]
+    assert len(KnobLattice(WIDE)) > 600
+    assert min(spans) <= 1.03 * optimum(WIDE)
+
+
+def test_it_starts_from_what_other_arms_have_measured(arm: BayesianArm) -> None:
+    arm.tell([trial_of(proposal) for proposal in GridArm(WIDE).ask(25)])
+    (first,) = arm.ask()
+    assert "promises" in first.reason
+    assert span_of(first.knobs) <= 1.5 * optimum(WIDE)
+
+
+def test_explicit_cuts_are_skipped(arm: BayesianArm) -> None:
+    converse(arm, 8)
+    before = arm.ask(3)
+    arm.tell([trial_of(Proposal(arm="planner", knobs=PLANNED), 1e-6)])
+    assert arm.ask(3) == before
+
+
+def test_the_hope_for_more_shrinks_with_what_is_known() -> None:
+    arm = BayesianArm(GPU, rng=np.random.default_rng(0))
+    assert arm.expected_improvement() is None
+    converse(arm, 8)
+    early = arm.expected_improvement()
+    converse(arm, 40)
+    late = arm.expected_improvement()
+    assert early is not None
+    assert late is not None
+    assert late < early
+    assert late < 0.01
+
+
+def test_a_proposal_is_ready_between_two_iterations(arm: BayesianArm) -> None:
+    """Many trials, a wide space: its thread takes 30 ms here; the bound leaves room for slower machines."""
+    *known, last = GridArm(WIDE).ask(100)
+    arm.tell([trial_of(proposal) for proposal in known])
+    arm.ask()
+    arm.tell([trial_of(last)])
+    begin = time.thread_time()
+    arm.ask()
+    assert time.thread_time() - begin < 0.4
+
+
+def test_arms_that_no_one_has_asked_import_no_library_that_is_slow_to_load() -> None:
+    program = """
+import sys
+import numpy as np
+from conformance.arm import WIDE
+from sirtaki.autotune.meta.bandit import default_arms
+default_arms(space=WIDE, rng=np.random.default_rng(0)).ask()
+print({"optuna", "scipy.optimize", "scipy.stats"} & set(sys.modules))
+"""
+    ended = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, cwd="tests")
+    assert ended.stdout == "set()\n"
+
+
+def test_it_believes_less_in_a_lucky_measurement_than_in_its_neighbours(arm: BayesianArm) -> None:
+    lattice = KnobLattice(WIDE)
+    rng = np.random.default_rng(0)
+    around = [lattice.at((unit, streams, 0, 0)) for unit in range(4, 20) for streams in (2, 4)]
+    lucky = around[14]
+    for knobs in around:
+        luck = 0.8 if knobs == lucky else float(np.exp(0.05 * rng.standard_normal()))
+        arm.tell([trial_of(Proposal(arm="a", knobs=knobs), span_of(knobs) * luck)])
+    believed = arm.expected_span_s(lucky)
+    assert believed is not None
+    assert believed > 0.85 * span_of(lucky)
+    assert arm.expected_span_s(lattice.at((0, 0, 0, 0))) is None
+
+
+ROUTES = 2
+
+
+def bowl(x_ND: FloatArray, routes_N: IntArray) -> FloatArray:
+    """Both routes have their optimum at (0.6, 0.3); the second is slower by a third."""
+    values: FloatArray = ((x_ND - np.array([0.6, 0.3])) ** 2).sum(1) + routes_N / 3.0
+    return values
+
+
+def fitted(
+    n: int, *, noise: float = 0.0, measured: int = 1, repetitions: float = 0.0
+) -> tuple[GaussianProcess, FloatArray, IntArray]:
+    """The process after `n` random points, and the points."""
+    rng = np.random.default_rng(1)
+    x_ND, routes_N = rng.random((n, 2)), rng.integers(ROUTES, size=n)
+    y_N = bowl(x_ND, routes_N) + noise / np.sqrt(measured) * rng.standard_normal(n)
+    process = GaussianProcess(
+        x_ND, routes_N, y_N, np.full(n, float(measured)), noise=noise or 1.0, repetitions=repetitions
+    )
+    return process, x_ND, routes_N
+
+
+def mean_and_deviation(process: GaussianProcess, x_MD: FloatArray, routes_M: IntArray) -> tuple[FloatArray, ...]:
+    """Averaged over the hyperparameters."""
+    mean_KM, deviation_KM = process.predict(x_MD, routes_M)
+    return process.weights @ mean_KM, process.weights @ deviation_KM
+
+
+def test_it_predicts_between_the_points() -> None:
+    process, *_ = fitted(40)
+    rng = np.random.default_rng(2)
+    x_MD, routes_M = rng.uniform(0.1, 0.9, (50, 2)), rng.integers(ROUTES, size=50)
+    mean_M, _ = mean_and_deviation(process, x_MD, routes_M)
+    assert np.abs(mean_M - bowl(x_MD, routes_M)).max() < 0.05
+
+
+def test_it_is_sure_of_what_it_knows_and_not_of_what_is_far_away() -> None:
+    x_ND = np.array([[0.1, 0.1], [0.15, 0.1], [0.1, 0.2], [0.2, 0.2]])
+    routes_N = np.zeros(4, dtype=int)
+    process = GaussianProcess(x_ND, routes_N, bowl(x_ND, routes_N), np.ones(4), noise=1.0, repetitions=0.0)
+    _, (near, far, elsewhere) = mean_and_deviation(
+        process, np.array([[0.12, 0.12], [0.9, 0.9], [0.12, 0.12]]), np.array([0, 0, 1])
+    )
+    assert near < far
+    assert near < elsewhere
+
+
+def test_another_route_is_expected_to_have_the_same_shape_where_it_has_shown_it() -> None:
+    """Of the second route only one half is known; the other half rises as it does on the first."""
+    grid = np.linspace(0.0, 1.0, 9)
+    x_ND = np.array([[x, 0.5] for x in (*grid, *grid[:5])])
+    routes_N = np.array([0] * 9 + [1] * 5)
+    y_N = np.abs(x_ND[:, 0] - 0.5) + routes_N / 3.0
+    process = GaussianProcess(x_ND, routes_N, y_N, np.ones(14), noise=0.01, repetitions=20.0)
+    mean_M, _ = mean_and_deviation(process, np.array([[0.5, 0.5], [0.9, 0.5]]), np.array([1, 1]))
+    assert mean_M[1] - mean_M[0] > 0.15
+
+
+def test_repetitions_say_how_much_is_noise() -> None:
+    """The same scatter around a bowl: luck if repetitions scatter as much, a rough landscape if they agree."""
+    rng = np.random.default_rng(3)
+    x_ND, routes_N = rng.random((30, 2)), np.zeros(30, dtype=int)
+    y_N = bowl(x_ND, routes_N) + 0.1 * rng.standard_normal(30)
+
+    def follows(noise: float) -> float:
+        process = GaussianProcess(x_ND, routes_N, y_N, np.ones(30), noise=noise, repetitions=30.0)
+        mean_N, _ = mean_and_deviation(process, x_ND, routes_N)
+        return float(np.abs(mean_N - y_N).mean())
+
+    assert follows(noise=0.01) < 0.5 * follows(noise=0.1)
+
+
+def test_what_was_measured_often_counts_for_more() -> None:
+    x_ND, routes_N = np.array([[0.5, 0.5], [0.52, 0.5]]), np.zeros(2, dtype=int)
+    process = GaussianProcess(x_ND, routes_N, np.array([0.0, 0.3]), np.array([20.0, 1.0]), noise=0.15, repetitions=20.0)
+    (often, once), _ = mean_and_deviation(process, x_ND, routes_N)
+    assert abs(often - 0.0) < abs(once - 0.3)
+
+
+def test_where_only_routes_differ_there_are_no_coordinates() -> None:
+    routes_N = np.array([0, 1, 0, 1])
+    process = GaussianProcess(
+        np.empty((4, 0)), routes_N, np.array([0.0, 0.4, 0.02, 0.41]), np.ones(4), noise=1.0, repetitions=0.0
+    )
+    mean_M, _ = mean_and_deviation(process, np.empty((2, 0)), np.array([0, 1]))
+    assert mean_M[0] < mean_M[1]
+
+
+def test_points_that_all_take_the_same_are_no_trouble() -> None:
+    x_ND = np.random.default_rng(0).random((60, 3))
+    process = GaussianProcess(
+        x_ND, np.zeros(60, dtype=int), np.full(60, -3.0), np.full(60, 20.0), noise=1e-9, repetitions=1e3
+    )
+    mean_N, deviation_N = mean_and_deviation(process, x_ND, np.zeros(60, dtype=int))
+    assert np.allclose(mean_N, -3.0, atol=0.01)
+    assert np.isfinite(deviation_N).all()

@@ -1,0 +1,422 @@
+"""The bandit over arms: credit by the papers' formula, turns, faults of arms, and who takes part."""
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate, count
+from typing import Any
+
+import numpy as np
+import pytest
+from fakes.warmup_job import DEFAULT, SPACE, ListArm
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sirtaki.autotune.arms.planners import Planner
+from sirtaki.autotune.arms.techniques import OUR_ARMS
+from sirtaki.autotune.knobs import MIB, Knobs, KnobSpace
+from sirtaki.autotune.meta import bandit as ensemble
+from sirtaki.autotune.meta.bandit import AUCBandit, BanditArm, Opening, default_arms, window_for
+from sirtaki.autotune.trial import Proposal, Trial
+from sirtaki.comm.plan import TransportKind
+from sirtaki.errors import TuningError
+
+ARMS = ("grid", "pbt", "bayesian", "hyperband")
+
+
+histories = st.lists(st.tuples(st.sampled_from(ARMS), st.booleans()), max_size=60)
+
+
+windows = st.integers(min_value=1, max_value=25)
+
+
+def textbook_auc(arm: str, window: Sequence[tuple[str, bool]]) -> float:
+    """AIACC § VI: under a curve that goes up with each win of the arm, over that under one that always goes up."""
+    wins = [won for user, won in window if user == arm]
+    return sum(accumulate(wins)) / sum(accumulate([True] * len(wins))) if wins else 0.0
+
+
+def textbook_score(arm: str, window: Sequence[tuple[str, bool]], exploration: float) -> float:
+    uses = sum(user == arm for user, _ in window)
+    if uses == 0:
+        return math.inf
+    return textbook_auc(arm, window) + exploration * math.sqrt(2.0 * math.log2(len(window)) / uses)
+
+
+def replay(history: Sequence[tuple[str, bool]], *, window: int) -> AUCBandit:
+    bandit = AUCBandit(ARMS, window=window)
+    for arm, was_best in history:
+        bandit.push(arm, was_best=was_best)
+    return bandit
+
+
+@given(history=histories, window=windows)
+def test_the_running_sums_agree_with_the_formula_at_every_step(history: list[tuple[str, bool]], window: int) -> None:
+    bandit = AUCBandit(ARMS, window=window)
+    for step, (arm, was_best) in enumerate(history, start=1):
+        bandit.push(arm, was_best=was_best)
+        inside = history[max(0, step - window) : step]
+        for name in ARMS:
+            assert bandit.auc(name) == pytest.approx(textbook_auc(name, inside))
+            assert bandit.score(name) == pytest.approx(textbook_score(name, inside, 0.2))
+
+
+@given(history=histories, window=windows)
+def test_credit_lies_between_never_and_always(history: list[tuple[str, bool]], window: int) -> None:
+    bandit = replay(history, window=window)
+    assert all(0.0 <= bandit.auc(arm) <= 1.0 for arm in ARMS)
+    assert sum(bandit.uses(arm) for arm in ARMS) == min(len(history), window)
+
+
+def test_ties_are_broken_by_the_given_generator_alone() -> None:
+    bandit = AUCBandit(ARMS, window=5)
+    orders = {tuple(bandit.ranking(np.random.default_rng(seed))) for seed in range(30)}
+    assert len(orders) > 5
+    assert bandit.ranking(np.random.default_rng(4)) == bandit.ranking(np.random.default_rng(4))
+
+
+def test_the_window_slides_within_the_budget_and_has_room_for_every_arm() -> None:
+    assert window_for(100, 4) == 50
+    assert window_for(33, 10) == 16
+    assert window_for(10, 8) == 8
+
+
+@pytest.mark.parametrize("arms", [(), ("grid", "grid")])
+def test_arms_without_a_name_of_their_own_are_refused(arms: tuple[str, ...]) -> None:
+    with pytest.raises(TuningError, match="different names"):
+        AUCBandit(arms, window=3)
+
+
+def test_an_empty_window_is_refused() -> None:
+    with pytest.raises(TuningError, match="at least one use"):
+        AUCBandit(ARMS, window=0)
+
+
+def test_the_arms_can_open_in_the_order_given_and_score_decides_afterwards() -> None:
+    bandit = AUCBandit(ARMS, window=10)
+    rng = np.random.default_rng(0)
+    opened = []
+    for _ in ARMS:
+        opened.append(bandit.ranking(rng, opening=Opening.AS_GIVEN)[0])
+        bandit.push(opened[-1], was_best=opened[-1] == "bayesian")
+    assert opened == list(ARMS)
+    assert bandit.ranking(rng, opening=Opening.AS_GIVEN)[0] == "bayesian"
+
+
+def knobs(streams: int) -> Knobs:
+    return Knobs(unit_bytes=MIB, streams=streams, transport=TransportKind.GLOO)
+
+
+class ListListArm:
+    """Proposes the given stream counts in turn and remembers what it was told."""
+
+    def __init__(self, name: str, streams: Sequence[int], *, expected: float | None = None) -> None:
+        self.name = name
+        self.left = list(streams)
+        self.told: list[Trial] = []
+        self._expected = expected
+
+    def ask(self, n: int = 1) -> Sequence[Proposal]:
+        return [Proposal(arm=self.name, knobs=knobs(streams)) for streams in self.left[:n]]
+
+    def tell(self, trials: Sequence[Trial]) -> None:
+        self.told.extend(trials)
+        self.left = [streams for streams in self.left if all(trial.knobs.streams != streams for trial in trials)]
+
+    def expected_improvement(self) -> float | None:
+        return self._expected
+
+    def expected_span_s(self, knobs: Knobs) -> float | None:
+        return None if self._expected is None else self._expected * knobs.streams
+
+
+class FaultyArm(ListListArm):
+    """Raises in the method named."""
+
+    def __init__(self, name: str, fault: str) -> None:
+        super().__init__(name, range(1, 9))
+        self._fault = fault
+
+    def ask(self, n: int = 1) -> Sequence[Proposal]:
+        if self._fault == "ask":
+            raise ZeroDivisionError(self.name)
+        return super().ask(n)
+
+    def tell(self, trials: Sequence[Trial]) -> None:
+        if self._fault == "tell":
+            raise ZeroDivisionError(self.name)
+        super().tell(trials)
+
+    def expected_improvement(self) -> float | None:
+        if self._fault == "expected_improvement":
+            raise ZeroDivisionError(self.name)
+        return None
+
+
+def trial(arm: str, streams: int, *, was_best: bool = False) -> Trial:
+    return Trial(arm=arm, knobs=knobs(streams), iterations=2, span_s=1.0 / streams, was_best=was_best)
+
+
+def bandit(*arms: ListListArm, seed: int = 0) -> BanditArm:
+    return BanditArm(arms, rng=np.random.default_rng(seed), window=12)
+
+
+def test_credit_goes_to_the_arm_that_asked_and_to_no_one_for_the_default() -> None:
+    both = bandit(ListListArm("a", [1]), ListListArm("b", [2]))
+    both.tell([trial("default", 1, was_best=True), trial("b", 2, was_best=True), trial("a", 3)])
+    assert both.bandit.auc("b") == 1.0
+    assert both.bandit.auc("a") == 0.0
+    assert both.bandit.uses("a") == both.bandit.uses("b") == 1
+    assert both.leader == "b"
+    assert both.credits == {"a": both.bandit.auc("a"), "b": both.bandit.auc("b")}
+
+
+def test_an_arm_that_finds_new_bests_is_asked_more_often() -> None:
+    lucky, idle = ListListArm("lucky", range(100, 200)), ListListArm("idle", range(1, 100))
+    both = bandit(lucky, idle)
+    uses = {"lucky": 0, "idle": 0}
+    for _ in range(40):
+        (proposal,) = both.ask()
+        uses[proposal.arm] += 1
+        both.tell([trial(proposal.arm, proposal.knobs.streams, was_best=proposal.arm == "lucky")])
+    assert uses["lucky"] > 2 * uses["idle"] > 0
+
+
+def test_an_arm_with_nothing_to_propose_is_passed_over_and_not_counted() -> None:
+    both = bandit(ListListArm("dry", []), ListListArm("full", [1, 2, 3]))
+    for _ in range(3):
+        (proposal,) = both.ask()
+        assert proposal.arm == "full"
+        both.tell([trial("full", proposal.knobs.streams)])
+    assert both.bandit.uses("dry") == 0
+    assert not both.ask()
+
+
+def test_asking_for_several_goes_round_the_arms() -> None:
+    both = bandit(ListListArm("a", [1, 2, 3]), ListListArm("b", [4]))
+    assert sorted(proposal.arm for proposal in both.ask(3)) == ["a", "a", "b"]
+    assert len(both.ask(9)) == 4
+
+
+@pytest.mark.parametrize("fault", ["ask", "tell", "expected_improvement"])
+def test_an_arm_that_raises_is_left_out_and_the_others_go_on(fault: str, caplog: pytest.LogCaptureFixture) -> None:
+    good = ListListArm("good", range(1, 9), expected=0.2)
+    both = bandit(FaultyArm("faulty", fault), good)
+    for _ in range(8):
+        (proposal,) = both.ask()
+        both.tell([trial(proposal.arm, proposal.knobs.streams)])
+        assert both.expected_improvement() in (None, 0.2)
+    assert both.expected_improvement() == 0.2
+    assert "'faulty' failed and is left out" in caplog.text
+    assert caplog.text.count("left out") == 1
+    assert len(good.told) == 8
+
+
+def test_what_is_left_to_gain_is_the_most_that_any_arm_expects() -> None:
+    none = bandit(ListListArm("a", []), ListListArm("b", []))
+    some = bandit(ListListArm("a", [], expected=0.1), ListListArm("b", [], expected=0.3), ListListArm("c", []))
+    assert not none.ask()
+    assert not some.ask()
+    assert none.expected_improvement() is None
+    assert some.expected_improvement() == 0.3
+
+
+def test_nobody_says_what_is_left_to_gain_before_all_arms_have_had_their_turn() -> None:
+    arms = bandit(ListListArm("a", [1, 2], expected=0.1), ListListArm("b", [3], expected=0.1))
+    for expected in (None, 0.1):
+        (proposal,) = arms.ask()
+        arms.tell([trial(proposal.arm, proposal.knobs.streams)])
+        assert arms.expected_improvement() == expected
+
+
+def test_the_first_arm_with_an_opinion_is_believed() -> None:
+    assert bandit(ListListArm("a", [])).expected_span_s(knobs(3)) is None
+    both = bandit(ListListArm("a", []), ListListArm("b", [], expected=0.5))
+    assert both.expected_span_s(knobs(3)) == 1.5
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        None,
+        5,
+        [None],
+        ["knobs"],
+        [Proposal(arm="mad", knobs=None)],
+        [Proposal(arm="mad", knobs=knobs(1), iterations=0)],
+    ],  # type: ignore[arg-type]
+)
+def test_an_arm_that_answers_nonsense_is_left_out(answer: object, caplog: pytest.LogCaptureFixture) -> None:
+    mad = ListListArm("mad", [1])
+    mad.ask = lambda n=1: answer  # type: ignore[method-assign,assignment,return-value]
+    both = bandit(mad, ListListArm("sane", [2]))
+    for _ in range(3):
+        assert [proposal.arm for proposal in both.ask()] == ["sane"] or not both.ask()
+    assert caplog.text.count("left out") == 1
+
+
+def test_an_arm_answers_no_more_than_it_is_asked_for_and_under_its_own_name() -> None:
+    endless = ListListArm("endless", [1])
+    endless.ask = lambda n=1: (Proposal(arm="default", knobs=knobs(7)) for _ in count())  # type: ignore[method-assign,assignment,return-value,misc]
+    assert bandit(endless).ask(3) == [Proposal(arm="endless", knobs=knobs(7))] * 3
+
+
+@pytest.mark.parametrize("answer", ["much", float("nan"), object()])
+def test_an_arm_that_expects_no_number_is_left_out(answer: object) -> None:
+    mad = ListListArm("mad", [1])
+    mad.expected_improvement = lambda: answer  # type: ignore[method-assign,assignment,return-value]
+    mad.expected_span_s = lambda knobs: answer  # type: ignore[attr-defined]
+    both = bandit(mad, ListListArm("sane", [2]))
+    assert both.expected_improvement() is None
+    assert both.expected_span_s(knobs(1)) is None
+    assert [proposal.arm for proposal in both.ask(2)] == ["sane"]
+
+
+class Judge(ListListArm):
+    """Its surrogate promises what it is told to, by the number of streams."""
+
+    def __init__(self, name: str, promises: dict[int, float]) -> None:
+        super().__init__(name, [])
+        self._promises = promises
+
+    def promise(self, candidates: Sequence[Knobs]) -> list[float]:
+        return [self._promises[candidate.streams] for candidate in candidates]
+
+
+def test_the_surrogate_picks_among_what_an_arm_proposes() -> None:
+    arm = bandit(ListListArm("one", [1, 2, 3]), Judge("judge", {1: 0.01, 2: 0.2, 3: 0.0}))
+    (proposal,) = arm.ask()
+    assert (proposal.arm, proposal.knobs.streams) == ("one", 2)
+
+
+def test_an_arm_whose_every_proposal_is_hopeless_is_passed_over() -> None:
+    hopeless, good = ListListArm("hopeless", [1, 2]), ListListArm("good", [3])
+    arm = bandit(hopeless, good, Judge("judge", {1: 0.0, 2: 0.0005, 3: 0.01}))
+    assert {arm.ask()[0].arm for _ in range(20)} == {"good"}
+
+
+def test_a_plan_of_which_the_surrogate_knows_nothing_passes() -> None:
+    arm = bandit(ListListArm("planner", [1]), Judge("judge", {1: float("inf")}))
+    assert arm.ask()[0].arm == "planner"
+
+
+def test_arms_of_the_whole_space_take_over_once_and_know_all_trials() -> None:
+    narrow, wide = ListListArm("one", [1]), ListListArm("one", [7])
+    doubts = iter([False, True, True])
+    arm = BanditArm(
+        [narrow], rng=np.random.default_rng(0), window=20, doubted=lambda: next(doubts), wider=lambda: [wide]
+    )
+    arm.tell([trial("one", 1)])
+    assert not wide.told
+    arm.tell([trial("one", 2)])
+    assert [each.knobs.streams for each in wide.told] == [1, 2]
+    arm.tell([trial("one", 3)])
+    assert [each.knobs.streams for each in wide.told] == [1, 2, 3]
+    assert len(narrow.told) == 2
+    assert arm.ask()[0].knobs.streams == 7
+
+
+class Named(ListArm):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+
+class Drawn(Named):
+    """Remembers what it was made with."""
+
+    def __init__(self, name: str, space: KnobSpace, rng: np.random.Generator) -> None:
+        super().__init__(name)
+        if name == "greedy":
+            rng.random(100)
+        self.space, self.draw = space, float(rng.random())
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[Drawn]:
+    """Arms in the order in which they were made; `twin` is called like `a`, `broken` cannot be built."""
+    found: list[Drawn] = []
+
+    def make_arm(name: str, *, space: KnobSpace, rng: np.random.Generator) -> Drawn:
+        if name == "broken":
+            raise TuningError("the broken arm needs something")
+        found.append(Drawn("a" if name == "twin" else name, space, rng))
+        return found[-1]
+
+    monkeypatch.setattr(ensemble, "make_arm", make_arm)
+    monkeypatch.setattr(ensemble, "third_party_arms", lambda: ("theirs",))
+    return found
+
+
+def arms(seed: int = 0, **more: Any) -> BanditArm:
+    return default_arms(space=SPACE, rng=np.random.default_rng(seed), **more)
+
+
+def names(bandit: BanditArm) -> list[str]:
+    return list(bandit._arms)
+
+
+def test_planners_come_first_as_given_then_ours_then_others(made: list[Drawn]) -> None:
+    bandit = arms(planners=[Named("p"), Named("q")])
+    assert names(bandit) == ["p", "q", *OUR_ARMS, "theirs"]
+    assert [arm.space for arm in made] == [SPACE] * len(made)
+
+
+def test_named_techniques_only(made: list[Drawn]) -> None:
+    assert names(arms(names=["b", "a"])) == ["b", "a"]
+
+
+def test_draws_of_one_arm_do_not_depend_on_another(made: list[Drawn]) -> None:
+    arms(names=["a", "b"])
+    arms(names=["greedy", "b"])
+    first, second, _, again = made
+    assert first.draw != second.draw
+    assert again.draw == second.draw
+    arms(seed=1, names=["a"])
+    assert made[-1].draw != first.draw
+
+
+@pytest.mark.parametrize("planners", [[], [Named("a")]])
+def test_of_two_of_one_name_the_second_is_left_out(
+    planners: Sequence[Named], made: list[Drawn], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(ensemble, "OUR_ARMS", ("twin", "a"))
+    with caplog.at_level(logging.WARNING):
+        assert names(arms(planners=planners)) == ["a", "theirs"]
+    assert "there are two search techniques called 'a'; it is left out" in caplog.messages
+    with pytest.raises(TuningError, match="two search techniques called 'a'"):
+        arms(names=["a", "twin"], planners=[])
+
+
+def test_no_arm_at_all_is_an_error() -> None:
+    with pytest.raises(TuningError):
+        arms(names=[])
+
+
+def test_once_planners_are_doubted_techniques_get_the_whole_space_with_draws_of_their_own(
+    made: list[Drawn], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(ensemble, "BanditArm", lambda arms, **options: given.update(options, arms=arms))
+
+    class Doubtful(Planner):
+        name = "p"
+        doubted = False  # type: ignore[assignment]
+
+        def __init__(self) -> None:
+            pass
+
+        def cuts(self, *args: Any) -> Any:
+            raise AssertionError
+
+    planner, whole = Doubtful(), replace(SPACE, streams=(*SPACE.streams, 16))
+    arms(names=["a"], planners=[planner, Named("q")], whole_space=whole)
+    assert not given["doubted"]()
+    planner.doubted = True
+    assert given["doubted"]()
+    (wider,) = given["wider"]()
+    assert wider.space == whole
+    arms(names=["a"], whole_space=SPACE)
+    assert given["wider"] is None
+    assert DEFAULT.streams == 1
