@@ -1,4 +1,4 @@
-"""What happens where streams, shared memory or a store cannot be opened on one rank. Started by test_opening.py."""
+"""What happens where streams, shared memory or a store cannot be opened on one rank. Started by test_warmup.py."""
 
 import gc
 import os

@@ -1,4 +1,4 @@
-"""Trains while streams that a trial wants cannot be opened on one rank. Started by test_opening.py."""
+"""Trains while streams that a trial wants cannot be opened on one rank. Started by test_warmup.py."""
 
 import os
 import resource

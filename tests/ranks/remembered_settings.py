@@ -1,6 +1,6 @@
 """Jobs one after the other with one registry, which is damaged in between; each is checked against one process.
 
-Started by test_remembered_settings.py with the names of jobs and of damages, in the order in which they happen.
+Started by test_warmup.py with the names of jobs and of damages, in the order in which they happen.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Trains while ranks re-tune at every opportunity, or once a simulated link gets slower. Started by test_retuning.py.
+"""Trains while ranks re-tune at every opportunity, or once a simulated link gets slower. Started by test_drift.py.
 
     retuning.py restless SEED ITERATIONS    ranks find at random that communication has changed
     retuning.py slower ITERATIONS           it really takes longer from iteration 45 on; ends after the re-tune
