@@ -439,22 +439,29 @@ def fuse_and_allocate(
     model: StageModel,
     *,
     chunks: int = 150,
-    max_groups: int | None = None,
+    earlier: Sequence[Ints] | None = None,
 ) -> LibraPlan:
-    """LIBRA: groups and threads together (listing 1, eq. 21-23).
+    """LIBRA: groups and threads together (listing 1, eq. 21-23), for any number of groups.
 
-    Without a limit on the groups (eq. 21) the result is at least as good as with one, and here it is cheaper, which
-    it is not for the printed listing: the paper's K = 10 is an option, no default.
+    The paper limits their number (K = 10); without a limit the result is at least as good, and here it is cheaper,
+    which it is not for the printed listing.
 
     Args:
         compute_s: computation of each layer in the order of the backward pass, `(L,)`.
         sizes_bytes: `(L,)`.
         model: what overlapping costs.
         chunks: Z; the result is within (K − 1) / Z of the optimum of K groups (theorem 2).
-        max_groups: K.
+        earlier: with which layers the group before one that ends at a layer may end, `(L + 1,)`; None = any.
     """
-    earlier = [np.arange(layer) for layer in range(len(sizes_bytes) + 1)]
-    return _solve(compute_s, sizes_bytes, model, chunks=chunks, max_groups=max_groups, earlier=earlier)
+    n_layers = len(sizes_bytes)
+    if not n_layers or len(compute_s) != n_layers:
+        raise TuningError(f"LIBRA needs at least one layer: {len(compute_s)} times, {n_layers} sizes")
+    if sum(compute_s) <= 0:  # nothing to overlap with: one message with the fastest allocation
+        alone_J = model.alone_s(np.array(float(sum(sizes_bytes))))
+        return LibraPlan(ends=(n_layers,), choices=(int(alone_J.argmin()),), discrete_s=float(alone_J.min()))
+    if earlier is None:
+        earlier = [np.arange(layer) for layer in range(n_layers + 1)]
+    return _Programme(compute_s, sizes_bytes, model, chunks=chunks, earlier=earlier).best()
 
 
 def allocate(
@@ -465,8 +472,8 @@ def allocate(
     group_compute_s = [sum(compute_s[begin:end]) for begin, end in zip(bounds, ends, strict=False)]
     group_bytes = [sum(sizes_bytes[begin:end]) for begin, end in zip(bounds, ends, strict=False)]
     earlier = [np.array([max(0, group - 1)]) for group in range(len(bounds))]
-    plan = _solve(group_compute_s, group_bytes, model, chunks=chunks, max_groups=None, earlier=earlier)
-    return LibraPlan(ends=tuple(ends), choices=plan.choices, discrete_s=plan.discrete_s)
+    plan = fuse_and_allocate(group_compute_s, group_bytes, model, chunks=chunks, earlier=earlier)
+    return replace(plan, ends=tuple(ends))
 
 
 def coarsen(compute_s: Sequence[float], sizes_bytes: Sequence[int], *, limit: int = 160) -> list[int]:
@@ -486,27 +493,8 @@ def coarsen(compute_s: Sequence[float], sizes_bytes: Sequence[int], *, limit: in
     return [*(np.flatnonzero(np.diff(bins)) + 1).tolist(), n_layers]
 
 
-def _solve(
-    compute_s: Sequence[float],
-    sizes_bytes: Sequence[int],
-    model: StageModel,
-    *,
-    chunks: int,
-    max_groups: int | None,
-    earlier: Sequence[Ints],
-) -> LibraPlan:
-    if not len(sizes_bytes) or len(compute_s) != len(sizes_bytes):
-        raise TuningError(f"LIBRA needs at least one layer: {len(compute_s)} times, {len(sizes_bytes)} sizes")
-    if sum(compute_s) <= 0:  # nothing to overlap with: one message with the fastest allocation
-        alone_J = model.alone_s(np.array(float(sum(sizes_bytes))))
-        return LibraPlan(ends=(len(sizes_bytes),), choices=(int(alone_J.argmin()),), discrete_s=float(alone_J.min()))
-    programme = _Programme(compute_s, sizes_bytes, model, chunks=chunks, max_groups=max_groups, earlier=earlier)
-    programme.fill()
-    return programme.best()
-
-
 class _Programme:
-    """The table of listing 1. Rows count groups (one row for any number where they are not limited)."""
+    """The table of listing 1, filled."""
 
     def __init__(
         self,
@@ -515,67 +503,51 @@ class _Programme:
         model: StageModel,
         *,
         chunks: int,
-        max_groups: int | None,
         earlier: Sequence[Ints],
     ) -> None:
-        self.model = model
-        self.earlier = earlier
-        self.Z = chunks
+        self.model, self.earlier, self.Z = model, earlier, chunks
         self.n_layers = len(sizes_bytes)
         ready = np.concatenate([[0.0], np.cumsum(compute_s)])
         self.w = float(ready[-1]) / chunks
         self.first_chunk = np.minimum(np.ceil(ready / self.w - 1e-9).astype(np.int64), chunks)  # ⌈n(l) / w⌉
         self.sent = np.concatenate([[0.0], np.cumsum(np.asarray(sizes_bytes, dtype=np.float64))])
-        self.step = 0 if max_groups is None else 1  # rows from a state to the one it came from
-        rows = 1 if max_groups is None else max_groups + 1
-        self.source = slice(0, rows - self.step)
-        self.target = slice(self.step, rows)
         # U for z < Z; column Z is a sentinel that no stage can start from. T at z = Z is apart.
-        self.beyond = np.full((rows, self.n_layers + 1, chunks + 1), np.inf)
-        self.beyond[0, 0, :chunks] = 0.0
-        self.end_s = np.full((rows, self.n_layers + 1), np.inf)
-        self.end_s[0, 0] = ready[-1]
-
-    def fill(self) -> None:
+        self.beyond = np.full((self.n_layers + 1, chunks + 1), np.inf)
+        self.beyond[0, :chunks] = 0.0
+        self.end_s = np.full(self.n_layers + 1, np.inf)
+        self.end_s[0] = ready[-1]
         for layer in range(1, self.n_layers + 1):
-            before = self.earlier[layer]
             need, price = self._stages(layer)
-            z = np.arange(self.first_chunk[layer], self.Z)
+            z = np.arange(self.first_chunk[layer], chunks)
             start = z - need[..., None]  # (before, J, z)
-            start = np.where(start >= self.first_chunk[layer], start, self.Z)
-            flat = before[:, None, None] * (self.Z + 1) + start
-            rows = self.beyond[self.source]
-            reached = np.take(rows.reshape(len(rows), -1), flat, axis=1) + price[..., None]
+            start = np.where(start >= self.first_chunk[layer], start, chunks)
+            reached = self.beyond[earlier[layer][:, None, None], start] + price[..., None]
             if z.size:
-                self.beyond[self.target, layer, z[0] : self.Z] = reached.reshape(len(rows), -1, z.size).min(axis=1)
-            last = self._last_stages(layer).min(axis=2)  # (before, z and Z)
-            self.end_s[self.target, layer] = (self._starts_s(layer) + last).reshape(len(rows), -1).min(axis=1)
+                self.beyond[layer, z[0] : chunks] = reached.reshape(-1, z.size).min(axis=0)
+            self.end_s[layer] = (self._starts_s(layer) + self._last_stages(layer).min(axis=2)).min()
 
     def best(self) -> LibraPlan:
-        row = int(self.end_s[:, self.n_layers].argmin())
+        """The plan that ends first, followed back through the table."""
         ends: list[int] = []
         choices: list[int] = []
         layer, z = self.n_layers, self.Z
         while layer > 0:
             ends.append(layer)
             before = self.earlier[layer]
-            row -= self.step
             if z == self.Z:
-                times = self._starts_s(layer)[row][..., None] + self._last_stages(layer)
+                times = self._starts_s(layer)[..., None] + self._last_stages(layer)
                 i, z_index, choice = np.unravel_index(int(times.argmin()), times.shape)
                 z = int(self.first_chunk[layer]) + int(z_index)
             else:
                 need, price = self._stages(layer)
                 start = np.where(z - need >= self.first_chunk[layer], z - need, self.Z)
-                times = self.beyond[row, before[:, None], start] + price
+                times = self.beyond[before[:, None], start] + price
                 i, choice = np.unravel_index(int(times.argmin()), times.shape)
                 z = int(start[i, choice])
             layer = int(before[i])
             choices.append(int(choice))
         return LibraPlan(
-            ends=tuple(ends[::-1]),
-            choices=tuple(choices[::-1]),
-            discrete_s=float(self.end_s[:, self.n_layers].min()),
+            ends=tuple(ends[::-1]), choices=tuple(choices[::-1]), discrete_s=float(self.end_s[self.n_layers])
         )
 
     def _stages(self, layer: int) -> tuple[Ints, Floats]:
@@ -597,12 +569,10 @@ class _Programme:
         return np.where(hidden, left_s + overlapped_s * (1 - self.model.speed_J), slowed_s + alone_s * unsent)
 
     def _starts_s(self, layer: int) -> Floats:
-        """T of every state from which a stage of groups ending at `layer` may start, `(rows, before, starts)`."""
-        z = np.arange(self.first_chunk[layer], self.Z)
-        rows = self.beyond[self.source][:, self.earlier[layer]]
-        inner_s = rows[:, :, self.first_chunk[layer] : self.Z] + z * self.w
-        outer_s = self.end_s[self.source][:, self.earlier[layer], None]
-        return np.concatenate([inner_s, outer_s], axis=2)
+        """T of every state from which a stage of groups ending at `layer` may start, `(before, starts)`."""
+        before, first = self.earlier[layer], self.first_chunk[layer]
+        inner_s = self.beyond[before, first : self.Z] + np.arange(first, self.Z) * self.w
+        return np.concatenate([inner_s, self.end_s[before, None]], axis=1)
 
 
 SATURATED = 0.98  # share of the largest throughput at which more streams are not worth their threads

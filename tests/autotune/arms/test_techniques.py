@@ -192,16 +192,6 @@ def test_a_module_that_cannot_be_loaded_is_the_callers_error_and_is_tried_again(
 SPACE = KnobSpace(routes=((TransportKind.GLOO, Algorithm.FLAT), (TransportKind.MPI, Algorithm.FLAT)))
 
 
-def test_the_first_proposals_are_spread_over_every_axis() -> None:
-    first = [proposal.knobs for proposal in GridArm(SPACE).ask(12)]
-    assert {knobs.transport for knobs in first} == {TransportKind.GLOO, TransportKind.MPI}
-    octaves = np.log2([knobs.unit_bytes / SPACE.unit_bytes[0] for knobs in first])
-    assert octaves.min() <= 3
-    assert octaves.max() >= 9
-    assert min(knobs.streams for knobs in first) <= 2
-    assert max(knobs.streams for knobs in first) >= 12
-
-
 def test_what_has_been_measured_is_not_proposed_whoever_asked() -> None:
     arm = GridArm(SPACE)
     first, second = (proposal.knobs for proposal in arm.ask(2))
@@ -285,15 +275,6 @@ def test_some_settings_end_early_and_the_promoted_are_the_better_ones() -> None:
     dropped = [span_of(knobs) for knobs, resources in asked.items() if resources[-1] < 4]
     assert len(dropped) >= 10
     assert np.median(finished) < np.median(dropped)
-
-
-@pytest.mark.parametrize("status", [TrialStatus.PRUNED, TrialStatus.FAILED])
-def test_a_setting_given_up_by_the_session_is_not_promoted(status: TrialStatus) -> None:
-    arm = hyperband_hyperband()
-    (proposal,) = arm.ask()
-    span_s = float("inf") if status is TrialStatus.FAILED else 1.0
-    arm.tell([Trial(arm=arm.name, knobs=proposal.knobs, iterations=1, span_s=span_s, status=status)])
-    assert arm.ask()[0].knobs != proposal.knobs
 
 
 def test_a_setting_that_got_fewer_iterations_than_asked_still_waits() -> None:
@@ -448,17 +429,6 @@ def test_it_predicts_between_the_points() -> None:
     assert np.abs(mean_M - bowl(x_MD, routes_M)).max() < 0.05
 
 
-def test_it_is_sure_of_what_it_knows_and_not_of_what_is_far_away() -> None:
-    x_ND = np.array([[0.1, 0.1], [0.15, 0.1], [0.1, 0.2], [0.2, 0.2]])
-    routes_N = np.zeros(4, dtype=int)
-    process = GaussianProcess(x_ND, routes_N, bowl(x_ND, routes_N), np.ones(4), noise=1.0, repetitions=0.0)
-    _, (near, far, elsewhere) = mean_and_deviation(
-        process, np.array([[0.12, 0.12], [0.9, 0.9], [0.12, 0.12]]), np.array([0, 0, 1])
-    )
-    assert near < far
-    assert near < elsewhere
-
-
 def test_another_route_is_expected_to_have_the_same_shape_where_it_has_shown_it() -> None:
     """Of the second route only one half is known; the other half rises as it does on the first."""
     grid = np.linspace(0.0, 1.0, 9)
@@ -482,13 +452,6 @@ def test_repetitions_say_how_much_is_noise() -> None:
         return float(np.abs(mean_N - y_N).mean())
 
     assert follows(noise=0.01) < 0.5 * follows(noise=0.1)
-
-
-def test_what_was_measured_often_counts_for_more() -> None:
-    x_ND, routes_N = np.array([[0.5, 0.5], [0.52, 0.5]]), np.zeros(2, dtype=int)
-    process = GaussianProcess(x_ND, routes_N, np.array([0.0, 0.3]), np.array([20.0, 1.0]), noise=0.15, repetitions=20.0)
-    (often, once), _ = mean_and_deviation(process, x_ND, routes_N)
-    assert abs(often - 0.0) < abs(once - 0.3)
 
 
 def test_where_only_routes_differ_there_are_no_coordinates() -> None:

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from sirtaki.autotune.arms.techniques import GridArm
 from sirtaki.autotune.knobs import KIB, MIB, Cut, Knobs
-from sirtaki.autotune.meta.bandit import BanditArm, Opening
 from sirtaki.autotune.meta.session import (
     DEFAULT_ARM,
     FINALS_ARM,
@@ -27,7 +26,7 @@ from sirtaki.autotune.meta.session import (
     Setting,
     neighbours,
 )
-from sirtaki.autotune.trial import Arm, Proposal, Trial, TrialStatus
+from sirtaki.autotune.trial import Proposal, Trial, TrialStatus
 from sirtaki.comm.plan import TransportKind
 from sirtaki.errors import PlanError, TuningError
 
@@ -178,12 +177,6 @@ def test_if_even_the_default_fails_what_runs_is_kept() -> None:
     assert job.result.knobs == BEST
 
 
-def test_if_nothing_runs_the_default_stays() -> None:
-    job = Job(session(ListArm(BEST, streams(2))), span_of=lambda knobs: math.inf).run()
-    assert job.result.knobs == DEFAULT
-    assert not job.result.tuned
-
-
 # The end of the search.
 def test_the_search_stops_early_when_nothing_beats_the_best_and_the_model_expects_nothing() -> None:
     ladder = [replace(DEFAULT, unit_bytes=MIB + i) for i in range(200)]
@@ -226,15 +219,6 @@ def test_the_registrys_setting_runs_at_once_and_ends_the_warm_up_if_it_beats_the
     assert "registry" in job.result.reason
 
 
-def test_checking_the_registrys_setting_takes_few_iterations_even_where_it_is_noisy() -> None:
-    jobs = [
-        Job(session(ListArm(), exact=BEST), span_of=lambda knobs: 0.1, noise=0.3, seed=seed).run() for seed in range(20)
-    ]
-    kept = [job for job in jobs if "checked against the default" in job.result.reason]
-    assert len(kept) > 10
-    assert all(job.result.iterations_used <= 3 * 2 * (1 + 4) for job in kept)
-
-
 def test_a_registrys_setting_that_loses_is_followed_by_the_usual_search() -> None:
     slow = replace(DEFAULT, unit_bytes=64 * MIB)
     arm = ListArm(BEST)
@@ -270,20 +254,6 @@ def test_a_registrys_setting_is_where_a_short_search_begins_if_the_link_has_chan
     assert job.result.knobs == (exact if times == 1.0 else better)
     assert job.result.iterations_used < 60
     assert arm.asked == (0 if times == 1.0 else 2)
-
-
-def test_a_registrys_setting_that_gains_less_than_it_did_is_where_a_short_search_begins() -> None:
-    better = replace(BEST, unit_bytes=8 * MIB)
-    promise = Promise(exact_s=landscape(DEFAULT) / 3.0, default_s=landscape(DEFAULT))
-    spans_s = {BEST: 0.9 * landscape(DEFAULT), better: landscape(DEFAULT) / 2.0}
-    arm = ListArm(better)
-    job = Job(
-        session(exact=BEST, promise=promise),
-        search_with=arm,
-        span_of=lambda knobs: spans_s.get(knobs, landscape(DEFAULT)),
-    ).run()
-    assert job.result.knobs == better
-    assert job.assignments[0].knobs == BEST
 
 
 @pytest.mark.parametrize("exact", [BEST, None])
@@ -378,14 +348,6 @@ def test_a_plan_that_the_user_gives_is_compared_with_the_registrys_setting(
     assert whose in job.result.reason
 
 
-def test_where_neither_holds_a_search_begins_and_the_plan_is_not_run_again() -> None:
-    slow, slower = replace(DEFAULT, unit_bytes=48 * MIB), replace(DEFAULT, unit_bytes=64 * MIB)
-    job = Job(session(exact=slow, given=slower), search_with=ListArm(BEST)).run()
-    assert job.result.knobs == BEST
-    assert slower not in job.run_for(Purpose.TRIAL)
-    assert slower in job.run_for(Purpose.FINALS)
-
-
 def test_cut_short_the_best_so_far_is_known_at_any_moment() -> None:
     job = Job(session(ListArm(streams(2), BEST, streams(8))))
     assert job.result.knobs == DEFAULT
@@ -406,41 +368,6 @@ def test_a_job_cut_short_goes_on_where_it_was() -> None:
     recalled = next(trial for trial in arm.told if trial.knobs == BEST)
     assert recalled.span_s == pytest.approx(3.0 * landscape(BEST))  # scaled by what the default takes now
     assert second.result.iterations_used > second.iterations
-
-
-class Named(ListArm):
-    def __init__(self, name: str, *proposals: Knobs) -> None:
-        self.name = name
-        super().__init__(*proposals)
-
-
-def bandit_of(*arms: Arm) -> BanditArm:
-    return BanditArm(arms, rng=np.random.default_rng(0), window=20, opening=Opening.AS_GIVEN)
-
-
-@pytest.mark.parametrize("records", [5, 30])
-def test_the_bandit_of_a_job_that_goes_on_knows_what_each_arm_has_earned(records: int) -> None:
-    arms = Named("lucky", streams(2), BEST), Named("unlucky", replace(DEFAULT, unit_bytes=64 * MIB), streams(8))
-    before = bandit_of(*arms)
-    first = Job(session(before)).run(records)  # cut short among the trials, or in the finals
-    assert not first.session.done or records == 30
-    told = [Trial.from_json(trial.to_json()) for trial in first.session.trials]
-    after = bandit_of(Named("lucky"), Named("unlucky"))
-    second = Job(session(after, history=told)).run(1)
-    assert after.credits == before.credits
-    assert after.credits["lucky"] > after.credits["unlucky"]
-    assert [after.bandit.uses(arm) for arm in after.bandit.arms] == [
-        before.bandit.uses(arm) for arm in before.bandit.arms
-    ]
-    assert second.result.arm == "lucky"
-
-
-def test_a_job_that_goes_on_credits_nobody_for_less_than_the_best_of_before() -> None:
-    first = Job(session(ListArm(BEST))).run(3)
-    told = [Trial.from_json(trial.to_json()) for trial in first.session.trials]
-    second = Job(session(ListArm(streams(2), streams(3)), history=told)).run()
-    assert landscape(streams(3)) < landscape(DEFAULT)
-    assert not any(trial.was_best for trial in second.session.trials if trial.knobs != BEST)
 
 
 def test_a_history_that_used_the_budget_leaves_the_finals() -> None:
@@ -509,15 +436,6 @@ def test_what_runs_stays_if_nothing_beats_it() -> None:
     assert job.result.knobs == BEST
     assert not job.result.tuned
     assert "the setting that ran" in job.result.reason
-
-
-def test_the_untuned_default_takes_over_where_it_has_become_the_fastest() -> None:
-    job = Job(
-        session(ListArm(), default=BEST, retune=True, budget_iterations=BUDGET, seeds=[DEFAULT]),
-        span_of=lambda knobs: 1.0 / landscape(knobs),
-    ).run()
-    assert job.result.knobs == DEFAULT
-    assert job.result.default_span_s == pytest.approx(1.0 / landscape(BEST)), "what ran"
 
 
 @given(noise=st.sampled_from([0.0, 0.03, 0.1, 0.3]), seed=st.integers(0, 99), discarded=st.integers(0, 2))
@@ -638,13 +556,6 @@ def test_where_few_settings_differ_those_that_nobody_proposes_are_tried_too(arm:
     ).run()
     assert {of_two_units(now.knobs) for now in job.assignments} == set(span_s)
     assert of_two_units(job.result.knobs) == (2, 2)
-
-
-def test_neighbours_differ_in_one_knob_by_one_step_and_lie_in_the_space() -> None:
-    found = list(neighbours(BEST, SPACE))
-    assert {one.streams for one in found} == {3, 4, 6}
-    assert {round(one.unit_bytes / MIB, 1) for one in found} == {2.8, 4.0, 5.7}
-    assert all(one in SPACE and (one.streams == BEST.streams) != (one.unit_bytes == BEST.unit_bytes) for one in found)
 
 
 def test_those_of_a_plan_are_uniform_units_of_its_size_and_what_lies_next_to_them() -> None:

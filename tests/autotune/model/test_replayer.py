@@ -15,9 +15,6 @@ from sirtaki.errors import ReplayError, TuningError
 LINK = Server(name="link", totals=(1.0, 1.5), is_link=True)
 
 
-PROCESSORS = Server(name="processors", totals=(1.0, 2.0))
-
-
 def test_two_ranks_meet_at_a_barrier_and_go_on_after_gaps() -> None:
     nodes = [node(0, 3.0), node(1, 5.0), node(2, 2.0), node(0, 1.0), node(1, 1.0)]
     found = replay(graph(nodes, [(0, 2, 0.0), (1, 2, 0.5), (2, 3, 0.0), (2, 4, 0.25)]))
@@ -38,23 +35,6 @@ def test_units_share_a_link_after_their_start_up() -> None:
     # Both move from 1 to 3 at 0.75; then the first, which needs 1.5, is done, and the other has 1.5 of 3 to go.
     nodes = [node(0, 1.0, Work(server=0, seconds=1.5)), node(1, 1.0, Work(server=0, seconds=3.0))]
     assert replay(graph(nodes, servers=[LINK])).end_s == pytest.approx((3.0, 4.5))
-
-
-def test_three_jobs_share_two_processors_and_one_counts_for_several() -> None:
-    alone = [node(lane, 0.0, Work(server=0, seconds=2.0)) for lane in range(3)]
-    assert replay(graph(alone, servers=[PROCESSORS])).end_s == pytest.approx((3.0, 3.0, 3.0))
-    together = [node(0, 0.0, Work(server=0, seconds=2.0, jobs=3)), node(1, 1.0)]
-    assert replay(graph(together, servers=[PROCESSORS])).end_s == pytest.approx((3.0, 1.0))
-
-
-def test_a_node_ends_when_all_its_servers_are_done() -> None:
-    nodes = [
-        node(0, 0.5, Work(server=0, seconds=1.0), Work(server=1, seconds=3.0)),
-        node(1, 0.0, Work(server=0, seconds=4.0)),
-    ]
-    found = replay(graph(nodes, servers=[LINK, PROCESSORS]))
-    # On the link: one alone for 0.5, both at 0.75 until the first has its 1.0, the other alone again.
-    assert found.end_s == pytest.approx((3.5, 0.5 + 4 / 3 + 4.0 - 0.5 - 1.0))
 
 
 def test_what_puts_load_on_a_server_slows_down_what_that_serves() -> None:

@@ -51,25 +51,6 @@ def two_streams(*, alpha_s=1.0, single=1.0, double=1.5):
     return LinkModel(alpha_s=alpha_s, throughput=(single * MB, double * MB))
 
 
-def test_units_on_one_stream_run_one_behind_the_other():
-    layout = layout_of(2, 3)
-    simulator = Simulator(layout=layout, profile=Profile(ready_s=(1, 2), compute_s=2), link=two_streams())
-    timeline = simulator.run(plan_of(layout, [2, 5]))
-    assert timeline.issue_s == (1, 2)
-    assert timeline.start_s == (1, 4)  # 1 s start-up and 2 s transmission
-    assert timeline.stop_s == (4, 8)
-    assert timeline.span_s == 7
-    assert timeline.iteration_s == 8
-
-
-def test_two_transmissions_share_the_concurrent_throughput_and_startup_takes_none_of_it():
-    layout = layout_of(3, 3)
-    simulator = Simulator(layout=layout, profile=Profile(ready_s=(0, 1), compute_s=1), link=two_streams())
-    timeline = simulator.run(plan_of(layout, [3, 6], [0, 1]))
-    # Alone from 1 s to 2 s (1 MB), then 0.75 MB/s each: 2 MB last until 2 + 8/3, then the other's 1 MB alone.
-    assert timeline.stop_s == pytest.approx((2 + 8 / 3, 2 + 8 / 3 + 1))
-
-
 def test_the_processor_is_shared_by_all_streams_and_works_while_the_link_does():
     link = LinkModel(alpha_s=0.0, throughput=(1 * MB, 2 * MB), host_s=0.5)
     layout = layout_of(1, 1, 0.1, 0.1)
@@ -182,21 +163,6 @@ def test_the_replay_agrees_with_a_naive_one_and_never_beats_the_bounds(case):
     best_rate = max(link.total_bytes_per_s(n) for n in range(1, n_streams + 1))
     assert timeline.stop_s[-1] + 1e-9 >= profile.ready_s[-1] + link.alpha_s + sizes[-1] / best_rate
     assert timeline.span_s + 1e-9 >= sum(sizes) / best_rate
-
-
-@given(cases())
-@settings(max_examples=30, deadline=None)
-def test_contention_that_changes_nothing_gives_the_plain_timeline(case):
-    sizes, durations, n_streams, streams, link = case
-    layout = GradientLayout(sizes=tuple(sizes), itemsize_bytes=1)
-    cuts = tuple(Cut(stop=stop, stream=stream) for stop, stream in zip(layout.offsets[1:], streams, strict=True))
-    knobs = Knobs(unit_bytes=1, streams=n_streams, transport=TransportKind.GLOO, cuts=cuts)
-    flat = RateCurve(gamma_1=link.throughput[0], gamma_2=0, gamma_3=0)
-    neutral = ContentionModel(alpha_1=1, alpha_2=0, overlapped=flat, alone=flat)
-    profile = Profile.from_durations(durations)
-    plain = Simulator(layout=layout, profile=profile, link=link).run_knobs(knobs)
-    with_model = Simulator(layout=layout, profile=profile, link=link, contention=neutral).run_knobs(knobs)
-    assert with_model.stop_s == pytest.approx(plain.stop_s)
 
 
 def test_a_plan_of_another_layout_is_refused():
@@ -504,22 +470,6 @@ def test_a_correction_finds_the_processors_time():
     )
 
 
-def test_a_correction_keeps_what_is_right():
-    link = replace(TRIALS_LINK, host_s=1e-3)
-    fitted = calibrate_link(link, layout=TRIALS_LAYOUT, profile=PROFILE, trials=trials_on(link))
-    assert fitted.host_s == pytest.approx(link.host_s, rel=1e-3)
-    assert fitted.alpha_s == pytest.approx(link.alpha_s, rel=1e-3)
-
-
-def test_trials_that_no_link_explains_are_refused():
-    trials = [
-        Trial(arm="grid", knobs=trial.knobs, iterations=1, span_s=10.0 ** (index % 3 - 1))
-        for index, trial in enumerate(trials_on(TRIALS_LINK))
-    ]
-    with pytest.raises(TuningError, match="misses the trials"):
-        calibrate_link(TRIALS_LINK, layout=TRIALS_LAYOUT, profile=PROFILE, trials=trials)
-
-
 CONTENTION = ContentionModel(
     alpha_1=1.0,
     alpha_2=1.5e-4,
@@ -562,15 +512,6 @@ def test_contention_needs_three_thread_counts_and_six_trials():
         calibrate_contention(TRIALS_LINK, layout=TRIALS_LAYOUT, profile=PROFILE, trials=few)
     with pytest.raises(TuningError, match="6 trials or more that ran"):
         calibrate_contention(TRIALS_LINK, layout=TRIALS_LAYOUT, profile=PROFILE, trials=few[:5])
-
-
-def test_spans_that_no_contention_explains_are_refused():
-    trials = [
-        Trial(arm="grid", knobs=trial.knobs, iterations=1, span_s=10.0 ** (index % 3 - 1))
-        for index, trial in enumerate(trials_with_threads())
-    ]
-    with pytest.raises(TuningError, match="contention misses the trials"):
-        calibrate_contention(TRIALS_LINK, layout=TRIALS_LAYOUT, profile=PROFILE, trials=trials)
 
 
 # ── a job's model ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -641,12 +582,6 @@ def test_contention_that_trials_speak_against_is_fitted_to_them() -> None:
     assert missed(probed, trials) > 0.3
     assert missed(fitted, trials_with_threads()) < 0.12
     assert fitted.contention != probed.contention
-
-
-def test_where_two_thread_counts_ran_the_link_alone_is_fitted() -> None:
-    probed = threads_model(replace(CONTENTION, alpha_2=6e-4))
-    fitted = fitted_to_trials(probed, trials_with_threads(threads=(128, 1024)))
-    assert fitted.contention == probed.contention
 
 
 CLUSTER = Cluster(name="four", ranks=4, hop_s=1e-3, link_bytes_per_s=1e9, flow_bytes_per_s=4e8, crowding=0.1)

@@ -82,20 +82,6 @@ def test_a_large_change_is_found_at_once_but_a_few_iterations_are_no_change(fact
     assert watch.pace is pace
 
 
-def test_a_slow_decline_is_found_against_the_first_iterations() -> None:
-    rng = np.random.default_rng(0)
-    found = iterations_until(warmed_up(rng), gaussian(rng, 5000) * 1.0005 ** np.arange(5000))
-    assert found is not None
-    assert 1.15 < 1.0005**found < 1.5
-
-
-def test_what_has_passed_is_forgotten() -> None:
-    watch = warmed_up(np.random.default_rng(0))
-    assert iterations_until(watch, np.full(10, 2.0)) is not None
-    watch.note(1.0)
-    assert watch.pace is Pace.USUAL
-
-
 def test_after_a_re_tune_the_new_times_are_the_reference() -> None:
     rng = np.random.default_rng(0)
     watch = warmed_up(rng)

@@ -16,7 +16,6 @@ from sirtaki.comm.gradients.schedule import IterationPace, ScheduledUnit
 from sirtaki.comm.plan import Algorithm, CommPlan, GradientLayout, TransportKind
 from sirtaki.engine.tuning import overlap as forward_overlap
 from sirtaki.engine.tuning.overlap import (
-    COUNTS,
     MOST_TRIED,
     SKIPPED,
     TIMED,
@@ -250,18 +249,6 @@ def test_the_first_and_the_best_run_again_before_it_is_decided() -> None:
     assert run[-1] == trials.now
 
 
-def test_luck_in_one_trial_is_found_out_by_the_repetition() -> None:
-    trials, seen = made(), list[OverlapChoice]()
-
-    def seconds(choice: OverlapChoice) -> float:
-        lucky = choice.puts_off and choice not in seen and choice.knobs == TUNED
-        seen.append(choice)
-        return 0.9 if lucky else 1.1 if choice.puts_off else 1.0
-
-    play(seconds, trials)
-    assert not trials.now.puts_off
-
-
 def test_what_the_user_has_fixed_is_not_tried_otherwise() -> None:
     fixed = KnobSpace(routes=TRIED_SPACE.routes, unit_bytes=(2 * MIB, 2 * MIB), streams=(4,))
     run = play(lambda choice: 1.0, made(space=fixed))
@@ -315,13 +302,6 @@ def test_what_is_expected_to_be_fast_is_tried_first_and_then_the_neighbours_of_w
     assert [choice.knobs for choice in run[:4]] == [TUNED, TUNED, *promising]
     assert {choice.knobs.unit_bytes / best.unit_bytes for choice in run[4:-2]} == {0.5, 2.0}
     assert trials.now.knobs == best
-
-
-def test_of_what_is_expected_to_be_about_equal_it_takes_the_fewest_units() -> None:
-    trials = made()
-    promising = trials.promising(lambda knobs: 1.0 + 1e-4 * knobs.unit_bytes / MIB)
-    assert [knobs.streams for knobs in promising] == [1, 2, 4]
-    assert {knobs.unit_bytes for knobs in promising} == {LAYOUT.total_bytes // min(COUNTS)}
 
 
 def test_where_nothing_can_be_expected_it_begins_with_smaller_units() -> None:

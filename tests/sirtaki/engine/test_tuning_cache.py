@@ -101,13 +101,6 @@ def test_hosts_and_devices_are_told_apart_by_their_kind(path: Path) -> None:
     assert sorted(entry.provenance.host_kinds for entry in store.entries()) == [("large",), ("small",)]
 
 
-def test_the_link_of_the_winners_route_is_remembered(path: Path) -> None:
-    memory, layout = job(path)
-    assert memory.look_up([layout], SPACE).exact is None
-    assert memory.keep(WINNER, TRIALS, complete=True, links={ROUTE: LINK})
-    assert only_entry(path).link == LINK
-
-
 def test_the_same_job_starts_tuned_and_its_check_forgets_nothing(path: Path) -> None:
     memory, layout = job(path)
     memory.look_up([layout], SPACE)
@@ -320,13 +313,6 @@ def test_what_the_model_expects_to_be_slow_is_left_out_and_said(caplog: pytest.L
 
 def test_settings_alone_are_measured_against_the_plan_that_would_be_tried_next() -> None:
     assert first_proposals([start(POOR)], layouts=[LAYOUT], space=SPACE, model=MODEL) == []
-
-
-def test_a_link_that_is_known_badly_leaves_nothing_out() -> None:
-    vague = replace(MODEL, links={ROUTE: replace(MODEL.links[ROUTE], residual=50.0)})
-    assert [
-        proposal.knobs for proposal in first_proposals([start(POOR)], layouts=[LAYOUT], space=SPACE, model=vague)
-    ] == [POOR]
 
 
 def test_a_route_that_was_not_measured_cannot_be_judged() -> None:
