@@ -143,7 +143,6 @@ class NetLab:
         ranks_per_node: int = 1,
         env: Mapping[str, str] | None = None,
         timeout_s: float = 600.0,
-        mpi_options: Sequence[str] = (),
     ) -> str:
         """Run an MPI job over all nodes and return what it printed on standard output.
 
@@ -152,7 +151,6 @@ class NetLab:
             ranks_per_node: consecutive ranks that share a node.
             env: added to the environment of every rank.
             timeout_s: after this the job is killed.
-            mpi_options: further options of Open MPI's mpiexec.
 
         Raises:
             LabError: a rank failed or the time was up; the message holds the end of what the job said.
@@ -171,7 +169,7 @@ class NetLab:
         ]
         passed = [option for name in sorted(env or {}) for option in ("-x", name)]
         ranks = str(ranks_per_node * self.shape.nodes)
-        command = [*mpiexec, *network, *agent, *mpi_options, "--host", hosts, "-np", ranks, *passed, *argv]
+        command = [*mpiexec, *network, *agent, "--host", hosts, "-np", ranks, *passed, *argv]
         job = self.popen(0, command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL)
         try:
             output, errors = job.communicate(timeout=timeout_s)

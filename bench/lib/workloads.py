@@ -309,7 +309,7 @@ class Workload:
         name: of the network.
         layout: gradients in the order of the backward pass.
         compute_shares: each gradient's share of the backward time, `(n_gradients,)`, in proportion to the
-            multiply-adds of its layer (see `bench.lib.networks`); they add up to 1.
+            multiply-adds of its layer ; they add up to 1.
         backward_s: the backward time at `BATCH` samples and `SUSTAINED_MACS_PER_S`.
     """
 
@@ -344,7 +344,7 @@ class Workload:
 
 
 def workload(name: str) -> Workload:
-    """One of `bench.lib.networks.NETWORKS` with float32 gradients."""
+    """One of `NETWORKS` with float32 gradients."""
     backward = NETWORKS[name]()[::-1]
     total_macs = sum(parameter.macs for parameter in backward)
     return Workload(
@@ -373,8 +373,3 @@ RANKS = (8, 64, 256)
 def cluster(router: str, ranks: int) -> Cluster:
     """One of `FABRICS` with that many ranks."""
     return Cluster(name=f"{router}, {ranks} ranks", ranks=ranks, **_FABRICS[router])
-
-
-def clusters() -> list[Cluster]:
-    """Every router with every number of `RANKS`."""
-    return [cluster(router, ranks) for router in FABRICS for ranks in RANKS]

@@ -39,31 +39,16 @@ from sirtaki.torch import ddp
 
 
 def a_model_trains_as_in_one_process() -> None:
-    trains_alike(dense_model())
-
-
-def gradients_may_be_views_of_buckets() -> None:
-    trains_alike(dense_model(), gradient_as_bucket_view=True)
-
-
-def gradients_may_stay_and_be_zeroed() -> None:
-    trains_alike(dense_model(), gradient_as_bucket_view=True, to_none=False)
-
-
-def one_bucket_may_hold_all() -> None:
-    trains_alike(dense_model(), bucket_cap_mb=25)
-
-
-def a_static_graph_is_followed() -> None:
-    trains_alike(dense_model(), static_graph=True)
-
-
-def passes_may_be_added_up_without_synchronising() -> None:
-    trains_alike(dense_model(), passes=3)
-
-
-def reduced_gradients_may_be_clipped() -> None:
-    trains_alike(dense_model(), clip=0.05)
+    for options in (
+        {},
+        {"gradient_as_bucket_view": True},
+        {"gradient_as_bucket_view": True, "to_none": False},
+        {"bucket_cap_mb": 25},
+        {"static_graph": True},
+        {"passes": 3},
+        {"clip": 0.05},
+    ):
+        trains_alike(dense_model(), **options)
 
 
 def gradients_may_be_asked_for_through_the_output() -> None:
@@ -424,12 +409,6 @@ def its_ranks_are_those_of_the_process_group() -> None:
 CASES = (
     its_ranks_are_those_of_the_process_group,
     a_model_trains_as_in_one_process,
-    gradients_may_be_views_of_buckets,
-    gradients_may_stay_and_be_zeroed,
-    one_bucket_may_hold_all,
-    a_static_graph_is_followed,
-    passes_may_be_added_up_without_synchronising,
-    reduced_gradients_may_be_clipped,
     gradients_may_be_asked_for_through_the_output,
     convolutions_in_channels_last_keep_their_strides,
     parameters_may_be_unused_on_some_ranks_and_frozen,

@@ -338,10 +338,6 @@ def _formula(family: str, rng: _Rng, shape: _Shape, routes: Sequence[Route] = RO
     )
 
 
-def _octaves(space_octaves: float, rng: _Rng) -> float:
-    return float(rng.uniform(0.2, 0.8)) * space_octaves
-
-
 def default_is_best(rng: _Rng) -> Landscape:
     """A bowl around the untuned setting."""
     width, tilt = float(rng.uniform(0.03, 0.08)), float(rng.uniform(0.05, 0.15))
