@@ -88,6 +88,7 @@ def test_the_ranks_of_a_killed_agent_end_with_all_that_they_have_started(start: 
     os.kill(job.agents()["b"], signal.SIGKILL)
     job.until(lambda: not gone & set(job.processes()))
     job.until(lambda: len([line for line in job.processes().values() if line.startswith("sleep")]) in (1, 3))
+    job.until(lambda: (now := job.generation()) and now[0]["number"] > 1)
     after = job.of_size(3)
     assert after[0]["pid"] == before[0]["pid"]
     assert job.stop() == 0
