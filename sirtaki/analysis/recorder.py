@@ -55,7 +55,7 @@ from .recording import (
     StepMemory,
     UnitId,
 )
-from .step_tensors import LiveStorage, ModuleCalls, WatchedStep, live_storages, memory_of_step, model_is_compiled
+from .step_tensors import LiveStorage, ModuleCalls, live_storages, memory_of_step, model_is_compiled
 from .termination import Termination
 
 Reducer = tuple[int, int]
@@ -447,14 +447,15 @@ class JobRecorder:
         if self._seen is None or not self._drafts or operators[0] is None:
             return None
         first = self._drafts[0]
-        step = WatchedStep(
+        return memory_of_step(
+            self._seen,
+            self._calls,
             number=first.number,
             begin_s=first.begin_s,
             end_s=first.end_s,
             spans=operators[0].spans,
             storages=self._storages,
         )
-        return memory_of_step(self._seen, step, self._calls)
 
     def _look_no_more(self) -> None:
         """Switches torch.profiler off, where it is on."""

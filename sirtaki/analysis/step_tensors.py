@@ -232,89 +232,85 @@ def _addresses(values: Iterable[object]) -> Iterable[Address]:
             yield found
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WatchedStep:
-    """The step, and what was noted of it beside torch.profiler's events.
-
-    Attributes:
-        number: of the iteration.
-        spans: its phases.
-        storages: that were there when it began.
-    """
-
-    number: int
-    begin_s: float
-    end_s: float
-    spans: Sequence[PhaseSpan]
-    storages: Sequence[LiveStorage]
-
-
-def memory_of_step(seen: Seen, step: WatchedStep, calls: ModuleCalls | None) -> StepMemory:
+def memory_of_step(
+    seen: Seen,
+    calls: ModuleCalls | None,
+    *,
+    number: int,
+    begin_s: float,
+    end_s: float,
+    spans: Iterable[PhaseSpan],
+    storages: Sequence[LiveStorage],
+) -> StepMemory:
     """Return the allocations and the module calls of a step.
 
     Args:
         seen: torch.profiler was on when it began, and for a step before it.
-        step: which.
         calls: of modules; None = not known.
+        number: of the iteration.
+        begin_s: when it began.
+        end_s: when it ended.
+        spans: its phases.
+        storages: that were there when it began.
     """
-    return _Builder(seen, step, calls).built()
+    found = _Memory(seen, calls, begin_s, end_s, spans)
+    found.take(seen.memory, storages)
+    return StepMemory(
+        iteration=number,
+        begin_s=begin_s,
+        end_s=end_s,
+        devices=tuple(found.devices),
+        batch=found.called[0][1].batch if found.called else 0,
+        allocations=tuple(found.told_apart(place, one) for place, one in enumerate(found.allocations)),
+        calls=tuple(found.module_calls()),
+    )
 
 
-class _Builder:
-    def __init__(self, seen: Seen, step: WatchedStep, calls: ModuleCalls | None) -> None:
-        self._step, self._calls = step, calls
-        inside = [event for event in seen.events if step.begin_s <= event.begin_s <= step.end_s]
+class _Memory:
+    """The memory of a step while its events are taken."""
+
+    def __init__(
+        self, seen: Seen, calls: ModuleCalls | None, begin_s: float, end_s: float, spans: Iterable[PhaseSpan]
+    ) -> None:
+        self._begin_s, self._end_s, self._calls = begin_s, end_s, calls
+        inside = [event for event in seen.events if begin_s <= event.begin_s <= end_s]
         # Those of the engine's threads count, too: a device has its own.
         self._backward = sorted(
             (event for event in inside if event.name.startswith(BACKWARD)), key=lambda event: event.begin_s
         )
         self._added_s = [(one.begin_s, one.end_s) for one in self._backward if one.name.endswith(ACCUMULATING)]
-        self._spans = sorted(step.spans, key=lambda span: span.begin_s)
-        self._devices: dict[str, int] = {}
-        self._found: list[Allocation] = []
+        self._spans = sorted(spans, key=lambda span: span.begin_s)
+        self.devices: dict[str, int] = {}
+        self.allocations: list[Allocation] = []
         self._live: dict[Address, int] = {}
         self._there: defaultdict[Address, list[int]] = defaultdict(list)
         self._short_lived: set[int] = set()  # asked for while a gradient was added
         self._accumulated: set[int] = set()  # others that were given back then
-        self._called = [
+        self.called = [
             (place, call)
             for place, call in enumerate([] if calls is None else calls.calls)
-            if step.begin_s <= call.begin_s and call.end_s <= step.end_s
+            if begin_s <= call.begin_s and call.end_s <= end_s
         ]
-        self._places = {place: number for number, (place, _) in enumerate(self._called)}
-        self._take(seen.memory)
-
-    def built(self) -> StepMemory:
-        allocations = tuple(self._told_apart(place, one) for place, one in enumerate(self._found))
-        first = next((call for _, call in self._called), None)
-        return StepMemory(
-            iteration=self._step.number,
-            begin_s=self._step.begin_s,
-            end_s=self._step.end_s,
-            devices=tuple(self._devices),
-            batch=0 if first is None else first.batch,
-            allocations=allocations,
-            calls=tuple(self._module_calls()),
-        )
+        self._places = {place: number for number, (place, _) in enumerate(self.called)}
 
     # ── allocations ──────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _take(self, events: Iterable[MemoryEvent]) -> None:
+    def take(self, events: Iterable[MemoryEvent], storages: Sequence[LiveStorage]) -> None:
         before: dict[Address, MemoryEvent] = {}
         rest = []
         for event in events:
-            if event.at_s >= self._step.begin_s:
+            if event.at_s >= self._begin_s:
                 rest.append(event)
             elif event.n_bytes > 0:
                 before[event.device, event.address] = event
             else:
                 before.pop((event.device, event.address), None)
-        for storage in self._step.storages:
+        for storage in storages:
             before.pop((storage.device, storage.address), None)
         for event in before.values():
             one = Allocation(device=self._device(event.device), n_bytes=event.n_bytes, holds=Holds.OTHER)
             self._add(event.device, event.address, one)
-        for storage in self._step.storages:
+        for storage in storages:
             n_bytes = storage.n_bytes
             if storage.address == UNSEEN:
                 n_bytes -= sum(event.n_bytes for event in before.values() if event.device == storage.device)
@@ -322,7 +318,7 @@ class _Builder:
                 one = Allocation(device=self._device(storage.device), n_bytes=n_bytes, holds=storage.holds)
                 self._add(storage.device, storage.address, one)
         for event in rest:
-            if event.at_s > self._step.end_s:
+            if event.at_s > self._end_s:
                 break
             self._given_out(event) if event.n_bytes > 0 else self._given_back(event)
 
@@ -342,29 +338,29 @@ class _Builder:
             ),
         )
         if event.accumulating:
-            self._short_lived.add(len(self._found) - 1)
+            self._short_lived.add(len(self.allocations) - 1)
 
     def _given_back(self, event: MemoryEvent) -> None:
         place = self._live.pop((event.device, event.address), None)
         if place is None:
             return  # a device tells of what nobody had seen, and which is a part of what is left there
-        self._found[place] = replace(self._found[place], end_s=event.at_s)
+        self.allocations[place] = replace(self.allocations[place], end_s=event.at_s)
         if event.accumulating and place not in self._short_lived:
             self._accumulated.add(place)
 
     def _add(self, device: str, address: int, one: Allocation) -> None:
-        self._live[device, address] = len(self._found)
-        self._there[device, address].append(len(self._found))
-        self._found.append(one)
+        self._live[device, address] = len(self.allocations)
+        self._there[device, address].append(len(self.allocations))
+        self.allocations.append(one)
 
     def _device(self, name: str) -> int:
-        return self._devices.setdefault(name, len(self._devices))
+        return self.devices.setdefault(name, len(self.devices))
 
-    def _told_apart(self, place: int, one: Allocation) -> Allocation:
+    def told_apart(self, place: int, one: Allocation) -> Allocation:
         if one.begin_s is None:
             return one
         end_s = one.end_s if one.end_s is not None else float("inf")
-        outlives = end_s > self._step.end_s
+        outlives = end_s > self._end_s
         if one.phase is Phase.BACKWARD and (outlives or place in self._accumulated):
             at = bisect_left(self._added_s, (one.begin_s, 0.0))
             added_s = self._added_s[at][1] if at < len(self._added_s) else one.begin_s
@@ -394,7 +390,7 @@ class _Builder:
         assert self._calls is not None
         return self._calls.of_node(event.sequence)
 
-    def _module_calls(self) -> Iterable[ModuleCall]:
+    def module_calls(self) -> Iterable[ModuleCall]:
         if self._calls is None:
             return
         backward: defaultdict[int, list[float]] = defaultdict(list)
@@ -404,7 +400,7 @@ class _Builder:
                 backward[place] += (event.begin_s, event.end_s)
                 place = self._calls.calls[place].parent
         _, modules = self._calls.modules()
-        for place, call in self._called:
+        for place, call in self.called:
             yield ModuleCall(
                 module=modules[place],
                 parent=self._places.get(call.parent, -1),
@@ -419,7 +415,7 @@ class _Builder:
     def _lying_at(self, addresses: Sequence[Address], call: SeenCall) -> Iterable[int]:
         for address in dict.fromkeys(addresses):
             for place in reversed(self._there[address]):
-                one = self._found[place]
+                one = self.allocations[place]
                 if one.begin_s is None or one.begin_s <= call.end_s:
                     if one.end_s is None or one.end_s >= call.end_s:
                         yield place

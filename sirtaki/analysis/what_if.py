@@ -453,20 +453,18 @@ class CompiledBackward:
     """One such operator.
 
     Attributes:
-        gradients: that come at its end, in the order of a backward pass, as far as their names tell.
-        n_bytes: of each.
+        n_bytes: of the gradients that come at its end, in the order of a backward pass, as far as their names tell.
         seconds: that it takes, a mean over ranks and iterations.
     """
 
-    gradients: tuple[GradientKey, ...]
-    n_bytes: tuple[int, ...]
+    n_bytes: Mapping[GradientKey, int]
     seconds: float
 
     def parts(self, part_bytes: int) -> list[tuple[GradientKey, ...]]:
         """Gradients of each part: it ends where it has as many bytes, as `DDPOptimizer` counts."""
         found: list[list[GradientKey]] = [[]]
         so_far = 0
-        for key, size in zip(self.gradients, self.n_bytes, strict=True):
+        for key, size in self.n_bytes.items():
             if so_far >= part_bytes:
                 found.append([])
                 so_far = 0
@@ -494,20 +492,12 @@ def compiled_backwards(job: JobModel) -> tuple[CompiledBackward, ...]:
     for place, (keys, _) in enumerate(seen[0]):
         if any(number not in layouts for number, _ in keys):
             return ()
-        ordered = [
-            (number, index)
+        n_bytes = {
+            (number, index): layout.sizes[index] * layout.itemsize_bytes
             for number, layout in layouts.items()
             for index in backward_order(layout, sorted(index for other, index in keys if other == number))
-        ]
-        found.append(
-            CompiledBackward(
-                gradients=tuple(ordered),
-                n_bytes=tuple(
-                    layouts[number].sizes[index] * layouts[number].itemsize_bytes for number, index in ordered
-                ),
-                seconds=statistics.fmean(one[place][1] for one in seen),
-            )
-        )
+        }
+        found.append(CompiledBackward(n_bytes=n_bytes, seconds=statistics.fmean(one[place][1] for one in seen)))
     return tuple(found)
 
 
@@ -543,8 +533,8 @@ def sizes_worth_trying(job: JobModel) -> tuple[int, ...]:
     found = compiled_backwards(job)
     if not found:
         return ()
-    largest = max(found, key=lambda one: one.seconds * (len(one.gradients) > 1))
-    total = sum(largest.n_bytes)
+    largest = max(found, key=lambda one: one.seconds * (len(one.n_bytes) > 1))
+    total = sum(largest.n_bytes.values())
     sizes = {-(-total // count) for count in COUNTS}
     return tuple(
         size for size in sorted(sizes) if _alone_s(job, size) > largest.cost_s and len(largest.parts(size)) > 1
@@ -605,7 +595,7 @@ def in_parts(job: JobModel, part_bytes: int) -> JobModel:
     for buffer in job.buffers:
         order = list(range(len(buffer.layout.sizes)))
         for one in found:
-            mine = [index for number, index in one.gradients if number == buffer.number]
+            mine = [index for number, index in one.n_bytes if number == buffer.number]
             for place, index in zip(sorted(mine), mine, strict=True):
                 order[place] = index
         layouts[buffer.number] = buffer.layout.reordered(order)
@@ -671,15 +661,14 @@ def _in_parts(block: _Block, compiled: CompiledBackward, part_bytes: int) -> Ite
     if len(parts) == 1:
         yield from (*block.compute, *block.behind)
         return
-    size = dict(zip(compiled.gradients, compiled.n_bytes, strict=True))
-    total = sum(compiled.n_bytes)
+    total = sum(compiled.n_bytes.values())
     first = block.compute[0]
     handed_s = sum(piece.seconds for piece in block.behind if piece.activity is not Activity.COPY)
     # What is copied is priced by the plan that it is for; one piece stands for that, so that its price is not lost.
     copied_s = sum(piece.seconds for piece in block.behind if piece.activity is Activity.COPY)
     waits = tuple(wait for piece in block.compute for wait in piece.waits)
     for number, part in enumerate(parts):
-        share = sum(size[key] for key in part) / total
+        share = sum(compiled.n_bytes[key] for key in part) / total
         yield replace(
             first,
             seconds=block.seconds * share + (compiled.cost_s if number else 0.0),
@@ -687,7 +676,7 @@ def _in_parts(block: _Block, compiled: CompiledBackward, part_bytes: int) -> Ite
             ready=(),
             issues=(),
         )
-        behind_s = handed_s * len(part) / len(compiled.gradients)
+        behind_s = handed_s * len(part) / len(compiled.n_bytes)
         for key in part:
             yield replace(first, name="AccumulateGrad", seconds=behind_s / len(part), waits=(), ready=(key,), issues=())
     if copied_s:

@@ -62,7 +62,6 @@ from sirtaki.analysis.step_tensors import (
     UNSEEN,
     LiveStorage,
     ModuleCalls,
-    WatchedStep,
     address_of,
     live_storages,
     memory_of_step,
@@ -778,8 +777,8 @@ def event_in_step(at_s: float, address: int, n_bytes: int, *, accumulating: bool
 
 
 def memory_seen(*memory: MemoryEvent, storages: tuple[LiveStorage, ...] = ()) -> StepMemory:
-    step = WatchedStep(number=7, begin_s=0.0, end_s=10.0, spans=SPANS, storages=storages)
-    return memory_of_step(Seen(events=[ADDING], thread=1, clock=CLOCK, memory=memory), step, None)
+    seen = Seen(events=[ADDING], thread=1, clock=CLOCK, memory=memory)
+    return memory_of_step(seen, None, number=7, begin_s=0.0, end_s=10.0, spans=SPANS, storages=storages)
 
 
 def test_it_is_told_apart_by_when_it_comes_and_goes() -> None:
@@ -852,8 +851,7 @@ def test_the_peak_of_a_real_step_is_the_allocators() -> None:
         PhaseSpan(phase=Phase.FORWARD, begin_s=begin_s, end_s=backward_s),
         PhaseSpan(phase=Phase.BACKWARD, begin_s=backward_s, end_s=backward_end_s),
     )
-    step = WatchedStep(number=1, begin_s=begin_s, end_s=end_s, spans=spans, storages=storages)
-    memory = memory_of_step(seen, step, calls)
+    memory = memory_of_step(seen, calls, number=1, begin_s=begin_s, end_s=end_s, spans=spans, storages=storages)
     left, totals = list(results.kineto_results.experimental_event_tree()), []
     while left:
         one = left.pop()
