@@ -495,9 +495,14 @@ def _own(module: nn.Module) -> list[nn.Parameter]:
     return [param for part in (module, *lists) for param in part._parameters.values() if param is not None]
 
 
+_use_count = getattr(torch._C, "_storage_Use_Count", None)  # older PyTorch has it in builds for GPUs only
+
+
 def _n_references(tensor: torch.Tensor) -> int:
+    """How many tensors have its memory; where PyTorch does not say, whether it is a part of more memory."""
     with torch._C.DisableTorchFunctionSubclass():
-        return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+        storage = tensor.untyped_storage()
+        return int(storage.nbytes() > tensor.nbytes if _use_count is None else _use_count(storage._cdata))
 
 
 _ALONE = _n_references(torch.empty(1))
