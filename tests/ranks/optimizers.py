@@ -7,6 +7,7 @@ import math
 import os
 import pickle
 import random
+import re
 import threading
 import time
 import warnings
@@ -453,6 +454,23 @@ def copies_and_pickles_are_plain_optimizers() -> None:
     assert_same_parameters(model, again, 0.0)
 
 
+def gradients_that_are_missing_are_told() -> None:
+    if hvd.size() == 1:
+        return
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    optimizer = hvd.DistributedOptimizer(plain_sgd(model), model.named_parameters())
+
+    def told() -> str:
+        return next(text for text in job.current().watchdog.progress() if "has not computed" in text)
+
+    model[3](torch.ones(1, 4)).sum().backward()
+    assert re.fullmatch(r"is in iteration \d+, has not computed (\d\.\w+, ){4}\d\.\w+ and 1 more", told()), told()
+    model[2](torch.ones(1, 4)).sum().backward()
+    assert re.fullmatch(r"is in iteration \d+, has not computed (\d\.\w+, ){3}\d\.\w+", told()), told()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 def mistakes_are_named() -> None:
     model = mlp()
     plain = plain_sgd(model)
@@ -506,6 +524,7 @@ FEATURES = [
     adasum_combines_updates,
     a_process_set_trains_by_itself,
     copies_and_pickles_are_plain_optimizers,
+    gradients_that_are_missing_are_told,
     mistakes_are_named,
 ]
 
