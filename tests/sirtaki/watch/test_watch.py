@@ -1,0 +1,224 @@
+"""What a job tells those who watch it: watchers, totals, TensorBoard, Prometheus, and `sirtaki top`'s socket."""
+
+import importlib.util
+import logging
+import math
+import os
+import re
+import socket
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from sirtaki.errors import ConfigError
+from sirtaki.watch import Decision, GenerationBegun, IterationEnded, TensorBoard, TrialEnded, Watcher, watchers
+from sirtaki.watch.presence import Presence, look, run_folder, started
+from sirtaki.watch.prometheus import MetricsServer, render
+from sirtaki.watch.watchers import RECENT, Totals
+
+TOGETHER = GenerationBegun(number=2, rank=0, size=4)
+DECISION = Decision(
+    iteration=9, arm="grid", setting="gloo", knobs={}, default_s=0.6, best_s=0.2, n_trials=3, retune=False
+)
+
+
+def iteration(number: int, step_s: float) -> IterationEnded:
+    return IterationEnded(number=number, step_s=step_s, communication_s=0.1, exposed_s=0.05, n_bytes=100, tuning=False)
+
+
+EVENT = iteration(3, 0.1)
+
+
+class Seen(Watcher):
+    def __init__(self) -> None:
+        self.events: list[object] = []
+
+    def iteration(self, event: IterationEnded) -> None:
+        self.events.append(event)
+
+    def generation(self, event: GenerationBegun) -> None:
+        self.events.append(event)
+
+    def close(self) -> None:
+        self.events.append("closed")
+
+
+class Failing(Watcher):
+    def iteration(self, event: IterationEnded) -> None:
+        raise RuntimeError("no")
+
+
+@pytest.fixture(autouse=True)
+def _nobody_watches() -> None:
+    watchers.end(for_good=True)
+
+
+def test_a_watcher_is_told_until_it_is_removed() -> None:
+    seen = Seen()
+    watchers.add(seen)
+    watchers.tell_all(lambda watcher: watcher.iteration(EVENT))
+    watchers.remove(seen)
+    watchers.remove(seen)
+    watchers.tell_all(lambda watcher: watcher.iteration(EVENT))
+    assert seen.events == [EVENT]
+
+
+def test_who_comes_later_hears_that_the_ranks_are_together() -> None:
+    watchers.begin(TOGETHER)
+    seen = Seen()
+    watchers.add(seen)
+    watchers.end(for_good=False)
+    assert seen.events == [TOGETHER]
+    watchers.end(for_good=True)
+    assert seen.events == [TOGETHER, "closed"]
+    assert watchers.watching == []
+
+
+def test_one_that_raises_is_removed_and_the_others_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    seen = Seen()
+    watchers.add(Failing())
+    watchers.add(seen)
+    with caplog.at_level(logging.WARNING):
+        watchers.tell_all(lambda watcher: watcher.iteration(EVENT))
+        watchers.tell_all(lambda watcher: watcher.iteration(EVENT))
+    assert seen.events == [EVENT, EVENT]
+    assert caplog.text.count("Failing has failed and watches no more") == 1
+
+
+def test_iterations_are_added_up_and_the_last_ones_averaged() -> None:
+    totals = Totals()
+    assert totals.now() == {}
+    totals.iteration(iteration(1, math.nan))
+    for number in range(RECENT):
+        totals.iteration(iteration(number, 0.2))
+    assert totals.iterations == RECENT + 1
+    assert totals.n_bytes == 100 * (RECENT + 1)
+    assert totals.step_s == pytest.approx(0.2 * RECENT)
+    assert totals.now() == pytest.approx({"step_s": 0.2, "communication_s": 0.1, "exposed_s": 0.05})
+
+
+def test_a_decision_tells_what_it_gains() -> None:
+    totals = Totals()
+    assert math.isnan(totals.gain)
+    totals.decision(DECISION)
+    assert (totals.setting, totals.decisions) == ("gloo", 1)
+    assert totals.gain == pytest.approx(3.0)
+
+
+class Writer:
+    def __init__(self) -> None:
+        self.scalars: list[tuple[str, float, int]] = []
+        self.texts: list[tuple[str, str, int]] = []
+
+    def add_scalar(self, tag: str, value: float, step: int) -> None:
+        self.scalars.append((tag, value, step))
+
+    def add_text(self, tag: str, text: str, step: int) -> None:
+        self.texts.append((tag, text, step))
+
+
+def test_what_is_known_is_written_at_its_iteration() -> None:
+    writer = Writer()
+    board = TensorBoard(writer=writer, every=2)
+    board.iteration(iteration(1, 0.1))
+    board.iteration(iteration(2, math.nan))
+    board.trial(TrialEnded(iteration=5, arm="a", setting="s", knobs={}, communication_s=math.inf, best_s=0.3))
+    board.decision(DECISION)
+    board.generation(TOGETHER)
+    board.close()
+    assert writer.scalars == [
+        ("sirtaki/communication_s", 0.1, 2),
+        ("sirtaki/exposed_s", 0.05, 2),
+        ("sirtaki/trial/best_s", 0.3, 5),
+        ("sirtaki/decision/communication_s", 0.2, 9),
+        ("sirtaki/ranks", 4, 2),
+    ]
+    assert writer.texts == [("sirtaki/setting", "gloo (proposed by grid)", 9)]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("tensorboard") is not None, reason="TensorBoard is here")
+def test_where_it_is_missing_the_remedy_is_told() -> None:
+    with pytest.raises(ConfigError, match="pip install tensorboard"):
+        TensorBoard()
+
+
+def some() -> Totals:
+    totals = Totals()
+    totals.iteration(iteration(1, 0.5))
+    return totals
+
+
+def test_each_line_is_one_that_prometheus_reads() -> None:
+    text = render(some(), rank=1, size=4)
+    for line in text.splitlines():
+        assert re.fullmatch(r'# (HELP|TYPE) sirtaki_\w+ .+|sirtaki_\w+\{rank="1"\} [\d.e+-]+', line), line
+    assert 'sirtaki_exposed_share{rank="1"} 0.1\n' in text
+    assert 'sirtaki_gradient_bytes_total{rank="1"} 100\n' in text
+    assert 'sirtaki_ranks{rank="1"} 4\n' in text
+
+
+def test_a_port_answers_until_it_is_closed() -> None:
+    totals = some()
+    server = MetricsServer(totals, host="127.0.0.1", port=0, rank=0, size=1)
+    address = f"http://127.0.0.1:{server.port}"
+    try:
+        with urllib.request.urlopen(f"{address}/metrics", timeout=10) as answer:
+            assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+            assert answer.read().decode() == render(totals, rank=0, size=1)
+        with pytest.raises(urllib.error.HTTPError, match="404") as err:
+            urllib.request.urlopen(f"{address}/other", timeout=10)
+        err.value.close()
+    finally:
+        server.close()
+    with pytest.raises(urllib.error.URLError):
+        urllib.request.urlopen(f"{address}/metrics", timeout=10)
+
+
+def test_a_job_says_of_itself_what_it_is_until_it_ends(tmp_path: Path) -> None:
+    presence = Presence(lambda: {"iteration": 7}, folder=tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [f"{os.getpid()}.{started(os.getpid())}"]
+    assert list(look(tmp_path)) == [{"iteration": 7}]
+    assert list(look(tmp_path)) == [{"iteration": 7}]
+    presence.close()
+    presence.close()
+    assert list(look(tmp_path)) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_dead_processes_have_left_is_removed(tmp_path: Path) -> None:
+    for name in ("999999999.5", f"{os.getpid()}.1", "strange"):
+        (tmp_path / name).touch()
+    assert list(look(tmp_path)) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_one_that_does_not_answer_is_left_out(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as silent:
+        silent.bind(str(tmp_path / f"{os.getpid()}.{started(os.getpid())}"))
+        assert list(look(tmp_path)) == []
+
+
+def test_a_job_that_cannot_tell_is_left_out_and_asked_again(tmp_path: Path) -> None:
+    answers = iter([None, {"iteration": 1}])
+
+    def answer() -> dict[str, int]:
+        if (said := next(answers)) is None:
+            raise RuntimeError("just beginning")
+        return said
+
+    presence = Presence(answer, folder=tmp_path)
+    try:
+        assert list(look(tmp_path)) == []
+        assert list(look(tmp_path)) == [{"iteration": 1}]
+    finally:
+        presence.close()
+
+
+def test_the_folder_is_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    assert run_folder() == tmp_path / "sirtaki"
+    monkeypatch.delenv("XDG_RUNTIME_DIR")
+    assert run_folder().name == f"sirtaki-{os.getuid()}"
+    assert list(look(tmp_path / "none")) == []
