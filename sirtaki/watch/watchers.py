@@ -6,7 +6,7 @@ import atexit
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -130,8 +130,8 @@ def add(watcher: Watcher) -> None:
     if not watching:
         atexit.register(end, for_good=True)  # for scripts that do not call `shutdown()`; a second time finds nobody
     watching.append(watcher)
-    if _generation is not None:
-        tell(lambda: watcher.generation(_generation), watcher)
+    if (begun := _generation) is not None:
+        tell_all(lambda watcher: watcher.generation(begun), [watcher])
 
 
 def remove(watcher: Watcher) -> None:
@@ -140,19 +140,14 @@ def remove(watcher: Watcher) -> None:
         watching.remove(watcher)
 
 
-def tell_all(say: Callable[[Watcher], None]) -> None:
-    """Tells each; one that raises is removed."""
-    for watcher in tuple(watching):
-        tell(lambda watcher=watcher: say(watcher), watcher)  # type: ignore[misc]  # mypy infers no defaults
-
-
-def tell(say: Callable[[], None], watcher: Watcher) -> None:
-    """Tells one."""
-    try:
-        say()
-    except Exception:
-        remove(watcher)
-        logger.warning("%s has failed and watches no more", type(watcher).__name__, exc_info=True)
+def tell_all(say: Callable[[Watcher], None], watchers: Sequence[Watcher] | None = None) -> None:
+    """Tells each of these, None = of all; one that raises is removed."""
+    for watcher in tuple(watching if watchers is None else watchers):
+        try:
+            say(watcher)
+        except Exception:
+            remove(watcher)
+            logger.warning("%s has failed and watches no more", type(watcher).__name__, exc_info=True)
 
 
 def begin(event: GenerationBegun) -> None:
