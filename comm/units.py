@@ -98,8 +98,8 @@ class TensorReduction:
         return bool(wait([self.ended], timeout_s).done)
 
     def check(self) -> None:
-        """Raises why it has failed, once it has ended."""
-        error = self.ended.exception()
+        """Raises why it has failed, if it has."""
+        error = self.ended.exception() if self.ended.done() else None
         if isinstance(error, CommError):
             raise fresh(error)
 
