@@ -22,6 +22,9 @@ from sirtaki.launchers import node_names, step_place, task_counts
 
 from .host_check import Finding, Need
 
+MOST_SLOTS = 4096
+"""No host has more; what says so is a mistake that would cost memory."""
+
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 
 
@@ -111,6 +114,8 @@ def _host(text: str, *, place: str) -> Host:
         raise ConfigError(f"{place}: {text!r} is not a host; write name:slots, or in a hostfile: name slots=4")
     if colon and not (slots.isdecimal() and int(slots) > 0):
         raise ConfigError(f"{place}: {slots!r} is not a number of slots (1 or more) for {name}")
+    if colon and (len(slots) > len(str(MOST_SLOTS)) or int(slots) > MOST_SLOTS):
+        raise ConfigError(f"{place}: {slots[:40]} slots are too many for {name}, {MOST_SLOTS} at most")
     return Host(name=name, slots=int(slots) if colon else 1)
 
 

@@ -8,6 +8,7 @@ import queue
 import signal
 import socket
 import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -17,7 +18,7 @@ from typing import Protocol
 
 from sirtaki.errors import ConfigError, LaunchError
 
-from ..hosts import parse_hosts
+from ..hosts import MOST_SLOTS, parse_hosts
 from ..supervisor import signals_heard
 from .agent import Done, Ended, Joined, Patient, ToAgent, Told, Up
 from .agent_crew import Heard, Lost
@@ -42,8 +43,8 @@ from .job_members import (
 INTERVAL_S = 1.0
 """Between one answer and the next question."""
 
-LIMIT_S = 20.0
-"""How long the script may take."""
+LIMIT_S, MOST_BYTES = 20.0, 1 << 20
+"""How long the script may take, and how much it may print."""
 
 Hosts = Mapping[str, int]
 
@@ -59,31 +60,36 @@ def ask_script(script: str, slots: int, limit_s: float = LIMIT_S) -> Hosts:
     Raises:
         LaunchError: it cannot be run, fails, hangs or prints what names no host.
     """
-    try:
-        process = subprocess.Popen(
-            [str(Path(script).resolve())] if Path(script).exists() else ["sh", "-c", script],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-        )
-    except OSError as err:
-        raise LaunchError(f"it cannot be run ({err}); make it executable, with #!/bin/sh in its first line") from err
-    try:
-        out, err_text = process.communicate(timeout=limit_s)
-    except subprocess.TimeoutExpired:
-        raise LaunchError(f"it has not ended within {limit_s:g} s") from None
-    finally:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        for stream in (process.stdout, process.stderr):
-            if stream is not None:
-                stream.close()
+    deadline_s = time.monotonic() + limit_s
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
+        try:
+            process = subprocess.Popen(
+                [str(Path(script).resolve())] if Path(script).exists() else ["sh", "-c", script],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=errors,
+                start_new_session=True,
+            )
+        except OSError as err:
+            raise LaunchError(
+                f"it cannot be run ({err}); make it executable, with #!/bin/sh in its first line"
+            ) from err
+        try:
+            while process.poll() is None:
+                if sum(os.fstat(file.fileno()).st_size for file in (out, errors)) > MOST_BYTES:
+                    raise LaunchError(f"it has printed more than {MOST_BYTES} bytes")
+                if time.monotonic() > deadline_s:
+                    raise LaunchError(f"it has not ended within {limit_s:g} s")
+                time.sleep(0.01)
+        finally:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        told, complaint = (os.pread(file.fileno(), MOST_BYTES, 0).decode(errors="replace") for file in (out, errors))
     if process.returncode != 0:
-        last = (err_text.decode(errors="replace").strip().splitlines() or [""])[-1]
+        last = (complaint.strip().splitlines() or [""])[-1]
         raise LaunchError(f"it ended with exit code {process.returncode}{f': {last[:200]}' if last else ''}")
-    return _hosts(out.decode(errors="replace"), slots)
+    return _hosts(told, slots)
 
 
 def _hosts(text: str, slots: int) -> Hosts:
@@ -95,8 +101,10 @@ def _hosts(text: str, slots: int) -> Hosts:
         try:
             (host,) = parse_hosts(entry if ":" in entry else f"{entry}:{slots}")
         except (ConfigError, ValueError) as err:
-            raise LaunchError(f"it printed {entry[:80]!r}, which is no host; write name or name:slots") from err
-        found[host.name] = found.get(host.name, 0) + host.slots
+            raise LaunchError(
+                f"it printed {entry[:80]!r}, which is no host; write name or name:slots, of {MOST_SLOTS} slots at most"
+            ) from err
+        found[host.name] = min(MOST_SLOTS, found.get(host.name, 0) + host.slots)
     return found
 
 

@@ -47,7 +47,7 @@ def test_hosts_written_in_any_of_the_three_forms_are_read_alike(tmp_path_factory
     assert read_hostfile(file) == tuple(expected)
 
 
-@pytest.mark.parametrize("text", ["", "a:", "a:0", "a:x", "a:-1", ":2", "a b:2", "a,,b", "[::1]:2"])
+@pytest.mark.parametrize("text", ["", "a:", "a:4097", "a:0", "a:x", "a:-1", ":2", "a b:2", "a,,b", "[::1]:2"])
 def test_what_is_not_a_host_is_refused_with_the_form_to_write(text):
     with pytest.raises(ConfigError, match="slots"):
         parse_hosts(text)

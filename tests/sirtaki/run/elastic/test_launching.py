@@ -63,6 +63,8 @@ def test_a_command_with_arguments_is_run_by_a_shell() -> None:
         ("echo 'Error: no permission'", "'Error: no permission', which is no host"),
         ("echo node1:many", "'node1:many', which is no host"),
         ("echo node1,node2", "'node1,node2', which is no host"),
+        ("echo node1:9999999999", "'node1:9999999999', which is no host"),
+        ("yes node1", "printed more than"),
     ],
 )
 def test_what_is_no_answer_says_why(tmp_path: Path, text: str, message: str) -> None:
