@@ -104,6 +104,7 @@ class SafeStore:
     def _replaced(self, err: CorruptStoreError) -> Store:
         from .store import set_aside
 
+        assert err.path is not None
         self.warned = True
         logger.warning("%s; it is kept as %s and a new registry begins", err, set_aside(err.path))
         return open_store(str(err.path))

@@ -84,11 +84,14 @@ class RegistryError(SirtakiError, RuntimeError):
 
 
 class CorruptStoreError(RegistryError):
-    """The file at `path` is no registry, or a damaged one."""
+    """The file at `path` is no registry, or a damaged one; None where it is not said."""
 
-    def __init__(self, message: str, path: Path) -> None:
-        super().__init__(message)
+    def __init__(self, message: str, path: Path | None = None) -> None:
+        super().__init__(message, path)
         self.path = path
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class LaunchError(SirtakiError, RuntimeError):

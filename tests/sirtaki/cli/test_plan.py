@@ -2,7 +2,7 @@
 
 import json
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -83,7 +83,7 @@ def test_contention_that_was_probed_is_counted_where_the_link_is_the_measured_on
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     rate = RateCurve(gamma_1=1e9, gamma_2=0.0, gamma_3=1.0)
     slowed = ContentionModel(alpha_1=1.0, alpha_2=1e-3, overlapped=rate, alone=rate)  # 512 threads: half the speed
-    lines[0]["contention"] = slowed.to_json()
+    lines[0]["contention"] = asdict(slowed)
     log.write_text("\n".join(map(json.dumps, lines)))
     assert min(iterations_s("--measured-ranks", "2")) > 1.2 * min(alone)
     assert iterations_s("--link-gbit", "8") == described
