@@ -5,6 +5,7 @@ rank, and compares each step with a model that sees all ranks' batches.
 """
 
 import copy
+import logging
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -57,6 +58,50 @@ def gradients_may_be_asked_for_through_the_output() -> None:
         trains_alike(dense_model(), partial(loss, batch), find_unused_parameters=True)
         trains_alike(dense_model(), partial(loss, batch), passes=2, steps=3)
     trains_alike(dense_model(), partial(logged, batch), static_graph=True)
+
+
+def parameters_may_differ_where_a_pass_is_not_synchronised() -> None:
+    """Sharpness-aware minimisation, whose first pass moves each rank's parameters by its own gradients; no warning."""
+    said: list[logging.LogRecord] = []
+    listener = logging.Handler(logging.WARNING)
+    listener.emit = said.append  # type: ignore[method-assign]
+    logging.getLogger("sirtaki").addHandler(listener)
+    model = dense_model()
+    alone, wrapped = copy.deepcopy(model), attached(model)
+    optimizer, reference = sgd(model), sgd(alone)
+
+    def moved(target: nn.Module, call: nn.Module, rank: int, step: int) -> list[torch.Tensor]:
+        before = [param.detach().clone() for param in target.parameters()]
+        dense_loss(call, rank, step).backward()
+        with torch.no_grad():
+            for param in target.parameters():
+                param.add_(param.grad, alpha=0.05)
+        target.zero_grad()
+        return before
+
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        with wrapped.no_sync():
+            before = moved(model, wrapped, dist.get_rank(), step)
+        dense_loss(wrapped, dist.get_rank(), step).backward()
+        with torch.no_grad():
+            torch._foreach_copy_(list(model.parameters()), before)
+        optimizer.step()
+        gradients = []
+        for rank in ranks():
+            before = moved(alone, alone, rank, step)
+            dense_loss(alone, rank, step).backward()
+            gradients.append([param.grad for param in alone.parameters()])
+            alone.zero_grad()
+            with torch.no_grad():
+                torch._foreach_copy_(list(alone.parameters()), before)
+        for param, *each in zip(alone.parameters(), *gradients, strict=True):
+            param.grad = sum(each) / len(ranks())
+        reference.step()
+        reference.zero_grad()
+        assert_same(model, alone, step)
+    logging.getLogger("sirtaki").removeHandler(listener)
+    assert not said, said
 
 
 def convolutions_in_channels_last_keep_their_strides() -> None:
@@ -410,6 +455,7 @@ CASES = (
     its_ranks_are_those_of_the_process_group,
     a_model_trains_as_in_one_process,
     gradients_may_be_asked_for_through_the_output,
+    parameters_may_differ_where_a_pass_is_not_synchronised,
     convolutions_in_channels_last_keep_their_strides,
     parameters_may_be_unused_on_some_ranks_and_frozen,
     two_types_travel_beside_each_other,

@@ -40,6 +40,7 @@ class DdpGradients(GradientReducer):
     """Keeps the gradients of one DDP model equal on some of the ranks: an iteration is a backward pass that is due."""
 
     too_often = TOO_OFTEN
+    may_begin_apart = False  # DDP's constructor has sent rank 0's; what no_sync() passes do to them, as SAM's, is meant
 
     _due = _begun = False
     _arrivals: Arrivals | None = None

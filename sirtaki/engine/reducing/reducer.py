@@ -171,6 +171,8 @@ class GradientReducer:
     """
 
     too_often = TOO_OFTEN
+    may_begin_apart = True
+    """Whether nobody has made the parameters equal on all ranks, so that the first iteration compares them."""
     failed_in: int | None
     _ready: Callable[[int, torch.Tensor, int], None]
 
@@ -215,7 +217,7 @@ class GradientReducer:
             unused_as_none=self._settings.unused_as_none,
         )
         self._nan_check = NanCheck(members.control) if settings.check_nan else None
-        self._compared_values = False
+        self._compared_values = not self.may_begin_apart
         # What belongs to it without leading back to it, since `__del__` hands it to another thread to be closed.
         self._open.callback(carrier.close)
         self._open.callback(self._hooks.close)
