@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import builtins
 import functools
 from collections import defaultdict
@@ -24,16 +25,23 @@ Symbol = tuple[str, str]
 class Source:
     """What can be asked about the text of a script without knowing what it does."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, *, as_written: bool = False) -> None:
         """Parses it.
+
+        Args:
+            text: of the script.
+            as_written: statements that share a line do not get lines of their own, so that none can stand between them.
 
         Raises:
             TranslationError: it is no Python.
         """
         try:
-            wrapper = MetadataWrapper(cst.parse_module(text))
+            written = MetadataWrapper(cst.parse_module(text))
         except cst.ParserSyntaxError as err:
             raise TranslationError.of([(err.raw_line, f"is no Python: {err.message}")]) from err
+        apart = text if as_written else written.module.visit(_Apart()).code
+        wrapper = written if apart == text else MetadataWrapper(cst.parse_module(apart))
+        self._starts = list(zip(_statement_lines(wrapper), _statement_lines(written), strict=True))
         self.text, self.module = text, wrapper.module
         self._nodes = list(walk(self.module))
         self._parents = wrapper.resolve(ParentNodeProvider)
@@ -48,8 +56,10 @@ class Source:
     # ── nodes ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def line(self, node: cst.CSTNode) -> int:
-        """Of its first character."""
-        return int(self._positions[node].start.line)
+        """Of its first character, in the script as it was written."""
+        line = int(self._positions[node].start.line)
+        behind = bisect.bisect_right(self._starts, line, key=lambda start: start[0])
+        return line + self._starts[behind - 1][1] - self._starts[behind - 1][0] if behind else line
 
     def code(self, node: cst.CSTNode) -> str:
         """Its text."""
@@ -198,6 +208,42 @@ class Source:
                         yield name.value
             if isinstance(node, cst.FunctionDef) and self.parent(self.parent(node)) is function:
                 yield node.name.value
+
+
+class _Apart(cst.CSTTransformer):
+    """`a; b` becomes two lines, `if x: a` a block."""
+
+    def leave_SimpleStatementLine(
+        self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
+    ) -> cst.BaseStatement | cst.FlattenSentinel[cst.BaseStatement]:
+        if len(updated_node.body) == 1:
+            return updated_node
+        *first, last = _lines_of(updated_node.body)
+        return cst.FlattenSentinel(
+            [
+                first[0].with_changes(leading_lines=updated_node.leading_lines),
+                *first[1:],
+                last.with_changes(trailing_whitespace=updated_node.trailing_whitespace),
+            ]
+        )
+
+    def leave_SimpleStatementSuite(
+        self, original_node: cst.SimpleStatementSuite, updated_node: cst.SimpleStatementSuite
+    ) -> cst.BaseSuite:
+        return cst.IndentedBlock(_lines_of(updated_node.body), header=updated_node.trailing_whitespace)
+
+
+def _lines_of(statements: Iterable[cst.BaseSmallStatement]) -> list[cst.SimpleStatementLine]:
+    return [
+        cst.SimpleStatementLine([statement.with_changes(semicolon=cst.MaybeSentinel.DEFAULT)])
+        for statement in statements
+    ]
+
+
+def _statement_lines(wrapper: MetadataWrapper) -> list[int]:
+    """Where each statement begins, simple ones and compound ones."""
+    positions, found = wrapper.resolve(PositionProvider), (cst.BaseSmallStatement, cst.BaseCompoundStatement)
+    return [int(positions[node].start.line) for node in walk(wrapper.module) if isinstance(node, found)]
 
 
 def walk(node: cst.CSTNode) -> Iterator[cst.CSTNode]:

@@ -353,6 +353,8 @@ def translate(text: str) -> Translation:
     if source.imports("sirtaki"):
         return Translation(before=text, after=text, notes=((0, "it uses Sirtaki already"),))
     if source.imports("horovod"):
+        source = Source(text, as_written=True)
+        edits = Edits(source)
         change_imports(source, edits)
     elif source.imports("torch.distributed") or "DistributedDataParallel" in text:
         FromDdp(source, edits).change()

@@ -320,10 +320,6 @@ REFUSED: dict[str, tuple[str, str]] = {
         "line 14: ranks may decide differently",
     ),
     "neither mean nor sum": (in_loop("total += x.abs().max().item()"), r"cannot tell whether `x\.abs"),
-    "gradients read in the line of the step": (
-        HEAD.replace("optimizer.step()", f"{CLIP}; optimizer.step()"),
-        "put it on a line of its own",
-    ),
     "parameters of nobody": (HEAD.replace("model.parameters()", "get()"), "line 6: cannot tell whose parameters"),
     "one device for all": (f'import os\ndevice = "cuda:1"\n{HEAD}', "line 2"),
     "visible devices": (f'import os\nos.environ["CUDA_VISIBLE_DEVICES"] = "0"\n{HEAD}', "line 2"),
@@ -360,3 +356,31 @@ def test_what_is_refused_with_line_and_reason(name: str) -> None:
 def test_clocks_that_decide_nothing_are_not_in_the_way() -> None:
     code = f"import time\nbegun = time.time()\n{HEAD}took = time.time() - begun\nif took > 60:\n    print(took)\n"
     assert "hvd.init()" in translate(code).after
+
+
+SHARED_LINES = """import time, torch
+from torch.utils.data import DataLoader
+class Trainer:
+    def __init__(self, m): self.m = m; self.opt = torch.optim.SGD(m.parameters(), lr=0.1)  # both
+    def fit(self, data):
+        for x in DataLoader(data, batch_size=8):
+            self.opt.zero_grad(); self.m(x).mean().backward(); self.opt.step()
+"""
+
+
+def test_statements_that_share_a_line_get_their_own_and_reasons_name_the_line_as_it_was() -> None:
+    after = translate(SHARED_LINES).after
+    begin = after[after.index("    def __init__") : after.index("    def fit")].splitlines()
+    assert begin[:3] == [
+        "    def __init__(self, m):  # both",
+        "        self.m = m",
+        "        self.opt = torch.optim.SGD(m.parameters(), lr=0.1)",
+    ]
+    assert "hvd.DistributedOptimizer(self.opt" in begin[4]
+    both = translate(HEAD.replace("optimizer.step()", f"{CLIP}; optimizer.step()")).after
+    assert f"optimizer.synchronize()\n        {CLIP}\n        with optimizer.skip_synchronize():" in both
+    clock = "            if time.time() > 9: break\n"
+    with pytest.raises(TranslationError, match="line 8: ranks may decide differently"):
+        translate(SHARED_LINES + clock)
+    horovod = "import horovod.torch as hvd; hvd.init()\nif hvd.rank(): print(1)\n"
+    assert translate(horovod).after == horovod.replace("horovod", "sirtaki")
