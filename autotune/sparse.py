@@ -74,8 +74,11 @@ class TouchCounts:
         return np.sort(self.counts)[::-1]
 
     def of(self, rows: npt.ArrayLike) -> npt.NDArray[np.int64]:
-        """The counts of rows that were touched."""
-        return self.counts[np.searchsorted(self.rows, np.asarray(rows, dtype=np.int64))]
+        """The counts of rows; 0 of one that was not touched, as a plan from an earlier job may name."""
+        wanted = np.asarray(rows, dtype=np.int64)
+        # What is larger than all of them finds the place behind the last, where -1 is no row.
+        places = np.searchsorted(self.rows, wanted)
+        return np.where(np.append(self.rows, -1)[places] == wanted, np.append(self.counts, 0)[places], 0)
 
 
 def coverage(counts: npt.NDArray[np.int64]) -> Curve:

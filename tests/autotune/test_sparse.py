@@ -509,3 +509,10 @@ def test_it_can_be_written_down_and_read_again() -> None:
 def test_what_is_wrong_with_a_log_is_refused(wrong: dict[str, object]) -> None:
     with pytest.raises((KeyError, TypeError, ValueError)):
         SparseSummary.from_json({**told(tried()).to_json(), **wrong})
+
+
+def test_rows_that_nobody_has_touched_count_nothing() -> None:
+    counts = TouchCounts()
+    assert counts.of([0, 7]).tolist() == [0, 0]
+    counts.note([np.array([2, 5]), np.array([5])], 2)
+    assert counts.of([0, 2, 3, 5, 9]).tolist() == [0, 1, 0, 2, 0]
