@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -286,6 +285,7 @@ class GradientBuffers:
         self.addresses = [place.data_ptr() for place in self._places]
         self._made_for = [param.dtype for param in params]
         self._known: dict[tuple[int, int], Known] = {}  # by the first parameter, and how many there are
+        self._listed = [0] * len(params)  # in how many of those each view stands
         self.outdated = False
 
     @property
@@ -335,7 +335,7 @@ class GradientBuffers:
         """What to put into a parameter's `.grad`."""
         if not self._is_intact(index):
             self.views[index] = self._places[index].data
-            self._known.clear()
+            self._forget_known()
         return self.views[index]
 
     def fits(self, index: int) -> bool:
@@ -405,7 +405,9 @@ class GradientBuffers:
         found = self._known.get(key)
         if found is None or found.indices != indices:
             if len(self._known) >= MOST_KNOWN:  # many plans have been tried
-                self._known.clear()
+                self._forget_known()
+            elif found is not None:
+                self._list(found.indices, -1)
             found = self._known[key] = Known(
                 list(indices),
                 [self._params[index] for index in indices],
@@ -415,16 +417,21 @@ class GradientBuffers:
                 [self.addresses[index] for index in indices],
                 [],
             )
+            self._list(indices, 1)
             for known in self._known.values():
                 known.references.clear()
         if not found.references:
-            lists = self._lists()
-            found.references.extend(REFERENCES + lists[index] for index in indices)
+            found.references.extend(REFERENCES + self._listed[index] for index in indices)
         return found
 
-    def _lists(self) -> Counter[int]:
-        """How many lists in `_known` have each view."""
-        return Counter(index for known in self._known.values() for index in known.indices)
+    def _list(self, indices: Sequence[int], more: int) -> None:
+        for index in indices:
+            self._listed[index] += more
+
+    def _forget_known(self) -> None:
+        if self._known:
+            self._known.clear()
+            self._listed = [0] * len(self._params)
 
     def _part_with(self, indices: Sequence[int]) -> None:
         """Gives views that somebody has kept, and that are no gradients now, memory of their own.
@@ -432,10 +439,8 @@ class GradientBuffers:
         So a gradient that the user keeps over `zero_grad()` stays what it was. Other tensors over its memory, such as
         `param.grad.detach()`, do not count.
         """
-        lists = self._lists()
-        for index in [
-            i for i in indices if sys.getrefcount(self.views[i]) > REFERENCES + lists[i] and self._is_intact(i)
-        ]:
+        kept = [i for i in indices if sys.getrefcount(self.views[i]) > REFERENCES + self._listed[i]]
+        for index in filter(self._is_intact, kept):
             view = self.views[index]
             view.data = view.detach().clone()
             self.view(index)
