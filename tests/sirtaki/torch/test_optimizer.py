@@ -17,6 +17,10 @@ def job(ranks: int, label: str = "") -> Job:
     return Job(ranks, label, SETTINGS[label])
 
 
+LIVES = (job(2), slow(job(1)), slow(job(3)), slow(job(3, "tuned")), slow(job(4, "two nodes")))
+"""For cases of optimizers that are dropped, closed or wrapped again."""
+
+
 @on_ranks(
     "optimizers",
     job(2),
@@ -46,30 +50,14 @@ def test_types_and_strides_of_all_kinds_train_right(play: Play, rank_case: RankC
     play(rank_case)
 
 
-@on_ranks(
-    "optimizers",
-    job(2),
-    slow(job(1)),
-    slow(job(3)),
-    slow(job(3, "tuned")),
-    slow(job(4, "two nodes")),
-    cases="LIFETIMES",
-)
+@on_ranks("optimizers", *LIVES, cases="LIFETIMES")
 def test_shared_parameters_and_dropped_closed_and_rewrapped_optimizers_train_right(
     play: Play, rank_case: RankCase
 ) -> None:
     play(rank_case)
 
 
-@on_ranks(
-    "optimizers",
-    job(2),
-    slow(job(1)),
-    slow(job(3)),
-    slow(job(3, "tuned")),
-    slow(job(4, "two nodes")),
-    cases="LEFTOVERS",
-)
+@on_ranks("optimizers", *LIVES, cases="LEFTOVERS")
 def test_dropped_optimizers_and_ended_jobs_leave_nothing(play: Play, rank_case: RankCase) -> None:
     play(rank_case)
 
