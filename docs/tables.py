@@ -1,4 +1,4 @@
-"""Writes the tables of the documents that follow from the code: settings, command lines, decisions.
+"""Writes what the documents take from elsewhere: settings, command lines, decisions, targets, listings of scripts.
 
     python docs/tables.py            # rewrites what stands between `<!-- begin: NAME -->` and `<!-- end: NAME -->`
     python docs/tables.py --check    # only says what is out of date; exit code 1 if anything is
@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from enum import Enum
+from functools import partial
 from pathlib import Path
 
 from sirtaki.cli.__main__ import COMMANDS
@@ -71,6 +72,32 @@ def command_table(name: str) -> str:
     return "\n\n".join(table for table in tables if table)
 
 
+def listing(script: str) -> str:
+    """A script of the repository as a block of code, or a page as it is."""
+    if script.endswith(".md"):
+        return (DOCS.parent / script).read_text(encoding="utf-8").strip()
+    language = {".py": "python", ".sh": "bash"}.get(Path(script).suffix, "")
+    return f"```{language}\n{(DOCS.parent / script).read_text(encoding='utf-8').strip()}\n```"
+
+
+def targets_table() -> str:
+    """One row a target that a kept result of a benchmark speaks of, those that were missed first."""
+    rows = []
+    for path in sorted((DOCS.parent / "bench" / "results").glob("*.md")):
+        text = path.read_text(encoding="utf-8")
+        command, taken = (
+            re.search(r"^    (python .+)$", text, re.M),
+            re.search(r"^- Taken (\S+)T\S*, commit ([\w-]+)", text, re.M),
+        )
+        for claim, measured, limit, verdict in re.findall(
+            r"^\| (.+?) \| (.+?) \| (.+?) \| (met|\*\*missed\*\*) \|$", text, re.M
+        ):
+            said = (f"`{command[1]}`" if command else "", f"{taken[1]}, {taken[2]}" if taken else "")
+            rows.append((path.stem, claim, measured, limit, verdict, *said))
+    rows.sort(key=lambda row: row[4] == "met")
+    return _table(("result", "claim", "measured", "target", "", "command", "taken"), rows)
+
+
 def decisions_table() -> str:
     """Number, title, status and date of every record; the date is that of the commit that brought it."""
     rows = []
@@ -89,6 +116,12 @@ TABLES: Mapping[str, tuple[str, Callable[[], str]]] = {
     "sirtakirun": ("reference/cli.md", launcher_table),
     **{f"sirtaki {name}": ("reference/cli.md", lambda name=name: command_table(name)) for name in COMMANDS},
     "decisions": ("decisions/index.md", decisions_table),
+    "targets": ("explanation/targets.md", targets_table),
+    **{
+        f"listing {script}": (str(page.relative_to(DOCS)), partial(listing, script))
+        for page in sorted(DOCS.rglob("*.md"))
+        for script in re.findall(r"<!-- begin: listing (\S+) -->", page.read_text(encoding="utf-8"))
+    },
 }
 """Name of each table → the page it stands in, and what it says."""
 
