@@ -27,6 +27,13 @@ TESTS = Path(__file__).parent
 RunRanks = Callable[..., subprocess.CompletedProcess[str]]
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """`make quick` leaves out what starts ranks."""
+    for item in items:
+        if "launcher" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.ranks)
+
+
 @pytest.fixture(autouse=True)
 def _log_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where a test of this process has taken Sirtaki's log away from the root logger, as `init()` does."""
