@@ -1,0 +1,87 @@
+"""The pages that `sirtaki report` writes, in a real browser.
+
+No script error, every plot drawn, readable on a telephone, in light and dark.
+"""
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from sirtaki.cli.__main__ import main
+
+pytestmark = pytest.mark.integration
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+WRITTEN = Path(__file__).parents[1] / "formats" / "written_by_0.1"
+
+LOOK = """
+<script>
+window.addEventListener("load", () => setTimeout(() => {
+  const drawn = canvas => {
+    const pixels = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
+    return new Set(new Uint32Array(pixels.buffer)).size > 3;
+  };
+  const luminance = colour => {
+    const [r, g, b] = colour.match(/[\\d.]+/g).map(Number);
+    return (0.2126 * r + 0.7152 * g + 0.0722 * b) / 255;
+  };
+  const style = getComputedStyle(document.body);
+  const seen = {
+    canvases: [...document.querySelectorAll("canvas")].map(drawn),
+    plots: [...document.querySelectorAll("svg")].map(svg => svg.getBoundingClientRect().height > 10),
+    overflow: document.documentElement.scrollWidth - window.innerWidth,
+    text: parseFloat(style.fontSize),
+    contrast: Math.abs(luminance(style.color) - luminance(style.backgroundColor)),
+    dark: luminance(style.backgroundColor) < 0.5,
+  };
+  const out = document.createElement("pre");
+  out.id = "seen";
+  out.textContent = JSON.stringify(seen);
+  document.body.append(out);
+}, 300));
+</script>
+"""
+
+
+@pytest.fixture(scope="module", params=["trials.jsonl", "recorded"])
+def page(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    page = tmp_path_factory.mktemp("page") / "report.html"
+    assert main(["report", str(WRITTEN / request.param), "-o", str(page)]) == 0
+    return page
+
+
+def opened(page: Path, folder: Path, *, width: int, dark: bool) -> str:
+    """What the page has become once its scripts have run; no script may have complained."""
+    assert CHROMIUM is not None
+    options = [
+        "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking",
+        "--disable-component-update --disable-sync --enable-logging=stderr --virtual-time-budget=3000 --dump-dom",
+        f"--window-size={width},2000 --blink-settings=preferredColorScheme={0 if dark else 1}",
+    ]
+    command = [CHROMIUM, *" ".join(options).split(), f"--user-data-dir={folder}", page.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert re.findall(r".*:CONSOLE.*", done.stderr) == []
+    return done.stdout
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium (Debian's package chromium)")
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1440])
+def test_a_report_is_drawn_and_readable(page: Path, width: int, dark: bool, tmp_path: Path) -> None:
+    opened(page, tmp_path / "profile", width=width, dark=dark)  # as it is, with its content security policy
+    looked_at = tmp_path / "looked_at.html"
+    text = re.sub(r"<meta http-equiv=.?Content-Security-Policy[^>]*>", "", page.read_text(), flags=re.IGNORECASE)
+    looked_at.write_text(text + LOOK)
+    found = re.search(r'<pre id="seen">(.*?)</pre>', opened(looked_at, tmp_path / "profile", width=width, dark=dark))
+    assert found is not None
+    seen = json.loads(found[1])
+    assert seen["canvases"] or seen["plots"]
+    assert all([*seen["canvases"], *seen["plots"]])
+    assert seen["overflow"] <= 0
+    assert seen["text"] >= 14
+    assert seen["contrast"] > 0.6
+    assert seen["dark"] is dark
