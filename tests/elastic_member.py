@@ -21,7 +21,7 @@ from sirtaki.comm.control.communicator import Communicator, Op
 from sirtaki.comm.control.failure import poll_until
 from sirtaki.comm.control.mesh_rendezvous import meet
 from sirtaki.engine.membership import AgentClient, Dismissed, Generation, open_agent
-from sirtaki.errors import CommError
+from sirtaki.errors import CommError, PeerLostError
 
 STEP_S = 0.01
 TIMEOUT_S = float(os.environ.get("SIRTAKI_TEST_TIMEOUT_S", "60"))
@@ -86,6 +86,8 @@ def main() -> None:
         ranks = None
         try:
             ranks = meet(generation.meeting, interface=None, secret=None, timeout_s=30.0, heartbeat_s=HEARTBEAT_S)
+            board = ranks.failures
+            client.on_loss(lambda lost, board=board: board.report(PeerLostError(lost)))
             if counter.train(ranks, client, generation):
                 client.finished()
                 note(is_="finished", steps=counter.steps)

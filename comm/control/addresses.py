@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import fcntl
 import os
 import socket
 import struct
 from ipaddress import IPv4Interface
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from sirtaki.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import TCPStore
 
 SIOCGIFADDR, SIOCGIFNETMASK = 0x8915, 0x891B
 LOOPBACK = "127.0.0.1"
@@ -62,3 +67,36 @@ def own_addresses(interface: str | None) -> list[str]:
     # Bridges of container engines come last: other hosts have the same ones.
     outside = [(name.startswith(("docker", "br-", "virbr")), address) for name, address in known.items()]
     return [address for _, address in sorted(outside, key=lambda item: item[0]) if not address.startswith("127.")]
+
+
+def serve_store(host: str, port: int = 0, *, timeout: datetime.timedelta, multi_tenant: bool = False) -> TCPStore:
+    """Open PyTorch's key-value store at this address only; it asks nobody for a secret.
+
+    Args:
+        host: where the job's other processes reach it; "0.0.0.0" = at all addresses. At a port that is given PyTorch
+            listens at all of them, too, unless `host` is loopback.
+        port: 0 = any that is free.
+        timeout: of those who wait in it.
+        multi_tenant: this process may open it again at that port, or has.
+
+    Raises:
+        OSError, RuntimeError: it cannot listen.
+    """
+    from torch._C._distributed_c10d import TCPStore
+
+    listener = None
+    if port == 0 or host in (LOOPBACK, "localhost"):
+        try:
+            listener = socket.create_server((host, port), backlog=512)
+        except OSError:  # this process itself may listen there, for the script's own process groups
+            if not (port and multi_tenant):
+                raise
+    return TCPStore(
+        host,
+        port if listener is None else listener.getsockname()[1],
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timeout,
+        multi_tenant=multi_tenant,
+        master_listen_fd=None if listener is None else listener.detach(),
+    )

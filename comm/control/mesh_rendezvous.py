@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any
 
 from sirtaki.errors import CommError, ConfigError, PeerLostError, SirtakiError
 
-from .addresses import LOOPBACK, host_identity, own_addresses
+from .addresses import LOOPBACK, host_identity, own_addresses, serve_store
 from .mesh import Links, MeshCommunicator
 
 if TYPE_CHECKING:
@@ -524,9 +524,7 @@ def _store(meeting: Meeting, deadline_s: float) -> Store:
         if place not in _stores:
             try:
                 # multi_tenant: the script's own process groups may meet at the same port
-                _stores[place] = TCPStore(
-                    *place, is_master=True, wait_for_workers=False, timeout=timeout, multi_tenant=True
-                )
+                _stores[place] = serve_store(*place, timeout=timeout, multi_tenant=True)
             except (OSError, RuntimeError) as err:
                 raise ConfigError(
                     f"rank {meeting.rank} cannot listen at MASTER_PORT={meeting.port}: {_first_line(err)}; does "

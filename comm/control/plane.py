@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from sirtaki.errors import CommError, ConfigError, MismatchError, SirtakiError, TransportError
 
-from .addresses import LOOPBACK, host_identity, own_addresses
+from .addresses import LOOPBACK, host_identity, own_addresses, serve_store
 from .communicator import Backend, Communicator, Op, Test
 from .failure import FailureBoard, poll_until, unless_failed
 
@@ -331,12 +331,10 @@ class ControlPlane:
 
     def _serve(self) -> tuple[list[str], int] | SirtakiError:
         """Opens the store here; addresses of which one is to be reached and the port, or why there is none."""
-        from torch._C._distributed_c10d import TCPStore
-
         there, limit = self._rendezvous, datetime.timedelta(seconds=LIMIT_S)
         try:
-            there.store = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=limit)
             addresses = [LOOPBACK] if len(set(self.hosts)) == 1 else own_addresses(self._interface)
+            there.store = serve_store(addresses[0] if len(addresses) == 1 else "0.0.0.0", timeout=limit)
         except ConfigError as err:
             return err
         except (OSError, RuntimeError) as err:

@@ -6,7 +6,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from sirtaki.comm.control.communicator import Backend, Communicator
@@ -92,6 +92,9 @@ class SurvivingMembership:
     def change(self) -> Change:
         """See `Membership`."""
         return Change.REMOVED if self._survivors.lost() else Change(0)
+
+    def on_loss(self, report: Callable[[str], object]) -> None:
+        """See `Membership`. MPI tells the control plane itself."""
 
     def finished(self) -> None:
         """See `Membership`. Nobody restarts this job."""
@@ -192,6 +195,7 @@ class Generations:
             except CommError as err:
                 logger.info("generation %d has ended before all had met: %s", self.number, err)
                 continue
+            self._membership.on_loss(_failing(ranks))
             logger.info(
                 "generation %d: %d ranks; joined in %.0f ms, met in %.0f ms",
                 self.number,
@@ -200,6 +204,10 @@ class Generations:
                 1000 * (time.monotonic() - joined_s),
             )
             return ranks
+
+
+def _failing(ranks: Communicator) -> Callable[[str], None]:
+    return lambda lost: ranks.failures.report(PeerLostError(lost))
 
 
 _of_process: Generations | None = None

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import select
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -92,6 +92,13 @@ class Membership(Protocol):
 
         REMOVED also where a member has died: who notices nothing of it, since it communicates with nobody just now or
         waits for a connection, learns it here.
+        """
+        ...
+
+    def on_loss(self, report: Callable[[str], object]) -> None:
+        """Until the next `join`, calls `report` with how the first member has died, once: from any thread, or at once.
+
+        For ranks that wait for who is gone; it need not tell what the control plane finds out by itself.
         """
         ...
 
@@ -200,35 +207,34 @@ def generation_of(formed: Formed, listeners: tuple[socket.socket, ...], in_vain:
 
 
 class Heard:
-    """What the agent has said, as far as nobody has asked.
+    """What the agent has said of the present generation.
 
     Attributes:
-        change: since the present generation began.
+        change: since it began.
         lost: which member has died first; "" = none.
     """
 
     def __init__(self) -> None:
         self.change, self.lost = Change(0), ""
 
-    def answer(self, messages: Sequence[ToRank]) -> Formed | Dismissal | None:
-        """To the question for the next generation, if it is among them: what came before it is of the one before."""
-        for number, message in enumerate(messages):
-            if not isinstance(message, Changed):
-                self.change, self.lost = Change(0), ""
-                self.note(messages[number + 1 :])
-                return message
-        return None
-
-    def note(self, messages: Sequence[ToRank]) -> None:
-        """While nothing has been asked."""
+    def hear(self, messages: Sequence[ToRank]) -> Formed | Dismissal | None:
+        """Take messages in, and return the answer to a question for the next generation, if it is among them."""
+        found = None
         for message in messages:
             if isinstance(message, Changed):
                 self.change |= message.change
                 self.lost = self.lost or message.lost
+            else:
+                found, self.change, self.lost = message, Change(0), ""
+        return found
 
 
 class AgentClient:
-    """The membership of a rank, as the agent of its host knows it."""
+    """The membership of a rank, as the agent of its host knows it.
+
+    A thread hears the agent, also while this rank waits for others in a collective operation: that a host has vanished
+    the driver knows long before the rank's own heartbeat does.
+    """
 
     def __init__(self, sock: socket.socket, *, interface: str | None, one_host: bool = False) -> None:
         """The socket becomes its own.
@@ -240,8 +246,13 @@ class AgentClient:
         """
         self._channel: JsonChannel[ToRank] = JsonChannel(sock, ToRank)
         self._interface, self._one_host = interface, one_host
-        self._heard = Heard()
         self._looked_s, self._longest_s = time.monotonic(), LONG_S
+        self._news = threading.Condition()  # for all below
+        self._heard = Heard()
+        self._answer: Formed | Dismissal | None = None
+        self._report: Callable[[str], object] = _nobody
+        self._gone = ""
+        threading.Thread(target=self._listen, name="sirtaki-agent", daemon=True).start()
 
     def join(self, *, after: int, has_state: bool, timeout_s: float) -> Generation:
         """See `Membership`."""
@@ -259,22 +270,23 @@ class AgentClient:
             for listener in listeners:
                 listener.close()
             raise
-        return generation_of(answer, listeners, self._in_vain)
+        return generation_of(answer, listeners, lambda: self._heard.lost)
 
     def change(self) -> Change:
         """See `Membership`."""
-        with contextlib.suppress(ConnectionError):  # whoever asks for the next generation is told
-            self._heard.note(self._channel.receive())
         self._look()
         return self._heard.change
+
+    def on_loss(self, report: Callable[[str], object]) -> None:
+        """See `Membership`."""
+        with self._news:
+            self._report, lost = report, self._heard.lost
+        if lost:
+            report(lost)
 
     def finished(self) -> None:
         """See `Membership`."""
         self._channel.send(Finished())
-
-    def close(self) -> None:
-        """The rank is a member of nothing any more."""
-        self._channel.close()
 
     def _look(self) -> None:
         """Says how long this rank has not looked, if it never took so long before."""
@@ -285,21 +297,46 @@ class AgentClient:
             self._channel.send(Patience(round(self._longest_s, 1)))
 
     def _wait_for_answer(self, deadline_s: float) -> Formed | Dismissal:
-        while (left_s := deadline_s - time.monotonic()) > 0:
-            select.select([self._channel], [self._channel] if self._channel.has_unsent else [], [], left_s)
-            self._channel.flush()
+        with self._news:
+            while self._answer is None and not self._gone and time.monotonic() < deadline_s:
+                self._news.wait(min(_FLUSH_S, deadline_s - time.monotonic()))
+                self._channel.flush()  # an agent that stands still takes nothing for a while
+            answer, self._answer = self._answer, None
+        if answer is None and self._gone:
+            raise CommError(f"the agent of this host is gone ({self._gone})")
+        if answer is None:
+            raise CommError("the other ranks of the next generation did not come in time")
+        self._looked_s = time.monotonic()
+        return answer
+
+    def _listen(self) -> None:
+        """The thread: hears the agent as long as it is there."""
+        readable = select.poll()
+        readable.register(self._channel, select.POLLIN)
+        while not self._gone:
+            readable.poll()
+            report: Callable[[str], object] = _nobody
             try:
                 messages = self._channel.receive()
             except ConnectionError as err:
-                raise CommError(f"the agent of this host is gone ({err})") from err
-            if (answer := self._heard.answer(messages)) is not None:
-                self._looked_s = time.monotonic()
-                return answer
-        raise CommError("the other ranks of the next generation did not come in time")
+                messages, self._gone = [], str(err)
+            with self._news:
+                was_lost = self._heard.lost
+                if (answer := self._heard.hear(messages)) is not None:
+                    self._answer, self._report, was_lost = answer, _nobody, ""
+                if (lost := self._heard.lost) and not was_lost:
+                    report = self._report
+                self._news.notify_all()
+            if lost:
+                report(lost)
+        self._channel.close()
 
-    def _in_vain(self) -> str:
-        self.change()
-        return self._heard.lost
+
+_FLUSH_S = 1.0
+
+
+def _nobody(lost: str) -> None:
+    """Who hears of a loss as long as nobody has asked to."""
 
 
 def open_agent(*, interface: str | None, environ: Mapping[str, str] = os.environ) -> AgentClient | None:

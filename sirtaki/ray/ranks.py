@@ -6,13 +6,14 @@ ends then, which they notice by themselves.
 
 from __future__ import annotations
 
+import datetime
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from sirtaki.comm.control.addresses import LOOPBACK, host_identity, own_addresses
+from sirtaki.comm.control.addresses import LOOPBACK, host_identity, own_addresses, serve_store
 from sirtaki.engine.membership import AgentClient, Proof, register
 from sirtaki.run.elastic.agent import Place, reach_driver
 
@@ -83,12 +84,11 @@ class Rank:
     def open_store(self, *, one_host: bool, interfaces: str) -> tuple[str, int]:
         """On rank 0: opens the store in which the ranks meet, at a port that is free, and says where it is."""
         import ray
-        from torch._C._distributed_c10d import TCPStore
 
         addresses = own_addresses(interfaces) if interfaces else [ray.util.get_node_ip_address()]
         host = LOOPBACK if one_host else addresses[0]
         # multi_tenant: `init()` opens it once more, and so may the user's `init_process_group()`
-        self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False, multi_tenant=True)
+        self._store = serve_store(host, timeout=datetime.timedelta(seconds=300), multi_tenant=True)
         return host, self._store.port
 
     def make_executable(self, executable: Executable) -> None:

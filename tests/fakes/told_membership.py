@@ -13,6 +13,7 @@ import select
 import socket
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,9 @@ class ToldMembership:
             if message["kind"] == "change":
                 self._change |= Change(message["change"])
         return self._change
+
+    def on_loss(self, report: Callable[[str], object]) -> None:
+        pass
 
     def finished(self) -> None:
         self.say(kind="finished")

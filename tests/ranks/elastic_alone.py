@@ -38,6 +38,9 @@ class Lone:
     def change(self) -> Change:
         return self.changes
 
+    def on_loss(self, report: Callable[[str], object]) -> None:
+        pass
+
     def finished(self) -> None:
         pass
 

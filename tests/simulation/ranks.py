@@ -187,7 +187,11 @@ class Rank(Process):
         next(self._script, None)
 
     def _hear(self, message: Message) -> None:
-        self._messages.append(message)
+        if self._has_met and self.mesh is not None:
+            self._heard.hear([message])  # type: ignore[list-item]  # it stands for JSON here
+            self.mesh.failure = self.mesh.failure or self._heard.lost
+        else:
+            self._messages.append(message)
         self.wake()
 
     def _sleep(self, seconds: float) -> Steps:
@@ -249,7 +253,7 @@ class Rank(Process):
         self.later(self.world.policy.timeout_s + 30.0, self._go_on)
         while True:
             messages, self._messages = self._messages, []
-            if (answer := self._heard.answer(messages)) is not None:
+            if (answer := self._heard.hear(messages)) is not None:
                 return answer
             if self.sim.now_s >= until_s - 1e-9:
                 self.exit(1)
@@ -282,7 +286,7 @@ class Rank(Process):
     def _look_out(self, mesh: Mesh, until_s: float) -> Steps:
         """Whether the meeting is in vain."""
         messages, self._messages = self._messages, []
-        self._heard.note(messages)
+        self._heard.hear(messages)
         if self._heard.lost or self.sim.now_s >= until_s - 1e-9:
             self.network.listeners.pop(self._address, None)
             raise LostError(self._heard.lost or "they did not come")
@@ -350,8 +354,6 @@ class Rank(Process):
 
     def _commit(self, mesh: Mesh, number: int) -> Steps:
         self._save()
-        messages, self._messages = self._messages, []
-        self._heard.note(messages)
         yield from mesh.gather(self._heard.change.value, self.world.is_stopping)
         said = mesh.gathered
         self.commits.completed = self.commits.newest.number

@@ -41,6 +41,9 @@ BEAT_S = 2.0
 DRIVER_SILENT_S = 60.0
 """After which a driver is given up: it may have been stopped for a while by its terminal."""
 
+DRIVER_WANTED_S = 30.0
+"""The same where ranks that have trained wait for it to tell who goes on: its host may be lost with some of theirs."""
+
 KILL_GRACE_S = 3.0
 """Between asking a rank to end and killing it."""
 
@@ -219,7 +222,8 @@ class AgentRules:
         if now_s - self._beat_s > BEAT_S:
             self._beat_s = now_s
             self._actions.tell_driver(Beat())
-        return now_s - self._heard_s <= DRIVER_SILENT_S
+        is_wanted = any(there.phase is Phase.WAITING and there.generation for there in self.ranks.values())
+        return now_s - self._heard_s <= (DRIVER_WANTED_S if is_wanted else DRIVER_SILENT_S)
 
     def hear_driver(self, message: ToAgent, now_s: float) -> None:
         """It wants something done; what concerns ranks that are not here does not concern this agent."""

@@ -92,8 +92,8 @@ class AgentRecord:
         if self.channel is not None:
             self.channel.close()
 
-    def wait(self, timeout_s: float) -> None:
-        """Until it has closed the connection, at most so long."""
+    def wait(self, timeout_s: float, *, kills: bool = True) -> None:
+        """Until it has closed the connection, at most so long; `kills` is for those that this process has started."""
         deadline_s = time.monotonic() + timeout_s
         with contextlib.suppress(ConnectionError):
             while self.channel is not None and self.channel.fileno() >= 0 and time.monotonic() < deadline_s:
@@ -476,11 +476,13 @@ class StartedAgent(AgentRecord):
             if self._process.stdin is not None:
                 self._process.stdin.close()
 
-    def wait(self, timeout_s: float) -> None:
-        """For its end and its output, at most so long; then the command is killed."""
+    def wait(self, timeout_s: float, *, kills: bool = True) -> None:
+        """For its end and its output, at most so long; then the command is killed, if it is to be."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(max(0.0, timeout_s))
         self.disconnect()
+        if self._process.poll() is None and not kills:
+            return
         if self._process.poll() is None:
             for number in (signal.SIGTERM, signal.SIGKILL):
                 with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -587,8 +589,11 @@ class AgentCrew(AgentList):
             if each.channel is None:
                 each.disconnect()  # which it will find out by its standard input
         deadline_s = time.monotonic() + grace_s + 2.0
-        for agent in (*self.agents.values(), *self._leaving):
+        for agent in self.agents.values():
             agent.wait(deadline_s - time.monotonic())
+        for agent in self._leaving:
+            # One that was heard, and lost, may have another driver by now: this one was stopped, or cut off.
+            agent.wait(deadline_s - time.monotonic(), kills=not self._plan or agent.channel is None)
         self._board.close()
 
     def _welcome(self, number: int, sock: socket.socket) -> None:

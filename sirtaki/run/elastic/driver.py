@@ -46,6 +46,8 @@ INTERVAL_S = 1.0
 LIMIT_S, MOST_BYTES = 20.0, 1 << 20
 """How long the script may take, and how much it may print."""
 
+MOST_HOSTS = 10_000
+
 Hosts = Mapping[str, int]
 
 
@@ -105,6 +107,8 @@ def _hosts(text: str, slots: int) -> Hosts:
                 f"it printed {entry[:80]!r}, which is no host; write name or name:slots, of {MOST_SLOTS} slots at most"
             ) from err
         found[host.name] = min(MOST_SLOTS, found.get(host.name, 0) + host.slots)
+        if len(found) > MOST_HOSTS:
+            raise LaunchError(f"it printed more than {MOST_HOSTS} hosts")
     return found
 
 

@@ -476,6 +476,11 @@ def difference(before: Mapping[str, int], after: Mapping[str, int]) -> str:
     return "; ".join(parts)
 
 
+def shortened(text: str, limit: int = 2000) -> str:
+    """Cut a line for the user that tells of very many hosts."""
+    return text if len(text) <= limit else f"{text[:limit]} …"
+
+
 def announcement(form: Form) -> str:
     """A generation, with its members by host."""
     hosts = Counter(member.host for member in form.members)  # in the order of ranks
@@ -669,6 +674,7 @@ class JobMembers:
         self._failure: tuple[str, RankEnd] | None = None  # of this generation, the first
         self._ended_well = self._ended_badly = False  # a process has, before the first generation
         self._host_problem = ""  # the newest, for the user
+        self._reasons: set[str] = set()  # of failures, that the user has been told
         self._short_since_s: float | None = None
         self._quorum = Quorum()
         self._enough_since_s: float | None = None
@@ -702,7 +708,7 @@ class JobMembers:
         before = self.pool.known
         self.pool.find(hosts)
         if before and before != self.pool.known:
-            self._say(difference(before, self.pool.known))
+            self._say(shortened(difference(before, self.pool.known)))
         return self._settle(now_s)
 
     def agent_up(self, host: str, now_s: float) -> list[Action]:
@@ -809,8 +815,11 @@ class JobMembers:
             text = worker.verdict
         elif worker.is_leaving:
             text = f"{end.text}; it was to leave"
+        elif end.reason and end.reason in self._reasons:
+            text = "failed for the same reason"
         else:
             text = end.text
+        self._reasons.add(end.reason)
         settled = worker.phase is Phase.MEMBER and now_s - worker.since_s >= self.policy.settled_s
         if settled:
             self.pool.clear(worker.host)
@@ -894,7 +903,9 @@ class JobMembers:
         usable, most = self.pool.usable, self.policy.max_ranks
         room = sum(usable.values()) if most is None else most - len(self.member_list.wanted)
         for host, slots in usable.items():
-            free = self.member_list.free_slots(host, slots)[: max(0, room)]
+            if room <= 0:  # there may be thousands of hosts
+                break
+            free = self.member_list.free_slots(host, slots)[:room]
             if free and host not in self.agents:
                 self.agents[host] = False
                 self._actions.append(StartAgent(host))

@@ -136,6 +136,11 @@ def launch_elastic(options: argparse.Namespace) -> int:
     policy = policy_of(
         options, hosts, timeout_s=options.elastic_timeout or Settings.from_environ(environ).elastic_timeout_s
     )
+    if options.as_horovod and not script and not options.on_failure:
+        say(
+            "with --as-horovod a rank that fails takes its whole host out, as under horovodrun, and without discovery "
+            "no host comes in its place: give --host-discovery-script FILE, or --on-failure replace-rank"
+        )
     agents = AgentStart(
         template=options.agent_command,
         slurm_hosts=frozenset(node_names(environ.get("SLURM_JOB_NODELIST", ""))),

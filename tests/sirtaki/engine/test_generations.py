@@ -59,6 +59,9 @@ class Membership:
     def change(self) -> Change:
         return Change.ADDED
 
+    def on_loss(self, report: Callable[[str], object]) -> None:
+        self.report = report
+
     def finished(self) -> None:
         self.n_finished += 1
 
@@ -151,7 +154,6 @@ def ends() -> Iterator[tuple[AgentClient, Agent]]:
     own, other = socket.socketpair()
     client, agent = AgentClient(own, interface=None, one_host=True), Agent(other)
     yield client, agent
-    client.close()
     agent.channel.close()
 
 
@@ -207,18 +209,41 @@ def test_changes_add_up_until_the_next_generation(ends: tuple[AgentClient, Agent
     assert client.change() == Change(0)
     for change in (Change.ADDED, Change.REMOVED):
         agent.channel.send(Changed(change))
-    assert client.change() == Change.ADDED | Change.REMOVED
+    soon(lambda: client.change() == Change.ADDED | Change.REMOVED)
     joined(client, agent, number=2)
     assert client.change() == Change(0)
 
 
-def test_a_rank_that_meets_the_others_hears_of_one_that_has_died(ends: tuple[AgentClient, Agent]) -> None:
+def soon(true: Callable[[], object]) -> None:
+    deadline_s = time.monotonic() + 30.0
+    while not true():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("when", ["while it meets the others", "before it asks", "while it trains"])
+def test_a_rank_hears_of_a_member_that_has_died_and_fails_what_waits_for_it(
+    ends: tuple[AgentClient, Agent], when: str
+) -> None:
     client, agent = ends
     generation = joined(client, agent)
-    assert generation.meeting.appointment.in_vain() == ""
-    agent.channel.send(Changed(Change.REMOVED, "rank 1 was killed"))
-    assert generation.meeting.appointment.in_vain() == "rank 1 was killed"
+    in_vain, told = generation.meeting.appointment.in_vain, list[str]()
+    assert in_vain() == ""
+    if when == "while it trains":
+        client.on_loss(told.append)
+    agent.channel.send(Changed(Change.REMOVED))
+    agent.channel.send(Changed(Change.REMOVED, "host b is lost"))
+    agent.channel.send(Changed(Change.REMOVED, "host c is lost"))
+    soon(lambda: in_vain() == "host b is lost")
+    if when == "before it asks":
+        client.on_loss(told.append)
+    if when != "while it meets the others":
+        soon(lambda: told == ["host b is lost"])
     assert client.change() == Change.REMOVED
+    joined(client, agent, number=2)
+    agent.channel.send(Changed(Change.REMOVED, "host d is lost"))
+    soon(lambda: in_vain() == "host d is lost")
+    assert "host d is lost" not in told  # it concerns another generation, for which nobody has asked
 
 
 def test_a_rank_that_has_computed_for_long_says_so_once(
@@ -261,7 +286,6 @@ def test_the_socket_is_found_in_the_environment_and_not_passed_on() -> None:
     client = open_agent(interface=None, environ={AGENT: f"{descriptor},many"})
     assert client is not None
     assert not os.get_inheritable(descriptor)
-    client.close()
     other.close()
     assert open_agent(interface=None, environ={}) is None
 

@@ -20,7 +20,7 @@ from sirtaki.engine.membership import Change, Changed, Finished, Join, Member, P
 from sirtaki.errors import CommError, ConfigError
 from sirtaki.json_channel import JsonChannel
 from sirtaki.launchers import AGENT
-from sirtaki.run.elastic import agent
+from sirtaki.run.elastic import agent, agent_crew
 from sirtaki.run.elastic.agent import (
     DRIVER,
     DRIVER_SILENT_S,
@@ -261,13 +261,13 @@ def job_of(*command: str, agents: AgentStart = AgentStart(), start_s: float = 20
     return ElasticJob(command=command, carried={}, interface=None, one_host=True, agents=agents, agent_start_s=start_s)
 
 
-def crew_of(job: ElasticJob) -> AgentCrew:
+def crew_of(job: ElasticJob, *, plan: str = "") -> AgentCrew:
     def pump(name: str, stream: Any) -> None:
         with stream as lines:
             for _ in lines:
                 pass
 
-    return AgentCrew(job, new_endpoint(None, one_host=True), pump, environ=os.environ, plan="")
+    return AgentCrew(job, new_endpoint(None, one_host=True), pump, environ=os.environ, plan=plan)
 
 
 def events(crew: AgentCrew, count: int) -> list[Heard | Lost]:
@@ -301,6 +301,28 @@ def test_its_end_is_that_of_its_ranks(crew: AgentCrew) -> None:
     assert isinstance(ended, Heard)
     assert lost == Lost("localhost", "its agent is gone")
     assert crew.hosts == []
+
+
+@pytest.mark.parametrize("plan", ["", "{}"])
+def test_an_agent_that_may_have_another_driver_by_now_is_not_killed_by_the_one_that_has_lost_it(plan: str) -> None:
+    code = """
+import json, socket, sys, time
+from sirtaki.engine.membership import Proof
+from sirtaki.run.elastic.agent import reach_driver
+told = json.loads(sys.stdin.readline())
+reach_driver([tuple(place) for place in told["places"]], proof=Proof(**told["proof"]), number=1).close()
+time.sleep(60)
+"""
+    crew = crew_of(job_of("x", agents=_Program(code)), plan=plan)
+    crew.start("a")
+    assert events(crew, 1) == [Lost("a", "its agent is gone")]
+    process = crew._leaving[0]._process  # type: ignore[attr-defined]
+    crew.send_to(["a"], EndAll())
+    with mock.patch.object(agent_crew, "end_grace_s", return_value=-2.0):
+        crew.close()
+    assert (process.poll() is None) is bool(plan)
+    process.kill()
+    process.wait()
 
 
 def test_an_agent_that_is_told_what_it_does_not_understand_ends(crew: AgentCrew) -> None:

@@ -148,10 +148,10 @@ def test_a_script_that_fails_everywhere_fails_once_and_says_why(start: Callable)
 
 
 def test_programs_that_join_nothing_end_well(start: Callable) -> None:
-    job = start(
-        "-np", 2, "--min-np", 2, "-x", "GREETING=hello", command=["sh", "-c", "echo $GREETING $HOROVOD_HOSTNAME"]
-    )
+    command = ["sh", "-c", "echo $GREETING $HOROVOD_HOSTNAME"]
+    job = start("--as-horovod", "-np", 2, "--min-np", 2, "-x", "GREETING=hello", command=command)
     assert job.wait() == 0
+    assert "give --host-discovery-script FILE, or --on-failure replace-rank" in job.err
     assert sorted((job.folder / "out").read_text().splitlines()) == [
         "[localhost:0] hello localhost",
         "[localhost:1] hello localhost",
@@ -218,6 +218,45 @@ def test_a_host_that_stands_still_is_left_out_and_ends_its_ranks_when_it_comes_b
     job.until(lambda: rank not in job.processes())
     assert places(job.generation()) == [("a", 0), ("c", 0)]
     assert job.stop() == 0
+
+
+@pytest.mark.slow
+def test_ranks_that_wait_for_a_vanished_host_hear_of_it_from_the_driver(
+    start: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SIRTAKI_TEST_HEARTBEAT_S", "60")
+    job = start("-H", "a:1,b:1,c:1", "--min-np", 2, "--blacklist-cooldown-range", 600, 600, *AGENTS)
+    first = job.of_size(3)
+    gone = job.agents()["b"], first[1]["pid"]
+    stopped_s = time.time()
+    for pid in gone:
+        os.kill(pid, signal.SIGSTOP)
+    job.until(lambda: job.generation(2), timeout_s=60.0)
+    assert max(record["at_s"] for record in job.generation(2)) - stopped_s < 11.0
+    assert any("host b is lost" in record["text"] for record in job.records if record["is_"] == "failure")
+    for pid in gone:
+        os.kill(pid, signal.SIGCONT)
+    job.until(lambda: not {*gone} & {*job.processes()})
+    assert job.stop() == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_a_driver_that_another_one_has_taken_the_place_of_ends_alone(start: Callable) -> None:
+    job = start("-H", "a:1,b:1", "--min-np", 1, "--on-driver-loss", "go-on", *AGENTS)
+    job.of_size(2)
+    os.kill(job.process.pid, signal.SIGSTOP)
+    job.until(lambda: any("takes over 2 ranks" in log.read_text() for log in job.folder.glob("*.log")), timeout_s=90.0)
+    time.sleep(3.0)
+    os.kill(job.process.pid, signal.SIGCONT)
+    assert job.wait() == 1
+    time.sleep(3.0)
+    assert len(job.generation(1)) == 2
+    assert {record["pid"] for record in job.generation(1)} < set(job.processes())
+    assert len(job.agents()) == 2
+    (job.folder / "stop").touch()
+    job.until(lambda: not job.processes())
+    assert [record for record in job.records if record["is_"] == "failure"] == []
 
 
 @pytest.mark.slow

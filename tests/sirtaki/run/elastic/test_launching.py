@@ -65,6 +65,7 @@ def test_a_command_with_arguments_is_run_by_a_shell() -> None:
         ("echo node1,node2", "'node1,node2', which is no host"),
         ("echo node1:9999999999", "'node1:9999999999', which is no host"),
         ("yes node1", "printed more than"),
+        ("seq 1 20000", "printed more than 10000 hosts"),
     ],
 )
 def test_what_is_no_answer_says_why(tmp_path: Path, text: str, message: str) -> None:

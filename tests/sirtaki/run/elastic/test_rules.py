@@ -1,6 +1,7 @@
 """The rules of membership: single stories, and the parts that decide by themselves."""
 
 import random
+import time
 from collections.abc import Callable
 from itertools import combinations
 from typing import Any
@@ -156,6 +157,25 @@ def test_a_host_that_discovery_takes_away_is_left_at_the_next_commit() -> None:
     assert of(Dismiss, story.all) == [Dismiss(worker=3, host="b")]
     assert of(StopAgent, story.end(3, WELL)) == [StopAgent("b")]
     assert "host b is gone" in story.said
+
+
+def test_very_many_hosts_and_slots_hold_nobody_up() -> None:
+    story = running({"a": 2}, max_ranks=2)
+    begin_s = time.monotonic()
+    actions = story.does(story.members.found, {"a": 2} | {f"h{number}": 4096 for number in range(10_000)})
+    assert of(StartRank, actions) == of(StartAgent, actions) == []
+    assert len(of(Say, actions)[0].text) < 3000
+    assert time.monotonic() - begin_s < 5.0
+
+
+def test_what_has_been_told_is_not_told_again() -> None:
+    story = running({"a": 2})
+    for worker in (1, 2):
+        story.end(worker, RankEnd(exit_code=1, reason="ValueError: a bad batch"))
+    assert [line.partition(";")[0] for line in story.said[1:3]] == [
+        "rank 0 (host a, slot 0) failed (ValueError: a bad batch)",
+        "rank 1 (host a, slot 1) failed for the same reason",
+    ]
 
 
 def test_who_is_to_leave_hands_the_state_over_first() -> None:
