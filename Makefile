@@ -10,6 +10,8 @@ ARGS ?=
 # The launcher and the tests find programs and PyTorch's threads as in a user's activated environment.
 export PATH := $(abspath $(BIN)):$(PATH)
 
+USUAL := not slow and not gpu and not integration
+
 # The suite's core with another PyTorch in an environment of its own: make test-torch TORCH=2.4.1, or TORCH=newest.
 # PyPI's wheels bring CUDA: 2.7 GB to load, 6 GB on the disk, 3 to 4 minutes.
 TORCH ?= newest
@@ -18,7 +20,7 @@ CORE = tests/comm/control tests/comm/gradients tests/comm/transports tests/sirta
 	tests/sirtaki/torch/test_ddp.py tests/sirtaki/torch/test_faults.py tests/sirtaki/torch/test_gradient_edits.py \
 	tests/sirtaki/torch/test_optimizer.py
 
-.PHONY: install demo test test-slow test-integrations install-torch test-torch check docs package bench gpu clean
+.PHONY: install demo quick test test-slow test-integrations install-torch test-torch check docs package bench gpu clean
 
 install: $(STAMP)
 
@@ -32,8 +34,17 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(BIN)/python -m bench.demo
 
+# Lint of what differs from main, and the tests that start no ranks.
+quick: $(STAMP)
+	changed=$$( (git diff --name-only --diff-filter=d $$(git merge-base main HEAD 2>/dev/null || echo HEAD); \
+		git ls-files --others --exclude-standard) | grep '\.py$$' | sort -u); \
+		[ -z "$$changed" ] || { $(BIN)/ruff format --check $$changed && $(BIN)/ruff check $$changed; }
+	$(BIN)/python -m pytest -q -n 2 --hypothesis-profile=quick -m "$(USUAL) and not ranks" $(ARGS)
+
+# What starts no ranks two at a time, then what starts ranks; either may have nothing to do with ARGS.
 test: $(STAMP)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 -m "$(USUAL) and not ranks" $(ARGS) || [ $$? -eq 5 ]
+	$(BIN)/python -m pytest -m "$(USUAL) and ranks" $(ARGS) || [ $$? -eq 5 ]
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m "slow and not gpu" $(ARGS)

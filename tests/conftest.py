@@ -16,6 +16,7 @@ from rank_jobs import Launcher, Play, RankJobs, end, environment, following
 
 # Continuous integration tests changes, not luck; everywhere else each run looks elsewhere.
 settings.register_profile("ci", derandomize=True)
+settings.register_profile("quick", max_examples=10)
 if os.environ.get("CI"):
     settings.load_profile("ci")
 
