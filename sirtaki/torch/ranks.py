@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sized
 from typing import Any, ParamSpec, TypeVar
@@ -213,7 +214,7 @@ def on_root(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def average(value: Any) -> Any:
-    """Collective: the mean over the ranks of a number, of each in a container, or of a tensor, which is detached.
+    """Collective: the mean over the ranks of a number, of each in a container, or of a tensor, with gradients.
 
     For what is a mean over the samples of a rank.
     """
@@ -221,18 +222,69 @@ def average(value: Any) -> Any:
 
 
 def total(value: Any) -> Any:
-    """Collective: the sum over the ranks of a number, of each in a container, or of a tensor, which is detached.
+    """Collective: the sum over the ranks of a number, of each in a container, or of a tensor, with gradients.
 
     For what is a sum over the samples of a rank, or counts them.
     """
     return _reduced(value, Sum)
 
 
+def mean(elements: torch.Tensor) -> torch.Tensor:
+    """Collective: this rank's part of the mean over the elements that all ranks have; their average is that mean.
+
+    For a loss over elements of which ranks have different numbers, as those that a mask leaves.
+    """
+    if size() == 1:
+        return elements.mean()
+    number: torch.Tensor = average(torch.tensor(float(elements.numel()), device=elements.device))
+    return elements.sum() / number
+
+
+def weighted(loss: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`loss`, divided by the weight of the targets that all ranks have, where it divides by that of a rank's.
+
+    Then the average of the ranks' losses is the loss of the whole batch, also where classes have weights, targets are
+    left out (`ignore_index`), or ranks have different numbers of elements. A call is collective.
+
+    Args:
+        loss: a loss of `torch.nn` or `torch.nn.functional` whose reduction is a mean.
+    """
+
+    def call(*args: Any, **options: Any) -> torch.Tensor:
+        if size() == 1:
+            return loss(*args, **options)
+        if isinstance(loss, torch.nn.Module):
+            unreduced: Callable[..., torch.Tensor] = copy.copy(loss)
+            vars(unreduced)["reduction"] = "none"
+        else:
+            unreduced = functools.partial(loss, reduction="none")
+        each = unreduced(*args, **options)
+        if isinstance(loss, torch.nn.CrossEntropyLoss | torch.nn.NLLLoss):
+            given: dict[str, Any] = {"weight": loss.weight, "ignore_index": loss.ignore_index}
+        elif loss in (torch.nn.functional.cross_entropy, torch.nn.functional.nll_loss):
+            given = {}
+        else:
+            return mean(each)
+        bound = inspect.signature(torch.nn.functional.cross_entropy).bind_partial(*args, **options).arguments | given
+        logits, target = bound["input"], bound["target"]
+        if target.is_floating_point():  # probabilities: each counts as one
+            return mean(each)
+        chosen = {name: bound[name] for name in ("weight", "ignore_index") if name in bound}
+        weights: torch.Tensor = torch.nn.functional.nll_loss(
+            -torch.ones_like(logits), target, reduction="sum", **chosen
+        )
+        whole: torch.Tensor = average(weights)
+        return each.sum() / whole
+
+    return call
+
+
 def _reduced(value: Any, op: int) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.detach() if size() == 1 else allreduce(value.detach(), op=op)
     if size() == 1:
         return value
+    if isinstance(value, torch.Tensor):
+        whole = value if value.is_floating_point() or op == Sum else value.to(torch.get_default_dtype())
+        return allreduce(whole, op=op)
     if isinstance(value, dict):
         return {key: _reduced(there, op) for key, there in value.items()}
     if isinstance(value, list | tuple):
@@ -250,4 +302,15 @@ def agreed(value: T) -> T:
     return shared
 
 
-__all__ = ["DistributedSampler", "agreed", "average", "divided", "on_root", "share", "total", "whole"]
+__all__ = [
+    "DistributedSampler",
+    "agreed",
+    "average",
+    "divided",
+    "mean",
+    "on_root",
+    "share",
+    "total",
+    "weighted",
+    "whole",
+]

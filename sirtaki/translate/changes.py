@@ -7,12 +7,11 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from .meaning import RankValues, Training
+from .meaning import Over, RankValues, Training
 from .source import (
     Edits,
     Flows,
     Kind,
-    Over,
     Site,
     Source,
     argument,

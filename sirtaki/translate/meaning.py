@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
 
 import libcst as cst
 
 from .source import (
-    ALL,
-    BATCH,
-    COUNT,
     Edits,
     Flows,
     Kind,
-    Over,
     Symbol,
-    Value,
-    all_alike,
     argument,
     called_attribute,
-    collected,
-    combined,
     dotted,
-    either,
     parameters,
     targets,
     walk,
@@ -193,6 +185,134 @@ def _counts(node: cst.BaseExpression) -> bool:
     )
 
 
+class Over(Enum):
+    """What a value of a rank is over the samples of its part of a batch."""
+
+    ALL = "the same on all ranks"
+    ZERO = "nothing yet: a sum begins with it"
+    WHOLE = "of the whole batch, since ranks have put it together"
+    ROWS = "something of each sample, along the first axis"
+    MASK = "true or false for each sample"
+    PART = "something of each sample that a mask leaves, so ranks may have different numbers of them"
+    COUNT = "a number of samples, equal on all ranks"
+    SHAPE = "the shape of a batch"
+    MEAN = "a mean over the samples"
+    SUM = "a sum over the samples"
+    UNKNOWN = "anything else"
+
+
+SHARED = {Over.ALL, Over.ZERO, Over.WHOLE}
+EACH = {Over.ROWS, Over.MASK}
+REDUCED = {Over.MEAN, Over.SUM}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Value:
+    """What is known of an expression.
+
+    Attributes:
+        over: what it is over the samples of a rank.
+        sure: it has been followed from the batch to here; if not, `over` is what such a thing usually is.
+        number: it is Python's, not a tensor.
+        dims: axes that it has at least, the samples' included.
+        container: it may be a tuple, list or dictionary of such values.
+        items: of a tuple.
+    """
+
+    over: Over = Over.ALL
+    sure: bool = True
+    number: bool = False
+    dims: int = 1
+    container: bool = False
+    items: tuple[Value, ...] = ()
+
+    @property
+    def own(self) -> bool:
+        """It differs between ranks."""
+        return self.over not in SHARED or any(item.own for item in self.items)
+
+
+ALL = Value()
+BATCH = Value(over=Over.ROWS, container=True)
+OWN = Value(over=Over.UNKNOWN)
+COUNT = Value(over=Over.COUNT, number=True)
+MEAN, SUM = Value(over=Over.MEAN), Value(over=Over.SUM)
+
+
+def either(one: Value, other: Value) -> Value:
+    """What is one or the other."""
+    if one == other:
+        return one
+    if not one.own and not other.own:
+        return Value(over=one.over if one.over is other.over else Over.ALL, sure=one.sure and other.sure)
+    if not other.own:
+        return one
+    if not one.own:
+        return other
+    if len(one.items) == len(other.items) > 0:
+        return Value(items=tuple(either(a, b) for a, b in zip(one.items, other.items, strict=True)))
+    kinds = {one.over, other.over}
+    over = one.over if len(kinds) == 1 else Over.ROWS if kinds == EACH else Over.UNKNOWN
+    return Value(
+        over=over,
+        sure=one.sure and other.sure,
+        number=one.number and other.number,
+        dims=min(one.dims, other.dims),
+        container=one.container and other.container,
+    )
+
+
+def all_alike(values: Sequence[Value]) -> Value:
+    """Of a container of such values."""
+    own = [value for value in values if value.own]
+    if not own:
+        return ALL
+    together = functools.reduce(either, own)
+    return together if len(own) == len(values) else replace(together, sure=False)
+
+
+def combined(operator: cst.CSTNode, left: Value, right: Value) -> Value:
+    """Of an arithmetical operation, element by element."""
+    own = [value for value in (left, right) if value.own]
+    kinds, over = {value.over for value in own}, Over.UNKNOWN
+    adds = isinstance(operator, cst.Add | cst.Subtract | cst.AddAssign | cst.SubtractAssign)
+    if any(value.items for value in own):
+        pass
+    elif not own:
+        over = Over.WHOLE if Over.WHOLE in (left.over, right.over) else Over.ALL
+    elif kinds <= EACH:
+        over = Over.MASK if kinds == {Over.MASK} and isinstance(operator, cst.BitAnd | cst.BitOr) else Over.ROWS
+    elif kinds == {Over.PART}:
+        over = Over.PART
+    elif adds:
+        if len(own) == 2 and len(kinds) == 1 and kinds <= REDUCED | {Over.COUNT}:
+            over = left.over
+        elif kinds == {Over.MEAN} or Over.ZERO in (left.over, right.over):
+            over = own[0].over
+    elif isinstance(operator, cst.Multiply | cst.MultiplyAssign):
+        if len(own) == 1:
+            over = own[0].over
+        elif kinds == {Over.MEAN, Over.COUNT}:
+            over = Over.SUM
+    elif isinstance(operator, cst.Divide | cst.DivideAssign):
+        if not right.own:
+            over = left.over
+        elif (left.over, right.over) == (Over.SUM, Over.COUNT):
+            over = Over.MEAN
+    return Value(
+        over=over,
+        sure=left.sure and right.sure,
+        number=bool(own) and all(value.number for value in own),
+        dims=max((value.dims for value in own), default=1),
+    )
+
+
+def collected(value: Value) -> Value:
+    """In a list: a count of samples there is a number like others, and no shape."""
+    over = {Over.COUNT: Over.SUM, Over.SHAPE: Over.UNKNOWN}.get(value.over, value.over)
+    return replace(value, over=over, items=tuple(collected(item) for item in value.items))
+
+
 SAME_VALUE = {
     "item", "detach", "cpu", "cuda", "to", "clone", "float", "double", "half", "numpy", "tolist", "squeeze",
     "contiguous", "data", "mean_", "requires_grad_", "int", "long", "bfloat16", "type",
@@ -208,35 +328,72 @@ SHOWS = {
 ABOUT = {"isinstance", "type", "hasattr", "id", "callable", "range", "issubclass"}
 
 
+ELEMENTWISE = {
+    "abs", "exp", "log", "log2", "log10", "log1p", "expm1", "sqrt", "rsqrt", "pow", "square", "sigmoid", "tanh", "relu",
+    "gelu", "silu", "softplus", "logsigmoid", "elu", "leaky_relu", "sin", "cos", "erf", "neg", "sign", "reciprocal",
+    "clamp", "clamp_min", "clamp_max", "clip", "maximum", "minimum", "where", "masked_fill", "nan_to_num", "add", "sub",
+    "mul", "div", "lerp", "atan", "logit", "xlogy", "round", "floor", "ceil", "fmod", "dropout", "relu6", "mish",
+}  # fmt: skip
+"""Functions and methods that compute each element by itself."""
+
+AXIS_AT = {
+    "mean": 1, "sum": 1, "softmax": 1, "log_softmax": 1, "logsumexp": 1, "std": 1, "var": 1, "argmax": 1, "argmin": 1,
+    "amax": 1, "amin": 1, "max": 1, "min": 1, "cumsum": 1, "prod": 1, "any": 1, "all": 1, "squeeze": 1, "unsqueeze": 1,
+    "flip": 1, "gather": 1, "index_select": 1, "cat": 1, "concat": 1, "stack": 1, "flatten": 1, "norm": 2, "select": 1,
+    "narrow": 1, "topk": 2, "sort": 1, "normalize": 2, "cosine_similarity": 2, "chunk": 2, "split": 2,
+}  # fmt: skip
+"""Where the axis stands among the arguments, the tensor itself being the first."""
+
+ALONG = {name: name in ("squeeze", "cat", "concat", "normalize", "cosine_similarity") for name in AXIS_AT}
+"""Functions along an axis, and whether they leave samples apart if none is given."""
+
+FEWER = {"logsumexp", "std", "var", "argmax", "argmin", "amax", "amin", "prod", "any", "all", "squeeze", "norm",
+         "select", "cosine_similarity"}  # fmt: skip
+PAIRS = {"max", "min", "topk", "sort"}
+VIEWS = {"view", "reshape", "expand", "view_as", "expand_as", "reshape_as", "type_as"}
+CREATES = {"zeros", "ones", "full", "rand", "randn", "empty", "randint", "normal"}
+SEQUENCES = {"LSTM", "GRU", "RNN", "MultiheadAttention", "Transformer", "TransformerEncoder", "TransformerEncoderLayer",
+             "TransformerDecoder", "TransformerDecoderLayer"}  # fmt: skip
+"""Modules whose samples stand along the second axis unless they are told otherwise."""
+
+WEIGHED = {"crossentropy", "crossentropyloss", "nllloss"}
+"""Losses that divide by the weight of the targets, which is not the same on all ranks."""
+
+UNWEIGHTED = "cross entropy is taken to count all targets alike; where some are -100, give it `ignore_index=-100`"
+
+
 class RankValues:
     r"""Follows values through a script, and notes in `edits` where those of all ranks have to be put together.
 
     An abstract interpreter: it runs the script with a `Value` for every name and expression, each branch of an `if`,
     each loop twice (what one turn leaves behind is there in the next), and each function once for each combination of
-    arguments. What is known of a value is one of four kinds, from sure to nothing; where branches meet, kinds that
-    differ give the least upper one:
+    arguments. A `Value` says what something is over the samples that a rank has; where branches meet and differ,
+    nothing is known (UNKNOWN). In
 
-                 UNKNOWN              differs between ranks, and nothing is known of it: `x.max()`, a batch itself
-                /       \
-             MEAN       SUM           over the samples of a rank's part: a loss; `(a == b).sum()`, `x.size(0)`
-                \       /
-                  ALL                 the same on all ranks: `epoch`, `len(loader)`, the parameters
+        for x, y in loader:                      x, y: ROWS, something of each sample
+            each = (model(x) - y) ** 2           ROWS: a model is taken to compute each sample by itself
+            loss = each.mean()                   MEAN
+            total += loss.item() * len(x)        MEAN * COUNT = SUM, which nobody reads in the loop
+        print(total / len(data))                 the same on all ranks
 
-    Arithmetic keeps kinds apart: a MEAN times a count of samples is a SUM, a SUM by such a count a MEAN, MEAN + ALL a
-    MEAN, and SUM + ALL is UNKNOWN, since the other term would be added once for each rank. What leaves the computation
-    has to be the same for all. In
+    `total = ranks.total(total)` is put behind the loop, since what leaves the computation has to be the same for all.
+    An UNKNOWN that is shown is noted, and one that decides (`if x.max() > 3: break`) is refused.
 
-        for x, y in loader:                  x, y: UNKNOWN
-            loss = criterion(model(x), y)    MEAN
-            total += loss.item() * len(x)    MEAN * SUM = SUM, which nobody reads in the loop
-        print(total / len(data))             ALL
+    What is trained on has to be right on average: gradients are averaged, so the *mean over the ranks* of what they
+    begin from must be what one process has, or their sum if all losses are sums. A MEAN or SUM is; so is a sum of
+    MEANs, or a MEAN times what all ranks have alike. Where a MEAN or SUM goes through anything else, ranks put it
+    together there, by `ranks.average` and `ranks.total`, through which gradients flow back to all ranks:
 
-    `total = ranks.total(total)` is put behind the loop. An UNKNOWN that is shown is noted, and one that decides (`if
-    x.max() > 3: break`) is refused.
+        torch.sqrt(each.mean())                  torch.sqrt(ranks.average(each.mean()))
+        (each * mask).sum() / mask.sum()         (each * mask).sum() / ranks.average(mask.sum())
+        F.mse_loss(out[mask], y[mask])           ranks.weighted(F.mse_loss)(out[mask], y[mask])
+
+    What mixes samples (`z @ z.t()`, `each.topk(8)`) is UNKNOWN. A loss that was made from such things is a loss of each
+    rank's batch, and is named as such.
 
     Attributes:
         batches: expressions that are a rank's part of a batch; others may be added before `follow()`.
-        losses: what the losses are over a batch from which backward passes begin, each with the line of one.
+        losses: whether backward passes begin from means or from sums, each with the line of one.
     """
 
     def __init__(self, training: Training, edits: Edits, *, ranks: str) -> None:
@@ -259,6 +416,13 @@ class RankValues:
         self._branches = 0
         self._called: dict[tuple[str, tuple[Value, ...]], Value] = {}
         self._returned: list[Value] = []
+        self._begun: dict[cst.Call, set[Value]] = {}  # what backward passes begin from
+        self._models = {
+            self._source.code(call.func.value)
+            for call in self._source.all(cst.Call)
+            if isinstance(call.func, cst.Attribute)
+            and call.func.attr.value in ("parameters", "train", "eval", "zero_grad", "state_dict", "load_state_dict")
+        }
 
     def follow(self) -> None:
         """The whole script."""
@@ -267,6 +431,20 @@ class RankValues:
         for name, function in self._source.functions.items():
             if name not in called and self._training.trains(function.body):
                 self._function(function, {})
+        for call, values in self._begun.items():
+            assert isinstance(call.func, cst.Attribute)
+            line, known = self._source.line(call), {value for value in values if value.over is not Over.ALL}
+            for value in known:
+                self.losses.setdefault(Over.SUM if value.over is Over.SUM else Over.MEAN, line)
+            if not known or call.args or any(not v.sure or v.over not in REDUCED | {Over.WHOLE} for v in known):
+                text = self._source.code(call.func.value)
+                self._edits.note(
+                    line,
+                    f"`{text}` is not seen to be a mean or sum of what each sample gives: it stays a loss of each "
+                    "rank's part of a batch, and need not train as one process does",
+                )
+        if any(site.kind is Kind.LOADER and argument(site.call, "collate_fn") for site in self._flows.sites.values()):
+            self._edits.note(0, "where `collate_fn` pads, it does so for each rank's part of a batch")
 
     def _block(self, node: cst.CSTNode) -> None:
         for child in node.children:
@@ -318,8 +496,9 @@ class RankValues:
         trains = loop in self._training.loops
         value = self._value(loop.iter)
         for _ in range(2):  # what one turn leaves behind is there in the next
-            self._put(loop.target, BATCH if trains else replace(value, items=()))
+            self._put(loop.target, BATCH if trains else _element(value))
             if isinstance(loop.target, cst.Tuple) and (_is_enumerated(loop.iter) or _are_items(loop.iter)):
+                self._put(loop.target.elements[1].value, BATCH if trains else value)
                 self._put(loop.target.elements[0].value, ALL)
             if trains:
                 self._in_loop.append(loop)
@@ -353,22 +532,24 @@ class RankValues:
             lasts = isinstance(target.target, cst.Attribute) or (
                 isinstance(target.target, cst.Subscript) and not self._value(target.target.value).own
             )
-            if lasts and value.number and not value.count:
-                value = ALL if self._share(node.value) else BATCH
+            if lasts and value.number and value.over is not Over.COUNT:
+                value = ALL if self._share(node.value) else OWN
             self._put(target.target, value)
 
     def _add(self, node: cst.AugAssign) -> None:
         value, symbol = self._value(node.value), self._source.symbol(node.target)
-        there = self._value(node.target)
+        there, differentiated = self._value(node.target), self._is_differentiated(node.target)
+        if differentiated and Over.SUM in (kinds := {value.over, there.over}) and kinds - {Over.SUM, Over.ZERO}:
+            self._edits.refuse(node, "adds to a sum over samples what is none: write both terms in one expression")
         if not value.own:
             return
         of_this_batch = symbol is not None and symbol in self._fresh
         in_callee = bool(self._calling) and not self._in_loop and isinstance(node.target, cst.Name)
-        if there.own or of_this_batch or in_callee or self._is_differentiated(node.target):
-            joined = combined(node.operator, there, value) if there.own else replace(value, items=())
+        if there.own or of_this_batch or in_callee or differentiated:
+            joined = combined(node.operator, there, value) if there.own else replace(value, items=(), container=False)
             self._put(node.target, joined)
             return
-        if value.over in (Over.MEAN, Over.SUM) and (loop := self._sums_up_in(node)) is not None:
+        if value.over in REDUCED | {Over.COUNT} and (loop := self._sums_up_in(node)) is not None:
             name, function = self._source.code(node.target), self._function_for(value.over)
             self._edits.after(loop, f"{name} = {function}({name})")
             return
@@ -399,7 +580,7 @@ class RankValues:
         names = [param.name.value for param in parameters(function)]
         key = (scope, tuple(given.get(name, ALL) for name in names))
         if scope in self._calling:
-            return BATCH if any(value.own for value in given.values()) else ALL
+            return self._any(*given.values())
         if key in self._called:
             return self._called[key]
         for name in names:
@@ -425,19 +606,16 @@ class RankValues:
         """Something is assigned."""
         if isinstance(target, cst.Tuple | cst.List):
             for position, element in enumerate(target.elements):
-                if value.shape:
-                    self._put(element.value, ALL if position else COUNT)
-                    continue
                 known = len(value.items) == len(target.elements)
-                self._put(element.value, value.items[position] if known else replace(value, items=()))
+                self._put(element.value, value.items[position] if known else _at(value, position))
         elif isinstance(target, cst.Subscript):
             if value.own:
-                self._put(target.value, Value(over=Over.UNKNOWN))
+                self._put(target.value, OWN)
         else:
             symbol = self._source.symbol(target)
             if symbol is not None:
                 is_loss = value.over is Over.UNKNOWN and self._is_differentiated(target)
-                self._env[symbol] = replace(value, over=Over.MEAN) if is_loss else value
+                self._env[symbol] = replace(value, over=Over.MEAN, sure=False) if is_loss else value
 
     def _is_differentiated(self, node: cst.BaseExpression) -> bool:
         """Whether backward passes begin from what has this name."""
@@ -456,7 +634,7 @@ class RankValues:
         if not value.own:
             return True
         literal = isinstance(node, cst.List | cst.Dict | cst.Tuple | cst.FormattedString)
-        if value.over in (Over.MEAN, Over.SUM) and not value.items and not literal:
+        if value.over in REDUCED | {Over.COUNT} and not value.items and not literal:
             self._wrap(node, value.over)
             return True
         parts = [child for child in _parts(node) if self._value(child).own]
@@ -467,7 +645,7 @@ class RankValues:
 
     def _wrap(self, node: cst.BaseExpression, over: Over) -> None:
         earlier = self._wrapped.setdefault(node, over)
-        if earlier is not over:
+        if (earlier is Over.MEAN) is not (over is Over.MEAN):
             self._edits.refuse(node, "is once a mean and once a sum, depending on the caller")
         self._edits.wrap(node, self._function_for(over))
 
@@ -488,11 +666,14 @@ class RankValues:
             return self._of_call(node)
         if isinstance(node, cst.Subscript):
             return self._of_subscript(node)
+        if isinstance(node, cst.Integer | cst.Float):
+            return Value(over=Over.ZERO) if float(node.value.replace("_", "").rstrip("jJ") or 0) == 0 else ALL
         if isinstance(node, cst.BinaryOperation):
-            return combined(node.operator, self._value(node.left), self._value(node.right))
+            return self._of_operation(node)
         if isinstance(node, cst.UnaryOperation):
             inner = self._value(node.expression)
-            return inner if isinstance(node.operator, cst.Minus | cst.Plus) or not inner.own else BATCH
+            kept = isinstance(node.operator, cst.Minus | cst.Plus) or inner.over is Over.MASK
+            return inner if kept or not inner.own else OWN
         if isinstance(node, cst.IfExp):
             self._decide(node.test)
             return either(self._value(node.body), self._value(node.orelse))
@@ -504,7 +685,8 @@ class RankValues:
         if isinstance(node, cst.Comparison):
             structural = all(isinstance(there.operator, cst.Is | cst.IsNot) for there in node.comparisons)
             parts = [self._value(part) for part in _parts(node)]
-            return ALL if structural else self._any(*parts)
+            each = bool(parts) and {part.over for part in parts if part.own} <= EACH and self._any(*parts).own
+            return ALL if structural else Value(over=Over.MASK) if each else self._any(*parts)
         if isinstance(node, cst.NamedExpr):
             value = self._value(node.value)
             self._put(node.target, value)
@@ -516,15 +698,37 @@ class RankValues:
         value = self._any(*(self._value(part) for part in _parts(node)))
         return replace(value, number=isinstance(node, cst.FormattedString))
 
+    def _of_operation(self, node: cst.BinaryOperation) -> Value:
+        """Of an arithmetical one, for which ranks put together what has to be whole."""
+        left, right = self._value(node.left), self._value(node.right)
+        if isinstance(node.operator, cst.MatrixMultiply):
+            return _multiplied(left, right)
+        value = combined(node.operator, left, right)
+        followed = all(there.over is not Over.UNKNOWN and not there.items for there in (left, right))
+        if value.over is not Over.UNKNOWN or value.number or not followed:
+            return value
+        if isinstance(node.operator, cst.Divide) and left.over in REDUCED and right.over in REDUCED | {Over.COUNT}:
+            self._wrap(node.right, Over.MEAN)
+            return replace(value, over=Over.MEAN if left.over is right.over else left.over)
+        return combined(node.operator, self._whole(node.left, left), self._whole(node.right, right))
+
+    def _whole(self, node: cst.BaseExpression, value: Value) -> Value:
+        """What ranks put together if it is a mean, a sum or a count; anything else as it is."""
+        if value.over not in REDUCED | {Over.COUNT}:
+            return value
+        self._wrap(node, value.over)
+        return replace(value, over=Over.WHOLE)
+
     def _any(self, *values: Value) -> Value:
         """Of what is computed from such values in a way that is not known."""
-        return BATCH if any(value.own for value in values) else ALL
+        return OWN if any(value.own for value in values) else ALL
 
     def _of_comprehension(self, node: cst.BaseComp) -> Value:
         element = node.for_in
-        self._put(element.target, BATCH if element in self._training.loops else self._any(self._value(element.iter)))
+        self._put(element.target, BATCH if element in self._training.loops else _element(self._value(element.iter)))
         if isinstance(node, cst.DictComp):
-            return self._any(self._value(node.key), self._value(node.value))
+            value = self._value(node.value)
+            return replace(value, container=True) if value.over is Over.ROWS else self._any(value)
         assert isinstance(node, cst.ListComp | cst.GeneratorExp | cst.SetComp)
         return collected(self._value(node.elt))
 
@@ -536,22 +740,36 @@ class RankValues:
         if not base.own or name in STRUCTURE:
             return ALL
         if name == "shape":
-            return Value(over=Over.UNKNOWN, shape=True)
+            return replace(base, over=Over.SHAPE, sure=base.over in EACH)
         if name == "loss":
-            return Value(over=Over.MEAN)
-        return base if name in SAME_VALUE else BATCH
+            return replace(MEAN, sure=False)
+        if name in ("values", "indices") and base.items:
+            return base.items[0]
+        known = name in SAME_VALUE or (base.over is Over.ROWS and name not in ("T", "H", "mT", "mH"))
+        return base if known and not base.items else OWN
 
     def _of_subscript(self, node: cst.Subscript) -> Value:
-        base = self._value(node.value)
-        index = node.slice[0].slice if len(node.slice) == 1 else None
-        if base.shape and isinstance(index, cst.Index):
-            return COUNT if self._source.code(index) == "0" else ALL
-        if base.items and isinstance(index, cst.Index) and self._source.code(index).isdigit():
-            position = int(self._source.code(index))
-            return base.items[position] if position < len(base.items) else ALL
-        if base.own:
+        base, places = self._value(node.value), [element.slice for element in node.slice]
+        first = places[0]
+        alone = first.value if len(places) == 1 and isinstance(first, cst.Index) else None
+        text = "" if alone is None else self._source.code(alone)
+        if base.over is Over.SHAPE:
+            return _at(base, int(text) if text.isdigit() else 1)
+        if base.items and text.isdigit():
+            return base.items[int(text)] if int(text) < len(base.items) else ALL
+        index = self._any(*(self._value(name) for place in places for name in self._source.all(cst.Name, place)))
+        if not base.own:
+            return Value(over=Over.ROWS) if alone is not None and self._value(alone).over is Over.ROWS else index
+        if base.over not in EACH:
             return base
-        return self._any(*(self._value(there) for there in self._source.all(cst.Name, node) if there is not node.value))
+        if alone is not None and self._value(alone).over is Over.MASK:
+            return Value(over=Over.PART)
+        if isinstance(alone, cst.SimpleString) or (base.container and alone is not None):
+            return replace(base, container=False)
+        whole = isinstance(first, cst.Slice) and first.lower is first.upper is None and first.step is None
+        if whole or (isinstance(first, cst.Index) and isinstance(first.value, cst.Ellipsis)):
+            return OWN if index.own else replace(base, dims=max(1, base.dims - len(places) + 1))
+        return OWN
 
     # ── calls ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -564,39 +782,67 @@ class RankValues:
         own = any(value.own for value in values)
         if isinstance(call.func, cst.Attribute):
             base = self._value(call.func.value)
+            if name == "backward":
+                self._begun.setdefault(call, set()).add(base)
+                return ALL
             if base.own and not self._flows.callees(call):
                 return self._of_method(call, name, base)
+        if name == "scale" and isinstance(call.func, cst.Attribute) and self._flows.holds(call.func.value, Kind.SCALER):
+            return values[0]
         if not own:
             for function in self._flows.callees(call):
                 if self._training.trains(function.body) or not self._calling:
                     return self._function(function, {})
-            return ALL
-        if name in SHOWS and not self._flows.holds(call.func, Kind.INSTANCE):
+            base = self._value(call.func.value) if isinstance(call.func, cst.Attribute) else ALL
+            return Value(over=Over.WHOLE) if any(value.over is Over.WHOLE for value in (base, *values)) else ALL
+        if name in SHOWS and not self._flows.holds(call.func, Kind.INSTANCE) and name != "log":
             return self._shown(call, name, values)
         full = self._source.full_name(call.func)
+        if name == "log" and not full.startswith(("torch.", "numpy.", "math.")):
+            return self._shown(call, name, values)
         if name in ABOUT:
             return ALL
         if name == "zip" and len(values) == 1 and call.args[0].star:  # columns of rows
             return values[0]
-        if name == "scale" and isinstance(call.func, cst.Attribute) and self._flows.holds(call.func.value, Kind.SCALER):
-            return values[0]
         if name == "len" and values:
-            return COUNT if values[0].own else ALL
-        if name in ("float", "int", "round", "sum") and self._source.is_builtin(full):
+            return _at(replace(values[0], over=Over.SHAPE, sure=values[0].over in EACH), 0) if values[0].own else ALL
+        if name in ("float", "int", "round") and self._source.is_builtin(full):
             return replace(values[0], number=True)
-        if name in ("mean", "sum") and full.startswith("torch.") and len(call.args) == 1:
-            return Value(over=Over.MEAN if name == "mean" else Over.SUM)
+        if name == "sum" and self._source.is_builtin(full):
+            return replace(values[0], items=()) if values[0].over in REDUCED else replace(SUM, sure=False)
         loss = self._of_loss(call, full, name)
         if loss is not None:
             return loss
         functions = self._flows.callees(call)
         if functions:
             return self._of_own_function(call, functions, values)
-        if any(value.number and not value.count for value in values):  # what is computed of numbers, outlives the batch
+        if full.startswith("torch."):
+            known = self._of_tensors(call, name, [arg.value for arg in call.args], call.args)
+            if known is not None:
+                return known
+        elif name in ("max", "min", "abs", "pow") and any(v.own and not v.number for v in values):
+            return self._elementwise([arg.value for arg in call.args])
+        elif self._is_model(call):
+            kinds = {value.over for value in values if value.own and not value.items}
+            over = Over.ROWS if kinds <= EACH else Over.PART
+            return Value(over=over, dims=2) if kinds and (kinds <= EACH or kinds == {Over.PART}) else OWN
+        if any(value.number and value.over is not Over.COUNT for value in values):  # of numbers: outlives the batch
             pairs = zip(call.args, values, strict=True)
             left = [arg for arg, value in pairs if value.own and not self._share(arg.value)]
-            return BATCH if left else ALL
-        return BATCH
+            return OWN if left else ALL
+        return OWN
+
+    def _is_model(self, call: cst.Call) -> bool:
+        """Whether a call is one of a module, which is taken to compute each sample by itself."""
+        made = self._flows.holds(call.func, Kind.MODULE)
+        for site in made:
+            kind = site.name.rpartition(".")[2]
+            where = self._source.text if kind.endswith("coder") else self._source.code(site.call)
+            if kind in SEQUENCES and "batch_first=True" not in where:
+                return False
+        own = self._source.symbol(call.func) is not None and dotted(call.func) not in self._source.imported
+        in_module = own and self._source.derives(self._source.class_of(call), "Module")
+        return bool(made) or in_module or self._source.code(call.func) in self._models
 
     def _of_method(self, call: cst.Call, name: str, base: Value) -> Value:
         """Of a method of something that differs between ranks."""
@@ -608,16 +854,120 @@ class RankValues:
             return replace(base, number=True, items=())
         if name in SAME_VALUE:
             return base
-        if name in ("mean", "sum") and not call.args:
-            return Value(over=Over.MEAN if name == "mean" else Over.SUM)
+        if name in ("dim", "ndimension", "is_floating_point", "get_device"):
+            return ALL
         if name in ("size", "numel", "nelement"):
-            first = self._source.code(call.args[0].value) if call.args else ""
+            shape = replace(base, over=Over.SHAPE, sure=base.over in EACH)
             if name == "size" and not call.args:
-                return Value(over=Over.UNKNOWN, shape=True)
-            return COUNT if first in ("", "0") else ALL
-        if name == "backward":
-            self.losses.setdefault(base.over, self._source.line(call))
-        return ALL if name in ("dim", "backward", "ndimension", "is_floating_point", "get_device") else BATCH
+                return shape
+            return _at(shape, 0 if not call.args or self._source.code(call.args[0].value) == "0" else 1)
+        assert isinstance(call.func, cst.Attribute)
+        known = self._of_tensors(call, name, [call.func.value, *(arg.value for arg in call.args)], call.args)
+        return OWN if known is None else known
+
+    def _of_tensors(
+        self, call: cst.Call, name: str, given: list[cst.BaseExpression], args: Sequence[cst.Arg]
+    ) -> Value | None:
+        """Of torch's functions and methods, the tensor itself first; None for one that is not known."""
+        value = self._value(given[0])
+        if isinstance(given[0], cst.ListComp | cst.GeneratorExp) and name in ("stack", "cat", "array", "tensor"):
+            over = self._value(given[0].for_in.iter).over
+            return Value(over=over) if over in EACH else value if value.over in REDUCED else OWN
+        if name in ("stack", "cat", "concat", "hstack", "vstack"):
+            value = all_alike(value.items) if value.items else value
+        values = [value, *map(self._value, given[1:])]
+        own = [there for there in values if there.own]
+        kinds, dims = {there.over for there in own}, max(there.dims for there in own)
+        axis = argument(call, "dim") or argument(call, "axis")
+        if axis is None and name in AXIS_AT and len(given) > AXIS_AT[name]:
+            axis = given[AXIS_AT[name]]
+        if name in ("mean", "sum"):
+            return self._of_reduction(call, name, value, given, axis)
+        if name in CREATES:
+            counts = [there.items[0] if there.items else there for there in values]
+            return Value(over=Over.ROWS, dims=2) if counts[0].over in (Over.COUNT, Over.SHAPE) else OWN
+        if any(there.items for there in own):
+            return OWN
+        if name.endswith("_like"):
+            return replace(value, over=Over.ROWS if value.over is Over.MASK else value.over)
+        if name in ELEMENTWISE:
+            return self._elementwise(given)
+        if kinds <= REDUCED and len(kinds) == 1 and name in ("stack", "cat", "hstack", "unsqueeze", "reshape", "view"):
+            return own[0]
+        if name in ("eq", "ne", "lt", "gt", "le", "ge", "bool", "isnan", "logical_and", "logical_or", "logical_not"):
+            return Value(over=Over.MASK) if kinds <= EACH else OWN
+        if name == "masked_select" and kinds <= EACH:
+            return Value(over=Over.PART)
+        if name in VIEWS and value.over in EACH:
+            first = self._value(given[1]) if len(given) > 1 else ALL
+            kept = name.endswith("_as") or first.over in (Over.COUNT, Over.SHAPE)
+            kept = kept or (len(given) > 1 and self._source.code(given[1]) in ("-1", "(-1,)"))
+            return Value(over=Over.ROWS, dims=max(1, len(given) - 1)) if kept else OWN
+        if not kinds <= EACH:
+            return Value(over=Over.PART) if kinds == {Over.PART} and name in ("squeeze", "flatten") else OWN
+        each = Value(over=Over.ROWS, dims=dims)
+        if name in ("transpose", "swapaxes") and len(given) == 3:
+            axes = [self._axes(there, dims) for there in given[1:]]
+            return replace(each, dims=max(dims, 3)) if all(axes) else OWN
+        if name == "permute":
+            return replace(each, dims=len(given) - 1) if self._source.code(given[1]) == "0" else OWN
+        if name in ("matmul", "bmm"):
+            return each if name == "bmm" else _multiplied(values[0], values[1])
+        if name == "einsum":
+            return OWN
+        if name == "flatten":
+            return replace(each, dims=1 if axis is None else 2)
+        if name in ALONG:
+            if axis is None:
+                return each if ALONG[name] else OWN
+            if not self._axes(axis, dims + (name in ("unsqueeze", "stack"))):
+                return OWN
+            fewer = name in FEWER and argument(call, "keepdim") is None
+            each = replace(each, dims=dims + 1 if name in ("unsqueeze", "stack") else max(1, dims - fewer))
+            return Value(items=(each, each)) if name in PAIRS else each
+        if self._source.full_name(call.func).startswith("torch.nn.functional.") and name not in ("pdist",):
+            return OWN if axis is not None and not self._axes(axis, dims) else replace(each, dims=max(dims, 2))
+        return None
+
+    def _elementwise(self, given: Sequence[cst.BaseExpression]) -> Value:
+        """Of a function of the elements of these: what is over all samples already has to be whole."""
+        values = [self._value(node) for node in given]
+        kinds = {value.over for value in values if value.own}
+        rest = kinds - REDUCED - {Over.COUNT}
+        if not rest <= EACH and rest != {Over.PART}:
+            return OWN
+        return functools.reduce(
+            lambda left, right: combined(cst.Power(), left, right),
+            [self._whole(node, value) for node, value in zip(given, values, strict=True)],
+            Value(over=Over.WHOLE),
+        )
+
+    def _of_reduction(
+        self, call: cst.Call, name: str, value: Value, given: list[cst.BaseExpression], axis: cst.BaseExpression | None
+    ) -> Value:
+        """Of `mean()` and `sum()`, over the samples or along other axes."""
+        over = Over.MEAN if name == "mean" else Over.SUM
+        if value.over in REDUCED:
+            return value
+        if axis is not None and self._axes(axis, value.dims):
+            return replace(value, dims=max(1, value.dims - 1)) if value.over in EACH | {Over.PART} else OWN
+        if axis is not None and self._source.code(axis) not in ("0", "None"):
+            return replace(MEAN, over=over, sure=False) if value.over in EACH else OWN
+        if value.over is Over.PART and axis is None and name == "mean":
+            tensor = given[0]
+            self._edits.change(call, lambda inner: _mean_of(f"{self._ranks}.mean", inner, tensor))
+            return MEAN
+        followed = value.over in EACH or (value.over is Over.PART and name == "sum")
+        return Value(over=over, sure=value.sure and followed)
+
+    def _axes(self, node: cst.BaseExpression, dims: int) -> tuple[int, ...]:
+        """The axes that an expression names, if none of them is that of the samples; else nothing."""
+        text = self._source.code(node).strip("()[]").rstrip(",").replace(" ", "")
+        try:
+            axes = tuple(map(int, text.split(",")))
+        except ValueError:
+            return ()
+        return axes if all(axis > 0 or -dims < axis < 0 for axis in axes) else ()
 
     def _of_loss(self, call: cst.Call, full: str, name: str) -> Value | None:
         """Of a call of a loss, whose reduction is a mean unless it says otherwise."""
@@ -627,11 +977,33 @@ class RankValues:
         )
         if not made and not is_torchs:
             named = "loss" in name.lower() or "criterion" in name.lower()
-            return Value(over=Over.MEAN) if named and not self._flows.callees(call) else None
-        reductions = {self._reduction(site.call) for site in made} or {self._reduction(call)}
-        if reductions <= {"mean", "batchmean"}:
-            return Value(over=Over.MEAN)
-        return Value(over=Over.SUM) if reductions == {"sum"} else BATCH
+            return replace(MEAN, sure=False) if named and not self._flows.callees(call) else None
+        kinds = {value.over for arg in call.args if (value := self._value(arg.value)).own or value.items}
+        followed = bool(kinds) and (kinds <= EACH or kinds == {Over.PART})
+        makers = [site.call for site in made] or [call]
+        names = [site.name.rpartition(".")[2] for site in made] or [name]
+        followed = followed and not any(
+            there in ("ctc_loss", "CTCLoss", "AdaptiveLogSoftmaxWithLoss") for there in names
+        )
+        followed = followed and not any(argument(there, old) for there in makers for old in ("reduce", "size_average"))
+        reductions = {self._reduction(there) for there in makers}
+        if reductions == {"none"}:
+            return Value(over=Over.PART if Over.PART in kinds else Over.ROWS) if followed else OWN
+        if reductions == {"sum"}:
+            return replace(SUM, sure=followed)
+        if not reductions <= {"mean", "batchmean"}:
+            return OWN
+        if followed and any(there.replace("_", "").lower() in WEIGHED for there in names):
+            weighted = any(
+                argument(there, "weight", 0 if made else 2) or argument(there, "ignore_index") for there in makers
+            )
+            if weighted or "-100" in self._source.text:
+                kinds = {Over.PART}
+            else:
+                self._edits.note(0, UNWEIGHTED)
+        if followed and kinds == {Over.PART}:
+            self._edits.wrap(call.func, f"{self._ranks}.weighted")
+        return replace(MEAN, sure=followed and (kinds != {Over.PART} or reductions == {"mean"}))
 
     def _reduction(self, call: cst.Call) -> str:
         given = argument(call, "reduction")
@@ -653,13 +1025,15 @@ class RankValues:
         results = []
         for function in functions:
             given = {name: self._value(arg) for name, arg in self._flows.bound(call, function)}
-            if any(arg.star and self._value(arg.value).own for arg in call.args):
+            for arg in call.args:
+                if not arg.star or not (starred := self._value(arg.value)).own:
+                    continue
                 for param in parameters(function):
                     if param.default is None and param.name.value != "self":
-                        given.setdefault(param.name.value, BATCH)
+                        given.setdefault(param.name.value, _element(starred))
             results.append(self._function(function, given))
         result = functools.reduce(either, results)
-        return BATCH if is_module and not result.own else result
+        return OWN if is_module and not result.own and result.over is not Over.WHOLE else result
 
     def _shown(self, call: cst.Call, name: str, values: list[Value]) -> Value:
         for arg, value in zip(call.args, values, strict=True):
@@ -667,10 +1041,44 @@ class RankValues:
                 continue
             text = self._source.code(arg.value)
             if name in ("append", "extend", "update", "put") and isinstance(call.func, cst.Attribute):
-                self._put(call.func.value, BATCH)
+                self._put(call.func.value, OWN)
             else:
                 self._edits.note(call, f"`{text}` is shown as rank 0 has it")
         return ALL
+
+
+def _element(value: Value) -> Value:
+    """Of what a loop over such a value yields."""
+    if value.items:
+        return all_alike(value.items)
+    one_sample = value.over in EACH | {Over.PART} and not value.container
+    return OWN if one_sample else replace(value, container=False)
+
+
+def _at(value: Value, position: int) -> Value:
+    """What stands at a place of a tuple of such values; in a shape the first is the number of samples."""
+    if value.over is not Over.SHAPE:
+        return replace(value, items=(), container=False)
+    if position:
+        return ALL
+    return COUNT if value.sure else Value(over=Over.SUM, number=True)
+
+
+def _multiplied(left: Value, right: Value) -> Value:
+    """Of a product of matrices, which leaves samples apart if it goes along other axes than theirs."""
+    if not left.own and not right.own:
+        return combined(cst.Multiply(), left, right)
+    if left.over is not Over.ROWS or (right.own and right.over is not Over.ROWS):
+        return OWN
+    apart = not right.own or max(left.dims, right.dims) > 2
+    return Value(over=Over.ROWS, dims=max(left.dims, right.dims, 2)) if apart else OWN
+
+
+def _mean_of(function: str, call: cst.BaseExpression, tensor: cst.BaseExpression) -> cst.BaseExpression:
+    """`function(tensor)` in the place of `tensor.mean()` or `torch.mean(tensor)`."""
+    assert isinstance(call, cst.Call)
+    inner = call.args[0].value if call.args else call.func.value  # type: ignore[attr-defined]  # an attribute
+    return cst.Call(func=cst.parse_expression(function), args=[cst.Arg(inner)])
 
 
 def _parts(node: cst.CSTNode) -> list[cst.BaseExpression]:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import bisect
 import builtins
-import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, TypeVar
 
@@ -432,90 +431,6 @@ def _call(function: str, inner: cst.BaseExpression) -> cst.Call:
     return cst.Call(func=cst.parse_expression(function), args=[cst.Arg(inner)])
 
 
-class Over(Enum):
-    """What a value of a rank is over the samples of its part."""
-
-    ALL = "the same on all ranks"
-    MEAN = "a mean"
-    SUM = "a sum"
-    UNKNOWN = "something else"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Value:
-    """What is known of an expression.
-
-    Attributes:
-        over: see there.
-        number: it is Python's, not a tensor.
-        count: it counts samples, as `x.size(0)` does.
-        shape: it is the shape of a batch.
-        items: of a tuple.
-    """
-
-    over: Over = Over.ALL
-    number: bool = False
-    count: bool = False
-    shape: bool = False
-    items: tuple[Value, ...] = ()
-
-    @property
-    def own(self) -> bool:
-        """It differs between ranks."""
-        return self.over is not Over.ALL or any(item.own for item in self.items)
-
-
-ALL = Value()
-BATCH = Value(over=Over.UNKNOWN)
-COUNT = Value(over=Over.SUM, number=True, count=True)
-
-
-def either(one: Value, other: Value) -> Value:
-    """What is one or the other."""
-    if one == other or not other.own:
-        return one
-    if not one.own:
-        return other
-    if len(one.items) == len(other.items) > 0:
-        return Value(items=tuple(either(a, b) for a, b in zip(one.items, other.items, strict=True)))
-    over = one.over if one.over is other.over else Over.UNKNOWN
-    return Value(over=over, number=one.number and other.number, count=one.count and other.count)
-
-
-def all_alike(values: Sequence[Value]) -> Value:
-    """Of a container of such values."""
-    own = [value for value in values if value.own]
-    return functools.reduce(either, own) if own else ALL
-
-
-def combined(operator: cst.CSTNode, left: Value, right: Value) -> Value:
-    """Of an arithmetical operation."""
-    if not left.own and not right.own:
-        return ALL
-    over = Over.UNKNOWN
-    kinds = (left.over, right.over)
-    if isinstance(operator, cst.Add | cst.Subtract | cst.AddAssign | cst.SubtractAssign):
-        if left.over is right.over or (Over.MEAN in kinds and Over.ALL in kinds):
-            over = Over.MEAN if Over.MEAN in kinds else left.over
-    elif isinstance(operator, cst.Multiply | cst.MultiplyAssign):
-        if Over.ALL in kinds:
-            over = left.over if right.over is Over.ALL else right.over
-        elif set(kinds) == {Over.MEAN, Over.SUM}:
-            over = Over.SUM
-    elif isinstance(operator, cst.Divide | cst.DivideAssign):
-        if right.over is Over.ALL:
-            over = left.over
-        elif kinds == (Over.SUM, Over.SUM):
-            over = Over.MEAN
-    number = all(value.number for value in (left, right) if value.own)
-    return Value(over=over, number=number, count=left.count and right.count)
-
-
-def collected(value: Value) -> Value:
-    """In a list: a count of samples there is a number like others, and no shape."""
-    return replace(value, count=False, items=tuple(collected(item) for item in value.items))
-
-
 PASSED_ON = {
     "enumerate", "iter", "zip", "list", "reversed", "cycle", "islice", "track", "tqdm", "trange", "next", "dict",
 }  # fmt: skip
@@ -537,6 +452,7 @@ class Kind(Enum):
     WRAPPER = auto()
     WRITER = auto()
     INSTANCE = auto()
+    MODULE = auto()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -774,6 +690,10 @@ class Flows:
             kind = Kind.WRAPPER
         elif name in self.source.classes:
             kind = Kind.INSTANCE
+        elif package in ("torch.nn", "torch.nn.modules", "torchvision.models") and (
+            last[:1].isupper() or "vision" in name
+        ):
+            kind = Kind.MODULE
         return None if kind is None else Site(kind, call, name)
 
 

@@ -122,9 +122,12 @@ def numbers_of_all_ranks_are_put_together() -> None:
     assert isinstance(ranks.total(me), int)
     assert ranks.total([me, 1.0]) == [sum(everyone), size]
     assert ranks.average({"a": me}) == {"a": sum(everyone) / size}
-    tensor = ranks.total(torch.tensor(float(me), requires_grad=True))
+    mine = torch.tensor(float(me), requires_grad=True)
+    tensor = ranks.total(mine)
     assert tensor.item() == sum(everyone)
-    assert not tensor.requires_grad
+    tensor.backward()
+    assert mine.grad == size  # what all ranks computed from it
+    assert abs(ranks.average(torch.tensor(me)).item() - sum(everyone) / size) < 1e-6
     assert ranks.agreed(me) == 0
 
 

@@ -5,11 +5,7 @@ differ by the order of sums only, but where noise, dropout or batch norm depend 
 """
 
 import functools
-import os
 import re
-import socket
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from rank_jobs import UNTUNED
+from playing_jobs import left, play
 
 from sirtaki.errors import TranslationError
 from sirtaki.translate import Translation
@@ -94,37 +90,14 @@ def played(tmp_path_factory: pytest.TempPathFactory, mpiexec: list[str]) -> Play
         ("two", 2, translated),
         ("several", 2, several),
     ):
-        _play(folder / job, ranks, scripts, mpiexec)
-
-    def left(job: str, name: str, rank: int) -> dict[str, Any]:
-        found: dict[str, Any] = torch.load(folder / job / f"{name}.{rank}.pt", weights_only=False)
-        assert found["error"] == ""
-        return found
+        play(folder / job, ranks, scripts, mpiexec)
 
     return Played(
-        before=lambda name: left("before", name, 0),
-        alone=lambda name: left("alone", name, 0),
-        two=lambda name, rank: left("two", name, rank),
-        several=lambda name: left("several", name, 0),
+        before=lambda name: left(folder / "before", name, 0),
+        alone=lambda name: left(folder / "alone", name, 0),
+        two=lambda name, rank: left(folder / "two", name, rank),
+        several=lambda name: left(folder / "several", name, 0),
     )
-
-
-def _play(results: Path, ranks: int, scripts: list[Path], mpiexec: list[str]) -> None:
-    results.mkdir()
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    several = [*mpiexec, "-np", str(ranks)] if ranks > 1 else []
-    environment = {
-        **os.environ,
-        **UNTUNED,
-        "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": "1",
-        "OMPI_MCA_mpi_yield_when_idle": "1",
-        "PYTHONPATH": str(HERE.parents[2]),
-    }
-    command = [*several, sys.executable, HERE / "playing.py", results, *scripts]
-    done = subprocess.run(list(map(str, command)), env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-4000:]
 
 
 @pytest.mark.slow

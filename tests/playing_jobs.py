@@ -1,0 +1,39 @@
+"""Jobs that run training scripts, one after the other, and keep what they leave (`sirtaki/translate/playing.py`)."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from rank_jobs import UNTUNED
+
+HERE = Path(__file__).parent
+
+
+def play(results: Path, ranks: int, scripts: list[Path], mpiexec: list[str]) -> None:
+    """Runs scripts on as many ranks; what they leave is in `results`."""
+    results.mkdir()
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    several = [*mpiexec, "-np", str(ranks)] if ranks > 1 else []
+    environment = {
+        **os.environ,
+        **UNTUNED,
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+        "OMPI_MCA_mpi_yield_when_idle": "1",
+        "PYTHONPATH": str(HERE.parent),
+    }
+    command = [*several, sys.executable, HERE / "sirtaki" / "translate" / "playing.py", results, *scripts]
+    done = subprocess.run(list(map(str, command)), env=environment, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+def left(results: Path, name: str, rank: int) -> dict[str, Any]:
+    """What a script has left on a rank: `printed`, `trained`, `written`."""
+    found: dict[str, Any] = torch.load(results / f"{name}.{rank}.pt", weights_only=False)
+    assert found["error"] == ""
+    return found
