@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import repeat
 from operator import attrgetter, is_
 from typing import NamedTuple, Protocol
 
@@ -206,42 +207,31 @@ def _group_by_dtype(
     return groups
 
 
-GRAD, VERSION = attrgetter("grad"), attrgetter("_version")
+GRAD, VERSION, IS_SPARSE = attrgetter("grad"), attrgetter("_version"), attrgetter("is_sparse")
 WRITTEN = -1
 """The version of a gradient that was written since it came."""
 
-
-class Known(NamedTuple):
-    """What is known of some parameters, one list for each thing, so that loops over them can be C's."""
-
-    indices: list[int]
-    params: list[HasGrad]
-    views: list[torch.Tensor]
-    places: list[torch.Tensor]
-    strides: list[tuple[int, ...] | None]
-    addresses: list[int]
-    references: list[int]
-    """To each view, while nobody but the buffers has it."""
-
-
-MOST_KNOWN = 512
-
-REFERENCES = min(map(sys.getrefcount, [object()]))
-"""What Python counts, asked in this way, of what one list holds."""
+REFERENCES = max(map(sys.getrefcount, [object()])) + 1
+"""What Python counts of a view that is in `GradientBuffers.views` and in a part of that list, and nowhere else."""
 
 
 class GradientBuffers:
-    """The flat buffers of one optimizer in one order of its parameters, and the way of gradients in and out.
+    """The flat buffers of one optimizer in one order of its parameters.
 
     Users get `views`, tensors of their own over the same memory as the places: `model.half()` and the like swap the
     memory behind a `.grad`, and a version counter of its own tells a user's write from ours.
 
+    All lists are in the order in which gradients are expected, and a *position* is a number in that order.
+
     Attributes:
-        order: parameters in the order in which their gradients are expected.
-        position: where each parameter stands in `order`.
+        order: parameters, by index.
+        position: where each parameter stands in `order`, by index.
         groups: one a dtype.
-        views: what a parameter's `.grad` is while its gradient lies in the flat buffer.
+        names, params: of the parameters.
+        numbers: the positions themselves.
+        places: where gradients lie in the flat buffers.
         addresses: of the places.
+        views: what a parameter's `.grad` is while its gradient lies in the flat buffer.
         outdated: a gradient came with other strides or another dtype than its place has: the parameter was changed.
     """
 
@@ -259,44 +249,41 @@ class GradientBuffers:
 
         Args:
             order: see above; the same on all ranks.
-            params: their gradients are reduced.
-            names: of the parameters.
+            params: their gradients are reduced; by index.
+            names: of the parameters, by index.
             reduction: tells in which dtype gradients travel.
             router: allocates.
             n_flags: elements for control flags, at the end of the first buffer.
         """
-        self._params, self._names, self._device = params, names, router.device
-        self.order = list(order)
+        self._device, self.order, self.numbers = router.device, list(order), list(range(len(order)))
         self.position = [0] * len(order)
         for position, index in enumerate(order):
             self.position[index] = position
+        self.params, self.names = [params[index] for index in order], [names[index] for index in order]
         self.groups = _group_by_dtype(order, params, names, reduction=reduction, router=router, n_flags=n_flags)
         first = self.groups[0]
         # Of complex flags only the real parts are written; what was in the memory before must not be reduced with them.
         self._device.launch(first.buffer.tensor[first.layout.offsets[-2] :].zero_)
-        self._places = [torch.empty(0)] * len(params)
-        for group in self.groups:
-            for index, place in zip(group.indices, group.places, strict=True):
-                self._places[index] = place
-        self.views = [place.data for place in self._places]
-        self._strides = [
-            _strides_to_check(place, param.dtype) for place, param in zip(self._places, params, strict=True)
-        ]
-        self.addresses = [place.data_ptr() for place in self._places]
-        self._made_for = [param.dtype for param in params]
-        self._known: dict[tuple[int, int], Known] = {}  # by the first parameter, and how many there are
-        self._listed = [0] * len(params)  # in how many of those each view stands
+        place_of = {i: place for group in self.groups for i, place in zip(group.indices, group.places, strict=True)}
+        self.places = [place_of[index] for index in order]
+        self.views = [place.data for place in self.places]
+        self.addresses = [place.data_ptr() for place in self.places]
+        self._dtypes = [param.dtype for param in self.params]
+        # A place of another dtype never is `.grad`; of one dimension there is one way to be dense.
+        pairs = zip(self.places, self.params, strict=True)
+        self._other_dtype = [place.dtype is not param.dtype for place, param in pairs]
+        self._strides = [place.stride() if place.dim() > 1 else () for place in self.places]
         self.outdated = False
 
     @property
     def layout_places(self) -> list[tuple[int, int]]:
-        """Of each parameter: the number of its layout, and its place there."""
+        """Of each parameter, by index: the number of its layout, and its place there."""
         places = {
             index: (number, place)
             for number, group in enumerate(self.groups)
             for place, index in enumerate(group.indices)
         }
-        return [places[index] for index in range(len(self._params))]
+        return [places[index] for index in range(len(self.params))]
 
     @property
     def layouts(self) -> tuple[GradientLayout, ...]:
@@ -316,31 +303,31 @@ class GradientBuffers:
 
     def take_over(self, before: GradientBuffers) -> None:
         """Gradients that lie in the buffers that were there before move into these."""
-        for index, param in enumerate(self._params):
-            if param.grad is not None and param.grad is before.views[index] and before._is_intact(index):
-                self._device.launch(self._places[index].copy_, before._places[index])
-                param.grad = self.view(index) if self.fits(index) else param.grad.clone()
+        for position, param in enumerate(self.params):
+            old = before.position[self.order[position]]
+            if param.grad is not None and param.grad is before.views[old] and before.is_intact(old):
+                self._device.launch(self.places[position].copy_, before.places[old])
+                param.grad = self.view(position) if self.fits(position) else param.grad.clone()
 
     def detach(self) -> None:
         """From now on no `.grad` is in the flat buffers."""
-        for param, view in zip(self._params, self.views, strict=True):
+        for param, view in zip(self.params, self.views, strict=True):
             if param.grad is view:
                 param.grad = view.clone()
 
-    def _is_intact(self, index: int) -> bool:
+    def is_intact(self, position: int) -> bool:
         """The view still lies in the flat buffer."""
-        return self.views[index].data_ptr() == self.addresses[index]
+        return self.views[position].data_ptr() == self.addresses[position]
 
-    def view(self, index: int) -> torch.Tensor:
+    def view(self, position: int) -> torch.Tensor:
         """What to put into a parameter's `.grad`."""
-        if not self._is_intact(index):
-            self.views[index] = self._places[index].data
-            self._forget_known()
-        return self.views[index]
+        if not self.is_intact(position):
+            self.views[position] = self.places[position].data
+        return self.views[position]
 
-    def fits(self, index: int) -> bool:
+    def fits(self, position: int) -> bool:
         """The parameter's place in the flat buffer may be its gradient: same dtype, strides and device."""
-        param, place = self._params[index], self._places[index]
+        param, place = self.params[position], self.places[position]
         return (
             param.dtype is place.dtype
             and param.device == place.device
@@ -348,195 +335,88 @@ class GradientBuffers:
             and dense_strides(param) == place.stride()
         )
 
-    def clear(self, index: int) -> torch.Tensor:
-        """Puts zeros in a parameter's place; returns its view."""
-        self._part_with([index])
-        self._device.launch(self._places[index].zero_)
-        return self.views[index]
-
-    def copy_in(self, indices: list[int], gradients: list[torch.Tensor], versions: list[int], first: int) -> None:
-        """Copies gradients into their places, all at once; where they fit, `.grad` is the view from then on.
-
-        The hot path, with the hooks.
-
-        Args:
-            indices: parameters whose gradients have come.
-            gradients: for each, what was its `.grad` then; afterwards, what is in `.grad` now unless somebody else has
-                put something there.
-            versions: of these tensors, when they came; afterwards, as they are now, `WRITTEN` if they were written.
-            first: where the gradients begin that have come since the last time.
+    def fill(self, positions: Sequence[int], gradients: list[torch.Tensor]) -> None:
+        """Copies gradients into their places, all at once.
 
         Raises:
             ConfigError: a parameter was moved to another device, or has another shape.
         """
-        # The usual case is that every gradient fits its place; then the loops are C's.
-        part = slice(first, len(indices))
-        own, fresh = indices[part], gradients[part]
-        _, params, views, places, strides, _, references = self.known(own)
-        if list(map(sys.getrefcount, views)) != references:
-            self._part_with(
-                [index for index, gradient in zip(own, fresh, strict=True) if self.views[index] is not gradient]
-            )
-            _, params, views, places, strides, _, _ = self.known(own)
-        if not (
-            all(map(is_, map(GRAD, params), fresh))
-            and not any(map(is_, views, fresh))
-            and list(map(VERSION, fresh)) == versions[part]
-            and [gradient.stride() if wanted else () for gradient, wanted in zip(fresh, strides, strict=True)]
-            == strides
-        ):
-            self._copy_one_by_one(indices, gradients, versions, first)
-            return
-        self._copy(places, fresh)
+        targets = [self.places[position] for position in positions]
         try:
-            for param, view in zip(params, views, strict=True):
-                param.grad = view
-        except (RuntimeError, TypeError):  # the parameter has another dtype now, or another shape or device
-            for param, gradient in zip(params, fresh, strict=True):
-                if param.grad is not gradient:
-                    param.grad = gradient
-            self._copy_one_by_one(indices, gradients, versions, first)
-            return
-        gradients[part], versions[part] = views, map(VERSION, views)
+            # Gradients made with create_graph=True have a graph, the reduced ones have none.
+            with torch.no_grad():
+                self._device.launch(torch._foreach_copy_, targets, gradients)
+        except RuntimeError:
+            for position, gradient in zip(positions, gradients, strict=True):
+                self._require_same_place(position, gradient)
+            raise
+        if self._device.streams:
+            self._device.keep(gradients)
 
-    def known(self, indices: list[int]) -> Known:
-        """What is known of these parameters, in this order; looked up once where the order stays the same."""
-        key = (indices[0], len(indices))
-        found = self._known.get(key)
-        if found is None or found.indices != indices:
-            if len(self._known) >= MOST_KNOWN:  # many plans have been tried
-                self._forget_known()
-            elif found is not None:
-                self._list(found.indices, -1)
-            found = self._known[key] = Known(
-                list(indices),
-                [self._params[index] for index in indices],
-                [self.views[index] for index in indices],
-                [self._places[index] for index in indices],
-                [self._strides[index] for index in indices],
-                [self.addresses[index] for index in indices],
-                [],
-            )
-            self._list(indices, 1)
-            for known in self._known.values():
-                known.references.clear()
-        if not found.references:
-            found.references.extend(REFERENCES + self._listed[index] for index in indices)
-        return found
+    def clear(self, position: int) -> torch.Tensor:
+        """Puts zeros in a parameter's place; returns its view."""
+        self.part_with([position])
+        self._device.launch(self.places[position].zero_)
+        return self.views[position]
 
-    def _list(self, indices: Sequence[int], more: int) -> None:
-        for index in indices:
-            self._listed[index] += more
-
-    def _forget_known(self) -> None:
-        if self._known:
-            self._known.clear()
-            self._listed = [0] * len(self._params)
-
-    def _part_with(self, indices: Sequence[int]) -> None:
+    def part_with(self, positions: Sequence[int]) -> None:
         """Gives views that somebody has kept, and that are no gradients now, memory of their own.
 
         So a gradient that the user keeps over `zero_grad()` stays what it was. Other tensors over its memory, such as
         `param.grad.detach()`, do not count.
         """
-        kept = [i for i in indices if sys.getrefcount(self.views[i]) > REFERENCES + self._listed[i]]
-        for index in filter(self._is_intact, kept):
-            view = self.views[index]
-            view.data = view.detach().clone()
-            self.view(index)
+        for position in positions:
+            if max(map(sys.getrefcount, self.views[position : position + 1])) > REFERENCES and self.is_intact(position):
+                view = self.views[position]
+                view.data = view.detach().clone()
+                self.view(position)
 
-    def _copy_one_by_one(
-        self, indices: list[int], gradients: list[torch.Tensor], versions: list[int], first: int
-    ) -> None:
-        targets, sources, misfits = list[torch.Tensor](), list[torch.Tensor](), list[int]()
-        for number in range(first, len(indices)):
-            index, gradient = indices[number], gradients[number]
-            view, wanted, param = self.views[index], self._strides[index], self._params[index]
-            intact = view.data_ptr() == self.addresses[index]
-            if gradient is view and intact:
-                continue
-            targets.append(self._places[index])
-            sources.append(gradient)
-            if not intact or wanted is None or (wanted and gradient.stride() != wanted):
-                misfits.append(number)
-            elif param.grad is gradient:
-                try:
-                    param.grad = view
-                except (RuntimeError, TypeError):
-                    misfits.append(number)
-                else:
-                    _take(view, number, gradients, versions)
-        if targets:
-            self._copy(targets, sources)
-        for number in misfits:
-            self._hold_misfit(number, indices, gradients, versions)
+    def take_misfit(self, position: int, gradient: torch.Tensor) -> torch.Tensor | None:
+        """A gradient has another form than its place, or its view's memory was swapped: the view if that will do now.
 
-    def _copy(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-        try:
-            # Gradients made with create_graph=True have a graph, the reduced ones have none.
-            if torch.is_grad_enabled():
-                with torch.no_grad():
-                    self._device.launch(torch._foreach_copy_, targets, sources)
-            else:
-                self._device.launch(torch._foreach_copy_, targets, sources)
-        except RuntimeError:
-            for target, gradient in zip(targets, sources, strict=True):
-                self._require_same_place(target, gradient)
-            raise
-        if self._device.streams:
-            self._device.keep(sources)
+        Raises:
+            ConfigError: as `fill`.
+        """
+        place = self.places[position]
+        self._require_same_place(position, gradient)
+        if gradient.dtype is place.dtype and gradient.stride() == place.stride():
+            return self.view(position)
+        if gradient.dtype is place.dtype or gradient.dtype is not self._dtypes[position]:
+            self.outdated = True  # else it travels in another dtype, as was asked for
+        return None
 
-    def _require_same_place(self, place: torch.Tensor, gradient: torch.Tensor) -> None:
+    def _require_same_place(self, position: int, gradient: torch.Tensor) -> None:
+        place = self.places[position]
         if gradient.device != place.device or gradient.shape != place.shape:
-            name = next(name for name, own in zip(self._names, self._places, strict=True) if own is place)
             raise ConfigError(
-                f"the gradient of {name} is {tuple(gradient.shape)} on {gradient.device}, and was "
+                f"the gradient of {self.names[position]} is {tuple(gradient.shape)} on {gradient.device}, and was "
                 f"{tuple(place.shape)} on {place.device} when its DistributedOptimizer was made: move or resize the "
                 "model first, then make the optimizer"
             )
 
-    def _hold_misfit(self, number: int, indices: list[int], gradients: list[torch.Tensor], versions: list[int]) -> None:
-        """A gradient in another form than its place, or one whose view's memory was swapped."""
-        index, gradient = indices[number], gradients[number]
-        place, param = self._places[index], self._params[index]
-        self._require_same_place(place, gradient)
-        if gradient.dtype is place.dtype and gradient.stride() == place.stride():
-            view = self.view(index)
-            if param.grad is gradient:
-                param.grad = view
-                _take(view, number, gradients, versions)
-        elif gradient.dtype is place.dtype or gradient.dtype is not self._made_for[index]:
-            self.outdated = True  # else it travels in another dtype, as was asked for
+    def have_form(self, part: slice, gradients: Sequence[torch.Tensor]) -> bool:
+        """These gradients have the dtypes and strides of their places, as far as `.grad = view` does not tell."""
+        strides = self._strides[part]
+        return not any(self._other_dtype[part]) and all(
+            gradient.stride() == wanted for gradient, wanted in zip(gradients, strides, strict=True) if wanted
+        )
 
     def copy_out(self, pairs: Sequence[tuple[int, torch.Tensor]]) -> None:
         """Copies reduced gradients from their places into tensors of another dtype or other strides."""
         if pairs:
             with torch.no_grad():  # a gradient made with create_graph=True has a graph
-                targets, sources = [target for _, target in pairs], [self._places[index] for index, _ in pairs]
+                targets, sources = [target for _, target in pairs], [self.places[position] for position, _ in pairs]
                 self._device.launch(torch._foreach_copy_, targets, sources)
 
 
-def _take(view: torch.Tensor, number: int, gradients: list[torch.Tensor], versions: list[int]) -> None:
-    """The view stands for a gradient from now on; that it was written before is not forgotten."""
-    versions[number] = view._version if gradients[number]._version == versions[number] else WRITTEN
-    gradients[number] = view
-
-
-def _strides_to_check(place: torch.Tensor, dtype: torch.dtype) -> tuple[int, ...] | None:
-    """What the strides of a gradient must be if its place may be `.grad`; empty = any, None = it never may."""
-    if place.dtype is not dtype:
-        return None
-    return place.stride() if place.dim() > 1 else ()  # of one dimension there is one way to be dense
-
-
 class Arrivals:
-    """What has come so far in this iteration.
+    """What has come so far in this iteration, and its way into the flat buffers and out of them.
 
     The tensors are kept as they came: a gradient that the user sets to None afterwards has been computed all the
-    same, and counts for the other ranks.
+    same, and counts for the other ranks. Parameters are named by their positions in the buffers' order.
 
     Attributes:
-        indices: of the parameters, in the order in which their gradients came.
+        positions: of the parameters, in the order in which their gradients came.
         gradients: what was their `.grad` then, in the same order; the flat buffer's view once it is that.
         versions: of those tensors; `buffers.WRITTEN` = written since they came.
         own: how many came from this rank's backward pass; the others were put in for it.
@@ -545,10 +425,10 @@ class Arrivals:
         lost_written: parameters whose gradients were written in place before that, while they were reduced perhaps.
     """
 
-    def __init__(self, params: Sequence[HasGrad], buffers: GradientBuffers) -> None:
-        self._params, self._buffers = params, buffers
+    def __init__(self, buffers: GradientBuffers) -> None:
+        self._buffers = buffers
         # Three lists, as a tuple for each gradient would be one more object to make and to collect.
-        self.indices: list[int] = []
+        self.positions: list[int] = []
         self.gradients: list[torch.Tensor] = []
         self.versions: list[int] = []
         self._copied = 0
@@ -560,53 +440,139 @@ class Arrivals:
     @property
     def present(self) -> list[int]:
         """Of the parameters whose gradients have come, or are in `.grad` from before: all that will count."""
-        if len(self.indices) == len(self._params):
-            return self.indices
-        arrived = set(self.indices)
-        return [index for index, param in enumerate(self._params) if index in arrived or param.grad is not None]
+        arrived = set(self.positions)
+        return [
+            position
+            for position, param in enumerate(self._buffers.params)
+            if position in arrived or param.grad is not None
+        ]
 
-    def add(self, index: int, gradient: torch.Tensor, version: int) -> None:
+    def add(self, position: int, gradient: torch.Tensor, version: int) -> None:
         """The gradient of a parameter is complete, and had this version when it came."""
-        self.indices.append(index)
+        self.positions.append(position)
         self.gradients.append(gradient)
         self.versions.append(version)
 
+    def add_in_order(self, params: Sequence[torch.Tensor]) -> bool:
+        """Dense gradients of these parameters are complete; False, and nothing is noted, unless they are the next ones.
+
+        With `copy_in` and `hand_out` this is what a gradient costs: their loops are C's.
+        """
+        buffers, first = self._buffers, len(self.positions)
+        expected = slice(first, first + len(params))
+        if first + len(params) > len(buffers.params) or not all(map(is_, params, buffers.params[expected])):
+            return False
+        gradients = list(map(GRAD, params))
+        if any(map(is_, gradients, repeat(None))) or any(map(IS_SPARSE, gradients)):
+            return False
+        self.positions += buffers.numbers[expected]
+        self.gradients += gradients
+        self.versions += map(VERSION, gradients)
+        return True
+
     def copy_in(self) -> int:
-        """Copies what has come since the last time into the flat buffers; returns how many gradients that were."""
-        first, self._copied = self._copied, len(self.indices)
-        if first < self._copied:
-            self._buffers.copy_in(self.indices, self.gradients, self.versions, first)
+        """Copies what has come since the last time into the flat buffers, all at once; returns how many that were.
+
+        Where a gradient fits its place, `.grad` is the view from then on.
+
+        Raises:
+            ConfigError: a parameter was moved to another device, or has another shape.
+        """
+        first, self._copied = self._copied, len(self.positions)
+        if first < self._copied and not self._copy_usual(first):
+            self._copy_one_by_one(first)
         return self._copied - first
 
-    def put_in(self, index: int) -> None:
+    def _copy_usual(self, first: int) -> bool:
+        """Neighbours that have come in order, whose gradients nobody has touched: copies them; else returns False."""
+        buffers, own, fresh = self._buffers, self.positions[first:], self.gradients[first:]
+        part = slice(own[0], own[-1] + 1)
+        views, params = buffers.views[part], buffers.params[part]
+        if own != buffers.numbers[part] or list(map(VERSION, fresh)) != self.versions[first:]:
+            return False
+        if not all(map(is_, map(GRAD, params), fresh)):
+            return False
+        if all(map(is_, views, fresh)):  # autograd has added to what is there
+            return list(map(torch.Tensor.data_ptr, views)) == buffers.addresses[part]
+        if max(map(sys.getrefcount, views)) > REFERENCES or not buffers.have_form(part, fresh):
+            return False
+        buffers.fill(own, fresh)
+        try:
+            for param, view in zip(params, views, strict=True):
+                param.grad = view
+        except (RuntimeError, TypeError):  # the parameter has another dtype now, or another shape or device
+            for param, gradient in zip(params, fresh, strict=True):
+                if param.grad is not gradient:
+                    param.grad = gradient
+            return False
+        self.gradients[first:], self.versions[first:] = views, map(VERSION, views)
+        return True
+
+    def _copy_one_by_one(self, first: int) -> None:
+        buffers, copied, sources, misfits = self._buffers, list[int](), list[torch.Tensor](), list[int]()
+        for number in range(first, len(self.positions)):
+            position, gradient = self.positions[number], self.gradients[number]
+            if gradient is not buffers.views[position]:
+                buffers.part_with([position])
+            elif buffers.is_intact(position):
+                continue
+            copied.append(position)
+            sources.append(gradient)
+            param, view = buffers.params[position], buffers.views[position]
+            if not buffers.is_intact(position) or not buffers.have_form(slice(position, position + 1), [gradient]):
+                misfits.append(number)
+            elif param.grad is gradient:
+                try:
+                    param.grad = view
+                except (RuntimeError, TypeError):
+                    misfits.append(number)
+                else:
+                    self._take(number, view)
+        if copied:
+            buffers.fill(copied, sources)
+        for number in misfits:
+            position, gradient = self.positions[number], self.gradients[number]
+            fitting = buffers.take_misfit(position, gradient)
+            if fitting is not None and buffers.params[position].grad is gradient:
+                buffers.params[position].grad = fitting
+                self._take(number, fitting)
+
+    def _take(self, number: int, view: torch.Tensor) -> None:
+        """The view stands for a gradient from now on; that it was written before is not forgotten."""
+        unwritten = self.gradients[number]._version == self.versions[number]
+        self.gradients[number], self.versions[number] = view, view._version if unwritten else WRITTEN
+
+    def put_in(self, position: int) -> None:
         """Stands in for a gradient that did not come: what is in `.grad` counts as it is, nothing counts as zeros.
 
         A frozen parameter is left alone.
         """
-        param = self._params[index]
+        param = self._buffers.params[position]
         if param.grad is not None and param.requires_grad:
-            self.add(index, param.grad, param.grad._version)
+            self.add(position, param.grad, param.grad._version)
             return
-        if param.grad is self._buffers.view(index):
+        if param.grad is self._buffers.view(position):
             param.grad = param.grad.clone()
-        view = self._buffers.clear(index)
-        self.add(index, view, view._version)
+        view = self._buffers.clear(position)
+        self.add(position, view, view._version)
 
     @property
     def written(self) -> list[int]:
         """Parameters whose gradients were written in place after they came, and are not reduced yet."""
+        params = self._buffers.params
         return [
-            index
-            for index, gradient, version in zip(self.indices, self.gradients, self.versions, strict=True)
-            if gradient._version != version and self._params[index].grad is gradient
+            position
+            for position, gradient, version in zip(self.positions, self.gradients, self.versions, strict=True)
+            if gradient._version != version and params[position].grad is gradient
         ]
 
     @property
     def replaced(self) -> bool:
         """The user has put another tensor into some `.grad` since its gradient came, which is not reduced yet."""
+        params = self._buffers.params
         return any(
-            (current := self._params[index].grad) is not gradient and current is not None
-            for index, gradient in zip(self.indices, self.gradients, strict=True)
+            (current := params[position].grad) is not gradient and current is not None
+            for position, gradient in zip(self.positions, self.gradients, strict=True)
         )
 
     def hand_out(self, unused: Sequence[int] = ()) -> None:
@@ -615,52 +581,50 @@ class Arrivals:
         Args:
             unused: parameters that keep None because no rank computed their gradients.
         """
-        if self.indices and self.own == len(self.indices) and not self._handed_out:
-            # The usual case is that every `.grad` is the flat buffer's view, and was not written; the loops are C's.
-            known, gradients = self._buffers.known(self.indices), self.gradients
-            if (
-                all(map(is_, map(GRAD, known.params), gradients))
-                and list(map(VERSION, gradients)) == self.versions
-                and list(map(torch.Tensor.data_ptr, gradients)) == known.addresses
-            ):
-                return
-        rest = [number for number, index in enumerate(self.indices) if index not in self._handed_out]
+        buffers = self._buffers
+        if (  # as usual every `.grad` is the flat buffer's view, and was not written
+            self.own == len(buffers.params)
+            and not self._handed_out
+            and self.positions == buffers.numbers
+            and all(map(is_, map(GRAD, buffers.params), buffers.views))
+            and list(map(VERSION, buffers.views)) == self.versions
+            and list(map(torch.Tensor.data_ptr, buffers.views)) == buffers.addresses
+        ):
+            return
+        rest = [number for number, position in enumerate(self.positions) if position not in self._handed_out]
         self._hand_out(rest, frozenset(unused))
 
-    def hand_out_some(self, indices: Sequence[int]) -> None:
+    def hand_out_some(self, positions: Sequence[int]) -> None:
         """As `hand_out`, of these parameters, which are reduced already; once each."""
-        wanted = set(indices) - self._handed_out
+        wanted = set(positions) - self._handed_out
         self._handed_out |= wanted
-        self._hand_out([number for number, index in enumerate(self.indices) if index in wanted], frozenset())
+        self._hand_out([number for number, position in enumerate(self.positions) if position in wanted], frozenset())
 
     def _hand_out(self, numbers: Sequence[int], left_alone: frozenset[int]) -> None:
-        params, addresses = self._params, self._buffers.addresses
-        copies = list[tuple[int, torch.Tensor]]()
+        buffers, copies = self._buffers, list[tuple[int, torch.Tensor]]()
         for number in numbers:
-            index, gradient, version = self.indices[number], self.gradients[number], self.versions[number]
-            current = params[index].grad
+            position, gradient, version = self.positions[number], self.gradients[number], self.versions[number]
+            param, current = buffers.params[position], buffers.params[position].grad
             if current is gradient:
                 if current._version != version:
-                    self.lost_written.append(index)
-                if current.data_ptr() != addresses[index]:
-                    copies.append((index, current))
-                    self._buffers.view(index)  # one whose memory was swapped is not used again
-            elif number >= self.own:  # put in, so the reduced one is for this rank, too
-                if params[index].requires_grad and index not in left_alone:
-                    self._give(index, copies)
-            elif current is not None:  # None: the user has set it so
-                self.lost_replaced.append(index)
-                self._give(index, copies)
-        self._buffers.copy_out(copies)
-
-    def _give(self, index: int, copies: list[tuple[int, torch.Tensor]]) -> None:
-        """Puts the reduced gradient into `.grad`, whatever is there: its place if that fits, else a copy."""
-        if self._buffers.fits(index):
-            self._params[index].grad = self._buffers.view(index)
-        else:
-            fresh = torch.empty_like(self._params[index])  # type: ignore[arg-type]  # a tensor in truth
-            self._params[index].grad = fresh
-            copies.append((index, fresh))
+                    self.lost_written.append(position)
+                if current.data_ptr() != buffers.addresses[position]:
+                    copies.append((position, current))
+                    buffers.view(position)  # one whose memory was swapped is not used again
+                continue
+            if number >= self.own:  # put in, so the reduced one is for this rank, too
+                if not param.requires_grad or position in left_alone:
+                    continue
+            elif current is None:  # the user has set it so
+                continue
+            else:
+                self.lost_replaced.append(position)
+            if buffers.fits(position):
+                param.grad = buffers.view(position)
+            else:
+                param.grad = torch.empty_like(param)  # type: ignore[arg-type]  # a tensor in truth
+                copies.append((position, param.grad))
+        buffers.copy_out(copies)
 
 
 logger = logging.getLogger(__name__)
@@ -674,25 +638,24 @@ REMEDY = (
 class LostEdits:
     """Tells what the user did to gradients too early."""
 
-    def __init__(self, names: Sequence[str]) -> None:
-        """`names` of the parameters."""
-        self._names = names
+    def __init__(self) -> None:
         self._warned = self._told = False
 
-    def look(self, arrivals: Arrivals, said: Said) -> str:
+    def look(self, arrivals: Arrivals, names: Sequence[str], said: Said) -> str:
         """All gradients of an iteration are reduced: what makes them undefined, in words; empty if all is well.
 
         Args:
             arrivals: this rank's gradients, which have been handed out.
+            names: of the parameters, by position.
             said: by all ranks in this iteration; nothing on a device with streams.
         """
         problem, differ = "", said.replaced and said.complete
         if arrivals.lost_written:
-            problem = f"the gradient of {self._names[arrivals.lost_written[0]]} was written before it was reduced"
+            problem = f"the gradient of {names[arrivals.lost_written[0]]} was written before it was reduced"
         elif said.written:
             return f"another rank has written a gradient before it was reduced; {REMEDY}"
         elif arrivals.lost_replaced:
-            name = self._names[arrivals.lost_replaced[0]]
+            name = names[arrivals.lost_replaced[0]]
             if differ:
                 problem = f"the gradient of {name} was replaced before it was reduced"
             elif not self._warned:
@@ -706,8 +669,8 @@ class LostEdits:
             return f"another rank has replaced a gradient before it was reduced; {REMEDY}"
         if not problem:
             return ""
-        own = set(arrivals.indices[: arrivals.own])
-        late = next((name for index, name in enumerate(self._names) if index not in own), "")
+        own = set(arrivals.positions[: arrivals.own])
+        late = next((name for position, name in enumerate(names) if position not in own), "")
         why = f", which ends with step() because {late} had no gradient in this backward pass" if late else ""
         return f"{problem}{why}; {REMEDY}"
 

@@ -76,12 +76,12 @@ class OrderProfiling:
 
         Args:
             iteration: its number.
-            arrived: parameters in the order in which this rank's gradients came, those that came.
+            arrived: positions of parameters in that order, as this rank's gradients came, those that came.
             expected: has the order that was profiled.
         """
         late = 0
-        if arrived != expected.order:
-            late = max((place - expected.position[index] for place, index in enumerate(arrived)), default=0)
+        if arrived != expected.numbers:
+            late = max((place - position for place, position in enumerate(arrived)), default=0)
         self._disorderly = self._disorderly + 1 if late > max(8, len(expected.order) // 8) else 0
         differs = self._disorderly >= DISORDERLY_ITERATIONS and iteration >= self._not_before
         self.asks = differs or expected.outdated or self.requested
@@ -171,15 +171,14 @@ class Schedule:
     Attributes:
         units: in the order in which they are to leave.
         units_of: for each parameter, the numbers of the units that have elements of it.
-        awaited: for each unit, how many gradients it waits for, and one more if it is to follow another unit; one entry
-            more, which never gets to zero, stands behind the last.
-        behind: for each unit, the number of the one that is to follow it.
+        course: what leaves if gradients come in the expected order: after how many of them, and the units' numbers.
+        stops: those counts.
     """
 
     def __init__(
         self,
         units: Sequence[ScheduledUnit],
-        n_params: int,
+        order: Sequence[int],
         *,
         held: Callable[[ScheduledUnit], bool],
         one_order: bool = True,
@@ -188,26 +187,50 @@ class Schedule:
 
         Args:
             units: in the order in which they are to leave.
-            n_params: how many gradients there are.
+            order: all parameters, as their gradients are expected.
             held: units that leave at the end of the backward pass, complete or not, and so do those behind them.
             one_order: each unit leaves behind the one before it; otherwise behind the one before it on its stream.
         """
         self.units = list(units)
-        self.awaited = [len(unit.members) + held(unit) for unit in self.units]
-        self.behind = [len(self.units)] * len(self.units)
+        # For each unit, how many gradients it waits for, and one more if it is to follow another unit; one entry more,
+        # which never gets to zero, stands behind the last.
+        self._awaited = [len(unit.members) + held(unit) for unit in self.units]
+        self._behind = [len(self.units)] * len(self.units)  # the number of the unit that is to follow
         last: dict[object, int] = {}
-        units_of: list[list[int]] = [[] for _ in range(n_params)]
+        units_of: list[list[int]] = [[] for _ in order]
         for number, unit in enumerate(self.units):
             for index in unit.members:
                 units_of[index].append(number)
             lane = None if one_order else (unit.route, unit.stream)
             if lane in last:
-                self.behind[last[lane]] = number
-                self.awaited[number] += 1
+                self._behind[last[lane]] = number
+                self._awaited[number] += 1
             last[lane] = number
-        self.awaited.append(len(last) + 1)
+        self._awaited.append(len(last) + 1)
         self.units_of = [tuple(numbers) for numbers in units_of]
         self._together: dict[tuple[int, ...], list[int]] = {}
+        missing = self.missing()
+        leaving = [(count, self.count(index, missing)) for count, index in enumerate(order, 1)]
+        self.course = [(count, numbers) for count, numbers in leaving if numbers]
+        self.stops = frozenset(count for count, _ in self.course)
+
+    def missing(self, came: Sequence[int] = ()) -> list[int]:
+        """For `count`: what each unit waits for still, once the gradients of these parameters have come."""
+        missing = self._awaited.copy()
+        for index in came:
+            self.count(index, missing)
+        return missing
+
+    def count(self, index: int, missing: list[int]) -> list[int]:
+        """A gradient has come: notes it in `missing`, and returns the units that leave, in this order."""
+        leaving = []
+        for number in self.units_of[index]:
+            missing[number] -= 1
+            while not missing[number]:  # and those behind it that have waited for it only
+                leaving.append(number)
+                number = self._behind[number]
+                missing[number] -= 1
+        return leaving
 
     def together(self, index: int) -> list[int]:
         """The parameters that have elements in no other units than this one has; it is among them."""

@@ -1,18 +1,21 @@
 """Reduces gradients over all ranks while the backward pass still computes others: the way of a gradient.
 
-An iteration goes so: `ready` for each gradient, `reduce` at the end of a backward pass if every gradient has come, and
-`finish`, which reduces in any case and closes the iteration. Between them a gradient goes through these hands:
+An iteration goes so: `come` for gradients that come in the expected order, `ready` for any other, `reduce` at the end
+of a backward pass if every gradient has come, and `finish`, which reduces in any case and closes the iteration. Between
+them a gradient goes through these hands:
 
-    ready ─▶ _leave: the last gradient that a unit waits for has come, and it is the unit's turn
-          ─▶ _send: gradients are copied into the flat buffers, the unit goes over its stream
+    come, ready ─▶ _send: the last gradient that a unit waits for has come, and it is the unit's turn: gradients are
+                   copied into the flat buffers, the unit goes over its stream
     flush ─▶ what did not come is put in, and what has not left leaves
     reduce ─▶ all units are awaited, and every `.grad` becomes a view of the flat buffer
     finish ─▶ the iteration is measured, the ranks' flags are read, and the next one begins
 
 *Scheduled* iterations do that: gradients lie in the flat buffers in the agreed order, and units leave in that order,
-straight from the hook, without a control message. In *order-profiling* iterations the order is not known: on the host
-the ranks negotiate which gradients are ready (`ReadinessNegotiation`), and neighbours in the flat buffer that all have
-leave together; on a device with streams everything leaves at the end of the backward pass.
+straight from the hook, without a control message. Which units leave after how many gradients is known before
+(`Schedule.course`), so that hooks need look at those counts only; from the first gradient that does not come in order,
+each is counted for its units. In *order-profiling* iterations the order is not known: on the host the ranks negotiate
+which gradients are ready (`ReadinessNegotiation`), and neighbours in the flat buffer that all have leave together; on a
+device with streams everything leaves at the end of the backward pass.
 
 A fixed order costs time if gradients begin to come in another one. Each rank watches that (`OrderProfiling`), and asks
 with a control flag that travels along with the gradients (`ControlFlags`); if anyone asks, all ranks profile the order
@@ -22,8 +25,9 @@ again in the next iteration, and rebuild their buffers.
 from __future__ import annotations
 
 import logging
+import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
@@ -69,13 +73,18 @@ logger = logging.getLogger(__name__)
 
 NOTHING = Said()
 
+EVERY = range(sys.maxsize)
+"""Of counts: all."""
+
 
 @dataclass(slots=True)
 class Iteration:
     """How far this rank is in one iteration.
 
     Attributes:
-        missing: for each unit, what it waits for still; see `Schedule.awaited`.
+        in_order: gradients have come as expected so far, and nobody wants to know more of each.
+        step: of the schedule's course, how far it has been gone, while that is so.
+        missing: for each unit, what it waits for still, after that.
         ready_events: when each gradient came, by parameter; only while the order is profiled.
         deferred: nothing leaves before `flush`.
         trace: collects what a timeline or a recorder wants to know; None = nobody does.
@@ -90,10 +99,12 @@ class Iteration:
         one_by_one: units were waited for one by one.
     """
 
-    missing: list[int]
+    in_order: bool
     ready_events: list[Event | None]
     deferred: bool
     trace: IterationTrace | None
+    step: int = 0
+    missing: list[int] = field(default_factory=list)
     left: list[int] = field(default_factory=list)
     works: list[Work] = field(default_factory=list)
     first_ready: Event | None = None
@@ -162,7 +173,7 @@ class Synchroniser:
         self.problem = ""
         self.pace = Pace.USUAL
         self.in_flight = InFlight(self._device)
-        self._order, self._edits = OrderProfiling(), LostEdits(self._names)
+        self._order, self._edits = OrderProfiling(), LostEdits()
         self._buffers = self._make_buffers(range(self.n_params)[::-1])
         self._begin_iteration()
 
@@ -200,7 +211,7 @@ class Synchroniser:
         # What tells of usage is known at the end only; other flags when the last gradient has come, and so their unit.
         self._schedule = Schedule(
             schedule(buffers.groups, plans, buffers.position),
-            self.n_params,
+            buffers.order,
             held=lambda unit: self._unused_as_none and buffers.has_flags(unit.group, unit.stop),
         )
         self.plans = tuple(plans)
@@ -227,7 +238,8 @@ class Synchroniser:
         """Between iterations, the same on all ranks, until plans change: what forward needs first leaves first."""
         units, _ = self.overtaken(self.plans, pace)
         # NCCL's communicators of one device share one order; all others are on their own.
-        self._schedule = Schedule(units, self.n_params, held=self._has_flags, one_order=self._device.streams)
+        order, one_order = self._buffers.order, self._device.streams
+        self._schedule = Schedule(units, order, held=self._has_flags, one_order=one_order)
         self._begin_iteration()
 
     def overtaken(self, plans: Sequence[CommPlan], pace: IterationPace) -> tuple[list[ScheduledUnit], list[float]]:
@@ -258,12 +270,19 @@ class Synchroniser:
     @property
     def pending(self) -> bool:
         """Some gradient of this iteration is ready and `finish` has not been called."""
-        return bool(self._arrivals.indices)
+        return bool(self._arrivals.positions)
+
+    @property
+    def missing(self) -> list[int]:
+        """Parameters whose gradients have not come in this iteration, by index."""
+        if len(self._arrivals.positions) == self.n_params:
+            return []
+        order, arrived = self._buffers.order, set(self._arrivals.positions)
+        return sorted(order[position] for position in range(self.n_params) if position not in arrived)
 
     def missing_names(self) -> list[str]:
-        """Parameters whose gradients have not come in this iteration."""
-        arrived = set(self._arrivals.indices)
-        return [name for index, name in enumerate(self._names) if index not in arrived]
+        """The same by name."""
+        return [self._names[index] for index in self.missing]
 
     @property
     def can_put_off(self) -> bool:
@@ -281,75 +300,73 @@ class Synchroniser:
         """Ready for the next backward pass."""
         device, self.profiling = self._device, self._order.active
         self._flags.write(Said(reprofile=self._order.asks, complete=True))
-        self._arrivals = Arrivals(self._params, self._buffers)
+        self._arrivals = Arrivals(self._buffers)
         traced = timeline.current is not None or recorder.current is not None
         self._now = Iteration(
-            missing=self._schedule.awaited.copy(),
+            in_order=not (device.streams or self.profiling or self._several_devices or traced),
             ready_events=[None] * self.n_params if self.profiling else [],
             deferred=device.streams and self.profiling,
             trace=IterationTrace(device, self, self._buffers) if traced else None,
         )
         self._negotiates = self.profiling and not device.streams
-        self._is_usual = not (device.streams or self.profiling or self._several_devices or traced)
         self.complete = False
 
-    def ready(self, index: int, gradient: torch.Tensor, version: int) -> None:
-        """The gradient of parameter `index`, its `.grad`, is complete, and had this version when it came. Once each.
+    def begin_pass(self) -> Container[int]:
+        """The first gradient of this iteration, or of another backward pass, comes: how many more must be told at once.
 
-        The hot path: sends the units that it completes.
+        After so many a unit may leave, if they come in the expected order; all where each must be told.
         """
-        if not self._is_usual:
-            with self._one_at_a_time:
-                self._ready(index, gradient, version)
-            return
-        arrived = self._arrivals
-        if not arrived.indices:
-            self._now.first_ready = self._device.record_event()
-        arrived.indices.append(index)
-        arrived.gradients.append(gradient)
-        arrived.versions.append(version)
-        missing = self._now.missing
-        for number in self._schedule.units_of[index]:
-            missing[number] -= 1
-            if not missing[number]:
-                self._leave(number)
+        now, came = self._now, len(self._arrivals.positions)
+        if not now.in_order or came == self.n_params:
+            return EVERY
+        if now.first_ready is None:
+            now.first_ready = self._device.record_event()
+        return frozenset(stop - came for stop in self._schedule.stops) if came else self._schedule.stops
 
-    def _ready(self, index: int, gradient: torch.Tensor, version: int) -> None:
-        """As `ready`, on a device with streams, where somebody wants to know, or while the order is profiled."""
-        now, arrived, device = self._now, self._arrivals, self._device
-        device.notice_stream()
-        if now.trace is not None and now.trace.recorded is not None:
-            now.trace.ready.append((index, device.record_event()))
-        if not arrived.indices:
-            # Where several use a device, all ranks issue them in the order of their steps.
-            now.deferred = device.streams and (self.profiling or device.users > 1)
-            now.first_ready = device.record_event()
+    def come(self, params: Sequence[torch.Tensor]) -> bool:
+        """Gradients of these parameters are complete: sends the units that they complete.
+
+        Returns:
+            False, and nothing is done: they have not come in the expected order, or each must be told by `ready`.
+        """
+        now = self._now
+        if not now.in_order or not self._arrivals.add_in_order(params):
+            return False
+        came, course, leaving = len(self._arrivals.positions), self._schedule.course, list[int]()
+        while now.step < len(course) and course[now.step][0] <= came:
+            leaving += course[now.step][1]
+            now.step += 1
+        if leaving:
+            self._send(leaving)
+        return True
+
+    def ready(self, index: int, gradient: torch.Tensor, version: int) -> None:
+        """The gradient of parameter `index`, its `.grad`, is complete, and had this version when it came. Once each."""
+        with self._one_at_a_time:
+            now, arrived, device = self._now, self._arrivals, self._device
+            if now.in_order or not arrived.positions:
+                now.in_order = False
+                now.missing = self._schedule.missing([self._buffers.order[place] for place in arrived.positions])
+            device.notice_stream()
+            if now.trace is not None and now.trace.recorded is not None:
+                now.trace.ready.append((index, device.record_event()))
+            if not arrived.positions:
+                # Where several use a device, all ranks issue them in the order of their steps.
+                now.deferred = device.streams and (self.profiling or device.users > 1)
+                now.first_ready = device.record_event()
+                if self._negotiates:
+                    self._begin_negotiation()
+            if self.profiling:
+                now.ready_events[index] = device.record_event()
+            position = self._buffers.position[index]
+            arrived.add(position, gradient, version)
             if self._negotiates:
-                self._begin_negotiation()
-        if self.profiling:
-            now.ready_events[index] = device.record_event()
-        arrived.indices.append(index)
-        arrived.gradients.append(gradient)
-        arrived.versions.append(version)
-        if self._negotiates:
-            assert self._negotiation is not None
-            self._copy_in()
-            # Bits are kept in layout order, so that agreed neighbours are neighbours in the flat buffer.
-            self._negotiation.set_ready(self._buffers.position[index])
-        elif not now.deferred:
-            for number in self._schedule.units_of[index]:
-                now.missing[number] -= 1
-                if not now.missing[number]:
-                    self._leave(number)
-
-    def _leave(self, number: int) -> None:
-        """A unit that waits for nothing any more leaves, and those behind it that have waited for it only."""
-        missing, behind, leaving = self._now.missing, self._schedule.behind, list[int]()
-        while not missing[number]:
-            leaving.append(number)
-            number = behind[number]
-            missing[number] -= 1
-        self._send(leaving)
+                assert self._negotiation is not None
+                self._copy_in()
+                # Bits are kept in layout order, so that agreed neighbours are neighbours in the flat buffer.
+                self._negotiation.set_ready(position)
+            elif not now.deferred and (leaving := self._schedule.count(index, now.missing)):
+                self._send(leaving)
 
     def _send(self, numbers: Sequence[int]) -> None:
         """Copies the gradients that have come into the flat buffers, and submits units, whose gradients are among them.
@@ -391,14 +408,14 @@ class Synchroniser:
     @property
     def can_reduce(self) -> bool:
         """Every gradient of this iteration has come, so that nothing need be known of what the script does next."""
-        if self.complete or len(self._arrivals.indices) < self.n_params:
+        if self.complete or len(self._arrivals.positions) < self.n_params:
             return False
         # All ranks issue the optimizers of one GPU in the order of their steps.
         return not (self._now.deferred and self._device.users > 1)
 
     def contribute_zeros(self) -> None:
         """On a rank that has joined: gives zeros to an iteration that others have begun; waits for nobody."""
-        if not self._arrivals.indices:
+        if not self._arrivals.positions:
             self._now.joined = True
             self._flags.pace = Pace.USUAL  # without data it knows nothing of that
             for param in self._params:
@@ -412,7 +429,7 @@ class Synchroniser:
             return
         now.flushed, self.problem = True, ""
         now.backward_ended = self._device.record_event()
-        arrived.own = len(arrived.indices)
+        arrived.own = len(arrived.positions)
         if self._unused_as_none:
             self._usage.write([] if now.joined else arrived.present)
         if not self.can_reduce:  # before `step()`, so that the flags have not left
@@ -424,10 +441,10 @@ class Synchroniser:
             if self._negotiates:
                 self._begin_negotiation()
         if arrived.own < self.n_params:
-            came = set(arrived.indices)
-            for index in range(self.n_params):
-                if index not in came:
-                    arrived.put_in(index)
+            came = set(arrived.positions)
+            for position in range(self.n_params):
+                if position not in came:
+                    arrived.put_in(position)
         if self._negotiates:
             assert self._negotiation is not None
             self._copy_in()
@@ -467,7 +484,7 @@ class Synchroniser:
         self._arrivals.hand_out(unused)
         if not device.streams:
             now.said = self._flags.read()
-        self.problem = self._edits.look(self._arrivals, now.said)
+        self.problem = self._edits.look(self._arrivals, self._buffers.names, now.said)
         return True
 
     def _last_done(self) -> Event:
@@ -494,7 +511,7 @@ class Synchroniser:
 
     def hand_out_some(self, indices: Sequence[int]) -> None:
         """Hands out gradients that `wait_for` has returned, before all are reduced."""
-        self._arrivals.hand_out_some(indices)
+        self._arrivals.hand_out_some([self._buffers.position[index] for index in indices])
 
     # ── its end ──────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -522,7 +539,7 @@ class Synchroniser:
         if profiled:
             self._end_profiling()
         elif not self.profiling:
-            self._order.watch(self.iteration, self._arrivals.indices[: self._arrivals.own], self._buffers)
+            self._order.watch(self.iteration, self._arrivals.positions[: self._arrivals.own], self._buffers)
             self.pace = said.pace
             if said.reprofile:
                 logger.info("gradients come in another order, or in another form, than they did: profiling them again")
@@ -559,7 +576,8 @@ class Synchroniser:
     def _end_profiling(self) -> None:
         """Collective: buffers in the agreed order, new ones if the order or a parameter has changed."""
         before = self._buffers
-        order = agree_on_order(self._arrivals.indices, self._control, counts=not self._now.joined)
+        arrived = [before.order[position] for position in self._arrivals.positions]
+        order = agree_on_order(arrived, self._control, counts=not self._now.joined)
         outdated = bool(self._control.maximum(np.array([float(before.outdated)]))[0])
         if order != before.order or outdated:
             self._buffers = self._make_buffers(order)
@@ -573,7 +591,7 @@ class Synchroniser:
         assert negotiation is not None
         groups = list(zip(buffers.groups, self.plans, strict=True))
         unit_bytes = [unit.numel * group.layout.itemsize_bytes for group, plan in groups for unit in plan.units]
-        sizes_bytes = [buffers.views[index].numel() * buffers.views[index].element_size() for index in buffers.order]
+        sizes_bytes = [view.numel() * view.element_size() for view in buffers.views]
         if self._unused_as_none:  # a bit of their own for the flags, which is set with the others at the end
             sizes_bytes.append(0)
         # Of the streams that a plan may use only those are open that its units do use; units take them in turn.

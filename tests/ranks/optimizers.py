@@ -334,13 +334,13 @@ def a_group_leaves_as_one() -> None:
         optimizer.step()
     arrived: list[bool] = []
     model[2].weight.register_post_accumulate_grad_hook(
-        lambda _: arrived.append(optimizer._gradients.reducers[0].tuned.synchroniser._arrivals.indices != [])
+        lambda _: arrived.append(optimizer._gradients.reducers[0].tuned.synchroniser.pending)
     )
     optimizer.zero_grad()
     mean_square(model, hvd.rank(), 0).backward()
     # The last layer's weight has come before the middle one; its bias waits for the first layer's weight.
-    names = optimizer._gradients.reducers[0].tuned.synchroniser._names
-    order = [names[index] for index in optimizer._gradients.reducers[0].tuned.synchroniser._arrivals.indices]
+    sync = optimizer._gradients.reducers[0].tuned.synchroniser
+    order = [sync._buffers.names[position] for position in sync._arrivals.positions]
     assert order.index("parameter.5") > order.index("parameter.2")
     assert abs(order.index("parameter.5") - order.index("parameter.0")) == 1
     optimizer.step()

@@ -109,9 +109,8 @@ class DdpGradients(GradientReducer):
         counts = []
         if self._arrivals is not None:
             counts, self._arrivals = self._arrivals.end(), None
-            for number, count in enumerate(counts):
-                if count:
-                    self._hook_of[number](self.hooked[number][1])
+            self._come += [param for (_, param), count in zip(self.hooked, counts, strict=True) if count]
+            self._looked = 0
         self._due = self._begun = False
         super().end_backward()
         self.finish()

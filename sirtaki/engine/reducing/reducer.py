@@ -2,7 +2,7 @@
 
 An iteration of a reducer is in one of these phases; methods lead from one to another:
 
-    ─ attach() ─▶ COMING ◀─ a hook for each gradient: counts passes; what is complete leaves
+    ─ attach() ─▶ COMING ◀─ hooks note what comes, and look at it where a unit may be complete: then it leaves
                    │ │ │
                    │ │ └─ end_backward(), all have come ─┬─▶ REDUCED ─ finish() ──────────────────────▶ the next one
                    │ │ ◀─ this rank is needed elsewhere ─┤                                                    ▲
@@ -28,8 +28,9 @@ mid-training is reduced by itself once, until there is a hook on it.
 
 from __future__ import annotations
 
+import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -44,7 +45,7 @@ from sirtaki.comm.collectives.operations import Kind, Signature
 from sirtaki.comm.control.watchdog import Wait
 from sirtaki.comm.gradients.buffers import Reduction
 from sirtaki.comm.gradients.iteration import InFlight
-from sirtaki.comm.gradients.synchroniser import Synchroniser
+from sirtaki.comm.gradients.synchroniser import EVERY, Synchroniser
 from sirtaki.errors import CommError, GradientError
 
 from ..participants import Participants, Progress, Running, Stage
@@ -174,7 +175,6 @@ class GradientReducer:
     may_begin_apart = True
     """Whether nobody has made the parameters equal on all ranks, so that the first iteration compares them."""
     failed_in: int | None
-    _ready: Callable[[int, torch.Tensor, int], None]
 
     def __init__(
         self,
@@ -199,6 +199,7 @@ class GradientReducer:
         assert members.control is not None
         assert members.engine is not None
         self.closed, self._job, self._open, self._hooks = "", job, ExitStack(), ExitStack()
+        self._looking, self._looked = threading.RLock(), 0
         self._control, self._engine = members.control, members.engine
         self.members, self.ranks, self.passes, self.options = members, members.ranks, passes, options
         self.key = (members.number, next(job.serials[members.number]))
@@ -246,11 +247,12 @@ class GradientReducer:
     def _unhook(self) -> None:
         self._hooks.close()
         self.named, self.hooked, self._frozen = list[Named](), list[Named](), list[torch.Tensor]()
+        self._number_of = dict[int, int]()
         self.tuned: TunedSynchroniser | None = None
         self._sync: Synchroniser | None = None
         self._has_sparse, self._dense_index = False, dict[int, int]()
         self._group_sizes, self._group_of = list[int](), dict[int, int]()
-        self._hook_of: list[Callable[[torch.Tensor], None]] = []
+        self._come, self._at_once = list[torch.Tensor](), list[Container[int]]([EVERY])
 
     def _hook(self, named: Sequence[Named]) -> None:
         """Collective; what it makes before it raises is closed with the reducer."""
@@ -272,14 +274,16 @@ class GradientReducer:
                 overlaps=self.options.overlaps,
             )
             self._hooks.callback(self.tuned.close)
-            self._sync, self._ready = self.tuned.synchroniser, self.tuned.synchroniser.ready
+            self._sync = self.tuned.synchroniser
         self._dense_index = dict(zip(dense, range(len(dense)), strict=True))
-        number_of = {id(param): number for number, (_, param) in enumerate(self.hooked)}
+        self._number_of = number_of = {id(param): number for number, (_, param) in enumerate(self.hooked)}
         groups = [[number_of[id(param)] for param in group if id(param) in number_of] for group in self.options.groups]
         self._group_sizes = [len(group) for group in groups]
         self._group_of = {number: place for place, group in enumerate(groups) for number in group}
-        self._hook_of = [self._make_hook(number) for number in range(len(self.hooked))]
-        for (_, param), hook in zip(self.hooked, self._hook_of, strict=True):
+        # Else gradients that come in the expected order can go to the synchroniser as they come.
+        self._looks_at_each = bool(groups) or self._nan_check is not None or not self.all_dense or not dense
+        hook = self._make_hook()
+        for _, param in self.hooked:
             self._hooks.callback(param.register_post_accumulate_grad_hook(hook).remove)  # type: ignore[no-untyped-call]
 
     @property
@@ -299,56 +303,94 @@ class GradientReducer:
 
     def _begin_iteration(self) -> None:
         """Nothing has come."""
-        passes = self.passes
-        self._passes = [passes] * len(self.hooked) if isinstance(passes, int) else list(passes)
-        self.passes_left = self._passes.copy()
+        # How many passes a gradient is wanted of still: of each, or of each that the synchroniser has not got yet.
+        self._passes_left = None if isinstance(self.passes, int) else list(self.passes)
+        self._passes_left_of_all = self.passes if isinstance(self.passes, int) else 0
         self._waiting = [list[tuple[int, torch.Tensor, int]]() for _ in self._group_sizes]
-        self.in_backward = False
+        self._come.clear()
         self.phase, self.failed_in = Phase.COMING, None
 
     # ── a backward pass ──────────────────────────────────────────────────────────────────────────────────────────
 
-    def _make_hook(self, number: int) -> Callable[[torch.Tensor], None]:
-        # Garbage collection does not see what such a hook holds, so it holds nothing.
-        this, index = weakref.ref(self), self._dense_index.get(number, -1)
-        leaves_at_once = index >= 0 and number not in self._group_of and self._nan_check is None
+    def _make_hook(self) -> Callable[[torch.Tensor], None]:
+        # Garbage collection does not see what a hook holds, so it holds nothing that leads back to it.
+        this, come, at_once = weakref.ref(self), self._come, self._at_once
 
         def hook(param: torch.Tensor) -> None:
-            """The hot path: this, and what it calls at its end, is what a gradient costs."""
-            self = this()
-            if self is None:
-                return
-            if not self.in_backward and not self._begin_pass(param):
-                return
-            left = self.passes_left
-            if left[number] != 1:
-                if left[number] < 1:
-                    raise AssertionError(self.too_often)
-                left[number] -= 1
-                return
-            gradient = param.grad
-            if gradient is None:  # this pass leads here, and has come to nothing, as for a bias in a double backward
-                return
-            left[number] = 0
-            if leaves_at_once and not gradient.is_sparse:
-                self._ready(index, gradient, gradient._version)
-            else:
-                self._come(number)
+            """The hot path: most gradients are noted, and no more."""
+            if come:
+                come.append(param)
+                if len(come) in at_once[0] and (reducer := this()) is not None:
+                    reducer._look()
+            elif (reducer := this()) is not None:
+                reducer._begin_pass(param)
 
         return hook
 
-    def _begin_pass(self, param: torch.Tensor) -> bool:
-        """The first gradient of a backward pass has come, of `param`; False if it is cared for."""
-        hooks = self._hook_of
+    def _begin_pass(self, param: torch.Tensor) -> None:
+        """The first gradient of a backward pass has come, of `param`."""
         if not self.begin_backward():
-            return False
-        self.in_backward = True
-        if hooks is self._hook_of:
-            return True
-        for (_, own), hook in zip(self.hooked, self._hook_of, strict=True):  # which were made anew
-            if own is param:
-                hook(param)
-        return False
+            return
+        if id(param) in self._number_of:  # hooks may have been made anew meanwhile, with other parameters
+            at_once: Container[int] = EVERY
+            self._looked = 0
+            if self._passes_left is None and self._passes_left_of_all > 1:
+                at_once = ()
+            elif self._passes_left is None and not self._looks_at_each:
+                assert self._sync is not None
+                at_once = self._sync.begin_pass()
+            self._at_once[0] = at_once
+            self._come.append(param)
+            if 1 in at_once:
+                self._look()
+
+    def _look(self) -> None:
+        """What has come since the last look leaves, or is counted."""
+        with self._looking:  # autograd computes the gradients of several devices in a thread for each
+            new, self._looked = self._come[self._looked :], len(self._come)
+            if self._passes_left is None:
+                if self._passes_left_of_all > 1:
+                    if len(new) == len(self.hooked) and set(map(id, new)) == self._number_of.keys():
+                        self._passes_left_of_all -= 1
+                        return
+                elif not self._looks_at_each and self._sync is not None and self._sync.come(new):
+                    return
+                self._passes_left = self._counted()
+            for param in new:
+                self._count(self._number_of[id(param)], self._passes_left)
+
+    def _counted(self) -> list[int]:
+        """Of how many backward passes a gradient of each parameter is wanted still."""
+        if self._passes_left is not None:
+            return self._passes_left
+        left = [self._passes_left_of_all] * len(self.hooked)
+        if self._sync is not None and self._sync.pending:
+            left = [0] * len(self.hooked)
+            for number in self._sync.missing:  # no parameter has sparse gradients, so that both count alike
+                left[number] = self._passes_left_of_all
+        return left
+
+    def _count(self, number: int, left: list[int]) -> None:
+        """A gradient has come: of the last pass that is wanted it leaves."""
+        if left[number] != 1:
+            if left[number] < 1:
+                raise AssertionError(self.too_often)
+            left[number] -= 1
+            return
+        name, param = self.hooked[number]
+        gradient = param.grad
+        if gradient is None:  # this pass leads here, and has come to nothing, as for a bias in a double backward
+            return
+        left[number] = 0
+        if self._nan_check is not None:
+            self._nan_check.look(name, gradient)
+        if gradient.is_sparse:
+            gradient = self._as_it_travels(name)
+        place = self._group_of.get(number)
+        waiting = [] if place is None else self._waiting[place]
+        waiting.append((number, gradient, gradient._version))
+        if place is None or len(waiting) == self._group_sizes[place]:
+            self._leave(waiting)
 
     def begin_backward(self) -> bool:
         """A backward pass begins; False if its gradients do not count. Collective if the one before has raised."""
@@ -360,26 +402,13 @@ class GradientReducer:
         PassEnd(self)
         return bool(self.named)
 
-    def _come(self, number: int) -> None:
-        """The gradient of a parameter has come that is not just dense and alone."""
-        name, param = self.hooked[number]
-        assert param.grad is not None
-        if self._nan_check is not None:
-            self._nan_check.look(name, param.grad)
-        gradient = self._as_it_travels(name) if param.grad.is_sparse else param.grad
-        come = (number, gradient, gradient._version)
-        place = self._group_of.get(number)
-        waiting = [] if place is None else self._waiting[place]
-        waiting.append(come)
-        if place is None or len(waiting) == self._group_sizes[place]:
-            self._leave(waiting)
-
     def _leave(self, come: list[tuple[int, torch.Tensor, int]]) -> None:
         for number, gradient, version in come:
             if (index := self._dense_index.get(number)) is None:
                 self.sparse.start(self.hooked[number][0], gradient, version)
             else:
-                self._ready(index, gradient, version)
+                assert self._sync is not None
+                self._sync.ready(index, gradient, version)
         come.clear()
 
     def _as_it_travels(self, name: str) -> torch.Tensor:
@@ -392,13 +421,18 @@ class GradientReducer:
         """Gradients leave whose group will not be complete; those that did not come are made what they travel as."""
         for waiting in self._waiting:
             self._leave(waiting)
-        for left, (name, param) in zip(self.passes_left, self.hooked, strict=True):
+        for left, (name, param) in zip(self._counted(), self.hooked, strict=True):
             if left and param.grad is not None and param.grad.is_sparse and param.requires_grad:
                 self._as_it_travels(name)
 
     def end_backward(self) -> None:
         """A backward pass is over: dense gradients that have all come are reduced now, then sparse ones."""
-        self.in_backward = False
+        try:
+            self._look()
+        except BaseException:
+            self.fail_backward()
+            raise
+        self._come.clear()
         if not self._can_reduce():
             return
         for other in self._job.participants:  # for which other ranks may wait first
@@ -445,7 +479,7 @@ class GradientReducer:
 
     def fail_backward(self) -> None:
         """A backward pass has raised, wherever that was."""
-        self.in_backward = False
+        self._come.clear()
         self.fail()
         for user in self.users:  # whose other parts may have gradients of passes before this one
             user.fail()
@@ -457,7 +491,7 @@ class GradientReducer:
         if self.phase is not Phase.FAILED:
             self.phase = Phase.FAILED
             self._detach()
-            self._left = [(param, param.grad, _version(param.grad)) for _, param in self.hooked]
+            self._failed_with = [(param, param.grad, _version(param.grad)) for _, param in self.hooked]
         self.failed_in = self._job.participants.n_begun
 
     def _detach(self) -> None:
@@ -470,7 +504,7 @@ class GradientReducer:
             return
         self.phase, self.failed_in = Phase.COMING, None
         self._detach()
-        kept = [(param, param.grad) for param, _, _ in self._left]
+        kept = [(param, param.grad) for param, _, _ in self._failed_with]
         for param, _ in kept:
             param.grad = None
         self.finish()
@@ -541,7 +575,7 @@ class GradientReducer:
             if not (self.hooked or self.thawed):
                 return
             if self.phase is Phase.FAILED and any(
-                param.grad is not left or _version(left) != version for param, left, version in self._left
+                param.grad is not left or _version(left) != version for param, left, version in self._failed_with
             ):
                 self.drop_failed()
             self._job.joining.begins(self, Stage.FINISH)
@@ -591,8 +625,8 @@ class GradientReducer:
         control, sync, sparse = self._control, self._sync, self.sparse
         thawed = self.thawed if self._frozen and not late else []
         if self._nan_check is not None:
-            self._nan_check.finish(self.passes_left, self.hooked)
-        if self._waiting or any(self.passes_left):
+            self._nan_check.finish(self._counted(), self.hooked)
+        if sync is None or self._looks_at_each or sync.missing:
             self._put_in_missing()
         if self._has_sparse and self.phase is not Phase.REDUCED:
             sparse.put_in_missing(joined=joined)
@@ -645,11 +679,22 @@ class GradientReducer:
 
     def drop_accumulated(self) -> None:
         """Gradients of fewer backward passes than are added up before they are reduced do not count."""
-        if self.passes_left != self._passes and not self.pending:
-            for (_, param), passes, left in zip(self.hooked, self._passes, self.passes_left, strict=True):
-                if left != passes:
+        if self._accumulated and not self.pending:
+            for (_, param), wanted, left in zip(self.hooked, self._wanted, self._counted(), strict=True):
+                if left != wanted:
                     param.grad = None
             self._begin_iteration()
+
+    @property
+    def _wanted(self) -> list[int]:
+        return [self.passes] * len(self.hooked) if isinstance(self.passes, int) else list(self.passes)
+
+    @property
+    def _accumulated(self) -> bool:
+        """Some gradient has come of some backward pass of this iteration."""
+        return (
+            self._passes_left_of_all != self.passes if self._passes_left is None else self._passes_left != self._wanted
+        )
 
     # ── what others ask ──────────────────────────────────────────────────────────────────────────────────────────
 
@@ -661,7 +706,7 @@ class GradientReducer:
     @property
     def begun(self) -> bool:
         """Gradients have come on this rank that no finished iteration has reduced."""
-        return self.pending or self.passes_left != self._passes or bool(self.thawed)
+        return self.pending or self._accumulated or bool(self.thawed)
 
     @property
     def in_flight(self) -> InFlight | None:
@@ -702,7 +747,7 @@ class GradientReducer:
             self._job.participants.remove(self)
             self._open.close()
             self._unhook()
-            self.passes_left, self._passes, self._waiting, self.in_backward = [], [], [], False
+            self._passes_left, self._waiting = [], []
 
     def __del__(self) -> None:
         # In any thread, at any time: what must be closed is handed over.

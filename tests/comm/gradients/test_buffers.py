@@ -32,7 +32,7 @@ def lost(arrivals: Arrivals, unused: Sequence[int] = ()) -> tuple[list[int], lis
 def all_arrive(params: list[torch.nn.Parameter], arrivals: Arrivals) -> None:
     for index, param in enumerate(params):
         assert param.grad is not None
-        arrivals.add(index, param.grad, param.grad._version)
+        arrivals.add(arrivals._buffers.position[index], param.grad, param.grad._version)
     arrivals.own = len(params)
     arrivals.copy_in()
 
@@ -42,7 +42,7 @@ def test_gradients_lie_one_behind_the_other_in_the_expected_order(order: list[in
     params = parameters(*SHAPES)
     wanted = torch.cat([params[index].grad.flatten() for index in order or range(5)])  # type: ignore[union-attr]
     buffers = make_buffers(params, order)
-    all_arrive(params, Arrivals(params, buffers))
+    all_arrive(params, Arrivals(buffers))
     (group,) = buffers.groups
     assert torch.equal(group.buffer.tensor[:-2], wanted)
     assert buffers.flags.numel() == 2
@@ -64,7 +64,7 @@ def test_a_view_whose_memory_was_swapped_gets_the_reduced_gradient_and_is_not_us
     for _ in range(2):
         fresh = torch.tensor([3.0, 4.0])
         params[0].grad, params[1].grad = fresh, fresh.clone()
-        arrivals = Arrivals(params, buffers)
+        arrivals = Arrivals(buffers)
         all_arrive(params, arrivals)
         buffers.groups[0].buffer.tensor.mul_(2)
         arrivals.hand_out()
@@ -87,7 +87,7 @@ def test_other_strides_or_another_dtype_make_the_buffers_outdated() -> None:
         param.data = change(param)
         assert not buffers.fits(0)
         param.grad = torch.empty_like(param).fill_(3.0)
-        arrivals = Arrivals([param], buffers)
+        arrivals = Arrivals(buffers)
         all_arrive([param], arrivals)
         assert buffers.outdated
         arrivals.hand_out()
@@ -100,7 +100,7 @@ def test_other_strides_or_another_dtype_make_the_buffers_outdated() -> None:
 def test_gradients_out_of_order_or_of_several_kinds_are_copied_one_by_one() -> None:
     params = parameters(*SHAPES)
     buffers = make_buffers(params)
-    arrivals = Arrivals(params, buffers)
+    arrivals = Arrivals(buffers)
     wanted = [param.grad.clone() for param in params]  # type: ignore[union-attr]
     params[2].grad.data = params[2].grad.data.clone()  # type: ignore[union-attr]
     for index in (3, 0, 4, 2, 1):
@@ -126,7 +126,7 @@ def test_a_parameter_of_another_type_now_keeps_its_gradient_and_asks_for_new_buf
     buffers = make_buffers(params)
     params[1].data = params[1].data.double()
     params[1].grad = torch.ones(3, dtype=torch.float64)
-    arrivals = Arrivals(params, buffers)
+    arrivals = Arrivals(buffers)
     all_arrive(params, arrivals)
     assert buffers.outdated
     assert params[0].grad is buffers.view(0)
@@ -144,7 +144,7 @@ def test_the_place_of_a_gradient_is_told_by_layout() -> None:
 def made(*shapes: tuple[int, ...]) -> tuple[list[torch.nn.Parameter], GradientBuffers, Arrivals]:
     params = parameters(*shapes)
     buffers = make_buffers(params)
-    return params, buffers, Arrivals(params, buffers)
+    return params, buffers, Arrivals(buffers)
 
 
 def add(arrivals: Arrivals, params: list[torch.nn.Parameter], *indices: int) -> None:
@@ -153,7 +153,7 @@ def add(arrivals: Arrivals, params: list[torch.nn.Parameter], *indices: int) -> 
         gradient = params[index].grad
         assert gradient is not None
         arrivals.add(index, gradient, gradient._version)
-    arrivals.own = len(arrivals.indices)
+    arrivals.own = len(arrivals.positions)
 
 
 def flat(buffers: GradientBuffers) -> list[float]:
@@ -172,7 +172,7 @@ def test_only_what_has_come_since_the_last_time_is_copied_in() -> None:
     add(arrivals, params, 1)
     assert arrivals.copy_in() == 1
     assert flat(buffers) == [-1, -1, 100, -1, -1]
-    assert arrivals.indices == [2, 0, 1]
+    assert arrivals.positions == [2, 0, 1]
 
 
 def test_a_gradient_from_before_that_has_not_come_again_is_present() -> None:
@@ -267,7 +267,7 @@ def test_any_dtype_comes_out_as_it_went_in(dtype: torch.dtype) -> None:
     params = parameters((3,), (0,), (), dtype=dtype)
     wanted = [param.grad.tolist() for param in params]  # type: ignore[union-attr]
     buffers = make_buffers(params)
-    arrivals = Arrivals(params, buffers)
+    arrivals = Arrivals(buffers)
     add(arrivals, params, 1, 2, 0)
     assert arrivals.copy_in() == 3
     assert lost(arrivals) == ([], [])
@@ -315,7 +315,7 @@ def of_two(own: int, *, replaced: bool = False, written: bool = False) -> Arriva
     ],
 )
 def test_what_ranks_would_differ_by_is_a_problem(done: dict[str, bool], said: Said, words: str) -> None:
-    problem = LostEdits(["a", "b"]).look(of_two(1, **done), said)
+    problem = LostEdits().look(of_two(1, **done), ["a", "b"], said)
     assert problem.startswith(words)
     assert bool(problem) == bool(words)
     assert not words or "because b had no gradient" in problem or "another rank" in problem
@@ -323,18 +323,18 @@ def test_what_ranks_would_differ_by_is_a_problem(done: dict[str, bool], said: Sa
 
 
 def test_a_replaced_gradient_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
-    edits = LostEdits(["a", "b"])
+    edits = LostEdits()
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
-            edits.look(of_two(1, replaced=True), Said(replaced=True))
+            edits.look(of_two(1, replaced=True), ["a", "b"], Said(replaced=True))
     assert [record.getMessage().split(",")[0] for record in caplog.records] == [
         "the gradient of a was replaced before it was reduced"
     ]
 
 
 def test_a_device_hears_of_others_an_iteration_later_and_of_itself_at_once() -> None:
-    edits = LostEdits(["a", "b"])
-    own = edits.look(of_two(1, written=True), Said())
+    edits = LostEdits()
+    own = edits.look(of_two(1, written=True), ["a", "b"], Said())
     assert edits.hear_late(own, Said()) == own != ""
     assert edits.hear_late("", Said(written=True)) == "", "this rank has said so"
     assert "iteration before" in edits.hear_late("", Said(written=True))

@@ -55,7 +55,7 @@ def test_units_of_two_dtypes_are_merged_by_when_their_last_gradient_comes() -> N
 
 def test_parameters_are_together_that_share_all_their_units() -> None:
     units = units_of([(4,), (4,), (4,)], 6)
-    plan = Schedule(units, 3, held=lambda unit: False)
+    plan = Schedule(units, range(3), held=lambda unit: False)
     assert plan.together(0) == [0]
     assert plan.together(2) == [2]
     assert plan.together(1) == [0, 1, 2]  # it lies in both
