@@ -47,9 +47,11 @@ from bench.lib.harness import (
 )
 from bench.lib.models import gpt
 from bench.step import slowest, timed_block
+from sirtaki.analysis.global_graph import recorded
 from sirtaki.analysis.job_model import histories, job_model
 from sirtaki.analysis.plan_search import optimize
-from sirtaki.analysis.recording_files import read
+from sirtaki.analysis.recording import read_folder as read
+from sirtaki.analysis.what_if import Baseline
 
 MBIT = 1_000_000
 CASES = {
@@ -126,7 +128,7 @@ def on_rank(options: Mapping[str, Any]) -> None:
     whole.step()
     whole.record(options["folder"], iterations=RECORDED)
     comm.Barrier()
-    advice = comm.bcast(searched(Path(options["folder"])).plan.part_bytes if comm.rank == 0 else None)
+    advice = comm.bcast(searched(Path(options["folder"])).best.plan.part_bytes if comm.rank == 0 else None)
     contenders[EAGER] = Sirtaki(model, tune=False)
     backends = {EARLY: early}
     if advice:
@@ -157,7 +159,8 @@ def on_rank(options: Mapping[str, Any]) -> None:
 def searched(folder: Path) -> Any:
     """What `sirtaki optimize` makes of a recording."""
     recording = read(folder)
-    return optimize(job_model(histories(recording)), settings=recording.job.settings)
+    found = histories(recording)
+    return optimize(Baseline.of(job_model(found), recorded(found)), settings=recording.job.settings)
 
 
 # ── judgement ────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -46,8 +46,7 @@ from sirtaki.analysis.global_graph import (
     symmetric,
 )
 from sirtaki.analysis.job_model import JobModel, histories, job_model
-from sirtaki.analysis.recording import Recording
-from sirtaki.analysis.recording_files import write_job, write_rank
+from sirtaki.analysis.recording import Recording, write_job, write_rank
 from sirtaki.analysis.what_if import with_ranks
 from sirtaki.autotune.model.replayer import replay
 

@@ -47,11 +47,11 @@ from bench.lib.harness import (
     take_result,
 )
 from bench.lib.models import emulated_resnet50, transformer
-from sirtaki.analysis.global_graph import play, replayed
-from sirtaki.analysis.job_model import JobModel, histories, job_model
+from sirtaki.analysis.global_graph import recorded
+from sirtaki.analysis.job_model import histories, job_model
 from sirtaki.analysis.plan_search import Acceleration, Outcome, optimize
-from sirtaki.analysis.recording_files import read
-from sirtaki.analysis.what_if import with_knobs
+from sirtaki.analysis.recording import read_folder as read
+from sirtaki.analysis.what_if import Baseline, with_knobs
 from sirtaki.autotune.knobs import KIB, MIB, Knobs
 from sirtaki.comm.plan import TransportKind
 
@@ -109,7 +109,7 @@ def on_rank(options: Mapping[str, Any]) -> None:
     control.barrier()
     contender.record(folder, iterations=RECORDED)
     control.barrier()
-    chosen: Knobs = control.broadcast(searched(folder).knobs if rank == 0 else None)
+    chosen: Knobs = control.broadcast(searched(folder).best.knobs if rank == 0 else None)
 
     grid = [
         Knobs(unit_bytes=unit_bytes, streams=streams, transport=TransportKind.GLOO)
@@ -140,13 +140,16 @@ def on_rank(options: Mapping[str, Any]) -> None:
 def searched(folder: Path, **options: Any) -> Outcome:
     """What the search makes of a recording."""
     recording = read(folder)
-    return optimize(job_model(histories(recording)), settings=recording.job.settings, **options)
+    found = histories(recording)
+    return optimize(Baseline.of(job_model(found), recorded(found)), settings=recording.job.settings, **options)
 
 
-def judge(report: Report, case: str, result: Mapping[str, Any], outcome: Outcome, job: JobModel) -> None:
+def judge(report: Report, case: str, result: Mapping[str, Any], outcome: Outcome) -> None:
     """Adds rows, bars and notes of what the ranks have measured and what the search and replays have said."""
     knobs = {name: Knobs.from_json(one) for name, one in result["knobs"].items()}
-    said_s = {name: replayed(play(with_knobs(job, one))).iteration_s for name, one in knobs.items()}
+    base = outcome.before
+    said = {name: base.answer(name, with_knobs(base.job, one), replanned=True) for name, one in knobs.items()}
+    said_s = {name: one.times.iteration_s for name, one in said.items()}
     grid = [name for name in knobs if name not in (CHOSEN, DEFAULT, TUNED)]
     order = spearmanr([said_s[name] for name in grid], [median(result["sweep"][name]) for name in grid]).statistic
     for stage in ("sweep", "finals"):
@@ -158,6 +161,8 @@ def judge(report: Report, case: str, result: Mapping[str, Any], outcome: Outcome
                 "setting": knobs[name].describe(),
                 "step_s": Spread.of(samples),
                 "replayed_s": said_s[name],
+                "interval, ms": said[name].interval,
+                "inside": said[name].low_s <= median(samples) <= said[name].high_s,
                 "samples_s": samples,
             }
             for name, samples in result[stage].items()
@@ -166,7 +171,8 @@ def judge(report: Report, case: str, result: Mapping[str, Any], outcome: Outcome
     best_s = min(medians_s.values())
     report.notes.append(
         f"{case}: the search took {outcome.search_s:.1f} s, {outcome.found.replays} replays; the recorded default took "
-        f"{1e3 * outcome.as_recorded.iteration_s:.4g} ms a step; predicted gain {100 * outcome.gain:.1f} %, measured "
+        f"{1e3 * base.times.iteration_s:.4g} ms a step; predicted gain {100 * outcome.gain:.1f} % "
+        f"({outcome.best.answer.interval} ms), measured "
         f"{100 * (1 - medians_s[CHOSEN] / medians_s[DEFAULT]):.1f} %; warm-up's setting ÷ best "
         f"{medians_s[TUNED] / best_s:.3f}; rank correlation of replayed and measured steps of the grid {order:.2f}"
     )
@@ -188,7 +194,7 @@ def ablation(case: str, folder: Path, limit_s: float) -> Sequence[Mapping[str, A
                 "search, s": round(found.search_s, 2),
                 "ended by itself": found.found.in_time,
                 "replays": found.found.replays,
-                "replayed_s": found.after.iteration_s,
+                "replayed_s": found.best.answer.times.iteration_s,
             }
         )
     return rows
@@ -207,7 +213,7 @@ def run(report: Report, case: str, args: Any) -> None:
         else:
             result = run_ranks("bench.optimize", RANKS[case], options, env=env, timeout_s=JOB_TIMEOUT_S)
         folder = Path(directory)
-        judge(report, case, result, searched(folder), job_model(histories(read(folder))))
+        judge(report, case, result, searched(folder))
         if args.ablation_s:
             report.rows += ablation(case, folder, args.ablation_s)
 

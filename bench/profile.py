@@ -204,7 +204,7 @@ def on_rank(options: dict[str, Any]) -> None:
 
 def measure_cost(report: Report, args: Any, model: str, folder: Path) -> dict[str, float]:
     """Adds what recording costs with one model; returns the median ratios."""
-    from sirtaki.analysis.recording_files import read
+    from sirtaki.analysis.recording import read_folder as read
 
     options = {"model": model, "folder": str(folder), "steps": args.steps, "rounds": args.rounds, "seed": args.seed}
     found = run_ranks("bench.profile", RANKS, options)
@@ -312,7 +312,7 @@ def main() -> int:
     args = flags.parse_args()
     args.rounds = args.rounds or (7 if args.quick else 21)
     args.steps = args.steps or 10
-    from sirtaki.analysis.recording_files import read
+    from sirtaki.analysis.recording import read_folder as read
 
     report = Report(name="profile")
     folder = Path(tempfile.mkdtemp()) / "recorded"

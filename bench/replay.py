@@ -14,21 +14,32 @@ same processes, the same job on four ranks, without its straggler, or with links
 stands Daydream's (bytes ÷ bandwidth).
 
 Bars: error of an iteration 5 % on average, 10 % at worst; what-if 8 %.
+
+    python -m bench.replay --errors [--save]
+
+runs nothing. It asks the replayer's simulator what the settings of the kept sweeps (`bench/recorded`) would take, and
+fits by quantile regression how far it is off, as `sirtaki.analysis.what_if.ModelError` has it: the logarithm of true
+over told is at most a + b |log change of the step| + c |log change of the number of units| in nine of ten questions,
+each job counting alike. "held out" is the share of a job's questions that lie inside by a fit to the other jobs.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from scipy.optimize import linprog
 
 from bench.lib.cluster import LabShape, NetLab, why_unavailable
 from bench.lib.contenders import Sirtaki
@@ -47,12 +58,25 @@ from bench.lib.harness import (
 from bench.lib.models import emulated_resnet50, mlp, small_conv, transformer
 from sirtaki.analysis.global_graph import StepTimes, play, recorded, replayed
 from sirtaki.analysis.job_model import JobModel, histories, job_model
-from sirtaki.analysis.recording_files import read
-from sirtaki.analysis.what_if import daydream, knobs_of, with_knobs, with_link, with_ranks, without_stragglers
+from sirtaki.analysis.recording import read_folder as read
+from sirtaki.analysis.what_if import (
+    CONFIDENCE,
+    Answer,
+    Baseline,
+    ModelError,
+    daydream,
+    knobs_of,
+    with_knobs,
+    with_link,
+    with_ranks,
+    without_stragglers,
+)
 from sirtaki.autotune.knobs import KIB, Knobs
+from sirtaki.autotune.model.planning import PlanningModel
 from sirtaki.comm.plan import TransportKind
 
 MBIT = 1_000_000
+RECORDED = Path(__file__).parent / "recorded"
 MODELS = ("resnet50", "transformer", "conv", "mlp")
 ON_ONE_HOST = ("shared_memory", "gloo", "mpi", "straggler")
 NETWORKS = {
@@ -199,6 +223,11 @@ class Job:
         """Iteration, forward and backward pass of the changed job: means over recordings."""
         return _means([_times(replayed(play(change(one)))) for one in self.models])
 
+    def answers(self, change: Change) -> list[Answer]:
+        """The same with intervals, one a recording."""
+        bases = [Baseline.of(model, recorded(one)) for one, model in zip(self.histories, self.models, strict=True)]
+        return [base.answer("", change(base.job), replanned=change is with_other_units) for base in bases]
+
     def by_daydream(self) -> list[float]:
         """The same by its rule."""
         return _means([_times(daydream(one, model)) for one, model in zip(self.histories, self.models, strict=True)])
@@ -278,7 +307,8 @@ def with_other_units(job: JobModel) -> JobModel:
 def _what_if(
     report: Report, row: Mapping[str, Any], what: str, job: Job, change: Change, true: Sequence[float]
 ) -> None:
-    told = job.replayed(change)
+    told, answers = job.replayed(change), job.answers(change)
+    low_s, high_s = (statistics.fmean(getattr(one, name) for one in answers) for name in ("low_s", "high_s"))
     report.rows.append(
         {
             **row,
@@ -288,6 +318,8 @@ def _what_if(
             "ratio, %": percent(told[0] / job.replayed()[0], true[0] / job.truth["base"][0]),
             "Daydream, %": None,
             "recording, %": None,
+            "interval, ms": f"{1e3 * low_s:.3g} to {1e3 * high_s:.3g}",
+            "inside": low_s <= true[0] <= high_s,
         }
     )
 
@@ -301,6 +333,83 @@ def percent(told: float, right: float) -> float:
     return round(100 * (told / right - 1), 1)
 
 
+# ── errors of kept sweeps ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class Miss:
+    """One setting of a sweep, asked of its default; logarithms of quotients."""
+
+    kind: str
+    job: str
+    told: float
+    true: float
+    units: float
+
+    def is_within(self, error: ModelError) -> bool:
+        """The truth lies in the interval."""
+        width = error.any_question + error.step * abs(self.told) + error.units * self.units
+        return abs(self.true - self.told) <= width
+
+
+def misses() -> Iterator[Miss]:
+    """Yield each setting of each kept sweep whose route was probed."""
+    for path in sorted(RECORDED.glob("*.json")):
+        data = json.loads(path.read_text())
+        model, default = PlanningModel.from_json(data["model"]), Knobs.from_json(data["default"])
+        steps_s: dict[Knobs, list[float]] = {}
+        for row in data["rows"]:
+            steps_s.setdefault(Knobs.from_json(row["knobs"]), []).extend(row["steps_s"])
+        known = {knobs: statistics.median(each) for knobs, each in steps_s.items() if knobs.route in model.links}
+        told_s = {knobs: model.simulator(knobs.route).run_knobs(knobs).iteration_s for knobs in known}
+        units = {knobs: len(knobs.to_plan(model.layout).units) for knobs in known}
+        for knobs in known.keys() - {default} if default in known else ():
+            route = "another route" if knobs.route != default.route else "on one host"
+            yield Miss(
+                "between hosts" if path.name.startswith("cluster") else route,
+                path.stem,
+                math.log(told_s[knobs] / told_s[default]),
+                math.log(known[knobs] / known[default]),
+                abs(math.log(units[knobs] / units[default])),
+            )
+
+
+def fitted(some: Sequence[Miss]) -> ModelError:
+    """The narrowest errors that hold in nine of ten questions, by quantile regression."""
+    count, weights = len(some), Counter(one.job for one in some)
+    share = np.array([1 / weights[one.job] for one in some])
+    rows = np.hstack([[[1.0, abs(one.told), one.units] for one in some], np.eye(count), -np.eye(count)])
+    cost = np.concatenate([np.zeros(3), CONFIDENCE * share, (1 - CONFIDENCE) * share])
+    found = linprog(cost, A_eq=rows, b_eq=[abs(one.true - one.told) for one in some], bounds=(0, None)).x
+    return ModelError(any_question=found[0], step=found[1], units=found[2])
+
+
+def fit_errors(args: Any) -> int:
+    """Fits, and shows by each job held out what the fit is worth."""
+    report, by_kind = Report(name="replay_errors"), dict[str, list[Miss]]()
+    for one in misses():
+        by_kind.setdefault(one.kind, []).append(one)
+    for kind, some in by_kind.items():
+        error = fitted(some)
+        for job in sorted({one.job for one in some}):
+            others, mine = ([one for one in some if (one.job == job) is own] for own in (False, True))
+            report.rows.append(
+                {
+                    "kind": kind,
+                    "job": job,
+                    "questions": len(mine),
+                    "inside": round(statistics.fmean(one.is_within(error) for one in mine), 2),
+                    "held out": round(statistics.fmean(one.is_within(fitted(others)) for one in mine), 2),
+                }
+            )
+        inside = statistics.fmean(one.is_within(error) for one in some)
+        report.notes.append(
+            f"{kind}, {len(some)} questions: {error.any_question:.3f} + {error.step:.3f} × step + {error.units:.3f} × "
+            f"units; {100 * inside:.0f} % inside"
+        )
+    return finish(report, args)
+
+
 def main() -> int:
     """Runs every case."""
     flags = parser(__doc__.split("\n")[0])
@@ -311,7 +420,10 @@ def main() -> int:
     flags.add_argument("--steps", type=int, default=8, help="that a contender is timed in a turn")
     flags.add_argument("--recorded", type=int, default=5, help="iterations of a recording")
     flags.add_argument("--units-only", action="store_true", help="record no operators")
+    flags.add_argument("--errors", action="store_true", help="run nothing: fit errors to the kept sweeps")
     args = flags.parse_args()
+    if args.errors:
+        return fit_errors(args)
     args.models = args.models or (["transformer"] if args.quick else list(MODELS))
     args.cases = args.cases or (["gloo"] if args.quick else [*ON_ONE_HOST, *NETWORKS])
     whole = {*args.cases} == {*ON_ONE_HOST, *NETWORKS} and {*args.models} == {*MODELS}

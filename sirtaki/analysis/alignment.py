@@ -15,8 +15,7 @@ import numpy as np
 
 from sirtaki.autotune.model.replayer import Phase
 
-from .recording import Buffer, Detail, Placement, RankRecording, Recording, UnitId
-from .recording_files import TRACE_FILE, write_whole
+from .recording import TRACE_FILE, Buffer, Detail, Placement, RankRecording, Recording, UnitId, write_whole
 
 LARGEST_DRIFT = 500e-6
 """Of one clock against another; those of computers stay below a tenth of it."""
@@ -218,70 +217,55 @@ def _fit(reference: str, barriers: Sequence[_Barrier], middles: Mapping[str, flo
     }
 
 
+# ── summary ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
 COLUMNS = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.UPDATE)
-MOST_RANKS = 16
-"""As many are shown one by one."""
 
 
-def summary(recording: Recording, alignment: Alignment) -> Iterator[str]:
-    """Its lines."""
+def headlines(recording: Recording, alignment: Alignment) -> tuple[str, str]:
+    """Say what was recorded of whom, and how clocks were aligned."""
     hosts = {recording.job.placement[rank].host for rank in recording.ranks}
-    usual = recording.usual_iterations
     details = {rank.detail for rank in recording.ranks.values()}
     what = "with operators" if details == {Detail.OPERATORS} else "units only"
     if len(details) > 1:
         what = "of some ranks with operators"
-    yield (
-        f"{_count(len(usual), 'iteration')} of {_count(len(recording.ranks), 'rank')} "
+    counts = (
+        f"{_count(len(recording.usual_iterations), 'iteration')} of {_count(len(recording.ranks), 'rank')} "
         f"on {_count(len(hosts), 'host')}, {what}"
     )
-    for problem in recording.problems:
-        yield f"  but: {problem}"
-    yield _clocks(recording, alignment)
-    yield ""
-    yield f"{'rank':>6}{'step':>10}" + "".join(f"{phase.value:>10}" for phase in COLUMNS) + f"{'exposed':>10}"
-    shown = sorted(recording.ranks.items())
-    for number, rank in shown[:MOST_RANKS]:
-        yield f"{number:>6}" + "".join(f"{_ms(value):>10}" for value in _row(rank, usual))
-    if len(shown) > MOST_RANKS:
-        yield f"   and {len(shown) - MOST_RANKS} more"
-    yield "means, in ms; exposed is the communication that no computation hides"
-
-
-def _clocks(recording: Recording, alignment: Alignment) -> str:
     known = {line.known for line in alignment.lines.values()}
     operators_us = 1e6 * max(rank.clock_error_s for rank in recording.ranks.values())
     told = f"; times of operators within {operators_us:.1f} µs" if operators_us else ""
     if known == {Known.REFERENCE}:
-        return f"one clock{told}"
+        return counts, f"one clock{told}"
     how = "the units" if Known.START not in known else "the units, of some as asked for at the start"
     if Known.UNITS not in known:
         how = "what was asked for at the start"
-    return f"clocks are aligned by {how}, within {1e6 * alignment.error_s:.0f} µs{told}"
+    return counts, f"clocks are aligned by {how}, within {1e6 * alignment.error_s:.0f} µs{told}"
 
 
-def _row(rank: RankRecording, usual: Sequence[int]) -> list[float | None]:
-    """Mean times: of the step, of each phase, and of exposed communication."""
-    steps = [iteration for iteration in rank.iterations if iteration.number in usual]
-    if not steps:
-        return [None] * (len(COLUMNS) + 2)
-    total_s: dict[Phase, float] = {}
-    for span in (span for step in steps for span in step.spans):
-        total_s[span.phase] = total_s.get(span.phase, 0.0) + span.end_s - span.begin_s
-    return [
-        mean(step.end_s - step.begin_s for step in steps),
-        *(total_s[phase] / len(steps) if phase in total_s else None for phase in COLUMNS),
-        mean(step.exposed_s for step in steps),
-    ]
-
-
-def _ms(seconds: float | None) -> str:
-    return "-" if seconds is None else f"{1e3 * seconds:.2f}"
+def rank_rows(recording: Recording) -> list[dict[str, Any]]:
+    """Return of each rank mean seconds of a step, of its phases, and of communication that nothing hides."""
+    rows, usual = list[dict[str, Any]](), recording.usual_iterations
+    for number, rank in sorted(recording.ranks.items()):
+        steps = [iteration for iteration in rank.iterations if iteration.number in usual]
+        total_s: dict[Phase, float] = defaultdict(float)
+        for span in (span for step in steps for span in step.spans):
+            total_s[span.phase] += span.end_s - span.begin_s
+        row: dict[str, Any] = {"rank": number, "step_s": None, **{f"{phase.value}_s": None for phase in COLUMNS}}
+        row |= {f"{phase.value}_s": total_s[phase] / len(steps) for phase in COLUMNS if phase in total_s}
+        if steps:
+            row["step_s"] = mean(step.end_s - step.begin_s for step in steps)
+        row["exposed_s"] = mean(step.exposed_s for step in steps) if steps else None
+        rows.append(row)
+    return rows
 
 
 def _count(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
 
+
+# ── trace ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 Entry = dict[str, Any]
 

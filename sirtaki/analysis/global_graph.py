@@ -305,7 +305,7 @@ class Part:
 
     def describe(self) -> str:
         """`31 % of the step is the link between hosts`."""
-        return f"{self.share:.0%} of the step {self.words}".replace("%", " %")
+        return f"{percent(self.share)} of the step {self.words}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -348,6 +348,21 @@ def parts(replay: Replay) -> tuple[Part, ...]:
         for words, part_s in sorted(named.items(), key=lambda item: -item[1])
         if part_s > 0
     )
+
+
+LEAST_SHARE = 0.005
+"""Of the step; smaller parts of a path are shown as one."""
+
+
+def path_lines(replay: Replay) -> tuple[Part, ...]:
+    """The parts that are worth a line each, and what is left as one."""
+    found = parts(replay)
+    rest = [part for part in found if part.share < LEAST_SHARE]
+    shown = tuple(part for part in found if part.share >= LEAST_SHARE)
+    if not rest:
+        return shown
+    seconds, share = sum(part.seconds for part in rest), sum(part.share for part in rest)
+    return (*shown, Part(words="is all else", seconds=seconds, share=share))
 
 
 _OWN = ""  # computing and loading: named by phase and rank
@@ -415,6 +430,11 @@ class StepTimes:
     phases_s: Mapping[Phase, float]
     spread_s: float
     iterations: int
+
+    def scaled(self, factor: float) -> StepTimes:
+        """All times as many times as long."""
+        phases_s = {phase: factor * seconds for phase, seconds in self.phases_s.items()}
+        return replace(self, iteration_s=factor * self.iteration_s, phases_s=phases_s, spread_s=factor * self.spread_s)
 
     @property
     def forward_s(self) -> float:
@@ -492,3 +512,8 @@ def computation_s(graph: Graph) -> float:
 def ms(seconds: float) -> str:
     """`198.2 ms`."""
     return f"{1e3 * seconds:.4g} ms"
+
+
+def percent(share: float) -> str:
+    """`12 %`, `3.4 %`."""
+    return f"{100 * share:.0f} %" if share >= 0.095 else f"{100 * share:.1f} %"

@@ -14,10 +14,11 @@ from sirtaki.autotune.knobs import format_bytes
 from sirtaki.autotune.model.replayer import Activity, Phase
 from sirtaki.errors import RecordingError
 
-from .global_graph import StepTimes, ms, play, replayed
+from .global_graph import ms
 from .job_model import JobModel, Piece, Program
 from .plan_search import others
 from .recording import Allocation, Holds, Module, ModuleCall, ModuleKey, RankRecording, Recording, StepMemory
+from .what_if import Answer, Baseline
 
 _OF_SAMPLES = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD)
 _LAST = 1 << 30
@@ -538,12 +539,12 @@ class TimedRemedy:
     Attributes:
         by: the pass that found it.
         remedy: what is done.
-        times: of a step then, with the units that were recorded.
+        answer: of a step then, with the units that were recorded.
     """
 
     by: str
     remedy: MemoryRemedy
-    times: StepTimes
+    answer: Answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -555,7 +556,7 @@ class Fitting:
         device: of it.
         budget_bytes: of the device.
         peak_bytes: as it was recorded.
-        times: of a step then.
+        before: the job then.
         remedies: the fastest of each pass that fits, the one that needs least of one that does not; the fastest first.
         chosen: None = nothing is needed, or nothing is enough.
     """
@@ -564,7 +565,7 @@ class Fitting:
     device: str
     budget_bytes: int
     peak_bytes: int
-    times: StepTimes
+    before: Baseline
     remedies: tuple[TimedRemedy, ...]
     chosen: TimedRemedy | None
 
@@ -574,84 +575,73 @@ class Fitting:
         return self.chosen is not None or self.peak_bytes <= self.budget_bytes
 
     @property
-    def least_bytes(self) -> int:
-        """The lowest peak of all that was found."""
-        return min([self.peak_bytes, *(one.remedy.peak_bytes for one in self.remedies)])
-
-    def applied_to(self, job: JobModel) -> JobModel:
+    def after(self) -> Baseline:
         """The job with what was chosen."""
-        return job if self.chosen is None else self.chosen.remedy.apply(job)
+        if self.chosen is None:
+            return self.before
+        return Baseline.of(self.chosen.remedy.apply(self.before.job), error=self.before.error)
 
 
-def highest_rank(recording: Recording) -> RankRecording:
-    """The rank that holds most memory.
+def highest_rank(recording: Recording) -> tuple[RankRecording, MemoryReplay]:
+    """The rank that holds most memory, and the replay of the device that it trains on.
 
     Raises:
         RecordingError: memory was not recorded.
     """
-    with_memory = [rank for rank in recording.ranks.values() if rank.memory is not None]
-    if not with_memory:
+    known = [(rank, MemoryReplay(rank.memory)) for rank in recording.ranks.values() if rank.memory is not None]
+    if not known:
         raise RecordingError(
             "memory is not in this recording, which was made by an older version of Sirtaki or without operators: "
             "record the job anew"
         )
-    return max(with_memory, key=lambda rank: memory_replay(rank).peak().n_bytes)
+    return max(known, key=lambda one: one[1].peak().n_bytes)
 
 
-def memory_replay(rank: RankRecording) -> MemoryReplay:
-    """Replay the memory of the device that a rank trains on; it must have been recorded."""
-    assert rank.memory is not None
-    return MemoryReplay(rank.memory)
-
-
-def fit(recording: Recording, job: JobModel, passes: Sequence[MemoryPass], *, budget_bytes: int) -> Fitting:
+def fit(recording: Recording, before: Baseline, passes: Sequence[MemoryPass], *, budget_bytes: int) -> Fitting:
     """Looks for the fastest remedy that fits.
 
     Args:
         recording: memory in it.
-        job: the same as it is replayed.
+        before: the same as it is replayed.
         passes: to be asked; those of last resort where the others do not fit.
         budget_bytes: of the device that ranks train on.
 
     Raises:
         RecordingError: memory was not recorded.
     """
-    rank = highest_rank(recording)
-    replay = memory_replay(rank)
+    rank, replay = highest_rank(recording)
     question = MemoryQuestion(replay=replay, modules=rank.modules, budget_bytes=budget_bytes)
     peak_bytes = replay.peak().n_bytes
     found: list[TimedRemedy] = []
     for last_resort in (False, True):
-        if peak_bytes > budget_bytes and not _fitting(found, budget_bytes):
+        if peak_bytes > budget_bytes and not any(one.remedy.peak_bytes <= budget_bytes for one in found):
             for one in passes:
                 if one.last_resort is last_resort:
-                    found += _best(one, question, job)
-    fitting = sorted(_fitting(found, budget_bytes), key=lambda one: one.times.iteration_s)
+                    found += _best(one, question, before)
+    fitting = [one for one in found if one.remedy.peak_bytes <= budget_bytes]
+    fitting.sort(key=lambda one: one.answer.times.iteration_s)
     return Fitting(
         rank=rank.rank,
         device=replay.memory.devices[replay.device],
         budget_bytes=budget_bytes,
         peak_bytes=peak_bytes,
-        times=replayed(play(job)),
+        before=before,
         remedies=(*fitting, *(one for one in found if one not in fitting)),
         chosen=fitting[0] if fitting else None,
     )
 
 
-def _fitting(found: Sequence[TimedRemedy], budget_bytes: int) -> list[TimedRemedy]:
-    return [one for one in found if one.remedy.peak_bytes <= budget_bytes]
-
-
-def _best(one: MemoryPass, question: MemoryQuestion, job: JobModel) -> Iterator[TimedRemedy]:
+def _best(one: MemoryPass, question: MemoryQuestion, before: Baseline) -> Iterator[TimedRemedy]:
     """The fastest that fits; where none does, the one that needs least."""
     answers = list(one.remedies(question))
     fitting = [remedy for remedy in answers if remedy.peak_bytes <= question.budget_bytes]
     least = sorted(answers, key=lambda remedy: remedy.peak_bytes)[:1]
     timed = [
-        TimedRemedy(by=one.name, remedy=remedy, times=replayed(play(remedy.apply(job)))) for remedy in fitting or least
+        TimedRemedy(by=one.name, remedy=remedy, answer=before.answer(remedy.words, remedy.apply(before.job)))
+        for remedy in fitting or least
     ]
     if timed:
-        yield min(timed, key=lambda one: one.times.iteration_s)
+        yield min(timed, key=lambda one: one.answer.times.iteration_s)
 
 
 def peak_words(rank: RankRecording, replay: MemoryReplay, peak: Peak) -> str:

@@ -1,7 +1,8 @@
-"""Operators of a step, taken from torch.profiler's events, with the tensors that join them."""
+"""What torch.profiler and hooks on modules see of steps: operators, the tensors that join them, and memory."""
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
@@ -10,32 +11,47 @@ import tempfile
 import threading
 import time
 import warnings
-from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
+from torch import nn
 from torch._C._autograd import DeviceType
 from torch._C._profiler import _EventType
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.profiler import ExecutionTraceObserver, ProfilerActivity, record_function
+from torch.utils._pytree import tree_leaves
 
 from sirtaki.autotune.model.replayer import Phase
 from sirtaki.errors import RecordingError
 
-from .recording import Operator, PhaseSpan
+from .recording import Allocation, Holds, Module, ModuleCall, Operator, PhaseSpan, StepMemory
+
+logger = logging.getLogger(__name__)
+
+BACKWARD = "autograd::engine::evaluate_function: "
+ACCUMULATING = "torch::autograd::AccumulateGrad"
+LOADER = "enumerate(DataLoader)#"
+ZEROING = "Optimizer.zero_grad#"
+
+Interval = tuple[float, float]
+"""(begin_s, end_s)."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Mark:
-    """One mark in both clocks.
+def _own_name(name: str) -> str:
+    return name.removeprefix(BACKWARD).removeprefix("torch::autograd::")
 
-    Attributes:
-        before_s, after_s: of `time.perf_counter`, around it.
-        start_ns, duration_ns: of the other clock.
-    """
+
+# ── clocks ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Mark(NamedTuple):
+    """One mark in both clocks: what `time.perf_counter` showed around it, and when the other clock says it was."""
 
     before_s: float
     after_s: float
@@ -63,23 +79,15 @@ class ClockMap:
 
 
 def map_clock(marks: Sequence[Mark]) -> ClockMap:
-    """Find the clock that all marks allow, or that contradicts them least.
-
-    Raises:
-        RecordingError: there is no mark.
-    """
-    if not marks:
-        raise RecordingError("torch.profiler has recorded none of our marks, so its times cannot be told")
+    """Find the clock that all marks allow, or that contradicts them least."""
     origin_ns = marks[0].start_ns
-    earliest_s, latest_s = float("-inf"), float("inf")
-    for mark in marks:
-        since_s = (mark.start_ns - origin_ns) * 1e-9
-        earliest_s = max(earliest_s, mark.before_s - since_s)
-        latest_s = min(latest_s, mark.after_s - mark.duration_ns * 1e-9 - since_s)
+    since_s = [(mark.start_ns - origin_ns) * 1e-9 for mark in marks]
+    earliest_s = max(mark.before_s - at_s for mark, at_s in zip(marks, since_s, strict=True))
+    latest_s = min(mark.after_s - mark.duration_ns * 1e-9 - at_s for mark, at_s in zip(marks, since_s, strict=True))
     return ClockMap(origin_ns=origin_ns, origin_s=(earliest_s + latest_s) / 2, error_s=abs(latest_s - earliest_s) / 2)
 
 
-logger = logging.getLogger(__name__)
+# ── what operators read ──────────────────────────────────────────────────────────────────────────────────────────────
 
 Node = Mapping[str, Any]  # Any: JSON
 Tensor = tuple[int, int, int, int, int, str]
@@ -91,12 +99,10 @@ Storage = tuple[int, int]
 _USER_SCOPE = 7
 """Of what somebody has named: no operator."""
 
-_BACKWARD = "autograd::engine::evaluate_function: "
 _MUTABLE = re.compile(r"\(\w+!\)")
 
 
-@dataclass(frozen=True, slots=True)
-class Reader:
+class Reader(NamedTuple):
     """One operator, and the places of those whose results it reads."""
 
     name: str
@@ -104,10 +110,9 @@ class Reader:
 
 
 class TensorWatch:
-    """Watches one step of the calling process."""
+    """Watches one step of the calling process, from now on; the step takes about three times as long."""
 
     def __init__(self) -> None:
-        """Watch from now on; a step takes about three times as long."""
         number, self._path = tempfile.mkstemp(prefix="sirtaki-", suffix=".json")
         os.close(number)
         self._observer = ExecutionTraceObserver()
@@ -137,17 +142,14 @@ def readers(nodes: Sequence[Node]) -> tuple[Reader, ...]:
     Raises:
         KeyError, TypeError, IndexError: an execution trace looks otherwise.
     """
-    ordered = sorted(nodes, key=lambda node: node["id"])
-    attributes = {node["id"]: {each["name"]: each["value"] for each in node["attrs"]} for node in ordered}
+    attributes = {node["id"]: {each["name"]: each["value"] for each in node["attrs"]} for node in nodes}
     outermost: dict[int, int] = {}  # by number of a node, that of the operator which nobody but the script has called
-    threads: dict[int, list[Node]] = {}
-    for node in ordered:
-        own = attributes[node["id"]]
-        if own["scope"] == _USER_SCOPE:
-            continue
+    threads = defaultdict[int, list[Node]](list)
+    for node in sorted(nodes, key=lambda node: node["id"]):
         number = int(node["id"])
-        outermost[number] = outermost.get(node["ctrl_deps"], number)
-        threads.setdefault(own["tid"], []).append(node)
+        if attributes[number]["scope"] != _USER_SCOPE:
+            outermost[number] = outermost.get(node["ctrl_deps"], number)
+            threads[attributes[node["id"]]["tid"]].append(node)
     # Who has made what, and who has made or written into a storage last; operators by their number in the trace.
     made: dict[Tensor, int] = {}
     changed: dict[Storage, int] = {}
@@ -156,27 +158,28 @@ def readers(nodes: Sequence[Node]) -> tuple[Reader, ...]:
     for node in max(threads.values(), key=len, default=[]):
         operator, inputs = outermost[node["id"]], node["inputs"]["values"]
         if node["id"] == operator:
-            names[operator] = node["name"].removeprefix(_BACKWARD).removeprefix("torch::autograd::")
-            reads[operator] = set()
-        taken = list(_tensors(inputs))
-        for tensor in taken:
-            makers = {made.get(tensor), changed.get(_storage(tensor))}
-            reads[operator] |= {maker for maker in makers if maker is not None and maker != operator}
-        known = {_storage(tensor) for tensor in taken}
-        for tensor in _tensors(node["outputs"]["values"]):
+            names[operator], reads[operator] = _own_name(node["name"]), set()
+        taken = list(_tensors_in(inputs))
+        makers = {maker for one in taken for maker in (made.get(one, operator), changed.get(_storage(one), operator))}
+        reads[operator] |= makers - {operator}
+        known = set(map(_storage, taken))
+        for tensor in _tensors_in(node["outputs"]["values"]):
             if tensor not in taken:
                 made[tensor] = operator
             if _storage(tensor) not in known:
                 changed[_storage(tensor)] = operator
         schema = str(attributes[node["id"]].get("op_schema", ""))
-        changed |= dict.fromkeys(_written(inputs, schema), operator)
+        arguments = schema[schema.find("(") + 1 : schema.rfind(" -> ")].split(", ")
+        for argument, value in zip(arguments, inputs, strict=False):
+            if _MUTABLE.search(argument):  # the operator writes into it
+                changed.update((_storage(tensor), operator) for tensor in _tensors_in([value]))
     places = {operator: place for place, operator in enumerate(names)}
     return tuple(
         Reader(name, tuple(sorted(places[one] for one in reads[operator]))) for operator, name in names.items()
     )
 
 
-def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:  # Any: JSON
+def _tensors_in(values: Sequence[Any]) -> Iterator[Tensor]:  # Any: JSON
     """Yield the tensors among values, those in lists too."""
     for value in values:
         if isinstance(value, list):
@@ -184,19 +187,11 @@ def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:  # Any: JSON
                 if value[0] and value[1]:  # one that is not there has 0
                     yield value[0], value[1], value[2], value[3], value[4], value[5]
             else:
-                yield from _tensors(value)
+                yield from _tensors_in(value)
 
 
 def _storage(tensor: Tensor) -> Storage:
     return tensor[1], tensor[4]
-
-
-def _written(values: Sequence[Any], schema: str) -> Iterator[Storage]:
-    """Storages of arguments that an operator writes into, by its schema."""
-    inside = schema[schema.find("(") + 1 : schema.rfind(" -> ")]
-    for place, argument in enumerate(inside.split(", ")):
-        if _MUTABLE.search(argument) and place < len(values):
-            yield from map(_storage, _tensors([values[place]]))
 
 
 def with_edges(pieces: Sequence[tuple[int, Operator]], found: Sequence[Reader]) -> tuple[Operator, ...]:
@@ -206,32 +201,202 @@ def with_edges(pieces: Sequence[tuple[int, Operator]], found: Sequence[Reader]) 
         pieces: by their begin; where an operator is cut its parts have one number, and these ascend in a lane.
         found: of the step that was watched; what another one does otherwise reads nothing.
     """
+    operators = [piece for _, piece in pieces]
     first, last = dict[int, int](), dict[int, int]()
     for place, (operator, piece) in enumerate(pieces):
         if piece.lane == 0:
             first.setdefault(operator, place)
             last[operator] = place
-    operators = [piece for _, piece in pieces]
     own = sorted(first)
-    pairs = _pairs([one.name for one in found], [operators[first[operator]].name for operator in own]) if found else {}
-    for place, other in pairs.items():
-        reader = first[own[other]]
-        after = tuple(last[own[pairs[maker]]] for maker in found[place].after if maker in pairs)
-        operators[reader] = replace(operators[reader], after=after)
+    watched, names = [one.name for one in found], [operators[first[operator]].name for operator in own]
+    blocks = SequenceMatcher(None, watched, names, autojunk=False).get_matching_blocks() if found else []
+    pairs = {block.a + count: own[block.b + count] for block in blocks for count in range(block.size)}
+    for place, operator in pairs.items():
+        after = tuple(last[pairs[maker]] for maker in found[place].after if maker in pairs)
+        operators[first[operator]] = replace(operators[first[operator]], after=after)
     return tuple(operators)
 
 
-def _pairs(watched: Sequence[str], names: Sequence[str]) -> dict[int, int]:
-    """Map places in the one list to those in the other; mostly, lists are equal."""
-    if watched == names:
-        return {place: place for place in range(len(names))}
-    blocks = SequenceMatcher(None, watched, names, autojunk=False).get_matching_blocks()
-    return {block.a + count: block.b + count for block in blocks for count in range(block.size)}
+# ── memory that is there, and calls of modules ───────────────────────────────────────────────────────────────────────
 
+Address = tuple[str, int]
+"""(device, address) of a storage."""
+
+UNSEEN = 0
+"""The address of all that is known by its sum only."""
+
+LARGEST_NODE = 1 << 62
+"""Autograd's numbers are below; nodes that have none bear the largest number there is."""
+
+
+class LiveStorage(NamedTuple):
+    """What one or several tensors lie in."""
+
+    device: str
+    address: int
+    n_bytes: int
+    holds: Holds
+
+
+def address_of(tensor: torch.Tensor) -> Address | None:
+    """(device, address) of its storage; None if it has none of its own, such as a sparse or a fake one."""
+    try:
+        storage = tensor.untyped_storage()
+        return (str(storage.device), storage.data_ptr()) if storage.nbytes() else None
+    except Exception:  # classes of others may raise anything
+        return None
+
+
+def live_storages() -> list[LiveStorage]:
+    """Return all live storages; one that is several things counts for the first of the kinds below.
+
+    Of a CUDA device also what no tensor of Python's shows, as one. Files that are mapped are left out.
+    """
+    tensors, modules, optimizers = list[torch.Tensor](), list[nn.Module](), list[torch.optim.Optimizer]()
+    for thing in gc.get_objects():
+        for kind, kept in ((torch.Tensor, tensors), (nn.Module, modules), (torch.optim.Optimizer, optimizers)):
+            if issubclass(type(thing), kind):  # not isinstance, which may run code of proxies
+                kept.append(thing)
+    parameters = [one for one in tensors if issubclass(type(one), nn.Parameter)]
+    gradients = [one.grad for one in parameters if one.grad is not None]
+    states = [state for each in optimizers for state in vars(each).get("state", {}).values()]
+    buffers = [one for module in modules for one in (vars(module).get("_buffers") or {}).values()]
+    kinds: tuple[tuple[Holds, Iterable[object]], ...] = (
+        (Holds.PARAMETERS, parameters),
+        (Holds.FLAT_BUFFERS, (one for one in gradients if _is_part(one))),
+        (Holds.GRADIENTS, gradients),
+        (Holds.MODULE_BUFFERS, buffers),
+        (Holds.OPTIMIZER, (one for state in states if isinstance(state, dict) for one in state.values())),
+        (Holds.OTHER, tensors),
+    )
+    found: dict[Address, LiveStorage] = {}
+    for holds, some in kinds:
+        for one in some:
+            address = address_of(one) if isinstance(one, torch.Tensor) else None
+            if not isinstance(one, torch.Tensor) or address is None or address[0] == "meta" or address in found:
+                continue
+            storage = one.untyped_storage()
+            # What is mapped lies in a file, or in memory that other ranks share, whose own it may be.
+            if holds is not Holds.OTHER or getattr(storage, "filename", None) is None:
+                found[address] = LiveStorage(*address, storage.nbytes(), holds)
+    for number in range(torch.cuda.device_count()):
+        device = f"cuda:{number}"
+        left = torch.cuda.memory_allocated(number) - sum(one.n_bytes for one in found.values() if one.device == device)
+        if left > 0:
+            found[device, UNSEEN] = LiveStorage(device, UNSEEN, left, Holds.OTHER)
+    return list(found.values())
+
+
+def _is_part(tensor: torch.Tensor) -> bool:
+    """Others lie in its storage, too."""
+    return address_of(tensor) is not None and tensor.untyped_storage().nbytes() > tensor.nbytes
+
+
+def model_is_compiled() -> bool:
+    """Something was compiled by now; hooks on modules would have it compiled anew, or run twice."""
+    from torch._dynamo.utils import counters
+
+    return counters["frames"]["total"] > 0
+
+
+@dataclass(slots=True)
+class SeenCall:
+    """A forward pass of a module.
+
+    Attributes:
+        parent: by place; -1 = none.
+        inputs, outputs: where tensors lie, if they were asked for.
+        batch: length of the first dimension of its first input, likewise.
+    """
+
+    module: nn.Module
+    parent: int
+    begin_s: float
+    end_s: float
+    inputs: tuple[Address, ...] = ()
+    outputs: tuple[Address, ...] = ()
+    batch: int = 0
+
+
+class ModuleCalls:
+    """Calls of modules on this thread, from now on.
+
+    Attributes:
+        calls: in their order; one that has not ended yet ends when it began.
+        with_tensors: where inputs and outputs lie is asked for.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[SeenCall] = []
+        self.with_tensors = False
+        self._stack: list[int] = []
+        self._changes: list[tuple[float, int, int]] = []  # when, autograd's next number then, the innermost call since
+        self._thread = threading.get_ident()
+        self._hooks = [
+            register_module_forward_pre_hook(self._before),
+            register_module_forward_hook(self._after, with_kwargs=True, always_call=True),
+        ]
+
+    def stop(self) -> None:
+        """Watches no more."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def at(self, moment_s: float) -> int:
+        """The innermost call then, by place; -1 = none."""
+        place = bisect_right(self._changes, moment_s, key=lambda change: change[0])
+        return self._changes[place - 1][2] if place else -1
+
+    def of_node(self, number: int) -> int:
+        """The innermost call that has made a node of autograd's graph; -1 = none."""
+        place = bisect_right(self._changes, number, key=lambda change: change[1])
+        return self._changes[place - 1][2] if place and 0 <= number < LARGEST_NODE else -1
+
+    def modules(self) -> tuple[tuple[Module, ...], list[int]]:
+        """All modules that ran, and which one each call is of, by place."""
+        places: dict[int, int] = {}
+        found: list[Module] = []
+        names: dict[int, dict[int, str]] = {}
+        roots = list[int]()
+        for call in self.calls:
+            roots.append(roots[call.parent] if call.parent >= 0 else len(roots))
+            root = self.calls[roots[-1]].module
+            if id(call.module) not in places:
+                known = names.setdefault(id(root), {id(module): name for name, module in root.named_modules()})
+                places[id(call.module)] = len(found)
+                name = known.get(id(call.module), f"({type(call.module).__name__})")  # made on the way, by no name
+                found.append(Module(name=name, kind=type(call.module).__name__, root=places[id(root)]))
+        return tuple(found), [places[id(call.module)] for call in self.calls]
+
+    def _before(self, module: nn.Module, _: Any) -> None:  # Any: torch's hook
+        if threading.get_ident() == self._thread:
+            place, now_s = len(self.calls), time.perf_counter()
+            self.calls.append(SeenCall(module, self._stack[-1] if self._stack else -1, now_s, now_s))
+            self._stack.append(place)
+            self._changes.append((now_s, _next_node(), place))
+
+    def _after(self, module: nn.Module, args: Any, *rest: Any) -> None:  # Any: torch's hook
+        """`rest` is keyword arguments and output; where the module has failed PyTorch leaves out the former."""
+        if threading.get_ident() != self._thread or not self._stack:
+            return
+        call = self.calls[self._stack.pop()]
+        call.end_s = time.perf_counter()
+        self._changes.append((call.end_s, _next_node(), call.parent))
+        if self.with_tensors:
+            inputs = [one for one in tree_leaves((args, rest[:-1])) if isinstance(one, torch.Tensor)]
+            outputs = [one for one in tree_leaves(rest[-1]) if isinstance(one, torch.Tensor)]
+            call.inputs, call.outputs = (tuple(filter(None, map(address_of, some))) for some in (inputs, outputs))
+            call.batch = next((one.shape[0] for one in inputs if one.dim()), 0)
+
+
+def _next_node() -> int:
+    return int(torch._C._autograd._get_sequence_nr())
+
+
+# ── torch.profiler ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 MARK = "sirtaki.mark"
 MEMORY = "[memory]"
-ACCUMULATING = "torch::autograd::AccumulateGrad"
 MARKS_AT_ONCE = 5
 """The quickest of them bounds the clock best; the first one after a pause is slow."""
 
@@ -257,9 +422,13 @@ class Event:
     sequence: int = -1
     launch: int = 0
 
+    @property
+    def is_backward(self) -> bool:
+        """Autograd evaluates a node in it."""
+        return self.name.startswith(BACKWARD)
 
-@dataclass(frozen=True, slots=True)
-class MemoryEvent:
+
+class MemoryEvent(NamedTuple):
     """Memory was asked for, or given back.
 
     Attributes:
@@ -279,7 +448,7 @@ class MemoryEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """All that torch.profiler has seen.
+    """All that was seen.
 
     Attributes:
         events: in no order.
@@ -287,17 +456,21 @@ class Seen:
         thread: the one that has made the marks, which is the one that trains.
         clock: by which their times were told.
         readers: what operators of a step read; empty if it was not asked for.
+        calls: of modules; None = not known.
+        storages: that were there when the first step began.
     """
 
     events: Sequence[Event]
     thread: int
     clock: ClockMap
-    memory: Sequence[MemoryEvent] = field(default=())
+    memory: Sequence[MemoryEvent] = ()
     readers: Sequence[Reader] = ()
+    calls: ModuleCalls | None = None
+    storages: Sequence[LiveStorage] = ()
 
 
-class Kineto:
-    """One use of torch.profiler, of which a process has one at a time."""
+class StepWatch:
+    """One use of torch.profiler, of which a process has one at a time; beside it modules are watched."""
 
     def __init__(self, *, edges: bool = False) -> None:
         """Switches it on.
@@ -315,42 +488,48 @@ class Kineto:
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
         self._thread = threading.get_ident()
-        self._brackets: list[tuple[float, float]] = []
-        self._watch: TensorWatch | None = None
-        self._watching = False
+        self._brackets: list[Interval] = []
+        self._tensors: TensorWatch | None = None
+        self._tensors_watched = False
+        self._storages: Sequence[LiveStorage] | None = None
         self._profiler = torch.profiler.profile(activities=activities, profile_memory=True)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             self._profiler.start()
+        self._calls = None if model_is_compiled() else ModuleCalls()
         self.mark()
         if edges:
-            self._watch, self._watching = TensorWatch(), True
+            self._tensors = TensorWatch()
 
-    @property
-    def here(self) -> bool:
-        """The calling thread is the one that has switched it on, and may switch it off."""
-        return threading.get_ident() == self._thread
+    def next_step(self) -> None:
+        """A step begins; memory is looked at in the first one."""
+        if self._calls is not None:
+            self._calls.with_tensors = self._storages is None
+        if self._storages is None:
+            self._storages = live_storages()
+        self.mark()
 
     def mark(self) -> None:
         """Make the clocks comparable; called between two steps."""
-        self._watch_no_more()
+        if self._tensors is not None and not self._tensors_watched:
+            self._tensors.stop()
+            self._tensors_watched = True
         for _ in range(MARKS_AT_ONCE):
             before_s = time.perf_counter()
             with record_function(MARK):
                 pass
             self._brackets.append((before_s, time.perf_counter()))
 
-    def _watch_no_more(self) -> None:
-        if self._watch is not None and self._watching:
-            self._watch.stop()
-            self._watching = False
-
-    def stop(self) -> Seen:
-        """Switches it off.
+    def stop(self) -> Seen | None:
+        """Switches it off; None if another thread has switched it on, which alone may do so.
 
         Raises:
             RecordingError: nothing can be told of what it has seen.
         """
+        if self._calls is not None:
+            self._calls.stop()
+        if threading.get_ident() != self._thread:
+            return None
         self.mark()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -360,37 +539,33 @@ class Kineto:
         made = sorted((event for event in found if event.name() == MARK), key=lambda event: event.start_ns())
         if len(made) != len(self._brackets):
             raise RecordingError(f"torch.profiler has recorded {len(made)} of our {len(self._brackets)} marks")
-        clock = map_clock(
-            [
-                Mark(before_s=before_s, after_s=after_s, start_ns=event.start_ns(), duration_ns=event.duration_ns())
-                for (before_s, after_s), event in zip(self._brackets, made, strict=True)
-            ]
-        )
+        pairs = zip(self._brackets, made, strict=True)
+        clock = map_clock([Mark(*bracket, event.start_ns(), event.duration_ns()) for bracket, event in pairs])
         return Seen(
             events=list(_records(found, clock)),
             thread=made[0].start_thread_id(),
             clock=clock,
             memory=sorted(_memory(results.experimental_event_tree(), clock), key=lambda event: event.at_s),
-            readers=() if self._watch is None else self._watch.readers(),
+            readers=() if self._tensors is None else self._tensors.readers(),
+            calls=self._calls,
+            storages=self._storages or (),
         )
 
 
 def _records(found: Sequence[Any], clock: ClockMap) -> Iterator[Event]:  # Any: Kineto's events have no types
     for event in found:
-        name = event.name()
-        if name in (MARK, MEMORY):
-            continue
-        begin_ns, on_device = event.start_ns(), event.device_type() != DeviceType.CPU
-        yield Event(
-            name,
-            event.device_resource_id() if on_device else event.start_thread_id(),
-            clock.at(begin_ns),
-            clock.at(begin_ns + event.duration_ns()),
-            on_device,
-            event.is_user_annotation(),
-            event.sequence_nr(),
-            event.linked_correlation_id() if on_device else event.correlation_id(),
-        )
+        if event.name() not in (MARK, MEMORY):
+            begin_ns, on_device = event.start_ns(), event.device_type() != DeviceType.CPU
+            yield Event(
+                event.name(),
+                event.device_resource_id() if on_device else event.start_thread_id(),
+                clock.at(begin_ns),
+                clock.at(begin_ns + event.duration_ns()),
+                on_device,
+                event.is_user_annotation(),
+                event.sequence_nr(),
+                event.linked_correlation_id() if on_device else event.correlation_id(),
+            )
 
 
 def _memory(tree: Sequence[Any], clock: ClockMap) -> Iterator[MemoryEvent]:  # Any: Kineto's events have no types
@@ -399,21 +574,15 @@ def _memory(tree: Sequence[Any], clock: ClockMap) -> Iterator[MemoryEvent]:  # A
         event, operator, accumulating = left.pop()
         if event.tag == _EventType.Allocation:
             told = event.extra_fields
-            yield MemoryEvent(
-                clock.at(event.start_time_ns), str(told.device), told.ptr, told.alloc_size, operator, accumulating
-            )
+            at_s = clock.at(event.start_time_ns)
+            yield MemoryEvent(at_s, str(told.device), told.ptr, told.alloc_size, operator, accumulating)
             continue
         if event.tag == _EventType.TorchOp:
             operator, accumulating = event.name, accumulating or event.name.endswith(ACCUMULATING)
         left += [(inside, operator, accumulating) for inside in event.children]
 
 
-BACKWARD = "autograd::engine::evaluate_function: "
-LOADER = "enumerate(DataLoader)#"
-ZEROING = "Optimizer.zero_grad#"
-
-Interval = tuple[float, float]
-"""(begin_s, end_s)."""
+# ── operators of steps ───────────────────────────────────────────────────────────────────────────────────────────────
 
 LEAST_S = 1e-9
 """What is shorter than a clock can tell is not there."""
@@ -442,124 +611,89 @@ class StepOperators:
     spans: tuple[PhaseSpan, ...]
 
 
-ModuleOf = Callable[[Event], int]
-"""The place of the module that an operator on the training thread belongs to; -1 = none."""
+def operators_of(seen: Seen, steps: Sequence[Step]) -> tuple[list[StepOperators], tuple[str, ...]]:
+    """Return the operators of each step, and the names of the lanes, the training thread's being the first."""
+    keys = sorted({(event.on_device, event.thread) for event in seen.events} - {(False, seen.thread)})
+    names = [f"stream {thread} of the device" if on_device else f"thread {thread}" for on_device, thread in keys]
+    lanes = {key: number for number, key in enumerate([(False, seen.thread), *keys])}
+    module_of_call = [] if seen.calls is None else seen.calls.modules()[1]
 
+    def operator(event: Event, phase: Phase) -> Operator:
+        call = -1
+        if seen.calls is not None and not event.on_device:
+            call = seen.calls.of_node(event.sequence) if event.is_backward else seen.calls.at(event.begin_s)
+        return Operator(
+            name=_own_name(event.name),
+            lane=lanes[event.on_device, event.thread],
+            begin_s=event.begin_s,
+            end_s=event.end_s,
+            phase=phase,
+            sequence=event.sequence,
+            module=module_of_call[call] if call >= 0 else -1,
+        )
 
-def _of_none(_: Event) -> int:
-    return -1
-
-
-def operators_of(
-    seen: Seen, steps: Sequence[Step], module_of: ModuleOf = _of_none
-) -> tuple[list[StepOperators], tuple[str, ...]]:
-    """Return the operators of each step, and the names of the lanes."""
-    lanes, names = _lanes(seen)
     ordered = sorted(seen.events, key=lambda event: (event.begin_s, -event.end_s))
     begins = [event.begin_s for event in ordered]
     found = []
     for step in steps:
         events = ordered[bisect_right(begins, step.begin_s) : bisect_right(begins, step.end_s)]
-        found.append(_of_step(step, events, lanes, module_of, seen.readers))
-    return found, names
+        phases = _phases(step, events)
+        pieces = [
+            (place, piece)
+            for place, (event, phase) in enumerate(phases)
+            for one in (operator(event, phase),)
+            for piece in (_cut(one, step.cuts) if one.lane == 0 else (one,))
+        ]
+        pieces.sort(key=lambda pair: pair[1].begin_s)
+        spans = [
+            *(PhaseSpan(Phase.DATA, *interval) for interval in _annotated(events, LOADER)),
+            *_runs([one for _, one in pieces if one.lane == 0]),
+            *(PhaseSpan(Phase.UPDATE, *interval) for interval in step.updates),
+        ]
+        ordered_spans = tuple(sorted(spans, key=lambda span: span.begin_s))
+        found.append(StepOperators(operators=with_edges(pieces, seen.readers), spans=ordered_spans))
+    return found, ("training thread", *names)
 
 
-def _lanes(seen: Seen) -> tuple[dict[tuple[bool, int], int], tuple[str, ...]]:
-    """Numbers of threads and of devices' streams, the training thread's being 0, and what they are."""
-    keys = sorted({(event.on_device, event.thread) for event in seen.events} - {(False, seen.thread)})
-    names = [f"stream {thread} of the device" if on_device else f"thread {thread}" for on_device, thread in keys]
-    return {key: number for number, key in enumerate([(False, seen.thread), *keys])}, ("training thread", *names)
+def _annotated(events: Iterable[Event], prefix: str) -> list[Interval]:
+    return [(one.begin_s, one.end_s) for one in events if one.annotation and one.name.startswith(prefix)]
 
 
-def _of_step(
-    step: Step,
-    events: Sequence[Event],
-    lanes: Mapping[tuple[bool, int], int],
-    module_of: ModuleOf,
-    readers: Sequence[Reader],
-) -> StepOperators:
-    loading = [(event.begin_s, event.end_s) for event in events if event.annotation and event.name.startswith(LOADER)]
-    zeroing = [(event.begin_s, event.end_s) for event in events if event.annotation and event.name.startswith(ZEROING)]
-    top = list(_top_level([event for event in events if not event.annotation]))
+def _phases(step: Step, events: Sequence[Event]) -> list[tuple[Event, Phase]]:
+    """Operators that no other one of their lane has called, those of devices last, and what each is for."""
+    ends_s, top = dict[tuple[bool, int], float](), list[Event]()
+    for event in events:  # by their begin, the longest first
+        key = event.on_device, event.thread
+        if not event.annotation and event.begin_s >= ends_s.get(key, 0.0):
+            ends_s[key] = event.end_s
+            top.append(event)
     on_host = [event for event in top if not event.on_device]
-    backward = [event for event in on_host if event.name.startswith(BACKWARD)]
-    forward_s = _forward_from(step, on_host, backward, loading)
+    backward = [event for event in on_host if event.is_backward]
+    loading = _annotated(events, LOADER)
+    intervals = ((Phase.UPDATE, step.updates), (Phase.DATA, loading), (Phase.OTHER, _annotated(events, ZEROING)))
+    # What comes before the data is not forward, such as metrics of the step before; unless it has a backward. What
+    # makes no node of the graph bears the number of the next one, too: the last of a number has made it.
+    made = {event.sequence: event.begin_s for event in on_host if not event.is_backward}
+    first_s = min((made[one.sequence] for one in backward if one.sequence in made and one.sequence >= 0), default=0.0)
+    forward_s = next((end_s for _, end_s in loading if end_s <= first_s), step.begin_s)
     last_backward_s = max((event.begin_s for event in backward), default=step.begin_s)
 
     def phase_of(event: Event) -> Phase:
-        if event.name.startswith(BACKWARD):
+        if event.is_backward:
             return Phase.BACKWARD
-        for phase, spans in ((Phase.UPDATE, step.updates), (Phase.DATA, loading), (Phase.OTHER, zeroing)):
+        for phase, spans in intervals:
             if any(begin_s <= event.begin_s < end_s for begin_s, end_s in spans):
                 return phase
         return Phase.FORWARD if forward_s <= event.begin_s < last_backward_s else Phase.OTHER
 
-    phases = [phase_of(event) for event in on_host]
-    launched = _launched(events, on_host, phases)
-    operators = [
-        *(_operator(event, phase, lanes, module_of(event)) for event, phase in zip(on_host, phases, strict=True)),
-        *(_operator(event, launched.get(event.launch, Phase.OTHER), lanes, -1) for event in top if event.on_device),
-    ]
-    pieces = [
-        (place, piece)
-        for place, one in enumerate(operators)
-        for piece in (_cut(one, step.cuts) if one.lane == 0 else (one,))
-    ]
-    pieces.sort(key=lambda pair: pair[1].begin_s)
-    spans = [
-        *(PhaseSpan(phase=Phase.DATA, begin_s=begin_s, end_s=end_s) for begin_s, end_s in loading),
-        *_runs([one for _, one in pieces if one.lane == 0]),
-        *(PhaseSpan(phase=Phase.UPDATE, begin_s=begin_s, end_s=end_s) for begin_s, end_s in step.updates),
-    ]
-    return StepOperators(
-        operators=with_edges(pieces, readers),
-        spans=tuple(sorted(spans, key=lambda span: span.begin_s)),
-    )
-
-
-def _forward_from(
-    step: Step, on_host: Sequence[Event], backward: Sequence[Event], loading: Sequence[Interval]
-) -> float:
-    """What comes before the data is not forward, such as metrics of the step before; unless it has a backward."""
-    numbers = {event.sequence for event in backward if event.sequence >= 0}
-    # What makes no node of the graph bears the number of the next one, too: the last of a number has made it.
-    made = {event.sequence: event.begin_s for event in on_host if not event.name.startswith(BACKWARD)}
-    first_s = min((made[number] for number in numbers & made.keys()), default=0.0)
-    return next((end_s for _, end_s in loading if end_s <= first_s), step.begin_s)
-
-
-def _top_level(events: Iterable[Event]) -> Iterator[Event]:
-    """Yield events that lie in no other one of their lane; `events` by their begin, the longest first."""
-    ends_s: dict[tuple[bool, int], float] = {}
-    for event in events:
-        key = event.on_device, event.thread
-        if event.begin_s >= ends_s.get(key, 0.0):
-            ends_s[key] = event.end_s
-            yield event
-
-
-def _launched(events: Sequence[Event], on_host: Sequence[Event], phases: Sequence[Phase]) -> dict[int, Phase]:
-    """Map launch numbers to the phase of the operator that has put something on a device."""
+    found = [(event, phase_of(event)) for event in on_host]
+    launched: dict[int, Phase] = {}  # by number of a launch, the phase of the operator that has put it on a device
     begins = [event.begin_s for event in on_host]
-    found: dict[int, Phase] = {}
-    if any(event.on_device for event in events):
-        for event in events:
-            place = bisect_right(begins, event.begin_s) - 1
-            if event.launch and not event.on_device and place >= 0:
-                found[event.launch] = phases[place]
-    return found
-
-
-def _operator(event: Event, phase: Phase, lanes: Mapping[tuple[bool, int], int], module: int) -> Operator:
-    return Operator(
-        name=event.name.removeprefix(BACKWARD).removeprefix("torch::autograd::"),
-        lane=lanes[event.on_device, event.thread],
-        begin_s=event.begin_s,
-        end_s=event.end_s,
-        phase=phase,
-        sequence=event.sequence,
-        module=module,
-    )
+    for event in events if len(on_host) < len(top) else ():
+        place = bisect_right(begins, event.begin_s) - 1
+        if event.launch and not event.on_device and place >= 0:
+            launched[event.launch] = found[place][1]
+    return [*found, *((one, launched.get(one.launch, Phase.OTHER)) for one in top if one.on_device)]
 
 
 def _cut(operator: Operator, cuts: Sequence[Interval]) -> Iterator[Operator]:
@@ -574,20 +708,16 @@ def _cut(operator: Operator, cuts: Sequence[Interval]) -> Iterator[Operator]:
         yield replace(operator, begin_s=begin_s)
 
 
-def _runs(operators: Sequence[Operator]) -> Iterator[PhaseSpan]:
+def _runs(operators: Sequence[Operator]) -> list[PhaseSpan]:
     """Forward and backward passes: neighbours of one phase, whatever other phases have in between."""
-    run: PhaseSpan | None = None
-    for one in sorted(operators, key=lambda one: one.begin_s):
-        if one.phase not in (Phase.FORWARD, Phase.BACKWARD):
-            continue
-        if run is not None and run.phase is one.phase:
-            run = replace(run, end_s=max(run.end_s, one.end_s))
-            continue
-        if run is not None:
-            yield run
-        run = PhaseSpan(phase=one.phase, begin_s=one.begin_s, end_s=one.end_s)
-    if run is not None:
-        yield run
+    found: list[PhaseSpan] = []
+    for one in operators:
+        if one.phase in (Phase.FORWARD, Phase.BACKWARD):
+            if found and found[-1].phase is one.phase:
+                found[-1] = replace(found[-1], end_s=max(found[-1].end_s, one.end_s))
+            else:
+                found.append(PhaseSpan(one.phase, one.begin_s, one.end_s))
+    return found
 
 
 Moments = Mapping[tuple[object, ...], float]
@@ -618,3 +748,151 @@ def borrowed(seen: StepOperators, there: Moments, here: Moments) -> StepOperator
         return replace(one, begin_s=float(begin_s), end_s=float(end_s))
 
     return StepOperators(operators=tuple(map(moved, seen.operators)), spans=tuple(map(moved, seen.spans)))
+
+
+# ── memory of a step ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def memory_of_step(seen: Seen, *, number: int, begin_s: float, end_s: float, spans: Iterable[PhaseSpan]) -> StepMemory:
+    """Return the allocations and the module calls of the first step.
+
+    Args:
+        seen: when it began, and for a step before it.
+        number: of the iteration.
+        begin_s: when it began.
+        end_s: when it ended.
+        spans: its phases.
+    """
+    found = _Memory(seen, begin_s, end_s, spans)
+    return StepMemory(
+        iteration=number,
+        begin_s=begin_s,
+        end_s=end_s,
+        devices=tuple(found.devices),
+        batch=found.called[0][1].batch if found.called else 0,
+        allocations=tuple(found.told_apart(place, one) for place, one in enumerate(found.allocations)),
+        calls=tuple(found.module_calls()),
+    )
+
+
+class _Memory:
+    """The memory of a step."""
+
+    def __init__(self, seen: Seen, begin_s: float, end_s: float, spans: Iterable[PhaseSpan]) -> None:
+        self._end_s, self._calls = end_s, seen.calls
+        # Those of the engine's threads count, too: a device has its own.
+        inside = [one for one in seen.events if one.is_backward and begin_s <= one.begin_s <= end_s]
+        self._backward = sorted(inside, key=lambda event: event.begin_s)
+        self._added_s = [(one.begin_s, one.end_s) for one in self._backward if one.name.endswith(ACCUMULATING)]
+        self._spans = sorted(spans, key=lambda span: span.begin_s)
+        self.called = [
+            (place, call)
+            for place, call in enumerate([] if seen.calls is None else seen.calls.calls)
+            if begin_s <= call.begin_s and call.end_s <= end_s
+        ]
+        self._places = {place: number for number, (place, _) in enumerate(self.called)}
+        self.devices: dict[str, int] = {}
+        self.allocations: list[Allocation] = []
+        self._there = defaultdict[Address, list[int]](list)
+        self._accumulated: set[int] = set()  # given back while a gradient was added, but not asked for then
+        self._take_what_was_there(seen, begin_s)
+        live = {address: places[-1] for address, places in self._there.items()}
+        short_lived: set[int] = set()  # asked for while a gradient was added
+        for event in seen.memory:
+            address = event.device, event.address
+            if not begin_s <= event.at_s <= end_s:
+                continue
+            if event.n_bytes > 0:
+                call = -1 if seen.calls is None else self._call_at(seen.calls, event.at_s)
+                self._add(address, event.n_bytes, begin_s=event.at_s, phase=self._phase_at(event.at_s), call=call,
+                          operator=event.operator)  # fmt: skip
+                live[address] = len(self.allocations) - 1
+                if event.accumulating:
+                    short_lived.add(live[address])
+            elif (place := live.pop(address, None)) is not None:
+                # Else a device tells of what nobody had seen, and which is a part of what is left there.
+                self.allocations[place] = replace(self.allocations[place], end_s=event.at_s)
+                if event.accumulating and place not in short_lived:
+                    self._accumulated.add(place)
+
+    def _take_what_was_there(self, seen: Seen, begin_s: float) -> None:
+        before: dict[Address, int] = {}  # what was asked for while nobody looked at storages yet
+        for event in seen.memory:
+            if event.at_s < begin_s:
+                if event.n_bytes > 0:
+                    before[event.device, event.address] = event.n_bytes
+                else:
+                    before.pop((event.device, event.address), None)
+        for storage in seen.storages:
+            before.pop((storage.device, storage.address), None)
+        for address, n_bytes in before.items():
+            self._add(address, n_bytes)
+        for storage in seen.storages:
+            n_bytes = storage.n_bytes
+            if storage.address == UNSEEN:
+                n_bytes -= sum(size for (device, _), size in before.items() if device == storage.device)
+            if n_bytes > 0:
+                self._add((storage.device, storage.address), n_bytes, storage.holds)
+
+    def _add(self, address: Address, n_bytes: int, holds: Holds = Holds.OTHER, **fields: Any) -> None:
+        device = self.devices.setdefault(address[0], len(self.devices))
+        self._there[address].append(len(self.allocations))
+        self.allocations.append(Allocation(device=device, n_bytes=n_bytes, holds=holds, **fields))
+
+    def told_apart(self, place: int, one: Allocation) -> Allocation:
+        if one.begin_s is None:
+            return one
+        end_s = one.end_s if one.end_s is not None else float("inf")
+        outlives = end_s > self._end_s
+        if one.phase is Phase.BACKWARD and (outlives or place in self._accumulated):
+            at = bisect_left(self._added_s, (one.begin_s, 0.0))
+            added_s = self._added_s[at][1] if at < len(self._added_s) else one.begin_s
+            return replace(one, holds=Holds.GRADIENTS, added_s=max(added_s, one.begin_s))
+        if one.phase is Phase.UPDATE and outlives:
+            return replace(one, holds=Holds.OPTIMIZER)
+        backward = any(span.phase is Phase.BACKWARD and one.begin_s < span.begin_s < end_s for span in self._spans)
+        if one.phase in (Phase.DATA, Phase.FORWARD) and backward:
+            return replace(one, holds=Holds.ACTIVATIONS)
+        return one
+
+    def _phase_at(self, moment_s: float) -> Phase:
+        return next((span.phase for span in self._spans if span.begin_s <= moment_s <= span.end_s), Phase.OTHER)
+
+    def _call_at(self, calls: ModuleCalls, moment_s: float) -> int:
+        place = calls.at(moment_s)
+        if place < 0:
+            at = bisect_right(self._backward, moment_s, key=lambda event: event.begin_s) - 1
+            if at >= 0 and moment_s <= self._backward[at].end_s:
+                place = calls.of_node(self._backward[at].sequence)
+        return self._places.get(place, -1)
+
+    def module_calls(self) -> Iterator[ModuleCall]:
+        if self._calls is None:
+            return
+        backward = defaultdict[int, list[float]](list)
+        for event in self._backward:
+            place = self._calls.of_node(event.sequence)
+            while place >= 0:
+                backward[place] += (event.begin_s, event.end_s)
+                place = self._calls.calls[place].parent
+        _, modules = self._calls.modules()
+        for place, call in self.called:
+            yield ModuleCall(
+                module=modules[place],
+                parent=self._places.get(call.parent, -1),
+                begin_s=call.begin_s,
+                end_s=call.end_s,
+                backward_begin_s=min(backward[place], default=None),
+                backward_end_s=max(backward[place], default=None),
+                inputs=tuple(self._lying_at(call.inputs, call.end_s)),
+                outputs=tuple(self._lying_at(call.outputs, call.end_s)),
+            )
+
+    def _lying_at(self, addresses: Sequence[Address], moment_s: float) -> Iterator[int]:
+        for address in dict.fromkeys(addresses):
+            for place in reversed(self._there[address]):
+                one = self.allocations[place]
+                if one.begin_s is None or one.begin_s <= moment_s:
+                    if one.end_s is None or one.end_s >= moment_s:
+                        yield place
+                    break

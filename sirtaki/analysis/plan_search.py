@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from bisect import bisect_left, bisect_right
@@ -23,7 +24,6 @@ from sirtaki.measures import LARGEST_UNIT_BYTES, SMALLEST_UNIT_BYTES
 
 from .global_graph import (
     Part,
-    StepTimes,
     coarse,
     computation_s,
     critical_path,
@@ -38,6 +38,8 @@ from .job_model import Iteration, JobModel, Operation
 from .recording import Buffer
 from .what_if import (
     WORTH_A_LINE,
+    Answer,
+    Baseline,
     UnitCost,
     best_part_bytes,
     compiled_backwards,
@@ -556,6 +558,7 @@ class Found:
         walks: along critical paths.
         replays: of graphs and parts of them.
         in_time: it ended by itself.
+        rivals: the fastest candidates on other routes, other numbers of streams or of units, the fastest first.
     """
 
     candidate: Candidate
@@ -565,6 +568,7 @@ class Found:
     walks: int
     replays: int
     in_time: bool
+    rivals: tuple[Candidate, ...] = ()
 
 
 class Search:
@@ -623,7 +627,23 @@ class Search:
             walks=walks,
             replays=self._view.replays,
             in_time=not self._late,
+            rivals=self._rivals(best, recorded),
         )
+
+    def _rivals(self, best: Candidate, recorded: Candidate) -> tuple[Candidate, ...]:
+        """Those that differ from the best in more than where they are cut: of each kind the fastest."""
+        layout, fastest = self._view.layout, dict[Hashable, Candidate]()
+
+        def kind(candidate: Candidate) -> Hashable:
+            schedule = candidate.schedule
+            units = sum(min(tensor.parts, tensor.stop) for tensor in schedule.tensors_of(layout))
+            return schedule.route, schedule.streams, units.bit_length()
+
+        for candidate in sorted(self._step_s, key=self._judged):
+            if candidate.extras == best.extras and candidate != recorded and math.isfinite(self._judged(candidate)):
+                fastest.setdefault(kind(candidate), candidate)
+        fastest.pop(kind(best), None)
+        return tuple(fastest.values())[:MOST_RIVALS]
 
     def _refined(self, start: Candidate, *, together: bool) -> tuple[Candidate, Counter[str], int]:
         """Walks from there on; the changes that were kept, and how many walks it took."""
@@ -768,54 +788,69 @@ INDIFFERENCE = 0.01
 WORTH_A_CHANGE = 0.001
 """Share of the step; what gains less leaves the recorded plan."""
 
+MOST_RIVALS = 2
+"""Other plans that are named, since they cannot be told from the best one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proposal:
+    """A plan, and what a step would take with it.
+
+    Attributes:
+        knobs: what to run.
+        plan: the same as a file holds it.
+        extras: what else has to be done.
+        answer: a step then, judged by the whole job.
+        parts: of the critical path.
+    """
+
+    knobs: Knobs
+    plan: GivenPlan
+    extras: tuple[Extra, ...]
+    answer: Answer
+    parts: tuple[Part, ...]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """The result of a search, judged by the whole job.
+    """The result of a search.
 
     Attributes:
         recorded_knobs: what ran.
-        knobs: what to run; equal if nothing is faster.
-        plan: the same as a file holds it.
-        extras: what else has to be done.
-        as_recorded: the step with the recorded units at their recorded times.
-        before: the step with the recorded plan at the prices that the search goes by.
-        after: the step with what was found.
-        parts_before, parts_after: of their critical paths.
+        before: the job as it was recorded.
+        parts: of its critical path.
         without_communication_s: no plan makes a step shorter than that.
-        found: by the search.
+        best: the fastest; the recorded plan if nothing is faster.
+        rivals: others that cannot be told from it.
         plan_alone: the step with the best plan if the model is not compiled in parts; None where it need not be.
+        found: by the search.
         n_ranks: that were replayed in it.
         search_s: that it took.
     """
 
     recorded_knobs: Knobs
-    knobs: Knobs
-    plan: GivenPlan
-    extras: tuple[Extra, ...]
-    as_recorded: StepTimes
-    before: StepTimes
-    after: StepTimes
-    parts_before: tuple[Part, ...]
-    parts_after: tuple[Part, ...]
+    before: Baseline
+    parts: tuple[Part, ...]
     without_communication_s: float
+    best: Proposal
+    rivals: tuple[Proposal, ...]
     found: Found
     n_ranks: int
     search_s: float
-    plan_alone: StepTimes | None = None
+    plan_alone: Answer | None = None
 
     @property
     def gain(self) -> float:
-        """Share of the step that is saved."""
-        return 1 - self.after.iteration_s / self.before.iteration_s if self.before.iteration_s > 0 else 0.0
+        """Share of the step that is saved; 0 where nothing is faster."""
+        return self.best.answer.gain
 
     @property
-    def price_error(self) -> float:
-        """How far the recorded plan, at the search's prices, is from itself as it was recorded."""
-        return self.before.iteration_s / self.as_recorded.iteration_s - 1 if self.as_recorded.iteration_s > 0 else 0.0
+    def is_faster(self) -> bool:
+        """Something is faster than what ran, as far as a replay can tell."""
+        return self.gain > WORTH_A_CHANGE
 
 
-def optimize(job: JobModel, *, limit_s: float = SEARCH_LIMIT_S, **options: Any) -> Outcome:
+def optimize(before: Baseline, *, limit_s: float = SEARCH_LIMIT_S, **options: Any) -> Outcome:
     """The best plan, and with it, if that is worth a line of code, the compiled model in parts.
 
     That is dPRO's operator fusion: what was compiled as a whole is all operators fused, so parts are tried, where
@@ -823,7 +858,7 @@ def optimize(job: JobModel, *, limit_s: float = SEARCH_LIMIT_S, **options: Any) 
     model, has a search of its own.
 
     Args:
-        job: that was recorded.
+        before: the job that was recorded.
         limit_s: of all searches together.
         options: see `planned`.
 
@@ -831,43 +866,34 @@ def optimize(job: JobModel, *, limit_s: float = SEARCH_LIMIT_S, **options: Any) 
         ReplayError: no gradients were exchanged, or when they come is not known.
         ConfigError: a pass is allowed that does not exist.
     """
-    whole = planned(job, limit_s=limit_s, **options)
+    job = before.job
+    whole = planned(before, limit_s=limit_s, **options)
     if not compiled_backwards(job):
         return whole
-    best, spent_s = replace(whole, plan=replace(whole.plan, part_bytes=0)), whole.search_s
-    sizes = dict.fromkeys(best_part_bytes(one) for one in (job, with_knobs(job, whole.knobs)))
-    for size in sizes:
-        if size is None:
-            continue
-        early = _with_parts(job, size, whole, limit_s=max(0.0, limit_s - spent_s), **options)
-        spent_s += early.search_s
-        worth_it = WORTH_A_LINE if best.plan.part_bytes == 0 else INDIFFERENCE
-        if early.after.iteration_s <= (1 - worth_it) * best.after.iteration_s:
-            best = early
+    best, spent_s = _in_parts(whole, 0), whole.search_s
+    for size in dict.fromkeys(best_part_bytes(one) for one in (job, with_knobs(job, whole.best.knobs))):
+        if size is not None:
+            early = planned(before, part_bytes=size, limit_s=max(0.0, limit_s - spent_s), **options)
+            spent_s += early.search_s
+            worth_it = WORTH_A_LINE if best.best.plan.part_bytes == 0 else INDIFFERENCE
+            if early.best.answer.times.iteration_s <= (1 - worth_it) * best.best.answer.times.iteration_s:
+                best = replace(_in_parts(early, size), plan_alone=whole.best.answer)
     return replace(best, search_s=spent_s)
 
 
-def _with_parts(job: JobModel, part_bytes: int, whole: Outcome, **options: Any) -> Outcome:
-    """The best plan for the job in parts, told as a change of the job as it was recorded."""
-    found = planned(in_parts(job, part_bytes), **options)
-    apply = partial(in_parts, part_bytes=part_bytes)
-    extra = Extra(words=in_words(job, part_bytes), line=line_of_code(part_bytes), apply=apply)
-    return replace(
-        whole,
-        knobs=found.knobs,
-        plan=replace(found.plan, part_bytes=part_bytes),
-        extras=(extra, *found.extras),
-        after=found.after,
-        parts_after=found.parts_after,
-        plan_alone=whole.after,
-        found=found.found,
-        search_s=found.search_s,
-    )
+def _in_parts(outcome: Outcome, part_bytes: int) -> Outcome:
+    """The outcome whose plans say in how many parts the model is compiled."""
+
+    def told(one: Proposal) -> Proposal:
+        return replace(one, plan=replace(one.plan, part_bytes=part_bytes))
+
+    return replace(outcome, best=told(outcome.best), rivals=tuple(map(told, outcome.rivals)))
 
 
 def planned(
-    job: JobModel,
+    before: Baseline,
     *,
+    part_bytes: int | None = None,
     settings: Mapping[str, str] | None = None,
     allowed: Iterable[str] = (),
     accelerations: frozenset[Acceleration] = EVERY,
@@ -878,7 +904,8 @@ def planned(
     """Searches for a plan, and replays the result for all ranks and iterations.
 
     Args:
-        job: that was recorded.
+        before: the job that was recorded.
+        part_bytes: of gradients in each part in which the model is compiled; None = it stays as it is.
         settings: variables that were in force; what they fix stays.
         allowed: passes that change numbers.
         accelerations: of the search.
@@ -890,45 +917,48 @@ def planned(
         ReplayError: no gradients were exchanged, or when they come is not known.
         ConfigError: a pass is allowed that does not exist.
     """
+    job, early = before.job, tuple[Extra, ...]()
+    if part_bytes is not None:
+        apply = partial(in_parts, part_bytes=part_bytes)
+        early = (Extra(words=in_words(job, part_bytes), line=line_of_code(part_bytes), apply=apply),)
+        job = apply(job)
     view = View(job, accelerations)
     choices = choices_of(job, view, settings or {}, least_bytes=least_bytes)
     begin_s = clock()
     found = Search(view, passes(allowed), choices, limit_s=limit_s, indifference=INDIFFERENCE, clock=clock).run()
     search_s = clock() - begin_s
-    recorded = Candidate(schedule=view.recorded)
-    before, parts_before, alone_s = _judged(view.planned(recorded, whole=True))
-    after, parts_after, _ = _judged(view.planned(found.candidate, whole=True))
-    best = found.candidate
-    if after.iteration_s > (1 - WORTH_A_CHANGE) * before.iteration_s:
-        best, after, parts_after = recorded, before, parts_before
-    knobs = best.schedule.knobs(view.layout)
+
+    def proposal(candidate: Candidate) -> Proposal:
+        knobs, changed = candidate.schedule.knobs(view.layout), view.planned(candidate, whole=True)
+        return Proposal(
+            knobs=knobs,
+            plan=GivenPlan(
+                source="",
+                knobs=knobs,
+                ranks=len(view.buffers[0].ranks),
+                sizes=tuple(buffer.layout.sizes for buffer in view.buffers),
+            ),
+            extras=(*early, *candidate.extras),
+            answer=before.answer(knobs.describe(), changed, replanned=True),
+            parts=parts(play(changed)),
+        )
+
+    best, recorded = proposal(found.candidate), Candidate(schedule=view.recorded)
+    rivals = [one for one in map(proposal, found.rivals) if one.answer.overlaps(best.answer)]
+    if not best.answer.gain > WORTH_A_CHANGE:
+        best, rivals = proposal(recorded), []
+    played = play(before.job)
     return Outcome(
         recorded_knobs=view.buffers[0].knobs,
-        knobs=knobs,
-        plan=GivenPlan(
-            source="",
-            knobs=knobs,
-            ranks=len(view.buffers[0].ranks),
-            sizes=tuple(buffer.layout.sizes for buffer in view.buffers),
-        ),
-        extras=best.extras,
-        as_recorded=_judged(job)[0],
         before=before,
-        after=after,
-        parts_before=parts_before,
-        parts_after=parts_after,
-        without_communication_s=alone_s,
+        parts=parts(played),
+        without_communication_s=computation_s(played.graph) / max(1, before.times.iterations),
+        best=best,
+        rivals=tuple(rivals),
         found=found,
         n_ranks=len(view.small.ranks),
         search_s=search_s,
     )
-
-
-def _judged(job: JobModel) -> tuple[StepTimes, tuple[Part, ...], float]:
-    """A step, what it is made of, and what it would be if nothing were exchanged."""
-    played = play(job)
-    times = replayed(played)
-    return times, parts(played), computation_s(played.graph) / max(1, times.iterations)
 
 
 def choices_of(job: JobModel, view: View, settings: Mapping[str, str], *, least_bytes: int) -> Choices:

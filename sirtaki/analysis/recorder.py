@@ -8,6 +8,7 @@ import hashlib
 import logging
 import os
 import platform
+import signal
 import socket
 import threading
 import time
@@ -38,8 +39,7 @@ from sirtaki.machine import allowed_processors, cpu_quota, processor_time_beside
 from sirtaki.measures import LinkModel
 from sirtaki.settings import ProfileRequest, variables_set
 
-from . import recording_files as folders
-from .operators import BACKWARD, Event, Interval, Kineto, Moments, Seen, Step, StepOperators, borrowed, operators_of
+from .operators import Interval, Moments, Seen, Step, StepOperators, StepWatch, borrowed, memory_of_step, operators_of
 from .recording import (
     Buffer,
     Collective,
@@ -52,26 +52,24 @@ from .recording import (
     ReadyGradient,
     RecordedIteration,
     RecordedUnit,
-    StepMemory,
     UnitId,
+    clear,
+    write_job,
+    write_rank,
 )
-from .step_tensors import LiveStorage, ModuleCalls, live_storages, memory_of_step, model_is_compiled
-from .termination import Termination
+
+logger = logging.getLogger(__name__)
 
 Reducer = tuple[int, int]
 """The number of a process set, and that of what reduces gradients there."""
 
+PROBING_S, PROBED_STREAMS = 0.5, 8
+"""For each route of which a warm-up has told nothing."""
 
-def buffer_number(reducer: Reducer, layout: int) -> int:
-    """Number a flat buffer among all of the job; every rank finds the same, also one that knows no other buffers."""
-    process_set, serial = reducer
-    return process_set << 20 | serial << 8 | layout
+NOTHING = "nothing was recorded: no gradients of several ranks were reduced once the warm-up was over"
 
 
-def model_digest(buffers: Iterable[Buffer]) -> str:
-    """Equal on ranks that train the same."""
-    common = [(buffer.number, buffer.layout) for buffer in buffers if buffer.reducer[0] == 0]
-    return hashlib.sha256(repr(sorted(common, key=lambda item: item[0])).encode()).hexdigest()[:16]
+# ── one step ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(slots=True)
@@ -122,33 +120,23 @@ class Draft:
         """The moments that are needed to tell its operators."""
         copies = [(copy.begin_s, copy.end_s) for _, traced in self.traced for copy in traced.copies]
         waits = [(traced.backward_ended_s, traced.end_s) for _, traced in self.traced]
-        return Step(
-            begin_s=self.begin_s, end_s=self.end_s, updates=tuple(self.updates), cuts=tuple(sorted(copies + waits))
-        )
+        cuts = tuple(sorted(copies + waits))
+        return Step(begin_s=self.begin_s, end_s=self.end_s, updates=tuple(self.updates), cuts=cuts)
 
 
 def operators_of_drafts(
-    drafts: Sequence[Draft], seen: Seen | None, calls: ModuleCalls | None = None
+    drafts: Sequence[Draft], seen: Seen | None
 ) -> tuple[list[StepOperators | None], tuple[str, ...]]:
     """Return each draft's operators, and the names of lanes; unseen drafts have those of others at that place.
 
     Args:
         drafts: those that it saw come first.
         seen: None = nothing.
-        calls: of modules; None = not known.
     """
     lenders = [draft for draft in drafts if draft.slowed]
     if seen is None or not lenders:
         return [None] * len(drafts), ()
-    _, module_of_call = ((), []) if calls is None else calls.modules()
-
-    def module_of(event: Event) -> int:
-        if calls is None:
-            return -1
-        call = calls.of_node(event.sequence) if event.name.startswith(BACKWARD) else calls.at(event.begin_s)
-        return module_of_call[call] if call >= 0 else -1
-
-    found, lanes = operators_of(seen, [draft.step for draft in lenders], module_of)
+    found, lanes = operators_of(seen, [draft.step for draft in lenders])
     pairs = list(zip(found, lenders, strict=True))
     turns = cycle([pair for pair in pairs if not pair[1].profiling] or pairs)
     borrowers = zip(drafts[len(lenders) :], turns, strict=False)
@@ -158,10 +146,9 @@ def operators_of_drafts(
 def recorded(draft: Draft, operators: StepOperators | None) -> RecordedIteration:
     """A step that has ended; without operators, what its phases are is less exact."""
     if operators is None:
-        backward = [(Phase.BACKWARD, traced.first_ready_s, traced.backward_ended_s) for _, traced in draft.traced]
-        updates = [(Phase.UPDATE, begin_s, end_s) for begin_s, end_s in draft.updates]
-        known = sorted([*backward, *updates], key=lambda span: span[1])
-        spans = tuple(PhaseSpan(phase=phase, begin_s=begin_s, end_s=end_s) for phase, begin_s, end_s in known)
+        backward = [PhaseSpan(Phase.BACKWARD, one.first_ready_s, one.backward_ended_s) for _, one in draft.traced]
+        updates = [PhaseSpan(Phase.UPDATE, begin_s, end_s) for begin_s, end_s in draft.updates]
+        spans = tuple(sorted([*backward, *updates], key=lambda span: span.begin_s))
         operators = StepOperators(operators=(), spans=spans)
     ready = [
         ReadyGradient(buffer=buffer_number(reducer, one.layout), index=one.place, ready_s=one.ready_s)
@@ -196,6 +183,7 @@ def recorded(draft: Draft, operators: StepOperators | None) -> RecordedIteration
         )
         for one in sorted(draft.operations, key=lambda one: one.submitted_s)
     ]
+    copies = [Copy(*copy) for _, traced in draft.traced for copy in traced.copies]
     return RecordedIteration(
         number=draft.number,
         begin_s=draft.begin_s,
@@ -205,16 +193,27 @@ def recorded(draft: Draft, operators: StepOperators | None) -> RecordedIteration
         spans=operators.spans,
         operators=operators.operators,
         ready=tuple(sorted(ready, key=lambda one: one.ready_s)),
-        copies=tuple(
-            Copy(begin_s=copy.begin_s, end_s=copy.end_s, n_gradients=copy.n_gradients)
-            for _, traced in draft.traced
-            for copy in traced.copies
-        ),
+        copies=tuple(copies),
         units=tuple(units),
         collectives=tuple(collectives),
         exposed_s=sum(max(0.0, traced.end_s - traced.backward_ended_s) for _, traced in draft.traced),
         beside_s=draft.beside_s,
     )
+
+
+# ── what a rank says of itself and its job ───────────────────────────────────────────────────────────────────────────
+
+
+def buffer_number(reducer: Reducer, layout: int) -> int:
+    """Number a flat buffer among all of the job; every rank finds the same, also one that knows no other buffers."""
+    process_set, serial = reducer
+    return process_set << 20 | serial << 8 | layout
+
+
+def model_digest(buffers: Iterable[Buffer]) -> str:
+    """Equal on ranks that train the same."""
+    common = [(buffer.number, buffer.layout) for buffer in buffers if buffer.reducer[0] == 0]
+    return hashlib.sha256(repr(sorted(common, key=lambda item: item[0])).encode()).hexdigest()[:16]
 
 
 def clock_identity() -> str:
@@ -242,13 +241,49 @@ def own_placement(control: ControlPlane) -> Placement:
     )
 
 
-logger = logging.getLogger(__name__)
+def _tuned(job: Job) -> Sequence[tuple[Reducer, TunedSynchroniser]]:
+    """Return what reduces gradients on this rank, each with its key."""
+    return [
+        (there.key, there.tuned)
+        for there in job.participants
+        if isinstance(there, GradientReducer) and there.tuned is not None
+    ]
 
 
-PROBING_S, PROBED_STREAMS = 0.5, 8
-"""For each route of which a warm-up has told nothing."""
+def _of_all_ranks(job: Job) -> list[TunedSynchroniser]:
+    """Those that reduce over all ranks; iterations of the first one are counted, which is the same on all ranks."""
+    return [tuned for (process_set, _), tuned in _tuned(job) if process_set == 0]
 
-NOTHING = "nothing was recorded: no gradients of several ranks were reduced once the warm-up was over"
+
+def _links(job: Job, known: Mapping[Route, LinkModel]) -> dict[Route, LinkModel]:
+    """Collective: what all-reduces cost, also on routes in use that no warm-up has probed."""
+    links = dict(known)
+    for tuned in _of_all_ranks(job):
+        if tuned.knobs.route not in links:
+            route = [tuned.knobs.route]
+            probes = probe_routes(job.control, tuned.router, route, max_streams=PROBED_STREAMS, budget_s=PROBING_S)
+            links |= fitted_links(probes)
+    return links
+
+
+def _buffers(job: Job) -> list[Buffer]:
+    """Return the flat buffers of this rank."""
+    ranks = {there.key: tuple(there.ranks) for there in job.participants}
+    return [
+        Buffer(
+            number=buffer_number(key, number),
+            reducer=key,
+            ranks=ranks[key],
+            layout=layout,
+            plan=plan,
+            knobs=tuned.knobs,
+        )
+        for key, tuned in _tuned(job)
+        for number, (layout, plan) in enumerate(zip(tuned.synchroniser.layouts, tuned.synchroniser.plans, strict=True))
+    ]
+
+
+# ── a recording ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class Stage(Enum):
@@ -263,6 +298,9 @@ class Stage(Enum):
 class JobRecorder:
     """One recording of this rank; `recorder.Recorder` while it lasts.
 
+    SIGTERM, by which launchers end the ranks that are left, has what was recorded written before it does its work; a
+    handler that the script has set stays alone.
+
     Attributes:
         stage: how far it is.
     """
@@ -274,14 +312,12 @@ class JobRecorder:
         self._finished = -1
         self._draft = Draft(0.0)
         self._drafts: list[Draft] = []
-        self._kineto: Kineto | None = None  # while it is on
+        self._watch: StepWatch | None = None  # while it is on
         self._seen: Seen | None = None
-        self._calls: ModuleCalls | None = None
-        self._storages: Sequence[LiveStorage] = ()
         self._job: JobRecord | None = None
         self._rank, self._clock = 0, ClockOffset(0.0, 0.0)
         self._ending = threading.RLock()  # a signal may come while it is held
-        self._termination = Termination(self.end)
+        self._terminable = self._writing = self._terminated = False
         self._hooks = [
             register_optimizer_step_pre_hook(self._before_update),
             register_optimizer_step_post_hook(self._after_update),
@@ -300,16 +336,16 @@ class JobRecorder:
             reduced_s = max((traced.end_s for _, traced in self._draft.traced), default=0.0)
             self._draft.updates.append((max(self._update_begin_s, reduced_s), now_s))
             self._update_begin_s = None
-        leader = _leader(current())
-        if leader is None or leader.synchroniser.iteration == self._finished:
-            return
-        self._finished = leader.synchroniser.iteration
-        self._end_step(now_s, leader)
+        leader = next(iter(_of_all_ranks(current())), None)
+        if leader is not None and leader.synchroniser.iteration != self._finished:
+            self._finished = leader.synchroniser.iteration
+            self._end_step(now_s, leader)
 
     def _end_step(self, now_s: float, leader: TunedSynchroniser) -> None:
         if self.stage is Stage.WAITING:
             job = current()
-            if not (_is_tuning(job) or leader.synchroniser.profiling or job.joining.somebody):  # as on all ranks
+            tuning = any(tuned.tuning for tuned in _of_all_ranks(job))
+            if not (tuning or leader.synchroniser.profiling or job.joining.somebody):  # as on all ranks
                 self._begin(job)
         elif self.stage is Stage.STARTING:
             self.stage = Stage.RECORDING
@@ -322,7 +358,7 @@ class JobRecorder:
                 if not self._draft.slowed:
                     self.end()
                     return
-                self._look_no_more()
+                self._watch_no_more()
                 self.stage = Stage.STARTING
             self._next_draft()
 
@@ -331,16 +367,9 @@ class JobRecorder:
         return sum(draft.slowed is slowed for draft in self._drafts)
 
     def _next_draft(self) -> None:
-        """Memory is looked at in the first step."""
-        if self._kineto is not None:
-            if not self._drafts:
-                self._storages = live_storages()
-            if self._calls is not None:
-                self._calls.with_tensors = not self._drafts
-            self._kineto.mark()
-        self._draft = Draft(time.perf_counter(), slowed=self._kineto is not None, beside_s=-processor_time_beside_s())
-
-    # ── what is told meanwhile ───────────────────────────────────────────────────────────────────────────────────
+        if self._watch is not None:
+            self._watch.next_step()
+        self._draft = Draft(time.perf_counter(), slowed=self._watch is not None, beside_s=-processor_time_beside_s())
 
     def iteration(self, traced: TracedIteration) -> None:
         """Keep an iteration of a synchroniser."""
@@ -361,7 +390,7 @@ class JobRecorder:
         if host_leads:
             with suppress(OSError):  # which is told at the end
                 self._folder.mkdir(parents=True, exist_ok=True)
-                folders.clear(self._folder)
+                clear(self._folder)
         told: list[tuple[Placement, list[Buffer]]] = control.all_gather((own_placement(control), _buffers(job)))
         known = {buffer.number: buffer for _, buffers in told for buffer in buffers}  # that any rank knows, each once
         self._clock = compare_clocks(control)
@@ -382,17 +411,15 @@ class JobRecorder:
         )
         if host_leads:  # now, as this rank may be the one that is killed
             with suppress(OSError):
-                folders.write_job(self._folder, self._job)
+                write_job(self._folder, self._job)
         if self._wanted.operators:
             try:
-                self._kineto = Kineto(edges=self._wanted.edges)
+                self._watch = StepWatch(edges=self._wanted.edges)
             except RecordingError as err:
                 logger.warning("%s", err)
-            else:
-                self._calls = None if model_is_compiled() else ModuleCalls()
         recorder.start(self)
         self.stage = Stage.STARTING
-        self._termination.watch()
+        self.watch_for_termination()
         if self._rank == 0:
             logger.info("recording %d iterations in %s", self._wanted.iterations, self._folder)
 
@@ -407,117 +434,77 @@ class JobRecorder:
                 hook.remove()
             if stage is Stage.WAITING:
                 logger.warning("%s", NOTHING)
-            else:
-                with self._termination.put_off():
-                    self._write()
+                return
+            self._writing = True
+            try:
+                self._write()
+            finally:
+                self._writing = False
+                self._let_terminate()
+
+    def watch_for_termination(self) -> None:
+        """From now on SIGTERM waits until what there is has been written; a handler of the script's stays alone."""
+        here = threading.current_thread() is threading.main_thread()  # no other may set handlers
+        if here and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, self._on_terminate)
+            self._terminable = True
+
+    def _on_terminate(self, *_: Any) -> None:  # Any: as `signal` has it
+        self._terminated = True
+        if not self._writing:  # else what is being written is written to its end
+            self.end()
+            self._let_terminate()
+
+    def _let_terminate(self) -> None:
+        """What there is has been written: SIGTERM does its work, now if it has come."""
+        if self._terminable and threading.current_thread() is threading.main_thread():
+            self._terminable = False
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            if self._terminated:
+                os.kill(os.getpid(), signal.SIGTERM)
 
     def _write(self) -> None:
         assert self._job is not None
-        self._look_no_more()
-        operators, lanes = operators_of_drafts(self._drafts, self._seen, self._calls)
+        self._watch_no_more()
+        seen, memory = self._seen, None
+        operators, lanes = operators_of_drafts(self._drafts, seen)
+        if seen is not None and self._drafts and operators[0] is not None:
+            first, spans = self._drafts[0], operators[0].spans
+            memory = memory_of_step(seen, number=first.number, begin_s=first.begin_s, end_s=first.end_s, spans=spans)
         recording = RankRecording(
             rank=self._rank,
             job=self._job.job,
             model=model_digest(self._job.buffers),
-            detail=Detail.UNITS if self._seen is None else Detail.OPERATORS,
+            detail=Detail.UNITS if seen is None else Detail.OPERATORS,
             offset_s=self._clock.offset_s,
             round_trip_s=self._clock.round_trip_s,
-            clock_error_s=0.0 if self._seen is None else self._seen.clock.error_s,
+            clock_error_s=0.0 if seen is None else seen.clock.error_s,
             lanes=lanes,
-            complete=self._count(slowed=self._seen is not None) >= self._wanted.iterations,
+            complete=self._count(slowed=seen is not None) >= self._wanted.iterations,
             iterations=tuple(map(recorded, self._drafts, operators)),
-            modules=() if self._calls is None else self._calls.modules()[0],
-            memory=self._memory(operators),
+            modules=() if seen is None or seen.calls is None else seen.calls.modules()[0],
+            memory=memory,
         )
         try:
-            folders.write_rank(self._folder, recording)
+            write_rank(self._folder, recording)
         except OSError as err:
             logger.warning("what was recorded cannot be written: %s", err)
             return
         if self._rank == 0:
-            logger.info(
-                "%d iterations are recorded in %s: sirtaki profile --show %s",
-                len(self._drafts),
-                self._folder,
-                self._folder,
-            )
+            words = "%d iterations are recorded in %s: sirtaki profile --show %s"
+            logger.info(words, len(self._drafts), self._folder, self._folder)
 
-    def _memory(self, operators: Sequence[StepOperators | None]) -> StepMemory | None:
-        """Return the memory of the first step; None where torch.profiler did not see it."""
-        if self._seen is None or not self._drafts or operators[0] is None:
-            return None
-        first = self._drafts[0]
-        return memory_of_step(
-            self._seen,
-            self._calls,
-            number=first.number,
-            begin_s=first.begin_s,
-            end_s=first.end_s,
-            spans=operators[0].spans,
-            storages=self._storages,
-        )
-
-    def _look_no_more(self) -> None:
+    def _watch_no_more(self) -> None:
         """Switches torch.profiler off, where it is on."""
-        if self._calls is not None:
-            self._calls.stop()
-        kineto, self._kineto = self._kineto, None
-        if kineto is not None and kineto.here:
+        watch, self._watch = self._watch, None
+        if watch is not None:
             try:
-                self._seen = kineto.stop()
+                self._seen = watch.stop()
             except RecordingError as err:
                 logger.warning("%s; no operators are recorded", err)
 
 
-def _tuned(job: Job) -> Sequence[tuple[Reducer, TunedSynchroniser]]:
-    """Return what reduces gradients on this rank, each with its key."""
-    return [
-        (there.key, there.tuned)
-        for there in job.participants
-        if isinstance(there, GradientReducer) and there.tuned is not None
-    ]
-
-
-def _of_all_ranks(job: Job) -> list[TunedSynchroniser]:
-    return [tuned for (process_set, _), tuned in _tuned(job) if process_set == 0]
-
-
-def _leader(job: Job) -> TunedSynchroniser | None:
-    """The one whose iterations are counted; the same on all ranks. None: gradients are not reduced over all ranks."""
-    return next(iter(_of_all_ranks(job)), None)
-
-
-def _links(job: Job, known: Mapping[Route, LinkModel]) -> dict[Route, LinkModel]:
-    """Collective: what all-reduces cost, also on routes in use that no warm-up has probed."""
-    links = dict(known)
-    for tuned in _of_all_ranks(job):
-        if tuned.knobs.route not in links:
-            route = [tuned.knobs.route]
-            probes = probe_routes(job.control, tuned.router, route, max_streams=PROBED_STREAMS, budget_s=PROBING_S)
-            links |= fitted_links(probes)
-    return links
-
-
-def _is_tuning(job: Job) -> bool:
-    return any(tuned.tuning for tuned in _of_all_ranks(job))
-
-
-def _buffers(job: Job) -> list[Buffer]:
-    """Return the flat buffers of this rank."""
-    keys = {there.key: there.ranks for there in job.participants}
-    return [
-        Buffer(
-            number=buffer_number(key, number),
-            reducer=key,
-            ranks=tuple(keys[key]),
-            layout=layout,
-            plan=plan,
-            knobs=tuned.knobs,
-        )
-        for key, tuned in _tuned(job)
-        for number, (layout, plan) in enumerate(zip(tuned.synchroniser.layouts, tuned.synchroniser.plans, strict=True))
-    ]
-
+# ── how it is asked for ──────────────────────────────────────────────────────────────────────────────────────────────
 
 _from_environment: JobRecorder | None = None
 

@@ -169,6 +169,12 @@ def page(title: str, sections: Sequence[str], *, head: str = "") -> str:
     return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n{body}\n</body></html>\n'
 
 
+def paragraph(words: str, kind: str = "") -> str:
+    """A paragraph of text, of a class."""
+    of = f' class="{kind}"' if kind else ""
+    return f"<p{of}>{escape(words)}</p>"
+
+
 def framed(content: str) -> str:
     """A wide plot or table, to be scrolled where the window is narrow."""
     return f'<div class="plot">{content}</div>'
@@ -190,26 +196,32 @@ def share_bar(share: float, *classes: str) -> Html:
 
 
 def table(
-    titles: Sequence[str], rows: Iterable[Sequence[str]], *, text: Sequence[int] = (), last: Sequence[str] = ()
+    titles: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    text: Sequence[int] = (),
+    last: Sequence[str] = (),
+    unsure: Sequence[int] = (),
 ) -> str:
-    """A table.
+    """A table, framed.
 
     Args:
         titles: of the columns.
         rows: cells; those that are `Html` are taken as they are.
         text: places of columns that are no numbers.
         last: a row for sums.
+        unsure: places of rows that are grey.
     """
 
-    def cell(place: int, words: str, kind: str) -> str:
-        number = "" if place in text else ' class="number"'
-        return f"<{kind}{number}>{words if isinstance(words, Html) else escape(words)}</{kind}>"
+    def row(cells: Sequence[str], kind: str = "td", of: str = "") -> str:
+        words = (cell if isinstance(cell, Html) else escape(cell) for cell in cells)
+        numbers = ("" if place in text else ' class="number"' for place in range(len(cells)))
+        inside = "".join(f"<{kind}{number}>{word}</{kind}>" for number, word in zip(numbers, words, strict=True))
+        return f"<tr{of}>{inside}</tr>"
 
-    def row(cells: Sequence[str], *, kind: str = "td", of: str = "") -> str:
-        return f"<tr{of}>{''.join(cell(place, words, kind) for place, words in enumerate(cells))}</tr>"
-
+    body = (row(cells, of=' class="unsure"' if place in unsure else "") for place, cells in enumerate(rows))
     sums = row(last, of=' class="sum"') if last else ""
-    return f"<table>{row(titles, kind='th')}{''.join(map(row, rows))}{sums}</table>"
+    return framed(f"<table>{row(titles, 'th')}{''.join(body)}{sums}</table>")
 
 
 def legend(colors: Mapping[str, str]) -> str:

@@ -401,19 +401,6 @@ FINEST_S, COARSEST_S = 1e-6, 1.0
 KINDS = tuple(Kind)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Timeline:
-    """What the page shows.
-
-    Attributes:
-        data: for the script.
-        notes: what of the recording is not in it, a sentence each.
-    """
-
-    data: Mapping[str, Any]
-    notes: tuple[str, ...]
-
-
 def timeline(
     histories: Histories,
     ranks: Sequence[int],
@@ -421,8 +408,10 @@ def timeline(
     *,
     kind_names: Mapping[Kind, str],
     most_boxes: int = MOST_BOXES,
-) -> Timeline:
-    """Draw the median iteration first, and as many others as there is room for.
+) -> tuple[Mapping[str, Any], list[str]]:
+    """Return what the page's script draws, and a sentence for each thing that is not in it.
+
+    The median iteration comes first, then as many others as there is room for.
 
     Args:
         histories: what was recorded.
@@ -450,16 +439,14 @@ def timeline(
                 "drawn as one box."
             )
     names: dict[str, int] = {}
-    return Timeline(
-        data={
-            "ticks_per_ms": TICKS_PER_S // 1000,
-            "kinds": [[kind_names[kind], COLORS[kind]] for kind in KINDS],
-            "hosts": {place.rank: place.host_name for place in histories.recording.job.placement},
-            "iterations": [_iteration(step, drawn[step.number], paths.get(step.number, ()), names) for step in steps],
-            "names": list(names),
-        },
-        notes=tuple(notes),
-    )
+    data = {
+        "ticks_per_ms": TICKS_PER_S // 1000,
+        "kinds": [[kind_names[kind], COLORS[kind]] for kind in KINDS],
+        "hosts": {place.rank: place.host_name for place in histories.recording.job.placement},
+        "iterations": [_iteration(step, drawn[step.number], paths.get(step.number, ()), names) for step in steps],
+        "names": list(names),
+    }
+    return data, notes
 
 
 def _length_s(step: Step) -> float:

@@ -7,7 +7,10 @@ import statistics
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from statistics import NormalDist
+from typing import Any
 
 import numpy as np
 
@@ -17,7 +20,7 @@ from sirtaki.autotune.model.replayer import Activity, Phase
 from sirtaki.comm.plan import CommPlan, GradientLayout, Route, TransportKind
 from sirtaki.errors import PlanError, ReplayError
 
-from .global_graph import StepTimes, coarse, mean_iteration, play, replayed
+from .global_graph import StepTimes, coarse, computation_s, mean_iteration, ms, play, replayed
 from .job_model import (
     GradientKey,
     Histories,
@@ -752,10 +755,36 @@ def bandwidth(job: JobModel) -> float:
     return max(rates)
 
 
+# ── answers ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
 UNIT_BYTES = tuple(MIB * mib for mib in (1, 4, 16, 64))
 STREAMS = (1, 2, 4, 8)
 WORTH_SAYING = 0.01
 """A remedy that brings less is not mentioned."""
+
+CONFIDENCE = 0.9
+"""Of intervals: so often the truth lies inside."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelError:
+    """By how much a replay misses: the logarithm of true over told, at most, in nine questions of ten.
+
+    Attributes:
+        any_question: however little is changed.
+        step: for each factor e by which the step is told to change.
+        units: for each factor e by which the number of units changes.
+    """
+
+    any_question: float
+    step: float
+    units: float
+
+
+BETWEEN_HOSTS = ModelError(any_question=0.050, step=0.055, units=0.026)
+ON_ONE_HOST = ModelError(any_question=0.067, step=0.196, units=0.162)
+ANOTHER_ROUTE = ModelError(any_question=0.609, step=0.652, units=0.022)  # on one host
+"""As `python -m bench.replay --errors` fits them to the kept sweeps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -766,81 +795,125 @@ class Answer:
         words: what would be different.
         times: the step then.
         gain: what share of the step it would save; negative where it would take longer.
-        is_priced: it has other units, at prices that were fitted to the recorded ones.
+        low_s, high_s: between which the step then lies, with `CONFIDENCE`.
+        is_sure: that the step would change, and which way.
     """
 
     words: str
     times: StepTimes
     gain: float
-    is_priced: bool = False
+    low_s: float
+    high_s: float
+    is_sure: bool
 
     @property
     def is_worth_saying(self) -> bool:
         """It brings something."""
         return self.gain > WORTH_SAYING
 
+    def overlaps(self, other: Answer) -> bool:
+        """The two cannot be told apart."""
+        return self.low_s <= other.high_s and other.low_s <= self.high_s
 
-def answer(words: str, job: JobModel, *, before_s: float) -> Answer:
-    """Replays a changed job.
+    def describe(self) -> str:
+        """`320 ms a step (298 to 344), 22 % less`."""
+        change = f"{abs(self.gain):.0%} {'less' if self.gain >= 0 else 'more'}".replace("%", " %")
+        doubt = "" if self.is_sure else ", which is within the error"
+        return f"{ms(self.times.iteration_s)} a step ({self.interval}), {change}{doubt}"
 
-    Args:
-        words: what was changed.
-        job: the result.
-        before_s: an iteration without the change.
+    def row(self) -> dict[str, Any]:
+        """The same for programs."""
+        numbers = {"gain": self.gain, "low_s": self.low_s, "high_s": self.high_s, "sure": self.is_sure}
+        return {"words": self.words, "iteration_s": self.times.iteration_s, **numbers}
+
+    @property
+    def interval(self) -> str:
+        """`298 to 344`, milliseconds."""
+        return f"{1e3 * self.low_s:.3g} to {1e3 * self.high_s:.3g}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Baseline:
+    """A job as it is, to which answers are compared.
+
+    Attributes:
+        job: which.
+        times: of a step in its replay.
+        priced_s: a step if its own units, too, are cut and priced as other ones would be; None = others cannot be
+            asked for.
+        error: of all answers, as a logarithm: what the recorded iterations' scatter leaves open, and how far the replay
+            is from them.
     """
-    times = replayed(play(job))
-    return Answer(words=words, times=times, gain=1 - times.iteration_s / before_s if before_s > 0 else 0.0)
 
+    job: JobModel
+    times: StepTimes
+    priced_s: float | None
+    error: float
 
-def remedies(job: JobModel, *, before_s: float) -> tuple[Answer, ...]:
-    """Each single remedy that would bring something, the best first."""
-    return tuple(one for one in single_remedies(job, before_s=before_s) if one.is_worth_saying)
+    @classmethod
+    def of(cls, job: JobModel, recorded: StepTimes | None = None, *, error: float = 0.0) -> Baseline:
+        """Replay a job.
 
+        Args:
+            job: which.
+            recorded: its steps as they were recorded; None = it is not as it was.
+            error: then, of the job that it was made of.
+        """
+        times = replayed(play(job))
+        priced_s = None
+        if job.buffers and not unanswered(job):
+            with suppress(ReplayError):
+                same = with_plans(job, {buffer.number: buffer.plan for buffer in job.buffers})
+                priced_s = replayed(play(same)).iteration_s
+        if recorded is not None and recorded.iteration_s > 0:
+            count = recorded.iterations
+            scatter = NormalDist().inv_cdf((1 + CONFIDENCE) / 2) * recorded.spread_s / recorded.iteration_s
+            few = math.sqrt((count - 1) / max(1, count - 3))  # Student's distribution is that much wider
+            error = math.hypot(scatter * few / math.sqrt(count), math.log(times.iteration_s / recorded.iteration_s))
+        return cls(job=job, times=times, priced_s=priced_s, error=error)
 
-def single_remedies(job: JobModel, *, before_s: float) -> tuple[Answer, ...]:
-    """Each single one that can be answered, the best first; some bring nothing.
+    def answer(self, words: str, changed: JobModel, *, replanned: bool = False) -> Answer:
+        """Replay the job after a change.
 
-    Args:
-        job: as it was recorded.
-        before_s: an iteration of it.
-    """
-    found = [answer(words, changed(), before_s=before_s) for words, changed in _remedies(job)]
-    if (size := None if unanswered(job) else best_part_bytes(job)) is not None:
-        words = f"{in_words(job, size)}: {line_of_code(size)}"
-        found.append(replace(answer(words, in_parts(job, size), before_s=before_s), is_priced=True))
-    for words, knobs in _other_cuts(job):
-        found.append(replace(answer(words, with_knobs(job, knobs), before_s=before_s), is_priced=True))
-    return tuple(sorted(found, key=lambda one: -one.gain))
+        Args:
+            words: what was changed.
+            changed: the result.
+            replanned: its units are cut and priced anew, so that it is compared with its own units priced like that.
+        """
+        played, before_s = play(changed), self.times.iteration_s
+        times, error = replayed(played), self.error
+        if replanned and self.priced_s:
+            times = times.scaled(before_s / self.priced_s)
+            error = math.hypot(error, math.log(before_s / self.priced_s))
+        step_s = times.iteration_s
+        if not (before_s > 0 and step_s > 0):
+            return Answer(words=words, times=times, gain=0.0, low_s=step_s, high_s=step_s, is_sure=False)
+        width = math.hypot(error, self._model_error(changed, math.log(step_s / before_s)))
+        low_s, high_s = step_s * math.exp(-width), step_s * math.exp(width)
+        low_s = min(step_s, max(low_s, computation_s(played.graph) / max(1, times.iterations)))
+        gain = 1 - step_s / before_s
+        return Answer(
+            words=words, times=times, gain=gain, low_s=low_s, high_s=high_s, is_sure=not low_s <= before_s <= high_s
+        )
 
+    def _model_error(self, changed: JobModel, change: float) -> float:
+        before, after = ([buffer.plan for buffer in job.buffers] for job in (self.job, changed))
+        count, other = (sum(len(plan.units) for plan in plans) or 1 for plans in (before, after))
+        known = BETWEEN_HOSTS if changed.link is not None else ON_ONE_HOST
+        if changed.link is None and {plan.transport for plan in before} != {plan.transport for plan in after}:
+            known = ANOTHER_ROUTE
+        return known.any_question + known.step * abs(change) + known.units * abs(math.log(other / count))
 
-def price_error(job: JobModel, *, before_s: float) -> float:
-    """How much longer a step is if the recorded units, too, are cut and priced as other ones would be.
-
-    Args:
-        job: as it was recorded.
-        before_s: an iteration of it.
-
-    Returns:
-        A share of the step; 0 where other units cannot be asked for.
-    """
-    if not job.buffers or unanswered(job) or not before_s > 0:
-        return 0.0
-    try:
-        same = with_plans(job, {buffer.number: buffer.plan for buffer in job.buffers})
-    except ReplayError:
-        return 0.0
-    return replayed(play(same)).iteration_s / before_s - 1
-
-
-def price_notes(error: float) -> tuple[str, ...]:
-    """Say what `price_error` means for answers, a sentence; none where it is too little to be said."""
-    if abs(error) <= WORTH_SAYING:
-        return ()
-    change = f"{100 * abs(error):.1f} % {'longer' if error > 0 else 'shorter'}"
-    return (
-        f"priced as other units are, the recorded ones would make a step {change} than it was: what other units are "
-        "said to bring may be wrong by as much",
-    )
+    def single_remedies(self) -> tuple[Answer, ...]:
+        """Each single change that can be asked for, the best first; some bring nothing."""
+        job = self.job
+        found = [self.answer(words, changed()) for words, changed in _remedies(job)]
+        if self.priced_s is not None:
+            if (size := best_part_bytes(job)) is not None:
+                words = f"{in_words(job, size)}: {line_of_code(size)}"
+                found.append(self.answer(words, in_parts(job, size), replanned=True))
+            found += [self.answer(words, with_knobs(job, knobs), replanned=True) for words, knobs in _other_cuts(job)]
+        return tuple(sorted(found, key=lambda one: -one.gain))
 
 
 def unanswered(job: JobModel) -> tuple[str, ...]:
@@ -873,8 +946,6 @@ def _remedies(job: JobModel) -> Iterator[tuple[str, Callable[[], JobModel]]]:
 
 def _other_cuts(job: JobModel) -> Iterator[tuple[str, Knobs]]:
     """One knob changed, or both."""
-    if not job.buffers or unanswered(job):
-        return
     now, layout, plan = job.buffers[0].knobs, job.buffers[0].layout, job.buffers[0].plan
     cut = {plan.units}
     others: list[tuple[str, Knobs | None]] = []

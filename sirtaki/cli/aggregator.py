@@ -3,34 +3,21 @@
 import json
 import logging
 import signal
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from argparse import ArgumentParser, Namespace
 
 from sirtaki.aggregator.server import Aggregator, Limits, ask_status
 from sirtaki.aggregator.wire import Wire
 from sirtaki.errors import AggregatorError, ConfigError
 from sirtaki.host_port import parse_address
 
-_SCALES = {"k": 2**10, "m": 2**20, "g": 2**30}
-
-
-def memory(text: str) -> int:
-    """`256M`, `1.5G` or bytes → bytes."""
-    number = text.strip().lower().removesuffix("b").removesuffix("i")
-    scale = _SCALES.get(number[-1:], 1)
-    try:
-        value = float(number[:-1] if scale > 1 else number) * scale
-    except ValueError:
-        value = 0.0
-    if not 1 <= value < 2**62:
-        raise ArgumentTypeError(f"{text!r} is no size; expected bytes, or with a unit such as 256M or 2G")
-    return int(value)
+from .output import memory_bytes
 
 
 def configure(parser: ArgumentParser) -> None:
     """Adds the command's options."""
     parser.add_argument("--port", type=int, default=9500, metavar="P", help="UDP port (9500)")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at (127.0.0.1: this host only)")
-    parser.add_argument("--memory", type=memory, default="256M", metavar="BYTES", help="for all jobs (256M)")
+    parser.add_argument("--memory", type=memory_bytes, default="256M", metavar="BYTES", help="for all jobs (256M)")
     parser.add_argument("--jobs", type=int, default=16, metavar="N", help="most jobs at once (16)")
     parser.add_argument("--standby", default="", metavar="HOST:PORT", help="where ranks go when this one is gone")
     parser.add_argument("--status", metavar="HOST:PORT", help="print what the one there has counted, as JSON, and end")
@@ -44,7 +31,8 @@ def main(options: Namespace) -> int:
         AggregatorError: nobody answers `--status`.
     """
     if options.status:
-        return _status(options.status)
+        print(json.dumps(_status(options.status), indent=1))
+        return 0
     if options.jobs < 1 or not 0 <= options.port < 65536:
         raise ConfigError(f"--jobs {options.jobs} --port {options.port}: expected a number from 1, and a port")
     if options.standby:
@@ -62,7 +50,7 @@ def main(options: Namespace) -> int:
     return 0
 
 
-def _status(address: str) -> int:
+def _status(address: str) -> object:
     wire = Wire.connected(parse_address(address))
     try:
         told = ask_status(wire)
@@ -70,5 +58,4 @@ def _status(address: str) -> int:
         wire.close()
     if told is None:
         raise AggregatorError(f"no aggregator answers at {address}; is it started, with --host for other hosts?")
-    print(json.dumps(told, indent=1))
-    return 0
+    return told

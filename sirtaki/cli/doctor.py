@@ -25,6 +25,8 @@ from sirtaki.machine import cpu_quota, memory_limit_bytes, usable_cores
 from sirtaki.mpi_library import find_mpi_library, find_mpiexec
 from sirtaki.settings import REGISTRY_OFF, Settings
 
+from .output import add_formats, printed
+
 _MPI_START_TIMEOUT_S = 60.0
 _STREAM_TRIAL_TIMEOUT_S = 120.0
 FEW_RANKS = 32
@@ -58,7 +60,7 @@ class Finding(NamedTuple):
 
 def configure(parser: ArgumentParser) -> None:
     """Adds this command's options."""
-    parser.add_argument("--json", action="store_true", help="for machines")
+    add_formats(parser)
 
 
 def main(options: Namespace) -> int:
@@ -68,10 +70,8 @@ def main(options: Namespace) -> int:
         1 if something is wrong, else 0.
     """
     findings = [finding for check in CHECKS for finding in check()]
-    wrong = any(finding.problem for finding in findings)
-    if options.json:
-        print(json.dumps({"healthy": not wrong, "findings": [finding._asdict() for finding in findings]}, indent=2))
-    else:
+    wrong, rows = any(finding.problem for finding in findings), [finding._asdict() for finding in findings]
+    if not printed(options, {"healthy": not wrong, "findings": rows}, rows):
         _print(findings)
     return int(wrong)
 

@@ -3,66 +3,34 @@
 from __future__ import annotations
 
 import json
-import re
-import sys
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from sirtaki.analysis.global_graph import Part, StepTimes, ms, recorded
+from sirtaki.analysis.global_graph import Part, ms, percent, recorded
 from sirtaki.analysis.job_model import histories, job_model
 from sirtaki.analysis.memory import Fitting, fit, memory_passes
-from sirtaki.analysis.plan_search import EVERY, SEARCH_LIMIT_S, Acceleration, Outcome, optimize
-from sirtaki.analysis.recording_files import read
-from sirtaki.analysis.what_if import WORTH_A_LINE
+from sirtaki.analysis.plan_search import EVERY, SEARCH_LIMIT_S, Acceleration, Outcome, Proposal, optimize
+from sirtaki.analysis.what_if import WORTH_A_LINE, Baseline
 from sirtaki.autotune.knobs import format_bytes
 from sirtaki.engine.tuning.plans import PLAN_FILE
-from sirtaki.errors import ConfigError, ReplayError
+from sirtaki.errors import ReplayError
 
-DOUBTFUL = 0.05
-"""Share of a step by which a replay may be off without a word."""
+from .output import add_formats, add_recording, memory_bytes, positive, print_table, printed, read_recording, write_file
 
 COMPILED_STAYS = f"The compiled model stays whole: in parts a step is not {100 * WORTH_A_LINE:.0f} % shorter."
+
+DOUBTFUL = 0.05
+"""Share of a step by which a replay may be off without a word; the intervals hold it, too."""
 
 MOST_PARTS = 3
 """Of a critical path, so many are shown."""
 
 
-_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
-
-
-def positive(text: str) -> float:
-    """An option's value.
-
-    Raises:
-        ArgumentTypeError: it is no number above 0, or it is infinite.
-    """
-    try:
-        value = float(text)
-    except ValueError as err:
-        raise ArgumentTypeError(f"{text!r} is no number") from err
-    if not 0 < value < float("inf"):
-        raise ArgumentTypeError(f"it must be positive, not {text}")
-    return value
-
-
-def memory_bytes(text: str) -> int:
-    """An option's value such as `6G`, `512M`, `1.5GiB`, or a number of bytes; K, M, G and T are powers of 1024.
-
-    Raises:
-        ArgumentTypeError: it is something else, or nothing.
-    """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
-    n_bytes = int(float(found[1]) * _UNITS[found[2].upper()]) if found else 0
-    if not n_bytes:
-        raise ArgumentTypeError(f"{text!r} is no amount of memory: give one such as 6G or 512M")
-    return n_bytes
-
-
 def configure(parser: ArgumentParser) -> None:
     """Adds the command's options."""
-    parser.add_argument("folder", type=Path, metavar="DIR", help="what `sirtaki profile` has written")
+    add_recording(parser)
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help=f"the plan (DIR/{PLAN_FILE})")
     parser.add_argument(
         "--allow", action="append", default=[], metavar="PASS", help="also change what changes numbers, such as bf16"
@@ -83,85 +51,93 @@ def configure(parser: ArgumentParser) -> None:
         metavar="BYTES",
         help="what a rank may hold, such as 6G; beyond it re-computation and accumulation are looked at",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_formats(parser)
 
 
 def main(options: Namespace) -> int:
-    """Searches, says what was found and what it is worth, and writes the plan.
+    """Searches, says what was found and how far it can be told from what ran, and writes what is worth a trial.
 
     Raises:
         RecordingError: there is nothing to improve, or memory was not recorded and there is a budget.
         ReplayError: what is there cannot be replayed, or the budget cannot be met.
         ConfigError: a pass does not exist, or the plan cannot be written.
     """
-    recording = read(options.folder)
-    for problem in recording.problems:
-        print(f"sirtaki optimize: {problem}", file=sys.stderr)
+    recording = read_recording(options)
     found = histories(recording)
-    job = job_model(found)
-    fitting = None
+    job, was = job_model(found), recorded(found)
+    before, fitting = Baseline.of(job, was), None
     if options.memory_budget is not None:
-        fitting = fit(recording, job, memory_passes(), budget_bytes=options.memory_budget)
+        fitting = fit(recording, before, memory_passes(), budget_bytes=options.memory_budget)
         if not fitting.is_met:
-            raise ReplayError(unmet(fitting))
+            raise ReplayError(_unmet(fitting))
     outcome = optimize(
-        job if fitting is None else fitting.applied_to(job),
+        before if fitting is None else fitting.after,
         settings=recording.job.settings,
         allowed=options.allow,
         accelerations=EVERY - {Acceleration(name) for name in options.without},
         limit_s=options.limit_s,
     )
-    was, now = recorded(found), outcome.as_recorded if fitting is None else fitting.times
-    path = options.output or options.folder / PLAN_FILE
-    memory = {} if fitting is None else {"memory": memory_as_json(fitting)}
-    text = json.dumps({**outcome.plan.to_json(), **memory}, indent=1) + "\n"
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as err:
-        raise ConfigError(f"the plan cannot be written: {err}") from err
-    if options.json:
-        print(json.dumps({**_as_json(outcome, was, path), **memory}, indent=1))
+    memory = {} if fitting is None else {"memory": _memory_json(fitting)}
+    says_something = outcome.is_faster or outcome.best.plan.part_bytes is not None  # that a model stays whole, at least
+    proposals, files = ([outcome.best, *outcome.rivals] if says_something else []), list[Path]()
+    for number, one in enumerate(proposals, start=1):
+        path = options.output or options.folder / PLAN_FILE
+        files.append(path if number == 1 else path.with_name(f"{path.stem}-{number}{path.suffix}"))
+        write_file(files[-1], json.dumps({**one.plan.to_json(), **memory}, indent=1) + "\n", "the plan")
+    plans = [_plan_json(one, path) for one, path in zip(proposals, files, strict=True)]
+    told = {
+        "recorded_s": was.iteration_s,
+        "recorded_spread_s": was.spread_s,
+        **_json(outcome),
+        "plans": plans,
+        **memory,
+    }
+    if printed(options, told, plans):
         return 0
-    for line in describe_memory(fitting) if fitting is not None else ():
+    if fitting is not None:
+        _print_memory(fitting)
+    for line in [*_describe(outcome), "", *_worth(outcome, files)]:
         print(line)
-    for line in [*describe(outcome), "", *worth(outcome, was, now), "", *taking_it(outcome, path)]:
-        print(line)
-    for note in job.notes:
+    off = before.times.iteration_s / was.iteration_s - 1
+    doubts = [f"the replay is {percent(abs(off))} {'longer' if off > 0 else 'shorter'} than the recording"]
+    for note in [*job.notes, *(doubts if abs(off) > DOUBTFUL else ())]:
         print(f"\nNote: {note}.")
     return 0
 
 
-def describe(outcome: Outcome) -> Iterator[str]:
+# ── the plan ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _describe(outcome: Outcome) -> Iterator[str]:
     """What was found, and why."""
-    found = outcome.found
+    found, best, before_s = outcome.found, outcome.best, outcome.before.times.iteration_s
     yield (
         f"Searched {outcome.search_s:.1f} s: {found.replays} replays of {outcome.n_ranks} "
         f"{'rank' if outcome.n_ranks == 1 else 'ranks'}, {found.walks} walks along critical paths"
         + ("." if found.in_time else "; the time was up before it had come to its end.")
     )
-    before_s, after_s = outcome.before.iteration_s, outcome.after.iteration_s
     alone = f"without communication it would be {ms(outcome.without_communication_s)}"
-    if outcome.gain <= 0:
+    if not outcome.is_faster:
         yield f"Nothing is faster than what ran: {outcome.recorded_knobs.describe()}, {ms(before_s)} a step; {alone}."
-        if outcome.plan.part_bytes == 0:
+        if best.plan.part_bytes == 0:
             yield COMPILED_STAYS
-        yield from _path("The step is made of", outcome.parts_before)
+        yield from _path("The step is made of", outcome.parts)
         return
-    yield f"A step would take {ms(after_s)} instead of {ms(before_s)}, {_percent(outcome.gain)} less; {alone}."
+    yield f"Instead of {ms(before_s)} it would take {best.answer.describe()}; {alone}."
     yield ""
     yield f"It ran   {outcome.recorded_knobs.describe()}"
-    yield f"better   {outcome.knobs.describe()}"
+    yield f"better   {best.knobs.describe()}"
     kept = [f"{words} ({count}×)" if count > 1 else words for words, count in found.changes.items()]
     if kept:
         yield f"found by a grid, and on critical paths: {', '.join(kept)}"
-    yield from (f"and if   {extra.words}: {extra.line}" for extra in outcome.extras)
+    yield from (f"and if   {extra.words}: {extra.line}" for extra in best.extras)
     if outcome.plan_alone is not None:
-        yield f"(without parts the best plan makes it {ms(outcome.plan_alone.iteration_s)})"
-    elif outcome.plan.part_bytes == 0:
+        yield f"(without parts the best plan makes it {ms(outcome.plan_alone.times.iteration_s)})"
+    elif best.plan.part_bytes == 0:
         yield COMPILED_STAYS
     yield ""
-    yield from _path("Before, the step is made of", outcome.parts_before)
-    yield from _path("after it, of", outcome.parts_after)
+    yield from _path("Before, the step is made of", outcome.parts)
+    yield from _path("after it, of", best.parts)
 
 
 def _path(words: str, parts: Sequence[Part]) -> Iterator[str]:
@@ -169,64 +145,46 @@ def _path(words: str, parts: Sequence[Part]) -> Iterator[str]:
     yield from (f"  {part.describe()}" for part in parts[:MOST_PARTS])
 
 
-def worth(outcome: Outcome, was: StepTimes, now: StepTimes | None = None) -> Iterator[str]:
-    """How much the answer is worth.
-
-    Args:
-        outcome: the answer.
-        was: a step as it was recorded.
-        now: the same replayed, where the outcome is of a changed job.
-    """
-    error = (now or outcome.as_recorded).iteration_s / was.iteration_s - 1 if was.iteration_s > 0 else 0.0
-    if abs(error) > DOUBTFUL:
-        yield (
-            f"The replay is {_percent(abs(error))} {'longer' if error > 0 else 'shorter'} than the recording "
-            f"({ms(was.iteration_s)}): do not believe the figures above."
-        )
-    off = abs(outcome.price_error)
-    if outcome.gain > 0 and off >= outcome.gain:
-        yield (
-            f"What units cost by their size is a fit, and it misses the recorded plan by {_percent(off)} of a step, "
-            "more than is gained here: worth a trial, no more."
-        )
-    elif off > DOUBTFUL:
-        yield f"What units cost by their size is a fit, and it misses the recorded plan by {_percent(off)} of a step."
-    if was.spread_s > outcome.gain * was.iteration_s > 0:
-        yield f"Recorded steps differ by more than is gained (± {ms(was.spread_s)})."
-    if outcome.gain > 0:
-        yield "A replay is a prediction: the job compares the plan with its default before it keeps it."
+def _worth(outcome: Outcome, files: Sequence[Path]) -> Iterator[str]:
+    """How far the plan can be told from others, and what to do next."""
+    if not outcome.is_faster:
+        yield f"Wrote {files[0]}, by which early_gradients() leaves it whole." if files else "No plan is written."
+        return
+    if not outcome.best.answer.is_sure:
+        yield "A replay cannot tell it from what ran: only a trial of both can, which a job makes by itself (below)."
+    if outcome.rivals:
+        yield "It cannot tell it from these either, so try each:"
+        for one, path in zip(outcome.rivals, files[1:], strict=True):
+            yield f"  {path}: {one.knobs.describe()}, {one.answer.describe()}"
+    yield f"Wrote {files[0]}. The next job tries it in turns with its default, and keeps it only if it wins, with"
+    yield f"  SIRTAKI_PLAN={files[0]}"
+    ranks = outcome.best.plan.ranks
+    yield f"and runs nothing else with SIRTAKI_TUNE=0 beside it. It is for {ranks} ranks and this model."
 
 
-def taking_it(outcome: Outcome, path: Path) -> Iterator[str]:
-    """What to do next."""
-    yield f"Wrote {path}. The next job tries it first with"
-    yield f"  SIRTAKI_PLAN={path}"
-    yield f"and runs nothing else with SIRTAKI_TUNE=0 beside it. It is for {outcome.plan.ranks} ranks and this model."
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.1f} %"
-
-
-def _as_json(outcome: Outcome, was: StepTimes, path: Path) -> dict[str, Any]:
-    found = outcome.found
+def _plan_json(one: Proposal, path: Path) -> dict[str, Any]:
     return {
         "plan": str(path),
-        "knobs": outcome.knobs.to_json(),
+        **one.answer.row(),
+        "extras": [{"words": extra.words, "line": extra.line} for extra in one.extras],
+        "knobs": one.knobs.to_json(),
+    }
+
+
+def _json(outcome: Outcome) -> dict[str, Any]:
+    found, best = outcome.found, outcome.best
+    return {
+        "faster": outcome.is_faster,
+        "knobs": best.knobs.to_json(),
         "recorded_knobs": outcome.recorded_knobs.to_json(),
-        "extras": [{"words": extra.words, "line": extra.line} for extra in outcome.extras],
-        "recorded_s": was.iteration_s,
-        "recorded_spread_s": was.spread_s,
-        "replayed_s": outcome.as_recorded.iteration_s,
-        "before_s": outcome.before.iteration_s,
-        "after_s": outcome.after.iteration_s,
+        "before_s": outcome.before.times.iteration_s,
+        "after_s": best.answer.times.iteration_s,
         "gain": outcome.gain,
-        "part_bytes": outcome.plan.part_bytes,
-        "plan_alone_s": None if outcome.plan_alone is None else outcome.plan_alone.iteration_s,
-        "price_error": outcome.price_error,
+        "part_bytes": best.plan.part_bytes,
+        "plan_alone_s": None if outcome.plan_alone is None else outcome.plan_alone.times.iteration_s,
         "without_communication_s": outcome.without_communication_s,
-        "critical_path_before": [{"words": part.words, "share": part.share} for part in outcome.parts_before],
-        "critical_path_after": [{"words": part.words, "share": part.share} for part in outcome.parts_after],
+        "critical_path_before": [{"words": part.words, "share": part.share} for part in outcome.parts],
+        "critical_path_after": [{"words": part.words, "share": part.share} for part in best.parts],
         "changes": dict(found.changes),
         "search": {
             "seconds": outcome.search_s,
@@ -238,8 +196,10 @@ def _as_json(outcome: Outcome, was: StepTimes, path: Path) -> dict[str, Any]:
     }
 
 
-def unmet(fitting: Fitting) -> str:
-    """One sentence."""
+# ── memory ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _unmet(fitting: Fitting) -> str:
     least = min(fitting.remedies, key=lambda one: one.remedy.peak_bytes, default=None)
     how = "nothing that is known lowers it"
     if least is not None and least.remedy.peak_bytes < fitting.peak_bytes:
@@ -250,34 +210,30 @@ def unmet(fitting: Fitting) -> str:
     )
 
 
-def describe_memory(fitting: Fitting) -> Iterator[str]:
+def _print_memory(fitting: Fitting) -> None:
     """Whether the job fits, what makes it fit, what that costs, and the lines of code; an empty line at the end."""
     holds = f"At its peak rank {fitting.rank} holds {format_bytes(fitting.peak_bytes)} ({fitting.device})"
-    budget = format_bytes(fitting.budget_bytes)
-    if fitting.chosen is None:
-        yield f"{holds}, within {budget}: nothing need be done about memory."
-        yield ""
+    budget, chosen = format_bytes(fitting.budget_bytes), fitting.chosen
+    if chosen is None:
+        print(f"{holds}, within {budget}: nothing need be done about memory.\n")
         return
-    yield f"{holds}, more than {budget}. What would do, by replay:"
-    yield ""
-    yield f"{'peak':>12}{'step':>12}  "
-    yield f"{format_bytes(fitting.peak_bytes):>12}{ms(fitting.times.iteration_s):>12}  as it is"
+    print(f"{holds}, more than {budget}. What would do, by replay:\n")
+    rows = [(format_bytes(fitting.peak_bytes), ms(fitting.before.times.iteration_s), "", "as it is")]
     for one in fitting.remedies:
         not_enough = "" if one.remedy.peak_bytes <= fitting.budget_bytes else ", which is not enough"
-        peak, step = format_bytes(one.remedy.peak_bytes), ms(one.times.iteration_s)
-        yield f"{peak:>12}{step:>12}  {one.remedy.words}{not_enough}"
-    yield ""
-    yield f"The fastest that fits is {fitting.chosen.by}:"
-    yield ""
-    yield from (f"    {line}" for line in fitting.chosen.remedy.lines)
-    yield ""
-    yield from (f"But: {note}." for note in fitting.chosen.remedy.notes)
-    yield "Steps below are with it."
-    yield ""
+        peak, step = format_bytes(one.remedy.peak_bytes), ms(one.answer.times.iteration_s)
+        rows.append((peak, step, f"({one.answer.interval})", f"{one.remedy.words}{not_enough}"))
+    print_table(("peak", "step", "", ""), rows)
+    print(f"\nThe fastest that fits is {chosen.by}:\n")
+    for line in chosen.remedy.lines:
+        print(f"    {line}")
+    print()
+    for note in chosen.remedy.notes:
+        print(f"But: {note}.")
+    print("Steps below are with it.\n")
 
 
-def memory_as_json(fitting: Fitting) -> dict[str, Any]:
-    """The same for machines."""
+def _memory_json(fitting: Fitting) -> dict[str, Any]:
     return {
         "budget_bytes": fitting.budget_bytes,
         "peak_bytes": fitting.peak_bytes,
@@ -287,11 +243,11 @@ def memory_as_json(fitting: Fitting) -> dict[str, Any]:
         "remedies": [
             {
                 "by": one.by,
-                "words": one.remedy.words,
                 "lines": list(one.remedy.lines),
                 "notes": list(one.remedy.notes),
                 "peak_bytes": one.remedy.peak_bytes,
-                "step_s": one.times.iteration_s,
+                "step_s": one.answer.times.iteration_s,
+                **one.answer.row(),
             }
             for one in fitting.remedies
         ],

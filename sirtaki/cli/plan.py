@@ -4,7 +4,6 @@ The profile is a line of the log that a tuned job writes to SIRTAKI_TRIAL_LOG: w
 all-reduces cost on each route. Links that its trials speak against are fitted to them: probes see an idle network.
 """
 
-import json
 import math
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,9 +11,6 @@ from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
 from statistics import median
-
-from rich.console import Console
-from rich.table import Table
 
 from sirtaki.analysis.svg import COLORS, DEFAULT_COLOR, Plot, framed, legend, page
 from sirtaki.autotune.knobs import MIB, Knobs, KnobSpace, format_bytes
@@ -24,6 +20,8 @@ from sirtaki.autotune.trial import Trial
 from sirtaki.engine.tuning.trial_log import TrialLog, read_log
 from sirtaki.errors import ConfigError
 from sirtaki.measures import LinkModel
+
+from .output import add_formats, print_table, printed, write_file
 
 BYTES_PER_GBIT = 1e9 / 8
 MAX_STREAMS = 24
@@ -38,7 +36,7 @@ def configure(parser: ArgumentParser) -> None:
     parser.add_argument("--hop-us", type=float, default=20.0, metavar="US", help="latency of a hop (default: 20)")
     parser.add_argument("--measured-ranks", type=int, metavar="N", help="ranks of LOG's job; without --link-gbit")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="write the expected scaling as one HTML page")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_formats(parser)
 
 
 def _counts(text: str) -> tuple[int, ...]:
@@ -58,35 +56,36 @@ def main(options: Namespace) -> int:
         ConfigError: the log holds no profile, the cluster is not described well enough, or the page cannot be written.
     """
     log = read_log(options.log)
-    model = log.model
-    if model is None:
+    if log.model is None:
         raise ConfigError(f"{options.log} holds no profile; planners did not take part in that job")
-    model = fitted_to_trials(model, list(_trials(log)))
+    model = fitted_to_trials(log.model, list(_trials(log)))
     route = next(iter(model.links))
-    space = KnobSpace(routes=(route,), streams=tuple(range(1, MAX_STREAMS + 1)))
     untuned = Knobs(unit_bytes=4 * MIB, streams=4, transport=route[0]) if log.default is None else log.default.knobs
     rows = scaling_table(
         layout=model.layout,
         profile=model.profile,
         link_at=_link(options, model),
         ranks=options.ranks,
-        space=space,
+        space=KnobSpace(routes=(route,), streams=tuple(range(1, MAX_STREAMS + 1))),
         default=replace(untuned, transport=route[0], algorithm=route[1]),
         # Its rates are those of the link that was measured.
         contention=model.contention if options.link_gbit is None else None,
         contention_ranks=options.measured_ranks,
     )
     if options.plot is not None:
-        try:
-            options.plot.write_text(render(rows, model), encoding="utf-8")
-        except OSError as err:
-            raise ConfigError(f"the plot cannot be written: {err}") from err
-    if options.json:
-        print(json.dumps([row.to_json() for row in rows], indent=1))
-    else:
-        Console().print(_table(rows))
-        if options.plot is not None:
-            print(f"wrote {options.plot}")
+        write_file(options.plot, render(rows, model), "the plot")
+    if printed(options, [row.to_json() for row in rows]):
+        return 0
+    print_table(
+        ("ranks", "plan by", "units", "streams", "iteration", "efficiency"),
+        (
+            (str(row.ranks), row.planner, str(row.units), str(row.knobs.streams), f"{1e3 * row.iteration_s:.4g} ms",
+             f"{100 * row.efficiency:.0f} %")
+            for row in rows
+        ),
+    )  # fmt: skip
+    if options.plot is not None:
+        print(f"wrote {options.plot}")
     return 0
 
 
@@ -115,26 +114,11 @@ def _link(options: Namespace, model: PlanningModel) -> Callable[[int], LinkModel
     return lambda ranks: measured.rescaled(from_ranks=options.measured_ranks, to_ranks=ranks)
 
 
-def _table(rows: list[ScalingRow]) -> Table:
-    table = Table("ranks", "plan by", "units", "streams", "iteration", "efficiency", box=None)
-    for row in rows:
-        table.add_row(
-            str(row.ranks),
-            row.planner,
-            str(row.units),
-            str(row.knobs.streams),
-            f"{1e3 * row.iteration_s:.4g} ms",
-            f"{100 * row.efficiency:.0f} %",
-        )
-    return table
-
-
 def render(rows: Sequence[ScalingRow], model: PlanningModel) -> str:
     """A page with iteration time and efficiency over the number of ranks, a line for each planner and the default."""
-    planners = list(dict.fromkeys(row.planner for row in rows))
-    planners.sort(key=lambda planner: planner != DEFAULT)
+    planners = sorted(dict.fromkeys(row.planner for row in rows), key=lambda planner: planner != DEFAULT)
     colors = dict(zip(planners, cycle((DEFAULT_COLOR, *COLORS)), strict=False))
-    times_ms = [1e3 * row.iteration_s for row in rows]
+    most_ms = max(1e3 * row.iteration_s for row in rows)
     alone_ms = 1e3 * (model.profile.forward_s + model.profile.compute_s)
     return page(
         "Expected scaling",
@@ -143,9 +127,9 @@ def render(rows: Sequence[ScalingRow], model: PlanningModel) -> str:
             f"{alone_ms:.4g} ms without communication.</p>",
             legend(colors),
             "<h2>Iteration time</h2>",
-            framed(_plot(rows, colors, lambda row: 1e3 * row.iteration_s, y=(0, 1.05 * max(times_ms)), y_label="ms")),
+            _plot(rows, colors, lambda row: 1e3 * row.iteration_s, y=(0, 1.05 * most_ms), y_label="ms"),
             "<h2>Efficiency: throughput of a rank as part of what it would be alone</h2>",
-            framed(_plot(rows, colors, lambda row: 100 * row.efficiency, y=(0, 105), y_label="%")),
+            _plot(rows, colors, lambda row: 100 * row.efficiency, y=(0, 105), y_label="%"),
         ],
     )
 
@@ -159,12 +143,11 @@ def _plot(
     y_label: str,
 ) -> str:
     counts = sorted({row.ranks for row in rows})
-    x = (math.log2(counts[0]), math.log2(counts[-1]))
-    plot = Plot(x=x, y=y, x_label="ranks (log)", y_label=y_label)
+    plot = Plot(x=(math.log2(counts[0]), math.log2(counts[-1])), y=y, x_label="ranks (log)", y_label=y_label)
     for planner, color in colors.items():
         mine = [row for row in rows if row.planner == planner]
         plot.line([(math.log2(row.ranks), value(row)) for row in mine], color=color, dashed=planner == DEFAULT)
         for row in mine:
             title = f"{row.ranks} ranks, {planner}: {value(row):.4g} {y_label}, {row.knobs.describe()}"
             plot.dot(math.log2(row.ranks), value(row), color=color, title=title)
-    return plot.render(x_ticks=[(math.log2(count), str(count)) for count in counts])
+    return framed(plot.render(x_ticks=[(math.log2(count), str(count)) for count in counts]))

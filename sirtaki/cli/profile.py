@@ -11,11 +11,16 @@ import subprocess
 import sys
 from pathlib import Path
 
-from sirtaki.analysis import recording_files as folders
-from sirtaki.analysis.alignment import align, summary, write_trace
-from sirtaki.analysis.memory import highest_rank, memory_replay, peak_words
+from sirtaki.analysis import recording as folders
+from sirtaki.analysis.alignment import align, headlines, rank_rows, write_trace
+from sirtaki.analysis.memory import highest_rank, peak_words
 from sirtaki.errors import ConfigError, RecordingError
 from sirtaki.settings import ProfileRequest
+
+from .output import add_formats, print_table, printed, whole
+
+MOST_RANKS = 16
+"""As many are shown one by one."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -26,7 +31,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--iterations",
-        type=int,
+        type=whole(1),
         default=10,
         metavar="N",
         help="how many are recorded, with operators and again without (%(default)s)",
@@ -37,6 +42,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--overwrite", action="store_true", help="a recording in that folder may go")
     parser.add_argument("--show", metavar="DIR", help="show a recording that is there, and run nothing")
+    add_formats(parser)
     parser.add_argument(
         "job",
         metavar="COMMAND",
@@ -50,7 +56,7 @@ def main(options: argparse.Namespace) -> int:
     if options.show is not None:
         if options.job:
             raise ConfigError(f"--show shows a recording and runs nothing: leave out {' '.join(options.job)}")
-        show(Path(options.show))
+        _show(Path(options.show), options)
         return 0
     if not options.job:
         raise ConfigError(
@@ -59,38 +65,54 @@ def main(options: argparse.Namespace) -> int:
         )
     if options.edges and options.units_only:
         raise ConfigError("--edges is about operators, which --units-only leaves out: give one of the two")
-    if options.iterations < 1:
-        raise ConfigError(f"--iterations is {options.iterations}, and must be 1 at least")
     folder = Path(options.output).absolute()
     _prepare(folder, overwrite=options.overwrite)
-    exit_code = _run(_command(options.job), folder, options)
+    exit_code = _run(options.job, folder, options)
     if not folders.holds_recording(folder):
-        raise RecordingError(_why_nothing(exit_code))
-    print(f"\n{folder}", flush=True)
-    show(folder)
+        raise RecordingError(
+            f"nothing was recorded: the job has failed (exit code {exit_code})"
+            if exit_code
+            else "nothing was recorded: no gradients of several ranks were reduced by DistributedOptimizer or "
+            "ddp.attach(), or the job ended before its warm-up was over (SIRTAKI_WARMUP_ITERATIONS=0 leaves it out)"
+        )
+    if not (options.json or options.csv):
+        print(f"\n{folder}", flush=True)
+    _show(folder, options)
     return exit_code
 
 
-def show(folder: Path) -> None:
+def _show(folder: Path, options: argparse.Namespace) -> None:
     """Prints what a recording shows, and writes the trace of all ranks into it.
 
     Raises:
         RecordingError: there is nothing to show.
     """
-    recording = folders.read(folder)
-    alignment = align(recording)
-    for line in summary(recording, alignment):
-        print(line)
-    if any(rank.memory is not None for rank in recording.ranks.values()):
-        rank = highest_rank(recording)
-        replay = memory_replay(rank)
-        print(peak_words(rank, replay, replay.peak()))
+    recording = folders.read_folder(folder)
+    alignment, rows = align(recording), rank_rows(recording)
     try:
         path = write_trace(folder, recording, alignment)
     except OSError as err:
         raise RecordingError(f"the trace cannot be written: {err}") from err
+    what, clocks = headlines(recording, alignment)
+    if printed(options, {"recording": what, "clocks": clocks, "problems": recording.problems, "ranks": rows}, rows):
+        return
+    print("\n".join([what, *(f"  but: {problem}" for problem in recording.problems), clocks, ""]))
+    cells = (
+        [str(rank), *("-" if one is None else f"{1e3 * one:.2f}" for one in rest)] for rank, *rest in _values(rows)
+    )
+    print_table([title.removesuffix("_s") for title in rows[0]], cells)
+    if len(rows) > MOST_RANKS:
+        print(f"and {len(rows) - MOST_RANKS} more")
+    print("means, in ms; exposed is the communication that no computation hides")
+    if any(rank.memory is not None for rank in recording.ranks.values()):
+        rank, replay = highest_rank(recording)
+        print(peak_words(rank, replay, replay.peak()))
     print(f"all ranks on one clock: {path} (drop it on https://ui.perfetto.dev)")
     print(f"where the time goes and what would help, as a page: sirtaki report {shlex.quote(str(folder))}")
+
+
+def _values(rows: list[dict[str, float | None]]) -> list[list[float | None]]:
+    return [list(row.values()) for row in rows[:MOST_RANKS]]
 
 
 def _prepare(folder: Path, *, overwrite: bool) -> None:
@@ -108,14 +130,9 @@ def _prepare(folder: Path, *, overwrite: bool) -> None:
         raise ConfigError(f"{folder} cannot be recorded into: {err.strerror or err}") from err
 
 
-def _command(words: list[str]) -> list[str]:
-    """A script may be named alone."""
-    if words[0].endswith(".py") and shutil.which(words[0]) is None:
-        return [sys.executable, *words]
-    return words
-
-
 def _run(command: list[str], folder: Path, options: argparse.Namespace) -> int:
+    if command[0].endswith(".py") and shutil.which(command[0]) is None:  # a script may be named alone
+        command = [sys.executable, *command]
     asked = ProfileRequest(
         folder=str(folder), iterations=options.iterations, operators=not options.units_only, edges=options.edges
     )
@@ -129,12 +146,3 @@ def _run(command: list[str], folder: Path, options: argparse.Namespace) -> int:
         raise ConfigError(f"{command[0]} cannot be started: {err.strerror}") from err
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def _why_nothing(exit_code: int) -> str:
-    if exit_code:
-        return f"nothing was recorded: the job has failed (exit code {exit_code})"
-    return (
-        "nothing was recorded: no gradients of several ranks were reduced by DistributedOptimizer or ddp.attach(), or "
-        "the job ended before its warm-up was over (SIRTAKI_WARMUP_ITERATIONS=0 leaves it out)"
-    )

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from argparse import ArgumentParser, Namespace
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from contextlib import ExitStack, closing
+from collections.abc import Iterable, Mapping, Sequence, Set
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,8 +17,10 @@ from sirtaki.measures import LinkModel, faster
 from sirtaki.registry.entry import BLOCKS, HOT_COLD, Entry, RowWay
 from sirtaki.registry.graph import least_distance
 from sirtaki.registry.safe_store import open_store
-from sirtaki.registry.warm_start import Match, nearest
+from sirtaki.registry.warm_start import nearest
 from sirtaki.settings import REGISTRY_OFF, Settings
+
+from .output import add_formats, positive, print_table, printed, whole
 
 if TYPE_CHECKING:
     from sirtaki.registry.store import Store
@@ -38,7 +39,7 @@ def configure(parser: ArgumentParser) -> None:
     show = commands.add_parser("show", help="one entry with its knobs and where it comes from, or one way of rows")
     rows = commands.add_parser("rows", help="which way rows of sparse gradients went fastest, newest first")
     similar = commands.add_parser("similar", help="the entries nearest to one")
-    similar.add_argument("-k", type=_at_least(1), default=5, metavar="N", help="at most so many (default: 5)")
+    similar.add_argument("-k", type=whole(1), default=5, metavar="N", help="at most so many (default: 5)")
     similar.add_argument(
         "--max-distance", type=float, default=0.6, metavar="D", help="from 0, the same, to 1 (default: 0.6)"
     )
@@ -51,13 +52,13 @@ def configure(parser: ArgumentParser) -> None:
     )
     importing.add_argument("file", metavar="FILE", help="what `export` wrote; - is standard input")
     prune = commands.add_parser("prune", help="remove old entries and ways of rows")
-    prune.add_argument("--older-than", type=_days, metavar="DAYS", help="those made longer ago")
-    prune.add_argument("--keep", type=_at_least(0), metavar="N", help="all but the newest N of each")
+    prune.add_argument("--older-than", type=positive, metavar="DAYS", help="those made longer ago")
+    prune.add_argument("--keep", type=whole(0), metavar="N", help="all but the newest N of each")
     forget = commands.add_parser("forget", help="remove one entry or way of rows")
     for command, lists in ((show, "`list` or `rows`"), (similar, "`list`"), (forget, "`list` or `rows`")):
         command.add_argument("id", metavar="ID", help=f"the beginning of its id, as {lists} shows it")
     for command in (listing, rows, show, similar, importing, prune, forget):
-        command.add_argument("--json", action="store_true", help="for programs")
+        add_formats(command)
 
 
 def main(options: Namespace) -> int:
@@ -82,14 +83,11 @@ def _open(url: str | None, *, reads: bool) -> Store:
     return open_store(named)
 
 
+# ── look ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
 def _list(store: Store, options: Namespace) -> None:
     summaries = store.summaries()
-    if options.json:
-        _print_json([asdict(summary) for summary in summaries])
-        return
-    if not summaries:
-        print("nothing is remembered yet", file=sys.stderr)
-        return
     models = _told_apart({(summary.model_name, summary.model) for summary in summaries})
     clusters = _told_apart({(summary.hosts, summary.topology) for summary in summaries})
     rows = [
@@ -103,42 +101,209 @@ def _list(store: Store, options: Namespace) -> None:
             "fixed by the user": _pairs(summary.fixed),
             "communication took": summary.condition,
             "proposed by": summary.arm,
-            "trials": f"{summary.n_trials}{'' if summary.complete else ', cut short'}",
+            "trials": _trials(summary),
             "made": _date(summary.created_s),
         }
         for summary in summaries
     ]
-    for optional in ("fixed by the user", "communication took"):
-        if not any(row[optional] for row in rows):
-            rows = [{title: text for title, text in row.items() if title != optional} for row in rows]
-    _print_rows(rows)
+    unused = [title for title in ("fixed by the user", "communication took") if not any(row[title] for row in rows)]
+    rows = [{title: text for title, text in row.items() if title not in unused} for row in rows]
+    _show_rows(options, rows, [asdict(summary) for summary in summaries], "nothing is remembered yet")
 
 
 def _rows(store: Store, options: Namespace) -> None:
     ways = store.row_ways()
-    if options.json:
-        _print_json([{"id": way.id, **way.to_json()} for way in ways])
-        return
-    if not ways:
-        print("no ways of rows are remembered yet", file=sys.stderr)
-        return
-    _print_rows(
-        [
-            {
-                "id": way.id[:8],
-                "parameter": way.name,
-                "rows": str(way.key.n_rows),
-                "bytes of one": str(way.key.row_bytes),
-                "ranks": str(way.key.ranks),
-                "touched": f"{way.skew.union / way.key.n_rows:.2%}",
-                "1 % of these are": f"{way.skew.covered(max(1, way.skew.curve[-1][0] // 100)):.0%} of touches",
-                "way": _words(way),
-                "hot": str(way.n_hot or ""),
-                "made": _date(way.created_s),
-            }
-            for way in ways
-        ]
+    rows = [
+        {
+            "id": way.id[:8],
+            "parameter": way.name,
+            "rows": str(way.key.n_rows),
+            "bytes of one": str(way.key.row_bytes),
+            "ranks": str(way.key.ranks),
+            "touched": f"{way.skew.union / way.key.n_rows:.2%}",
+            "1 % of these are": f"{way.skew.covered(max(1, way.skew.curve[-1][0] // 100)):.0%} of touches",
+            "way": _words(way),
+            "hot": str(way.n_hot or ""),
+            "made": _date(way.created_s),
+        }
+        for way in ways
+    ]
+    _show_rows(options, rows, [{"id": way.id, **way.to_json()} for way in ways], "no ways of rows are remembered yet")
+
+
+def _show(store: Store, options: Namespace) -> None:
+    found = store.find(options.id)
+    data = found.to_json()
+    if not printed(options, data, [data]):
+        print_table(["", ""], (_way_facts(found) if isinstance(found, RowWay) else _entry_facts(found)).items())
+
+
+def _way_facts(way: RowWay) -> Mapping[str, str]:
+    key = way.key
+    return {
+        "id": way.id,
+        "parameter": f"{way.name}: {key.n_rows} rows of {key.row_bytes} bytes, {key.dtype}, on {key.ranks} ranks",
+        "cluster": key.topology,
+        "touched": f"{way.skew.union:.0f} rows in an iteration, {way.skew.touched:.0f} counted for each rank",
+        "coverage": ", ".join(f"{rows}: {part:.0%}" for rows, part in way.skew.curve),
+        "fixed by the user": _pairs(key.fixed.items()) or "nothing",
+        "aggregator": "there" if key.aggregator else "none",
+        "way": f"{_words(way)}, {way.n_hot} hot rows" if way.n_hot else _words(way),
+        "took": f"{1e3 * way.span_s:.3f} ms" if way.span_s else "was not timed: no other was worth a trial",
+        "made": _date(way.created_s),
+        "key versions": _versions(key.versions),
+    }
+
+
+def _entry_facts(entry: Entry) -> Mapping[str, str]:
+    knobs = dict(entry.knobs)
+    if knobs["cuts"] is not None:
+        knobs["cuts"] = f"{len(knobs['cuts'])} planned units"
+    links = {"inside a host": entry.topology.local_link, "between hosts": entry.topology.network_link}
+    known = [f"{name} {link}" for name, link in links.items() if link.is_known]
+    gain = faster(entry.default_span_s, entry.best_span_s)
+    return {
+        "id": entry.id,
+        "job": entry.describe(),
+        "model": f"{len(entry.model)} nodes, {entry.model.size()} edges, {entry.key.model}",
+        "cluster": "; ".join([entry.topology.describe(), *known, entry.key.topology]),
+        "hosts": ", ".join(filter(None, entry.provenance.host_kinds)) or "of unknown kind",
+        "elements": f"{entry.key.dtype} on {entry.key.device}",
+        "gradients": entry.key.gradients or "not noted",
+        "fixed by the user": _pairs(entry.key.fixed.items()) or "nothing",
+        "communication took": f"{entry.key.condition or '1×'} its usual time",
+        "knobs": _pairs((name, value) for name, value in knobs.items() if value is not None),
+        "communication": f"{1e3 * entry.best_span_s:.3f} ms ± {1e3 * entry.noise_s:.3f}",
+        "default": f"{1e3 * entry.default_span_s:.3f} ms; the best is {gain}",
+        "proposed by": entry.arm or "unknown",
+        "trials": _trials(entry),
+        "link": "not measured" if entry.link is None else _link(entry.link),
+        "made": _date(entry.provenance.created_s),
+        "key versions": _versions(entry.key.versions),
+        "versions": _versions(entry.provenance.versions),
+    }
+
+
+def _similar(store: Store, options: Namespace) -> None:
+    entry = store.get(options.id)
+    found = nearest(
+        store,
+        entry.model,
+        entry.topology,
+        dtype=entry.key.dtype,
+        device=entry.key.device,
+        k=options.k + 1,  # the entry itself is the nearest of all
+        max_distance=options.max_distance,
+        budget_s=10.0,
     )
+    matches = [(match, store.get(match.id)) for match in found if match.id != entry.id][: options.k]
+    least = {match.id: least_distance(entry.model, other.model) for match, other in matches}
+    rows = [
+        {
+            "id": match.id[:8],
+            "job": other.describe(),
+            "distance": f"{match.distance:.3f}",
+            "of models": f"{least[match.id]:.3f}–{match.model_distance:.3f}",
+            "of clusters": f"{match.topology_distance:.3f}",
+            "than default": faster(other.default_span_s, other.best_span_s),
+        }
+        for match, other in matches
+    ]
+    data = [{**asdict(match), "least_model_distance": least[match.id]} for match, _ in matches]
+    _show_rows(options, rows, data, "no other entry is that near; try a larger --max-distance")
+    if options.plot is not None:
+        if not matches:
+            raise RegistryError("there is nothing similar to draw: try a larger --max-distance")
+        from sirtaki.registry.graph import draw_match
+
+        match, other = matches[0]
+        draw_match(
+            entry.model,
+            other.model,
+            options.plot,
+            titles=(f"{entry.id[:8]}: {entry.describe()}", f"{other.id[:8]}: {other.describe()}"),
+            caption=f"model distance {match.model_distance:.3f}, with the clusters {match.distance:.3f}",
+        )
+
+
+def _show_rows(options: Namespace, rows: Sequence[Mapping[str, str]], data: Any, nothing: str) -> None:
+    """A table with a line each, under the same titles; what there is to say if there are none."""
+    if printed(options, data):
+        return
+    if rows:
+        print_table(list(rows[0]), [row.values() for row in rows])
+    else:
+        print(nothing, file=sys.stderr)
+
+
+# ── change ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _export(store: Store, options: Namespace) -> None:
+    from sirtaki.registry.entry import write_document
+
+    entries: Iterable[Entry] = store.entries()
+    ways = store.row_ways()
+    if options.ids:
+        named = [store.find(id_prefix) for id_prefix in options.ids]
+        entries = [one for one in named if isinstance(one, Entry)]
+        ways = [one for one in named if isinstance(one, RowWay)]
+    try:
+        opened = nullcontext(sys.stdout) if options.output is None else options.output.open("w")
+    except OSError as err:
+        raise RegistryError(f"{options.output} cannot be written: {err.strerror}") from err
+    with opened as file:
+        count = write_document(entries, ways, file)
+    print(f"exported: {count}", file=sys.stderr)
+
+
+def _import(store: Store, options: Namespace) -> None:
+    from sirtaki.registry.entry import read_document
+
+    source = "standard input" if options.file == "-" else options.file
+    with ExitStack() as stack:
+        try:
+            file = sys.stdin if options.file == "-" else stack.enter_context(open(options.file, encoding="utf-8"))
+        except OSError as err:
+            raise RegistryError(f"{source} cannot be read: {err.strerror}") from err
+        try:
+            entries, ways = read_document(file)
+        except RegistryError as err:
+            raise RegistryError(f"nothing of {source} was imported: {err}") from err
+    kept = store.save_all(entries, ways)
+    _report(options, {"imported": kept, "kept as they were": len(entries) + len(ways) - kept})
+
+
+def _prune(store: Store, options: Namespace) -> None:
+    if options.older_than is None and options.keep is None:
+        raise RegistryError("prune wants --older-than DAYS, --keep N or both")
+    age_s = None if options.older_than is None else options.older_than * DAY_S
+    _report(options, {"removed": store.prune(older_than_s=age_s, keep=options.keep)})
+
+
+def _forget(store: Store, options: Namespace) -> None:
+    _report(options, {"forgotten": store.forget(options.id)})
+
+
+def _report(options: Namespace, facts: dict[str, Any]) -> None:
+    if not printed(options, facts, [facts]):
+        print(", ".join(f"{name}: {value}" for name, value in facts.items()))
+
+
+_READING = ("list", "rows", "show", "similar", "export")
+_ACTIONS = {
+    "list": _list,
+    "rows": _rows,
+    "show": _show,
+    "similar": _similar,
+    "export": _export,
+    "import": _import,
+    "prune": _prune,
+    "forget": _forget,
+}
+
+
+# ── words ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _told_apart(named: Set[tuple[str, str]]) -> dict[str, str]:
@@ -157,204 +322,6 @@ def _words(way: RowWay) -> str:
     return f"{way.path} of {way.block_rows}" if way.path == BLOCKS else way.path
 
 
-def _show(store: Store, options: Namespace) -> None:
-    found = store.find(options.id)
-    if options.json:
-        _print_json(found.to_json())
-    elif isinstance(found, RowWay):
-        _show_way(found)
-    else:
-        _show_entry(found)
-
-
-def _show_way(way: RowWay) -> None:
-    key = way.key
-    facts = {
-        "id": way.id,
-        "parameter": f"{way.name}: {key.n_rows} rows of {key.row_bytes} bytes, {key.dtype}, on {key.ranks} ranks",
-        "cluster": key.topology,
-        "touched": f"{way.skew.union:.0f} rows in an iteration, {way.skew.touched:.0f} counted for each rank",
-        "coverage": ", ".join(f"{rows}: {part:.0%}" for rows, part in way.skew.curve),
-        "fixed by the user": _pairs(key.fixed.items()) or "nothing",
-        "aggregator": "there" if key.aggregator else "none",
-        "way": f"{_words(way)}, {way.n_hot} hot rows" if way.n_hot else _words(way),
-        "took": f"{1e3 * way.span_s:.3f} ms" if way.span_s else "was not timed: no other was worth a trial",
-        "made": _date(way.created_s),
-        "key versions": _versions(key.versions),
-    }
-    _print_table(["", ""], facts.items())
-
-
-def _show_entry(entry: Entry) -> None:
-    knobs = dict(entry.knobs)
-    if knobs["cuts"] is not None:
-        knobs["cuts"] = f"{len(knobs['cuts'])} planned units"
-    link = entry.link
-    gain = faster(entry.default_span_s, entry.best_span_s)
-    facts = {
-        "id": entry.id,
-        "job": entry.describe(),
-        "model": f"{len(entry.model)} nodes, {entry.model.size()} edges, {entry.key.model}",
-        "cluster": _cluster(entry),
-        "hosts": ", ".join(filter(None, entry.provenance.host_kinds)) or "of unknown kind",
-        "elements": f"{entry.key.dtype} on {entry.key.device}",
-        "gradients": entry.key.gradients or "not noted",
-        "fixed by the user": _pairs(entry.key.fixed.items()) or "nothing",
-        "communication took": f"{entry.key.condition or '1×'} its usual time",
-        "knobs": ", ".join(f"{name}={value}" for name, value in knobs.items() if value is not None),
-        "communication": f"{1e3 * entry.best_span_s:.3f} ms ± {1e3 * entry.noise_s:.3f}",
-        "default": f"{1e3 * entry.default_span_s:.3f} ms; the best is {gain}",
-        "proposed by": entry.arm or "unknown",
-        "trials": f"{entry.n_trials}{'' if entry.complete else ', cut short'}",
-        "link": "not measured" if link is None else _link(link),
-        "made": _date(entry.provenance.created_s),
-        "key versions": _versions(entry.key.versions),
-        "versions": _versions(entry.provenance.versions),
-    }
-    _print_table(["", ""], facts.items())
-
-
-def _similar(store: Store, options: Namespace) -> None:
-    entry = store.get(options.id)
-    found = nearest(
-        store,
-        entry.model,
-        entry.topology,
-        dtype=entry.key.dtype,
-        device=entry.key.device,
-        k=options.k + 1,  # the entry itself is the nearest of all
-        max_distance=options.max_distance,
-        budget_s=10.0,
-    )
-    matches = [match for match in found if match.id != entry.id][: options.k]
-    others = {match.id: store.get(match.id) for match in matches}
-    least = {name: least_distance(entry.model, other.model) for name, other in others.items()}
-    if options.json:
-        _print_json([{**asdict(match), "least_model_distance": least[match.id]} for match in matches])
-    elif not matches:
-        print("no other entry is that near; try a larger --max-distance")
-    else:
-        _print_rows(
-            [
-                {
-                    "id": match.id[:8],
-                    "job": others[match.id].describe(),
-                    "distance": f"{match.distance:.3f}",
-                    "of models": f"{least[match.id]:.3f}–{match.model_distance:.3f}",
-                    "of clusters": f"{match.topology_distance:.3f}",
-                    "than default": faster(others[match.id].default_span_s, others[match.id].best_span_s),
-                }
-                for match in matches
-            ]
-        )
-    if options.plot is not None:
-        if not matches:
-            raise RegistryError("there is nothing similar to draw: try a larger --max-distance")
-        _draw(entry, others[matches[0].id], matches[0], options.plot)
-
-
-def _draw(entry: Entry, other: Entry, match: Match, path: Path) -> None:
-    from sirtaki.registry.graph import draw_match
-
-    draw_match(
-        entry.model,
-        other.model,
-        path,
-        titles=(f"{entry.id[:8]}: {entry.describe()}", f"{other.id[:8]}: {other.describe()}"),
-        caption=f"model distance {match.model_distance:.3f}, with the clusters {match.distance:.3f}",
-    )
-
-
-def _export(store: Store, options: Namespace) -> None:
-    from sirtaki.registry.entry import write_document
-
-    entries: Iterable[Entry] = store.entries()
-    ways = store.row_ways()
-    if options.ids:
-        named = [store.find(id_prefix) for id_prefix in options.ids]
-        entries = [one for one in named if isinstance(one, Entry)]
-        ways = [one for one in named if isinstance(one, RowWay)]
-    with ExitStack() as stack:
-        try:
-            file = sys.stdout if options.output is None else stack.enter_context(options.output.open("w"))
-        except OSError as err:
-            raise RegistryError(f"{options.output} cannot be written: {err.strerror}") from err
-        count = write_document(entries, ways, file)
-    print(f"exported: {count}", file=sys.stderr)
-
-
-def _import(store: Store, options: Namespace) -> None:
-    from sirtaki.registry.entry import read_document
-
-    with ExitStack() as stack:
-        try:
-            file = sys.stdin if options.file == "-" else stack.enter_context(open(options.file, encoding="utf-8"))
-        except OSError as err:
-            raise RegistryError(f"{options.file} cannot be read: {err.strerror}") from err
-        try:
-            entries, ways = read_document(file)
-        except RegistryError as err:
-            source = "standard input" if options.file == "-" else options.file
-            raise RegistryError(f"nothing of {source} was imported: {err}") from err
-    kept = store.save_all(entries, ways)
-    _report(options, {"imported": kept, "kept as they were": len(entries) + len(ways) - kept})
-
-
-def _prune(store: Store, options: Namespace) -> None:
-    if options.older_than is None and options.keep is None:
-        raise RegistryError("prune wants --older-than DAYS, --keep N or both")
-    age_s = None if options.older_than is None else options.older_than * DAY_S
-    _report(options, {"removed": store.prune(older_than_s=age_s, keep=options.keep)})
-
-
-def _forget(store: Store, options: Namespace) -> None:
-    _report(options, {"forgotten": store.forget(options.id)})
-
-
-_READING = ("list", "rows", "show", "similar", "export")
-_ACTIONS = {
-    "list": _list,
-    "rows": _rows,
-    "show": _show,
-    "similar": _similar,
-    "export": _export,
-    "import": _import,
-    "prune": _prune,
-    "forget": _forget,
-}
-
-
-def _report(options: Namespace, facts: dict[str, Any]) -> None:
-    if options.json:
-        _print_json(facts)
-    else:
-        print(", ".join(f"{name}: {value}" for name, value in facts.items()))
-
-
-def _print_json(data: object) -> None:
-    print(json.dumps(data, indent=1))
-
-
-def _print_rows(rows: Sequence[Mapping[str, str]]) -> None:
-    """A table with a line each, under the same titles."""
-    _print_table(list(rows[0]), [row.values() for row in rows])
-
-
-def _print_table(titles: Sequence[str], rows: Iterable[Iterable[str]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, show_header=any(titles), pad_edge=False)
-    for title in titles:
-        table.add_column(title, overflow="fold")
-    for row in rows:
-        table.add_row(*map(Text, row))  # as text: names from elsewhere may look like markup
-    # What is not a terminal has no width; a table cut at 80 columns would lose what it is searched for.
-    console = Console() if sys.stdout.isatty() else Console(width=200)
-    console.print(table)
-
-
 def _link(link: LinkModel) -> str:
     alone, most = link.throughput[0], max(link.throughput)
     text = f"{1e6 * link.startup_s:.1f} µs to start up, then {alone / 1e6:.1f} MB/s with one stream"
@@ -363,13 +330,11 @@ def _link(link: LinkModel) -> str:
     return f"{text}, {most / alone:.2f} times that with {link.throughput.index(most) + 1}"
 
 
-def _cluster(entry: Entry) -> str:
-    links = {"inside a host": entry.topology.local_link, "between hosts": entry.topology.network_link}
-    known = [f"{name} {link}" for name, link in links.items() if link.is_known]
-    return "; ".join([entry.topology.describe(), *known, entry.key.topology])
+def _trials(one: Any) -> str:  # Any: an entry, or its summary
+    return f"{one.n_trials}{'' if one.complete else ', cut short'}"
 
 
-def _pairs(pairs: Iterable[tuple[str, str]]) -> str:
+def _pairs(pairs: Iterable[tuple[str, Any]]) -> str:
     return ", ".join(f"{name}={value}" for name, value in pairs)
 
 
@@ -379,22 +344,3 @@ def _versions(versions: Mapping[str, str]) -> str:
 
 def _date(seconds: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
-
-
-def _at_least(least: int) -> Callable[[str], int]:
-    def number(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
-            raise ArgumentTypeError(f"{text!r} is not a whole number from {least}")
-        return int(text)
-
-    return number
-
-
-def _days(text: str) -> float:
-    try:
-        days = float(text)
-    except ValueError:
-        days = -1.0
-    if not 0 <= days < 1e6:
-        raise ArgumentTypeError(f"{text!r} is not a number of days")
-    return days

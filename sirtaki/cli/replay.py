@@ -3,37 +3,20 @@
 from __future__ import annotations
 
 import json
-import sys
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Callable, Sequence
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
-from sirtaki.analysis.global_graph import (
-    Part,
-    StepTimes,
-    communication_s,
-    computation_s,
-    ms,
-    parts,
-    play,
-    recorded,
-    replayed,
-)
-from sirtaki.analysis.job_model import JobModel, histories, job_model
-from sirtaki.analysis.recording_files import read
+from sirtaki.analysis.global_graph import StepTimes, communication_s, computation_s, ms, path_lines, play, recorded
+from sirtaki.analysis.job_model import histories, job_model
 from sirtaki.analysis.what_if import (
     Answer,
-    answer,
+    Baseline,
     daydream,
     knobs_of,
-    price_error,
-    price_notes,
-    remedies,
     unanswered,
     with_faster_loader,
     with_knobs,
@@ -46,33 +29,25 @@ from sirtaki.autotune.knobs import MIB
 from sirtaki.comm.plan import CommPlan, TransportKind
 from sirtaki.errors import ConfigError, ReplayError
 
-from .optimize import positive
+from .output import add_formats, add_recording, positive, print_table, printed, read_recording, whole
 
 BYTES_PER_GBIT = 1e9 / 8
-LEAST_SHARE = 0.005
-"""Of the step; smaller parts are shown as one."""
 
 
 def configure(parser: ArgumentParser) -> None:
     """Adds the command's options."""
-    parser.add_argument("folder", type=Path, metavar="DIR", help="what `sirtaki profile` has written")
-    parser.add_argument("--ranks", type=_count, metavar="N", help="as many ranks, like those that were recorded")
+    add_recording(parser)
+    parser.add_argument("--ranks", type=whole(1), metavar="N", help="as many ranks, like those that were recorded")
     parser.add_argument("--link-gbit", type=positive, metavar="G", help="another rate of the links between hosts")
     parser.add_argument("--unit-mib", type=positive, metavar="M", help="units of another size")
-    parser.add_argument("--streams", type=_count, metavar="N", help="another number of streams")
+    parser.add_argument("--streams", type=whole(1), metavar="N", help="another number of streams")
     parser.add_argument(
         "--transport", choices=[kind.value for kind in TransportKind], help="another transport, if it was probed"
     )
     parser.add_argument("--plan", type=Path, metavar="FILE", help="units as in this plan, a JSON file")
     parser.add_argument("--no-straggler", action="store_true", help="no rank slower than the median one")
     parser.add_argument("--loader-times", type=positive, metavar="F", help="a data loader F times as fast")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise ArgumentTypeError(f"{text!r} is no positive whole number")
-    return int(text)
+    add_formats(parser)
 
 
 def main(options: Namespace) -> int:
@@ -83,90 +58,80 @@ def main(options: Namespace) -> int:
         ReplayError: what is there cannot be replayed, or not as it was asked.
         ConfigError: the plan cannot be read.
     """
-    recording = read(options.folder)
-    for problem in recording.problems:
-        print(f"sirtaki replay: {problem}", file=sys.stderr)
-    found = histories(recording)
-    job = job_model(found)
+    found = histories(read_recording(options))
+    job, was = job_model(found), recorded(found)
     played = play(job)
-    was, now = recorded(found), replayed(played)
-    try:
+    base = Baseline.of(job, was)
+    rule = None
+    with suppress(ReplayError):
         rule = daydream(found, job)
-    except ReplayError:
-        rule = None
-    asked = _asked(options, job, now.iteration_s)
-    answers = [asked] if asked is not None else list(remedies(job, before_s=now.iteration_s))
-    notes = (
-        job.notes
-        if asked is not None
-        else (*job.notes, *unanswered(job), *price_notes(price_error(job, before_s=now.iteration_s)))
-    )
-    if options.json:
-        print(json.dumps(_as_json(was, now, rule, parts(played), answers, notes), indent=1))
+    asked = _asked(options, base)
+    answers = [one for one in base.single_remedies() if one.is_worth_saying] if asked is None else [asked]
+    notes = (*job.notes, *(unanswered(job) if asked is None else ()))
+    path = path_lines(played)
+    told = {"recorded": _times(was), "replayed": _times(base.times), "daydream": None if rule is None else _times(rule)}
+    what_if = [{**one.row(), "times": _times(one.times)} for one in answers]
+    parts = [asdict(part) for part in path]
+    if printed(
+        options,
+        {**told, "critical_path": parts, "what_if": what_if, "notes": list(notes)},
+        [one.row() for one in answers],
+    ):
         return 0
-    print(_head(job, was))
-    Console(highlight=False).print(_table(was, now, rule))
+    hosts, knobs = (
+        len(set(job.hosts.values())),
+        job.buffers[0].knobs.describe() if job.buffers else "no gradients exchanged",
+    )
+    print(
+        f"{_count(len(job.ranks), 'rank')} on {_count(hosts, 'host')}, {_count(was.iterations, 'iteration')}; {knobs}\n"
+    )
+    print_table(("", "recorded", "replayed", "error", "bytes ÷ bandwidth", "its error"), _table(was, base.times, rule))
     print("\nThe critical path, over all ranks:")
-    for line in _path(parts(played)):
-        print(f"  {line}")
+    for part in path:
+        print(f"  {part.describe()}")
     alone = [ms(part_s / was.iterations) for part_s in (computation_s(played.graph), communication_s(played.graph))]
     print("\nWithout waiting for others a rank would take {} at most, all communication {}.".format(*alone))
     print("\nWhat if" if answers else "\nNo single remedy would shorten the step by more than 1 %.")
     for one in answers:
-        print(f"  {describe(one)}")
+        print(f"  {one.words}: {one.describe()}")
     for note in notes:
         print(f"\nNote: {note}.")
     return 0
 
 
-def _asked(options: Namespace, job: JobModel, before_s: float) -> Answer | None:
+def _asked(options: Namespace, base: Baseline) -> Answer | None:
     """All that the options say, at once; None if they say nothing."""
-    words: list[str] = []
-    for said, change in _changes(options):
-        words.append(said)
-        job = change(job)
-    return answer(", ".join(words), job, before_s=before_s) if words else None
-
-
-def _changes(options: Namespace) -> list[tuple[str, Callable[[JobModel], JobModel]]]:
-    found: list[tuple[str, Callable[[JobModel], JobModel]]] = []
-    transport = TransportKind(options.transport) if options.transport else None
+    job, words, replanned = base.job, list[str](), False
     unit_bytes = round(options.unit_mib * MIB) if options.unit_mib else None
     if options.plan is not None:
-        plan = _plan(options.plan)
-        found.append((f"the plan were {options.plan}", lambda job: with_plans(job, {_buffer(job): plan})))
-    elif unit_bytes or options.streams or transport:
-        asked = [
+        if len(job.buffers) != 1:
+            raise ReplayError(
+                f"--plan is of one buffer, and the job has {len(job.buffers)}: use --unit-mib and --streams"
+            )
+        words, replanned = [f"the plan were {options.plan}"], True
+        job = with_plans(job, {job.buffers[0].number: _plan(options.plan)})
+    elif unit_bytes or options.streams or options.transport:
+        transport = TransportKind(options.transport) if options.transport else None
+        said = [
             f"units of {options.unit_mib:g} MiB" if unit_bytes else "",
             f"{options.streams} streams" if options.streams else "",
-            f"over {transport.value}" if transport else "",
+            f"over {options.transport}" if transport else "",
         ]
-
-        def cut(job: JobModel) -> JobModel:
-            return with_knobs(job, knobs_of(job, unit_bytes=unit_bytes, streams=options.streams, transport=transport))
-
-        found.append((f"the plan were {', '.join(filter(None, asked))}", cut))
+        words, replanned = [f"the plan were {', '.join(filter(None, said))}"], True
+        job = with_knobs(job, knobs_of(job, unit_bytes=unit_bytes, streams=options.streams, transport=transport))
     if options.no_straggler:
-        found.append(("no rank were slower than most", without_stragglers))
+        words.append("no rank were slower than most")
+        job = without_stragglers(job)
     if options.loader_times:
-        found.append(
-            (
-                f"data came {options.loader_times:g} times as fast",
-                lambda job: with_faster_loader(job, options.loader_times),
-            )
-        )
+        words.append(f"data came {options.loader_times:g} times as fast")
+        job = with_faster_loader(job, options.loader_times)
     if options.link_gbit:
-        rate = options.link_gbit * BYTES_PER_GBIT
-        found.append((f"links had {options.link_gbit:g} Gbit/s", lambda job: with_link(job, rate)))
+        words.append(f"links had {options.link_gbit:g} Gbit/s")
+        job = with_link(job, options.link_gbit * BYTES_PER_GBIT)
     if options.ranks:
-        found.append((f"there were {options.ranks} ranks", lambda job: with_ranks(job, options.ranks)))
-    return found
-
-
-def _buffer(job: JobModel) -> int:
-    if len(job.buffers) != 1:
-        raise ReplayError(f"--plan is of one buffer, and the job has {len(job.buffers)}: use --unit-mib and --streams")
-    return job.buffers[0].number
+        words.append(f"there were {options.ranks} ranks")
+        job = with_ranks(job, options.ranks)
+    return base.answer(", ".join(words), job, replanned=replanned) if words else None
 
 
 def _plan(path: Path) -> CommPlan:
@@ -178,73 +143,20 @@ def _plan(path: Path) -> CommPlan:
         raise ConfigError(f"{path} is no plan: {err!r}") from err
 
 
-def _head(job: JobModel, was: StepTimes) -> str:
-    hosts = len(set(job.hosts.values()))
-    knobs = job.buffers[0].knobs.describe() if job.buffers else "no gradients exchanged"
-    return (
-        f"{len(job.ranks)} {_plural(len(job.ranks), 'rank')} on {hosts} {_plural(hosts, 'host')}, "
-        f"{was.iterations} {_plural(was.iterations, 'iteration')}; {knobs}\n"
-    )
+def _count(count: int, word: str) -> str:
+    return f"{count} {word}{'' if count == 1 else 's'}"
 
 
-def _plural(count: int, word: str) -> str:
-    return word if count == 1 else f"{word}s"
-
-
-def _table(was: StepTimes, now: StepTimes, rule: StepTimes | None) -> Table:
-    table = Table("", "recorded", "replayed", "error", "bytes ÷ bandwidth", "its error", box=None)
+def _table(was: StepTimes, now: StepTimes, rule: StepTimes | None) -> Iterator[list[str]]:
     for name in ("iteration", "forward", "backward"):
-        recorded_s, replayed_s = (getattr(times, f"{name}_s") for times in (was, now))
-        told_s = None if rule is None else getattr(rule, f"{name}_s")
-        table.add_row(
-            name,
-            ms(recorded_s) + (f" ± {ms(was.spread_s)}" if name == "iteration" else ""),
-            ms(replayed_s),
-            _error(replayed_s, recorded_s),
-            *(("", "") if told_s is None else (ms(told_s), _error(told_s, recorded_s))),
-        )
-    return table
+        recorded_s = getattr(was, f"{name}_s")
+        row = [name, ms(recorded_s) + (f" ± {ms(was.spread_s)}" if name == "iteration" else "")]
+        for told in (now, rule):
+            told_s = None if told is None else getattr(told, f"{name}_s")
+            error = f"{100 * (told_s / recorded_s - 1):+.1f} %" if told_s is not None and recorded_s > 0 else ""
+            row += ["" if told_s is None else ms(told_s), error]
+        yield row
 
 
-def _error(told_s: float, was_s: float) -> str:
-    return f"{100 * (told_s / was_s - 1):+.1f} %" if was_s > 0 else ""
-
-
-def _path(found: Sequence[Part]) -> list[str]:
-    shown = [part for part in found if part.share >= LEAST_SHARE]
-    rest = sum(part.share for part in found) - sum(part.share for part in shown)
-    lines = [part.describe() for part in shown]
-    return [*lines, f"{rest:.1%} is all else".replace("%", " %")] if rest > 0 else lines
-
-
-def describe(one: Answer) -> str:
-    """`the links were twice as fast: 320 ms a step, 22 % less`."""
-    change = f"{abs(one.gain):.0%} {'less' if one.gain >= 0 else 'more'}".replace("%", " %")
-    return f"{one.words}: {ms(one.times.iteration_s)} a step, {change}"
-
-
-def _as_json(
-    was: StepTimes,
-    now: StepTimes,
-    rule: StepTimes | None,
-    path: Sequence[Part],
-    answers: Sequence[Answer],
-    notes: Sequence[str],
-) -> dict[str, Any]:
-    return {
-        "recorded": _times_json(was),
-        "replayed": _times_json(now),
-        "daydream": None if rule is None else _times_json(rule),
-        "critical_path": [asdict(part) for part in path],
-        "what_if": [{"words": one.words, "times": _times_json(one.times), "gain": one.gain} for one in answers],
-        "notes": list(notes),
-    }
-
-
-def _times_json(times: StepTimes) -> dict[str, Any]:
-    return {
-        "iteration_s": times.iteration_s,
-        "spread_s": times.spread_s,
-        "iterations": times.iterations,
-        "phases_s": {phase.value: seconds for phase, seconds in times.phases_s.items()},
-    }
+def _times(times: StepTimes) -> dict[str, Any]:
+    return {**asdict(times), "phases_s": {phase.value: seconds for phase, seconds in times.phases_s.items()}}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from argparse import ArgumentParser, Namespace
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,12 +10,9 @@ from html import escape
 from itertools import cycle
 from pathlib import Path
 from statistics import median
+from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
-from sirtaki.analysis.recording_files import REPORT_FILE
+from sirtaki.analysis.recording import REPORT_FILE
 from sirtaki.analysis.svg import (
     COLORS,
     DEFAULT_COLOR,
@@ -27,6 +23,7 @@ from sirtaki.analysis.svg import (
     log_ms,
     log_ms_ticks,
     page,
+    paragraph,
     swatch,
     table,
 )
@@ -38,8 +35,9 @@ from sirtaki.autotune.model.simulator import Simulator
 from sirtaki.autotune.sparse import MB, SparseSummary, Way
 from sirtaki.comm.plan import Algorithm
 from sirtaki.engine.tuning.trial_log import Measurement, Outcome, Retune, TrialLog, read_log
-from sirtaki.errors import ConfigError
 from sirtaki.measures import faster
+
+from .output import add_formats, print_table, printed, write_file
 
 FINALS = (Purpose.FINALS.value, "verify", "guard_winner", "guard_default")  # the latter in logs of older releases
 
@@ -293,7 +291,7 @@ def sparse(log: TrialLog) -> Iterator[str]:
         return
     colors = dict(zip(log.sparse, cycle(COLORS), strict=False))
     yield "<h2>Sparse gradients</h2>"
-    yield f"<p>{escape(next(rows_in_words(log)))}</p>"
+    yield paragraph(next(rows_in_words(log)))
     rows = [
         [
             swatch(colors[one.name], one.name),
@@ -306,7 +304,7 @@ def sparse(log: TrialLog) -> Iterator[str]:
         ]
         for one in told
     ]
-    yield framed(table(SPARSE_TITLES, rows, text=(0, 4, 5)))
+    yield table(SPARSE_TITLES, rows, text=(0, 4, 5))
     yield f"<p>{HOW_TO_READ}</p>"
     if curved := [summary for summary in told if len(summary.curve) > 1]:
         yield legend({summary.name: colors[summary.name] for summary in curved})
@@ -362,33 +360,38 @@ def configure(parser: ArgumentParser) -> None:
     parser.add_argument(
         "-o", "--output", type=Path, metavar="FILE", help="the page (default: DIR/report.html, or LOG with .html)"
     )
+    add_formats(parser)
 
 
 def main(options: Namespace) -> int:
-    """Writes the page and says where."""
+    """Writes the page, says the most important, and where the page is."""
     if options.log.is_dir():
-        return _report_recording(options.log, options.output or options.log / REPORT_FILE)
-    path: Path = options.output or options.log.with_suffix(".html")
-    try:
-        log = write_report(options.log, path)
-    except OSError as err:
-        raise ConfigError(f"the report cannot be written: {err}") from err
-    _print(log)
-    print(f"wrote {path}")
-    return 0
+        from sirtaki.analysis.page import findings, heading, problems, sentences
+        from sirtaki.analysis.page import render as render_recording
 
-
-def _report_recording(folder: Path, path: Path) -> int:
-    from sirtaki.analysis.page import findings, heading, problems, render, sentences
-
-    found = findings(folder)
-    try:
-        path.write_text(render(found), encoding="utf-8")
-    except OSError as err:
-        raise ConfigError(f"the report cannot be written: {err}") from err
-    for words in (heading(found), *problems(found), *sentences(found)):
-        print(words)
-    print(f"wrote {path}")
+        path: Path = options.output or options.log / REPORT_FILE
+        found = findings(options.log)
+        write_file(path, render_recording(found), "the report")
+        words = [heading(found), *problems(found), *sentences(found)]
+        rows = [one.row() for one in found.answers]
+        if not printed(options, {"page": str(path), "words": words, "what_if": rows}, rows):
+            print("\n".join([*words, f"wrote {path}"]))
+        return 0
+    path = options.output or options.log.with_suffix(".html")
+    log = write_report(options.log, path)
+    rows = _settings(log)
+    words = (
+        [*summary(log), *why_not_the_fastest(log), *in_order(log), *who_was_trusted(log)] if rows else [NOTHING_DENSE]
+    )
+    words += rows_in_words(log)
+    if printed(options, {"page": str(path), "words": words, "fastest": rows}, rows):
+        return 0
+    if rows:
+        print("\n".join(summary(log)), end="\n\n")
+        print_table(TITLES, _cells(log, most=5))
+        print()
+        words = words[len(list(summary(log))) :]
+    print("\n".join([*words, f"wrote {path}"]))
     return 0
 
 
@@ -399,11 +402,10 @@ def write_report(log_path: Path, html_path: Path) -> TrialLog:
         The log.
 
     Raises:
-        ConfigError: the log cannot be read or is no log of trials.
-        OSError: the page cannot be written.
+        ConfigError: the log cannot be read or is no log of trials, or the page cannot be written.
     """
     log = read_log(log_path)
-    html_path.write_text(render(log), encoding="utf-8")
+    write_file(html_path, render(log), "the report")
     return log
 
 
@@ -413,7 +415,7 @@ def render(log: TrialLog) -> str:
         return page("Tuning report", [f"<p>{NOTHING_DENSE}</p>", *sparse(log)])
     arms = dict.fromkeys(trial.arm for trial in log.measurements if trial.arm != DEFAULT_ARM)
     colors = {DEFAULT_ARM: DEFAULT_COLOR, **dict(zip(arms, cycle(COLORS), strict=False))}
-    settings = [(*cells[:3], swatch(colors[cells[3]], cells[3]), cells[4]) for cells in _rows(log, most=10)]
+    settings = [(*cells[:3], swatch(colors[cells[3]], cells[3]), cells[4]) for cells in _cells(log, most=10)]
     lines = {"best so far": BEST_COLOR} | ({"bound": BOUND_COLOR} if log.bound_s is not None else {})
     return page(
         "Tuning report",
@@ -428,8 +430,8 @@ def render(log: TrialLog) -> str:
             *trust(log, colors),
             *predictions(log, colors),
             "<h2>Fastest settings</h2>",
-            *(f"<p>{escape(words)}</p>" for words in why_not_the_fastest(log)),
-            framed(table(TITLES, settings, text=(2, 3))),
+            *map(paragraph, why_not_the_fastest(log)),
+            table(TITLES, settings, text=(2, 3)),
             *sparse(log),
             *_timelines(log),
         ],
@@ -438,7 +440,7 @@ def render(log: TrialLog) -> str:
 
 def _summary(log: TrialLog) -> str:
     return (
-        f"<p>{escape(' '.join(summary(log)))}</p>\n<p>{escape(in_words(log.outcome.knobs))}</p>\n"
+        f"{paragraph(' '.join(summary(log)))}\n{paragraph(in_words(log.outcome.knobs))}\n"
         "<p>Times are <i>communication times</i>: from the first gradient that is ready to the last one that is "
         "reduced. The backward pass runs in the same time.</p>"
     )
@@ -495,7 +497,7 @@ def _shares_plot(log: TrialLog, colors: Mapping[str, str]) -> str:
     return plot.render()
 
 
-def _rows(log: TrialLog, most: int) -> list[tuple[str, str, str, str, str]]:
+def _cells(log: TrialLog, most: int) -> list[tuple[str, str, str, str, str]]:
     """The fastest settings, in the columns of `TITLES`."""
     shown = fastest(log)[:most]
     told = ["" if trial.predicted_s is None else ms(trial.predicted_s) for trial in shown]
@@ -505,25 +507,19 @@ def _rows(log: TrialLog, most: int) -> list[tuple[str, str, str, str, str]]:
     ]
 
 
-def _print(log: TrialLog, *, rows: int = 5) -> None:
-    """The page in a few lines, for the terminal."""
-    console = Console() if sys.stdout.isatty() else Console(width=100)
-    said: list[str | Table] = [NOTHING_DENSE]
-    if log.measurements:
-        fastest_settings = Table(*TITLES, box=None, pad_edge=False)
-        for cells in _rows(log, most=rows):
-            fastest_settings.add_row(*map(Text, cells))  # as text: names from elsewhere may look like markup
-        said = [
-            *summary(log),
-            "",
-            fastest_settings,
-            "",
-            *why_not_the_fastest(log),
-            *in_order(log),
-            *who_was_trusted(log),
-        ]
-    for words in (*said, *rows_in_words(log)):
-        console.print(words, markup=False, highlight=False) if isinstance(words, str) else console.print(words)
+def _settings(log: TrialLog) -> list[dict[str, Any]]:
+    """All settings that ran, the fastest first, for programs."""
+    return [
+        {
+            "setting": trial.knobs.describe(),
+            "span_s": trial.span_s,
+            "predicted_s": trial.predicted_s,
+            "proposed_by": trial.arm,
+            "iteration": trial.iteration,
+            "knobs": trial.knobs.to_json(),
+        }
+        for trial in fastest(log)
+    ]
 
 
 def _timelines(log: TrialLog) -> Iterator[str]:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
 from sirtaki.analysis.alignment import align, write_trace
 from sirtaki.analysis.job_model import histories
-from sirtaki.analysis.recording import Recording
-from sirtaki.analysis.recording_files import of_ranks, read
+from sirtaki.analysis.recording import of_ranks
 from sirtaki.errors import ConfigError, RecordingError
+
+from .output import add_recording, read_recording
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the command's options."""
-    parser.add_argument("folder", type=Path, metavar="DIR", help="what `sirtaki profile` has written")
+    add_recording(parser)
     parser.add_argument(
         "--chakra",
         type=Path,
@@ -28,39 +28,29 @@ def main(options: argparse.Namespace) -> int:
     """Writes what is asked for, and says where it is.
 
     Raises:
-        ConfigError: protobuf is missing, or a file cannot be written.
-        RecordingError, ReplayError: there is nothing to write of.
+        ConfigError: protobuf is missing.
+        RecordingError, ReplayError: there is nothing to write of, or a file cannot be written.
     """
-    recording = read(options.folder)
-    for problem in recording.problems:
-        print(f"sirtaki trace: {problem}", file=sys.stderr)
+    recording = read_recording(options)
     try:
-        if options.chakra is not None:
-            return _write_chakra(recording, options.chakra)
-        path = write_trace(options.folder, recording, align(recording))
+        if options.chakra is None:
+            path = write_trace(options.folder, recording, align(recording))
+            print(f"all ranks on one clock: {path} (drop it on https://ui.perfetto.dev)")
+            return 0
+        try:
+            from sirtaki.analysis.chakra import write_traces  # needs protobuf, which other commands do without
+        except ImportError as err:
+            raise ConfigError("protobuf is missing, or older than 5.28: pip install 'sirtaki[chakra]'") from err
+        written = write_traces(options.chakra, histories(recording))
     except OSError as err:
         raise RecordingError(f"the trace cannot be written: {err}") from err
-    print(f"all ranks on one clock: {path} (drop it on https://ui.perfetto.dev)")
-    return 0
-
-
-def _write_chakra(recording: Recording, prefix: Path) -> int:
-    try:
-        from sirtaki.analysis.chakra import (
-            traces,
-            write_traces,  # needs protobuf, which other commands do without
-        )
-    except ImportError as err:
-        raise ConfigError("protobuf is missing, or older than 5.28: pip install 'sirtaki[chakra]'") from err
-    found = traces(histories(recording))
-    written = write_traces(prefix, found)
-    count = len({node.iteration for nodes in found.nodes.values() for node in nodes})
+    files = written.files
     print(
-        f"{count} iterations of {len(found.nodes)} ranks, {sum(map(len, found.nodes.values()))} nodes: "
-        f"{written[0]}{f' … {written[len(found.nodes) - 1].name}' if len(found.nodes) > 1 else ''}"
+        f"{written.iterations} iterations of {len(files)} ranks, {written.nodes} nodes: "
+        f"{files[0]}{f' … {files[-1].name}' if len(files) > 1 else ''}"
     )
-    if len(found.groups) > 1:
-        print(f"which ranks act together, for ASTRA-sim's --comm-group-configuration: {written[-1]}")
-    if tuple(found.nodes) != tuple(range(len(found.nodes))):
-        print(f"counted from 0 on, these are {of_ranks(tuple(found.nodes))}")
+    if written.groups is not None:
+        print(f"which ranks act together, for ASTRA-sim's --comm-group-configuration: {written.groups}")
+    if list(recording.ranks) != list(range(len(files))):
+        print(f"counted from 0 on, these are {of_ranks(tuple(recording.ranks))}")
     return 0

@@ -25,8 +25,9 @@ from sirtaki.analysis.recording import (
     RecordedUnit,
     Recording,
     UnitId,
+    write_job,
+    write_rank,
 )
-from sirtaki.analysis.recording_files import write_job, write_rank
 from sirtaki.autotune.knobs import Knobs
 from sirtaki.autotune.model.replayer import Activity, Phase, replay
 from sirtaki.comm.plan import Algorithm, CommPlan, GradientLayout, Route, TransportKind, Unit

@@ -16,7 +16,7 @@ from conformance.training import main, sgd
 from torch import nn
 
 import sirtaki.torch as hvd
-from sirtaki.analysis.recording_files import read
+from sirtaki.analysis.recording import read_folder as read
 from sirtaki.cli.__main__ import main as sirtaki
 from sirtaki.engine import job
 from sirtaki.errors import ConfigError

@@ -16,7 +16,7 @@ from torch import nn
 import sirtaki.torch as hvd
 from sirtaki.analysis.alignment import Known, align
 from sirtaki.analysis.recording import Detail, Holds, RecordedIteration, Recording
-from sirtaki.analysis.recording_files import read
+from sirtaki.analysis.recording import read_folder as read
 from sirtaki.autotune.model.replayer import Phase
 from sirtaki.comm import recorder
 from sirtaki.profiler import profile

@@ -11,10 +11,9 @@ from fakes import chakra_files, recordings
 from fakes.played_jobs import record
 from fakes.replays import on_one_host, over_a_link
 
-from sirtaki.analysis.chakra import ALL_RANKS, COMM_COLL_NODE, TraceNode, Traces, messages, traces, write_traces
+from sirtaki.analysis.chakra import ALL_RANKS, COMM_COLL_NODE, Written, messages, write_traces
 from sirtaki.analysis.job_model import histories
 from sirtaki.analysis.recording import Recording
-from sirtaki.autotune.model.replayer import Activity
 from sirtaki.errors import RecordingError
 
 # ── schema ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -37,106 +36,95 @@ def test_bytes_are_those_of_the_schema() -> None:
 # ── nodes ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def traced(recording: Recording) -> Traces:
-    return traces(histories(recording))
+def written(folder: Path, recording: Recording) -> Written:
+    return write_traces(folder / "job", histories(recording))
 
 
-def by_number(nodes: list[TraceNode]) -> dict[int, TraceNode]:
-    return {node.number: node for node in nodes}
+def nodes_of(folder: Path, recording: Recording) -> list[list[chakra_files.ReadNode]]:
+    return [chakra_files.read(path)[1] for path in written(folder, recording).files]
 
 
-def test_a_ranks_own_nodes_follow_each_other_without_a_gap_but_for_waiting() -> None:
+def own(nodes: list[chakra_files.ReadNode]) -> list[chakra_files.ReadNode]:
+    return [node for node in nodes if node.kind == chakra_files.COMP_NODE]
+
+
+def test_a_ranks_own_nodes_follow_each_other_without_a_gap_but_for_waiting(tmp_path: Path) -> None:
     for job in (on_one_host(), over_a_link()):
         recording = record(job)
-        found = traced(recording)
-        for rank, nodes in found.nodes.items():
-            own = [node for node in nodes if node.collective is None]
-            known = by_number(list(nodes))
-            assert [node.before for node in own] == [None, *(node.number for node in own[:-1])]
-            assert all(node.begin_us == max([known[other].end_us for other in node.after], default=0) for node in own)
+        for rank, nodes in enumerate(nodes_of(tmp_path, recording)):
+            known, mine = {node.number: node for node in nodes}, own(nodes)
+            assert [node.control for node in mine] == [[], *([node.number] for node in mine[:-1])]
+            assert all(node.begin_us == max([known[other].end_us for other in node.data], default=0) for node in mine)
             clock = histories(recording).clocks[rank]
-            assert own[-1].end_us == round(1e6 * clock(recording.ranks[rank].iterations[-1].end_s))
+            assert mine[-1].end_us == round(1e6 * clock(recording.ranks[rank].iterations[-1].end_s))
 
 
-def test_a_unit_is_one_number_on_all_ranks_and_waits_for_what_issued_it_and_its_stream() -> None:
-    found = traced(record(over_a_link(streams=2)))
-    units = [[node for node in nodes if node.collective is not None] for nodes in found.nodes.values()]
+def test_a_unit_is_one_number_on_all_ranks_and_waits_for_what_issued_it_and_its_stream(tmp_path: Path) -> None:
+    ranks = nodes_of(tmp_path, record(over_a_link(streams=2)))
+    units = [[node for node in nodes if node.kind == COMM_COLL_NODE] for nodes in ranks]
     assert [node.number for node in units[0]] == [node.number for node in units[1]]
     assert len(units[0]) == 6
-    known = by_number(list(found.nodes[0]))
+    known = {node.number: node for node in ranks[0]}
     for unit in units[0]:
-        (issued,) = [known[other] for other in unit.after if known[other].collective is None]
-        assert issued.activity is Activity.COPY
+        (issued,) = own([known[other] for other in unit.data])
+        assert issued.attributes["activity"] == "copy"
         assert issued.end_us <= unit.begin_us
     first, second, third = units[0][:3]
-    assert (first.before, second.before, third.before) == (None, None, first.number)
-    assert first.collective is not None
-    assert (first.collective.kind, first.collective.n_bytes, first.collective.group) == ("allreduce", 4000, ALL_RANKS)
+    assert (first.control, second.control, third.control) == ([], [], [first.number])
+    told = [first.attributes[name] for name in ("comm_type", "comm_size", "pg_name", "is_cpu_op")]
+    assert told == [0, 4000, str(ALL_RANKS), False]
 
 
-def test_what_an_operator_reads_is_waited_for_and_a_cut_operator_counts_once() -> None:
-    found = traced(recordings.recording())
-    named = {node.name: node for node in found.nodes[0] if node.iteration == 102}
-    backward = [node for node in found.nodes[0] if node.iteration == 102 and node.name == "AddmmBackward0"]
+def test_what_an_operator_reads_is_waited_for_and_a_cut_operator_counts_once(tmp_path: Path) -> None:
+    nodes = [node for node in nodes_of(tmp_path, recordings.recording())[0] if node.attributes["iteration"] == 102]
+    named = {node.name: node for node in nodes}
+    backward = [node for node in nodes if node.name == "AddmmBackward0"]
     assert len(backward) > 1
-    assert [named["aten::linear"].number in node.after for node in backward] == [True] + [False] * (len(backward) - 1)
+    assert [named["aten::linear"].number in node.data for node in backward] == [True] + [False] * (len(backward) - 1)
 
 
-def test_a_rank_that_begins_later_has_a_node_for_it() -> None:
+def test_a_rank_that_begins_later_has_a_node_for_it(tmp_path: Path) -> None:
     recording = record(over_a_link())
-    late = replace(
-        recording.ranks[1],
-        iterations=(
-            replace(recording.ranks[1].iterations[0], begin_s=recording.ranks[1].iterations[0].begin_s + 0.001),
-            *recording.ranks[1].iterations[1:],
-        ),
-    )
-    first = traced(replace(recording, ranks={0: recording.ranks[0], 1: late})).nodes[1][0]
-    assert (first.name, first.begin_us, first.end_us) == ("between steps", 0, 1000)
+    first, *others = recording.ranks[1].iterations
+    late = replace(recording.ranks[1], iterations=(replace(first, begin_s=first.begin_s + 0.001), *others))
+    node = nodes_of(tmp_path, replace(recording, ranks={0: recording.ranks[0], 1: late}))[1][0]
+    assert (node.name, node.begin_us, node.end_us) == ("between steps", 0, 1000)
 
 
 # ── files ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-pytest.importorskip("google.protobuf", minversion="5.28")
-
-
-def written(folder: Path, recording: Recording) -> list[Path]:
-    return write_traces(folder / "job", traces(histories(recording)))
 
 
 @pytest.mark.parametrize(
     "recording", [record(on_one_host(ranks=3)), record(over_a_link(streams=2)), recordings.recording(3)]
 )
 def test_walking_the_files_gives_the_recorded_steps(tmp_path: Path, recording: Recording) -> None:
-    ranks = [chakra_files.read(path)[1] for path in written(tmp_path, recording)]
+    ranks = nodes_of(tmp_path, recording)
     found = chakra_files.walk(ranks)
     clocks = histories(recording).clocks
     for rank, nodes in enumerate(ranks):
         assert all(abs(found[rank, node.number] - node.end_us) <= 1 for node in nodes)
-        own = [node for node in nodes if node.kind == chakra_files.COMP_NODE]
         end_s = recording.ranks[rank].iterations[-1].end_s
-        assert max(node.end_us for node in own) == pytest.approx(1e6 * clocks[rank](end_s), abs=1)
+        assert max(node.end_us for node in own(nodes)) == pytest.approx(1e6 * clocks[rank](end_s), abs=1)
 
 
 def test_a_file_has_a_version_nodes_and_what_simulators_ask_for(tmp_path: Path) -> None:
-    paths = written(tmp_path, record(over_a_link()))
-    assert [path.name for path in paths] == ["job.0.et", "job.1.et"]
-    version, nodes = chakra_files.read(paths[0])
+    files = written(tmp_path, record(over_a_link())).files
+    assert [path.name for path in files] == ["job.0.et", "job.1.et"]
+    version, nodes = chakra_files.read(files[0])
     assert version == "0.0.4"
     assert {node.kind for node in nodes} == {chakra_files.COMP_NODE, chakra_files.COMM_COLL_NODE}
     for node in nodes:
         assert set(node.control) <= set(node.data)
         assert node.attributes["is_cpu_op"] is (node.kind == chakra_files.COMP_NODE)
-    unit = next(node for node in nodes if node.kind == chakra_files.COMM_COLL_NODE)
-    assert (unit.attributes["comm_type"], unit.attributes["comm_size"], unit.attributes["pg_name"]) == (0, 4000, "0")
 
 
 def test_groups_are_written_where_not_all_ranks_act_together(tmp_path: Path) -> None:
     whole = recordings.recording(3)
     alone = replace(whole.ranks[2], iterations=tuple(replace(one, units=()) for one in whole.ranks[2].iterations))
-    paths = written(tmp_path, replace(whole, ranks={0: whole.ranks[0], 1: whole.ranks[1], 2: alone}))
-    assert paths[-1].name == "job.groups.json"
-    assert json.loads(paths[-1].read_text()) == {"1": [0, 1]}
+    groups = written(tmp_path, replace(whole, ranks={0: whole.ranks[0], 1: whole.ranks[1], 2: alone})).groups
+    assert groups is not None
+    assert groups.name == "job.groups.json"
+    assert json.loads(groups.read_text()) == {"1": [0, 1]}
 
 
 def test_a_collective_without_a_name_is_an_error(tmp_path: Path) -> None:

@@ -28,15 +28,14 @@ from sirtaki.analysis.memory import (
     fit,
     highest_rank,
     memory_passes,
-    memory_replay,
     peak_words,
     recomputation,
     with_accumulation,
     with_recomputation,
 )
 from sirtaki.analysis.recording import Holds
+from sirtaki.analysis.what_if import Baseline
 from sirtaki.autotune.model.replayer import Activity, Phase
-from sirtaki.cli.optimize import describe_memory
 from sirtaki.errors import ConfigError, RecordingError
 
 # ── memory ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -243,7 +242,9 @@ def test_passes_of_other_packages_come_by_entry_point(monkeypatch: pytest.Monkey
 
 
 def asked(budget_bytes: int, **job: float) -> Fitting:
-    return fit(memories.recording(BLOCKS), memories.job(BLOCKS, **job), memory_passes(), budget_bytes=budget_bytes)
+    return fit(
+        memories.recording(BLOCKS), Baseline.of(memories.job(BLOCKS, **job)), memory_passes(), budget_bytes=budget_bytes
+    )
 
 
 @pytest.mark.parametrize(("gap_s", "by"), [(0.0, "accumulation"), (0.5, "re-computation")])
@@ -253,9 +254,9 @@ def test_the_faster_one_of_those_that_fit_is_chosen(gap_s: float, by: str) -> No
     assert found.chosen is not None
     assert found.chosen.by == by
     assert found.remedies[0] == found.chosen
-    assert found.chosen.times.iteration_s == min(one.times.iteration_s for one in found.remedies)
-    assert found.chosen.times.iteration_s > found.times.iteration_s
-    assert found.applied_to(memories.job(BLOCKS, gap_s=gap_s)) != memories.job(BLOCKS, gap_s=gap_s)
+    chosen_s = found.chosen.answer.times.iteration_s
+    assert chosen_s == min(one.answer.times.iteration_s for one in found.remedies)
+    assert found.before.times.iteration_s < chosen_s == pytest.approx(found.after.times.iteration_s)
 
 
 def test_several_at_once_are_a_last_resort() -> None:
@@ -269,14 +270,14 @@ def test_a_budget_below_all_is_not_met_and_the_least_is_known() -> None:
     found = asked(100)
     assert not found.is_met
     assert found.chosen is None
-    assert THERE < found.least_bytes < THERE + 210
+    assert THERE < min(one.remedy.peak_bytes for one in found.remedies) < THERE + 210
 
 
 def test_the_rank_that_holds_most_is_looked_at() -> None:
     recording = memories.recording(BLOCKS)
     more = replace(recording.ranks[1], memory=memories.chain(BLOCKS + 1), modules=memories.modules(BLOCKS + 1))
-    assert highest_rank(recording).rank == 0
-    assert highest_rank(replace(recording, ranks={**recording.ranks, 1: more})).rank == 1
+    assert highest_rank(recording)[0].rank == 0
+    assert highest_rank(replace(recording, ranks={**recording.ranks, 1: more}))[0].rank == 1
 
 
 def test_without_memory_in_the_recording_there_is_an_error_that_says_what_to_do() -> None:
@@ -287,36 +288,9 @@ def test_without_memory_in_the_recording_there_is_an_error_that_says_what_to_do(
 # ── memory words ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def fitted(budget_bytes: int, *, kind: str = "Block") -> Fitting:
-    return fit(memories.recording(kind=kind), memories.job(), memory_passes(), budget_bytes=budget_bytes)
-
-
 def test_a_peak_is_told_with_its_moment_and_what_for() -> None:
-    rank = memories.recorded_job().ranks[0]
-    replay = memory_replay(rank)
+    rank, replay = highest_rank(memories.recorded_job())
     assert peak_words(rank, replay, replay.peak()) == (
         "At its peak rank 0 holds 2.89 KiB of cpu, 3500 ms into the step (other): 1.72 KiB activations, "
         "1000 B parameters, 200 B flat buffers."
     )
-
-
-def test_a_job_that_fits_is_left_alone() -> None:
-    assert list(describe_memory(fitted(WHOLE))) == [
-        "At its peak rank 0 holds 2.89 KiB (cpu), within 2.89 KiB: nothing need be done about memory.",
-        "",
-    ]
-
-
-def test_what_would_do_is_shown_and_the_lines_of_the_fastest() -> None:
-    text = "\n".join(describe_memory(fitted(WHOLE - LEFT, kind="BatchNorm2d")))
-    assert "more than 2.5 KiB" in text
-    assert "The fastest that fits is accumulation:" in text
-    assert "    optimizer = hvd.DistributedOptimizer(optimizer, ..., backward_passes_per_step=2)" in text
-    assert "re-computation of 1 module (BatchNorm2d)" in text
-    assert "But: modules with running statistics" in text
-
-
-def test_what_is_not_enough_is_said_to_be() -> None:
-    text = "\n".join(describe_memory(fitted(THERE + 210)))
-    assert "re-computation of 3 modules (Block), which is not enough" in text
-    assert "The fastest that fits is both:" in text

@@ -8,11 +8,13 @@ import json
 import re
 import shutil
 import subprocess
+from collections.abc import Mapping
 from dataclasses import replace
 from html.parser import HTMLParser
 from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 from fakes import memories
@@ -22,23 +24,19 @@ from fakes.replays import SIZES, on_one_host, over_a_link
 from fakes.trial_logs import svgs
 
 from sirtaki.analysis import page as module
-from sirtaki.analysis.global_graph import StepTimes, play
+from sirtaki.analysis.global_graph import ms, parts, percent, play
 from sirtaki.analysis.job_model import Histories, Stretch, histories, job_model
 from sirtaki.analysis.page import (
     MOST_MOMENTS,
     findings,
-    gain,
     heading,
     memory_section,
-    ms,
-    percent,
     problems,
     render,
     sentences,
     signed_ms,
 )
-from sirtaki.analysis.recording import Detail, Operator, Recording
-from sirtaki.analysis.recording_files import JOB_FILE, rank_path
+from sirtaki.analysis.recording import JOB_FILE, Detail, Operator, Recording, rank_path
 from sirtaki.analysis.svg import Html, table
 from sirtaki.analysis.timeline_plot import (
     MOST_BOXES,
@@ -47,7 +45,6 @@ from sirtaki.analysis.timeline_plot import (
     Lane,
     Leg,
     Span,
-    Timeline,
     coarsened,
     drawn_path,
     exposures,
@@ -57,7 +54,6 @@ from sirtaki.analysis.timeline_plot import (
     step_parts,
     timeline,
 )
-from sirtaki.analysis.what_if import Answer
 from sirtaki.autotune.model.replayer import Activity, Phase
 from sirtaki.cli.__main__ import main
 from sirtaki.errors import RecordingError, ReplayError
@@ -216,11 +212,16 @@ def test_units_are_never_put_together() -> None:
 NAMES = {kind: kind.value for kind in Kind}
 
 
-def of(found: Histories, *, paths: dict[int, tuple[Leg, ...]] | None = None, most: int = MOST_BOXES) -> Timeline:
-    return timeline(found, found.ranks, paths or {}, kind_names=NAMES, most_boxes=most)
+class Drawn(NamedTuple):
+    data: Mapping[str, Any]
+    notes: list[str]
 
 
-def boxes(drawn: Timeline, flat: list[int], stride: int) -> list[tuple[float, float, str, list[int]]]:
+def of(found: Histories, *, paths: dict[int, tuple[Leg, ...]] | None = None, most: int = MOST_BOXES) -> Drawn:
+    return Drawn(*timeline(found, found.ranks, paths or {}, kind_names=NAMES, most_boxes=most))
+
+
+def boxes(drawn: Drawn, flat: list[int], stride: int) -> list[tuple[float, float, str, list[int]]]:
     found, now = [], 0
     for at in range(0, len(flat), stride):
         begin = now + flat[at]
@@ -267,7 +268,7 @@ def test_the_median_iteration_comes_first() -> None:
     ranks = {number: longer(rank) for number, rank in recording.ranks.items()}
     drawn = of(histories(replace(recording, ranks=ranks)))
     assert [one["ms"] for one in drawn.data["iterations"]] == pytest.approx([200, 100, 300])
-    assert drawn.notes == ()
+    assert drawn.notes == []
 
 
 def test_a_page_that_would_be_too_large_has_fewer_iterations_and_then_larger_boxes() -> None:
@@ -275,7 +276,7 @@ def test_a_page_that_would_be_too_large_has_fewer_iterations_and_then_larger_box
     whole = of(found)
     assert len(whole.data["iterations"]) == 6
 
-    def count(drawn: Timeline) -> int:
+    def count(drawn: Drawn) -> int:
         lanes = [lane for each in drawn.data["iterations"] for lane in each["lanes"]]
         return sum(
             (len(lane["under"]) + len(lane.get("boxes", ()))) // 4 + len(lane.get("units", ())) // 6 for lane in lanes
@@ -283,7 +284,7 @@ def test_a_page_that_would_be_too_large_has_fewer_iterations_and_then_larger_box
 
     fewer = of(found, most=count(whole) - 1)
     assert len(fewer.data["iterations"]) == 3
-    assert fewer.notes == ("Of 6 iterations the median, the shortest and the longest one are drawn.",)
+    assert fewer.notes == ["Of 6 iterations the median, the shortest and the longest one are drawn."]
     assert count(fewer) == count(whole) // 2
     most = count(whole) // 2 - 12
     smaller = of(found, most=most)
@@ -356,7 +357,7 @@ def test_what_cannot_be_replayed_is_shown_without(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(module, "job_model", refuse)
     found = findings(written(tmp_path, record(on_one_host())))
-    assert found.played is None
+    assert found.replay is found.base is None
     assert found.problems == ("what is here cannot be replayed: it goes round in a circle",)
 
 
@@ -365,20 +366,32 @@ def test_the_most_important_comes_in_a_few_sentences(tmp_path: Path) -> None:
     assert heading(found) == (
         "job: 2 iterations of 3 ranks on 3 hosts, with operators; gloo flat, 1 B units, 2 streams."
     )
-    length, exposed, path, remedy = sentences(found)
+    waits, length, path = sentences(found)
+    share = percent(found.exposed_s / found.times.iteration_s)
+    best = found.answers[0]
+    assert best.is_sure
+    assert waits == (
+        f"Training waits for the network: {ms(found.exposed_s)} of a step, {share}, are not hidden; most would help if "
+        f"{best.words}: {best.describe()}."
+    )
     assert length == f"A step takes {ms(found.times.iteration_s)}."
-    assert exposed.endswith("is communication that no computation hides (mean of ranks).")
-    assert path == "The largest part of the critical path: " + found.played.parts[0].describe() + "."
-    assert remedy.startswith(f"What would help most: if {found.played.answers[0].words}, a step would take ")
+    assert path == f"The largest part of the critical path: {parts(found.replay)[0].describe()}."
     assert list(problems(found)) == []
+
+
+def test_the_first_sentence_says_so_where_nothing_is_waited_for_or_nothing_is_sure(tmp_path: Path) -> None:
+    found = findings(written(tmp_path / "job", record(on_one_host())))
+    hidden = next(sentences(replace(found, exposed_s=0.0, answers=())))
+    assert hidden == (
+        "Training does not wait for what its ranks exchange on one host (0.0 % of a step); nothing that was asked for "
+        "is sure to help."
+    )
+    assert next(sentences(replace(found, base=None))).endswith("cannot be told, as the replay does not fit.")
 
 
 def test_numbers_are_short() -> None:
     assert (ms(0.19823), signed_ms(0.0012345), signed_ms(-1e-3)) == ("198.2 ms", "+1.23 ms", "-1 ms")
     assert (percent(0.5249), percent(0.0349)) == ("52 %", "3.5 %")
-    times = StepTimes(iteration_s=1.0, phases_s={}, spread_s=0.0, iterations=1)
-    told = [gain(Answer(words="", times=times, gain=share)) for share in (0.2, -0.2, 0.009, -0.009)]
-    assert told == ["20 % less", "20 % longer", "as long", "as long"]
 
 
 # ── tables ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -426,7 +439,7 @@ def test_what_would_lower_it_is_shown_where_the_replay_is_believed(tmp_path: Pat
     recording = memories.recorded_job()
     assert "passes over parts of the batch" in section(tmp_path / "believed", recording)
     found = findings(written(tmp_path / "again", recording))
-    assert "passes over" not in "\n".join(memory_section(replace(found, played=None)))
+    assert "passes over" not in "\n".join(memory_section(replace(found, fittings=())))
 
 
 def test_a_recording_without_memory_says_so(tmp_path: Path) -> None:
@@ -594,17 +607,27 @@ def test_a_replay_that_is_far_off_claims_nothing(tmp_path: Path, monkeypatch: py
     assert "if gradients travelled" not in page
 
 
-def test_a_gain_within_the_error_of_prices_is_no_gain(tmp_path: Path) -> None:
+def test_what_is_smaller_than_its_error_is_grey_and_says_so(tmp_path: Path) -> None:
     found = findings(written(tmp_path, record(over_a_link())))
-    assert found.played is not None
-    assert "which is within the error" not in render(found)
-    page = render(replace(found, played=replace(found.played, price_error=0.9, notes=("they are off",))))
-    assert page.count("which is within the error") == sum(one.is_priced for one in found.played.answers) > 0
+    unsure = tuple(
+        replace(one, gain=share, is_sure=False) for one, share in zip(found.answers, (0.2, 0.0), strict=False)
+    )
+    page = render(replace(found, answers=(*unsure, *found.answers[2:]), notes=("they are off",)))
+    assert page.count('<tr class="unsure">') == 2 + sum(not one.is_sure for one in found.answers[2:])
+    assert "<td>20 % less, less than its error</td>" in page
+    assert "<td>as long, less than its error</td>" in page
     assert '<p class="note">They are off.</p>' in page
+    assert f"{found.answers[0].low_s * 1e3:.3g} to {found.answers[0].high_s * 1e3:.3g}" in page
 
 
 def test_what_cannot_be_replayed_is_drawn(tmp_path: Path) -> None:
-    found = replace(findings(written(tmp_path, record(on_one_host()))), played=None, problems=("that is why",))
+    found = replace(
+        findings(written(tmp_path, record(on_one_host()))),
+        base=None,
+        replay=None,
+        fittings=(),
+        problems=("that is why",),
+    )
     page = render(found)
     assert '<p class="note">That is why.</p>' in page
     assert re.findall("<h2>(.*?)</h2>", page)[2:] == ["Exposed communication", "What this rests on"]
@@ -629,7 +652,7 @@ def test_the_command_writes_the_page_and_says_the_most_important(
     rank_path(folder, 2).unlink()
     assert main(["report", str(folder)]) == 0
     said = capsys.readouterr().out
-    assert "A step takes" in said
+    assert "Training waits for the network" in said
     assert "Rank 2 of 3 is missing." in said
     assert said.endswith(f"wrote {folder / 'report.html'}\n")
     assert (folder / "report.html").read_text().startswith("<!doctype html>")

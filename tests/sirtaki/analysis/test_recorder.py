@@ -24,25 +24,31 @@ from rank_jobs import OVER_MESH, UNTUNED, Job, Play, RankCase, on_ranks, slow
 from torch import nn
 
 from sirtaki.analysis import recorder as profiling
-from sirtaki.analysis import termination
 from sirtaki.analysis.memory import MemoryReplay
 from sirtaki.analysis.operators import (
     ACCUMULATING,
     BACKWARD,
     LOADER,
+    UNSEEN,
     ZEROING,
     ClockMap,
     Event,
-    Kineto,
+    LiveStorage,
     Mark,
     MemoryEvent,
+    ModuleCalls,
     Reader,
     Seen,
     Step,
     StepOperators,
+    StepWatch,
     TensorWatch,
+    address_of,
     borrowed,
+    live_storages,
     map_clock,
+    memory_of_step,
+    model_is_compiled,
     operators_of,
     readers,
     with_edges,
@@ -58,15 +64,6 @@ from sirtaki.analysis.recorder import (
     recorded,
 )
 from sirtaki.analysis.recording import Allocation, Holds, Operator, PhaseSpan, StepMemory
-from sirtaki.analysis.step_tensors import (
-    UNSEEN,
-    LiveStorage,
-    ModuleCalls,
-    address_of,
-    live_storages,
-    memory_of_step,
-    model_is_compiled,
-)
 from sirtaki.autotune.model.replayer import Phase
 from sirtaki.comm.plan import Algorithm, TransportKind
 from sirtaki.comm.recorder import CopySpan, ReadyMoment, TracedIteration, TracedOperation, TracedUnit
@@ -321,7 +318,7 @@ def test_marks_that_contradict_each_other_say_by_how_much() -> None:
 
 
 def test_operators_have_times_of_our_clock() -> None:
-    kineto = Kineto()
+    kineto = StepWatch()
     before_s = time.perf_counter()
     torch.ones(300, 300).matmul(torch.ones(300, 300))
     after_s = time.perf_counter()
@@ -337,7 +334,7 @@ def test_operators_have_times_of_our_clock() -> None:
 
 def test_annotations_are_no_operators_and_passes_are_joined_by_numbers() -> None:
     weight = torch.ones(4, requires_grad=True)
-    kineto = Kineto()
+    kineto = StepWatch()
     with torch.profiler.record_function("mine"):
         (weight * 2).sum().backward()
     events = {event.name: event for event in sorted(kineto.stop().events, key=lambda event: -event.begin_s)}
@@ -351,23 +348,22 @@ def test_a_script_that_uses_it_keeps_it() -> None:
         torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]),
         pytest.raises(RecordingError, match="in use by the script"),
     ):
-        Kineto()
-    Kineto().stop()
+        StepWatch()
+    StepWatch().stop()
 
 
-def test_another_thread_knows_that_it_is_not_its_own() -> None:
-    kineto, seen = Kineto(), []
-    asking = threading.Thread(target=lambda: seen.append(kineto.here))
+def test_only_the_thread_that_has_switched_it_on_switches_it_off() -> None:
+    watch, seen = StepWatch(), list[object]()
+    asking = threading.Thread(target=lambda: seen.append(watch.stop()))
     asking.start()
     asking.join()
-    assert seen == [False]
-    assert kineto.here
-    kineto.stop()
+    assert seen == [None]
+    assert watch.stop() is not None
 
 
 def test_memory_is_told_in_its_order_with_who_asked_for_it() -> None:
     weight = torch.ones(1000, requires_grad=True)
-    kineto = Kineto()
+    kineto = StepWatch()
     before_s = time.perf_counter()
     (weight * 2).sum().backward()
     weight.grad = None
@@ -381,7 +377,7 @@ def test_memory_is_told_in_its_order_with_who_asked_for_it() -> None:
 
 
 def test_what_operators_read_is_watched_until_the_next_mark() -> None:
-    kineto = Kineto(edges=True)
+    kineto = StepWatch(edges=True)
     torch.ones(4).sum()
     kineto.mark()
     torch.ones(4).prod()
@@ -777,8 +773,8 @@ def event_in_step(at_s: float, address: int, n_bytes: int, *, accumulating: bool
 
 
 def memory_seen(*memory: MemoryEvent, storages: tuple[LiveStorage, ...] = ()) -> StepMemory:
-    seen = Seen(events=[ADDING], thread=1, clock=CLOCK, memory=memory)
-    return memory_of_step(seen, None, number=7, begin_s=0.0, end_s=10.0, spans=SPANS, storages=storages)
+    seen = Seen(events=[ADDING], thread=1, clock=CLOCK, memory=memory, storages=storages)
+    return memory_of_step(seen, number=7, begin_s=0.0, end_s=10.0, spans=SPANS)
 
 
 def test_it_is_told_apart_by_when_it_comes_and_goes() -> None:
@@ -829,29 +825,28 @@ def test_an_address_is_used_again() -> None:
 
 @pytest.mark.slow
 def test_the_peak_of_a_real_step_is_the_allocators() -> None:
-    kineto, calls = Kineto(), ModuleCalls()
+    watch = StepWatch()
     base = sum(one.n_bytes for one in live_storages() if one.device == "cpu")
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
     batch = torch.ones(128, 64)
-    for _ in range(2):
-        storages = live_storages()
-        calls.with_tensors = True
-        begin_s = time.perf_counter()
-        loss = model(batch).square().mean()
-        backward_s = time.perf_counter()
-        loss.backward()
-        backward_end_s = time.perf_counter()
-        for one in model.parameters():
-            one.grad = None
-        end_s = time.perf_counter()
-    results = kineto._profiler.profiler
-    seen = kineto.stop()
-    calls.stop()
-    spans = (
-        PhaseSpan(phase=Phase.FORWARD, begin_s=begin_s, end_s=backward_s),
-        PhaseSpan(phase=Phase.BACKWARD, begin_s=backward_s, end_s=backward_end_s),
-    )
-    memory = memory_of_step(seen, calls, number=1, begin_s=begin_s, end_s=end_s, spans=spans, storages=storages)
+    model(batch).square().mean().backward()
+    for one in model.parameters():
+        one.grad = None
+    watch.next_step()
+    begin_s = time.perf_counter()
+    loss = model(batch).square().mean()
+    backward_s = time.perf_counter()
+    loss.backward()
+    backward_end_s = time.perf_counter()
+    for one in model.parameters():
+        one.grad = None
+    end_s = time.perf_counter()
+    results = watch._profiler.profiler
+    seen = watch.stop()
+    assert seen is not None
+    assert seen.calls is not None
+    spans = (PhaseSpan(Phase.FORWARD, begin_s, backward_s), PhaseSpan(Phase.BACKWARD, backward_s, backward_end_s))
+    memory = memory_of_step(seen, number=1, begin_s=begin_s, end_s=end_s, spans=spans)
     left, totals = list(results.kineto_results.experimental_event_tree()), []
     while left:
         one = left.pop()
@@ -860,7 +855,7 @@ def test_the_peak_of_a_real_step_is_the_allocators() -> None:
             totals.append(one.extra_fields.total_allocated)
     assert MemoryReplay(memory, 0).peak().n_bytes - base == pytest.approx(max(totals), rel=0.01)
     assert memory.batch == 128
-    modules, _ = calls.modules()
+    modules, _ = seen.calls.modules()
     activations = Counter[str]()
     for one in memory.allocations:
         if one.holds is Holds.ACTIVATIONS and one.call >= 0:
@@ -873,44 +868,40 @@ def test_the_peak_of_a_real_step_is_the_allocators() -> None:
     assert first.end_s < first.backward_begin_s < first.backward_end_s
 
 
-# ── step memory ───────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 # ── termination ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 PROGRAM = """
-import os, runpy, signal, sys
-Termination = runpy.run_path(sys.argv[2])["Termination"]  # without what the package loads
+import os, signal, sys
+from types import SimpleNamespace
+from sirtaki.analysis import recorder
+from sirtaki.settings import ProfileRequest
 
-def keep():
-    with termination.put_off():
-        if sys.argv[1] == "while it is written":
+class Kept(recorder.JobRecorder):
+    def _write(self):
+        if when == "while it is written":
             os.kill(os.getpid(), signal.SIGTERM)
         print("kept", flush=True)
 
-termination = Termination(keep)
-if sys.argv[1] == "with a handler of the script's":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
-termination.watch()
-if sys.argv[1] in ("while it is written", "after it was written"):
-    keep()
-os.kill(os.getpid(), signal.SIGTERM)
-print("lives", flush=True)
+for when in sys.argv[1:]:
+    child = os.fork()
+    if not child:
+        one = Kept(ProfileRequest(folder=""))
+        if when == "with a handler of the script's":
+            signal.signal(signal.SIGTERM, lambda *_: os._exit(7))
+        one.watch_for_termination()
+        one.stage = recorder.Stage.RECORDING
+        if when in ("while it is written", "after it was written"):
+            one.end()
+        os.kill(os.getpid(), signal.SIGTERM)
+        print("lives", flush=True)
+        os._exit(0)
+    print(when, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
 
 
-@pytest.mark.parametrize(
-    ("when", "printed", "exit_code"),
-    [
-        ("before it is written", "kept", -signal.SIGTERM),
-        ("while it is written", "kept", -signal.SIGTERM),
-        ("after it was written", "kept", -signal.SIGTERM),
-        ("with a handler of the script's", "", 7),
-    ],
-)
-def test_it_is_kept_and_the_process_ends(when: str, printed: str, exit_code: int) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, when, termination.__file__], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == exit_code, done.stderr
-    assert done.stdout.strip() == printed
+def test_what_was_recorded_is_written_before_sigterm_ends_the_process() -> None:
+    cases = ["before it is written", "while it is written", "after it was written", "with a handler of the script's"]
+    done = subprocess.run([sys.executable, "-c", PROGRAM, *cases], capture_output=True, text=True, check=False)
+    killed = -int(signal.SIGTERM)
+    expected = [line for case in cases[:3] for line in ("kept", f"{case} {killed}")]
+    assert done.stdout.splitlines() == [*expected, f"{cases[3]} 7"], done.stderr

@@ -25,10 +25,15 @@ from sirtaki.analysis.global_graph import (
 )
 from sirtaki.analysis.job_model import JobModel, Piece, histories, job_model
 from sirtaki.analysis.what_if import (
+    BETWEEN_HOSTS,
     COMPILED,
     COST_S,
     COST_SHARE,
+    ON_ONE_HOST,
     PAYLOAD,
+    Answer,
+    Baseline,
+    ModelError,
     backward_order,
     bandwidth,
     best_knobs,
@@ -37,10 +42,6 @@ from sirtaki.analysis.what_if import (
     in_parts,
     knobs_of,
     link_rate,
-    price_error,
-    price_notes,
-    remedies,
-    single_remedies,
     sizes_worth_trying,
     unanswered,
     unit_cost,
@@ -689,6 +690,10 @@ def test_each_graph_is_cut_by_itself() -> None:
 # ── remedies ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+def remedies(job: JobModel) -> tuple[Answer, ...]:
+    return tuple(one for one in Baseline.of(job).single_remedies() if one.is_worth_saying)
+
+
 def test_remedies_are_for_what_is_there_the_best_first() -> None:
     durations = (0.02, 0.01, 0.03, 0.02)
     job = made_job(
@@ -698,7 +703,7 @@ def test_remedies_are_for_what_is_there_the_best_first() -> None:
         link=LINK,
         data_s=dict.fromkeys(range(3), 0.03),
     )
-    found = remedies(job, before_s=times(job).iteration_s)
+    found = remedies(job)
     words = [one.words for one in found]
     assert words[0] == "no rank were slower than most"
     assert {"no rank waited for data", "the links were twice as fast"} & set(words) == {"no rank waited for data"}
@@ -710,12 +715,11 @@ def test_remedies_are_for_what_is_there_the_best_first() -> None:
 
 def test_a_compiled_model_in_parts_is_one_with_the_line_that_does_it() -> None:
     job = compiled_job(LinkModel(alpha_s=1e-3, throughput=(2e7, 4e7), host_s=0.0))
-    (one,) = (one for one in remedies(job, before_s=times(job).iteration_s) if "early_gradients" in one.words)
+    (one,) = (one for one in remedies(job) if "early_gradients" in one.words)
     assert one.words.startswith("the model was compiled in ")
     assert one.gain > 0.1
-    assert one.is_priced
     for other in (on_one_host(), compiled_job(LinkModel(alpha_s=1e-4, throughput=(2e9,), host_s=0.0))):
-        answers = single_remedies(other, before_s=times(other).iteration_s)
+        answers = Baseline.of(other).single_remedies()
         assert not [one for one in answers if "early_gradients" in one.words]
 
 
@@ -725,8 +729,7 @@ def test_each_knob_is_asked_for_by_itself_and_both_together() -> None:
     knobs = Knobs(unit_bytes=8000, streams=1, transport=TransportKind.GLOO)
     plan = knobs.to_plan(buffer.layout)
     job = with_plans(replace(job, buffers=(replace(buffer, knobs=knobs),)), {0: plan})
-    before_s = times(job).iteration_s
-    words = [one.words for one in single_remedies(job, before_s=before_s)]
+    words = [one.words for one in Baseline.of(job).single_remedies()]
     assert [word for word in words if word.startswith("there were")] in (
         [f"there were {count} streams"] for count in (2, 4, 8)
     )
@@ -735,7 +738,7 @@ def test_each_knob_is_asked_for_by_itself_and_both_together() -> None:
 
 
 def test_where_units_are_not_of_one_size_there_is_another_plan_only() -> None:
-    words = [one.words for one in single_remedies(over_a_link(), before_s=1.0)]
+    words = [one.words for one in Baseline.of(over_a_link()).single_remedies()]
     assert [word for word in words if "units" in word or "streams" in word] == [
         "units were cut otherwise (gloo flat, 1 MiB units, 1 stream)"
     ]
@@ -749,22 +752,71 @@ def test_no_other_plan_is_asked_for_where_a_rank_had_no_gradients() -> None:
     job = replace(job, iterations=(job.iterations[0], replace(last, programs={**last.programs, 1: idle})))
     (sentence,) = unanswered(job)
     assert "a rank had no gradients of its own" in sentence
-    words = [one.words for one in single_remedies(job, before_s=1.0)]
+    words = [one.words for one in remedies(job)]
     assert words
     assert not any("units" in one for one in words)
 
 
-def test_prices_that_fit_the_recorded_units_are_right_and_others_are_said() -> None:
+@pytest.mark.parametrize(("job", "error"), [(over_a_link(), BETWEEN_HOSTS), (on_one_host(cuts=(4,)), ON_ONE_HOST)])
+def test_an_interval_is_as_wide_as_replays_were_found_to_miss(job: JobModel, error: ModelError) -> None:
+    base = Baseline.of(job)
+    same = base.answer("nothing", job)
+    assert math.log(same.high_s / same.times.iteration_s) == pytest.approx(error.any_question)
+    assert same.low_s < base.times.iteration_s < same.high_s
+    assert not same.is_sure
+    half = with_faster_loader(with_less_traffic(job, 0.5), 2.0)
+    asked = base.answer("half", half)
+    change = abs(math.log(asked.times.iteration_s / base.times.iteration_s))
+    assert math.log(asked.high_s / asked.times.iteration_s) == pytest.approx(error.any_question + error.step * change)
+    knobs = Knobs(unit_bytes=4000, streams=2, transport=TransportKind.GLOO)
+    other = base.answer("units", with_knobs(job, knobs), replanned=True)
+    units = math.log(7 / len(job.buffers[0].plan.units))
+    change = abs(math.log(other.times.iteration_s / base.times.iteration_s))
+    width = error.any_question + error.step * change + error.units * units
+    assert math.log(other.high_s / other.times.iteration_s) == pytest.approx(width, rel=0.01)
+
+
+def test_scatter_of_the_recording_and_a_replay_that_is_off_widen_every_interval() -> None:
     job = over_a_link()
-    before_s = times(job).iteration_s
-    assert price_error(job, before_s=before_s) == pytest.approx(0.0, abs=1e-3)
-    assert price_notes(price_error(job, before_s=before_s)) == ()
-    error = price_error(job, before_s=0.5 * before_s)
-    assert error == pytest.approx(1.0, abs=2e-3)
-    (sentence,) = price_notes(error)
-    assert "99.9 % longer than it was" in sentence
-    assert "10.0 % shorter" in price_notes(-0.1)[0]
-    assert price_error(replace(job, buffers=()), before_s=before_s) == 0.0
+    exact = times(job)
+    sure = Baseline.of(job, replace(exact, iterations=10)).answer("", job)
+    noisy = Baseline.of(job, replace(exact, spread_s=0.3 * exact.iteration_s, iterations=10)).answer("", job)
+    off = Baseline.of(job, exact.scaled(0.8)).answer("", job)
+    assert sure.high_s < off.high_s
+    assert sure.high_s < noisy.high_s
+    more = Baseline.of(job, replace(exact, spread_s=0.3 * exact.iteration_s, iterations=1000)).answer("", job)
+    assert more.high_s < noisy.high_s
+
+
+def test_no_interval_reaches_below_what_the_job_computes() -> None:
+    job = on_one_host()
+    answer = Baseline.of(job, times(job).scaled(0.2)).answer("", job)
+    assert answer.low_s == pytest.approx(computation_s(global_graph(job)) / 2)
+    assert math.log(answer.high_s / answer.times.iteration_s) > 1.6
+
+
+def test_another_plan_is_compared_with_the_recorded_units_at_the_same_prices() -> None:
+    job = over_a_link()
+    dear = replace(job, iterations=tuple(replace(each, operations=tuple(
+        replace(one, link_s=(2.0 if place == 0 else 1.0) * one.link_s) for place, one in enumerate(each.operations)
+    )) for each in job.iterations))  # fmt: skip
+    base = Baseline.of(dear)
+    assert base.priced_s is not None
+    assert base.priced_s != pytest.approx(base.times.iteration_s, rel=0.01)
+    same = base.answer("", with_plans(dear, {0: dear.buffers[0].plan}), replanned=True)
+    assert same.gain == pytest.approx(0.0)
+    assert same.high_s / same.times.iteration_s > math.exp(abs(math.log(base.times.iteration_s / base.priced_s)))
+    assert Baseline.of(replace(job, buffers=())).priced_s is None
+
+
+def test_answers_are_told_with_their_interval_and_doubt() -> None:
+    step = times(over_a_link()).scaled(0.32 / times(over_a_link()).iteration_s)
+    sure = Answer(words="x", times=step, gain=0.22, low_s=0.298, high_s=0.344, is_sure=True)
+    assert sure.describe() == "320 ms a step (298 to 344), 22 % less"
+    unsure = replace(sure, gain=-0.02, high_s=0.5, is_sure=False)
+    assert unsure.describe() == "320 ms a step (298 to 500), 2 % more, which is within the error"
+    assert sure.overlaps(unsure)
+    assert not sure.overlaps(replace(sure, low_s=0.4, high_s=0.5))
 
 
 def test_a_job_without_gradients_has_no_plan_to_change() -> None:

@@ -2,7 +2,6 @@
 
 import json
 import signal
-from argparse import ArgumentTypeError
 
 import numpy as np
 import pytest
@@ -10,7 +9,6 @@ from fakes.aggregators import client_of, process
 
 from sirtaki.aggregator import HeatLayout
 from sirtaki.cli.__main__ import main
-from sirtaki.cli.aggregator import memory
 
 
 def test_it_serves_tells_its_counters_and_ends_on_sigterm(capsys: pytest.CaptureFixture[str]) -> None:
@@ -45,12 +43,3 @@ def test_invalid_options_are_one_clear_sentence(
 ) -> None:
     assert main(["aggregator", *options]) == 1
     assert reason in capsys.readouterr().err
-
-
-def test_memory_has_units() -> None:
-    assert [memory(text) for text in ("4096", "256M", "1.5g", "2 KiB", "1GB")] == [
-        4096, 256 * 2**20, 3 * 2**29, 2048, 2**30,
-    ]  # fmt: skip
-    for text in ("", "M", "-1G", "0", "lots", "nan", "inf"):
-        with pytest.raises(ArgumentTypeError, match="is no size"):
-            memory(text)

@@ -1,0 +1,144 @@
+"""What commands share: tables for people and for programs, files that they write, and the values of their options."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import sys
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sirtaki.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from sirtaki.analysis.recording import Recording
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+# ── tables ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def add_formats(parser: ArgumentParser) -> None:
+    """Add `--json` and `--csv`, for `printed`."""
+    formats = parser.add_mutually_exclusive_group()
+    formats.add_argument("--json", action="store_true", help="print JSON")
+    formats.add_argument("--csv", action="store_true", help="print the table as CSV")
+
+
+def printed(options: Namespace, data: Any, rows: Sequence[Mapping[str, Any]] | None = None) -> bool:
+    """Print what a program is to read, if `--json` or `--csv` asks for it.
+
+    Args:
+        options: of a parser with `add_formats`.
+        data: what JSON shows.
+        rows: what CSV shows, a line each; None = `data`. Nested values become JSON.
+
+    Returns:
+        Whether it was asked for.
+    """
+    if options.json:
+        print(json.dumps(data, indent=1))
+    elif options.csv:
+        rows = data if rows is None else rows
+        writer = csv.writer(sys.stdout, lineterminator="\n")
+        titles = list(dict.fromkeys(name for row in rows for name in row))
+        writer.writerow(titles)
+        for row in rows:
+            values = (row.get(title) for title in titles)
+            writer.writerow([json.dumps(one) if isinstance(one, (dict, list, tuple)) else one for one in values])
+    return bool(options.json or options.csv)
+
+
+def rich_table(titles: Sequence[str], rows: Iterable[Iterable[str]], *, caption: str | None = None) -> Table:
+    """A plain table for a terminal; cells are text, since names from elsewhere may look like markup."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, show_header=any(titles), pad_edge=False, caption=caption)
+    for title in titles:
+        table.add_column(title, overflow="fold")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    return table
+
+
+def print_table(titles: Sequence[str], rows: Iterable[Iterable[str]]) -> None:
+    """Print a table; what is not a terminal has no width, and a table cut at 80 columns would lose its ends."""
+    from rich.console import Console
+
+    console = Console() if sys.stdout.isatty() else Console(width=200)
+    console.print(rich_table(titles, rows))
+
+
+# ── recordings and other files ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def add_recording(parser: ArgumentParser) -> None:
+    """Add the folder of a recording, for `read_recording`."""
+    parser.add_argument("folder", type=Path, metavar="DIR", help="what `sirtaki profile` has written")
+
+
+def read_recording(options: Namespace) -> Recording:
+    """Return what the folder holds; what is wrong with it goes to the standard error.
+
+    Raises:
+        RecordingError: there is nothing to show.
+    """
+    from sirtaki.analysis.recording import read_folder
+
+    recording = read_folder(options.folder)
+    for problem in recording.problems:
+        print(f"sirtaki {options.command}: {problem}", file=sys.stderr)
+    return recording
+
+
+def write_file(path: Path, text: str, what: str) -> None:
+    """Write a file.
+
+    Raises:
+        ConfigError: it cannot be written; `what` names it.
+    """
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as err:
+        raise ConfigError(f"{what} cannot be written: {err}") from err
+
+
+# ── values of options; each raises ArgumentTypeError for what it does not accept ─────────────────────────────────────
+
+
+def positive(text: str) -> float:
+    """A finite number above 0."""
+    try:
+        value = float(text)
+    except ValueError as err:
+        raise ArgumentTypeError(f"{text!r} is no number") from err
+    if not 0 < value < float("inf"):
+        raise ArgumentTypeError(f"it must be positive, not {text}")
+    return value
+
+
+def whole(least: int) -> Callable[[str], int]:
+    """A whole number from `least` on."""
+
+    def number(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise ArgumentTypeError(f"{text!r} is not a whole number from {least}")
+        return int(text)
+
+    return number
+
+
+def memory_bytes(text: str) -> int:
+    """An amount such as `6G`, `512M`, `1.5GiB`, or a number of bytes; K, M, G and T are powers of 1024."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
+    n_bytes = int(float(found[1]) * _UNITS[found[2].upper()]) if found else 0
+    if not n_bytes:
+        raise ArgumentTypeError(f"{text!r} is no amount of memory: give one such as 6G or 512M")
+    return n_bytes
