@@ -2,11 +2,12 @@
 
 # ruff: noqa: F403, F405  # `mpi_ops` has them
 
-from . import elastic, mpi_ops
+from . import elastic, mpi_ops, optim
 from .basics import start_timeline, stop_timeline
 from .compile_backend import early_gradients
 from .compression import Compression
 from .functions import allgather_object, broadcast_object, broadcast_optimizer_state, broadcast_parameters
+from .local_sgd import DiLoCo, LocalSGD
 from .mpi_ops import *
 from .optimizer import DistributedOptimizer, sparse_gradients
 from .sync_batch_norm import SyncBatchNorm
@@ -15,8 +16,10 @@ __all__ = [
     "Adasum",
     "Average",
     "Compression",
+    "DiLoCo",
     "DistributedOptimizer",
     "HorovodInternalError",
+    "LocalSGD",
     "Max",
     "Min",
     "ProcessSet",
@@ -70,6 +73,7 @@ __all__ = [
     "mpi_ops",
     "mpi_threads_supported",
     "nccl_built",
+    "optim",
     "poll",
     "rank",
     "reducescatter",

@@ -96,15 +96,7 @@ def broadcast_optimizer_state(
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("cannot broadcast torch.optim.LBFGS state")
-    tensors: list[torch.Tensor] = []
-    state = broadcast_object(_take_tensors(optimizer.state_dict(), tensors), root_rank, "optimizer_state")
-    if rank() != root_rank:
-        tensors = []
-        state = _make_tensors(state, tensors)
-    handles = [
-        broadcast_async_(tensor, root_rank, f"optimizer_state.{number}") for number, tensor in enumerate(tensors)
-    ]
-    synchronize_all(handles)
+    state = broadcast_state(optimizer.state_dict(), root_rank, "optimizer_state")
     if rank() != root_rank:
         optimizer.load_state_dict(state)
     for group in optimizer.param_groups:
@@ -112,6 +104,19 @@ def broadcast_optimizer_state(
             if param.requires_grad and param.grad is None:
                 zeros = torch.zeros_like(param)
                 param.grad = zeros.to_sparse(1) if isinstance(optimizer, torch.optim.SparseAdam) else zeros
+
+
+def broadcast_state(state: dict[str, Any], root_rank: int, name: str) -> dict[str, Any]:
+    """Collective: the root's `state_dict()` on every rank, whatever theirs are like; its tensors travel as tensors."""
+    own: list[torch.Tensor] = []
+    skeleton = broadcast_object(_take_tensors(state, own), root_rank, name)
+    if rank() == root_rank:
+        received, tensors = state, own
+    else:
+        tensors = []
+        received = _make_tensors(skeleton, tensors)
+    synchronize_all([broadcast_async_(tensor, root_rank, f"{name}.{n}") for n, tensor in enumerate(tensors)])
+    return received
 
 
 def _take_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:

@@ -4,13 +4,14 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from fakes.told_membership import ToldMembership
-from ranks.elastic_member import Log
+from ranks.elastic_member import Log, hash_of
 
 import sirtaki.torch as hvd
 from sirtaki.engine import membership
@@ -101,7 +102,40 @@ def beginning() -> None:
     log("train", size=hvd.size(), weight=other.item())
 
 
-PLAYS = {"waits": waits, "sets": sets, "beginning": beginning}
+def less_often() -> None:
+    """Ranks are lost and come between two synchronisations, with a fragment on its way."""
+    torch.manual_seed(there.worker)  # who comes takes the others' state, whatever its own
+    model = torch.nn.Linear(4, 3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    diloco = hvd.DiLoCo(model, optimizer, sync_every=6, fragments=2, delay=2, blend=0.5)
+    state = hvd.elastic.TorchState(model=model, optimizer=optimizer, diloco=diloco, step=0)
+
+    @hvd.elastic.run
+    def train(state: Any) -> None:
+        with diloco:
+            while state.step < 24:
+                optimizer.zero_grad()
+                generator = torch.Generator().manual_seed(100 * state.step + hvd.rank())
+                model(torch.randn(8, 4, generator=generator)).square().mean().backward()
+                optimizer.step()
+                state.step += 1
+                if there.worker == 1 and state.step == 10:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                state.commit()
+                log("step", step=state.step, size=hvd.size())
+                while state.step == 16 and hvd.size() < 3:  # until the next one has come
+                    time.sleep(0.01)
+                    state.commit()
+
+    train(state)
+    log(
+        "hash",
+        hash=hash_of(model),
+        momentum=sum(s["momentum_buffer"].norm().item() for s in diloco.outer.state.values()),
+    )
+
+
+PLAYS = {"waits": waits, "sets": sets, "beginning": beginning, "less_often": less_often}
 
 if __name__ == "__main__":
     there = ToldMembership()

@@ -14,7 +14,14 @@ from sirtaki.engine import job
 from sirtaki.engine.membership import Change
 
 from ..exceptions import HostsUpdatedInterrupt
-from ..functions import allgather_object, broadcast_object, broadcast_optimizer_state, broadcast_parameters
+from ..functions import (
+    allgather_object,
+    broadcast_object,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+    broadcast_state,
+)
+from ..local_sgd import LocalSGD
 from . import checkpoints
 from .checkpoints import Checkpoints, RandomState
 from .sampler import ElasticSampler, Mark
@@ -347,7 +354,9 @@ class ObjectState(State):
 
 
 class TorchState(ObjectState):
-    """A model and an optimizer, and anything else by keyword: further models, optimizers, samplers, plain values."""
+    """A model and an optimizer, and anything else by keyword: further models, optimizers,
+    samplers, a `LocalSGD`, plain values.
+    """
 
     def __init__(
         self, model: torch.nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None, **kwargs: Any
@@ -357,7 +366,7 @@ class TorchState(ObjectState):
         Args:
             model: broadcast by its `state_dict()`, as all modules are.
             optimizer: as all optimizers, too.
-            kwargs: modules, optimizers, `ElasticSampler`s, and anything that pickles.
+            kwargs: modules, optimizers, `ElasticSampler`s, `LocalSGD`s, and anything that pickles.
         """
         given = {"model": model, "optimizer": optimizer, **kwargs}
         stateful = {name: value for name, value in given.items() if isinstance(value, _STATEFUL)}
@@ -413,7 +422,7 @@ class TorchState(ObjectState):
 
     def sync(self) -> None:
         """See `State`; what the ranks' samplers have processed is put together."""
-        for value in self._stateful.values():
+        for name, value in self._stateful.items():
             if isinstance(value, torch.nn.Module):
                 broadcast_parameters(value.state_dict(), SYNC_ROOT)
             elif isinstance(value, ElasticSampler):
@@ -421,6 +430,8 @@ class TorchState(ObjectState):
                 epoch = states[SYNC_ROOT]["epoch"]
                 known = (state["processed_indices"] for state in states if state["epoch"] == epoch)
                 value.load_state_dict({"epoch": epoch, "processed_indices": set().union(*known)})
+            elif isinstance(value, LocalSGD):
+                value.load_state_dict(broadcast_state(value.state_dict(), SYNC_ROOT, f"elastic.{name}"))
             elif not isinstance(value, torch.optim.LBFGS):
                 broadcast_optimizer_state(value, SYNC_ROOT)
         super().sync()
@@ -435,4 +446,4 @@ class TorchState(ObjectState):
         super()._complete(news)
 
 
-_STATEFUL = (torch.nn.Module, torch.optim.Optimizer, ElasticSampler)
+_STATEFUL = (torch.nn.Module, torch.optim.Optimizer, ElasticSampler, LocalSGD)

@@ -223,6 +223,21 @@ def test_a_rank_that_is_lost_before_training_ends_no_other_script(launcher: Laun
     assert [(line["size"], line["weight"]) for line in judge.lines("train")] == [(2, -4.5)] * 2
 
 
+def test_diloco_goes_on_with_the_ranks_that_there_are(launcher: Launcher, tmp_path: Path) -> None:
+    with ElasticJob(launcher, tmp_path, ranks=3, program="elastic_features.py", play="less_often") as job:
+        job.replaces = True
+        judge = job.run(60.0)
+    assert judge.codes == {0: 0, 1: -9, 2: 0, 3: 0}, judge.output
+    assert {line["size"] for line in judge.lines("step")} >= {3}
+    ends = judge.lines("hash")
+    assert len(ends) == 3
+    assert len({(line["hash"], line["momentum"]) for line in ends}) == 1, ends
+    # Nobody has gone back by more than the step that was being made when a rank was lost.
+    for worker in (0, 2):
+        steps = [line["step"] for line in judge.lines("step") if line["worker"] == worker]
+        assert steps == list(range(1, 25)), steps
+
+
 # ── repeating ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 

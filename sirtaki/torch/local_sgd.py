@@ -1,0 +1,617 @@
+"""Synchronise less often: each rank trains by itself for some steps, then the ranks combine what they have come to.
+
+`LocalSGD` averages parameters (Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019). `DiLoCo` averages
+how far parameters have moved, and gives that to an outer optimizer as its gradient (Douillard et al., "DiLoCo:
+Distributed Low-Communication Training of Language Models", 2023). Parts of a model, its *fragments*, take turns, and
+each is on its way while training goes on (Douillard et al., "Streaming DiLoCo with overlapping communication", 2025):
+
+    step    1    2    3    4    5    6    7    8    9   ...        sync_every=8, fragments=2, delay=2
+    sent                   A                   B
+    merged                           A                   B
+
+All ranks take the same course without a message about it: each counts its own steps, and what a rank has to say
+travels behind the parameters (`_Tail`): whether it has trained at all, whether it has come to the end, and what rank 0
+has found about the network.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import accumulate
+from statistics import median
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from sirtaki.engine import job
+from sirtaki.engine.reducing.checks import checksums, require_same_model
+from sirtaki.engine.reducing.optimizer_gradients import reducers_of
+from sirtaki.errors import CommError, ConfigError
+
+from .collectives import grouped_allreduce_async
+from .lasting_optimizers import Distributed
+from .process_sets import ProcessSet, Sum, engine_of, global_process_set, poll, require_opened, synchronize
+
+logger = logging.getLogger(__name__)
+
+TUNED_FRAGMENTS = 4
+"""Into so many fragments a model is divided where the interval is tuned and nothing else is said."""
+
+FIRST_INTERVAL = 4
+"""Steps between two fragments until it is known how long one is on its way."""
+
+SHORTEST, LONGEST = 8, 500
+"""Steps between which a tuned `sync_every` lies; the papers' experiments end with 500."""
+
+MARGIN = 1.25
+"""A fragment gets so much more time than the slowest has taken."""
+
+SHORTER = 0.6
+"""An interval is shortened only if that part of it is enough, so that it does not change with every measurement."""
+
+
+class _Tail(NamedTuple):
+    """What travels behind each fragment, added up over the ranks.
+
+    Attributes:
+        weight: 1 from a rank that has trained since the fragment was last sent; others do not count.
+        leaving: 1 from a rank that waits in `synchronize`.
+        interval: from rank 0: steps between two fragments from now on; 0 = as before.
+        delay: the same of `delay`.
+    """
+
+    weight: float = 0.0
+    leaving: float = 0.0
+    interval: float = 0.0
+    delay: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class _Fragment:
+    """Parameters and buffers that travel together.
+
+    Attributes:
+        names: of the parameters.
+        origins: of DiLoCo: what the parameters were when all ranks last agreed, as the outer optimizer has it.
+        steps: made since it was last sent.
+    """
+
+    names: list[str] = field(default_factory=list)
+    params: list[torch.Tensor] = field(default_factory=list)
+    buffers: list[torch.Tensor] = field(default_factory=list)
+    origins: list[torch.Tensor] = field(default_factory=list)
+    steps: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Flight:
+    """A fragment on its way.
+
+    Attributes:
+        sent: by this rank, in float32 or float64.
+        steps: that it had made.
+        sent_s: when it left (`time.perf_counter`).
+        travel_s: how long it was on its way, once that is known.
+    """
+
+    fragment: _Fragment
+    handle: int
+    sent: list[torch.Tensor]
+    steps: int
+    sent_s: float
+    travel_s: float | None = None
+
+
+class LocalSGD:
+    """A context around the training loop in which ranks train by themselves, and average their models now and then.
+
+        with hvd.LocalSGD(model, optimizer, sync_every=8):
+            for batch in data:
+                optimizer.zero_grad()
+                loss(model(batch)).backward()
+                optimizer.step()
+
+    The optimizer is a plain one, not a DistributedOptimizer: its `step()` is what is counted. Buffers of floating
+    point, such as batch norm's statistics, are averaged too; those that `state_dict()` leaves out stay as they are.
+    Parameters of halves are averaged in float32. A rank that has not trained since a fragment was last sent does not
+    count in it, so ranks may have different numbers of batches: who is at the end of the block goes along with the
+    others' averages until all are, and the models are equal then. `state_dict()` says where in a round it is; in an
+    elastic job give the object to `hvd.elastic.TorchState` by keyword.
+
+    Attributes:
+        sync_every: steps between two averages of one parameter; the tuned one, if it is tuned.
+        delay: steps between sending a fragment and merging it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        sync_every: int | None = 8,
+        *,
+        fragments: int | Sequence[nn.Module] | None = None,
+        delay: int | None = None,
+        process_set: ProcessSet = global_process_set,
+    ) -> None:
+        """Not collective, and nothing happens before the block begins.
+
+        Args:
+            model: as plain PyTorch has it; the same on all ranks.
+            optimizer: of parameters of `model`; what it does not train is not averaged.
+            sync_every: steps between two averages. None = as few as let communication hide behind training, measured
+                by rank 0 and said to all, anew whenever the network changes.
+            fragments: into how many parts of about equal size the model is divided, or the modules that are its parts;
+                they take turns. None = 1, or 4 where `sync_every` is None.
+            delay: so many steps go on while a fragment is on its way; what a rank has learnt meanwhile is kept. At
+                most `sync_every / fragments`; 0 = `step()` waits. Where `sync_every` is None it is tuned, too.
+            process_set: the ranks that train together.
+
+        Raises:
+            ConfigError: an argument is invalid, or gradients are averaged already.
+        """
+        name = type(self).__name__
+        if isinstance(model, DistributedDataParallel):
+            raise ConfigError(f"{name} takes a plain model: DistributedDataParallel averages its gradients every step")
+        recipe = getattr(optimizer, "_recipe", None)
+        if isinstance(optimizer, Distributed) and (recipe is None or recipe.process_set is global_process_set):
+            raise ConfigError(f"{name} takes a plain optimizer: a DistributedOptimizer averages gradients every step")
+        self._model, self._optimizer, self._process_set = model, optimizer, process_set
+        self._optimized = [id(param) for param in _params_of(optimizer)]
+        count = (1 if sync_every else TUNED_FRAGMENTS) if fragments is None else fragments
+        self._fragments = _divided(model, optimizer, count)
+        self._tunes = sync_every is None
+        n = len(self._fragments)
+        if sync_every is None:
+            if delay is not None:
+                raise ConfigError("delay= goes with a sync_every= that is given; it is tuned where that is None")
+            self._interval = self.delay = FIRST_INTERVAL
+        else:
+            if sync_every <= 0 or sync_every % n:
+                raise ConfigError(f"sync_every= takes a positive multiple of the {n} fragments, not {sync_every}")
+            self._interval, self.delay = sync_every // n, delay or 0
+            if not 0 <= self.delay <= self._interval:
+                raise ConfigError(
+                    f"delay= takes at most sync_every / fragments = {self._interval} steps, not {self.delay}: "
+                    "a fragment has come before the next one leaves"
+                )
+        self._turn = self._steps = 0  # of the fragment that is next; since one was sent
+        self._begun = False  # ranks have trained apart
+        self._flight: _Flight | None = None
+        self._name = ""  # of operations, inside the block
+        self._hook: Any = None  # torch's
+        # What rank 0 knows of the network: how long steps take without us, and fragments.
+        self._step_s: deque[float] = deque(maxlen=16)
+        self._left_s: float | None = None
+        self._travel_s: deque[float] = deque(maxlen=len(self._fragments))
+        self._n_timed, self._next = 0, _Tail()
+
+    @property
+    def sync_every(self) -> int:
+        """See above."""
+        return self._interval * len(self._fragments)
+
+    # ── the block ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def __enter__(self) -> Self:
+        """Collective: steps count from now on.
+
+        Raises:
+            ConfigError: the ranks begin with different parameters, or a DistributedOptimizer averages gradients.
+            MismatchError: on all ranks, if their models differ.
+        """
+        if self._hook is not None:
+            raise ConfigError(f"this {type(self).__name__} is in use already: its block has not ended")
+        self._drop()
+        engine_of(self._process_set)  # or this rank is not in it
+        current, number = job.current(), require_opened(self._process_set).number
+        members = current.rank_sets.members(number)
+        named = [each for fragment in self._fragments for each in zip(fragment.names, fragment.params, strict=True)]
+        ids = {id(param) for _, param in named}
+        for reducer in reducers_of(current):
+            shared = sorted(set(reducer.ranks) & set(members.ranks))
+            if len(shared) > 1 and any(id(param) in ids for _, param in reducer.named):
+                raise ConfigError(
+                    f"a DistributedOptimizer averages these gradients over ranks {shared} at every step, which leaves "
+                    f"{type(self).__name__} nothing to do: leave it out, or close() it first"
+                )
+        assert members.control is not None
+        require_same_model(members.control, named)
+        equal = self._equal_on_all_ranks()
+        said: list[list[float] | None] = members.control.all_gather(checksums(equal).tolist() if equal else None)
+        if differing := [rank for rank, there in enumerate(said) if there is not None and there != said[0]]:
+            raise ConfigError(
+                f"{type(self).__name__}: ranks 0 and {differing[0]} begin with different parameters; call "
+                "hvd.broadcast_parameters(model.state_dict(), root_rank=0) before"
+            )
+        self._name = f"local_sgd.{next(current.serials[number])}"
+        self._left_s = None
+        self._hook = self._optimizer.register_step_post_hook(self._after_step)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
+        """Collective, unless something was raised: `synchronize`."""
+        try:
+            if kind is None:
+                self.synchronize()
+        finally:
+            self._hook.remove()
+            self._hook = None
+
+    def synchronize(self) -> None:
+        """Collective, inside the block: ends the round early; the ranks' parameters are equal when it returns.
+
+        Ranks may come here after different numbers of steps: who waits takes part in what the others do meanwhile.
+
+        Raises:
+            HorovodInternalError: a rank is lost.
+        """
+        self._require_inside()
+        if self._flight is not None:
+            self._merge()
+        size = engine_of(self._process_set).size
+        together = 0
+        while together < size:
+            last = self._turn
+            self._send(leaving=True)
+            together = round(self._merge().leaving)
+        while self._turn != last:
+            self._send(leaving=True)
+            self._merge()
+        self._settle()
+        self._steps = 0
+
+    def _require_inside(self) -> None:
+        if self._hook is None:
+            raise ConfigError(f"use it as `with {type(self).__name__}(model, optimizer):` around the training loop")
+
+    @torch.no_grad()
+    def _after_step(self, *_: Any) -> None:  # torch's arguments of a hook
+        """The optimizer has made a step."""
+        if self._left_s is not None:
+            self._step_s.append(time.perf_counter() - self._left_s)
+        self._begun = True
+        self._steps += 1
+        for fragment in self._fragments:
+            fragment.steps += 1
+        if self._flight is not None:
+            if self._flight.travel_s is None and poll(self._flight.handle):
+                self._flight.travel_s = time.perf_counter() - self._flight.sent_s
+            if self._steps >= self.delay:
+                self._merge()
+        if self._steps >= self._interval:
+            self._send()
+            if self.delay == 0:
+                self._merge()
+        self._left_s = time.perf_counter()
+
+    # ── a fragment's way ─────────────────────────────────────────────────────────────────────────────────────────
+
+    @torch.no_grad()
+    def _send(self, *, leaving: bool = False) -> None:
+        """The next fragment leaves."""
+        if [id(param) for param in _params_of(self._optimizer)] != self._optimized or not (
+            {id(param) for fragment in self._fragments for param in fragment.params}
+            <= {id(param) for param in self._model.parameters()}
+        ):
+            raise ConfigError(
+                f"the parameters of the model or the optimizer are others than {type(self).__name__} was made for: "
+                "end its block before they change, and make a new one"
+            )
+        fragment = self._fragments[self._turn]
+        weight = float(fragment.steps > 0)
+        news, self._next = self._next, _Tail()
+        tail = _Tail(weight, float(leaving), news.interval, news.delay)
+        sent = _flat(self._outgoing(fragment), tail)
+        outgoing = sent if weight else [torch.zeros_like(flat) for flat in sent]
+        outgoing[0][-len(tail) :] = sent[0][-len(tail) :]
+        handle = grouped_allreduce_async(
+            outgoing, name=f"{self._name}.{self._turn}", op=Sum, process_set=self._process_set
+        )
+        self._flight = _Flight(fragment, handle, sent, fragment.steps, time.perf_counter())
+        fragment.steps = self._steps = 0
+
+    @torch.no_grad()
+    def _merge(self) -> _Tail:
+        """Waits for the fragment that is on its way, and merges it into the model; returns what all have said."""
+        flight = self._flight
+        assert flight is not None
+        results: list[torch.Tensor] = synchronize(flight.handle)
+        travel_s = time.perf_counter() - flight.sent_s if flight.travel_s is None else flight.travel_s
+        self._flight, self._turn = None, (self._turn + 1) % len(self._fragments)
+        tail = _Tail(*results[0][-len(_Tail()) :].tolist())
+        if tail.weight:
+            like = [*flight.fragment.params, *flight.fragment.buffers]
+            averages = _parts([flat / tail.weight for flat in results], like)
+            self._take(flight.fragment, averages, _parts(flight.sent, like))
+        if tail.interval:
+            self._interval, self.delay = round(tail.interval), round(tail.delay)
+        if self._tunes and not tail.leaving and engine_of(self._process_set).rank == 0:
+            self._tune(travel_s)
+        return tail
+
+    def _equal_on_all_ranks(self) -> list[torch.Tensor]:
+        """What must be equal when a block begins: the parameters, until ranks have trained apart."""
+        return [] if self._begun else [param for fragment in self._fragments for param in fragment.params]
+
+    def _outgoing(self, fragment: _Fragment) -> list[torch.Tensor]:
+        """What of each parameter and buffer is averaged."""
+        return [_wire(tensor) for tensor in (*fragment.params, *fragment.buffers)]
+
+    def _take(self, fragment: _Fragment, averages: list[torch.Tensor], sent: list[torch.Tensor]) -> None:
+        """Merges averages; what a rank has learnt since it sent its own is kept."""
+        for tensor, average, before in zip((*fragment.params, *fragment.buffers), averages, sent, strict=True):
+            _write(tensor, average.add_(_wire(tensor) - before))
+
+    def _settle(self) -> None:
+        """All fragments have been merged on all ranks, none of which has trained since."""
+
+    # ── how often ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _tune(self, travel_s: float) -> None:
+        """On rank 0: a fragment has been on its way for so long; decides what all ranks are told with the next one."""
+        if not self._step_s:
+            return
+        step_s, count = max(median(self._step_s), 1e-6), len(self._fragments)
+        self._travel_s.append(travel_s)
+        self._n_timed += 1
+        if self._n_timed <= 2 * count:  # connections are opened for the first ones
+            return
+        needed = max(self._travel_s) / step_s
+        delay = min(max(1, math.ceil(MARGIN * needed)), LONGEST // count)
+        if SHORTER * self.delay <= delay <= self.delay:
+            return
+        interval = max(delay, math.ceil(SHORTEST / count))
+        self._next = _Tail(interval=interval, delay=delay)
+        logger.info(
+            "%s: every %d steps, a fragment of %d every %d: one takes %.1f steps of %.3g ms at most%s",
+            type(self).__name__,
+            interval * count,
+            count,
+            interval,
+            needed,
+            1e3 * step_s,
+            "" if MARGIN * needed <= delay else ", which is longer than can be hidden",
+        )
+
+    # ── its state ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _drop(self) -> None:
+        """What is on its way, of a block that has raised or of a job that has ended, does not count."""
+        flight, self._flight = self._flight, None
+        if flight is not None:
+            flight.fragment.steps += flight.steps
+            self._steps = self._interval  # it is sent anew after the next step
+            with suppress(CommError):
+                synchronize(flight.handle)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where in a round this rank is; not collective. A fragment that is on its way is sent anew by who loads it."""
+        flying = self._flight
+        steps = [
+            there.steps + (flying.steps if flying and flying.fragment is there else 0) for there in self._fragments
+        ]
+        return {
+            "begun": self._begun,
+            "turn": self._turn,
+            "steps": self._interval if flying else self._steps,
+            "steps_of": steps,
+            "interval": self._interval,
+            "delay": self.delay,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from there, with the same fragments; what is on its way now does not count.
+
+        Raises:
+            ConfigError: the state is of another model or of other fragments.
+        """
+        if len(state["steps_of"]) != len(self._fragments):
+            raise ConfigError(
+                f"the state has {len(state['steps_of'])} fragments, this {type(self).__name__} {len(self._fragments)}"
+            )
+        self._drop()
+        self._begun, self._turn, self._steps = state["begun"], state["turn"], state["steps"]
+        for fragment, steps in zip(self._fragments, state["steps_of"], strict=True):
+            fragment.steps = steps
+        if self._tunes:
+            self._interval, self.delay = state["interval"], state["delay"]
+
+
+class DiLoCo(LocalSGD):
+    """As `LocalSGD`, but what the ranks have learnt is the gradient of an outer optimizer, which has momentum.
+
+        with hvd.DiLoCo(model, torch.optim.AdamW(model.parameters(), 1e-3), sync_every=32):
+            …  # the training loop
+
+    Beside the model each rank keeps its parameters as all ranks last agreed, in float32 at least, and the outer
+    optimizer's state. `state_dict()` has both.
+
+    Attributes:
+        outer: the outer optimizer; schedulers may change its learning rate.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        sync_every: int | None = 16,
+        *,
+        outer: torch.optim.Optimizer | None = None,
+        fragments: int | Sequence[nn.Module] | None = None,
+        delay: int | None = None,
+        blend: float = 0.0,
+        process_set: ProcessSet = global_process_set,
+    ) -> None:
+        """Not collective; the arguments not named here are those of `LocalSGD`.
+
+        Args:
+            model: see there.
+            optimizer: see there; the paper's inner one is AdamW.
+            sync_every: see there.
+            outer: of the same parameters as `optimizer`; it is made to update the kept ones instead. None = SGD with
+                the paper's learning rate of 0.7 and Nesterov momentum of 0.9.
+            fragments: see there.
+            delay: see there.
+            blend: what part of its own parameters a rank keeps when a fragment is merged, 0 to 1: Streaming DiLoCo's
+                alpha, there 0.5. With 0 what it has learnt during the delay is lost.
+            process_set: see there.
+
+        Raises:
+            ConfigError: an argument is invalid, or gradients are averaged already.
+        """
+        super().__init__(model, optimizer, sync_every, fragments=fragments, delay=delay, process_set=process_set)
+        if not 0.0 <= blend < 1.0:
+            raise ConfigError(f"blend= takes a part from 0 to below 1, not {blend}")
+        self._blend = blend
+        for fragment in self._fragments:
+            fragment.origins = [_wire(param).clone() for param in fragment.params]
+        self._origins = [origin for fragment in self._fragments for origin in fragment.origins]
+        if outer is None:
+            self.outer: torch.optim.Optimizer = torch.optim.SGD(self._origins, lr=0.7, momentum=0.9, nesterov=True)
+        else:
+            self.outer = outer
+            self._hand_over(outer)
+
+    def _hand_over(self, outer: torch.optim.Optimizer) -> None:
+        """Has an optimizer of the model's parameters update the kept ones."""
+        params = [param for fragment in self._fragments for param in fragment.params]
+        kept = {id(param): origin for param, origin in zip(params, self._origins, strict=True)}
+        if {id(param) for param in _params_of(outer)} != kept.keys():
+            raise ConfigError("outer= takes an optimizer of the same parameters as the inner one")
+        for group in outer.param_groups:
+            group["params"] = [kept[id(param)] for param in group["params"]]
+        for param in list(outer.state):
+            outer.state[kept[id(param)]] = outer.state.pop(param)
+
+    def _equal_on_all_ranks(self) -> list[torch.Tensor]:
+        if not self._begun:
+            for fragment in self._fragments:  # broadcast since this was made
+                for param, origin in zip(fragment.params, fragment.origins, strict=True):
+                    origin.copy_(_wire(param))
+        return self._origins
+
+    def _outgoing(self, fragment: _Fragment) -> list[torch.Tensor]:
+        moved = [origin - _wire(param) for param, origin in zip(fragment.params, fragment.origins, strict=True)]
+        return [*moved, *map(_wire, fragment.buffers)]
+
+    def _take(self, fragment: _Fragment, averages: list[torch.Tensor], sent: list[torch.Tensor]) -> None:
+        count = len(fragment.params)
+        for origin, average in zip(fragment.origins, averages[:count], strict=True):
+            origin.grad = average
+        self.outer.step()
+        for param, origin in zip(fragment.params, fragment.origins, strict=True):
+            origin.grad = None
+            _write(param, origin.lerp(_wire(param), self._blend) if self._blend else origin)
+        super()._take(_Fragment(buffers=fragment.buffers), averages[count:], sent[count:])
+
+    @torch.no_grad()
+    def _settle(self) -> None:
+        for fragment in self._fragments:  # of which ranks may have kept a part of their own
+            for param, origin in zip(fragment.params, fragment.origins, strict=True):
+                _write(param, origin)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As `LocalSGD.state_dict`, with the parameters as all ranks last agreed, and the outer optimizer's state."""
+        return {**super().state_dict(), "origins": self._origins, "outer": self.outer.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """As `LocalSGD.load_state_dict`."""
+        shapes = [origin.shape for origin in self._origins]
+        if [origin.shape for origin in state["origins"]] != shapes:
+            raise ConfigError("the state is of a DiLoCo of another model, or of other fragments")
+        super().load_state_dict(state)
+        with torch.no_grad():
+            for origin, loaded in zip(self._origins, state["origins"], strict=True):
+                origin.copy_(loaded)
+        self.outer.load_state_dict(state["outer"])
+
+
+def _params_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def _divided(
+    model: nn.Module, optimizer: torch.optim.Optimizer, fragments: int | Sequence[nn.Module]
+) -> list[_Fragment]:
+    """The trained parameters and the buffers of floating point as fragments, in the model's order.
+
+    Raises:
+        ConfigError: the optimizer has parameters that the model lacks, or `fragments` is invalid.
+    """
+    trained = {id(param) for param in _params_of(optimizer)}
+    items: dict[int, tuple[str, torch.Tensor]] = {}
+    for prefix, module in model.named_modules():
+        own = [(name, param) for name, param in module._parameters.items() if id(param) in trained]
+        own += [
+            (name, there) for name, there in module._buffers.items() if name not in module._non_persistent_buffers_set
+        ]
+        for name, tensor in own:
+            if tensor is not None and (tensor.is_floating_point() or tensor.is_complex()):
+                items.setdefault(id(tensor), (f"{prefix}.{name}".lstrip("."), tensor))
+    if left_out := len(trained - items.keys()):
+        raise ConfigError(f"the optimizer has {left_out} parameters that the model has not")
+    place: dict[int, int] = {}
+    if isinstance(fragments, int):
+        if fragments <= 0:
+            raise ConfigError(f"fragments= takes a positive number or the model's parts, not {fragments}")
+        sizes = [tensor.numel() * tensor.itemsize for _, tensor in items.values()]
+        for key, size, end in zip(items, sizes, accumulate(sizes), strict=True):
+            place[key] = fragments * (2 * end - size) // (2 * sum(sizes) + 1)
+        divided = [_Fragment() for _ in range(fragments)]
+    else:
+        divided = [_Fragment() for _ in fragments]
+        for number, module in enumerate(fragments):
+            place |= {
+                id(there): number for there in (*module.parameters(), *module.buffers()) if id(there) not in place
+            }
+        if outside := [name for key, (name, _) in items.items() if key not in place]:
+            raise ConfigError(f"fragments= takes modules that make up the model, and {outside[0]} is in none of them")
+    for key, (name, tensor) in items.items():
+        fragment = divided[place[key]]
+        if key in trained:
+            fragment.names.append(name)
+            fragment.params.append(tensor)
+        else:
+            fragment.buffers.append(tensor)
+    return divided
+
+
+# ── how tensors travel ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _wire(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy, or the tensor itself, as it is averaged: real, float32 or float64."""
+    real = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+    return real.double() if real.dtype is torch.float64 else real.float()
+
+
+def _write(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Puts what `_wire` gives of a tensor back into it."""
+    (torch.view_as_real(tensor) if tensor.is_complex() else tensor).copy_(value)
+
+
+def _flat(values: Sequence[torch.Tensor], tail: _Tail) -> list[torch.Tensor]:
+    """All values of float32 with the tail behind them, and those of float64 if there are any; 1-d."""
+    device = values[0].device if values else "cpu"
+    singles = [value.reshape(-1).to(device) for value in values if value.dtype is torch.float32]
+    doubles = [value.reshape(-1).to(device) for value in values if value.dtype is torch.float64]
+    return [torch.cat([*singles, torch.tensor(tail, device=device)]), *([torch.cat(doubles)] if doubles else [])]
+
+
+def _parts(flats: Sequence[torch.Tensor], like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """What `_flat` has put together, in the shapes and on the devices of those tensors."""
+    parts, starts = list[torch.Tensor](), [0, 0]
+    for tensor in like:
+        shape = torch.view_as_real(tensor).shape if tensor.is_complex() else tensor.shape
+        number = int(tensor.dtype in (torch.float64, torch.complex128))
+        start, starts[number] = starts[number], starts[number] + shape.numel()
+        parts.append(flats[number][start : starts[number]].view(shape).to(tensor.device))
+    return parts

@@ -1,0 +1,52 @@
+"""Ranks that synchronise less often than at every step: LocalSGD and DiLoCo."""
+
+import pytest
+import torch
+from rank_jobs import OVER_MESH, UNTUNED, Job, Play, RankCase, on_ranks, slow
+from torch import nn
+
+import sirtaki.torch as hvd
+from sirtaki.errors import ConfigError
+
+
+@on_ranks(
+    "local_sgd",
+    Job(2, env=UNTUNED),
+    Job(3, "mesh", {**UNTUNED, **OVER_MESH}),
+    slow(Job(1, env=UNTUNED)),
+    slow(Job(4, env=UNTUNED)),
+)
+def test_ranks_that_synchronise_less_often_train_as_simulated(play: Play, rank_case: RankCase) -> None:
+    play(rank_case)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"sync_every": 0}, "positive multiple"),
+        ({"sync_every": 5, "fragments": 2}, "multiple of the 2 fragments"),
+        ({"sync_every": 4, "fragments": 2, "delay": 3}, "at most sync_every / fragments = 2"),
+        ({"sync_every": None, "delay": 1}, "tuned where that is None"),
+        ({"fragments": 0}, "positive number"),
+        ({"fragments": [nn.Linear(2, 2)]}, "weight is in none of them"),
+        ({"blend": 1.0}, "from 0 to below 1"),
+        ({"outer": torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=1.0)}, "same parameters"),
+    ],
+)
+def test_invalid_arguments_are_refused(options: dict[str, object], words: str) -> None:
+    model = nn.Linear(3, 3)
+    with pytest.raises(ConfigError, match=words):
+        hvd.DiLoCo(model, torch.optim.SGD(model.parameters(), lr=0.1), **options)
+
+
+def test_an_optimizer_of_another_model_is_refused() -> None:
+    with pytest.raises(ConfigError, match="2 parameters that the model has not"):
+        hvd.LocalSGD(nn.Linear(2, 2), torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1))
+
+
+def test_states_of_other_fragments_are_refused() -> None:
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = hvd.LocalSGD(model, optimizer, 4, fragments=2).state_dict()
+    with pytest.raises(ConfigError, match="2 fragments, this LocalSGD 1"):
+        hvd.LocalSGD(model, optimizer, 4).load_state_dict(state)
