@@ -1,1 +1,5 @@
-"""Records a job, replays it, looks for a better plan, and draws pages; training never needs it."""
+"""What recordings, trial logs and timelines of jobs say. docs/how-to/records.md."""
+
+from .records import read
+
+__all__ = ["read"]

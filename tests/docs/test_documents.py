@@ -13,6 +13,7 @@ from types import ModuleType
 
 import pytest
 
+import sirtaki.analysis
 import sirtaki.autotune
 import sirtaki.profiler
 import sirtaki.run
@@ -97,6 +98,7 @@ def test_the_api_page_holds_every_public_name_once() -> None:
     assert sorted(elastic) == sorted(sirtaki.torch.elastic.__all__)
     assert names_after("reference/api.md", "sirtaki.run") == sirtaki.run.__all__
     assert names_after("reference/api.md", "sirtaki.profiler") == sirtaki.profiler.__all__
+    assert names_after("reference/api.md", "sirtaki.analysis") == sirtaki.analysis.__all__
 
 
 def test_the_page_on_arms_holds_what_can_be_imported_for_them() -> None:

@@ -1,0 +1,145 @@
+"""Recordings, trial logs and timelines as tables for a notebook: lists of flat records, which pandas takes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from sirtaki.engine.tuning.trial_log import read_log
+from sirtaki.errors import ConfigError
+
+from .alignment import align
+from .recording import RankRecording, Recording, read_folder
+
+Record = dict[str, Any]
+"""A row; its values are numbers, strings, booleans or None."""
+
+
+def read(path: str | Path) -> dict[str, list[Record]]:
+    """Return the tables of what a job has written, each a list of flat records.
+
+    >>> import pandas, sirtaki.analysis
+    >>> units = pandas.DataFrame(sirtaki.analysis.read("recorded")["units"])  # doctest: +SKIP
+
+    Args:
+        path: a folder of `sirtaki profile`: "iterations", "phases", "operators", "gradients", "units", "collectives"
+            and "memory", with `rank` and moments in seconds on one clock, from the first recorded iteration on. A log
+            that `SIRTAKI_TRIAL_LOG` names: "trials". A timeline that `SIRTAKI_TIMELINE` names: "events".
+
+    Raises:
+        RecordingError: the folder holds nothing to show.
+        ConfigError: the file is neither a log of trials nor a timeline.
+    """
+    path = Path(path)
+    if path.is_dir():
+        return _of_recording(read_folder(path))
+    try:
+        is_timeline = path.read_bytes().startswith(b"[")
+    except OSError as err:
+        raise ConfigError(f"{path} cannot be read: {err}") from err
+    return {"events": list(_events(path))} if is_timeline else {"trials": list(_trials(path))}
+
+
+def _of_recording(recording: Recording) -> dict[str, list[Record]]:
+    alignment = align(recording)
+    firsts = [(number, rank.iterations[0]) for number, rank in recording.ranks.items() if rank.iterations]
+    origin_s = min((alignment.at(number, one.begin_s) for number, one in firsts), default=0.0)
+    tables: dict[str, list[Record]] = {
+        name: [] for name in ("iterations", "phases", "operators", "gradients", "units", "collectives", "memory")
+    }
+    for number, rank in sorted(recording.ranks.items()):
+        for table, row in _of_rank(recording, rank):
+            moments = {
+                name: None if value is None else alignment.at(number, value) - origin_s
+                for name, value in row.items()
+                if name in ("begin_s", "end_s", "ready_s", "issue_s", "done_s", "agreed_s")
+            }
+            tables[table].append({"rank": number, **row, **moments})
+    return tables
+
+
+def _of_rank(recording: Recording, rank: RankRecording) -> Iterator[tuple[str, Record]]:
+    """Yield each row with its table; moments are of the rank's own clock."""
+    layouts = {buffer.number: buffer.layout for buffer in recording.job.buffers}
+    usual = set(recording.usual_iterations)
+    for one in rank.iterations:
+        of, told = {"iteration": one.number}, Record()
+        lasts = {"begin_s": one.begin_s, "end_s": one.end_s, "step_s": one.end_s - one.begin_s}
+        is_usual = one.number in usual
+        yield "iterations", {**of, **lasts, "exposed_s": one.exposed_s, "slowed": one.slowed, "usual": is_usual}
+        for span in one.spans:
+            yield "phases", {**of, "phase": span.phase.value, "begin_s": span.begin_s, "end_s": span.end_s}
+        for operator in one.operators:
+            module = rank.modules[operator.module].name if operator.module >= 0 else None
+            lane = rank.lanes[operator.lane] if operator.lane < len(rank.lanes) else str(operator.lane)
+            told = {"name": operator.name, "phase": operator.phase.value, "lane": lane, "module": module}
+            yield "operators", {**of, **told, "begin_s": operator.begin_s, "end_s": operator.end_s}
+        for gradient in one.ready:
+            names = layouts[gradient.buffer].names
+            name = names[gradient.index] if names else None
+            yield "gradients", {**of, "buffer": gradient.buffer, "name": name, "ready_s": gradient.ready_s}
+        for done in one.units:
+            unit, layout = done.unit, layouts[done.unit.buffer]
+            told = {
+                "buffer": unit.buffer,
+                "name": layout.describe(unit.start, unit.stop) if layout.names else None,
+                "bytes": (unit.stop - unit.start) * layout.itemsize_bytes,
+                "transport": unit.route[0].value,
+                "algorithm": unit.route[1].value,
+                "stream": unit.stream,
+            }
+            yield "units", {**of, **told, "issue_s": done.issue_s, "begin_s": done.begin_s, "done_s": done.done_s}
+        for call in one.collectives:
+            told = {"name": call.name, "kind": call.kind, "bytes": call.n_bytes}
+            yield "collectives", {**of, **told, "begin_s": call.begin_s, "agreed_s": call.agreed_s, "end_s": call.end_s}
+    memory = rank.memory
+    if memory is None:
+        return
+    for block in memory.allocations:
+        module = rank.modules[memory.calls[block.call].module].name if block.call >= 0 else None
+        told = {"device": memory.devices[block.device], "bytes": block.n_bytes, "holds": block.holds.value}
+        told |= {"phase": block.phase.value, "operator": block.operator or None, "module": module}
+        yield "memory", {"iteration": memory.iteration, **told, "begin_s": block.begin_s, "end_s": block.end_s}
+
+
+def _trials(path: Path) -> Iterator[Record]:
+    """Yield what the warm-up and later searches of the log's last job have measured."""
+    log = read_log(path)
+    searches = [("warm-up", log.measurements), *(("re-tune", retune.measurements) for retune in log.retunes)]
+    for search, measurements in searches:
+        for one in measurements:
+            yield {
+                "search": search,
+                "iteration": one.iteration,
+                "arm": one.arm,
+                "purpose": one.purpose,
+                "setting": one.knobs.describe(),
+                "transport": one.knobs.transport.value,
+                "algorithm": one.knobs.algorithm.value,
+                "unit_bytes": one.knobs.unit_bytes,
+                "streams": one.knobs.streams,
+                "planned_units": None if one.knobs.cuts is None else len(one.knobs.cuts),
+                "span_s": one.span_s if one.succeeded else None,
+                "predicted_s": one.predicted_s,
+                "was_best": one.was_best,
+            }
+
+
+def _events(path: Path) -> Iterator[Record]:
+    """Yield the spans and instants of a timeline; what an event says besides is among its columns."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        tracks: dict[tuple[int, int], str] = {}
+        for one in found:
+            if one["ph"] == "M" and one["name"] == "thread_name":
+                tracks[one["pid"], one["tid"]] = one["args"]["name"]
+        for one in found:
+            if one["ph"] != "M":
+                begin_s = one["ts"] / 1e6
+                known = {"rank": one["pid"], "track": tracks.get((one["pid"], one.get("tid", 0))), "name": one["name"]}
+                times = {"begin_s": begin_s, "end_s": begin_s + one.get("dur", 0) / 1e6}
+                yield {**one.get("args", {}), **known, **times}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as err:
+        raise ConfigError(f"{path} is no timeline: {err!r}") from err
