@@ -46,6 +46,7 @@ class Counter:
 
     def __init__(self) -> None:
         self.steps, self.has_state = 0, False
+        self.longest_s = 0.0
 
     def train(self, ranks: Communicator, client: AgentClient, generation: Generation) -> bool:
         """Until the generation has changed; whether the job is over."""
@@ -60,9 +61,12 @@ class Counter:
             steps=self.steps,
             members=members,
         )
+        begun_s = time.monotonic()
         while True:
             changed, stops = largest(ranks, client.change().value, (FOLDER / "stop").exists())
             self.steps += 1
+            begun_s, step_s = time.monotonic(), time.monotonic() - begun_s
+            self.longest_s = max(self.longest_s, step_s)
             if stops:
                 return True
             if changed:
@@ -90,7 +94,7 @@ def main() -> None:
             client.on_loss(lambda lost, board=board: board.report(PeerLostError(lost)))
             if counter.train(ranks, client, generation):
                 client.finished()
-                note(is_="finished", steps=counter.steps)
+                note(is_="finished", steps=counter.steps, longest_s=counter.longest_s)
                 print(f"finished after {counter.steps} steps", flush=True)
                 return
             ranks.free()

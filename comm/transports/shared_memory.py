@@ -434,8 +434,9 @@ class _Stream:
             return
         error = PeerLostError(f"rank {rank} has ended while rank {self._control.rank} waited for its gradients")
         self._control.failures.report(error)
-        for task in (*self._to_reduce, *self._to_complete):
-            task.work.finish(error)
+        for tasks in (self._to_reduce, self._to_complete):
+            while tasks:  # another rank may end, too
+                tasks.popleft().work.finish(error)
 
     def close(self) -> bool:
         """Ends the threads; False if what the other nodes are reached by does not end."""

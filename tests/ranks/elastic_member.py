@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fakes.told_membership import ToldMembership
+from fakes.told_membership import SOCKET, ToldMembership
 
 import sirtaki.torch as hvd
 from sirtaki.engine import job, membership
@@ -272,6 +272,13 @@ def play(membership_of_this: membership.Membership, worker: int) -> None:
 
 
 if __name__ == "__main__":
-    told = ToldMembership()
-    membership.register(lambda: told)
-    play(told, told.worker)
+    if SOCKET in os.environ:
+        told = ToldMembership()
+        membership.register(lambda: told)
+        play(told, told.worker)
+    else:  # started by `sirtakirun`: its own process names the worker, and LOG is a folder
+        client = membership.open_agent(interface=None)
+        assert client is not None
+        membership.register(lambda: client)
+        sys.argv[1] = str(Path(sys.argv[1]) / f"{os.getpid()}.log")
+        play(client, os.getpid())
