@@ -1,4 +1,4 @@
-"""What runs in the processes of ranks that are Ray's actors.
+"""Ranks that are Ray's actors: what they are to have, where Ray puts them, what they find there, and what runs in them.
 
 An actor's process goes on when the user's function fails in it, so the other ranks must be told; a script's process
 ends then, which they notice by themselves.
@@ -9,16 +9,237 @@ from __future__ import annotations
 import datetime
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from sirtaki.comm.control.addresses import LOOPBACK, host_identity, own_addresses, serve_store
 from sirtaki.engine.membership import AgentClient, Proof, register
+from sirtaki.errors import ConfigError
+from sirtaki.launchers import HOROVOD_NAMES, TORCH_NAMES
+from sirtaki.run.as_horovod import SHIM, is_installed
 from sirtaki.run.elastic.agent import Place, reach_driver
+from sirtaki.run.elastic.job_members import COOLDOWN_S, Policy
+from sirtaki.run.rank_command import KEEP_FREED_MEMORY, rank_environ
 
 from . import ray_logger
-from .placement import ActorPlace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RaySettings:
+    """For `RayExecutor`.
+
+    Attributes:
+        timeout_s: how long ranks wait for each other in `init()`, and an elastic job for a rank's process.
+        placement_group_timeout_s: how long to wait for Ray to find room.
+        interfaces: network interfaces that join the hosts, with commas; "" = any.
+    """
+
+    timeout_s: float = 120.0
+    placement_group_timeout_s: float = 100.0
+    interfaces: str = ""
+
+    def __post_init__(self) -> None:
+        if min(self.timeout_s, self.placement_group_timeout_s) <= 0:
+            raise ConfigError(
+                f"timeout_s={self.timeout_s:g}, placement_group_timeout_s={self.placement_group_timeout_s:g}: "
+                "both must be positive"
+            )
+
+
+def interface_names(nics: str | Iterable[str] | None) -> str:
+    """`"eth0"`, `"eth0,eth1"` or any collection of names, in one word."""
+    if nics is None:
+        return ""
+    return nics if isinstance(nics, str) else ",".join(sorted(nics))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """What a rank is to have.
+
+    Attributes:
+        cpus, gpus: of a rank; fractions are allowed.
+    """
+
+    cpus: float = 1
+    gpus: float = 0
+
+    def __post_init__(self) -> None:
+        if self.cpus < 0 or self.gpus < 0 or not (self.cpus or self.gpus):
+            raise ConfigError(f"a rank cannot have {self.cpus:g} CPUs and {self.gpus:g} GPUs")
+
+    def bundle(self, ranks: int = 1) -> dict[str, float]:
+        """What Ray reserves for so many."""
+        wanted = {"CPU": self.cpus * ranks, "GPU": self.gpus * ranks}
+        return {name: amount for name, amount in wanted.items() if amount}
+
+    def fitting(self, resources: Mapping[str, float]) -> int:
+        """How many ranks a node of these resources could hold."""
+        return min(int(resources.get(name, 0) // amount) for name, amount in self.bundle().items())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """How many ranks there are, and where.
+
+    Attributes:
+        ranks: of the job; of a host, where `hosts` is given.
+        hosts: so many different ones; None = wherever there is room, on few hosts.
+        demand: of each rank.
+        uses_current_group: where this process runs in a placement group of Ray's, ranks are put into that.
+    """
+
+    ranks: int
+    hosts: int | None = None
+    demand: Demand = Demand()
+    uses_current_group: bool = True
+
+    def __post_init__(self) -> None:
+        if self.ranks < 1 or (self.hosts is not None and self.hosts < 1):
+            raise ConfigError(f"there cannot be {self.ranks} ranks on {self.hosts or 'any'} hosts")
+
+    @property
+    def size(self) -> int:
+        """Ranks of the job."""
+        return self.ranks * (self.hosts or 1)
+
+    @property
+    def bundles(self) -> list[dict[str, float]]:
+        """What Ray reserves together: a host's ranks, else each rank's."""
+        if self.hosts is None:
+            return [self.demand.bundle() for _ in range(self.ranks)]
+        return [self.demand.bundle(self.ranks) for _ in range(self.hosts)]
+
+
+def elastic_policy(
+    start: int | None,
+    least: int,
+    most: int | None,
+    *,
+    reset_limit: int | None = None,
+    cooldown_s: tuple[float, float] | None = None,
+    timeout_s: float = 600.0,
+) -> Policy:
+    """The rules for ranks that come and go.
+
+    Args:
+        start: how many to begin with; None = `least`.
+        least: how many go on.
+        most: how many there may be; None = any number.
+        reset_limit: see `Policy`.
+        cooldown_s: see `Policy`.
+        timeout_s: see `Policy`.
+
+    Raises:
+        ConfigError: numbers that contradict each other.
+    """
+    start = least if start is None else start
+    if not 1 <= least <= start <= (most or start):
+        raise ConfigError(
+            f"min_workers={least}, num_workers={start}, max_workers={most}: each must be at least the one before"
+        )
+    if cooldown_s is not None and not 0 <= cooldown_s[0] <= cooldown_s[1]:
+        raise ConfigError(f"cooldown_range={cooldown_s}: the first is the shorter one")
+    return Policy(
+        start_ranks=start,
+        min_ranks=least,
+        max_ranks=most,
+        timeout_s=timeout_s,
+        reset_limit=reset_limit,
+        cooldown_s=COOLDOWN_S if cooldown_s is None else cooldown_s,
+    )
+
+
+_CARRIED = ("SIRTAKI_", "HOROVOD_", "NCCL_", "GLOO_")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActorPlace:
+    """Where an actor is.
+
+    Attributes:
+        host: equal for actors that share memory and loopback.
+        address: under which Ray knows its node.
+        gpus: that Ray has given it.
+    """
+
+    host: tuple[str, ...]
+    address: str
+    gpus: tuple[str, ...] = ()
+
+
+def in_rank_order(places: Sequence[ActorPlace]) -> list[int]:
+    """Positions in `places`, by rank: those of a host are neighbours, hosts come as they were found first."""
+    first: dict[tuple[str, ...], int] = {}
+    for number, place in enumerate(places):
+        first.setdefault(place.host, number)
+    return sorted(range(len(places)), key=lambda number: first[places[number].host])  # stable
+
+
+def place_variables(places: Sequence[ActorPlace]) -> list[dict[str, str]]:
+    """What each rank finds about its place: Horovod's and torchrun's variables, and the GPUs of its host.
+
+    Ranks see all GPUs that the job has on their host, so that `cuda.set_device(hvd.local_rank())` is right.
+
+    Args:
+        places: by rank.
+    """
+    ranks_of = Counter(place.host for place in places)
+    gpus_of: dict[tuple[str, ...], list[str]] = {}
+    for place in places:
+        there = gpus_of.setdefault(place.host, [])
+        there += [gpu for gpu in place.gpus if gpu not in there]
+    hosts = list(ranks_of)
+    seen: Counter[tuple[str, ...]] = Counter()
+    found = []
+    for rank, place in enumerate(places):
+        local_rank = seen[place.host]
+        seen[place.host] += 1
+        beside = [host for host in hosts if ranks_of[host] > local_rank]
+        told = {"RANK": rank, "SIZE": len(places), "LOCAL_RANK": local_rank, "LOCAL_SIZE": ranks_of[place.host]}
+        variables = {names[each]: str(told[each]) for names in (HOROVOD_NAMES, TORCH_NAMES) for each in told}
+        variables["HOROVOD_CROSS_RANK"] = str(beside.index(place.host))
+        variables["HOROVOD_CROSS_SIZE"] = str(len(beside))
+        variables["HOROVOD_HOSTNAME"] = place.address
+        if gpus_of[place.host]:
+            variables["CUDA_VISIBLE_DEVICES"] = ",".join(gpus_of[place.host])
+        found.append(variables)
+    return found
+
+
+def actor_environ(
+    environ: Mapping[str, str],
+    added: Mapping[str, str],
+    *,
+    cpus: float,
+    timeout_s: float,
+    interfaces: str,
+) -> dict[str, str]:
+    """What an actor's process begins with, beside what Ray gives it.
+
+    Args:
+        environ: of this process, whose settings the ranks get, too.
+        added: by the user; they count more.
+        cpus: of a rank.
+        timeout_s: how long ranks wait for each other.
+        interfaces: that join the hosts; "" = any.
+    """
+    own = {name: value for name, value in rank_environ(environ, {}).items() if name.startswith(_CARRIED)}
+    own.pop("SIRTAKI_SECRET", None)  # Ray shows this environment to whoever may see its dashboard
+    named = dict.fromkeys(("SIRTAKI_GLOO_IFACE", "NCCL_SOCKET_IFNAME"), interfaces) if interfaces else {}
+    shim = os.pathsep.join([str(SHIM), *filter(None, [environ.get("PYTHONPATH")])])
+    return {
+        **({"PYTHONPATH": shim} if is_installed() else {}),
+        **KEEP_FREED_MEMORY,
+        "OMP_NUM_THREADS": str(max(1, int(cpus))),
+        "SIRTAKI_START_TIMEOUT_S": f"{timeout_s:g}",
+        **own,
+        **named,
+        **added,
+        "SIRTAKI_CONTROL": "mesh",
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,11 +327,6 @@ class Rank:
         ray_logger.configure(log)
         os.environ["TORCHELASTIC_RESTART_COUNT"] = str(call)  # who did not come to the last meeting misses that only
         return call_telling_others(lambda: fn(self._executable))
-
-    def run(self, call: int, told: tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]) -> Any:
-        """The same of a function, its arguments and keyword arguments, without the object."""
-        fn, args, kwargs = told
-        return self.execute(call, lambda _: fn(*args, **kwargs))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

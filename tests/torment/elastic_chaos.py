@@ -243,7 +243,9 @@ class Job:
                 with suppress(ProcessLookupError):
                     os.kill(pid, number)
             time.sleep(pause_s)
-        self.until(lambda: not set(there) & set(self.processes()), RECOVER_S, "those that were given up end")
+        # An agent that may take a driver's place looks for one, and waits two minutes for others to come to its own.
+        limit_s = 240.0 if self._shape.goes_on else RECOVER_S
+        self.until(lambda: not set(there) & set(self.processes()), limit_s, "those that were given up end")
 
     def _driver_is_of(self, agent: int) -> bool:
         """That agent has started the driver."""

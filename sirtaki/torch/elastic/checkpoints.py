@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import os
+import pickle
 import random
 import shutil
 import signal
@@ -43,8 +44,17 @@ class Checkpoint:
     path: Path
 
     def load(self) -> dict[str, Any]:
-        """What was written (Any: whatever pickles). It runs code that its writer chose, as `torch.load` does."""
-        tree: dict[str, Any] = torch.load(self.path / STATE, map_location="cpu", weights_only=False)
+        """What was written (Any: whatever pickles).
+
+        Where it holds objects of the script's own classes, unpickling runs their code, as `torch.load` does; tensors,
+        numbers, strings and their containers are read without.
+        """
+        tree: dict[str, Any]
+        try:
+            tree = torch.load(self.path / STATE, map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError as err:
+            logger.info("%s holds more than tensors and plain values: %s", self.path, str(err).splitlines()[0])
+            tree = torch.load(self.path / STATE, map_location="cpu", weights_only=False)
         return tree
 
 
@@ -188,8 +198,14 @@ class RandomState:
         return cls(random.getstate(), np.random.get_state(), torch.get_rng_state(), device)
 
     def plain(self) -> dict[str, Any]:
-        """The same in types that need no Sirtaki to be unpickled."""
-        return {"python": self.python, "numpy": self.numpy, "host": self.host, "device": self.device}
+        """The same in types that are unpickled without running code."""
+        kind, keys, *rest = self.numpy
+        return {
+            "python": self.python,
+            "numpy": (kind, np.asarray(keys).tolist(), *rest),
+            "host": self.host,
+            "device": self.device,
+        }
 
     def put_back(self) -> None:
         """The generators go on from here."""

@@ -8,8 +8,23 @@ from conftest import RunRanks
 from rank_jobs import OVER_MESH, UNTUNED
 
 import sirtaki.ray
+from sirtaki.errors import ConfigError
+from sirtaki.ray import ranks as actors
 from sirtaki.ray import ray_logger
+from sirtaki.ray.ranks import (
+    ActorPlace,
+    Demand,
+    RaySettings,
+    Shape,
+    actor_environ,
+    elastic_policy,
+    in_rank_order,
+    interface_names,
+    place_variables,
+)
 from sirtaki.ray.ray_logger import Log, heard_by
+from sirtaki.run.as_horovod import SHIM
+from sirtaki.run.elastic.job_members import OnFailure
 
 
 def test_without_ray_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,3 +86,98 @@ def test_without_listeners_there_is_no_queue() -> None:
         log.deliver()
     ray_logger.configure(None)
     ray_logger.log(1)
+
+
+def test_a_bundle_asks_for_what_is_wanted_only() -> None:
+    assert Demand(cpus=2).bundle() == {"CPU": 2}
+    assert Demand(cpus=0.5, gpus=1).bundle(3) == {"CPU": 1.5, "GPU": 3}
+
+
+def test_a_node_holds_as_many_ranks_as_its_scarcest_resource_allows() -> None:
+    both = Demand(cpus=2, gpus=1)
+    assert [both.fitting(there) for there in ({"CPU": 9, "GPU": 2}, {"CPU": 5, "GPU": 8}, {"CPU": 9})] == [2, 2, 0]
+
+
+def test_hosts_get_one_bundle_each_and_free_ranks_too() -> None:
+    assert Shape(ranks=3).bundles == [{"CPU": 1}] * 3
+    hosts = Shape(ranks=2, hosts=3, demand=Demand(cpus=1, gpus=1))
+    assert (hosts.size, hosts.bundles) == (6, [{"CPU": 2, "GPU": 2}] * 3)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: RaySettings(timeout_s=0), "must be positive"),
+        (lambda: Demand(cpus=0), "0 CPUs and 0 GPUs"),
+        (lambda: Shape(ranks=0), "0 ranks"),
+        (lambda: elastic_policy(None, 0, None), "min_workers=0"),
+        (lambda: elastic_policy(4, 2, 3), "num_workers=4, max_workers=3"),
+        (lambda: elastic_policy(2, 2, 3, cooldown_s=(5.0, 1.0)), "shorter"),
+    ],
+)
+def test_nonsense_is_refused(make: object, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        make()  # type: ignore[operator]
+
+
+def test_an_elastic_job_begins_with_the_least_unless_told_otherwise() -> None:
+    policy = elastic_policy(None, 2, None, reset_limit=3)
+    assert (policy.start_ranks, policy.min_ranks, policy.max_ranks, policy.reset_limit) == (2, 2, None, 3)
+    assert (policy.on_failure, policy.cooldown_s) == (OnFailure.REPLACE_RANK, (30.0, 600.0))
+
+
+def test_interfaces_are_one_word() -> None:
+    assert [interface_names(nics) for nics in (None, "eth0", {"eth1", "eth0"})] == ["", "eth0", "eth0,eth1"]
+
+
+def place(host: str, *gpus: str) -> ActorPlace:
+    return ActorPlace(host=(host,), address=f"10.0.0.{ord(host)}", gpus=gpus)
+
+
+def test_ranks_of_a_host_are_neighbours_and_hosts_come_in_the_order_in_which_they_were_found() -> None:
+    assert in_rank_order([place("b"), place("a"), place("b"), place("c"), place("a")]) == [0, 2, 1, 4, 3]
+
+
+def test_each_rank_finds_its_place_in_horovods_and_torchruns_variables() -> None:
+    found = place_variables([place("b"), place("b"), place("a")])
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "HOROVOD_CROSS_RANK", "HOROVOD_CROSS_SIZE")
+    assert [[int(each[name]) for name in names] for each in found] == [
+        [0, 3, 0, 2, 0, 2],
+        [1, 3, 1, 2, 0, 1],
+        [2, 3, 0, 1, 1, 2],
+    ]
+    assert [each["HOROVOD_RANK"] for each in found] == ["0", "1", "2"]
+    assert found[2]["HOROVOD_HOSTNAME"] == "10.0.0.97"
+    assert "CUDA_VISIBLE_DEVICES" not in found[0]
+
+
+def test_ranks_see_all_gpus_of_the_job_on_their_host() -> None:
+    found = place_variables([place("a", "2"), place("a", "0"), place("b", "1")])
+    assert [each["CUDA_VISIBLE_DEVICES"] for each in found] == ["2,0", "2,0", "1"]
+
+
+def environ_of(environ: dict[str, str], added: dict[str, str], **more: object) -> dict[str, str]:
+    values = {"cpus": 2.0, "timeout_s": 30.0, "interfaces": "", **more}
+    return actor_environ(environ, added, **values)  # type: ignore[arg-type]
+
+
+def test_settings_go_along_and_what_an_outer_job_has_set_does_not() -> None:
+    outer = {"SIRTAKI_TUNE": "0", "HOROVOD_TIMELINE": "t.json", "HOROVOD_RANK": "3", "RANK": "3", "HOME": "/root"}
+    found = environ_of(outer, {"MINE": "1"})
+    assert (found["SIRTAKI_TUNE"], found["HOROVOD_TIMELINE"], found["MINE"]) == ("0", "t.json", "1")
+    assert not {"HOROVOD_RANK", "RANK", "HOME", "PYTHONPATH"} & found.keys()
+    assert (found["OMP_NUM_THREADS"], found["SIRTAKI_START_TIMEOUT_S"]) == ("2", "30")
+
+
+def test_what_the_user_adds_counts_most_and_the_secret_is_not_shown_to_ray() -> None:
+    outer = {"SIRTAKI_SECRET": "s", "SIRTAKI_START_TIMEOUT_S": "7"}
+    found = environ_of(outer, {"OMP_NUM_THREADS": "9", "SIRTAKI_GLOO_IFACE": "eth9"}, interfaces="eth0")
+    assert (found["OMP_NUM_THREADS"], found["SIRTAKI_START_TIMEOUT_S"]) == ("9", "7")
+    assert (found["SIRTAKI_GLOO_IFACE"], found["NCCL_SOCKET_IFNAME"]) == ("eth9", "eth0")
+    assert "SIRTAKI_SECRET" not in found
+
+
+def test_where_horovods_name_gives_sirtaki_it_does_on_the_ranks_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(actors, "is_installed", lambda: True)
+    assert environ_of({"PYTHONPATH": "/mine"}, {})["PYTHONPATH"] == f"{SHIM}:/mine"
+    assert environ_of({}, {})["PYTHONPATH"] == str(SHIM)

@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import random
 import re
 import signal
 import sys
@@ -9,13 +10,14 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from conftest import RunRanks
 
 from sirtaki.run.rank_channel import answer_termination
 from sirtaki.torch.elastic import checkpoints
-from sirtaki.torch.elastic.checkpoints import AGAIN_S, MANIFEST, STATE, CheckpointFolder, Checkpoints
+from sirtaki.torch.elastic.checkpoints import AGAIN_S, MANIFEST, STATE, CheckpointFolder, Checkpoints, RandomState
 
 # ── checkpoint folder ─────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -37,6 +39,20 @@ def test_what_is_written_is_found_and_plain_torch_opens_it(tmp_path: Path) -> No
     assert found.number == 7
     assert found.load()["step"] == 7
     assert torch.equal(torch.load(found.path / STATE)["weights"], torch.full((3,), 7.0))
+
+
+def test_what_is_plain_is_read_without_running_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tree = {"values": {"step": 3, "seen": {1, 2}, "name": "a"}, "states": {"model": {"w": torch.ones(2)}}}
+    CheckpointFolder(tmp_path).write(1, {**tree, "generators": [RandomState.now().plain()]})
+    loads = torch.load
+    monkeypatch.setattr(torch, "load", lambda *args, **how: loads(*args, **how) if how["weights_only"] else 1 / 0)
+    newest = CheckpointFolder(tmp_path).newest()
+    assert newest is not None
+    found = newest.load()
+    assert found["values"] == tree["values"]
+    drawn = random.random(), np.random.rand(), torch.rand(1)
+    RandomState(**found["generators"][0]).put_back()
+    assert (random.random(), np.random.rand(), torch.rand(1)) == drawn
 
 
 def test_the_newest_three_stay_by_number_and_not_by_name(tmp_path: Path) -> None:
