@@ -44,14 +44,14 @@ class _Introduction:
 
 
 class SurvivingMembership:
-    """See `Membership`: MPI says who is left, and all of these are wanted."""
+    """The membership of a rank that MPI has started to survive: MPI says who is left, and all of these are wanted."""
 
     def __init__(self, survivors: Survivors, *, interface: str | None) -> None:
         """`interface`: name of the network interface that joins the hosts; None = any."""
         self._survivors, self._interface = survivors, interface
 
     def join(self, *, after: int, has_state: bool, timeout_s: float) -> Generation:
-        """See `Membership`."""
+        """Shrink MPI's world to those that are left, and exchange with them where each listens."""
         deadline_s = time.monotonic() + timeout_s
         if after == 0:
             load_what_training_needs()
@@ -90,14 +90,14 @@ class SurvivingMembership:
             return generation_of(formed, listeners, self._in_vain)
 
     def change(self) -> Change:
-        """See `Membership`."""
+        """REMOVED once MPI has lost a rank; nobody is added."""
         return Change.REMOVED if self._survivors.lost() else Change(0)
 
     def on_loss(self, report: Callable[[str], object]) -> None:
-        """See `Membership`. MPI tells the control plane itself."""
+        """Nothing to do: MPI tells the control plane itself."""
 
     def finished(self) -> None:
-        """See `Membership`. Nobody restarts this job."""
+        """Nothing to do: nobody restarts this job."""
 
     def _in_vain(self) -> str:
         return "a member of the next generation is lost" if self._survivors.lost() else ""

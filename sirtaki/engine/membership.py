@@ -255,7 +255,7 @@ class AgentClient:
         threading.Thread(target=self._listen, name="sirtaki-agent", daemon=True).start()
 
     def join(self, *, after: int, has_state: bool, timeout_s: float) -> Generation:
-        """See `Membership`."""
+        """Ask the agent for the next generation, and block until it answers."""
         self._look()
         deadline_s = time.monotonic() + timeout_s
         if after == 0:
@@ -273,19 +273,19 @@ class AgentClient:
         return generation_of(answer, listeners, lambda: self._heard.lost)
 
     def change(self) -> Change:
-        """See `Membership`."""
+        """What the agent has told since the present generation began."""
         self._look()
         return self._heard.change
 
     def on_loss(self, report: Callable[[str], object]) -> None:
-        """See `Membership`."""
+        """Until the next `join`, call `report` with how the first member has died, once, from any thread."""
         with self._news:
             self._report, lost = report, self._heard.lost
         if lost:
             report(lost)
 
     def finished(self) -> None:
-        """See `Membership`."""
+        """Tell the agent that this rank has done its work."""
         self._channel.send(Finished())
 
     def _look(self) -> None:

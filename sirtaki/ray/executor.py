@@ -62,7 +62,7 @@ def start_actor(cls: type[Any], demand: Demand, environ: Mapping[str, str], grou
     Args:
         cls: of the actor.
         demand: of a rank.
-        environ: see above.
+        environ: with which its process begins.
         group: placement group that has room for it.
         bundle: number of the room within the group; -1 = any.
     """
@@ -564,15 +564,9 @@ _NOTICE_S = 10.0
 """A wait that lasts so long is told."""
 
 
-class _Sayings:
-    """What the driver tells, as `ElasticOutput` does; what ranks write Ray shows."""
-
-    def say(self, text: str) -> None:
-        """A line for the user."""
-        print(f"sirtaki: {text}", file=sys.stderr, flush=True)
-
-    def finish(self) -> None:
-        """Nothing more comes."""
+def _say(text: str) -> None:
+    """Show a line of the driver's; what ranks write Ray shows."""
+    print(f"sirtaki: {text}", file=sys.stderr, flush=True)
 
 
 class ElasticRanks:
@@ -631,7 +625,7 @@ class ElasticRanks:
                 log=log,
             )
             self._members = members = JobMembers(self._policy, HostPool(self._policy, random.Random(time.time_ns())))
-            exit_code = Driver(crew, members, _Sayings()).run(self._slots.ask(), self._asking(members))
+            exit_code = Driver(crew, members, _say).run(self._slots.ask(), self._asking(members))
         if exit_code == 128 + signal.SIGINT:
             raise KeyboardInterrupt
         if exit_code in (128 + signal.SIGTERM, 128 + signal.SIGHUP):  # no rank ends so: Ray kills
@@ -653,7 +647,7 @@ class ElasticRanks:
                 note_s = float("inf")
                 if not members.member_list.generation and sum(found.values()) < wanted:
                     there = f"Ray has room for {sum(found.values())} of {wanted} ranks"
-                    _Sayings().say(f"{there}; waiting up to {self._policy.timeout_s:g} s for more (elastic_timeout)")
+                    _say(f"{there}; waiting up to {self._policy.timeout_s:g} s for more (elastic_timeout)")
             return found
 
         return ask

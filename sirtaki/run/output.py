@@ -31,7 +31,7 @@ class Console:
     def __init__(self, stream: TextIO | None, name: str = "output") -> None:
         """Nothing is written for None, which Python gives for a closed descriptor."""
         self._stream, self._name = stream, name
-        self._said = False
+        self._has_warned = False
         self._lock = threading.RLock()
         self.at_line_start = True
 
@@ -44,7 +44,7 @@ class Console:
             except (OSError, ValueError) as err:
                 if isinstance(err, BrokenPipeError) or not isinstance(err, OSError):
                     self._stream = None  # whoever read has gone (`| head`)
-                first, self._said = not self._said, True
+                first, self._has_warned = not self._has_warned, True
                 if first and not isinstance(err, BrokenPipeError) and self._name != "stderr":
                     say(f"{self._name} cannot be written ({err}); the job goes on")
 

@@ -115,7 +115,7 @@ class AgentList:
         """Has no agent yet.
 
         Args:
-            expected: see above.
+            expected: numbers of those that another driver has started.
             numbers: of agents, that have been given.
             start_s: how long an agent may take to connect.
             tells: agents are told of each other, since one of them may start the next driver.
@@ -378,7 +378,7 @@ class Switchboard(Generic[Speaker]):
         """Waits for something to happen, at most so long; those who may be heard now.
 
         Args:
-            timeout_s: see above.
+            timeout_s: at most so long.
             welcome: is given the number and the connection of each newcomer that has proved itself.
         """
         for chosen, _ in self._events.select(timeout_s):

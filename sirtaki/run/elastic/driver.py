@@ -337,31 +337,27 @@ class Direction:
 _TICK_S = 0.2
 
 
-class Output(Protocol):
-    """What is shown to the user: `ElasticOutput`, or Ray's."""
-
-    def say(self, text: str) -> None:
-        """A line of the driver's own."""
-        ...
-
-    def finish(self) -> None:
-        """Nothing more comes."""
-        ...
-
-
 class Driver:
     """One job from start to end; used once."""
 
-    def __init__(self, crew: Crew, members: JobMembers, output: Output) -> None:
+    def __init__(
+        self,
+        crew: Crew,
+        members: JobMembers,
+        say: Callable[[str], None],
+        *,
+        finish_output: Callable[[], None] = lambda: None,
+    ) -> None:
         """Does nothing yet.
 
         Args:
             crew: the agents, which end with the driver.
             members: the rules.
-            output: ends with the driver, too.
+            say: shows a line to the user.
+            finish_output: called once no rank writes anything any more, before the last line.
         """
-        self._crew, self._output = crew, output
-        self._direction = Direction(members, crew, output.say)
+        self._crew, self._say, self._finish_output = crew, say, finish_output
+        self._direction = Direction(members, crew, say)
         self._signal: int | None = None
 
     def run(self, hosts: Hosts, ask: Callable[[], Hosts] | None) -> int:
@@ -387,13 +383,13 @@ class Driver:
                 if discovery is not None:
                     discovery.close()
                 self._crew.close(self._signal)
-                self._output.finish()
+                self._finish_output()
         if self._signal is not None:
             return 128 + self._signal
         end = self._direction.end
         assert end is not None
         if end.text:
-            self._output.say(end.text)
+            self._say(end.text)
         return end.exit_code
 
     def take_over(self, hosts: Hosts, ask: Callable[[], Hosts] | None) -> int:
@@ -417,10 +413,10 @@ class Driver:
         workers = list(self._direction.members.member_list.workers.values())
         there = f"{len(workers)} ranks on {', '.join(self._crew.hosts)}"
         if not goes_on:
-            self._output.say(f"the driver is lost, and only {there} can be reached: too few to go on")
+            self._say(f"the driver is lost, and only {there} can be reached: too few to go on")
             self._crew.close()
             return 1
-        self._output.say(f"the driver is lost; process {os.getpid()} on {socket.gethostname()} takes over {there}")
+        self._say(f"the driver is lost; process {os.getpid()} on {socket.gethostname()} takes over {there}")
         self._crew.tell_each_other()
         self._direction.answer(later, time.monotonic())
         return self.run(hosts if ask is None else _slots(self._crew.hosts, workers), ask)
@@ -428,7 +424,7 @@ class Driver:
     def _hear_discovery(self, discovery: Discovery) -> None:
         while (answer := discovery.take()) is not None:
             if isinstance(answer, LaunchError):
-                self._output.say(f"host discovery script: {answer}; hosts stay as they are, it is asked again")
+                self._say(f"host discovery script: {answer}; hosts stay as they are, it is asked again")
             else:
                 self._direction.found(answer, time.monotonic())
 

@@ -81,7 +81,7 @@ class DriverPlan:
         )
         left_behind = msgspec.json.encode(self).decode() if self.policy.has_successors else ""
         crew = AgentCrew(self.job, endpoint, output.pump, environ=environ, plan=left_behind)
-        return Driver(crew, members, output)
+        return Driver(crew, members, output.say, finish_output=output.finish)
 
 
 class ElasticOutput:

@@ -146,11 +146,11 @@ def resume(state: ObjectState, *, has_state: bool) -> None:
         return
     looks = not has_state and job.current().control.local_rank == 0
     found: Checkpoint | None = kept.folder.newest() if looks else None
-    said = allgather_object((has_state, -1 if found is None else found.number))
-    newest = max(number for _, number in said)
-    if newest < 0 or any(there for there, _ in said):
+    found_by = allgather_object((has_state, -1 if found is None else found.number))
+    newest = max(number for _, number in found_by)
+    if newest < 0 or any(there for there, _ in found_by):
         return
-    holder = said.index((False, newest))
+    holder = found_by.index((False, newest))
     mine = found is not None and job.current().rank == holder
     tree, problem = broadcast_object(_loaded(found) if mine and found is not None else None, holder)
     if problem:

@@ -143,9 +143,9 @@ class ElasticSampler(Sampler[int]):
         """The epoch, and what this rank has processed of it since the other ranks were last told."""
         return self.epoch, self._in_order[self._told :]
 
-    def hear(self, said: Iterable[tuple[int, list[int]]]) -> None:
+    def hear(self, news: Iterable[tuple[int, list[int]]]) -> None:
         """What all ranks have processed, this one among them, since they were last told."""
-        for epoch, indices in said:
+        for epoch, indices in news:
             if epoch == self.epoch:
                 self.record_indices(indices)
         self._told = len(self._in_order)

@@ -138,7 +138,7 @@ class Standing:
     completed: int = -1
 
 
-class _Said(NamedTuple):
+class _Report(NamedTuple):
     """What a rank tells the others at a commit.
 
     Attributes:
@@ -239,18 +239,18 @@ class State(_KeepsNoCommits, ABC):
         change = Change(0) if current.elastic is None else current.elastic.change()
         leaves = kept is not None and kept.leaving
         due = kept is not None and kept.due and current.rank == SYNC_ROOT
-        said = [_Said(*each) for each in current.control.all_gather((change.value, leaves, due, self._news()))]
-        self._complete([each.news for each in said])
+        reports = [_Report(*each) for each in current.control.all_gather((change.value, leaves, due, self._news()))]
+        self._complete([each.news for each in reports])
         if current.elastic is not None:
             current.control.barrier()  # who returns knows that all have heard: what it alone knew would be lost with it
         if kept is not None:
-            at_once = any(each.leaves for each in said)
-            if at_once or any(each.due for each in said):
+            at_once = any(each.leaves for each in reports)
+            if at_once or any(each.due for each in reports):
                 self._keep(kept, at_once=at_once)
             if leaves:
                 raise SystemExit(checkpoints.TERMINATED)
         changes = Change(0)
-        for each in said:
+        for each in reports:
             changes |= Change(each.change)
         if changes:
             raise HostsUpdatedInterrupt(skip_sync=changes == Change.REMOVED)
@@ -296,11 +296,11 @@ class ObjectState(State):
         return {"values": {name: getattr(self, name) for name in self._names}}
 
     def save(self) -> None:
-        """See `State`."""
+        """Keep a copy of the values in memory, beside the copy before it."""
         self._commits.write(self._tree())
 
     def restore(self) -> None:
-        """See `State`."""
+        """Go back to the values of the newest whole copy."""
         self._put_back(self._commits.newest)
 
     def _put_back(self, commit: Commit) -> None:
@@ -308,7 +308,7 @@ class ObjectState(State):
             setattr(self, name, copied(value))
 
     def sync(self) -> None:
-        """See `State`."""
+        """Collective: take over rank 0's values, and keep a copy of them."""
         for name, value in self._bcast_object(copy.deepcopy(self._tree()["values"])).items():
             setattr(self, name, value)
         self.save()
@@ -421,7 +421,7 @@ class TorchState(ObjectState):
             sampler.reset()
 
     def sync(self) -> None:
-        """See `State`; what the ranks' samplers have processed is put together."""
+        """Collective: take over rank 0's state; what the ranks' samplers have processed is put together."""
         for name, value in self._stateful.items():
             if isinstance(value, torch.nn.Module):
                 broadcast_parameters(value.state_dict(), SYNC_ROOT)
@@ -441,7 +441,7 @@ class TorchState(ObjectState):
 
     def _complete(self, news: Sequence[Any]) -> None:
         for name, sampler in self._samplers.items():
-            sampler.hear([said[name] for said in news if said is not None and name in said])
+            sampler.hear([each[name] for each in news if each is not None and name in each])
         self._commits.newest.tree["marks"] = self._marks()
         super()._complete(news)
 
