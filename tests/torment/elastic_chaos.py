@@ -31,7 +31,7 @@ from typing import Any
 TESTS = Path(__file__).parents[1]
 sys.path[:0] = [str(TESTS.parent), str(TESTS)]  # as pytest has it
 
-from elastic_jobs import Judge, read  # noqa: E402
+from elastic_jobs import Judge  # noqa: E402
 from rank_jobs import UNTUNED, environment  # noqa: E402
 from ranks.elastic_member import Plan  # noqa: E402
 
@@ -76,7 +76,8 @@ class Job:
         self._shape, self._folder, self._rng = shape, folder, rng
         self.killed = 0
         self.done: list[str] = []
-        self._offsets: dict[Path, int] = {}
+        self._lines: dict[int, list[dict[str, Any]]] = {}
+        self._offsets: dict[int, int] = {}
         plan = {"iterations": 10**6, "until_told": True, "pause_s": 0.005, "samples": 2000}
         env = UNTUNED
         if shape.is_tuned:
@@ -101,7 +102,16 @@ class Job:
     # ── what is there ────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _logs(self) -> dict[int, list[dict[str, Any]]]:
-        return {int(path.stem): read(path) for path in self._folder.glob("*.log") if path.stem.isdecimal()}
+        """What each rank has logged, by its process; read as far as it has grown."""
+        for path in self._folder.glob("*.log"):
+            if path.stem.isdecimal():
+                pid = int(path.stem)
+                with path.open("rb") as file:
+                    file.seek(self._offsets.get(pid, 0))
+                    whole = file.read().rpartition(b"\n")
+                self._offsets[pid] = self._offsets.get(pid, 0) + len(whole[0]) + len(whole[1])
+                self._lines.setdefault(pid, []).extend(json.loads(line) for line in whole[0].splitlines())
+        return self._lines
 
     def processes(self) -> dict[int, str]:
         """All that lives of the job, by number its command line."""
@@ -116,10 +126,10 @@ class Job:
         """Rank and host of each living member that holds the job's state, in the newest generation."""
         newest, found = 0, dict[int, tuple[int, str]]()
         for pid, lines in self._logs().items():
-            begun = [line for line in lines if line["what"] == "train"]
-            if not begun or not Path(f"/proc/{pid}").exists():
+            begun = next((line for line in reversed(lines) if line["what"] == "train"), None)
+            if begun is None or not Path(f"/proc/{pid}").exists():
                 continue
-            generation = [line["generation"] for line in lines if line["what"] == "joined"][-1]
+            generation = next(line["generation"] for line in reversed(lines) if line["what"] == "joined")
             if lines[-1]["what"] in ("left", "joined", "met", "open"):  # it holds the state, and is on its way
                 generation = newest
             if generation > newest:
@@ -128,7 +138,7 @@ class Job:
                 with suppress(OSError):
                     environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
                     host = next(each for each in environ if each.startswith(b"HOROVOD_HOSTNAME=")).partition(b"=")[2]
-                    found[pid] = begun[-1]["rank"], host.decode()
+                    found[pid] = begun["rank"], host.decode()
         return found
 
     def _agents(self) -> dict[str, int]:
