@@ -464,7 +464,7 @@ class Succession:
 # ── the process ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 _LONGEST_LINE = 65536
-_LAST_WORDS_S = 0.3
+_LAST_WORDS_S = 1.0
 """How long what a failed rank has written may take to come."""
 
 _writing = threading.Lock()
